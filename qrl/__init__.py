@@ -1,0 +1,1 @@
+"""qrl: does RL post-training change how cleanly a model quantizes?"""

@@ -1,0 +1,52 @@
+"""The names that others rely on, written once: variants, schemes, stages, metrics, tags, artifacts."""
+
+# Variants: which training made the weights.
+BASE, GRPO = "base", "grpo"
+
+# Schemes: how the weights are stored. `fp16` is the row's name in the literature; the dtype really used is logged.
+FP16, NF4, AWQ = "fp16", "nf4", "awq"
+QUANTIZED_SCHEMES = (NF4, AWQ)
+SCHEMES = (FP16, *QUANTIZED_SCHEMES)
+
+# Stages: the user's names, each an alias; MLflow's own stages are mirrored from them.
+STAGES = ("base", "grpo", "awq")
+MLFLOW_STAGE = {"base": "None", "grpo": "Staging", "awq": "Production"}
+
+# Tags
+TAG_STEP = "qrl.step"
+TAG_VARIANT = "qrl.variant"
+TAG_SCHEME = "qrl.scheme"
+TAG_TASK = "qrl.task"
+TAG_DIGEST = "qrl.digest"
+TAG_CACHE_KEY = "qrl.cache_key"
+TAG_PARENT_VERSION = "qrl.parent_version"
+TAG_REASON = "qrl.reason"
+TAG_PID = "qrl.pid"  # host:pid:start of the process that owns the run, so that a dead one can be told
+
+
+def gate_tag(stage: str) -> str:
+    """The tag of a version that records its gate's decision for `stage`."""
+    return f"qrl.gate.{stage}"
+
+
+# Metrics
+ACCURACY = "eval/accuracy"
+ACCURACY_STDERR = "eval/accuracy_stderr"
+ACCURACY_FLEXIBLE = "eval/accuracy_flexible"
+N = "eval/n"
+PARSE_RATE = "eval/parse_rate"
+EOS_RATE = "eval/eos_rate"
+TRUNCATION_RATE = "eval/truncation_rate"
+PROMPT_LEAK_RATE = "eval/prompt_leak_rate"
+TOKENS_PER_S = "eval/tokens_per_s"
+
+# Artifacts of a study's run
+TABLE_MD, TABLE_JSON = "table.md", "table.json"
+QUESTIONS = "questions.parquet"
+RECIPE = "recipe.yaml"
+FIGURES = "figures"
+
+
+def cell_name(variant: str, scheme: str) -> str:
+    """How the UI shows a cell: `grpo · awq`."""
+    return f"{variant} · {scheme}"

@@ -1,0 +1,248 @@
+"""Typed recipes: the one source of parameters.
+
+A field of these models, say `train.learning_rate`, *is* the command-line option, MLflow's `-P` key and the logged
+parameter. A recipe is a YAML file of this package (by name) or of the user's (by path); options override it.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from qrl.errors import BadInput
+
+RECIPES = Path(__file__).parent / "recipes"
+DEFAULT = "tiny"
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Train(_Section):
+    """GRPO: how the policy is trained."""
+
+    steps: Count = Field(20, description="optimizer steps")
+    prompts_per_step: Count = Field(64, description="distinct questions in one optimizer step")
+    generations: int = Field(8, ge=2, description="completions sampled per question: GRPO's group")
+    micro_batch: Count = Field(512, description="completions in one forward and backward pass")
+    questions: Count = Field(4096, description="training questions to draw prompts from")
+    learning_rate: float = Field(3e-5, gt=0, description="AdamW's peak learning rate")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="learning rate after warm-up")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature of rollouts")
+    max_completion_tokens: Count = Field(80, description="longest completion sampled, in tokens")
+    loss: Literal["grpo", "dr_grpo", "dapo", "bnpo"] = Field("dr_grpo", description="how token losses are averaged")
+    scale_rewards: Literal["none", "group", "batch"] = Field("none", description="what a reward's spread is divided by")
+    beta: float = Field(0.0, ge=0, description="weight of the KL term to the reference policy; 0 keeps no reference")
+    method: Literal["full", "lora"] = Field("full", description="all weights, or a low-rank adapter that `merge` folds in")
+    lora_rank: Count = Field(16, description="rank of the adapter")
+    lora_alpha: Count = Field(32, description="scale of the adapter, over its rank")
+    dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of forward and backward; masters are fp32")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in backward to save memory")
+    save_every: Count = Field(10, description="optimizer steps between two checkpoints to resume from")
+    completions_logged: Count = Field(8, description="completions a logged step puts into the table of samples")
+
+
+class Merge(_Section):
+    """Folding an adapter into its base."""
+
+    max_logit_diff: float = Field(0.25, gt=0, description="largest logit difference allowed, merged against adapter-on")
+
+
+class Quantize(_Section):
+    """How weights are stored in few bits."""
+
+    schemes: tuple[Literal["nf4", "awq"], ...] = Field(("nf4", "awq"), description="schemes of the study, comma-separated")
+    group_size: Literal[32, 64, 128] = Field(128, description="input channels that share one AWQ scale")
+    calibration_samples: Count = Field(128, description="training texts that AWQ looks at, chat-rendered, end token included")
+    calibration_max_tokens: Count = Field(512, description="longest calibration text, in tokens; longer ones are an error")
+
+
+class Evaluate(_Section):
+    """Held-out questions, and when an accuracy counts."""
+
+    n: int = Field(2000, ge=2, description="held-out questions, the same for every cell")
+    batch_size: Count = Field(256, description="prompts decoded together")
+    max_new_tokens: Count = Field(128, description="longest answer, in tokens")
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="compute dtype; auto: bf16 on a GPU, fp32 on a CPU")
+    min_eos_rate: Fraction = Field(0.95, description="least share of answers that end with the end token")
+    max_truncation_rate: Fraction = Field(0.05, description="largest share of answers cut at max_new_tokens")
+    min_parse_rate: Fraction = Field(0.90, description="least share of answers in the asked format")
+    max_prompt_leak_rate: Fraction = Field(0.01, description="largest share of answers that repeat chat markers or the question")
+    samples_logged: Count = Field(20, description="completions shown as a table in each cell's run")
+
+
+class Diagnose(_Section):
+    """What is measured of the weights."""
+
+    bits: int = Field(4, ge=2, le=8, description="bits of the round-to-nearest proxy")
+    group_size: Count = Field(128, description="input channels per scale of the proxy")
+    outlier_multiplier: float = Field(6.0, gt=1, description="an outlier is larger than this times the median |w|")
+    embeddings: bool = Field(False, description="measure embedding tables too")
+
+
+class Compare(_Section):
+    """What counts as surviving."""
+
+    margin: float | None = Field(None, gt=0, lt=1, description="loss of gain that still counts as survival; default: half the gain, at least 0.02")
+
+
+class Promote(_Section):
+    """What the gates ask for."""
+
+    min_gain: float = Field(0.0, ge=0, lt=1, description="grpo: the paired gain's lower 95 % bound must lie above this")
+    max_loss: float = Field(0.05, gt=0, lt=1, description="awq: the lower 95 % bound of awq − full precision must lie above minus this")
+
+
+class Recipe(_Section):
+    """A whole study: one model, one task, every step's settings."""
+
+    model: str = Field("qrl-tiny", min_length=1, description="qrl-tiny (shipped), a checkpoint folder, or a hub id")
+    registered_name: str | None = Field(None, description="name in the registry; default: from the model's name")
+    task: Literal["arithmetic", "gsm8k"] = Field("arithmetic", description="what is asked")
+    data: str | None = Field(None, description="folder with train.jsonl and test.jsonl; default: generated, or the hub")
+    prompt: str = Field("answer-line", description="named prompt template")
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of everything random")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where models run; auto takes a GPU if there is one")
+    train: Train = Train()
+    merge: Merge = Merge()
+    quantize: Quantize = Quantize()
+    evaluate: Evaluate = Evaluate()
+    diagnose: Diagnose = Diagnose()
+    compare: Compare = Compare()
+    promote: Promote = Promote()
+
+    def dump(self) -> str:
+        """The resolved recipe as YAML, which `load` reads back to an equal recipe."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+    def flat(self, *sections: str) -> dict[str, str]:
+        """Dotted key → value as text, as `-P` takes it; all sections, or the top level and those named."""
+        values = {}
+        for key, value in self.model_dump(mode="json").items():
+            if isinstance(value, dict):
+                if not sections or key in sections:
+                    values |= {f"{key}.{name}": _text(inner) for name, inner in value.items()}
+            else:
+                values[key] = _text(value)
+        return values
+
+
+def fields() -> dict[str, tuple[Any, str]]:
+    """Every recipe field as dotted key → (type annotation, description); options are made from it."""
+    found = {}
+    for key, field in Recipe.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, _Section):
+            for name, inner in field.annotation.model_fields.items():
+                found[f"{key}.{name}"] = (inner.annotation, inner.description or "")
+        else:
+            found[key] = (field.annotation, field.description or "")
+    return found
+
+
+def names() -> list[str]:
+    """Names of the recipes that ship with the package."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def load(name_or_path: str = DEFAULT, overrides: dict[str, str] | None = None) -> Recipe:
+    """A recipe by name or path, with dotted overrides applied and everything validated.
+
+    Args:
+        name_or_path: a name from `names()`, or a path ending in .yaml.
+        overrides: dotted key → text, as typed on the command line; values are read as YAML scalars.
+
+    Raises:
+        BadInput: unknown recipe or key, a wrong type or a number out of range; one sentence naming key and allowed values.
+    """
+    path = RECIPES / f"{name_or_path}.yaml"
+    if not path.is_file() and str(name_or_path).endswith((".yaml", ".yml")):
+        path = Path(name_or_path)
+    if not path.is_file():
+        raise BadInput(f"There is no recipe '{name_or_path}': expected one of {', '.join(names())}, or the path of a .yaml file.")
+    try:
+        document = yaml.safe_load(path.read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInput(f"Recipe {path} is not valid YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(document, dict):
+        raise BadInput(f"Recipe {path} holds a {type(document).__name__}, but a mapping of keys to values was expected.")
+    for key, text in (overrides or {}).items():
+        _set(document, key, text)
+    try:
+        return Recipe.model_validate(document)
+    except ValidationError as error:
+        raise BadInput(_sentence(error)) from None
+
+
+def _set(document: dict, key: str, text: str) -> None:
+    annotations = fields()
+    if key not in annotations:
+        raise BadInput(_unknown(key))
+    *section, name = key.split(".")
+    if section and not isinstance(document.setdefault(section[0], {}), dict):
+        raise BadInput(f"'{section[0]}' is a section of the recipe, but its value is {document[section[0]]!r}: write its keys below it.")
+    target = document[section[0]] if section else document
+    target[name] = _parse(text, annotations[key][0])
+
+
+def _parse(text: str, annotation: Any) -> Any:
+    """Text to what pydantic should judge: lists by comma, null, booleans; numbers are left to pydantic's own reading."""
+    if not isinstance(text, str):
+        return text
+    if typing.get_origin(annotation) is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if text.lower() in ("null", "none", "") and type(None) in typing.get_args(annotation):
+        return None
+    if typing.get_origin(annotation) is Literal and all(isinstance(option, int) for option in typing.get_args(annotation)):
+        return int(text) if text.isdigit() else text
+    return text
+
+
+def _unknown(key: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(key, fields(), n=1, cutoff=0.0)[0]
+    section = key.split(".")[0]
+    siblings = [name for name in fields() if name.startswith(f"{section}.")] or [name for name in fields() if "." not in name]
+    return f"'{key}' is not a key of a recipe: did you mean '{close}'? Allowed here: {', '.join(siblings)}."
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and part != "tagged-union")
+    if first["type"] == "extra_forbidden":
+        return _unknown(key)
+    return f"'{key}' is {first['input']!r}, but {_allowed(key, first)}."
+
+
+def _allowed(key: str, first: dict) -> str:
+    message = first["msg"][0].lower() + first["msg"][1:]
+    return message.replace("input should be", "must be").replace("input should have", "must have").replace("unable to parse string as an", "must be an").replace("unable to parse string as a", "must be a")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return "null" if value is None else str(value)
+
+
+def type_name(annotation: Any) -> str:
+    """How `--help` shows a field's type: `int`, `float`, `a|b`, `text`."""
+    origin = typing.get_origin(annotation)
+    if origin is Literal:
+        return "|".join(map(str, typing.get_args(annotation)))
+    if origin is Annotated:
+        return type_name(typing.get_args(annotation)[0])
+    if origin is tuple:
+        return "list"
+    if origin in (typing.Union, types.UnionType):
+        return type_name(next(part for part in typing.get_args(annotation) if part is not type(None)))
+    return "text" if annotation is str else annotation.__name__
