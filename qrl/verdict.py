@@ -1,0 +1,104 @@
+"""The verdict on gain survival: the gain survives, it is lost, or this many questions cannot tell.
+
+A non-inferiority test: "no significant loss" is no evidence of survival, so survival has to be shown against a margin.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from qrl.stats import LEVEL, Estimate, quantile, signed
+
+POWER = 0.80  # of "the smallest effect this n could have seen" and "the n that would decide"
+MIN_MARGIN = 0.02  # accuracy: a smaller loss than this is of no practical interest
+FLOOR, CEILING = 0.05, 0.95  # accuracy: beyond these a cell has no room to lose or to gain
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a study may say about the gain under one scheme, and why.
+
+    `margin` is the loss of accuracy that still counts as survival; `smallest_effect` the change of the gain that this n
+    would have seen in four studies of five; `n_to_decide` the questions that would settle an open verdict as often, None
+    where it is settled or no n would settle it; `p_value` the one-sided one against the margin, None where there was
+    nothing to test.
+    """
+
+    verdict: Literal["survives", "lost", "inconclusive"]
+    reason: str
+    margin: float
+    smallest_effect: float
+    n_to_decide: int | None = None
+    p_value: float | None = None
+
+
+def default_margin(gain: float) -> float:
+    """Half the full-precision gain, at least 0.02: what survives keeps more than half of what training gave."""
+    return max(MIN_MARGIN, gain / 2)
+
+
+def judge(gain: Estimate, survival: Estimate, kept: Estimate, accuracies: dict[str, float], margin: float | None = None) -> Verdict:
+    """The verdict on gain survival under one scheme.
+
+    `survives` if the one-sided 95 % lower bound of gain survival lies above −margin, `lost` if the upper bound lies below
+    it, else `inconclusive`; always `inconclusive` where the full-precision gain's interval is not above 0 or a cell sits
+    at floor or ceiling. A margin that is half an *estimated* gain has an error of its own: there the bound of `kept`
+    must agree, which asks the same question with that error counted in.
+
+    Args:
+        gain: full-precision gain, g_fp − b_fp.
+        survival: (g_q − b_q) − (g_fp − b_fp).
+        kept: (g_q − b_q) − ½ (g_fp − b_fp), above 0 where more than half of the gain is kept.
+        accuracies: cell's name → accuracy, of the four cells.
+        margin: loss of accuracy that still counts as survival; None takes `default_margin`.
+
+    Source: a non-inferiority test, with a fixed margin or with one that is a share of an estimated effect (the fixed-margin
+        and the synthesis method of FDA, Non-Inferiority Clinical Trials to Establish Effectiveness, 2016).
+    """
+    tests = [(survival, -default_margin(gain.estimate) if margin is None else -margin)]
+    if margin is None and gain.estimate / 2 > MIN_MARGIN:
+        tests.append((kept, 0.0))
+    margin = -tests[0][1]
+    smallest = (quantile((1 + LEVEL) / 2) + quantile(POWER)) * survival.stderr
+    edge = _edge(accuracies)
+    if edge:
+        return Verdict("inconclusive", edge, margin, smallest)
+    if not gain.low > 0:
+        interval = f"{signed(gain.estimate)} [{signed(gain.low)}, {signed(gain.high)}]"
+        reason = f"the full-precision gain, {interval}, is not shown to be above 0: no gain, nothing to survive"
+        return Verdict("inconclusive", reason, margin, smallest, _n_to_decide(gain, survival, margin))
+    p_above = max(estimate.p_above(bound) for estimate, bound in tests)
+    p_below = max(1 - estimate.p_above(bound) for estimate, bound in tests)
+    if p_above < 1 - LEVEL:
+        reason = f"the one-sided 95 % lower bound of gain survival, {signed(survival.lower)}, lies above −margin, {signed(-margin)}"
+        return Verdict("survives", reason, margin, smallest, p_value=p_above)
+    if p_below < 1 - LEVEL:
+        reason = f"the one-sided 95 % upper bound of gain survival, {signed(survival.upper)}, lies below −margin, {signed(-margin)}"
+        return Verdict("lost", reason, margin, smallest, p_value=p_below)
+    reason = f"the one-sided 95 % bounds of gain survival, {signed(survival.lower)} and {signed(survival.upper)}, lie on both sides of −margin, {signed(-margin)}"
+    if not survival.lower <= -margin <= survival.upper:
+        reason = f"the margin, {margin:.3f}, is half a gain that is itself estimated, and with that error counted −margin lies within the bounds"
+    return Verdict("inconclusive", reason, margin, smallest, _n_to_decide(gain, survival, margin), min(p_above, p_below))
+
+
+def _edge(accuracies: dict[str, float]) -> str | None:
+    for name, rate in accuracies.items():
+        if not FLOOR <= rate <= CEILING:
+            place, room = ("floor", "lose") if rate < FLOOR else ("ceiling", "gain")
+            return f"{name} sits at the {place} (accuracy {rate:.3f}), without room to {room}, so differences between cells mean little"
+    return None
+
+
+def _n_to_decide(gain: Estimate, survival: Estimate, margin: float) -> int | None:
+    """Questions at which the gain and the verdict would both be settled with `POWER`, if the estimates were the truth.
+
+    Source: a z test's sample size, n = (z_α + z_power)² σ² / distance².
+    """
+    distance = abs(survival.estimate + margin)
+    if gain.estimate <= 0 or distance < 1e-9:
+        return None
+    for_gain = (quantile((1 + LEVEL) / 2) + quantile(POWER)) * gain.stderr / gain.estimate
+    for_verdict = (quantile(LEVEL) + quantile(POWER)) * survival.stderr / distance
+    return max(survival.n + 1, math.ceil(survival.n * max(for_gain, for_verdict) ** 2))
