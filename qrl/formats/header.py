@@ -1,0 +1,60 @@
+"""The header of a safetensors file: what it holds, and whether it is whole, without reading a weight.
+
+A file is eight bytes of length, a JSON header of that length, then the tensors' bytes, without gaps.
+Source: https://github.com/huggingface/safetensors, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from qrl.errors import BadInput
+
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_MAX_HEADER = 100_000_000  # bytes; the library's own limit
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor as its file's header describes it."""
+
+    file: str
+    dtype: str  # in the format's own letters: "BF16", "U8", …
+    shape: tuple[int, ...]
+    bytes: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+
+def read(file: Path) -> dict[str, Entry]:
+    """Tensors of a safetensors file by name.
+
+    Raises:
+        BadInput: it is truncated, too long, or not safetensors; the sentence names the file and both sizes.
+    """
+    size = file.stat().st_size
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER):
+            raise BadInput(f"{file} is truncated or not safetensors: its header does not fit into its {size:,} bytes.")
+        text = stream.read(length)
+    try:
+        described = {name: value for name, value in json.loads(text).items() if name != "__metadata__"}
+        spans = {name: value["data_offsets"] for name, value in described.items()}
+        found = {
+            name: Entry(file.name, value["dtype"], tuple(value["shape"]), spans[name][1] - spans[name][0])
+            for name, value in described.items()
+        }
+        expected = 8 + length + max((end for _, end in spans.values()), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise BadInput(f"{file} is not safetensors: its header is not the JSON that the format asks for.") from None
+    if size != expected:
+        state = "truncated" if size < expected else "too long"
+        raise BadInput(f"{file} is {state}: its header describes {expected:,} bytes, but it has {size:,}; copy it again.")
+    return found
