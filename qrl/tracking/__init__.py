@@ -1,0 +1,1 @@
+"""MLflow's tracking as this house uses it: the store, runs that always end, reuse, hard-linked checkpoints."""

@@ -1,0 +1,265 @@
+"""Checkpoints as MLflow models, without writing their weights twice.
+
+`transformers.log_model` writes a checkpoint two times over. Here the files of a step's own temporary folder are hard-linked
+into the model's artifact folder; a user's files are copied once, for an edit in a linked folder would change the store.
+
+    <artifacts>/MLmodel, requirements.txt, conda.yaml, python_env.yaml   what MLflow reads
+    <artifacts>/model/                  the checkpoint: a plain folder that transformers and vLLM open in place
+    <artifacts>/components/tokenizer/   the tokenizer's files once more, by hard link: where MLflow's flavor looks for them
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qrl import checkpoint, names
+from qrl.errors import QrlError
+
+if TYPE_CHECKING:
+    from mlflow.entities import LoggedModel
+
+_CHAT = "llm/v1/chat"
+_CARDS = ("README.md", "LICENSE", "LICENSE.txt")
+_ENVIRONMENT = Path(__file__).parents[2] / "conda.yaml"
+_NEEDS = {names.NF4: ("bitsandbytes",), names.AWQ: ("gptqmodel",)}
+_MAX_NEW_TOKENS = 512  # of a chat answer through pyfunc, where the caller does not say
+
+
+def log_checkpoint(
+    path: Path,
+    *,
+    name: str,
+    digest: str,
+    variant: str,
+    scheme: str,
+    task: str,
+    move: bool,
+    metadata: Mapping[str, Any] | None = None,
+) -> tuple[str, Path]:
+    """Log a checkpoint folder as a model of the active run.
+
+    Killed at any moment, it leaves no model that counts as READY.
+
+    Args:
+        path: a folder that `checkpoint.check` accepts.
+        name: the model's name in the UI, `grpo-awq` say.
+        digest: `checkpoint.digest(path)`.
+        variant, scheme, task: tags and params of the model.
+        move: the folder is a step's own and is deleted afterwards, so its files may be linked; else they are copied.
+        metadata: further facts (bytes, bits per weight, seconds), kept as params of the model and in its MLmodel.
+
+    Returns:
+        "models:/m-…", and the folder that holds the weights now (for a remote store, `path` itself).
+
+    Raises:
+        QrlError: what arrived in the store does not have the digest.
+    """
+    import mlflow
+
+    client = mlflow.MlflowClient()
+    run = mlflow.active_run()
+    facts = {"variant": variant, "scheme": scheme, "task": task, "digest": digest, **(metadata or {})}
+    tags = {names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme, names.TAG_TASK: task, names.TAG_DIGEST: digest}
+    model = mlflow.initialize_logged_model(
+        name=name, source_run_id=run.info.run_id, tags=tags, params={key: str(value) for key, value in facts.items()}
+    )
+    mlflow.log_outputs(models=[mlflow.entities.LoggedModelOutput(model.model_id, step=0)])
+    try:
+        local = _local(model.artifact_location)
+        if local:
+            _write_in_place(path, local, model, facts, link=move)
+        else:
+            _upload(client, path, model, facts)
+        stored = local / "model" if local else path
+        if (found := checkpoint.digest(stored)) != digest:
+            raise QrlError(f"The checkpoint {path} changed while it was logged: its digest was {digest[:12]}, now it is {found[:12]}.")
+    except BaseException:
+        _discard(client, model)
+        raise
+    client.finalize_logged_model(model.model_id, "READY")
+    return f"models:/{model.model_id}", stored
+
+
+def local_path(model_uri: str, into: Path | None = None) -> Path:
+    """The checkpoint folder behind a model's address, in place where the store is local.
+
+    Args:
+        model_uri: "models:/m-…", "models:/name/3", "models:/name@alias" or "runs:/…".
+        into: where remote files are downloaded to; default: a new temporary folder.
+
+    Raises:
+        QrlError: the model holds no checkpoint.
+    """
+    import mlflow
+    from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
+    from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
+
+    underlying = model_uri
+    if model_uri.startswith("models:/"):
+        underlying = ModelsArtifactRepository.get_underlying_uri(model_uri)
+    elif model_uri.startswith("runs:/"):
+        underlying = RunsArtifactRepository.get_underlying_uri(model_uri)
+    folder = _local(underlying)
+    if folder is None or not folder.is_dir():
+        if into:
+            into.mkdir(parents=True, exist_ok=True)
+        folder = Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri, dst_path=into and str(into)))
+    if not (folder / "model" / "config.json").is_file():
+        raise QrlError(f"The model {model_uri} holds no checkpoint at {folder / 'model'}: log it again with the step that made it.")
+    return folder / "model"
+
+
+def abandon(experiment_id: str, run_id: str) -> None:
+    """Discard the half-made models of a run whose process died."""
+    import mlflow
+
+    client = mlflow.MlflowClient()
+    for model in client.search_logged_models([experiment_id], filter_string=f"source_run_id = '{run_id}'"):
+        if str(model.status) == "PENDING":
+            _discard(client, model)
+
+
+def _local(uri: str) -> Path | None:
+    from mlflow.utils.file_utils import local_file_uri_to_path
+    from mlflow.utils.uri import is_local_uri
+
+    return Path(local_file_uri_to_path(uri)) if is_local_uri(uri) else None
+
+
+def _write_in_place(source: Path, target: Path, model: LoggedModel, facts: Mapping[str, Any], *, link: bool) -> None:
+    """Build the folder under another name and rename it, so that it is there whole or not at all."""
+    partial = _partial(target)
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / "model").mkdir(parents=True)
+    for file in _files(source):
+        _put(file, partial / "model" / file.name, link=link)
+    _write_description(partial, model, facts)
+    if target.is_dir():
+        target.rmdir()  # MLflow may have made it already, empty
+    partial.rename(target)
+
+
+def _upload(client, source: Path, model: LoggedModel, facts: Mapping[str, Any]) -> None:
+    """Send the weights from where they lie; only the small files are put together first."""
+    for file in _files(source):
+        client.log_model_artifact(model.model_id, str(file.resolve()), "model")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "model").mkdir()
+        for file in _files(source):
+            if file.suffix != ".safetensors":
+                _put(file, Path(folder) / "model" / file.name, link=False)
+        size = sum(file.stat().st_size for file in _files(source))
+        _write_description(Path(folder), model, facts, size=size)
+        client.log_model_artifacts(model.model_id, folder)
+
+
+def _write_description(folder: Path, model: LoggedModel, facts: Mapping[str, Any], size: int | None = None) -> None:
+    """MLmodel and its environment files beside `model/`, and the tokenizer where the flavor looks for it."""
+    from mlflow import pyfunc
+    from mlflow.models import Model, ModelSignature
+    from mlflow.types.llm import CHAT_MODEL_INPUT_SCHEMA, CHAT_MODEL_OUTPUT_SCHEMA
+
+    tokenizer = folder / "components" / "tokenizer"
+    tokenizer.mkdir(parents=True)
+    for file in (folder / "model").iterdir():
+        if file.name in (*checkpoint.TOKENIZER_FILES, "config.json"):
+            _put(file, tokenizer / file.name, link=True)
+    described = Model(
+        artifact_path=model.artifact_location,
+        run_id=model.source_run_id,
+        model_uuid=model.model_id,
+        model_id=model.model_id,
+        signature=ModelSignature(inputs=CHAT_MODEL_INPUT_SCHEMA, outputs=CHAT_MODEL_OUTPUT_SCHEMA),
+        metadata={"task": _CHAT, "qrl": dict(facts)},
+        model_size_bytes=size or sum(file.stat().st_size for file in (folder / "model").iterdir()),
+    )
+    # Auto classes, so that any transformers picks its own class by config.json, and none runs code from the folder.
+    packages = requirements(str(facts["scheme"]))
+    described.add_flavor(
+        "transformers",
+        transformers_version=next(line.partition("==")[2] for line in packages if line.startswith("transformers")),
+        code=None,
+        task="text-generation",
+        inference_task=_CHAT,
+        instance_type="TextGenerationPipeline",
+        pipeline_model_type="AutoModelForCausalLM",
+        source_model_name=f"{model.artifact_location}/model",
+        model_binary="model",
+        components=["tokenizer"],
+        tokenizer_type="AutoTokenizer",
+    )
+    pyfunc.add_to_model(
+        described,
+        loader_module="mlflow.transformers",
+        conda_env="conda.yaml",
+        python_env="python_env.yaml",
+        model_config={"max_new_tokens": _MAX_NEW_TOKENS},
+    )
+    described.save(str(folder / "MLmodel"))
+    _write_environment(folder, packages)
+
+
+def requirements(scheme: str) -> list[str]:
+    """Pip requirements of a model: the pins of the project's conda.yaml, or what is installed where there is none."""
+    import yaml
+
+    pins = {}
+    if _ENVIRONMENT.is_file():
+        parts = yaml.safe_load(_ENVIRONMENT.read_text())["dependencies"]
+        lines = next(part["pip"] for part in parts if isinstance(part, dict))
+        pins = {line.partition("==")[0]: line for line in lines}
+    wanted = ("mlflow", "torch", "transformers", "accelerate", *_NEEDS.get(scheme, ()))
+    return [pins.get(package) or _installed(package) for package in wanted]
+
+
+def _write_environment(folder: Path, packages: list[str]) -> None:
+    import yaml
+
+    python = ".".join(map(str, sys.version_info[:3]))
+    conda = {"name": "mlflow-env", "channels": ["conda-forge"], "dependencies": [f"python={python}", "pip", {"pip": packages}]}
+    (folder / "conda.yaml").write_text(yaml.safe_dump(conda, sort_keys=False))
+    (folder / "python_env.yaml").write_text(yaml.safe_dump({"python": python, "dependencies": ["-r requirements.txt"]}))
+    (folder / "requirements.txt").write_text("\n".join(packages) + "\n")
+
+
+def _files(folder: Path) -> list[Path]:
+    """What makes the checkpoint, and what says whose it is; a trainer's leftovers stay behind."""
+    wanted = (*checkpoint.shards(folder), *checkpoint.CONFIG_FILES, *checkpoint.TOKENIZER_FILES, *_CARDS)
+    return [folder / file for file in dict.fromkeys(wanted) if (folder / file).is_file()]
+
+
+def _put(source: Path, target: Path, *, link: bool) -> None:
+    source = source.resolve()  # the hub's cache holds links
+    if link:
+        try:
+            os.link(source, target)
+            return
+        except OSError:  # another file system, or one without hard links
+            pass
+    shutil.copyfile(source, target)
+
+
+def _discard(client, model: LoggedModel) -> None:
+    """Mark a half-made model FAILED and remove its files."""
+    if local := _local(model.artifact_location):
+        shutil.rmtree(_partial(local), ignore_errors=True)
+        shutil.rmtree(local, ignore_errors=True)
+    client.finalize_logged_model(model.model_id, "FAILED")
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(target.name + ".partial")
+
+
+def _installed(package: str) -> str:
+    try:
+        return f"{package}=={version(package).partition('+')[0]}"  # 2.13.0+cpu is on no index
+    except PackageNotFoundError:
+        return package

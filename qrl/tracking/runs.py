@@ -1,0 +1,286 @@
+"""Runs that always end: a step's own run, or the one `mlflow run` opened for it, and a nested run per cell.
+
+Whatever happens inside, the run is ended with a status and, unless it finished, with a sentence in the tag `qrl.reason`.
+MLflow leaves a status alone that its child has set, so what stands here stands.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qrl import names
+from qrl.errors import BadInput, QrlError
+from qrl.recipe import Recipe
+from qrl.tracking import signals, store
+
+if TYPE_CHECKING:
+    import mlflow
+    import pandas as pd
+    from mlflow.data.dataset import Dataset
+
+_MAX_TAG = 5000  # characters that every store takes
+_SYSTEM_METRICS_EVERY = 5  # seconds; a tiny step ends before MLflow's ten
+
+
+@contextmanager
+def step(
+    name: str,
+    recipe: Recipe | None = None,
+    *,
+    sections: tuple[str, ...] = (),
+    params: Mapping[str, object] | None = None,
+    tags: Mapping[str, object] | None = None,
+    run_name: str | None = None,
+    system_metrics: bool = False,
+) -> Iterator[str]:
+    """The active run of one step: joins the one named by MLFLOW_RUN_ID, or starts one.
+
+    Args:
+        name: the step, for the tag qrl.step and the run's name.
+        recipe: logged as params, under keys that MLflow has not logged already.
+        sections: the recipe's sections that this step reads, logged with its top level; none named: all of it.
+        params: further params, `variant` and `scheme` say.
+        tags: further tags.
+        run_name: what the UI shows; default: the step's name.
+        system_metrics: record CPU, memory and GPU beside the metrics.
+
+    Yields:
+        The run's id.
+
+    Raises:
+        BadInput: MLFLOW_RUN_ID names a run that the store does not hold; or the store filled up meanwhile.
+        SystemExit: 130 or 143 after Ctrl-C or SIGTERM; the run is ended as KILLED.
+    """
+    import mlflow
+
+    signals.guard()
+    run = _start(run_name or name, system_metrics)
+    try:
+        with _ended(run):
+            store.mark_experiment(run.info.experiment_id)
+            mlflow.set_tags({names.TAG_STEP: name, names.TAG_PID: signals.identity(), **(tags or {})})
+            log_params({**(recipe.flat(*sections) if recipe else {}), **(params or {})})
+            yield run.info.run_id
+    except KeyboardInterrupt as stopped:
+        print(f"{stopped or 'Stopped by Ctrl-C.'} The run is ended as KILLED; run the same command again to go on.", file=sys.stderr)
+        raise SystemExit(signals.exit_code(stopped)) from None
+
+
+@contextmanager
+def child(
+    run_name: str, *, params: Mapping[str, object] | None = None, tags: Mapping[str, object] | None = None
+) -> Iterator[str]:
+    """A run nested in the active one, for a cell; an error ends it FAILED and goes on to the caller, who may go on as well.
+
+    Args:
+        run_name: `names.cell_name(variant, scheme)` for a cell.
+        params: `variant`, `scheme`, `task`: the compare view reads params.
+        tags: further tags.
+    """
+    import mlflow
+
+    run = mlflow.start_run(run_name=run_name, nested=True)
+    with _ended(run):
+        mlflow.set_tags({names.TAG_PID: signals.identity(), **(tags or {})})
+        mlflow.log_params(dict(params or {}))
+        yield run.info.run_id
+
+
+@contextmanager
+def begun(name: str) -> Iterator[str]:
+    """A run for a step that another process will join and end; ended here only where that process did not come to it.
+
+    Yields:
+        The run's id.
+    """
+    import mlflow
+
+    signals.guard()
+    run_id = _start(name, system_metrics=False).info.run_id
+    client = mlflow.MlflowClient()
+    client.set_tag(run_id, names.TAG_PID, signals.identity())
+    outcome = "FINISHED"
+    try:
+        yield run_id
+    except BaseException as error:
+        outcome = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+        if client.get_run(run_id).info.status == "RUNNING":
+            _end(client, run_id, error)
+        raise
+    finally:
+        status = client.get_run(run_id).info.status
+        _leave(outcome if status == "RUNNING" else status)
+
+
+def tell(reason: str, exit_code: int) -> None:
+    """End the run that `mlflow run` opened where no step has joined it: bad input, or a signal during imports.
+
+    Args:
+        reason: the sentence, for the tag qrl.reason.
+        exit_code: above 128 a signal stopped us, and the run counts as KILLED, else as FAILED.
+    """
+    if run_id := os.environ.pop("MLFLOW_RUN_ID", None):
+        import mlflow
+
+        client = mlflow.MlflowClient()
+        client.set_tag(run_id, names.TAG_REASON, reason[:_MAX_TAG])
+        client.set_terminated(run_id, "KILLED" if exit_code > 128 else "FAILED")
+
+
+def log_params(params: Mapping[str, object]) -> None:
+    """Log params of the active run under keys that it does not hold yet: MLflow refuses `1e-6` after `1e-06`."""
+    import mlflow
+
+    known = mlflow.get_run(mlflow.active_run().info.run_id).data.params
+    mlflow.log_params({key: value for key, value in params.items() if key not in known})
+
+
+def live_log() -> Callable[[Mapping[str, float], int], None]:
+    """A `log(metrics, step)` into the active run, for rooms that know no MLflow; it works from any thread."""
+    import mlflow
+
+    run_id = mlflow.active_run().info.run_id
+
+    def log(metrics: Mapping[str, float], step: int) -> None:
+        mlflow.log_metrics({key: float(value) for key, value in metrics.items()}, step=step, run_id=run_id)
+
+    return log
+
+
+def log_scores(metrics: Mapping[str, float], *, model_uri: str | None = None, dataset: Dataset | None = None) -> None:
+    """Log metrics that belong to a model and a data set, so that the UI shows them beside both.
+
+    Args:
+        metrics: name → value.
+        model_uri: "models:/m-…", as `models.log_checkpoint` gave it; becomes an input of the active run.
+        dataset: as `log_dataset` gave it.
+    """
+    import mlflow
+    from mlflow.entities import LoggedModelInput
+
+    model_id = model_uri.removeprefix("models:/") if model_uri else None
+    if model_id:
+        mlflow.log_inputs(models=[LoggedModelInput(model_id=model_id)])
+    mlflow.log_metrics({key: float(value) for key, value in metrics.items()}, model_id=model_id, dataset=dataset)
+
+
+def log_dataset(name: str, *, digest: str, context: str, n: int, source: str) -> Dataset:
+    """Record a set of questions as an input of the active run.
+
+    Args:
+        name: the task and split, `arithmetic-heldout` say.
+        digest: sha256 of the questions; MLflow keeps its first 36 characters, the tag `digest` all of it.
+        context: `train`, `calibration` or `heldout`.
+        n: questions.
+        source: where they come from, in words or as an address.
+
+    Returns:
+        What `log_scores` takes.
+    """
+    import mlflow
+    from mlflow.data.code_dataset_source import CodeDatasetSource
+    from mlflow.data.meta_dataset import MetaDataset
+
+    dataset = MetaDataset(CodeDatasetSource(tags={"mlflow.source.name": source}), name=name, digest=digest[:36])
+    mlflow.log_input(dataset, context=context, tags={"n": str(n), "digest": digest})
+    return dataset
+
+
+def log_table(frame: pd.DataFrame, name: str) -> None:
+    """Show a table of samples in the UI; `name` without its ending."""
+    import mlflow
+
+    mlflow.log_table(frame, f"{name}.json")
+
+
+def log_folder(folder: Path, into: str | None = None) -> None:
+    """Log all files of a folder as artifacts of the active run, below `into`."""
+    import mlflow
+
+    mlflow.log_artifacts(str(folder), into)
+
+
+def describe(markdown: str) -> None:
+    """The description that the UI shows above the active run."""
+    import mlflow
+
+    mlflow.set_tag("mlflow.note.content", markdown)
+
+
+def artifact(run_id: str, path: str) -> Path:
+    """A run's artifact as a local path: in place where the store is local, else downloaded."""
+    import mlflow
+
+    return Path(mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=path))
+
+
+def _start(run_name: str, system_metrics: bool) -> mlflow.ActiveRun:
+    import mlflow
+
+    if system_metrics:
+        mlflow.set_system_metrics_sampling_interval(_SYSTEM_METRICS_EVERY)
+    opened = os.environ.get("MLFLOW_RUN_ID")
+    try:
+        return mlflow.start_run(
+            run_name=run_name, nested=mlflow.active_run() is not None, log_system_metrics=system_metrics
+        )
+    except mlflow.MlflowException as error:
+        if opened and error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            raise BadInput(f"MLFLOW_RUN_ID names run {opened}, which {mlflow.get_tracking_uri()} does not hold: unset it.") from None
+        raise store.sentence(error) or error from None
+
+
+@contextmanager
+def _ended(run: mlflow.ActiveRun) -> Iterator[None]:
+    """End the active run with the status that fits, and pass the error on."""
+    import mlflow
+
+    try:
+        yield
+    except BaseException as error:
+        told = (store.sentence(error) if isinstance(error, Exception) else None) or error
+        try:
+            _end(mlflow.MlflowClient(), run.info.run_id, told)
+        except Exception as deaf:  # the store itself may be what failed; the first error is the one to tell
+            print(f"The run {run.info.run_id} could not be ended: {_first_line(deaf)}", file=sys.stderr)
+        finally:
+            _leave("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        if told is error:
+            raise
+        raise told from error
+    else:
+        _leave("FINISHED")
+
+
+def _leave(status: str) -> None:
+    """Take the run off MLflow's stack, stop its monitor, set its status."""
+    import mlflow
+
+    try:
+        mlflow.end_run(status)
+    except Exception as deaf:
+        if status == "FINISHED":
+            raise store.sentence(deaf) or deaf from None
+
+
+def _end(client: mlflow.MlflowClient, run_id: str, error: BaseException) -> None:
+    stopped = isinstance(error, KeyboardInterrupt)
+    client.set_tag(run_id, names.TAG_REASON, _reason(error))
+    client.set_terminated(run_id, "KILLED" if stopped else "FAILED")
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return str(error) or "Stopped by Ctrl-C."
+    if isinstance(error, QrlError):
+        return str(error)[:_MAX_TAG]
+    return f"{type(error).__name__}: {_first_line(error)}"[:_MAX_TAG]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or "no message").splitlines()[0]

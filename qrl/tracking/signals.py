@@ -1,0 +1,100 @@
+"""A process that is told to stop unwinds, so that its run can be ended; imports nothing heavy.
+
+SIGINT, SIGTERM and SIGHUP become the exception `Stopped`. A process that `mlflow run` started also asks the kernel for
+SIGTERM at its parent's death, because MLflow dies of a signal without passing it on.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+from types import FrameType
+
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+_PR_SET_PDEATHSIG = 1
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked this process to stop.
+
+    It is a KeyboardInterrupt because `mlflow.projects.run` then stops its own child and waits for it.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"Stopped by {signal.Signals(signum).name}.")
+        self.code = 128 + signum
+
+
+def exit_code(error: KeyboardInterrupt) -> int:
+    """128 + the signal's number: 130 for Ctrl-C, 143 for SIGTERM."""
+    return getattr(error, "code", 128 + signal.SIGINT)
+
+
+def guard() -> None:
+    """Turn stop signals into `Stopped`; call it early, more than once does no harm, and off the main thread it is nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    owner = os.getpid()
+
+    def stop(signum: int, _frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a forked worker inherits the handler, but not the run
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+            return
+        # Ctrl-C reaches a whole process group, and MLflow then sends SIGTERM as well: unwind once, undisturbed.
+        for name in _SIGNALS:
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        raise Stopped(signum)
+
+    for name in _SIGNALS:
+        signum = getattr(signal, name)
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # ignored on purpose, as `nohup` does
+            signal.signal(signum, stop)
+    if os.environ.get("MLFLOW_RUN_ID") and sys.platform == "linux":
+        _die_with_parent()
+
+
+def _die_with_parent() -> None:
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def identity() -> str:
+    """host:pid:start of this process, in whole seconds since the epoch."""
+    import psutil
+
+    return f"{socket.gethostname()}:{os.getpid()}:{psutil.Process().create_time():.0f}"
+
+
+def is_dead(identity: str) -> bool:
+    """True where a process of this host is surely gone; False for living ones, other hosts and what cannot be read."""
+    import psutil
+
+    host, _, rest = identity.rpartition(":")[0].rpartition(":")
+    start = identity.rpartition(":")[2]
+    if host != socket.gethostname() or not (rest.isdigit() and start.isdigit()):
+        return False
+    try:
+        process = psutil.Process(int(rest))
+        started, status = process.create_time(), process.status()
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
+    return status == psutil.STATUS_ZOMBIE or abs(started - int(start)) > 2  # the clock may be slewed; pids return later
+
+
+def launcher_alive(started: float) -> bool:
+    """True where a process that could have opened a run at `started` (seconds since the epoch) still lives on this host."""
+    import psutil
+
+    for process in psutil.process_iter(["cmdline", "create_time"]):
+        words = {os.path.basename(word) for word in process.info["cmdline"] or ()}
+        runs_projects = {"mlflow", "run"} <= words or "qrl" in words
+        if runs_projects and (process.info["create_time"] or 0) <= started + 2:
+            return True
+    return False
