@@ -1,0 +1,163 @@
+"""A copy of a checkpoint that transformers 4.51, AutoAWQ's last, reads as the same model, and proof that it does.
+
+transformers 5 moved the rotary base into `rope_parameters`; 4.51 ignores that key, takes 10000, and says nothing: every
+token is then read at the wrong place. It also fails on the tokenizer classes of 5. So the configuration is rewritten, the
+weights are linked, and the loaded model is held against the original: its settings, its rotary frequencies and, where the
+core environment wrote them, its logits.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qrl import checkpoint
+from qrl.errors import BadInput, QrlError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+# Keys that say how the file was written, not what the model is; and those that `rewrite` translates.
+_NOT_THE_MODEL = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "rope_parameters", "layer_types"}
+_REFERENCE_TOKENS = 64
+_REFERENCE_LAST = 4  # positions whose logits are kept: the last ones have seen every rotary angle
+_TOLERANCE = 0.01  # relative: float32 twice gives 1e-5; a wrong rotary base gives 0.1 and more
+
+
+def rewrite(config: dict) -> dict:
+    """config.json of transformers 5 in the words of 4.51; one of 4.x comes back as it was.
+
+    Raises:
+        BadInput: a setting that 4.51 cannot express.
+    """
+    old = {key: value for key, value in config.items() if key not in ("dtype", "rope_parameters", "transformers_version")}
+    old["torch_dtype"] = config.get("dtype", config.get("torch_dtype"))
+    rope = config.get("rope_parameters")
+    if rope is None:
+        return old
+    if any(isinstance(value, dict) for value in rope.values()) or "rope_theta" not in rope:
+        raise BadInput(f"AutoAWQ's transformers 4.51 cannot express these rope_parameters: {json.dumps(rope)}; use nf4 instead.")
+    if set(config.get("layer_types") or ()) - {"full_attention"}:
+        raise BadInput("AutoAWQ's transformers 4.51 cannot express layers of mixed attention (layer_types); use nf4 instead.")
+    old["rope_theta"] = rope["rope_theta"]
+    if "partial_rotary_factor" in rope:
+        old["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    if rope.get("rope_type", "default") != "default":
+        old["rope_scaling"] = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    return old
+
+
+def stage(source: Path, folder: Path) -> None:
+    """Write a copy of `source` that transformers 4.51 loads: config.json rewritten, weights linked, the rest left out.
+
+    Args:
+        source: a checkpoint folder, of transformers 4 or 5.
+        folder: an empty folder.
+    """
+    (folder / "config.json").write_text(json.dumps(rewrite(checkpoint.config(source)), indent=2))
+    for name in checkpoint.shards(source):
+        (folder / name).symlink_to((source / name).resolve())
+    if checkpoint.shards(source) != [checkpoint.WEIGHTS]:
+        (folder / checkpoint.INDEX).symlink_to((source / checkpoint.INDEX).resolve())
+
+
+def tokenizer(source: Path) -> PreTrainedTokenizerFast:
+    """The source's tokenizer with its chat template and special tokens, in transformers 4 and 5 alike.
+
+    Raises:
+        BadInput: the folder has no tokenizer.json.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    if not (source / "tokenizer.json").is_file():
+        raise BadInput(f"{source} has no tokenizer.json: load and save its tokenizer with transformers 5 once.")
+    settings = {}
+    if (source / "tokenizer_config.json").is_file():
+        settings = json.loads((source / "tokenizer_config.json").read_text())
+    tokens = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    template = settings.get("chat_template")
+    if (source / "chat_template.jinja").is_file():
+        template = (source / "chat_template.jinja").read_text()
+    elif (source / "chat_template.json").is_file():
+        template = json.loads((source / "chat_template.json").read_text())["chat_template"]
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(source / "tokenizer.json"),
+        chat_template=template,
+        **{name: token for name, token in tokens.items() if token is not None},
+    )
+
+
+def verify(model: PreTrainedModel, loading: dict, source: Path, reference: Path | None = None) -> None:
+    """Refuse a staged model that is not the original one.
+
+    Args:
+        model: the staged copy in float32, as transformers 4.51 loaded it.
+        loading: `output_loading_info` of that load.
+        source: the original checkpoint.
+        reference: a file of `write_reference`; without it, logits are not compared.
+
+    Raises:
+        QrlError: weights are missing or left over, or a setting, a rotary frequency or the logits differ.
+    """
+    import torch
+
+    tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
+    left = sorted((set(loading["missing_keys"]) - tied) | set(loading["unexpected_keys"]) | set(loading["mismatched_keys"]))
+    if left:
+        raise QrlError(f"AutoAWQ's transformers does not read {source} as it was written: {left[0]} is missing or left over.")
+    original = checkpoint.config(source)
+    for key, value in original.items():
+        loaded = getattr(model.config, key, value)
+        if key not in _NOT_THE_MODEL and loaded != value:
+            raise QrlError(f"AutoAWQ's transformers reads {key} of {source} as {loaded!r}, but it is {value!r}: nothing was quantized.")
+    rope = original.get("rope_parameters") or {"rope_theta": original.get("rope_theta")}
+    if rope.get("rope_theta") and rope.get("rope_type", "default") == "default" and not original.get("rope_scaling"):
+        loaded = model.get_decoder().rotary_emb.inv_freq.float().cpu()
+        width = 2 * len(loaded)
+        expected = 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
+        if not torch.allclose(loaded, expected, rtol=1e-4):
+            raise QrlError(f"AutoAWQ's transformers reads {source} with another rotary base than {rope['rope_theta']}: nothing was quantized.")
+    if reference is not None:
+        _compare_logits(model, source, reference)
+
+
+def write_reference(source: Path, file: Path) -> None:
+    """Logits of a checkpoint on fixed token ids, for `verify` to reproduce; to be run in the core environment.
+
+    Args:
+        source: a full-precision checkpoint.
+        file: a .safetensors file to write: `ids` (1, 64) int64 and `logits` (4, vocabulary) float32, of the last positions.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, trust_remote_code=False, use_safetensors=True)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, _REFERENCE_TOKENS), generator=generator)
+    save_file({"ids": ids, "logits": _last_logits(model, ids)}, file)
+
+
+def _compare_logits(model: PreTrainedModel, source: Path, reference: Path) -> None:
+    from safetensors.torch import load_file
+
+    wanted = load_file(reference)
+    difference = (_last_logits(model, wanted["ids"]) - wanted["logits"]).norm() / wanted["logits"].norm()
+    if not difference <= _TOLERANCE:
+        raise QrlError(
+            f"AutoAWQ's transformers gives other logits than the original for {source}: they differ by {difference:.2%}, "
+            f"at most {_TOLERANCE:.0%} was expected; nothing was quantized."
+        )
+
+
+def _last_logits(model, ids):
+    import torch
+
+    with torch.inference_mode():
+        logits = model.eval()(ids.to(model.device)).logits
+    return logits[0, -_REFERENCE_LAST:].float().cpu().contiguous()
+
+
+def _content(token: str | dict | None) -> str | None:
+    return token["content"] if isinstance(token, dict) else token
