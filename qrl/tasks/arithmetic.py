@@ -1,0 +1,177 @@
+"""Word problems in GSM8K's format, one to four steps, from a seeded generator.
+
+A problem is a chain: somebody has some things, and each step either changes that number or moves on to somebody whose
+number is told in terms of it. Numbers stay whole and within 0..999. A question's split is decided by a hash of its own
+text, so no text can be in both splits, whatever the seeds and sizes.
+"""
+
+import random
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from qrl.tasks.question import Question
+
+LARGEST = 999
+HELDOUT_SHARE = 5  # one text in five is held out
+
+NAMES = ("Ann", "Tom", "Ben", "Mia", "Sam", "Eva", "Leo", "Zoe", "Max", "Amy", "Ned", "Ivy", "Kai", "Liz", "Jon", "Pam")
+OBJECTS = (
+    "apples", "books", "cards", "coins", "pens", "shells", "stamps", "eggs",
+    "beads", "cups", "kites", "marbles", "stones", "tickets", "plums", "roses",
+)  # fmt: skip
+
+# Sentences and solution lines. n: who has the things now; m: somebody new; b: the step's number; o: the things;
+# e: the calculation, `3+4=7`.
+OPENINGS = ("{n} has {b} {o}.", "{n} starts with {b} {o}.", "There are {b} {o} in the bag of {n}.", "{n} owns {b} {o}.")
+GAIN = ("{n} buys {b} more.", "{n} finds {b} more {o}.", "{m} gives {n} {b} {o}.", "Then {n} gets {b} {o} as a gift.")
+LOSE = ("{n} gives {b} {o} to {m}.", "{n} loses {b} of them.", "{n} sells {b} {o}.", "Then {n} throws {b} of the {o} away.")
+MORE = ("{m} has {b} more {o} than {n}.", "{m} owns {b} {o} more than {n}.")
+FEWER = ("{m} has {b} fewer {o} than {n}.", "{n} has {b} more {o} than {m}.")
+TIMES = ("{m} has {b} times as many {o} as {n}.", "{m} owns {b} times the {o} of {n}.", "For each of these {o}, {m} has {b}.")
+SHARE = (
+    "{n} shares them equally among {b} friends, and {m} is one of them.",
+    "{n} packs the {o} into {b} equal boxes and hands one box to {m}.",
+    "{m} has as many {o} as one of {b} equal shares of these.",
+)
+ENDINGS = ("How many {o} does {n} have now?", "How many {o} does {n} have?", "How many {o} does {n} have in the end?")
+SUMS = ("How many {o} do {n} and {m} have together?", "How many {o} do {n} and {m} have in all?")
+
+KINDS = ("gain", "lose", "more", "fewer", "times", "share")
+WEIGHTS = (22, 22, 16, 16, 12, 12)  # how often a step is of each kind, where its numbers allow it
+_CUMULATIVE = tuple(sum(WEIGHTS[: i + 1]) for i in range(len(WEIGHTS)))
+SIGN = {"gain": "+", "lose": "-", "more": "+", "fewer": "-", "times": "*", "share": "/", "together": "+"}
+SENTENCES = {"gain": GAIN, "lose": LOSE, "more": MORE, "fewer": FEWER, "times": TIMES, "share": SHARE}
+TOGETHER = 0.15  # share of questions that add up the last two people, where the last step moved on to somebody new
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One calculation of a problem.
+
+    Args:
+        kind: one of `KINDS`, or "together".
+        number: its second operand; None for "together", which adds the last two numbers.
+        line: the sentence of the solution, with `{e}` where the calculation goes.
+    """
+
+    kind: str
+    number: int | None
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question before it is solved: its text, the number it starts from, and its steps in order."""
+
+    question: str
+    start: int
+    steps: tuple[Step, ...]
+
+
+def load(split: str, n: int, seed: int) -> list[Question]:
+    """n different questions of a split; ids name split, seed and place."""
+    found = problems(split, seed)
+    return [_question(f"arithmetic-{split}-{seed}-{i}", next(found)) for i in range(n)]
+
+
+def problems(split: str, seed: int) -> Iterator[Problem]:
+    """An endless stream of different problems of a split ("train" or "heldout")."""
+    rng = random.Random(f"qrl.arithmetic:{split}:{seed}")
+    seen = set()
+    while True:
+        problem = draw(rng)
+        if split_of(problem.question) == split and problem.question not in seen:
+            seen.add(problem.question)
+            yield problem
+
+
+def split_of(question: str) -> str:
+    """The split that a question's text belongs to, by its hash."""
+    return "heldout" if zlib.crc32(question.encode()) % HELDOUT_SHARE == 0 else "train"
+
+
+def draw(rng: random.Random) -> Problem:
+    """One problem of one to four steps, of either split."""
+    roll = rng.random
+    people = rng.sample(NAMES, 5)
+    things = OBJECTS[int(roll() * len(OBJECTS))]
+    value = start = 2 + int(roll() ** 2 * 298)  # small numbers are likelier, as in GSM8K
+    who, previous = people[0], None
+    sentences = [_pick(OPENINGS, roll).format(n=who, b=value, o=things)]
+    steps = []
+    for other in people[1 : 2 + int(roll() * 4)]:
+        kind = rng.choices(KINDS, cum_weights=_CUMULATIVE)[0]
+        kind, number = _operand(kind, value, roll)
+        sentences.append(_pick(SENTENCES[kind], roll).format(n=who, m=other, b=number, o=things))
+        previous = None
+        if kind in ("gain", "lose"):
+            steps.append(Step(kind, number, f"{who} now has {{e}} {things}."))
+        else:
+            previous, who = (who, value), other
+            steps.append(Step(kind, number, f"{other} has {{e}} {things}."))
+        value = apply(value, SIGN[kind], number)
+    moved_on = previous is not None and steps[-1].kind != "share" and len(steps) < 4
+    if moved_on and value + previous[1] <= LARGEST and roll() < TOGETHER:
+        sentences.append(_pick(SUMS, roll).format(n=previous[0], m=who, o=things))
+        steps.append(Step("together", None, f"Together they have {{e}} {things}."))
+    else:
+        sentences.append(_pick(ENDINGS, roll).format(n=who, o=things))
+    return Problem(" ".join(sentences), start, tuple(steps))
+
+
+def solve(problem: Problem, signs: Sequence[str] | None = None) -> tuple[str, int] | None:
+    """The worked solution, ending in `#### x`, and x.
+
+    Args:
+        problem: what is solved.
+        signs: a sign a step; None means the right ones, others write down a wrong solution.
+
+    Returns:
+        None where wrong signs lead out of the whole numbers 0..999.
+    """
+    previous, value, lines = None, problem.start, []
+    for step, sign in zip(problem.steps, signs or [SIGN[step.kind] for step in problem.steps], strict=True):
+        left, right = (previous, value) if step.number is None else (value, step.number)
+        result = apply(left, sign, right)
+        if result is None:
+            return None
+        lines.append(step.line.format(e=f"{left}{sign}{right}={result}"))
+        previous, value = value, result
+    return "\n".join([*lines, f"#### {value}"]), value
+
+
+def apply(left: int, sign: str, right: int) -> int | None:
+    """`left sign right`; None outside the whole numbers 0..999."""
+    if sign == "/":
+        return None if left % right else left // right
+    result = left + right if sign == "+" else left - right if sign == "-" else left * right
+    return result if 0 <= result <= LARGEST else None
+
+
+def _question(name: str, problem: Problem) -> Question:
+    solution, answer = solve(problem)
+    return Question(name, problem.question, solution, str(answer))
+
+
+def _pick(options: Sequence[str], roll: Callable[[], float]) -> str:
+    return options[int(roll() * len(options))]
+
+
+def _operand(kind: str, value: int, roll: Callable[[], float]) -> tuple[str, int]:
+    """A second operand that keeps the result whole and within 0..999, and the kind, changed where there is none."""
+    if kind == "share":
+        divisors = [k for k in range(2, 10) if value % k == 0 and value >= k]
+        if divisors:
+            return kind, divisors[int(roll() * len(divisors))]
+        kind = "times"
+    if kind == "times":
+        if 2 * value <= LARGEST and value:
+            return kind, 2 + int(roll() * (min(9, LARGEST // value) - 1))
+        kind = "fewer"
+    if kind in ("gain", "more") and value > LARGEST - 2:
+        kind = "lose" if kind == "gain" else "fewer"
+    if kind in ("lose", "fewer") and value < 2:
+        kind = "gain" if kind == "lose" else "more"
+    room = LARGEST - value if kind in ("gain", "more") else value
+    return kind, 1 + int(roll() * min(room, 200))

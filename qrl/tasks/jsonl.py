@@ -1,0 +1,83 @@
+"""Questions from a folder of GSM8K's files: train.jsonl and test.jsonl, a JSON object with `question` and `answer` a line."""
+
+import json
+import random
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from qrl.errors import BadInput
+from qrl.tasks import grade
+from qrl.tasks.question import Question
+
+FILES = {"train": "train.jsonl", "heldout": "test.jsonl"}
+_CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # GSM8K's notes to a calculator, `<<48/2=24>>`, are not part of the prose
+
+
+def load(task: str, folder: Path, split: str, n: int | None, seed: int) -> list[Question]:
+    """A seeded subset of one file of the folder, or all of it.
+
+    Args:
+        task: the name that ids begin with.
+        folder: holds train.jsonl (split train) and test.jsonl (split heldout).
+        n: how many; None, or as many as there are, keeps the file's order.
+
+    Raises:
+        BadInput: no such folder or file, a malformed row (named by its line), or fewer than n rows.
+    """
+    path = folder / FILES[split]
+    if not folder.is_dir():
+        raise BadInput(f"There is no data folder {folder}: expected a folder with {' and '.join(FILES.values())}.")
+    if not path.is_file():
+        raise BadInput(f"The data folder {folder} has no {path.name}, which the {split} split is read from: add it.")
+    return subset(questions(task, split, _rows(path)), n, seed, str(path))
+
+
+def questions(task: str, split: str, rows: Iterable[tuple[str, Any]]) -> list[Question]:
+    """Questions from (where, row) pairs; `where` names the row in a complaint.
+
+    Raises:
+        BadInput: a row that is no object with the texts `question` and `answer`, or an answer without `#### number`.
+    """
+    return [_question(f"{task}-{split}-{index}", where, row) for index, (where, row) in enumerate(rows)]
+
+
+def subset(found: Sequence[Question], n: int | None, seed: int, source: str) -> list[Question]:
+    """All of them in order, or n drawn without replacement.
+
+    Raises:
+        BadInput: fewer than n (or none at all).
+    """
+    if not found:
+        raise BadInput(f"{source} holds no questions: expected at least one row.")
+    if n is None or n == len(found):
+        return list(found)
+    if n > len(found):
+        raise BadInput(f"{n} questions were asked for, but {source} holds {len(found)}: ask for at most {len(found)}.")
+    return random.Random(seed).sample(found, n)
+
+
+def _rows(path: Path) -> Iterable[tuple[str, Any]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                yield where, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except (ValueError, RecursionError):
+                raise BadInput(f"{where}: not a JSON object in UTF-8, which is what JSONL holds on every line.") from None
+
+
+def _question(name: str, where: str, row: Any) -> Question:
+    if not isinstance(row, dict):
+        raise BadInput(f"{where}: a {type(row).__name__}, but an object with 'question' and 'answer' was expected.")
+    for key in ("question", "answer"):
+        if not isinstance(row.get(key), str) or not row[key].strip():
+            raise BadInput(f"{where}: '{key}' is missing or not a text: each row needs 'question' and 'answer'.")
+    solution = _CALCULATOR.sub("", row["answer"]).strip()
+    answer = grade.strict(solution)
+    if answer is None:
+        raise BadInput(f"{where}: 'answer' does not end in one line '#### number', from which the gold answer is read.")
+    return Question(name, row["question"].strip(), solution, grade.text(answer))

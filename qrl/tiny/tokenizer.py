@@ -1,0 +1,59 @@
+"""qrl-tiny's tokenizer: byte-level BPE with single digits, split as Qwen2 splits, with Qwen's chat markers."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+END, START, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
+VOCABULARY = 512
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# Qwen2's own pattern, so that transformers' Qwen2Tokenizer, which builds it anew, splits just like tokenizer.json.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def make(texts: Iterable[str], folder: Path):
+    """Learn merges from texts, save the tokenizer into a folder, and load it as anybody would.
+
+    Args:
+        texts: plain prose; merges are learned from it and from the names of the chat's roles.
+        folder: where tokenizer.json and tokenizer_config.json are written.
+
+    Returns:
+        The transformers tokenizer, as `AutoTokenizer` reads it from the folder.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import AutoTokenizer, Qwen2Tokenizer
+
+    bpe = Tokenizer(models.BPE())
+    bpe.normalizer = normalizers.NFC()
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[PAD, START, END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator((f"user\n{text}\nassistant\n" for text in texts), trainer)
+    tokenizer = Qwen2Tokenizer(
+        tokenizer_object=bpe,
+        eos_token=END,
+        pad_token=PAD,
+        unk_token=None,
+        bos_token=None,
+        additional_special_tokens=[START],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=512,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.save_pretrained(folder, save_jinja_files=False)
+    return AutoTokenizer.from_pretrained(folder)
