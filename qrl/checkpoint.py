@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -165,14 +166,20 @@ def entries(path: Path | str) -> dict[str, Entry]:
     return found
 
 
-def tensors(path: Path | str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors by name on the CPU, one at a time, so that a large checkpoint never lies in memory as a whole."""
+def tensors(path: Path | str, wanted: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors by name on the CPU, one at a time, so that a large checkpoint never lies in memory as a whole.
+
+    Args:
+        path: checkpoint folder.
+        wanted: names of the tensors, in the order they are to come; None: all, by name.
+    """
     from safetensors import safe_open
 
-    for name in shards(path):
-        with safe_open(Path(path) / name, framework="pt") as file:
-            for key in sorted(file.keys()):
-                yield key, file.get_tensor(key)
+    found = entries(path)
+    with ExitStack() as opened:
+        files = {name: opened.enter_context(safe_open(Path(path) / name, framework="pt")) for name in shards(path)}
+        for key in sorted(found) if wanted is None else wanted:
+            yield key, files[found[key].file].get_tensor(key)
 
 
 def _refuse_code(folder: Path) -> None:

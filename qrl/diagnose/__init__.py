@@ -1,0 +1,1 @@
+"""What the weights look like, and how far training moved them."""
