@@ -109,11 +109,12 @@ def layer_error(weights: pd.DataFrame, path: str | Path) -> None:
         weights: a row per variant and tensor: `variant`, `tensor`, `numel`, `w4_relative_mse` (‖W − Q(W)‖² / ‖W‖²).
         path: the PNG to write.
     """
-    figure, (above, below) = _figure(7.4, 6.0, rows=2)
     frame = weights.assign(place=weights["tensor"].map(_place))
     places = sorted(frame["place"].unique(), key=_order)
     x = {place: i for i, place in enumerate(places)}
     variants = [BASE, *sorted(set(frame["variant"]) - {BASE})]
+    figure, panels = _figure(7.4, 3.2 * min(2, len(variants)), rows=min(2, len(variants)))
+    above, *below = np.atleast_1d(panels)
     for i, variant in enumerate(variants):
         part = frame[frame["variant"] == variant]
         mean = _weighted(part, part["place"].map(x)).sort_index()
@@ -122,20 +123,14 @@ def layer_error(weights: pd.DataFrame, path: str | Path) -> None:
     above.set_ylabel("relative error of 4 bits")
     above.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(variants), borderaxespad=0.2)
     above.margins(y=0.25)
-    base = frame[frame["variant"] == BASE].set_index("tensor")["w4_relative_mse"]
-    for variant in variants[1:]:
-        part = frame[frame["variant"] == variant].set_index("tensor")
-        change = 100 * (part["w4_relative_mse"] / base.reindex(part.index) - 1)
-        _change(below, part, change, x)
-    below.axhline(0, color=INK, lw=1)
-    below.set_ylabel("change by training, %")
-    below.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(KINDS), borderaxespad=0.2)
+    if below:
+        _changes(below[0], frame, variants, x)
     layers = [place for place in places if isinstance(place, int)]
     shown = [place for place in places if isinstance(place, str) or layers.index(place) % -(-len(layers) // 12) == 0]
-    for axes in (above, below):
+    for axes in (above, *below):
         axes.set_xticks([x[place] for place in shown], [place if isinstance(place, int) else f"\n{place}" for place in shown])
-    below.set_xlabel("layer")
-    note = f"{frame['tensor'].nunique()} tensors of {', '.join(variants)}; above: means over a layer, weighted by size; below: a dot per tensor."
+    axes.set_xlabel("layer")
+    note = f"{frame['tensor'].nunique()} tensors of {', '.join(variants)}. Lines: means over a layer, weighted by size{'; dots: single tensors' if below else ''}."
     _finish(figure, above, _error_found(frame, variants), note, path)
 
 
@@ -173,15 +168,19 @@ def training(history: pd.DataFrame, path: str | Path) -> None:
     _finish(figure, panels[0], _reward_found(history), "Faint: each logged step; bold: running mean over a tenth of the run.", path)
 
 
-def _change(axes: Axes, part: pd.DataFrame, change: pd.Series, x: dict) -> None:
-    marks = dict(zip((name for name, _ in KINDS), (("o", BLUE), ("s", ORANGE), ("^", GREY)), strict=True))
-    kinds = part.index.map(_kind)
-    for shift, (kind, (mark, colour)) in zip((-0.12, 0.12, 0), marks.items(), strict=True):
-        chosen = kinds == kind
-        if chosen.any():
-            places = part.loc[chosen, "place"].map(x) + shift
-            seen = kind in axes.get_legend_handles_labels()[1]
-            axes.plot(places, change[chosen], mark, color=colour, ms=6, alpha=0.75, mew=0, label=None if seen else kind)
+def _changes(axes: Axes, frame: pd.DataFrame, variants: list[str], x: dict[int | str, int]) -> None:
+    """Change of each tensor's error against base, in percent, by kind of module."""
+    base = frame[frame["variant"] == BASE].set_index("tensor")["w4_relative_mse"]
+    trained = frame[frame["variant"].isin(variants[1:])]
+    change = 100 * (trained["w4_relative_mse"] / trained["tensor"].map(base) - 1)
+    kinds = trained["tensor"].map(_kind)
+    for (kind, _), mark, colour, shift in zip(KINDS, "os^", (BLUE, ORANGE, GREY), (-0.12, 0.12, 0), strict=True):
+        if (kinds == kind).any():
+            places = trained.loc[kinds == kind, "place"].map(x) + shift
+            axes.plot(places, change[kinds == kind], mark, color=colour, ms=6, alpha=0.75, mew=0, label=kind)
+    axes.axhline(0, color=INK, lw=1)
+    axes.set_ylabel("change by training, %")
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(KINDS), borderaxespad=0.2)
 
 
 def _place(tensor: str) -> int | str:

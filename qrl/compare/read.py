@@ -80,7 +80,7 @@ def outcomes(frame: pd.DataFrame) -> tuple[dict[tuple[str, str], np.ndarray], np
         raise BadInput(f"The column '{empty[0]}' has {int(frame[empty[0]].isna().sum())} empty values: every row needs {_list(COLUMNS)}.")
     wrong = frame.loc[~frame["correct"].isin([0, 1]), "correct"]
     if len(wrong):
-        raise BadInput(f"'correct' is {wrong.iloc[0]!r} in {len(wrong)} row(s), but must be 0 or 1: grade the completions first.")
+        raise BadInput(f"'correct' is {wrong.tolist()[0]!r} in {len(wrong)} row(s), but must be 0 or 1: grade the completions first.")
     if "seed" in frame and frame["seed"].nunique(dropna=False) > 1:
         seeds = _list(sorted(map(str, frame["seed"].unique())))
         raise BadInput(f"The table mixes training seeds ({seeds}), which must not be pooled as if they were more questions: compare one seed at a time.")

@@ -1,0 +1,74 @@
+"""Figures: whole PNGs, titles that state what the numbers say, nothing left behind."""
+
+import matplotlib.image
+import numpy as np
+import pandas as pd
+import pytest
+
+from qrl import compare, figures
+
+COUNTS = {"n": 1000, "base": {"fp16": 680, "nf4": 650, "awq": 580}, "grpo": {"fp16": 820, "nf4": 780, "awq": 600}}
+
+
+def is_picture(path):
+    """Reads back, at a legible size, with ink on it."""
+    pixels = matplotlib.image.imread(path)
+    return pixels.shape[0] > 300 and pixels.shape[1] > 800 and 0.005 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.9
+
+
+def weights(change=1.0):
+    names = [f"model.layers.{layer}.{part}.weight" for layer in range(12) for part in ("self_attn.q_proj", "mlp.up_proj")]
+    names += ["model.embed_tokens.weight", "lm_head.weight"]
+    return pd.DataFrame(
+        {"variant": variant, "tensor": name, "numel": 1000 + i, "w4_relative_mse": 0.015 * (change if variant == "grpo" else 1)}
+        for variant in ("base", "grpo")
+        for i, name in enumerate(names)
+    )
+
+
+def test_a_comparison_is_drawn(tmp_path):
+    found = compare.from_counts(COUNTS)
+    figures.matrix(found, tmp_path / "new" / "matrix.png")
+    figures.survival(found, tmp_path / "new" / "survival.png")
+    assert is_picture(tmp_path / "new/matrix.png") and is_picture(tmp_path / "new/survival.png")
+    assert len(list((tmp_path / "new").iterdir())) == 2
+
+
+def test_many_variants_and_schemes_are_drawn(tmp_path):
+    found = compare.from_counts(COUNTS | {"a long label of my own": COUNTS["grpo"]})
+    figures.matrix(found, tmp_path / "matrix.png")
+    figures.survival(found, tmp_path / "survival.png")
+    assert is_picture(tmp_path / "matrix.png") and is_picture(tmp_path / "survival.png")
+
+
+def test_survival_needs_a_quantized_scheme(tmp_path):
+    with pytest.raises(ValueError, match="not defined"):
+        figures.survival(compare.from_counts({"n": 9, "base": {"fp16": 4}, "grpo": {"fp16": 6}}), tmp_path / "s.png")
+
+
+def test_layers_are_drawn_with_and_without_a_trained_variant(tmp_path):
+    figures.layer_error(weights(1.001), tmp_path / "both.png")
+    figures.layer_error(weights().query("variant == 'base'"), tmp_path / "base.png")
+    assert is_picture(tmp_path / "both.png") and is_picture(tmp_path / "base.png")
+
+
+@pytest.mark.parametrize("steps", [1, 3, 250])
+def test_training_is_drawn_with_whatever_was_logged(tmp_path, steps):
+    history = pd.DataFrame({"step": range(1, steps + 1), "reward": np.linspace(0.6, 0.7, steps), "entropy": 0.5, "kl": np.nan})
+    figures.training(history, tmp_path / "training.png")
+    assert is_picture(tmp_path / "training.png")
+
+
+def test_training_without_rewards_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="'reward' with values"):
+        figures.training(pd.DataFrame({"step": [1], "loss": [0.1]}), tmp_path / "training.png")
+
+
+def test_titles_say_what_the_numbers_say():
+    found = compare.from_counts(COUNTS)
+    assert figures._survival_found([row for row in found.rows if row.verdict], False) == "The gain survives nf4; it is lost under awq"
+    assert figures._gain_found("grpo", found.row("fp16").delta).startswith("grpo gains +0.140 [")
+    assert "raises" in figures._error_found(weights(1.05), ["base", "grpo"])
+    assert "hardly moves" in figures._error_found(weights(1.001), ["base", "grpo"])
+    rising = pd.DataFrame({"step": [1, 2], "reward": [0.5, 0.7]})
+    assert figures._reward_found(rising) == "Training reward rises from 0.500 to 0.700 in 2 steps"

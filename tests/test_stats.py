@@ -1,0 +1,169 @@
+"""Intervals against other routes: scipy's tests, definitions written out, coverage over simulated studies."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qrl import stats
+
+CLOSE = {"rel": 1e-9, "abs": 1e-12}
+
+
+def study(rng, rates, n, correlation=0.5):
+    """(cells, n) 0/1 outcomes whose errors share a question's difficulty: a Gaussian copula."""
+    shared, own = rng.normal(size=n), rng.normal(size=(len(rates), n))
+    latent = math.sqrt(correlation) * shared + math.sqrt(1 - correlation) * own
+    return (latent < scipy.stats.norm.ppf(rates)[:, None]).astype(int)
+
+
+@given(n=st.integers(2, 3000), share=st.floats(0, 1))
+def test_accuracy_has_the_binomial_stderr_and_scipys_wilson_interval(n, share):
+    correct = round(share * n)
+    found = stats.accuracy(correct, n)
+    expected = scipy.stats.binomtest(correct, n).proportion_ci(method="wilson")
+    assert found.estimate == correct / n
+    assert found.stderr == pytest.approx(math.sqrt(correct / n * (1 - correct / n) / n), **CLOSE)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), **CLOSE)
+
+
+@pytest.mark.parametrize(("correct", "n"), [(0, 0), (1, 1), (-1, 10), (11, 10)])
+def test_accuracy_refuses_what_supports_no_error_bar(correct, n):
+    with pytest.raises(ValueError, match="expected n >= 2"):
+        stats.accuracy(correct, n)
+
+
+def test_paired_difference_is_scipys_paired_t_test(rng):
+    a, b = study(rng, [0.72, 0.65], 500)
+    found = stats.contrast([a, b], (1, -1))
+    test = scipy.stats.ttest_rel(a, b)
+    interval = test.confidence_interval(0.95)
+    assert found.estimate == pytest.approx(a.mean() - b.mean(), **CLOSE)
+    assert found.estimate / found.stderr == pytest.approx(test.statistic, **CLOSE)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high), **CLOSE)
+    one_sided = scipy.stats.ttest_rel(a, b, alternative="greater")
+    assert found.lower == pytest.approx(one_sided.confidence_interval(0.95).low, **CLOSE)
+    assert 1 - found.p_above(0) == pytest.approx(1 - one_sided.pvalue, **CLOSE)
+
+
+def test_gain_survival_is_a_one_sample_t_test_of_the_difference_of_differences(rng):
+    g_q, b_q, g_fp, b_fp = outcomes = study(rng, [0.68, 0.62, 0.72, 0.65], 800)
+    found = stats.contrast(outcomes, (1, -1, -1, 1))
+    test = scipy.stats.ttest_1samp((g_q - b_q) - (g_fp - b_fp), 0)
+    interval = test.confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high), **CLOSE)
+    assert found.n == 800
+
+
+def test_a_closed_form_agrees_with_the_bootstrap(rng):
+    outcomes = study(rng, [0.68, 0.62, 0.72, 0.65], 1000)
+    closed, resampled = (make(outcomes, (1, -1, -1, 1)) for make in (stats.contrast, lambda *a: stats.bootstrap(*a, seed=3)))
+    assert resampled.estimate == pytest.approx(closed.estimate, **CLOSE)
+    assert resampled.stderr == pytest.approx(closed.stderr, rel=0.04)
+    assert (resampled.low, resampled.high) == pytest.approx((closed.low, closed.high), abs=0.25 * closed.stderr)
+    assert resampled == stats.bootstrap(outcomes, (1, -1, -1, 1), seed=3)
+
+
+def test_identical_cells_leave_room_for_questions_not_asked():
+    right = np.array([0, 1] * 50)
+    found = stats.contrast([right, right], (1, -1))
+    assert found.estimate == 0
+    assert found.high == pytest.approx(scipy.stats.binomtest(0, 100).proportion_ci(0.95, method="exact").high, **CLOSE)
+    assert found.low == -found.high
+    wide = stats.contrast([right] * 4, (1, -1, -1, 1))
+    assert wide.high == pytest.approx(2 * found.high, **CLOSE)  # each deviating question may move it by two
+
+
+@given(data=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=60))
+def test_a_difference_always_has_a_finite_interval_around_it(data):
+    a, b = np.array(data, dtype=int).T
+    found, mirrored = stats.contrast([a, b], (1, -1)), stats.contrast([b, a], (1, -1))
+    assert found.low < found.estimate < found.high
+    assert found.low < found.lower and found.upper < found.high
+    assert (mirrored.low, mirrored.high) == pytest.approx((-found.high, -found.low))
+
+
+def test_clustered_error_by_its_definition(rng):
+    values, clusters = study(rng, [0.6], 60)[0].astype(float), np.repeat(np.arange(20), 3)
+    pairs = sum(
+        (values[i] - values.mean()) * (values[j] - values.mean())
+        for i in range(60)
+        for j in range(60)
+        if clusters[i] == clusters[j]
+    )
+    expected = math.sqrt(20 / 19 * pairs) / 60
+    assert stats.clustered_accuracy(values, clusters).stderr == pytest.approx(expected, **CLOSE)
+    assert stats.contrast([values], (1,), clusters).stderr == pytest.approx(expected, **CLOSE)
+
+
+def test_clusters_of_one_question_change_nothing_and_repeated_questions_add_nothing(rng):
+    outcomes = study(rng, [0.7, 0.6], 200)
+    plain = stats.contrast(outcomes, (1, -1))
+    assert stats.contrast(outcomes, (1, -1), np.arange(200)) == plain
+    repeated = stats.contrast(np.repeat(outcomes, 4, axis=1), (1, -1), np.repeat(np.arange(200), 4))
+    assert (repeated.low, repeated.high) == pytest.approx((plain.low, plain.high), **CLOSE)
+
+
+def test_clusters_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="one label per question"):
+        stats.contrast([[0, 1, 1]], (1,), [0, 1])
+    with pytest.raises(ValueError, match="at least 2 groups"):
+        stats.contrast([[0, 1, 1]], (1,), [0, 0, 0])
+
+
+def test_independent_cells_give_the_seeds_errors():
+    survival = stats.independent_contrast([67, 58, 72, 68], [100] * 4, (1, -1, -1, 1))
+    variance = sum(p * (1 - p) / 100 for p in (0.67, 0.58, 0.72, 0.68))
+    assert survival.estimate == pytest.approx(0.05, **CLOSE)
+    assert survival.stderr == pytest.approx(math.sqrt(variance), **CLOSE)
+    assert survival.high == pytest.approx(0.05 + scipy.stats.norm.ppf(0.975) * math.sqrt(variance), **CLOSE)
+    assert stats.independent_contrast([0, 0], [50, 50], (1, -1)).high > 0  # no variance seen is not no variance
+
+
+@given(only_a=st.integers(0, 40), only_b=st.integers(0, 40), both=st.integers(0, 5))
+def test_mcnemar_is_a_binomial_test_of_the_disagreements(only_a, only_b, both):
+    a = [1] * only_a + [0] * only_b + [1] * both
+    b = [0] * only_a + [1] * only_b + [1] * both
+    expected = scipy.stats.binomtest(only_a, only_a + only_b).pvalue if only_a + only_b else 1.0
+    assert stats.mcnemar(a, b) == pytest.approx(expected, **CLOSE)
+
+
+def test_holm_by_a_worked_example():
+    """Hand-worked: sorted 0.005, 0.01, 0.03, 0.04 times 4, 3, 2, 1, then never falling."""
+    assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert stats.holm([]) == []
+    assert stats.holm([0.9, 0.8]) == [1.0, 1.0]
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_lies_between_no_correction_and_bonferroni(p_values):
+    for raw, corrected in zip(p_values, stats.holm(p_values), strict=True):
+        assert raw <= corrected <= min(1, raw * len(p_values))
+
+
+def test_intervals_cover_at_their_level():
+    """1,500 small studies of four correlated cells; within three Monte Carlo errors of 95 %."""
+    rng, rates, studies = np.random.default_rng(11), [0.68, 0.62, 0.72, 0.65], 1500
+    survival, gain, rate = 0, 0, 0
+    for _ in range(studies):
+        outcomes = study(rng, rates, 500)
+        found = stats.contrast(outcomes, (1, -1, -1, 1))
+        survival += found.low <= -0.01 <= found.high
+        found = stats.contrast(outcomes[2:], (1, -1))
+        gain += found.low <= 0.07 <= found.high
+        found = stats.accuracy(int(outcomes[0].sum()), 500)
+        rate += found.low <= 0.68 <= found.high
+    for covered in (survival, gain, rate):
+        assert abs(covered / studies - 0.95) < 3 * math.sqrt(0.95 * 0.05 / studies)
+
+
+def test_differences_are_printed_with_sign_and_never_as_minus_nothing():
+    assert [stats.signed(value) for value in (0.04, -0.0511, -0.0001, 0)] == ["+0.040", "−0.051", "0.000", "0.000"]
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(5)

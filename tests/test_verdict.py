@@ -1,0 +1,102 @@
+"""The verdict follows its rule, says why, and errs no more often than it promises."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from qrl import stats
+from qrl.verdict import default_margin, judge
+
+MIDDLE = {"base · fp16": 0.65, "grpo · fp16": 0.72, "base · nf4": 0.62, "grpo · nf4": 0.68}
+LIMIT = 0.05 + 3 * math.sqrt(0.05 * 0.95 / 1000)  # alpha and three Monte Carlo errors of 1,000 studies
+
+
+def estimate(value, stderr, n=1000):
+    return stats.Estimate(value, stderr, value - 1.96 * stderr, value + 1.96 * stderr, n)
+
+
+def verdict(survival, stderr=0.01, gain=0.10, gain_stderr=0.01, **options):
+    kept = estimate(survival + gain / 2, stderr)
+    return judge(estimate(gain, gain_stderr), estimate(survival, stderr), kept, options.pop("accuracies", MIDDLE), **options)
+
+
+@pytest.mark.parametrize(
+    ("survival", "expected"),
+    [(0.0, "survives"), (-0.033, "survives"), (-0.034, "inconclusive"), (-0.066, "inconclusive"), (-0.067, "lost"), (-0.2, "lost")],
+)
+def test_the_one_sided_bound_decides_against_half_the_gain(survival, expected):
+    """Margin 0.05, bounds ±1.645 · 0.01: survival is decided at −0.0336 and loss at −0.0664."""
+    found = verdict(survival)
+    assert (found.verdict, found.margin) == (expected, 0.05)
+    assert "bound" in found.reason
+    assert (found.n_to_decide is not None) == (expected == "inconclusive")
+    assert (found.p_value < 0.05) == (expected != "inconclusive")
+
+
+def test_a_margin_of_ones_own_and_the_least_one():
+    assert verdict(-0.02, margin=0.03).verdict == "inconclusive"
+    assert verdict(-0.02, margin=0.04).verdict == "survives"
+    assert default_margin(0.01) == default_margin(-1) == 0.02
+
+
+@pytest.mark.parametrize("survival", [-0.2, 0.0, 0.2])
+def test_where_nothing_was_gained_nothing_survives(survival):
+    found = verdict(survival, gain=0.015)
+    assert found.verdict == "inconclusive"
+    assert "no gain, nothing to survive" in found.reason and "[" in found.reason
+    assert found.p_value is None
+    assert verdict(survival, gain=-0.01).n_to_decide is None
+
+
+@pytest.mark.parametrize(("rate", "place"), [(0.0, "floor"), (0.04, "floor"), (0.97, "ceiling"), (1.0, "ceiling")])
+def test_a_cell_at_the_edge_confounds(rate, place):
+    found = verdict(0.0, accuracies=MIDDLE | {"grpo · nf4": rate})
+    assert found.verdict == "inconclusive" and place in found.reason and "grpo · nf4" in found.reason
+    assert found.n_to_decide is None
+
+
+def test_the_n_that_would_decide_does_so_four_times_in_five():
+    found = verdict(-0.02, stderr=0.03)
+    stderr = 0.03 * math.sqrt(1000 / found.n_to_decide)
+    power = scipy.stats.norm.sf(scipy.stats.norm.ppf(0.95), loc=(0.05 - 0.02) / stderr)
+    assert power == pytest.approx(0.8, abs=0.002)
+    assert found.smallest_effect == pytest.approx(0.03 * (scipy.stats.norm.ppf(0.975) + scipy.stats.norm.ppf(0.8)))
+
+
+def independent_losses(rng, n):
+    """Four cells whose errors share only the questions' difficulty; half of a gain of 0.2 is lost."""
+    thresholds = scipy.stats.norm.ppf([0.7, 0.5, 0.6, 0.5])[:, None]
+    return ((rng.normal(size=n) + rng.normal(size=(4, n))) / math.sqrt(2) < thresholds).astype(int)
+
+
+def light_quantization(rng, n):
+    """Training changes most answers, quantization only undoes a right answer here and there; half of a gain of 0.2 is lost."""
+    g_fp, b_fp = rng.random(n) < 0.7, rng.random(n) < 0.5
+    g_q = g_fp & (rng.random(n) > 0.1 / 0.7)
+    return np.array([g_fp, b_fp, g_q, b_fp], dtype=int)
+
+
+@pytest.mark.parametrize("simulate", [independent_losses, light_quantization])
+def test_at_the_margin_it_errs_at_its_alpha(simulate):
+    """Exactly half of the gain is lost: each claim is made in at most 5 % of 1,000 studies, plus three Monte Carlo errors."""
+    claims = claimed_at_the_margin(simulate, margin=lambda gain: None)
+    assert max(claims["survives"], claims["lost"]) <= LIMIT
+
+
+def test_a_margin_from_the_same_data_must_not_be_taken_as_known():
+    """Why the default margin needs `kept`: with half the estimated gain as a fixed margin, the verdict errs too often."""
+    claims = claimed_at_the_margin(light_quantization, margin=default_margin)
+    assert claims["survives"] > LIMIT
+
+
+def claimed_at_the_margin(simulate, margin, studies=1000, n=500):
+    rng, claims = np.random.default_rng(2), {"survives": 0.0, "lost": 0.0, "inconclusive": 0.0}
+    for _ in range(studies):
+        g_fp, b_fp, g_q, b_q = outcomes = simulate(rng, n)
+        gain = stats.contrast([g_fp, b_fp], (1, -1))
+        survival, kept = (stats.contrast([g_q, b_q, g_fp, b_fp], (1, -1, -share, share)) for share in (1, 0.5))
+        rates = dict(zip(("g_fp", "b_fp", "g_q", "b_q"), outcomes.mean(axis=1), strict=True))
+        claims[judge(gain, survival, kept, rates, margin(gain.estimate)).verdict] += 1 / studies
+    return claims
