@@ -75,7 +75,7 @@ def quantize(
         if device != "cpu":
             model.half()
         wrapped = AWQ_CAUSAL_LM_MODEL_MAP[kind](model, kind, False, model.config, AwqConfig(), None)
-        _check_widths(wrapped.get_model_layers(model), group_size)
+        check_widths(wrapped.get_model_layers(model), group_size)
         wrapped.quantize(
             tokenizer=None,  # the calibration is tokens already
             quant_config={"zero_point": True, "q_group_size": group_size, "w_bit": 4, "version": "GEMM"},
@@ -142,7 +142,7 @@ def _quantizer() -> type:
 
     class Quantizer(AwqQuantizer):
         def _compute_best_scale(self, x, w_mean, x_mean, module2inspect, *rest):
-            copying = module2inspect.register_state_dict_post_hook(_copy_state)
+            copying = module2inspect.register_state_dict_post_hook(copy_state)
             try:
                 return super()._compute_best_scale(x, w_mean, x_mean, module2inspect, *rest)
             finally:
@@ -151,12 +151,12 @@ def _quantizer() -> type:
     return Quantizer
 
 
-def _copy_state(module: torch.nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+def copy_state(module: torch.nn.Module, state: dict, prefix: str, metadata: dict) -> None:
     for name, value in state.items():
         state[name] = value.clone()
 
 
-def _check_widths(layers: torch.nn.ModuleList, group_size: int) -> None:
+def check_widths(layers: torch.nn.ModuleList, group_size: int) -> None:
     from torch import nn
 
     for name, linear in layers.named_modules():

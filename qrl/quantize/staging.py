@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 # Keys that say how the file was written, not what the model is; and those that `rewrite` translates.
-_NOT_THE_MODEL = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "rope_parameters", "layer_types"}
+_FILE_KEYS = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+_TRANSLATED_KEYS = {"rope_parameters", "rope_scaling", "layer_types"}
 _REFERENCE_TOKENS = 64
 _REFERENCE_LAST = 4  # positions whose logits are kept: the last ones have seen every rotary angle
 _TOLERANCE = 0.01  # relative: float32 twice gives 1e-5; a wrong rotary base gives 0.1 and more
@@ -108,8 +109,8 @@ def verify(model: PreTrainedModel, loading: dict, source: Path, reference: Path 
         raise QrlError(f"AutoAWQ's transformers does not read {source} as it was written: {left[0]} is missing or left over.")
     original = checkpoint.config(source)
     for key, value in original.items():
-        loaded = getattr(model.config, key, value)
-        if key not in _NOT_THE_MODEL and loaded != value:
+        loaded = json.loads(json.dumps(getattr(model.config, key, value), default=str))  # as it would stand in a file
+        if key not in _FILE_KEYS | _TRANSLATED_KEYS and loaded != value:
             raise QrlError(f"AutoAWQ's transformers reads {key} of {source} as {loaded!r}, but it is {value!r}: nothing was quantized.")
     rope = original.get("rope_parameters") or {"rope_theta": original.get("rope_theta")}
     if rope.get("rope_theta") and rope.get("rope_type", "default") == "default" and not original.get("rope_scaling"):

@@ -1,0 +1,165 @@
+"""A checkpoint folder is taken when it is safe and whole, and refused in a sentence that names the file otherwise."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qrl import checkpoint
+from qrl.errors import BadInput
+
+
+@pytest.fixture
+def folder(tiny_checkpoint, tmp_path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
+
+
+def edit(file: Path, **changes) -> None:
+    document = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in document.items() if value is not None}))
+
+
+def test_a_whole_checkpoint_is_described(folder):
+    found = checkpoint.check(folder)
+    assert (found.dtype, found.shards, found.quantization) == ("bfloat16", ("model.safetensors",), None)
+    assert found.bytes == (folder / "model.safetensors").stat().st_size
+    assert found.digest == checkpoint.digest(folder)
+    assert len(found.digest) == 64
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "modeling_evil.py", "old/optimizer.pt", "a.pth", "a.PKL"])
+def test_pickles_and_code_are_refused_by_name(folder, name):
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("")
+    with pytest.raises(BadInput, match=name):
+        checkpoint.check(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_remote_code_is_refused(folder, name):
+    edit(folder / name, auto_map={"AutoModel": "evil.Model"})
+    with pytest.raises(BadInput, match=f"{name}.*auto_map"):
+        checkpoint.check(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_missing_part_is_named(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(BadInput, match=name):
+        checkpoint.check(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\x00"])
+def test_a_config_that_is_no_object_is_refused(folder, text):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(BadInput, match=r"config\.json"):
+        checkpoint.check(folder)
+
+
+def test_an_adapter_is_told_to_merge(folder):
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(BadInput, match="merge"):
+        checkpoint.check(folder)
+
+
+def test_a_chat_template_is_asked_for_only_where_needed(folder):
+    edit(folder / "tokenizer_config.json", chat_template=None)
+    checkpoint.check(folder, need_chat_template=False)
+    with pytest.raises(BadInput, match="chat template"):
+        checkpoint.check(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    checkpoint.check(folder)
+
+
+@pytest.mark.parametrize("left", [0, 4, 8, 300, -1])
+def test_a_truncated_file_is_told_by_its_size(folder, left):
+    file = folder / "model.safetensors"
+    size = file.stat().st_size
+    os.truncate(file, left % size)
+    with pytest.raises(BadInput, match=rf"model\.safetensors is truncated.*{left % size:,}"):
+        checkpoint.check(folder)
+
+
+def test_bytes_too_many_and_headers_of_nonsense_are_refused(folder):
+    file = folder / "model.safetensors"
+    with open(file, "ab") as stream:
+        stream.write(b"\0")
+    with pytest.raises(BadInput, match="too long"):
+        checkpoint.check(folder)
+    file.write_bytes((4).to_bytes(8, "little") + b"nono")
+    with pytest.raises(BadInput, match="not safetensors"):
+        checkpoint.check(folder)
+
+
+def split(folder: Path) -> list[str]:
+    """Turn the one weight file into two and an index, and give their names."""
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    place = {name: shards[i % 2] for i, name in enumerate(names)}
+    for shard in shards:
+        save_file({name: tensors[name] for name in names if place[name] == shard}, folder / shard, {"format": "pt"})
+    (folder / checkpoint.INDEX).write_text(json.dumps({"weight_map": place}))
+    (folder / "model.safetensors").unlink()
+    return shards
+
+
+def test_shards_are_read_as_one_checkpoint(folder, tiny_checkpoint):
+    shards = split(folder)
+    assert checkpoint.check(folder).shards == tuple(shards)
+    whole, parts = dict(checkpoint.tensors(tiny_checkpoint)), dict(checkpoint.tensors(folder))
+    assert list(parts) == list(whole)
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    assert [name for name, _ in checkpoint.tensors(folder, ["model.norm.weight"])] == ["model.norm.weight"]
+
+
+def test_a_missing_shard_or_tensor_is_named(folder):
+    shards = split(folder)
+    index = json.loads((folder / checkpoint.INDEX).read_text())
+    index["weight_map"]["ghost.weight"] = shards[0]
+    (folder / checkpoint.INDEX).write_text(json.dumps(index))
+    with pytest.raises(BadInput, match=r"ghost\.weight"):
+        checkpoint.check(folder)
+    (folder / shards[1]).unlink()
+    with pytest.raises(BadInput, match=shards[1]):
+        checkpoint.check(folder)
+
+
+def test_an_index_may_not_point_out_of_the_folder(folder):
+    split(folder)
+    (folder / checkpoint.INDEX).write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
+    with pytest.raises(BadInput, match="lies elsewhere"):
+        checkpoint.check(folder)
+
+
+def test_the_digest_holds_through_copies_links_and_readmes(folder, tmp_path):
+    digest = checkpoint.digest(folder)
+    shutil.copytree(folder, tmp_path / "linked", copy_function=os.link)
+    (tmp_path / "linked" / "README.md").write_text("a model")
+    (tmp_path / "linked" / "MLmodel").write_text("flavors: {}")
+    assert checkpoint.digest(tmp_path / "linked") == digest
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"])
+def test_the_digest_changes_with_what_decides_the_output(folder, name):
+    digest = checkpoint.digest(folder)
+    content = bytearray((folder / name).read_bytes())
+    content[-1] ^= 1
+    (folder / name).write_bytes(content)
+    assert checkpoint.digest(folder) != digest
+
+
+def test_the_digest_changes_with_a_name(folder):
+    digest = checkpoint.digest(folder)
+    (folder / "generation_config.json").rename(folder / "special_tokens_map.json")
+    assert checkpoint.digest(folder) != digest
+
+
+def test_quantization_is_read_from_the_config(folder):
+    edit(folder / "config.json", quantization_config={"quant_method": "awq"})
+    assert checkpoint.check(folder).quantization == "awq"

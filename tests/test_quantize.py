@@ -1,0 +1,174 @@
+"""Quantizing: NF4 for real, and AutoAWQ's staging; AutoAWQ itself runs in its own environment, in the study's test."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qrl import checkpoint, quantize
+from qrl.errors import BadInput, QrlError
+from qrl.quantize import awq, staging
+
+
+@pytest.fixture(scope="module")
+def nf4(tiny_checkpoint, tmp_path_factory):
+    return quantize.run("nf4", tiny_checkpoint, tmp_path_factory.mktemp("nf4") / "model")
+
+
+def test_nf4_stores_about_four_bits_a_weight(nf4, tiny_checkpoint):
+    assert 4.1 < nf4.bits_per_weight < 4.6  # 4, 8-bit scales of 64, and on matrices this small a table or two
+    assert nf4.bits_per_weight < nf4.bits_per_parameter < 16  # embeddings stay in 16
+    assert nf4.bytes < checkpoint.check(tiny_checkpoint).bytes / 2
+    assert nf4.calibration_digest is None
+    assert checkpoint.check(nf4.path).quantization == "bitsandbytes"
+
+
+def test_nf4_keeps_head_and_embeddings_and_the_sources_own_files(nf4, tiny_checkpoint):
+    before, after = checkpoint.entries(tiny_checkpoint), checkpoint.entries(nf4.path)
+    assert after["model.embed_tokens.weight"].shape == before["model.embed_tokens.weight"].shape
+    assert after["model.layers.0.mlp.up_proj.weight"].dtype == "U8"
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (nf4.path / name).read_bytes() == (tiny_checkpoint / name).read_bytes()
+
+
+def test_nf4_values_are_the_originals_within_its_grid(nf4, tiny_checkpoint):
+    from transformers import AutoModelForCausalLM
+
+    original = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(nf4.path, device_map="cpu").dequantize(dtype=torch.float32)
+    for name, weight in original.named_parameters():
+        stored = model.get_parameter(name)
+        tolerance = 0.13 if weight.ndim == 2 and "layers" in name else 0
+        assert (stored - weight).norm() <= tolerance * weight.norm(), name
+
+
+def test_nf4_twice_gives_the_same_bytes(nf4, tiny_checkpoint, tmp_path):
+    again = quantize.run("nf4", tiny_checkpoint, tmp_path / "again")
+    assert checkpoint.digest(again.path) == checkpoint.digest(nf4.path)
+    assert replace(again, path=nf4.path, seconds=nf4.seconds) == nf4
+
+
+def test_bad_requests_are_refused_before_anything_is_written(nf4, tiny_checkpoint, tmp_path):
+    for scheme, source, words in (("int3", tiny_checkpoint, "nf4, awq"), ("nf4", nf4.path, "already quantized")):
+        with pytest.raises(BadInput, match=words):
+            quantize.run(scheme, source, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(BadInput, match="not empty"):
+        quantize.run("nf4", tiny_checkpoint, nf4.path)
+
+
+def test_awq_says_which_environment_it_needs(tiny_checkpoint, tmp_path):
+    with pytest.raises(QrlError, match="projects/awq"):
+        quantize.run("awq", tiny_checkpoint, tmp_path / "out", calibration=["some text"])
+
+
+@pytest.mark.parametrize(("texts", "words"), [([], "calibration texts"), ([""], "calibration texts"), (["a b " * 99], "tokens")])
+def test_awq_refuses_texts_rather_than_dropping_them(tiny_checkpoint, tmp_path, texts, words):
+    with pytest.raises(BadInput, match=words):
+        quantize.run("awq", tiny_checkpoint, tmp_path / "out", calibration=texts, max_tokens=64)
+
+
+def test_every_text_begins_a_row_and_rows_are_as_long_as_the_longest():
+    texts = [[1, 1, 1], [2], [3, 3, 3, 3, 3], [4, 4]]
+    assert awq.rows(texts, 5) == [[1, 1, 1, 2, 3], [2, 3, 3, 3, 3], [3, 3, 3, 3, 3], [4, 4, 1, 1, 1]]
+    assert awq.rows([[1, 2]], 512) == [[1, 2]]
+
+
+def test_widths_that_groups_do_not_divide_are_refused():
+    layers = torch.nn.ModuleList([torch.nn.Linear(192, 64)])
+    awq.check_widths(layers, 64)
+    with pytest.raises(BadInput, match=r"192 inputs.*128"):
+        awq.check_widths(layers, 128)
+    with pytest.raises(BadInput, match="32 outputs"):
+        awq.check_widths(torch.nn.ModuleList([torch.nn.Linear(128, 32)]), 128)
+
+
+def test_the_calibration_digest_tells_texts_and_their_order_apart():
+    digests = {quantize.calibration_digest(texts) for texts in (["a", "b"], ["b", "a"], ["ab"], ["a", "b", ""])}
+    assert len(digests) == 4
+
+
+def test_a_config_of_transformers_5_is_put_in_the_words_of_4():
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+    old = staging.rewrite({"model_type": "qwen2", "dtype": "bfloat16", "rope_parameters": rope, "layer_types": ["full_attention"]})
+    assert old["rope_theta"] == 1e6
+    assert old["rope_scaling"] == {"rope_type": "yarn", "factor": 4.0}
+    assert old["torch_dtype"] == "bfloat16"
+    assert "dtype" not in old
+    plain = {"model_type": "qwen2", "rope_theta": 5e5, "torch_dtype": "float16"}
+    assert staging.rewrite(plain) == plain
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+        {"rope_parameters": {"rope_theta": 1e6}, "layer_types": ["full_attention", "sliding_attention"]},
+    ],
+)
+def test_what_4_cannot_express_is_refused(config):
+    with pytest.raises(BadInput, match=r"4\.51"):
+        staging.rewrite(config)
+
+
+@pytest.fixture
+def stage(tiny_checkpoint, tmp_path):
+    """Loads a staged copy of the tiny model, after changes to the staged config."""
+
+    def load(**changes):
+        from transformers import AutoModelForCausalLM
+
+        folder = tmp_path / f"staged-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        staging.stage(tiny_checkpoint, folder)
+        config = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps(config))
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+
+    return load
+
+
+def test_the_staged_copy_is_the_same_model(stage, tiny_checkpoint, tmp_path):
+    staging.write_reference(tiny_checkpoint, tmp_path / "reference.safetensors")
+    staging.verify(*stage(), tiny_checkpoint, tmp_path / "reference.safetensors")
+
+
+def test_another_rotary_base_setting_or_logits_are_refused(stage, tiny_checkpoint, tmp_path):
+    theta = checkpoint.config(tiny_checkpoint)["rope_parameters"]["rope_theta"]
+    with pytest.raises(QrlError, match="rotary base"):
+        staging.verify(*stage(rope_theta=theta * 100), tiny_checkpoint)
+    with pytest.raises(QrlError, match="rms_norm_eps"):
+        staging.verify(*stage(rms_norm_eps=0.5), tiny_checkpoint)
+    other = shutil.copytree(tiny_checkpoint, tmp_path / "other")
+    (other / "config.json").write_text(json.dumps(checkpoint.config(other) | {"rms_norm_eps": 0.5}))
+    staging.write_reference(other, tmp_path / "other.safetensors")
+    with pytest.raises(QrlError, match="logits"):
+        staging.verify(*stage(), tiny_checkpoint, tmp_path / "other.safetensors")
+
+
+def test_weights_that_are_left_over_are_refused(stage, tiny_checkpoint):
+    with pytest.raises(QrlError, match="left over"):
+        staging.verify(*stage(num_hidden_layers=1, layer_types=["full_attention"]), tiny_checkpoint)
+
+
+def test_the_staged_tokenizer_gives_the_same_ids_and_chat(tiny_checkpoint):
+    from transformers import AutoTokenizer
+
+    ours, theirs = staging.tokenizer(tiny_checkpoint), AutoTokenizer.from_pretrained(tiny_checkpoint)
+    chat = [{"role": "user", "content": "Tom has 12 apples.\n\n  How many?"}]
+    text = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert ours.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == text
+    assert ours(text, add_special_tokens=False)["input_ids"] == theirs(text, add_special_tokens=False)["input_ids"]
+    assert ours.eos_token == theirs.eos_token
+
+
+def test_a_scale_search_on_a_cpu_gets_a_copy_of_the_weights_to_restore():
+    linear = torch.nn.Linear(8, 8)
+    linear.register_state_dict_post_hook(awq.copy_state)
+    kept = {name: value.cpu() for name, value in linear.state_dict().items()}
+    before = linear.weight.detach().clone()
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    assert torch.equal(kept["weight"], before)
