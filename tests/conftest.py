@@ -39,3 +39,22 @@ def store(empty_database, tmp_path, monkeypatch) -> str:
     while mlflow.active_run():
         mlflow.end_run("FAILED")
     mlflow.set_tracking_uri(None)
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory) -> Path:
+    """A whole checkpoint of a random Qwen2 with a tokenizer and a chat template, 2.5 MB of bf16."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from qrl.tiny import tokenizer
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    words = tokenizer.make(["Tom has 3 apples and buys 4 more. How many does he have? #### 7"] * 20, folder)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    ends = {"eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(words), **shape, **heads, **ends)).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    return folder

@@ -72,12 +72,12 @@ def log_checkpoint(
     )
     mlflow.log_outputs(models=[mlflow.entities.LoggedModelOutput(model.model_id, step=0)])
     try:
-        local = _local(model.artifact_location)
-        if local:
-            _write_in_place(path, local, model, facts, link=move)
+        target = local(model.artifact_location)
+        if target:
+            _write_in_place(path, target, model, facts, link=move)
         else:
             _upload(client, path, model, facts)
-        stored = local / "model" if local else path
+        stored = target / "model" if target else path
         if (found := checkpoint.digest(stored)) != digest:
             raise QrlError(f"The checkpoint {path} changed while it was logged: its digest was {digest[:12]}, now it is {found[:12]}.")
     except BaseException:
@@ -106,7 +106,7 @@ def local_path(model_uri: str, into: Path | None = None) -> Path:
         underlying = ModelsArtifactRepository.get_underlying_uri(model_uri)
     elif model_uri.startswith("runs:/"):
         underlying = RunsArtifactRepository.get_underlying_uri(model_uri)
-    folder = _local(underlying)
+    folder = local(underlying)
     if folder is None or not folder.is_dir():
         if into:
             into.mkdir(parents=True, exist_ok=True)
@@ -114,6 +114,21 @@ def local_path(model_uri: str, into: Path | None = None) -> Path:
     if not (folder / "model" / "config.json").is_file():
         raise QrlError(f"The model {model_uri} holds no checkpoint at {folder / 'model'}: log it again with the step that made it.")
     return folder / "model"
+
+
+def find(digest: str) -> str | None:
+    """Address of a model in the active experiment that holds the checkpoint with this digest, or None."""
+    import mlflow
+    from mlflow.tracking.fluent import _get_experiment_id
+
+    client = mlflow.MlflowClient()
+    run = mlflow.active_run()
+    experiment = run.info.experiment_id if run else _get_experiment_id()
+    for model in client.search_logged_models([experiment], filter_string=f"tags.`{names.TAG_DIGEST}` = '{digest}'"):
+        folder = local(model.artifact_location)
+        if str(model.status) == "READY" and (folder is None or (folder / "model" / "config.json").is_file()):
+            return f"models:/{model.model_id}"
+    return None
 
 
 def abandon(experiment_id: str, run_id: str) -> None:
@@ -126,7 +141,8 @@ def abandon(experiment_id: str, run_id: str) -> None:
             _discard(client, model)
 
 
-def _local(uri: str) -> Path | None:
+def local(uri: str) -> Path | None:
+    """The path behind an artifact address, or None where it is on another machine."""
     from mlflow.utils.file_utils import local_file_uri_to_path
     from mlflow.utils.uri import is_local_uri
 
@@ -200,7 +216,7 @@ def _write_description(folder: Path, model: LoggedModel, facts: Mapping[str, Any
         loader_module="mlflow.transformers",
         conda_env="conda.yaml",
         python_env="python_env.yaml",
-        model_config={"max_new_tokens": _MAX_NEW_TOKENS},
+        model_config={"max_new_tokens": _MAX_NEW_TOKENS, "do_sample": False},  # greedy, as it was evaluated
     )
     described.save(str(folder / "MLmodel"))
     _write_environment(folder, packages)
@@ -248,9 +264,9 @@ def _put(source: Path, target: Path, *, link: bool) -> None:
 
 def _discard(client, model: LoggedModel) -> None:
     """Mark a half-made model FAILED and remove its files."""
-    if local := _local(model.artifact_location):
-        shutil.rmtree(_partial(local), ignore_errors=True)
-        shutil.rmtree(local, ignore_errors=True)
+    if target := local(model.artifact_location):
+        shutil.rmtree(_partial(target), ignore_errors=True)
+        shutil.rmtree(target, ignore_errors=True)
     client.finalize_logged_model(model.model_id, "FAILED")
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from qrl import names
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Recipe
-from qrl.tracking import signals, store
+from qrl.tracking import models, signals, store
 
 if TYPE_CHECKING:
     import mlflow
@@ -37,7 +37,7 @@ def step(
     tags: Mapping[str, object] | None = None,
     run_name: str | None = None,
     system_metrics: bool = False,
-) -> Iterator[str]:
+) -> Iterator[mlflow.ActiveRun]:
     """The active run of one step: joins the one named by MLFLOW_RUN_ID, or starts one.
 
     Args:
@@ -48,9 +48,6 @@ def step(
         tags: further tags.
         run_name: what the UI shows; default: the step's name.
         system_metrics: record CPU, memory and GPU beside the metrics.
-
-    Yields:
-        The run's id.
 
     Raises:
         BadInput: MLFLOW_RUN_ID names a run that the store does not hold; or the store filled up meanwhile.
@@ -65,7 +62,7 @@ def step(
             store.mark_experiment(run.info.experiment_id)
             mlflow.set_tags({names.TAG_STEP: name, names.TAG_PID: signals.identity(), **(tags or {})})
             log_params({**(recipe.flat(*sections) if recipe else {}), **(params or {})})
-            yield run.info.run_id
+            yield run
     except KeyboardInterrupt as stopped:
         print(f"{stopped or 'Stopped by Ctrl-C.'} The run is ended as KILLED; run the same command again to go on.", file=sys.stderr)
         raise SystemExit(signals.exit_code(stopped)) from None
@@ -74,7 +71,7 @@ def step(
 @contextmanager
 def child(
     run_name: str, *, params: Mapping[str, object] | None = None, tags: Mapping[str, object] | None = None
-) -> Iterator[str]:
+) -> Iterator[mlflow.ActiveRun]:
     """A run nested in the active one, for a cell; an error ends it FAILED and goes on to the caller, who may go on as well.
 
     Args:
@@ -88,48 +85,15 @@ def child(
     with _ended(run):
         mlflow.set_tags({names.TAG_PID: signals.identity(), **(tags or {})})
         mlflow.log_params(dict(params or {}))
-        yield run.info.run_id
+        yield run
 
 
-@contextmanager
-def begun(name: str) -> Iterator[str]:
-    """A run for a step that another process will join and end; ended here only where that process did not come to it.
-
-    Yields:
-        The run's id.
-    """
-    import mlflow
-
-    signals.guard()
-    run_id = _start(name, system_metrics=False).info.run_id
-    client = mlflow.MlflowClient()
-    client.set_tag(run_id, names.TAG_PID, signals.identity())
-    outcome = "FINISHED"
-    try:
-        yield run_id
-    except BaseException as error:
-        outcome = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
-        if client.get_run(run_id).info.status == "RUNNING":
-            _end(client, run_id, error)
-        raise
-    finally:
-        status = client.get_run(run_id).info.status
-        _leave(outcome if status == "RUNNING" else status)
-
-
-def tell(reason: str, exit_code: int) -> None:
-    """End the run that `mlflow run` opened where no step has joined it: bad input, or a signal during imports.
-
-    Args:
-        reason: the sentence, for the tag qrl.reason.
-        exit_code: above 128 a signal stopped us, and the run counts as KILLED, else as FAILED.
-    """
+def close_opened(error: BaseException) -> None:
+    """End the run that `mlflow run` opened, where no step has joined it: bad input, or a signal during imports."""
     if run_id := os.environ.pop("MLFLOW_RUN_ID", None):
         import mlflow
 
-        client = mlflow.MlflowClient()
-        client.set_tag(run_id, names.TAG_REASON, reason[:_MAX_TAG])
-        client.set_terminated(run_id, "KILLED" if exit_code > 128 else "FAILED")
+        _end(mlflow.MlflowClient(), run_id, error)
 
 
 def log_params(params: Mapping[str, object]) -> None:
@@ -165,7 +129,8 @@ def log_scores(metrics: Mapping[str, float], *, model_uri: str | None = None, da
 
     model_id = model_uri.removeprefix("models:/") if model_uri else None
     if model_id:
-        mlflow.log_inputs(models=[LoggedModelInput(model_id=model_id)])
+        run_id = mlflow.active_run().info.run_id
+        mlflow.MlflowClient().log_inputs(run_id, models=[LoggedModelInput(model_id=model_id)])
     mlflow.log_metrics({key: float(value) for key, value in metrics.items()}, model_id=model_id, dataset=dataset)
 
 
@@ -216,6 +181,8 @@ def artifact(run_id: str, path: str) -> Path:
     """A run's artifact as a local path: in place where the store is local, else downloaded."""
     import mlflow
 
+    if root := models.local(mlflow.get_run(run_id).info.artifact_uri):
+        return root / path
     return Path(mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=path))
 
 
@@ -270,7 +237,9 @@ def _leave(status: str) -> None:
 
 def _end(client: mlflow.MlflowClient, run_id: str, error: BaseException) -> None:
     stopped = isinstance(error, KeyboardInterrupt)
+    code = signals.exit_code(error) if stopped else getattr(error, "exit_code", 1)
     client.set_tag(run_id, names.TAG_REASON, _reason(error))
+    client.set_tag(run_id, names.TAG_EXIT_CODE, str(code))
     client.set_terminated(run_id, "KILLED" if stopped else "FAILED")
 
 

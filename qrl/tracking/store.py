@@ -46,6 +46,7 @@ def prepare() -> str:
         os.environ["MLFLOW_REGISTRY_URI"] = _absolute(registry)
     try:
         if database := database_of(address):
+            os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # nothing is downloaded from a folder
             _create(address, database)
         elif urlsplit(address).scheme in ("http", "https"):
             _reach(address)
