@@ -38,7 +38,7 @@ ENDINGS = ("How many {o} does {n} have now?", "How many {o} does {n} have?", "Ho
 SUMS = ("How many {o} do {n} and {m} have together?", "How many {o} do {n} and {m} have in all?")
 
 KINDS = ("gain", "lose", "more", "fewer", "times", "share")
-WEIGHTS = (22, 22, 16, 16, 12, 12)  # how often a step is of each kind, where its numbers allow it
+WEIGHTS = (20, 20, 16, 16, 18, 10)  # how often a step is of each kind, where its numbers allow it
 _CUMULATIVE = tuple(sum(WEIGHTS[: i + 1]) for i in range(len(WEIGHTS)))
 SIGN = {"gain": "+", "lose": "-", "more": "+", "fewer": "-", "times": "*", "share": "/", "together": "+"}
 SENTENCES = {"gain": GAIN, "lose": LOSE, "more": MORE, "fewer": FEWER, "times": TIMES, "share": SHARE}

@@ -1,0 +1,64 @@
+"""Grading a file of somebody else's completions."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from qrl import tasks
+from qrl.errors import BadInput
+
+
+def grade(task: str, file: str | Path, out: str | Path) -> str:
+    """Writes the rows of a JSONL file with `parsed`, `strict` and `flexible` added; the file appears whole.
+
+    Args:
+        task: whose grader.
+        file: a JSON object a line, with `completion` and `answer`.
+        out: the file to write.
+
+    Returns:
+        A line that says how many were right.
+
+    Raises:
+        BadInput: unknown task, no such file, or a line that is no object with both texts; the line is named.
+    """
+    graded = [_graded(task, where, line) for where, line in _lines(Path(file))]
+    if not graded:
+        raise BadInput(f"{file} holds no rows: expected a JSON object a line, with 'completion' and 'answer'.")
+    target = Path(out)
+    partial = target.with_name(target.name + ".partial")
+    try:
+        partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in graded))
+        os.replace(partial, target)
+    except OSError as error:
+        raise BadInput(f"{out} cannot be written ({error.strerror}): give a path in a folder that exists.") from None
+    n = len(graded)
+    rates = {key: sum(row[key] for row in graded) / n for key in ("strict", "flexible")}
+    parsed = sum(row["parsed"] is not None for row in graded) / n
+    return f"n = {n}: strict {rates['strict']:.4f}, flexible {rates['flexible']:.4f}, parsed {parsed:.4f}; rows in {out}"
+
+
+def _lines(file: Path):
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise BadInput(f"{file} cannot be read ({error.strerror}): give a JSONL file of completions.") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield f"{file}, line {number}", line
+
+
+def _graded(task: str, where: str, line: str) -> dict:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        raise BadInput(f"{where} is not JSON: expected an object with 'completion' and 'answer'.") from None
+    if not (isinstance(row, dict) and isinstance(row.get("completion"), str) and "answer" in row):
+        raise BadInput(f"{where} lacks 'completion' or 'answer': expected an object with both.")
+    try:
+        verdict = tasks.grade(task, row["completion"], str(row["answer"]))
+    except BadInput as error:
+        raise BadInput(f"{where}: {error}") from None
+    return row | {"parsed": verdict.parsed, "strict": verdict.strict, "flexible": verdict.flexible}
