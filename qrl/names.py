@@ -19,8 +19,10 @@ TAG_SCHEME = "qrl.scheme"
 TAG_TASK = "qrl.task"
 TAG_DIGEST = "qrl.digest"
 TAG_CACHE_KEY = "qrl.cache_key"
+TAG_PARENT_DIGEST = "qrl.parent_digest"
 TAG_PARENT_VERSION = "qrl.parent_version"
 TAG_REASON = "qrl.reason"
+TAG_EXIT_CODE = "qrl.exit_code"
 TAG_PID = "qrl.pid"  # host:pid:start of the process that owns the run, so that a dead one can be told
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from qrl.errors import BadInput
 
 RECIPES = Path(__file__).parent / "recipes"
-DEFAULT = "tiny"
+DEFAULT = "auto"  # `tiny`, or `instruct` where a model or task of the user's is given and no recipe is named
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -33,7 +33,7 @@ class Train(_Section):
     prompts_per_step: Count = Field(64, description="distinct questions in one optimizer step")
     generations: int = Field(8, ge=2, description="completions sampled per question: GRPO's group")
     micro_batch: Count = Field(512, description="completions in one forward and backward pass")
-    questions: Count = Field(4096, description="training questions to draw prompts from")
+    questions: Count = Field(4096, description="training questions to draw prompts from, at most; all, where there are fewer")
     learning_rate: float = Field(3e-5, gt=0, description="AdamW's peak learning rate")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="learning rate after warm-up")
@@ -69,7 +69,7 @@ class Quantize(_Section):
 class Evaluate(_Section):
     """Held-out questions, and when an accuracy counts."""
 
-    n: int = Field(2000, ge=2, description="held-out questions, the same for every cell")
+    n: int = Field(2000, ge=2, description="held-out questions, at most, the same for every cell; all, where there are fewer")
     batch_size: Count = Field(256, description="prompts decoded together")
     max_new_tokens: Count = Field(128, description="longest answer, in tokens")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="compute dtype; auto: bf16 on a GPU, fp32 on a CPU")
@@ -157,12 +157,15 @@ def load(name_or_path: str = DEFAULT, overrides: dict[str, str] | None = None) -
     """A recipe by name or path, with dotted overrides applied and everything validated.
 
     Args:
-        name_or_path: a name from `names()`, or a path ending in .yaml.
+        name_or_path: a name from `names()`, a path ending in .yaml, or `auto`.
         overrides: dotted key → text, as typed on the command line; values are read as YAML scalars.
 
     Raises:
         BadInput: unknown recipe or key, a wrong type or a number out of range; one sentence naming key and allowed values.
     """
+    if name_or_path == DEFAULT:
+        own = (overrides or {}).get("model", "qrl-tiny") != "qrl-tiny" or (overrides or {}).get("task") == "gsm8k"
+        name_or_path = "instruct" if own else "tiny"
     path = RECIPES / f"{name_or_path}.yaml"
     if not path.is_file() and str(name_or_path).endswith((".yaml", ".yml")):
         path = Path(name_or_path)
@@ -224,7 +227,7 @@ def _sentence(error: ValidationError) -> str:
 
 
 def _allowed(key: str, first: dict) -> str:
-    message = first["msg"][0].lower() + first["msg"][1:]
+    message = (first["msg"][0].lower() + first["msg"][1:]).partition(", unable")[0]
     return message.replace("input should be", "must be").replace("input should have", "must have").replace("unable to parse string as an", "must be an").replace("unable to parse string as a", "must be a")
 
 

@@ -1,0 +1,3 @@
+from qrl.cli import main
+
+main()

@@ -1,0 +1,238 @@
+"""The command line: `python -m qrl <step>`, which is also what the MLproject's entry points call.
+
+Options of a step are its recipe's fields, made from `recipe.py`, and the few inputs below. Nothing heavy is imported
+before a command runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import click
+
+from qrl import quiet
+from qrl import recipe as recipes
+from qrl.errors import BadInput, QrlError
+
+
+class RecipeCommand(click.Command):
+    """A command whose options are its own inputs plus the fields of the recipe's sections that it reads."""
+
+    def __init__(self, *args, sections: tuple[str, ...] = (), **kwargs):
+        super().__init__(*args, **kwargs)
+        self.params.append(
+            click.Option(
+                ["--recipe", "recipe_name"],
+                default=recipes.DEFAULT,
+                show_default=True,
+                metavar="NAME|FILE.yaml",
+                help=f"Settings to start from: {', '.join(recipes.names())}, or a YAML file; auto: tiny, or instruct for a model of yours.",
+            )
+        )
+        for key, (annotation, description) in recipes.fields().items():
+            hidden = "." in key and key.split(".")[0] not in sections
+            self.params.append(
+                click.Option(
+                    [f"--{key}", _identifier(key)],
+                    metavar=recipes.type_name(annotation).upper(),
+                    help=description,
+                    hidden=hidden,  # accepted everywhere, shown where it matters
+                )
+            )
+
+    def invoke(self, ctx: click.Context):
+        given = {key: ctx.params.pop(_identifier(key)) for key in recipes.fields()}
+        overrides = {key: text for key, text in given.items() if text is not None}
+        name = ctx.params.pop("recipe_name")
+        ctx.params["settings"] = recipes.load(name, overrides)
+        ctx.obj = {"recipe": name, **overrides}  # as typed, to hand on to the steps of a study
+        return super().invoke(ctx)
+
+
+def _identifier(key: str) -> str:
+    return "recipe_field_" + key.replace(".", "__")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option("0.1.0", prog_name="qrl")
+def cli() -> None:
+    """Does RL post-training change how cleanly a model quantizes?
+
+    `study` answers for one model: GRPO, 4-bit quantization, evaluation of every variant × scheme on the same held-out
+    questions, and a verdict with an interval. Every other command is one of its steps, alone.
+
+    Exit codes: 0 done; 1 a step failed; 2 bad input; 3 refused by a gate.
+    """
+
+
+def step(name: str, *sections: str) -> Callable:
+    """A command that reads a recipe and shows the options of these sections."""
+    return cli.command(name, cls=RecipeCommand, sections=sections)
+
+
+ALL = ("train", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
+
+
+@step("study", *ALL)
+@click.pass_context
+def study_command(ctx: click.Context, settings) -> None:
+    """The whole study: train, quantize, evaluate, diagnose, compare, promote. A finished step is reused."""
+    from qrl import pipeline
+
+    pipeline.study(settings, typed=ctx.obj)
+
+
+@step("train", "train")
+def train_command(settings) -> None:
+    """GRPO on the recipe's model; resumes from its last checkpoint if it was killed."""
+    from qrl.steps import train
+
+    train.train(settings)
+
+
+@step("merge", "merge")
+@click.option("--adapter", required=True, metavar="DIR|MODEL", help="PEFT adapter to fold into the recipe's model.")
+def merge_command(settings, adapter: str) -> None:
+    """Folds an adapter into its full-precision base, and measures what the merge lost."""
+    from qrl.steps import train
+
+    train.merge(settings, adapter)
+
+
+@step("quantize", "quantize")
+@click.option("--scheme", default="nf4", show_default=True, metavar="nf4|awq", help="How to store the weights.")
+@click.option("--models", metavar="VARIANT=MODEL,…", help="What to quantize; default: base=<model>.")
+@click.pass_context
+def quantize_command(ctx: click.Context, settings, scheme: str, models: str | None) -> None:
+    """Quantizes checkpoints under one scheme, all with the same settings and calibration texts."""
+    from qrl import pipeline
+    from qrl.steps import quantize
+
+    quantize.check_scheme(scheme)
+    if (folder := pipeline.place("quantize", scheme)) is not None:
+        pipeline.hand_over(folder, "quantize", ctx.obj | {"scheme": scheme} | ({"models": models} if models else {}))
+    else:
+        quantize.quantize(settings, scheme, models)
+
+
+@step("evaluate", "evaluate")
+@click.option("--cells", metavar="VARIANT:SCHEME=MODEL,…", help="What to ask; default: base:fp16=<model>.")
+def evaluate_command(settings, cells: str | None) -> None:
+    """Asks every cell the same held-out questions; a run a cell, a row a question. Unhealthy cells fail."""
+    from qrl.steps import evaluate
+
+    evaluate.evaluate(settings, cells)
+
+
+@step("diagnose", "diagnose")
+@click.option("--base", metavar="DIR|MODEL", help="Checkpoint before training; default: the recipe's model.")
+@click.option("--trained", required=True, metavar="DIR|MODEL", help="Checkpoint after training.")
+@click.option("--out", metavar="DIR", help="Write files there, and leave MLflow alone.")
+def diagnose_command(settings, base: str | None, trained: str, out: str | None) -> None:
+    """Measures outliers and 4-bit error of two checkpoints' weights, layer by layer."""
+    from qrl.steps import diagnose
+
+    diagnose.diagnose(settings, base or settings.model, trained, out=out)
+
+
+@step("compare", "compare")
+@click.option("--questions", metavar="FILE", help="Parquet or CSV with variant, scheme, question, correct (0/1).")
+@click.option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"fp16": 68, …}, "grpo": {…}}')
+@click.option("--cells", metavar="RUN,…", help="Evaluation runs of cells.")
+@click.option("--out", metavar="DIR", help="Write files there, and leave MLflow alone; needed with --questions, --counts.")
+def compare_command(settings, questions: str | None, counts: str | None, cells: str | None, out: str | None) -> None:
+    """Deltas and gain survival with paired intervals, and the verdict."""
+    from qrl.steps import compare
+
+    given = [name for name, value in (("--questions", questions), ("--counts", counts), ("--cells", cells)) if value]
+    if len(given) != 1:
+        raise BadInput(f"compare reads one of --questions, --counts or --cells, but got {' and '.join(given) or 'none'}.")
+    if cells:
+        compare.compare(settings, cells.split(","))
+    elif not out:
+        raise BadInput(f"compare {given[0]} needs --out DIR: the folder to write table.md, table.json and figures to.")
+    else:
+        compare.compare_files(settings, questions=questions, counts=counts, out=out)
+
+
+@step("promote", "promote")
+@click.option("--stage", required=True, metavar="base|grpo|awq", help="Stage to promote to; several in order, by comma.")
+@click.option("--cell", metavar="RUN", help="The candidate's evaluation run; one a stage, by comma.")
+@click.option("--rollback", is_flag=True, help="Return the stage to the version before its last promotion.")
+def promote_command(settings, stage: str, cell: str | None, rollback: bool) -> None:
+    """Moves a stage to an evaluated checkpoint, if its gate agrees. A refusal moves nothing and says why."""
+    from qrl.steps import promote
+
+    if rollback:
+        promote.rollback(settings, stage)
+    elif cell is None:
+        raise BadInput("promote needs --cell RUN: the id of the candidate's evaluation run (a cell of `evaluate`).")
+    else:
+        promote.promote(settings, stage.split(","), cell.split(","))
+
+
+@step("serve")
+@click.option("--stage", required=True, metavar="base|grpo|awq|N", help="Stage or version number to serve.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on.")
+@click.option("--engine", default="auto", show_default=True, metavar="auto|transformers|vllm", help="auto: vllm on a GPU.")
+@click.pass_context
+def serve_command(ctx: click.Context, settings, stage: str, host: str, port: int, engine: str) -> None:
+    """An OpenAI-compatible server of a registered stage, its gate and digest checked first."""
+    from qrl import pipeline
+
+    if (folder := pipeline.place("serve", engine, settings.device)) is not None:
+        pipeline.hand_over(
+            folder, "serve", ctx.obj | {"stage": stage, "host": host, "port": str(port), "engine": engine}
+        )
+    else:
+        from qrl.steps import serve
+
+        serve.serve(settings, stage, host=host, port=port, engine=engine)
+
+
+@cli.command("grade")
+@click.option("--task", required=True, metavar="TASK", help="Whose grader: arithmetic, gsm8k.")
+@click.option("--out", required=True, metavar="OUT.jsonl", help="Where the graded rows go.")
+@click.argument("file", metavar="FILE.jsonl")
+def grade_command(task: str, out: str, file: str) -> None:
+    """Grades your own completions: rows with `completion` and `answer` in; `parsed`, `strict`, `flexible` added."""
+    from qrl.tasks import files
+
+    click.echo(files.grade(task, file, out))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs a command and ends with its exit code; errors that a sentence can tell are told in one."""
+    quiet.libraries()
+    try:
+        cli.main(args=arguments, prog_name="qrl", standalone_mode=False)
+    except click.exceptions.Exit as ended:
+        sys.exit(ended.exit_code)
+    except click.ClickException as error:  # an unknown option, a missing one, a port that is no number
+        _end(BadInput(f"{error.format_message().rstrip('.')}; see `python -m qrl {_command()} --help`."))
+    except QrlError as error:
+        _end(error)
+    except click.Abort:
+        sys.exit(130)
+
+
+def _end(error: QrlError) -> None:
+    click.echo(f"qrl: {error}", err=True)
+    _tell_run(error)
+    sys.exit(error.exit_code)
+
+
+def _tell_run(error: QrlError) -> None:
+    """Where `mlflow run` opened a run for us, it learns the reason: MLflow itself turns every failure into exit code 1."""
+    import os
+
+    if os.environ.get("MLFLOW_RUN_ID"):
+        from qrl.tracking import runs
+
+        runs.close_opened(error)
+
+
+def _command() -> str:
+    return next((word for word in sys.argv[1:] if word in cli.commands), "")

@@ -1,0 +1,132 @@
+"""The transformers engine: any checkpoint of the study, greedy, in batches.
+
+Weights are what the checkpoint stores. On a CPU there are no AWQ kernels and bitsandbytes repacks NF4 in place, so both
+are unpacked to the values that their codes stand for, exactly, and run as ordinary matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qrl import checkpoint, quiet
+from qrl.errors import BadInput
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a model wrote after one prompt."""
+
+    text: str  # without special tokens
+    raw: str  # with them, the end token apart: a chat marker in here is a leak
+    n_tokens: int  # the end token included
+    finish_reason: str  # "stop": it wrote the end token; "length": it was cut
+
+
+def tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, padding on the left, as decoding in batches needs."""
+    from transformers import AutoTokenizer
+
+    found = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=False)
+    if found.pad_token_id is None:
+        found.pad_token = found.eos_token
+    return found
+
+
+def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A checkpoint folder as a model in eval mode and its tokenizer; nothing in the folder is executed.
+
+    Args:
+        path: a folder that `checkpoint.check` accepts: full precision, bitsandbytes or AWQ.
+        device: "cpu" or "cuda".
+        dtype: of activations, and of weights that are not quantized.
+
+    Raises:
+        BadInput: the folder is not a checkpoint that qrl loads.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    quiet.transformers()
+    found = checkpoint.check(path)
+    if found.quantization == "awq" and device == "cpu":
+        from qrl.formats import awq
+
+        model = awq.load_unpacked(path, dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, device_map=device, trust_remote_code=False, use_safetensors=True
+        )
+        if found.quantization == "bitsandbytes" and device == "cpu":
+            model = model.dequantize(dtype=dtype)
+    # Decoding is ours to set: a checkpoint's own sampling and repetition penalties would colour every accuracy.
+    ends = model.generation_config
+    if ends.eos_token_id is None:
+        raise BadInput(f"{path} names no end token (eos_token_id) in generation_config.json: answers could never stop.")
+    pad = ends.pad_token_id if ends.pad_token_id is not None else _first(ends.eos_token_id)
+    model.generation_config = GenerationConfig(eos_token_id=ends.eos_token_id, pad_token_id=pad)
+    return model.eval(), tokenizer(path)
+
+
+def generate(
+    model: PreTrainedModel,
+    tokens: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    progress: Callable[[int], object] = lambda n: None,
+) -> list[Completion]:
+    """Greedy completions of token-id prompts, in the order given.
+
+    Args:
+        prompts: N lists of token ids, generation prompt included.
+        max_new_tokens: longest completion, in tokens.
+        batch_size: prompts decoded together; batches are cut from prompts sorted by length, to pad little.
+        progress: called with the number of prompts that each batch finished.
+
+    Returns:
+        N completions.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    done: dict[int, Completion] = {}
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        for index, ids in zip(batch, _decode(model, tokens, [prompts[i] for i in batch], max_new_tokens), strict=True):
+            done[index] = _completion(tokens, ids, _end_ids(model))
+        progress(len(batch))
+    return [done[index] for index in range(len(prompts))]
+
+
+def _decode(model, tokens, prompts: list[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+    import torch
+
+    padded = tokens.pad({"input_ids": [list(ids) for ids in prompts]}, return_tensors="pt").to(model.device)
+    with torch.inference_mode():
+        written = model.generate(**padded, max_new_tokens=max_new_tokens, do_sample=False)
+    return written[:, padded["input_ids"].shape[1] :].tolist()
+
+
+def _completion(tokens, ids: list[int], ends: set[int]) -> Completion:
+    stop = next((position for position, token in enumerate(ids) if token in ends), None)
+    body = ids if stop is None else ids[:stop]
+    return Completion(
+        text=tokens.decode(body, skip_special_tokens=True),
+        raw=tokens.decode(body, skip_special_tokens=False),
+        n_tokens=len(body) + (stop is not None),
+        finish_reason="length" if stop is None else "stop",
+    )
+
+
+def _end_ids(model) -> set[int]:
+    ends = model.generation_config.eos_token_id
+    return set(ends) if isinstance(ends, list | tuple) else {ends}
+
+
+def _first(ids: int | list[int]) -> int:
+    return ids[0] if isinstance(ids, list) else ids

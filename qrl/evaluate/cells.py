@@ -1,0 +1,98 @@
+"""A cell: one variant under one scheme, asked every held-out question; a row per question."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qrl import tasks
+from qrl.engine import device as devices
+from qrl.engine import hf
+from qrl.tasks import prompt
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Which weights are asked, and what they are called in the table."""
+
+    variant: str
+    scheme: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A cell's answers: a row per question, and how fast they were written."""
+
+    frame: pd.DataFrame  # variant, scheme, question, correct, correct_flexible, parsed, answer, completion, leaked, n_tokens, finish_reason
+    tokens_per_s: float  # generated tokens over the wall time of decoding, batches padded
+    seconds: float  # decoding alone; loading apart
+    dtype: str  # of activations
+
+
+def ask(
+    cell: Cell,
+    questions: Sequence[tasks.Question],
+    *,
+    task: str,
+    template: str,
+    device: str,
+    dtype: str = "auto",
+    max_new_tokens: int,
+    batch_size: int,
+    render: Callable = prompt.render,
+    progress: Callable[[int], object] = lambda n: None,
+) -> Asked:
+    """Asks a cell every question, greedily, and grades the answers.
+
+    Args:
+        cell: the checkpoint to ask.
+        questions: N held-out questions.
+        render: (tokenizer, question text, template) → prompt ids; the one renderer, unless a test breaks it on purpose.
+        progress: called with the number of questions that each batch finished.
+
+    Returns:
+        N rows in the order of `questions`, with the decoding speed.
+    """
+    import pandas as pd
+
+    compute = devices.compute_dtype(dtype, device)
+    model, tokens = hf.load(cell.path, device, compute)
+    prompts = [render(tokens, question.question, template) for question in questions]
+    began = time.perf_counter()
+    completions = hf.generate(
+        model, tokens, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, progress=progress
+    )
+    seconds = time.perf_counter() - began
+    markers = [token for token in tokens.all_special_tokens if token]
+    rows = [_row(cell, task, markers, *pair) for pair in zip(questions, completions, strict=True)]
+    written = sum(completion.n_tokens for completion in completions)
+    return Asked(pd.DataFrame(rows), written / seconds, seconds, str(compute).removeprefix("torch."))
+
+
+def _row(cell: Cell, task: str, markers: list[str], question: tasks.Question, completion: hf.Completion) -> dict:
+    verdict = tasks.grade(task, completion.text, question.answer)
+    return {
+        "variant": cell.variant,
+        "scheme": cell.scheme,
+        "question": question.id,
+        "correct": int(verdict.strict),
+        "correct_flexible": int(verdict.flexible),
+        "parsed": verdict.parsed,
+        "answer": question.answer,
+        "completion": completion.text,
+        "leaked": int(_leaked(question.question, completion, markers)),
+        "n_tokens": completion.n_tokens,
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def _leaked(question: str, completion: hf.Completion, markers: list[str]) -> bool:
+    """Whether the answer holds chat markers or says the question again: signs of a prompt that was not rendered right."""
+    return any(marker in completion.raw for marker in markers) or question.strip() in completion.text

@@ -1,0 +1,75 @@
+"""What a step's result depends on: one cache key a result, the same whether the study or a user ran the step.
+
+A key covers the recipe sections that the step reads, the digests of its inputs, the device class, its environment file
+and its sources. Not the commit: a change of README must not retrain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+from qrl import names
+from qrl.recipe import Recipe
+from qrl.tracking import reuse
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENTS = {names.AWQ: ROOT / "projects" / "awq" / "conda.yaml"}
+CORE = ROOT / "conda.yaml"
+SECTIONS = ("train", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
+ASKED = ("task", "prompt", "seed")  # top-level fields that decide which questions are put, and how
+
+
+def trained(recipe: Recipe, base: str, device: str) -> str:
+    """Key of a training that starts from the checkpoint with digest `base`."""
+    return _key("train", recipe, ("train",), {"base": base}, device)
+
+
+def quantized(recipe: Recipe, scheme: str, model: str, device: str) -> str:
+    """Key of the checkpoint with digest `model` under a scheme; the device does not matter to AWQ's or NF4's codes alone."""
+    return _key("quantize", recipe, ("quantize",), {"model": model, "scheme": scheme}, device, scheme)
+
+
+def cell(recipe: Recipe, variant: str, scheme: str, model: str, device: str) -> str:
+    """Key of a cell: the checkpoint with digest `model`, asked the recipe's held-out questions."""
+    inputs = {"model": model, "variant": variant, "scheme": scheme}
+    return _key("evaluate", recipe, ("evaluate",), inputs, device)
+
+
+def merged(recipe: Recipe, base: str, adapter: str) -> str:
+    """Key of an adapter, by address, folded into the checkpoint with digest `base`."""
+    return _key("merge", recipe, ("merge",), {"base": base, "adapter": adapter}, "any")
+
+
+def diagnosis(recipe: Recipe, base: str, trained: str) -> str:
+    """Key of what training did to the weights, by both digests."""
+    return _key("diagnose", recipe, ("diagnose",), {"base": base, "trained": trained}, "any")
+
+
+def comparison(recipe: Recipe, cells: list[str]) -> str:
+    """Key of the table over cells, by the run ids of their evaluations."""
+    return _key("compare", recipe, ("compare",), {str(i): run_id for i, run_id in enumerate(cells)}, "any")
+
+
+def _key(step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict, device: str, scheme: str = "") -> str:
+    flat = recipe.flat(*sections)
+    section = {key: value for key, value in flat.items() if "." in key or key in ASKED}
+    section.pop("quantize.schemes", None)  # which schemes a study has does not change what one of them does
+    return reuse.key(
+        step,
+        section=section,
+        inputs=inputs | {"data": data_digest(recipe.data)},
+        device=device,
+        environment=ENVIRONMENTS.get(scheme, CORE),
+        sources=reuse.sources_of(step),
+    )
+
+
+@cache
+def data_digest(folder: str | None) -> str:
+    """sha256 over a data folder's jsonl files; of nothing where questions are generated or come from the hub."""
+    found = hashlib.sha256()
+    for path in sorted(Path(folder).glob("*.jsonl")) if folder else []:
+        found.update(path.name.encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()

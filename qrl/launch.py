@@ -1,0 +1,123 @@
+"""Launching a step as a project run of its own, below the study's run, unless its result is there already."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from qrl import names
+from qrl.errors import BadInput, GateRefused, QrlError
+from qrl.keys import ROOT
+from qrl.tracking import projects, reuse
+
+ERRORS = {2: BadInput, 3: GateRefused}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step made: the run that holds it, and what it left for later steps."""
+
+    run_id: str
+    outputs: reuse.Outputs
+    reused: bool
+
+
+class Launcher:
+    """Obtains results step by step: found by cache key, or made by launching the step."""
+
+    def __init__(self, typed: dict[str, str], run_id: str, steps: int) -> None:
+        self.typed, self.run_id, self.steps = typed, run_id, steps
+        self.results: list[tuple[str, Result]] = []  # what the study's description links
+        self.seconds = 0.0  # in launched steps; the rest of the study's time is overhead
+        self._number = 0
+
+    def obtain(
+        self,
+        title: str,
+        step: str,
+        wanted: dict[str, str],
+        parameters: Callable[[list[str]], dict[str, str]],
+        folder: Path = ROOT,
+    ) -> dict[str, Result]:
+        """Results by label; what has no finished run is made by one launch of the step.
+
+        Args:
+            title: what the step does, for the reader of the terminal.
+            step: entry point.
+            wanted: label → cache key.
+            parameters: the labels still to make → the step's inputs, beside the recipe.
+            folder: the project to run it in.
+
+        Raises:
+            QrlError: the step failed, with its reason and its exit code.
+        """
+        found = {label: reuse.find(step, key) for label, key in wanted.items()}
+        missing = [label for label, run in found.items() if run is None]
+        self._say(title, [label for label in wanted if label not in missing], missing)
+        if missing:
+            self._launch(folder, step, parameters(missing))
+            found |= {label: reuse.find(step, wanted[label]) for label in missing}
+        results = {}
+        for label, run in found.items():
+            if run is None:
+                raise QrlError(f"Step {step} ended well, but its result '{label}' is not in the store: run it again.")
+            results[label] = Result(run.info.run_id, reuse.outputs(run), label not in missing)
+            self.results.append((f"{step} {label}", results[label]))
+        return results
+
+    def run(self, title: str, step: str, parameters: dict[str, str]) -> None:
+        """Launches a step that is never reused."""
+        self._say(title, [], [step])
+        self._launch(ROOT, step, parameters)
+
+    def _launch(self, folder: Path, step: str, parameters: dict[str, str]) -> None:
+        began = time.monotonic()
+        launch(folder, step, self.typed | parameters, parent=self.run_id, name=step)
+        self.seconds += time.monotonic() - began
+
+    def _say(self, title: str, reused: list[str], missing: list[str]) -> None:
+        self._number += 1
+        notes = f" (reused: {', '.join(reused)})" if reused and missing else " (reused)" if reused else ""
+        click.secho(f"[{self._number}/{self.steps}] {title}{notes}", bold=True, err=True)
+
+
+def launch(
+    folder: Path, step: str, parameters: dict[str, str], *, run_id: str | None = None, parent: str = "", name: str = ""
+) -> str:
+    """Runs an entry point of a project as MLflow does, with the environment manager that we ran under, and waits.
+
+    Args:
+        folder: with an MLproject file.
+        step: entry point.
+        parameters: as `-P` takes them.
+        run_id: the run to work under; None begins one below `parent`.
+        parent: id of the study's run.
+        name: of a run that is begun here.
+
+    Returns:
+        The run's id.
+
+    Raises:
+        QrlError: it failed; the kind of error, its sentence and its exit code are the step's own.
+    """
+    import mlflow
+    from mlflow.exceptions import ExecutionException
+
+    if not (folder / "MLproject").is_file():
+        raise BadInput(f"{folder} has no MLproject file: run from a checkout of the project, where its environments are.")
+    logging.getLogger("mlflow.projects").setLevel(logging.WARNING)
+    run_id = run_id or projects.open_child(parent, name)
+    try:
+        mlflow.projects.run(
+            str(folder), entry_point=step, parameters=parameters, env_manager=projects.env_manager(), run_id=run_id
+        )
+    except ExecutionException as error:
+        reason, exit_code = projects.told(run_id)
+        kind = ERRORS.get(exit_code, QrlError)
+        raise kind(reason or f"Step {step} failed ({error}); its output above says where.") from None
+    return run_id

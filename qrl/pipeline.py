@@ -1,0 +1,147 @@
+"""The order of a study, and where each step runs. Steps are launched as project runs, never imported."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from qrl import keys, names, source
+from qrl.keys import ROOT
+from qrl.launch import Launcher, Result, launch
+from qrl.recipe import Recipe
+
+PLACE = "QRL_PLACE"  # set by the MLproject files under projects/: which environment this process runs in
+Models = dict[str, tuple[str, str]]  # variant or "variant:scheme" → address and digest
+
+
+def place(step: str, choice: str, device: str = "auto") -> Path | None:
+    """The folder whose environment a step needs, or None where this process is in it already.
+
+    Args:
+        step: `quantize` or `serve`; every other step runs in the core environment.
+        choice: the scheme, or the engine.
+        device: the recipe's device, where the engine is left to us.
+    """
+    wanted = None
+    if step == "quantize" and choice == names.AWQ:
+        wanted = "awq"
+    if step == "serve" and choice in ("auto", "vllm"):
+        from qrl.engine import device as devices
+
+        on_gpu = devices.choose(device) == "cuda"
+        if on_gpu or choice == "vllm":
+            wanted = "vllm" if on_gpu else "vllm_cpu"
+    return ROOT / "projects" / wanted if wanted and os.environ.get(PLACE) != wanted else None
+
+
+def hand_over(folder: Path, step: str, parameters: dict[str, str]) -> None:
+    """Runs this very step in another environment, under the run that it already has, if it has one."""
+    from qrl.tracking import signals, store
+
+    signals.guard()
+    store.prepare()
+    launch(folder, step, parameters, run_id=os.environ.pop("MLFLOW_RUN_ID", None), name=step)
+
+
+def study(recipe: Recipe, typed: dict[str, str]) -> None:
+    """Runs the whole study, reusing finished steps, and prints the table, the verdict and what to do next.
+
+    Args:
+        recipe: the resolved settings.
+        typed: recipe name and overrides as given, handed to every step so that each run says how to repeat it alone.
+    """
+    from qrl import checkpoint, report
+    from qrl.engine import device as devices
+    from qrl.tracking import runs, store
+
+    base = checkpoint.check(source.locate(recipe.model))
+    device = devices.choose(recipe.device)
+    store.prepare()
+    store.sweep()
+    began = time.monotonic()
+    with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}) as run:
+        launcher = Launcher(typed, run.info.run_id, steps=6 + len(recipe.quantize.schemes))
+        order = Order(recipe, launcher, device)
+        trained = order.train(base.digest)
+        cells = order.evaluate(order.quantize({names.BASE: (recipe.model, base.digest), names.GRPO: trained}))
+        diagnosed = order.diagnose(base.digest, trained)
+        compared = order.compare(cells)
+        report.show(recipe, launcher, compared, diagnosed, order.trained)
+        order.promote(cells)
+        report.close(recipe, launcher, time.monotonic() - began)
+
+
+class Order:
+    """What each step of a study needs, and what it gives to the next."""
+
+    def __init__(self, recipe: Recipe, launcher: Launcher, device: str) -> None:
+        self.recipe, self.launcher, self.device = recipe, launcher, device
+
+    def train(self, base: str) -> tuple[str, str]:
+        """The GRPO model, merged where it was trained as an adapter: address and digest."""
+        key = keys.trained(self.recipe, base, self.device)
+        settings = self.recipe.train
+        title = f"train: GRPO, {settings.steps} steps of {settings.prompts_per_step} × {settings.generations} completions"
+        made = self.trained = self._one(title, "train", key)
+        if settings.method == "lora":
+            adapter = f"runs:/{made.run_id}/adapter"
+            key = keys.merged(self.recipe, base, adapter)
+            made = self._one("merge: adapter into full precision", "merge", key, {"adapter": adapter})
+        return made.outputs.models["model"], made.outputs.values["digest"]
+
+    def quantize(self, models: Models) -> Models:
+        """Every variant under every scheme, full precision included, by `variant:scheme`."""
+        cells = {f"{variant}:{names.FP16}": model for variant, model in models.items()}
+        for scheme in self.recipe.quantize.schemes:
+            wanted = {
+                variant: keys.quantized(self.recipe, scheme, digest, self.device)
+                for variant, (_, digest) in models.items()
+            }
+            made = self.launcher.obtain(
+                f"quantize: {scheme}, {' and '.join(models)}",
+                "quantize",
+                wanted,
+                lambda missing, scheme=scheme: {
+                    "scheme": scheme,
+                    "models": ",".join(f"{variant}={models[variant][0]}" for variant in missing),
+                },
+                place("quantize", scheme) or ROOT,
+            )
+            for variant, result in made.items():
+                cells[f"{variant}:{scheme}"] = (result.outputs.models["model"], result.outputs.values["digest"])
+        return cells
+
+    def evaluate(self, models: Models) -> dict[str, Result]:
+        """The evaluation of every cell, by `variant:scheme`."""
+        wanted = {
+            cell: keys.cell(self.recipe, *cell.split(":"), digest, self.device) for cell, (_, digest) in models.items()
+        }
+        return self.launcher.obtain(
+            f"evaluate: {len(models)} cells on {self.recipe.evaluate.n} held-out questions",
+            "evaluate",
+            wanted,
+            lambda missing: {"cells": ",".join(f"{cell}={models[cell][0]}" for cell in missing)},
+        )
+
+    def diagnose(self, base: str, trained: tuple[str, str]) -> Result:
+        """What training did to the weights."""
+        key = keys.diagnosis(self.recipe, base, trained[1])
+        parameters = {"base": self.recipe.model, "trained": trained[0]}
+        return self._one("diagnose: weights before and after training", "diagnose", key, parameters)
+
+    def compare(self, cells: dict[str, Result]) -> Result:
+        """The table of cells."""
+        run_ids = [cell.run_id for cell in cells.values()]
+        key = keys.comparison(self.recipe, run_ids)
+        return self._one("compare: deltas and gain survival", "compare", key, {"cells": ",".join(run_ids)})
+
+    def promote(self, cells: dict[str, Result]) -> None:
+        """Versions of the registry, each through its gate. Never reused: a stage may have moved since."""
+        earned = {"base": f"{names.BASE}:{names.FP16}", "grpo": f"{names.GRPO}:{names.FP16}", "awq": f"{names.GRPO}:{names.AWQ}"}
+        chosen = {stage: cells[cell].run_id for stage, cell in earned.items() if cell in cells}
+        parameters = {"stage": ",".join(chosen), "cell": ",".join(chosen.values())}
+        self.launcher.run(f"promote: {' → '.join(chosen)}", "promote", parameters)
+
+    def _one(self, title: str, step: str, key: str, parameters: dict[str, str] | None = None) -> Result:
+        return self.launcher.obtain(title, step, {step: key}, lambda missing: parameters or {})[step]

@@ -1,0 +1,55 @@
+"""Compare cells: from their runs, from a file of outcomes, or from counts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import click
+
+from qrl import compare as room
+from qrl import figures, keys, names
+from qrl.errors import BadInput
+from qrl.recipe import Recipe
+from qrl.steps import inputs
+from qrl.tracking import reuse, runs, store
+from qrl.workspace import workspace
+
+
+def compare(recipe: Recipe, cells: list[str]) -> None:
+    """Logs the table of evaluated cells: table.md, table.json, questions.parquet, figures, metrics with intervals.
+
+    Args:
+        recipe: `compare.margin` decides what counts as survival.
+        cells: run ids of the cells' evaluations.
+    """
+    import pandas as pd
+
+    store.prepare()
+    rows = {run_id: runs.artifact(run_id, names.QUESTIONS) for run_id in cells}
+    key = keys.comparison(recipe, cells)
+    with (
+        workspace(f"compare-{key[:16]}") as work,
+        runs.step("compare", recipe, sections=("compare",), tags={names.TAG_CACHE_KEY: key}),
+    ):
+        frame = pd.concat([pd.read_parquet(path) for path in rows.values()], ignore_index=True)
+        comparison = room.from_questions(frame, margin=recipe.compare.margin)
+        frame.to_parquet(work / names.QUESTIONS)
+        room.write(comparison, work)
+        runs.log_folder(work)
+        runs.log_scores(comparison.metrics())
+        runs.describe(comparison.markdown())
+        made = sorted(path.name for path in work.iterdir())
+        reuse.record_outputs(artifacts=made, values={"sentence": comparison.sentence(), "metrics": comparison.metrics()})
+
+
+def compare_files(recipe: Recipe, *, questions: str | None, counts: str | None, out: str) -> None:
+    """The same table for people who bring their own outcomes or counts; no store is touched."""
+    margin = recipe.compare.margin
+    if questions:
+        comparison = room.from_questions(room.read_questions(questions), margin=margin)
+    else:
+        comparison = room.from_counts(room.read_counts(counts), margin=margin)
+    room.write(comparison, Path(out))
+    click.echo(comparison.markdown())
+    click.echo(f"Written to {out}: {names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/.", err=True)

@@ -1,0 +1,80 @@
+"""Diagnose: what training did to the weights, layer by layer."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import click
+
+from qrl import checkpoint, figures, keys, names
+from qrl.diagnose import weights as room
+from qrl.errors import BadInput
+from qrl.recipe import Recipe
+from qrl.steps import inputs
+from qrl.tracking import reuse, runs, store
+from qrl.workspace import workspace
+
+WEIGHTS = "weights.parquet"
+
+
+def diagnose(recipe: Recipe, base: str, trained: str, *, out: str | None) -> None:
+    """Measures outliers and 4-bit error of both checkpoints and how many codes moved; draws what it found.
+
+    Args:
+        recipe: the section `diagnose`.
+        base: folder or model address, before training.
+        trained: the same, after training.
+        out: write weights.parquet and figures there and touch no store; None logs them to MLflow.
+    """
+    found = {variant: _checked(address) for variant, address in ((names.BASE, base), (names.GRPO, trained))}
+    if out is not None:
+        folder = Path(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        measured = _measure(recipe, found, folder)
+        click.echo("\n".join(f"{name:32} {value:.6g}" for name, value in measured.items()))
+        click.echo(f"Written to {out}: {WEIGHTS}, {names.FIGURES}/.", err=True)
+        return
+    store.prepare()
+    digests = {variant: checkpoint.digest(path) for variant, path in found.items()}
+    key = keys.diagnosis(recipe, digests[names.BASE], digests[names.GRPO])
+    with (
+        workspace(f"diagnose-{key[:16]}") as work,
+        runs.step("diagnose", recipe, sections=("diagnose",), tags={names.TAG_CACHE_KEY: key}),
+    ):
+        measured = _measure(recipe, found, work)
+        runs.log_scores(measured)
+        runs.log_folder(work)
+        reuse.record_outputs(artifacts=[WEIGHTS, names.FIGURES], values={"metrics": measured})
+
+
+def _checked(address: str) -> Path:
+    found = checkpoint.check(inputs.folder(address), need_chat_template=False)
+    if found.quantization:
+        raise BadInput(f"{address} is stored in {found.quantization}: diagnose reads full-precision weights.")
+    return found.path
+
+
+def _measure(recipe: Recipe, found: dict[str, Path], out: Path) -> dict[str, float]:
+    """Writes weights.parquet and figures; returns metrics by name, the base's under `weights/…_base`."""
+    import pandas as pd
+
+    settings = recipe.diagnose
+    frames = {
+        variant: room.measure(
+            path,
+            variant,
+            bits=settings.bits,
+            group_size=settings.group_size,
+            outlier_multiplier=settings.outlier_multiplier,
+            embeddings=settings.embeddings,
+        )
+        for variant, path in found.items()
+    }
+    moved = room.movement(*found.values(), bits=settings.bits, group_size=settings.group_size)
+    frame = pd.concat(frames.values(), ignore_index=True).merge(moved, on="tensor", how="left")
+    shutil.rmtree(out / names.FIGURES, ignore_errors=True)
+    (out / names.FIGURES).mkdir()
+    frame.to_parquet(out / WEIGHTS)
+    figures.layer_error(frame, out / names.FIGURES / "layer_error.png")
+    return room.summary(frames[names.BASE], frames[names.GRPO], moved)

@@ -1,0 +1,118 @@
+"""Evaluate cells: every one asked the same questions in one process, a nested run for each."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+from tqdm import tqdm
+
+from qrl import checkpoint, keys, names
+from qrl.engine import device as devices
+from qrl.errors import BadInput, UnhealthyCell
+from qrl.evaluate import cells as room
+from qrl.evaluate import health, scores
+from qrl.recipe import Recipe
+from qrl.steps import inputs, record
+from qrl.tasks import prompt
+from qrl.tracking import reuse, runs, store
+from qrl.workspace import workspace
+
+STORED_AS = {names.FP16: None, names.NF4: "bitsandbytes", names.AWQ: "awq"}  # scheme → config's quant_method
+
+
+def evaluate(recipe: Recipe, given: str | None) -> None:
+    """Asks every cell the recipe's held-out questions and logs accuracy, health and a row per question.
+
+    Raises:
+        UnhealthyCell: after all cells were asked, with a sentence for each limit that one broke.
+    """
+    text = given or f"{names.BASE}:{names.FP16}={recipe.model}"
+    addresses = {inputs.cell(cell): address for cell, address in inputs.pairs(text, "a cell and its model").items()}
+    found = {cell: _checked(cell, address) for cell, address in addresses.items()}
+    device = devices.choose(recipe.device)
+    questions = inputs.questions(recipe, "heldout", recipe.evaluate.n)
+    hashed = prompt.template_hash(recipe.prompt)
+    store.prepare()
+    params = {"device": device, "prompt_hash": hashed}
+    tags = {names.TAG_TASK: recipe.task}
+    with runs.step("evaluate", recipe, sections=("evaluate",), params=params, tags=tags):
+        broken = []
+        for (variant, scheme), weights in found.items():
+            try:
+                _one(recipe, variant, scheme, addresses[variant, scheme], weights, questions, device)
+            except UnhealthyCell as error:
+                click.secho(f"      {error}", fg="red", err=True)
+                broken.append(str(error))
+        if broken:
+            raise UnhealthyCell(" ".join(broken))
+
+
+def _checked(cell: tuple[str, str], address: str) -> checkpoint.Checkpoint:
+    found = checkpoint.check(inputs.folder(address))
+    variant, scheme = cell
+    if found.quantization != STORED_AS[scheme]:
+        raise BadInput(
+            f"Cell {variant}:{scheme} was given {address}, which is stored as {found.quantization or 'full precision'}: "
+            f"expected {STORED_AS[scheme] or 'full precision'}; correct the label or the model."
+        )
+    return found
+
+
+def _one(
+    recipe: Recipe, variant: str, scheme: str, address: str, weights: checkpoint.Checkpoint, questions: list, device: str
+) -> None:
+    settings = recipe.evaluate
+    tags = {
+        names.TAG_STEP: "evaluate",
+        names.TAG_CACHE_KEY: keys.cell(recipe, variant, scheme, weights.digest, device),
+        names.TAG_VARIANT: variant,
+        names.TAG_SCHEME: scheme,
+        names.TAG_TASK: recipe.task,
+        names.TAG_DIGEST: weights.digest,
+    }
+    name = names.cell_name(variant, scheme)
+    with (
+        workspace(f"evaluate-{os.getpid()}-{variant}-{scheme}") as work,
+        runs.child(name, params={"variant": variant, "scheme": scheme, "task": recipe.task}, tags=tags),
+        tqdm(total=len(questions), desc=name, unit="question", leave=False) as bar,
+    ):
+        asked = room.ask(
+            room.Cell(variant, scheme, weights.path),
+            questions,
+            task=recipe.task,
+            template=recipe.prompt,
+            device=device,
+            dtype=settings.dtype,
+            max_new_tokens=settings.max_new_tokens,
+            batch_size=settings.batch_size,
+            progress=bar.update,
+        )
+        uri = record.given(recipe, address, weights, variant, scheme)
+        digest = inputs.digest(questions)
+        heldout = runs.log_dataset(
+            f"{recipe.task}-heldout", digest=digest, context="heldout", n=len(questions), source=inputs.source_of(recipe)
+        )
+        found = scores.metrics(asked)
+        runs.log_scores(found, model_uri=uri, dataset=heldout)
+        runs.log_params({"dtype": asked.dtype})
+        _log_rows(asked, recipe, work)
+        problems = health.problems(found, settings, len(questions))
+        if problems:
+            raise UnhealthyCell(f"Cell {name} is unhealthy, so its accuracy does not count: {' '.join(problems)}")
+        values = {"digest": weights.digest, "questions": digest, "accuracy": found[names.ACCURACY]}
+        reuse.record_outputs(models={"model": uri}, artifacts=[names.QUESTIONS], values=values)
+        bar.close()
+        click.echo(
+            f"      {name}: {found[names.ACCURACY]:.3f} ± {found[names.ACCURACY_STDERR]:.3f} (n = {len(questions)}), "
+            f"{asked.tokens_per_s:,.0f} tokens/s",
+            err=True,
+        )
+
+
+def _log_rows(asked: room.Asked, recipe: Recipe, work: Path) -> None:
+    asked.frame.assign(seed=recipe.seed).to_parquet(work / names.QUESTIONS)
+    runs.log_folder(work)
+    shown = ["question", "correct", "parsed", "answer", "finish_reason", "completion"]
+    runs.log_table(asked.frame.head(recipe.evaluate.samples_logged)[shown], "completions")

@@ -1,0 +1,73 @@
+"""What steps are given as text: models by address, lists of them, questions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+from qrl import names, source, tasks
+from qrl.errors import BadInput
+from qrl.recipe import Recipe
+
+def folder(address: str) -> Path:
+    """The folder of a model: `models:/…` in place, else as `source.locate` finds it."""
+    if address.startswith("models:/"):
+        from qrl.tracking import models
+
+        return models.local_path(address)
+    return source.locate(address)
+
+
+def pairs(text: str, what: str) -> dict[str, str]:
+    """`a=x,b=y` as a mapping.
+
+    Raises:
+        BadInput: an item without `=`, or a name given twice.
+    """
+    found: dict[str, str] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = item.partition("=")
+        if not (equals and name.strip() and value.strip()):
+            raise BadInput(f"'{item}' is not {what}: expected NAME=MODEL, several by comma.")
+        if name.strip() in found:
+            raise BadInput(f"'{name.strip()}' is given twice in '{text}': expected each once.")
+        found[name.strip()] = value.strip()
+    return found
+
+
+def cell(text: str) -> tuple[str, str]:
+    """`variant:scheme`, checked.
+
+    Raises:
+        BadInput: no scheme, or an unknown one.
+    """
+    variant, _, scheme = text.partition(":")
+    check_scheme(scheme, names.SCHEMES)
+    return variant, scheme
+
+
+def check_scheme(scheme: str, known: Sequence[str]) -> None:
+    """Refuses an unknown scheme with the list of known ones."""
+    if scheme not in known:
+        raise BadInput(f"There is no scheme '{scheme}': expected one of {', '.join(known)}.")
+
+
+def questions(recipe: Recipe, split: tasks.Split, n: int) -> list[tasks.Question]:
+    """The recipe's questions of a split."""
+    return tasks.load(recipe.task, split, n, recipe.seed, recipe.data)
+
+
+def digest(asked: Sequence[tasks.Question]) -> str:
+    """sha256 over questions and gold answers, in order: what two cells must share to be compared."""
+    found = sha256()
+    for question in asked:
+        found.update(f"{question.id}\0{question.question}\0{question.answer}\0".encode())
+    return found.hexdigest()
+
+
+def source_of(recipe: Recipe) -> str:
+    """Where the questions come from, in words, for MLflow's record of a data set."""
+    if recipe.data:
+        return str(Path(recipe.data).resolve())
+    return f"generated, seed {recipe.seed}" if recipe.task == "arithmetic" else "the hub's data set of the task"

@@ -1,0 +1,113 @@
+"""Train with GRPO, and merge an adapter: a full-precision model out of each."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import click
+
+from qrl import checkpoint, figures, keys, names, source
+from qrl.engine import device as devices
+from qrl.engine import hf
+from qrl.recipe import Recipe
+from qrl.steps import inputs, record
+from qrl.tasks import prompt
+from qrl.tracking import reuse, runs, store
+from qrl.train import grpo
+from qrl.train import merge as merging
+from qrl.workspace import workspace
+
+PROMPTS_TO_CHECK = 8  # training questions that a merge is tried on
+HISTORY = "history.parquet"
+
+
+def train(recipe: Recipe) -> None:
+    """GRPO from the recipe's model; logs the trained model, its health live, its curves and a table of completions."""
+    base = source.locate(recipe.model)
+    found = checkpoint.check(base)
+    device = devices.choose(recipe.device)
+    questions = inputs.questions(recipe, "train", recipe.train.questions)
+    grpo.check(recipe.train, len(questions))
+    hashed = prompt.template_hash(recipe.prompt)
+    store.prepare()
+    key = keys.trained(recipe, found.digest, device)
+    tags = {names.TAG_CACHE_KEY: key, names.TAG_PARENT_DIGEST: found.digest, **_tags(recipe)}
+    params = {"device": device, "prompt_hash": hashed}
+    with (
+        workspace(f"train-{key[:16]}", keep_on_error=True) as work,
+        runs.step("train", recipe, sections=("train",), params=params, tags=tags, system_metrics=True),
+    ):
+        _log_questions(recipe, questions)
+        shutil.rmtree(work / "model", ignore_errors=True)
+        trained = grpo.run(
+            base,
+            questions,
+            recipe.train,
+            task=recipe.task,
+            template=recipe.prompt,
+            seed=recipe.seed,
+            device=device,
+            work=work / "trainer",
+            out=work / "model",
+            log=runs.live_log(),
+        )
+        if trained.resumed_from:
+            click.echo(f"Went on from the checkpoint of step {trained.resumed_from}.", err=True)
+        _log_training(trained, work)
+        _record(recipe, trained.path, found.digest, adapter=trained.adapter)
+
+
+def merge(recipe: Recipe, adapter: str) -> None:
+    """Folds an adapter into the recipe's model and logs the merged model with what the merge lost."""
+    base, folder = source.locate(recipe.model), inputs.folder(adapter)
+    found = checkpoint.check(base)
+    merging.check_adapter(folder)
+    questions = inputs.questions(recipe, "train", PROMPTS_TO_CHECK)
+    store.prepare()
+    key = keys.merged(recipe, found.digest, adapter)
+    tags = {names.TAG_CACHE_KEY: key, names.TAG_PARENT_DIGEST: found.digest, **_tags(recipe)}
+    with (
+        workspace(f"merge-{key[:16]}") as work,
+        runs.step("merge", recipe, sections=("merge",), params={"adapter": adapter}, tags=tags),
+    ):
+        tokens = hf.tokenizer(base)
+        prompts = [prompt.render(tokens, question.question, recipe.prompt) for question in questions]
+        merged = merging.run(base, folder, work / "model", prompts, max_logit_diff=recipe.merge.max_logit_diff)
+        runs.log_scores({"merge/max_logit_diff": merged.max_logit_diff, "merge/residual": merged.merge_residual})
+        _record(recipe, merged.path, found.digest)
+
+
+def _tags(recipe: Recipe) -> dict[str, str]:
+    return {names.TAG_VARIANT: names.GRPO, names.TAG_SCHEME: names.FP16, names.TAG_TASK: recipe.task}
+
+
+def _log_questions(recipe: Recipe, questions: list) -> None:
+    runs.log_dataset(
+        f"{recipe.task}-train",
+        digest=inputs.digest(questions),
+        context="train",
+        n=len(questions),
+        source=inputs.source_of(recipe),
+    )
+
+
+def _log_training(trained: grpo.Trained, work: Path) -> None:
+    artifacts = work / "artifacts"
+    (artifacts / names.FIGURES).mkdir(parents=True, exist_ok=True)
+    figures.training(trained.history, artifacts / names.FIGURES / "training.png")
+    trained.history.to_parquet(artifacts / HISTORY)
+    shutil.copy(work / "trainer" / grpo.ARGUMENTS, artifacts / grpo.ARGUMENTS)
+    runs.log_folder(artifacts)
+    runs.log_table(trained.completions, "completions")
+    runs.log_scores({"train/seconds": trained.seconds, "train/resumed_from": trained.resumed_from})
+
+
+def _record(recipe: Recipe, path: Path, parent: str, *, adapter: bool = False) -> None:
+    """Keeps the outcome where later steps find it: a model, or an adapter that `merge` still has to fold in."""
+    if adapter:
+        runs.log_folder(path, "adapter")
+        reuse.record_outputs(artifacts=["adapter", HISTORY], values={"parent": parent})
+        return
+    uri, digest = record.own(recipe, path, names.GRPO, names.FP16, parent=parent)
+    reuse.record_outputs(models={"model": uri}, values={"digest": digest, "parent": parent})

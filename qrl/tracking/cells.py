@@ -1,0 +1,69 @@
+"""An evaluated cell, read back from its run: what a gate looks at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qrl import names
+from qrl.errors import BadInput
+from qrl.tracking import runs
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One cell's evaluation."""
+
+    run_id: str
+    variant: str
+    scheme: str
+    digest: str  # of the weights that answered
+    parent: str  # digest of the weights that they were made from; empty for a base
+    model: str  # "models:/m-…"; empty where the evaluation did not finish
+    accuracy: float
+    stderr: float
+    n: int
+    broken: tuple[str, ...]  # sentences of limits that it broke, or why it ended early; empty is healthy
+
+    def rows(self) -> pd.DataFrame:
+        """A row per question."""
+        import pandas as pd
+
+        return pd.read_parquet(runs.artifact(self.run_id, names.QUESTIONS))
+
+
+def read(run_id: str) -> Evaluated:
+    """The evaluation that a run holds.
+
+    Raises:
+        BadInput: no such run, or it is not a cell's evaluation.
+    """
+    import mlflow
+
+    try:
+        run = mlflow.get_run(run_id)
+    except mlflow.MlflowException:
+        raise BadInput(f"There is no run '{run_id}' in {mlflow.get_tracking_uri()}: give the id of a cell's evaluation.") from None
+    tags, metrics = run.data.tags, run.data.metrics
+    if tags.get(names.TAG_STEP) != "evaluate" or names.TAG_DIGEST not in tags or names.ACCURACY not in metrics:
+        raise BadInput(
+            f"Run '{run_id}' ({run.info.run_name}) is no evaluation of a cell: give one of the runs below an `evaluate` step."
+        )
+    models = [model.model_id for model in run.inputs.model_inputs]
+    parent = mlflow.get_logged_model(models[0]).params.get("parent", "") if models else ""
+    healthy = run.info.status == "FINISHED"
+    return Evaluated(
+        run_id=run_id,
+        variant=tags[names.TAG_VARIANT],
+        scheme=tags[names.TAG_SCHEME],
+        digest=tags[names.TAG_DIGEST],
+        parent=parent,
+        model=f"models:/{models[0]}" if models else "",
+        accuracy=metrics[names.ACCURACY],
+        stderr=metrics[names.ACCURACY_STDERR],
+        n=int(metrics[names.N]),
+        broken=() if healthy else (tags.get(names.TAG_REASON, f"its run ended as {run.info.status}"),),
+    )

@@ -1,0 +1,62 @@
+"""MLflow Projects: runs opened for steps that are about to be launched, and what they said of themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qrl import names
+
+_PARENT = "mlflow.parentRunId"
+_MANAGER = "mlflow.project.env"
+
+
+def open_child(parent: str, name: str) -> str:
+    """A run for a step to join, below the parent; its id is known before the step begins, and so is its fate.
+
+    Args:
+        parent: id of the study's run; empty for none.
+        name: what the UI shows.
+    """
+    import mlflow
+    from mlflow.tracking.fluent import _get_experiment_id
+
+    client = mlflow.MlflowClient()
+    experiment = client.get_run(parent).info.experiment_id if parent else _get_experiment_id()
+    return client.create_run(experiment, tags={_PARENT: parent} if parent else {}, run_name=name).info.run_id
+
+
+def env_manager() -> str:
+    """The environment manager that the active run was started under; `local` where `mlflow run` did not start it."""
+    import mlflow
+
+    run = mlflow.active_run()
+    tags = mlflow.get_run(run.info.run_id).data.tags if run else {}
+    return tags.get(_MANAGER, "local")
+
+
+def told(run_id: str) -> tuple[str, int]:
+    """The reason that a failed step left in its run, and its exit code; empty and 1 where it left none."""
+    import mlflow
+
+    tags = mlflow.get_run(run_id).data.tags
+    return tags.get(names.TAG_REASON, ""), int(tags.get(names.TAG_EXIT_CODE, 1))
+
+
+def experiment_id(run_id: str) -> str:
+    """The experiment of a run."""
+    import mlflow
+
+    return mlflow.get_run(run_id).info.experiment_id
+
+
+def artifact_place(run_id: str) -> str:
+    """Where a run's artifacts lie: a path where the store is local, else an address."""
+    import mlflow
+    from mlflow.utils.file_utils import local_file_uri_to_path
+    from mlflow.utils.uri import is_local_uri
+
+    uri = mlflow.get_run(run_id).info.artifact_uri
+    if not is_local_uri(uri):
+        return uri
+    path = Path(local_file_uri_to_path(uri))
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
