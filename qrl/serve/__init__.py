@@ -1,0 +1,1 @@
+"""A checkpoint behind an OpenAI-compatible address: existing engines, started, watched and stopped."""
