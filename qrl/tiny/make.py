@@ -19,7 +19,7 @@ HELDOUT, HELDOUT_SEED = 2000, 0
 @click.command(help=__doc__.splitlines()[0])
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="folder for the model")
 @click.option("--seed", default=0, show_default=True, help="seed of initial weights, corpus and order")
-@click.option("--steps", default=3000, show_default=True, help="optimizer steps")
+@click.option("--steps", default=1000, show_default=True, help="optimizer steps")
 @click.option("--batch", default=512, show_default=True, help="texts in one step; none is seen twice")
 @click.option("--learning-rate", default=2e-3, show_default=True, help="AdamW's peak, reached after 5 % of the steps")
 @click.option("--weight-decay", default=0.1, show_default=True, help="AdamW's, on matrices")
