@@ -1,0 +1,195 @@
+"""One real server, asked over HTTP; and every way in which it must not start, or must stop."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from qrl import tiny
+from qrl.errors import BadInput, QrlError
+from qrl.serve import engines, server
+
+ROOT = Path(__file__).parents[1]
+QUESTION = "Tom has 3 apples and buys 12 more. How many apples does Tom have?"
+# A program like the serve step's: a signal raises, the server stops, and the program ends by itself.
+PROGRAM = """
+import signal, sys
+from pathlib import Path
+from qrl.serve import server
+def stop(*_):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGTERM, stop)
+server.run(Path(sys.argv[1]), name="qrl-tiny", version=3, port=int(sys.argv[2]), on_ready=lambda url: print(url, flush=True))
+print("stopped", flush=True)
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def start(path: Path, port: int, log: Path) -> subprocess.Popen:
+    command = [sys.executable, "-c", PROGRAM, str(path), str(port)]
+    with log.open("w") as stderr:
+        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
+
+
+def engine_of(process: subprocess.Popen) -> int:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    until(lambda: children.read_text().strip())
+    return int(children.read_text().split()[0])
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+
+
+def until(condition, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """The address of a running server, and the process to stop."""
+    log = tmp_path_factory.mktemp("serve") / "log"
+    process = start(tiny.PATH, free_port(), log)
+    address = process.stdout.readline().strip()
+    assert address, log.read_text()
+    yield address, process
+    process.kill()
+    process.wait()
+
+
+def ask(address: str, path: str, body: dict | None = None) -> dict:
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(f"{address}/{path}", data, {"content-type": "application/json"})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def chat(model: str, max_tokens: int) -> dict:
+    return {
+        "model": model,
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "messages": [{"role": "user", "content": QUESTION}],
+    }
+
+
+def test_the_list_of_models_is_the_registered_version(served):
+    listed = ask(served[0], "models")["data"]
+    assert [model["id"] for model in listed] == ["qrl-tiny@3"]
+
+
+def test_a_greedy_answer_is_what_transformers_generates(served):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    answer = ask(served[0], "chat/completions", chat("qrl-tiny@3", 100))
+
+    tokens = AutoTokenizer.from_pretrained(tiny.PATH)
+    model = AutoModelForCausalLM.from_pretrained(tiny.PATH, dtype=torch.float32)
+    messages = [{"role": "user", "content": QUESTION}]
+    prompt = tokens.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    written = model.generate(**prompt, max_new_tokens=100, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert answer["model"] == "qrl-tiny@3"
+    assert answer["choices"][0]["message"]["content"] == tokens.decode(written, skip_special_tokens=True)
+    assert answer["choices"][0]["finish_reason"] == "stop"  # at <|im_end|>, well before the 100
+    assert answer["usage"]["completion_tokens"] == len(written)
+
+
+def test_an_answer_is_cut_at_max_tokens(served):
+    answer = ask(served[0], "chat/completions", chat("qrl-tiny@3", 3))
+    assert answer["usage"]["completion_tokens"] == 3
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_another_model_is_refused(served):
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        ask(served[0], "chat/completions", chat("qrl-tiny@2", 3))
+
+
+def test_a_port_in_use_is_told_before_anything_starts(served):
+    port = int(served[0].split(":")[2].split("/")[0])
+    began = time.monotonic()
+    with pytest.raises(BadInput, match=f"127.0.0.1:{port}"):
+        server.run(tiny.PATH, name="qrl-tiny", version=3, port=port, on_ready=print)
+    assert time.monotonic() - began < 1
+
+
+def test_sigterm_ends_the_server_and_its_engine(served):
+    """The last of the tests that ask the server."""
+    _, process = served
+    engine = engine_of(process)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[0] == "stopped\n"
+    assert process.returncode == 0
+    assert not alive(engine)
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, -signal.SIGINT)])
+def test_an_engine_outlives_neither_a_kill_nor_an_interrupted_load(tmp_path, sent, code):
+    process = start(tiny.PATH, free_port(), tmp_path / "log")
+    engine = engine_of(process)
+    process.send_signal(sent)
+    assert process.communicate(timeout=15)[0] == ""
+    assert process.returncode == code
+    until(lambda: not alive(engine))
+
+
+def test_an_engine_that_dies_tells_its_last_words(tmp_path):
+    broken = tmp_path / "model"
+    shutil.copytree(tiny.PATH, broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"]}))
+    with pytest.raises(QrlError, match=r"(?s)died while loading.*NoSuchModel") as told:
+        server.run(broken, name="qrl-tiny", version=3, port=free_port(), on_ready=print)
+    assert told.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qrl-tiny", "qrl-tiny@3"),
+        ("qrl-qwen2.5-1.5b-instruct", "qrl-qwen2.5-1.5b-instruct@3"),
+        ("my model: a/b", "my-model-a-b@3"),
+        ("..odd--name..", "odd-name@3"),
+    ],
+)
+def test_every_registered_name_becomes_an_id_that_the_hub_client_takes(name, expected):
+    from huggingface_hub.utils import validate_repo_id
+
+    served_id = engines.served_id(name, 3)
+    assert served_id == expected
+    validate_repo_id(served_id.split("@")[0])
+
+
+def test_only_bitsandbytes_leaves_the_dtype_of_evaluation_on_a_cpu(tmp_path):
+    def chosen(config: dict, device: str, dtype: str) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        scratch = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        command = engines.prepare("transformers", tmp_path, "m@1", "h", 1, device, dtype, scratch).command
+        return command[command.index("--dtype") + 1]
+
+    quantized = {"quantization_config": {"quant_method": "bitsandbytes"}}
+    assert chosen({}, "cpu", "auto") == "float32"
+    assert chosen(quantized, "cpu", "auto") == "bfloat16"
+    assert chosen({}, "cuda", "auto") == "auto"
+    assert chosen(quantized, "cpu", "fp16") == "float16"
