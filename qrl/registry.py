@@ -341,11 +341,15 @@ def _mirror(client: mlflow.MlflowClient, name: str) -> None:
 
 
 def _exists(found: ModelVersion) -> bool:
+    """Whether the version's checkpoint is still in the store; lists, and downloads nothing."""
+    from mlflow import MlflowException
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
     try:
-        folder(_version(found))
-    except QrlError:
+        listed = get_artifact_repository(_version(found).uri).list_artifacts("model")
+    except (MlflowException, OSError):
         return False
-    return True
+    return any(file.path == "model/config.json" for file in listed)
 
 
 def _no_version(client: mlflow.MlflowClient, name: str, stage: str) -> str:

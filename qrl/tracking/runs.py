@@ -1,7 +1,7 @@
 """Runs that always end: a step's own run, or the one `mlflow run` opened for it, and a nested run per cell.
 
 Whatever happens inside, the run is ended with a status and, unless it finished, with a sentence in the tag `qrl.reason`.
-MLflow leaves a status alone that its child has set, so what stands here stands.
+A run that a living `mlflow run` opened gets its last status from there, FINISHED or FAILED by the exit code; the tags stay.
 """
 
 from __future__ import annotations
