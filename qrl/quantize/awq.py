@@ -1,7 +1,7 @@
 """AWQ in 4 bits with AutoAWQ: scales that spare the channels which activations make important, then clipping.
 
 Runs in the environment of projects/awq: AutoAWQ 0.2.9 is archived and needs transformers 4.51. Two of its habits are
-corrected through its own hooks, see `_quantizer` and `rows`; the method and the grid of its search are untouched.
+corrected through its own hooks, see `_autoawq` and `rows`; the method and the grid of its search are untouched.
 Source: Lin et al., AWQ (arXiv 2306.00978).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from qrl.quantize import staging
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
 WORD = 8  # outputs that share an int32 of codes
 CLIP_BLOCK = 64  # outputs that AutoAWQ's clipping takes together, at least
@@ -52,29 +54,14 @@ def quantize(
         QrlError: not the environment of projects/awq, or the staged copy is not the same model.
     """
     blocks = rows(_token_ids(source, texts), max_tokens)
-    try:
-        import torch
-        import transformers
-        from awq.models._config import AwqConfig
-        from awq.models.auto import AWQ_CAUSAL_LM_MODEL_MAP
-    except ImportError as error:
-        raise QrlError(f"AutoAWQ cannot be imported here ({error}): run this step in the environment of projects/awq.") from None
-
-    torch.manual_seed(seed)
+    architectures, settings, quantizer = _autoawq()
+    kind = checkpoint.config(source).get("model_type")
+    if kind not in architectures:
+        raise BadInput(f"AutoAWQ does not know the architecture '{kind}': expected one of {', '.join(architectures)}.")
     with tempfile.TemporaryDirectory(dir=out) as staged:
         staging.stage(source, Path(staged))
-        kind = checkpoint.config(source).get("model_type")
-        if kind not in AWQ_CAUSAL_LM_MODEL_MAP:
-            raise BadInput(f"AutoAWQ does not know the architecture '{kind}': expected one of {', '.join(AWQ_CAUSAL_LM_MODEL_MAP)}.")
-        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-            staged, torch_dtype=torch.float32, device_map=device, trust_remote_code=False, use_safetensors=True,
-            use_cache=False, output_loading_info=True,
-        )  # fmt: skip
-        staging.verify(model, loading, source, reference)
-        model.eval().requires_grad_(False)
-        if device != "cpu":
-            model.half()
-        wrapped = AWQ_CAUSAL_LM_MODEL_MAP[kind](model, kind, False, model.config, AwqConfig(), None)
+        model = _load(Path(staged), source, device, seed, reference)
+        wrapped = architectures[kind](model, kind, False, model.config, settings(), None)
         check_widths(wrapped.get_model_layers(model), group_size)
         wrapped.quantize(
             tokenizer=None,  # the calibration is tokens already
@@ -82,7 +69,7 @@ def quantize(
             calib_data=blocks,
             max_calib_samples=len(blocks),
             max_calib_seq_len=len(blocks[0]),
-            quantizer_cls=_quantizer(),
+            quantizer_cls=quantizer,
         )
         model.half()  # norms and embeddings; codes are integers and scales are float16 already
         wrapped.save_quantized(str(out))
@@ -132,13 +119,19 @@ def _token_ids(source: Path, texts: Sequence[str]) -> list[list[int]]:
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
-def _quantizer() -> type:
-    """AutoAWQ's quantizer, with a search that leaves the weights as they were.
+def _autoawq() -> tuple[dict[str, type], type, type]:
+    """AutoAWQ's architectures, its settings, and its quantizer with a search that leaves the weights as they were.
 
     The search scales weights in place and restores them from a copy made by `.cpu()`. On a CPU that is no copy: the first
     scale it tries stays in the weights, uncompensated, and every later one is judged on top of it.
     """
-    from awq.quantize.quantizer import AwqQuantizer
+    try:
+        with warnings.catch_warnings(record=True):  # a long notice of its end, at every import
+            from awq.models._config import AwqConfig
+            from awq.models.auto import AWQ_CAUSAL_LM_MODEL_MAP
+            from awq.quantize.quantizer import AwqQuantizer
+    except ImportError as error:
+        raise QrlError(f"AutoAWQ cannot be imported here ({error}): run this step in the environment of projects/awq.") from None
 
     class Quantizer(AwqQuantizer):
         def _compute_best_scale(self, x, w_mean, x_mean, module2inspect, *rest):
@@ -148,7 +141,27 @@ def _quantizer() -> type:
             finally:
                 copying.remove()
 
-    return Quantizer
+    return AWQ_CAUSAL_LM_MODEL_MAP, AwqConfig, Quantizer
+
+
+def _load(staged: Path, source: Path, device: str, seed: int, reference: Path | None) -> PreTrainedModel:
+    """The staged copy, held against its source in float32; a CPU searches in that, too, a GPU in float16 as AutoAWQ does."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        staged,
+        torch_dtype=torch.float32,
+        device_map=device,
+        trust_remote_code=False,
+        use_safetensors=True,
+        use_cache=False,
+        output_loading_info=True,
+    )
+    staging.verify(model, loading, source, reference)
+    model.eval().requires_grad_(False)
+    return model if device == "cpu" else model.half()
 
 
 def copy_state(module: torch.nn.Module, state: dict, prefix: str, metadata: dict) -> None:
