@@ -6,6 +6,7 @@ before a command runs, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ import click
 from qrl import quiet
 from qrl import recipe as recipes
 from qrl.errors import BadInput, QrlError
+from qrl.tracking import signals
 
 
 class RecipeCommand(click.Command):
@@ -206,6 +208,7 @@ def grade_command(task: str, out: str, file: str) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command and ends with its exit code; errors that a sentence can tell are told in one."""
     quiet.libraries()
+    signals.guard()
     try:
         cli.main(args=arguments, prog_name="qrl", standalone_mode=False)
     except click.exceptions.Exit as ended:
@@ -214,8 +217,10 @@ def main(arguments: list[str] | None = None) -> None:
         _end(BadInput(f"{error.format_message().rstrip('.')}; see `python -m qrl {_command()} --help`."))
     except QrlError as error:
         _end(error)
-    except click.Abort:
-        sys.exit(130)
+    except click.Abort as abort:  # click's name for a KeyboardInterrupt: a signal before any step began
+        stopped = abort.__cause__ or abort.__context__
+        _tell_run(stopped if isinstance(stopped, KeyboardInterrupt) else KeyboardInterrupt())
+        sys.exit(signals.exit_code(stopped))
 
 
 def _end(error: QrlError) -> None:
@@ -224,10 +229,8 @@ def _end(error: QrlError) -> None:
     sys.exit(error.exit_code)
 
 
-def _tell_run(error: QrlError) -> None:
+def _tell_run(error: BaseException) -> None:
     """Where `mlflow run` opened a run for us, it learns the reason: MLflow itself turns every failure into exit code 1."""
-    import os
-
     if os.environ.get("MLFLOW_RUN_ID"):
         from qrl.tracking import runs
 

@@ -58,7 +58,6 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
     base = checkpoint.check(source.locate(recipe.model))
     device = devices.choose(recipe.device)
     store.prepare()
-    store.sweep()
     began = time.monotonic()
     with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}) as run:
         launcher = Launcher(typed, run.info.run_id, steps=6 + len(recipe.quantize.schemes))

@@ -98,8 +98,8 @@ class Compare(_Section):
 class Promote(_Section):
     """What the gates ask for."""
 
-    min_gain: float = Field(0.0, ge=0, lt=1, description="grpo: the paired gain's lower 95 % bound must lie above this")
-    max_loss: float = Field(0.05, gt=0, lt=1, description="awq: the lower 95 % bound of awq − full precision must lie above minus this")
+    min_gain: float = Field(0.0, ge=-1, lt=1, description="grpo: the paired gain's lower 95 % bound must lie above this")
+    max_loss: float = Field(0.05, gt=0, le=1, description="awq: the lower 95 % bound of awq − full precision must lie above minus this")
 
 
 class Recipe(_Section):

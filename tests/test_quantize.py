@@ -81,8 +81,8 @@ def test_widths_that_groups_do_not_divide_are_refused():
     awq.check_widths(layers, 64)
     with pytest.raises(BadInput, match=r"192 inputs.*128"):
         awq.check_widths(layers, 128)
-    with pytest.raises(BadInput, match="32 outputs"):
-        awq.check_widths(torch.nn.ModuleList([torch.nn.Linear(128, 32)]), 128)
+    with pytest.raises(BadInput, match="60 outputs"):
+        awq.check_widths(torch.nn.ModuleList([torch.nn.Linear(128, 60)]), 128)
 
 
 def test_the_calibration_digest_tells_texts_and_their_order_apart():
@@ -172,3 +172,26 @@ def test_a_scale_search_on_a_cpu_gets_a_copy_of_the_weights_to_restore():
     with torch.no_grad():
         linear.weight.mul_(2)
     assert torch.equal(kept["weight"], before)
+
+
+def test_the_best_clip_is_the_one_that_changes_the_output_least():
+    generator = torch.Generator().manual_seed(0)
+    weight, inputs = torch.randn(6, 32, generator=generator), torch.randn(3, 40, 32, generator=generator)
+    weight[:, ::16] *= 8  # an outlier in each group, which clipping may cut
+
+    def quantized(matrix):
+        scales = matrix.reshape(6, -1, 16).abs().amax(-1, keepdim=True) / 7
+        return ((matrix.reshape(6, -1, 16) / scales).round() * scales).flatten(1)
+
+    found = awq.best_clip(weight, inputs, 16, quantized)
+    assert found.shape == (6, 2, 1)
+    largest = weight.reshape(6, 2, 16).abs().amax(-1)
+    losses = []
+    for step in range(10):  # the loss by AutoAWQ's own route: each group's share of the output, before and after
+        limit = (largest * (1 - step / 20)).repeat_interleave(16, 1)
+        change = quantized(weight.clamp(-limit, limit)) - weight
+        shares = torch.einsum("tgi,ogi->tog", inputs.reshape(-1, 2, 16), change.reshape(6, 2, 16))
+        losses.append(shares.square().mean(0))
+    step = torch.stack(losses).argmin(0)
+    assert torch.allclose(found[..., 0], largest * (1 - step / 20))
+    assert 0 < (step > 0).double().mean() < 1

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import click
+from tqdm import tqdm
 
 from qrl import checkpoint, figures, keys, names
 from qrl.diagnose import weights as room
@@ -60,21 +61,22 @@ def _measure(recipe: Recipe, found: dict[str, Path], out: Path) -> dict[str, flo
     import pandas as pd
 
     settings = recipe.diagnose
-    frames = {
-        variant: room.measure(
-            path,
-            variant,
-            bits=settings.bits,
-            group_size=settings.group_size,
-            outlier_multiplier=settings.outlier_multiplier,
-            embeddings=settings.embeddings,
-        )
-        for variant, path in found.items()
-    }
-    moved = room.movement(*found.values(), bits=settings.bits, group_size=settings.group_size)
-    frame = pd.concat(frames.values(), ignore_index=True).merge(moved, on="tensor", how="left")
+    chosen = {"bits": settings.bits, "group_size": settings.group_size, "embeddings": settings.embeddings}
+    matrices = room.count(found[names.BASE], settings.embeddings)
+    with tqdm(total=3 * matrices, desc="weights", unit="matrix", leave=False) as bar:
+        frames = {
+            variant: room.measure(
+                path, variant, **chosen, outlier_multiplier=settings.outlier_multiplier, progress=bar.update
+            )
+            for variant, path in found.items()
+        }
+        moved = room.movement(*found.values(), **chosen, progress=bar.update)
+    both = pd.concat(frames.values(), ignore_index=True)
+    frame = both.merge(moved[["tensor", "relative_change", "code_flip_rate"]], on="tensor", how="left")
     shutil.rmtree(out / names.FIGURES, ignore_errors=True)
     (out / names.FIGURES).mkdir()
     frame.to_parquet(out / WEIGHTS)
     figures.layer_error(frame, out / names.FIGURES / "layer_error.png")
-    return room.summary(frames[names.BASE], frames[names.GRPO], moved)
+    trained = {f"weights/{name}": value for name, value in room.summary(frames[names.GRPO]).items()}
+    base = {f"weights/{name}_{names.BASE}": value for name, value in room.summary(frames[names.BASE]).items()}
+    return trained | base | {"weights/code_flip_rate": room.code_flip_rate(moved)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qrl import names
+from qrl.tracking import signals
 
 _PARENT = "mlflow.parentRunId"
 _MANAGER = "mlflow.project.env"
@@ -22,7 +23,8 @@ def open_child(parent: str, name: str) -> str:
 
     client = mlflow.MlflowClient()
     experiment = client.get_run(parent).info.experiment_id if parent else _get_experiment_id()
-    return client.create_run(experiment, tags={_PARENT: parent} if parent else {}, run_name=name).info.run_id
+    tags = {names.TAG_PID: signals.identity()} | ({_PARENT: parent} if parent else {})
+    return client.create_run(experiment, tags=tags, run_name=name).info.run_id
 
 
 def env_manager() -> str:

@@ -56,6 +56,7 @@ def step(
     import mlflow
 
     signals.guard()
+    store.sweep()
     run = _start(run_name or name, system_metrics)
     try:
         with _ended(run):

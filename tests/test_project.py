@@ -1,0 +1,87 @@
+"""The project's files keep their promises: entry points, parameters, pins, the README's tree."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+import qrl
+from qrl import cli, recipe
+
+ROOT = Path(qrl.__file__).parents[1]
+MLPROJECT = yaml.safe_load((ROOT / "MLproject").read_text())
+FOLDERS = sorted(path.parent for path in (ROOT / "projects").glob("*/MLproject"))
+TOP_LEVEL = {"mlruns", "projects", "qrl", "MLproject", "conda.yaml", "tests", "README.md", "pyproject.toml"}
+
+
+def pins(path: Path) -> dict[str, str]:
+    lines = next(part["pip"] for part in yaml.safe_load(path.read_text())["dependencies"] if isinstance(part, dict))
+    return dict(line.split("==") for line in lines)
+
+
+def tracked() -> list[str]:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return listed.stdout.splitlines()
+
+
+def test_every_entry_point_is_a_command():
+    known = set(cli.cli.commands) | {"main", "test"}
+    assert set(MLPROJECT["entry_points"]) <= known
+    for name, entry in MLPROJECT["entry_points"].items():
+        command = {"main": "study"}.get(name, name)
+        assert name == "test" or f"python -m qrl {command}" in entry["command"]
+        assert entry["command"].startswith("exec "), "a shell in between would swallow signals"
+
+
+def test_mlproject_declares_no_field_of_a_recipe():
+    for name, entry in MLPROJECT["entry_points"].items():
+        declared = set(entry.get("parameters", {}))
+        assert declared <= {"recipe", "stage", "only"}, name
+        assert not declared & set(recipe.fields())
+        assert "path" not in str(entry.get("parameters", {})), "type: path refuses hub ids"
+
+
+@pytest.mark.parametrize("command", sorted(set(cli.cli.commands) - {"grade"}))
+def test_every_field_of_a_recipe_is_an_option_of_every_step(command):
+    options = {option for parameter in cli.cli.commands[command].params for option in parameter.opts}
+    assert {f"--{key}" for key in recipe.fields()} <= options
+
+
+def test_environments_hold_exact_pins_and_share_their_tooling():
+    core = pins(ROOT / "conda.yaml")
+    for folder in FOLDERS:
+        theirs = pins(folder / "conda.yaml")
+        for package in ("mlflow", "click", "pydantic", "scipy", "pyarrow"):
+            assert theirs[package] == core[package], f"{folder.name}: {package}"
+        assert not list(folder.glob("*.py"))
+        assert yaml.safe_load((folder / "MLproject").read_text())["entry_points"]
+
+
+def test_nothing_else_lies_at_the_top_level():
+    top = {path.split("/")[0] for path in tracked()}
+    assert {name for name in top if not name.startswith(".")} <= TOP_LEVEL
+    assert "uv.lock" not in top  # it would switch MLflow's uv manager to `uv sync`
+
+
+def test_the_readmes_tree_is_the_tree():
+    text = (ROOT / "README.md").read_text()
+    block = re.search(r"<!-- tree -->\n+```\n(.*?)```", text, re.S)[1]
+    listed, folders = set(), []
+    for line in block.splitlines():
+        indent, name = re.match(r"( *)(\S+)", line).groups()
+        folders = folders[: len(indent) // 2]
+        listed.add("/".join([*folders, name.rstrip("/")]))
+        if name.endswith("/"):
+            folders.append(name.rstrip("/"))
+    files = {path for path in tracked() if not path.split("/")[0].startswith(".")}
+    shown = {path for path in listed if path in files}
+    closed = {path for path in listed if path not in files}  # folders that are shown without their files
+    for path in closed:
+        assert any(file.startswith(path + "/") for file in files), f"the README's tree shows {path}, which is not there"
+    opened = {parent for path in shown for parent in map(str, Path(path).parents)}
+    for file in files - shown:
+        assert any(file.startswith(path + "/") for path in closed if path not in opened), f"{file} is not in the README's tree"

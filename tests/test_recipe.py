@@ -1,0 +1,84 @@
+"""Recipes: what is typed is what runs, and what cannot run is refused in one sentence."""
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qrl import recipe
+from qrl.errors import BadInput
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_every_shipped_recipe_loads_and_dumps_to_itself(name, tmp_path):
+    loaded = recipe.load(name)
+    path = tmp_path / "again.yaml"
+    path.write_text(loaded.dump())
+    assert recipe.load(str(path)) == loaded
+
+
+def test_every_field_reads_back_the_text_that_it_is_logged_as():
+    loaded = recipe.load("tiny")
+    assert recipe.load("tiny", loaded.flat()) == loaded
+
+
+def test_overrides_win_over_the_file():
+    assert recipe.load("tiny", {"train.steps": "7", "quantize.schemes": "nf4"}).train.steps == 7
+    assert recipe.load("tiny", {"quantize.schemes": "nf4"}).quantize.schemes == ("nf4",)
+
+
+def test_a_model_of_the_users_own_starts_from_the_general_recipe():
+    assert recipe.load("auto") == recipe.load("tiny")
+    assert recipe.load("auto", {"model": "some/model"}).prompt == "answer-line"
+
+
+def test_seed_000s_recipe_is_its_run():
+    train = recipe.load("qwen2.5-1.5b-g8-dr100").train
+    assert (train.steps * train.prompts_per_step, train.questions) == (2000, 1000)  # two epochs of its 1,000 prompts
+    assert (train.generations, train.loss, train.scale_rewards, train.beta) == (8, "dr_grpo", "none", 0)
+    assert (train.learning_rate, train.max_completion_tokens, train.temperature, train.dtype) == (1e-6, 512, 1.0, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "says"),
+    [
+        ("train.steps", "banana", "must be a valid integer"),
+        ("train.steps", "0", "greater than or equal to 1"),
+        ("train.stpes", "3", "did you mean 'train.steps'"),
+        ("train.loss", "ppo", "'grpo', 'dr_grpo', 'dapo' or 'bnpo'"),
+        ("train.generations", "1", "greater than or equal to 2"),
+        ("quantize.schemes", "nf4,gguf", "'nf4' or 'awq'"),
+        ("quantize.group_size", "100", "32, 64 or 128"),
+        ("evaluate.min_eos_rate", "1.5", "less than or equal to 1"),
+        ("task", "trivia", "'arithmetic' or 'gsm8k'"),
+        ("nonsense", "1", "not a key"),
+    ],
+)
+def test_bad_values_are_refused_in_one_sentence_that_names_key_and_allowed_values(key, text, says):
+    with pytest.raises(BadInput) as refused:
+        recipe.load("tiny", {key: text})
+    assert key in str(refused.value) and says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("document", ["- a list", "a: [", "train: 3", "train: {stepz: 3}", "stepz: 3"])
+def test_a_recipe_file_that_is_none_is_refused(document, tmp_path):
+    path = tmp_path / "broken.yaml"
+    path.write_text(document)
+    with pytest.raises(BadInput):
+        recipe.load(str(path))
+
+
+def test_an_unknown_recipe_lists_the_known_ones():
+    with pytest.raises(BadInput, match="tiny"):
+        recipe.load("tinny")
+
+
+@given(st.sampled_from(sorted(recipe.fields())), st.text(max_size=20))
+def test_any_text_for_any_field_gives_a_recipe_or_a_sentence(key, text):
+    try:
+        loaded = recipe.load("tiny", {key: text})
+    except BadInput as refused:
+        assert str(refused).endswith(".")
+    else:
+        assert yaml.safe_load(loaded.dump())
