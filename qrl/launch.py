@@ -111,6 +111,7 @@ def launch(
     if not (folder / "MLproject").is_file():
         raise BadInput(f"{folder} has no MLproject file: run from a checkout of the project, where its environments are.")
     logging.getLogger("mlflow.projects").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.utils.virtualenv").addFilter(lambda line: "already exists" not in line.getMessage())
     run_id = run_id or projects.open_child(parent, name)
     try:
         mlflow.projects.run(

@@ -31,7 +31,7 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float) -> None:
 
     name = registry.registered_name(recipe)
     overhead = seconds - launcher.seconds
-    runs.log_scores({"study/seconds": seconds, "study/seconds_outside_steps": overhead})
+    runs.log_scores({"study/seconds": seconds, "study/outside_steps_s": overhead})
     here = projects.artifact_place(launcher.run_id)
     click.echo(
         f"Artifacts   {here}: table.md, table.json, questions.parquet, recipe.yaml, figures/\n"

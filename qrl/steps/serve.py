@@ -44,9 +44,17 @@ def serve(recipe: Recipe, stage: str, *, host: str, port: int, engine: str) -> N
         question = '{"model": "' + served + '", "messages": [{"role": "user", "content": "…"}]}'
         click.echo(f"Ask it    curl {address}/chat/completions -H 'Content-Type: application/json' -d '{question}'")
 
-    with runs.step("serve", recipe, sections=(), params=params, tags={names.TAG_DIGEST: version.digest}):
+    with runs.step("serve", params=params, tags={names.TAG_DIGEST: version.digest}):
         server.run(
-            path, name=name, version=version.version, on_ready=ready, engine=engine, host=host, port=port, device=device
+            path,
+            name=name,
+            version=version.version,
+            on_ready=ready,
+            engine=engine,
+            host=host,
+            port=port,
+            device=device,
+            dtype=recipe.evaluate.dtype,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,7 +64,9 @@ def step(
             store.mark_experiment(run.info.experiment_id)
             mlflow.set_tags({names.TAG_STEP: name, names.TAG_PID: signals.identity(), **(tags or {})})
             log_params({**(recipe.flat(*sections) if recipe else {}), **(params or {})})
+            began = time.time()
             yield run
+            mlflow.log_metrics({"step/seconds": time.time() - began, "step/startup_s": began - signals.started()})
     except KeyboardInterrupt as stopped:
         print(f"{stopped or 'Stopped by Ctrl-C.'} The run is ended as KILLED; run the same command again to go on.", file=sys.stderr)
         raise SystemExit(signals.exit_code(stopped)) from None

@@ -70,6 +70,13 @@ def identity() -> str:
     return f"{socket.gethostname()}:{os.getpid()}:{psutil.Process().create_time():.0f}"
 
 
+def started() -> float:
+    """When this process began, in seconds since the epoch: interpreter and imports lie between then and its work."""
+    import psutil
+
+    return psutil.Process().create_time()
+
+
 def is_dead(identity: str) -> bool:
     """True where a process of this host is surely gone; False for living ones, other hosts and what cannot be read."""
     import psutil
