@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from qrl.errors import BadInput
-from qrl.tasks import arithmetic, grade as grading, gsm8k, jsonl
+from qrl.tasks import arithmetic, gsm8k, jsonl
+from qrl.tasks import grade as grading
 from qrl.tasks.grade import Verdict
 from qrl.tasks.question import Question
 

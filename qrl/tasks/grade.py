@@ -6,6 +6,7 @@ exact fractions. Time is linear in the text's length, and nothing in a text can 
 """
 
 import re
+from collections import deque
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -76,10 +77,8 @@ def strict(completion: str) -> Fraction | None:
 def flexible(completion: str) -> Fraction | None:
     """The last number of a completion, wherever it stands; None without one."""
     body = _until_end(completion)
-    last = None
-    for last in _RUN.finditer(body):
-        pass
-    return last and _value(body, last, of_a_list=True)
+    last = deque(_RUN.finditer(body), maxlen=1)
+    return _value(body, last[0], of_a_list=True) if last else None
 
 
 def text(number: Fraction) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qrl.errors import BadInput
-from qrl.tasks import grade
+from qrl.tasks.grade import strict, text
 from qrl.tasks.question import Question
 
 FILES = {"train": "train.jsonl", "heldout": "test.jsonl"}
@@ -77,7 +77,7 @@ def _question(name: str, where: str, row: Any) -> Question:
         if not isinstance(row.get(key), str) or not row[key].strip():
             raise BadInput(f"{where}: '{key}' is missing or not a text: each row needs 'question' and 'answer'.")
     solution = _CALCULATOR.sub("", row["answer"]).strip()
-    answer = grade.strict(solution)
+    answer = strict(solution)
     if answer is None:
         raise BadInput(f"{where}: 'answer' does not end in one line '#### number', from which the gold answer is read.")
-    return Question(name, row["question"].strip(), solution, grade.text(answer))
+    return Question(name, row["question"].strip(), solution, text(answer))

@@ -1,0 +1,59 @@
+"""One renderer: the same ids for training, calibration and evaluation; refusals in a sentence."""
+
+import pytest
+
+from qrl import tiny
+from qrl.errors import BadInput
+from qrl.tasks import load, prompt
+
+QUESTION = load("arithmetic", "train", 1, 0)[0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny.PATH)
+
+
+@pytest.mark.parametrize("template", prompt.TEMPLATES)
+def test_training_calibration_and_evaluation_see_the_same_ids(tokenizer, template):
+    evaluation = prompt.render(tokenizer, QUESTION.question, template)
+    training = tokenizer.apply_chat_template(
+        prompt.messages(QUESTION.question, template), add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    calibration = tokenizer(prompt.training_text(tokenizer, QUESTION, template), add_special_tokens=False)["input_ids"]
+    assert training == evaluation
+    assert calibration[: len(evaluation)] == evaluation
+    assert tokenizer.decode(calibration[len(evaluation) :]) == QUESTION.solution + tokenizer.eos_token
+    assert calibration[-1] == tokenizer.eos_token_id
+
+
+def test_the_question_is_put_in_as_it_is():
+    (turn,) = prompt.messages("What is {question} in {x}?", "answer-line")
+    assert turn["role"] == "user"
+    assert turn["content"].startswith("What is {question} in {x}?\n")
+
+
+def test_a_hash_names_the_text_of_a_template(monkeypatch):
+    hashes = {name: prompt.template_hash(name) for name in prompt.TEMPLATES}
+    assert len(set(hashes.values())) == len(hashes)
+    monkeypatch.setitem(prompt.TEMPLATES, "plain", prompt.Template("{question}!"))
+    assert prompt.template_hash("plain") != hashes["plain"]
+
+
+def test_a_system_turn_comes_first(monkeypatch):
+    monkeypatch.setitem(prompt.TEMPLATES, "both", prompt.Template("{question}", system="Be brief."))
+    assert [turn["role"] for turn in prompt.messages("1?", "both")] == ["system", "user"]
+
+
+def test_an_unknown_template_and_a_tokenizer_without_chat_template_are_refused(tokenizer):
+    for call in (lambda: prompt.render(tokenizer, "1?", "none"), lambda: prompt.template_hash("none")):
+        with pytest.raises(BadInput, match="answer-line, plain"):
+            call()
+    kept, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        with pytest.raises(BadInput, match="chat template"):
+            prompt.render(tokenizer, "1?", "plain")
+    finally:
+        tokenizer.chat_template = kept
