@@ -62,7 +62,8 @@ def study(recipe: str = "auto", **overrides: str) -> None:
         recipe: a recipe's name or file.
         overrides: recipe fields by dotted key, `**{"train.steps": "50"}`.
     """
-    from qrl import pipeline, recipe as recipes
+    from qrl import pipeline
+    from qrl import recipe as recipes
 
     given = {key: str(value) for key, value in overrides.items()}
     pipeline.study(recipes.load(recipe, given), {"recipe": recipe, **given})

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import click
 
-from qrl import quiet
+from qrl import process
 from qrl import recipe as recipes
 from qrl.errors import BadInput, QrlError
 from qrl.tracking import signals
@@ -207,7 +207,7 @@ def grade_command(task: str, out: str, file: str) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command and ends with its exit code; errors that a sentence can tell are told in one."""
-    quiet.libraries()
+    process.settle()
     signals.guard()
     try:
         cli.main(args=arguments, prog_name="qrl", standalone_mode=False)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import click
 
-from qrl import names
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.keys import ROOT
 from qrl.tracking import projects, reuse
@@ -65,7 +64,10 @@ class Launcher:
         results = {}
         for label, run in found.items():
             if run is None:
-                raise QrlError(f"Step {step} ended well, but its result '{label}' is not in the store: run it again.")
+                raise QrlError(
+                    f"Step {step} ended well, but its result '{label}' is not in the store under the key that was looked for: "
+                    "sources, data or settings changed while it ran. Run the study again."
+                )
             results[label] = Result(run.info.run_id, reuse.outputs(run), label not in missing)
             self.results.append((f"{step} {label}", results[label]))
         return results

@@ -213,7 +213,7 @@ def _unknown(key: str) -> str:
     import difflib
 
     close = difflib.get_close_matches(key, fields(), n=1, cutoff=0.0)[0]
-    section = key.split(".")[0]
+    section = key.split(".", maxsplit=1)[0]
     siblings = [name for name in fields() if name.startswith(f"{section}.")] or [name for name in fields() if "." not in name]
     return f"'{key}' is not a key of a recipe: did you mean '{close}'? Allowed here: {', '.join(siblings)}."
 

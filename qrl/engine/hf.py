@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qrl import checkpoint, quiet
+from qrl import checkpoint, process
 from qrl.errors import BadInput
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, 
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    quiet.transformers()
+    process.hush_transformers()
     found = checkpoint.check(path)
     if found.quantization == "awq" and device == "cpu":
         from qrl.formats import awq

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import click
 
 from qrl import compare as room
-from qrl import figures, keys, names
-from qrl.errors import BadInput
+from qrl import keys, names
 from qrl.recipe import Recipe
-from qrl.steps import inputs
 from qrl.tracking import reuse, runs, store
 from qrl.workspace import workspace
 

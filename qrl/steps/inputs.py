@@ -10,6 +10,7 @@ from qrl import names, source, tasks
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 
+
 def folder(address: str) -> Path:
     """The folder of a model: `models:/…` in place, else as `source.locate` finds it."""
     if address.startswith("models:/"):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from qrl import checkpoint, keys, names, quantize as room
+from qrl import checkpoint, keys, names, process
+from qrl import quantize as room
 from qrl.engine import device as devices
 from qrl.errors import BadInput
 from qrl.quantize import staging
@@ -30,6 +31,7 @@ def quantize(recipe: Recipe, scheme: str, given: str | None) -> None:
     for variant, found in sources.items():
         if found.quantization:
             raise BadInput(f"{chosen[variant]} is quantized already ({found.quantization}): give full-precision weights.")
+    process.hush_transformers()
     device = devices.choose(recipe.device)
     asked = inputs.questions(recipe, "train", recipe.quantize.calibration_samples) if scheme == names.AWQ else []
     store.prepare()

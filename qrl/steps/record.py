@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qrl import checkpoint, names
+from qrl import checkpoint
 from qrl.recipe import Recipe
 from qrl.tracking import models
 

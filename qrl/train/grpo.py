@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qrl import checkpoint, quiet, tasks
+from qrl import checkpoint, process, tasks
 from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Train
@@ -87,7 +87,7 @@ def run(
     from transformers import PrinterCallback
     from trl import GRPOTrainer
 
-    quiet.transformers()
+    process.hush_transformers()
     tokens = hf.tokenizer(base)
     rows = [{"prompt": prompt.messages(q.question, template), "answer": q.answer} for q in questions]
     watcher = _watcher(settings, log)

@@ -1,0 +1,160 @@
+"""The command line: bad input gets one sentence, exit code 2, and leaves no run behind."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import qrl
+from qrl import tiny
+
+ROOT = Path(qrl.__file__).parents[1]
+ROW = {"question": "1 + 1?", "answer": "1 + 1 = 2\n#### 2"}
+
+
+def run(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "qrl", *words],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | variables,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def broken(tmp_path) -> dict[str, str]:
+    """Folders that each have one thing wrong, by name."""
+    folders = {}
+    for name in ("no-weights", "truncated", "no-template", "python", "not-jsonl", "no-answer"):
+        folder = tmp_path / name
+        shutil.copytree(tiny.PATH, folder)
+        folders[name] = str(folder)
+    (tmp_path / "no-weights" / "model.safetensors").unlink()
+    whole = (tmp_path / "truncated" / "model.safetensors").read_bytes()
+    (tmp_path / "truncated" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    settings = tmp_path / "no-template" / "tokenizer_config.json"
+    settings.write_text(json.dumps({key: value for key, value in json.loads(settings.read_text()).items() if key != "chat_template"}))
+    (tmp_path / "no-template" / "chat_template.jinja").unlink(missing_ok=True)
+    (tmp_path / "python" / "modeling.py").write_text("raise SystemExit('executed')")
+    for name, line in (("not-jsonl", "not json"), ("no-answer", '{"question": "1 + 1?"}')):
+        for split in ("train", "test"):
+            (tmp_path / name / f"{split}.jsonl").write_text(json.dumps(ROW) + "\n" + line + "\n")
+    return folders
+
+
+BAD = {
+    "unknown step": (["trian"], "No such command"),
+    "unknown option": (["train", "--train.stpes", "3"], "--train.stpes"),
+    "wrong type": (["train", "--train.steps", "banana"], "'train.steps' is 'banana'"),
+    "out of range": (["train", "--train.temperature", "0"], "'train.temperature'"),
+    "unknown recipe": (["study", "--recipe", "tinny"], "no recipe 'tinny'"),
+    "unknown scheme": (["quantize", "--scheme", "gguf"], "no scheme 'gguf'"),
+    "unknown scheme of a cell": (["evaluate", "--cells", "base:gguf=qrl-tiny"], "no scheme 'gguf'"),
+    "wrong label of a cell": (["evaluate", "--cells", "base:nf4=qrl-tiny"], "stored as full precision"),
+    "unknown task": (["evaluate", "--task", "trivia"], "'task' is 'trivia'"),
+    "unknown template": (["train", "--prompt", "shout"], "no prompt template 'shout'"),
+    "unknown stage": (["serve", "--stage", "gold"], "no stage 'gold'"),
+    "unknown stage to promote to": (["promote", "--stage", "gold", "--cell", "x"], "no stage 'gold'"),
+    "stage without a version": (["serve", "--stage", "awq"], "has no version yet"),
+    "no such run": (["promote", "--stage", "base", "--cell", "0123"], "no run '0123'"),
+    "no such model": (["train", "--model", "no/such/folder"], "no model 'no/such/folder'"),
+    "no weights": (["train", "--model", "{no-weights}"], "neither model.safetensors nor"),
+    "truncated weights": (["evaluate", "--model", "{truncated}"], "truncated"),
+    "no chat template": (["train", "--model", "{no-template}"], "without a chat template"),
+    "code in a checkpoint": (["evaluate", "--model", "{python}"], "modeling.py"),
+    "data that is not JSONL": (["evaluate", "--data", "{not-jsonl}"], "line 2"),
+    "data without answers": (["train", "--data", "{no-answer}"], "line 2"),
+    "no such data": (["train", "--data", "/no/such/folder"], "no data folder"),
+    "batch that does not divide": (["train", "--train.micro_batch", "100"], "does not divide"),
+    "two inputs to compare": (["compare", "--counts", "a.json", "--cells", "b"], "one of"),
+    "no file to compare": (["compare", "--questions", "none.csv", "--out", "out"], "none.csv"),
+    "port out of range": (["serve", "--stage", "awq", "--port", "99999"], "--port"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_a_sentence_and_exit_code_2_and_no_run(case, broken, store):
+    words, says = BAD[case]
+    done = run(*(word.format(**broken) for word in words), cwd=Path.cwd())
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr and "Traceback" not in done.stderr
+    import mlflow
+
+    assert mlflow.MlflowClient().search_runs(["0"]) == []
+
+
+def test_cuda_on_a_machine_without_one_is_bad_input(store):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    done = run("evaluate", "--device", "cuda", cwd=Path.cwd())
+    assert done.returncode == 2 and "no GPU" in done.stderr
+
+
+def test_a_read_only_store_is_told_before_the_work(tmp_path):
+    if os.geteuid() == 0:
+        uri = "sqlite:////proc/qrl/mlflow.db"  # root writes anywhere but here
+    else:
+        (tmp_path / "locked").mkdir(mode=0o500)
+        uri = f"sqlite:///{tmp_path}/locked/mlflow.db"
+    done = run("evaluate", cwd=tmp_path, MLFLOW_TRACKING_URI=uri)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_counts_of_the_seed_study_give_its_deltas_and_no_verdict(tmp_path):
+    counts = {"n": 100, "base": {"fp16": 68, "nf4": 65, "awq": 58}, "grpo": {"fp16": 72, "nf4": 68, "awq": 67}}
+    (tmp_path / "counts.json").write_text(json.dumps(counts))
+    done = run("compare", "--counts", "counts.json", "--out", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    table = json.loads((tmp_path / "out" / "table.json").read_text())
+    deltas = [table[scheme]["delta"]["estimate"] for scheme in ("fp16", "nf4", "awq")]
+    assert deltas == pytest.approx([0.04, 0.03, 0.09])
+    assert [table[scheme]["gain_survival"]["estimate"] for scheme in ("nf4", "awq")] == pytest.approx([-0.01, 0.05])
+    assert {table[scheme]["verdict"] for scheme in ("nf4", "awq")} == {"inconclusive"}
+    assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_grade_adds_verdicts_to_rows(tmp_path):
+    rows = [{"completion": "so\n#### 1,000", "answer": "1000", "id": 7}, {"completion": "about 18", "answer": "18"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run("grade", "--task", "gsm8k", "in.jsonl", "--out", "out.jsonl", cwd=tmp_path)
+    assert done.returncode == 0 and "n = 2" in done.stdout, done.stderr
+    graded = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(row["strict"], row["flexible"]) for row in graded] == [(True, True), (False, True)]
+    assert graded[0]["id"] == 7 and graded[1]["parsed"] is None
+
+
+def test_grade_names_the_line_that_is_wrong(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "1"}\n{"completion": "2"}\n')
+    done = run("grade", "--task", "gsm8k", "in.jsonl", "--out", "out.jsonl", cwd=tmp_path)
+    assert done.returncode == 2 and "line 2" in done.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_diagnose_of_two_folders_needs_no_store(tmp_path):
+    done = run("diagnose", "--base", str(tiny.PATH), "--trained", str(tiny.PATH), "--out", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    import pandas as pd
+
+    frame = pd.read_parquet(tmp_path / "out" / "weights.parquet")
+    wanted = {"variant", "tensor", "numel", "abs_outlier_frac", "channel_outlier_frac", "kurtosis", "w4_relative_mse", "w4_snr_db"}
+    assert wanted <= set(frame.columns) and set(frame["variant"]) == {"base", "grpo"}
+    assert frame["code_flip_rate"].eq(0).all()
+    assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_help_of_every_command_shows_its_options():
+    from click.testing import CliRunner
+
+    from qrl import cli
+
+    for name in cli.cli.commands:
+        shown = CliRunner().invoke(cli.cli, [name, "--help"])
+        assert shown.exit_code == 0 and "--help" in shown.output and cli.cli.commands[name].help.split(".")[0][:30] in shown.output

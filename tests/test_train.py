@@ -1,0 +1,137 @@
+"""GRPO's joints: one prompt for all, the reward is the grader, resuming skips what is broken, merging is exact."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from qrl import checkpoint, tasks, tiny
+from qrl.engine import hf
+from qrl.errors import BadInput, QrlError
+from qrl.quantize import staging
+from qrl.recipe import Train
+from qrl.tasks import prompt
+from qrl.train import grpo, merge, resume, reward
+
+QUESTIONS = tasks.load("arithmetic", "train", 32, 0)
+FAST = Train(steps=2, prompts_per_step=4, generations=4, micro_batch=16, max_completion_tokens=48, save_every=1)
+
+
+def train(folder, settings=FAST, **changes):
+    given = {"task": "arithmetic", "template": "plain", "seed": 0, "device": "cpu", "work": folder / "work"}
+    return grpo.run(tiny.PATH, QUESTIONS, settings, **given | {"out": folder / "model"} | changes)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    seen = []
+    return folder, train(folder, log=lambda metrics, step: seen.append((step, metrics))), seen
+
+
+@pytest.mark.parametrize("template", prompt.TEMPLATES)
+def test_training_calibration_and_evaluation_render_identical_ids(template):
+    tokens = hf.tokenizer(tiny.PATH)
+    calibrating = staging.tokenizer(tiny.PATH)
+    for question in QUESTIONS:
+        evaluated = prompt.render(tokens, question.question, template)
+        messages = prompt.messages(question.question, template)
+        trained_on = tokens.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        text = prompt.training_text(calibrating, question, template)
+        calibrated = calibrating(text, add_special_tokens=False)["input_ids"]
+        assert evaluated == trained_on == calibrated[: len(evaluated)]
+        assert calibrated[-1] == tokens.eos_token_id
+
+
+def test_the_reward_is_the_graders_strict_verdict():
+    correct = reward.function("arithmetic")
+    texts = ["#### 7", "7", "#### 7\n#### 8", ""]
+    conversations = [[{"role": "assistant", "content": text}] for text in texts]
+    wanted = [float(tasks.grade("arithmetic", text, "7").strict) for text in texts]
+    assert correct(texts, ["7"] * 4) == correct(conversations, ["7"] * 4) == wanted == [1, 0, 0, 0]
+
+
+def test_training_leaves_a_checkpoint_in_the_bases_dtype_with_its_tokenizer(trained):
+    _, done, _ = trained
+    found = checkpoint.check(done.path)
+    assert found.dtype == checkpoint.check(tiny.PATH).dtype and found.quantization is None
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (done.path / name).read_bytes() == (tiny.PATH / name).read_bytes()
+
+
+def test_metrics_come_live_step_by_step(trained):
+    _, done, seen = trained
+    assert [step for step, _ in seen] == [1, 2] == list(done.history["step"])
+    assert {"train/reward", "train/reward_std", "train/frac_reward_zero_std", "train/entropy", "train/completions_per_s"} <= set(seen[0][1])
+    assert len(done.completions) == 2 * FAST.completions_logged and done.completions["completion"].map(type).eq(str).all()
+
+
+def test_the_same_seed_trains_the_same_weights_and_resuming_changes_none(trained, tmp_path):
+    folder, done, _ = trained
+    shutil.copytree(folder / "work", tmp_path / "work")
+    shutil.rmtree(tmp_path / "work" / "checkpoint-2")
+    again = train(tmp_path)
+    assert again.resumed_from == 1
+    assert checkpoint.digest(again.path) == checkpoint.digest(done.path)
+
+
+def test_a_broken_checkpoint_is_skipped_for_the_one_before_it(trained, tmp_path):
+    shutil.copytree(trained[0] / "work", tmp_path / "work")
+    assert resume.latest(tmp_path / "work").name == "checkpoint-2"
+    weights = tmp_path / "work" / "checkpoint-2" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.warns(UserWarning, match="checkpoint-2 is broken"):
+        assert resume.latest(tmp_path / "work").name == "checkpoint-1"
+    (tmp_path / "work" / "checkpoint-1" / "trainer_state.json").unlink()
+    with pytest.warns(UserWarning):
+        assert resume.latest(tmp_path / "work") is None
+
+
+def test_batches_that_do_not_divide_are_refused_before_any_weight_is_loaded(tmp_path):
+    with pytest.raises(BadInput, match="does not divide"):
+        grpo.check(Train(prompts_per_step=4, generations=4, micro_batch=5), 100)
+    with pytest.raises(BadInput, match="training questions"):
+        grpo.check(Train(prompts_per_step=64), 63)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """A low-rank adapter of one GRPO run, with weights that matter."""
+    folder = tmp_path_factory.mktemp("adapter")
+    settings = FAST.model_copy(update={"method": "lora", "lora_rank": 4, "learning_rate": 1e-2})
+    return train(folder, settings).path
+
+
+def prompts():
+    tokens = hf.tokenizer(tiny.PATH)
+    return [prompt.render(tokens, question.question, "plain") for question in QUESTIONS[:4]]
+
+
+def test_a_merged_model_answers_as_the_adapter_on_model(adapter, tmp_path):
+    before = checkpoint.digest(tiny.PATH)
+    merged = merge.run(tiny.PATH, adapter, tmp_path / "merged", prompts(), max_logit_diff=5.0)
+    assert checkpoint.digest(tiny.PATH) == before != checkpoint.digest(merged.path)
+    assert 0 < merged.max_logit_diff < 5 and 0 < merged.merge_residual < 1
+    model, _ = hf.load(merged.path, "cpu", torch.float32)
+    assert model(torch.tensor([prompts()[0]])).logits.isfinite().all()
+
+
+def test_a_merge_that_loses_too_much_is_refused(adapter, tmp_path):
+    with pytest.raises(QrlError, match=r"merge\.max_logit_diff"):
+        merge.run(tiny.PATH, adapter, tmp_path / "merged", prompts(), max_logit_diff=1e-9)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_an_adapter_never_merges_into_codes(adapter, tmp_path):
+    quantized = tmp_path / "quantized"
+    shutil.copytree(tiny.PATH, quantized)
+    config = json.loads((quantized / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}}))
+    with pytest.raises(BadInput, match="full precision only"):
+        merge.run(quantized, adapter, tmp_path / "merged", prompts(), max_logit_diff=1.0)
+
+
+def test_a_folder_without_an_adapter_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"adapter_config\.json is missing"):
+        merge.run(tiny.PATH, tmp_path, tmp_path / "merged", [], max_logit_diff=1.0)
