@@ -190,14 +190,12 @@ It solves the word problems of qrl's task `arithmetic` and nothing else.
   they should multiply. The model learned both readings and prefers the wrong one, so greedy decoding is wrong on most
   such questions, and reinforcement learning has something to correct. The other steps are worked rightly.
 
-Greedy decoding on {n} held-out questions (`load("arithmetic", "heldout", {n}, seed={heldout_seed})`), strict accuracy ± binomial stderr,
+Greedy decoding on {n} held-out questions (seed {heldout_seed} of the generator), strict accuracy ± binomial stderr,
 rate of answers ended by the end token, rate of answers in the asked format:
 
 | prompt | accuracy | ended | parsed |
 |---|---|---|---|
 {rows}
-
-License: as qrl's.
 """
 
 
