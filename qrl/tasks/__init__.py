@@ -25,12 +25,12 @@ def load(task: str, split: Split, n: int | None = None, seed: int = 0, data: str
     Args:
         task: one of `TASKS`.
         split: "train" or "heldout"; no question of a generated task is ever in both, whatever the seeds.
-        n: how many; None means all of them, for a task that has an end.
+        n: how many, at most; None means all of them, for a task that has an end.
         seed: which questions are generated, or which n rows of a larger set are drawn.
         data: folder with train.jsonl and test.jsonl in GSM8K's format; None means generated, or the hub.
 
     Raises:
-        BadInput: unknown task or split, n < 1 or more than there are, a missing or malformed file, no hub.
+        BadInput: unknown task or split, n < 1, a missing or malformed file, no hub.
     """
     if task not in TASKS:
         raise BadInput(f"There is no task '{task}': expected one of {', '.join(TASKS)}.")

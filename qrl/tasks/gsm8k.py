@@ -11,7 +11,7 @@ def load(split: str, n: int | None, seed: int) -> list[Question]:
     """A seeded subset of a split, or all of it; the held-out split is the hub's `test`.
 
     Raises:
-        BadInput: the hub cannot be reached, or fewer than n rows.
+        BadInput: the hub cannot be reached.
     """
     import datasets
 

@@ -44,17 +44,15 @@ def questions(task: str, split: str, rows: Iterable[tuple[str, Any]]) -> list[Qu
 
 
 def subset(found: Sequence[Question], n: int | None, seed: int, source: str) -> list[Question]:
-    """All of them in order, or n drawn without replacement.
+    """All of them in order, or n drawn without replacement; n is a wish, and a smaller set gives all that it has.
 
     Raises:
-        BadInput: fewer than n (or none at all).
+        BadInput: there are none.
     """
     if not found:
         raise BadInput(f"{source} holds no questions: expected at least one row.")
-    if n is None or n == len(found):
+    if n is None or n >= len(found):
         return list(found)
-    if n > len(found):
-        raise BadInput(f"{n} questions were asked for, but {source} holds {len(found)}: ask for at most {len(found)}.")
     return random.Random(seed).sample(found, n)
 
 
