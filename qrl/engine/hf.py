@@ -1,7 +1,8 @@
 """The transformers engine: any checkpoint of the study, greedy, in batches.
 
-Weights are what the checkpoint stores. On a CPU there are no AWQ kernels and bitsandbytes repacks NF4 in place, so both
-are unpacked to the values that their codes stand for, exactly, and run as ordinary matrices.
+Weights are what the checkpoint stores. AWQ's codes are unpacked to the values that they stand for, exactly, and run as
+ordinary matrices, on any device: no kernel of one machine colours the accuracy. So are NF4's on a CPU, where bitsandbytes
+repacks them in place.
 """
 
 from __future__ import annotations
@@ -45,19 +46,20 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, 
     Args:
         path: a folder that `checkpoint.check` accepts: full precision, bitsandbytes or AWQ.
         device: "cpu" or "cuda".
-        dtype: of activations, and of weights that are not quantized.
+        dtype: of activations, and of weights that are not quantized; AWQ's values do not fit into bf16 and take fp16 instead.
 
     Raises:
         BadInput: the folder is not a checkpoint that qrl loads.
     """
+    import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     process.hush_transformers()
     found = checkpoint.check(path)
-    if found.quantization == "awq" and device == "cpu":
+    if found.quantization == "awq":
         from qrl.formats import awq
 
-        model = awq.load_unpacked(path, dtype)
+        model = awq.load_unpacked(path, torch.float16 if dtype is torch.bfloat16 else dtype).to(device)
     else:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, device_map=device, trust_remote_code=False, use_safetensors=True

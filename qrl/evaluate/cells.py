@@ -73,7 +73,7 @@ def ask(
     markers = [token for token in tokens.all_special_tokens if token]
     rows = [_row(cell, task, markers, *pair) for pair in zip(questions, completions, strict=True)]
     written = sum(completion.n_tokens for completion in completions)
-    return Asked(pd.DataFrame(rows), written / seconds, seconds, str(compute).removeprefix("torch."))
+    return Asked(pd.DataFrame(rows), written / seconds, seconds, str(model.dtype).removeprefix("torch."))
 
 
 def _row(cell: Cell, task: str, markers: list[str], question: tasks.Question, completion: hf.Completion) -> dict:
