@@ -60,7 +60,8 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
     store.prepare()
     began = time.monotonic()
     with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}) as run:
-        launcher = Launcher(typed, run.info.run_id, steps=6 + len(recipe.quantize.schemes))
+        steps = 5 + len(recipe.quantize.schemes) + (recipe.train.method == "lora")
+        launcher = Launcher(typed, run.info.run_id, steps)
         order = Order(recipe, launcher, device)
         trained = order.train(base.digest)
         cells = order.evaluate(order.quantize({names.BASE: (recipe.model, base.digest), names.GRPO: trained}))

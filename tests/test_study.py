@@ -93,8 +93,8 @@ def artifact(run, *parts: str) -> Path:
 
 def test_it_says_what_it_does_and_what_came_out(studied):
     told = (studied / "terminal.txt").read_text()
-    for number in range(1, 9):
-        assert f"[{number}/8]" in told
+    for number in range(1, 8):
+        assert f"[{number}/7]" in told
     assert "gain survival" in told and "mlflow ui" in told and "qrl.load(" in told and "-e serve" in told
 
 
@@ -163,7 +163,7 @@ def test_every_cell_is_a_run_of_its_own_with_model_and_data(client):
             names.TRUNCATION_RATE, names.PROMPT_LEAK_RATE, names.TOKENS_PER_S,
         ):  # fmt: skip
             assert metric in run.data.metrics
-        assert [model.model_id for model in run.inputs.model_inputs]
+        assert client.get_run(run.info.run_id).inputs.model_inputs
         assert {tag.value for data in run.inputs.dataset_inputs for tag in data.tags if "context" in tag.key} == {"heldout"}
 
 
@@ -199,7 +199,7 @@ def test_quantized_models_carry_size_bits_and_time(client):
 
 def test_three_versions_stand_at_their_stages(client):
     versions = {stage: client.get_model_version_by_alias("qrl-tiny", stage) for stage in names.STAGES}
-    assert [version.version for version in versions.values()] == ["1", "2", "3"]
+    assert [int(version.version) for version in versions.values()] == [1, 2, 3]
     assert [version.current_stage for version in versions.values()] == ["None", "Staging", "Production"]
     for stage, version in versions.items():
         gate = json.loads(version.tags[names.gate_tag(stage)])

@@ -30,7 +30,8 @@ def problems(found: dict[str, float], limits: Evaluate, n: int) -> list[str]:
         (names.TRUNCATION_RATE, "evaluate.max_truncation_rate", limits.max_truncation_rate, False,
          "evaluate.max_new_tokens too small for this model, or answers that never end"),
         (names.PARSE_RATE, "evaluate.min_parse_rate", limits.min_parse_rate, True,
-         "a prompt template that does not ask for the format that the task grades, or weights damaged by quantization"),
+         "prompts not rendered through the model's chat template or not asking for the format that the task grades, or "
+         "weights damaged by quantization"),
         (names.PROMPT_LEAK_RATE, "evaluate.max_prompt_leak_rate", limits.max_prompt_leak_rate, False, unrendered),
     ]  # fmt: skip
     return [

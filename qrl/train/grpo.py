@@ -6,6 +6,7 @@ to nothing else: TRL's own MLflow callback would take and end the project's run,
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -83,7 +84,6 @@ def run(
     """
     check(settings, len(questions))
     found = checkpoint.check(base)
-    from datasets import Dataset
     from transformers import PrinterCallback
     from trl import GRPOTrainer
 
@@ -95,7 +95,7 @@ def run(
         model=_policy(base),
         reward_funcs=reward.function(task),
         args=_arguments(settings, seed, device, work),
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=_dataset(rows),
         processing_class=tokens,
         callbacks=[watcher],
         peft_config=_adapter(settings),
@@ -118,6 +118,16 @@ def run(
         resumed_from=int(last.name.rpartition("-")[2]) if last else 0,
         seconds=seconds,
     )
+
+
+def _dataset(rows: list[dict]):
+    """Rows as TRL takes them, under a fingerprint of our own: hashing them pickles classes of pyarrow, which can fail."""
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    return Dataset(InMemoryTable.from_pydict(columns), fingerprint=digest[:16])
 
 
 def check(settings: Train, questions: int) -> None:
