@@ -197,12 +197,15 @@ def serve_command(ctx: click.Context, settings, stage: str, host: str, port: int
 @cli.command("grade")
 @click.option("--task", required=True, metavar="TASK", help="Whose grader: arithmetic, gsm8k.")
 @click.option("--out", required=True, metavar="OUT.jsonl", help="Where the graded rows go.")
-@click.argument("file", metavar="FILE.jsonl")
-def grade_command(task: str, out: str, file: str) -> None:
+@click.option("--file", "named", metavar="FILE.jsonl", help="The same as the argument, for `mlflow run`'s -P file=….")
+@click.argument("file", metavar="FILE.jsonl", required=False)
+def grade_command(task: str, out: str, named: str | None, file: str | None) -> None:
     """Grades your own completions: rows with `completion` and `answer` in; `parsed`, `strict`, `flexible` added."""
     from qrl.tasks import files
 
-    click.echo(files.grade(task, file, out))
+    if (file is None) == (named is None):
+        raise BadInput("grade reads one file of completions: give FILE.jsonl, or --file FILE.jsonl, which is -P file=… of `mlflow run`.")
+    click.echo(files.grade(task, file or named, out))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -217,6 +220,12 @@ def main(arguments: list[str] | None = None) -> None:
         _end(BadInput(f"{error.format_message().rstrip('.')}; see `python -m qrl {_command()} --help`."))
     except QrlError as error:
         _end(error)
+    except OSError as error:  # a full or read-only disk, met before a run began: inside one, the run's own handling says so
+        from qrl.tracking import store
+
+        if (told := store.sentence(error)) is None:
+            raise
+        _end(told)
     except click.Abort as abort:  # click's name for a KeyboardInterrupt: a signal before any step began
         stopped = abort.__cause__ or abort.__context__
         _tell_run(stopped if isinstance(stopped, KeyboardInterrupt) else KeyboardInterrupt())

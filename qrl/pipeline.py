@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from qrl import keys, names, source
+from qrl.errors import GateRefused
 from qrl.keys import ROOT
 from qrl.launch import Launcher, Result, launch
 from qrl.recipe import Recipe
@@ -68,8 +69,12 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
         diagnosed = order.diagnose(base.digest, trained)
         compared = order.compare(cells)
         report.show(recipe, launcher, compared, diagnosed, order.trained)
-        order.promote(cells)
-        report.close(recipe, launcher, time.monotonic() - began)
+        try:
+            stage = order.promote(cells)
+        except GateRefused:
+            report.close(recipe, launcher, time.monotonic() - began, stage=None)
+            raise
+        report.close(recipe, launcher, time.monotonic() - began, stage=stage)
 
 
 class Order:
@@ -136,12 +141,13 @@ class Order:
         key = keys.comparison(self.recipe, run_ids)
         return self._one("compare: deltas and gain survival", "compare", key, {"cells": ",".join(run_ids)})
 
-    def promote(self, cells: dict[str, Result]) -> None:
-        """Versions of the registry, each through its gate. Never reused: a stage may have moved since."""
+    def promote(self, cells: dict[str, Result]) -> str:
+        """Versions of the registry, each through its gate; the last stage. Never reused: a stage may have moved since."""
         earned = {"base": f"{names.BASE}:{names.FP16}", "grpo": f"{names.GRPO}:{names.FP16}", "awq": f"{names.GRPO}:{names.AWQ}"}
         chosen = {stage: cells[cell].run_id for stage, cell in earned.items() if cell in cells}
         parameters = {"stage": ",".join(chosen), "cell": ",".join(chosen.values())}
         self.launcher.run(f"promote: {' → '.join(chosen)}", "promote", parameters)
+        return list(chosen)[-1]
 
     def _one(self, title: str, step: str, key: str, parameters: dict[str, str] | None = None) -> Result:
         return self.launcher.obtain(title, step, {step: key}, lambda missing: parameters or {})[step]

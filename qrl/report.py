@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
+from pathlib import Path
 
 import click
 
@@ -25,21 +28,46 @@ def show(recipe: Recipe, launcher: Launcher, compared: Result, diagnosed: Result
     click.echo(f"\n{table}\n{compared.outputs.values['sentence']}\n")
 
 
-def close(recipe: Recipe, launcher: Launcher, seconds: float) -> None:
-    """Says where things lie, what to type next, and what the time went into."""
+def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | None) -> None:
+    """Says where things lie, what to type next, and what the time went into.
+
+    Args:
+        recipe: names the registered model.
+        launcher: of the study's steps.
+        seconds: that the study took.
+        stage: the last one that was earned; None where a gate refused one, so that nothing is there to load.
+    """
     from qrl import registry
 
     name = registry.registered_name(recipe)
     overhead = seconds - launcher.seconds
     runs.log_scores({"study/seconds": seconds, "study/outside_steps_s": overhead})
     here = projects.artifact_place(launcher.run_id)
-    click.echo(
-        f"Artifacts   {here}: table.md, table.json, questions.parquet, recipe.yaml, figures/\n"
-        f"Look        mlflow ui                                   then http://127.0.0.1:5000\n"
-        f'Load        python -c \'import qrl; model, tokenizer = qrl.load("{name}", stage="awq")\'\n'
-        f"Serve       mlflow run . -e serve -P stage=awq --env-manager uv\n"
-        f"Took        {seconds:.0f} s, of which {overhead:.0f} s outside of steps"
-    )
+    lines = [
+        f"Artifacts   {here}: table.md, table.json, questions.parquet, recipe.yaml, figures/",
+        f"Look        {look(os.environ['MLFLOW_TRACKING_URI'])}",
+    ]
+    if stage:
+        lines += [
+            f'Load        python -c \'import qrl; model, tokenizer = qrl.load("{name}", stage="{stage}")\'',
+            f"Serve       {_serve(recipe, stage)}",
+        ]
+    click.echo("\n".join([*lines, f"Took        {seconds:.0f} s, of which {overhead:.0f} s outside of steps"]))
+
+
+def look(address: str) -> str:
+    """How to see the store at this absolute address; a bare `mlflow ui` knows its own default only."""
+    if not address.startswith("sqlite:"):
+        return address
+    default = f"sqlite:///{Path.cwd() / 'mlflow.db'}"
+    given = "" if address == default else f" --backend-store-uri {shlex.quote(address)}"
+    return f"mlflow ui{given}, then http://127.0.0.1:5000"
+
+
+def _serve(recipe: Recipe, stage: str) -> str:
+    model = "" if recipe.model == "qrl-tiny" else f" -P model={shlex.quote(recipe.model)}"
+    name = f" -P registered_name={shlex.quote(recipe.registered_name)}" if recipe.registered_name else ""
+    return f"mlflow run . -e serve -P stage={stage}{model}{name} --env-manager uv"
 
 
 def _gather(work, compared: Result, diagnosed: Result, trained: Result) -> None:

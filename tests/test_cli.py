@@ -56,6 +56,15 @@ BAD = {
     "unknown recipe": (["study", "--recipe", "tinny"], "no recipe 'tinny'"),
     "unknown scheme": (["quantize", "--scheme", "gguf"], "no scheme 'gguf'"),
     "unknown scheme of a cell": (["evaluate", "--cells", "base:gguf=qrl-tiny"], "no scheme 'gguf'"),
+    "variant that is a path": (["evaluate", "--cells", "../x:fp16=qrl-tiny"], "no name for a variant"),
+    "variant without a name": (["quantize", "--models", "a/b=qrl-tiny"], "no name for a variant"),
+    "no cell between commas": (["evaluate", "--cells", ","], "names nothing"),
+    "model that the store lacks": (["evaluate", "--cells", "base:fp16=models:/m-none"], "no model 'models:/m-none'"),
+    "version that the store lacks": (["diagnose", "--trained", "models:/qrl-tiny/7"], "no model 'models:/qrl-tiny/7'"),
+    "adapter that the store lacks": (["merge", "--adapter", "runs:/0123/adapter"], "no run '0123'"),
+    "cells that the store lacks": (["compare", "--cells", "0123,4567"], "no run '0123'"),
+    "folder that cannot be made": (["diagnose", "--trained", "qrl-tiny", "--out", "/proc/none"], "cannot be made"),
+    "no file to grade": (["grade", "--task", "gsm8k", "--out", "out.jsonl"], "--file"),
     "wrong label of a cell": (["evaluate", "--cells", "base:nf4=qrl-tiny"], "stored as full precision"),
     "unknown task": (["evaluate", "--task", "trivia"], "'task' is 'trivia'"),
     "unknown template": (["train", "--prompt", "shout"], "no prompt template 'shout'"),
@@ -124,7 +133,7 @@ def test_counts_of_the_seed_study_give_its_deltas_and_no_verdict(tmp_path):
 def test_grade_adds_verdicts_to_rows(tmp_path):
     rows = [{"completion": "so\n#### 1,000", "answer": "1000", "id": 7}, {"completion": "about 18", "answer": "18"}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = run("grade", "--task", "gsm8k", "in.jsonl", "--out", "out.jsonl", cwd=tmp_path)
+    done = run("grade", "--task", "gsm8k", "--file", "in.jsonl", "--out", "out.jsonl", cwd=tmp_path)  # as -P file= arrives
     assert done.returncode == 0 and "n = 2" in done.stdout, done.stderr
     graded = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["strict"], row["flexible"]) for row in graded] == [(True, True), (False, True)]

@@ -10,6 +10,7 @@ import pytest
 
 from qrl import checkpoint, names, recipe, registry
 from qrl.errors import BadInput, GateRefused, QrlError
+from qrl.steps import promote as promoting
 from qrl.tracking import models, runs
 
 ROOT = Path(__file__).parents[1]
@@ -191,3 +192,19 @@ def test_what_is_served_is_what_was_measured(store, tiny_checkpoint):
     with pytest.raises(QrlError, match="gone"):
         registry.verify(served)
     assert registry.register(NAME, uri, digest=digest, variant="base", scheme="fp16", **numbers).version == 2
+
+
+def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
+    digest = checkpoint.digest(tiny_checkpoint)
+    tags = {names.TAG_DIGEST: digest, names.TAG_VARIANT: "base", names.TAG_SCHEME: "fp16"}
+    with runs.step("evaluate", tags=tags) as run:
+        uri, stored = models.log_checkpoint(
+            tiny_checkpoint, name="base", digest=digest, variant="base", scheme="fp16", task="arithmetic", move=False
+        )
+        runs.log_scores({names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 2000}, model_uri=uri)
+    promoting.promote(recipe.load(), ["base"], [run.info.run_id])
+    assert pointers() == {"base": "1"}
+    (stored / "generation_config.json").write_text('{"temperature": 0.5}')
+    with pytest.raises(GateRefused, match="are not the version's"):
+        promoting.promote(recipe.load(), ["base"], [run.info.run_id])
+    assert pointers() == {"base": "1"}

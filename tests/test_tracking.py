@@ -64,6 +64,8 @@ def test_a_full_disk_gets_a_sentence_in_the_middle_of_a_step(store):
     with pytest.raises(BadInput, match="No space left"), runs.step("train") as run:
         raise OSError(28, "No space left on device", "/dev/full")
     assert status(run) == "FAILED" and "No space left" in reason(run)
+    copying = OSError(28, "No space left on device", "from/model.safetensors", None, "to/model.safetensors")
+    assert "to/model.safetensors" in str(stores.sentence(copying))
 
 
 # runs
@@ -211,6 +213,16 @@ def test_sources_are_the_room_and_what_it_builds_on():
     sources = {file.relative_to(ROOT / "qrl").as_posix() for file in reuse.sources_of("evaluate")}
     assert "names.py" in sources and "evaluate/cells.py" in sources
     assert not any(name.startswith(("train/", "tracking/", "cli")) or "__pycache__" in name for name in sources)
+
+
+def test_an_artifact_that_is_not_there_gets_a_sentence(store):
+    with runs.step("train") as run:
+        mlflow.log_text("1", "adapter/adapter_config.json")
+    assert (runs.artifact(run.info.run_id, "adapter") / "adapter_config.json").is_file()
+    with pytest.raises(BadInput, match=r"holds no artifact 'table\.md'"):
+        runs.artifact(run.info.run_id, "table.md")
+    with pytest.raises(BadInput, match="There is no run '0123'"):
+        runs.artifact("0123", "table.md")
 
 
 def test_a_finished_step_is_found_until_a_file_of_it_is_gone(store, tmp_path):

@@ -30,8 +30,7 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, out: str | None) -> Non
     """
     found = {variant: _checked(address) for variant, address in ((names.BASE, base), (names.GRPO, trained))}
     if out is not None:
-        folder = Path(out)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = _made(Path(out))
         measured = _measure(recipe, found, folder)
         click.echo("\n".join(f"{name:32} {value:.6g}" for name, value in measured.items()))
         click.echo(f"Written to {out}: {WEIGHTS}, {names.FIGURES}/.", err=True)
@@ -47,6 +46,14 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, out: str | None) -> Non
         runs.log_scores(measured)
         runs.log_folder(work)
         reuse.record_outputs(artifacts=[WEIGHTS, names.FIGURES], values={"metrics": measured})
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"The folder {folder} cannot be made ({error.strerror}): give one that is writable.") from None
+    return folder
 
 
 def _checked(address: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -12,19 +13,27 @@ from qrl.recipe import Recipe
 
 
 def folder(address: str) -> Path:
-    """The folder of a model: `models:/…` in place, else as `source.locate` finds it."""
-    if address.startswith("models:/"):
-        from qrl.tracking import models
+    """The folder of a model or an adapter: `models:/…` and `runs:/RUN/PATH` in place, else as `source.locate` finds it.
 
+    Raises:
+        BadInput: nothing is there, or the store cannot be used.
+    """
+    if not address.startswith(("models:/", "runs:/")):
+        return source.locate(address)
+    from qrl.tracking import models, runs, store
+
+    store.prepare()
+    if address.startswith("models:/"):
         return models.local_path(address)
-    return source.locate(address)
+    run_id, _, path = address.removeprefix("runs:/").partition("/")
+    return runs.artifact(run_id, path)
 
 
 def pairs(text: str, what: str) -> dict[str, str]:
     """`a=x,b=y` as a mapping.
 
     Raises:
-        BadInput: an item without `=`, or a name given twice.
+        BadInput: no item at all, one without `=`, or a name given twice.
     """
     found: dict[str, str] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -34,6 +43,8 @@ def pairs(text: str, what: str) -> dict[str, str]:
         if name.strip() in found:
             raise BadInput(f"'{name.strip()}' is given twice in '{text}': expected each once.")
         found[name.strip()] = value.strip()
+    if not found:
+        raise BadInput(f"'{text}' names nothing: expected {what} as NAME=MODEL, several by comma.")
     return found
 
 
@@ -41,11 +52,18 @@ def cell(text: str) -> tuple[str, str]:
     """`variant:scheme`, checked.
 
     Raises:
-        BadInput: no scheme, or an unknown one.
+        BadInput: no scheme, an unknown one, or a variant that cannot be a name.
     """
     variant, _, scheme = text.partition(":")
     check_scheme(scheme, names.SCHEMES)
-    return variant, scheme
+    return check_variant(variant), scheme
+
+
+def check_variant(variant: str) -> str:
+    """The variant, if it can be part of a metric's name, a table's column and a folder's name."""
+    if not re.fullmatch(r"\w[\w.+-]*", variant):
+        raise BadInput(f"'{variant}' is no name for a variant: expected letters, digits and . _ + -, such as base or grpo.")
+    return variant
 
 
 def check_scheme(scheme: str, known: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from qrl import gate, names, registry, stats
+from qrl import checkpoint, gate, names, registry, stats
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
 from qrl.tracking import cells, runs, store
@@ -85,7 +85,8 @@ def _held(name: str, stage: str) -> int | None:
 def _decide(
     recipe: Recipe, stage: str, candidate: Evaluated, version: registry.Version, before: registry.Version | None
 ) -> gate.Decision:
-    evidence = gate.Evidence(candidate.broken, candidate.digest, version.digest)
+    # The files as they lie in the store now, not the tag that says what they were: those are what would be served.
+    evidence = gate.Evidence(candidate.broken, candidate.digest, checkpoint.digest(registry.folder(version)))
     if before is None:
         return gate.decide_base(evidence)
     difference = _difference(candidate, _reference(before))

@@ -27,7 +27,9 @@ def check_scheme(scheme: str) -> None:
 def quantize(recipe: Recipe, scheme: str, given: str | None) -> None:
     """Stores each model in few bits, all with the same settings and calibration texts, and logs what came out."""
     chosen = inputs.pairs(given, "a variant and its model") if given else {names.BASE: recipe.model}
-    sources = {variant: checkpoint.check(inputs.folder(address)) for variant, address in chosen.items()}
+    sources = {
+        inputs.check_variant(variant): checkpoint.check(inputs.folder(address)) for variant, address in chosen.items()
+    }
     for variant, found in sources.items():
         if found.quantization:
             raise BadInput(f"{chosen[variant]} is quantized already ({found.quantization}): give full-precision weights.")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qrl import checkpoint, names
-from qrl.errors import QrlError
+from qrl.errors import BadInput, QrlError
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
@@ -95,6 +95,7 @@ def local_path(model_uri: str, into: Path | None = None) -> Path:
         into: where remote files are downloaded to; default: a new temporary folder.
 
     Raises:
+        BadInput: there is no such model.
         QrlError: the model holds no checkpoint.
     """
     import mlflow
@@ -102,10 +103,14 @@ def local_path(model_uri: str, into: Path | None = None) -> Path:
     from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
 
     underlying = model_uri
-    if model_uri.startswith("models:/"):
-        underlying = ModelsArtifactRepository.get_underlying_uri(model_uri)
-    elif model_uri.startswith("runs:/"):
-        underlying = RunsArtifactRepository.get_underlying_uri(model_uri)
+    try:
+        if model_uri.startswith("models:/"):
+            underlying = ModelsArtifactRepository.get_underlying_uri(model_uri)
+        elif model_uri.startswith("runs:/"):
+            underlying = RunsArtifactRepository.get_underlying_uri(model_uri)
+    except mlflow.MlflowException as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise BadInput(f"There is no model '{model_uri}' in {mlflow.get_tracking_uri()} ({reason}): `mlflow ui` shows which there are.") from None
     folder = local(underlying)
     if folder is None or not folder.is_dir():
         if into:

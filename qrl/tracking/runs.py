@@ -182,12 +182,26 @@ def describe(markdown: str) -> None:
 
 
 def artifact(run_id: str, path: str) -> Path:
-    """A run's artifact as a local path: in place where the store is local, else downloaded."""
+    """A run's artifact as a local path: in place where the store is local, else downloaded.
+
+    Raises:
+        BadInput: there is no such run, or it holds no such artifact.
+    """
     import mlflow
 
-    if root := models.local(mlflow.get_run(run_id).info.artifact_uri):
+    try:
+        uri = mlflow.get_run(run_id).info.artifact_uri
+    except mlflow.MlflowException:
+        raise BadInput(f"There is no run '{run_id}' in {mlflow.get_tracking_uri()}: give the id of one that `mlflow ui` shows.") from None
+    missing = BadInput(f"Run {run_id} holds no artifact '{path}': give a run that made one, or run its step again.")
+    if root := models.local(uri):
+        if not (root / path).exists():
+            raise missing
         return root / path
-    return Path(mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=path))
+    try:
+        return Path(mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=path))
+    except (mlflow.MlflowException, OSError):
+        raise missing from None
 
 
 def _start(run_name: str, system_metrics: bool) -> mlflow.ActiveRun:

@@ -99,7 +99,8 @@ def sentence(error: BaseException) -> QrlError | None:
         if isinstance(cause, QrlError):
             return cause
         if isinstance(cause, OSError) and cause.errno in _FULL_OR_READ_ONLY:
-            where = f" at {cause.filename}" if cause.filename else ""
+            path = cause.filename2 or cause.filename  # of a copy, the second is what was being written
+            where = f" at {path}" if path else ""
             return BadInput(f"Nothing can be written{where} ({os.strerror(cause.errno)}): free the disk, or set MLFLOW_TRACKING_URI.")
         if any(words in str(cause) for words in _DATABASE_SAYS):
             return _unusable(cause)
