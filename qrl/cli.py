@@ -13,41 +13,40 @@ from collections.abc import Callable
 import click
 
 from qrl import process
-from qrl import recipe as recipes
 from qrl.errors import BadInput, QrlError
 from qrl.tracking import signals
 
 
 class RecipeCommand(click.Command):
-    """A command whose options are its own inputs plus the fields of the recipe's sections that it reads."""
+    """A command whose options are its own inputs plus the fields of the recipe's sections that it reads.
+
+    They are made when the command is asked for them: reading recipes takes longer than the rest of `--help`.
+    """
 
     def __init__(self, *args, sections: tuple[str, ...] = (), **kwargs):
         super().__init__(*args, **kwargs)
-        self.params.append(
-            click.Option(
-                ["--recipe", "recipe_name"],
-                default=recipes.DEFAULT,
-                show_default=True,
-                metavar="NAME|FILE.yaml",
-                help=f"Settings to start from: {', '.join(recipes.names())}, or a YAML file; auto: tiny, or instruct for a model of yours.",
-            )
-        )
-        for key, (annotation, description) in recipes.fields().items():
-            hidden = "." in key and key.split(".")[0] not in sections
-            self.params.append(
-                click.Option(
-                    [f"--{key}", _identifier(key)],
-                    metavar=recipes.type_name(annotation).upper(),
-                    help=description,
-                    hidden=hidden,  # accepted everywhere, shown where it matters
-                )
-            )
+        self.sections = sections
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Its own inputs, `--recipe`, and every field: accepted everywhere, shown where it matters."""
+        from qrl import recipe
+
+        which = f"Settings to start from: {', '.join(recipe.names())}, or a YAML file; auto: tiny, or instruct for a model of yours."
+        options = ["--recipe", "recipe_name"]
+        found = [click.Option(options, default=recipe.DEFAULT, show_default=True, metavar="NAME|FILE.yaml", help=which)]
+        for key, (annotation, description) in recipe.fields().items():
+            hidden = "." in key and key.split(".", maxsplit=1)[0] not in self.sections
+            metavar = recipe.type_name(annotation)
+            found.append(click.Option([f"--{key}", _identifier(key)], metavar=metavar, help=description, hidden=hidden))
+        return [*self.params, *found, *super().get_params(ctx)[len(self.params) :]]
 
     def invoke(self, ctx: click.Context):
-        given = {key: ctx.params.pop(_identifier(key)) for key in recipes.fields()}
+        from qrl import recipe
+
+        given = {key: ctx.params.pop(_identifier(key)) for key in recipe.fields()}
         overrides = {key: text for key, text in given.items() if text is not None}
         name = ctx.params.pop("recipe_name")
-        ctx.params["settings"] = recipes.load(name, overrides)
+        ctx.params["settings"] = recipe.load(name, overrides)
         ctx.obj = {"recipe": name, **overrides}  # as typed, to hand on to the steps of a study
         return super().invoke(ctx)
 

@@ -4,6 +4,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 
@@ -47,7 +48,8 @@ def test_mlproject_declares_no_field_of_a_recipe():
 
 @pytest.mark.parametrize("command", sorted(set(cli.cli.commands) - {"grade"}))
 def test_every_field_of_a_recipe_is_an_option_of_every_step(command):
-    options = {option for parameter in cli.cli.commands[command].params for option in parameter.opts}
+    found = cli.cli.commands[command]
+    options = {option for parameter in found.get_params(click.Context(found)) for option in parameter.opts}
     assert {f"--{key}" for key in recipe.fields()} <= options
 
 
