@@ -212,6 +212,8 @@ def main(arguments: list[str] | None = None) -> None:
     process.settle()
     signals.guard()
     try:
+        if os.environ.get("MLFLOW_RUN_ID"):
+            signals.import_mlflow()
         cli.main(args=arguments, prog_name="qrl", standalone_mode=False)
     except click.exceptions.Exit as ended:
         sys.exit(ended.exit_code)
@@ -225,9 +227,10 @@ def main(arguments: list[str] | None = None) -> None:
         if (told := store.sentence(error)) is None:
             raise
         _end(told)
-    except click.Abort as abort:  # click's name for a KeyboardInterrupt: a signal before any step began
-        stopped = abort.__cause__ or abort.__context__
-        _tell_run(stopped if isinstance(stopped, KeyboardInterrupt) else KeyboardInterrupt())
+    except (KeyboardInterrupt, click.Abort) as error:  # a signal before any step began; Abort is click's name for it
+        found = (error, error.__cause__, error.__context__)
+        stopped = next((each for each in found if isinstance(each, KeyboardInterrupt)), KeyboardInterrupt())
+        _tell_run(stopped)
         sys.exit(signals.exit_code(stopped))
 
 

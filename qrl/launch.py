@@ -119,6 +119,9 @@ def launch(
         mlflow.projects.run(
             str(folder), entry_point=step, parameters=parameters, env_manager=projects.env_manager(), run_id=run_id
         )
+    except KeyboardInterrupt as stopped:
+        projects.mark_stopped(run_id, stopped)
+        raise
     except ExecutionException as error:
         reason, exit_code = projects.told(run_id)
         kind = ERRORS.get(exit_code, QrlError)

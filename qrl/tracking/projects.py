@@ -36,6 +36,16 @@ def env_manager() -> str:
     return tags.get(_MANAGER, "local")
 
 
+def mark_stopped(run_id: str, error: KeyboardInterrupt) -> None:
+    """Ends a launched run as KILLED, where a signal reached its process before that could say so itself."""
+    import mlflow
+
+    client = mlflow.MlflowClient()
+    if names.TAG_REASON not in client.get_run(run_id).data.tags:
+        client.set_tag(run_id, names.TAG_REASON, str(error) or "Stopped by Ctrl-C.")
+        client.set_terminated(run_id, "KILLED")
+
+
 def told(run_id: str) -> tuple[str, int]:
     """The reason that a failed step left in its run, and its exit code; empty and 1 where it left none."""
     import mlflow

@@ -56,6 +56,16 @@ def guard() -> None:
         _die_with_parent()
 
 
+def import_mlflow() -> None:
+    """Imports MLflow with stop signals held back until it is whole: half of it could not end the run that waits for us."""
+    numbers = {getattr(signal, name) for name in _SIGNALS}
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        import mlflow  # noqa: F401
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+
 def _die_with_parent() -> None:
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
