@@ -68,7 +68,6 @@ def test_missing_folders_files_and_rows_are_told(tmp_path, hundred):
     for arguments, said in [
         ({"split": "train", "data": str(tmp_path / "none")}, "no data folder"),
         ({"split": "train", "data": hundred}, "train.jsonl"),
-        ({"split": "heldout", "data": hundred, "n": 101}, "holds 100"),
         ({"split": "heldout", "data": hundred, "n": 0}, "at least 1"),
         ({"split": "other", "data": hundred}, "split 'other'"),
     ]:
@@ -76,6 +75,11 @@ def test_missing_folders_files_and_rows_are_told(tmp_path, hundred):
             load("gsm8k", **arguments)
     with pytest.raises(BadInput, match="no questions"):
         load("gsm8k", "train", data=write(tmp_path, ""))
+
+
+def test_a_set_smaller_than_asked_for_gives_all_it_has(hundred):
+    assert load("gsm8k", "heldout", n=101, data=hundred) == load("gsm8k", "heldout", data=hundred)
+    assert len(load("gsm8k", "heldout", n=101, data=hundred)) == 100
 
 
 def test_an_unknown_task_and_an_endless_one_are_told():
