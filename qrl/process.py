@@ -18,7 +18,7 @@ def settle() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Threads that wait for each other by spinning take the processor from those they wait for, once anybody else wants
-    # it too: on two busy cores decoding was twelve times slower.
+    # it too: on two busy cores decoding took 5.8 s instead of 1.5 s in one trial.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)

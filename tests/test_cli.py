@@ -80,7 +80,7 @@ BAD = {
     "data that is not JSONL": (["evaluate", "--data", "{not-jsonl}"], "line 2"),
     "data without answers": (["train", "--data", "{no-answer}"], "line 2"),
     "no such data": (["train", "--data", "/no/such/folder"], "no data folder"),
-    "batch that does not divide": (["train", "--train.micro_batch", "100"], "does not divide"),
+    "batch that does not divide": (["train", "--train.micro_batch", "7"], "does not divide"),
     "two inputs to compare": (["compare", "--counts", "a.json", "--cells", "b"], "one of"),
     "no file to compare": (["compare", "--questions", "none.csv", "--out", "out"], "none.csv"),
     "port out of range": (["serve", "--stage", "awq", "--port", "99999"], "--port"),

@@ -141,7 +141,8 @@ def test_a_run_that_no_step_joined_still_gets_the_reason(store, monkeypatch):
 
 
 STEP = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs of its background deaf to Ctrl-C
 from qrl.tracking import runs, store
 store.prepare()
 with runs.step("train") as run:
