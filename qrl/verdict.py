@@ -5,11 +5,13 @@ A non-inferiority test: "no significant loss" is no evidence of survival, so sur
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from qrl.stats import LEVEL, Estimate, quantile, signed
+
+TAIL = (1 - LEVEL) / 2  # on either side of a two-sided interval
 
 POWER = 0.80  # of "the smallest effect this n could have seen" and "the n that would decide"
 MIN_MARGIN = 0.02  # accuracy: a smaller loss than this is of no practical interest
@@ -22,8 +24,8 @@ class Verdict:
 
     `margin` is the loss of accuracy that still counts as survival; `smallest_effect` the change of the gain that this n
     would have seen in four studies of five; `n_to_decide` the questions that would settle an open verdict as often, None
-    where it is settled or no n would settle it; `p_value` the one-sided one against the margin, None where there was
-    nothing to test.
+    where it is settled or no n would settle it; `seeds_to_decide` the training runs that would at this n, where there are
+    several; `p_value` the one-sided one against the margin, None where there was nothing to test.
     """
 
     verdict: Literal["survives", "lost", "inconclusive"]
@@ -31,6 +33,7 @@ class Verdict:
     margin: float
     smallest_effect: float
     n_to_decide: int | None = None
+    seeds_to_decide: int | None = None
     p_value: float | None = None
 
 
@@ -61,14 +64,14 @@ def judge(gain: Estimate, survival: Estimate, kept: Estimate, accuracies: dict[s
     if margin is None and gain.estimate / 2 > MIN_MARGIN:
         tests.append((kept, 0.0))
     margin = -tests[0][1]
-    smallest = (quantile((1 + LEVEL) / 2) + quantile(POWER)) * survival.stderr
+    smallest = seen(survival)
     edge = _edge(accuracies)
     if edge:
         return Verdict("inconclusive", edge, margin, smallest)
     if not gain.low > 0:
         interval = f"{signed(gain.estimate)} [{signed(gain.low)}, {signed(gain.high)}]"
         reason = f"the full-precision gain, {interval}, is not shown to be above 0: no gain, nothing to survive"
-        return Verdict("inconclusive", reason, margin, smallest, _n_to_decide(gain, survival, margin))
+        return Verdict("inconclusive", reason, margin, smallest, *_to_decide(gain, tests))
     p_above = max(estimate.p_above(bound) for estimate, bound in tests)
     p_below = max(1 - estimate.p_above(bound) for estimate, bound in tests)
     if p_above < 1 - LEVEL:
@@ -80,7 +83,7 @@ def judge(gain: Estimate, survival: Estimate, kept: Estimate, accuracies: dict[s
     reason = f"the one-sided 95 % bounds of gain survival, {signed(survival.lower)} and {signed(survival.upper)}, lie on both sides of −margin, {signed(-margin)}"
     if not survival.lower <= -margin <= survival.upper:
         reason = f"the margin, {margin:.3f}, is half a gain that is itself estimated, and with that error counted −margin lies within the bounds"
-    return Verdict("inconclusive", reason, margin, smallest, _n_to_decide(gain, survival, margin), min(p_above, p_below))
+    return Verdict("inconclusive", reason, margin, smallest, *_to_decide(gain, tests), min(p_above, p_below))
 
 
 def _edge(accuracies: dict[str, float]) -> str | None:
@@ -91,14 +94,35 @@ def _edge(accuracies: dict[str, float]) -> str | None:
     return None
 
 
-def _n_to_decide(gain: Estimate, survival: Estimate, margin: float) -> int | None:
-    """Questions at which the gain and the verdict would both be settled with `POWER`, if the estimates were the truth.
+def seen(contrast: Estimate, tail: float = TAIL, power: float = POWER) -> float:
+    """The smallest true value of a contrast whose bound, with error `tail`, clears 0 with this power.
 
-    Source: a z test's sample size, n = (z_α + z_power)² σ² / distance².
+    Source: a z test's detectable effect, (z_tail + z_power) σ, with the estimate's own reach in place of z_tail σ.
     """
-    distance = abs(survival.estimate + margin)
-    if gain.estimate <= 0 or distance < 1e-9:
+    return contrast.reach(tail) + quantile(power) * contrast.stderr
+
+
+def _to_decide(gain: Estimate, tests: list[tuple[Estimate, float]]) -> tuple[int | None, int | None]:
+    """Questions, and training runs where there are several, at which the gain and the verdict would both be settled with
+    `POWER`, if the estimates were the truth; None where no number up to a thousand times the present one would."""
+    settled = [(gain, gain.estimate, TAIL)] + [(test, abs(test.estimate - bound), 1 - LEVEL) for test, bound in tests]
+    if gain.estimate <= 0 or min(distance for _, distance, _ in settled) < 1e-9:
+        return None, None
+
+    def decides(questions: float = 1.0, runs: int | None = None) -> bool:
+        return all(seen(value.projected(questions, runs), tail) <= distance for value, distance, tail in settled)
+
+    n = least(lambda n: decides(questions=n / gain.n), gain.n + 1, 1000 * gain.n)
+    if gain.runs is None:
+        return n, None
+    return n, least(lambda runs: decides(runs=runs), gain.runs.count + 1, 1000)
+
+
+def least(holds: Callable[[int], bool], first: int, last: int) -> int | None:
+    """The smallest whole number from `first` to `last` at which something that stays true becomes true; None: at none."""
+    if not holds(last):
         return None
-    for_gain = (quantile((1 + LEVEL) / 2) + quantile(POWER)) * gain.stderr / gain.estimate
-    for_verdict = (quantile(LEVEL) + quantile(POWER)) * survival.stderr / distance
-    return max(survival.n + 1, math.ceil(survival.n * max(for_gain, for_verdict) ** 2))
+    while first < last:
+        middle = (first + last) // 2
+        first, last = (first, middle) if holds(middle) else (middle + 1, last)
+    return first

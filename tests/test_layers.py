@@ -9,7 +9,7 @@ import qrl
 
 PACKAGE = Path(qrl.__file__).parent
 LAYERS = [
-    {"names", "errors", "stats", "verdict", "recipe", "gate", "process", "workspace"},
+    {"names", "errors", "stats", "verdict", "plan", "recipe", "gate", "process", "workspace"},
     {"tasks", "checkpoint", "formats", "tiny", "source", "engine", "figures"},
     {"train", "quantize", "evaluate", "diagnose", "compare", "serve"},
     {"tracking", "registry"},

@@ -95,7 +95,7 @@ def test_clustered_error_by_its_definition(rng):
         if clusters[i] == clusters[j]
     )
     expected = math.sqrt(20 / 19 * pairs) / 60
-    assert stats.clustered_accuracy(values, clusters).stderr == pytest.approx(expected, **CLOSE)
+    assert stats.rate(values, clusters).stderr == pytest.approx(expected, **CLOSE)
     assert stats.contrast([values], (1,), clusters).stderr == pytest.approx(expected, **CLOSE)
 
 

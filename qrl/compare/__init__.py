@@ -1,22 +1,23 @@
 """The table of cells: six accuracies become gains, gain survival, a verdict.
 
 A *cell* is one variant under one scheme; every other variant is compared with `base`. All numbers are contrasts of cells
-(`stats`), paired by question where outcomes are known, independent where only counts are.
+(`stats`), paired by question where outcomes are known, independent where only counts are. Where there are several training
+runs, what is compared is the mean over them, and the spread between them is in every error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from qrl import names, stats
-from qrl.compare import read, table
+from qrl.compare import record, table
+from qrl.compare.evidence import Cell, Counts, Questions
+from qrl.compare.outcomes import check_grid, outcomes
 from qrl.compare.read import read_counts, read_questions
 from qrl.errors import BadInput
 from qrl.stats import Estimate
@@ -24,16 +25,14 @@ from qrl.verdict import Verdict, judge
 
 __all__ = ["Cell", "Comparison", "Row", "from_counts", "from_questions", "read_counts", "read_questions", "write"]
 
-Cell = tuple[str, str]  # (variant, scheme)
-
-
 @dataclass(frozen=True)
 class Row:
     """One trained variant under one scheme, against base.
 
     `delta` is trained − base; `losses` the difference of each of the two to itself at full precision, base first. At full
     precision there are no losses, and neither gain survival nor a verdict is defined. `mcnemar` tests `delta` and
-    exists where outcomes are paired; `p_holm` is the verdict's p-value corrected for all verdicts of the study.
+    exists where outcomes are paired, one run's and one a question; `bootstrap` repeats `delta` and gain survival by
+    resampling; `p_holm` is the verdict's p-value corrected for all verdicts of the study.
     """
 
     variant: str
@@ -44,6 +43,13 @@ class Row:
     verdict: Verdict | None = None
     p_holm: float | None = None
     losses: dict[str, Estimate] = field(default_factory=dict)
+    bootstrap: dict[str, Estimate] = field(default_factory=dict)
+
+    @property
+    def holds_together(self) -> bool | None:
+        """Whether a verdict stands after Holm's correction; None where nothing was claimed."""
+        claimed = self.verdict is not None and self.verdict.verdict != "inconclusive"
+        return self.p_holm < 1 - stats.LEVEL if claimed else None
 
 
 @dataclass(frozen=True)
@@ -52,22 +58,39 @@ class Comparison:
 
     Attributes:
         cells: (variant, scheme) → accuracy with binomial (or clustered) stderr and Wilson interval.
-        paired: whether outcomes are known per question, or only counts.
-        clusters: groups of questions, or None where questions are independent.
+        evidence: what contrasts are computed from.
         margin: loss of gain that counts as survival; None: half the full-precision gain, at least 0.02.
     """
 
     cells: dict[Cell, Estimate]
-    paired: bool
-    clusters: int | None
+    evidence: Questions | Counts = field(repr=False)
     margin: float | None
-    _contrast: Callable[[dict[Cell, float]], Estimate] = field(repr=False)
-    _mcnemar: Callable[[Cell, Cell], float | None] = field(repr=False)
 
     @property
     def n(self) -> int:
-        """Questions that every cell answered."""
-        return next(iter(self.cells.values())).n
+        """Different questions that every cell answered."""
+        return self.evidence.n
+
+    @property
+    def paired(self) -> bool:
+        """Whether outcomes are known per question, or only counts."""
+        return self.evidence.paired
+
+    @property
+    def clusters(self) -> int | None:
+        """Groups of questions, or None where questions are independent."""
+        return self.evidence.clusters
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Labels of the training runs, their seeds; none where only counts are known."""
+        return self.evidence.runs
+
+    @cached_property
+    def pass_at(self) -> dict[Cell, dict[int, Estimate]]:
+        """Cell → k → pass@k, where a cell has several samples per question."""
+        found = {cell: self.evidence.pass_at(cell) for cell in self.cells}
+        return {cell: by_k for cell, by_k in found.items() if by_k}
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -102,11 +125,11 @@ class Comparison:
         for cell in (a, b):
             if cell not in self.cells:
                 raise BadInput(f"There is no cell {names.cell_name(*cell)}: expected one of {', '.join(names.cell_name(*known) for known in self.cells)}.")
-        return self._contrast({a: 1, b: -1})
+        return self.evidence.contrast({a: 1, b: -1})
 
     def table_json(self) -> dict[str, Any]:
-        """The contract `table.json`; see `table.as_json`."""
-        return table.as_json(self)
+        """The contract `table.json`; see `record.as_json`."""
+        return record.as_json(self)
 
     def markdown(self) -> str:
         """The study as tables that a person reads."""
@@ -118,48 +141,41 @@ class Comparison:
 
     def metrics(self) -> dict[str, float]:
         """`compare/delta_<scheme>` and `compare/gain_survival_<scheme>`, each with `_stderr`, `_low` and `_high`."""
-        return table.as_metrics(self)
+        return record.as_metrics(self)
 
     def _row(self, variant: str, scheme: str) -> Row:
         trained, base = (variant, scheme), (names.BASE, scheme)
         trained_fp, base_fp = (variant, names.FP16), (names.BASE, names.FP16)
-        row = Row(variant, scheme, self.difference(trained, base), self._mcnemar(trained, base))
+        gain = {trained: 1, base: -1}
+        row = Row(variant, scheme, self.difference(trained, base), self.evidence.mcnemar(trained, base))
+        if resampled := self.evidence.bootstrap(gain):
+            row.bootstrap["delta"] = resampled
         if scheme == names.FP16:
             return row
-        survival = self._contrast({trained: 1, base: -1, trained_fp: -1, base_fp: 1})
-        kept = self._contrast({trained: 1, base: -1, trained_fp: -0.5, base_fp: 0.5})
+        survival, kept = (gain | {trained_fp: -share, base_fp: share} for share in (1, 0.5))
+        if resampled := self.evidence.bootstrap(survival):
+            row.bootstrap["gain_survival"] = resampled
+        estimate = self.evidence.contrast(survival)
         accuracies = {names.cell_name(*cell): self.cells[cell].estimate for cell in (base_fp, trained_fp, base, trained)}
-        verdict = judge(self.difference(trained_fp, base_fp), survival, kept, accuracies, self.margin)
+        verdict = judge(self.difference(trained_fp, base_fp), estimate, self.evidence.contrast(kept), accuracies, self.margin)
         losses = {names.BASE: self.difference(base, base_fp), variant: self.difference(trained, trained_fp)}
-        return replace(row, gain_survival=survival, verdict=verdict, losses=losses)
+        return replace(row, gain_survival=estimate, verdict=verdict, losses=losses)
 
 
 def from_questions(frame: pd.DataFrame, *, margin: float | None = None) -> Comparison:
     """Compares cells whose answers are known question by question: everything is paired.
 
     Args:
-        frame: columns variant, scheme, question, correct (0/1); optionally cluster (groups of questions, which widen
-            the errors as they should) and seed (one value: seeds are never pooled).
+        frame: columns variant, scheme, question, correct (0/1); optionally cluster (groups of questions, which widen the
+            errors as they should), seed (training runs, a random effect) and sample (several answers to a question).
         margin: loss of gain, in accuracy, that still counts as survival.
 
     Raises:
         BadInput: columns missing, outcomes other than 0 and 1, duplicates, cells on different questions, no base or fp16.
     """
-    outcomes, clusters = read.outcomes(frame)
-    read.check_grid(outcomes, len(next(iter(outcomes.values()))))
-    outcomes = _ordered(outcomes)
-
-    def contrast(weights: dict[Cell, float]) -> Estimate:
-        return stats.contrast(np.stack([outcomes[cell] for cell in weights]), list(weights.values()), clusters)
-
-    def accuracy(correct: np.ndarray) -> Estimate:
-        if clusters is None:
-            return stats.accuracy(int(correct.sum()), len(correct))
-        return stats.clustered_accuracy(correct, clusters)
-
-    cells = {cell: accuracy(correct) for cell, correct in outcomes.items()}
-    groups = None if clusters is None else len(set(clusters))
-    return Comparison(cells, True, groups, _margin(margin), contrast, lambda a, b: stats.mcnemar(outcomes[a], outcomes[b]))
+    evidence = Questions(outcomes(frame))
+    cells = {cell: evidence.accuracy(cell) for cell in _ordered(evidence.outcomes.cells)}
+    return Comparison(cells, evidence, _margin(margin))
 
 
 def from_counts(counts: dict[str, Any], *, margin: float | None = None) -> Comparison:
@@ -187,13 +203,9 @@ def from_counts(counts: dict[str, Any], *, margin: float | None = None) -> Compa
             raise BadInput(f"Cell {names.cell_name(*cell)} has {count!r} right answers, but must have a whole number from 0 to n = {n}.")
     if not correct:
         raise BadInput('The counts name no cell: expected {"n": 100, "base": {"fp16": 68}, "grpo": {"fp16": 72}}.')
-    read.check_grid(correct, n)
-
-    def contrast(weights: dict[Cell, float]) -> Estimate:
-        return stats.independent_contrast([correct[cell] for cell in weights], [n] * len(weights), list(weights.values()))
-
-    cells = {cell: stats.accuracy(count, n) for cell, count in _ordered(correct).items()}
-    return Comparison(cells, False, None, _margin(margin), contrast, lambda a, b: None)
+    check_grid(correct, n)
+    evidence = Counts(correct, n)
+    return Comparison({cell: evidence.accuracy(cell) for cell in _ordered(correct)}, evidence, _margin(margin))
 
 
 def write(comparison: Comparison, out: str | Path) -> None:

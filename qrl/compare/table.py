@@ -1,53 +1,20 @@
-"""A comparison as JSON, as tables, as sentences, as metrics. No difference without its interval, no rate without its n."""
+"""A comparison as tables and sentences for people. No difference without its interval, no rate without its n."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qrl import names
-from qrl.stats import Estimate, signed
+from qrl.compare import record, seeds
+from qrl.compare.text import interval, table
 
 if TYPE_CHECKING:
-    from qrl.compare import Comparison, Row
+    from qrl.compare import Cell, Comparison, Row
 
 INTERVALS = "Square brackets are 95 % intervals; ± is one standard error."
-
-
-def as_json(comparison: Comparison) -> dict[str, Any]:
-    """The contract `table.json`: one entry per scheme.
-
-    Returns:
-        scheme → {"trained", "delta", "gain_survival", "verdict", "reason", "margin", "smallest_effect", "n_to_decide",
-        "p_value", "p_holm", "mcnemar", "loss": {variant: …}, "paired", "cells": {variant: {"n", "accuracy", "stderr",
-        "low", "high"}}}. Differences are {"estimate", "stderr", "low", "high"}. Under fp16 gain survival is not defined:
-        it and what follows from it are null. Where there is more than one trained variant, the entry is the first one's and
-        "others" maps each further label to the same keys.
-    """
-    entries = {}
-    for scheme in comparison.schemes:
-        first, *others = (row for row in comparison.rows if row.scheme == scheme)
-        entry = _json_row(first) | {"paired": comparison.paired}
-        entry["cells"] = {variant: _json_cell(comparison.cells[variant, scheme]) for variant in comparison.variants}
-        if others:
-            entry["others"] = {row.variant: _json_row(row) for row in others}
-        entries[scheme] = entry
-    return entries
-
-
-def as_metrics(comparison: Comparison) -> dict[str, float]:
-    """Metric name → value; further trained variants carry their label at the end of the scheme's name."""
-    metrics = {}
-    for row in comparison.rows:
-        suffix = row.scheme if row.variant == comparison.variants[1] else f"{row.scheme}_{row.variant}"
-        for name, value in (("delta", row.delta), ("gain_survival", row.gain_survival)):
-            if value is not None:
-                key = f"compare/{name}_{suffix}"
-                metrics |= {key: value.estimate, f"{key}_stderr": value.stderr, f"{key}_low": value.low, f"{key}_high": value.high}
-    return metrics
 
 
 def as_sentence(comparison: Comparison) -> str:
@@ -60,67 +27,62 @@ def as_sentence(comparison: Comparison) -> str:
 
 
 def as_markdown(comparison: Comparison) -> str:
-    """Cells, gains and verdicts; losses; then how to read them."""
-    return "\n".join((*_cells(comparison), *_losses(comparison), *_verdicts(comparison), *_notes(comparison)))
-
-
-def interval(value: Estimate) -> str:
-    """A difference as text, never without its interval: `+0.040 [−0.087, +0.167]`."""
-    return f"{signed(value.estimate)} [{signed(value.low)}, {signed(value.high)}]"
+    """Cells, gains and verdicts; seed by seed where there are several; losses; then how to read them."""
+    parts = (_cells, seeds.sections, _losses, _verdicts, _notes)
+    return "\n".join(line for part in parts for line in part(comparison))
 
 
 def write(comparison: Comparison, out: Path) -> None:
     """table.md and table.json, written beside and renamed, so that no reader sees half a file."""
-    texts = {names.TABLE_MD: as_markdown(comparison), names.TABLE_JSON: json.dumps(as_json(comparison), indent=2) + "\n"}
+    texts = {names.TABLE_MD: as_markdown(comparison), names.TABLE_JSON: json.dumps(record.as_json(comparison), indent=2) + "\n"}
     for name, text in texts.items():
         partial = out / f".{name}.partial"
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, out / name)
 
 
-def _json_row(row: Row) -> dict[str, Any]:
-    verdict = row.verdict
-    keys = ("verdict", "reason", "margin", "smallest_effect", "n_to_decide", "p_value")
-    return {
-        "trained": row.variant,
-        "delta": _json_difference(row.delta),
-        "gain_survival": _json_difference(row.gain_survival) if row.gain_survival else None,
-        **{key: getattr(verdict, key) if verdict else None for key in keys},
-        "p_holm": row.p_holm,
-        "mcnemar": row.mcnemar,
-        "loss": {variant: _json_difference(loss) for variant, loss in row.losses.items()},
-    }
-
-
-def _json_difference(value: Estimate) -> dict[str, float]:
-    return {"estimate": value.estimate, "stderr": value.stderr, "low": value.low, "high": value.high}
-
-
-def _json_cell(value: Estimate) -> dict[str, float]:
-    return {"n": value.n, "accuracy": value.estimate, "stderr": value.stderr, "low": value.low, "high": value.high}
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    head = list(head)
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
-
-
 def _cells(comparison: Comparison) -> list[str]:
     lines = []
     for trained in comparison.variants[1:]:
-        head = ("scheme", "base", trained, f"delta: {trained} − base", "McNemar's p", "gain survival", "verdict")
+        several = trained_many(comparison, trained)
+        tested = "McNemar's p" if not several else "p of delta (t)"
+        head = ("scheme", "base", trained, f"delta: {trained} − base", tested, "gain survival", "verdict")
         rows = []
         for scheme in comparison.schemes:
             row = comparison.row(scheme, trained)
-            cells = [comparison.cells[variant, scheme] for variant in (names.BASE, trained)]
             survival = interval(row.gain_survival) if row.gain_survival else "not defined"
             verdict = f"**{row.verdict.verdict}**" if row.verdict else "reference"
-            accuracies = (f"{cell.estimate:.3f} ± {cell.stderr:.3f} (n = {cell.n})" for cell in cells)
-            p = "unpaired" if row.mcnemar is None else f"{row.mcnemar:.2g}"
-            rows.append((scheme, *accuracies, interval(row.delta), p, survival, verdict))
-        lines += [f"## Did the gain of {trained} survive?", "", *_table(head, rows), ""]
-    return lines
+            accuracies = (_accuracy(comparison, (variant, scheme)) for variant in (names.BASE, trained))
+            p = row.delta.p_two_sided if several else row.mcnemar
+            rows.append((scheme, *accuracies, interval(row.delta), "unpaired" if p is None else f"{p:.2g}", survival, verdict))
+        lines += [f"## Did the gain of {trained} survive?", "", *table(head, rows), ""]
+    return [*lines, *_pass_at(comparison)]
+
+
+def trained_many(comparison: Comparison, trained: str) -> bool:
+    """Whether McNemar's test is not defined: several runs, or several samples of a question."""
+    return comparison.paired and all(row.mcnemar is None for row in comparison.rows if row.variant == trained)
+
+
+def _accuracy(comparison: Comparison, cell: Cell) -> str:
+    found, runs = comparison.cells[cell], len(comparison.runs)
+    seeds_of = f", {runs} seeds" if runs > 1 and cell[0] != names.BASE else ""
+    return f"{found.estimate:.3f} ± {found.stderr:.3f} (n = {found.n}{seeds_of})"
+
+
+def _pass_at(comparison: Comparison) -> list[str]:
+    """pass@k of the cells that have several samples per question."""
+    if not comparison.pass_at:
+        return []
+    every = sorted({k for by_k in comparison.pass_at.values() for k in by_k})
+    rows = []
+    for (variant, scheme), by_k in comparison.pass_at.items():
+        first = comparison.cells[variant, scheme]
+        shares = {1: first} | by_k
+        texts = (f"{shares[k].estimate:.3f} ± {shares[k].stderr:.3f}" if k in shares else "too few" for k in (1, *every))
+        rows.append((names.cell_name(variant, scheme), str(first.n), str(comparison.evidence.samples((variant, scheme))), *texts))
+    head = ("cell", "n", "samples per question", *(f"pass@{k}" for k in (1, *every)))
+    return ["## Several samples per question", "", *table(head, rows), "", "Accuracies above are pass@1: the mean over a question's samples, with errors over questions.", ""]
 
 
 def _losses(comparison: Comparison) -> list[str]:
@@ -132,7 +94,7 @@ def _losses(comparison: Comparison) -> list[str]:
         losses = {variant: loss for row in comparison.rows if row.scheme == scheme for variant, loss in row.losses.items()}
         rows.append((scheme, *(interval(losses[variant]) for variant in comparison.variants)))
     head = ("scheme − fp16", *comparison.variants)
-    return [f"## What quantization costs (n = {comparison.n})", "", *_table(head, rows), ""]
+    return [f"## What quantization costs (n = {comparison.n})", "", *table(head, rows), ""]
 
 
 def _verdicts(comparison: Comparison) -> list[str]:
@@ -152,16 +114,22 @@ def _verdict(row: Row, several: bool) -> str:
         "lost": f"under {row.scheme} the gain is lost",
         "inconclusive": f"whether the gain survives {row.scheme} is inconclusive",
     }[row.verdict.verdict]
+    of_seeds = f" and {row.gain_survival.runs.count} seeds" if row.gain_survival.runs else ""
     says = f"For {row.variant}, {says}" if several else says[0].upper() + says[1:]
-    return f"{says}: gain survival is {interval(row.gain_survival)} on n = {row.gain_survival.n} questions; {row.verdict.reason}."
+    return f"{says}: gain survival is {interval(row.gain_survival)} on n = {row.gain_survival.n} questions{of_seeds}; {row.verdict.reason}."
 
 
 def _power(row: Row) -> str:
-    parts = [f"This n would have seen a change of the gain of {row.verdict.smallest_effect:.3f} four times in five"]
-    if row.verdict.n_to_decide:
-        parts.append(f"about {_rounded(row.verdict.n_to_decide):,} questions would decide, were these estimates the truth")
+    verdict = row.verdict
+    parts = [f"This n would have seen a change of the gain of {verdict.smallest_effect:.3f} four times in five"]
+    ways = [f"about {_rounded(verdict.n_to_decide):,} questions"] if verdict.n_to_decide else []
+    ways += [f"{verdict.seeds_to_decide} seeds"] if verdict.seeds_to_decide else []
+    if ways:
+        parts.append(f"{' or '.join(ways)} would decide, were these estimates the truth")
     if row.p_holm is not None:
-        parts.append(f"p = {row.verdict.p_value:.2g} against the margin, {row.p_holm:.2g} after Holm's correction over the verdicts")
+        parts.append(f"p = {verdict.p_value:.2g} against the margin, {row.p_holm:.2g} after Holm's correction over the verdicts")
+    if row.holds_together is False:
+        parts.append("**alone it holds, corrected for the other schemes it does not**: take it as a lead, not as a finding")
     return "; ".join(parts) + "."
 
 
@@ -178,9 +146,22 @@ def _notes(comparison: Comparison) -> list[str]:
         pairing = f"Differences are paired by question, with errors clustered over {comparison.clusters} groups of questions."
     else:
         pairing = "Differences are paired: every cell answers the same questions."
+    if len(comparison.runs) == 1:
+        pairing += " One training run: how much another seed would differ is unknown, and no interval here counts it in."
     return [
         f"{INTERVALS} {pairing}",
+        *_bootstrap(comparison),
         "*delta* = trained − base under one scheme; *gain survival* = that delta minus the delta at full precision (fp16), where it is",
         "therefore not defined. *survives*: its one-sided 95 % lower bound lies above −margin; *lost*: its upper bound lies below.",
+        "Each verdict errs in at most 5 % of studies by itself; Holm's p-values are for reading several verdicts together.",
         "",
     ]
+
+
+def _bootstrap(comparison: Comparison) -> list[str]:
+    """How far the closed form is from resampling the questions."""
+    pairs = [(row.bootstrap[name], getattr(row, name)) for row in comparison.rows for name in row.bootstrap]
+    if not pairs:
+        return []
+    apart = max(max(abs(drawn.low - closed.low), abs(drawn.high - closed.high)) for drawn, closed in pairs)
+    return [f"A paired bootstrap over questions (10,000 resamples, seeded) gives the same intervals to within {apart:.3f}."]

@@ -1,0 +1,96 @@
+"""Several training runs of one recipe: the run is a random effect, beside the questions.
+
+A run's contrast is θ + aₛ + (its questions' error): θ is the recipe's, aₛ the run's own. Two runs' errors are correlated as
+far as they answered the same questions (crossed: all of them; nested: none; or in between), and that part no further run
+makes smaller. What is reported for θ is the plain mean over runs, each counting once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from qrl.stats.contrasts import contrast, interval, weighted
+from qrl.stats.estimate import Estimate, Runs
+from qrl.stats.rates import effective_n, wilson
+
+
+def contrast_over_runs(
+    outcomes: Sequence[ArrayLike], weights: Sequence[float], groups: Sequence[ArrayLike], labels: Sequence[str], n: int
+) -> Estimate:
+    """Weighted sum of cells' accuracies, averaged over training runs, with the spread between runs in its error.
+
+    Args:
+        outcomes: per run s, (cells, n_s) in 0..1, column j being the same question in every row.
+        weights: (cells,) such as (1, −1) for a difference.
+        groups: per run, (n_s,) whole numbers naming each question, or the group of questions that it belongs to, the same
+            number in every run that asked it.
+        labels: of the runs.
+        n: different questions in all.
+
+    Returns:
+        Estimate with `runs`. Where no question and no run deviates from any other, the error is the one that `contrast`
+        gives in that case.
+
+    Raises:
+        ValueError: fewer than two runs, or shapes that do not fit.
+
+    Source: E[spread of the runs' estimates] = between + own, and the mean's variance = (between + own)/S + shared, by the
+        method of moments; on the same questions this is Clark's (MS_runs + MS_questions − MS_residual)/(nS), J. Verbal
+        Learning and Verbal Behavior 12 (1973) 335.
+    """
+    if len(outcomes) < 2 or not len(outcomes) == len(groups) == len(labels):
+        raise ValueError(f"{len(outcomes)} runs with {len(groups)} sets of groups and {len(labels)} labels: expected the same number, at least 2.")
+    values = [weighted(each, weights) for each in outcomes]
+    alone = tuple(contrast(each, weights, group) for each, group in zip(outcomes, groups, strict=True))
+    means = np.array([each.estimate for each in alone])
+    own, shared, count = _question_variance(values, groups)
+    spread = float(means.var(ddof=1))
+    if max(spread, own + shared) < 1e-24:
+        shared = contrast(np.concatenate(outcomes, axis=1), weights, np.concatenate(groups)).stderr ** 2
+    runs = Runs(tuple(labels), alone, spread, own, shared, count)
+    return interval(Estimate(float(means.mean()), runs.stderr, 0, 0, n, df=len(labels) - 1, runs=runs))
+
+
+def rate_over_runs(values: Sequence[ArrayLike], groups: Sequence[ArrayLike], labels: Sequence[str], n: int, *, vary: bool) -> Estimate:
+    """Mean of shares per question, averaged over training runs.
+
+    Args:
+        values: per run s, (n_s,) in 0..1 per question.
+        groups: per run, as for `contrast_over_runs`.
+        labels: of the runs.
+        n: different questions in all.
+        vary: whether each run has weights of its own; False for the base, which is one model however often it was asked:
+            its error is that of its questions, and its interval Wilson's.
+    """
+    if vary:
+        found = contrast_over_runs([np.asarray(each)[None] for each in values], (1,), groups, labels, n)
+        return interval(found, 0.0, 1.0)
+    arrays = [np.asarray(each, dtype=float) for each in values]
+    own, shared, count = _question_variance(arrays, groups)
+    mean = float(np.mean([each.mean() for each in arrays]))
+    stderr = float(np.sqrt(own / len(arrays) + shared))
+    binary = all(np.isin(each, (0, 1)).all() for each in arrays)
+    return wilson(mean, stderr, n, effective_n(mean, stderr, count, binary=binary, n=n))
+
+
+def _question_variance(values: Sequence[np.ndarray], groups: Sequence[ArrayLike]) -> tuple[float, float, int]:
+    """Mean variance of a run's mean from its own questions' luck, the covariance of two runs' means, and groups in all.
+
+    A covariance is what the runs' answers to the same groups of questions share. It cannot be negative where runs of one
+    recipe are exchangeable, so an estimate below 0 counts as 0.
+    """
+    groups = [np.asarray(each) for each in groups]
+    size = 1 + max(int(each.max()) for each in groups)
+    sums = np.stack([np.bincount(g, weights=v - v.mean(), minlength=size) for v, g in zip(values, groups, strict=True)])
+    counts = np.array([len(np.unique(each)) for each in groups])
+    scaled = sums * np.sqrt(counts / (counts - 1))[:, None] / np.array([len(each) for each in values])[:, None]
+    covariance = scaled @ scaled.T
+    within = float(np.diag(covariance).mean())
+    between = (float(covariance.sum()) - float(np.trace(covariance))) / (len(values) * (len(values) - 1))
+    shared = min(within, max(0.0, between))
+    return within - shared, shared, int((np.bincount(np.concatenate(groups), minlength=size) > 0).sum())
+
+
