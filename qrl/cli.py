@@ -207,6 +207,44 @@ def grade_command(task: str, out: str, named: str | None, file: str | None) -> N
     click.echo(files.grade(task, file or named, out))
 
 
+@cli.command("plan")
+@click.option("--base-accuracy", type=float, metavar="P", help="Accuracy before training. [default: 0.68]")
+@click.option("--gain", type=float, metavar="G", help="Accuracy that training will add. [default: 0.05]")
+@click.option("--drop", type=float, metavar="D", help="How much of the gain quantization will take: gain survival is −D. [default: 0.01]")
+@click.option("--correlation", type=float, metavar="R", help="Of a question's 0/1 outcomes before and after training. [default: 0.2]")
+@click.option("--scheme-correlation", type=float, metavar="R", help="Of its outcomes at full precision and quantized. [default: 0.7]")
+@click.option("--margin", type=float, metavar="M", help="Loss of gain that still counts as survival. [default: half the gain, at least 0.02]")
+@click.option("--power", type=float, default=0.8, show_default=True, metavar="P", help="Wanted chance that the study shows what is there.")
+@click.option("--n", type=int, metavar="N", help="Questions that you have: what can they show?")
+@click.option("--effect", type=float, metavar="E", help="A gain, or change of the gain: how many questions show it?")
+@click.option("--seeds", type=int, metavar="S", help="Training runs. [default: 1; several to choose from with --between-seed-sd]")
+@click.option("--between-seed-sd", type=float, metavar="SD", help="Of gain survival over training runs: what other seeds would differ by.")
+@click.option("--between-seed-sd-gain", type=float, metavar="SD", help="Of the gain over training runs. [default: --between-seed-sd]")
+@click.option("--own-questions", is_flag=True, help="Each seed is asked questions of its own, as `arithmetic` does; else all the same.")
+@click.option("--pilot", metavar="FILE", help="questions.parquet of an earlier study: base accuracy, gain, drop and correlations from there.")
+@click.option("--scheme", metavar="SCHEME", help="Which scheme of the pilot. [default: the one that the gain survives least]")
+@click.option("--out", metavar="DIR", help="Write table.md, table.json and a figure there.")
+def plan_command(between_seed_sd: float | None, between_seed_sd_gain: float | None, own_questions: bool, **given) -> None:
+    """How many questions, and seeds, before any GPU time.
+
+    \b
+    python -m qrl plan --gain 0.05 --drop 0.01           n for the verdict, and to show the gain itself
+    python -m qrl plan --n 1000                          what 1,000 questions can show
+    python -m qrl plan --effect 0.03                     n that shows a gain, or a change of the gain, of 0.03
+    python -m qrl plan --pilot questions.parquet         the same, from what an earlier study found
+    python -m qrl plan --gain 0.1 --between-seed-sd 0.01 training runs too, where seeds differ
+
+    Correlation is what pairing lives on: the likelier a question is answered alike in two cells, the fewer are needed.
+    Chances follow the verdict's own rule, margin and all; needs no store.
+    """
+    from qrl.steps import plan
+
+    asked = {key: given.pop(key) for key in ("pilot", "scheme", "n", "effect", "power", "seeds", "out")}
+    between_gain = between_seed_sd if between_seed_sd_gain is None else between_seed_sd_gain
+    given |= {"between_survival": between_seed_sd, "between_gain": between_gain, "own_questions": own_questions or None}
+    plan.make({key: value for key, value in given.items() if value is not None}, **asked)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command and ends with its exit code; errors that a sentence can tell are told in one."""
     process.settle()

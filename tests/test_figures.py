@@ -6,6 +6,9 @@ import pandas as pd
 import pytest
 
 from qrl import compare, figures
+from qrl.figures import comparison
+from qrl.figures import training as of_training
+from qrl.figures import weights as of_weights
 
 COUNTS = {"n": 1000, "base": {"fp16": 680, "nf4": 650, "awq": 580}, "grpo": {"fp16": 820, "nf4": 780, "awq": 600}}
 
@@ -66,9 +69,9 @@ def test_training_without_rewards_is_refused(tmp_path):
 
 def test_titles_say_what_the_numbers_say():
     found = compare.from_counts(COUNTS)
-    assert figures._survival_found([row for row in found.rows if row.verdict], False) == "The gain survives nf4; it is lost under awq"
-    assert figures._gain_found("grpo", found.row("fp16").delta).startswith("grpo gains +0.140 [")
-    assert "raises" in figures._error_found(weights(1.05), ["base", "grpo"])
-    assert "hardly moves" in figures._error_found(weights(1.001), ["base", "grpo"])
+    assert comparison._survival_found([row for row in found.rows if row.verdict], False) == "The gain survives nf4; it is lost under awq"
+    assert comparison._gain_found("grpo", found.row("fp16").delta).startswith("grpo gains +0.140 [")
+    assert "raises" in of_weights._error_found(weights(1.05), ["base", "grpo"])
+    assert "hardly moves" in of_weights._error_found(weights(1.001), ["base", "grpo"])
     rising = pd.DataFrame({"step": [1, 2], "reward": [0.5, 0.7]})
-    assert figures._reward_found(rising) == "Training reward rises from 0.500 to 0.700 in 2 steps"
+    assert of_training._reward_found(rising) == "Training reward rises from 0.500 to 0.700 in 2 steps"

@@ -89,7 +89,8 @@ class Questions:
         if len(self.runs) == 1:
             return stats.contrast(self._stacked(weights, 0), signs, self._clusters)
         stacked = [self._stacked(weights, run) for run in range(len(self.runs))]
-        return stats.contrast_over_runs(stacked, signs, self.outcomes.groups, self.runs, self.n)
+        vary = any(variant != BASE for variant, _ in weights)
+        return stats.contrast_over_runs(stacked, signs, self.outcomes.groups, self.runs, self.n, vary=vary)
 
     def mcnemar(self, a: Cell, b: Cell) -> float | None:
         """Exact p of two cells' disagreements; None where it is not defined: several runs, or several samples."""

@@ -57,7 +57,7 @@ def _notes(comparison: Comparison) -> list[str]:
     else:
         design = "The seeds share some of their questions; the error counts in what they share."
     lines = [
-        f"A seed's own interval is its questions' alone. The mean over seeds treats the training run as a random effect: {design}",
+        f"A seed's own interval is its questions' alone. The mean over seeds treats the training run as a random effect. {design}",
         "*between-seed sd*: of the runs' true values, by the method of moments; *within-seed sd*: the error that its questions give to one run.",
     ]
     estimates = [value for row in comparison.rows for value in (row.delta, row.gain_survival) if value is not None]
@@ -66,5 +66,6 @@ def _notes(comparison: Comparison) -> list[str]:
             f"*truncated*: the runs differ less than their questions alone would make them; the variance counts as 0, which {count} seeds cannot show it to be."
         )
     if count < 5:
-        lines.append(f"{count} seeds say little of the spread between seeds (t with {count - 1} degrees of freedom), and the intervals are as wide as that asks for.")
+        freedom = "1 degree" if count == 2 else f"{count - 1} degrees"
+        lines.append(f"{count} seeds say little of the spread between seeds (t with {freedom} of freedom), and the intervals are as wide as that asks for.")
     return lines

@@ -18,7 +18,13 @@ from qrl.stats.rates import effective_n, wilson
 
 
 def contrast_over_runs(
-    outcomes: Sequence[ArrayLike], weights: Sequence[float], groups: Sequence[ArrayLike], labels: Sequence[str], n: int
+    outcomes: Sequence[ArrayLike],
+    weights: Sequence[float],
+    groups: Sequence[ArrayLike],
+    labels: Sequence[str],
+    n: int,
+    *,
+    vary: bool = True,
 ) -> Estimate:
     """Weighted sum of cells' accuracies, averaged over training runs, with the spread between runs in its error.
 
@@ -29,9 +35,11 @@ def contrast_over_runs(
             number in every run that asked it.
         labels: of the runs.
         n: different questions in all.
+        vary: whether runs have weights of their own; False where all cells are the base's, one model however often it was
+            asked: then the error is that of the questions.
 
     Returns:
-        Estimate with `runs`. Where no question and no run deviates from any other, the error is the one that `contrast`
+        Estimate with `runs`, where they vary. Where no question and no run deviates from any other, the error is the one that `contrast`
         gives in that case.
 
     Raises:
@@ -50,6 +58,8 @@ def contrast_over_runs(
     spread = float(means.var(ddof=1))
     if max(spread, own + shared) < 1e-24:
         shared = contrast(np.concatenate(outcomes, axis=1), weights, np.concatenate(groups)).stderr ** 2
+    if not vary:
+        return interval(Estimate(float(means.mean()), float(np.sqrt(own / len(labels) + shared)), 0, 0, n, df=count - 1))
     runs = Runs(tuple(labels), alone, spread, own, shared, count)
     return interval(Estimate(float(means.mean()), runs.stderr, 0, 0, n, df=len(labels) - 1, runs=runs))
 

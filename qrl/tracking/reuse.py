@@ -30,7 +30,7 @@ _ROOMS = {
     "diagnose": "diagnose",
     "compare": "compare",
 }
-_ABOVE = ("names.py", "stats", "verdict.py", "recipe.py", "gate.py", "tasks", "checkpoint.py", "formats", "engine", "figures.py")
+_ABOVE = ("names.py", "stats", "verdict.py", "recipe.py", "gate.py", "tasks", "checkpoint.py", "formats", "engine", "figures")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,11 @@
+"""Every plot. A title states what was found; colours are Okabe and Ito's, told apart by the colour-blind; n is on the page.
+
+matplotlib is loaded on first use, without pyplot and so without a display or global state. PNGs appear whole or not at all.
+"""
+
+from qrl.figures.comparison import matrix, survival
+from qrl.figures.plan import chances
+from qrl.figures.training import training
+from qrl.figures.weights import layer_error
+
+__all__ = ["chances", "layer_error", "matrix", "survival", "training"]

@@ -1,0 +1,49 @@
+"""A plan as curves: the chance of a verdict over the number of questions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from qrl.figures.canvas import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PURPLE, SKY, canvas, finish
+from qrl.plan.table import found, widest
+
+if TYPE_CHECKING:
+    from qrl.plan import Plan
+
+COLOURS = (BLUE, GREEN, ORANGE, PURPLE, SKY)
+
+
+def chances(plan: Plan, path: str | Path) -> None:
+    """Chance to show the gain (dashed) and of the expected verdict (solid), a colour per number of training runs.
+
+    Args:
+        plan: of `qrl.plan.make`.
+        path: the PNG to write.
+    """
+    figure, axes = canvas(7.4, 4.6)
+    rows = plan.rows if len(plan.rows) <= len(COLOURS) else plan.rows[:: -(-len(plan.rows) // len(COLOURS))]
+    sizes = np.unique(np.geomspace(20, widest(plan.rows), 60).astype(int))
+    for row, colour in zip(rows, COLOURS, strict=False):
+        shown, decided = zip(*(plan.chances(int(n), row.seeds) for n in sizes), strict=True)
+        of = f", {row.seeds} runs" if row.seeds > 1 else ""
+        axes.plot(sizes, shown, color=colour, lw=1.6, ls=(0, (4, 2)), label=f"gain shown{of}")
+        if plan.verdict:
+            axes.plot(sizes, decided, color=colour, lw=2.6, label=f"{plan.verdict}{of}")
+    axes.axhline(plan.power, color=INK, lw=1)
+    if plan.n is not None:
+        axes.axvline(plan.n, color=GREY, lw=1.4)
+        axes.annotate(f"n = {plan.n:,}", (plan.n, 0.02), (4, 0), textcoords="offset points", color=FAINT, size=9.5)
+    axes.set_xscale("log")
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("questions of each training run")
+    axes.set_ylabel("chance")
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    assumed = plan.assumed
+    note = (
+        f"Assumed: base {assumed.base_accuracy:.2f}, gain {assumed.gain:.3f}, loss of gain {assumed.drop:.3f}, margin {assumed.expected_margin:.3f}, "
+        f"correlations {assumed.correlation:.2f} and {assumed.scheme_correlation:.2f}.\nSolid line across: the wanted power, {plan.power:.2f}."
+    )
+    finish(figure, axes, found(plan).replace("`", ""), note, path)

@@ -1,0 +1,53 @@
+"""Training curves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from qrl.figures.canvas import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, canvas, finish
+
+
+def training(history: pd.DataFrame, path: str | Path) -> None:
+    """Training curves: reward, and below it the health of the run.
+
+    Args:
+        history: `step`, `reward`, and where they were logged `reward_std`, `frac_reward_zero_std`, `entropy`, `kl`;
+            columns that are missing or all NaN are left out.
+        path: the PNG to write.
+    """
+    labels = {
+        "reward": "mean reward (share right)",
+        "reward_std": "standard deviation of rewards",
+        "frac_reward_zero_std": "groups without signal (share)",
+        "entropy": "entropy (nats a token)",
+        "kl": "KL to the reference (nats a token)",
+    }
+    shown = [column for column in labels if column in history and history[column].notna().any()]
+    if "step" not in history or "reward" not in shown:
+        raise ValueError(f"The history has the columns {list(history)}, but 'step' and a 'reward' with values were expected.")
+    figure, grid = canvas(7.4, 2.2 + 1.5 * (len(shown) - 1) + 1.2, rows=len(shown), heights=[2, *[1] * (len(shown) - 1)])
+    panels = np.atleast_1d(grid)
+    for axes, column, colour in zip(panels, shown, (BLUE, SKY, PURPLE, GREEN, ORANGE), strict=False):
+        part = history[["step", column]].dropna()
+        smooth = part[column].rolling(2 * (len(part) // 20) + 1, center=True, min_periods=1).mean()
+        axes.plot(part["step"], part[column], "o-" if len(part) <= 40 else "-", color=colour, lw=1, ms=3.5, alpha=0.4)
+        axes.plot(part["step"], smooth, color=colour, lw=2.4)
+        axes.set_title(labels[column], loc="left", size=10, color=INK, pad=4)
+        axes.margins(x=0.02, y=0.15)
+        if axes is not panels[-1]:
+            axes.tick_params(labelbottom=False)
+    panels[-1].set_xlabel("optimizer step")
+    panels[-1].xaxis.get_major_locator().set_params(integer=True)
+    finish(figure, panels[0], _reward_found(history), "Faint: each logged step; bold: running mean over a tenth of the run.", path)
+
+
+def _reward_found(history: pd.DataFrame) -> str:
+    reward = history.dropna(subset=["reward"]).sort_values("step")["reward"]
+    edge = max(1, len(reward) // 10)
+    first, last = reward.iloc[:edge].mean(), reward.iloc[-edge:].mean()
+    verb = "stays near" if abs(last - first) < 0.005 else ("rises from" if last > first else "falls from")
+    numbers = f"{first:.3f}" if verb == "stays near" else f"{first:.3f} to {last:.3f}"
+    return f"Training reward {verb} {numbers} in {int(history['step'].max())} steps"

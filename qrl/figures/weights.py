@@ -1,0 +1,98 @@
+"""What training did to the error of rounding weights to four bits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from qrl.figures.canvas import BLUE, GREY, INK, ORANGE, VARIANTS, canvas, finish
+from qrl.names import BASE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+KINDS = (("attention", r"attn"), ("mlp", r"mlp"), ("other", r""))
+
+
+def layer_error(weights: pd.DataFrame, path: str | Path) -> None:
+    """Relative error of 4-bit rounding per layer, base against the trained variants, and by how much each tensor's moved.
+
+    Args:
+        weights: a row per variant and tensor: `variant`, `tensor`, `numel`, `w4_relative_mse` (‖W − Q(W)‖² / ‖W‖²).
+        path: the PNG to write.
+    """
+    frame = weights.assign(place=weights["tensor"].map(_place))
+    places = sorted(frame["place"].unique(), key=_order)
+    x = {place: i for i, place in enumerate(places)}
+    variants = [BASE, *sorted(set(frame["variant"]) - {BASE})]
+    figure, panels = canvas(7.4, 3.2 * min(2, len(variants)), rows=min(2, len(variants)))
+    above, *below = np.atleast_1d(panels)
+    for i, variant in enumerate(variants):
+        part = frame[frame["variant"] == variant]
+        mean = _weighted(part, part["place"].map(x)).sort_index()
+        style = {"lw": 5, "alpha": 0.45, "ms": 10} if variant == BASE else {"lw": 1.8, "ms": 5}
+        above.plot(mean.index, mean, "o-", color=VARIANTS[i % len(VARIANTS)], label=variant, **style)
+    above.set_ylabel("relative error of 4 bits")
+    above.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(variants), borderaxespad=0.2)
+    above.margins(y=0.25)
+    if below:
+        _changes(below[0], frame, variants, x)
+    layers = [place for place in places if isinstance(place, int)]
+    shown = [place for place in places if isinstance(place, str) or layers.index(place) % -(-len(layers) // 12) == 0]
+    for axes in (above, *below):
+        axes.set_xticks([x[place] for place in shown], [place if isinstance(place, int) else f"\n{place}" for place in shown])
+    axes.set_xlabel("layer")
+    note = f"{frame['tensor'].nunique()} tensors of {', '.join(variants)}. Lines: means over a layer, weighted by size{'; dots: single tensors' if below else ''}."
+    finish(figure, above, _error_found(frame, variants), note, path)
+
+
+def _changes(axes: Axes, frame: pd.DataFrame, variants: list[str], x: dict[int | str, int]) -> None:
+    """Change of each tensor's error against base, in percent, by kind of module."""
+    base = frame[frame["variant"] == BASE].set_index("tensor")["w4_relative_mse"]
+    trained = frame[frame["variant"].isin(variants[1:])]
+    change = 100 * (trained["w4_relative_mse"] / trained["tensor"].map(base) - 1)
+    kinds = trained["tensor"].map(_kind)
+    for (kind, _), mark, colour, shift in zip(KINDS, "os^", (BLUE, ORANGE, GREY), (-0.12, 0.12, 0), strict=True):
+        if (kinds == kind).any():
+            places = trained.loc[kinds == kind, "place"].map(x) + shift
+            axes.plot(places, change[kinds == kind], mark, color=colour, ms=6, alpha=0.75, mew=0, label=kind)
+    axes.axhline(0, color=INK, lw=1)
+    axes.set_ylabel("change by training, %")
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(KINDS), borderaxespad=0.2)
+
+
+def _place(tensor: str) -> int | str:
+    """Number of the layer that a tensor belongs to, or the first telling part of its name."""
+    layer = re.search(r"\.(\d+)\.", tensor)
+    return int(layer[1]) if layer else tensor.removeprefix("model.").removesuffix(".weight").replace("embed_tokens", "embed")
+
+
+def _order(place: int | str) -> tuple[int, str]:
+    """Embeddings before the layers, the head and whatever else after them."""
+    if isinstance(place, int):
+        return place, ""
+    return (-1, place) if place == "embed" else (10**9, place)
+
+
+def _kind(tensor: str) -> str:
+    return next(name for name, pattern in KINDS if re.search(pattern, tensor))
+
+
+def _weighted(frame: pd.DataFrame, by: Any) -> pd.Series:
+    """Relative error over groups of tensors, weighted by their numbers of weights."""
+    sums = frame.assign(error=frame["w4_relative_mse"] * frame["numel"]).groupby(by)[["error", "numel"]].sum()
+    return sums["error"] / sums["numel"]
+
+
+def _error_found(frame: pd.DataFrame, variants: list[str]) -> str:
+    totals = _weighted(frame, frame["variant"])
+    if len(variants) == 1:
+        return f"4-bit rounding error of {variants[0]}: {totals[variants[0]]:.5f}"
+    change = 100 * (totals[variants[1]] / totals[BASE] - 1)
+    amount = f"{change:+.2g} %".replace("-", "−")
+    verb = "hardly moves" if abs(change) < 1 else ("raises" if change > 0 else "lowers")
+    return f"Training {verb} the 4-bit rounding error: {amount} of {totals[BASE]:.4f}"
