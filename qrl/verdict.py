@@ -5,6 +5,7 @@ A non-inferiority test: "no significant loss" is no evidence of survival, so sur
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -72,8 +73,8 @@ def judge(gain: Estimate, survival: Estimate, kept: Estimate, accuracies: dict[s
         interval = f"{signed(gain.estimate)} [{signed(gain.low)}, {signed(gain.high)}]"
         reason = f"the full-precision gain, {interval}, is not shown to be above 0: no gain, nothing to survive"
         return Verdict("inconclusive", reason, margin, smallest, *_to_decide(gain, tests))
-    p_above = max(estimate.p_above(bound) for estimate, bound in tests)
-    p_below = max(1 - estimate.p_above(bound) for estimate, bound in tests)
+    p_values = [estimate.p_above(bound) for estimate, bound in tests]
+    p_above, p_below = max(p_values), 1 - min(p_values)
     if p_above < 1 - LEVEL:
         reason = f"the one-sided 95 % lower bound of gain survival, {signed(survival.lower)}, lies above −margin, {signed(-margin)}"
         return Verdict("survives", reason, margin, smallest, p_value=p_above)
@@ -109,12 +110,15 @@ def _to_decide(gain: Estimate, tests: list[tuple[Estimate, float]]) -> tuple[int
     if gain.estimate <= 0 or min(distance for _, distance, _ in settled) < 1e-9:
         return None, None
 
+    if gain.runs is None:  # every reach and stderr shrinks with the root of n
+        times = max(seen(value, tail) / distance for value, distance, tail in settled) ** 2
+        n = max(gain.n + 1, math.ceil(gain.n * times))
+        return (n if n <= 1000 * gain.n else None), None
+
     def decides(questions: float = 1.0, runs: int | None = None) -> bool:
         return all(seen(value.projected(questions, runs), tail) <= distance for value, distance, tail in settled)
 
     n = least(lambda n: decides(questions=n / gain.n), gain.n + 1, 1000 * gain.n)
-    if gain.runs is None:
-        return n, None
     return n, least(lambda runs: decides(runs=runs), gain.runs.count + 1, 1000)
 
 

@@ -6,8 +6,7 @@ import pandas as pd
 import pytest
 
 from qrl import compare, figures
-from qrl.figures import comparison
-from qrl.figures import training as of_training
+from qrl.figures import comparison, rewards
 from qrl.figures import weights as of_weights
 
 COUNTS = {"n": 1000, "base": {"fp16": 680, "nf4": 650, "awq": 580}, "grpo": {"fp16": 820, "nf4": 780, "awq": 600}}
@@ -74,4 +73,4 @@ def test_titles_say_what_the_numbers_say():
     assert "raises" in of_weights._error_found(weights(1.05), ["base", "grpo"])
     assert "hardly moves" in of_weights._error_found(weights(1.001), ["base", "grpo"])
     rising = pd.DataFrame({"step": [1, 2], "reward": [0.5, 0.7]})
-    assert of_training._reward_found(rising) == "Training reward rises from 0.500 to 0.700 in 2 steps"
+    assert rewards._reward_found(rising) == "Training reward rises from 0.500 to 0.700 in 2 steps"

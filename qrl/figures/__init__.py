@@ -5,7 +5,7 @@ matplotlib is loaded on first use, without pyplot and so without a display or gl
 
 from qrl.figures.comparison import matrix, survival
 from qrl.figures.plan import chances
-from qrl.figures.training import training
+from qrl.figures.rewards import training
 from qrl.figures.weights import layer_error
 
 __all__ = ["chances", "layer_error", "matrix", "survival", "training"]

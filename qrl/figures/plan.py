@@ -24,7 +24,7 @@ def chances(plan: Plan, path: str | Path) -> None:
         path: the PNG to write.
     """
     figure, axes = canvas(7.4, 4.6)
-    rows = plan.rows if len(plan.rows) <= len(COLOURS) else plan.rows[:: -(-len(plan.rows) // len(COLOURS))]
+    rows = plan.rows if len(plan.rows) <= len(COLOURS) else (*plan.rows[:4], plan.rows[-1])
     sizes = np.unique(np.geomspace(20, widest(plan.rows), 60).astype(int))
     for row, colour in zip(rows, COLOURS, strict=False):
         shown, decided = zip(*(plan.chances(int(n), row.seeds) for n in sizes), strict=True)

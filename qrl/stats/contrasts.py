@@ -117,9 +117,9 @@ def stderr_of_mean(values: np.ndarray, clusters: ArrayLike | None) -> tuple[floa
         labels = np.asarray(clusters)
         if labels.shape != values.shape:
             raise ValueError(f"{labels.shape} clusters do not fit {values.shape} questions: expected one label per question.")
-        _, group = np.unique(labels, return_inverse=True)
-        groups = int(group.max(initial=-1)) + 1
-        centred = np.bincount(group, weights=centred)
+        distinct, group = np.unique(labels, return_inverse=True)
+        groups = len(distinct)
+        centred = np.bincount(group, weights=centred, minlength=1)
     if groups < 2:
         raise ValueError(f"{len(values)} questions in {groups} groups give no error bar: expected at least 2 groups.")
     return math.sqrt(groups / (groups - 1) * float(centred @ centred)) / len(values), groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 LEVEL = 0.95  # of every interval, and of the one-sided bounds that verdicts look at
 
@@ -64,7 +65,7 @@ class Runs:
         Source: Banerjee, Sankhyā 22 (1960) 357, for variances added; crossed random effects of runs and questions: Clark,
             J. Verbal Learning and Verbal Behavior 12 (1973) 335.
         """
-        of_runs, of_questions = quantile(1 - tail, self.count - 1), quantile(1 - tail, self.groups - 1)
+        of_runs, of_questions = quantile(tail, self.count - 1), quantile(tail, self.groups - 1)  # signs do not matter: squared
         both = of_runs**2 * self.spread / self.count + of_questions**2 * self.shared
         return math.sqrt(max(both, of_questions**2 * (self.own / self.count + self.shared)))
 
@@ -73,7 +74,7 @@ class Runs:
         between = max(0.0, self.between_variance)
         own, shared = self.own / questions, self.shared / questions
         groups = max(2, round(self.groups * questions))
-        return replace(self, labels=self.labels[:1] * runs, values=(), spread=between + own, own=own, shared=shared, groups=groups)
+        return Runs(self.labels[:1] * runs, (), between + own, own, shared, groups)
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Estimate:
 
     def reach(self, tail: float) -> float:
         """Distance from the estimate to its one-sided bound with error `tail`."""
-        return self.runs.reach(tail) if self.runs else quantile(1 - tail, self.df) * self.stderr
+        return self.runs.reach(tail) if self.runs else -quantile(tail, self.df) * self.stderr
 
     def p_above(self, bound: float) -> float:
         """One-sided p-value of "the true value is not above `bound`"."""
@@ -118,27 +119,26 @@ class Estimate:
         return 2 * self._tail(abs(self.estimate))
 
     def _tail(self, distance: float) -> float:
-        """The error at which a one-sided bound lies this far from the estimate; by bisection where runs are behind it."""
+        """The error at which a one-sided bound lies this far from the estimate; by search where runs are behind it."""
         from scipy.special import ndtr, stdtr
 
         if self.runs is None:
             t = -distance / self.stderr
             return float(ndtr(t) if math.isinf(self.df) else stdtr(self.df, t))
-        low, high = 1e-12, 0.5  # its reach falls from `low` to `high`
-        for _ in range(60):
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if self.reach(middle) > distance else (low, middle)
-        return high
+        from scipy.optimize import brentq
+
+        least, most = math.log(1e-100), math.log(0.5)
+        if distance >= self.reach(math.exp(least)):
+            return 0.0
+        return math.exp(brentq(lambda tail: self.reach(math.exp(tail)) - distance, least, most, xtol=1e-12)) if distance else 0.5
 
     def projected(self, questions: float = 1.0, runs: int | None = None) -> Estimate:
-        """This estimate with so many times the questions, and with so many runs where there are several."""
-        n = max(2, round(self.n * questions))
-        if self.runs:
-            expected = self.runs.projected(questions, runs or self.runs.count)
-            return replace(self, stderr=expected.stderr, n=n, runs=expected)
-        return replace(self, stderr=self.stderr / math.sqrt(questions), n=n)
+        """This estimate, of several runs, with so many times the questions and with so many runs."""
+        expected = self.runs.projected(questions, runs or self.runs.count)
+        return replace(self, stderr=expected.stderr, n=max(2, round(self.n * questions)), runs=expected)
 
 
+@lru_cache(maxsize=1024)  # the same few are asked for again and again
 def quantile(probability: float, df: float = math.inf) -> float:
     """Quantile of the t distribution with `df` degrees of freedom; of the normal one where they are infinite."""
     from scipy.special import ndtri, stdtrit

@@ -7,7 +7,9 @@ makes smaller. What is reported for θ is the plain mean over runs, each countin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -52,16 +54,19 @@ def contrast_over_runs(
     if len(outcomes) < 2 or not len(outcomes) == len(groups) == len(labels):
         raise ValueError(f"{len(outcomes)} runs with {len(groups)} sets of groups and {len(labels)} labels: expected the same number, at least 2.")
     values = [weighted(each, weights) for each in outcomes]
-    alone = tuple(contrast(each, weights, group) for each, group in zip(outcomes, groups, strict=True))
-    means = np.array([each.estimate for each in alone])
-    own, shared, count = _question_variance(values, groups)
-    spread = float(means.var(ddof=1))
-    if max(spread, own + shared) < 1e-24:
-        shared = contrast(np.concatenate(outcomes, axis=1), weights, np.concatenate(groups)).stderr ** 2
+    questions = Questions.behind(values, groups)
+    means = [float(each.mean()) for each in values]
     if not vary:
-        return interval(Estimate(float(means.mean()), float(np.sqrt(own / len(labels) + shared)), 0, 0, n, df=count - 1))
-    runs = Runs(tuple(labels), alone, spread, own, shared, count)
-    return interval(Estimate(float(means.mean()), runs.stderr, 0, 0, n, df=len(labels) - 1, runs=runs))
+        return interval(Estimate(float(np.mean(means)), questions.stderr, 0, 0, n, df=questions.groups - 1))
+    alone = tuple(
+        interval(Estimate(mean, math.sqrt(variance), 0, 0, len(each), df=count - 1)) if variance > 1e-24 else contrast(outcome, weights, group)
+        for mean, variance, count, each, outcome, group in zip(means, questions.variances, questions.counts, values, outcomes, groups, strict=True)
+    )
+    spread, shared = float(np.var(means, ddof=1)), questions.shared
+    if max(spread, questions.own + shared) < 1e-24:
+        shared = contrast(np.concatenate(outcomes, axis=1), weights, np.concatenate(groups)).stderr ** 2
+    runs = Runs(tuple(labels), alone, spread, questions.own, shared, questions.groups)
+    return interval(Estimate(float(np.mean(means)), runs.stderr, 0, 0, n, df=len(labels) - 1, runs=runs))
 
 
 def rate_over_runs(values: Sequence[ArrayLike], groups: Sequence[ArrayLike], labels: Sequence[str], n: int, *, vary: bool) -> Estimate:
@@ -79,28 +84,48 @@ def rate_over_runs(values: Sequence[ArrayLike], groups: Sequence[ArrayLike], lab
         found = contrast_over_runs([np.asarray(each)[None] for each in values], (1,), groups, labels, n)
         return interval(found, 0.0, 1.0)
     arrays = [np.asarray(each, dtype=float) for each in values]
-    own, shared, count = _question_variance(arrays, groups)
+    questions = Questions.behind(arrays, groups)
     mean = float(np.mean([each.mean() for each in arrays]))
-    stderr = float(np.sqrt(own / len(arrays) + shared))
     binary = all(np.isin(each, (0, 1)).all() for each in arrays)
-    return wilson(mean, stderr, n, effective_n(mean, stderr, count, binary=binary, n=n))
+    return wilson(mean, questions.stderr, n, effective_n(mean, questions.stderr, questions.groups, binary=binary, n=n))
 
 
-def _question_variance(values: Sequence[np.ndarray], groups: Sequence[ArrayLike]) -> tuple[float, float, int]:
-    """Mean variance of a run's mean from its own questions' luck, the covariance of two runs' means, and groups in all.
+@dataclass(frozen=True)
+class Questions:
+    """What runs' means owe to their questions.
 
-    A covariance is what the runs' answers to the same groups of questions share. It cannot be negative where runs of one
-    recipe are exchangeable, so an estimate below 0 counts as 0.
+    Attributes:
+        variances: (S,) of each run's mean.
+        counts: (S,) independent groups of questions behind it.
+        own: mean variance of a run that is not shared with the others.
+        shared: covariance of two runs' means, from the groups of questions that both answered. It cannot be negative where
+            runs of one recipe are exchangeable, so an estimate below 0 counts as 0.
+        groups: in all.
     """
-    groups = [np.asarray(each) for each in groups]
-    size = 1 + max(int(each.max()) for each in groups)
-    sums = np.stack([np.bincount(g, weights=v - v.mean(), minlength=size) for v, g in zip(values, groups, strict=True)])
-    counts = np.array([len(np.unique(each)) for each in groups])
-    scaled = sums * np.sqrt(counts / (counts - 1))[:, None] / np.array([len(each) for each in values])[:, None]
-    covariance = scaled @ scaled.T
-    within = float(np.diag(covariance).mean())
-    between = (float(covariance.sum()) - float(np.trace(covariance))) / (len(values) * (len(values) - 1))
-    shared = min(within, max(0.0, between))
-    return within - shared, shared, int((np.bincount(np.concatenate(groups), minlength=size) > 0).sum())
 
+    variances: np.ndarray
+    counts: np.ndarray
+    own: float
+    shared: float
+    groups: int
 
+    @property
+    def stderr(self) -> float:
+        """Of the mean over runs, were the runs all there are: questions alone."""
+        return math.sqrt(self.own / len(self.variances) + self.shared)
+
+    @classmethod
+    def behind(cls, values: Sequence[np.ndarray], groups: Sequence[ArrayLike]) -> Questions:
+        """From each run's (n_s,) values and group numbers."""
+        size = 1 + max(int(np.max(each)) for each in groups)
+        sums = np.stack([np.bincount(g, weights=v - v.mean(), minlength=size) for v, g in zip(values, groups, strict=True)])
+        seen = np.stack([np.bincount(each, minlength=size) > 0 for each in groups])
+        counts = seen.sum(axis=1)
+        if counts.min() < 2:
+            raise ValueError("A run has questions of one group only, which give no error bar: expected at least 2 groups in each.")
+        scaled = sums * (np.sqrt(counts / (counts - 1)) / [len(each) for each in values])[:, None]
+        covariance = scaled @ scaled.T
+        variances, runs = np.diag(covariance), len(values)
+        within = float(variances.mean())
+        shared = min(within, max(0.0, float(covariance.sum() - variances.sum()) / (runs * (runs - 1))))
+        return cls(variances, counts, within - shared, shared, int(seen.any(axis=0).sum()))

@@ -75,6 +75,7 @@ def read_pilot(path: str, scheme: str | None) -> tuple[dict[str, float], list[st
         suggested |= {"between_gain": gain.runs.between_sd, "between_survival": row.gain_survival.runs.between_sd}
     said = [
         f"From the pilot {path}, {row.variant} under {row.scheme}, n = {comparison.n}: gain {interval(gain)}, gain survival {interval(row.gain_survival)}.",
+        "The correlation under quantization is the one that gives gain survival the spread which it has there.",
         f"A pilot's gain is an estimate, and often a lucky one: with --gain {max(gain.low, 0.001):.3f}, its lower bound, the plan is a safe one.",
     ]
     return suggested, said

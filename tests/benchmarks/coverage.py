@@ -1,0 +1,153 @@
+"""Do the statistics keep their promises? 10,000 simulated studies a row, through the code that judges real ones.
+
+    python tests/benchmarks/coverage.py              # the table; exit code 1 where a bound is broken
+    python tests/benchmarks/coverage.py --studies 2000
+
+A question has a difficulty that all cells share, one that a variant's cells share, and luck of each cell's own: a Gaussian
+copula, whose cells have exactly the accuracies that are put in, so that the true gain and gain survival are known. Bounds:
+95 % intervals cover within three Monte Carlo errors (over several training runs at least that much: their interval is made
+not to cover less); a verdict that is wrong at the margin, and McNemar's test where nothing differs, err in no more than 5 %
+of studies and three Monte Carlo errors.
+"""
+
+import argparse
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from scipy.special import ndtri
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from qrl import stats
+from qrl.verdict import judge
+
+ALPHA = 0.05
+BASE, TRAINED, BASE_Q, TRAINED_Q = range(4)
+GAIN, GAIN_Q = (-1, 1, 0, 0), (0, 0, -1, 1)
+SURVIVAL, KEPT = (1, -1, -1, 1), (0.5, -0.5, -1, 1)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Cells' true accuracies (base, trained, each quantized), how alike their answers are, and the margin."""
+
+    name: str
+    rates: tuple[float, float, float, float]
+    n: int
+    question: float = 0.4  # share of the latent variance that all cells of a question have in common
+    variant: float = 0.4  # share that the two cells of a variant have in common: quantization changes few answers
+    margin: float | None = None
+    seeds: int = 1
+    crossed: bool = True
+    run_sd: tuple[float, float] = (0.0, 0.0)  # of a run's shift of the trained cells, and of the quantized one alone; latent
+
+    def truth(self, weights: tuple[float, ...]) -> float:
+        return float(np.dot(weights, self.rates))
+
+
+def answers(study: Study, rng: np.random.Generator) -> list[np.ndarray]:
+    """Per run (4, n) outcomes; on the same questions the base's are the same in every run."""
+    spread = np.array([0, study.run_sd[0], 0, math.hypot(*study.run_sd)])
+    thresholds = ndtri(study.rates) * np.sqrt(1 + spread**2)  # so that the mean over runs is the rate that was put in
+    shared = base = None
+    runs = []
+    for _ in range(study.seeds):
+        if shared is None or not study.crossed:
+            shared = math.sqrt(study.question) * rng.standard_normal(study.n)
+            base = _cells(study, rng, thresholds[[BASE, BASE_Q]], shared)
+        common = rng.standard_normal() * study.run_sd[0]
+        shifts = thresholds[[TRAINED, TRAINED_Q]] + common + np.array([0, rng.standard_normal() * study.run_sd[1]])
+        trained = _cells(study, rng, shifts, shared)
+        runs.append(np.stack([base[0], trained[0], base[1], trained[1]]))
+    return runs
+
+
+def _cells(study: Study, rng: np.random.Generator, thresholds: np.ndarray, shared: np.ndarray) -> np.ndarray:
+    """(2, n) a variant's outcomes at full precision and quantized."""
+    both = shared + math.sqrt(study.variant) * rng.standard_normal(study.n)
+    own = math.sqrt(1 - study.question - study.variant) * rng.standard_normal((2, study.n))
+    return (both + own < thresholds[:, None]).astype(float)
+
+
+def simulate(study: Study, studies: int, seed: int) -> dict[str, float]:
+    """Shares of studies in which each interval covers, each verdict is given, and McNemar rejects."""
+    rng = np.random.default_rng(seed)
+    groups = [np.arange(study.n) + (0 if study.crossed else study.n * run) for run in range(study.seeds)]
+    labels = [str(run) for run in range(study.seeds)]
+    n = study.n * (1 if study.crossed else study.seeds)
+    found = dict.fromkeys(("gain", "delta", "survival", "survives", "lost", "mcnemar"), 0.0)
+    for _ in range(studies):
+        runs = answers(study, rng)
+
+        def contrast(weights: tuple[float, ...], runs: list[np.ndarray] = runs) -> stats.Estimate:
+            return stats.contrast(runs[0], weights) if study.seeds == 1 else stats.contrast_over_runs(runs, weights, groups, labels, n)
+
+        gain, delta, survival, kept = (contrast(weights) for weights in (GAIN, GAIN_Q, SURVIVAL, KEPT))
+        for name, value, weights in (("gain", gain, GAIN), ("delta", delta, GAIN_Q), ("survival", survival, SURVIVAL)):
+            found[name] += value.low <= study.truth(weights) <= value.high
+        accuracies = dict(zip("abcd", np.mean([run.mean(axis=1) for run in runs], axis=0), strict=True))
+        verdict = judge(gain, survival, kept, accuracies, study.margin).verdict
+        if verdict != "inconclusive":
+            found[verdict] += 1
+        if study.seeds == 1:
+            found["mcnemar"] += stats.mcnemar(runs[0][TRAINED], runs[0][BASE]) <= ALPHA
+    return {name: count / studies for name, count in found.items()}
+
+
+def rows() -> list[Study]:
+    """Effects of several sizes; `at the margin` is where either claim is wrong."""
+    found = []
+    for n in (500, 1000):
+        found += [
+            Study("nothing gained", (0.65, 0.65, 0.63, 0.63), n),
+            Study("gain 0.05, none lost", (0.65, 0.70, 0.64, 0.69), n),
+            Study("gain 0.20, 0.03 lost", (0.60, 0.80, 0.58, 0.75), n),
+            Study("at the margin, half the gain", (0.60, 0.80, 0.60, 0.70), n),
+            Study("at the margin, half the gain, few answers change", (0.60, 0.80, 0.60, 0.70), n, question=0.2, variant=0.78),
+            Study("at the margin, fixed", (0.60, 0.75, 0.58, 0.70), n, margin=0.03),
+            Study("at the margin, least", (0.60, 0.64, 0.60, 0.62), n),
+        ]
+    for seeds, crossed in ((2, True), (3, True), (5, True), (3, False)):
+        found.append(Study("at the margin, half the gain", (0.60, 0.80, 0.60, 0.70), 500, seeds=seeds, crossed=crossed, run_sd=(0.08, 0.06)))
+    found.append(Study("at the margin, runs far apart", (0.60, 0.80, 0.60, 0.70), 500, seeds=3, run_sd=(0.3, 0.2)))
+    return found
+
+
+def broken(study: Study, shares: dict[str, float], error: float) -> list[str]:
+    """Names of the shares that are outside of their bounds."""
+    tolerance = 3 * error
+    coverages = [name for name in ("gain", "delta", "survival") if shares[name] < 1 - ALPHA - tolerance or (study.seeds == 1 and shares[name] > 1 - ALPHA + tolerance)]
+    wrong = ("survives", "lost") if "at the margin" in study.name or study.truth(GAIN) == 0 else ()
+    claims = [name for name in wrong if shares[name] > ALPHA + tolerance]
+    size = ["mcnemar"] if study.truth(GAIN) == 0 and shares["mcnemar"] > ALPHA + tolerance else []
+    return coverages + claims + size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--studies", type=int, default=10_000)
+    studies = parser.parse_args().studies
+    error, began, failed = math.sqrt(ALPHA * (1 - ALPHA) / studies), time.monotonic(), []
+    print(f"{studies:,} studies a row; one Monte Carlo error of 5 % or 95 % is {100 * error:.2f} points. Coverage of 95 % intervals, shares of verdicts, in %.\n")
+    print(f"{'':48} {'n':>5} {'seeds':>10} | {'gain':>6} {'delta':>6} {'surv.':>6} | {'survives':>8} {'lost':>6} | McNemar rejects")
+    for number, study in enumerate(rows()):
+        shares = simulate(study, studies, seed=number)
+        failed += (problems := broken(study, shares, error))
+        runs = f"{study.seeds} {'crossed' if study.crossed else 'nested'}" if study.seeds > 1 else "1"
+        numbers = {name: f"{100 * share:.2f}" for name, share in shares.items()}
+        size = numbers["mcnemar"] if study.seeds == 1 else "-"
+        print(
+            f"{study.name:48} {study.n:>5} {runs:>10} | {numbers['gain']:>6} {numbers['delta']:>6} {numbers['survival']:>6} | "
+            f"{numbers['survives']:>8} {numbers['lost']:>6} | {size:>6} {'BROKEN: ' + ', '.join(problems) if problems else ''}".rstrip(),
+            flush=True,
+        )
+    print(f"\n{'All bounds hold' if not failed else f'{len(failed)} bounds are broken'}; {time.monotonic() - began:.0f} s.")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
