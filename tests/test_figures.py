@@ -5,7 +5,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qrl import compare, figures
+from qrl import compare, figures, plan
 from qrl.figures import comparison, rewards
 from qrl.figures import weights as of_weights
 
@@ -41,6 +41,14 @@ def test_many_variants_and_schemes_are_drawn(tmp_path):
     figures.matrix(found, tmp_path / "matrix.png")
     figures.survival(found, tmp_path / "survival.png")
     assert is_picture(tmp_path / "matrix.png") and is_picture(tmp_path / "survival.png")
+
+
+@pytest.mark.parametrize("asked", [{}, {"n": 1000}, {"effect": 0.05}])
+@pytest.mark.parametrize("between", [0.0, 0.01])
+def test_a_plan_is_drawn(tmp_path, asked, between):
+    made = plan.make(plan.Assumptions(gain=0.1, between_gain=between, between_survival=between), **asked)
+    figures.chances(made, tmp_path / "plan.png")
+    assert is_picture(tmp_path / "plan.png")
 
 
 def test_survival_needs_a_quantized_scheme(tmp_path):

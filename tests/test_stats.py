@@ -107,6 +107,53 @@ def test_clusters_of_one_question_change_nothing_and_repeated_questions_add_noth
     assert (repeated.low, repeated.high) == pytest.approx((plain.low, plain.high), **CLOSE)
 
 
+def test_few_clusters_are_not_taken_for_more_than_they_are(rng):
+    """Groups of equal questions: the interval is that of the groups, widened by t, and never that of more questions than asked."""
+    values = np.repeat([0, 1, 1, 0, 1], 40)
+    found, groups = stats.rate(values, np.repeat(np.arange(5), 40)), stats.accuracy(3, 5)
+    assert found.stderr == pytest.approx(groups.stderr * math.sqrt(5 / 4), **CLOSE)
+    assert found.low < groups.low and found.high > groups.high
+    opposed = np.tile([0, 1], 100)  # pairs that always make up for each other
+    assert stats.rate(opposed, np.repeat(np.arange(100), 2)).low == pytest.approx(stats.accuracy(50, 100).low)
+    near = np.where(np.arange(200) == 0, 1, opposed)
+    assert stats.rate(near, np.repeat(np.arange(100), 2)).high >= stats.accuracy(int(near.sum()), 200).high - 1e-12
+    with pytest.raises(ValueError, match="expected 0 to 1"):
+        stats.rate([0, 2])
+
+
+@given(samples=st.integers(1, 12), data=st.data())
+def test_pass_at_k_by_drawing_every_set_of_k(samples, data):
+    from itertools import combinations
+
+    right, k = data.draw(st.integers(0, samples)), data.draw(st.integers(1, samples))
+    answers = [1] * right + [0] * (samples - right)
+    sets = [max(chosen) for chosen in combinations(answers, k)]
+    assert stats.pass_at(k, [right], samples)[0] == pytest.approx(sum(sets) / len(sets), **CLOSE)
+    assert stats.pass_at(1, [right], samples)[0] == pytest.approx(right / samples, **CLOSE)
+
+
+def test_pass_at_k_is_unbiased(rng):
+    chance = rng.random(300)
+    found = [stats.rate(stats.pass_at(4, rng.binomial(10, chance), 10)) for _ in range(400)]
+    truth = (1 - (1 - chance) ** 4).mean()
+    estimates = np.array([each.estimate for each in found])
+    assert estimates.mean() == pytest.approx(truth, abs=3 * estimates.std() / 20)
+
+
+def test_pass_at_more_than_was_sampled_is_refused():
+    with pytest.raises(ValueError, match="pass@3 cannot be told from 2 samples"):
+        stats.pass_at(3, [1], 2)
+    with pytest.raises(ValueError, match="expected 0 to 2"):
+        stats.pass_at(1, [3], 2)
+
+
+def test_a_bootstrap_resamples_groups_whole(rng):
+    outcomes, groups = np.repeat(study(rng, [0.7, 0.6], 300), 3, axis=1), np.repeat(np.arange(300), 3)
+    closed, resampled = stats.contrast(outcomes, (1, -1), groups), stats.bootstrap(outcomes, (1, -1), groups, seed=1)
+    assert resampled.stderr == pytest.approx(closed.stderr, rel=0.05)
+    assert stats.bootstrap(outcomes, (1, -1), seed=1).stderr < 0.7 * closed.stderr
+
+
 def test_clusters_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="one label per question"):
         stats.contrast([[0, 1, 1]], (1,), [0, 1])

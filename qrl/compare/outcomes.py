@@ -58,6 +58,9 @@ def outcomes(frame: pd.DataFrame) -> Outcomes:
     runs = _runs(counted)
     wide = [_wide(counted, run) for run in runs]
     groups, clusters = _groups(table, [each.index for each in wide])
+    for run, group in zip(runs, groups, strict=True):
+        if len(np.unique(group)) < 2:
+            raise BadInput(f"Seed {run} has questions of one group only, which support no error bar: expected at least 2, and hundreds for a verdict.")
     cells = {cell: tuple(each[cell].to_numpy(dtype=float) for each in wide) for cell in samples}
     n = len(set().union(*(each.index for each in wide)))
     return Outcomes(runs, cells, groups, samples, n, clusters)

@@ -1,0 +1,138 @@
+"""Several training runs: against analyses of variance by another route, definitions written out, and simulated coverage."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.stats
+import statsmodels.api as sm
+import statsmodels.formula.api as smf
+
+from qrl import stats
+
+CLOSE = {"rel": 1e-9, "abs": 1e-12}
+
+
+def crossed(rng, runs=4, n=150, between=0.5, shared=1.0, own=1.0):
+    """(runs, 1, n) values on the same questions, with run and question effects."""
+    values = between * rng.normal(size=(runs, 1)) + shared * rng.normal(size=n) + own * rng.normal(size=(runs, n))
+    return values[:, None, :]
+
+
+def over(values, groups=None, **options):
+    runs, n = len(values), values[0].shape[-1]
+    groups = groups or [np.arange(n)] * runs
+    return stats.contrast_over_runs(values, (1,), groups, [str(i) for i in range(runs)], len(np.unique(np.concatenate(groups))), **options)
+
+
+def test_the_same_questions_give_clarks_mean_squares(rng):
+    values = crossed(rng)
+    found = over(values)
+    runs, n = len(values), values.shape[-1]
+    frame = pd.DataFrame({"y": values.ravel(), "run": np.repeat(np.arange(runs), n), "question": np.tile(np.arange(n), runs)})
+    squares = sm.stats.anova_lm(smf.ols("y ~ C(run) + C(question)", frame).fit())
+    mean = squares["sum_sq"] / squares["df"]
+    expected = (mean["C(run)"] + mean["C(question)"] - mean["Residual"]) / (n * runs)
+    assert found.stderr**2 == pytest.approx(expected, **CLOSE)
+    assert found.runs.between_variance == pytest.approx((mean["C(run)"] - mean["Residual"]) / n, **CLOSE)
+    assert found.runs.shared == pytest.approx((mean["C(question)"] - mean["Residual"]) / (n * runs), **CLOSE)
+    assert found.estimate == pytest.approx(values.mean(), **CLOSE)
+
+
+def test_questions_of_ones_own_give_the_t_interval_of_the_runs_estimates(rng):
+    values = [rng.normal(loc=3 * rng.normal(), size=(1, n)) for n in (80, 100, 130, 90)]
+    starts = np.cumsum([0, 80, 100, 130])
+    found = over(values, [start + np.arange(each.shape[1]) for start, each in zip(starts, values, strict=True)])
+    means = [each.mean() for each in values]
+    expected = scipy.stats.ttest_1samp(means, 0).confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), **CLOSE)
+    assert found.p_two_sided == pytest.approx(scipy.stats.ttest_1samp(means, 0).pvalue, rel=1e-8)
+    assert (found.n, found.runs.shared) == (400, 0)
+    within = np.mean([each.var(ddof=1) / each.shape[1] for each in values])
+    assert found.runs.between_variance == pytest.approx(np.var(means, ddof=1) - within, **CLOSE)
+
+
+def test_each_run_alone_is_its_own_contrast(rng):
+    values = crossed(rng)
+    for alone, each in zip(over(values).runs.values, values, strict=True):
+        expected = stats.contrast(each, (1,))
+        assert (alone.estimate, alone.stderr, alone.low, alone.high) == pytest.approx((expected.estimate, expected.stderr, expected.low, expected.high), **CLOSE)
+
+
+def test_more_runs_on_the_same_questions_do_not_make_them_more_questions(rng):
+    """The base under every seed: copies carry no more than one of them."""
+    once = rng.random(size=(1, 1, 400)) < 0.6
+    copies = np.repeat(once, 5, axis=0).astype(float)
+    plain = stats.rate(once[0, 0].astype(float))
+    found = stats.rate_over_runs(copies[:, 0], [np.arange(400)] * 5, list("abcde"), 400, vary=False)
+    assert (found.estimate, found.stderr, found.low, found.high) == pytest.approx((plain.estimate, plain.stderr, plain.low, plain.high), **CLOSE)
+    assert over(copies).stderr == pytest.approx(plain.stderr, **CLOSE)
+    assert over(copies, vary=False).stderr == pytest.approx(plain.stderr, **CLOSE)
+
+
+def test_a_negative_variance_counts_as_none_and_the_interval_stays_as_wide_as_the_questions_make_it(rng):
+    values = crossed(rng, runs=6, between=0, shared=0)
+    values -= values.mean(axis=-1, keepdims=True)  # runs that agree better than their questions allow
+    found = over(values)
+    assert found.runs.between_variance < 0 and found.runs.between_sd == 0
+    assert found.runs.spread == pytest.approx(0, abs=1e-20)
+    questions = math.sqrt(found.runs.own / 6 + found.runs.shared)
+    assert found.stderr == pytest.approx(questions, **CLOSE)
+    assert found.high - found.estimate == pytest.approx(stats.quantile(0.975, 149) * questions, **CLOSE)
+
+
+def test_runs_that_never_deviate_leave_room_for_questions_not_asked():
+    found = over(np.zeros((3, 1, 100)))
+    alone = stats.contrast(np.zeros((1, 100)), (1,))
+    assert found.low < 0 < found.high and found.high >= alone.high
+
+
+def test_p_values_and_bounds_belong_together(rng):
+    found = over(crossed(rng, runs=3))
+    for bound in (found.lower, found.upper):
+        p = found.p_above(bound)
+        assert min(p, 1 - p) == pytest.approx(0.05, rel=1e-8)
+    assert found.p_above(found.estimate) == pytest.approx(0.5)
+    assert found.p_above(found.estimate - 1e9) < 1e-12
+
+
+def test_clusters_that_runs_share_are_shared(rng):
+    """Questions of one's own from the same templates: what a template does to all runs does not shrink with them."""
+    effects = 2 * rng.normal(size=20)
+    templates = np.repeat(np.arange(20), 10)
+    values = [(effects[templates] + rng.normal(size=200))[None] for _ in range(5)]
+    apart = [np.arange(200) + 200 * run for run in range(5)]
+    assert over(values, [templates] * 5).runs.shared > 0.1 > over(values, apart).runs.shared
+
+
+@pytest.mark.parametrize(("runs", "between", "shared", "own"), [(2, 0.0, 0.0, 1.0), (2, 0.1, 1.0, 1.0), (3, 0.3, 1.0, 0.5), (5, 0.05, 0.5, 1.0)])
+def test_intervals_over_few_runs_cover_at_least_at_their_level(runs, between, shared, own):
+    """1,000 studies; Satterthwaite's t with two runs would cover 88 to 93 % of some of these."""
+    rng = np.random.default_rng(4)
+    covered = 0
+    for _ in range(1000):
+        found = over(crossed(rng, runs, 100, between, shared, own))
+        covered += found.low <= 0 <= found.high
+    assert covered / 1000 > 0.95 - 3 * math.sqrt(0.95 * 0.05 / 1000)
+
+
+def test_variance_components_are_right_on_average():
+    rng = np.random.default_rng(8)
+    found = [over(crossed(rng, 4, 60, 0.4, 0.7, 1.2)) for _ in range(1500)]
+    between = np.array([each.runs.between_variance for each in found])
+    assert between.mean() == pytest.approx(0.16, abs=3 * between.std() / math.sqrt(1500))
+    variance = np.array([each.runs.spread / 4 + each.runs.shared for each in found])
+    assert variance.mean() == pytest.approx(np.var([each.estimate for each in found]), rel=0.12)
+
+
+def test_one_run_or_one_group_is_refused(rng):
+    with pytest.raises(ValueError, match="at least 2"):
+        over(crossed(rng)[:1])
+    with pytest.raises(ValueError, match="one group only"):
+        over(crossed(rng), [np.zeros(150, dtype=int)] * 4)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(12)
