@@ -138,12 +138,16 @@ def diagnose_command(settings, base: str | None, trained: str, out: str | None) 
 
 
 @step("compare", "compare")
-@click.option("--questions", metavar="FILE", help="Parquet or CSV with variant, scheme, question, correct (0/1).")
+@click.option("--questions", metavar="FILE", help="Parquet or CSV with variant, scheme, question, correct (0/1); optionally seed, sample, cluster.")
 @click.option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"fp16": 68, …}, "grpo": {…}}')
-@click.option("--cells", metavar="RUN,…", help="Evaluation runs of cells.")
+@click.option("--cells", metavar="RUN,…", help="Evaluation runs of cells, of one training seed or several.")
 @click.option("--out", metavar="DIR", help="Write files there, and leave MLflow alone; needed with --questions, --counts.")
 def compare_command(settings, questions: str | None, counts: str | None, cells: str | None, out: str | None) -> None:
-    """Deltas and gain survival with paired intervals, and the verdict."""
+    """Deltas and gain survival with paired intervals, and the verdict.
+
+    Several values of `seed` are training runs: a random effect, never pooled. Several values of `sample` are answers to the
+    same question: averaged per question, and pass@k beside. `cluster` names groups of questions that belong together.
+    """
     from qrl.steps import compare
 
     given = [name for name, value in (("--questions", questions), ("--counts", counts), ("--cells", cells)) if value]

@@ -125,6 +125,7 @@ def test_what_n_can_see_is_what_it_takes_to_see_it():
 def test_a_loss_beyond_the_margin_plans_for_the_verdict_lost_and_one_at_it_for_none():
     assert plan.make(Assumptions(gain=0.1, drop=0.09)).verdict == "lost"
     made = plan.make(Assumptions(gain=0.1, drop=0.05))
+    assert "so no n decides" in table.as_markdown(plan.make(Assumptions(gain=0.1, drop=0.05), n=500))
     assert made.verdict is None and made.rows[0].n_verdict is None and "no n decides" in table.as_markdown(made)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qrl.figures.canvas import GREEN, INK, ORANGE, RED, VARIANTS, canvas, finish
+from qrl.figures.canvas import FAINT, GREEN, INK, ORANGE, RED, VARIANTS, canvas, finish
 from qrl.names import FP16
 from qrl.stats import signed
 
@@ -50,7 +50,11 @@ def matrix(comparison: Comparison, path: str | Path) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(comparison.variants), frameon=False, borderaxespad=0.2)
     gain = comparison.row(FP16)
     found = _gain_found(gain.variant, gain.delta)
-    note = f"n = {comparison.n} questions per cell, {'the same for all' if comparison.paired else 'counted per cell'}; bars are 95 % intervals of each cell (Wilson)"
+    runs = len(comparison.runs)
+    asked = "the same for all" if comparison.paired else "counted per cell"
+    note = f"n = {comparison.n} questions per cell, {asked}; bars are 95 % intervals of each cell (Wilson)"
+    if runs > 1:
+        note = f"n = {comparison.n} questions; trained cells are the mean of {runs} seeds, whose spread is in their 95 % intervals; the base's are Wilson's"
     note += ".\nDifferences are paired, so their intervals are mostly narrower than these bars suggest." if comparison.paired else "."
     finish(figure, axes, found, note, path)
 
@@ -75,6 +79,8 @@ def survival(comparison: Comparison, path: str | Path) -> None:
         axes.plot([value.low, value.high], [y, y], color=colour, lw=2.2, solid_capstyle="butt")
         axes.plot([value.lower, value.upper], [y, y], color=colour, lw=6, solid_capstyle="butt")
         axes.plot(value.estimate, y, "o", ms=9, color="white", mec=colour, mew=2.4)
+        if value.runs:
+            axes.plot([alone.estimate for alone in value.runs.values], [y + 0.28] * value.runs.count, "|", ms=9, mew=1.6, color=FAINT)
         text = f"{row.verdict.verdict}\n{signed(value.estimate)} [{signed(value.low)}, {signed(value.high)}]"
         axes.annotate(text, (1.02, y), xycoords=("axes fraction", "data"), va="center", color=INK, size=10, annotation_clip=False)
     axes.axvline(0, color=INK, lw=1)
@@ -86,6 +92,8 @@ def survival(comparison: Comparison, path: str | Path) -> None:
     axes.annotate("−margin", (-rows[0].verdict.margin, -0.5), (-4, 3), textcoords="offset points", ha="right", color=RED, size=9.5)
     pairing = "paired" if comparison.paired else "independent cells"
     note = f"n = {comparison.n} questions, {pairing}. Thin bar: 95 % interval; thick bar: between the one-sided 95 % bounds,\nwhich must clear the margin (dashed): right of it the gain survives, left of it (shaded) it is lost."
+    if len(comparison.runs) > 1:
+        note += f"\nMean of {len(comparison.runs)} seeds, their spread counted in; ticks: each seed."
     finish(figure, axes, _survival_found(rows, several), note, path)
 
 

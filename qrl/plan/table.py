@@ -28,7 +28,10 @@ def found(plan: Plan) -> str:
     row = plan.rows[0]
     runs = "One training run" if row.seeds == 1 else f"{row.seeds} training runs"
     if plan.n is not None:
-        says = f"{runs} on n = {plan.n:,} questions will show the gain with a chance of {row.power_gain:.2f}, and say `{plan.verdict}` with one of {row.power_verdict:.2f}."
+        says = f"{runs} on n = {plan.n:,} questions will show the gain with a chance of {row.power_gain:.2f}"
+        if plan.verdict is None:
+            return f"{says}; the loss that is expected is the margin itself, so no n decides on which side it lies."
+        says += f", and say `{plan.verdict}` with one of {row.power_verdict:.2f}."
         enough = next((row for row in plan.rows if (row.power_verdict or 0) >= plan.power), None)
         if len(plan.rows) > 1:
             says += f" {enough.seeds} are enough for the verdict." if enough else f" None of these numbers of runs reaches {plan.power:.2f}."
@@ -58,7 +61,7 @@ def _columns(plan: Plan) -> list[tuple[str, Any]]:
             ("gain, ± half its 95 % interval", lambda row: f"{plan.assumed.gain:+.3f} ± {row.half_gain:.3f}"),
             ("chance to show it", lambda row: f"{row.power_gain:.2f}"),
             ("gain survival", lambda row: f"{-plan.assumed.drop:+.3f} ± {row.half_survival:.3f}".replace("-", "−")),
-            (f"chance of `{plan.verdict}`", lambda row: f"{row.power_verdict:.2f}"),
+            (f"chance of `{plan.verdict or 'a verdict'}`", lambda row: f"{row.power_verdict:.2f}"),
             ("smallest gain shown", lambda row: _accuracy(row.least_gain)),
             ("smallest change of it seen", lambda row: _accuracy(row.least_change)),
             ("largest loss that `survives`", lambda row: _accuracy(row.largest_drop)),

@@ -105,6 +105,7 @@ def rows() -> list[Study]:
         found += [
             Study("nothing gained", (0.65, 0.65, 0.63, 0.63), n),
             Study("gain 0.05, none lost", (0.65, 0.70, 0.64, 0.69), n),
+            Study("gain 0.20, none lost, 1 answer in 70 changes", (0.60, 0.80, 0.60, 0.80), n, question=0.2, variant=0.798),
             Study("gain 0.20, 0.03 lost", (0.60, 0.80, 0.58, 0.75), n),
             Study("at the margin, half the gain", (0.60, 0.80, 0.60, 0.70), n),
             Study("at the margin, half the gain, few answers change", (0.60, 0.80, 0.60, 0.70), n, question=0.2, variant=0.78),
