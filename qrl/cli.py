@@ -224,11 +224,11 @@ def grade_command(task: str, out: str, named: str | None, file: str | None) -> N
 @click.option("--seeds", type=int, metavar="S", help="Training runs. [default: 1; several to choose from with --between-seed-sd]")
 @click.option("--between-seed-sd", type=float, metavar="SD", help="Of gain survival over training runs: what other seeds would differ by.")
 @click.option("--between-seed-sd-gain", type=float, metavar="SD", help="Of the gain over training runs. [default: --between-seed-sd]")
-@click.option("--own-questions", is_flag=True, help="Each seed is asked questions of its own, as `arithmetic` does; else all the same.")
+@click.option("--own-questions", is_flag=False, flag_value=True, type=bool, metavar="[BOOL]", help="Each seed is asked questions of its own, as `arithmetic` does; else all the same.")
 @click.option("--pilot", metavar="FILE", help="questions.parquet of an earlier study: base accuracy, gain, drop and correlations from there.")
 @click.option("--scheme", metavar="SCHEME", help="Which scheme of the pilot. [default: the one that the gain survives least]")
 @click.option("--out", metavar="DIR", help="Write table.md, table.json and a figure there.")
-def plan_command(between_seed_sd: float | None, between_seed_sd_gain: float | None, own_questions: bool, **given) -> None:
+def plan_command(between_seed_sd: float | None, between_seed_sd_gain: float | None, own_questions: bool | None, **given) -> None:
     """How many questions, and seeds, before any GPU time.
 
     \b
@@ -245,7 +245,7 @@ def plan_command(between_seed_sd: float | None, between_seed_sd_gain: float | No
 
     asked = {key: given.pop(key) for key in ("pilot", "scheme", "n", "effect", "power", "seeds", "out")}
     between_gain = between_seed_sd if between_seed_sd_gain is None else between_seed_sd_gain
-    given |= {"between_survival": between_seed_sd, "between_gain": between_gain, "own_questions": own_questions or None}
+    given |= {"between_survival": between_seed_sd, "between_gain": between_gain, "own_questions": own_questions}
     plan.make({key: value for key, value in given.items() if value is not None}, **asked)
 
 

@@ -49,6 +49,17 @@ def test_seed_000_from_counts():
     assert "independent" in found.markdown()
 
 
+def test_the_readmes_worked_example_is_what_is_printed():
+    from pathlib import Path
+
+    text, found = (Path(__file__).parents[1] / "README.md").read_text(), compare.from_counts(SEED_000)
+    assert json.dumps(SEED_000) in text
+    for line in found.markdown().splitlines():
+        if line.startswith("| ") and "unpaired" in line:
+            assert line.replace(" unpaired |", "") in text
+    assert f"change of the gain of {found.row('nf4').verdict.smallest_effect:.3f} four times in five" in " ".join(text.split())
+
+
 def test_the_contract_of_table_json(comparison):
     table = json.loads(json.dumps(comparison.table_json(), allow_nan=False))
     assert list(table) == ["fp16", "nf4", "awq"]

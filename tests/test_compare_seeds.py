@@ -187,3 +187,25 @@ def test_files_and_figures_bear_seeds_and_samples(tmp_path):
     compare.write(found, tmp_path / "out")
     figures.survival(found, tmp_path / "survival.png")
     assert (tmp_path / "out" / "figures" / "survival.png").stat().st_size > 10_000
+
+
+def test_evaluations_of_several_seeds_are_compared_from_their_runs(store, tmp_path):
+    """`compare --cells` over the cells of two studies, with the real MLflow."""
+    import mlflow
+    from click.testing import CliRunner
+
+    from qrl import cli
+
+    client, run_ids = mlflow.MlflowClient(), []
+    frame = study(seeds=2, n=200)
+    for number, (_, rows) in enumerate(frame.groupby(["variant", "scheme", "seed"])):
+        run_ids.append(client.create_run("0").info.run_id)
+        (tmp_path / str(number)).mkdir()
+        rows.to_parquet(tmp_path / str(number) / "questions.parquet")
+        client.log_artifact(run_ids[-1], str(tmp_path / str(number) / "questions.parquet"))
+    done = CliRunner().invoke(cli.cli, ["compare", "--cells", ",".join(run_ids)])
+    assert done.exit_code == 0, done.output
+    made = next(run for run in client.search_runs(["0"]) if run.data.tags.get("qrl.step") == "compare")
+    assert made.data.metrics["compare/delta_nf4"] == pytest.approx(compare.from_questions(frame).row("nf4").delta.estimate)
+    assert made.data.metrics["compare/delta_nf4_between_seed_sd"] >= 0
+    assert "Seed by seed" in made.data.tags["mlflow.note.content"]

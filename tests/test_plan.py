@@ -72,6 +72,15 @@ def test_the_n_of_a_plan_reaches_its_power_and_a_smaller_one_does_not():
     assert claimed(full, row.n_verdict)["survives"] == pytest.approx(0.8, abs=0.045)
 
 
+def test_the_readmes_numbers_are_a_plans():
+    from pathlib import Path
+
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    row = plan.make(Assumptions()).rows[0]
+    of_tiny = plan.make(Assumptions(correlation=0.21, scheme_correlation=0.89)).rows[0]
+    assert f"n = {row.n_gain:,} shows the gain, n = {row.n_verdict:,} says `survives`" in text and f"would need {of_tiny.n_verdict:,}" in text
+
+
 def simulated_over_runs(assumed, n, seeds, studies=400):
     rng, chances = np.random.default_rng(3), patterns(assumed)
     survives = shown = 0

@@ -91,6 +91,26 @@ def test_a_margin_from_the_same_data_must_not_be_taken_as_known():
     assert claims["survives"] > LIMIT
 
 
+def test_the_benchmark_of_these_promises_knows_a_broken_one():
+    import importlib.util
+    from pathlib import Path
+
+    spec = importlib.util.spec_from_file_location("qrl_coverage", Path(__file__).parent / "benchmarks" / "coverage.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules[spec.name] = benchmark  # dataclasses look their module up
+    spec.loader.exec_module(benchmark)
+    margin = next(study for study in benchmark.rows() if study.name == "at the margin, half the gain")
+    good = {"gain": 0.95, "delta": 0.953, "survival": 0.948, "survives": 0.05, "lost": 0.03, "mcnemar": 1.0}
+    assert benchmark.broken(margin, good, 0.002) == []
+    assert benchmark.broken(margin, good | {"survives": 0.06, "survival": 0.94, "delta": 0.96}, 0.002) == ["delta", "survival", "survives"]
+    nothing = benchmark.rows()[0]
+    assert benchmark.broken(nothing, good | {"mcnemar": 0.06}, 0.002) == ["mcnemar"]
+    found = benchmark.simulate(margin, 150, seed=0)
+    assert 0.85 < found["survival"] <= 1 and found["mcnemar"] == 1
+
+
 def claimed_at_the_margin(simulate, margin, studies=1000, n=500):
     rng, claims = np.random.default_rng(2), {"survives": 0.0, "lost": 0.0, "inconclusive": 0.0}
     for _ in range(studies):

@@ -58,8 +58,8 @@ class Runs:
         """Distance from the mean over runs to its one-sided bound with error `tail`.
 
         Each variance takes the t quantile of its own degrees of freedom, and they add in quadrature: at no ratio of the two
-        does this cover less than it says, while Satterthwaite's one t with pooled degrees of freedom covers 88 % instead of
-        95 % for two runs (`tests/benchmarks/coverage.py`). Where every run has questions of its own it is the t interval of
+        does this cover less than it says, while Satterthwaite's one t with pooled degrees of freedom covers down to 88 % of
+        studies of two runs (`tests/test_stats_runs.py`). Where every run has questions of its own it is the t interval of
         the runs' estimates. Never narrower than the questions alone make it.
 
         Source: Banerjee, Sankhyā 22 (1960) 357, for variances added; crossed random effects of runs and questions: Clark,
