@@ -153,7 +153,7 @@ def _notes(comparison: Comparison) -> list[str]:
         *_bootstrap(comparison),
         "*delta* = trained − base under one scheme; *gain survival* = that delta minus the delta at full precision (fp16), where it is",
         "therefore not defined. *survives*: its one-sided 95 % lower bound lies above −margin; *lost*: its upper bound lies below.",
-        "Each verdict errs in at most 5 % of studies by itself; Holm's p-values are for reading several verdicts together.",
+        "Each claim errs in at most 5 % of studies by itself; Holm's p-values are for reading several verdicts together.",
         "",
     ]
 

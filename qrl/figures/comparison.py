@@ -54,7 +54,7 @@ def matrix(comparison: Comparison, path: str | Path) -> None:
     asked = "the same for all" if comparison.paired else "counted per cell"
     note = f"n = {comparison.n} questions per cell, {asked}; bars are 95 % intervals of each cell (Wilson)"
     if runs > 1:
-        note = f"n = {comparison.n} questions; trained cells are the mean of {runs} seeds, whose spread is in their 95 % intervals; the base's are Wilson's"
+        note = f"n = {comparison.n} questions, mean of {runs} seeds; bars are 95 % intervals of each cell, seeds' spread counted in"
     note += ".\nDifferences are paired, so their intervals are mostly narrower than these bars suggest." if comparison.paired else "."
     finish(figure, axes, found, note, path)
 
@@ -71,7 +71,8 @@ def survival(comparison: Comparison, path: str | Path) -> None:
         raise ValueError("There is no quantized scheme, so gain survival is not defined: expected one beside fp16.")
     figure, axes = canvas(7.4, 1.9 + 0.72 * len(rows))
     several = len(comparison.variants) > 2
-    reach = max(max(abs(row.gain_survival.low), abs(row.gain_survival.high), row.verdict.margin) for row in rows) * 1.15
+    each = [abs(alone.estimate) for row in rows if row.gain_survival.runs for alone in row.gain_survival.runs.values]
+    reach = max(*each, *(max(abs(row.gain_survival.low), abs(row.gain_survival.high), row.verdict.margin) for row in rows), 0) * 1.15
     for y, row in enumerate(rows):
         value, colour = row.gain_survival, VERDICTS[row.verdict.verdict]
         axes.fill_betweenx([y - 0.5, y + 0.5], -reach, -row.verdict.margin, color=RED, alpha=0.08, lw=0)
