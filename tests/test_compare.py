@@ -109,6 +109,29 @@ def test_order_of_rows_and_columns_does_not_matter(frame, comparison):
     assert compare.from_questions(shuffled).table_json() == comparison.table_json()
 
 
+def test_a_claim_that_holm_does_not_bear_out_is_marked():
+    found = compare.from_counts({"n": 1000, "base": {"fp16": 600, "nf4": 600, "awq": 600}, "grpo": {"fp16": 750, "nf4": 728, "awq": 690}})
+    nf4, awq = found.row("nf4"), found.row("awq")
+    assert (nf4.verdict.verdict, awq.verdict.verdict) == ("survives", "inconclusive")
+    assert nf4.verdict.p_value < 0.05 < nf4.p_holm == pytest.approx(2 * nf4.verdict.p_value)
+    assert nf4.holds_together is False and awq.holds_together is None
+    assert found.markdown().count("corrected for the other schemes it does not") == 1
+    assert found.table_json()["nf4"]["holds_after_holm"] is False
+    alone = compare.from_counts({"n": 1000, "base": {"fp16": 600, "nf4": 600}, "grpo": {"fp16": 750, "nf4": 728}})
+    assert alone.row("nf4").holds_together is True and "it does not" not in alone.markdown()
+
+
+def test_the_t_test_and_the_bootstrap_stand_beside_the_closed_form(frame, comparison):
+    wide = frame.pivot(index="question", columns=["variant", "scheme"], values="correct")
+    entry = comparison.table_json()["nf4"]
+    assert entry["p_delta"] == pytest.approx(scipy.stats.ttest_rel(wide["grpo", "nf4"], wide["base", "nf4"]).pvalue, rel=1e-9)
+    for name in ("delta", "gain_survival"):
+        assert entry["bootstrap"][name]["estimate"] == pytest.approx(entry[name]["estimate"])
+        for end in ("low", "high"):
+            assert entry["bootstrap"][name][end] == pytest.approx(entry[name][end], abs=0.15 * entry[name]["stderr"])
+    assert "paired bootstrap over questions (10,000 resamples, seeded)" in comparison.markdown()
+
+
 def test_metrics_have_the_agreed_names(comparison):
     metrics = comparison.metrics()
     names = [f"compare/delta_{scheme}" for scheme in ("fp16", "nf4", "awq")] + [f"compare/gain_survival_{scheme}" for scheme in ("nf4", "awq")]
