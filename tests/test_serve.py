@@ -223,7 +223,9 @@ def newest_run():
 
 def test_a_server_in_another_environment_is_stopped_as_one_in_this(registered, tmp_path):
     command = f"cd {ROOT} && exec {sys.executable} -m qrl serve"
-    (tmp_path / "MLproject").write_text(json.dumps({"name": "elsewhere", "entry_points": {"serve": {"command": command}}}))
+    (tmp_path / "MLproject").write_text(
+        json.dumps({"name": "elsewhere", "entry_points": {"serve": {"command": command}}})
+    )
     port = free_port()
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
@@ -249,7 +251,9 @@ def test_what_cannot_be_served_is_told_before_an_environment_is_built(registered
     weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
     for stage, code, sentence in (("awq", 2, "has no version yet"), ("base", 1, "have changed")):
         command = [sys.executable, "-m", "qrl", "serve", "--stage", stage, "--engine", "vllm"]
-        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+        )
         assert (done.returncode, done.stdout) == (code, "")
         assert sentence in done.stderr and len(done.stderr.splitlines()) == 1
     assert newest_run().info.run_id == before
