@@ -182,14 +182,14 @@ def promote_command(settings, stage: str, cell: str | None, rollback: bool) -> N
 def serve_command(ctx: click.Context, settings, stage: str, host: str, port: int, engine: str) -> None:
     """An OpenAI-compatible server of a registered stage, its gate and digest checked first."""
     from qrl import pipeline
+    from qrl.steps import serve
 
     if (folder := pipeline.place("serve", engine, settings.device)) is not None:
+        serve.check(settings, stage, host=host, port=port)  # told before an environment of some GB is built for it
         pipeline.hand_over(
             folder, "serve", ctx.obj | {"stage": stage, "host": host, "port": str(port), "engine": engine}
         )
     else:
-        from qrl.steps import serve
-
         serve.serve(settings, stage, host=host, port=port, engine=engine)
 
 

@@ -120,7 +120,8 @@ def launch(
             str(folder), entry_point=step, parameters=parameters, env_manager=projects.env_manager(), run_id=run_id
         )
     except KeyboardInterrupt as stopped:
-        projects.mark_stopped(run_id, stopped)
+        if projects.mark_stopped(run_id, stopped) and not parent:
+            return run_id  # a server that was told to stop has done its work, handed over or not
         raise
     except ExecutionException as error:
         reason, exit_code = projects.told(run_id)

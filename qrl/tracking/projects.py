@@ -36,14 +36,23 @@ def env_manager() -> str:
     return tags.get(_MANAGER, "local")
 
 
-def mark_stopped(run_id: str, error: KeyboardInterrupt) -> None:
-    """Ends a launched run as KILLED, where a signal reached its process before that could say so itself."""
+def mark_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
+    """Gives a launched run its true end after a signal: MLflow calls every run FAILED that it interrupted.
+
+    Returns:
+        Whether its step finished all the same, as a server does that is told to stop; else it was KILLED.
+    """
     import mlflow
 
     client = mlflow.MlflowClient()
-    if names.TAG_REASON not in client.get_run(run_id).data.tags:
+    run = client.get_run(run_id)
+    finished = names.SECONDS in run.data.metrics
+    if not finished and names.TAG_REASON not in run.data.tags:  # the signal came before it could say so itself
         client.set_tag(run_id, names.TAG_REASON, str(error) or "Stopped by Ctrl-C.")
-        client.set_terminated(run_id, "KILLED")
+    elif not finished and int(run.data.tags.get(names.TAG_EXIT_CODE, 1)) <= 128:
+        return False  # it had failed by itself
+    client.set_terminated(run_id, "FINISHED" if finished else "KILLED")
+    return finished
 
 
 def told(run_id: str) -> tuple[str, int]:
