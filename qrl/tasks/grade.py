@@ -19,7 +19,7 @@ LONGEST_LINE = 200  # characters after `####`: a longer line is prose, not an an
 _MARKER = re.compile(r"####(#*+)([^\n\r#]*+)")  # more than four are a heading; the literal prefix makes the search fast
 _SIMPLE = re.compile(r"[ \t]*+(-?[0-9]{1,18})[ \t\n]*+")  # most answers: read without the rules for all the others
 _LAST_DIGIT = re.compile(r".*[0-9½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", re.DOTALL)
-_AROUND = 200  # characters before the last digit, and after it, that can belong to its number
+_BEFORE, _BEHIND = 200, 20  # characters around the last digit that can belong to its number
 _TWO_CLAIMS = re.compile(r"[;,]\s|\b(?:or|and)\b")  # `x = 5, y = 18` states two numbers, `9 * 2 = 18` one
 
 # What changes the number beside it: roots, powers, `±`, double signs, negated and one-sided relations, LaTeX not known.
@@ -84,14 +84,14 @@ def flexible(completion: str) -> Number | None:
     body = _until_end(completion)
     if simple := _SIMPLE.fullmatch(body.rpartition("####")[2]):
         return int(simple[1])
-    last = _LAST_DIGIT.match(body)
-    if last is None:
-        return None
-    end = last.end()
-    stop = body.find("\n", end, end + _AROUND)
-    line = body[max(end - _AROUND, body.rfind("\n", 0, end) + 1) : end + _AROUND if stop < 0 else stop]
-    found = numbers(tidy(line))
-    return found[-1] if found else None
+    end = len(body)
+    while last := _LAST_DIGIT.match(body, 0, end):
+        stop = last.end()
+        end = max(stop - _BEFORE, body.rfind("\n", max(0, stop - _BEFORE), stop) + 1)
+        line = body[end : stop + _BEHIND].partition("\n")[0]
+        if found := numbers(tidy(line)):
+            return found[-1]  # else its digits are glued to letters: the number is one before them
+    return None
 
 
 def _stated(line: str) -> Number | object | None:

@@ -21,7 +21,7 @@ _CURRENCY = r"(?:(?:[A-Z]{1,3} ?)?[$€£¥₹]|\b(?:USD|EUR|GBP|INR)) ?"  # $, 
 _NUMBER = re.compile(
     rf"""(?<![^\W_])(?<![^\W_]_)(?<!\.)(?:
         (?<![0-9][,{_THIN}])[1-9][0-9]{{0,2}}([,{_THIN}])[0-9]{{3}}(?:\1[0-9]{{3}})*+(?![0-9])(?:\.[0-9]++)?
-      | (?<![0-9],)[1-9][0-9]?(?:,[0-9]{{2}})++,[0-9]{{3}}(?![0-9]|,[0-9])(?:\.[0-9]++)?
+      | (?<![0-9],)[1-9][0-9]?(?:,[0-9]{{2}})+,[0-9]{{3}}(?![0-9]|,[0-9])(?:\.[0-9]++)?
       | [0-9]++(?:\.[0-9]++)?
       | \.[0-9]++
     )""",
@@ -30,14 +30,13 @@ _NUMBER = re.compile(
 _SPOILED = re.compile(r"\.[0-9]|[eE][-+]?[0-9]|[xX_][0-9]")  # 1.2.3, 1e3, 0x12, 3x6, 1_000
 _NO_SEPARATORS = str.maketrans("", "", "," + _THIN)
 _DIGIT = re.compile(r"[0-9]")
-_SIGN = re.compile(rf"([-+])(\s*)(?:{_CURRENCY})?[*_`(\[\"']{{0,3}}(?:{_CURRENCY})?$")
+_SIGN = re.compile(rf"([-+])(\s*)(?:{_CURRENCY})?[*_`(\[{{\"']{{0,3}}(?:{_CURRENCY})?$")
 _SIGN_WORD = re.compile(rf"\b(?:(negative)|minus)[\s-]+(?:{_CURRENCY})?$", re.IGNORECASE)
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]{1,60})\}\s*\{([^{}]{1,60})\}|([0-9])\s*([0-9]))")
 _SLASH = re.compile(r"\s?/\s?")
 _COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|boxed|fbox|left|right|displaystyle)(?![A-Za-z])\s*")
-_UNIT_POWER = re.compile(r"(?<=[A-Za-z])\s*\^\s*[23]\b|\^\s*\\circ(?![A-Za-z])")  # `cm^2` is a unit, `18^2` a calculation
+_UNIT_POWER = re.compile(r"(?<=[A-Za-z])\}?\s*\^\s*\{?[23](?![0-9.])|\^\s*\{?\s*\\circ(?![A-Za-z])")  # `cm^2` is a unit, `18^2` a calculation
 _RUPEES = re.compile(r"\bRs\.? ?(?=[-+0-9])")
-_DEGREE = re.compile(r"\^\s*\{\s*\\circ\s*\}")
 
 # Read as what they look like. What cannot be seen is not read: zero-width characters and marks of direction.
 _LOOKS = str.maketrans(
@@ -56,8 +55,8 @@ def tidy(line: str) -> str:
     if "\\" in line or "{" in line:
         for latex, plain in _LATEX:
             line = line.replace(latex, plain)
-        line = _FRACTION.sub(_plain_fraction, _DEGREE.sub("", line))
-        line = _COMMAND.sub("", line).replace("{", "").replace("}", " ")
+        line = _FRACTION.sub(_plain_fraction, line)
+        line = _COMMAND.sub("", line)
     if "^" in line:
         line = _UNIT_POWER.sub("", line)
     return _RUPEES.sub("₹", line) if "Rs" in line else line
