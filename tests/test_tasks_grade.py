@@ -64,6 +64,7 @@ def test_the_short_cut_for_plain_answers_changes_no_verdict(line):
 @given(st.lists(NASTY, max_size=5).map("\n".join))
 @example("18\nB3 x4")
 @example("1/2\n/3")
+@example("1e1 1/2")
 def test_the_flexible_number_is_the_last_one_of_the_last_line_that_has_any(body):
     found = [number for line in body.split("\n") for number in numbers(tidy(line))]
     assert flexible(body) == (found[-1] if found else None)

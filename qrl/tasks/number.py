@@ -75,8 +75,9 @@ def numbers(line: str) -> list[Number | None]:
     before: list[re.Match] = []
     for parts in _joined_by_slashes(line):
         if _mixed(line, before, parts):
-            part = _ratio(line, parts)
-            found[-1] += -part if _negative(line, before[0].start()) else part
+            whole, part = found[-1], _ratio(line, parts)
+            sign = -1 if _negative(line, before[0].start()) else 1
+            found[-1] = None if whole is None or part is None else whole + sign * part
         else:
             found.append(_value(line, parts[0]) if len(parts) == 1 else _ratio(line, parts))
         before = parts
