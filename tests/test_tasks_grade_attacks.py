@@ -22,10 +22,10 @@ UNITS = {
 }  # fmt: skip
 
 
-def rewarded(completion: str) -> list[str]:
+def rewarded(completion: str, *answers: str) -> list[str]:
     """The gold answers for which a completion earns something, by the reward function that training calls."""
     correct = reward.function("gsm8k")
-    return [answer for answer in ANSWERS if correct([completion], [answer]) != [0.0]]
+    return [answer for answer in answers or ANSWERS if correct([completion], [answer]) != [0.0]]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,6 @@ def test_time_grows_with_the_length_and_not_faster(unit, shape):
 
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
 def test_a_megabyte_of_anything_before_one_answer_line_earns_only_that_answer(unit):
-    found = rewarded(unit * (MEGABYTE // len(unit)) + "\n#### 7")
-    assert found in ([], ["7"])
-    assert rewarded(unit * (MEGABYTE // len(unit))) in ([], ["1"])  # `#### 1` again and again says 1
+    spam = unit * (MEGABYTE // len(unit))
+    assert rewarded(spam + "\n#### 7", "1", "7", "11") in ([], ["7"])
+    assert rewarded(spam, "1", "7", "11") in ([], ["1"])  # `#### 1` again and again says 1

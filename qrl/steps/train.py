@@ -32,11 +32,11 @@ def train(recipe: Recipe) -> None:
     questions = inputs.questions(recipe, "train", recipe.train.questions)
     heldout = inputs.all_heldout(recipe)
     grpo.check(recipe.train, len(questions))
-    hashed = prompt.template_hash(recipe.prompt)
+    prompt.template_hash(recipe.prompt)  # an unknown template is refused before anything starts
     store.prepare()
     key = keys.trained(recipe, found.digest, device)
     tags = {names.TAG_CACHE_KEY: key, names.TAG_PARENT_DIGEST: found.digest, **_tags(recipe)}
-    params = {"device": device, "prompt_hash": hashed}
+    params = {"device": device}
     with (
         workspace(f"train-{key[:16]}", keep_on_error=True) as work,
         runs.step("train", recipe, sections=("train",), params=params, tags=tags, system_metrics=True),

@@ -35,7 +35,8 @@ _SIGN_WORD = re.compile(rf"\b(?:(negative)|minus)[\s-]+(?:{_CURRENCY})?$", re.IG
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]{1,60})\}\s*\{([^{}]{1,60})\}|([0-9])\s*([0-9]))")
 _SLASH = re.compile(r"\s?/\s?")
 _COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|boxed|fbox|left|right|displaystyle)(?![A-Za-z])\s*")
-_UNIT_POWER = re.compile(r"(?<=[A-Za-z])\}?\s*\^\s*\{?[23](?![0-9.])|\^\s*\{?\s*\\circ(?![A-Za-z])")  # `cm^2` is a unit, `18^2` a calculation
+# `cm^2` is a unit and `^\circ` a degree, `18^2` a calculation.
+_UNIT_POWER = re.compile(r"(?<=[A-Za-z])\}?\s*\^\s*\{?[23](?![0-9.])|\^\s*\{?\s*\\circ(?![A-Za-z])")
 _RUPEES = re.compile(r"\bRs\.? ?(?=[-+0-9])")
 
 # Read as what they look like. What cannot be seen is not read: zero-width characters and marks of direction.
@@ -80,6 +81,8 @@ def numbers(line: str) -> list[Number | None]:
             found[-1] = None if whole is None or part is None else whole + sign * part
         else:
             found.append(_value(line, parts[0]) if len(parts) == 1 else _ratio(line, parts))
+            if line[parts[0].start() - 1 : parts[0].start()] == "/":
+                found[-1] = None  # `x/2` is not 2
         before = parts
     return found
 
@@ -129,7 +132,7 @@ def _value(line: str, run: re.Match) -> Number | None:
     """The number that a run of digits writes, with the sign before it."""
     digits, end = run.group(), run.end()
     if len(digits) > LONGEST or _SPOILED.match(line, end) or line[end : end + 1].isnumeric():
-        return None
+        return None  # `18²` is a calculation, `1٨` half in other digits
     if run[1] or "," in digits:
         digits = digits.translate(_NO_SEPARATORS)
     value = Fraction(digits) if "." in digits else int(digits)
