@@ -66,7 +66,7 @@ def test_rollouts_cells_and_calibration_feed_the_weights_the_same_ids(template, 
         model, tokens = load(*given)
         return watch(model, asked), tokens
 
-    monkeypatch.setattr(grpo, "_policy", lambda base: watch(policy(base), rolled_out))
+    monkeypatch.setattr(grpo, "_policy", lambda *given: watch(policy(*given), rolled_out))
     monkeypatch.setattr(hf, "load", watched_load)
     settings = FAST.model_copy(update={"steps": 1, "max_completion_tokens": 4})
     given = {"task": "arithmetic", "template": template, "seed": 0, "device": "cpu", "work": tmp_path / "work"}
