@@ -30,8 +30,8 @@ def grade(task: str, file: str | Path, out: str | Path) -> str:
     target = Path(out)
     partial = target.with_name(target.name + ".partial")
     try:
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in graded)
-        partial.write_text(lines, encoding="utf-8", errors="backslashreplace")  # a lone surrogate as JSON's own \udc80
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in graded)
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # a lone surrogate stays JSON's own escape of it
         os.replace(partial, target)
     except OSError as error:
         raise BadInput(f"{out} cannot be written ({error.strerror}): give a path in a folder that exists.") from None
