@@ -72,15 +72,9 @@ def check_scheme(scheme: str, known: Sequence[str]) -> None:
         raise BadInput(f"There is no scheme '{scheme}': expected one of {', '.join(known)}.")
 
 
-def questions(recipe: Recipe, split: tasks.Split, n: int | None) -> list[tasks.Question]:
-    """The recipe's questions of a split; n = None means all, where the task has an end."""
+def questions(recipe: Recipe, split: tasks.Split, n: int) -> list[tasks.Question]:
+    """The recipe's questions of a split."""
     return tasks.load(recipe.task, split, n, recipe.seed, recipe.data)
-
-
-def all_heldout(recipe: Recipe) -> list[tasks.Question]:
-    """Every question that the recipe's cells could be asked, whatever `evaluate.n` says; of an endless task, those that they are."""
-    endless = recipe.task == "arithmetic" and recipe.data is None
-    return questions(recipe, "heldout", recipe.evaluate.n if endless else None)
 
 
 def digest(asked: Sequence[tasks.Question]) -> str:
@@ -96,3 +90,9 @@ def source_of(recipe: Recipe) -> str:
     if recipe.data:
         return str(Path(recipe.data).resolve())
     return f"generated, seed {recipe.seed}" if recipe.task == "arithmetic" else "the hub's data set of the task"
+
+
+def all_heldout(recipe: Recipe) -> list[tasks.Question]:
+    """Every question that the recipe's cells could be asked, whatever `evaluate.n` says; of an endless task, those that they are."""
+    endless = recipe.task == "arithmetic" and recipe.data is None
+    return tasks.load(recipe.task, "heldout", recipe.evaluate.n if endless else None, recipe.seed, recipe.data)
