@@ -112,6 +112,7 @@ def quantize_command(ctx: click.Context, settings, scheme: str, models: str | No
 
     quantize.check_scheme(scheme)
     if (folder := pipeline.place("quantize", scheme)) is not None:
+        quantize.sources(settings, models)  # told before an environment is built for it
         pipeline.hand_over(folder, "quantize", ctx.obj | {"scheme": scheme} | ({"models": models} if models else {}))
     else:
         quantize.quantize(settings, scheme, models)
@@ -235,7 +236,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _end(error: QrlError) -> None:
-    click.echo(f"qrl: {error}", err=True)
+    if not error.told:
+        click.echo(f"qrl: {error}", err=True)
     _tell_run(error)
     sys.exit(error.exit_code)
 

@@ -125,6 +125,7 @@ def launch(
         raise
     except ExecutionException as error:
         reason, exit_code = projects.told(run_id)
-        kind = ERRORS.get(exit_code, QrlError)
-        raise kind(reason or f"Step {step} failed ({error}); its output above says where.") from None
+        failed = ERRORS.get(exit_code, QrlError)(reason or f"Step {step} failed ({error}); its output above says where.")
+        failed.told = bool(reason)
+        raise failed from None
     return run_id
