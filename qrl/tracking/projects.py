@@ -27,13 +27,11 @@ def open_child(parent: str, name: str) -> str:
     return client.create_run(experiment, tags=tags, run_name=name).info.run_id
 
 
-def env_manager() -> str:
-    """The environment manager that the active run was started under; `local` where `mlflow run` did not start it."""
+def env_manager(run_id: str | None) -> str:
+    """The environment manager that a run was started under; `local` where `mlflow run` did not start it."""
     import mlflow
 
-    run = mlflow.active_run()
-    tags = mlflow.get_run(run.info.run_id).data.tags if run else {}
-    return tags.get(_MANAGER, "local")
+    return mlflow.get_run(run_id).data.tags.get(_MANAGER, "local") if run_id else "local"
 
 
 def mark_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
