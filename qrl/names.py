@@ -41,6 +41,7 @@ EOS_RATE = "eval/eos_rate"
 TRUNCATION_RATE = "eval/truncation_rate"
 PROMPT_LEAK_RATE = "eval/prompt_leak_rate"
 TOKENS_PER_S = "eval/tokens_per_s"
+SECONDS = "step/seconds"  # logged by a step that ends well, and by no other
 
 # Artifacts of a study's run
 TABLE_MD, TABLE_JSON = "table.md", "table.json"

@@ -30,7 +30,8 @@ def grade(task: str, file: str | Path, out: str | Path) -> str:
     target = Path(out)
     partial = target.with_name(target.name + ".partial")
     try:
-        partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in graded))
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in graded)
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # a lone surrogate stays JSON's own escape of it
         os.replace(partial, target)
     except OSError as error:
         raise BadInput(f"{out} cannot be written ({error.strerror}): give a path in a folder that exists.") from None
@@ -53,7 +54,7 @@ def _lines(file: Path):
 def _graded(task: str, where: str, line: str) -> dict:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter for brackets nested by the thousand
         raise BadInput(f"{where} is not JSON: expected an object with 'completion' and 'answer'.") from None
     if not (isinstance(row, dict) and isinstance(row.get("completion"), str) and "answer" in row):
         raise BadInput(f"{where} lacks 'completion' or 'answer': expected an object with both.")
