@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl.errors import QrlError
@@ -117,7 +118,7 @@ class _Workers:
                 context.set_forkserver_preload(["qrl.tasks.math_judge"])
                 count = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
                 self.made, self.owner = ProcessPool(count, initializer=_prepare, context=context), os.getpid()
-                with _fixed_hashes():
+                with _environment():
                     self.made.schedule(_judge, args=([],))  # starts the server and the workers
             return self.made
 
@@ -139,16 +140,17 @@ def close() -> None:
 
 
 @contextlib.contextmanager
-def _fixed_hashes() -> Iterator[None]:
-    """Workers that start within hash alike: the order of sympy's sets is the same in every process."""
-    before = os.environ.get("PYTHONHASHSEED")
-    os.environ["PYTHONHASHSEED"] = "0"
+def _environment() -> Iterator[None]:
+    """What the server process starts with: this package and no other of the working directory, and one order of sets."""
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    wanted = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:
-        del os.environ["PYTHONHASHSEED"]
-        if before is not None:
-            os.environ["PYTHONHASHSEED"] = before
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _check_workers() -> None:

@@ -37,8 +37,8 @@ _SPELLINGS = [
 ]
 _NESTED = re.compile(r"\\(?:boxed|fbox) ?\{(.*)\}")
 
-_DECIMAL = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)")
-_GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_DECIMAL = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
+_GROUPED = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _BASED = re.compile(r"(-?[0-9][0-9A-Fa-f]*)_\{?(\d+)\}?")
 _WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|mathit)\{([^{}]*)\}")
 _WORD = re.compile(r"[A-Z]?[a-z]{3,}(?: [a-z]+)*")
