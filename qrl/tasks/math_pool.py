@@ -87,20 +87,20 @@ def _failed(fault: str) -> Verdict:
     return Verdict(None, False, False, fault)
 
 
-def _judge(batch: list[Asked]) -> list[Verdict | None]:
+def _judge(batch: list[Asked], cpu_s: float) -> list[Verdict | None]:
     from qrl.tasks import math_judge
 
-    return math_judge.judge(batch, CPU_S)
+    return math_judge.judge(batch, cpu_s)
 
 
-def _prepare() -> None:
+def _prepare(memory_bytes: int) -> None:
     from qrl.tasks import math_judge
 
-    math_judge.prepare(MEMORY_BYTES)
+    math_judge.prepare(memory_bytes)
 
 
 def _schedule(batch: list[Asked]) -> Future[list[Verdict | None]]:
-    return _workers.pool().schedule(_judge, args=(batch,), timeout=WALL_S)
+    return _workers.pool().schedule(_judge, args=(batch, CPU_S), timeout=WALL_S)
 
 
 class _Workers:
@@ -117,9 +117,11 @@ class _Workers:
                 context = multiprocessing.get_context("forkserver")
                 context.set_forkserver_preload(["qrl.tasks.math_judge"])
                 count = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
-                self.made, self.owner = ProcessPool(count, initializer=_prepare, context=context), os.getpid()
+                limits = (MEMORY_BYTES,)
+                self.made = ProcessPool(count, initializer=_prepare, initargs=limits, context=context)
+                self.owner = os.getpid()
                 with _environment():
-                    self.made.schedule(_judge, args=([],))  # starts the server and the workers
+                    self.made.schedule(_judge, args=([], CPU_S))  # starts the server and the workers
             return self.made
 
     def close(self) -> None:
