@@ -52,6 +52,12 @@ def test_the_reward_is_the_graders_strict_verdict():
     assert correct(texts, ["7"] * 4) == correct(conversations, ["7"] * 4) == wanted == [1, 0, 0, 0]
 
 
+def test_every_logged_step_is_in_the_history_with_its_speed(trained):
+    _, done, seen = trained
+    assert done.history["step"].tolist() == [step for step, _ in seen] == [1, 2]
+    assert done.history["completions_per_s"].tolist() == [metrics["train/completions_per_s"] for _, metrics in seen]
+
+
 def test_training_leaves_a_checkpoint_in_the_bases_dtype_with_its_tokenizer(trained):
     _, done, _ = trained
     found = checkpoint.check(done.path)

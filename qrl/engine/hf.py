@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import checkpoint, process
+from qrl.engine import attention
 from qrl.errors import BadInput
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, 
         raise BadInput(f"{path} names no end token (eos_token_id) in generation_config.json: answers could never stop.")
     pad = ends.pad_token_id if ends.pad_token_id is not None else _first(ends.eos_token_id)
     model.generation_config = GenerationConfig(eos_token_id=ends.eos_token_id, pad_token_id=pad)
+    if device == "cpu":
+        attention.use_grouped(model)
     return model.eval(), tokenizer(path)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import checkpoint, process, tasks
-from qrl.engine import hf
+from qrl.engine import attention, hf
 from qrl.errors import BadInput
 from qrl.recipe import Train
 from qrl.tasks import prompt
@@ -94,7 +94,7 @@ def run(
     rows = [{"prompt": prompt.messages(q.question, template), "answer": q.answer} for q in questions]
     watcher = _watcher(settings, log)
     trainer = GRPOTrainer(
-        model=_policy(base),
+        model=_policy(base, device),
         reward_funcs=reward.function(task),
         args=_arguments(settings, seed, device, work),
         train_dataset=_dataset(rows),
@@ -183,14 +183,17 @@ def _arguments(settings: Train, seed: int, device: str, work: Path):
     )
 
 
-def _policy(base: Path):
+def _policy(base: Path, device: str):
     """The base with fp32 masters: at learning rates of RL, bf16 would round most updates away."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         base, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
     )
+    if device == "cpu":
+        attention.use_grouped(model)
+    return model
 
 
 def _adapter(settings: Train):
@@ -219,7 +222,7 @@ def _watcher(settings: Train, log: Callable[[dict[str, float], int], None]):
             if "reward" not in (logs or {}):
                 return
             rate = settings.prompts_per_step * settings.generations / (time.perf_counter() - self.began)
-            logs["completions_per_s"] = rate
+            state.log_history[-1]["completions_per_s"] = rate  # `logs` is a copy of what is kept
             metrics = {ours: float(logs[name]) for name, ours in METRICS.items() if logs.get(name) is not None}
             log(metrics | {"train/completions_per_s": rate}, state.global_step)
             self.bar.set_postfix(reward=f"{logs['reward']:.3f}", refresh=False)
