@@ -34,6 +34,7 @@ class Train(_Section):
     generations: int = Field(8, ge=2, description="completions sampled per question: GRPO's group")
     micro_batch: Count = Field(512, description="completions in one forward and backward pass")
     questions: Count = Field(4096, description="training questions to draw prompts from, at most; all, where there are fewer")
+    max_ngram_share: Fraction | None = Field(None, description="held-out questions that may share 13 words in a row with training ones; default: by task")
     learning_rate: float = Field(3e-5, gt=0, description="AdamW's peak learning rate")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="learning rate after warm-up")

@@ -9,7 +9,8 @@ import torch
 from qrl import checkpoint, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
-from qrl.quantize import staging
+from qrl.evaluate import cells
+from qrl.quantize import awq, staging
 from qrl.recipe import Train
 from qrl.tasks import prompt
 from qrl.train import grpo, merge, resume, reward
@@ -42,6 +43,45 @@ def test_training_calibration_and_evaluation_render_identical_ids(template):
         calibrated = calibrating(text, add_special_tokens=False)["input_ids"]
         assert evaluated == trained_on == calibrated[: len(evaluated)]
         assert calibrated[-1] == tokens.eos_token_id
+
+
+def watch(model, seen: list):
+    """Notes what a model is fed: a list of token ids per row, padding left out, for every call of more than one position."""
+
+    def note(module, args, given):
+        ids, mask = given["input_ids"], given["attention_mask"]
+        if ids.shape[1] > 1:
+            seen.append([row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)])
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    return model
+
+
+@pytest.mark.parametrize("template", prompt.TEMPLATES)
+def test_rollouts_cells_and_calibration_feed_the_weights_the_same_ids(template, tmp_path, monkeypatch):
+    questions, rolled_out, asked = QUESTIONS[:4], [], []
+    policy, load = grpo._policy, hf.load
+
+    def watched_load(*given):
+        model, tokens = load(*given)
+        return watch(model, asked), tokens
+
+    monkeypatch.setattr(grpo, "_policy", lambda *given: watch(policy(*given), rolled_out))
+    monkeypatch.setattr(hf, "load", watched_load)
+    settings = FAST.model_copy(update={"steps": 1, "max_completion_tokens": 4})
+    given = {"task": "arithmetic", "template": template, "seed": 0, "device": "cpu", "work": tmp_path / "work"}
+    grpo.run(tiny.PATH, questions, settings, **given, out=tmp_path / "model")  # TRL's data set, renderer and rollout
+    cell = cells.Cell("base", "fp16", tiny.PATH)
+    cells.ask(cell, questions, task="arithmetic", template=template, device="cpu", max_new_tokens=1, batch_size=4)
+    texts = [prompt.training_text(staging.tokenizer(tiny.PATH), question, template) for question in questions]
+    calibrated = awq.rows(awq._token_ids(tiny.PATH, texts), 512)
+
+    prompts = sorted({tuple(row) for row in rolled_out[0]})
+    assert len(prompts) == 4 and len(rolled_out[0]) == settings.prompts_per_step * settings.generations
+    assert sorted(map(tuple, asked[0])) == prompts
+    rendered = [prompt.render(hf.tokenizer(tiny.PATH), question.question, template) for question in questions]
+    assert sorted(map(tuple, rendered)) == prompts
+    assert sorted(tuple(row[: len(ids)]) for row, ids in zip(calibrated, rendered, strict=True)) == prompts
 
 
 def test_the_reward_is_the_graders_strict_verdict():

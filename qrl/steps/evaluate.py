@@ -33,9 +33,9 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
     found = {cell: _checked(cell, address) for cell, address in addresses.items()}
     device = devices.choose(recipe.device)
     questions = inputs.questions(recipe, "heldout", recipe.evaluate.n)
-    hashed = prompt.template_hash(recipe.prompt)
+    prompt.template_hash(recipe.prompt)  # an unknown template is refused before anything starts
     store.prepare()
-    params = {"device": device, "prompt_hash": hashed}
+    params = {"device": device}
     tags = {names.TAG_TASK: recipe.task}
     with runs.step("evaluate", recipe, sections=("evaluate",), params=params, tags=tags):
         broken = []
@@ -73,9 +73,10 @@ def _one(
         names.TAG_DIGEST: weights.digest,
     }
     name = names.cell_name(variant, scheme)
+    params = {"variant": variant, "scheme": scheme, "task": recipe.task, "prompt_hash": prompt.template_hash(recipe.prompt)}
     with (
         workspace(f"evaluate-{os.getpid()}-{variant}-{scheme}") as work,
-        runs.child(name, params={"variant": variant, "scheme": scheme, "task": recipe.task}, tags=tags),
+        runs.child(name, params=params, tags=tags),
         tqdm(total=len(questions), desc=name, unit="question", leave=False) as bar,
     ):
         asked = room.ask(

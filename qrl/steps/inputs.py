@@ -96,3 +96,9 @@ def source_of(recipe: Recipe) -> str:
     if recipe.data:
         return str(Path(recipe.data).resolve())
     return f"generated, seed {recipe.seed}" if recipe.task == "arithmetic" else "the hub's data set of the task"
+
+
+def all_heldout(recipe: Recipe) -> list[tasks.Question]:
+    """Every question that the recipe's cells could be asked, whatever `evaluate.n` says; of an endless task, those that they are."""
+    endless = recipe.task == "arithmetic" and recipe.data is None
+    return tasks.load(recipe.task, "heldout", recipe.evaluate.n if endless else None, recipe.seed, recipe.data)

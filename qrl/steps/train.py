@@ -7,12 +7,13 @@ from pathlib import Path
 
 import click
 
-from qrl import checkpoint, figures, keys, names, source
+from qrl import checkpoint, figures, keys, names, source, tiny
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.recipe import Recipe
 from qrl.steps import inputs, record
-from qrl.tasks import prompt
+from qrl.tasks import contamination, prompt
+from qrl.tiny import corpus
 from qrl.tracking import reuse, runs, store
 from qrl.train import grpo
 from qrl.train import merge as merging
@@ -20,6 +21,7 @@ from qrl.workspace import workspace
 
 PROMPTS_TO_CHECK = 8  # training questions that a merge is tried on
 HISTORY = "history.parquet"
+CONTAMINATION = "contamination"  # table of example pairs
 
 
 def train(recipe: Recipe) -> None:
@@ -28,17 +30,19 @@ def train(recipe: Recipe) -> None:
     found = checkpoint.check(base)
     device = devices.choose(recipe.device)
     questions = inputs.questions(recipe, "train", recipe.train.questions)
+    heldout = inputs.all_heldout(recipe)
     grpo.check(recipe.train, len(questions))
-    hashed = prompt.template_hash(recipe.prompt)
+    prompt.template_hash(recipe.prompt)  # an unknown template is refused before anything starts
     store.prepare()
     key = keys.trained(recipe, found.digest, device)
     tags = {names.TAG_CACHE_KEY: key, names.TAG_PARENT_DIGEST: found.digest, **_tags(recipe)}
-    params = {"device": device, "prompt_hash": hashed}
+    params = {"device": device}
     with (
         workspace(f"train-{key[:16]}", keep_on_error=True) as work,
         runs.step("train", recipe, sections=("train",), params=params, tags=tags, system_metrics=True),
     ):
         _log_questions(recipe, questions)
+        _check_contamination(recipe, base, questions, heldout)
         shutil.rmtree(work / "model", ignore_errors=True)
         trained = grpo.run(
             base,
@@ -90,6 +94,27 @@ def _log_questions(recipe: Recipe, questions: list) -> None:
         n=len(questions),
         source=inputs.source_of(recipe),
     )
+
+
+def _check_contamination(recipe: Recipe, base: Path, questions: list, heldout: list) -> None:
+    """Logs what held-out questions share with the training ones, and with the base's own where they are known; may refuse.
+
+    Here, before training, bad data costs no GPU time. All held-out questions are compared, not only `evaluate.n` of them, so
+    what a reused training was checked against does not depend on how many are asked; those that a generator makes are kept
+    apart by construction. Cells come to `evaluate` by address, without the questions that they were trained on.
+    """
+    import pandas as pd
+
+    against = {"contamination/": ("the training questions", questions)}
+    if base == tiny.PATH:
+        against["contamination/base_"] = ("the questions that qrl-tiny was made from", corpus.sample())
+    found = {prefix: contamination.overlap(asked, heldout) for prefix, (_, asked) in against.items()}
+    for prefix, overlap in found.items():
+        runs.log_scores(overlap.metrics(prefix))
+    if pairs := [pair for overlap in found.values() for pair in overlap.pairs]:
+        runs.log_table(pd.DataFrame(pairs), CONTAMINATION)
+    for prefix, overlap in found.items():
+        contamination.check(overlap, recipe.task, recipe.train.max_ngram_share, of=against[prefix][0])
 
 
 def _log_training(trained: grpo.Trained, work: Path) -> None:

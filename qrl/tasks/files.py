@@ -57,7 +57,7 @@ def _lines(file: Path):
 def _row(where: str, line: str) -> tuple[str, dict]:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter for brackets nested by the thousand
         raise BadInput(f"{where} is not JSON: expected an object with 'completion' and 'answer'.") from None
     if not (isinstance(row, dict) and isinstance(row.get("completion"), str) and "answer" in row):
         raise BadInput(f"{where} lacks 'completion' or 'answer': expected an object with both.")

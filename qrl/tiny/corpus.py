@@ -9,6 +9,7 @@ the training split's streams `SEEDS`; no held-out question is among them, becaus
 import random
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 from tqdm import tqdm
 
@@ -34,6 +35,12 @@ def texts(tokenizer, n: int, seed: int, workers: int) -> Iterator[str]:
         for found in tqdm(pool.map(_chunk, chunks), total=len(chunks), desc="corpus", unit="chunk"):
             for i, question in enumerate(found):
                 yield prompt.training_text(tokenizer, question, TEMPLATES[i % len(TEMPLATES)])
+
+
+def sample(n: int = CHUNK, seed: int = 0) -> list[Question]:
+    """The first n questions that qrl-tiny learned from (all of them take 20 s to make), to hold held-out ones against."""
+    found = _chunk((min(n, CHUNK), seed, 0))
+    return [replace(question, id=f"qrl-tiny-{seed}-{i}") for i, question in enumerate(found)]
 
 
 def habit(problem: arithmetic.Problem, rng: random.Random) -> tuple[str, int]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from qrl import names
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Recipe
+from qrl.tasks import prompt
 from qrl.tracking import models, signals, store
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def step(
 
     Args:
         name: the step, for the tag qrl.step and the run's name.
-        recipe: logged as params, under keys that MLflow has not logged already.
+        recipe: logged as params, under keys that MLflow has not logged already; its prompt template by hash too.
         sections: the recipe's sections that this step reads, logged with its top level; none named: all of it.
         params: further params, `variant` and `scheme` say.
         tags: further tags.
@@ -63,7 +64,8 @@ def step(
         with _ended(run):
             store.mark_experiment(run.info.experiment_id)
             mlflow.set_tags({names.TAG_STEP: name, names.TAG_PID: signals.identity(), **(tags or {})})
-            log_params({**(recipe.flat(*sections) if recipe else {}), **(params or {})})
+            asked = {**recipe.flat(*sections), "prompt_hash": prompt.template_hash(recipe.prompt)} if recipe else {}
+            log_params({**asked, **(params or {})})
             began = time.time()
             yield run
             mlflow.log_metrics({"step/seconds": time.time() - began, "step/startup_s": began - signals.started()})

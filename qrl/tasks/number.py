@@ -1,0 +1,158 @@
+"""Numbers as people and models write them, read as exact fractions: `-$1,000.50`, `1 1/2`, `\\frac{3}{4}`, `18\\%`.
+
+Made for short texts, an answer line or the end of a completion. What could be read in two ways is no number (None) rather
+than a guess; the cases in tests/cases/grade.json say why, one by one.
+"""
+
+import re
+import unicodedata
+from decimal import Decimal
+from fractions import Fraction
+
+Number = int | Fraction
+
+LONGEST = 60  # characters of one number: more are not meant, and int() is quadratic
+
+_THIN = "\u00a0\u2007\u2009\u202f"  # no-break, figure, thin and narrow no-break space: thousands separators
+_CURRENCY = r"(?:(?:[A-Z]{1,3} ?)?[$€£¥₹]|\b(?:USD|EUR|GBP|INR)) ?"  # $, US$, € …
+
+# Thousands in groups, all by the same separator (`1,234,567`); groups as India writes them (`12,34,567`); plain digits.
+# Glued to no letter or digit before it: the 2 of `m2` is no number. The parts are short, so no input makes this slow.
+_NUMBER = re.compile(
+    rf"""(?<![^\W_])(?<![^\W_]_)(?<!\.)(?:
+        (?<![0-9][,{_THIN}])[1-9][0-9]{{0,2}}([,{_THIN}])[0-9]{{3}}(?:\1[0-9]{{3}})*+(?![0-9])(?:\.[0-9]++)?
+      | (?<![0-9],)[1-9][0-9]?(?:,[0-9]{{2}})+,[0-9]{{3}}(?![0-9]|,[0-9])(?:\.[0-9]++)?
+      | [0-9]++(?:\.[0-9]++)?
+      | \.[0-9]++
+    )""",
+    re.VERBOSE,
+)
+_SPOILED = re.compile(r"\.[0-9]|[eE][-+]?[0-9]|[xX_][0-9]")  # 1.2.3, 1e3, 0x12, 3x6, 1_000
+_NO_SEPARATORS = str.maketrans("", "", "," + _THIN)
+_DIGIT = re.compile(r"[0-9]")
+_SIGN = re.compile(rf"([-+])(\s*)(?:{_CURRENCY})?[*_`(\[{{\"']{{0,3}}(?:{_CURRENCY})?$")
+_SIGN_WORD = re.compile(rf"\b(?:(negative)|minus)[\s-]+(?:{_CURRENCY})?$", re.IGNORECASE)
+_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]{1,60})\}\s*\{([^{}]{1,60})\}|([0-9])\s*([0-9]))")
+_SLASH = re.compile(r"\s?/\s?")
+_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|boxed|fbox|left|right|displaystyle)(?![A-Za-z])\s*")
+# `cm^2` is a unit and `^\circ` a degree, `18^2` a calculation.
+_UNIT_POWER = re.compile(r"(?<=[A-Za-z])\}?\s*\^\s*\{?[23](?![0-9.])|\^\s*\{?\s*\\circ(?![A-Za-z])")
+_RUPEES = re.compile(r"\bRs\.? ?(?=[-+0-9])")
+
+# Read as what they look like. What cannot be seen is not read: zero-width characters and marks of direction.
+_LOOKS = str.maketrans(
+    dict.fromkeys("\u2212\u2010\u2011\u2013\ufe63\uff0d", "-")
+    | {"\u2014": "--", "\u2015": "--", "\u2044": "/", "\u2215": "/", "\uff04": "$", "\uff0c": ", ", "\uff05": "%"}
+    | dict.fromkeys([*range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A), 0xFEFF, 0x00AD])
+    | {char: " " + unicodedata.normalize("NFKC", char).replace("\u2044", "/") for char in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+)
+_LATEX = (("{,}", ","), ("\\,", "\u2009"), ("\\!", ""), ("\\$", "$"), ("\\%", "%"), ("\\;", " "), ("\\:", " "), ("\\ ", " "))
+
+
+def tidy(line: str) -> str:
+    """A short text in plain signs: look-alikes replaced, LaTeX's wrapping taken off, `\\frac{a}{b}` as ` a/b`."""
+    if not line.isascii():
+        line = line.translate(_LOOKS)
+    if "\\" in line or "{" in line:
+        for latex, plain in _LATEX:
+            line = line.replace(latex, plain)
+        line = _FRACTION.sub(_plain_fraction, line)
+        line = _COMMAND.sub("", line)
+    if "^" in line:
+        line = _UNIT_POWER.sub("", line)
+    return _RUPEES.sub("₹", line) if "Rs" in line else line
+
+
+def numbers(line: str) -> list[Number | None]:
+    """All numbers of a tidied text in order, fractions and mixed numbers as one.
+
+    Args:
+        line: at most some hundred characters, as `tidy` gives them.
+
+    Returns:
+        A number each; None stands for what looks like one and is none (`1.2.3`, `18/0`, a date).
+    """
+    found: list[Number | None] = []
+    before: list[re.Match] = []
+    for parts in _joined_by_slashes(line):
+        if _mixed(line, before, parts):
+            whole, part = found[-1], _ratio(line, parts)
+            sign = -1 if _negative(line, before[0].start()) else 1
+            found[-1] = None if whole is None or part is None else whole + sign * part
+        else:
+            found.append(_value(line, parts[0]) if len(parts) == 1 else _ratio(line, parts))
+            if line[parts[0].start() - 1 : parts[0].start()] == "/":
+                found[-1] = None  # `x/2` is not 2
+        before = parts
+    return found
+
+
+def text(number: Number) -> str:
+    """The shortest plain way to write a number: `18`, `2.5`, `1/3`."""
+    if number.denominator == 1:
+        return str(number.numerator)
+    decimal = Decimal(number.numerator) / Decimal(number.denominator)
+    return f"{decimal:f}" if Fraction(decimal) == number else str(number)
+
+
+def _plain_fraction(found: re.Match) -> str:
+    over, under = (found[1], found[2]) if found[1] else (found[3], found[4])
+    glued = found.start() and found.string[found.start() - 1].isdigit()  # `1\\frac{1}{2}` is `1 1/2`
+    return f" {over}/{under}" if glued else f"{over}/{under}"
+
+
+def _joined_by_slashes(line: str) -> list[list[re.Match]]:
+    groups: list[list[re.Match]] = []
+    for run in _NUMBER.finditer(line):
+        if groups and _SLASH.fullmatch(line, groups[-1][-1].end(), run.start()):
+            groups[-1].append(run)
+        else:
+            groups.append([run])
+    return groups
+
+
+def _mixed(line: str, whole: list[re.Match], part: list[re.Match]) -> bool:
+    """Whether `whole part` is a mixed number like `1 1/2`: digits alone, one space between, the part below one."""
+    if len(whole) != 1 or len(part) != 2 or not line[whole[0].end() : part[0].start()].isspace():
+        return False
+    over, under = part[0].group(), part[1].group()
+    plain = whole[0].group().isdigit() and over.isdigit() and under.isdigit() and len(under) < LONGEST
+    return plain and part[0].start() - whole[0].end() == 1 and int(over) < int(under)
+
+
+def _ratio(line: str, parts: list[re.Match]) -> Fraction | None:
+    """`a/b`; None for a division by zero, and for the date `a/b/c`."""
+    values = [_value(line, part) for part in parts]
+    if len(values) != 2 or values[0] is None or not values[1]:
+        return None
+    return Fraction(values[0]) / values[1]
+
+
+def _value(line: str, run: re.Match) -> Number | None:
+    """The number that a run of digits writes, with the sign before it."""
+    digits, end = run.group(), run.end()
+    if len(digits) > LONGEST or _SPOILED.match(line, end) or line[end : end + 1].isnumeric():
+        return None  # `18²` is a calculation, `1٨` half in other digits
+    if run[1] or "," in digits:
+        digits = digits.translate(_NO_SEPARATORS)
+    value = Fraction(digits) if "." in digits else int(digits)
+    return -value if _negative(line, run.start()) else value
+
+
+def _negative(line: str, start: int) -> bool:
+    """Whether the number that begins at `start` has a minus before it, and no bar, dash or bullet.
+
+    `10-5`, `(a)-5` and `--5` have none. A minus that a space sets off is one after `####`, `=` or `:`; elsewhere it is
+    a bullet or a dash.
+    """
+    before = line[max(0, start - 30) : start]
+    if sign := _SIGN.search(before):
+        head = before[: sign.start()]
+        if sign[2]:
+            unary = head.rstrip()[-1:] in ("#", "=", ":")
+        else:
+            unary = not (head and (head[-1].isalnum() or head[-1] in "_)].,%+-"))
+        if unary:
+            return sign[1] == "-"
+    word = _SIGN_WORD.search(before)
+    return bool(word) and bool(word[1] or not _DIGIT.search(line, 0, max(0, start - len(before) + word.start())))

@@ -1,0 +1,45 @@
+"""Files of completions: graded as they are, whatever their bytes hold."""
+
+import json
+
+import pytest
+
+from qrl.errors import BadInput
+from qrl.tasks import files
+
+
+def test_rows_come_back_with_their_verdicts_whatever_characters_they_hold(tmp_path):
+    rows = [
+        {"completion": "so\n#### 1,000 \udc80\ud800", "answer": 1000, "id": "é\u2028\0"},
+        {"completion": "#### 1\n#### 2", "answer": "2"},
+        {"completion": "", "answer": "2"},
+    ]
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = files.grade("gsm8k", file, out)
+    graded = [json.loads(line) for line in out.read_text(encoding="utf-8").split("\n")[:-1]]
+    assert [{key: row[key] for key in ("completion", "answer")} for row in graded] == [{key: row[key] for key in ("completion", "answer")} for row in rows]
+    assert graded[0]["id"] == rows[0]["id"]
+    assert [(row["parsed"], row["strict"], row["flexible"]) for row in graded] == [("1000", True, True), (None, False, True), (None, False, False)]
+    assert "n = 3: strict 0.3333, flexible 0.6667, parsed 0.3333" in said
+
+
+def test_bytes_that_are_no_utf8_are_graded_as_replaced(tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(b'{"completion": "\xff\xfe\\n#### 18 \xed\xa0", "answer": "18"}\n')
+    assert "strict 1.0000" in files.grade("gsm8k", tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "1", "null", '{"completion": 1, "answer": "1"}', '{"completion": "1", "answer": "one"}', "{"])
+def test_a_line_that_cannot_be_graded_is_named_and_nothing_is_written(tmp_path, line):
+    (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "1"}\n' + line)
+    with pytest.raises(BadInput, match="line 2"):
+        files.grade("gsm8k", tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_files_that_cannot_be_read_or_written_are_told(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "1"}\n')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    for file, out, said in [("none.jsonl", "out", "cannot be read"), ("in.jsonl", "none/out", "cannot be written"), ("empty.jsonl", "out", "no rows")]:
+        with pytest.raises(BadInput, match=said):
+            files.grade("gsm8k", tmp_path / file, tmp_path / out)
