@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -213,6 +214,24 @@ def test_a_process_ends_and_takes_its_workers_along():
         while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_command_that_is_told_to_stop_while_it_waits_for_bombs_stops(tmp_path):
+    rows = [{"completion": boxed(f"9^{{9^{{9^{{{i}}}}}}}"), "answer": r"\frac{1}{6}"} for i in range(9, 209)]  # 10 min of CPU
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [sys.executable, "-m", "qrl", "grade", "--task", "math", "in.jsonl", "--out", "out.jsonl"]
+    environment = os.environ | {"PYTHONPATH": str(Path(qrl.__file__).parents[1])}
+    command = psutil.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    deadline, family = time.monotonic() + 60, []
+    while len(family) < 3 and time.monotonic() < deadline:  # the server, a worker, and semaphores' keeper
+        time.sleep(0.1)
+        family = command.children(recursive=True)
+    time.sleep(1)
+    family = command.children(recursive=True)
+    command.terminate()
+    assert command.wait(20) == 143
+    assert psutil.wait_procs(family, timeout=20)[1] == []
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_a_script_without_a_guard_is_told(tmp_path):

