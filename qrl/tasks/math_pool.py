@@ -44,13 +44,13 @@ def judge(asked: Sequence[Asked], progress: Callable[[int], object] = lambda n: 
         QrlError: no worker starts.
     """
     done: dict[int, Verdict] = {}
-    batches = [list(range(start, min(start + BATCH, len(asked)))) for start in range(0, len(asked), BATCH)]
+    left = [list(range(start, min(start + BATCH, len(asked)))) for start in range(0, len(asked), BATCH)]
     try:
-        for batches_now, careful in ((batches, False), (None, False), (None, True)):
-            left = [[i] for i in range(len(asked)) if i not in done] if batches_now is None else batches_now
+        for careful in (False, False, True):
             for batch, found in _round(asked, left, careful):
                 done |= zip(batch, found, strict=True)
                 progress(len(batch))
+            left = [[i] for i in range(len(asked)) if i not in done]
     except BaseException:
         close()  # a signal or a bug: nobody waits for the rest
         raise
@@ -63,8 +63,6 @@ def _round(asked: Sequence[Asked], batches: list[list[int]], careful: bool) -> I
     Args:
         careful: one after the other, so that a break of the whole pool can be blamed on the answer at work.
     """
-    if not batches:
-        return
     scheduled = [(batch, None if careful else _schedule([asked[i] for i in batch])) for batch in batches]
     for batch, future in scheduled:
         try:
