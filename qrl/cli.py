@@ -112,6 +112,7 @@ def quantize_command(ctx: click.Context, settings, scheme: str, models: str | No
 
     quantize.check_scheme(scheme)
     if (folder := pipeline.place("quantize", scheme)) is not None:
+        quantize.sources(settings, models)  # told before an environment is built for it
         pipeline.hand_over(folder, "quantize", ctx.obj | {"scheme": scheme} | ({"models": models} if models else {}))
     else:
         quantize.quantize(settings, scheme, models)
@@ -182,14 +183,14 @@ def promote_command(settings, stage: str, cell: str | None, rollback: bool) -> N
 def serve_command(ctx: click.Context, settings, stage: str, host: str, port: int, engine: str) -> None:
     """An OpenAI-compatible server of a registered stage, its gate and digest checked first."""
     from qrl import pipeline
+    from qrl.steps import serve
 
     if (folder := pipeline.place("serve", engine, settings.device)) is not None:
+        serve.check(settings, stage, host=host, port=port)  # told before an environment of some GB is built for it
         pipeline.hand_over(
             folder, "serve", ctx.obj | {"stage": stage, "host": host, "port": str(port), "engine": engine}
         )
     else:
-        from qrl.steps import serve
-
         serve.serve(settings, stage, host=host, port=port, engine=engine)
 
 
@@ -235,7 +236,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _end(error: QrlError) -> None:
-    click.echo(f"qrl: {error}", err=True)
+    if not error.told:
+        click.echo(f"qrl: {error}", err=True)
     _tell_run(error)
     sys.exit(error.exit_code)
 

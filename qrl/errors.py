@@ -13,6 +13,7 @@ class QrlError(Exception):
     """A step failed for a reason that a sentence can tell."""
 
     exit_code = 1
+    told = False  # set where a launched step has printed the sentence already
 
 
 class UnhealthyCell(QrlError):

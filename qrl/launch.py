@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -114,16 +116,21 @@ def launch(
         raise BadInput(f"{folder} has no MLproject file: run from a checkout of the project, where its environments are.")
     logging.getLogger("mlflow.projects").setLevel(logging.WARNING)
     logging.getLogger("mlflow.utils.virtualenv").addFilter(lambda line: "already exists" not in line.getMessage())
+    manager = projects.env_manager(parent or run_id)
     run_id = run_id or projects.open_child(parent, name)
+    if manager == "local":  # a step runs `python`, which is this one only where its environment was activated
+        os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     try:
         mlflow.projects.run(
-            str(folder), entry_point=step, parameters=parameters, env_manager=projects.env_manager(), run_id=run_id
+            str(folder), entry_point=step, parameters=parameters, env_manager=manager, run_id=run_id
         )
     except KeyboardInterrupt as stopped:
-        projects.mark_stopped(run_id, stopped)
+        if projects.mark_stopped(run_id, stopped) and not parent:
+            return run_id  # a server that was told to stop has done its work, handed over or not
         raise
     except ExecutionException as error:
         reason, exit_code = projects.told(run_id)
-        kind = ERRORS.get(exit_code, QrlError)
-        raise kind(reason or f"Step {step} failed ({error}); its output above says where.") from None
+        failed = ERRORS.get(exit_code, QrlError)(reason or f"Step {step} failed ({error}); its output above says where.")
+        failed.told = bool(reason)
+        raise failed from None
     return run_id

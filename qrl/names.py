@@ -44,6 +44,7 @@ GRADER_TIMEOUTS = "eval/grader_timeouts"  # answers of a cell that the grader ga
 GRADER_ERRORS = "eval/grader_errors"
 GRADER_FAULT_RATE = "eval/grader_fault_rate"  # both, over n
 TOKENS_PER_S = "eval/tokens_per_s"
+SECONDS = "step/seconds"  # logged by a step that ends well, and by no other
 
 # Artifacts of a study's run
 TABLE_MD, TABLE_JSON = "table.md", "table.json"

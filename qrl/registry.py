@@ -27,6 +27,7 @@ from urllib.parse import unquote
 from qrl import checkpoint, names
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.recipe import Recipe
+from qrl.tracking import models
 
 if TYPE_CHECKING:
     import mlflow
@@ -92,7 +93,7 @@ def register(
     n: int,
     parent_version: int | None = None,
 ) -> Version:
-    """The version with this digest: found where there is one, made from the logged model where there is none.
+    """The version with this digest: found where there is one whose files are whole, else made from the logged model.
 
     Args:
         name: the registered model, from `registered_name`.
@@ -115,7 +116,8 @@ def register(
     description = f"{cell}: accuracy {accuracy:.3f} ± {stderr:.3f} (standard error) on n = {n} held-out questions. Digest {digest[:12]}."
     with _locked(name):
         _make_model(client, name)
-        found = next((mv for mv in _versions(client, name) if mv.tags.get(names.TAG_DIGEST) == digest and _exists(mv)), None)
+        known = (mv for mv in _versions(client, name) if mv.tags.get(names.TAG_DIGEST) == digest and _exists(mv))
+        found = next((mv for mv in known if mv.source == model_uri or models.holds(mv.source, digest)), None)
         if found:
             for key, value in tags.items():
                 client.set_model_version_tag(name, found.version, key, value)
@@ -256,7 +258,7 @@ def verify(version: Version) -> Path:
     path = folder(version)
     found = checkpoint.digest(path)
     if found != version.digest:
-        raise QrlError(f"The files of {version} have changed, their digest is {found[:12]} now: run the study again.")
+        raise QrlError(f"The files of {version} have changed, their digest is {found[:12]} now: run the study again, which makes a new version of what was damaged.")
     return path
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,20 +15,22 @@ WORK = Path(".qrl")  # on the store's file system, as a rule, so that finished w
 
 
 @contextmanager
-def workspace(name: str, *, keep_on_error: bool = False) -> Iterator[Path]:
+def workspace(name: str, *, keep_on_error: bool = False, shared: bool = False) -> Iterator[Path]:
     """A folder of a step's own, held under a lock and deleted afterwards.
 
     Args:
         name: the same for a step and its second try.
         keep_on_error: leave it for the second try to go on from, where the step ends early.
+        shared: several processes may be at such work at once: each gets a folder of its own, named by its pid.
 
     Raises:
         BadInput: another process is at this very work.
     """
     from filelock import FileLock, Timeout
 
-    path = (WORK / name).resolve()
+    path = (WORK / (f"{name}-pid{os.getpid()}" if shared else name)).resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(path.parent)
     try:
         with FileLock(f"{path}.lock", timeout=0):
             if not keep_on_error:
@@ -42,3 +46,14 @@ def workspace(name: str, *, keep_on_error: bool = False) -> Iterator[Path]:
         Path(f"{path}.lock").unlink(missing_ok=True)
     except Timeout:
         raise BadInput(f"Another process is at this very work ({path.name}): wait for it, or stop it.") from None
+
+
+def _sweep(folder: Path) -> None:
+    """Deletes what processes left behind that were killed outright; what a second try goes on from has no pid in its name."""
+    import psutil
+
+    for lock in folder.glob("*-pid*.lock"):
+        pid = re.search(r"-pid([0-9]+)\.lock$", lock.name)
+        if pid and not psutil.pid_exists(int(pid[1])):
+            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+            lock.unlink(missing_ok=True)

@@ -55,6 +55,7 @@ BAD = {
     "out of range": (["train", "--train.temperature", "0"], "'train.temperature'"),
     "unknown recipe": (["study", "--recipe", "tinny"], "no recipe 'tinny'"),
     "unknown scheme": (["quantize", "--scheme", "gguf"], "no scheme 'gguf'"),
+    "awq of no model, in whatever environment": (["quantize", "--scheme", "awq", "--models", "base=no/such/folder"], "no model 'no/such/folder'"),
     "unknown scheme of a cell": (["evaluate", "--cells", "base:gguf=qrl-tiny"], "no scheme 'gguf'"),
     "variant that is a path": (["evaluate", "--cells", "../x:fp16=qrl-tiny"], "no name for a variant"),
     "variant without a name": (["quantize", "--models", "a/b=qrl-tiny"], "no name for a variant"),

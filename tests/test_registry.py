@@ -20,19 +20,20 @@ WHY = {"run": "r", "why": "it was better"}
 
 @pytest.fixture
 def version(store):
-    """A maker of versions, each from a model of its own; the weights do not matter here."""
+    """A maker of versions, each from a model of its own; `weights` stands for what is in them."""
 
-    def make(variant: str = "base", scheme: str = "fp16", digest: str = "") -> registry.Version:
+    def make(variant: str = "base", scheme: str = "fp16", weights: str = "") -> registry.Version:
         with runs.step("evaluate"):
             model = mlflow.initialize_logged_model(f"{variant}-{scheme}")
         (Path(model.artifact_location) / "model").mkdir(parents=True)
         (Path(model.artifact_location) / "MLmodel").write_text("flavors: {}\n")
-        (Path(model.artifact_location) / "model" / "config.json").write_text("{}")
-        digest = digest or model.model_id
+        folder = Path(model.artifact_location) / "model"
+        (folder / "config.json").write_text("{}")
+        (folder / checkpoint.WEIGHTS).write_text(weights or model.model_id)
         return registry.register(
             NAME,
             f"models:/{model.model_id}",
-            digest=digest,
+            digest=checkpoint.digest(folder),
             variant=variant,
             scheme=scheme,
             accuracy=0.6,
@@ -70,7 +71,7 @@ def test_a_name_of_ones_own_is_taken_or_refused():
 
 
 def test_a_digest_is_registered_once(version):
-    first, again, other = version(digest="a"), version(digest="a"), version(digest="b")
+    first, again, other = version(weights="a"), version(weights="a"), version(weights="b")
     assert (first.version, again.version, other.version) == (1, 1, 2)
     found = registry.resolve(NAME, 1)
     assert found == first and found.tags["accuracy"] == "0.6000" and found.tags["n"] == "2000"
@@ -207,4 +208,11 @@ def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
     (stored / "generation_config.json").write_text('{"temperature": 0.5}')
     with pytest.raises(GateRefused, match="are not the version's"):
         promoting.promote(recipe.load(), ["base"], [run.info.run_id])
-    assert pointers() == {"base": "1"}
+    assert pointers() == {"base": "1"} and list(mlflow_stages()) == [1]
+    with runs.step("evaluate", tags=tags) as again:
+        uri, _ = models.log_checkpoint(
+            tiny_checkpoint, name="base", digest=digest, variant="base", scheme="fp16", task="arithmetic", move=False
+        )
+        runs.log_scores({names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 2000}, model_uri=uri)
+    promoting.promote(recipe.load(), ["base"], [again.info.run_id])
+    assert pointers() == {"base": "2", "base-previous": "1"}  # whole weights displace damaged ones

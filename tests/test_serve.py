@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from qrl import tiny
+from qrl import checkpoint, registry, tiny
 from qrl.errors import BadInput, QrlError
 from qrl.serve import engines, server
+from qrl.tracking import models, runs
 
 ROOT = Path(__file__).parents[1]
 QUESTION = "Tom has 3 apples and buys 12 more. How many apples does Tom have?"
@@ -30,6 +31,14 @@ def stop(*_):
 signal.signal(signal.SIGTERM, stop)
 server.run(Path(sys.argv[1]), name="qrl-tiny", version=3, port=int(sys.argv[2]), on_ready=lambda url: print(url, flush=True))
 print("stopped", flush=True)
+"""
+# Hands the serve step over to another environment, as the command line does: here, to this one under a project of its own.
+HAND_OVER = """
+import sys
+from pathlib import Path
+from qrl import pipeline
+pipeline.hand_over(Path(sys.argv[1]), "serve", {"stage": "base", "engine": "transformers", "port": sys.argv[2]})
+print("ended well", flush=True)
 """
 
 
@@ -193,3 +202,63 @@ def test_only_bitsandbytes_leaves_the_dtype_of_evaluation_on_a_cpu(tmp_path):
     assert chosen(quantized, "cpu", "auto") == "bfloat16"
     assert chosen({}, "cuda", "auto") == "auto"
     assert chosen(quantized, "cpu", "fp16") == "float16"
+
+
+@pytest.fixture
+def registered(store):
+    """The shipped model as version 1 of a fresh registry, at stage base."""
+    digest = checkpoint.digest(tiny.PATH)
+    cell = {"digest": digest, "variant": "base", "scheme": "fp16"}
+    with runs.step("evaluate"):
+        uri, _ = models.log_checkpoint(tiny.PATH, name="base", task="arithmetic", move=False, **cell)
+    version = registry.register("qrl-tiny", uri, accuracy=0.6, stderr=0.01, n=2000, **cell)
+    return registry.promote("qrl-tiny", "base", version.version, record={"why": "a test says so"})
+
+
+def newest_run():
+    import mlflow
+
+    return mlflow.search_runs(output_format="list", order_by=["attributes.start_time DESC"], max_results=1)[0]
+
+
+def test_a_server_in_another_environment_is_stopped_as_one_in_this(registered, tmp_path):
+    command = f"cd {ROOT} && exec {sys.executable} -m qrl serve"
+    (tmp_path / "MLproject").write_text(
+        json.dumps({"name": "elsewhere", "entry_points": {"serve": {"command": command}}})
+    )
+    port = free_port()
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HAND_OVER, str(tmp_path), str(port)],
+            cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, stdout=subprocess.PIPE, stderr=log, text=True,
+        )  # fmt: skip
+    ready = process.stdout.readline()
+    assert ready.startswith("Serving qrl-tiny version 1"), (tmp_path / "log").read_text()
+    assert ask(f"http://127.0.0.1:{port}/v1", "models")["data"][0]["id"] == "qrl-tiny@1"
+    process.send_signal(signal.SIGTERM)
+    told = process.communicate(timeout=60)[0]
+    assert (process.returncode, told.endswith("ended well\n")) == (0, True), (tmp_path / "log").read_text()
+    socket.create_server(("127.0.0.1", port)).close()
+    run = newest_run()
+    assert (run.info.status, run.data.params["engine"]) == ("FINISHED", "transformers")
+    assert "qrl.reason" not in run.data.tags
+
+
+def test_what_cannot_be_served_is_told_before_an_environment_is_built(registered):
+    before = newest_run().info.run_id
+    weights = registry.folder(registered) / "model.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    for stage, code, sentence in (("awq", 2, "has no version yet"), ("base", 1, "have changed")):
+        command = [sys.executable, "-m", "qrl", "serve", "--stage", stage, "--engine", "vllm"]
+        done = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout) == (code, "")
+        assert sentence in done.stderr and len(done.stderr.splitlines()) == 1
+    assert newest_run().info.run_id == before
+
+
+def test_vllm_that_is_not_installed_is_told_in_a_sentence():
+    with pytest.raises(BadInput, match="vLLM is not installed"):
+        server.run(tiny.PATH, name="qrl-tiny", version=3, engine="vllm", port=free_port(), on_ready=print)

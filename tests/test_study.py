@@ -39,10 +39,10 @@ def environment(folder: Path) -> dict[str, str]:
     return os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"}
 
 
-def mlflow_run(folder: Path, **parameters: str) -> subprocess.CompletedProcess:
+def mlflow_run(folder: Path, entry_point: str = "main", **parameters: str) -> subprocess.CompletedProcess:
     """`mlflow run .` as a user types it, with uv where there is one, so that AutoAWQ gets its own environment."""
     given = [word for key, value in (SMALL | parameters).items() for word in ("-P", f"{key}={value}")]
-    command = [sys.executable, "-m", "mlflow", "run", str(ROOT), "--env-manager", "uv", *given]
+    command = [sys.executable, "-m", "mlflow", "run", str(ROOT), "-e", entry_point, "--env-manager", "uv", *given]
     return subprocess.run(command, env=environment(folder), cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -197,6 +197,16 @@ def test_quantized_models_carry_size_bits_and_time(client):
         assert run.outputs.model_outputs
 
 
+def test_awq_alone_is_handed_to_its_own_environment_under_the_run_that_was_opened(studied, client):
+    done = mlflow_run(studied, entry_point="quantize", scheme="awq", **{"quantize.calibration_samples": "4"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    newest = client.search_runs(["0"], max_results=2)
+    made = next(run for run in newest if run.data.tags.get(names.TAG_VARIANT))
+    opened = client.get_run(made.data.tags["mlflow.parentRunId"])
+    assert opened.data.tags["mlflow.project.entryPoint"] == "quantize" and opened.info.status == "FINISHED"
+    assert made.data.tags[names.TAG_SCHEME] == "awq" and made.outputs.model_outputs
+
+
 def test_three_versions_stand_at_their_stages(client):
     versions = {stage: client.get_model_version_by_alias("qrl-tiny", stage) for stage in names.STAGES}
     assert [int(version.version) for version in versions.values()] == [1, 2, 3]
@@ -277,6 +287,23 @@ def test_raw_text_prompts_trip_the_gate_instead_of_giving_a_number(store):
     )
     problems = health.problems(health.rates(asked.frame), Evaluate(), 64)
     assert any("chat template" in problem for problem in problems)
+
+
+def test_an_adapter_is_merged_on_its_way_through_the_study(tmp_path):
+    given = {"train.method": "lora", "train.steps": "1", "quantize.schemes": "nf4", "evaluate.n": "64"}
+    words = [word for key, value in (SMALL | given).items() for word in (f"--{key}", value)]
+    done = python_m_qrl(tmp_path, "study", *words)
+    assert done.returncode == 0, done.stderr
+    assert "[2/7] merge: adapter into full precision" in done.stderr
+    import mlflow
+
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (merge,) = runs_of(client, **{names.TAG_STEP: "merge"})
+    assert 0 <= merge.data.metrics["merge/max_logit_diff"] <= 0.25
+    merged = client.get_model_version_by_alias("qrl-tiny", "grpo").tags[names.TAG_DIGEST]
+    assert merged != client.get_model_version_by_alias("qrl-tiny", "base").tags[names.TAG_DIGEST]
+    quantized = [run.data.tags[names.TAG_PARENT_DIGEST] for run in runs_of(client, **{names.TAG_STEP: "quantize"}) if run.outputs.model_outputs]
+    assert merged in quantized  # what was quantized is the merged model, not the adapter
 
 
 def test_sigterm_ends_the_run_and_the_next_try_goes_on_from_the_last_checkpoint(studied, client):

@@ -283,6 +283,22 @@ def test_a_steps_own_checkpoint_is_linked_and_a_users_is_copied(store, tiny_chec
     assert str(logged.status) == "READY" and logged.tags[names.TAG_SCHEME] == "fp16"
 
 
+def test_a_model_whose_weights_were_changed_is_not_reused(store, tiny_checkpoint):
+    digest = checkpoint.digest(tiny_checkpoint)
+    with runs.step("train", tags={names.TAG_CACHE_KEY: "k"}):
+        uri, stored = log(tiny_checkpoint, move=False)
+        reuse.record_outputs(models={"model": uri}, values={"digest": digest})
+    weights = stored / "model.safetensors"
+    later = time.time() + 60
+    os.utime(weights, (later, later))
+    assert reuse.find("train", "k") and models.find(digest) == uri  # touched, but the same
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    os.utime(weights, (later, later))
+    assert reuse.find("train", "k") is None and models.find(digest) is None
+
+
 def test_a_logged_checkpoint_loads_as_a_pipeline_and_answers_chats(store, tiny_checkpoint):
     with runs.step("train"):
         uri, _ = log(tiny_checkpoint, move=False)

@@ -7,13 +7,17 @@ folder through one symbolic link. Nothing is copied, and the id is the same in r
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from qrl.errors import BadInput
+
 TRANSFORMERS, VLLM = "transformers", "vllm"
+DRAIN_S = 25  # how long answers that are being written may go on once the engine is told to stop
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Nothing is fetched and nobody is told: no hub, no telemetry, no look for newer versions.
 _QUIET = {
@@ -60,6 +64,9 @@ def prepare(
         device: "cpu" or "cuda".
         dtype: "auto", "fp32", "bf16" or "fp16", as the recipe's `evaluate.dtype`.
         scratch: an empty folder that lives as long as the engine.
+
+    Raises:
+        BadInput: vLLM is asked for where it is not installed.
     """
     listen = ["--host", host, "--port", str(port)]
     if engine == VLLM:
@@ -77,9 +84,15 @@ def prepare(
 
 
 def _vllm(path: Path, served: str, device: str, dtype: str) -> list[str]:
+    if importlib.util.find_spec("vllm") is None:
+        raise BadInput(
+            "vLLM is not installed in this environment: run under `mlflow run . -e serve … --env-manager uv`, which builds one "
+            "that has it, or serve with --engine transformers."
+        )
     # Not the `vllm` command, which crashes in the CPU build.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path.resolve())]
     command += ["--served-model-name", served, "--dtype", _DTYPES.get(dtype, "auto")]
+    command += ["--shutdown-timeout", str(DRAIN_S)]  # left out, it breaks off what it is writing
     return command + (["--enforce-eager"] if device == "cpu" else [])
 
 

@@ -24,7 +24,8 @@ from qrl.errors import BadInput, QrlError
 from qrl.serve import engines, tether
 
 LAST_LINES = 15  # of the engine's log, shown where it fails
-GRACE_LOADING_S, GRACE_SERVING_S = 5, 30  # from SIGTERM to SIGKILL; a running answer may be finished
+# From SIGTERM to SIGKILL; a running answer may be finished.
+GRACE_LOADING_S, GRACE_SERVING_S = 5, engines.DRAIN_S + 5
 
 
 def run(
@@ -55,11 +56,11 @@ def run(
         ready_timeout_s: how long loading may take, in seconds.
 
     Raises:
-        BadInput: the port cannot be listened on; nothing was started.
+        BadInput: the port cannot be listened on, or the engine is not installed; nothing was started.
         QrlError: the engine died, or did not answer in time; with the last lines of its log.
         KeyboardInterrupt: told to stop while the model was loading; once it serves, that is a normal return.
     """
-    _check_port(host, port)
+    check_port(host, port)
     served = engines.served_id(name, version)
     with tempfile.TemporaryDirectory(prefix="qrl-serve-") as scratch:
         start = engines.prepare(engine, path, served, host, port, device, dtype, Path(scratch))
@@ -152,8 +153,12 @@ def _healthy(host: str, port: int) -> bool:
         connection.close()
 
 
-def _check_port(host: str, port: int) -> None:
-    """Listens for a moment, so that a port in use is told before the model is loaded."""
+def check_port(host: str, port: int) -> None:
+    """Listens for a moment, so that a port in use is told before the model is loaded.
+
+    Raises:
+        BadInput: it cannot be listened on.
+    """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host, port), family=family).close()

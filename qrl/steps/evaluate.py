@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
@@ -75,7 +74,7 @@ def _one(
     name = names.cell_name(variant, scheme)
     params = {"variant": variant, "scheme": scheme, "task": recipe.task, "prompt_hash": prompt.template_hash(recipe.prompt)}
     with (
-        workspace(f"evaluate-{os.getpid()}-{variant}-{scheme}") as work,
+        workspace(f"evaluate-{variant}-{scheme}", shared=True) as work,
         runs.child(name, params=params, tags=tags),
         tqdm(total=len(questions), desc=name, unit="question", leave=False) as bar,
     ):

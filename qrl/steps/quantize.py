@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
@@ -24,22 +23,30 @@ def check_scheme(scheme: str) -> None:
     inputs.check_scheme(scheme, names.QUANTIZED_SCHEMES)
 
 
+def sources(recipe: Recipe, given: str | None) -> dict[str, checkpoint.Checkpoint]:
+    """The full-precision checkpoint of every variant: those of `variant=model,…`, or the recipe's model as base.
+
+    Raises:
+        BadInput: not such a list, no checkpoint, or one that is quantized already.
+    """
+    chosen = inputs.pairs(given, "a variant and its model") if given else {names.BASE: recipe.model}
+    found = {inputs.check_variant(variant): checkpoint.check(inputs.folder(address)) for variant, address in chosen.items()}
+    for variant, each in found.items():
+        if each.quantization:
+            raise BadInput(f"{chosen[variant]} is quantized already ({each.quantization}): give full-precision weights.")
+    return found
+
+
 def quantize(recipe: Recipe, scheme: str, given: str | None) -> None:
     """Stores each model in few bits, all with the same settings and calibration texts, and logs what came out."""
-    chosen = inputs.pairs(given, "a variant and its model") if given else {names.BASE: recipe.model}
-    sources = {
-        inputs.check_variant(variant): checkpoint.check(inputs.folder(address)) for variant, address in chosen.items()
-    }
-    for variant, found in sources.items():
-        if found.quantization:
-            raise BadInput(f"{chosen[variant]} is quantized already ({found.quantization}): give full-precision weights.")
+    checkpoints = sources(recipe, given)
     process.hush_transformers()
     device = devices.choose(recipe.device)
     asked = inputs.questions(recipe, "train", recipe.quantize.calibration_samples) if scheme == names.AWQ else []
     store.prepare()
     tags = {names.TAG_SCHEME: scheme, names.TAG_TASK: recipe.task}
     with (
-        workspace(f"quantize-{scheme}-{os.getpid()}") as work,
+        workspace(f"quantize-{scheme}", shared=True) as work,
         runs.step("quantize", recipe, sections=("quantize",), params={"scheme": scheme, "device": device}, tags=tags),
     ):
         if asked:
@@ -50,7 +57,7 @@ def quantize(recipe: Recipe, scheme: str, given: str | None) -> None:
                 n=len(asked),
                 source=inputs.source_of(recipe),
             )
-        for variant, found in sources.items():
+        for variant, found in checkpoints.items():
             _one(recipe, scheme, variant, found, asked, device, work)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from qrl import names, registry
@@ -29,13 +31,11 @@ def serve(recipe: Recipe, stage: str, *, host: str, port: int, engine: str) -> N
         QrlError: its files are not those that were evaluated.
     """
     check_engine(engine)
+    version, path = check(recipe, stage, host=host, port=port)
     device = devices.choose(recipe.device)
     if engine == "auto":
         engine = engines.VLLM if device == "cuda" else engines.TRANSFORMERS
-    name = registry.registered_name(recipe)
-    store.prepare()
-    version = registry.resolve(name, stage)
-    path = registry.verify(version)
+    name = version.name
     params = {"stage": stage, "registered": name, "version": version.version, "engine": engine, "device": device}
 
     def ready(address: str) -> None:
@@ -56,6 +56,21 @@ def serve(recipe: Recipe, stage: str, *, host: str, port: int, engine: str) -> N
             device=device,
             dtype=recipe.evaluate.dtype,
         )
+
+
+def check(recipe: Recipe, stage: str, *, host: str, port: int) -> tuple[registry.Version, Path]:
+    """The version behind a stage and its folder, if both may be served and the port is free.
+
+    Raises:
+        BadInput: no such stage, or a port in use.
+        GateRefused: no gate let the version in.
+        QrlError: its files are not those that were evaluated.
+    """
+    store.prepare()
+    version = registry.resolve(registry.registered_name(recipe), stage)
+    path = registry.verify(version)
+    server.check_port(host, port)
+    return version, path
 
 
 def check_engine(engine: str) -> None:

@@ -122,7 +122,7 @@ def local_path(model_uri: str, into: Path | None = None) -> Path:
 
 
 def find(digest: str) -> str | None:
-    """Address of a model in the active experiment that holds the checkpoint with this digest, or None."""
+    """Address of a model in the active experiment that holds the checkpoint with this digest, files and all, or None."""
     import mlflow
     from mlflow.tracking.fluent import _get_experiment_id
 
@@ -130,10 +130,35 @@ def find(digest: str) -> str | None:
     run = mlflow.active_run()
     experiment = run.info.experiment_id if run else _get_experiment_id()
     for model in client.search_logged_models([experiment], filter_string=f"tags.`{names.TAG_DIGEST}` = '{digest}'"):
-        folder = local(model.artifact_location)
-        if str(model.status) == "READY" and (folder is None or (folder / "model" / "config.json").is_file()):
+        if str(model.status) == "READY" and holds(f"models:/{model.model_id}", digest):
             return f"models:/{model.model_id}"
     return None
+
+
+def holds(model_uri: str, digest: str, *, unless_changed_since: float | None = None) -> bool:
+    """Whether a model's files are those that were logged.
+
+    Args:
+        model_uri: "models:/…".
+        digest: of the checkpoint that was logged.
+        unless_changed_since: seconds since the epoch; files that are older are taken on trust, which spares reading them.
+
+    Returns:
+        True for a remote store, whose files would have to be fetched first: they are checked when they are.
+    """
+    import mlflow
+
+    try:
+        model = mlflow.MlflowClient().get_logged_model(model_uri.removeprefix("models:/"))
+        place = local(model.artifact_location)
+        if place is None:
+            return True
+        files = list((place / "model").iterdir())
+        if unless_changed_since is not None and all(file.stat().st_mtime <= unless_changed_since for file in files):
+            return True
+        return checkpoint.digest(place / "model") == digest
+    except (BadInput, OSError, mlflow.MlflowException):
+        return False
 
 
 def abandon(experiment_id: str, run_id: str) -> None:

@@ -27,23 +27,30 @@ def open_child(parent: str, name: str) -> str:
     return client.create_run(experiment, tags=tags, run_name=name).info.run_id
 
 
-def env_manager() -> str:
-    """The environment manager that the active run was started under; `local` where `mlflow run` did not start it."""
+def env_manager(run_id: str | None) -> str:
+    """The environment manager that a run was started under; `local` where `mlflow run` did not start it."""
     import mlflow
 
-    run = mlflow.active_run()
-    tags = mlflow.get_run(run.info.run_id).data.tags if run else {}
-    return tags.get(_MANAGER, "local")
+    return mlflow.get_run(run_id).data.tags.get(_MANAGER, "local") if run_id else "local"
 
 
-def mark_stopped(run_id: str, error: KeyboardInterrupt) -> None:
-    """Ends a launched run as KILLED, where a signal reached its process before that could say so itself."""
+def mark_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
+    """Gives a launched run its true end after a signal: MLflow calls every run FAILED that it interrupted.
+
+    Returns:
+        Whether its step finished all the same, as a server does that is told to stop; else it was KILLED.
+    """
     import mlflow
 
     client = mlflow.MlflowClient()
-    if names.TAG_REASON not in client.get_run(run_id).data.tags:
+    run = client.get_run(run_id)
+    finished = names.SECONDS in run.data.metrics
+    if not finished and names.TAG_REASON not in run.data.tags:  # the signal came before it could say so itself
         client.set_tag(run_id, names.TAG_REASON, str(error) or "Stopped by Ctrl-C.")
-        client.set_terminated(run_id, "KILLED")
+    elif not finished and int(run.data.tags.get(names.TAG_EXIT_CODE, 1)) <= 128:
+        return False  # it had failed by itself
+    client.set_terminated(run_id, "FINISHED" if finished else "KILLED")
+    return finished
 
 
 def told(run_id: str) -> tuple[str, int]:

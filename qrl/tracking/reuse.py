@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qrl import names
+from qrl.tracking import models
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -121,18 +122,23 @@ def outputs(run: Run) -> Outputs:
 
 
 def _is_whole(run: Run) -> bool:
-    """Whether every recorded file is there with its size; contents are checked where they are used, by digest."""
+    """Whether every recorded file is there with its size, and weights touched since the run ended still have their digest."""
     import mlflow
 
     try:
-        recorded = _document(run)["sizes"]
+        document = _document(run)
+        recorded = document["sizes"]
         client = mlflow.MlflowClient()
         ready = all(
             str(client.get_logged_model(place.removeprefix("models:/")).status) == "READY"
             for place in recorded
             if place.startswith("models:/")
         )
-        return ready and all(sizes and _sizes(_address(run, place)) == sizes for place, sizes in recorded.items())
+        sound = all(sizes and _sizes(_address(run, place)) == sizes for place, sizes in recorded.items())
+        ended = run.info.end_time / 1000
+        return ready and sound and all(
+            models.holds(uri, document["values"]["digest"], unless_changed_since=ended) for uri in document["models"].values()
+        )
     except (mlflow.MlflowException, OSError, ValueError, KeyError):
         return False  # whatever cannot be read cannot be reused
 

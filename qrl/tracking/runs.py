@@ -68,7 +68,7 @@ def step(
             log_params({**asked, **(params or {})})
             began = time.time()
             yield run
-            mlflow.log_metrics({"step/seconds": time.time() - began, "step/startup_s": began - signals.started()})
+            mlflow.log_metrics({names.SECONDS: time.time() - began, "step/startup_s": began - signals.started()})
     except KeyboardInterrupt as stopped:
         print(f"{stopped or 'Stopped by Ctrl-C.'} The run is ended as KILLED; run the same command again to go on.", file=sys.stderr)
         raise SystemExit(signals.exit_code(stopped)) from None

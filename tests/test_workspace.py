@@ -1,0 +1,55 @@
+"""Folders to work in: one process at a time, and nothing left behind by the dead."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qrl.errors import BadInput
+from qrl.workspace import WORK, workspace
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def left() -> set[str]:
+    return {path.name for path in WORK.iterdir()}
+
+
+def test_it_is_empty_and_goes_with_the_work():
+    with workspace("compare-1") as folder:
+        (folder / "half.json").write_text("{")
+    assert not folder.exists() and not left()
+    with pytest.raises(ZeroDivisionError), workspace("compare-1") as folder:
+        assert not list(folder.iterdir())
+        raise ZeroDivisionError
+    assert not folder.exists()
+
+
+def test_what_a_second_try_goes_on_from_stays():
+    with pytest.raises(ZeroDivisionError), workspace("train-1", keep_on_error=True) as folder:
+        (folder / "checkpoint").write_text("1")
+        raise ZeroDivisionError
+    with workspace("train-1", keep_on_error=True) as again:
+        assert (again / "checkpoint").read_text() == "1"
+    assert not again.exists()
+
+
+def test_the_same_work_is_not_done_twice_at_once():
+    with workspace("train-1"), pytest.raises(BadInput, match="Another process"), workspace("train-1"):
+        pass
+
+
+def test_what_a_killed_process_left_is_swept_and_a_living_ones_is_not():
+    program = "import os\nfrom qrl.workspace import workspace\nwith workspace('quantize-awq', shared=True): os._exit(9)"
+    root = str(Path(__file__).parents[1])
+    assert subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": root}, check=False).returncode == 9
+    (dead,) = (name for name in left() if not name.endswith(".lock"))
+    with workspace("quantize-awq", shared=True) as folder, workspace("evaluate-base-nf4", shared=True):
+        assert dead not in left() and f"{dead}.lock" not in left()
+        assert folder.is_dir() and str(os.getpid()) in folder.name
+    assert not left()
