@@ -199,7 +199,7 @@ def serve_command(ctx: click.Context, settings, stage: str, host: str, port: int
 
 
 @cli.command("grade")
-@click.option("--task", required=True, metavar="TASK", help="Whose grader: arithmetic, gsm8k.")
+@click.option("--task", required=True, metavar="TASK", help="Whose grader: arithmetic, gsm8k, math.")
 @click.option("--out", required=True, metavar="OUT.jsonl", help="Where the graded rows go.")
 @click.option("--file", "named", metavar="FILE.jsonl", help="The same as the argument, for `mlflow run`'s -P file=….")
 @click.argument("file", metavar="FILE.jsonl", required=False)

@@ -40,12 +40,16 @@ PARSE_RATE = "eval/parse_rate"
 EOS_RATE = "eval/eos_rate"
 TRUNCATION_RATE = "eval/truncation_rate"
 PROMPT_LEAK_RATE = "eval/prompt_leak_rate"
+GRADER_TIMEOUTS = "eval/grader_timeouts"  # answers of a cell that the grader gave up on
+GRADER_ERRORS = "eval/grader_errors"
+GRADER_FAULT_RATE = "eval/grader_fault_rate"  # both, over n
 TOKENS_PER_S = "eval/tokens_per_s"
 SECONDS = "step/seconds"  # logged by a step that ends well, and by no other
 
 # Artifacts of a study's run
 TABLE_MD, TABLE_JSON = "table.md", "table.json"
 QUESTIONS = "questions.parquet"
+GROUPS_MD = "groups.md"  # a cell's accuracy by subject and level
 RECIPE = "recipe.yaml"
 FIGURES = "figures"
 

@@ -54,8 +54,10 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
     """
     from qrl import checkpoint, report
     from qrl.engine import device as devices
+    from qrl.tasks import prompt
     from qrl.tracking import runs, store
 
+    prompt.check(recipe.task, recipe.prompt)
     base = checkpoint.check(source.locate(recipe.model))
     device = devices.choose(recipe.device)
     store.prepare()

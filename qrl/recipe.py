@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from qrl.errors import BadInput
 
 RECIPES = Path(__file__).parent / "recipes"
-DEFAULT = "auto"  # `tiny`, or `instruct` where a model or task of the user's is given and no recipe is named
+DEFAULT = "auto"  # `tiny`; where no recipe is named, `math` for that task, `instruct` for a model of the user's or gsm8k
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -78,6 +78,7 @@ class Evaluate(_Section):
     max_truncation_rate: Fraction = Field(0.05, description="largest share of answers cut at max_new_tokens")
     min_parse_rate: Fraction = Field(0.90, description="least share of answers in the asked format")
     max_prompt_leak_rate: Fraction = Field(0.01, description="largest share of answers that repeat chat markers or the question")
+    max_grader_fault_rate: Fraction = Field(0.01, description="largest share of answers that the grader had no time or memory for")
     samples_logged: Count = Field(20, description="completions shown as a table in each cell's run")
 
 
@@ -108,7 +109,7 @@ class Recipe(_Section):
 
     model: str = Field("qrl-tiny", min_length=1, description="qrl-tiny (shipped), a checkpoint folder, or a hub id")
     registered_name: str | None = Field(None, description="name in the registry; default: from the model's name")
-    task: Literal["arithmetic", "gsm8k"] = Field("arithmetic", description="what is asked")
+    task: Literal["arithmetic", "gsm8k", "math"] = Field("arithmetic", description="what is asked")
     data: str | None = Field(None, description="folder with train.jsonl and test.jsonl; default: generated, or the hub")
     prompt: str = Field("answer-line", description="named prompt template")
     seed: int = Field(0, ge=0, lt=2**31, description="seed of everything random")
@@ -165,8 +166,9 @@ def load(name_or_path: str = DEFAULT, overrides: dict[str, str] | None = None) -
         BadInput: unknown recipe or key, a wrong type or a number out of range; one sentence naming key and allowed values.
     """
     if name_or_path == DEFAULT:
-        own = (overrides or {}).get("model", "qrl-tiny") != "qrl-tiny" or (overrides or {}).get("task") == "gsm8k"
-        name_or_path = "instruct" if own else "tiny"
+        task = (overrides or {}).get("task")
+        own = (overrides or {}).get("model", "qrl-tiny") != "qrl-tiny" or task == "gsm8k"
+        name_or_path = "math" if task == "math" else "instruct" if own else "tiny"
     path = RECIPES / f"{name_or_path}.yaml"
     if not path.is_file() and str(name_or_path).endswith((".yaml", ".yml")):
         path = Path(name_or_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import qrl
-from qrl import tiny
+from qrl import cli, tasks, tiny
 
 ROOT = Path(qrl.__file__).parents[1]
 ROW = {"question": "1 + 1?", "answer": "1 + 1 = 2\n#### 2"}
@@ -139,6 +139,36 @@ def test_grade_adds_verdicts_to_rows(tmp_path):
     graded = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["strict"], row["flexible"]) for row in graded] == [(True, True), (False, True)]
     assert graded[0]["id"] == 7 and graded[1]["parsed"] is None
+
+
+def test_grade_of_math_judges_boxes_and_tells_what_it_could_not(tmp_path):
+    answers = [r"\boxed{\frac{2}{12}}", r"\boxed{10^{10^{10}}}", "\ud800 1/6", r"\boxed{7}"]
+    rows = [{"completion": completion, "answer": r"\frac{1}{6}"} for completion in answers]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run("grade", "--task", "math", "in.jsonl", "--out", "out.jsonl", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "n = 4, 1 of them unreached" in done.stdout
+    graded = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(row["strict"], row["flexible"], row.get("fault")) for row in graded] == [
+        (True, True, None), (False, False, "timeout"), (False, True, None), (False, False, None),
+    ]  # fmt: skip
+    assert graded[2]["completion"] == "\ud800 1/6"
+
+
+def test_grade_of_math_names_the_line_without_an_answer(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "1"}\n{"completion": "2", "answer": " "}\n')
+    done = run("grade", "--task", "math", "in.jsonl", "--out", "out.jsonl", cwd=tmp_path)
+    assert done.returncode == 2 and "line 2" in done.stderr and "empty" in done.stderr
+
+
+def test_grades_help_names_every_task():
+    assert ", ".join(tasks.TASKS) in next(each.help for each in cli.cli.commands["grade"].params if each.name == "task")
+
+
+def test_a_prompt_of_another_form_is_refused_before_anything_runs(tmp_path):
+    done = run("train", "--task", "math", "--prompt", "answer-line", "--model", str(tiny.PATH), cwd=tmp_path)
+    assert done.returncode == 2 and "prompt=boxed" in done.stderr
+    assert not (tmp_path / "mlflow.db").exists()
 
 
 def test_grade_names_the_line_that_is_wrong(tmp_path):

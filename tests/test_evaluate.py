@@ -4,11 +4,11 @@ import pandas as pd
 import pytest
 import torch
 
-from qrl import names, tasks, tiny
+from qrl import names, stats, tasks, tiny
 from qrl.engine import hf
-from qrl.evaluate import cells, health
+from qrl.evaluate import cells, groups, health, scores
 from qrl.recipe import Evaluate
-from qrl.tasks import prompt
+from qrl.tasks import math_pool, prompt
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +51,13 @@ def test_a_checkpoints_own_sampling_and_penalties_are_not_used(loaded):
     assert not settings.do_sample and settings.repetition_penalty in (None, 1.0)
 
 
-def frame(n=100, stopped=100, parsed=100, leaked=0):
+def frame(n=100, stopped=100, parsed=100, leaked=0, faults=0):
     return pd.DataFrame(
         {
             "finish_reason": ["stop"] * stopped + ["length"] * (n - stopped),
             "parsed": ["1"] * parsed + [None] * (n - parsed),
             "leaked": [1] * leaked + [0] * (n - leaked),
+            "fault": ["timeout"] * faults + [None] * (n - faults),
         }
     )
 
@@ -72,6 +73,7 @@ def test_a_healthy_cell_breaks_no_limit():
         ({"stopped": 50}, names.TRUNCATION_RATE, "evaluate.max_truncation_rate"),
         ({"parsed": 50}, names.PARSE_RATE, "evaluate.min_parse_rate"),
         ({"leaked": 50}, names.PROMPT_LEAK_RATE, "evaluate.max_prompt_leak_rate"),
+        ({"faults": 50}, names.GRADER_FAULT_RATE, "evaluate.max_grader_fault_rate"),
     ],
 )
 def test_a_broken_limit_is_named_with_rate_n_and_cause(broken, metric, limit):
@@ -81,7 +83,7 @@ def test_a_broken_limit_is_named_with_rate_n_and_cause(broken, metric, limit):
 
 
 def test_a_limit_that_is_met_exactly_is_kept():
-    at_limit = frame(stopped=95, parsed=90, leaked=1)
+    at_limit = frame(stopped=95, parsed=90, leaked=1, faults=1)
     assert health.problems(health.rates(at_limit), Evaluate(), 100) == []
 
 
@@ -96,3 +98,33 @@ def test_a_limit_that_is_met_exactly_is_kept():
 def test_chat_markers_and_a_repeated_question_are_leaks(raw, text, leaked):
     completion = hf.Completion(text, raw, 9, "stop")
     assert cells._leaked("Why?", completion, ["<|im_start|>", "<|im_end|>"]) is leaked
+
+
+def test_rows_of_math_carry_subject_level_and_what_the_grader_could_not_do(monkeypatch):
+    monkeypatch.setattr(math_pool, "CPU_S", 0.5)
+    bomb = r"\boxed{9^{9^{9^9}}}"
+    written = [bomb, r"\boxed{\frac{2}{12}}", "no answer"]
+    monkeypatch.setattr(hf, "generate", lambda *_, **__: [hf.Completion(text, text, 5, "stop") for text in written])
+    levels = (1, 5, None)
+    asked = [tasks.Question(f"math-heldout-{i}", f"{i}?", "", r"\frac{1}{6}", "Algebra", level) for i, level in enumerate(levels)]
+    found = cells.ask(
+        cells.Cell("base", "fp16", tiny.PATH), asked, task="math", template="boxed", device="cpu", max_new_tokens=5, batch_size=3
+    )
+    assert list(found.frame["correct"]) == [0, 1, 0]
+    assert list(found.frame["subject"]) == ["Algebra"] * 3
+    assert list(found.frame["level"].dropna()) == [1, 5]
+    metrics = scores.metrics(found)
+    assert (metrics[names.GRADER_TIMEOUTS], metrics[names.GRADER_ERRORS]) == (1, 0)
+    assert metrics[names.GRADER_FAULT_RATE] == pytest.approx(1 / 3)
+
+
+def test_accuracy_by_subject_and_level_has_an_interval_and_n_for_each_cell():
+    rows = [("Algebra", 1, 1)] * 30 + [("Algebra", 5, 0)] * 10 + [("Geometry", 5, 1)]
+    one = pd.DataFrame(rows, columns=["subject", "level", "correct"]).assign(variant="base", scheme="fp16")
+    text = groups.markdown(pd.concat([one, one.assign(variant="grpo", correct=1)], ignore_index=True))
+    assert "| subject | base · fp16 | grpo · fp16 |" in text
+    expected = stats.accuracy(30, 40)
+    assert f"| Algebra | 0.750 [{expected.low:.3f}, {expected.high:.3f}] (n = 40) | 1.000 [" in text
+    assert "| Geometry | 1 of 1 | 1 of 1 |" in text
+    assert text.index("| 1 |") < text.index("| 5 |")
+    assert groups.markdown(one.drop(columns=["subject", "level"])) == ""

@@ -1,12 +1,15 @@
 """Recipes: what is typed is what runs, and what cannot run is refused in one sentence."""
 
+import typing
+
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qrl import recipe
+from qrl import recipe, tasks
 from qrl.errors import BadInput
+from qrl.tasks import prompt
 
 
 @pytest.mark.parametrize("name", recipe.names())
@@ -30,6 +33,7 @@ def test_overrides_win_over_the_file():
 def test_a_model_of_the_users_own_starts_from_the_general_recipe():
     assert recipe.load("auto") == recipe.load("tiny")
     assert recipe.load("auto", {"model": "some/model"}).prompt == "answer-line"
+    assert recipe.load("auto", {"model": "some/model", "task": "math"}) == recipe.load("math", {"model": "some/model"})
 
 
 def test_seed_000s_recipe_is_its_run():
@@ -50,7 +54,7 @@ def test_seed_000s_recipe_is_its_run():
         ("quantize.schemes", "nf4,gguf", "'nf4' or 'awq'"),
         ("quantize.group_size", "100", "32, 64 or 128"),
         ("evaluate.min_eos_rate", "1.5", "less than or equal to 1"),
-        ("task", "trivia", "'arithmetic' or 'gsm8k'"),
+        ("task", "trivia", "'arithmetic', 'gsm8k' or 'math'"),
         ("nonsense", "1", "not a key"),
     ],
 )
@@ -82,3 +86,10 @@ def test_any_text_for_any_field_gives_a_recipe_or_a_sentence(key, text):
         assert str(refused).endswith(".")
     else:
         assert yaml.safe_load(loaded.dump())
+
+
+def test_every_task_is_a_choice_and_every_recipe_asks_for_the_form_that_its_task_grades():
+    assert typing.get_args(recipe.fields()["task"][0]) == tasks.TASKS
+    for name in recipe.names():
+        found = recipe.load(name)
+        prompt.check(found.task, found.prompt)

@@ -1,4 +1,4 @@
-"""Folders of GSM8K's files: read, drawn from, and refused in one sentence that names file and line."""
+"""Folders of GSM8K's and MATH's files: read, drawn from, and refused in one sentence that names file and line."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qrl.errors import BadInput
-from qrl.tasks import TASKS, grade, load
+from qrl.tasks import TASKS, grade, load, math
 
 ROW = {"question": "1 + 1?", "answer": "It is 1+1=<<1+1=2>>2.\n#### 2"}
 
@@ -27,7 +27,8 @@ def hundred(tmp_path):
 def test_rows_become_questions_of_any_task(tmp_path, task):
     (found,) = load(task, "train", data=write(tmp_path, json.dumps(ROW), ""))
     assert (found.question, found.answer) == ("1 + 1?", "2")
-    assert found.solution == "It is 1+1=2.\n#### 2"
+    assert found.solution == "It is 1+1=2.\n" + ("\\boxed{2}" if task == "math" else "#### 2")
+    assert grade(task, found.solution, found.answer).strict
 
 
 def test_a_subset_is_seeded_and_all_keeps_the_order(hundred):
@@ -83,12 +84,97 @@ def test_a_set_smaller_than_asked_for_gives_all_it_has(hundred):
 
 
 def test_an_unknown_task_and_an_endless_one_are_told():
-    with pytest.raises(BadInput, match="arithmetic, gsm8k"):
+    with pytest.raises(BadInput, match="arithmetic, gsm8k, math"):
         load("chess", "train", 1)
-    with pytest.raises(BadInput, match="arithmetic, gsm8k"):
+    with pytest.raises(BadInput, match="arithmetic, gsm8k, math"):
         grade("chess", "#### 1", "1")
     with pytest.raises(BadInput, match="how many"):
         load("arithmetic", "train")
+
+
+WORKED = "Half of $\\frac{28}{3}$ is $\\boxed{\\frac{14}{3}}$."
+
+
+@pytest.mark.parametrize(
+    ("row", "answer", "subject", "level"),
+    [
+        ({"problem": "a?", "solution": WORKED, "answer": "14/3", "subject": "Algebra", "level": 3}, "14/3", "Algebra", 3),
+        ({"problem": "a?", "solution": WORKED, "type": "Number Theory", "level": "Level 5"}, r"\frac{14}{3}", "Number Theory", 5),
+        ({"problem": "a?", "solution": WORKED, "level": "Level ?"}, r"\frac{14}{3}", None, None),
+        ({"problem": "a?", "solution": "It is plain.", "answer": "14/3"}, "14/3", None, None),
+        ({"question": "a?", "answer": WORKED}, r"\frac{14}{3}", None, None),
+        ({"question": "a?", "answer": r"\text{Evelyn}"}, r"\text{Evelyn}", None, None),
+        ({"question": "a?", "answer": 7}, "7", None, None),
+    ],
+)
+def test_rows_of_math_become_questions(tmp_path, row, answer, subject, level):
+    (found,) = load("math", "train", data=write(tmp_path, json.dumps(row)))
+    assert (found.question, found.answer, found.subject, found.level) == ("a?", answer, subject, level)
+    assert grade("math", found.solution, found.answer).strict
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("[1]", "list"),
+        ('{"solution": "\\\\boxed{1}"}', "'problem'"),
+        ('{"problem": "a"}', "neither 'solution' nor 'answer'"),
+        ('{"problem": "a", "solution": "it is 1"}', "boxes no answer"),
+        ('{"problem": "a", "solution": "\\\\boxed{}"}', "empty"),
+    ],
+)
+def test_a_bad_row_of_math_is_named(tmp_path, line, said):
+    with pytest.raises(BadInput) as caught:
+        load("math", "train", data=write(tmp_path, json.dumps({"problem": "a", "solution": WORKED}), line))
+    assert "train.jsonl, line 2" in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_the_hubs_training_questions_are_the_others(monkeypatch, tmp_path):
+    """The real `datasets`, on folders with the splits and configurations of the hub's."""
+    import datasets
+
+    heldout, whole = tmp_path / "heldout", tmp_path / "whole"
+    heldout.mkdir()
+    write(heldout, json.dumps({"problem": "algebra  test 1?", "solution": "$\\boxed{1}$", "answer": "1", "level": 2}), name="test.jsonl")
+    files = []
+    for subject in math.SUBJECTS:
+        (whole / subject).mkdir(parents=True)
+        splits = [f"{{split: {part}, path: {subject}/{part}.jsonl}}" for part in ("train", "test")]
+        files.append(f"- {{config_name: {subject}, data_files: [{', '.join(splits)}]}}")
+        for part in ("train", "test"):
+            rows = [{"problem": f"{subject} {part} {i}?", "solution": f"$\\boxed{{{i}}}$", "level": "Level 1", "type": "Algebra"} for i in range(3)]
+            write(whole / subject, *map(json.dumps, rows), name=f"{part}.jsonl")
+    (whole / "README.md").write_text("\n".join(["---", "configs:", *files, "---", ""]))
+    monkeypatch.setattr(math, "HELDOUT", str(heldout))
+    monkeypatch.setattr(math, "WHOLE", str(whole))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (asked,) = load("math", "heldout")
+    train = load("math", "train")
+    assert (asked.answer, asked.level) == ("1", 2)
+    assert len(train) == 7 * 2 * 3 - 1
+    assert {"algebra test 1?", "algebra  test 1?"}.isdisjoint(found.question for found in train)
+    assert {found.subject for found in train} == {"Algebra"}
+
+
+def test_a_hub_that_cannot_be_reached_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(math, "HELDOUT", str(tmp_path / "none"))
+    with pytest.raises(BadInput, match=r"could not be loaded from the hub .*: connect to it, or name a folder"):
+        load("math", "heldout")
+
+
+def test_math500_alone_is_enough_to_evaluate():
+    folder = real("math500")
+    heldout = load("math", "heldout", data=folder)
+    assert (len(heldout), len({found.subject for found in heldout}), {found.level for found in heldout}) == (500, 7, {1, 2, 3, 4, 5})
+    with pytest.raises(BadInput, match=r"train\.jsonl"):
+        load("math", "train", data=folder)
+
+
+def real(name: str) -> str:
+    if "QRL_DATA_DIR" not in os.environ:
+        pytest.skip(f"QRL_DATA_DIR names no folder that holds {name}")
+    return str(Path(os.environ["QRL_DATA_DIR"]) / name)
 
 
 def test_every_real_gold_answer_grades_as_right():

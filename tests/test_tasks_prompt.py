@@ -4,7 +4,7 @@ import pytest
 
 from qrl import tiny
 from qrl.errors import BadInput
-from qrl.tasks import load, prompt
+from qrl.tasks import TASKS, load, prompt
 
 QUESTION = load("arithmetic", "train", 1, 0)[0]
 
@@ -49,7 +49,7 @@ def test_a_system_turn_comes_first(monkeypatch):
 
 def test_an_unknown_template_and_a_tokenizer_without_chat_template_are_refused(tokenizer):
     for call in (lambda: prompt.render(tokenizer, "1?", "none"), lambda: prompt.template_hash("none")):
-        with pytest.raises(BadInput, match="answer-line, plain"):
+        with pytest.raises(BadInput, match="answer-line, boxed, plain"):
             call()
     kept, tokenizer.chat_template = tokenizer.chat_template, None
     try:
@@ -57,3 +57,13 @@ def test_an_unknown_template_and_a_tokenizer_without_chat_template_are_refused(t
             prompt.render(tokenizer, "1?", "plain")
     finally:
         tokenizer.chat_template = kept
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_template_asks_for_the_form_that_its_task_grades(task):
+    fitting = {"math": "boxed"}.get(task, "answer-line")
+    prompt.check(task, fitting)
+    prompt.check(task, "plain")
+    other = "answer-line" if fitting == "boxed" else "boxed"
+    with pytest.raises(BadInput, match=f"the task is {task}: expected prompt={fitting} or prompt=plain"):
+        prompt.check(task, other)

@@ -110,6 +110,7 @@ def test_metrics_come_live_step_by_step(trained):
     _, done, seen = trained
     assert [step for step, _ in seen] == [1, 2] == list(done.history["step"])
     assert {"train/reward", "train/reward_std", "train/frac_reward_zero_std", "train/entropy", "train/completions_per_s"} <= set(seen[0][1])
+    assert seen[0][1]["train/grader_timeout_rate"] == seen[0][1]["train/grader_error_rate"] == 0
     assert len(done.completions) == 2 * FAST.completions_logged and done.completions["completion"].map(type).eq(str).all()
 
 

@@ -30,7 +30,9 @@ class Cell:
 class Asked:
     """A cell's answers: a row per question, and how fast they were written."""
 
-    frame: pd.DataFrame  # variant, scheme, question, correct, correct_flexible, parsed, answer, completion, leaked, n_tokens, finish_reason
+    # variant, scheme, question, correct, correct_flexible, parsed, answer, completion, leaked, n_tokens, finish_reason, fault;
+    # subject and level where the questions have them
+    frame: pd.DataFrame
     tokens_per_s: float  # generated tokens over the wall time of decoding, batches padded
     seconds: float  # decoding alone; loading apart
     dtype: str  # of activations
@@ -71,13 +73,16 @@ def ask(
     )
     seconds = time.perf_counter() - began
     markers = [token for token in tokens.all_special_tokens if token]
-    rows = [_row(cell, task, markers, *pair) for pair in zip(questions, completions, strict=True)]
+    verdicts = tasks.grade_many(task, [each.text for each in completions], [each.answer for each in questions])
+    rows = [_row(cell, markers, *each) for each in zip(questions, completions, verdicts, strict=True)]
     written = sum(completion.n_tokens for completion in completions)
     return Asked(pd.DataFrame(rows), written / seconds, seconds, str(model.dtype).removeprefix("torch."))
 
 
-def _row(cell: Cell, task: str, markers: list[str], question: tasks.Question, completion: hf.Completion) -> dict:
-    verdict = tasks.grade(task, completion.text, question.answer)
+def _row(
+    cell: Cell, markers: list[str], question: tasks.Question, completion: hf.Completion, verdict: tasks.Verdict
+) -> dict:
+    groups = {"subject": question.subject, "level": question.level}
     return {
         "variant": cell.variant,
         "scheme": cell.scheme,
@@ -90,6 +95,8 @@ def _row(cell: Cell, task: str, markers: list[str], question: tasks.Question, co
         "leaked": int(_leaked(question.question, completion, markers)),
         "n_tokens": completion.n_tokens,
         "finish_reason": completion.finish_reason,
+        "fault": verdict.fault,
+        **{name: value for name, value in groups.items() if value is not None},
     }
 
 

@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 
 def rates(frame: pd.DataFrame) -> dict[str, float]:
-    """Shares of a cell's N answers that parse, end, are cut, and leak; each in 0..1, by metric name."""
+    """Shares of a cell's N answers that parse, end, are cut, leak, and that the grader failed on; each in 0..1, by metric name."""
     stopped = frame["finish_reason"] == "stop"
     return {
         names.PARSE_RATE: float(frame["parsed"].notna().mean()),
         names.EOS_RATE: float(stopped.mean()),
         names.TRUNCATION_RATE: float((~stopped).mean()),
         names.PROMPT_LEAK_RATE: float(frame["leaked"].mean()),
+        names.GRADER_FAULT_RATE: float(frame["fault"].notna().mean()),
     }
 
 
@@ -33,6 +34,8 @@ def problems(found: dict[str, float], limits: Evaluate, n: int) -> list[str]:
          "prompts not rendered through the model's chat template or not asking for the format that the task grades, or "
          "weights damaged by quantization"),
         (names.PROMPT_LEAK_RATE, "evaluate.max_prompt_leak_rate", limits.max_prompt_leak_rate, False, unrendered),
+        (names.GRADER_FAULT_RATE, "evaluate.max_grader_fault_rate", limits.max_grader_fault_rate, False,
+         "answers that are expressions without end, from weights damaged by training or quantization"),
     ]  # fmt: skip
     return [
         f"{metric} is {found[metric]:.3f} (n = {n}), {'below' if least else 'above'} the limit {key} = {limit:g}; "

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def metrics(asked: Asked) -> dict[str, float]:
-    """Accuracy with its stderr and n, health rates and speed of one cell."""
+    """Accuracy with its stderr and n, health rates, speed and the grader's own failures of one cell."""
     frame: pd.DataFrame = asked.frame
     accuracy = stats.accuracy(int(frame["correct"].sum()), len(frame))
     return {
@@ -22,5 +22,7 @@ def metrics(asked: Asked) -> dict[str, float]:
         names.ACCURACY_FLEXIBLE: float(frame["correct_flexible"].mean()),
         names.N: float(len(frame)),
         names.TOKENS_PER_S: asked.tokens_per_s,
+        names.GRADER_TIMEOUTS: float((frame["fault"] == "timeout").sum()),
+        names.GRADER_ERRORS: float((frame["fault"] == "error").sum()),
         **health.rates(frame),
     }

@@ -8,6 +8,7 @@ import click
 
 from qrl import compare as room
 from qrl import keys, names
+from qrl.evaluate import groups
 from qrl.recipe import Recipe
 from qrl.tracking import reuse, runs, store
 from qrl.workspace import workspace
@@ -33,6 +34,9 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         comparison = room.from_questions(frame, margin=recipe.compare.margin)
         frame.to_parquet(work / names.QUESTIONS)
         room.write(comparison, work)
+        if by_group := groups.markdown(frame):
+            with (work / names.TABLE_MD).open("a", encoding="utf-8") as table:
+                table.write(f"\n{by_group}")
         runs.log_folder(work)
         runs.log_scores(comparison.metrics())
         runs.describe(comparison.markdown())

@@ -11,7 +11,7 @@ from qrl import checkpoint, keys, names
 from qrl.engine import device as devices
 from qrl.errors import BadInput, UnhealthyCell
 from qrl.evaluate import cells as room
-from qrl.evaluate import health, scores
+from qrl.evaluate import groups, health, scores
 from qrl.recipe import Recipe
 from qrl.steps import inputs, record
 from qrl.tasks import prompt
@@ -113,6 +113,8 @@ def _one(
 
 def _log_rows(asked: room.Asked, recipe: Recipe, work: Path) -> None:
     asked.frame.assign(seed=recipe.seed).to_parquet(work / names.QUESTIONS)
+    if by_group := groups.markdown(asked.frame):
+        (work / names.GROUPS_MD).write_text(by_group, encoding="utf-8")
     runs.log_folder(work)
     shown = ["question", "correct", "parsed", "answer", "finish_reason", "completion"]
     runs.log_table(asked.frame.head(recipe.evaluate.samples_logged)[shown], "completions")

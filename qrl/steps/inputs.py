@@ -10,6 +10,7 @@ from pathlib import Path
 from qrl import names, source, tasks
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
+from qrl.tasks import prompt
 
 
 def folder(address: str) -> Path:
@@ -73,7 +74,12 @@ def check_scheme(scheme: str, known: Sequence[str]) -> None:
 
 
 def questions(recipe: Recipe, split: tasks.Split, n: int) -> list[tasks.Question]:
-    """The recipe's questions of a split."""
+    """The recipe's questions of a split, to be asked through the recipe's prompt.
+
+    Raises:
+        BadInput: they cannot be read, or the prompt asks for another form than the task grades.
+    """
+    prompt.check(recipe.task, recipe.prompt)
     return tasks.load(recipe.task, split, n, recipe.seed, recipe.data)
 
 

@@ -24,9 +24,10 @@ def grade(task: str, file: str | Path, out: str | Path) -> str:
     Raises:
         BadInput: unknown task, no such file, or a line that is no object with both texts; the line is named.
     """
-    graded = [_graded(task, where, line) for where, line in _lines(Path(file))]
-    if not graded:
+    rows = [_row(where, line) for where, line in _lines(Path(file))]
+    if not rows:
         raise BadInput(f"{file} holds no rows: expected a JSON object a line, with 'completion' and 'answer'.")
+    graded = _graded(task, rows)
     target = Path(out)
     partial = target.with_name(target.name + ".partial")
     try:
@@ -38,7 +39,9 @@ def grade(task: str, file: str | Path, out: str | Path) -> str:
     n = len(graded)
     rates = {key: sum(row[key] for row in graded) / n for key in ("strict", "flexible")}
     parsed = sum(row["parsed"] is not None for row in graded) / n
-    return f"n = {n}: strict {rates['strict']:.4f}, flexible {rates['flexible']:.4f}, parsed {parsed:.4f}; rows in {out}"
+    faults = sum("fault" in row for row in graded)
+    failed = f", {faults} of them unreached within the grader's limits" if faults else ""
+    return f"n = {n}{failed}: strict {rates['strict']:.4f}, flexible {rates['flexible']:.4f}, parsed {parsed:.4f}; rows in {out}"
 
 
 def _lines(file: Path):
@@ -51,15 +54,36 @@ def _lines(file: Path):
             yield f"{file}, line {number}", line
 
 
-def _graded(task: str, where: str, line: str) -> dict:
+def _row(where: str, line: str) -> tuple[str, dict]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):  # the latter for brackets nested by the thousand
         raise BadInput(f"{where} is not JSON: expected an object with 'completion' and 'answer'.") from None
     if not (isinstance(row, dict) and isinstance(row.get("completion"), str) and "answer" in row):
         raise BadInput(f"{where} lacks 'completion' or 'answer': expected an object with both.")
+    return where, row
+
+
+def _graded(task: str, rows: list[tuple[str, dict]]) -> list[dict]:
+    from tqdm import tqdm
+
+    completions, answers = [row["completion"] for _, row in rows], [str(row["answer"]) for _, row in rows]
     try:
-        verdict = tasks.grade(task, row["completion"], str(row["answer"]))
+        with tqdm(total=len(rows), desc="grade", unit="row", leave=False, delay=2) as bar:
+            verdicts = tasks.grade_many(task, completions, answers, bar.update)
     except BadInput as error:
-        raise BadInput(f"{where}: {error}") from None
-    return row | {"parsed": verdict.parsed, "strict": verdict.strict, "flexible": verdict.flexible}
+        _blame(task, rows)
+        raise error
+    return [
+        row | {"parsed": each.parsed, "strict": each.strict, "flexible": each.flexible} | ({"fault": each.fault} if each.fault else {})
+        for (_, row), each in zip(rows, verdicts, strict=True)
+    ]
+
+
+def _blame(task: str, rows: list[tuple[str, dict]]) -> None:
+    """Names the first line whose gold answer is refused; an empty completion is graded at once."""
+    for where, row in rows:
+        try:
+            tasks.grade(task, "", str(row["answer"]))
+        except BadInput as error:
+            raise BadInput(f"{where}: {error}") from None

@@ -39,11 +39,13 @@ class Verdict:
         parsed: the strict answer, normalized (`1,000.0` → `1000`); None where there is none, or several.
         strict: the strict answer equals the gold one.
         flexible: the last number anywhere equals the gold one.
+        fault: "timeout" or "error" where the grader itself failed, which counts as wrong and is reported; None is a verdict.
     """
 
     parsed: str | None
     strict: bool
     flexible: bool
+    fault: str | None = None
 
 
 def grade(completion: str, answer: str) -> Verdict:

@@ -1,9 +1,9 @@
-"""Questions from a folder of GSM8K's files: train.jsonl and test.jsonl, a JSON object with `question` and `answer` a line."""
+"""Questions from a folder: train.jsonl and test.jsonl, a JSON object a line, in GSM8K's fields or in those of the task's own."""
 
 import json
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,19 @@ from qrl.tasks.grade import strict, text
 from qrl.tasks.question import Question
 
 FILES = {"train": "train.jsonl", "heldout": "test.jsonl"}
-_CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # GSM8K's notes to a calculator, `<<48/2=24>>`, are not part of the prose
+CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # GSM8K's notes to a calculator, `<<48/2=24>>`, are not part of the prose
 
 
-def load(task: str, folder: Path, split: str, n: int | None, seed: int) -> list[Question]:
+def load(
+    task: str, folder: Path, split: str, n: int | None, seed: int, read: Callable[..., list[Question]] | None = None
+) -> list[Question]:
     """A seeded subset of one file of the folder, or all of it.
 
     Args:
         task: the name that ids begin with.
         folder: holds train.jsonl (split train) and test.jsonl (split heldout).
         n: how many; None, or as many as there are, keeps the file's order.
+        read: (task, split, rows) → questions; None reads GSM8K's fields with `questions`.
 
     Raises:
         BadInput: no such folder or file, a malformed row (named by its line), or fewer than n rows.
@@ -31,7 +34,7 @@ def load(task: str, folder: Path, split: str, n: int | None, seed: int) -> list[
         raise BadInput(f"There is no data folder {folder}: expected a folder with {' and '.join(FILES.values())}.")
     if not path.is_file():
         raise BadInput(f"The data folder {folder} has no {path.name}, which the {split} split is read from: add it.")
-    return subset(questions(task, split, _rows(path)), n, seed, str(path))
+    return subset((read or questions)(task, split, _rows(path)), n, seed, str(path))
 
 
 def questions(task: str, split: str, rows: Iterable[tuple[str, Any]]) -> list[Question]:
@@ -74,7 +77,7 @@ def _question(name: str, where: str, row: Any) -> Question:
     for key in ("question", "answer"):
         if not isinstance(row.get(key), str) or not row[key].strip():
             raise BadInput(f"{where}: '{key}' is missing or not a text: each row needs 'question' and 'answer'.")
-    solution = _CALCULATOR.sub("", row["answer"]).strip()
+    solution = CALCULATOR.sub("", row["answer"]).strip()
     answer = strict(solution)
     if answer is None:
         raise BadInput(f"{where}: 'answer' does not end in one line '#### number', from which the gold answer is read.")

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from qrl.errors import BadInput
@@ -16,15 +16,21 @@ class Template:
     Args:
         user: the user's turn; `{question}` stands for the question.
         system: the system's turn; None leaves it out (or to the model's own chat template).
+        tasks: those whose grader looks for the form that it asks for; None is for any.
     """
 
     user: str
     system: str | None = None
+    tasks: tuple[str, ...] | None = None
 
 
 TEMPLATES = {
     "answer-line": Template(
-        "{question}\n\nReason step by step, then give the final answer on a last line of its own: #### number"
+        "{question}\n\nReason step by step, then give the final answer on a last line of its own: #### number",
+        tasks=("arithmetic", "gsm8k"),
+    ),
+    "boxed": Template(  # as Qwen2.5's instruction-tuned models are asked for MATH by their makers
+        "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}.", tasks=("math",)
     ),
     "plain": Template("{question}"),  # for a model that was trained to answer in the format without being told
 }
@@ -64,13 +70,30 @@ def training_text(tokenizer: Any, question: Question, template: str) -> str:
     return _prompt(tokenizer, question.question, template) + question.solution + tokenizer.eos_token
 
 
+def check(task: str, template: str) -> None:
+    """Refuses a template that asks for another form than the task's grader reads: every answer would be wrong.
+
+    Raises:
+        BadInput: unknown template, or one for other tasks.
+    """
+    meant = _template(template).tasks
+    if meant is not None and task not in meant:
+        fitting = [name for name, each in TEMPLATES.items() if each.tasks is None or task in each.tasks]
+        raise BadInput(
+            f"The prompt template '{template}' asks for answers as {' and '.join(meant)} are graded, but the task is {task}: "
+            f"expected prompt={' or prompt='.join(fitting)}."
+        )
+
+
 def template_hash(template: str) -> str:
     """The first 16 hex digits of the sha256 over a template's texts, which every run records.
 
     Raises:
         BadInput: unknown template.
     """
-    return hashlib.sha256(json.dumps(asdict(_template(template)), sort_keys=True).encode()).hexdigest()[:16]
+    chosen = _template(template)
+    texts = {"user": chosen.user, "system": chosen.system}
+    return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _template(name: str) -> Template:

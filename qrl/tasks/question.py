@@ -10,11 +10,15 @@ class Question:
     Args:
         id: names the question within its task; cells of a study are paired by it.
         question: what is asked, without any instruction.
-        solution: worked reasoning that ends in a line `#### x`.
+        solution: worked reasoning that ends in the form that its task grades: a line `#### x`, or `\\boxed{x}`.
         answer: x, as the grader normalizes it.
+        subject: what it is about, where its data set says so.
+        level: how hard it is, from 1, where its data set says so.
     """
 
     id: str
     question: str
     solution: str
     answer: str
+    subject: str | None = None
+    level: int | None = None

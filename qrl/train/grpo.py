@@ -39,6 +39,8 @@ METRICS = {
     "completions/mean_length": "train/completion_tokens",
     "completions/clipped_ratio": "train/truncation_rate",
     "clip_ratio/region_mean": "train/clip_ratio",
+    reward.TIMEOUTS: "train/grader_timeout_rate",
+    reward.ERRORS: "train/grader_error_rate",
 }
 
 

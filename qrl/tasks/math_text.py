@@ -1,0 +1,155 @@
+"""MATH's answers as text: the boxes of a completion, their normal form, and what can be told without algebra.
+
+Time is linear in a completion's length; only short texts, one box's content each, are looked at more closely.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+LONGEST_ANSWER = 1000  # characters in a box: a longer one is no answer
+
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\[\\{}]|[{}]")
+_BARE = re.compile(r"\\(?:boxed|fbox)\s++([^\s\\{}$]{1,60})")  # TeX's short form, which some of MATH's solutions use
+_SIGNS = str.maketrans(
+    dict.fromkeys("\u2212\u2010\u2011\u2013\ufe63\uff0d", "-")
+    | {"\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u00f7": "/", "\u03c0": r"\pi ", "\u221e": r"\infty ", "\u222a": r"\cup "}
+    | {"\u2264": r"\le ", "\u2265": r"\ge ", "\u2208": r"\in ", "\u00b1": r"\pm ", "\u00b0": r"^\circ "}
+)
+_SPELLINGS = [
+    (re.compile(r"\\(?:left|right|big|Big|bigg|Bigg)[lrm]?(?![A-Za-z])\.?|\\(?:displaystyle|textstyle)(?![A-Za-z])|\\!"), ""),
+    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\frac ?(\d) ?(\d)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\(?:mbox|textbf|textrm|textit|textnormal|textsf)\s*\{"), r"\\text{"),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"(?<!\\)\\(?:[,;: >]|q?quad(?![A-Za-z]))|~|\s"), " "),
+    (re.compile(r"\^ ?\{ ?\\circ ?\}|\^ ?\\circ(?![A-Za-z]) ?"), r"^\\circ "),
+    (re.compile(r"\\?\$"), ""),
+    (re.compile(r"\\langle(?![A-Za-z])|\\lparen(?![A-Za-z])"), "("),
+    (re.compile(r"\\rangle(?![A-Za-z])|\\rparen(?![A-Za-z])"), ")"),
+    (re.compile(r"\\(?:lbrace)(?![A-Za-z])"), r"\\{"),
+    (re.compile(r"\\(?:rbrace)(?![A-Za-z])"), r"\\}"),
+    (re.compile(r"(?<![\w.])(\d{1,3}(?: \d{3})+)(?![\w ])"), lambda match: match[1].replace(" ", "")),  # `58\,500`
+    (re.compile(r"(\d) (\d+)/(\d+)"), r"\1\\frac{\2}{\3}"),  # a mixed number
+    (re.compile(r" +"), " "),
+    (re.compile(r" ?([^\w\s\\{}]) ?"), r"\1"),
+]
+_NESTED = re.compile(r"\\(?:boxed|fbox) ?\{(.*)\}")
+
+_DECIMAL = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
+_GROUPED = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+_BASED = re.compile(r"(-?[0-9][0-9A-Fa-f]*)_\{?(\d+)\}?")
+_WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|mathit)\{([^{}]*)\}")
+_WORD = re.compile(r"[A-Z]?[a-z]{3,}(?: [a-z]+)*")
+_SIDE_BY_SIDE = re.compile(r"\d \.?\d")
+_COMMANDS = re.compile(r"\\(?:text|mathrm|mathbf)\{[^{}]*\}|\\[A-Za-z]+")
+
+
+def boxes(text: str) -> list[str]:
+    r"""The contents of all \boxed{} of a text, in order, outermost only; a box that is never closed is none."""
+    opened: list[tuple[int, int] | None] = []  # a brace that is open: where its box and its content begin, or no box
+    found: list[tuple[int, int, int]] = []  # box, content, end
+    for token in _BRACES.finditer(text):
+        mark = token.group()
+        if mark[-1] == "{" and len(mark) != 2:
+            opened.append(token.span() if len(mark) > 2 else None)
+        elif mark == "}" and opened and (box := opened.pop()):
+            while found and found[-1][0] > box[0]:
+                found.pop()
+            found.append((*box, token.start()))
+    found += [(match.start(), *match.span(1)) for match in _BARE.finditer(text)]
+    return [text[start : min(end, start + LONGEST_ANSWER + 1)] for _, start, end in sorted(found)]
+
+
+def normal(text: str) -> str:
+    """One spelling of an answer's LaTeX: no sizes, no dollar signs, no spaces that mean nothing, no full stop behind it.
+
+    Args:
+        text: an answer of at most `LONGEST_ANSWER` characters.
+    """
+    text = text.translate(_SIGNS).strip()
+    while match := _NESTED.fullmatch(text):
+        text = match[1]
+    for pattern, spelling in _SPELLINGS:
+        text = pattern.sub(spelling, text)
+    return text.strip().rstrip(".,;:").strip()
+
+
+def same(gold: str, said: str) -> bool | None:
+    """Whether two normal texts say the same, as far as texts and plain numbers can tell; None leaves it to algebra.
+
+    These rules come before math-verify's own, where it errs: it drops the base of `52_8`, takes `R` for `r`, adds up two
+    numbers that stand side by side, and takes `[15,-29]` or a set for the point `(15,-29)`.
+    """
+    if gold == said:
+        return True
+    numbers = _number(gold), _number(said)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    bases = _BASED.fullmatch(gold), _BASED.fullmatch(said)
+    if any(bases):
+        return _same_in_base(gold, said, *bases)
+    if words := _words(gold):
+        return words == _squeezed(said)
+    return None if _comparable(gold, said) else False
+
+
+def _comparable(gold: str, said: str) -> bool:
+    """Whether math-verify may be asked: not about numbers side by side, which are neither sum nor product."""
+    kinds = _brackets(gold), _brackets(said)
+    return (
+        not (_SIDE_BY_SIDE.search(said) or _SIDE_BY_SIDE.search(gold))
+        and _same_case(gold, said)
+        and (None in kinds or kinds[0] == kinds[1])
+    )
+
+
+def _number(text: str) -> Fraction | None:
+    text = text.replace(",", "") if _GROUPED.fullmatch(text) else text
+    return Fraction(text) if _DECIMAL.fullmatch(text) else None
+
+
+def _same_in_base(gold: str, said: str, gold_base: re.Match | None, said_base: re.Match | None) -> bool:
+    """`52_8` is itself, or the bare digits; bare digits are base ten where somebody else names a base."""
+    if gold_base and said_base:
+        return int(gold_base[2]) == int(said_base[2]) and gold_base[1].lower() == said_base[1].lower()
+    if gold_base:
+        return said.lower() == gold_base[1].lower()
+    return int(said_base[2]) == 10 and said_base[1] == gold
+
+
+def _words(text: str) -> str | None:
+    r"""The letters of an answer in words (`\text{Evelyn}`, `(C)` in \text, `no solution`); None for mathematics."""
+    wrapped = _WRAPPED.fullmatch(text)
+    if wrapped and not re.search(r"\d", wrapped[1]):
+        return _squeezed(wrapped[1])
+    return _squeezed(text) if _WORD.fullmatch(text) else None
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"[\s()'\"]", "", _WRAPPED.sub(r"\1", text)).casefold()
+
+
+def _same_case(gold: str, said: str) -> bool:
+    """False where letters agree but for their case (`3R^2`, `3r^2`), or where the gold answer has one letter in both."""
+    letters = [set(re.findall(r"[A-Za-z]", _COMMANDS.sub(" ", text))) for text in (gold, said)]
+    lower = [{letter.lower() for letter in found} for found in letters]
+    if len(gold) > 1 and len(lower[0]) < len(letters[0]):
+        return False
+    return len(gold) == 1 or lower[0] != lower[1] or letters[0] == letters[1]
+
+
+def _brackets(text: str) -> str | None:
+    r"""`()`, `(]`, `{}`… around a list, interval or point; None for anything else, such as `(a+5)(b+2)`."""
+    text = text.replace(r"\{", "\x01").replace(r"\}", "\x02")
+    pairs = {"(": ")", "[": "]", "\x01": "\x02"}
+    if len(text) < 3 or text[0] not in pairs or text[-1] not in pairs.values():
+        return None
+    depth, comma = 0, False
+    for place, letter in enumerate(text):
+        depth += (letter in pairs) - (letter in pairs.values())
+        comma = comma or (letter == "," and depth == 1)
+        if depth == 0 and place < len(text) - 1:
+            return None
+    return text[0] + text[-1] if comma and depth == 0 else None
