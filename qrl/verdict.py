@@ -48,7 +48,7 @@ def judge(gain: Estimate, survival: Estimate, kept: Estimate, accuracies: dict[s
 
     `survives` if the one-sided 95 % lower bound of gain survival lies above −margin, `lost` if the upper bound lies below
     it, else `inconclusive`; always `inconclusive` where the full-precision gain's interval is not above 0 or a cell sits
-    at floor or ceiling. A margin that is half an *estimated* gain has an error of its own: there the bound of `kept`
+    at floor or ceiling, and instead of `survives` where the gain is no larger than the margin. A margin that is half an *estimated* gain has an error of its own: there the bound of `kept`
     must agree, which asks the same question with that error counted in.
 
     Args:
@@ -75,6 +75,9 @@ def judge(gain: Estimate, survival: Estimate, kept: Estimate, accuracies: dict[s
         return Verdict("inconclusive", reason, margin, smallest, *_to_decide(gain, tests))
     p_values = [estimate.p_above(bound) for estimate, bound in tests]
     p_above, p_below = max(p_values), 1 - min(p_values)
+    if p_above < 1 - LEVEL and gain.estimate <= margin:
+        reason = f"the full-precision gain, {signed(gain.estimate)}, is no larger than the margin, {margin:.3f}: losing all of it would pass for survival"
+        return Verdict("inconclusive", reason, margin, smallest, p_value=p_above)
     if p_above < 1 - LEVEL:
         reason = f"the one-sided 95 % lower bound of gain survival, {signed(survival.lower)}, lies above −margin, {signed(-margin)}"
         return Verdict("survives", reason, margin, smallest, p_value=p_above)

@@ -50,6 +50,14 @@ def test_where_nothing_was_gained_nothing_survives(survival):
     assert verdict(survival, gain=-0.01).n_to_decide is None
 
 
+def test_a_gain_within_the_margin_cannot_be_said_to_survive():
+    """A gain of 0.008 that is lost whole leaves gain survival at −0.008, above −0.02."""
+    found = verdict(-0.008, stderr=0.002, gain=0.008, gain_stderr=0.002)
+    assert found.verdict == "inconclusive" and "losing all of it would pass for survival" in found.reason
+    assert verdict(-0.05, stderr=0.002, gain=0.008, gain_stderr=0.002).verdict == "lost"
+    assert verdict(0.0, stderr=0.002, gain=0.03, gain_stderr=0.002, margin=0.03).verdict == "inconclusive"
+
+
 @pytest.mark.parametrize(("rate", "place"), [(0.0, "floor"), (0.04, "floor"), (0.97, "ceiling"), (1.0, "ceiling")])
 def test_a_cell_at_the_edge_confounds(rate, place):
     found = verdict(0.0, accuracies=MIDDLE | {"grpo · nf4": rate})

@@ -67,6 +67,7 @@ def ask(
     compute = devices.compute_dtype(dtype, device)
     model, tokens = hf.load(cell.path, device, compute)
     prompts = [render(tokens, question.question, template) for question in questions]
+    hf.generate(model, tokens, prompts[:batch_size], max_new_tokens=2, batch_size=batch_size)  # libraries set themselves up
     began = time.perf_counter()
     completions = hf.generate(
         model, tokens, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, progress=progress

@@ -56,7 +56,8 @@ def chance_decided(assumed: Assumptions, n: int, seeds: int = 1, *, verdict: str
     reach = np.where(half[:, None], np.maximum(survival_reach, kept_reach), survival_reach)  # (GRID, NODES)
     expected = -assumed.drop + slope * stderr_gain * z
     decided = ndtr((sign * (expected + margin)[:, None] - reach) / stderr_rest) @ weights
-    shown = (gain[:, None] > gain_reach) @ gain_weights
+    enough = gain > margin if verdict == "survives" else np.ones(GRID, dtype=bool)  # a smaller gain's survival says nothing
+    shown = (enough[:, None] & (gain[:, None] > gain_reach)) @ gain_weights
     return float(density @ (shown * decided))
 
 

@@ -41,6 +41,9 @@ def found(plan: Plan) -> str:
     if plan.verdict is None:
         return "The loss that is expected is the margin itself: no n decides on which side it lies."
     best = next((row for row in plan.rows if row.n_verdict), None)
+    assumed = plan.assumed
+    if best is None and plan.verdict == "survives" and assumed.gain <= assumed.expected_margin:
+        return f"No n says `survives`: a gain of {assumed.gain:.3f} is no larger than the margin, {assumed.expected_margin:.3f}, so losing all of it would pass; plan for a larger gain, or set a smaller margin."
     if best is None:
         return f"No n reaches `{plan.verdict}` with a chance of {plan.power:.2f}: the spread between training runs alone is too wide; plan for more seeds."
     runs = "One training run" if best.seeds == 1 else f"{best.seeds} training runs"
