@@ -41,13 +41,17 @@ def found(plan: Plan) -> str:
     if plan.verdict is None:
         return "The loss that is expected is the margin itself: no n decides on which side it lies."
     best = next((row for row in plan.rows if row.n_verdict), None)
-    assumed = plan.assumed
-    if best is None and plan.verdict == "survives" and assumed.gain <= assumed.expected_margin:
-        return f"No n says `survives`: a gain of {assumed.gain:.3f} is no larger than the margin, {assumed.expected_margin:.3f}, so losing all of it would pass; plan for a larger gain, or set a smaller margin."
     if best is None:
-        return f"No n reaches `{plan.verdict}` with a chance of {plan.power:.2f}: the spread between training runs alone is too wide; plan for more seeds."
+        return _never(plan)
     runs = "One training run" if best.seeds == 1 else f"{best.seeds} training runs"
     return f"{runs}: n = {_n(best.n_gain)} shows the gain, n = {_n(best.n_verdict)} says `{plan.verdict}`, each with a chance of {plan.power:.2f}."
+
+
+def _never(plan: Plan) -> str:
+    assumed = plan.assumed
+    if plan.verdict == "survives" and assumed.gain <= assumed.expected_margin:
+        return f"No n says `survives`: a gain of {assumed.gain:.3f} is no larger than the margin, {assumed.expected_margin:.3f}, so losing all of it would pass; plan for a larger gain, or set a smaller margin."
+    return f"No n reaches `{plan.verdict}` with a chance of {plan.power:.2f}: the spread between training runs alone is too wide; plan for more seeds."
 
 
 def _title(plan: Plan) -> str:
