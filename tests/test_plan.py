@@ -77,7 +77,7 @@ def test_the_readmes_numbers_are_a_plans():
 
     text = (Path(__file__).parents[1] / "README.md").read_text()
     row = plan.make(Assumptions()).rows[0]
-    of_tiny = plan.make(Assumptions(correlation=0.21, scheme_correlation=0.89)).rows[0]
+    of_tiny = plan.make(Assumptions(correlation=0.23, scheme_correlation=0.92)).rows[0]
     assert f"n = {row.n_gain:,} shows the gain, n = {row.n_verdict:,} says `survives`" in text and f"would need {of_tiny.n_verdict:,}" in text
 
 
