@@ -29,9 +29,9 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
     """
     text = given or f"{names.BASE}:{names.FP16}={recipe.model}"
     addresses = {inputs.cell(cell): address for cell, address in inputs.pairs(text, "a cell and its model").items()}
-    questions = inputs.questions(recipe, "heldout", recipe.evaluate.n)
     found = {cell: _checked(cell, address) for cell, address in addresses.items()}
     device = devices.choose(recipe.device)
+    questions = inputs.questions(recipe, "heldout", recipe.evaluate.n)
     prompt.template_hash(recipe.prompt)  # an unknown template is refused before anything starts
     store.prepare()
     params = {"device": device}
