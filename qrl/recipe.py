@@ -96,6 +96,7 @@ class Diagnose(_Section):
     group_size: Count = Field(128, description="input channels per scale of the proxy")
     outlier_multiplier: float = Field(6.0, gt=1, description="an outlier is larger than this times the median |w|")
     embeddings: bool = Field(False, description="measure embedding tables too")
+    effective_rank: bool = Field(True, description="measure the effective rank of every update: the slowest measure of large models")
 
 
 class Compare(_Section):

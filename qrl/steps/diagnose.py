@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import click
 from tqdm import tqdm
 
 from qrl import checkpoint, figures, keys, names
+from qrl.diagnose import movement
 from qrl.diagnose import weights as room
+from qrl.engine import device as devices
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.steps import inputs
@@ -67,9 +70,10 @@ def _measure(recipe: Recipe, found: dict[str, Path], out: Path) -> dict[str, flo
     """Writes weights.parquet and figures; returns metrics by name, the base's under `weights/…_base`."""
     import pandas as pd
 
-    settings = recipe.diagnose
-    chosen = {"bits": settings.bits, "group_size": settings.group_size, "embeddings": settings.embeddings}
+    settings, device = recipe.diagnose, devices.choose(recipe.device)
+    chosen = {"bits": settings.bits, "group_size": settings.group_size, "embeddings": settings.embeddings, "device": device}
     matrices = room.count(found[names.BASE], settings.embeddings)
+    movement.check_same(*found.values())
     with tqdm(total=3 * matrices, desc="weights", unit="matrix", leave=False) as bar:
         frames = {
             variant: room.measure(
@@ -77,13 +81,13 @@ def _measure(recipe: Recipe, found: dict[str, Path], out: Path) -> dict[str, flo
             )
             for variant, path in found.items()
         }
-        moved = room.movement(*found.values(), **chosen, progress=bar.update)
+        moved = movement.movement(*found.values(), **chosen, ranks=settings.effective_rank, progress=bar.update)
     both = pd.concat(frames.values(), ignore_index=True)
-    frame = both.merge(moved[["tensor", "relative_change", "code_flip_rate"]], on="tensor", how="left")
+    frame = both.merge(moved.drop(columns=["layer", "projection", "numel"]), on="tensor", how="left")
     shutil.rmtree(out / names.FIGURES, ignore_errors=True)
     (out / names.FIGURES).mkdir()
     frame.to_parquet(out / WEIGHTS)
     figures.layer_error(frame, out / names.FIGURES / "layer_error.png")
     trained = {f"weights/{name}": value for name, value in room.summary(frames[names.GRPO]).items()}
     base = {f"weights/{name}_{names.BASE}": value for name, value in room.summary(frames[names.BASE]).items()}
-    return trained | base | {"weights/code_flip_rate": room.code_flip_rate(moved)}
+    return trained | base | {f"weights/{name}": value for name, value in movement.totals(moved).items() if not math.isnan(value)}
