@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PATTERNS = 1 << 16
+QUANTILES = {"abs_q99": 0.99, "abs_q999": 0.999, "abs_q9999": 0.9999}
 _SHIFT = 15  # of float32's 31 bits without sign: 65,536 ranges of sizes, each 1/256 wide
 
 
@@ -93,13 +94,27 @@ class Scan:
         """Whether the counts alone are enough, or `Closer` must look at the matrix once more."""
         return self.dtype.itemsize == 2
 
-    def median_range(self) -> tuple[float, float, int]:
-        """Sizes between which the lower median of |w| lies, low ≤ median < high, and how many weights are below low."""
+    def quantiles(self) -> dict[str, float]:
+        """abs_q99 and so on: the smallest |w| that this share of weights does not exceed; of float32 up to 1/256 too small."""
+        sizes, below = self._sorted()
+        ranks = [math.ceil(share * self.numel) - 1 for share in QUANTILES.values()]
+        return {name: sizes[self._at(below, rank)].item() for name, rank in zip(QUANTILES, ranks, strict=True)}
+
+    def _sorted(self) -> tuple[Tensor, Tensor]:
+        """The patterns' sizes in order, and how many weights are no larger than each: (65536,) both."""
+        sizes, order = self._values().abs().nan_to_num(math.inf).sort(stable=True)
+        return sizes, self.counts.cpu()[order].cumsum(0)
+
+    @staticmethod
+    def _at(below: Tensor, rank: int) -> int:
         import torch
 
-        sizes, order = self._values().abs().nan_to_num(math.inf).sort(stable=True)
-        below = self.counts.cpu()[order].cumsum(0)
-        at = int(torch.searchsorted(below, (self.numel - 1) // 2, right=True))
+        return int(torch.searchsorted(below, rank, right=True))
+
+    def median_range(self) -> tuple[float, float, int]:
+        """Sizes between which the lower median of |w| lies, low ≤ median < high, and how many weights are below low."""
+        sizes, below = self._sorted()
+        at = self._at(below, (self.numel - 1) // 2)
         low = sizes[at].item()
         if self.exact():
             return low, low, 0
@@ -127,6 +142,7 @@ class Scan:
             "mean": moments.mean,
             "mean_abs": moments.size / n,
             "median_abs": median,
+            **self.quantiles(),
             "std": math.sqrt(moments.m2 / n),
             "rms": math.sqrt(power),
             "kurtosis": n * moments.m4 / moments.m2**2 if moments.m2 else math.nan,

@@ -85,7 +85,8 @@ def describe(weight: Tensor, bits: int = 4, group_size: int = 128, outlier_multi
         outlier_multiplier: m below.
 
     Returns:
-        numel; max_abs, mean, mean_abs, median_abs, std and rms in the unit of the weights; kurtosis, E[(w - mean)^4] / std^4,
+        numel; max_abs, mean, mean_abs, median_abs, abs_q99, abs_q999, abs_q9999 (quantiles of |w|; of float32 up to 1/256 too
+        small, else exact), std and rms in the unit of the weights; kurtosis, E[(w - mean)^4] / std^4,
         3 for a Gaussian; abs_outlier_frac, the share of |w| above m times the median |w|; channel_outlier_frac, the share of
         output channels whose largest |w| is above m times the median of those; w4_relative_mse, w4_snr_db (dB), w4_max_error of
         the proxy. std is the population's; a median of an even number is the lower one. A matrix of zeros has NaN where its
