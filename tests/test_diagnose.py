@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from qrl import checkpoint
 from qrl.diagnose import movement as moving
-from qrl.diagnose import rank, sweep, weights
+from qrl.diagnose import rank, schemes, sweep, weights
 from qrl.errors import BadInput, QrlError
 from qrl.formats import rtn
 
@@ -255,3 +255,99 @@ def test_ranks_of_low_rank_and_of_nothing():
     low = torch.randn(300, 1, generator=generator) @ torch.randn(1, 700, generator=generator)
     assert rank.effective(low)[0] == pytest.approx(1, rel=1e-3)
     assert rank.effective(torch.zeros(4, 9)) == (0, 0)
+
+
+def awq_like(source: Path, folder: Path, seed: int = 0) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint in AutoAWQ's layout made by its recipe: scales folded into norms and linears, then rounding with zero points.
+
+    Returns the folder and, by matrix, what its codes stand for with the scales that were folded taken out again.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    state = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
+    columns, rows = {}, {}
+    for layer in range(2):
+        block = f"model.layers.{layer}"
+        for norm, fed in (("input_layernorm", ("q", "k", "v")), ("post_attention_layernorm", ("gate", "up"))):
+            scale = torch.exp(torch.randn(256, generator=generator) / 2)
+            state[f"{block}.{norm}.weight"] /= scale
+            part = "self_attn" if norm == "input_layernorm" else "mlp"
+            columns |= {f"{block}.{part}.{name}_proj.weight": scale for name in fed}
+        scale = torch.exp(torch.randn(512, generator=generator) / 2)
+        columns[f"{block}.mlp.down_proj.weight"], rows[f"{block}.mlp.up_proj.weight"] = scale, 1 / scale
+    out, true = {}, {}
+    for name, tensor in state.items():
+        if tensor.ndim != 2 or "layers" not in name:
+            out[name] = tensor.half()
+            continue
+        by, of = columns.get(name, torch.ones(tensor.shape[1])), rows.get(name, torch.ones(tensor.shape[0]))
+        groups = (tensor * by * of[:, None]).view(tensor.shape[0], -1, 128)
+        low, high = groups.amin(-1), groups.amax(-1)
+        step = ((high - low) / 15).half()
+        zero = torch.round(-low / step.float()).clamp(0, 15)
+        codes = (torch.round(groups / step.float()[..., None]) + zero[..., None]).clamp(0, 15)
+        true[name] = ((codes - zero[..., None]) * step.float()[..., None]).half().float().view(tensor.shape) / by / of[:, None]
+        prefix = name.removesuffix(".weight")
+        parts = {"qweight": packed(codes.view(tensor.shape).T), "qzeros": packed(zero.T), "scales": step.T.contiguous()}
+        out |= {f"{prefix}.{part}": value for part, value in parts.items()}
+    shutil.copytree(source, folder)
+    save_file(out, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": 128}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, true
+
+
+def packed(values: torch.Tensor) -> torch.Tensor:
+    """AutoAWQ's packing: nibble i of a word holds column (0, 2, 4, 6, 1, 3, 5, 7)[i] of eight."""
+    eight = values.to(torch.int64).view(values.shape[0], -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]]
+    words = (eight << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def test_awqs_error_is_measured_with_its_scales_taken_out(tiny_checkpoint, tmp_path):
+    folder, true = awq_like(tiny_checkpoint, tmp_path / "awq")
+    found = schemes.measure({"base": tiny_checkpoint}, {"base": folder}, "awq").set_index("tensor")
+    original = load_file(tiny_checkpoint / "model.safetensors")
+    assert set(found.index) == set(true)
+    for name, values in true.items():
+        off = ((values - original[name].float()).square().sum() / original[name].float().square().sum()).item()
+        assert found.loc[name, "relative_mse"] == pytest.approx(off, rel=0.03), name
+    assert found["relative_mse"].max() < 0.05  # as far as 4 bits go; with the scales left in, columns are off by their whole size
+    assert "code_flip_rate" not in found
+
+
+def test_a_scheme_keeps_what_its_two_checkpoints_say(tiny_checkpoint, tmp_path):
+    def train(tensors):
+        for name in tensors:
+            if "down_proj" in name:
+                noise = torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(2))
+                tensors[name] = (tensors[name].float() + 0.005 * noise).bfloat16()
+
+    full = {"base": tiny_checkpoint, "grpo": change(tiny_checkpoint, tmp_path / "trained", train)}
+    stored = [awq_like(full[variant], tmp_path / f"awq-{variant}") for variant in full]
+    frame = schemes.measure(full, {variant: folder for variant, (folder, _) in zip(full, stored, strict=True)}, "awq")
+    assert frame.groupby("variant")["tensor"].count().to_dict() == {"base": 14, "grpo": 14}
+    trained = frame.query("variant == 'grpo'").set_index("tensor")
+    still = trained[~trained.index.str.contains("down_proj")]
+    assert (still["code_flip_rate"] == 0).all() and still["update_survival"].isna().all()
+    name = "model.layers.0.mlp.down_proj.weight"
+    old, new = (load_file(path / "model.safetensors")[name].float() for path in full.values())
+    moved = stored[1][1][name] - stored[0][1][name]
+    assert trained.loc[name, "update_survival"] == pytest.approx((moved.norm() / (new - old).norm()).item(), rel=0.03)
+    cosine = torch.nn.functional.cosine_similarity(moved.flatten(), (new - old).flatten(), dim=0).item()
+    assert trained.loc[name, "update_cosine"] == pytest.approx(cosine, abs=0.02)
+    assert 0.05 < trained.loc[name, "code_flip_rate"] < 1
+    assert schemes.totals(frame, "grpo")["update_cosine"] == pytest.approx(trained.loc[trained.index.str.contains("down_proj"), "update_cosine"].mean(), abs=0.02)
+
+
+def test_another_models_quantized_weights_are_refused(tiny_checkpoint, tmp_path):
+    folder, _ = awq_like(tiny_checkpoint, tmp_path / "awq")
+
+    def forget(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+
+    smaller = change(tiny_checkpoint, tmp_path / "smaller", forget)
+    with pytest.raises(BadInput, match=r"stores model\.layers\.1\.mlp\.up_proj\.weight, which .* does not"):
+        schemes.measure({"base": smaller}, {"base": folder}, "awq")
+    with pytest.raises(BadInput, match="quantized"):
+        weights.measure(folder, "base")

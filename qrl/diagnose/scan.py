@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from qrl.formats import rtn
@@ -82,13 +83,7 @@ class Scan:
         return int(self.counts[~self._values().isfinite()].sum())
 
     def _values(self) -> Tensor:
-        """(65536,) float64: the weight that each pattern stands for; of float32 the smallest |w| of each range."""
-        import torch
-
-        every = torch.arange(PATTERNS, dtype=torch.int32)
-        if self.dtype.itemsize == 2:
-            return every.to(torch.int16).view(self.dtype).double()
-        return (every << _SHIFT).view(torch.float32).double()
+        return values_of(self.dtype)
 
     def exact(self) -> bool:
         """Whether the counts alone are enough, or `Closer` must look at the matrix once more."""
@@ -102,7 +97,7 @@ class Scan:
 
     def _sorted(self) -> tuple[Tensor, Tensor]:
         """The patterns' sizes in order, and how many weights are no larger than each: (65536,) both."""
-        sizes, order = self._values().abs().nan_to_num(math.inf).sort(stable=True)
+        sizes, order = sizes_of(self.dtype)
         return sizes, self.counts.cpu()[order].cumsum(0)
 
     @staticmethod
@@ -152,6 +147,23 @@ class Scan:
             "w4_snr_db": rtn.snr_db(relative),
             "w4_max_error": self.max_error if power else math.nan,
         }
+
+
+@cache
+def values_of(dtype: torch.dtype) -> Tensor:
+    """(65536,) float64: the weight that each pattern stands for; of float32 the smallest |w| of each range."""
+    import torch
+
+    every = torch.arange(PATTERNS, dtype=torch.int32)
+    if dtype.itemsize == 2:
+        return every.to(torch.int16).view(dtype).double()
+    return (every << _SHIFT).view(torch.float32).double()
+
+
+@cache
+def sizes_of(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The patterns' sizes in order, NaN at the end, and which pattern each is of: (65536,) both."""
+    return values_of(dtype).abs().nan_to_num(math.inf).sort(stable=True)
 
 
 class Closer:

@@ -19,7 +19,7 @@ from qrl.formats.stream import Rows
 
 T = TypeVar("T")
 Sources = Sequence[tuple[Path | str, Entry]]  # the same matrix in one or more checkpoints
-BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}  # weights looked at together
+BLOCK = {"cpu": 1 << 19, "cuda": 1 << 24}  # weights looked at together
 PIECE = 1 << 23  # weights, at most, that one thread takes at a time
 GPU_READERS = 4  # threads that feed a GPU
 
@@ -27,7 +27,7 @@ GPU_READERS = 4  # threads that feed a GPU
 def sweep(
     matrices: Sequence[tuple[str, Sources]], start: Callable[[str], T], add: Callable[..., object], *, device: str = "cpu"
 ) -> Iterator[tuple[str, T]]:
-    """Feeds every matrix, block by block, into an accumulator with a method `merge`.
+    """Feeds every matrix, block by block, into an accumulator with a method `merge`. Not to be nested: the inner one has one thread.
 
     Args:
         matrices: name and, for each checkpoint, folder and entry of the matrix (O, I).
@@ -81,12 +81,13 @@ def _pool(device: str) -> Iterator[tuple[Callable, Callable]]:
 
     before = torch.get_num_threads()
     threads = GPU_READERS if device == "cuda" else before
+    torch.set_num_threads(1)  # here, too: torch's own second thread would spin on a processor that a reader could use
     executor = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) if threads > 1 else None
     try:
         yield (executor.map if executor else map), readers
     finally:
         if executor:
             executor.shutdown(cancel_futures=True)
-            torch.set_num_threads(before)  # what a thread sets is where later ones start
+        torch.set_num_threads(before)
         for reader in opened:
             reader.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,20 +59,20 @@ def measure(
     """
     import pandas
 
-    rows = []
     wanted = matrices(path, embeddings)
-    fresh = partial(Scan, bits, group_size)
-    for name, scan in sweep(wanted, lambda _: fresh(), lambda found, first, block: found.add(block, first), device=device):
+    scans, results = {}, {}
+    for name, scan in sweep(wanted, lambda _: Scan(bits, group_size), lambda to, first, block: to.add(block, first), device=device):
         if scan.broken:
             raise QrlError(f"{name} of {path} holds {scan.broken:,} values that are NaN or infinite: the training that wrote it went wrong.")
-        closer = None
-        if not scan.exact():
-            again = [(name, sources) for other, sources in wanted if other == name]
-            look = lambda _, scan=scan: Closer(scan, outlier_multiplier)  # noqa: E731
-            closer = next(sweep(again, look, lambda found, _, block: found.add(block), device=device))[1]
-        rows.append({"variant": variant, **place(name), **scan.result(outlier_multiplier, closer)})
+        if scan.exact():
+            results[name] = scan.result(outlier_multiplier)
+        else:
+            scans[name] = scan
         progress(1)
-    return pandas.DataFrame(rows)
+    again = [(name, sources) for name, sources in wanted if name in scans]
+    for name, closer in sweep(again, lambda name: Closer(scans[name], outlier_multiplier), lambda to, _, block: to.add(block), device=device):
+        results[name] = scans[name].result(outlier_multiplier, closer)
+    return pandas.DataFrame({"variant": variant, **place(name), **results[name]} for name, _ in wanted)
 
 
 def describe(weight: Tensor, bits: int = 4, group_size: int = 128, outlier_multiplier: float = 6.0) -> dict[str, float]:

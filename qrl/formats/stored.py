@@ -2,14 +2,17 @@
 
 Read are bitsandbytes' NF4 and INT8, AutoAWQ's 4-bit GEMM layout, and every format of compressed-tensors (FP8, NVFP4, MXFP4, packed
 integers). Codes become values through the libraries that wrote them, where there is one; scales are taken to float32 first, so that a
-value is code times scale and not that product rounded to sixteen bits once more, as kernels do on the fly.
+value is code times scale and not that product rounded to sixteen bits once more, as kernels do on the fly. FP4's come from their library
+in bf16 all the same: up to one part in 256 off, which adds a millionth of the weights' energy to an error of a hundredth.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,15 +63,25 @@ def matrices(path: Path | str, wanted: list[str]) -> Iterator[tuple[str, Stored]
         BadInput: as `names`; or parts of a matrix are missing.
     """
     settings = checkpoint.config(path)["quantization_config"]
-    read, found = _reader(path, settings), list(checkpoint.entries(path))
+    read, parts = _reader(path, settings), _parts(path)
+    tensors = checkpoint.tensors(path, [part for name in wanted for part in parts[name]])
     for name in wanted:
         module = name.removesuffix(".weight")
-        parts = [part for part in found if part.startswith(f"{module}.") and not part.endswith(".bias")]
-        tensors = {part.removeprefix(f"{module}."): tensor for part, tensor in checkpoint.tensors(path, parts)}
+        own = {part.removeprefix(f"{module}."): tensor for part, tensor in islice(tensors, len(parts[name]))}
         try:
-            yield name, read(tensors, settings, module)
+            yield name, read(own, settings, module)
         except (KeyError, RuntimeError, ValueError) as error:
             raise BadInput(f"{name} of {path} cannot be unpacked ({error}): quantize it again, or name the right folder.") from None
+
+
+def _parts(path: Path | str) -> dict[str, list[str]]:
+    """The tensors that each matrix is stored in."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for part in checkpoint.entries(path):
+        module, within, _ = part.partition(".weight.")
+        if not part.endswith(".bias"):
+            found[f"{module if within else part.rpartition('.')[0]}.weight"].append(part)
+    return found
 
 
 def _reader(path: Path | str, settings: dict):
