@@ -20,6 +20,7 @@ RECIPES = Path(__file__).parent / "recipes"
 DEFAULT = "auto"  # `tiny`; where no recipe is named, `math` for that task, `instruct` for a model of the user's or gsm8k
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+PACKED = ("int8", "nf4")  # storages of a base as bitsandbytes' codes
 
 
 class _Section(BaseModel):
@@ -81,6 +82,11 @@ class Train(_Section):
         if self.base_storage != "auto":
             return self.base_storage
         return {"full": "fp32", "lora": "bf16" if self.dtype == "bf16" else "fp32", "qlora": "nf4"}[self.method]
+
+    @property
+    def packed(self) -> bool:
+        """Whether the base lies in memory as bitsandbytes' codes."""
+        return self.storage in PACKED
 
     @property
     def compute(self) -> str:
