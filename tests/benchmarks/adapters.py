@@ -10,6 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from qrl import process, recipe, stats, tasks, tiny
 from qrl.engine import hf
 from qrl.evaluate import cells
