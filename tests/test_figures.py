@@ -56,7 +56,7 @@ def test_maps_and_spreads_are_drawn(tmp_path):
 def test_maps_say_what_they_show():
     assert heatmaps.movement_found(measured()) == "Training flipped 0.44 % of the 4-bit codes, most in layer 2's q_proj: 2 %"
     assert "flipped no 4-bit code" in heatmaps.movement_found(measured(flips=0))
-    assert heatmaps.schemes_found(stored()).endswith("nf4: base 1 %, grpo 1 %; awq: base 2 %, grpo 2 %")
+    assert heatmaps.schemes_found(stored()) == "nf4 loses 1 % of base's weights' energy and 1 % of grpo's; awq loses 2 % of base's and 2 % of grpo's"
     table = heatmaps.grid(measured().query("variant == 'base'"), "w4_relative_mse")
     assert table.shape == (2, 4)
     assert table.loc["up_proj", 3] == pytest.approx(0.018)

@@ -76,7 +76,7 @@ def sensitivity(
         full = _log_probabilities(model, batch)
         for layer, found in rows.items():
             with _rounded(layers[layer], bits, group_size):
-                found += _sums(full, model, batch)
+                found.extend(_sums(full, model, batch))
             progress(1)
     return {layer: _summed(found) for layer, found in rows.items()}
 

@@ -168,7 +168,7 @@ def totals(moved: pandas.DataFrame) -> dict[str, float]:
     lengths = float((change**2).sum()) ** 0.5, float((stored**2).sum()) ** 0.5
     product = float((moved["update_cosine"] * stored * change).fillna(0).sum())
     return {
-        **{name: float((moved[name] * share).sum()) for name in ("code_flip_rate", "unchanged_frac", "delta_sparsity")},
+        **{name: float((moved[name] * share).sum()) for name in ("code_flip_rate", "unchanged_frac", "delta_sparsity") if name in moved},
         "update_survival": lengths[1] / lengths[0] if lengths[0] else math.nan,
         "update_cosine": product / (lengths[0] * lengths[1]) if lengths[0] * lengths[1] else math.nan,
     }

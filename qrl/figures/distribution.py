@@ -41,7 +41,7 @@ def spread(weights: pd.DataFrame, path: str | Path, multiplier: float = 6.0) -> 
     axes.grid(axis="x", visible=False)
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(variants), borderaxespad=0.2)
     shares = ", ".join(name for _, name, _ in LEVELS)
-    note = f"{weights['tensor'].nunique()} matrices. Bars: from the median up to where {shares} of a projection's weights lie (mean over layers), ever fainter;\ndots: the largest weight of each matrix."
+    note = f"{weights['tensor'].nunique()} matrices. Bars: up to where {shares} of the weights lie, ever fainter\n(quantiles of |w|, mean over layers); dots: the largest weight of each matrix."
     finish(figure, axes, spread_found(weights, variants, multiplier), note, path)
 
 

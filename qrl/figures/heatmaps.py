@@ -52,9 +52,9 @@ def movement_panels(weights: pd.DataFrame) -> list[Panel]:
     base, trained = _variants(weights)
     found = [Panel(f"4-bit error of {BASE}, %", 100 * grid(base, "w4_relative_mse"), False)]
     if trained is not None:
-        change = 100 * (grid(base, "w4_relative_mse") / grid(trained, "w4_relative_mse") - 1)
+        change = 100 * (1 - grid(trained, "w4_relative_mse") / grid(base, "w4_relative_mse"))
         found += [
-            Panel(f"4-bit error, {BASE} − {_label(trained)}, % of it", change, True),
+            Panel(f"4-bit error, {BASE} − {_label(trained)}, % of {BASE}'s", change, True),
             Panel("update, ‖ΔW‖ / ‖W‖, %", 100 * grid(trained, "relative_change"), False),
             Panel("4-bit codes that flipped, %", 100 * grid(trained, "code_flip_rate"), False),
         ]
@@ -69,9 +69,9 @@ def scheme_panels(stored: pd.DataFrame) -> list[Panel]:
         first = base if len(base) else trained
         found.append(Panel(f"{scheme}: error of {_label(first)}, %", 100 * grid(first, "relative_mse"), False))
         if trained is not None and len(base):
-            change = 100 * (grid(base, "relative_mse") / grid(trained, "relative_mse") - 1)
+            change = 100 * (1 - grid(trained, "relative_mse") / grid(base, "relative_mse"))
             found += [
-                Panel(f"{scheme}: error, {BASE} − {_label(trained)}, % of it", change, True),
+                Panel(f"{scheme}: error, {BASE} − {_label(trained)}, % of {BASE}'s", change, True),
                 Panel(f"{scheme}: codes that flipped, %", 100 * grid(trained, "code_flip_rate"), False),
             ]
     return found
@@ -105,13 +105,12 @@ def movement_note(weights: pd.DataFrame) -> str:
 
 
 def schemes_found(stored: pd.DataFrame) -> str:
-    """The finding, as a title: each scheme's error, and by how much training changed it."""
+    """The finding, as a title: the energy that each scheme loses of each variant's weights."""
     parts = []
     for scheme, rows in stored.groupby("scheme", sort=False):
         sums = (rows["relative_mse"] * rows["energy"]).groupby(rows["variant"]).sum() / rows.groupby("variant")["energy"].sum()
-        errors = ", ".join(f"{variant} {100 * sums[variant]:.3g} %" for variant in dict.fromkeys(rows["variant"]))
-        parts.append(f"{scheme}: {errors}")
-    return "Energy of the weights that storage loses. " + "; ".join(parts)
+        parts.append(f"{scheme} loses " + " and ".join(f"{100 * sums[name]:.3g} % of {name}'s" for name in dict.fromkeys(rows["variant"])))
+    return "; ".join(parts).replace("'s", "'s weights' energy", 1)
 
 
 def draw(panels: list[Panel], title: str, note: str, path: str | Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -11,18 +12,20 @@ import pandas as pd
 from tqdm import tqdm
 
 from qrl import checkpoint, figures, keys, names
-from qrl.diagnose import movement
+from qrl.diagnose import behaviour, movement
 from qrl.diagnose import schemes as schemes_room
 from qrl.diagnose import weights as room
 from qrl.engine import device as devices
+from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.formats import stored
 from qrl.recipe import Recipe
 from qrl.steps import inputs
+from qrl.tasks import prompt
 from qrl.tracking import reuse, runs, store
 from qrl.workspace import workspace
 
-WEIGHTS, SCHEMES = "weights.parquet", "schemes.parquet"
+WEIGHTS, SCHEMES, BEHAVIOUR = "weights.parquet", "schemes.parquet", "behaviour.parquet"
 Quantized = dict[str, dict[str, Path]]  # scheme → variant → checkpoint
 
 
@@ -99,6 +102,12 @@ def _measure(recipe: Recipe, found: dict[str, Path], quantized: Quantized, out: 
     frame.to_parquet(out / WEIGHTS)
     if rows:
         every.to_parquet(out / SCHEMES)
+    if recipe.diagnose.behaviour:
+        said = _behaviour(recipe, found, quantized)
+        said.to_parquet(out / BEHAVIOUR)
+        for row in said[said["layer"] < 0].itertuples():
+            suffix = f"{row.scheme}_{names.BASE}" if row.variant == names.BASE else row.scheme
+            measured |= {f"behaviour/kl_{suffix}": row.kl, f"behaviour/top1_agreement_{suffix}": row.top1_agreement, "behaviour/n": row.n}
     _draw(frame, every, recipe, out / names.FIGURES)
     return {name: value for name, value in measured.items() if math.isfinite(value)}
 
@@ -124,6 +133,23 @@ def _full(recipe: Recipe, found: dict[str, Path]) -> tuple[pd.DataFrame, dict[st
 def _scheme(scheme: str, full: dict[str, Path], quantized: dict[str, Path]) -> pd.DataFrame:
     with tqdm(total=len(stored.names(next(iter(quantized.values())))), desc=scheme, unit="matrix", leave=False) as bar:
         return schemes_room.measure(full, quantized, scheme, progress=bar.update)
+
+
+def _behaviour(recipe: Recipe, full: dict[str, Path], quantized: Quantized) -> pd.DataFrame:
+    """Next-token distributions of every scheme against full precision, and of full precision with one layer rounded (layer ≥ 0)."""
+    settings, device = recipe.diagnose, devices.choose(recipe.device)
+    asked = inputs.questions(recipe, "heldout", max(2, settings.behaviour))
+    rows = []
+    for variant, path in full.items():
+        model, tokens = hf.load(path, device, devices.compute_dtype(recipe.evaluate.dtype, device))
+        texts = [tokens.encode(prompt.training_text(tokens, question, recipe.prompt), add_special_tokens=False) for question in asked]
+        alone = behaviour.sensitivity(model, texts, bits=settings.bits, group_size=settings.group_size)
+        rows += [{"variant": variant, "scheme": "w4", "layer": layer, **asdict(each)} for layer, each in alone.items()]
+        for scheme, paths in quantized.items():
+            if variant in paths:
+                other, _ = hf.load(paths[variant], device, devices.compute_dtype(recipe.evaluate.dtype, device))
+                rows.append({"variant": variant, "scheme": scheme, "layer": -1, **asdict(behaviour.against(model, other, texts))})
+    return pd.DataFrame(rows)
 
 
 def _draw(frame: pd.DataFrame, every: pd.DataFrame, recipe: Recipe, folder: Path) -> None:
