@@ -168,17 +168,19 @@ def nf4_folder(tiny_checkpoint, tmp_path_factory):
     return quantize.run("nf4", tiny_checkpoint, tmp_path_factory.mktemp("nf4") / "out").path
 
 
-def test_nf4_is_read_as_its_table_and_scales_say(nf4_folder, tiny_checkpoint):
+def test_nf4_is_read_as_bitsandbytes_does(nf4_folder, tiny_checkpoint):
+    from bitsandbytes import functional
+
     names = stored.names(nf4_folder)
     assert len(names) == 14 and all("layers" in name for name in names)
     parts, table = load_file(nf4_folder / "model.safetensors"), load_file(tiny_checkpoint / "model.safetensors")
-    for name, found in stored.matrices(nf4_folder, names[:3]):
-        values = parts[f"{name}.quant_map"][found.codes.long()].view(-1, 64)  # before its block's scale
-        scale = found.values.view(-1, 64).norm(dim=1) / values.norm(dim=1)
-        assert torch.allclose(found.values.view(-1, 64), values * scale[:, None], atol=1e-7)
-        true = table[name].float()
-        assert torch.allclose(scale, true.view(-1, 64).abs().amax(1), rtol=0.05)  # scales are in 8 bits themselves
-        assert (found.values - true).norm() < 0.15 * true.norm()
+    for name, found in stored.matrices(nf4_folder, names):
+        own = {part.removeprefix(f"{name}."): value for part, value in parts.items() if part.startswith(f"{name}.")}
+        state = functional.QuantState.from_dict(own, torch.device("cpu"))
+        state.dtype = torch.float32
+        assert torch.equal(found.values, functional.dequantize_4bit(parts[name], state))
+        assert found.codes.max() == 15 and found.codes.numel() == found.values.numel()
+        assert (found.values - table[name].float()).norm() < 0.15 * table[name].float().norm()
 
 
 def test_int8_is_read_as_codes_times_row_scales(tiny_checkpoint, tmp_path):
