@@ -52,6 +52,24 @@ class Train(_Section):
     completions_logged: Count = Field(8, description="completions a logged step puts into the table of samples")
 
 
+class Rollout(_Section):
+    """Who draws the completions that GRPO learns from, and how far that engine may be from the model that is trained."""
+
+    engine: Literal["transformers", "vllm"] = Field("transformers", description="what samples; vllm needs a GPU and runs the step in projects/vllm")
+    mode: Literal["colocate", "server"] = Field("colocate", description="vLLM in the training process, or a server on other GPUs")
+    quantization: Literal["none", "fp8"] = Field("none", description="how vLLM stores its weights; quantized anew from bf16 at every step")
+    gpu_memory_utilization: float = Field(0.3, gt=0, lt=1, description="share of the GPU's memory for a colocated engine, weights and KV cache")
+    max_model_tokens: Count | None = Field(None, description="longest prompt and completion together; default: the checkpoint's")
+    sleep: Literal["auto", "on", "off"] = Field("auto", description="give a colocated engine's memory back while training; auto: where memory asks for it")
+    server: str = Field("http://127.0.0.1:8000", description="address of the server, in mode server")
+    server_timeout_s: float = Field(240.0, gt=0, description="longest wait for the server")
+    server_group_port: int = Field(51216, ge=1, le=65535, description="port over which weights reach the server")
+    importance_sampling: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field("token_truncate", description="what corrects for the gap between engine and trainer; none neither corrects nor measures it")
+    importance_sampling_max: float = Field(2.0, gt=0, description="weight at which a token or completion is truncated or masked")
+    max_kl: float = Field(0.01, gt=0, description="warn above this KL of engine to trainer, k3, nats a token")
+    min_effective_sample_size: Fraction = Field(0.9, description="warn below this effective sample size, a share of the tokens")
+
+
 class Merge(_Section):
     """Folding an adapter into its base."""
 
@@ -122,6 +140,7 @@ class Recipe(_Section):
     seed: int = Field(0, ge=0, lt=2**31, description="seed of everything random")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where models run; auto takes a GPU if there is one")
     train: Train = Train()
+    rollout: Rollout = Rollout()
     merge: Merge = Merge()
     quantize: Quantize = Quantize()
     evaluate: Evaluate = Evaluate()
