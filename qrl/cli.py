@@ -72,7 +72,7 @@ def step(name: str, *sections: str) -> Callable:
     return cli.command(name, cls=RecipeCommand, sections=sections)
 
 
-ALL = ("train", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
+ALL = ("train", "rollout", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
 
 
 @step("study", *ALL)
@@ -84,12 +84,18 @@ def study_command(ctx: click.Context, settings) -> None:
     pipeline.study(settings, typed=ctx.obj)
 
 
-@step("train", "train")
-def train_command(settings) -> None:
+@step("train", "train", "rollout")
+@click.pass_context
+def train_command(ctx: click.Context, settings) -> None:
     """GRPO on the recipe's model; resumes from its last checkpoint if it was killed."""
+    from qrl import pipeline
     from qrl.steps import train
 
-    train.train(settings)
+    if (folder := pipeline.place("train", settings.rollout.engine)) is not None:
+        train.check_rollouts(settings)  # told before an environment of some GB is built for it
+        pipeline.hand_over(folder, "train", ctx.obj)
+    else:
+        train.train(settings)
 
 
 @step("merge", "merge")

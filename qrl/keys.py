@@ -15,15 +15,15 @@ from qrl.recipe import Recipe
 from qrl.tracking import reuse
 
 ROOT = Path(__file__).parent.parent
-ENVIRONMENTS = {names.AWQ: ROOT / "projects" / "awq" / "conda.yaml"}
+ENVIRONMENTS = {names.AWQ: ROOT / "projects" / "awq" / "conda.yaml", "vllm": ROOT / "projects" / "vllm" / "conda.yaml"}
 CORE = ROOT / "conda.yaml"
-SECTIONS = ("train", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
+SECTIONS = ("train", "rollout", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
 ASKED = ("task", "prompt", "seed")  # top-level fields that decide which questions are put, and how
 
 
 def trained(recipe: Recipe, base: str, device: str) -> str:
     """Key of a training that starts from the checkpoint with digest `base`."""
-    return _key("train", recipe, ("train",), {"base": base}, device)
+    return _key("train", recipe, ("train", "rollout"), {"base": base}, device, recipe.rollout.engine)
 
 
 def quantized(recipe: Recipe, scheme: str, model: str, device: str) -> str:
@@ -52,16 +52,17 @@ def comparison(recipe: Recipe, cells: list[str]) -> str:
     return _key("compare", recipe, ("compare",), {str(i): run_id for i, run_id in enumerate(cells)}, "any")
 
 
-def _key(step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict, device: str, scheme: str = "") -> str:
+def _key(step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict, device: str, engine: str = "") -> str:
     flat = recipe.flat(*sections)
     section = {key: value for key, value in flat.items() if "." in key or key in ASKED}
+    section = {key: value for key, value in section.items() if not key.startswith("rollout.server")}  # where it listens is no setting
     section.pop("quantize.schemes", None)  # which schemes a study has does not change what one of them does
     return reuse.key(
         step,
         section=section,
         inputs=inputs | {"data": data_digest(recipe.data)},
         device=device,
-        environment=ENVIRONMENTS.get(scheme, CORE),
+        environment=ENVIRONMENTS.get(engine, CORE),
         sources=reuse.sources_of(step),
     )
 

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from qrl import keys, names, source
+from qrl import keys, names, process, source
 from qrl.errors import GateRefused
 from qrl.keys import ROOT
 from qrl.launch import Launcher, Result, launch
@@ -20,13 +20,15 @@ def place(step: str, choice: str, device: str = "auto") -> Path | None:
     """The folder whose environment a step needs, or None where this process is in it already.
 
     Args:
-        step: `quantize` or `serve`; every other step runs in the core environment.
+        step: `train`, `quantize` or `serve`; every other step runs in the core environment.
         choice: the scheme, or the engine.
         device: the recipe's device, where the engine is left to us.
     """
     wanted = None
     if step == "quantize" and choice == names.AWQ:
         wanted = "awq"
+    if step == "train" and choice == "vllm" and process.world_size() == 1:  # several processes were started where they are to run
+        wanted = "vllm"
     if step == "serve" and choice in ("auto", "vllm"):
         from qrl.engine import device as devices
 
@@ -56,10 +58,12 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
     from qrl.engine import device as devices
     from qrl.tasks import prompt
     from qrl.tracking import runs, store
+    from qrl.train import rollouts
 
     prompt.check(recipe.task, recipe.prompt)
     base = checkpoint.check(source.locate(recipe.model))
     device = devices.choose(recipe.device)
+    rollouts.check(recipe.rollout, device, recipe.train)
     store.prepare()
     began = time.monotonic()
     with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}) as run:
@@ -90,7 +94,7 @@ class Order:
         key = keys.trained(self.recipe, base, self.device)
         settings = self.recipe.train
         title = f"train: GRPO, {settings.steps} steps of {settings.prompts_per_step} × {settings.generations} completions"
-        made = self.trained = self._one(title, "train", key)
+        made = self.trained = self._one(title, "train", key, folder=place("train", self.recipe.rollout.engine))
         if settings.adapter:
             adapter = f"runs:/{made.run_id}/adapter"
             key = keys.merged(self.recipe, base, adapter)
@@ -151,5 +155,7 @@ class Order:
         self.launcher.run(f"promote: {' → '.join(chosen)}", "promote", parameters)
         return list(chosen)[-1]
 
-    def _one(self, title: str, step: str, key: str, parameters: dict[str, str] | None = None) -> Result:
-        return self.launcher.obtain(title, step, {step: key}, lambda missing: parameters or {})[step]
+    def _one(
+        self, title: str, step: str, key: str, parameters: dict[str, str] | None = None, folder: Path | None = None
+    ) -> Result:
+        return self.launcher.obtain(title, step, {step: key}, lambda missing: parameters or {}, folder or ROOT)[step]

@@ -15,7 +15,7 @@ from qrl.steps import inputs, record
 from qrl.tasks import contamination, prompt
 from qrl.tiny import corpus
 from qrl.tracking import reuse, runs, store
-from qrl.train import grpo
+from qrl.train import grpo, rollouts
 from qrl.train import merge as merging
 from qrl.workspace import workspace
 
@@ -39,7 +39,7 @@ def train(recipe: Recipe) -> None:
     params = {"device": device}
     with (
         workspace(f"train-{key[:16]}", keep_on_error=True) as work,
-        runs.step("train", recipe, sections=("train",), params=params, tags=tags, system_metrics=True),
+        runs.step("train", recipe, sections=("train", "rollout"), params=params, tags=tags, system_metrics=True),
     ):
         _log_questions(recipe, questions)
         _check_contamination(recipe, base, questions, heldout)
@@ -52,6 +52,7 @@ def train(recipe: Recipe) -> None:
             template=recipe.prompt,
             seed=recipe.seed,
             device=device,
+            rollout=recipe.rollout,
             work=work / "trainer",
             out=work / "model",
             log=runs.live_log(),
@@ -60,6 +61,11 @@ def train(recipe: Recipe) -> None:
             click.echo(f"Went on from the checkpoint of step {trained.resumed_from}.", err=True)
         _log_training(trained, work)
         _record(recipe, trained.path, found.digest, adapter=trained.adapter)
+
+
+def check_rollouts(recipe: Recipe) -> None:
+    """Refuses what the recipe's rollout engine cannot do on this machine."""
+    rollouts.check(recipe.rollout, devices.choose(recipe.device), recipe.train)
 
 
 def merge(recipe: Recipe, adapter: str) -> None:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from qrl import checkpoint, process, tasks
 from qrl.engine import hf
 from qrl.errors import BadInput
-from qrl.recipe import Train
+from qrl.recipe import Rollout, Train
 from qrl.tasks import prompt
-from qrl.train import arguments, completions, live, policy, resume, reward, save
+from qrl.train import arguments, completions, live, policy, resume, reward, rollouts, save
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,6 +67,7 @@ def run(
     device: str,
     work: Path,
     out: Path,
+    rollout: Rollout = rollouts.DEFAULT,
     log: live.Log = lambda metrics, step: None,
 ) -> Trained:
     """Trains a checkpoint with GRPO, or goes on with a training that was killed.
@@ -79,6 +80,7 @@ def run(
         device: "cpu" or "cuda".
         work: folder of the trainer's checkpoints, the same for a run and its second try, and for all processes.
         out: folder to make; it appears whole, by rename.
+        rollout: the recipe's section on what samples.
         log: takes metrics by name and the optimizer step, while training.
 
     Raises:
@@ -87,9 +89,10 @@ def run(
     """
     found = checkpoint.check(base)
     check(found, settings, len(questions))
+    rollouts.check(rollout, device, settings)
     process.hush_transformers()
     rows = [{"prompt": prompt.messages(q.question, template), "answer": q.answer} for q in questions]
-    trainer = _trainer(base, rows, settings, task=task, seed=seed, device=device, work=work, log=log)
+    trainer = _trainer(base, rows, settings, task=task, seed=seed, device=device, work=work, rollout=rollout, log=log)
     _note_arguments(trainer, work)
     model = trainer.accelerator.unwrap_model(trainer.model)
     frozen = policy.frozen_digest(model) if settings.adapter else ""
@@ -110,15 +113,14 @@ def run(
     )
 
 
-def _trainer(base: Path, rows: list[dict], settings: Train, *, task: str, seed: int, device: str, work: Path, log: live.Log):
+def _trainer(base: Path, rows: list[dict], settings: Train, *, task: str, seed: int, device: str, work: Path, rollout: Rollout, log: live.Log):
     """TRL's trainer with everything of ours plugged in, ready to train."""
     from transformers import PrinterCallback
-    from trl import GRPOTrainer
 
-    trainer = GRPOTrainer(
+    trainer = rollouts.trainer_class(rollout)(
         model=policy.load(base, settings, device),
         reward_funcs=reward.functions(task, settings.rewards),
-        args=arguments.make(settings, seed=seed, device=device, work=work),
+        args=arguments.make(settings, seed=seed, device=device, work=work, **rollouts.arguments(rollout)),
         train_dataset=_dataset(rows),
         processing_class=hf.tokenizer(base),
         callbacks=[live.callback(settings, log)],

@@ -8,30 +8,29 @@ engine and trainer is logged (`engine_gap`).
 
 from __future__ import annotations
 
+import os
 import time
 import urllib.error
 import urllib.request
 import warnings
-from typing import TYPE_CHECKING
 
 from qrl.errors import BadInput
-from qrl.recipe import Rollout
+from qrl.recipe import Rollout, Train
 from qrl.train import engine_gap, sync, vllm_engine
 
-if TYPE_CHECKING:
-    import torch
-
 VLLM = "vllm"
+DEFAULT = Rollout()
 METRICS = ("kl_k1", "kl_k3", "token_ess", "sequence_ess", "sync_s", "generate_s", "completions_per_s", "tokens_per_s")
 PREFIX = "rollout/"  # of their names, as TRL logs them and as MLflow shows them
 _ROOM = 0.5  # share of the card that masters, gradients, optimizer and an awake engine may fill; the rest is activations'
 
 
-def check(settings: Rollout, device: str) -> None:
+def check(settings: Rollout, device: str, train: Train) -> None:
     """Refuses what this recipe's rollouts cannot do on this machine, before any environment is built or weight is loaded.
 
     Raises:
-        BadInput: FP8 without vLLM, vLLM without a GPU, FP8 on a GPU that lacks it, or a server that does not answer.
+        BadInput: FP8 without vLLM, vLLM without a GPU, FP8 on a GPU that lacks it, a server that does not answer, or an
+            adapter over a base that several processes hold parts of.
     """
     if settings.engine != VLLM:
         if settings.quantization != "none":
@@ -42,6 +41,11 @@ def check(settings: Rollout, device: str) -> None:
     if device != "cuda":
         raise BadInput(
             "rollout.engine = vllm samples on a GPU, but this run's device is the CPU: set rollout.engine = transformers, or run on a GPU."
+        )
+    if train.adapter and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        raise BadInput(
+            "rollout.engine = vllm sends an adapter's weights from whole layers, but FSDP shards them: launch without FSDP, "
+            "or set train.method = full."
         )
     if settings.mode == "server":
         check_server(settings.server)
@@ -182,10 +186,9 @@ def _generation(trainer, settings: Rollout):
     from trl.generation.vllm_generation import VLLMGeneration
 
     class Generation(VLLMGeneration):
-        seconds = {"sync": 0.0, "generate": 0.0}
-        _drawn = (-1, 0)  # step, and rollouts drawn in it
-
         def _init_vllm(self):
+            self.seconds = {"sync": 0.0, "generate": 0.0}
+            self._drawn = (-1, 0)  # step, and rollouts drawn in it
             if self.mode == "server":
                 super()._init_vllm()
                 self._check_server()

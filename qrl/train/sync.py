@@ -7,7 +7,6 @@ nothing of the trained model is written to: each tensor is the dequantized base 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -63,38 +62,6 @@ def adapted(layer: nn.Module) -> torch.Tensor:
             a, b = layer.lora_A[name].weight.detach().float(), layer.lora_B[name].weight.detach().float()
             total.addmm_(b, a, alpha=layer.scaling[name])
     return total.to(base.dtype)
-
-
-def fingerprint(model: nn.Module, *, frozen: bool = True) -> str:
-    """sha256 over the bytes of weights as they are stored, with what their codes need to be read (block scales).
-
-    Args:
-        frozen: only weights that training does not touch: an adapter's base.
-    """
-    found = hashlib.sha256()
-    for name, weight in model.named_parameters():
-        if frozen and weight.requires_grad:
-            continue
-        found.update(name.encode())
-        for tensor in (weight.data, *_scales(weight)):
-            found.update(_bytes(tensor))
-    return found.hexdigest()
-
-
-def _scales(weight: torch.Tensor) -> list:
-    """Tensors beside a quantized weight's codes; double quantization nests one state in another."""
-    found = [scale] if (scale := getattr(weight, "SCB", None)) is not None else []
-    state = getattr(weight, "quant_state", None)
-    while state is not None:
-        found += [part for part in (state.absmax, state.code, state.offset) if part is not None]
-        state = state.state2
-    return found
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    import torch
-
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _is_lora(module: nn.Module) -> bool:
