@@ -97,8 +97,9 @@ class Order:
         made = self.trained = self._one(title, "train", key, folder=place("train", self.recipe.rollout.engine))
         if settings.adapter:
             adapter = f"runs:/{made.run_id}/adapter"
-            key = keys.merged(self.recipe, base, adapter)
-            made = self._one("merge: adapter into full precision", "merge", key, {"adapter": adapter})
+            key = keys.merged(self.recipe, base, adapter, self.device)
+            over = f", over what {settings.storage} unpacks to" if settings.packed else ""
+            made = self._one(f"merge: adapter into full precision{over}", "merge", key, {"adapter": adapter})
         return made.outputs.models["model"], made.outputs.values["digest"]
 
     def quantize(self, models: Models) -> Models:

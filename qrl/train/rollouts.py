@@ -8,12 +8,12 @@ engine and trainer is logged (`engine_gap`).
 
 from __future__ import annotations
 
-import os
 import time
 import urllib.error
 import urllib.request
 import warnings
 
+from qrl import process
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train
 from qrl.train import engine_gap, sync, vllm_engine
@@ -42,7 +42,7 @@ def check(settings: Rollout, device: str, train: Train) -> None:
         raise BadInput(
             "rollout.engine = vllm samples on a GPU, but this run's device is the CPU: set rollout.engine = transformers, or run on a GPU."
         )
-    if train.adapter and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    if train.adapter and process.sharded():
         raise BadInput(
             "rollout.engine = vllm sends an adapter's weights from whole layers, but FSDP shards them: launch without FSDP, "
             "or set train.method = full."
@@ -55,13 +55,13 @@ def check(settings: Rollout, device: str, train: Train) -> None:
         check_fp8(torch.cuda.get_device_capability(), torch.cuda.get_device_name())
 
 
-def check_installed() -> None:
-    """Refuses a place without vLLM.
+def check_installed(settings: Rollout) -> None:
+    """Refuses vLLM where it is not.
 
     Raises:
         BadInput: it cannot be imported here.
     """
-    if not vllm_engine.installed():
+    if settings.engine == VLLM and not vllm_engine.installed():
         raise BadInput(
             "rollout.engine = vllm, but vLLM is not installed in this environment: run under `mlflow run . -e train … "
             "--env-manager uv`, which builds projects/vllm, or set rollout.engine = transformers."
@@ -112,11 +112,11 @@ def trainer_class(settings: Rollout) -> type:
     Raises:
         BadInput: vLLM is asked for where it is not installed.
     """
+    check_installed(settings)
     from trl import GRPOTrainer
 
     if settings.engine != VLLM:
         return GRPOTrainer
-    check_installed()
 
     class Trainer(GRPOTrainer):
         def __init__(self, *given, **named):
