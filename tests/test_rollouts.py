@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from qrl import keys, pipeline, recipe, tiny
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train
-from qrl.train import arguments, engine_gap, policy, rollouts, sync
+from qrl.train import arguments, engine_gap, generation, policy, rollouts, sync
 
 METHODS = {
     "full": Train(),
@@ -76,7 +76,9 @@ def test_what_is_sent_is_the_freshly_dequantized_base_with_the_adapter_merged(he
         set_peft_model_state_dict(copy, get_peft_model_state_dict(model))
         wanted = dict(copy.merge_and_unload().named_parameters())
     for name, weight in sync.named_weights(model, torch.float32):
-        torch.testing.assert_close(weight, wanted[name].detach(), rtol=2**-7, atol=2**-12, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            weight, wanted[name].detach(), rtol=2**-7, atol=2**-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_ten_syncs_leave_every_weight_bit_for_bit_and_send_the_same(held):
@@ -120,36 +122,51 @@ def test_the_gap_is_its_definition(logps, spread, seed):
     trainer = torch.tensor([logps, logps])
     engine = trainer + spread * torch.randn_like(trainer)
     mask = torch.ones_like(trainer)
-    found = engine_gap.gap(engine_gap.sums(trainer, engine, mask))
+    found = engine_gap.measure(trainer, engine, mask)
     ratios = [math.exp(p - q) for p, q in zip(trainer.flatten().tolist(), engine.flatten().tolist(), strict=True)]
     assert found.kl_k1 == pytest.approx(-sum(map(math.log, ratios)) / len(ratios), abs=1e-9)
-    assert found.kl_k3 == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / len(ratios), abs=1e-9) and found.kl_k3 >= 0
+    assert (
+        found.kl_k3 == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / len(ratios), abs=1e-9)
+        and found.kl_k3 >= 0
+    )
     assert found.token_ess == pytest.approx(sum(ratios) ** 2 / len(ratios) / sum(r * r for r in ratios))
     assert 0 < found.sequence_ess <= 1 + 1e-12 and 0 < found.token_ess <= 1 + 1e-12
 
 
-def test_batches_add_up_and_what_was_not_sampled_or_scored_does_not_count():
+def test_processes_add_up_and_what_was_not_sampled_or_scored_does_not_count():
     torch.manual_seed(0)
     trainer, engine = -torch.rand(4, 6), -torch.rand(4, 6)
     mask = torch.ones(4, 6)
     mask[0, 3:] = 0
-    whole = engine_gap.gap(engine_gap.sums(trainer, engine, mask))
-    halves = engine_gap.sums(trainer[:2], engine[:2], mask[:2]) + engine_gap.sums(trainer[2:], engine[2:], mask[2:])
-    assert vars(engine_gap.gap(halves)) == pytest.approx(vars(whole))
+    whole = vars(engine_gap.measure(trainer, engine, mask))
+    theirs = []
+    engine_gap.measure(trainer[2:], engine[2:], mask[2:], lambda tensor: theirs.append(tensor) or tensor)
+    ours = engine_gap.measure(trainer[:2], engine[:2], mask[:2], lambda tensor: torch.cat([tensor, theirs.pop(0)]))
+    assert vars(ours) == pytest.approx(whole)
     unknown = engine.clone()
     unknown[0, 3:] = math.nan
-    assert vars(engine_gap.gap(engine_gap.sums(trainer, unknown, torch.ones(4, 6)))) == pytest.approx(vars(whole))
-    same = engine_gap.gap(engine_gap.sums(trainer, trainer, mask))
-    assert (same.kl_k1, same.kl_k3, same.token_ess, same.sequence_ess) == (0, 0, 1, 1)
+    assert vars(engine_gap.measure(trainer, unknown, torch.ones(4, 6))) == pytest.approx(whole)
+    same = engine_gap.measure(trainer, trainer, mask)
+    assert vars(same) == pytest.approx({"kl_k1": 0, "kl_k3": 0, "token_ess": 1, "sequence_ess": 1})
     with pytest.raises(ValueError, match="no token"):
-        engine_gap.gap(engine_gap.sums(trainer, engine, torch.zeros(4, 6)))
+        engine_gap.measure(trainer, engine, torch.zeros(4, 6))
+
+
+def test_long_completions_far_apart_still_have_an_effective_size():
+    """Weights of whole completions leave the range of floats; their ratios do not."""
+    logs = torch.tensor([-900.0, -901.0, -905.0], dtype=torch.float64)
+    weights = (logs - logs.max()).exp()
+    assert engine_gap.effective_share(logs) == pytest.approx(float(weights.sum() ** 2 / weights.square().sum() / 3))
+    engine = torch.zeros(3, 2048, dtype=torch.float64)
+    found = engine_gap.measure(engine + (logs / 2048)[:, None], engine, torch.ones_like(engine))
+    assert found.sequence_ess == pytest.approx(engine_gap.effective_share(logs))
 
 
 def test_k1_and_k3_estimate_the_divergence_that_they_are_named_after():
     torch.manual_seed(0)
     q, p = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.35, 0.25])
     drawn = torch.multinomial(q, 200_000, replacement=True)[None]
-    found = engine_gap.gap(engine_gap.sums(p.log()[drawn], q.log()[drawn], torch.ones_like(drawn)))
+    found = engine_gap.measure(p.log()[drawn], q.log()[drawn], torch.ones_like(drawn))
     wanted = float((q * (q / p).log()).sum())
     assert found.kl_k1 == pytest.approx(wanted, rel=0.05) and found.kl_k3 == pytest.approx(wanted, rel=0.05)
 
@@ -164,10 +181,12 @@ def test_a_gap_beyond_the_recipes_limits_is_told():
 
 def test_an_engine_sleeps_where_memory_asks_for_it():
     gib = 2**30
-    assert not rollouts.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 140 * gib)  # full, 1.5 B, one H200
-    assert rollouts.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 40 * gib)
-    assert not rollouts.memory_is_short(6 * gib, gib // 50, 0.2, 24 * gib)  # QLoRA, 8 B
-    assert rollouts.asks_for_sleep(Rollout(sleep="on"), None) and not rollouts.asks_for_sleep(Rollout(sleep="off"), None)
+    assert not generation.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 140 * gib)  # full, 1.5 B, one H200
+    assert generation.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 40 * gib)
+    assert not generation.memory_is_short(6 * gib, gib // 50, 0.2, 24 * gib)  # QLoRA, 8 B
+    assert generation.asks_for_sleep(Rollout(sleep="on"), None) and not generation.asks_for_sleep(
+        Rollout(sleep="off"), None
+    )
 
 
 VLLM = Rollout(engine="vllm")
@@ -189,7 +208,9 @@ def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeyp
     rollouts.check(VLLM, "cuda", Train())
 
 
-@pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)])
+@pytest.mark.parametrize(
+    ("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)]
+)
 def test_fp8_is_refused_on_gpus_without_it(capability, refused):
     if refused:
         with pytest.raises(BadInput, match=r"compute capability 8\.9"):
@@ -227,7 +248,9 @@ def test_training_with_vllm_runs_in_its_environment_and_is_another_result(monkey
     assert pipeline.place("train", "vllm") is None
 
     def key(**overrides):
-        return keys.trained(recipe.load("tiny", {f"rollout.{name}": value for name, value in overrides.items()}), "d", "cuda")
+        return keys.trained(
+            recipe.load("tiny", {f"rollout.{name}": value for name, value in overrides.items()}), "d", "cuda"
+        )
 
     assert len({key(), key(engine="vllm"), key(engine="vllm", quantization="fp8")}) == 3
     assert key(engine="vllm", server="http://a:1") == key(engine="vllm", server="http://b:2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,39 +20,40 @@ class Gap:
     sequence_ess: float  # the same over whole completions, whose weights are products
 
 
-def sums(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """What `gap` is made of, additive over batches and processes.
+def measure(
+    trainer: torch.Tensor,
+    engine: torch.Tensor,
+    mask: torch.Tensor,
+    gather: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> Gap:
+    """The gap over a batch, or over the batches of all processes.
 
     Args:
         trainer: (B, T) log p of the sampled tokens under the model that is trained.
         engine: (B, T) log q of the same tokens as the engine gave them; NaN where it could not say.
         mask: (B, T) true where a token was sampled.
+        gather: puts the processes' tensors together along the first dimension.
 
-    Returns:
-        (8,) float64: tokens, Σk1, Σk3, Σw, Σw² with w = p/q of a token; completions, ΣW, ΣW² with W = p/q of a whole one.
+    Raises:
+        ValueError: no token was scored by both.
+
+    Source: k1 and k3, Schulman, "Approximating KL Divergence" (2020), with samples from q; ESS = (Σw)² / (n Σw²), Kish 1965.
     """
     import torch
 
     known = mask.bool() & ~torch.isnan(engine)
     difference = torch.where(known, trainer.double() - engine.double(), 0.0)
-    ratio = difference.exp()[known]
-    a_token = difference[known]
-    rows = known.any(dim=1)
-    whole = difference.sum(dim=1)[rows].clamp(-80, 80).exp()
+    a_token, ratio = difference[known], difference[known].exp()
     parts = [known.sum(), -a_token.sum(), (ratio - 1 - a_token).sum(), ratio.sum(), ratio.square().sum()]
-    parts += [rows.sum(), whole.sum(), whole.square().sum()]
-    return torch.stack([part.double() for part in parts])
-
-
-def gap(total: torch.Tensor) -> Gap:
-    """The gap from added-up `sums`.
-
-    Raises:
-        ValueError: no token was scored.
-
-    Source: k1 and k3, Schulman, "Approximating KL Divergence" (2020), with samples from q; ESS = (Σw)² / (n Σw²), Kish 1965.
-    """
-    tokens, k1, k3, w, w2, sequences, whole, whole2 = total.tolist()
+    tokens, k1, k3, w, w2 = gather(torch.stack([part.double() for part in parts])[None]).sum(dim=0).tolist()
+    whole = gather(torch.where(known.any(dim=1), difference.sum(dim=1), torch.nan))
     if tokens < 1:
         raise ValueError("no token was scored by both the engine and the trainer")
-    return Gap(k1 / tokens, k3 / tokens, w * w / (tokens * w2), whole * whole / (sequences * whole2))
+    return Gap(k1 / tokens, k3 / tokens, w * w / (tokens * w2), effective_share(whole[~whole.isnan()]))
+
+
+def effective_share(logs: torch.Tensor) -> float:
+    """Effective sample size, as a share, of n weights given by their logarithms (n,), however small or large."""
+    import torch
+
+    return float((2 * torch.logsumexp(logs, 0) - torch.logsumexp(2 * logs, 0)).exp() / len(logs))

@@ -28,7 +28,15 @@ SHAPES = {
     "8b": dict(model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=False),
     "micro": dict(model_type="qwen2", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=1024, tie_word_embeddings=True),
 }  # fmt: skip
-BATCH = dict(prompts_per_step=64, generations=8, micro_batch=64, questions=256, max_completion_tokens=256, gradient_checkpointing=True, learning_rate=1e-6)
+BATCH = dict(
+    prompts_per_step=64,
+    generations=8,
+    micro_batch=64,
+    questions=256,
+    max_completion_tokens=256,
+    gradient_checkpointing=True,
+    learning_rate=1e-6,
+)
 ADAPTER = BATCH | dict(learning_rate=1e-5)
 SMALLER = {"1.5b": {}, "8b": dict(prompts_per_step=8, micro_batch=16)}
 VLLM = dict(engine="vllm", gpu_memory_utilization=0.3)
@@ -235,15 +243,24 @@ def rounds(made, shapes: list) -> dict:
         own.speed(torch.ones(1, 1))
         own.sync_weights()
         began = finished()
-        drawn, logprobs = vllm_engine.generate(own.llm, [ids] * count, temperature=1.0, max_tokens=tokens, more={"ignore_eos": True})
+        drawn, logprobs = vllm_engine.generate(
+            own.llm, [ids] * count, temperature=1.0, max_tokens=tokens, more={"ignore_eos": True}
+        )
         drew = finished() - began
         sync = own.seconds["sync"]
-        found[f"{count}x{tokens}"] = {"sync_s": sync, "generate_s": drew, "completions_per_s": count / (sync + drew), "tokens_per_s": sum(map(len, drawn)) / (sync + drew)}
+        found[f"{count}x{tokens}"] = {
+            "sync_s": sync,
+            "generate_s": drew,
+            "completions_per_s": count / (sync + drew),
+            "tokens_per_s": sum(map(len, drawn)) / (sync + drew),
+        }
         rows = torch.tensor([ids + row for row in drawn[:16]], device=made.accelerator.device)
         with torch.no_grad():
-            scored, _, _ = made._get_per_token_logps_and_entropies(made.model, rows, torch.ones_like(rows), tokens, batch_size=2)
+            scored, _, _ = made._get_per_token_logps_and_entropies(
+                made.model, rows, torch.ones_like(rows), tokens, batch_size=2
+            )
         engine = torch.tensor(logprobs[:16], device=rows.device)
-        found[f"{count}x{tokens}"] |= vars(engine_gap.gap(engine_gap.sums(scored, engine, torch.ones_like(engine))))
+        found[f"{count}x{tokens}"] |= vars(engine_gap.measure(scored, engine, torch.ones_like(engine)))
     return {"rounds": found}
 
 
@@ -261,7 +278,9 @@ def lift(made, settings) -> dict:
     prompts = [render(tokens, q.question, "plain") for q in questions]
     own = made.accelerator.unwrap_model(made.model)
     before, _ = hf.load(tiny.PATH, device(), torch.float32)
-    own.generation_config = GenerationConfig(eos_token_id=before.generation_config.eos_token_id, pad_token_id=before.generation_config.pad_token_id)
+    own.generation_config = GenerationConfig(
+        eos_token_id=before.generation_config.eos_token_id, pad_token_id=before.generation_config.pad_token_id
+    )
     own.config.use_cache = True
     right = []
     for model in (before, own.eval()):
@@ -269,7 +288,14 @@ def lift(made, settings) -> dict:
         verdicts = tasks.grade_many("arithmetic", [answer.text for answer in answers], [q.answer for q in questions])
         right.append([int(verdict.strict) for verdict in verdicts])
     gain = stats.contrast(right, (-1, 1))
-    return {"n": len(questions), "accuracy_base": sum(right[0]) / len(questions), "accuracy": sum(right[1]) / len(questions), "gain": gain.estimate, "gain_low": gain.low, "gain_high": gain.high}
+    return {
+        "n": len(questions),
+        "accuracy_base": sum(right[0]) / len(questions),
+        "accuracy": sum(right[1]) / len(questions),
+        "gain": gain.estimate,
+        "gain_low": gain.low,
+        "gain_high": gain.high,
+    }
 
 
 def versions() -> dict:
@@ -300,7 +326,14 @@ def main() -> None:
         group, name = given.one
         began = time.perf_counter()
         found = train(CASES[group][name])
-        row = {"group": group, "case": name, **found, "seconds": time.perf_counter() - began, "settings": CASES[group][name], **versions()}
+        row = {
+            "group": group,
+            "case": name,
+            **found,
+            "seconds": time.perf_counter() - began,
+            "settings": CASES[group][name],
+            **versions(),
+        }
         with open(given.out / "results.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
     else:
@@ -318,7 +351,14 @@ def run_apart(group: str, name: str, given) -> None:
     began = time.perf_counter()
     with open(given.out / f"{group}-{name.replace(' ', '_').replace(',', '')}.log", "w") as log:
         try:
-            code = subprocess.run(words, check=False, stdout=log, stderr=subprocess.STDOUT, timeout=given.timeout, env=os.environ | {"TQDM_DISABLE": "1"}).returncode
+            code = subprocess.run(
+                words,
+                check=False,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=given.timeout,
+                env=os.environ | {"TQDM_DISABLE": "1"},
+            ).returncode
         except subprocess.TimeoutExpired:
             code = "timed out"
     print(f"{group}/{name}: {code} in {time.perf_counter() - began:.0f} s", flush=True)
@@ -329,7 +369,11 @@ def show(folder: Path) -> None:
     for line in (folder / "results.jsonl").read_text().splitlines() if (folder / "results.jsonl").is_file() else []:
         row = json.loads(line)
         skipped = {"group", "case", "settings", *versions()}
-        values = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items() if key not in skipped}
+        values = {
+            key: f"{value:.4g}" if isinstance(value, float) else value
+            for key, value in row.items()
+            if key not in skipped
+        }
         print(f"{row['group']}/{row['case']} ({row['gpu']}, vllm {row['vllm']}): {values}")
 
 
