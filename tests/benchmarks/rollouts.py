@@ -4,6 +4,7 @@
     python tests/benchmarks/rollouts.py --print FOLDER                        # the tables again, from those lines
 
 lift      the built-in model, 2,000 held-out questions: each method's gain through vLLM rollouts, paired interval
+step      the built-in model, transformers rollouts: our step against a bare TRL script's, in turn
 speed     Qwen2.5-1.5B's shape, 64 × 8 completions of 256 tokens: TRL as shipped and ours, transformers and vLLM
 update    the update alone, without any engine: step time and peak memory of full, LoRA and QLoRA, with and without a reference
 fp8       Qwen3-8B's shape: bf16 against FP8 rollouts, sync included
@@ -57,6 +58,7 @@ CASES = {
         "ours vllm, sleeping": dict(shape="1.5b", train=BATCH | dict(steps=4, dtype="bf16"), rollout=VLLM | dict(sleep="on")),
         "ours vllm, qlora": dict(shape="1.5b", train=ADAPTER | dict(steps=4, method="qlora"), rollout=VLLM | dict(sleep="off")),
     },
+    "step": {"ours against TRL": dict(alternate=3, train=TINY | dict(steps=5), rollout={})},
     "update": {
         f"{shape} {method}{' with a reference' if beta else ''}": dict(shape=shape, canned=True, train=(BATCH if method == "full" else ADAPTER) | SMALLER[shape] | dict(steps=3, method=method, beta=beta, dtype="bf16"), rollout={})
         for shape, method, beta in [("1.5b", "full", 0.0), ("1.5b", "full", 0.01), ("1.5b", "lora", 0.0), ("1.5b", "lora", 0.01), ("1.5b", "qlora", 0.0), ("8b", "lora", 0.0), ("8b", "lora", 0.01), ("8b", "qlora", 0.01)]
@@ -134,6 +136,8 @@ def finished() -> float:
 
 def train(case: dict) -> dict:
     """Trains a case's steps; medians over all but the first, seconds of drawing (sync included) apart from the rest."""
+    if case.get("alternate"):
+        return alternate(case)
     import torch
     from transformers import TrainerCallback
 
@@ -192,6 +196,40 @@ def train(case: dict) -> dict:
         if "shape" not in case:
             found |= lift(made, settings)
         return found
+
+
+def alternate(case: dict) -> dict:
+    """Our step against a bare TRL script's, in turn in one process: medians of all steps but each round's first."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def __init__(self):
+            self.steps = []
+
+        def on_step_begin(self, *_, **__):
+            self.began = finished()
+
+        def on_step_end(self, *_, **__):
+            self.steps.append(finished() - self.began)
+
+    with tempfile.TemporaryDirectory() as work:
+        made, clocks = {}, {}
+        for name in ("ours", "TRL"):
+            made[name], _ = trainer_of(case | {"bare": name == "TRL"}, Path(work, name))
+            clocks[name] = Clock()
+            made[name].args.save_strategy = "no"
+            made[name].add_callback(clocks[name])
+        kept = {name: [] for name in made}
+        for _ in range(case["alternate"]):
+            for name, trainer in made.items():
+                clocks[name].steps.clear()
+                trainer.train()
+                kept[name] += clocks[name].steps[1:]
+    median = {name: statistics.median(steps) for name, steps in kept.items()}
+    return {f"{name}_step_s": value for name, value in median.items()} | {
+        "ratio": median["ours"] / median["TRL"],
+        "steps": {name: [round(step, 4) for step in steps] for name, steps in kept.items()},
+    }
 
 
 def parts(made) -> dict:
