@@ -118,6 +118,7 @@ def trainer_class(settings: Rollout) -> type:
         def __init__(self, *given, **named):
             super().__init__(*given, **named)
             self.use_vllm, self.vllm_mode = True, settings.mode
+            self.args.use_vllm, self.args.vllm_mode = True, settings.mode  # for the record of the run
             self.vllm_generation = generation.link(self, settings)
             self._last_loaded_step = -1
 
