@@ -4,6 +4,7 @@
     python tests/benchmarks/rollouts.py --print FOLDER                        # the tables again, from those lines
 
 lift      the built-in model, 2,000 held-out questions: each method's gain through vLLM rollouts, paired interval
+server    the same QLoRA through a rollout server on a second GPU, bf16 and FP8
 step      the built-in model, transformers rollouts: our step against a bare TRL script's, in turn
 speed     Qwen2.5-1.5B's shape, 64 × 8 completions of 256 tokens: TRL as shipped and ours, transformers and vLLM
 update    the update alone, without any engine: step time and peak memory of full, LoRA and QLoRA, with and without a reference
@@ -12,6 +13,7 @@ Shapes have random weights: their time is the real model's, their log-probabilit
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -43,6 +46,7 @@ SMALLER = {"1.5b": {}, "8b": dict(prompts_per_step=8, micro_batch=16)}
 VLLM = dict(engine="vllm", gpu_memory_utilization=0.3)
 TINY = dict(steps=20, prompts_per_step=64, generations=8, micro_batch=512, max_completion_tokens=80, learning_rate=3e-5)
 TINY_LORA = TINY | dict(learning_rate=1e-3, dtype="bf16")
+SERVER = "http://127.0.0.1:8017"
 CASES = {
     "lift": {
         "full": dict(train=TINY, rollout=VLLM | dict(gpu_memory_utilization=0.1)),
@@ -57,6 +61,10 @@ CASES = {
         "ours vllm": dict(shape="1.5b", train=BATCH | dict(steps=4, dtype="bf16"), rollout=VLLM | dict(sleep="off"), parts=True),
         "ours vllm, sleeping": dict(shape="1.5b", train=BATCH | dict(steps=4, dtype="bf16"), rollout=VLLM | dict(sleep="on")),
         "ours vllm, qlora": dict(shape="1.5b", train=ADAPTER | dict(steps=4, method="qlora"), rollout=VLLM | dict(sleep="off")),
+    },
+    "server": {
+        name: dict(serves=name, train=TINY_LORA | dict(method="qlora", beta=0.01), rollout=dict(engine="vllm", mode="server", server=SERVER, quantization=name))
+        for name in ("none", "fp8")
     },
     "step": {"ours against TRL": dict(alternate=3, train=TINY | dict(steps=5), rollout={})},
     "update": {
@@ -196,6 +204,47 @@ def train(case: dict) -> dict:
         if "shape" not in case:
             found |= lift(made, settings)
         return found
+
+
+@contextlib.contextmanager
+def server(case: dict):
+    """A rollout server on the second GPU while the first trains; the command that ROLLOUTS.md gives."""
+    from qrl import tiny
+
+    if not case.get("serves"):
+        yield
+        return
+    words = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(tiny.PATH),
+        "--dtype",
+        "bfloat16",
+    ]
+    words += [
+        "--port",
+        SERVER.rpartition(":")[2],
+        "--gpu-memory-utilization",
+        "0.2",
+        "--logprobs-mode",
+        "processed_logprobs",
+    ]
+    words += ["--weight-transfer-config", '{"backend": "nccl"}']
+    words += ["--quantization", "fp8_per_tensor"] if case["serves"] == "fp8" else []
+    serving = subprocess.Popen(words, env=os.environ | {"CUDA_VISIBLE_DEVICES": "1", "VLLM_SERVER_DEV_MODE": "1"})
+    try:
+        deadline = time.monotonic() + 150
+        while time.monotonic() < deadline and serving.poll() is None:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{SERVER}/health", timeout=2)
+                break
+            time.sleep(1)
+        yield
+    finally:
+        serving.terminate()
+        serving.wait(30)
 
 
 def alternate(case: dict) -> dict:
@@ -363,7 +412,10 @@ def main() -> None:
     elif given.one:
         group, name = given.one
         began = time.perf_counter()
-        found = train(CASES[group][name])
+        if group == "server":
+            os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # the trainer's; before torch looks
+        with server(CASES[group][name]):
+            found = train(CASES[group][name])
         row = {
             "group": group,
             "case": name,
