@@ -55,6 +55,7 @@ _CHANGED = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
+_MAY_CHANGE = re.compile(r"[^\W\d_]|[-+×÷·^/*!\\]")  # most lines have none of these: quickly told
 _WORDED = re.compile(r"[^\W\d_]|%")  # `1 dozen = 12` and `18% = 0.18` compare unlike things
 _BEGUN = re.compile(r"####[\s:$€£¥₹*_`(\[{\"'~≈→+-]*\.?[0-9]")
 
@@ -144,13 +145,17 @@ def _stated(line: str) -> Number | object | None:
         found = numbers(said)
         if any(side != found for side in map(_bare, sides) if side):
             return None
-    return None if len(found) != 1 or _UNREAD.search(line) or _CHANGED.search(said) else found[0]
+    return None if len(found) != 1 or _UNREAD.search(line) or _changed(said) else found[0]
 
 
 def _bare(side: str) -> list[Number]:
     """The number of a side of an equation that is one number and nothing else; empty for a calculation, or with words."""
     found = [] if _WORDED.search(side) else numbers(side)
     return found if len(found) == 1 and found != [None] else []
+
+
+def _changed(side: str) -> bool:
+    return _MAY_CHANGE.search(side) is not None and _CHANGED.search(side) is not None
 
 
 def _begun(line: str) -> Number | object | None:
