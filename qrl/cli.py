@@ -154,12 +154,14 @@ def compare_command(settings, questions: str | None, counts: str | None, cells: 
     given = [name for name, value in (("--questions", questions), ("--counts", counts), ("--cells", cells)) if value]
     if len(given) != 1:
         raise BadInput(f"compare reads one of --questions, --counts or --cells, but got {' and '.join(given) or 'none'}.")
-    if cells:
+    if cells and not out:
         compare.compare(settings, cells.split(","))
     elif not out:
         raise BadInput(f"compare {given[0]} needs --out DIR: the folder to write table.md, table.json and figures to.")
     else:
-        compare.compare_files(settings, questions=questions, counts=counts, out=out)
+        compare.compare_files(
+            settings, questions=questions, counts=counts, cells=cells.split(",") if cells else [], out=out
+        )
 
 
 @step("promote", "promote")
@@ -264,6 +266,10 @@ def main(arguments: list[str] | None = None) -> None:
         _end(BadInput(f"{error.format_message().rstrip('.')}; see `python -m qrl {_command()} --help`."))
     except QrlError as error:
         _end(error)
+    except ModuleNotFoundError as error:  # a Python without the project's environment
+        if (error.name or "qrl").partition(".")[0] == "qrl":
+            raise
+        _end(BadInput(_not_installed(error.name)))
     except OSError as error:  # a full or read-only disk, met before a run began: inside one, the run's own handling says so
         from qrl.tracking import store
 
@@ -275,6 +281,13 @@ def main(arguments: list[str] | None = None) -> None:
         stopped = next((each for each in found if isinstance(each, KeyboardInterrupt)), KeyboardInterrupt())
         _tell_run(stopped)
         sys.exit(signals.exit_code(stopped))
+
+
+def _not_installed(package: str) -> str:
+    return (
+        f"The package '{package}' is not installed for {sys.executable}: run the step as `mlflow run . -e {_command() or 'main'} "
+        "--env-manager uv`, or activate the environment whose path a study prints at its end."
+    )
 
 
 def _end(error: QrlError) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from qrl.errors import BadInput
 
@@ -66,11 +66,18 @@ class Quantize(_Section):
     calibration_samples: Count = Field(128, description="training texts that AWQ looks at, chat-rendered, end token included")
     calibration_max_tokens: Count = Field(512, description="longest calibration text, in tokens; longer ones are an error")
 
+    @field_validator("schemes")
+    @classmethod
+    def _once(cls, schemes: tuple[str, ...]) -> tuple[str, ...]:
+        if not schemes or len(set(schemes)) < len(schemes):
+            raise ValueError("must name at least one scheme, and each once")
+        return schemes
+
 
 class Evaluate(_Section):
     """Held-out questions, and when an accuracy counts."""
 
-    n: int = Field(2000, ge=2, description="held-out questions, at most, the same for every cell; all, where there are fewer")
+    n: int = Field(2000, ge=2, le=1_000_000, description="held-out questions, at most, the same for every cell; all, where there are fewer")
     batch_size: Count = Field(256, description="prompts decoded together")
     max_new_tokens: Count = Field(128, description="longest answer, in tokens")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="compute dtype; auto: bf16 on a GPU, fp32 on a CPU")
@@ -230,7 +237,8 @@ def _sentence(error: ValidationError) -> str:
 
 
 def _allowed(key: str, first: dict) -> str:
-    message = (first["msg"][0].lower() + first["msg"][1:]).partition(", unable")[0]
+    message = first["msg"].removeprefix("Value error, ")
+    message = (message[0].lower() + message[1:]).partition(", unable")[0]
     return message.replace("input should be", "must be").replace("input should have", "must have").replace("unable to parse string as an", "must be an").replace("unable to parse string as a", "must be a")
 
 

@@ -208,6 +208,7 @@ def rollback(name: str, stage: str) -> Version:
 
     Raises:
         BadInput: the stage had no other version before.
+        QrlError: the files of that version are gone or changed; nothing is moved.
     """
     if stage not in names.STAGES:
         raise BadInput(f"There is no stage '{stage}' to roll back: expected one of {', '.join(names.STAGES)}.")
@@ -216,6 +217,7 @@ def rollback(name: str, stage: str) -> Version:
         now, before = _aliased(client, name, stage), _aliased(client, name, stage + _PREVIOUS)
         if now is None or before is None or int(now.version) == int(before.version):
             raise BadInput(f"Stage {stage} of '{name}' has had no other version, so there is nothing to roll back to.")
+        verify(_version(before, stage))  # never onto a version that could not be served
         client.set_registered_model_alias(name, stage, str(before.version))
         client.set_registered_model_alias(name, stage + _PREVIOUS, str(now.version))
         _mirror(client, name)
@@ -323,7 +325,7 @@ def _target(name: str, stage: str, version: int) -> Version:
 def _write_gate(client: mlflow.MlflowClient, version: Version, tag: str, verdict: str, record: Mapping[str, Any]) -> None:
     at = datetime.now(UTC).isoformat(timespec="seconds")
     entry = {**record, "verdict": verdict, "digest": version.digest, "at": at}
-    text = json.dumps(entry, default=str)
+    text = json.dumps(entry, default=str, ensure_ascii=False)
     client.set_model_version_tag(version.name, str(version.version), tag, text)
 
 
@@ -360,5 +362,5 @@ def _no_version(client: mlflow.MlflowClient, name: str, stage: str) -> str:
     known = ", ".join(sorted(model.name for model in client.search_registered_models())) or "none"
     return (
         f"Stage {stage} of '{name}' has no version yet (registered models here: {known}): "
-        f"`mlflow run .` makes them all, `python -m qrl promote --stage {stage}` this one."
+        f"`mlflow run .` makes them all, `python -m qrl promote --stage {stage} --cell RUN` this one from an evaluation."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import click
@@ -45,6 +46,7 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
     here = projects.artifact_place(launcher.run_id)
     lines = [
         f"Artifacts   {here}: table.md, table.json, questions.parquet, recipe.yaml, figures/",
+        f"Environment {_activate()}",
         f"Look        {look(os.environ['MLFLOW_TRACKING_URI'])}",
     ]
     if stage:
@@ -53,6 +55,13 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
             f"Serve       {_serve(recipe, stage)}",
         ]
     click.echo("\n".join([*lines, f"Took        {seconds:.0f} s, of which {overhead:.0f} s outside of steps"]))
+
+
+def _activate() -> str:
+    """How to get a shell in which the commands below are found."""
+    if sys.prefix == sys.base_prefix:
+        return f"{sys.executable}, to run the commands below in"
+    return f"source {shlex.quote(str(Path(sys.prefix) / 'bin' / 'activate'))}, to run the commands below in"
 
 
 def look(address: str) -> str:

@@ -33,11 +33,6 @@ def locate(model: str) -> Path:
     return _download(model)
 
 
-def is_shared(model: str) -> bool:
-    """Whether the folder belongs to somebody else (the package, the user, the hub's cache), so that it is copied, never linked."""
-    return not model.startswith("models:/")
-
-
 def _download(model: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

@@ -53,6 +53,8 @@ BAD = {
     "unknown option": (["train", "--train.stpes", "3"], "--train.stpes"),
     "wrong type": (["train", "--train.steps", "banana"], "'train.steps' is 'banana'"),
     "out of range": (["train", "--train.temperature", "0"], "'train.temperature'"),
+    "a scheme twice": (["study", "--quantize.schemes", "nf4,nf4"], "each once"),
+    "no scheme": (["study", "--quantize.schemes", ","], "at least one scheme"),
     "unknown recipe": (["study", "--recipe", "tinny"], "no recipe 'tinny'"),
     "unknown scheme": (["quantize", "--scheme", "gguf"], "no scheme 'gguf'"),
     "awq of no model, in whatever environment": (["quantize", "--scheme", "awq", "--models", "base=no/such/folder"], "no model 'no/such/folder'"),

@@ -209,3 +209,18 @@ def test_evaluations_of_several_seeds_are_compared_from_their_runs(store, tmp_pa
     assert made.data.metrics["compare/delta_nf4"] == pytest.approx(compare.from_questions(frame).row("nf4").delta.estimate)
     assert made.data.metrics["compare/delta_nf4_between_seed_sd"] >= 0
     assert "Seed by seed" in made.data.tags["mlflow.note.content"]
+
+
+@pytest.mark.parametrize("spellings", [("1", "1.0"), ("1", "01", "2")])
+def test_a_seed_written_in_two_ways_is_not_pooled(spellings):
+    frame = study(seeds=len(spellings), n=50, nested=True)
+    frame["seed"] = frame["seed"].map(dict(enumerate(spellings)))
+    with pytest.raises(BadInput, match="same number"):
+        compare.from_questions(frame)
+
+
+@pytest.mark.parametrize("seeds", [(1e30, 2e30), ("inf", "run b"), (0.5, 1.5)])
+def test_seeds_that_are_no_whole_numbers_are_labels(seeds):
+    frame = study(seeds=2, n=50, nested=True)
+    frame["seed"] = frame["seed"].map(dict(enumerate(seeds)))
+    assert set(compare.from_questions(frame).table_json()["fp16"]["per_seed"]) == set(map(str, seeds))

@@ -80,5 +80,11 @@ def test_titles_say_what_the_numbers_say():
     assert comparison._gain_found("grpo", found.row("fp16").delta).startswith("grpo gains +0.140 [")
     assert "raises" in of_weights._error_found(weights(1.05), ["base", "grpo"])
     assert "hardly moves" in of_weights._error_found(weights(1.001), ["base", "grpo"])
-    rising = pd.DataFrame({"step": [1, 2], "reward": [0.5, 0.7]})
-    assert rewards._reward_found(rising) == "Training reward rises from 0.500 to 0.700 in 2 steps"
+    few = pd.DataFrame({"step": [1, 2, 3], "reward": [0.8, 0.45, 0.81]})
+    assert rewards._reward_found(few) == "Training reward over 3 steps: too few to say whether it moved"
+    noise = np.tile([0.4, 0.6], 8)
+    for shift, verb in ((0.5, "rises: +0.500 [+0.3"), (-0.5, "falls: −0.500 [−0.6"), (0.0, "is not shown to move: 0.000 [−0.1")):
+        moved = pd.DataFrame({"step": range(1, 17), "reward": noise + shift * np.repeat([0, 1], 8)})
+        assert rewards._reward_found(moved).startswith(f"Training reward {verb}")
+    level = pd.DataFrame({"step": range(1, 17), "reward": 0.5})
+    assert "is not shown to move" in rewards._reward_found(level)

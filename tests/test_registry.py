@@ -216,3 +216,13 @@ def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
         runs.log_scores({names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 2000}, model_uri=uri)
     promoting.promote(recipe.load(), ["base"], [again.info.run_id])
     assert pointers() == {"base": "2", "base-previous": "1"}  # whole weights displace damaged ones
+
+
+def test_a_stage_is_never_rolled_back_onto_damaged_weights(version):
+    for variant in ("first", "second"):
+        registry.promote(NAME, "grpo", version(variant).version, record=WHY)
+    before = registry.resolve(NAME, "grpo-previous")
+    (registry.folder(before) / checkpoint.WEIGHTS).write_text("rotten")
+    with pytest.raises(QrlError, match="have changed"):
+        registry.rollback(NAME, "grpo")
+    assert pointers() == {"grpo": "2", "grpo-previous": "1"}

@@ -214,3 +214,10 @@ def test_differences_are_printed_with_sign_and_never_as_minus_nothing():
 @pytest.fixture
 def rng():
     return np.random.default_rng(5)
+
+
+@pytest.mark.parametrize("right", [0, 1])
+def test_an_interval_holds_its_estimate_at_the_ends_for_every_n(right):
+    for n in range(2, 3000):
+        found = stats.accuracy(right * n, n)
+        assert found.low <= found.estimate <= found.high

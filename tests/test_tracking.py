@@ -13,6 +13,7 @@ import pytest
 
 from qrl import checkpoint, names, recipe
 from qrl.errors import BadInput, QrlError
+from qrl.tasks import prompt
 from qrl.tracking import models, reuse, runs, signals
 from qrl.tracking import store as stores
 
@@ -76,7 +77,7 @@ def test_a_step_ends_finished_and_logs_its_recipe(store):
         pass
     run = mlflow.get_run(run.info.run_id)
     assert run.info.status == "FINISHED"
-    assert run.data.params == recipe.load().flat("train")
+    assert run.data.params == recipe.load().flat("train") | {"prompt_hash": prompt.template_hash("plain")}
     assert run.data.tags[names.TAG_STEP] == "train" and run.data.tags[names.TAG_VARIANT] == "grpo"
     assert mlflow.get_experiment(run.info.experiment_id).tags["mlflow.experimentKind"] == "custom_model_development"
 
@@ -295,7 +296,7 @@ def test_a_model_whose_weights_were_changed_is_not_reused(store, tiny_checkpoint
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    os.utime(weights, (later, later))
+    os.utime(weights, (later, later))  # of the same size and date
     assert reuse.find("train", "k") is None and models.find(digest) is None
 
 

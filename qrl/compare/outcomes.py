@@ -120,10 +120,17 @@ def _checked(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _labels(seeds: pd.Series) -> pd.Series:
     """Seeds as text; whole numbers stay whole where empty ones beside them made them floats."""
-    numbers = pd.to_numeric(seeds, errors="coerce")
-    whole = numbers.notna() & (numbers % 1 == 0)
-    text = seeds.astype(object).where(~whole, numbers.fillna(0).astype("int64"))
-    return text.where(seeds.notna(), "").astype(str)
+    numbers = pd.to_numeric(seeds, errors="coerce").astype(float)
+    whole = (numbers.abs() < 2**53) & (numbers % 1 == 0)
+    text = seeds.astype(object).where(~whole, numbers.where(whole, 0).astype("int64")).where(seeds.notna(), "").astype(str)
+    written = {label: set() for label in text.unique()}
+    for label, raw in set(zip(text, seeds, strict=True)):
+        if isinstance(raw, str):
+            written[label].add(raw)
+    for spellings in written.values():
+        if len(spellings) > 1:
+            raise BadInput(f"The seeds {_list(sorted(spellings))} are the same number: write one training run's seed in one way, and two runs' in two.")
+    return text
 
 
 def _samples(counted: pd.DataFrame) -> dict[tuple[str, str], int]:

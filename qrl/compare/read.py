@@ -45,8 +45,8 @@ def read_counts(path: str | Path) -> dict[str, Any]:
         raise BadInput(f'There is no file {path}: give a JSON file such as {{"n": 100, "base": {{"fp16": 68}}, "grpo": {{"fp16": 72}}}}.')
     try:
         counts = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} is not valid JSON: {error}.") from None
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of thousands of digits, brackets without end
+        raise BadInput(f"{path} is not valid JSON: {str(error)[:200]}.") from None
     if not isinstance(counts, dict):
         raise BadInput(f"{path} holds a {type(counts).__name__}, but an object with 'n' and a mapping per variant was expected.")
     return counts

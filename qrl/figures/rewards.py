@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from qrl.figures.canvas import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, canvas, finish
+from qrl.stats import LEVEL, quantile, signed
 
 
 def training(history: pd.DataFrame, path: str | Path) -> None:
@@ -45,9 +46,16 @@ def training(history: pd.DataFrame, path: str | Path) -> None:
 
 
 def _reward_found(history: pd.DataFrame) -> str:
-    reward = history.dropna(subset=["reward"]).sort_values("step")["reward"]
-    edge = max(1, len(reward) // 10)
-    first, last = reward.iloc[:edge].mean(), reward.iloc[-edge:].mean()
-    verb = "stays near" if abs(last - first) < 0.005 else ("rises from" if last > first else "falls from")
-    numbers = f"{first:.3f}" if verb == "stays near" else f"{first:.3f} to {last:.3f}"
-    return f"Training reward {verb} {numbers} in {int(history['step'].max())} steps"
+    """The change from the first half of the run to the second, with Welch's 95 % interval over steps."""
+    reward = history.dropna(subset=["reward"]).sort_values("step")["reward"].to_numpy(dtype=float)
+    steps = int(history["step"].max())
+    first, second = reward[: len(reward) // 2], reward[len(reward) - len(reward) // 2 :]
+    if len(first) < 3:
+        return f"Training reward over {steps} steps: too few to say whether it moved"
+    parts = [half.var(ddof=1) / len(half) for half in (first, second)]
+    change, stderr = second.mean() - first.mean(), sum(parts) ** 0.5
+    df = stderr**4 / sum(part**2 / (len(first) - 1) for part in parts) if stderr else len(first) - 1
+    reach = quantile((1 + LEVEL) / 2, df) * stderr
+    verb = "rises" if change - reach > 0 else "falls" if change + reach < 0 else "is not shown to move"
+    interval = f"{signed(change)} [{signed(change - reach)}, {signed(change + reach)}]"
+    return f"Training reward {verb}: {interval} from the first half of {steps} steps to the second"

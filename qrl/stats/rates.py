@@ -91,4 +91,5 @@ def wilson(share: float, stderr: float, n: int, effective: float) -> Estimate:
     shrink = 1 + z**2 / effective
     centre = (share + z**2 / (2 * effective)) / shrink
     half = z / shrink * math.sqrt(share * (1 - share) / effective + z**2 / (4 * effective**2))
-    return Estimate(share, stderr, max(0.0, centre - half), min(1.0, centre + half), n)
+    low, high = max(0.0, centre - half), min(1.0, centre + half)
+    return Estimate(share, stderr, min(low, share), max(high, share), n)  # at shares of 0 and 1 rounding can miss them

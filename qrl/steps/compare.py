@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,6 +14,9 @@ from qrl.recipe import Recipe
 from qrl.tracking import reuse, runs, store
 from qrl.workspace import workspace
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 
 def compare(recipe: Recipe, cells: list[str]) -> None:
     """Logs the table of evaluated cells: table.md, table.json, questions.parquet, figures, metrics with intervals.
@@ -21,16 +25,13 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         recipe: `compare.margin` decides what counts as survival.
         cells: run ids of the cells' evaluations.
     """
-    import pandas as pd
-
     store.prepare()
-    rows = {run_id: runs.artifact(run_id, names.QUESTIONS) for run_id in cells}
+    frame = _rows(cells)
     key = keys.comparison(recipe, cells)
     with (
         workspace(f"compare-{key[:16]}") as work,
         runs.step("compare", recipe, sections=("compare",), tags={names.TAG_CACHE_KEY: key}),
     ):
-        frame = pd.concat([pd.read_parquet(path) for path in rows.values()], ignore_index=True)
         comparison = room.from_questions(frame, margin=recipe.compare.margin)
         frame.to_parquet(work / names.QUESTIONS)
         room.write(comparison, work)
@@ -40,17 +41,30 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         runs.log_folder(work)
         runs.log_scores(comparison.metrics())
         runs.describe(comparison.markdown())
+        if not runs.is_launched():  # a study prints it all at its end
+            click.echo((work / names.TABLE_MD).read_text(encoding="utf-8"))
+            click.echo(f"Logged to run {runs.active_id()}: {names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/.", err=True)
         made = sorted(path.name for path in work.iterdir())
         reuse.record_outputs(artifacts=made, values={"sentence": comparison.sentence(), "metrics": comparison.metrics()})
 
 
-def compare_files(recipe: Recipe, *, questions: str | None, counts: str | None, out: str) -> None:
-    """The same table for people who bring their own outcomes or counts; no store is touched."""
+def compare_files(recipe: Recipe, *, questions: str | None, counts: str | None, cells: list[str], out: str) -> None:
+    """The same table into a folder, for outcomes or counts of one's own or cells of the store; nothing is logged."""
     margin = recipe.compare.margin
-    if questions:
-        comparison = room.from_questions(room.read_questions(questions), margin=margin)
+    if questions or cells:
+        frame = room.read_questions(questions) if questions else _rows(cells)
+        comparison = room.from_questions(frame, margin=margin)
     else:
         comparison = room.from_counts(room.read_counts(counts), margin=margin)
     room.write(comparison, Path(out))
     click.echo(comparison.markdown())
     click.echo(f"Written to {out}: {names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/.", err=True)
+
+
+def _rows(cells: list[str]) -> pd.DataFrame:
+    """The rows of evaluated cells, one after the other."""
+    import pandas as pd
+
+    store.prepare()
+    paths = [runs.artifact(run_id, names.QUESTIONS) for run_id in cells]
+    return pd.concat([pd.read_parquet(path) for path in paths], ignore_index=True)

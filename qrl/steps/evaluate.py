@@ -45,7 +45,9 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
                 click.secho(f"      {error}", fg="red", err=True)
                 broken.append(str(error))
         if broken:
-            raise UnhealthyCell(" ".join(broken))
+            unhealthy = UnhealthyCell(" ".join(broken))
+            unhealthy.told = True  # cell by cell, above
+            raise unhealthy
 
 
 def _checked(cell: tuple[str, str], address: str) -> checkpoint.Checkpoint:

@@ -55,7 +55,9 @@ def cell(text: str) -> tuple[str, str]:
     Raises:
         BadInput: no scheme, an unknown one, or a variant that cannot be a name.
     """
-    variant, _, scheme = text.partition(":")
+    variant, colon, scheme = text.partition(":")
+    if not colon:
+        raise BadInput(f"'{text}' is no cell: expected VARIANT:SCHEME, such as base:fp16 or grpo:awq.")
     check_scheme(scheme, names.SCHEMES)
     return check_variant(variant), scheme
 

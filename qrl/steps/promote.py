@@ -126,6 +126,7 @@ def _difference(candidate: Evaluated, reference: Evaluated) -> stats.Estimate:
     if outcomes.isna().any(axis=None):
         raise BadInput(
             f"The cells {candidate.variant}:{candidate.scheme} and {reference.variant}:{reference.scheme} were asked different "
-            "questions, so they cannot be compared: evaluate both with the same task, data, seed and evaluate.n."
+            "questions, so they cannot be compared: evaluate both with the same task, data, seed and evaluate.n, and promote both, "
+            "as in --stage base,grpo --cell RUN,RUN."
         )
     return stats.contrast(outcomes.to_numpy(float).T, (1, -1))

@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,13 +136,12 @@ def find(digest: str) -> str | None:
     return None
 
 
-def holds(model_uri: str, digest: str, *, unless_changed_since: float | None = None) -> bool:
-    """Whether a model's files are those that were logged.
+def holds(model_uri: str, digest: str) -> bool:
+    """Whether a model's files are those that were logged; they are read, since disks rot without changing a date.
 
     Args:
         model_uri: "models:/…".
         digest: of the checkpoint that was logged.
-        unless_changed_since: seconds since the epoch; files that are older are taken on trust, which spares reading them.
 
     Returns:
         True for a remote store, whose files would have to be fetched first: they are checked when they are.
@@ -153,12 +153,17 @@ def holds(model_uri: str, digest: str, *, unless_changed_since: float | None = N
         place = local(model.artifact_location)
         if place is None:
             return True
-        files = list((place / "model").iterdir())
-        if unless_changed_since is not None and all(file.stat().st_mtime <= unless_changed_since for file in files):
-            return True
-        return checkpoint.digest(place / "model") == digest
+        files = sorted((place / "model").iterdir())
+        state = tuple((file.name, (found := file.stat()).st_size, found.st_mtime_ns, found.st_ctime_ns) for file in files)
+        return _digest(place / "model", state) == digest
     except (BadInput, OSError, mlflow.MlflowException):
         return False
+
+
+@cache
+def _digest(folder: Path, state: tuple) -> str:
+    """A checkpoint's digest; a study asks for the same one several times. `state`: names, sizes and dates of its files."""
+    return checkpoint.digest(folder)
 
 
 def abandon(experiment_id: str, run_id: str) -> None:

@@ -122,7 +122,7 @@ def outputs(run: Run) -> Outputs:
 
 
 def _is_whole(run: Run) -> bool:
-    """Whether every recorded file is there with its size, and weights touched since the run ended still have their digest."""
+    """Whether every recorded file is there with its size, and weights with their digest."""
     import mlflow
 
     try:
@@ -135,10 +135,8 @@ def _is_whole(run: Run) -> bool:
             if place.startswith("models:/")
         )
         sound = all(sizes and _sizes(_address(run, place)) == sizes for place, sizes in recorded.items())
-        ended = run.info.end_time / 1000
-        return ready and sound and all(
-            models.holds(uri, document["values"]["digest"], unless_changed_since=ended) for uri in document["models"].values()
-        )
+        digest = document["values"].get("digest")
+        return ready and sound and all(models.holds(uri, digest) for uri in document["models"].values())
     except (mlflow.MlflowException, OSError, ValueError, KeyError):
         return False  # whatever cannot be read cannot be reused
 

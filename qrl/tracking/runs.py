@@ -176,6 +176,20 @@ def log_folder(folder: Path, into: str | None = None) -> None:
     mlflow.log_artifacts(str(folder), into)
 
 
+def active_id() -> str:
+    """Id of the active run."""
+    import mlflow
+
+    return mlflow.active_run().info.run_id
+
+
+def is_launched() -> bool:
+    """Whether the active run lies below another one: a study's step, not a command of its own."""
+    import mlflow
+
+    return "mlflow.parentRunId" in mlflow.get_run(active_id()).data.tags
+
+
 def describe(markdown: str) -> None:
     """The description that the UI shows above the active run."""
     import mlflow
