@@ -1,14 +1,16 @@
 """The one grader: reward in training, verdict in evaluation.
 
 Strict: the number on a line `#### x`. Every such line of a completion must say the same number, and one number only; two
-different ones are no answer, so that listing candidates earns nothing. A number that the line goes on to change (`18x`,
-`18 thousand`, `half of 18`) is not stated. Flexible: the last number anywhere. Numbers are compared as exact fractions. Time is linear in the text's length, and nothing in a text can raise.
+different ones are no answer, so that listing candidates earns nothing, and nor is a number that the rest of its line changes
+(`changed`). Flexible: the last number anywhere. Numbers are compared as exact fractions. Time is linear in the text's length,
+and nothing in a text can raise.
 """
 
 import re
 from dataclasses import dataclass
 
 from qrl.errors import BadInput
+from qrl.tasks.changed import changed
 from qrl.tasks.number import Number, numbers, text, tidy
 
 __all__ = ["Verdict", "flexible", "grade", "strict", "text"]
@@ -28,34 +30,6 @@ _UNREAD = re.compile(
     r"|\\(?!(?:times|cdot|div|approx|quad|qquad|circ|degree|pounds|euro|textdollar)(?![A-Za-z]))[A-Za-z]"
 )
 
-# What makes another number of the one beside it. Words are listed, so that a unit (`18 km`, `18 times a day`) changes nothing.
-_MARKUP = r"[\s*_`(\[{$€£¥₹\"')\]}]{0,9}"
-_LETTER = r"(?<![^\W_])[b-hj-z](?![^\W_])"  # an unknown; neither the article `a` nor `I`
-_COUNT = (
-    r"\b(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
-    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:a\s)?(?:half|quarter|third|dozen|hundred))\b"
-)
-_PART = r"(?:hal(?:f|ves)|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten)ths?)"
-_LARGE = r"(?:hundreds?|thousands?|(?:m|b|tr)illions?|lakhs?|crores?)"
-_CHANGED = re.compile(
-    rf"""[0-9](?: [*$)\]}}]{{0,3}}(?:[ \t]?(?:[xyzπ]|(?-i:[MB]))|[kin]|bn|mn)(?!\.?[^\W_]) | [*$)\]}}\s]{{0,9}}! )  # 18x, 18k, 18!
-      | \\(?:times|cdot|div)
-      | [0-9]{_MARKUP}(?: [+×÷·^]{_MARKUP}[^\W_] | [-*]\s*(?:{_LETTER}|{_COUNT}) | /\s*(?:[xyzn](?![^\W_])|{_COUNT}) )
-      | [0-9]\s+\*\s+[^\W_]
-      | [0-9]{_MARKUP}-?{_MARKUP}{_LARGE}\b
-      | [0-9].*\b(?:plus|minus|divided|multiplied|squared|cubed|factorial|halved|doubled|tripled|mod|modulo)\b
-      | [0-9].*\b(?:times|less|and|or|to|over|point|add)[\s-]+{_COUNT}
-      | [0-9].*\band[\s-]+(?:an?|{_COUNT})[\s-]+{_PART}\b
-      | (?: [×÷·]\s* | [^\W\d]\s*/\s* | [)\]]/\s* | [^\W_]\s*\+\s* | {_LETTER}\s*[-*]\s* | {_COUNT}\s+-\s* | \^\{{?\s* | [^\W_]_\{{\s* )-?{_MARKUP}[0-9.]
-      | (?<![^\W_])[a-z]\([\s$-]*[0-9.]  # f(18)
-      | (?:^|[^a-z])(?:log|ln|lg|exp|(?:arc)?(?:sin|cos|tan)h?|cot|sqrt|cbrt){_MARKUP}-?{_MARKUP}[0-9.]
-      | \b(?:{_PART}|squares?|cubes?|roots?|factorial|logarithm|reciprocal|inverse|double|triple|percent)\s+of\s+-?{_MARKUP}[0-9.]
-      | \b(?:half|twice|thrice|double|triple|times|not|{_LARGE}(?:\s+and)?)[\s-]+{_MARKUP}[0-9.]
-      | [^\W_]\s+plus\s+{_MARKUP}[0-9.] | (?:{_LETTER}|{_COUNT})\s+minus\s+{_MARKUP}[0-9.]
-    """,
-    re.VERBOSE | re.IGNORECASE,
-)
-_MAY_CHANGE = re.compile(r"[^\W\d_]|[-+×÷·^/*!\\]")  # most lines have none of these: quickly told
 _WORDED = re.compile(r"[^\W\d_]|%")  # `1 dozen = 12` and `18% = 0.18` compare unlike things
 _BEGUN = re.compile(r"####[\s:$€£¥₹*_`(\[{\"'~≈→+-]*\.?[0-9]")
 
@@ -145,17 +119,13 @@ def _stated(line: str) -> Number | object | None:
         found = numbers(said)
         if any(side != found for side in map(_bare, sides) if side):
             return None
-    return None if len(found) != 1 or _UNREAD.search(line) or _changed(said) else found[0]
+    return None if len(found) != 1 or _UNREAD.search(line) or changed(said) else found[0]
 
 
 def _bare(side: str) -> list[Number]:
     """The number of a side of an equation that is one number and nothing else; empty for a calculation, or with words."""
     found = [] if _WORDED.search(side) else numbers(side)
     return found if len(found) == 1 and found != [None] else []
-
-
-def _changed(side: str) -> bool:
-    return _MAY_CHANGE.search(side) is not None and _CHANGED.search(side) is not None
 
 
 def _begun(line: str) -> Number | object | None:
