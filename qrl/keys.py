@@ -55,6 +55,8 @@ def comparison(recipe: Recipe, cells: list[str]) -> str:
 def _key(step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict, device: str, scheme: str = "") -> str:
     flat = recipe.flat(*sections)
     section = {key: value for key, value in flat.items() if "." in key or key in ASKED}
+    if flat.get("evaluate.samples") == "1":
+        section.pop("evaluate.temperature")  # greedy answers know none
     section.pop("quantize.schemes", None)  # which schemes a study has does not change what one of them does
     return reuse.key(
         step,

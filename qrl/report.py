@@ -25,8 +25,8 @@ def show(recipe: Recipe, launcher: Launcher, compared: Result, diagnosed: Result
         table = (work / names.TABLE_MD).read_text()
         runs.log_folder(work)
     runs.log_scores(compared.outputs.values["metrics"])
-    runs.describe(f"{compared.outputs.values['sentence']}\n\n{table}\n\n{_links(launcher)}")
-    click.echo(f"\n{table}\n{compared.outputs.values['sentence']}\n")
+    runs.describe(f"{table}\n\n{_links(launcher)}")
+    click.echo(f"\n{table}")  # the verdicts are a section of it
 
 
 def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | None) -> None:

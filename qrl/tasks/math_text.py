@@ -45,9 +45,10 @@ _WORD = re.compile(r"[A-Z]?[a-z]{3,}(?: [a-z]+)*")
 _SIDE_BY_SIDE = re.compile(r"\d \.?\d")
 _ABOUT = re.compile(r"\\(?:approx|simeq|sim|cong|equiv|neq?|not|to|(?:long)?rightarrow|Rightarrow|implies|iff|mapsto)(?![A-Za-z])|≈|≠|→")
 _SEPARATOR = re.compile(r",|;|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
-_TAKEN_BACK = frozenset(  # words that make another answer of the one beside them, or none
-    "not no never isn't is are was wrong incorrect false neither nor unknown maybe perhaps plus minus times half twice double triple "
-    "squared cubed hundred hundreds thousand thousands million millions billion billions trillion trillions lakh crore".split()
+# Words that make another answer of the one beside them, or none.
+_TAKEN_BACK = re.compile(
+    r"not?|never|isn't|is|are|was|wrong|incorrect|false|neither|nor|unknown|maybe|perhaps|plus|minus|times|half|twice|double|triple"
+    r"|squared|cubed|(?:hundred|thousand|[mb]illion|trillion|lakh|crore)s?"
 )
 
 _COMMANDS = re.compile(r"\\(?:text|mathrm|mathbf)\{[^{}]*\}|\\[A-Za-z]+")
@@ -119,7 +120,7 @@ def _says_otherwise(gold: str, said: str) -> bool:
     if _ABOUT.search(said) and not _ABOUT.search(gold):
         return True
     new = set(_plain_words(said)) - set(_plain_words(gold))
-    if new & _TAKEN_BACK or ("or" in new and not re.search(r",|\\(?:pm|cup)(?![A-Za-z])", gold)):
+    if any(map(_TAKEN_BACK.fullmatch, new)) or ("or" in new and not re.search(r",|\\(?:pm|cup)(?![A-Za-z])", gold)):
         return True
     return _brackets(said) is None and _repeats(said) and not _repeats(gold)
 
