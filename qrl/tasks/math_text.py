@@ -131,7 +131,8 @@ def _plain_words(text: str) -> list[str]:
 
 def _repeats(text: str) -> bool:
     """Whether a list has an item twice."""
-    items = [item.strip() for item in _SEPARATOR.split(_WRAPPED.sub(r" \1 ", text))]
+    plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", _WRAPPED.sub(r" \1 ", text))  # `1,000,000` lists nothing twice
+    items = [item.strip() for item in _SEPARATOR.split(plain)]
     values = [_number(item) or item for item in items if item]
     return len(set(values)) < len(values)
 
