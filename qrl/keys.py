@@ -56,6 +56,8 @@ def _key(step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict, dev
     flat = recipe.flat(*sections)
     section = {key: value for key, value in flat.items() if "." in key or key in ASKED}
     section = {key: value for key, value in section.items() if not key.startswith("rollout.server")}  # where it listens is no setting
+    if flat.get("evaluate.samples") == "1":
+        section.pop("evaluate.temperature")  # greedy answers know none
     section.pop("quantize.schemes", None)  # which schemes a study has does not change what one of them does
     return reuse.key(
         step,

@@ -42,7 +42,7 @@ def gate_tag(stage: str) -> str:
 ACCURACY = "eval/accuracy"
 ACCURACY_STDERR = "eval/accuracy_stderr"
 ACCURACY_FLEXIBLE = "eval/accuracy_flexible"
-N = "eval/n"
+N = "eval/n"  # questions
 PARSE_RATE = "eval/parse_rate"
 EOS_RATE = "eval/eos_rate"
 TRUNCATION_RATE = "eval/truncation_rate"
@@ -52,6 +52,13 @@ GRADER_ERRORS = "eval/grader_errors"
 GRADER_FAULT_RATE = "eval/grader_fault_rate"  # both, over n
 TOKENS_PER_S = "eval/tokens_per_s"
 SECONDS = "step/seconds"  # logged by a step that ends well, and by no other
+
+
+
+def pass_at(k: int) -> str:
+    """The metric of pass@k; MLflow's names have no `@`."""
+    return f"eval/pass_at_{k}"
+
 
 # Artifacts of a study's run
 TABLE_MD, TABLE_JSON = "table.md", "table.json"

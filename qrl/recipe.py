@@ -149,6 +149,8 @@ class Evaluate(_Section):
     """Held-out questions, and when an accuracy counts."""
 
     n: int = Field(2000, ge=2, le=1_000_000, description="held-out questions, at most, the same for every cell; all, where there are fewer")
+    samples: int = Field(1, ge=1, le=1000, description="answers to each question; 1 is greedy, more are sampled")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature, where samples is above 1")
     batch_size: Count = Field(256, description="prompts decoded together")
     max_new_tokens: Count = Field(128, description="longest answer, in tokens")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="compute dtype; auto: bf16 on a GPU, fp32 on a CPU")

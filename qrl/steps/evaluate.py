@@ -15,7 +15,7 @@ from qrl.evaluate import groups, health, scores
 from qrl.recipe import Recipe
 from qrl.steps import inputs, record
 from qrl.tasks import prompt
-from qrl.tracking import reuse, runs, store
+from qrl.tracking import lineage, reuse, runs, store
 from qrl.workspace import workspace
 
 STORED_AS = {names.FP16: None, names.NF4: "bitsandbytes", names.AWQ: "awq"}  # scheme → config's quant_method
@@ -78,7 +78,7 @@ def _one(
     with (
         workspace(f"evaluate-{variant}-{scheme}", shared=True) as work,
         runs.child(name, params=params, tags=tags),
-        tqdm(total=len(questions), desc=name, unit="question", leave=False) as bar,
+        tqdm(total=len(questions) * settings.samples, desc=name, unit="answer", leave=False) as bar,
     ):
         asked = room.ask(
             room.Cell(variant, scheme, weights.path),
@@ -89,6 +89,9 @@ def _one(
             dtype=settings.dtype,
             max_new_tokens=settings.max_new_tokens,
             batch_size=settings.batch_size,
+            samples=settings.samples,
+            temperature=settings.temperature,
+            seed=recipe.seed,
             progress=bar.update,
         )
         uri = record.given(recipe, address, weights, variant, scheme)
@@ -99,22 +102,34 @@ def _one(
         found = scores.metrics(asked)
         runs.log_scores(found, model_uri=uri, dataset=heldout)
         runs.log_params({"dtype": asked.dtype})
-        _log_rows(asked, recipe, work)
-        problems = health.problems(found, settings, len(questions))
+        trained = lineage.training_seed(uri) if variant != names.BASE else None
+        if trained is not None:
+            runs.log_params({"training_seed": trained})
+        _log_rows(asked, recipe, work, recipe.seed if trained is None else trained)
+        problems = health.problems(found, settings, len(asked.frame))
         if problems:
             raise UnhealthyCell(f"Cell {name} is unhealthy, so its accuracy does not count: {' '.join(problems)}")
         values = {"digest": weights.digest, "questions": digest, "accuracy": found[names.ACCURACY]}
         reuse.record_outputs(models={"model": uri}, artifacts=[names.QUESTIONS], values=values)
         bar.close()
         click.echo(
-            f"      {name}: {found[names.ACCURACY]:.3f} ± {found[names.ACCURACY_STDERR]:.3f} (n = {len(questions)}), "
+            f"      {name}: {found[names.ACCURACY]:.3f} ± {found[names.ACCURACY_STDERR]:.3f} (n = {len(questions)}{_sampled(found, settings.samples)}), "
             f"{asked.tokens_per_s:,.0f} tokens/s",
             err=True,
         )
 
 
-def _log_rows(asked: room.Asked, recipe: Recipe, work: Path) -> None:
-    asked.frame.assign(seed=recipe.seed).to_parquet(work / names.QUESTIONS)
+def _sampled(found: dict[str, float], samples: int) -> str:
+    """` × 4 samples, pass@4 0.812 ± 0.010`; nothing for a greedy cell."""
+    if samples == 1:
+        return ""
+    key = names.pass_at(samples)
+    return f" × {samples} samples, pass@{samples} {found[key]:.3f} ± {found[f'{key}_stderr']:.3f}"
+
+
+def _log_rows(asked: room.Asked, recipe: Recipe, work: Path, seed: int) -> None:
+    """The rows, under the seed of the training whose weights answered; the seed that drew the questions stands apart."""
+    asked.frame.assign(seed=seed, question_seed=recipe.seed).to_parquet(work / names.QUESTIONS)
     if by_group := groups.markdown(asked.frame):
         (work / names.GROUPS_MD).write_text(by_group, encoding="utf-8")
     runs.log_folder(work)
