@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import click
 
-from qrl import process
+from qrl import names, process
 from qrl.errors import BadInput, QrlError
 from qrl.tracking import signals
 
@@ -102,17 +102,18 @@ def merge_command(settings, adapter: str) -> None:
 
 
 @step("quantize", "quantize")
-@click.option("--scheme", default="nf4", show_default=True, metavar="nf4|awq", help="How to store the weights.")
+@click.option("--scheme", default="nf4", show_default=True, metavar="SCHEME", help=f"How to store the weights: {', '.join(names.QUANTIZED_SCHEMES)}.")
 @click.option("--models", metavar="VARIANT=MODEL,…", help="What to quantize; default: base=<model>.")
 @click.pass_context
 def quantize_command(ctx: click.Context, settings, scheme: str, models: str | None) -> None:
     """Quantizes checkpoints under one scheme, all with the same settings and calibration texts."""
     from qrl import pipeline
+    from qrl.quantize import settings as choices
     from qrl.steps import quantize
 
-    quantize.check_scheme(scheme)
+    choices.of(scheme, settings.quantize, settings.seed)  # told before an environment is built for it
     if (folder := pipeline.place("quantize", scheme)) is not None:
-        quantize.sources(settings, models)  # told before an environment is built for it
+        quantize.sources(settings, models)  # so is this
         pipeline.hand_over(folder, "quantize", ctx.obj | {"scheme": scheme} | ({"models": models} if models else {}))
     else:
         quantize.quantize(settings, scheme, models)

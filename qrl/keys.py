@@ -7,10 +7,12 @@ and its sources. Not the commit: a change of README must not retrain.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
 from qrl import names
+from qrl.quantize import settings as choices
 from qrl.recipe import Recipe
 from qrl.tracking import reuse
 
@@ -27,8 +29,14 @@ def trained(recipe: Recipe, base: str, device: str) -> str:
 
 
 def quantized(recipe: Recipe, scheme: str, model: str, device: str) -> str:
-    """Key of the checkpoint with digest `model` under a scheme; the device does not matter to AWQ's or NF4's codes alone."""
-    return _key("quantize", recipe, ("quantize",), {"model": model, "scheme": scheme}, device, scheme)
+    """Key of the checkpoint with digest `model` under a scheme; of the section `quantize`, what means something to it."""
+    settings = choices.of(scheme, recipe.quantize, recipe.seed)
+    texts = settings.calibration
+    if texts not in (None, choices.TASK, choices.ROLLOUTS):
+        texts = hashlib.sha256(Path(texts).read_bytes()).hexdigest() if Path(texts).is_file() else ""
+    sections = ("evaluate",) if texts == choices.ROLLOUTS else ()  # how the policy answers is set there
+    inputs = {"model": model, **{key: str(value) for key, value in asdict(settings).items()}, "texts": str(texts)}
+    return _key("quantize", recipe, sections, inputs, device, scheme)
 
 
 def cell(recipe: Recipe, variant: str, scheme: str, model: str, device: str) -> str:

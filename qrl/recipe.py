@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from qrl import names as known
 from qrl.errors import BadInput
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -61,10 +62,14 @@ class Merge(_Section):
 class Quantize(_Section):
     """How weights are stored in few bits."""
 
-    schemes: tuple[Literal["nf4", "awq"], ...] = Field(("nf4", "awq"), description="schemes of the study, comma-separated")
-    group_size: Literal[32, 64, 128] = Field(128, description="input channels that share one AWQ scale")
-    calibration_samples: Count = Field(128, description="training texts that AWQ looks at, chat-rendered, end token included")
+    schemes: tuple[Literal[known.QUANTIZED_SCHEMES], ...] = Field((known.NF4, known.AWQ), description="schemes of the study, comma-separated")
+    group_size: Literal[32, 64, 128] = Field(128, description="input channels that share one scale, of awq, awq-ct, gptq, w8a16; other formats fix theirs")
+    bits: Literal[4, 8] = Field(4, description="bits of a weight under awq-ct and gptq; other schemes' names say theirs")
+    symmetric: bool | None = Field(None, description="no zero points, under awq-ct, gptq, w8a16; default: false under awq-ct, true under the others")
+    calibration: str = Field("task", min_length=1, description="texts that awq, awq-ct, gptq, nvfp4 look at: task, rollouts (the policy's own answers), or a .jsonl file")
+    calibration_samples: Count = Field(128, description="calibration texts, chat-rendered, end token included")
     calibration_max_tokens: Count = Field(512, description="longest calibration text, in tokens; longer ones are an error")
+    calibration_seed: int | None = Field(None, ge=0, lt=2**31, description="seed of calibration; default: seed")
 
     @field_validator("schemes")
     @classmethod

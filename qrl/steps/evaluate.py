@@ -9,16 +9,15 @@ from tqdm import tqdm
 
 from qrl import checkpoint, keys, names
 from qrl.engine import device as devices
+from qrl.engine import hf
 from qrl.errors import BadInput, UnhealthyCell
 from qrl.evaluate import cells as room
 from qrl.evaluate import groups, health, scores
 from qrl.recipe import Recipe
 from qrl.steps import inputs, record
 from qrl.tasks import prompt
-from qrl.tracking import reuse, runs, store
+from qrl.tracking import models, reuse, runs, store
 from qrl.workspace import workspace
-
-STORED_AS = {names.FP16: None, names.NF4: "bitsandbytes", names.AWQ: "awq"}  # scheme → config's quant_method
 
 
 def evaluate(recipe: Recipe, given: str | None) -> None:
@@ -53,10 +52,10 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
 def _checked(cell: tuple[str, str], address: str) -> checkpoint.Checkpoint:
     found = checkpoint.check(inputs.folder(address))
     variant, scheme = cell
-    if found.quantization != STORED_AS[scheme]:
+    if found.quantization != names.STORED_AS[scheme]:
         raise BadInput(
             f"Cell {variant}:{scheme} was given {address}, which is stored as {found.quantization or 'full precision'}: "
-            f"expected {STORED_AS[scheme] or 'full precision'}; correct the label or the model."
+            f"expected {names.STORED_AS[scheme] or 'full precision'}; correct the label or the model."
         )
     return found
 
@@ -98,8 +97,10 @@ def _one(
         )
         found = scores.metrics(asked)
         runs.log_scores(found, model_uri=uri, dataset=heldout)
-        runs.log_params({"dtype": asked.dtype})
-        _log_rows(asked, recipe, work)
+        stored_by = models.params(uri).get(names.SETTINGS, "")
+        unreal = hf.simulated(weights.path, device)
+        runs.log_params({"dtype": asked.dtype, names.ENGINE: hf.NAME, **({"simulated": unreal} if unreal else {})})
+        _log_rows(asked, recipe, stored_by, work)
         problems = health.problems(found, settings, len(questions))
         if problems:
             raise UnhealthyCell(f"Cell {name} is unhealthy, so its accuracy does not count: {' '.join(problems)}")
@@ -113,8 +114,9 @@ def _one(
         )
 
 
-def _log_rows(asked: room.Asked, recipe: Recipe, work: Path) -> None:
-    asked.frame.assign(seed=recipe.seed).to_parquet(work / names.QUESTIONS)
+def _log_rows(asked: room.Asked, recipe: Recipe, stored_by: str, work: Path) -> None:
+    origin = {names.ENGINE: hf.NAME, names.SETTINGS: stored_by}
+    asked.frame.assign(seed=recipe.seed, **origin).to_parquet(work / names.QUESTIONS)
     if by_group := groups.markdown(asked.frame):
         (work / names.GROUPS_MD).write_text(by_group, encoding="utf-8")
     runs.log_folder(work)

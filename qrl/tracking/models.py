@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 _CHAT = "llm/v1/chat"
 _CARDS = ("README.md", "LICENSE", "LICENSE.txt")
 _ENVIRONMENT = Path(__file__).parents[2] / "conda.yaml"
-_NEEDS = {names.NF4: ("bitsandbytes",), names.AWQ: ("gptqmodel",)}
+_NEEDS = {
+    **dict.fromkeys(names.BITSANDBYTES, ("bitsandbytes",)),
+    names.AWQ: ("gptqmodel",),
+    **dict.fromkeys(names.COMPRESSED, ("compressed-tensors",)),
+}
 _MAX_NEW_TOKENS = 512  # of a chat answer through pyfunc, where the caller does not say
 
 
@@ -134,6 +138,17 @@ def find(digest: str) -> str | None:
         if str(model.status) == "READY" and holds(f"models:/{model.model_id}", digest):
             return f"models:/{model.model_id}"
     return None
+
+
+def params(model_uri: str) -> dict[str, str]:
+    """What was logged with a model: variant, scheme, digest, and the facts of the step that made it.
+
+    Args:
+        model_uri: "models:/m-…".
+    """
+    import mlflow
+
+    return dict(mlflow.get_logged_model(model_uri.removeprefix("models:/")).params)
 
 
 def holds(model_uri: str, digest: str) -> bool:
