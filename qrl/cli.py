@@ -121,11 +121,17 @@ def quantize_command(ctx: click.Context, settings, scheme: str, models: str | No
 
 @step("evaluate", "evaluate")
 @click.option("--cells", metavar="VARIANT:SCHEME=MODEL,…", help="What to ask; default: base:fp16=<model>.")
-def evaluate_command(settings, cells: str | None) -> None:
+@click.pass_context
+def evaluate_command(ctx: click.Context, settings, cells: str | None) -> None:
     """Asks every cell the same held-out questions; a run a cell, a row a question. Unhealthy cells fail."""
+    from qrl import pipeline
     from qrl.steps import evaluate
 
-    evaluate.evaluate(settings, cells)
+    if (folder := pipeline.place("evaluate", settings.evaluate.engine, settings.device)) is not None:
+        evaluate.check(settings, cells)  # told before an environment of some GB is built for it
+        pipeline.hand_over(folder, "evaluate", ctx.obj | ({"cells": cells} if cells else {}))
+    else:
+        evaluate.evaluate(settings, cells)
 
 
 @step("diagnose", "diagnose")
@@ -199,6 +205,19 @@ def serve_command(ctx: click.Context, settings, stage: str, host: str, port: int
         )
     else:
         serve.serve(settings, stage, host=host, port=port, engine=engine)
+
+
+@step("benchmark", "benchmark")
+@click.option("--stages", metavar="STAGE|N,…", help="Stages or versions; default: base, grpo, awq, and base under AWQ, as far as there are any.")
+@click.option("--models", metavar="VARIANT:SCHEME=MODEL,…", help="Checkpoints instead of stages.")
+@click.option("--url", metavar="URL", help="Measure a running server of the first model with `vllm bench serve` instead.")
+def benchmark_command(settings, stages: str | None, models: str | None, url: str | None) -> None:
+    """Speed, latency and memory of stages side by side: one prompt at a time, and in batches."""
+    from qrl.steps import benchmark
+
+    if stages and models:
+        raise BadInput("benchmark measures stages or models, but got both: give --stages or --models.")
+    benchmark.benchmark(settings, stages=stages, models=models, url=url)
 
 
 @cli.command("grade")

@@ -19,6 +19,7 @@ from qrl.tracking import reuse
 ROOT = Path(__file__).parent.parent
 ENVIRONMENTS = {names.AWQ: ROOT / "projects" / "awq" / "conda.yaml"}
 CORE = ROOT / "conda.yaml"
+VLLM = {"cpu": ROOT / "projects" / "vllm_cpu" / "conda.yaml", "cuda": ROOT / "projects" / "vllm" / "conda.yaml"}
 SECTIONS = ("train", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
 ASKED = ("task", "prompt", "seed")  # top-level fields that decide which questions are put, and how
 
@@ -36,13 +37,14 @@ def quantized(recipe: Recipe, scheme: str, model: str, device: str) -> str:
         texts = hashlib.sha256(Path(texts).read_bytes()).hexdigest() if Path(texts).is_file() else ""
     sections = ("evaluate",) if texts == choices.ROLLOUTS else ()  # how the policy answers is set there
     inputs = {"model": model, **{key: str(value) for key, value in asdict(settings).items()}, "texts": str(texts)}
-    return _key("quantize", recipe, sections, inputs, device, scheme)
+    return _key("quantize", recipe, sections, inputs, device, ENVIRONMENTS.get(scheme, CORE))
 
 
 def cell(recipe: Recipe, variant: str, scheme: str, model: str, device: str) -> str:
     """Key of a cell: the checkpoint with digest `model`, asked the recipe's held-out questions."""
     inputs = {"model": model, "variant": variant, "scheme": scheme}
-    return _key("evaluate", recipe, ("evaluate",), inputs, device)
+    environment = VLLM[device] if recipe.evaluate.engine == "vllm" else CORE
+    return _key("evaluate", recipe, ("evaluate",), inputs, device, environment)
 
 
 def merged(recipe: Recipe, base: str, adapter: str) -> str:
@@ -60,7 +62,7 @@ def comparison(recipe: Recipe, cells: list[str]) -> str:
     return _key("compare", recipe, ("compare",), {str(i): run_id for i, run_id in enumerate(cells)}, "any")
 
 
-def _key(step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict, device: str, scheme: str = "") -> str:
+def _key(step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict, device: str, environment: Path = CORE) -> str:
     flat = recipe.flat(*sections)
     section = {key: value for key, value in flat.items() if "." in key or key in ASKED}
     section.pop("quantize.schemes", None)  # which schemes a study has does not change what one of them does
@@ -69,7 +71,7 @@ def _key(step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict, dev
         section=section,
         inputs=inputs | {"data": data_digest(recipe.data)},
         device=device,
-        environment=ENVIRONMENTS.get(scheme, CORE),
+        environment=environment,
         sources=reuse.sources_of(step),
     )
 

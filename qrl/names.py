@@ -54,6 +54,10 @@ GRADER_TIMEOUTS = "eval/grader_timeouts"  # answers of a cell that the grader ga
 GRADER_ERRORS = "eval/grader_errors"
 GRADER_FAULT_RATE = "eval/grader_fault_rate"  # both, over n
 TOKENS_PER_S = "eval/tokens_per_s"
+SERVE_TOKENS_PER_S = "serve/tokens_per_s"
+SERVE_LATENCY_P50 = "serve/latency_p50_s"
+SERVE_LATENCY_P95 = "serve/latency_p95_s"
+SERVE_FIRST_TOKEN = "serve/first_token_s"
 SECONDS = "step/seconds"  # logged by a step that ends well, and by no other
 
 # How a cell came to be, in its rows and its model's params: cells that differ in one of these are never subtracted.
@@ -64,6 +68,7 @@ SETTINGS = "settings_digest"  # sha256 over a scheme's settings, libraries and c
 TABLE_MD, TABLE_JSON = "table.md", "table.json"
 QUESTIONS = "questions.parquet"
 GROUPS_MD = "groups.md"  # a cell's accuracy by subject and level
+RECEIPT = "receipt.json"  # what answered a cell: engine, version, kernels, digests
 RECIPE = "recipe.yaml"
 FIGURES = "figures"
 

