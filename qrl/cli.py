@@ -211,13 +211,23 @@ def serve_command(ctx: click.Context, settings, stage: str, host: str, port: int
 @click.option("--stages", metavar="STAGE|N,…", help="Stages or versions; default: base, grpo, awq, and base under AWQ, as far as there are any.")
 @click.option("--models", metavar="VARIANT:SCHEME=MODEL,…", help="Checkpoints instead of stages.")
 @click.option("--url", metavar="URL", help="Measure a running server of the first model with `vllm bench serve` instead.")
-def benchmark_command(settings, stages: str | None, models: str | None, url: str | None) -> None:
-    """Speed, latency and memory of stages side by side: one prompt at a time, and in batches."""
+@click.pass_context
+def benchmark_command(ctx: click.Context, settings, stages: str | None, models: str | None, url: str | None) -> None:
+    """Speed, latency and memory of stages side by side: one prompt at a time, and in batches.
+
+    Models answer by evaluate.engine; a server is asked by vLLM's own `bench serve`, in vLLM's environment.
+    """
+    from qrl import pipeline
     from qrl.steps import benchmark
 
     if stages and models:
         raise BadInput("benchmark measures stages or models, but got both: give --stages or --models.")
-    benchmark.benchmark(settings, stages=stages, models=models, url=url)
+    given = {"stages": stages, "models": models, "url": url}
+    if (folder := pipeline.place("benchmark", "vllm" if url else settings.evaluate.engine, settings.device)) is not None:
+        benchmark.subjects(settings, stages, models)  # told before an environment of some GB is built for it
+        pipeline.hand_over(folder, "benchmark", ctx.obj | {key: value for key, value in given.items() if value})
+    else:
+        benchmark.benchmark(settings, **given)
 
 
 @cli.command("grade")

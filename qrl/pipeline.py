@@ -20,14 +20,14 @@ def place(step: str, choice: str, device: str = "auto") -> Path | None:
     """The folder whose environment a step needs, or None where this process is in it already.
 
     Args:
-        step: `quantize`, `evaluate` or `serve`; every other step runs in the core environment.
+        step: `quantize`, `evaluate`, `benchmark` or `serve`; every other step runs in the core environment.
         choice: the scheme, or the engine.
         device: the recipe's device, where the engine is left to us.
     """
     wanted = None
     if step == "quantize" and choice == names.AWQ:
         wanted = "awq"
-    if (step == "serve" and choice in ("auto", "vllm")) or (step == "evaluate" and choice == "vllm"):
+    if (step == "serve" and choice in ("auto", "vllm")) or (step in ("evaluate", "benchmark") and choice == "vllm"):
         from qrl.engine import device as devices
 
         on_gpu = devices.choose(device) == "cuda"

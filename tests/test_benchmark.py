@@ -31,7 +31,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def frame(engine, prompts):
-    return benchmark.run(CELLS, [prompts, prompts], lambda subject: engine, Benchmark(**SMALL))
+    return benchmark.run(CELLS, [prompts, prompts], lambda subject: local.Transformers(subject.path, "cpu", "auto"), Benchmark(**SMALL))
 
 
 def test_every_model_is_asked_in_every_mode_and_round(frame):
@@ -52,6 +52,9 @@ def test_models_take_turns_at_going_first():
 
         def __init__(self, subject):
             self.label = subject.label
+
+        def close(self):
+            pass
 
         def ask(self, prompts, *, new_tokens, fixed):
             order.append(self.label)
@@ -79,6 +82,7 @@ def test_memory_is_counted_from_shapes(engine, prompts):
     cached = max(map(len, prompts[:2])) + 7 - 1  # the last token is written, never read
     width = config.hidden_size // config.num_attention_heads
     assert answered.cache_bytes == 2 * config.num_hidden_layers * 2 * cached * config.num_key_value_heads * width * 4
+    assert local.token_bytes(config, "float32") * 2 * cached == answered.cache_bytes
     assert engine.weights_bytes == pytest.approx(2 * (tiny.PATH / "model.safetensors").stat().st_size, rel=0.01)  # bf16 there, fp32 here
 
 

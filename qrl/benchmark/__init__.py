@@ -7,6 +7,7 @@ alike and rounds can be paired. One prompt at a time is the latency of a single 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -62,6 +63,8 @@ class Engine(Protocol):
 
     def ask(self, prompts: Sequence[Sequence[int]], *, new_tokens: int, fixed: bool) -> Answered: ...
 
+    def close(self) -> None: ...
+
 
 def run(
     subjects: Sequence[Subject],
@@ -91,17 +94,21 @@ def run(
     most = max(settings.batches)
     if any(len(own) < most for own in prompts):
         raise BadInput(f"There are {min(map(len, prompts))} prompts, but a batch of {most} was asked for: lower benchmark.batches.")
-    engines = [open_engine(subject) for subject in subjects]
-    for engine, own in zip(engines, prompts, strict=True):
-        for batch in settings.batches:
-            engine.ask(own[:batch], new_tokens=WARM_UP_TOKENS, fixed=True)
-    rows = []
-    for number in range(settings.rounds):
-        for batch in settings.batches:
-            for place in range(len(subjects)):
-                which = (place + number) % len(subjects)
-                rows += _turn(subjects[which], engines[which], prompts[which], batch, number, settings)
-                progress(1)
+    with ExitStack() as stack:
+        engines = []
+        for subject in subjects:
+            engines.append(open_engine(subject))
+            stack.callback(engines[-1].close)
+        for engine, own in zip(engines, prompts, strict=True):
+            for batch in settings.batches:
+                engine.ask(own[:batch], new_tokens=WARM_UP_TOKENS, fixed=True)
+        rows = []
+        for number in range(settings.rounds):
+            for batch in settings.batches:
+                for place in range(len(subjects)):
+                    which = (place + number) % len(subjects)
+                    rows += _turn(subjects[which], engines[which], prompts[which], batch, number, settings)
+                    progress(1)
     return pd.DataFrame(rows)
 
 

@@ -1,4 +1,4 @@
-"""transformers' engine under a clock: when each prompt's first and last token was written, and how large the cache grew."""
+"""Engines of this process under a clock: when each prompt's first and last token was written, and how large the cache grew."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from qrl.benchmark import Answered, Request
 from qrl.engine import device as devices
-from qrl.engine import hf
+from qrl.engine import hf, vllm
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PretrainedConfig
 
 
 class Transformers:
@@ -25,6 +26,10 @@ class Transformers:
         self._device = device
         self._model, self._tokens = hf.load(path, device, devices.compute_dtype(dtype, device))
         self.weights_bytes = weights_bytes(self._model)
+
+    def close(self) -> None:
+        """Frees the model."""
+        del self._model
 
     def ask(self, prompts: Sequence[Sequence[int]], *, new_tokens: int, fixed: bool) -> Answered:
         """Greedy answers to a batch.
@@ -61,6 +66,50 @@ class Transformers:
             last = next((place for place, token in enumerate(ids) if token in stops), len(ids) - 1)
             requests.append(Request(len(prompt), last + 1, times[0] - began, times[last] - began))
         return Answered(tuple(requests), times[-1] - began, cache_bytes(found.past_key_values))
+
+
+class Vllm:
+    """A checkpoint in vLLM: its own kernels, its own batches, its own times of each request."""
+
+    def __init__(self, path: Path, device: str, dtype: str, *, max_tokens: int, sequences: int, memory: float) -> None:
+        from transformers import AutoConfig
+
+        self._loaded = vllm.Vllm(
+            path, device, dtype, max_tokens=max_tokens, sequences=sequences, deterministic=False, seed=0, memory=memory
+        )
+        self.name = self._loaded.name
+        self.weights_bytes = self._loaded.weights_bytes
+        self._token_bytes = token_bytes(AutoConfig.from_pretrained(path), self._loaded.dtype)
+
+    def ask(self, prompts: Sequence[Sequence[int]], *, new_tokens: int, fixed: bool) -> Answered:
+        """Greedy answers to a batch; as `Transformers.ask`. The cache is what these requests need, not what vLLM reserves."""
+        began = time.perf_counter()
+        answers = self._loaded.ask(prompts, new_tokens=new_tokens, fixed=fixed)
+        seconds = time.perf_counter() - began
+        requests = []
+        for answer, prompt in zip(answers, prompts, strict=True):
+            times, written = answer.metrics, len(answer.outputs[0].token_ids)
+            first = times.first_token_latency
+            requests.append(Request(len(prompt), written, first, first + times.last_token_ts - times.first_token_ts))
+        cached = sum(request.prompt_tokens + request.new_tokens - 1 for request in requests)
+        return Answered(tuple(requests), seconds, cached * self._token_bytes)
+
+    def close(self) -> None:
+        """Stops its worker."""
+        self._loaded.close()
+
+
+def token_bytes(config: PretrainedConfig, dtype: str) -> int:
+    """Bytes of one token's keys and values in all layers, by a model's configuration.
+
+    Args:
+        config: of a model with grouped-query attention.
+        dtype: of the cache, "bfloat16" say.
+    """
+    import torch
+
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * width * getattr(torch, dtype).itemsize
 
 
 def weights_bytes(model: torch.nn.Module) -> int:

@@ -95,6 +95,10 @@ class Vllm:
         return self
 
     def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops the worker."""
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         gc.collect()

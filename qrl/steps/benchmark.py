@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -21,6 +22,7 @@ from qrl.tracking import models as store_models
 from qrl.tracking import runs, store
 from qrl.workspace import workspace
 
+MEMORY = 0.9  # of a GPU, for all of vLLM's engines side by side
 TABLE, ROWS, FIGURE = "benchmark.md", "benchmark.parquet", "benchmark.png"
 
 
@@ -38,29 +40,37 @@ def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: st
     """
     process.hush_transformers()
     device = devices.choose(recipe.device)
-    store.prepare()
-    subjects = _given(models) if models else _stages(recipe, stages)
+    chosen = subjects(recipe, stages, models)
     questions = inputs.questions(recipe, "heldout", max(recipe.benchmark.requests, *recipe.benchmark.batches))
-    params = {"device": device, "models": ", ".join(subject.label for subject in subjects)}
+    params = {"device": device, "models": ", ".join(subject.label for subject in chosen)}
     with (
         workspace("benchmark") as work,
         runs.step("benchmark", recipe, sections=("benchmark",), params=params, system_metrics=True),
     ):
-        asked = [[prompt.render(hf.tokenizer(each.path), one.question, recipe.prompt) for one in questions] for each in subjects]
+        asked = [[prompt.render(hf.tokenizer(each.path), one.question, recipe.prompt) for one in questions] for each in chosen]
         if url:
-            _server(recipe, url, subjects[0], asked[0], work)
+            _server(recipe, url, chosen[0], asked[0], work)
         else:
-            _side_by_side(recipe, subjects, asked, device, work)
+            _side_by_side(recipe, chosen, asked, device, work)
+
+
+def subjects(recipe: Recipe, stages: str | None, models: str | None) -> list[room.Subject]:
+    """What is measured, checked.
+
+    Raises:
+        BadInput: no such stage or model, or nothing to measure.
+    """
+    store.prepare()
+    return _given(models) if models else _stages(recipe, stages)
 
 
 def _side_by_side(recipe: Recipe, subjects: list[room.Subject], asked: list, device: str, work: Path) -> None:
     settings = recipe.benchmark
     with tqdm(total=len(subjects) * settings.rounds * len(settings.batches), desc="benchmark", unit="turn", leave=False) as bar:
-        frame = room.run(
-            subjects, asked, lambda subject: local.Transformers(subject.path, device, recipe.evaluate.dtype), settings, bar.update
-        )
+        frame = room.run(subjects, asked, _opener(recipe, asked, device), settings, bar.update)
     found = summary.lines(frame)
-    note = "This engine unpacks every scheme's codes: it shows what the disk saves, not what a kernel would."
+    unpacked = recipe.evaluate.engine == hf.NAME
+    note = "This engine unpacks every scheme's codes: it shows what the disk saves, not what a kernel would." if unpacked else ""
     table = summary.markdown(found, note)
     frame.to_parquet(work / ROWS)
     (work / TABLE).write_text(table, encoding="utf-8")
@@ -76,6 +86,15 @@ def _side_by_side(recipe: Recipe, subjects: list[room.Subject], asked: list, dev
     if not runs.is_launched():
         click.echo(table)
         click.echo(f"Logged to run {runs.active_id()}: {TABLE}, {ROWS}, {names.FIGURES}/{FIGURE}.", err=True)
+
+
+def _opener(recipe: Recipe, asked: list, device: str) -> Callable[[room.Subject], room.Engine]:
+    """How a subject is loaded: as evaluation loads it."""
+    if recipe.evaluate.engine == hf.NAME:
+        return lambda subject: local.Transformers(subject.path, device, recipe.evaluate.dtype)
+    longest = max(len(prompt) for own in asked for prompt in own) + recipe.benchmark.new_tokens
+    sizes = {"max_tokens": longest, "sequences": max(recipe.benchmark.batches), "memory": MEMORY / len(asked)}
+    return lambda subject: local.Vllm(subject.path, device, recipe.evaluate.dtype, **sizes)
 
 
 def _server(recipe: Recipe, url: str, subject: room.Subject, prompts: list[list[int]], work: Path) -> None:
