@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,15 +89,17 @@ def check_widths(model: torch.nn.Module, group_size: int) -> None:
 
 
 def _oneshot():
-    for library in ("LLM_COMPRESSOR", "COMPRESSED_TENSORS"):
-        os.environ[f"{library}_LOG_DISABLED"] = "true"
     try:
-        from llmcompressor import oneshot
+        with contextlib.redirect_stdout(io.StringIO()):  # where its log goes; its own switch for that breaks its GPTQ
+            from llmcompressor import oneshot
+            from loguru import logger
     except ImportError as error:
         raise QrlError(
             f"llm-compressor cannot be imported here ({error}): run under `mlflow run . -e quantize … --env-manager uv`, whose "
             "environment has it, or choose nf4 or int8."
         ) from None
+    logger.disable("llmcompressor")
+    logger.disable("compressed_tensors")
     return oneshot
 
 
