@@ -104,6 +104,9 @@ def test_the_table_and_the_figure_state_intervals_and_n(frame, tmp_path):
     found = summary.lines(frame)
     text = summary.markdown(found, "A note.")
     assert "over 2 interleaved rounds, n = 8 requests" in text and text.count("[") == 4 * 5 - 2
+    unknown = summary.lines(frame.assign(weights_bytes=None))
+    assert "| not known |" in summary.markdown(unknown, "")
+    assert not any("weights_bytes" in name for by_batch in summary.metrics(unknown).values() for values in by_batch.values() for name in values)
     figures.speeds(found, tmp_path / "speeds.png")
     assert (tmp_path / "speeds.png").read_bytes().startswith(b"\x89PNG")
 

@@ -190,7 +190,7 @@ def test_every_registered_name_becomes_an_id_that_the_hub_client_takes(name, exp
     validate_repo_id(served_id.split("@")[0])
 
 
-def test_only_bitsandbytes_leaves_the_dtype_of_evaluation_on_a_cpu(tmp_path):
+def test_only_formats_that_unpack_to_bf16_leave_the_dtype_of_evaluation_on_a_cpu(tmp_path):
     def chosen(config: dict, device: str, dtype: str) -> str:
         (tmp_path / "config.json").write_text(json.dumps(config))
         scratch = tmp_path / f"{len(list(tmp_path.iterdir()))}"
@@ -200,6 +200,9 @@ def test_only_bitsandbytes_leaves_the_dtype_of_evaluation_on_a_cpu(tmp_path):
     quantized = {"quantization_config": {"quant_method": "bitsandbytes"}}
     assert chosen({}, "cpu", "auto") == "float32"
     assert chosen(quantized, "cpu", "auto") == "bfloat16"
+    for name, dtype in (("nvfp4-pack-quantized", "bfloat16"), ("mxfp4-pack-quantized", "bfloat16"), ("pack-quantized", "float32")):
+        config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"format": name}}}
+        assert chosen({"quantization_config": config}, "cpu", "auto") == dtype
     assert chosen({}, "cuda", "auto") == "auto"
     assert chosen(quantized, "cpu", "fp16") == "float16"
 

@@ -59,7 +59,7 @@ class Engine(Protocol):
     """A loaded model that can be asked."""
 
     name: str  # and version: "transformers 5.17.0"
-    weights_bytes: int  # that it holds in memory; not what lies on disk
+    weights_bytes: int | None  # that it holds in memory, not what lies on disk; None: not known
 
     def ask(self, prompts: Sequence[Sequence[int]], *, new_tokens: int, fixed: bool) -> Answered: ...
 

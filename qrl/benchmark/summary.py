@@ -29,7 +29,7 @@ class Line:
     latency_p95_s: Estimate
     first_token_s: Estimate  # median
     stored_bytes: int  # of weights on disk
-    weights_bytes: int  # of weights in the engine's memory
+    weights_bytes: int | None  # of weights in the engine's memory; None: not known
     cache_bytes: int  # largest that keys and values grew to
 
     @property
@@ -73,7 +73,7 @@ def markdown(found: Sequence[Line], note: str) -> str:
         (
             line.label, str(line.batch), _text(line.tokens_per_s, 1), _text(line.relative, 2) if line.relative else "1",
             _text(line.latency_p50_s, 4), _text(line.latency_p95_s, 4), _text(line.first_token_s, 4),
-            *(f"{size / 1e6:.2f}" for size in (line.stored_bytes, line.weights_bytes, line.cache_bytes)),
+            *("not known" if size is None else f"{size / 1e6:.2f}" for size in (line.stored_bytes, line.weights_bytes, line.cache_bytes)),
         )
         for line in found
     ]  # fmt: skip
@@ -95,7 +95,8 @@ def metrics(found: Sequence[Line]) -> dict[tuple[str, str], dict[int, dict[str, 
         }
         flat = {key: value.estimate for key, value in named.items()}
         flat |= {f"{key}_{bound}": getattr(value, bound) for key, value in named.items() for bound in ("low", "high")}
-        flat |= {"serve/stored_bytes": line.stored_bytes, "serve/weights_bytes": line.weights_bytes, "serve/kv_cache_bytes": line.cache_bytes}
+        flat |= {"serve/stored_bytes": line.stored_bytes, "serve/kv_cache_bytes": line.cache_bytes}
+        flat |= {} if line.weights_bytes is None else {"serve/weights_bytes": line.weights_bytes}
         values.setdefault((line.variant, line.scheme), {})[line.batch] = flat
     return values
 
@@ -114,7 +115,7 @@ def _line(frame: pd.DataFrame, cell: tuple[str, str], first: tuple[str, str], ba
         latency_p50_s=over_rounds(by_round["latency_s"].quantile(0.5).tolist()),
         latency_p95_s=over_rounds(by_round["latency_s"].quantile(0.95).tolist()),
         first_token_s=over_rounds(by_round["first_token_s"].quantile(0.5).tolist()),
-        **{size: int(rows[size].max()) for size in ("stored_bytes", "weights_bytes", "cache_bytes")},
+        **{size: None if rows[size].isna().any() else int(rows[size].max()) for size in ("stored_bytes", "weights_bytes", "cache_bytes")},
     )
 
 

@@ -89,7 +89,7 @@ class Vllm:
             raise QrlError(f"vLLM cannot load {path} ({' '.join(str(error).split())[:400]}): choose another engine or scheme.") from error
         self._ends = _end_ids(path)
         self._found = self._llm.apply_model(_inspect)[0]
-        self._sequences = sequences
+        self._sequences, self._device = sequences, device
 
     def __enter__(self) -> Vllm:
         return self
@@ -109,9 +109,9 @@ class Vllm:
         return str(self._llm.model_config.dtype).removeprefix("torch.")
 
     @property
-    def weights_bytes(self) -> int:
-        """Bytes of weights that the worker holds; the cache of keys and values apart."""
-        return self._found["weights_bytes"]
+    def weights_bytes(self) -> int | None:
+        """Bytes of weights that the worker holds, the cache of keys and values apart; None on a CPU, where kernels hide them."""
+        return None if self._device == "cpu" else self._found["weights_bytes"]
 
     def receipt(self) -> dict[str, Any]:
         """What ran: engine, kernels by the number of layers that they serve, and what was asked for to be deterministic."""

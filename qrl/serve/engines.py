@@ -104,9 +104,12 @@ def _transformers_dtype(path: Path, device: str, dtype: str) -> str:
     """What `auto` means in evaluation: fp32 on a CPU, so that the server gives the answers that were graded.
 
     Except bitsandbytes: evaluation unpacks its codes first, the server does so at every product, and only bf16 has
-    a CPU kernel for that (in fp32 one token of a 2.5 M model took 0.2 s, in bf16 7 ms).
+    a CPU kernel for that (in fp32 one token of a 2.5 M model took 0.2 s, in bf16 7 ms). And except NVFP4 and MXFP4, which
+    the server unpacks to bf16, whatever it is told.
     """
-    stored = json.loads((path / "config.json").read_text()).get("quantization_config", {}).get("quant_method")
+    stored = json.loads((path / "config.json").read_text()).get("quantization_config", {})
     if dtype == "auto" and device == "cpu":
-        return "bfloat16" if stored == "bitsandbytes" else "float32"
+        formats = {group.get("format") or "" for group in stored.get("config_groups", {}).values()}
+        in_bf16 = stored.get("quant_method") == "bitsandbytes" or any(each.startswith(("nvfp4", "mxfp4")) for each in formats)
+        return "bfloat16" if in_bf16 else "float32"
     return _DTYPES.get(dtype, "auto")
