@@ -142,6 +142,6 @@ def test_a_server_needs_vllm_and_is_asked_by_its_own_benchmark(tmp_path):
     with pytest.raises(BadInput, match="vllm bench serve"):
         http.run("http://127.0.0.1:1", "m@1", ["a"], tiny.PATH, Benchmark())
     words = http.command("http://h:1", "m@1", tmp_path / "p", tiny.PATH, 16, Benchmark(new_tokens=9, requests=4), tmp_path)
-    given = dict(zip(words[5:-3:2], words[6:-2:2], strict=True))
+    given = dict(zip(words[3:-3:2], words[4:-2:2], strict=True))
     assert (given["--max-concurrency"], given["--num-prompts"], given["--custom-output-len"]) == ("16", "16", "9")
     assert words[-1] == "--ignore-eos" and json.dumps(words)

@@ -13,6 +13,15 @@ from pathlib import Path
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Benchmark
 
+# What `vllm bench serve` runs; the command itself imports all of vLLM's others, and crashes in the CPU build.
+_PROGRAM = """
+from vllm.benchmarks import serve
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+serve.add_cli_args(parser)
+serve.main(parser.parse_args())
+"""
+
 
 def run(url: str, model: str, prompts: Sequence[str], tokenizer: Path, settings: Benchmark) -> list[dict]:
     """Asks a server with as many clients at once as each batch has prompts.
@@ -52,7 +61,7 @@ def command(url: str, model: str, prompts: Path, tokenizer: Path, clients: int, 
     }  # fmt: skip
     given = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     flags = ["--save-result", "--skip-chat-template", *(["--ignore-eos"] if settings.length == "fixed" else [])]
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", *given, *flags]
+    return [sys.executable, "-c", _PROGRAM, *given, *flags]
 
 
 def _clients(url: str, model: str, file: Path, tokenizer: Path, clients: int, settings: Benchmark, folder: Path) -> dict:

@@ -168,8 +168,8 @@ def _inspect(model) -> dict[str, Any]:
     for module in model.modules():
         method = getattr(module, "scheme", None) or getattr(module, "quant_method", None)
         if method is not None and hasattr(module, "weight_loader"):
-            kernel = getattr(method, "kernel", None)
-            kernels[type(method).__name__ + (f"/{type(kernel).__name__}" if kernel is not None else "")] += 1
+            chosen = [type(value).__name__ for value in vars(method).values() if "Kernel" in type(value).__name__]
+            kernels["/".join([type(method).__name__, *chosen])] += 1
         attention = getattr(module, "impl", None)
         if attention is not None:
             kernels[type(attention).__name__] += 1
