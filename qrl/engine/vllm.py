@@ -145,10 +145,20 @@ class Vllm:
             prompts: N lists of token ids.
             new_tokens: longest answer; of every answer, if fixed.
             fixed: end tokens do not end an answer.
+
+        Raises:
+            QrlError: its worker died; with the kernels that it had chosen.
         """
         ends = None if fixed else sorted(self._ends)
         asked = self._sampling(temperature=0.0, max_tokens=new_tokens, stop_token_ids=ends, ignore_eos=fixed, detokenize=False)
-        return self._llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], asked, use_tqdm=False)
+        try:
+            return self._llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], asked, use_tqdm=False)
+        except Exception as error:  # a kernel that this machine lacks ends the worker at the first product
+            kernels = ", ".join(self._found["kernels"])
+            raise QrlError(
+                f"{self.name} died while answering ({' '.join(str(error).split())[:200]}); its log above says why. Its kernels here "
+                f"are {kernels}: a scheme whose kernel this machine lacks needs another machine, or evaluate.engine=transformers."
+            ) from error
 
     def _completion(self, answer: RequestOutput) -> Completion:
         ids = list(answer.outputs[0].token_ids)
