@@ -192,19 +192,22 @@ def promote_command(settings, stage: str, cell: str | None, rollback: bool) -> N
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on.")
 @click.option("--engine", default="auto", show_default=True, metavar="auto|transformers|vllm", help="auto: vllm on a GPU.")
+@click.option("--api-key", envvar="QRL_API_KEY", metavar="KEY", help="What clients must send, with vLLM; better in the variable QRL_API_KEY, for MLflow logs what is given by -P.")
 @click.pass_context
-def serve_command(ctx: click.Context, settings, stage: str, host: str, port: int, engine: str) -> None:
+def serve_command(ctx: click.Context, settings, stage: str, host: str, port: int, engine: str, api_key: str | None) -> None:
     """An OpenAI-compatible server of a registered stage, its gate and digest checked first."""
     from qrl import pipeline
     from qrl.steps import serve
 
     if (folder := pipeline.place("serve", engine, settings.device)) is not None:
         serve.check(settings, stage, host=host, port=port)  # told before an environment of some GB is built for it
+        if api_key:
+            os.environ["QRL_API_KEY"] = api_key  # not a parameter, which the store would keep
         pipeline.hand_over(
             folder, "serve", ctx.obj | {"stage": stage, "host": host, "port": str(port), "engine": engine}
         )
     else:
-        serve.serve(settings, stage, host=host, port=port, engine=engine)
+        serve.serve(settings, stage, host=host, port=port, engine=engine, api_key=api_key)
 
 
 @step("benchmark", "benchmark")

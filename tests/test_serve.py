@@ -262,6 +262,14 @@ def test_what_cannot_be_served_is_told_before_an_environment_is_built(registered
     assert newest_run().info.run_id == before
 
 
+def test_a_key_goes_by_the_environment_and_never_unguarded(monkeypatch, tmp_path):
+    with pytest.raises(BadInput, match="knows no API key"):
+        server.run(tiny.PATH, name="qrl-tiny", version=3, port=free_port(), on_ready=print, api_key="s3cret")
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: name)
+    start = engines.prepare("vllm", tiny.PATH, "qrl-tiny@3", "h", 1, "cpu", "auto", tmp_path, "s3cret")
+    assert start.environment["VLLM_API_KEY"] == "s3cret" and not any("s3cret" in word for word in start.command)
+
+
 def test_vllm_that_is_not_installed_is_told_in_a_sentence():
     with pytest.raises(BadInput, match="vLLM is not installed"):
         server.run(tiny.PATH, name="qrl-tiny", version=3, engine="vllm", port=free_port(), on_ready=print)
