@@ -21,10 +21,17 @@ RECIPES = Path(__file__).parent / "recipes"
 DEFAULT = "auto"  # `tiny`; where no recipe is named, `math` for that task, `instruct` for a model of the user's or gsm8k
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+PACKED = ("int8", "nf4")  # storages of a base as bitsandbytes' codes
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+def _each_once(named: tuple[str, ...], what: str) -> tuple[str, ...]:
+    if not named or len(set(named)) < len(named):
+        raise ValueError(f"must name at least one {what}, and each once")
+    return named
 
 
 class Train(_Section):
@@ -42,21 +49,69 @@ class Train(_Section):
     temperature: float = Field(1.0, gt=0, description="sampling temperature of rollouts")
     max_completion_tokens: Count = Field(80, description="longest completion sampled, in tokens")
     loss: Literal["grpo", "dr_grpo", "dapo", "bnpo"] = Field("dr_grpo", description="how token losses are averaged")
+    importance_sampling: Literal["token", "sequence"] = Field("token", description="what is clipped: each token's ratio (GRPO), or the sequence's (GSPO)")
+    iterations: Count = Field(1, description="optimizer steps on each batch of completions; above 1 the clip range matters")
+    clip: float = Field(0.2, gt=0, lt=1, description="ratios are clipped to 1 − clip … 1 + clip_high")
+    clip_high: float | None = Field(None, gt=0, description="upper clip range; default: clip")
     scale_rewards: Literal["none", "group", "batch"] = Field("none", description="what a reward's spread is divided by")
+    rewards: tuple[Literal["correct", "format"], ...] = Field(("correct",), description="correct: the strict verdict; format: an answer in the asked form")
+    reward_weights: tuple[float, ...] = Field((), description="one a reward, in order; none given: 1 each")
     beta: float = Field(0.0, ge=0, description="weight of the KL term to the reference policy; 0 keeps no reference")
-    method: Literal["full", "lora"] = Field("full", description="all weights, or a low-rank adapter that `merge` folds in")
-    lora_rank: Count = Field(16, description="rank of the adapter")
-    lora_alpha: Count = Field(32, description="scale of the adapter, over its rank")
-    dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of forward and backward; masters are fp32")
+    method: Literal["full", "lora", "qlora"] = Field("full", description="all weights, or a low-rank adapter that `merge` folds in; qlora: over a base in nf4")
+    base_storage: Literal["auto", "fp32", "bf16", "int8", "nf4"] = Field("auto", description="the base in memory; auto: fp32 for full, train.dtype for lora, nf4 for qlora")
+    lora_rank: Count | None = Field(None, description="rank of the adapter; default: 16")
+    lora_alpha: Count | None = Field(None, description="scale of the adapter, over its rank; default: twice the rank")
+    lora_targets: tuple[str, ...] = Field((), description="linears that get an adapter, q_proj,k_proj say; none named: all but the output head")
+    dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="dtype of forward and backward; auto: bf16 over a base in bf16, int8 or nf4, else fp32; masters are fp32")
     gradient_checkpointing: bool = Field(False, description="recompute activations in backward to save memory")
     save_every: Count = Field(10, description="optimizer steps between two checkpoints to resume from")
     completions_logged: Count = Field(8, description="completions a logged step puts into the table of samples")
+
+    @field_validator("rewards")
+    @classmethod
+    def _once(cls, rewards: tuple[str, ...]) -> tuple[str, ...]:
+        return _each_once(rewards, "reward")
+
+    @property
+    def adapter(self) -> bool:
+        """Whether a low-rank adapter is trained, over a base that stays as it is."""
+        return self.method != "full"
+
+    @property
+    def storage(self) -> str:
+        """How the base lies in memory: `base_storage`, with `auto` resolved."""
+        if self.base_storage != "auto":
+            return self.base_storage
+        return {"full": "fp32", "lora": "bf16" if self.dtype == "bf16" else "fp32", "qlora": "nf4"}[self.method]
+
+    @property
+    def packed(self) -> bool:
+        """Whether the base lies in memory as bitsandbytes' codes."""
+        return self.storage in PACKED
+
+    @property
+    def compute(self) -> str:
+        """Dtype of forward and backward: `dtype`, with `auto` resolved."""
+        return self.dtype if self.dtype != "auto" else "fp32" if self.storage == "fp32" else "bf16"
+
+
+class Watch(_Section):
+    """What training warns of, and stops for if told to."""
+
+    stop: tuple[Literal["entropy", "signal", "kl", "truncation", "probe"], ...] = Field((), description="watchers that end training early, the weights so far kept; none named: all only warn")
+    window: Count = Field(5, description="optimizer steps in a row that a watcher looks at")
+    min_entropy_share: Fraction = Field(0.1, description="entropy: least share of the first window's nats a token")
+    max_kl: float = Field(0.5, gt=0, description="kl: most nats a token from the reference; needs train.beta above 0")
+    max_truncation: Fraction = Field(0.5, description="truncation: largest share of completions cut at train.max_completion_tokens")
+    probe_every: int = Field(0, ge=0, description="probe: optimizer steps between two looks at held-out accuracy; 0: none")
+    probe_n: int = Field(128, ge=2, description="probe: questions of the training split that are neither prompts nor held out")
 
 
 class Merge(_Section):
     """Folding an adapter into its base."""
 
     max_logit_diff: float = Field(0.25, gt=0, description="largest logit difference allowed, merged against adapter-on")
+    into: Literal["auto", "full", "int8", "nf4"] = Field("auto", description="the original weights, or what int8 or nf4 unpack to; auto: what the adapter was trained over")
 
 
 class Quantize(_Section):
@@ -74,9 +129,7 @@ class Quantize(_Section):
     @field_validator("schemes")
     @classmethod
     def _once(cls, schemes: tuple[str, ...]) -> tuple[str, ...]:
-        if not schemes or len(set(schemes)) < len(schemes):
-            raise ValueError("must name at least one scheme, and each once")
-        return schemes
+        return _each_once(schemes, "scheme")
 
 
 class Evaluate(_Section):
@@ -140,12 +193,13 @@ class Recipe(_Section):
 
     model: str = Field("qrl-tiny", min_length=1, description="qrl-tiny (shipped), a checkpoint folder, or a hub id")
     registered_name: str | None = Field(None, description="name in the registry; default: from the model's name")
-    task: Literal["arithmetic", "gsm8k", "math"] = Field("arithmetic", description="what is asked")
+    task: Literal["arithmetic", "gsm8k", "math", "deepmath"] = Field("arithmetic", description="what is asked")
     data: str | None = Field(None, description="folder with train.jsonl and test.jsonl; default: generated, or the hub")
     prompt: str = Field("answer-line", description="named prompt template")
     seed: int = Field(0, ge=0, lt=2**31, description="seed of everything random")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where models run; auto takes a GPU if there is one")
     train: Train = Train()
+    watch: Watch = Watch()
     merge: Merge = Merge()
     quantize: Quantize = Quantize()
     evaluate: Evaluate = Evaluate()
@@ -200,7 +254,7 @@ def load(name_or_path: str = DEFAULT, overrides: dict[str, str] | None = None) -
     if name_or_path == DEFAULT:
         task = (overrides or {}).get("task")
         own = (overrides or {}).get("model", "qrl-tiny") != "qrl-tiny" or task == "gsm8k"
-        name_or_path = "math" if task == "math" else "instruct" if own else "tiny"
+        name_or_path = "math" if task in ("math", "deepmath") else "instruct" if own else "tiny"
     path = RECIPES / f"{name_or_path}.yaml"
     if not path.is_file() and str(name_or_path).endswith((".yaml", ".yml")):
         path = Path(name_or_path)
