@@ -143,12 +143,13 @@ def evaluate_command(ctx: click.Context, settings, cells: str | None) -> None:
 @step("diagnose", "diagnose")
 @click.option("--base", metavar="DIR|MODEL", help="Checkpoint before training; default: the recipe's model.")
 @click.option("--trained", required=True, metavar="DIR|MODEL", help="Checkpoint after training.")
+@click.option("--quantized", metavar="VARIANT:SCHEME=MODEL,…", help="The same two, base and grpo, quantized: what do they store of the update?")
 @click.option("--out", metavar="DIR", help="Write files there, and leave MLflow alone.")
-def diagnose_command(settings, base: str | None, trained: str, out: str | None) -> None:
-    """Measures outliers and 4-bit error of two checkpoints' weights, layer by layer."""
+def diagnose_command(settings, base: str | None, trained: str, quantized: str | None, out: str | None) -> None:
+    """Measures two checkpoints' weights layer by layer: outliers, 4-bit error, what training moved and what quantization keeps of it."""
     from qrl.steps import diagnose
 
-    diagnose.diagnose(settings, base or settings.model, trained, out=out)
+    diagnose.diagnose(settings, base or settings.model, trained, quantized=quantized, out=out)
 
 
 @step("compare", "compare")

@@ -53,9 +53,9 @@ def merged(recipe: Recipe, base: str, adapter: str, device: str) -> str:
     return _key("merge", recipe, ("merge",), {"base": base, "adapter": adapter}, device)
 
 
-def diagnosis(recipe: Recipe, base: str, trained: str) -> str:
-    """Key of what training did to the weights, by both digests."""
-    return _key("diagnose", recipe, ("diagnose",), {"base": base, "trained": trained}, "any")
+def diagnosis(recipe: Recipe, base: str, trained: str, quantized: dict[str, str]) -> str:
+    """Key of what training did to the weights, by both digests and those of the quantized checkpoints, by `variant:scheme`."""
+    return _key("diagnose", recipe, ("diagnose",), {"base": base, "trained": trained} | quantized, "any")
 
 
 def comparison(recipe: Recipe, cells: list[str]) -> str:

@@ -74,8 +74,9 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
         launcher = Launcher(typed, run.info.run_id, steps)
         order = Order(recipe, launcher, device)
         trained = order.train(base.digest)
-        cells = order.evaluate(order.quantize({names.BASE: (recipe.model, base.digest), names.GRPO: trained}))
-        diagnosed = order.diagnose(base.digest, trained)
+        models = order.quantize({names.BASE: (recipe.model, base.digest), names.GRPO: trained})
+        cells = order.evaluate(models)
+        diagnosed = order.diagnose(base.digest, trained, models)
         compared = order.compare(cells)
         report.show(recipe, launcher, compared, diagnosed, order.trained)
         try:
@@ -140,10 +141,12 @@ class Order:
             place("evaluate", self.recipe.evaluate.engine, self.device) or ROOT,
         )
 
-    def diagnose(self, base: str, trained: tuple[str, str]) -> Result:
-        """What training did to the weights."""
-        key = keys.diagnosis(self.recipe, base, trained[1])
+    def diagnose(self, base: str, trained: tuple[str, str], models: Models) -> Result:
+        """What training did to the weights, and what every scheme keeps of it."""
+        quantized = {cell: model for cell, model in models.items() if not cell.endswith(f":{names.FP16}")}
+        key = keys.diagnosis(self.recipe, base, trained[1], {cell: digest for cell, (_, digest) in quantized.items()})
         parameters = {"base": self.recipe.model, "trained": trained[0]}
+        parameters["quantized"] = ",".join(f"{cell}={address}" for cell, (address, _) in quantized.items())
         return self._one("diagnose: weights before and after training", "diagnose", key, parameters)
 
     def compare(self, cells: dict[str, Result]) -> Result:

@@ -176,6 +176,8 @@ class Diagnose(_Section):
     group_size: Count = Field(128, description="input channels per scale of the proxy")
     outlier_multiplier: float = Field(6.0, gt=1, description="an outlier is larger than this times the median |w|")
     embeddings: bool = Field(False, description="measure embedding tables too")
+    effective_rank: bool = Field(True, description="measure the effective rank of every update: the slowest measure of large models")
+    behaviour: int = Field(0, ge=0, le=10_000, description="held-out texts to compare next-token distributions on, quantized against full precision; 0: none")
 
 
 class Compare(_Section):
