@@ -63,7 +63,7 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
     store.prepare()
     began = time.monotonic()
     with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}) as run:
-        steps = 5 + len(recipe.quantize.schemes) + (recipe.train.method == "lora")
+        steps = 5 + len(recipe.quantize.schemes) + (recipe.train.adapter)
         launcher = Launcher(typed, run.info.run_id, steps)
         order = Order(recipe, launcher, device)
         trained = order.train(base.digest)
@@ -91,7 +91,7 @@ class Order:
         settings = self.recipe.train
         title = f"train: GRPO, {settings.steps} steps of {settings.prompts_per_step} × {settings.generations} completions"
         made = self.trained = self._one(title, "train", key)
-        if settings.method == "lora":
+        if settings.adapter:
             adapter = f"runs:/{made.run_id}/adapter"
             key = keys.merged(self.recipe, base, adapter)
             made = self._one("merge: adapter into full precision", "merge", key, {"adapter": adapter})

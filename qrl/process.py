@@ -42,3 +42,18 @@ def _keep_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _NEVER)
         libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
+
+
+def rank() -> int:
+    """Which of several processes of one training this is, as `torchrun` and `accelerate launch` say; 0 writes and logs."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """Which of them on this machine: the number of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    """How many processes train together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

@@ -26,6 +26,12 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
+def _each_once(named: tuple[str, ...], what: str) -> tuple[str, ...]:
+    if not named or len(set(named)) < len(named):
+        raise ValueError(f"must name at least one {what}, and each once")
+    return named
+
+
 class Train(_Section):
     """GRPO: how the policy is trained."""
 
@@ -41,21 +47,52 @@ class Train(_Section):
     temperature: float = Field(1.0, gt=0, description="sampling temperature of rollouts")
     max_completion_tokens: Count = Field(80, description="longest completion sampled, in tokens")
     loss: Literal["grpo", "dr_grpo", "dapo", "bnpo"] = Field("dr_grpo", description="how token losses are averaged")
+    importance_sampling: Literal["token", "sequence"] = Field("token", description="what is clipped: each token's ratio (GRPO), or the sequence's (GSPO)")
+    iterations: Count = Field(1, description="optimizer steps on each batch of completions; above 1 the clip range matters")
+    clip: float = Field(0.2, gt=0, lt=1, description="ratios are clipped to 1 − clip … 1 + clip_high")
+    clip_high: float | None = Field(None, gt=0, description="upper clip range; default: clip")
     scale_rewards: Literal["none", "group", "batch"] = Field("none", description="what a reward's spread is divided by")
+    rewards: tuple[Literal["correct", "format"], ...] = Field(("correct",), description="correct: the strict verdict; format: an answer in the asked form")
+    reward_weights: tuple[float, ...] = Field((), description="one a reward, in order; none given: 1 each")
     beta: float = Field(0.0, ge=0, description="weight of the KL term to the reference policy; 0 keeps no reference")
-    method: Literal["full", "lora"] = Field("full", description="all weights, or a low-rank adapter that `merge` folds in")
-    lora_rank: Count = Field(16, description="rank of the adapter")
-    lora_alpha: Count = Field(32, description="scale of the adapter, over its rank")
-    dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of forward and backward; masters are fp32")
+    method: Literal["full", "lora", "qlora"] = Field("full", description="all weights, or a low-rank adapter that `merge` folds in; qlora: over a base in nf4")
+    base_storage: Literal["auto", "fp32", "bf16", "int8", "nf4"] = Field("auto", description="the base in memory; auto: fp32 for full, train.dtype for lora, nf4 for qlora")
+    lora_rank: Count | None = Field(None, description="rank of the adapter; default: 16")
+    lora_alpha: Count | None = Field(None, description="scale of the adapter, over its rank; default: twice the rank")
+    lora_targets: tuple[str, ...] = Field((), description="linears that get an adapter, q_proj,k_proj say; none named: all but the output head")
+    dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="dtype of forward and backward; auto: bf16 over a base in bf16, int8 or nf4, else fp32; masters are fp32")
     gradient_checkpointing: bool = Field(False, description="recompute activations in backward to save memory")
     save_every: Count = Field(10, description="optimizer steps between two checkpoints to resume from")
     completions_logged: Count = Field(8, description="completions a logged step puts into the table of samples")
+
+    @field_validator("rewards")
+    @classmethod
+    def _once(cls, rewards: tuple[str, ...]) -> tuple[str, ...]:
+        return _each_once(rewards, "reward")
+
+    @property
+    def adapter(self) -> bool:
+        """Whether a low-rank adapter is trained, over a base that stays as it is."""
+        return self.method != "full"
+
+    @property
+    def storage(self) -> str:
+        """How the base lies in memory: `base_storage`, with `auto` resolved."""
+        if self.base_storage != "auto":
+            return self.base_storage
+        return {"full": "fp32", "lora": "bf16" if self.dtype == "bf16" else "fp32", "qlora": "nf4"}[self.method]
+
+    @property
+    def compute(self) -> str:
+        """Dtype of forward and backward: `dtype`, with `auto` resolved."""
+        return self.dtype if self.dtype != "auto" else "fp32" if self.storage == "fp32" else "bf16"
 
 
 class Merge(_Section):
     """Folding an adapter into its base."""
 
     max_logit_diff: float = Field(0.25, gt=0, description="largest logit difference allowed, merged against adapter-on")
+    base_storage: Literal["auto", "full", "int8", "nf4"] = Field("auto", description="what the adapter was trained over; auto: as it records, else full precision")
 
 
 class Quantize(_Section):
@@ -69,9 +106,7 @@ class Quantize(_Section):
     @field_validator("schemes")
     @classmethod
     def _once(cls, schemes: tuple[str, ...]) -> tuple[str, ...]:
-        if not schemes or len(set(schemes)) < len(schemes):
-            raise ValueError("must name at least one scheme, and each once")
-        return schemes
+        return _each_once(schemes, "scheme")
 
 
 class Evaluate(_Section):

@@ -24,7 +24,7 @@ UNITS = {
 
 def rewarded(completion: str, *answers: str) -> list[str]:
     """The gold answers for which a completion earns something, by the reward function that training calls."""
-    correct = reward.function("gsm8k")
+    (correct,) = reward.functions("gsm8k")
     return [answer for answer in answers or ANSWERS if correct([completion], [answer]) != [0.0]]
 
 

@@ -142,7 +142,7 @@ def test_verdicts_do_not_depend_on_order_or_company(verdicts):
 def test_off_the_main_thread_and_as_a_reward():
     texts = [boxed(r"\frac{2}{12}"), boxed("7"), "", boxed(r"\frac{1}{6}") + boxed("2")]
     logged, results = {}, []
-    correct = reward.function("math")
+    correct = reward.functions("math")[0]
     thread = threading.Thread(
         target=lambda: results.append(correct(texts, [r"\frac{1}{6}"] * 4, log_metric=logged.__setitem__))
     )
@@ -155,7 +155,7 @@ def test_off_the_main_thread_and_as_a_reward():
 def test_grader_failures_reach_trainings_metrics(monkeypatch):
     monkeypatch.setattr(math_pool, "CPU_S", 0.5)
     logged = {}
-    assert reward.function("math")([boxed(BOMBS[0]), boxed("5")], ["5", "5"], log_metric=logged.__setitem__) == [0.0, 1.0]
+    assert reward.functions("math")[0]([boxed(BOMBS[0]), boxed("5")], ["5", "5"], log_metric=logged.__setitem__) == [0.0, 1.0]
     assert logged == {reward.TIMEOUTS: 0.5, reward.ERRORS: 0.0}
 
 

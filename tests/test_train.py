@@ -13,7 +13,7 @@ from qrl.evaluate import cells
 from qrl.quantize import awq, staging
 from qrl.recipe import Train
 from qrl.tasks import prompt
-from qrl.train import grpo, merge, resume, reward
+from qrl.train import arguments, grpo, merge, policy, resume, reward
 
 QUESTIONS = tasks.load("arithmetic", "train", 32, 0)
 FAST = Train(steps=2, prompts_per_step=4, generations=4, micro_batch=16, max_completion_tokens=48, save_every=1)
@@ -60,13 +60,13 @@ def watch(model, seen: list):
 @pytest.mark.parametrize("template", prompt.TEMPLATES)
 def test_rollouts_cells_and_calibration_feed_the_weights_the_same_ids(template, tmp_path, monkeypatch):
     questions, rolled_out, asked = QUESTIONS[:4], [], []
-    policy, load = grpo._policy, hf.load
+    load_policy, load = policy.load, hf.load
 
     def watched_load(*given):
         model, tokens = load(*given)
         return watch(model, asked), tokens
 
-    monkeypatch.setattr(grpo, "_policy", lambda *given: watch(policy(*given), rolled_out))
+    monkeypatch.setattr(policy, "load", lambda *given: watch(load_policy(*given), rolled_out))
     monkeypatch.setattr(hf, "load", watched_load)
     settings = FAST.model_copy(update={"steps": 1, "max_completion_tokens": 4})
     given = {"task": "arithmetic", "template": template, "seed": 0, "device": "cpu", "work": tmp_path / "work"}
@@ -85,7 +85,7 @@ def test_rollouts_cells_and_calibration_feed_the_weights_the_same_ids(template, 
 
 
 def test_the_reward_is_the_graders_strict_verdict():
-    correct = reward.function("arithmetic")
+    (correct,) = reward.functions("arithmetic")
     texts = ["#### 7", "7", "#### 7\n#### 8", ""]
     conversations = [[{"role": "assistant", "content": text}] for text in texts]
     wanted = [float(tasks.grade("arithmetic", text, "7").strict) for text in texts]
@@ -137,9 +137,9 @@ def test_a_broken_checkpoint_is_skipped_for_the_one_before_it(trained, tmp_path)
 
 def test_batches_that_do_not_divide_are_refused_before_any_weight_is_loaded(tmp_path):
     with pytest.raises(BadInput, match="does not divide"):
-        grpo.check(Train(prompts_per_step=4, generations=4, micro_batch=5), 100)
+        arguments.check(Train(prompts_per_step=4, generations=4, micro_batch=5), 100)
     with pytest.raises(BadInput, match="training questions"):
-        grpo.check(Train(prompts_per_step=64), 63)
+        arguments.check(Train(prompts_per_step=64), 63)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ def train(recipe: Recipe) -> None:
     device = devices.choose(recipe.device)
     questions = inputs.questions(recipe, "train", recipe.train.questions)
     heldout = inputs.all_heldout(recipe)
-    grpo.check(recipe.train, len(questions))
+    grpo.check(found, recipe.train, len(questions))
     prompt.template_hash(recipe.prompt)  # an unknown template is refused before anything starts
     store.prepare()
     key = keys.trained(recipe, found.digest, device)

@@ -1,0 +1,208 @@
+"""The policy: the base as it lies in memory, and the adapter over it.
+
+Where an adapter is trained the base stays as it is, so it may be narrower than the masters that train: bf16, INT8 or NF4 with
+double quantization (arXiv 2305.14314, sections 3 and 4). The reference policy is the same base with the adapter off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qrl import process
+from qrl.engine import attention
+from qrl.errors import BadInput, QrlError
+from qrl.recipe import Train
+
+if TYPE_CHECKING:
+    import torch
+
+    from qrl.formats.header import Entry
+
+RANK = 16  # of an adapter whose recipe names none
+RECORD = "qrl_base.json"  # beside an adapter: what it was trained over
+HEADS = ("lm_head", "embed_out", "output")  # output heads: TRL reads their weights past any adapter
+PACKED = ("int8", "nf4")
+
+
+def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
+    """Refuses what cannot be trained, from the recipe and the names in the weight files alone.
+
+    Args:
+        settings: the recipe's section.
+        tensors: the base's, by name, as `checkpoint.entries` gives them.
+
+    Raises:
+        BadInput: adapter settings without an adapter, a base too narrow for its masters, or targets that are no linear of the model.
+    """
+    if not settings.adapter:
+        given = [key for key in ("lora_rank", "lora_alpha", "lora_targets") if getattr(settings, key)]
+        if given:
+            raise BadInput(
+                f"train.{given[0]} is set, but train.method = full trains all weights and no adapter: "
+                "leave it out, or choose train.method=lora or qlora."
+            )
+        if settings.storage != "fp32":
+            raise BadInput(
+                f"train.base_storage = {settings.storage} stores the base in too few bits to be trained itself: "
+                "choose train.method=lora or qlora for an adapter over it, or leave train.base_storage out."
+            )
+        return
+    if settings.storage == "bf16" and settings.compute == "fp32":
+        raise BadInput("train.base_storage = bf16 computes in bf16, but train.dtype is fp32: leave one of the two out.")
+    linears = _linears(tensors)
+    for target in settings.lora_targets:
+        if not any(name == target or name.endswith(f".{target}") for name in linears):
+            leaves = sorted({name.rpartition(".")[2] for name in linears})
+            raise BadInput(f"train.lora_targets names '{target}', which is no linear of the model: expected some of {', '.join(leaves)}.")
+
+
+def _linears(tensors: Mapping[str, Entry]) -> list[str]:
+    """Names of the modules with a weight matrix that an adapter can stand beside."""
+    names = [name.removesuffix(".weight") for name, entry in tensors.items() if name.endswith(".weight") and len(entry.shape) == 2]
+    return [name for name in names if name.rpartition(".")[2] not in HEADS and "embed" not in name.rpartition(".")[2]]
+
+
+def load(base: Path, settings: Train, device: str):
+    """The base as the recipe stores it, on the CPU, or on this process's GPU where bitsandbytes packs it.
+
+    Full training and a base in fp32 get fp32 weights: at learning rates of RL, bf16 masters would round most updates away.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    storage, compute = settings.storage, _dtype(settings.compute)
+    given = {}
+    if storage in PACKED:
+        place = f"cuda:{process.local_rank()}" if device == "cuda" else "cpu"
+        given = {"quantization_config": quantization(storage, compute), "device_map": {"": place}}
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32 if storage == "fp32" else compute, trust_remote_code=False, use_safetensors=True, **given
+    )
+    keep_codes(model)
+    if storage in PACKED and not any(True for _ in _packed(model)):
+        raise BadInput(f"{base} has no linear that bitsandbytes packs: choose train.base_storage=bf16.")
+    if device == "cpu":
+        attention.use_grouped(model)
+    return model
+
+
+def quantization(storage: str, compute: torch.dtype):
+    """How bitsandbytes packs the linears of a base; `compute` is what its codes are unpacked to."""
+    from transformers import BitsAndBytesConfig
+
+    if storage == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
+    )
+
+
+def keep_codes(model) -> None:
+    """Forbids the repacking of codes that bitsandbytes does at the first forward on CPUs with AVX512-BF16.
+
+    It happens in place, and what is trained, unpacked or saved afterwards would be silently wrong.
+    """
+    for _, module in _packed(model):
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def adapter(settings: Train):
+    """PEFT's configuration of the adapter, or None where all weights are trained."""
+    if not settings.adapter:
+        return None
+    from peft import LoraConfig
+
+    rank = settings.lora_rank or RANK
+    return LoraConfig(
+        r=rank,
+        lora_alpha=settings.lora_alpha or 2 * rank,
+        target_modules=list(settings.lora_targets) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+
+
+def widen(model) -> None:
+    """Trained weights in fp32: TRL casts an adapter over a packed base to bf16, where RL's small updates would be rounded."""
+    import torch
+
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.to(torch.float32)
+
+
+def frozen_digest(model) -> str:
+    """sha256 over everything that is not trained, as it lies in memory: codes, scales and whatever is not packed."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(_frozen(model)):
+        found.update(name.encode() + b"\0")
+        found.update(_bytes(tensor))
+    return found.hexdigest()
+
+
+def check_unmoved(before: str, model) -> None:
+    """Raises:
+    QrlError: a weight that was to stay as it is has changed since `before`.
+    """
+    if frozen_digest(model) != before:
+        raise QrlError(
+            "The base changed in memory while its adapter was trained, so the adapter belongs to no base that could be "
+            "loaded again: this is a fault of qrl or of a library; nothing is kept."
+        )
+
+
+def record(folder: Path, settings: Train, base_digest: str) -> None:
+    """Notes beside an adapter what it was trained over, so that `merge` chooses the right base without being asked."""
+    note = {"base_storage": settings.storage, "compute": settings.compute, "base_digest": base_digest}
+    (folder / RECORD).write_text(json.dumps(note, indent=1) + "\n")
+
+
+def recorded(folder: Path) -> dict[str, str]:
+    """What an adapter of ours was trained over; empty for those of others.
+
+    Raises:
+        BadInput: the note is damaged.
+    """
+    if not (folder / RECORD).is_file():
+        return {}
+    try:
+        note = json.loads((folder / RECORD).read_text())
+        return {key: note[key] for key in ("base_storage", "compute", "base_digest")}
+    except (ValueError, KeyError, TypeError):
+        raise BadInput(f"{folder / RECORD} is damaged: expected what `train` wrote there; train again, or delete it and set merge.base_storage.") from None
+
+
+def _frozen(model):
+    for name, weight in model.named_parameters():
+        if not weight.requires_grad:
+            yield name, weight.data
+    for name, module in _packed(model):
+        state = getattr(module.weight, "quant_state", None)
+        if state is not None:
+            yield from ((f"{name}.{key}", value) for key, value in state.as_dict(packed=True).items())
+        else:
+            scales = module.weight.SCB if getattr(module.weight, "SCB", None) is not None else module.state.SCB
+            yield f"{name}.SCB", scales
+
+
+def _packed(model):
+    """Modules of bitsandbytes by name, without importing it for models that have none."""
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("bitsandbytes."):
+            yield name, module
+
+
+def _bytes(tensor):
+    import torch
+
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
