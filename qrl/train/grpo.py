@@ -21,7 +21,7 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Train
 from qrl.tasks import prompt
-from qrl.train import arguments, completions, live, policy, resume, reward, save
+from qrl.train import arguments, completions, live, policy, qat_training, resume, reward, save
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,6 +54,8 @@ def check(base: checkpoint.Checkpoint, settings: Train, questions: int) -> None:
         )
     policy.check(settings, checkpoint.entries(base.path))
     arguments.check(settings, questions)
+    if settings.qat != "none":
+        qat_training.check(settings)
 
 
 def run(
@@ -90,6 +92,8 @@ def run(
     process.hush_transformers()
     rows = [{"prompt": prompt.messages(q.question, template), "answer": q.answer} for q in questions]
     trainer = _trainer(base, rows, settings, task=task, seed=seed, device=device, work=work, log=log)
+    if settings.qat != "none":
+        qat_training.begin(trainer, questions, settings, base=base, template=template, work=work, log=log)
     _note_arguments(trainer, work)
     model = trainer.accelerator.unwrap_model(trainer.model)
     frozen = policy.frozen_digest(model) if settings.adapter else ""
@@ -151,6 +155,8 @@ def _write(trainer, model, base: checkpoint.Checkpoint, settings: Train, out: Pa
     if process.rank() == 0:
         if settings.adapter:
             save.write(model, base.path, out, dtype=None, state=state, note=lambda at: policy.record(at, settings, base.digest))
+        elif settings.qat != "none":  # codes of the masters are codes of Q(W) only while nothing rounds them
+            save.write(model, base.path, out, dtype="float32", state=state, note=qat_training.note_scales(Path(trainer.args.output_dir)))
         else:
             save.write(model, base.path, out, dtype=base.dtype, state=state)
     trainer.accelerator.wait_for_everyone()

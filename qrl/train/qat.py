@@ -272,6 +272,34 @@ def calibrate(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> d
     return found
 
 
+def logprob_gap(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> tuple[float, float]:
+    """How far Q(W) moves the log-probabilities of given tokens, in nats: mean and largest |log p_Q − log p| a token.
+
+    Args:
+        model: with linears attached, and activations calibrated where the format asks for it.
+        batches: input_ids and attention_mask, (B, L), padded on the right; padding does not count.
+    """
+    import torch
+
+    gaps = []
+    training = model.training
+    with torch.no_grad():
+        model.eval()
+        for batch in batches:
+            quantized = _logprobs(model, batch)
+            with off(model):
+                gaps.append((quantized - _logprobs(model, batch)).abs()[batch["attention_mask"][:, 1:].bool()])
+    model.train(training)
+    every = torch.cat(gaps)
+    return float(every.mean()), float(every.max())
+
+
+def _logprobs(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+    """Of each next token, (B, L - 1), float32."""
+    logits = model(**batch, use_cache=False).logits[:, :-1].float()
+    return logits.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+
+
 def set_activation_scales(model: nn.Module, found: dict[str, float]) -> None:
     """Puts scales of an earlier calibration back.
 
