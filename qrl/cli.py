@@ -72,7 +72,7 @@ def step(name: str, *sections: str) -> Callable:
     return cli.command(name, cls=RecipeCommand, sections=sections)
 
 
-ALL = ("train", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
+ALL = ("train", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
 
 
 @step("study", *ALL)
@@ -84,7 +84,7 @@ def study_command(ctx: click.Context, settings) -> None:
     pipeline.study(settings, typed=ctx.obj)
 
 
-@step("train", "train")
+@step("train", "train", "watch")
 def train_command(settings) -> None:
     """GRPO on the recipe's model; resumes from its last checkpoint if it was killed."""
     from qrl.steps import train
@@ -201,7 +201,7 @@ def serve_command(ctx: click.Context, settings, stage: str, host: str, port: int
 
 
 @cli.command("grade")
-@click.option("--task", required=True, metavar="TASK", help="Whose grader: arithmetic, gsm8k, math.")
+@click.option("--task", required=True, metavar="TASK", help="Whose grader: arithmetic, gsm8k, math, deepmath.")
 @click.option("--out", required=True, metavar="OUT.jsonl", help="Where the graded rows go.")
 @click.option("--file", "named", metavar="FILE.jsonl", help="The same as the argument, for `mlflow run`'s -P file=….")
 @click.argument("file", metavar="FILE.jsonl", required=False)

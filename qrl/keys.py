@@ -17,13 +17,13 @@ from qrl.tracking import reuse
 ROOT = Path(__file__).parent.parent
 ENVIRONMENTS = {names.AWQ: ROOT / "projects" / "awq" / "conda.yaml"}
 CORE = ROOT / "conda.yaml"
-SECTIONS = ("train", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
+SECTIONS = ("train", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
 ASKED = ("task", "prompt", "seed")  # top-level fields that decide which questions are put, and how
 
 
 def trained(recipe: Recipe, base: str, device: str) -> str:
     """Key of a training that starts from the checkpoint with digest `base`."""
-    return _key("train", recipe, ("train",), {"base": base}, device)
+    return _key("train", recipe, ("train", "watch"), {"base": base}, device)
 
 
 def quantized(recipe: Recipe, scheme: str, model: str, device: str) -> str:
@@ -37,9 +37,9 @@ def cell(recipe: Recipe, variant: str, scheme: str, model: str, device: str) -> 
     return _key("evaluate", recipe, ("evaluate",), inputs, device)
 
 
-def merged(recipe: Recipe, base: str, adapter: str) -> str:
-    """Key of an adapter, by address, folded into the checkpoint with digest `base`."""
-    return _key("merge", recipe, ("merge",), {"base": base, "adapter": adapter}, "any")
+def merged(recipe: Recipe, base: str, adapter: str, device: str) -> str:
+    """Key of an adapter, by address, folded into the checkpoint with digest `base`; the device is where that is packed again."""
+    return _key("merge", recipe, ("merge",), {"base": base, "adapter": adapter}, device)
 
 
 def diagnosis(recipe: Recipe, base: str, trained: str) -> str:

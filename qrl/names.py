@@ -25,6 +25,13 @@ TAG_REASON = "qrl.reason"
 TAG_EXIT_CODE = "qrl.exit_code"
 TAG_PID = "qrl.pid"  # host:pid:start of the process that owns the run, so that a dead one can be told
 
+TAG_STOPPED = "qrl.stopped"  # of a training that a watcher ended early: which one, at which step
+
+
+def watch_tag(watcher: str) -> str:
+    """The tag of a training run that keeps a watcher's warning."""
+    return f"qrl.watch.{watcher}"
+
 
 def gate_tag(stage: str) -> str:
     """The tag of a version that records its gate's decision for `stage`."""

@@ -93,7 +93,7 @@ class Order:
         made = self.trained = self._one(title, "train", key)
         if settings.adapter:
             adapter = f"runs:/{made.run_id}/adapter"
-            key = keys.merged(self.recipe, base, adapter)
+            key = keys.merged(self.recipe, base, adapter, self.device)
             made = self._one("merge: adapter into full precision", "merge", key, {"adapter": adapter})
         return made.outputs.models["model"], made.outputs.values["digest"]
 

@@ -57,3 +57,8 @@ def local_rank() -> int:
 def world_size() -> int:
     """How many processes train together."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def sharded() -> bool:
+    """Whether each process holds a part of the weights only, as `accelerate launch --use_fsdp` arranges."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"

@@ -92,11 +92,23 @@ class Train(_Section):
         return self.dtype if self.dtype != "auto" else "fp32" if self.storage == "fp32" else "bf16"
 
 
+class Watch(_Section):
+    """What training warns of, and stops for if told to."""
+
+    stop: tuple[Literal["entropy", "signal", "kl", "truncation", "probe"], ...] = Field((), description="watchers that end training early, the weights so far kept; none named: all only warn")
+    window: Count = Field(5, description="optimizer steps in a row that a watcher looks at")
+    min_entropy_share: Fraction = Field(0.1, description="entropy: least share of the first window's nats a token")
+    max_kl: float = Field(0.5, gt=0, description="kl: most nats a token from the reference; needs train.beta above 0")
+    max_truncation: Fraction = Field(0.5, description="truncation: largest share of completions cut at train.max_completion_tokens")
+    probe_every: int = Field(0, ge=0, description="probe: optimizer steps between two looks at held-out accuracy; 0: none")
+    probe_n: int = Field(128, ge=2, description="probe: questions of the training split that are neither prompts nor held out")
+
+
 class Merge(_Section):
     """Folding an adapter into its base."""
 
     max_logit_diff: float = Field(0.25, gt=0, description="largest logit difference allowed, merged against adapter-on")
-    base_storage: Literal["auto", "full", "int8", "nf4"] = Field("auto", description="what the adapter was trained over; auto: as it records, else full precision")
+    into: Literal["auto", "full", "int8", "nf4"] = Field("auto", description="the original weights, or what int8 or nf4 unpack to; auto: what the adapter was trained over")
 
 
 class Quantize(_Section):
@@ -155,12 +167,13 @@ class Recipe(_Section):
 
     model: str = Field("qrl-tiny", min_length=1, description="qrl-tiny (shipped), a checkpoint folder, or a hub id")
     registered_name: str | None = Field(None, description="name in the registry; default: from the model's name")
-    task: Literal["arithmetic", "gsm8k", "math"] = Field("arithmetic", description="what is asked")
+    task: Literal["arithmetic", "gsm8k", "math", "deepmath"] = Field("arithmetic", description="what is asked")
     data: str | None = Field(None, description="folder with train.jsonl and test.jsonl; default: generated, or the hub")
     prompt: str = Field("answer-line", description="named prompt template")
     seed: int = Field(0, ge=0, lt=2**31, description="seed of everything random")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where models run; auto takes a GPU if there is one")
     train: Train = Train()
+    watch: Watch = Watch()
     merge: Merge = Merge()
     quantize: Quantize = Quantize()
     evaluate: Evaluate = Evaluate()
@@ -214,7 +227,7 @@ def load(name_or_path: str = DEFAULT, overrides: dict[str, str] | None = None) -
     if name_or_path == DEFAULT:
         task = (overrides or {}).get("task")
         own = (overrides or {}).get("model", "qrl-tiny") != "qrl-tiny" or task == "gsm8k"
-        name_or_path = "math" if task == "math" else "instruct" if own else "tiny"
+        name_or_path = "math" if task in ("math", "deepmath") else "instruct" if own else "tiny"
     path = RECIPES / f"{name_or_path}.yaml"
     if not path.is_file() and str(name_or_path).endswith((".yaml", ".yml")):
         path = Path(name_or_path)

@@ -54,7 +54,7 @@ def test_seed_000s_recipe_is_its_run():
         ("quantize.schemes", "nf4,gguf", "'nf4' or 'awq'"),
         ("quantize.group_size", "100", "32, 64 or 128"),
         ("evaluate.min_eos_rate", "1.5", "less than or equal to 1"),
-        ("task", "trivia", "'arithmetic', 'gsm8k' or 'math'"),
+        ("task", "trivia", "'math' or 'deepmath'"),
         ("nonsense", "1", "not a key"),
     ],
 )

@@ -61,7 +61,7 @@ def test_an_unknown_template_and_a_tokenizer_without_chat_template_are_refused(t
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_template_asks_for_the_form_that_its_task_grades(task):
-    fitting = {"math": "boxed"}.get(task, "answer-line")
+    fitting = {"math": "boxed", "deepmath": "boxed"}.get(task, "answer-line")
     prompt.check(task, fitting)
     prompt.check(task, "plain")
     other = "answer-line" if fitting == "boxed" else "boxed"

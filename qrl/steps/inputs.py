@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Sequence
 from hashlib import sha256
@@ -104,3 +105,26 @@ def all_heldout(recipe: Recipe) -> list[tasks.Question]:
     """Every question that the recipe's cells could be asked, whatever `evaluate.n` says; of an endless task, those that they are."""
     endless = recipe.task == "arithmetic" and recipe.data is None
     return tasks.load(recipe.task, "heldout", recipe.evaluate.n if endless else None, recipe.seed, recipe.data)
+
+
+def probe(recipe: Recipe, trained: Sequence[tasks.Question], heldout: Sequence[tasks.Question]) -> list[tasks.Question]:
+    """Questions of the training split that are neither prompts of the training nor, word for word, held out.
+
+    Raises:
+        BadInput: fewer than `watch.probe_n` are left.
+    """
+    wanted = recipe.watch.probe_n
+    endless = recipe.task == "arithmetic" and recipe.data is None
+    pool = tasks.load(recipe.task, "train", len(trained) + wanted if endless else None, recipe.seed, recipe.data)
+    taken = {_bare(question) for question in (*trained, *heldout)}
+    left = [question for question in pool if _bare(question) not in taken]
+    if len(left) < wanted:
+        raise BadInput(
+            f"The training split has {len(left)} questions that are neither trained on nor held out, but watch.probe_n asks for "
+            f"{wanted}: lower train.questions or watch.probe_n, or set watch.probe_every=0."
+        )
+    return left if len(left) == wanted else random.Random(recipe.seed).sample(left, wanted)
+
+
+def _bare(question: tasks.Question) -> str:
+    return "".join(question.question.casefold().split())

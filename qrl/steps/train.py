@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from qrl import checkpoint, figures, keys, names, source, tiny
+from qrl import checkpoint, figures, keys, names, process, source, tiny
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.recipe import Recipe
@@ -17,7 +17,8 @@ from qrl.tiny import corpus
 from qrl.tracking import reuse, runs, store
 from qrl.train import grpo
 from qrl.train import merge as merging
-from qrl.workspace import workspace
+from qrl.train.watchers import Alarm
+from qrl.workspace import WORK, workspace
 
 PROMPTS_TO_CHECK = 8  # training questions that a merge is tried on
 HISTORY = "history.parquet"
@@ -25,41 +26,58 @@ CONTAMINATION = "contamination"  # table of example pairs
 
 
 def train(recipe: Recipe) -> None:
-    """GRPO from the recipe's model; logs the trained model, its health live, its curves and a table of completions."""
+    """GRPO from the recipe's model; logs the trained model, its health live, its curves and a table of completions.
+
+    Under `torchrun` or `accelerate launch` every process trains, and the first alone logs and writes.
+    """
     base = source.locate(recipe.model)
     found = checkpoint.check(base)
     device = devices.choose(recipe.device)
     questions = inputs.questions(recipe, "train", recipe.train.questions)
     heldout = inputs.all_heldout(recipe)
-    grpo.check(found, recipe.train, len(questions))
+    probed = inputs.probe(recipe, questions, heldout) if recipe.watch.probe_every else []
+    grpo.check(found, recipe.train, len(questions), device, recipe.watch)
     prompt.template_hash(recipe.prompt)  # an unknown template is refused before anything starts
+    world = process.world_size()
+    key = keys.trained(recipe, found.digest, device if world == 1 else f"{device} x {world}")
+    given = {"task": recipe.task, "template": recipe.prompt, "seed": recipe.seed, "device": device}
+    given |= {"watch": recipe.watch, "probed": probed}
+    if process.rank():
+        work = (WORK / f"train-{key[:16]}").resolve()
+        grpo.run(base, questions, recipe.train, **given, work=work / "trainer", out=work / "model")
+        return
     store.prepare()
-    key = keys.trained(recipe, found.digest, device)
     tags = {names.TAG_CACHE_KEY: key, names.TAG_PARENT_DIGEST: found.digest, **_tags(recipe)}
-    params = {"device": device}
+    params = {"device": device, "processes": world, "base_stored_in": recipe.train.storage, "computed_in": recipe.train.compute}
     with (
         workspace(f"train-{key[:16]}", keep_on_error=True) as work,
-        runs.step("train", recipe, sections=("train",), params=params, tags=tags, system_metrics=True),
+        runs.step("train", recipe, sections=("train", "watch"), params=params, tags=tags, system_metrics=True),
     ):
-        _log_questions(recipe, questions)
+        _log_questions(recipe, questions, "train")
+        if probed:
+            _log_questions(recipe, probed, "probe")
         _check_contamination(recipe, base, questions, heldout)
         shutil.rmtree(work / "model", ignore_errors=True)
         trained = grpo.run(
             base,
             questions,
             recipe.train,
-            task=recipe.task,
-            template=recipe.prompt,
-            seed=recipe.seed,
-            device=device,
+            **given,
             work=work / "trainer",
             out=work / "model",
             log=runs.live_log(),
+            warn=_warn,
         )
         if trained.resumed_from:
             click.echo(f"Went on from the checkpoint of step {trained.resumed_from}.", err=True)
         _log_training(trained, work)
         _record(recipe, trained.path, found.digest, adapter=trained.adapter)
+
+
+def _warn(alarm: Alarm) -> None:
+    """A watcher's sentence, in the run's tags and on the terminal."""
+    runs.tag(names.watch_tag(alarm.watcher), f"Step {alarm.step}: {alarm.sentence}")
+    click.echo(f"\nqrl: warning at step {alarm.step}: {alarm.sentence}", err=True)
 
 
 def merge(recipe: Recipe, adapter: str) -> None:
@@ -69,7 +87,8 @@ def merge(recipe: Recipe, adapter: str) -> None:
     merging.check_adapter(folder)
     questions = inputs.questions(recipe, "train", PROMPTS_TO_CHECK)
     store.prepare()
-    key = keys.merged(recipe, found.digest, adapter)
+    device = devices.choose(recipe.device)
+    key = keys.merged(recipe, found.digest, adapter, device)
     tags = {names.TAG_CACHE_KEY: key, names.TAG_PARENT_DIGEST: found.digest, **_tags(recipe)}
     with (
         workspace(f"merge-{key[:16]}") as work,
@@ -77,8 +96,16 @@ def merge(recipe: Recipe, adapter: str) -> None:
     ):
         tokens = hf.tokenizer(base)
         prompts = [prompt.render(tokens, question.question, recipe.prompt) for question in questions]
-        merged = merging.run(base, folder, work / "model", prompts, max_logit_diff=recipe.merge.max_logit_diff)
-        runs.log_scores({"merge/max_logit_diff": merged.max_logit_diff, "merge/residual": merged.merge_residual})
+        limit, into = recipe.merge.max_logit_diff, recipe.merge.into
+        merged = merging.run(base, folder, work / "model", prompts, max_logit_diff=limit, into=into, device=device)
+        runs.log_params({"merged_into": "the base in full precision" if merged.into == "full" else f"the base in {merged.into}, unpacked"})
+        runs.log_scores(
+            {
+                "merge/max_logit_diff": merged.max_logit_diff,
+                "merge/residual": merged.merge_residual,
+                "merge/base_shift": merged.base_shift,
+            }
+        )
         _record(recipe, merged.path, found.digest)
 
 
@@ -86,11 +113,11 @@ def _tags(recipe: Recipe) -> dict[str, str]:
     return {names.TAG_VARIANT: names.GRPO, names.TAG_SCHEME: names.FP16, names.TAG_TASK: recipe.task}
 
 
-def _log_questions(recipe: Recipe, questions: list) -> None:
+def _log_questions(recipe: Recipe, questions: list, context: str) -> None:
     runs.log_dataset(
-        f"{recipe.task}-train",
+        f"{recipe.task}-{context}",
         digest=inputs.digest(questions),
-        context="train",
+        context=context,
         n=len(questions),
         source=inputs.source_of(recipe),
     )
@@ -126,6 +153,10 @@ def _log_training(trained: grpo.Trained, work: Path) -> None:
     runs.log_folder(artifacts)
     runs.log_table(trained.completions, "completions")
     runs.log_scores({"train/seconds": trained.seconds, "train/resumed_from": trained.resumed_from})
+    if alarm := trained.stopped:
+        runs.tag(names.TAG_STOPPED, f"{alarm.watcher}, step {alarm.step}")
+        runs.log_scores({"train/stopped_at": alarm.step})
+        click.echo(f"Stopped at step {alarm.step}, as watch.stop asks; the weights so far are kept.", err=True)
 
 
 def _record(recipe: Recipe, path: Path, parent: str, *, adapter: bool = False) -> None:

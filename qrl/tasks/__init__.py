@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Literal
 
 from qrl.errors import BadInput
-from qrl.tasks import arithmetic, gsm8k, jsonl, math, math_grade
+from qrl.tasks import arithmetic, deepmath, gsm8k, jsonl, math, math_grade
 from qrl.tasks import grade as grading
 from qrl.tasks.grade import Verdict
 from qrl.tasks.question import Question
 
 __all__ = ["TASKS", "Question", "Verdict", "grade", "grade_many", "load"]
 
-TASKS = ("arithmetic", "gsm8k", "math")
+TASKS = ("arithmetic", "gsm8k", "math", "deepmath")
+BOXED = {"math": math, "deepmath": deepmath}  # judged by what is in \boxed{}
 Split = Literal["train", "heldout"]
 
 
@@ -40,12 +41,12 @@ def load(task: str, split: Split, n: int | None = None, seed: int = 0, data: str
     if n is not None and n < 1:
         raise BadInput(f"{n} questions were asked for, but at least 1 was expected: ask for a positive number.")
     if data is not None:
-        return jsonl.load(task, Path(data), split, n, seed, math.questions if task == "math" else None)
+        return jsonl.load(task, Path(data), split, n, seed, BOXED[task].questions if task in BOXED else None)
     if task == "arithmetic":
         if n is None:
             raise BadInput("The arithmetic task is generated without end: say how many questions are wanted.")
         return arithmetic.load(split, n, seed)
-    return (math if task == "math" else gsm8k).load(split, n, seed)
+    return BOXED.get(task, gsm8k).load(split, n, seed)
 
 
 def grade(task: str, completion: str, answer: str) -> Verdict:
@@ -75,7 +76,7 @@ def grade_many(
         BadInput: unknown task, or a gold answer that is none.
     """
     _check(task)
-    if task == "math":
+    if task in BOXED:
         return math_grade.grade_many(completions, answers, progress)
     verdicts = []
     for completion, answer in zip(completions, answers, strict=True):

@@ -17,7 +17,7 @@ SHOWN = 10  # example pairs of each kind
 LIMIT = 0.01  # share of held-out questions; real GSM8K's test set has 3 of 1,319, which is 0.0023
 # A generator's questions are made of the same few sentences: only whole ones count. MATH's are terse and worded alike: one pair
 # among MATH-500 itself, of 124,750, lets expect some fifty with a training set of 12,000, which was not at hand to be compared.
-LIMITS = {"arithmetic": 1.0, "math": 0.2}
+LIMITS = {"arithmetic": 1.0, "math": 0.2, "deepmath": 0.2}
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 

@@ -31,11 +31,11 @@ def load(split: str, n: int | None, seed: int) -> list[Question]:
     Raises:
         BadInput: the hub cannot be reached.
     """
-    heldout = list(_hub(HELDOUT, None, "test"))
+    heldout = list(hub(HELDOUT, None, "test"))
     rows = heldout
     if split == "train":
         seen = {_squeezed(row["problem"]) for _, row in heldout}
-        whole = (pair for subject in SUBJECTS for part in ("train", "test") for pair in _hub(WHOLE, subject, part))
+        whole = (pair for subject in SUBJECTS for part in ("train", "test") for pair in hub(WHOLE, subject, part))
         rows = [(where, row) for where, row in whole if _squeezed(row["problem"]) not in seen]
     return jsonl.subset(questions("math", split, rows), n, seed, HELDOUT if split == "heldout" else WHOLE)
 
@@ -76,7 +76,12 @@ def _boxed(text: str) -> str:
     return _LINE.sub(lambda match: f"\\boxed{{{match[1]}}}", jsonl.CALCULATOR.sub("", text).strip())
 
 
-def _hub(name: str, config: str | None, split: str) -> Iterable[tuple[str, dict]]:
+def hub(name: str, config: str | None, split: str) -> Iterable[tuple[str, dict]]:
+    """(where, row) pairs of a data set on the hub.
+
+    Raises:
+        BadInput: it cannot be reached.
+    """
     import datasets
 
     try:

@@ -30,7 +30,7 @@ TEMPLATES = {
         tasks=("arithmetic", "gsm8k"),
     ),
     "boxed": Template(  # as Qwen2.5's instruction-tuned models are asked for MATH by their makers
-        "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}.", tasks=("math",)
+        "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}.", tasks=("math", "deepmath")
     ),
     "plain": Template("{question}"),  # for a model that was trained to answer in the format without being told
 }

@@ -190,6 +190,13 @@ def is_launched() -> bool:
     return "mlflow.parentRunId" in mlflow.get_run(active_id()).data.tags
 
 
+def tag(key: str, text: str) -> None:
+    """A tag of the active run."""
+    import mlflow
+
+    mlflow.set_tag(key, text[:_MAX_TAG])
+
+
 def describe(markdown: str) -> None:
     """The description that the UI shows above the active run."""
     import mlflow

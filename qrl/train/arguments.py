@@ -81,6 +81,7 @@ def make(settings: Train, *, seed: int, device: str, work: Path):
         seed=seed,
         data_seed=seed,
         use_cpu=device == "cpu",
+        ddp_find_unused_parameters=False,  # there are none, and looking for them costs a pass over the graph
         dataloader_pin_memory=device == "cuda",
         push_to_hub=False,
     )

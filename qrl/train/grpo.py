@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 from qrl import checkpoint, process, tasks
 from qrl.engine import hf
 from qrl.errors import BadInput
-from qrl.recipe import Train
+from qrl.recipe import Train, Watch
 from qrl.tasks import prompt
-from qrl.train import arguments, completions, live, policy, qat_training, resume, reward, save
+from qrl.train import arguments, completions, live, policy, probe, qat_training, resume, reward, save
+from qrl.train.watchers import Alarm
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,20 +40,28 @@ class Trained:
     completions: pd.DataFrame  # sampled completions: step, prompt, completion, reward
     resumed_from: int  # step of the checkpoint that it went on from; 0 is a fresh start
     seconds: float  # of this process
+    stopped: Alarm | None  # the watcher that ended it early, and what it said
 
 
-def check(base: checkpoint.Checkpoint, settings: Train, questions: int) -> None:
+def check(
+    base: checkpoint.Checkpoint, settings: Train, questions: int, device: str, watch: Watch = Watch()  # noqa: B008 (frozen)
+) -> None:
     """Refuses what cannot be trained, before any weight is loaded.
 
     Raises:
-        BadInput: a quantized base, adapter settings that fit neither method nor model, or a batch that does not divide.
+        BadInput: a quantized base, adapter settings that fit neither method nor model, a reference that has no room, a batch that
+            does not divide, or a probe of weights that no process holds whole.
     """
     if base.quantization:
         raise BadInput(
             f"{base.path} is stored in {base.quantization}: training starts from full-precision weights, and packs them itself "
             "where train.base_storage says so. Give the checkpoint that it was made from."
         )
-    policy.check(settings, checkpoint.entries(base.path))
+    tensors = checkpoint.entries(base.path)
+    policy.check(settings, tensors)
+    policy.check_reference(settings, tensors, device)
+    if watch.probe_every and process.sharded():
+        raise BadInput("watch.probe_every needs processes that hold all weights, which those of FSDP do not: set it to 0.")
     arguments.check(settings, questions)
     if settings.qat != "none":
         qat_training.check(settings)
@@ -70,6 +79,9 @@ def run(
     work: Path,
     out: Path,
     log: live.Log = lambda metrics, step: None,
+    watch: Watch = Watch(),  # noqa: B008 (frozen)
+    probed: Sequence[tasks.Question] = (),
+    warn: probe.Warn = lambda alarm: None,
 ) -> Trained:
     """Trains a checkpoint with GRPO, or goes on with a training that was killed.
 
@@ -82,18 +94,28 @@ def run(
         work: folder of the trainer's checkpoints, the same for a run and its second try, and for all processes.
         out: folder to make; it appears whole, by rename.
         log: takes metrics by name and the optimizer step, while training.
+        watch: what is warned of, and stopped for.
+        probed: questions that held-out accuracy is watched on, where `watch.probe_every` says so.
+        warn: takes an alarm of a watcher, once each.
 
     Raises:
         BadInput: what `check` refuses.
         QrlError: the base under an adapter changed in memory.
     """
     found = checkpoint.check(base)
-    check(found, settings, len(questions))
+    check(found, settings, len(questions), device, watch)
     process.hush_transformers()
     rows = [{"prompt": prompt.messages(q.question, template), "answer": q.answer} for q in questions]
     trainer = _trainer(base, rows, settings, task=task, seed=seed, device=device, work=work, log=log)
     if settings.qat != "none":
         qat_training.begin(trainer, questions, settings, base=base, template=template, work=work, log=log)
+
+    def ask() -> list[int]:
+        longest = settings.max_completion_tokens
+        return probe.outcomes(trainer, hf.tokenizer(base), probed, task=task, template=template, max_new_tokens=longest)
+
+    watching = probe.callback(watch, ask, log, warn)
+    trainer.add_callback(watching)
     _note_arguments(trainer, work)
     model = trainer.accelerator.unwrap_model(trainer.model)
     frozen = policy.frozen_digest(model) if settings.adapter else ""
@@ -111,6 +133,7 @@ def run(
         completions=completions.sampled(work, settings),
         resumed_from=int(last.name.rpartition("-")[2]) if last else 0,
         seconds=seconds,
+        stopped=watching.stopped,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ RANK = 16  # of an adapter whose recipe names none
 RECORD = "qrl_base.json"  # beside an adapter: what it was trained over
 HEADS = ("lm_head", "embed_out", "output")  # output heads: TRL reads their weights past any adapter
 PACKED = ("int8", "nf4")
+BYTES_WITH_REFERENCE = 20  # a parameter, in full training: master 4, gradient 4, AdamW 8, reference 4
 
 
 def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
@@ -60,6 +61,36 @@ def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
             raise BadInput(f"train.lora_targets names '{target}', which is no linear of the model: expected some of {', '.join(leaves)}.")
 
 
+def check_reference(settings: Train, tensors: Mapping[str, Entry], device: str) -> None:
+    """Refuses a second copy of the weights where there is surely no room for it.
+
+    Full training holds masters, gradients and AdamW's two moments in fp32, 16 bytes a parameter, and a reference 4 more. What
+    activations and the cache take comes on top and is not counted. An adapter needs no copy, nor does beta 0.
+
+    Raises:
+        BadInput: these alone are more than the device has.
+    """
+    if settings.adapter or not settings.beta or process.sharded():
+        return
+    need = sum(entry.numel for entry in tensors.values()) * BYTES_WITH_REFERENCE
+    if need > (have := _memory_bytes(device)):
+        raise BadInput(
+            f"train.beta = {settings.beta:g} with train.method = full keeps the reference as a second copy: {need / 2**30:.0f} GiB with "
+            f"the optimizer, but this {device} has {have / 2**30:.0f}: set train.beta=0, or choose lora or qlora, whose reference is "
+            "the base with the adapter off."
+        )
+
+
+def _memory_bytes(device: str) -> int:
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.get_device_properties(process.local_rank()).total_memory
+    import psutil
+
+    return psutil.virtual_memory().total
+
+
 def _linears(tensors: Mapping[str, Entry]) -> list[str]:
     """Names of the modules with a weight matrix that an adapter can stand beside."""
     names = [name.removesuffix(".weight") for name, entry in tensors.items() if name.endswith(".weight") and len(entry.shape) == 2]
@@ -83,7 +114,7 @@ def load(base: Path, settings: Train, device: str):
         base, dtype=torch.float32 if storage == "fp32" else compute, trust_remote_code=False, use_safetensors=True, **given
     )
     keep_codes(model)
-    if storage in PACKED and not any(True for _ in _packed(model)):
+    if storage in PACKED and not any(packed(model)):
         raise BadInput(f"{base} has no linear that bitsandbytes packs: choose train.base_storage=bf16.")
     if device == "cpu":
         attention.use_grouped(model)
@@ -106,9 +137,21 @@ def keep_codes(model) -> None:
 
     It happens in place, and what is trained, unpacked or saved afterwards would be silently wrong.
     """
-    for _, module in _packed(model):
+    for _, module in packed(model):
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+
+
+def compute_in_fp32(model) -> None:
+    """Turns off rounding between layers; codes stay codes, and unpack to the values that they did before."""
+    import torch
+
+    for weight in model.parameters():
+        if weight.is_floating_point():
+            weight.data = weight.data.to(torch.float32)
+    for _, module in packed(model):
+        if hasattr(module, "compute_dtype"):
+            module.compute_dtype = torch.float32
 
 
 def adapter(settings: Train):
@@ -173,14 +216,14 @@ def recorded(folder: Path) -> dict[str, str]:
         note = json.loads((folder / RECORD).read_text())
         return {key: note[key] for key in ("base_storage", "compute", "base_digest")}
     except (ValueError, KeyError, TypeError):
-        raise BadInput(f"{folder / RECORD} is damaged: expected what `train` wrote there; train again, or delete it and set merge.base_storage.") from None
+        raise BadInput(f"{folder / RECORD} is damaged: expected what `train` wrote there; train again, or delete it and set merge.into.") from None
 
 
 def _frozen(model):
     for name, weight in model.named_parameters():
         if not weight.requires_grad:
             yield name, weight.data
-    for name, module in _packed(model):
+    for name, module in packed(model):
         state = getattr(module.weight, "quant_state", None)
         if state is not None:
             yield from ((f"{name}.{key}", value) for key, value in state.as_dict(packed=True).items())
@@ -189,10 +232,10 @@ def _frozen(model):
             yield f"{name}.SCB", scales
 
 
-def _packed(model):
-    """Modules of bitsandbytes by name, without importing it for models that have none."""
+def packed(model) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules that hold bitsandbytes' codes, by name, found without importing it for models that have none."""
     for name, module in model.named_modules():
-        if type(module).__module__.startswith("bitsandbytes."):
+        if type(module).__module__.startswith("bitsandbytes.nn"):
             yield name, module
 
 

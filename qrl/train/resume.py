@@ -7,6 +7,7 @@ import warnings
 import zipfile
 from pathlib import Path
 
+from qrl import process
 from qrl.errors import BadInput
 from qrl.formats import header
 
@@ -35,7 +36,8 @@ def _broken(path: Path) -> str | None:
         weights = list(path.glob("*.safetensors"))
         for file in weights:
             header.read(file)
-        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        states = [f"rng_state_{rank}.pth" for rank in range(world)] if (world := process.world_size()) > 1 else ["rng_state.pth"]
+        for name in ("optimizer.pt", "scheduler.pt", *states):
             if (bad := zipfile.ZipFile(path / name).testzip()) is not None:
                 return f"{name} holds a damaged {bad}"
     except (OSError, ValueError, zipfile.BadZipFile, BadInput) as error:

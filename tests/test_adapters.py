@@ -1,0 +1,217 @@
+"""Adapters over a base in bf16, INT8 or NF4: the base stays as it is, the reference is it, and the merge is the right one."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qrl import checkpoint, tasks, tiny
+from qrl.engine import hf
+from qrl.errors import BadInput, QrlError
+from qrl.formats.header import Entry
+from qrl.recipe import Train
+from qrl.tasks import prompt
+from qrl.train import arguments, grpo, merge, policy, reward
+
+QUESTIONS = tasks.load("arithmetic", "train", 16, 0)
+BATCH = {"steps": 2, "prompts_per_step": 8, "generations": 4, "micro_batch": 32, "max_completion_tokens": 64, "save_every": 1}
+BATCH |= {"temperature": 2.0}  # so that a group's completions differ, and there is something to learn
+ADAPTER = {"lora_rank": 4, "lora_targets": ("q_proj", "v_proj"), "learning_rate": 2e-3, "beta": 0.01}
+STORED = {
+    "fp32": Train(method="lora", **BATCH, **ADAPTER),
+    "int8": Train(method="lora", base_storage="int8", dtype="fp32", **BATCH, **ADAPTER),
+    "nf4": Train(method="qlora", dtype="fp32", **BATCH, **ADAPTER),
+}
+GIVEN = {"task": "arithmetic", "seed": 0, "device": "cpu"}
+
+
+class Ran:
+    """One GRPO run over a base stored one way, with what its trainer was before."""
+
+    def __init__(self, storage: str, folder) -> None:
+        self.storage, self.settings, self.work = storage, STORED[storage], folder / "work"
+        with pytest.MonkeyPatch.context() as patch:
+            make = grpo._trainer
+
+            def noted(*given, **named):
+                self.trainer = make(*given, **named)
+                self.before = policy.frozen_digest(self.trainer.model)
+                return self.trainer
+
+            patch.setattr(grpo, "_trainer", noted)
+            common = {"template": "plain", "work": self.work, "out": folder / "adapter"}
+            self.done = grpo.run(tiny.PATH, QUESTIONS, self.settings, **GIVEN, **common)
+
+
+@pytest.fixture(scope="module", params=STORED)
+def ran(request, tmp_path_factory):
+    return Ran(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def prompts():
+    tokens = hf.tokenizer(tiny.PATH)
+    return [prompt.render(tokens, question.question, "plain") for question in QUESTIONS[:4]]
+
+
+def test_the_base_is_the_same_in_memory_and_on_disk_while_its_adapter_moves(ran):
+    model = ran.trainer.model
+    assert policy.frozen_digest(model) == ran.before
+    assert policy.recorded(ran.done.path)["base_digest"] == checkpoint.digest(tiny.PATH)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    assert {weight.dtype for weight in trained} == {torch.float32}
+    written = load_file(ran.done.path / "adapter_model.safetensors")
+    assert all("lora_" in name for name in written) and any(value.any() for name, value in written.items() if "lora_B" in name)
+    packed = {type(module).__name__ for _, module in policy.packed(model)}
+    assert any(ran.storage == storage and name in packed for storage, name in (("nf4", "Linear4bit"), ("int8", "Linear8bitLt"))) or (
+        ran.storage == "fp32" and not packed
+    )
+
+
+def test_a_base_that_moved_keeps_nothing(ran):
+    weight = next(weight for name, weight in ran.trainer.model.named_parameters() if "base_layer.weight" in name).data
+    first = weight.reshape(-1)[0].clone()
+    try:
+        weight.reshape(-1)[0] += 1
+        with pytest.raises(QrlError, match="changed in memory"):
+            policy.check_unmoved(ran.before, ran.trainer.model)
+    finally:
+        weight.reshape(-1)[0] = first
+    policy.check_unmoved(ran.before, ran.trainer.model)
+
+
+def test_the_reference_is_the_base_with_the_adapter_off_and_no_second_copy(ran):
+    assert ran.trainer.ref_model is None and ran.done.history["kl"].notna().all()
+    model, ids = ran.trainer.model.eval(), torch.tensor([prompts()[0]])
+    with torch.inference_mode():
+        on = model(ids).logits
+        with model.disable_adapter():
+            off = model(ids).logits
+        assert off.equal(policy.load(tiny.PATH, ran.settings, "cpu").eval()(ids).logits)
+    assert not on.equal(off)
+    assert (ran.done.history["peak_memory_gib"] > 0).all()
+
+
+def test_an_adapters_checkpoints_hold_no_base(ran):
+    files = {file.name: file.stat().st_size for file in (ran.work / "checkpoint-2").iterdir()}
+    assert "model.safetensors" not in files
+    assert sum(size for name, size in files.items() if "tokenizer" not in name) < checkpoint.check(tiny.PATH).bytes / 10
+
+
+def test_an_adapter_merges_into_the_base_that_it_was_trained_over(ran, tmp_path):
+    before = checkpoint.digest(tiny.PATH)
+    merged = merge.run(tiny.PATH, ran.done.path, tmp_path / "merged", prompts(), max_logit_diff=50)
+    assert merged.into == ("full" if ran.storage == "fp32" else ran.storage)
+    assert (merged.base_shift > 0) == (ran.storage != "fp32")
+    assert checkpoint.digest(tiny.PATH) == before and checkpoint.check(merged.path).quantization is None
+    if ran.storage == "nf4":  # INT8's activations are rounded too, which no merged model repeats
+        assert merged.max_logit_diff < 0.25
+        other = merge.run(tiny.PATH, ran.done.path, tmp_path / "other", prompts(), max_logit_diff=50, into="full")
+        assert other.into == "full" and other.max_logit_diff > 2 * merged.max_logit_diff
+    assert json.loads((merged.path / "config.json").read_text()).get("quantization_config") is None
+
+
+def test_nothing_merges_into_codes(ran):
+    if ran.storage != "fp32":
+        with pytest.raises(TypeError, match="codes"):
+            merge.fold(ran.trainer.model, torch.bfloat16)
+
+
+def test_an_adapter_of_another_base_is_refused(ran, tmp_path):
+    shutil.copytree(ran.done.path, tmp_path / "adapter")
+    note = json.loads((tmp_path / "adapter" / policy.RECORD).read_text())
+    (tmp_path / "adapter" / policy.RECORD).write_text(json.dumps(note | {"base_digest": "0" * 64}))
+    with pytest.raises(BadInput, match="trained over the base with digest 000000000000"):
+        merge.run(tiny.PATH, tmp_path / "adapter", tmp_path / "merged", prompts(), max_logit_diff=1)
+
+
+TENSORS = checkpoint.entries(tiny.PATH)
+LARGE = {"w.weight": Entry("model.safetensors", "BF16", (10**6, 10**7), 2 * 10**13)}
+REFUSED = {
+    "adapter keys, full": (Train(lora_rank=8), TENSORS, r"train\.lora_rank is set, but train\.method = full"),
+    "targets, full": (Train(lora_targets=("q_proj",)), TENSORS, r"train\.lora_targets is set"),
+    "nf4, full": (Train(base_storage="nf4"), TENSORS, r"base_storage = nf4 stores the base in too few bits"),
+    "int8, full": (Train(base_storage="int8"), TENSORS, r"base_storage = int8"),
+    "no such target": (Train(method="lora", lora_targets=("qkv",)), TENSORS, r"names 'qkv', which is no linear .* q_proj"),
+    "half a name": (Train(method="lora", lora_targets=("proj",)), TENSORS, r"names 'proj'"),
+    "an embedding": (Train(method="qlora", lora_targets=("embed_tokens",)), TENSORS, r"names 'embed_tokens'"),
+    "the output head": (Train(method="lora", lora_targets=("lm_head",)), TENSORS | {"lm_head.weight": LARGE["w.weight"]}, "'lm_head'"),
+    "bf16 in fp32": (Train(method="lora", base_storage="bf16", dtype="fp32"), TENSORS, r"train\.dtype is fp32"),
+    "no room for a reference": (Train(beta=0.1), LARGE, r"second copy: 186265 GiB .* train\.beta=0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_trained_is_refused_from_names_alone(name):
+    settings, tensors, sentence = REFUSED[name]
+    with pytest.raises(BadInput, match=sentence):
+        policy.check(settings, tensors)
+        policy.check_reference(settings, tensors, "cpu")
+
+
+BATCHES = {
+    "micro-batch": (Train(prompts_per_step=4, generations=4, micro_batch=5), 100, "does not divide the 16 completions"),
+    "prompts": (Train(prompts_per_step=64), 63, "There are 63 training questions"),
+    "weights": (Train(rewards=("correct", "format"), reward_weights=(1,)), 100, "1 numbers for 2 rewards"),
+    "saving within a batch": (Train(iterations=4, save_every=10), 100, r"no multiple of train\.iterations = 4"),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_that_do_not_work_out_are_refused(name):
+    settings, questions, sentence = BATCHES[name]
+    with pytest.raises(BadInput, match=sentence):
+        arguments.check(settings, questions)
+
+
+def test_processes_share_a_steps_completions(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(BadInput, match="3 processes do not divide the 16 completions"):
+        arguments.check(Train(prompts_per_step=4, generations=4), 100)
+    with pytest.raises(BadInput, match="5 does not divide the 8 completions of a step in each of 3 processes"):
+        arguments.check(Train(prompts_per_step=6, generations=4, micro_batch=5), 100)
+    arguments.check(Train(prompts_per_step=6, generations=4, micro_batch=4), 100)
+
+
+def test_a_quantized_checkpoint_is_not_trained(tmp_path):
+    shutil.copytree(tiny.PATH, tmp_path / "quantized")
+    config = json.loads((tmp_path / "quantized" / "config.json").read_text())
+    (tmp_path / "quantized" / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(BadInput, match="stored in awq: training starts from full-precision"):
+        grpo.check(checkpoint.check(tmp_path / "quantized"), Train(), 4096, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("typed", "storage", "compute"),
+    [
+        ({}, "fp32", "fp32"),
+        ({"dtype": "bf16"}, "fp32", "bf16"),
+        ({"method": "lora"}, "fp32", "fp32"),
+        ({"method": "lora", "dtype": "bf16"}, "bf16", "bf16"),
+        ({"method": "lora", "base_storage": "bf16"}, "bf16", "bf16"),
+        ({"method": "qlora"}, "nf4", "bf16"),
+        ({"method": "qlora", "dtype": "fp32"}, "nf4", "fp32"),
+        ({"method": "qlora", "base_storage": "int8"}, "int8", "bf16"),
+    ],
+)
+def test_what_is_typed_resolves_to_a_storage_and_a_compute_dtype(typed, storage, compute):
+    assert (Train(**typed).storage, Train(**typed).compute) == (storage, compute)
+
+
+def test_full_training_with_beta_keeps_a_reference_of_its_own_and_all_keys_reach_trl(tmp_path):
+    keys = {"loss": "grpo", "importance_sampling": "sequence", "iterations": 2, "clip": 3e-4, "clip_high": 4e-4, "save_every": 2}
+    settings = Train(beta=0.1, rewards=("correct", "format"), reward_weights=(1, 0.2), **BATCH | keys)
+    rows = [{"prompt": prompt.messages(q.question, "plain"), "answer": q.answer} for q in QUESTIONS]
+    trainer = grpo._trainer(tiny.PATH, rows, settings, **GIVEN, work=tmp_path, log=lambda metrics, step: None)
+    assert trainer.ref_model is not None and trainer.reward_func_names == ["correct", "format"]
+    assert trainer.reward_weights.tolist() == pytest.approx([1, 0.2])
+    assert (trainer.importance_sampling_level, trainer.num_iterations) == ("sequence", 2)
+    assert (trainer.epsilon_low, trainer.epsilon_high, trainer.loss_type) == (3e-4, 4e-4, "grpo")
+
+
+def test_the_format_reward_asks_for_an_answer_in_the_asked_form_right_or_wrong():
+    correct, form = reward.functions("arithmetic", ("correct", "format"))
+    texts, gold = ["#### 7", "#### 8", "7", "#### 7\n#### 8"], ["7"] * 4
+    assert correct(texts, gold) == [1, 0, 0, 0] and form(texts, gold) == [1, 1, 0, 0]
+    assert form(texts, ["8"] * 4) == [1, 1, 0, 0] and correct(texts, ["8"] * 4) == [0, 1, 0, 0]

@@ -1,0 +1,103 @@
+"""A training that is killed outright goes on as if nothing had been; two processes train as one."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+import qrl
+from qrl import recipe, tasks, tiny
+from qrl.recipe import Train
+from qrl.train import grpo
+
+ROOT = Path(qrl.__file__).parents[1]
+SMALL = {"steps": 5, "prompts_per_step": 4, "generations": 4, "micro_batch": 8, "max_completion_tokens": 64, "temperature": 2.0, "save_every": 2}
+KINDS = {
+    "qlora": Train(method="qlora", dtype="fp32", lora_rank=4, lora_targets=("q_proj", "v_proj"), learning_rate=2e-3, beta=0.01, **SMALL),
+    "full": Train(learning_rate=4e-5, **SMALL),
+}
+CHILD = """
+import sys
+from pathlib import Path
+from qrl import process
+process.settle()
+from qrl import tasks, tiny
+from qrl.recipe import Train
+from qrl.train import grpo
+
+work, out, settings = Path(sys.argv[1]), Path(sys.argv[2]), Train.model_validate_json(sys.argv[3])
+given = {"task": "arithmetic", "template": "plain", "seed": 0, "device": "cpu", "work": work, "out": out}
+log = lambda metrics, step: print(step, flush=True)
+done = grpo.run(tiny.PATH, tasks.load("arithmetic", "train", 32, 0), settings, **given, log=log)
+print("resumed from", done.resumed_from)
+"""
+
+
+def child(folder, settings):
+    words = [sys.executable, "-W", "ignore", "-c", CHILD, folder / "work", folder / "model", settings.model_dump_json()]
+    variables = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def prompts(work):
+    """Questions by step, in order."""
+    files = sorted((work / "completions").glob("*.parquet"))
+    return {file.name: [str(value) for value in pd.read_parquet(file)["prompt"]] for file in files}
+
+
+def alone(folder, settings):
+    """The same training in this process, never disturbed."""
+    given = {"task": "arithmetic", "template": "plain", "seed": 0, "device": "cpu", "work": folder / "work", "out": folder / "model"}
+    return grpo.run(tiny.PATH, tasks.load("arithmetic", "train", 32, 0), settings, **given)
+
+
+@pytest.mark.parametrize("kind", ["qlora", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_training_killed_at_a_random_moment_ends_with_the_same_weights_bit_for_bit(kind, tmp_path):
+    settings, chance = KINDS[kind], random.Random()
+    last_seen, wait = chance.randint(1, 4), chance.uniform(0, 0.5)
+    killed = child(tmp_path / "killed", settings)
+    for line in killed.stdout:
+        if line.strip() == str(last_seen):
+            time.sleep(wait)
+            killed.send_signal(signal.SIGKILL)
+            break
+    killed.communicate(timeout=60)
+    if killed.returncode != -signal.SIGKILL:
+        pytest.skip(f"it was over before the kill {wait:.2f} s after step {last_seen}")
+    again = child(tmp_path / "killed", settings)
+    said, _ = again.communicate(timeout=180)
+    where = f"killed {wait:.2f} s after step {last_seen}: {said}"
+    assert again.returncode == 0, where
+    whole = alone(tmp_path, settings)
+    assert prompts(tmp_path / "killed" / "work") == prompts(tmp_path / "work"), where
+    for file in (file for file in whole.path.iterdir() if file.suffix == ".safetensors"):
+        assert (tmp_path / "killed" / "model" / file.name).read_bytes() == file.read_bytes(), where
+
+
+def test_two_processes_train_as_one_and_the_first_alone_logs_and_writes(store, tmp_path):
+    settings = Train(steps=2, prompts_per_step=4, generations=4, micro_batch=4, questions=32, max_completion_tokens=48, completions_logged=16)
+    given = recipe.load("tiny", {f"train.{key}": str(value) for key, value in settings.model_dump(exclude_defaults=True).items()})
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "qrl", "train"]
+    (tmp_path / "recipe.yaml").write_text(given.dump())
+    words += ["--recipe", str(tmp_path / "recipe.yaml"), "--device", "cpu", "--watch.probe_every", "2", "--watch.probe_n", "5"]
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=os.path.dirname(store.removeprefix("sqlite:///")), env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    import mlflow
+
+    (run,) = mlflow.MlflowClient().search_runs(["0"])
+    assert run.info.status == "FINISHED" and run.data.params["processes"] == "2" and run.outputs.model_outputs
+    steps = {name: [p.step for p in mlflow.MlflowClient().get_metric_history(run.info.run_id, name)] for name in ("train/reward", "probe/n")}
+    assert steps == {"train/reward": [1, 2], "probe/n": [0, 2]} and run.data.metrics["probe/n"] == 5
+    table = json.loads((Path(run.info.artifact_uri.removeprefix("file://")) / "completions.json").read_text())
+    asked = pd.DataFrame(table["data"], columns=table["columns"]).groupby("step")["prompt"].agg(lambda column: sorted(set(column)))
+    single = alone(tmp_path, settings).completions.groupby("step")["prompt"].agg(lambda column: sorted(set(column)))
+    assert asked.to_dict() == single.to_dict() and {len(texts) for texts in single} == {4}
