@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import click
 
-from qrl import process
+from qrl import names, process
 from qrl.errors import BadInput, QrlError
 from qrl.tracking import signals
 
@@ -102,17 +102,18 @@ def merge_command(settings, adapter: str) -> None:
 
 
 @step("quantize", "quantize")
-@click.option("--scheme", default="nf4", show_default=True, metavar="nf4|awq", help="How to store the weights.")
+@click.option("--scheme", default="nf4", show_default=True, metavar="SCHEME", help=f"How to store the weights: {', '.join(names.QUANTIZED_SCHEMES)}.")
 @click.option("--models", metavar="VARIANT=MODEL,…", help="What to quantize; default: base=<model>.")
 @click.pass_context
 def quantize_command(ctx: click.Context, settings, scheme: str, models: str | None) -> None:
     """Quantizes checkpoints under one scheme, all with the same settings and calibration texts."""
     from qrl import pipeline
+    from qrl.quantize import settings as choices
     from qrl.steps import quantize
 
-    quantize.check_scheme(scheme)
+    choices.of(scheme, settings.quantize, settings.seed)  # told before an environment is built for it
     if (folder := pipeline.place("quantize", scheme)) is not None:
-        quantize.sources(settings, models)  # told before an environment is built for it
+        quantize.sources(settings, models)  # so is this
         pipeline.hand_over(folder, "quantize", ctx.obj | {"scheme": scheme} | ({"models": models} if models else {}))
     else:
         quantize.quantize(settings, scheme, models)
@@ -120,11 +121,17 @@ def quantize_command(ctx: click.Context, settings, scheme: str, models: str | No
 
 @step("evaluate", "evaluate")
 @click.option("--cells", metavar="VARIANT:SCHEME=MODEL,…", help="What to ask; default: base:fp16=<model>.")
-def evaluate_command(settings, cells: str | None) -> None:
+@click.pass_context
+def evaluate_command(ctx: click.Context, settings, cells: str | None) -> None:
     """Asks every cell the same held-out questions; a run a cell, a row a question. Unhealthy cells fail."""
+    from qrl import pipeline
     from qrl.steps import evaluate
 
-    evaluate.evaluate(settings, cells)
+    if (folder := pipeline.place("evaluate", settings.evaluate.engine, settings.device)) is not None:
+        evaluate.check(settings, cells)  # told before an environment of some GB is built for it
+        pipeline.hand_over(folder, "evaluate", ctx.obj | ({"cells": cells} if cells else {}))
+    else:
+        evaluate.evaluate(settings, cells)
 
 
 @step("diagnose", "diagnose")
@@ -198,6 +205,29 @@ def serve_command(ctx: click.Context, settings, stage: str, host: str, port: int
         )
     else:
         serve.serve(settings, stage, host=host, port=port, engine=engine)
+
+
+@step("benchmark", "benchmark")
+@click.option("--stages", metavar="STAGE|N,…", help="Stages or versions; default: base, grpo, awq, and base under AWQ, as far as there are any.")
+@click.option("--models", metavar="VARIANT:SCHEME=MODEL,…", help="Checkpoints instead of stages.")
+@click.option("--url", metavar="URL", help="Measure a running server of the first model with `vllm bench serve` instead.")
+@click.pass_context
+def benchmark_command(ctx: click.Context, settings, stages: str | None, models: str | None, url: str | None) -> None:
+    """Speed, latency and memory of stages side by side: one prompt at a time, and in batches.
+
+    Models answer by evaluate.engine; a server is asked by vLLM's own `bench serve`, in vLLM's environment.
+    """
+    from qrl import pipeline
+    from qrl.steps import benchmark
+
+    if stages and models:
+        raise BadInput("benchmark measures stages or models, but got both: give --stages or --models.")
+    given = {"stages": stages, "models": models, "url": url}
+    if (folder := pipeline.place("benchmark", "vllm" if url else settings.evaluate.engine, settings.device)) is not None:
+        benchmark.subjects(settings, stages, models)  # told before an environment of some GB is built for it
+        pipeline.hand_over(folder, "benchmark", ctx.obj | {key: value for key, value in given.items() if value})
+    else:
+        benchmark.benchmark(settings, **given)
 
 
 @cli.command("grade")

@@ -20,14 +20,14 @@ def place(step: str, choice: str, device: str = "auto") -> Path | None:
     """The folder whose environment a step needs, or None where this process is in it already.
 
     Args:
-        step: `quantize` or `serve`; every other step runs in the core environment.
+        step: `quantize`, `evaluate`, `benchmark` or `serve`; every other step runs in the core environment.
         choice: the scheme, or the engine.
         device: the recipe's device, where the engine is left to us.
     """
     wanted = None
     if step == "quantize" and choice == names.AWQ:
         wanted = "awq"
-    if step == "serve" and choice in ("auto", "vllm"):
+    if (step == "serve" and choice in ("auto", "vllm")) or (step in ("evaluate", "benchmark") and choice == "vllm"):
         from qrl.engine import device as devices
 
         on_gpu = devices.choose(device) == "cuda"
@@ -54,10 +54,13 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
     """
     from qrl import checkpoint, report
     from qrl.engine import device as devices
+    from qrl.quantize import settings as choices
     from qrl.tasks import prompt
     from qrl.tracking import runs, store
 
     prompt.check(recipe.task, recipe.prompt)
+    for scheme in recipe.quantize.schemes:
+        choices.of(scheme, recipe.quantize, recipe.seed)  # what cannot be made is told before anything is trained
     base = checkpoint.check(source.locate(recipe.model))
     device = devices.choose(recipe.device)
     store.prepare()
@@ -129,6 +132,7 @@ class Order:
             "evaluate",
             wanted,
             lambda missing: {"cells": ",".join(f"{cell}={models[cell][0]}" for cell in missing)},
+            place("evaluate", self.recipe.evaluate.engine, self.device) or ROOT,
         )
 
     def diagnose(self, base: str, trained: tuple[str, str]) -> Result:
@@ -144,11 +148,15 @@ class Order:
         return self._one("compare: deltas and gain survival", "compare", key, {"cells": ",".join(run_ids)})
 
     def promote(self, cells: dict[str, Result]) -> str:
-        """Versions of the registry, each through its gate; the last stage. Never reused: a stage may have moved since."""
+        """Versions of the registry, each through its gate; the last stage. Never reused: a stage may have moved since.
+
+        Stage awq takes the cell grpo:awq and no other scheme's: in a study without it that stage stays as it was.
+        """
         earned = {"base": f"{names.BASE}:{names.FP16}", "grpo": f"{names.GRPO}:{names.FP16}", "awq": f"{names.GRPO}:{names.AWQ}"}
         chosen = {stage: cells[cell].run_id for stage, cell in earned.items() if cell in cells}
         parameters = {"stage": ",".join(chosen), "cell": ",".join(chosen.values())}
-        self.launcher.run(f"promote: {' → '.join(chosen)}", "promote", parameters)
+        left = "".join(f"; {stage} stays as it is, for there is no cell {cell}" for stage, cell in earned.items() if stage not in chosen)
+        self.launcher.run(f"promote: {' → '.join(chosen)}{left}", "promote", parameters)
         return list(chosen)[-1]
 
     def _one(self, title: str, step: str, key: str, parameters: dict[str, str] | None = None) -> Result:

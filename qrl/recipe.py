@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from qrl import names as known
 from qrl.errors import BadInput
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -114,10 +115,14 @@ class Merge(_Section):
 class Quantize(_Section):
     """How weights are stored in few bits."""
 
-    schemes: tuple[Literal["nf4", "awq"], ...] = Field(("nf4", "awq"), description="schemes of the study, comma-separated")
-    group_size: Literal[32, 64, 128] = Field(128, description="input channels that share one AWQ scale")
-    calibration_samples: Count = Field(128, description="training texts that AWQ looks at, chat-rendered, end token included")
+    schemes: tuple[Literal[known.QUANTIZED_SCHEMES], ...] = Field((known.NF4, known.AWQ), description="schemes of the study, comma-separated")
+    group_size: Literal[32, 64, 128] = Field(128, description="input channels that share one scale, of awq, awq-ct, gptq, w8a16; other formats fix theirs")
+    bits: Literal[4, 8] = Field(4, description="bits of a weight under awq-ct and gptq; other schemes' names say theirs")
+    symmetric: bool | None = Field(None, description="no zero points, under awq-ct, gptq, w8a16; default: false under awq-ct, true under the others")
+    calibration: str = Field("task", min_length=1, description="texts that awq, awq-ct, gptq, nvfp4 look at: task, rollouts (the policy's own answers), or a .jsonl file")
+    calibration_samples: Count = Field(128, description="calibration texts, chat-rendered, end token included")
     calibration_max_tokens: Count = Field(512, description="longest calibration text, in tokens; longer ones are an error")
+    calibration_seed: int | None = Field(None, ge=0, lt=2**31, description="seed of calibration; default: seed")
 
     @field_validator("schemes")
     @classmethod
@@ -128,6 +133,8 @@ class Quantize(_Section):
 class Evaluate(_Section):
     """Held-out questions, and when an accuracy counts."""
 
+    engine: Literal["transformers", "vllm"] = Field("transformers", description="what answers: transformers here, or vLLM in its own environment; cells of both are never compared")
+    deterministic: bool = Field(False, description="vLLM: batch-invariant kernels on a GPU, for the same answers whatever is asked beside them")
     n: int = Field(2000, ge=2, le=1_000_000, description="held-out questions, at most, the same for every cell; all, where there are fewer")
     batch_size: Count = Field(256, description="prompts decoded together")
     max_new_tokens: Count = Field(128, description="longest answer, in tokens")
@@ -162,6 +169,23 @@ class Promote(_Section):
     max_loss: float = Field(0.05, gt=0, le=1, description="awq: the lower 95 % bound of awq − full precision must lie above minus this")
 
 
+class Benchmark(_Section):
+    """How speed and memory are measured."""
+
+    batches: tuple[Count, ...] = Field((1, 16, 32, 64), description="prompts answered at once, comma-separated; against a server: clients")
+    requests: Count = Field(32, description="prompts of one model in one mode and round, at least; whole batches of them")
+    rounds: int = Field(5, ge=2, description="times that every model is asked in every mode, in turn; intervals are over rounds")
+    new_tokens: Count = Field(64, description="length of an answer, in tokens; the longest one where length is natural")
+    length: Literal["fixed", "natural"] = Field("fixed", description="fixed: every answer has new_tokens; natural: end tokens end it")
+
+    @field_validator("batches")
+    @classmethod
+    def _once(cls, batches: tuple[int, ...]) -> tuple[int, ...]:
+        if not batches or len(set(batches)) < len(batches):
+            raise ValueError("must name at least one batch, and each once")
+        return batches
+
+
 class Recipe(_Section):
     """A whole study: one model, one task, every step's settings."""
 
@@ -180,6 +204,7 @@ class Recipe(_Section):
     diagnose: Diagnose = Diagnose()
     compare: Compare = Compare()
     promote: Promote = Promote()
+    benchmark: Benchmark = Benchmark()
 
     def dump(self) -> str:
         """The resolved recipe as YAML, which `load` reads back to an equal recipe."""

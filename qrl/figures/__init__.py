@@ -3,9 +3,10 @@
 matplotlib is loaded on first use, without pyplot and so without a display or global state. PNGs appear whole or not at all.
 """
 
+from qrl.figures.benchmark import speeds
 from qrl.figures.comparison import matrix, survival
 from qrl.figures.plan import chances
 from qrl.figures.rewards import training
 from qrl.figures.weights import layer_error
 
-__all__ = ["chances", "layer_error", "matrix", "survival", "training"]
+__all__ = ["chances", "layer_error", "matrix", "speeds", "survival", "training"]
