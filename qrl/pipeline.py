@@ -70,7 +70,7 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
         launcher = Launcher(typed, run.info.run_id, steps)
         order = Order(recipe, launcher, device)
         trained = order.train(base.digest)
-        cells = order.evaluate(order.quantize({names.BASE: (recipe.model, base.digest), names.GRPO: trained}))
+        cells = order.evaluate(order.quantize({names.BASE: (recipe.model, base.digest), recipe.train.variant: trained}))
         diagnosed = order.diagnose(base.digest, trained)
         compared = order.compare(cells)
         report.show(recipe, launcher, compared, diagnosed, order.trained)

@@ -19,7 +19,7 @@ from transformers import (
 pytest.importorskip("compressed_tensors")
 
 from qrl.errors import BadInput, QrlError
-from qrl.formats import fake
+from qrl.formats import fake, fake_linears
 from qrl.train import qat
 
 SHAPE = {
@@ -39,7 +39,7 @@ def small(tied=True, width=512):
 def attached(name, **given):
     model = small()
     qat.attach(model, name, **given)
-    if qat.needs_calibration(name):
+    if fake_linears.needs_calibration(name):
         qat.calibrate(model, [batch()])
     return model
 
@@ -195,14 +195,14 @@ def test_activation_scales_come_from_the_largest_input_padding_apart_and_are_rea
         == found["model.layers.1.mlp.down_proj"]
         == pytest.approx(6 * 448 / float(largest), rel=1e-6)
     )
-    qat.write_activation_scales(tmp_path, found)
+    fake_linears.write_activation_scales(tmp_path, found)
     again = small()
     qat.attach(again, "nvfp4-a4")
-    qat.set_activation_scales(again, qat.read_activation_scales(tmp_path))
+    qat.set_activation_scales(again, fake_linears.read_activation_scales(tmp_path))
     assert torch.equal(again.model.layers[1].mlp.down_proj.input_global_scale, linear.input_global_scale)
     with pytest.raises(BadInput, match="do not fit the model"):
         qat.set_activation_scales(again, {"model.layers.9.mlp.down_proj": 1.0})
-    assert qat.read_activation_scales(tmp_path / "elsewhere") is None
+    assert fake_linears.read_activation_scales(tmp_path / "elsewhere") is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

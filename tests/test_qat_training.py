@@ -8,13 +8,14 @@ import torch
 
 pytest.importorskip("compressed_tensors")
 
-from qrl import checkpoint, tasks, tiny
+from qrl import checkpoint, quantize, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput
-from qrl.formats import fake
-from qrl.recipe import Train
+from qrl.formats import fake, fake_linears
+from qrl.quantize import settings as choices
+from qrl.recipe import Quantize, Train
 from qrl.tasks import prompt
-from qrl.train import grpo, qat, qat_export, qat_training
+from qrl.train import grpo, qat, qat_training
 
 QUESTIONS = tasks.load("arithmetic", "train", 16, 0)
 FAST = Train(
@@ -66,15 +67,15 @@ def test_the_gap_to_the_unquantized_model_is_logged_before_the_first_step(traine
     assert [step for step, _ in seen] == [0, 1, 2]
 
 
-def test_the_exported_model_answers_as_the_trained_one_with_the_scales_that_were_calibrated(trained, tmp_path):
+def test_the_stored_model_keeps_the_scales_that_were_calibrated(trained, tmp_path):
     pytest.importorskip("llmcompressor")
     folder, done, _ = trained
-    scales = qat.read_activation_scales(done.path)
-    assert scales == qat.read_activation_scales(folder / "work") and len(scales) == 4 * 7
-    qat_export.write(done.path, tmp_path / "codes", "nvfp4-a4", scales)
+    scales = fake_linears.read_activation_scales(done.path)
+    assert scales == fake_linears.read_activation_scales(folder / "work") and len(scales) == 4 * 7
+    settings = choices.of("rtn-nvfp4-a4", Quantize(), 0)
+    quantize.run("rtn-nvfp4-a4", done.path, tmp_path / "codes", settings=settings)
     stored = dict(checkpoint.tensors(tmp_path / "codes"))
-    for path, scale in scales.items():
-        assert float(stored[f"{path}.input_global_scale"]) == scale
+    assert {path: float(stored[f"{path}.input_global_scale"]) for path in scales} == scales
 
 
 def test_rollouts_and_loss_compute_with_the_same_q(tmp_path, monkeypatch):

@@ -110,7 +110,7 @@ def merge(recipe: Recipe, adapter: str) -> None:
 
 
 def _tags(recipe: Recipe) -> dict[str, str]:
-    return {names.TAG_VARIANT: names.GRPO, names.TAG_SCHEME: names.FP16, names.TAG_TASK: recipe.task}
+    return {names.TAG_VARIANT: recipe.train.variant, names.TAG_SCHEME: names.FP16, names.TAG_TASK: recipe.task}
 
 
 def _log_questions(recipe: Recipe, questions: list, context: str) -> None:
@@ -165,5 +165,5 @@ def _record(recipe: Recipe, path: Path, parent: str, *, adapter: bool = False) -
         runs.log_folder(path, "adapter")
         reuse.record_outputs(artifacts=["adapter", HISTORY], values={"parent": parent})
         return
-    uri, digest = record.own(recipe, path, names.GRPO, names.FP16, parent=parent)
+    uri, digest = record.own(recipe, path, recipe.train.variant, names.FP16, parent=parent)
     reuse.record_outputs(models={"model": uri}, values={"digest": digest, "parent": parent})

@@ -8,31 +8,27 @@ left alone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor, autograd, nn
 from torch.nn import functional
 
 from qrl.errors import BadInput, QrlError
-from qrl.formats import fake
+from qrl.formats import fake, fake_linears
 
 if TYPE_CHECKING:
     import torch
     from compressed_tensors.quantization import QuantizationScheme
     from transformers import PreTrainedModel
 
-NONE = "none"
 SCALES_FILE = (
     "activation_scales.json"  # linear's name → the global scale of its inputs, as compressed-tensors stores it
 )
 # Linears that an engine computes as one, and that therefore share NVFP4's global scale; llm-compressor's FUSED_LAYER_NAMES.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class _Through(autograd.Function):
@@ -133,7 +129,7 @@ def attach(model: PreTrainedModel, name: str, dtype: torch.dtype | None = None) 
         BadInput: an unknown format, a model that it does not fit, or weights that are NaN or infinite.
     """
     scheme = fake.scheme(name)
-    found = covered(model, name)
+    found = fake_linears.covered(model, name)
     for path, linear in found.items():
         fake.check_width(path, linear.in_features, scheme.weights)
         if linear.weight.dtype.itemsize < 2:
@@ -153,44 +149,6 @@ def attach(model: PreTrainedModel, name: str, dtype: torch.dtype | None = None) 
             raise BadInput(str(error)) from None
         made.append(fold)
     return made
-
-
-def covered(model: PreTrainedModel, name: str) -> dict[str, nn.Linear]:
-    """The linears that a format quantizes, by their name in the model; never the output head.
-
-    Raises:
-        BadInput: mixture of experts, a state-space model, or weights that are in no `nn.Linear`.
-    """
-    check_architecture(model)
-    heads = {id(model.get_output_embeddings())}
-    found = {
-        path: each for path, each in model.named_modules() if isinstance(each, nn.Linear) and id(each) not in heads
-    }
-    if name.endswith("-attention"):
-        owner = {path: type(model.get_submodule(path.rpartition(".")[0])).__name__ for path in found}
-        found = {path: each for path, each in found.items() if "attention" in owner[path].lower()}
-    if not found:
-        raise BadInput(f"The model has no linear layer that {name} covers: expected a transformer language model.")
-    return found
-
-
-def check_architecture(model: PreTrainedModel) -> None:
-    """Refuses mixtures of experts, state-space models, and whatever keeps its matrices elsewhere than in `nn.Linear`."""
-    kind = model.config.model_type
-    if any(getattr(model.config, key, None) for key in _EXPERTS):
-        raise BadInput(
-            f"{kind} is a mixture of experts, which quantization-aware training does not cover: use a dense model."
-        )
-    names = {type(module).__name__.lower() for module in model.modules()}
-    if any("mamba" in each or "ssm" in each for each in names):
-        raise BadInput(f"{kind} has Mamba layers, which quantization-aware training does not cover: use a transformer.")
-    for path, module in model.named_modules():
-        matrices = [name for name, weight in module.named_parameters(recurse=False) if weight.ndim > 1]
-        if matrices and not isinstance(module, nn.Linear | nn.Embedding):
-            raise BadInput(
-                f"{path}.{matrices[0]} of {kind} lies in a {type(module).__name__}, not in a Linear, and would stay in full "
-                "precision unseen: use a dense transformer."
-            )
 
 
 def folds(model: nn.Module) -> list[Fold]:
@@ -224,12 +182,6 @@ def folded_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         linear = matrices.get(id(parameter))
         yield name, parameter if linear is None else linear.fold.weight_of(linear)
-
-
-def needs_calibration(name: str) -> bool:
-    """Whether a format scales activations by something that texts have to tell."""
-    args = fake.scheme(name).input_activations
-    return args is not None and args.dynamic == "local"
 
 
 def calibrate(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> dict[str, float]:
@@ -315,17 +267,6 @@ def set_activation_scales(model: nn.Module, found: dict[str, float]) -> None:
         )
     for path, module in named.items():
         module.input_global_scale = torch.tensor([found[path]], dtype=torch.float32, device=module.weight.device)
-
-
-def write_activation_scales(folder: Path, found: dict[str, float]) -> None:
-    """Keeps scales beside a checkpoint; read back bit for bit."""
-    (folder / SCALES_FILE).write_text(json.dumps(found, indent=1) + "\n")
-
-
-def read_activation_scales(folder: Path) -> dict[str, float] | None:
-    """Scales that were kept in a folder, or None."""
-    file = folder / SCALES_FILE
-    return json.loads(file.read_text()) if file.is_file() else None
 
 
 def _sharing(found: dict[str, nn.Linear]) -> list[list[str]]:

@@ -60,6 +60,7 @@ def begin(
     """
     import torch
 
+    from qrl.formats import fake_linears
     from qrl.train import qat
 
     if trainer.is_fsdp_enabled:
@@ -68,14 +69,14 @@ def begin(
     dtype = torch.bfloat16 if settings.compute == "bf16" else None
     qat.attach(model, settings.qat, dtype)
     batches = texts(questions, settings, base=base, template=template, device=model.device)
-    if qat.needs_calibration(settings.qat):
-        if (known := qat.read_activation_scales(work)) is not None:
+    if fake_linears.needs_calibration(settings.qat):
+        if (known := fake_linears.read_activation_scales(work)) is not None:
             qat.set_activation_scales(model, known)
         else:
             found = qat.calibrate(model, batches)
             if process.rank() == 0:
                 work.mkdir(parents=True, exist_ok=True)
-                qat.write_activation_scales(work, found)
+                fake_linears.write_activation_scales(work, found)
     mean, largest = qat.logprob_gap(model, batches)
     log({GAP: mean, GAP_LARGEST: largest}, 0)
     trainer.add_callback(_folding(model))
@@ -83,11 +84,11 @@ def begin(
 
 def note_scales(work: Path) -> Callable[[Path], None]:
     """Puts the calibrated scales of a training's folder, where it has some, beside the masters that are being saved."""
-    from qrl.train import qat
+    from qrl.formats import fake_linears
 
     def note(folder: Path) -> None:
-        if (known := qat.read_activation_scales(work)) is not None:
-            qat.write_activation_scales(folder, known)
+        if (known := fake_linears.read_activation_scales(work)) is not None:
+            fake_linears.write_activation_scales(folder, known)
 
     return note
 
