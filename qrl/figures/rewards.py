@@ -15,7 +15,7 @@ def training(history: pd.DataFrame, path: str | Path) -> None:
     """Training curves: reward, and below it the health of the run.
 
     Args:
-        history: `step`, `reward`, and where they were logged `reward_std`, `frac_reward_zero_std`, `entropy`, `kl`;
+        history: `step`, `reward` (or, of a distillation, `loss`), and where they were logged `reward_std`, `frac_reward_zero_std`, `entropy`, `kl`;
             columns that are missing or all NaN are left out.
         path: the PNG to write.
     """
@@ -26,8 +26,10 @@ def training(history: pd.DataFrame, path: str | Path) -> None:
         "entropy": "entropy (nats a token)",
         "kl": "KL to the reference (nats a token)",
     }
+    if "reward" not in history and "loss" in history:
+        labels = {"loss": "divergence from the teacher (nats a token)"} | labels
     shown = [column for column in labels if column in history and history[column].notna().any()]
-    if "step" not in history or "reward" not in shown:
+    if "step" not in history or not {"reward", "loss"} & set(shown):
         raise ValueError(f"The history has the columns {list(history)}, but 'step' and a 'reward' with values were expected.")
     figure, grid = canvas(7.4, 2.2 + 1.5 * (len(shown) - 1) + 1.2, rows=len(shown), heights=[2, *[1] * (len(shown) - 1)])
     panels = np.atleast_1d(grid)
@@ -42,20 +44,21 @@ def training(history: pd.DataFrame, path: str | Path) -> None:
             axes.tick_params(labelbottom=False)
     panels[-1].set_xlabel("optimizer step")
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
-    finish(figure, panels[0], _reward_found(history), "Faint: each logged step; bold: running mean over a tenth of the run.", path)
+    finish(figure, panels[0], _found(history, shown[0]), "Faint: each logged step; bold: running mean over a tenth of the run.", path)
 
 
-def _reward_found(history: pd.DataFrame) -> str:
+def _found(history: pd.DataFrame, column: str) -> str:
     """The change from the first half of the run to the second, with Welch's 95 % interval over steps."""
-    reward = history.dropna(subset=["reward"]).sort_values("step")["reward"].to_numpy(dtype=float)
+    curve = history.dropna(subset=[column]).sort_values("step")[column].to_numpy(dtype=float)
+    what = {"reward": "Training reward", "loss": "Divergence from the teacher"}[column]
     steps = int(history["step"].max())
-    first, second = reward[: len(reward) // 2], reward[len(reward) - len(reward) // 2 :]
+    first, second = curve[: len(curve) // 2], curve[len(curve) - len(curve) // 2 :]
     if len(first) < 3:
-        return f"Training reward over {steps} steps: too few to say whether it moved"
+        return f"{what} over {steps} steps: too few to say whether it moved"
     parts = [half.var(ddof=1) / len(half) for half in (first, second)]
     change, stderr = second.mean() - first.mean(), sum(parts) ** 0.5
     df = stderr**4 / sum(part**2 / (len(first) - 1) for part in parts) if stderr else len(first) - 1
     reach = quantile((1 + LEVEL) / 2, df) * stderr
     verb = "rises" if change - reach > 0 else "falls" if change + reach < 0 else "is not shown to move"
     interval = f"{signed(change)} [{signed(change - reach)}, {signed(change + reach)}]"
-    return f"Training reward {verb}: {interval} from the first half of {steps} steps to the second"
+    return f"{what} {verb}: {interval} from the first half of {steps} steps to the second"

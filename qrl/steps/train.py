@@ -15,7 +15,7 @@ from qrl.steps import inputs, record
 from qrl.tasks import contamination, prompt
 from qrl.tiny import corpus
 from qrl.tracking import reuse, runs, store
-from qrl.train import grpo
+from qrl.train import distill, grpo
 from qrl.train import merge as merging
 from qrl.train.watchers import Alarm
 from qrl.workspace import WORK, workspace
@@ -36,7 +36,11 @@ def train(recipe: Recipe) -> None:
     questions = inputs.questions(recipe, "train", recipe.train.questions)
     heldout = inputs.all_heldout(recipe)
     probed = inputs.probe(recipe, questions, heldout) if recipe.watch.probe_every else []
-    grpo.check(found, recipe.train, len(questions), device, recipe.watch)
+    teacher = checkpoint.check(inputs.folder(recipe.train.teacher)) if recipe.train.teacher else None
+    if teacher:
+        distill.check(found, teacher, recipe.train)
+    else:
+        grpo.check(found, recipe.train, len(questions), device, recipe.watch)
     prompt.template_hash(recipe.prompt)  # an unknown template is refused before anything starts
     world = process.world_size()
     key = keys.trained(recipe, found.digest, device if world == 1 else f"{device} x {world}")
@@ -58,16 +62,12 @@ def train(recipe: Recipe) -> None:
             _log_questions(recipe, probed, "probe")
         _check_contamination(recipe, base, questions, heldout)
         shutil.rmtree(work / "model", ignore_errors=True)
-        trained = grpo.run(
-            base,
-            questions,
-            recipe.train,
-            **given,
-            work=work / "trainer",
-            out=work / "model",
-            log=runs.live_log(),
-            warn=_warn,
-        )
+        places = {"work": work / "trainer", "out": work / "model", "log": runs.live_log()}
+        if teacher:
+            how = {"template": recipe.prompt, "seed": recipe.seed, "device": device}
+            trained = distill.run(base, teacher.path, questions, recipe.train, **how, **places)
+        else:
+            trained = grpo.run(base, questions, recipe.train, **given, **places, warn=_warn)
         if trained.resumed_from:
             click.echo(f"Went on from the checkpoint of step {trained.resumed_from}.", err=True)
         _log_training(trained, work)

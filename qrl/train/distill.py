@@ -22,7 +22,12 @@ from qrl.train import completions, grpo, live, policy, qat_training, resume, sav
 if TYPE_CHECKING:
     from torch import Tensor
 
-METRICS = {"loss": "train/loss", "entropy": "train/entropy", "grad_norm": "train/grad_norm", "learning_rate": "train/learning_rate"}
+METRICS = {
+    "loss": "train/loss",
+    "entropy": "train/entropy",
+    "grad_norm": "train/grad_norm",
+    "learning_rate": "train/learning_rate",
+}
 
 
 def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, settings: Train) -> None:
@@ -36,12 +41,20 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, settings:
             raise BadInput(f"The {role} {found.path} is stored in {found.quantization}: give full-precision weights.")
     sizes = [checkpoint.config(found.path).get("vocab_size") for found in (base, teacher)]
     if sizes[0] != sizes[1]:
-        raise BadInput(f"The teacher {teacher.path} has a vocabulary of {sizes[1]}, the student one of {sizes[0]}: choose a teacher of the same family.")
+        raise BadInput(
+            f"The teacher {teacher.path} has a vocabulary of {sizes[1]}, the student one of {sizes[0]}: choose a teacher of the same family."
+        )
+    if process.world_size() > 1:
+        raise BadInput("train.teacher distils in one process: start the step without torchrun or accelerate launch.")
     if settings.adapter:
-        raise BadInput(f"train.teacher distils into all weights, but train.method = {settings.method} trains an adapter: choose full.")
+        raise BadInput(
+            f"train.teacher distils into all weights, but train.method = {settings.method} trains an adapter: choose full."
+        )
     total = settings.prompts_per_step * settings.generations
     if total % min(settings.micro_batch, total):
-        raise BadInput(f"train.micro_batch = {settings.micro_batch} does not divide the {total} completions of a step: choose a divisor.")
+        raise BadInput(
+            f"train.micro_batch = {settings.micro_batch} does not divide the {total} completions of a step: choose a divisor."
+        )
     if settings.qat != "none":
         qat_training.check(settings)
 
@@ -99,7 +112,9 @@ def run(
     model = trainer.accelerator.unwrap_model(trainer.model)
     save.write(model, base, out, dtype="float32", note=qat_training.note_scales(work))
     kept = {"step": "step"} | {name: ours.removeprefix("train/") for name, ours in METRICS.items()}
-    history = pd.DataFrame([{ours: row.get(name) for name, ours in kept.items()} for row in trainer.state.log_history if "loss" in row])
+    history = pd.DataFrame(
+        [{ours: row.get(name) for name, ours in kept.items()} for row in trainer.state.log_history if "loss" in row]
+    )
     return grpo.Trained(
         path=out,
         adapter=False,
@@ -153,12 +168,19 @@ def _trainer_class(settings: Train):
             with torch.no_grad():
                 target = teacher.get_output_embeddings()(self._get_last_hidden_state(teacher, ids, mask, length)[valid])
             each = divergence(
-                student / self.temperature, target / self.temperature, top_k=settings.distill_top_k, reverse=settings.distill_reverse
+                student / self.temperature,
+                target / self.temperature,
+                top_k=settings.distill_top_k,
+                reverse=settings.distill_reverse,
             )
             count = valid.sum()
             whole = student.detach().float().log_softmax(-1)
             entropy = -(whole.exp() * whole).sum()
-            return each.sum() / (count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch), entropy, count
+            return (
+                each.sum() / (count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch),
+                entropy,
+                count,
+            )
 
     return TopK
 
@@ -202,6 +224,9 @@ def _watcher(log: live.Log):
     class Watcher(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **_):
             if "loss" in (logs or {}):
-                log({ours: float(logs[name]) for name, ours in METRICS.items() if logs.get(name) is not None}, state.global_step)
+                log(
+                    {ours: float(logs[name]) for name, ours in METRICS.items() if logs.get(name) is not None},
+                    state.global_step,
+                )
 
     return Watcher()
