@@ -97,14 +97,14 @@ def run(
         model=policy.load(base, settings, device),
         teacher_model=policy.load(teacher, settings, device),
         args=_arguments(settings, seed=seed, device=device, work=work),
-        train_dataset=grpo._dataset([row for row in rows for _ in range(settings.generations)]),
+        train_dataset=grpo.dataset([row for row in rows for _ in range(settings.generations)]),
         processing_class=hf.tokenizer(base),
         callbacks=[_watcher(log)],
     )
     trainer.remove_callback(PrinterCallback)
     if settings.qat != "none":
         qat_training.begin(trainer, questions, settings, base=base, template=template, work=work, log=log)
-    grpo._note_arguments(trainer, work)
+    grpo.note_arguments(trainer, work)
     last = resume.latest(work)
     began = time.perf_counter()
     trainer.train(resume_from_checkpoint=str(last) if last else None)

@@ -116,7 +116,7 @@ def run(
 
     watching = probe.callback(watch, ask, log, warn)
     trainer.add_callback(watching)
-    _note_arguments(trainer, work)
+    note_arguments(trainer, work)
     model = trainer.accelerator.unwrap_model(trainer.model)
     frozen = policy.frozen_digest(model) if settings.adapter else ""
     last = resume.latest(work)
@@ -146,7 +146,7 @@ def _trainer(base: Path, rows: list[dict], settings: Train, *, task: str, seed: 
         model=policy.load(base, settings, device),
         reward_funcs=reward.functions(task, settings.rewards),
         args=arguments.make(settings, seed=seed, device=device, work=work),
-        train_dataset=_dataset(rows),
+        train_dataset=dataset(rows),
         processing_class=hf.tokenizer(base),
         callbacks=[live.callback(settings, log)],
         peft_config=policy.adapter(settings),
@@ -156,7 +156,7 @@ def _trainer(base: Path, rows: list[dict], settings: Train, *, task: str, seed: 
     return trainer
 
 
-def _dataset(rows: list[dict]):
+def dataset(rows: list[dict]):
     """Rows as TRL takes them, under a fingerprint of our own: hashing them pickles classes of pyarrow, which can fail."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
@@ -166,7 +166,7 @@ def _dataset(rows: list[dict]):
     return Dataset(InMemoryTable.from_pydict(columns), fingerprint=digest[:16])
 
 
-def _note_arguments(trainer, work: Path) -> None:
+def note_arguments(trainer, work: Path) -> None:
     if process.rank() == 0:
         work.mkdir(parents=True, exist_ok=True)
         (work / ARGUMENTS).write_text(trainer.args.to_json_string())
