@@ -167,6 +167,7 @@ def dataset(rows: list[dict]):
 
 
 def note_arguments(trainer, work: Path) -> None:
+    """Keeps the trainer's whole configuration in its work folder."""
     if process.rank() == 0:
         work.mkdir(parents=True, exist_ok=True)
         (work / ARGUMENTS).write_text(trainer.args.to_json_string())
