@@ -38,7 +38,7 @@ def masters(tiny_checkpoint, tmp_path_factory):
 
 def store(source, out, name):
     scheme = f"{names.ROUNDED_PREFIX}{name}"
-    settings = choices.of(scheme, Quantize(calibration_samples=2, calibration_max_tokens=16), 0)
+    settings = choices.of(scheme, Quantize(calibration_samples=2, calibration_max_tokens=64), 0)
     return quantize.run(
         scheme, source, out, settings=settings, calibration=TEXTS if scheme in choices.CALIBRATED else ()
     )
