@@ -97,7 +97,8 @@ class Order:
         if settings.adapter:
             adapter = f"runs:/{made.run_id}/adapter"
             key = keys.merged(self.recipe, base, adapter, self.device)
-            made = self._one("merge: adapter into full precision", "merge", key, {"adapter": adapter})
+            over = f", over what {settings.storage} unpacks to" if settings.packed else ""
+            made = self._one(f"merge: adapter into full precision{over}", "merge", key, {"adapter": adapter})
         return made.outputs.models["model"], made.outputs.values["digest"]
 
     def quantize(self, models: Models) -> Models:

@@ -21,6 +21,7 @@ RECIPES = Path(__file__).parent / "recipes"
 DEFAULT = "auto"  # `tiny`; where no recipe is named, `math` for that task, `instruct` for a model of the user's or gsm8k
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+PACKED = ("int8", "nf4")  # storages of a base as bitsandbytes' codes
 
 
 class _Section(BaseModel):
@@ -96,6 +97,11 @@ class Train(_Section):
         if self.teacher:
             return "distilled" if self.qat == "none" else f"{known.QAD_PREFIX}{self.qat}"
         return known.GRPO if self.qat == "none" else f"{known.QAT_PREFIX}{self.qat}"
+
+    @property
+    def packed(self) -> bool:
+        """Whether the base lies in memory as bitsandbytes' codes."""
+        return self.storage in PACKED
 
     @property
     def compute(self) -> str:

@@ -25,8 +25,9 @@ def show(recipe: Recipe, launcher: Launcher, compared: Result, diagnosed: Result
         table = (work / names.TABLE_MD).read_text()
         runs.log_folder(work)
     runs.log_scores(compared.outputs.values["metrics"])
-    runs.describe(f"{compared.outputs.values['sentence']}\n\n{table}\n\n{_links(launcher)}")
-    click.echo(f"\n{table}\n{compared.outputs.values['sentence']}\n")
+    sentence = compared.outputs.values["sentence"] + _packed(recipe)
+    runs.describe(f"{sentence}\n\n{table}\n\n{_links(launcher)}")
+    click.echo(f"\n{table}\n{sentence}\n")
 
 
 def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | None) -> None:
@@ -55,6 +56,16 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
             f"Serve       {_serve(recipe, stage)}",
         ]
     click.echo("\n".join([*lines, f"Took        {seconds:.0f} s, of which {overhead:.0f} s outside of steps"]))
+
+
+def _packed(recipe: Recipe) -> str:
+    """What `base` means where the policy was trained over a packed one."""
+    if not recipe.train.packed:
+        return ""
+    return (
+        f" The adapter was trained over a base in {recipe.train.storage} and merged into what that unpacks to; `base` in every delta is "
+        "the original model, so the gain includes what packing took from it."
+    )
 
 
 def _activate() -> str:

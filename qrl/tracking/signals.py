@@ -36,14 +36,19 @@ def guard() -> None:
     """Turn stop signals into `Stopped`; call it early, more than once does no harm, and off the main thread it is nothing."""
     if threading.current_thread() is not threading.main_thread():
         return
-    owner = os.getpid()
+    owner, stopping = os.getpid(), False
 
     def stop(signum: int, _frame: FrameType | None) -> None:
+        nonlocal stopping
         if os.getpid() != owner:  # a forked worker inherits the handler, but not the run
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
-        # Ctrl-C reaches a whole process group, and MLflow then sends SIGTERM as well: unwind once, undisturbed.
+        # Ctrl-C reaches a whole process group, and MLflow then sends SIGTERM as well: unwind once, undisturbed. The second
+        # may come while the first is dealt with here, since `signal.signal` runs the handlers of what is pending.
+        if stopping:
+            return
+        stopping = True
         for name in _SIGNALS:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
         raise Stopped(signum)

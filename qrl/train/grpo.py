@@ -118,12 +118,13 @@ def run(
     trainer.add_callback(watching)
     note_arguments(trainer, work)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    frozen = policy.frozen_digest(model) if settings.adapter else ""
+    guarded = settings.adapter and not process.sharded()  # whose parts are laid out anew once training begins
+    frozen = policy.frozen_digest(model) if guarded else ""
     last = resume.latest(work)
     began = time.perf_counter()
     trainer.train(resume_from_checkpoint=str(last) if last else None)
     seconds = time.perf_counter() - began
-    if settings.adapter:
+    if guarded:
         policy.check_unmoved(frozen, model)
     _write(trainer, model, found, settings, out)
     return Trained(

@@ -74,7 +74,7 @@ def run(
 
     wanted = _adapter_on(base, adapter, over, device, prompts)
     original, shift = policy.load(base, Train(), "cpu"), 0.0
-    if target.storage in policy.PACKED:
+    if target.packed:
         shift = _unpack(policy.load(base, target, device).dequantize(dtype=torch.float32), original)
     merged, residual = fold(PeftModel.from_pretrained(original, adapter), getattr(torch, found.dtype))
     stored = _logits(merged.to(getattr(torch, found.dtype)).to(torch.float32), prompts)
@@ -85,7 +85,7 @@ def run(
             f"= {max_logit_diff:g}: {_why(over, target)}"
         )
     save.write(merged, base, out, dtype=found.dtype)
-    return Merged(out, difference, residual, target.storage if target.storage in policy.PACKED else "full", shift)
+    return Merged(out, difference, residual, target.storage if target.packed else "full", shift)
 
 
 def fold(adapted, stored: torch.dtype):

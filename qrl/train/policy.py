@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from qrl import process
 from qrl.engine import attention
 from qrl.errors import BadInput, QrlError
-from qrl.recipe import Train
+from qrl.recipe import PACKED, Train
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 RANK = 16  # of an adapter whose recipe names none
 RECORD = "qrl_base.json"  # beside an adapter: what it was trained over
 HEADS = ("lm_head", "embed_out", "output")  # output heads: TRL reads their weights past any adapter
-PACKED = ("int8", "nf4")
 BYTES_WITH_REFERENCE = 20  # a parameter, in full training: master 4, gradient 4, AdamW 8, reference 4
 
 
