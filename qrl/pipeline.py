@@ -92,7 +92,8 @@ class Order:
         """The GRPO model, merged where it was trained as an adapter: address and digest."""
         key = keys.trained(self.recipe, base, self.device)
         settings = self.recipe.train
-        title = f"train: GRPO, {settings.steps} steps of {settings.prompts_per_step} × {settings.generations} completions"
+        how = ("distillation" if settings.teacher else "GRPO") + ("" if settings.qat == "none" else f" in {settings.qat}")
+        title = f"train: {how}, {settings.steps} steps of {settings.prompts_per_step} × {settings.generations} completions"
         made = self.trained = self._one(title, "train", key)
         if settings.adapter:
             adapter = f"runs:/{made.run_id}/adapter"
