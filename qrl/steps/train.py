@@ -147,7 +147,8 @@ def _check_contamination(recipe: Recipe, base: Path, questions: list, heldout: l
 def _log_training(trained: grpo.Trained, work: Path) -> None:
     artifacts = work / "artifacts"
     (artifacts / names.FIGURES).mkdir(parents=True, exist_ok=True)
-    figures.training(trained.history, artifacts / names.FIGURES / "training.png")
+    measure = "reward" if "reward" in trained.history else "loss"  # a distillation has no reward
+    figures.training(trained.history, artifacts / names.FIGURES / "training.png", measure)
     trained.history.to_parquet(artifacts / HISTORY)
     shutil.copy(work / "trainer" / grpo.ARGUMENTS, artifacts / grpo.ARGUMENTS)
     runs.log_folder(artifacts)
