@@ -17,14 +17,14 @@ from qrl.train import distill
 
 QUESTIONS = tasks.load("arithmetic", "train", 16, 0)
 FAST = Train(
-    steps=3,
+    steps=5,
     prompts_per_step=8,
     generations=2,
     micro_batch=16,
     max_completion_tokens=32,
-    save_every=3,
-    learning_rate=1e-4,
-    qat="int4",
+    save_every=5,
+    learning_rate=4e-5,
+    qat="int8",
 )
 
 
