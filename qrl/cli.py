@@ -156,8 +156,9 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 @click.option("--questions", metavar="FILE", help="Parquet or CSV with variant, scheme, question, correct (0/1); optionally seed, sample, cluster.")
 @click.option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"fp16": 68, …}, "grpo": {…}}')
 @click.option("--cells", metavar="RUN,…", help="Evaluation runs of cells, of one training seed or several.")
+@click.option("--methods", is_flag=True, help="One row a cell, best first, against base and grpo in full precision; no common schemes needed.")
 @click.option("--out", metavar="DIR", help="Write files there, and leave MLflow alone; needed with --questions, --counts.")
-def compare_command(settings, questions: str | None, counts: str | None, cells: str | None, out: str | None) -> None:
+def compare_command(settings, questions: str | None, counts: str | None, cells: str | None, methods: bool, out: str | None) -> None:
     """Deltas and gain survival with paired intervals, and the verdict.
 
     Several values of `seed` are training runs: a random effect, never pooled. Several values of `sample` are answers to the
@@ -168,7 +169,11 @@ def compare_command(settings, questions: str | None, counts: str | None, cells: 
     given = [name for name, value in (("--questions", questions), ("--counts", counts), ("--cells", cells)) if value]
     if len(given) != 1:
         raise BadInput(f"compare reads one of --questions, --counts or --cells, but got {' and '.join(given) or 'none'}.")
-    if cells and not out:
+    if methods:
+        if counts:
+            raise BadInput("compare --methods pairs answers question by question: give --questions or --cells, not --counts.")
+        compare.methods(questions, cells.split(",") if cells else [], out)
+    elif cells and not out:
         compare.compare(settings, cells.split(","))
     elif not out:
         raise BadInput(f"compare {given[0]} needs --out DIR: the folder to write table.md, table.json and figures to.")

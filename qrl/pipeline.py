@@ -74,7 +74,7 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
         launcher = Launcher(typed, run.info.run_id, steps)
         order = Order(recipe, launcher, device)
         trained = order.train(base.digest)
-        models = order.quantize({names.BASE: (recipe.model, base.digest), names.GRPO: trained})
+        models = order.quantize({names.BASE: (recipe.model, base.digest), recipe.train.variant: trained})
         cells = order.evaluate(models)
         diagnosed = order.diagnose(base.digest, trained, models)
         compared = order.compare(cells)
@@ -97,7 +97,8 @@ class Order:
         """The GRPO model, merged where it was trained as an adapter: address and digest."""
         key = keys.trained(self.recipe, base, self.device)
         settings = self.recipe.train
-        title = f"train: GRPO, {settings.steps} steps of {settings.prompts_per_step} × {settings.generations} completions"
+        how = ("distillation" if settings.teacher else "GRPO") + ("" if settings.qat == "none" else f" in {settings.qat}")
+        title = f"train: {how}, {settings.steps} steps of {settings.prompts_per_step} × {settings.generations} completions"
         made = self.trained = self._one(title, "train", key, folder=place("train", self.recipe.rollout.engine))
         if settings.adapter:
             adapter = f"runs:/{made.run_id}/adapter"
@@ -142,8 +143,12 @@ class Order:
         )
 
     def diagnose(self, base: str, trained: tuple[str, str], models: Models) -> Result:
-        """What training did to the weights, and what every scheme keeps of it."""
-        quantized = {cell: model for cell, model in models.items() if not cell.endswith(f":{names.FP16}")}
+        """What training did to the weights, and what every scheme keeps of it; the trained variant is `grpo` here, whatever its label."""
+        quantized = {}
+        for cell, model in models.items():
+            variant, scheme = cell.split(":")
+            if scheme != names.FP16:
+                quantized[f"{variant if variant == names.BASE else names.GRPO}:{scheme}"] = model
         key = keys.diagnosis(self.recipe, base, trained[1], {cell: digest for cell, (_, digest) in quantized.items()})
         parameters = {"base": self.recipe.model, "trained": trained[0]}
         parameters["quantized"] = ",".join(f"{cell}={address}" for cell, (address, _) in quantized.items())

@@ -65,6 +65,13 @@ class Train(_Section):
     dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="dtype of forward and backward; auto: bf16 over a base in bf16, int8 or nf4, else fp32; masters are fp32")
     gradient_checkpointing: bool = Field(False, description="recompute activations in backward to save memory")
     save_every: Count = Field(10, description="optimizer steps between two checkpoints to resume from")
+    qat: Literal["none", "int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4"] = Field("none", description="train with linears that compute in this format; masters stay fp32, and its codes are stored beside them")
+    teacher: str | None = Field(None, description="distil on-policy from this model instead of GRPO: the student samples, it scores")
+    distill_top_k: Count = Field(64, description="distillation: the teacher's likeliest tokens that both are compared on, re-normalized")
+    distill_reverse: Fraction = Field(0.5, description="distillation: weight of reverse KL against forward; 0: forward, 1: reverse")
+    qat_calibration_samples: Count = Field(128, description="training texts that activation scales are calibrated on, and Q(W)'s gap measured on")
+    qat_calibration_batch: Count = Field(16, description="calibration texts in one forward pass")
+    qat_calibration_max_tokens: Count = Field(1024, description="longest calibration text, in tokens; longer ones are an error")
     completions_logged: Count = Field(8, description="completions a logged step puts into the table of samples")
 
     @field_validator("rewards")
@@ -83,6 +90,13 @@ class Train(_Section):
         if self.base_storage != "auto":
             return self.base_storage
         return {"full": "fp32", "lora": "bf16" if self.dtype == "bf16" else "fp32", "qlora": "nf4"}[self.method]
+
+    @property
+    def variant(self) -> str:
+        """What the trained weights are called: `grpo`, `qat-int4` where linears computed in few bits, `qad-int4` where distilled so."""
+        if self.teacher:
+            return "distilled" if self.qat == "none" else f"{known.QAD_PREFIX}{self.qat}"
+        return known.GRPO if self.qat == "none" else f"{known.QAT_PREFIX}{self.qat}"
 
     @property
     def packed(self) -> bool:

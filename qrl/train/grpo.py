@@ -21,7 +21,7 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train, Watch
 from qrl.tasks import prompt
-from qrl.train import arguments, completions, live, policy, probe, resume, reward, rollouts, save
+from qrl.train import arguments, completions, live, policy, probe, qat_training, resume, reward, rollouts, save
 from qrl.train.watchers import Alarm
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ def check(
     if watch.probe_every and process.sharded():
         raise BadInput("watch.probe_every needs processes that hold all weights, which those of FSDP do not: set it to 0.")
     arguments.check(settings, questions)
+    if settings.qat != "none":
+        qat_training.check(settings)
 
 
 def run(
@@ -108,6 +110,8 @@ def run(
     process.hush_transformers()
     rows = [{"prompt": prompt.messages(q.question, template), "answer": q.answer} for q in questions]
     trainer = _trainer(base, rows, settings, task=task, seed=seed, device=device, work=work, rollout=rollout, log=log)
+    if settings.qat != "none":
+        qat_training.begin(trainer, questions, settings, base=base, template=template, work=work, log=log)
 
     def ask() -> list[int]:
         longest = settings.max_completion_tokens
@@ -115,7 +119,7 @@ def run(
 
     watching = probe.callback(watch, ask, log, warn)
     trainer.add_callback(watching)
-    _note_arguments(trainer, work)
+    note_arguments(trainer, work)
     model = trainer.accelerator.unwrap_model(trainer.model)
     guarded = settings.adapter and not process.sharded()  # whose parts are laid out anew once training begins
     frozen = policy.frozen_digest(model) if guarded else ""
@@ -145,7 +149,7 @@ def _trainer(base: Path, rows: list[dict], settings: Train, *, task: str, seed: 
         model=policy.load(base, settings, device),
         reward_funcs=reward.functions(task, settings.rewards),
         args=arguments.make(settings, seed=seed, device=device, work=work, **rollouts.arguments(rollout)),
-        train_dataset=_dataset(rows),
+        train_dataset=dataset(rows),
         processing_class=hf.tokenizer(base),
         callbacks=[live.callback(settings, log)],
         peft_config=policy.adapter(settings),
@@ -155,7 +159,7 @@ def _trainer(base: Path, rows: list[dict], settings: Train, *, task: str, seed: 
     return trainer
 
 
-def _dataset(rows: list[dict]):
+def dataset(rows: list[dict]):
     """Rows as TRL takes them, under a fingerprint of our own: hashing them pickles classes of pyarrow, which can fail."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
@@ -165,7 +169,8 @@ def _dataset(rows: list[dict]):
     return Dataset(InMemoryTable.from_pydict(columns), fingerprint=digest[:16])
 
 
-def _note_arguments(trainer, work: Path) -> None:
+def note_arguments(trainer, work: Path) -> None:
+    """Keeps the trainer's whole configuration in its work folder."""
     if process.rank() == 0:
         work.mkdir(parents=True, exist_ok=True)
         (work / ARGUMENTS).write_text(trainer.args.to_json_string())
@@ -177,6 +182,8 @@ def _write(trainer, model, base: checkpoint.Checkpoint, settings: Train, out: Pa
     if process.rank() == 0:
         if settings.adapter:
             save.write(model, base.path, out, dtype=None, state=state, note=lambda at: policy.record(at, settings, base.digest))
+        elif settings.qat != "none":  # codes of the masters are codes of Q(W) only while nothing rounds them
+            save.write(model, base.path, out, dtype="float32", state=state, note=qat_training.note_scales(Path(trainer.args.output_dir)))
         else:
             save.write(model, base.path, out, dtype=base.dtype, state=state)
     trainer.accelerator.wait_for_everyone()
