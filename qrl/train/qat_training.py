@@ -56,7 +56,7 @@ def begin(
         log: takes how far Q(W) moves the log-probabilities of those solutions, at step 0.
 
     Raises:
-        BadInput: weights that no process holds whole, rollouts by vLLM, or a model that the format does not fit.
+        BadInput: weights that no process holds whole, or a model that the format does not fit.
     """
     import torch
 
@@ -65,11 +65,6 @@ def begin(
 
     if trainer.is_fsdp_enabled:
         raise BadInput("train.qat needs processes that hold all weights, which those of FSDP do not: set it to none.")
-    if getattr(trainer, "use_vllm", False):
-        raise BadInput(
-            "train.qat samples with transformers: vLLM would be sent the masters and sample from other weights than the loss sees. "
-            "Set rollout.engine=transformers, or train.qat=none."
-        )
     model = trainer.accelerator.unwrap_model(trainer.model)
     dtype = torch.bfloat16 if settings.compute == "bf16" else None
     qat.attach(model, settings.qat, dtype)

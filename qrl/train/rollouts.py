@@ -25,7 +25,7 @@ def check(settings: Rollout, device: str, train: Train) -> None:
     """Refuses what this recipe's rollouts cannot do on this machine, before any environment is built or weight is loaded.
 
     Raises:
-        BadInput: FP8 without vLLM, vLLM without a GPU, FP8 on a GPU that lacks it, a server that does not answer, or an
+        BadInput: FP8 without vLLM, vLLM with quantization-aware training or without a GPU, FP8 on a GPU that lacks it, a server that does not answer, or an
             adapter over a base that several processes hold parts of.
     """
     if settings.engine != VLLM:
@@ -34,6 +34,11 @@ def check(settings: Rollout, device: str, train: Train) -> None:
                 f"rollout.quantization = {settings.quantization} needs an engine that has it: set rollout.engine = vllm, or quantization = none."
             )
         return
+    if train.qat != "none":
+        raise BadInput(
+            f"train.qat = {train.qat} samples with transformers: vLLM would be sent the masters and sample from other weights than "
+            "the loss sees. Set rollout.engine = transformers, or train.qat = none."
+        )
     if device != "cuda":
         raise BadInput(
             "rollout.engine = vllm samples on a GPU, but this run's device is the CPU: set rollout.engine = transformers, or run on a GPU."
