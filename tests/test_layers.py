@@ -11,7 +11,7 @@ PACKAGE = Path(qrl.__file__).parent
 LAYERS = [
     {"names", "errors", "stats", "verdict", "plan", "recipe", "gate", "process", "workspace"},
     {"tasks", "checkpoint", "formats", "tiny", "source", "engine", "figures"},
-    {"train", "quantize", "evaluate", "diagnose", "compare", "serve"},
+    {"train", "quantize", "evaluate", "diagnose", "compare", "serve", "benchmark"},
     {"tracking", "registry"},
     {"keys"},
     {"steps"},

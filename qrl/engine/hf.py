@@ -1,13 +1,16 @@
-"""The transformers engine: any checkpoint of the study, greedy, in batches.
+"""The transformers engine: any checkpoint of the study, greedy or sampled, in batches.
 
 Weights are what the checkpoint stores. AWQ's codes are unpacked to the values that they stand for, exactly, and run as
-ordinary matrices, on any device: no kernel of one machine colours the accuracy. So are NF4's on a CPU, where bitsandbytes
-repacks them in place.
+ordinary matrices, on any device: no kernel of one machine colours the accuracy. So are those of compressed-tensors, whose
+rounded activations are rounded in software here (`simulated`), and bitsandbytes' on a CPU, where it repacks NF4 in place.
 """
 
 from __future__ import annotations
 
+import io
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +22,9 @@ from qrl.errors import BadInput
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+NAME = "transformers"  # in records of what answered
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,8 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, 
         from qrl.formats import awq
 
         model = awq.load_unpacked(path, torch.float16 if dtype is torch.bfloat16 else dtype).to(device)
+    elif found.quantization == "compressed-tensors":
+        model = _decompressed(path, device, dtype)
     else:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, device_map=device, trust_remote_code=False, use_safetensors=True
@@ -78,6 +86,23 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, 
     return model.eval(), tokenizer(path)
 
 
+def simulated(path: Path, device: str) -> str:
+    """What of a checkpoint's arithmetic is not run as its format means it, in words; empty where all of it is.
+
+    Args:
+        path: a checkpoint folder.
+        device: that it runs on.
+    """
+    quantization = checkpoint.config(path).get("quantization_config") or {}
+    if quantization.get("quant_method") == "bitsandbytes" and quantization.get("load_in_8bit") and device == "cpu":
+        return "activations not rounded to int8"
+    for group in (quantization.get("config_groups") or {}).values():
+        rounded = group.get("input_activations")
+        if rounded:
+            return f"activations rounded to {rounded['type']}{rounded['num_bits']} in software, products in full precision"
+    return ""
+
+
 def generate(
     model: PreTrainedModel,
     tokens: PreTrainedTokenizerBase,
@@ -85,14 +110,18 @@ def generate(
     *,
     max_new_tokens: int,
     batch_size: int,
+    temperature: float = 0.0,
+    seed: int = 0,
     progress: Callable[[int], object] = lambda n: None,
 ) -> list[Completion]:
-    """Greedy completions of token-id prompts, in the order given.
+    """Completions of token-id prompts, in the order given.
 
     Args:
         prompts: N lists of token ids, generation prompt included.
         max_new_tokens: longest completion, in tokens.
         batch_size: prompts decoded together; batches are cut from prompts sorted by length, to pad little.
+        temperature: 0 is greedy; above, tokens are drawn from the whole distribution at this temperature.
+        seed: of the draws; the same prompts in batches of the same size then get the same completions.
         progress: called with the number of prompts that each batch finished.
 
     Returns:
@@ -102,18 +131,49 @@ def generate(
     done: dict[int, Completion] = {}
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        for index, ids in zip(batch, _decode(model, tokens, [prompts[i] for i in batch], max_new_tokens), strict=True):
+        for index, ids in zip(batch, _decode(model, tokens, [prompts[i] for i in batch], max_new_tokens, temperature, (seed, start)), strict=True):
             done[index] = _completion(tokens, ids, _end_ids(model))
         progress(len(batch))
     return [done[index] for index in range(len(prompts))]
 
 
-def _decode(model, tokens, prompts: list[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+def _decompressed(path: Path, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A compressed-tensors checkpoint with its weights as plain matrices; activations are rounded where the scheme says so."""
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # of a setting that is meant to be overridden; bars that flash
+        warnings.simplefilter("ignore", UserWarning)
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            device_map=device,
+            trust_remote_code=False,
+            use_safetensors=True,
+            quantization_config=CompressedTensorsConfig(dequantize=True),
+        )
+    for module in model.modules():
+        scheme = getattr(module, "quantization_scheme", None)
+        if scheme is None:
+            continue
+        module.weight.data = module.weight.data.to(dtype)  # some formats unpack to bfloat16 whatever is asked
+        if scheme.input_activations is None:
+            module.__dict__.pop("forward", None)  # nothing is left to round: the layer is an ordinary one
+    return model
+
+
+def _decode(
+    model, tokens, prompts: list[Sequence[int]], max_new_tokens: int, temperature: float, seed: tuple[int, int]
+) -> list[list[int]]:
+    import numpy as np
     import torch
 
     padded = tokens.pad({"input_ids": [list(ids) for ids in prompts]}, return_tensors="pt").to(model.device)
-    with torch.inference_mode():
-        written = model.generate(**padded, max_new_tokens=max_new_tokens, do_sample=False)
+    how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    here = [model.device] if model.device.type == "cuda" else []
+    with torch.inference_mode(), torch.random.fork_rng(devices=here, enabled=bool(temperature)):
+        if temperature:  # a batch's draws depend on its own seed alone, not on what was drawn before
+            torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1))
+        written = model.generate(**padded, max_new_tokens=max_new_tokens, **how)
     return written[:, padded["input_ids"].shape[1] :].tolist()
 
 
