@@ -146,8 +146,10 @@ def draw(panels: list[Panel], title: str, note: str, path: str | Path, across: s
 
     layers = max(panel.values.shape[1] for panel in panels)
     rows = sum(len(panel.values) for panel in panels)
-    figure = Figure(figsize=(max(7.4, 2.6 + 0.24 * layers), 1.6 + 0.22 * rows + 0.75 * len(panels)), layout="constrained", facecolor="white")
-    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    width, height = max(7.4, 2.6 + 0.24 * layers), 2.0 + 0.22 * rows + 0.5 * len(panels)
+    figure = Figure(figsize=(width, height), facecolor="white")  # laid out by hand: the solver takes a second for six panels
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[len(panel.values) for panel in panels])[:, 0]
+    figure.subplots_adjust(left=0.75 / width, right=1 - 0.1 / width, top=1 - 1.1 / height, bottom=0.85 / height, hspace=0.5 * len(panels) / (0.22 * rows))
     for panel, each in zip(panels, axes, strict=True):
         _panel(figure, each, panel)
     axes[-1].set_xlabel(across)
