@@ -170,7 +170,7 @@ def test_nothing_moves_between_a_checkpoint_and_itself(tiny_checkpoint):
     assert (moved[["relative_change", "code_flip_rate", "effective_rank"]] == 0).all().all()
     assert moving.totals(moved)["code_flip_rate"] == 0
     assert (moved[["unchanged_frac", "delta_sparsity"]] == 1).all().all()
-    assert moved[["update_survival", "update_cosine"]].isna().all().all()
+    assert moved[["update_survival", "update_cosine", "update_projection"]].isna().all().all()
 
 
 def test_movement_is_measured_where_it_happened(tiny_checkpoint, tmp_path):
@@ -225,9 +225,11 @@ def test_movement_follows_its_definitions(tiny_checkpoint, tmp_path):
     assert found["update_survival"] == pytest.approx((moved.norm() / (new - old).norm()).item(), rel=1e-6)
     assert found["update_cosine"] == pytest.approx(((moved * (new - old)).sum() / moved.norm() / (new - old).norm()).item(), rel=1e-6)
     assert found["effective_rank"] == pytest.approx(torch.exp(-(share * share.log()).sum()).item(), rel=1e-6)
+    assert found["update_projection"] == pytest.approx((moved.mul(new - old).sum() / (new - old).square().sum()).item(), rel=1e-6)
     total = moving.totals(moving.movement(tiny_checkpoint, trained))
     assert total["update_survival"] == pytest.approx(found["update_survival"])
     assert total["update_cosine"] == pytest.approx(found["update_cosine"])
+    assert total["update_projection"] == pytest.approx(found["update_projection"])
 
 
 def spectrum(values: torch.Tensor, columns: int = 400) -> torch.Tensor:

@@ -49,14 +49,17 @@ def test_maps_and_spreads_are_drawn(tmp_path):
     figures.movement(measured(), tmp_path / "movement.png")
     figures.movement(measured(48).query("variant == 'base'"), tmp_path / "base.png")
     figures.schemes(stored(), tmp_path / "schemes.png")
+    figures.schemes(pd.concat([stored().assign(scheme=f"s{i}", relative_mse=10.0**-i) for i in range(6)]), tmp_path / "many.png")
     figures.spread(measured(), tmp_path / "spread.png")
-    assert all(is_picture(tmp_path / f"{name}.png") for name in ("movement", "base", "schemes", "spread"))
+    assert all(is_picture(tmp_path / f"{name}.png") for name in ("movement", "base", "schemes", "many", "spread"))
 
 
 def test_maps_say_what_they_show():
     assert heatmaps.movement_found(measured()) == "Training flipped 0.44 % of the 4-bit codes, most in layer 2's q_proj: 2 %"
     assert "flipped no 4-bit code" in heatmaps.movement_found(measured(flips=0))
     assert heatmaps.schemes_found(stored()) == "nf4 loses 1 % of base's weights' energy and 1 % of grpo's; awq loses 2 % of base's and 2 % of grpo's"
+    many = pd.concat([stored().assign(scheme=f"s{i}", relative_mse=10.0**-i) for i in range(1, 7)])
+    assert heatmaps.schemes_found(many) == "Of 6 schemes s6 loses least of the weights' energy, 0.0001 %, and s1 most, 10 %"
     table = heatmaps.grid(measured().query("variant == 'base'"), "w4_relative_mse")
     assert table.shape == (2, 4)
     assert table.loc["up_proj", 3] == pytest.approx(0.018)

@@ -214,7 +214,6 @@ def compressed(folder, tensors, weights, layout):
 
 
 def test_compressed_fp8_is_code_times_scale(tmp_path):
-    pytest.importorskip("compressed_tensors")
     codes, scale = random_matrix(6, 64, 0).to(torch.float8_e4m3fn), torch.rand(6, 1).bfloat16()
     kind = {"num_bits": 8, "type": "float", "strategy": "channel"}
     found = compressed(tmp_path, {"weight": codes, "weight_scale": scale}, kind, "float-quantized")
@@ -222,7 +221,6 @@ def test_compressed_fp8_is_code_times_scale(tmp_path):
 
 
 def test_compressed_nvfp4_is_grid_times_both_scales(tmp_path):
-    pytest.importorskip("compressed_tensors")
     grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     codes = torch.randint(16, (4, 32), generator=torch.Generator().manual_seed(0))
     scale, whole = (1 + 7 * torch.rand(4, 2)).to(torch.float8_e4m3fn), torch.tensor([40.0])

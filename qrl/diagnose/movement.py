@@ -10,8 +10,9 @@ W is a matrix before training, W' after it, Δ = W' - W its *update*. Q(W) is wh
 - update survival: ‖Q(W') - Q(W)‖ / ‖Δ‖. 0 means that both are stored as the same matrix; 1 that the stored update is as long as the
   true one. It can be far above 1: two roundings are noise of their own, as long as a step of the grid, however small the update.
 - update cosine: of the angle between Q(W') - Q(W) and Δ. This is what tells an update that is stored from noise that is as long.
+- update projection: their product, <Q(W') - Q(W), Δ> / ‖Δ‖²: 1 where the update is stored in full, whatever noise lies about it.
 
-The last three have no source: they are this project's own.
+The last four have no source: they are this project's own.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Change:
             "code_flip_rate": self.flips / self.numel,
             "update_survival": math.sqrt(self.stored / self.change) if self.change else math.nan,
             "update_cosine": self.product / lengths if lengths else math.nan,
+            "update_projection": self.product / self.change if self.change else math.nan,
         }
 
 
@@ -158,7 +160,7 @@ def paired(base: Path | str, trained: Path | str, embeddings: bool = False) -> l
 
 
 def totals(moved: pandas.DataFrame) -> dict[str, float]:
-    """What all rows of `movement` say together: the shares, update_survival and update_cosine.
+    """What all rows of `movement` say together: the shares, and survival, cosine and projection of the update.
 
     Shares count every weight alike; norms are those of all matrices as one long vector.
     """
@@ -171,6 +173,7 @@ def totals(moved: pandas.DataFrame) -> dict[str, float]:
         **{name: float((moved[name] * share).sum()) for name in ("code_flip_rate", "unchanged_frac", "delta_sparsity") if name in moved},
         "update_survival": lengths[1] / lengths[0] if lengths[0] else math.nan,
         "update_cosine": product / (lengths[0] * lengths[1]) if lengths[0] * lengths[1] else math.nan,
+        "update_projection": product / lengths[0] ** 2 if lengths[0] else math.nan,
     }
 
 

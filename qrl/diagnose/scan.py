@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 PATTERNS = 1 << 16
 QUANTILES = {"abs_q99": 0.99, "abs_q999": 0.999, "abs_q9999": 0.9999}
+CACHED = 1 << 19  # weights looked at together by all but the counting: few enough for a cache, enough to pay for a dozen calls
 _SHIFT = 15  # of float32's 31 bits without sign: 65,536 ranges of sizes, each 1/256 wide
 
 
@@ -49,19 +50,28 @@ class Scan:
         import torch
 
         self.dtype = block.dtype
-        values = block.float()
-        if block.dtype.itemsize == 2:
-            patterns = block.view(torch.int16).flatten().int().bitwise_and_(PATTERNS - 1)
-        else:
-            patterns = values.view(torch.int32).flatten().bitwise_and(0x7FFFFFFF).bitwise_right_shift_(_SHIFT)
-            self.moments.merge(Moments.of(values))
-        counts = torch.bincount(patterns, minlength=PATTERNS)
+        counts = torch.bincount(self._patterns(block), minlength=PATTERNS)
         self.counts = counts if self.counts is None else self.counts.add_(counts)
-        groups = rtn.grouped(values, self.group_size)
-        largest = groups.abs().amax(-1, keepdim=True)
-        self.peaks.append((first, largest.amax(1).flatten().cpu()))
-        squared, self.max_error = rtn.scan(groups, largest, self.bits, least=self.max_error)
-        self.squared_error += squared
+        step = max(1, CACHED // block.shape[1]) if block.device.type == "cpu" else len(block)
+        for part in block.split(step):
+            values = part.float()
+            if not self.exact():
+                self.moments.merge(Moments.of(values))
+            groups = rtn.grouped(values, self.group_size)
+            largest = groups.abs().amax(-1, keepdim=True)
+            self.peaks.append((first, largest.amax(1).flatten().cpu()))
+            squared, self.max_error = rtn.scan(groups, largest, self.bits, least=self.max_error)
+            self.squared_error += squared
+            first += len(part)
+
+    @staticmethod
+    def _patterns(block: Tensor) -> Tensor:
+        """Which of the 65,536 patterns each weight has: int32, flat."""
+        import torch
+
+        if block.dtype.itemsize == 2:
+            return block.view(torch.int16).flatten().int().bitwise_and_(PATTERNS - 1)
+        return block.float().view(torch.int32).flatten().bitwise_and(0x7FFFFFFF).bitwise_right_shift_(_SHIFT)
 
     def merge(self, other: Scan) -> None:
         """Takes in what another scan of the same matrix has seen."""

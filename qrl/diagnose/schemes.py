@@ -50,7 +50,7 @@ def measure(
 
     Returns:
         A row per variant and matrix: scheme, variant, tensor, layer, projection, numel, relative_mse, snr_db, max_error; and on the
-        trained variant's rows code_flip_rate, update_survival, update_cosine (see `movement`), if both variants are there.
+        trained variant's rows code_flip_rate and what is stored of the update (see `movement`), if both variants are there.
 
     Raises:
         BadInput: full precision where a quantized checkpoint is expected, an unknown packing, or another model's matrices.
@@ -73,7 +73,7 @@ def measure(
             change = movement.Change()
             change.add(*true, tuple(values), _flips(*found))
             moved = change.result()
-            rows[-1] |= {key: moved[key] for key in ("code_flip_rate", "update_survival", "update_cosine", "change_norm")}
+            rows[-1] |= {key: moved[key] for key in ("code_flip_rate", "update_survival", "update_cosine", "update_projection", "change_norm")}
         progress(1)
     return pandas.DataFrame(rows)
 

@@ -19,7 +19,7 @@ from qrl.formats.stream import Rows
 
 T = TypeVar("T")
 Sources = Sequence[tuple[Path | str, Entry]]  # the same matrix in one or more checkpoints
-BLOCK = {"cpu": 1 << 19, "cuda": 1 << 24}  # weights looked at together
+BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # weights looked at together
 PIECE = 1 << 23  # weights, at most, that one thread takes at a time
 GPU_READERS = 4  # threads that feed a GPU
 

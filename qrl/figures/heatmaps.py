@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # Both are told apart by the colour-blind, and by lightness alone: cividis for sizes, PuOr for signed differences, white at 0.
 SIZES, DIFFERENCES = "cividis", "PuOr_r"
+FEW = 4  # schemes whose every layer fits on one page
 ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -44,7 +45,9 @@ def schemes(stored: pd.DataFrame, path: str | Path) -> None:
         stored: a row per scheme, variant and tensor, as `diagnose.schemes` makes them.
         path: the PNG to write.
     """
-    draw(scheme_panels(stored), schemes_found(stored), "Errors are ‖Q(W) − W‖² / ‖W‖² of the weights that the checkpoints really store.", path)
+    few = stored["scheme"].nunique() <= FEW
+    panels = scheme_panels(stored) if few else across_panels(stored)
+    draw(panels, schemes_found(stored), "Errors are ‖Q(W) − W‖² / ‖W‖² of the weights that the checkpoints really store.", path, "layer" if few else "projection, mean over layers")
 
 
 def movement_panels(weights: pd.DataFrame) -> list[Panel]:
@@ -77,6 +80,26 @@ def scheme_panels(stored: pd.DataFrame) -> list[Panel]:
     return found
 
 
+def across_panels(stored: pd.DataFrame) -> list[Panel]:
+    """Many schemes at once: scheme × projection, means over layers; errors differ by orders, so theirs is a logarithm."""
+    base, trained = _variants(stored)
+    first = base if len(base) else trained
+    found = [Panel(f"error of {_label(first)}, log10", np.log10(_across(first, "relative_mse")), False)]
+    if trained is not None and len(base):
+        change = 100 * (1 - _across(trained, "relative_mse") / _across(base, "relative_mse"))
+        found += [
+            Panel(f"error, {BASE} − {_label(trained)}, % of {BASE}'s", change, True),
+            Panel("codes that flipped, %", 100 * _across(trained, "code_flip_rate"), False),
+        ]
+    return found
+
+
+def _across(rows: pd.DataFrame, column: str) -> pd.DataFrame:
+    table = rows.pivot_table(index="scheme", columns="projection", values=column, aggfunc="mean", dropna=False, sort=False)
+    known = [name for name in ORDER if name in table.columns]
+    return table[[*known, *sorted(set(table.columns) - set(known))]]
+
+
 def grid(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     """One variant's column as projection × layer; matrices outside of layers, a head say, are left out."""
     inside = rows[rows["layer"] >= 0]
@@ -106,14 +129,18 @@ def movement_note(weights: pd.DataFrame) -> str:
 
 def schemes_found(stored: pd.DataFrame) -> str:
     """The finding, as a title: the energy that each scheme loses of each variant's weights."""
-    parts = []
+    parts, losses = [], {}
     for scheme, rows in stored.groupby("scheme", sort=False):
         sums = (rows["relative_mse"] * rows["energy"]).groupby(rows["variant"]).sum() / rows.groupby("variant")["energy"].sum()
         parts.append(f"{scheme} loses " + " and ".join(f"{100 * sums[name]:.3g} % of {name}'s" for name in dict.fromkeys(rows["variant"])))
+        losses[scheme] = 100 * sums.iloc[0]
+    if len(parts) > FEW:
+        least, most = min(losses, key=losses.get), max(losses, key=losses.get)
+        return f"Of {len(parts)} schemes {least} loses least of the weights' energy, {losses[least]:.3g} %, and {most} most, {losses[most]:.3g} %"
     return "; ".join(parts).replace("'s", "'s weights' energy", 1)
 
 
-def draw(panels: list[Panel], title: str, note: str, path: str | Path) -> None:
+def draw(panels: list[Panel], title: str, note: str, path: str | Path, across: str = "layer") -> None:
     """Maps below each other, each with its own colours."""
     from matplotlib.figure import Figure
 
@@ -123,7 +150,7 @@ def draw(panels: list[Panel], title: str, note: str, path: str | Path) -> None:
     axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     for panel, each in zip(panels, axes, strict=True):
         _panel(figure, each, panel)
-    axes[-1].set_xlabel("layer")
+    axes[-1].set_xlabel(across)
     finish(figure, axes[0], title, note, path)
 
 

@@ -13,7 +13,7 @@ import argparse
 import json
 import os
 import platform
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -168,7 +168,7 @@ def read(folder: Path, device: str) -> None:
     began = time.perf_counter()
     found = weights.measure(folder, "base", embeddings=True, device=device)
     took = time.perf_counter() - began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    peak = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20  # getrusage's counts the parent's, too
     print(
         f"{folder.name} on {device}: {found['numel'].sum():,} weights in {took:.2f} s; reading the files takes {reading:.2f} s, ratio {took / reading:.1f}; "
         f"peak memory of the process {peak:.2f} GiB"
