@@ -127,7 +127,7 @@ def test_an_adapter_of_another_base_is_refused(ran, tmp_path):
 
 
 TENSORS = checkpoint.entries(tiny.PATH)
-LARGE = {"w.weight": Entry("model.safetensors", "BF16", (10**6, 10**7), 2 * 10**13)}
+LARGE = {"w.weight": Entry("model.safetensors", "BF16", (10**6, 10**7), 2 * 10**13, start=0)}
 REFUSED = {
     "adapter keys, full": (Train(lora_rank=8), TENSORS, r"train\.lora_rank is set, but train\.method = full"),
     "targets, full": (Train(lora_targets=("q_proj",)), TENSORS, r"train\.lora_targets is set"),
