@@ -78,6 +78,16 @@ def test_stored_weights_and_answers_are_bit_equal_to_the_trained_ones(name, mast
     assert codes * 8 == BITS[name] * sum(trained.get_submodule(path).weight.numel() for path in covered)
 
 
+@pytest.mark.parametrize("name", ["int8", "int4", "nvfp4-a16", "fp8", "mxfp4"])
+def test_a_cell_in_bf16_has_the_weights_of_a_training_in_bf16(name, masters, tmp_path):
+    trained = AutoModelForCausalLM.from_pretrained(masters, dtype=torch.float32)
+    qat.attach(trained, name, torch.bfloat16)
+    store(masters, tmp_path / "out", name)
+    stored = dict(hf.load(tmp_path / "out", "cpu", torch.bfloat16)[0].named_parameters())
+    for key, value in qat.folded_parameters(trained):
+        assert torch.equal(stored[key], value.to(torch.bfloat16)), key
+
+
 def test_it_loads_in_transformers_without_being_told_how(masters, tmp_path):
     store(masters, tmp_path / "out", "int4")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)

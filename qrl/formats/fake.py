@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from qrl.errors import BadInput
 
 if TYPE_CHECKING:
+    import torch
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from torch import Tensor
 
@@ -102,24 +103,36 @@ def scales(weight: Tensor, args: QuantizationArgs, largest: Tensor | None = None
     return Scales(scale, shared)
 
 
-def values(weight: Tensor, args: QuantizationArgs, by: Scales) -> Tensor:
+def values(weight: Tensor, args: QuantizationArgs, by: Scales, dtype: torch.dtype | None = None) -> Tensor:
     """The matrix that a weight's codes stand for under given scales.
 
     Args:
         weight: (O, I), any float dtype.
         args: of the format's weights.
         by: as `scales` gives them.
+        dtype: to compute with it in; default: the weight's own. A narrower one rounds the scale first and the product then, as
+            a checkpoint of these codes is unpacked where it is loaded in that dtype.
 
     Returns:
-        (O, I) in the weight's dtype. Four-bit floats come rounded to bfloat16, as compressed-tensors unpacks them.
+        (O, I). Four-bit floats are rounded to bfloat16 in any case, as compressed-tensors unpacks them.
     """
-    quantized = library().fake_quantize(weight.detach(), by.scale, None, args, global_scale=by.global_scale)
-    return _as_unpacked(quantized, args)
+    import torch
+
+    weight, dtype = weight.detach(), dtype or weight.dtype
+    if args.type == "float" and args.num_bits == 4:
+        found = library().fake_quantize(weight, by.scale, None, args, global_scale=by.global_scale)
+        return found.to(torch.bfloat16).to(dtype)
+    if dtype == weight.dtype:
+        return library().fake_quantize(weight, by.scale, None, args)
+    codes = library().quantize(weight, by.scale, None, args)
+    return library().dequantize(codes, by.scale.to(dtype), None, args, dtype=dtype)
 
 
-def quantized(weight: Tensor, args: QuantizationArgs, largest: Tensor | None = None) -> Tensor:
+def quantized(
+    weight: Tensor, args: QuantizationArgs, largest: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
     """Q(W): `values` under the matrix's own `scales`."""
-    return values(weight, args, scales(weight, args, largest))
+    return values(weight, args, scales(weight, args, largest), dtype)
 
 
 def activations(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | None = None) -> Tensor:
@@ -149,10 +162,3 @@ def global_scale(largest: Tensor) -> Tensor:
 
     largest = largest.float().reshape(1)
     return generate_gparam(-largest, largest)
-
-
-def _as_unpacked(quantized: Tensor, args: QuantizationArgs) -> Tensor:
-    import torch
-
-    four_bit_float = args.type == "float" and args.num_bits == 4
-    return quantized.to(torch.bfloat16).to(quantized.dtype) if four_bit_float else quantized

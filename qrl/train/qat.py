@@ -104,8 +104,7 @@ class Fold:
                     "the checkpoint that the training began with."
                 )
             self.kept = {
-                id(linear): fake.quantized(linear.weight, args, largest).to(self.dtype)
-                for linear in self.members.values()
+                id(linear): fake.quantized(linear.weight, args, largest, self.dtype) for linear in self.members.values()
             }
         self.state = self._state()
         self.made += 1
