@@ -45,7 +45,8 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, 
         folder = _made(Path(out))
         measured = _measure(recipe, found, schemes, folder)
         click.echo("\n".join(f"{name:36} {value:.6g}" for name, value in measured.items()))
-        click.echo(f"Written to {out}: {', '.join([WEIGHTS, *([SCHEMES] if schemes else [])])}, {names.FIGURES}/.", err=True)
+        tables = [WEIGHTS, *([SCHEMES] if schemes else []), *([BEHAVIOUR] if recipe.diagnose.behaviour else [])]
+        click.echo(f"Written to {out}: {', '.join(tables)}, {names.FIGURES}/.", err=True)
         return
     store.prepare()
     digests = {variant: checkpoint.digest(path) for variant, path in found.items()}
