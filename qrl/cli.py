@@ -72,7 +72,7 @@ def step(name: str, *sections: str) -> Callable:
     return cli.command(name, cls=RecipeCommand, sections=sections)
 
 
-ALL = ("train", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
+ALL = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
 
 
 @step("study", *ALL)
@@ -84,12 +84,18 @@ def study_command(ctx: click.Context, settings) -> None:
     pipeline.study(settings, typed=ctx.obj)
 
 
-@step("train", "train", "watch")
-def train_command(settings) -> None:
+@step("train", "train", "rollout", "watch")
+@click.pass_context
+def train_command(ctx: click.Context, settings) -> None:
     """GRPO on the recipe's model; resumes from its last checkpoint if it was killed."""
+    from qrl import pipeline
     from qrl.steps import train
 
-    train.train(settings)
+    if (folder := pipeline.place("train", settings.rollout.engine)) is not None:
+        train.check_rollouts(settings)  # told before an environment of some GB is built for it
+        pipeline.hand_over(folder, "train", ctx.obj)
+    else:
+        train.train(settings)
 
 
 @step("merge", "merge")
@@ -137,20 +143,22 @@ def evaluate_command(ctx: click.Context, settings, cells: str | None) -> None:
 @step("diagnose", "diagnose")
 @click.option("--base", metavar="DIR|MODEL", help="Checkpoint before training; default: the recipe's model.")
 @click.option("--trained", required=True, metavar="DIR|MODEL", help="Checkpoint after training.")
+@click.option("--quantized", metavar="VARIANT:SCHEME=MODEL,…", help="The same two, base and grpo, quantized: what do they store of the update?")
 @click.option("--out", metavar="DIR", help="Write files there, and leave MLflow alone.")
-def diagnose_command(settings, base: str | None, trained: str, out: str | None) -> None:
-    """Measures outliers and 4-bit error of two checkpoints' weights, layer by layer."""
+def diagnose_command(settings, base: str | None, trained: str, quantized: str | None, out: str | None) -> None:
+    """Measures two checkpoints' weights layer by layer: outliers, 4-bit error, what training moved and what quantization keeps of it."""
     from qrl.steps import diagnose
 
-    diagnose.diagnose(settings, base or settings.model, trained, out=out)
+    diagnose.diagnose(settings, base or settings.model, trained, quantized=quantized, out=out)
 
 
 @step("compare", "compare")
 @click.option("--questions", metavar="FILE", help="Parquet or CSV with variant, scheme, question, correct (0/1); optionally seed, sample, cluster.")
 @click.option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"fp16": 68, …}, "grpo": {…}}')
 @click.option("--cells", metavar="RUN,…", help="Evaluation runs of cells, of one training seed or several.")
+@click.option("--methods", is_flag=True, help="One row a cell, best first, against base and grpo in full precision; no common schemes needed.")
 @click.option("--out", metavar="DIR", help="Write files there, and leave MLflow alone; needed with --questions, --counts.")
-def compare_command(settings, questions: str | None, counts: str | None, cells: str | None, out: str | None) -> None:
+def compare_command(settings, questions: str | None, counts: str | None, cells: str | None, methods: bool, out: str | None) -> None:
     """Deltas and gain survival with paired intervals, and the verdict.
 
     Several values of `seed` are training runs: a random effect, never pooled. Several values of `sample` are answers to the
@@ -161,7 +169,11 @@ def compare_command(settings, questions: str | None, counts: str | None, cells: 
     given = [name for name, value in (("--questions", questions), ("--counts", counts), ("--cells", cells)) if value]
     if len(given) != 1:
         raise BadInput(f"compare reads one of --questions, --counts or --cells, but got {' and '.join(given) or 'none'}.")
-    if cells and not out:
+    if methods:
+        if counts:
+            raise BadInput("compare --methods pairs answers question by question: give --questions or --cells, not --counts.")
+        compare.methods(questions, cells.split(",") if cells else [], out)
+    elif cells and not out:
         compare.compare(settings, cells.split(","))
     elif not out:
         raise BadInput(f"compare {given[0]} needs --out DIR: the folder to write table.md, table.json and figures to.")

@@ -20,13 +20,14 @@ ROOT = Path(__file__).parent.parent
 ENVIRONMENTS = {names.AWQ: ROOT / "projects" / "awq" / "conda.yaml"}
 CORE = ROOT / "conda.yaml"
 VLLM = {"cpu": ROOT / "projects" / "vllm_cpu" / "conda.yaml", "cuda": ROOT / "projects" / "vllm" / "conda.yaml"}
-SECTIONS = ("train", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
+SECTIONS = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
 ASKED = ("task", "prompt", "seed")  # top-level fields that decide which questions are put, and how
 
 
 def trained(recipe: Recipe, base: str, device: str) -> str:
     """Key of a training that starts from the checkpoint with digest `base`."""
-    return _key("train", recipe, ("train", "watch"), {"base": base}, device)
+    environment = VLLM[device] if recipe.rollout.engine == "vllm" else CORE
+    return _key("train", recipe, ("train", "rollout", "watch"), {"base": base}, device, environment)
 
 
 def quantized(recipe: Recipe, scheme: str, model: str, device: str) -> str:
@@ -52,9 +53,9 @@ def merged(recipe: Recipe, base: str, adapter: str, device: str) -> str:
     return _key("merge", recipe, ("merge",), {"base": base, "adapter": adapter}, device)
 
 
-def diagnosis(recipe: Recipe, base: str, trained: str) -> str:
-    """Key of what training did to the weights, by both digests."""
-    return _key("diagnose", recipe, ("diagnose",), {"base": base, "trained": trained}, "any")
+def diagnosis(recipe: Recipe, base: str, trained: str, quantized: dict[str, str]) -> str:
+    """Key of what training did to the weights, by both digests and those of the quantized checkpoints, by `variant:scheme`."""
+    return _key("diagnose", recipe, ("diagnose",), {"base": base, "trained": trained} | quantized, "any")
 
 
 def comparison(recipe: Recipe, cells: list[str]) -> str:
@@ -65,6 +66,9 @@ def comparison(recipe: Recipe, cells: list[str]) -> str:
 def _key(step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict, device: str, environment: Path = CORE) -> str:
     flat = recipe.flat(*sections)
     section = {key: value for key, value in flat.items() if "." in key or key in ASKED}
+    section = {key: value for key, value in section.items() if not key.startswith("rollout.server")}  # where it listens is no setting
+    if flat.get("evaluate.samples") == "1":
+        section.pop("evaluate.temperature")  # greedy answers know none
     section.pop("quantize.schemes", None)  # which schemes a study has does not change what one of them does
     return reuse.key(
         step,

@@ -2,6 +2,8 @@
 
 # Variants: which training made the weights.
 BASE, GRPO = "base", "grpo"
+QAD_PREFIX = "qad-"  # distilled on-policy into such linears
+QAT_PREFIX = "qat-"  # GRPO with linears that compute in a format: qat-int4
 
 # Schemes: how the weights are stored. `fp16` is the row's name in the literature; the dtype really used is logged.
 FP16, NF4, INT8, AWQ = "fp16", "nf4", "int8", "awq"
@@ -9,13 +11,17 @@ AWQ_CT, GPTQ, FP8, NVFP4A16, NVFP4 = "awq-ct", "gptq", "fp8", "nvfp4a16", "nvfp4
 W8A16, W8A8, MXFP4A16 = "w8a16", "w8a8", "mxfp4a16"
 BITSANDBYTES = (NF4, INT8)
 COMPRESSED = (AWQ_CT, GPTQ, FP8, NVFP4A16, NVFP4, W8A16, W8A8, MXFP4A16)  # made by llm-compressor
-QUANTIZED_SCHEMES = (*BITSANDBYTES, AWQ, *COMPRESSED)
+ROUNDED_PREFIX = "rtn-"  # rounded to nearest, nothing searched: the formats of train.qat, its own codes for its own masters
+ROUNDED = tuple(
+    f"{ROUNDED_PREFIX}{name}" for name in ("int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4")
+)
+QUANTIZED_SCHEMES = (*BITSANDBYTES, AWQ, *COMPRESSED, *ROUNDED)
 SCHEMES = (FP16, *QUANTIZED_SCHEMES)
 STORED_AS = {  # scheme → quant_method in config.json
     FP16: None,
     **dict.fromkeys(BITSANDBYTES, "bitsandbytes"),
     AWQ: "awq",
-    **dict.fromkeys(COMPRESSED, "compressed-tensors"),
+    **dict.fromkeys((*COMPRESSED, *ROUNDED), "compressed-tensors"),
 }
 
 # Stages: the user's names, each an alias; MLflow's own stages are mirrored from them.
@@ -52,7 +58,7 @@ def gate_tag(stage: str) -> str:
 ACCURACY = "eval/accuracy"
 ACCURACY_STDERR = "eval/accuracy_stderr"
 ACCURACY_FLEXIBLE = "eval/accuracy_flexible"
-N = "eval/n"
+N = "eval/n"  # questions
 PARSE_RATE = "eval/parse_rate"
 EOS_RATE = "eval/eos_rate"
 TRUNCATION_RATE = "eval/truncation_rate"
@@ -70,6 +76,13 @@ SECONDS = "step/seconds"  # logged by a step that ends well, and by no other
 # How a cell came to be, in its rows and its model's params: cells that differ in one of these are never subtracted.
 ENGINE = "engine"  # what answered
 SETTINGS = "settings_digest"  # sha256 over a scheme's settings, libraries and calibration questions
+
+
+def pass_at(k: int) -> str:
+    """The metric of pass@k; MLflow's names have no `@`."""
+    return f"eval/pass_at_{k}"
+
+
 
 # Artifacts of a study's run
 TABLE_MD, TABLE_JSON = "table.md", "table.json"

@@ -25,9 +25,9 @@ def show(recipe: Recipe, launcher: Launcher, compared: Result, diagnosed: Result
         table = (work / names.TABLE_MD).read_text()
         runs.log_folder(work)
     runs.log_scores(compared.outputs.values["metrics"])
-    sentence = compared.outputs.values["sentence"] + _packed(recipe)
-    runs.describe(f"{sentence}\n\n{table}\n\n{_links(launcher)}")
-    click.echo(f"\n{table}\n{sentence}\n")
+    told = f"{table}\n{_packed(recipe)}".rstrip()  # the verdicts are a section of the table
+    runs.describe(f"{told}\n\n{_links(launcher)}")
+    click.echo(f"\n{told}\n")
 
 
 def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | None) -> None:
@@ -63,7 +63,7 @@ def _packed(recipe: Recipe) -> str:
     if not recipe.train.packed:
         return ""
     return (
-        f" The adapter was trained over a base in {recipe.train.storage} and merged into what that unpacks to; `base` in every delta is "
+        f"The adapter was trained over a base in {recipe.train.storage} and merged into what that unpacks to; `base` in every delta is "
         "the original model, so the gain includes what packing took from it."
     )
 

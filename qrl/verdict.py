@@ -16,6 +16,7 @@ TAIL = (1 - LEVEL) / 2  # on either side of a two-sided interval
 
 POWER = 0.80  # of "the smallest effect this n could have seen" and "the n that would decide"
 MIN_MARGIN = 0.02  # accuracy: a smaller loss than this is of no practical interest
+KINK = 2 * MIN_MARGIN  # the gain at which the default margin turns from `MIN_MARGIN` into half the gain
 FLOOR, CEILING = 0.05, 0.95  # accuracy: beyond these a cell has no room to lose or to gain
 
 
@@ -48,8 +49,8 @@ def judge(gain: Estimate, survival: Estimate, kept: Estimate, accuracies: dict[s
 
     `survives` if the one-sided 95 % lower bound of gain survival lies above −margin, `lost` if the upper bound lies below
     it, else `inconclusive`; always `inconclusive` where the full-precision gain's interval is not above 0 or a cell sits
-    at floor or ceiling, and instead of `survives` where the gain is no larger than the margin. A margin that is half an *estimated* gain has an error of its own: there the bound of `kept`
-    must agree, which asks the same question with that error counted in.
+    at floor or ceiling, and instead of `survives` where the gain is no larger than the margin. What the default margin, an
+    *estimated* one, adds to that is in `_against`.
 
     Args:
         gain: full-precision gain, g_fp − b_fp.
@@ -57,37 +58,69 @@ def judge(gain: Estimate, survival: Estimate, kept: Estimate, accuracies: dict[s
         kept: (g_q − b_q) − ½ (g_fp − b_fp), above 0 where more than half of the gain is kept.
         accuracies: cell's name → accuracy, of the four cells.
         margin: loss of accuracy that still counts as survival; None takes `default_margin`.
-
-    Source: a non-inferiority test, with a fixed margin or with one that is a share of an estimated effect (the fixed-margin
-        and the synthesis method of FDA, Non-Inferiority Clinical Trials to Establish Effectiveness, 2016).
     """
-    tests = [(survival, -default_margin(gain.estimate) if margin is None else -margin)]
-    if margin is None and gain.estimate / 2 > MIN_MARGIN:
-        tests.append((kept, 0.0))
-    margin = -tests[0][1]
-    smallest = seen(survival)
+    tested = _against(gain, survival, kept, margin)
+    margin, smallest = tested.margin, seen(survival)
     edge = _edge(accuracies)
     if edge:
         return Verdict("inconclusive", edge, margin, smallest)
     if not gain.low > 0:
         interval = f"{signed(gain.estimate)} [{signed(gain.low)}, {signed(gain.high)}]"
         reason = f"the full-precision gain, {interval}, is not shown to be above 0: no gain, nothing to survive"
-        return Verdict("inconclusive", reason, margin, smallest, *_to_decide(gain, tests))
-    p_values = [estimate.p_above(bound) for estimate, bound in tests]
-    p_above, p_below = max(p_values), 1 - min(p_values)
-    if p_above < 1 - LEVEL and gain.estimate <= margin:
+        return Verdict("inconclusive", reason, margin, smallest, *_to_decide(gain, tested))
+    if tested.p_survives < 1 - LEVEL and gain.estimate <= margin:
         reason = f"the full-precision gain, {signed(gain.estimate)}, is no larger than the margin, {margin:.3f}: losing all of it would pass for survival"
-        return Verdict("inconclusive", reason, margin, smallest, p_value=p_above)
-    if p_above < 1 - LEVEL:
-        reason = f"the one-sided 95 % lower bound of gain survival, {signed(survival.lower)}, lies above −margin, {signed(-margin)}"
-        return Verdict("survives", reason, margin, smallest, p_value=p_above)
-    if p_below < 1 - LEVEL:
+        return Verdict("inconclusive", reason, margin, smallest, p_value=tested.p_survives)
+    if tested.p_survives < 1 - LEVEL:
+        bound = f"the one-sided 95 % lower bound of gain survival, {signed(survival.lower)}"
+        if tested.tail == TAIL:
+            bound = f"the lower end of gain survival's 95 % interval, {signed(survival.low)} (two margins could hold, so each gets half the error),"
+        reason = f"{bound.rstrip(',')}, lies above −margin, {signed(-margin)}"
+        return Verdict("survives", reason, margin, smallest, p_value=tested.p_survives)
+    if tested.p_lost < 1 - LEVEL:
         reason = f"the one-sided 95 % upper bound of gain survival, {signed(survival.upper)}, lies below −margin, {signed(-margin)}"
-        return Verdict("lost", reason, margin, smallest, p_value=p_below)
+        return Verdict("lost", reason, margin, smallest, p_value=tested.p_lost)
     reason = f"the one-sided 95 % bounds of gain survival, {signed(survival.lower)} and {signed(survival.upper)}, lie on both sides of −margin, {signed(-margin)}"
     if not survival.lower <= -margin <= survival.upper:
-        reason = f"the margin, {margin:.3f}, is half a gain that is itself estimated, and with that error counted −margin lies within the bounds"
-    return Verdict("inconclusive", reason, margin, smallest, *_to_decide(gain, tests), min(p_above, p_below))
+        reason = f"the margin, {margin:.3f}, follows a gain that is itself estimated, and with that error counted −margin lies within the bounds"
+    return Verdict("inconclusive", reason, margin, smallest, *_to_decide(gain, tested), min(tested.p_survives, tested.p_lost))
+
+
+@dataclass(frozen=True)
+class _Tested:
+    """Both claims' p-values against a margin, and the estimates and bounds that a larger study would have to tell apart."""
+
+    margin: float
+    p_survives: float
+    p_lost: float
+    tests: list[tuple[Estimate, float]]
+    tail: float = 1 - LEVEL
+
+
+def _against(gain: Estimate, survival: Estimate, kept: Estimate, margin: float | None) -> _Tested:
+    """Gain survival against its margin, with the margin's own error where it has one.
+
+    Half an *estimated* gain is a margin with an error: there the bound of `kept` must agree, which asks the same question with
+    that error counted in. And which of the two the margin is, 0.02 or half the gain, is itself estimated: as long as the
+    gain's interval holds 0.04, where they meet, surviving means to lose less than either, so either may show it, at
+    half the error each; and being lost to lose more than both, so both must.
+
+    Source: a non-inferiority test, with a fixed margin or with one that is a share of an estimated effect (the fixed-margin
+        and the synthesis method of FDA, Non-Inferiority Clinical Trials to Establish Effectiveness, 2016). Claims of the form
+        "either" and "both": union-intersection and intersection-union tests, Casella and Berger, Statistical Inference,
+        2nd ed. (2002), section 8.2.3, the former with Bonferroni's bound.
+    """
+    fixed = default_margin(gain.estimate) if margin is None else margin
+    tests = [(survival, -fixed)]
+    p_fixed = survival.p_above(-fixed)
+    if margin is not None or gain.high <= KINK:
+        return _Tested(fixed, p_fixed, 1 - p_fixed, tests)
+    p_kept = kept.p_above(0)
+    p_half, p_lost = max(p_fixed, p_kept), 1 - min(p_fixed, p_kept)
+    if gain.low >= KINK:
+        return _Tested(fixed, p_half, p_lost, [*tests, (kept, 0.0)])
+    p_either = min(1.0, 2 * min(p_half, survival.p_above(-MIN_MARGIN)))
+    return _Tested(fixed, p_either, p_lost, [*tests, (kept, 0.0)] if fixed > MIN_MARGIN else tests, TAIL)
 
 
 def _edge(accuracies: dict[str, float]) -> str | None:
@@ -103,13 +136,13 @@ def seen(contrast: Estimate, tail: float = TAIL, power: float = POWER) -> float:
 
     Source: a z test's detectable effect, (z_tail + z_power) σ, with the estimate's own reach in place of z_tail σ.
     """
-    return contrast.reach(tail) + quantile(power) * contrast.stderr
+    return max(contrast.reach(tail, upwards=upwards) for upwards in (False, True)) + quantile(power) * contrast.stderr
 
 
-def _to_decide(gain: Estimate, tests: list[tuple[Estimate, float]]) -> tuple[int | None, int | None]:
+def _to_decide(gain: Estimate, tested: _Tested) -> tuple[int | None, int | None]:
     """Questions, and training runs where there are several, at which the gain and the verdict would both be settled with
     `POWER`, if the estimates were the truth; None where no number up to a thousand times the present one would."""
-    settled = [(gain, gain.estimate, TAIL)] + [(test, abs(test.estimate - bound), 1 - LEVEL) for test, bound in tests]
+    settled = [(gain, gain.estimate, TAIL)] + [(test, abs(test.estimate - bound), tested.tail) for test, bound in tested.tests]
     if gain.estimate <= 0 or min(distance for _, distance, _ in settled) < 1e-9:
         return None, None
 

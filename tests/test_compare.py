@@ -85,7 +85,8 @@ def test_numbers_are_those_of_the_questions(frame, comparison):
     assert found["stderr"] == pytest.approx(values.std(ddof=1) / math.sqrt(1000), rel=1e-9)
     pair = comparison.difference(("grpo", "awq"), ("grpo", "fp16"))
     interval = scipy.stats.ttest_rel(wide["grpo", "awq"], wide["grpo", "fp16"]).confidence_interval()
-    assert (pair.low, pair.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
+    assert pair.high == pytest.approx(interval.high, rel=1e-9)
+    assert interval.low - 3e-4 < pair.low <= interval.low  # losses lean to that side: `test_stats.py` says how far
     assert comparison.row("awq").losses["grpo"] == pair
 
 
@@ -213,6 +214,9 @@ def test_write_leaves_tables_and_figures_and_nothing_else(comparison, tmp_path):
         (lambda f: f.assign(scheme=f["scheme"].replace("awq", "a|q")), "'a|q' is no label"),
         (lambda f: f.assign(cluster=f.index % 3), "has no single cluster"),
         (lambda f: f.assign(cluster="all"), "All questions are in one cluster"),
+        (lambda f: f.assign(cluster=[[1, 2]] * len(f)), "The column 'cluster' holds"),
+        (lambda f: f.assign(sample=[np.array([0])] * len(f)), "The column 'sample' holds"),
+        (lambda f: f.assign(question=[{"id": 1}] * len(f)), "The column 'question' holds"),
     ],
 )
 def test_outcomes_that_cannot_be_compared_are_refused_in_a_sentence(change, sentence):

@@ -98,6 +98,25 @@ def test_the_base_is_one_model_however_often_it_was_asked(base):
     assert compare.from_questions(named[base](once)).table_json() == whole
 
 
+def test_a_base_that_answers_otherwise_under_another_seed_is_said_to():
+    frame = study()
+    assert "otherwise" not in compare.from_questions(frame).markdown()
+    is_one = (frame["variant"] == "base") & (frame["scheme"] == "nf4") & (frame["seed"] == 1) & frame["question"].isin(["q3-0", "q7-0"])
+    odd = frame.assign(correct=frame["correct"].where(~is_one, 1 - frame["correct"]))
+    assert "base · nf4 answers 2 question(s) otherwise under another seed; its answers are averaged" in compare.from_questions(odd).markdown()
+    kept = odd[(odd["variant"] == "base") | (odd["seed"] == 0)]
+    assert "its answers are taken from the first seed" in compare.from_questions(kept[kept["seed"].isin([0, 1])]).markdown()
+
+
+def test_models_of_several_training_seeds_asked_under_one_question_seed_are_a_random_effect():
+    """As `evaluate --seed 7` writes them: `seed` is the training's, `question_seed` the questions', the base's answers lie under 7."""
+    frame = study()
+    whole = compare.from_questions(frame).table_json()
+    asked = frame[(frame["variant"] != "base") | (frame["seed"] == 0)].assign(question_seed=7)
+    asked["seed"] = asked["seed"].where(asked["variant"] != "base", 7)
+    assert compare.from_questions(asked).table_json() == whole
+
+
 def test_a_base_that_was_not_asked_a_seeds_questions_is_refused():
     frame = study(nested=True)
     with pytest.raises(BadInput, match=r"lacks 400 of 400 questions under seed 1, 'q0-1' first"):

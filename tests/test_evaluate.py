@@ -51,6 +51,45 @@ def test_a_checkpoints_own_sampling_and_penalties_are_not_used(loaded):
     assert not settings.do_sample and settings.repetition_penalty in (None, 1.0)
 
 
+def test_samples_differ_by_seed_and_come_back_the_same_whatever_was_drawn_before(loaded, prompts):
+    def drawn(seed):
+        torch.rand(3)
+        return [done.text for done in hf.generate(*loaded, prompts[:4] * 3, max_new_tokens=24, batch_size=5, temperature=1.0, seed=seed)]
+
+    first = drawn(1)
+    before = torch.random.get_rng_state()
+    assert drawn(1) == first != drawn(2)
+    torch.random.set_rng_state(before)
+    assert len({first[i] for i in (0, 4, 8)} | {first[i] for i in (1, 5, 9)}) > 2  # samples of one prompt are not copies
+
+
+def asked_thrice(temperature=1.0, samples=3):
+    questions = tasks.load("arithmetic", "heldout", 6, 0)
+    cell = cells.Cell("base", "fp16", tiny.PATH)
+    settings = {"task": "arithmetic", "template": "plain", "device": "cpu", "max_new_tokens": 48, "batch_size": 8}
+    return questions, cells.ask(cell, questions, samples=samples, temperature=temperature, seed=3, **settings)
+
+
+def test_a_cell_with_samples_has_a_row_for_each_and_scores_questions_not_answers():
+    questions, found = asked_thrice()
+    assert list(found.frame["question"]) == [question.id for question in questions for _ in range(3)]
+    assert list(found.frame["sample"]) == [0, 1, 2] * 6
+    metrics = scores.metrics(found)
+    per_question = found.frame.groupby("question", sort=False)["correct"].mean()
+    assert metrics[names.N] == 6 and metrics[names.ACCURACY] == pytest.approx(per_question.mean())
+    assert metrics[names.ACCURACY_STDERR] == pytest.approx(per_question.std() / 6**0.5)
+    assert metrics["eval/pass_at_3"] == pytest.approx((per_question > 0).mean())
+    assert metrics["eval/pass_at_2"] <= metrics["eval/pass_at_3"]
+    pd.testing.assert_frame_equal(asked_thrice()[1].frame, found.frame)
+
+
+def test_one_sample_is_greedy_and_has_the_rows_and_metrics_it_always_had():
+    _, found = asked_thrice(temperature=9.0, samples=1)
+    _, again = asked_thrice(temperature=0.1, samples=1)
+    assert "sample" not in found.frame and list(found.frame["completion"]) == list(again.frame["completion"])
+    assert not any("pass_at" in name for name in scores.metrics(found))
+
+
 def frame(n=100, stopped=100, parsed=100, leaked=0, faults=0):
     return pd.DataFrame(
         {
@@ -128,3 +167,5 @@ def test_accuracy_by_subject_and_level_has_an_interval_and_n_for_each_cell():
     assert "| Geometry | 1 of 1 | 1 of 1 |" in text
     assert text.index("| 1 |") < text.index("| 5 |")
     assert groups.markdown(one.drop(columns=["subject", "level"])) == ""
+    twice = pd.concat([one.assign(question=range(41), sample=0), one.assign(question=range(41), sample=1, correct=1)])
+    assert "| Algebra | 0.875 [" in groups.markdown(twice) and "(n = 40)" in groups.markdown(twice) and "| 1 of 1 |" in groups.markdown(twice)

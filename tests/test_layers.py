@@ -20,7 +20,7 @@ LAYERS = [
 ]
 ROOMS = LAYERS[2]
 KNOWS_MLFLOW = {"tracking", "registry", "launch"}  # launch calls mlflow.projects.run
-HEAVY = {"torch", "transformers", "trl", "mlflow", "scipy", "matplotlib", "datasets", "bitsandbytes", "peft"}
+HEAVY = {"torch", "transformers", "trl", "mlflow", "scipy", "matplotlib", "plotly", "datasets", "bitsandbytes", "peft"}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 

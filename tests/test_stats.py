@@ -36,26 +36,70 @@ def test_accuracy_refuses_what_supports_no_error_bar(correct, n):
         stats.accuracy(correct, n)
 
 
-def test_paired_difference_is_scipys_paired_t_test(rng):
+def t_test(values, **options):
+    return scipy.stats.ttest_1samp(values, 0, **options)
+
+
+def leaning(values, tail=0.025):
+    """How far skewness moves the bound on the side of the longer tail, below and above: by scipy's moments."""
+    lean = scipy.stats.moment(values, 3) / scipy.stats.moment(values, 2) / len(values)
+    shift = lean * (scipy.stats.norm.ppf(tail) ** 2 + 2) / 3
+    return min(0, shift), max(0, shift)
+
+
+def test_paired_difference_is_scipys_paired_t_test_and_reaches_further_on_the_longer_tail(rng):
     a, b = study(rng, [0.72, 0.65], 500)
-    found = stats.contrast([a, b], (1, -1))
-    test = scipy.stats.ttest_rel(a, b)
-    interval = test.confidence_interval(0.95)
+    found, test = stats.contrast([a, b], (1, -1)), scipy.stats.ttest_rel(a, b)
+    interval, (down, up) = test.confidence_interval(0.95), leaning(a - b)
     assert found.estimate == pytest.approx(a.mean() - b.mean(), **CLOSE)
     assert found.estimate / found.stderr == pytest.approx(test.statistic, **CLOSE)
-    assert (found.low, found.high) == pytest.approx((interval.low, interval.high), **CLOSE)
+    assert (found.low, found.high) == pytest.approx((interval.low + down, interval.high + up), **CLOSE)
+    assert up < 1e-4  # a tenth of the last digit that is printed
     one_sided = scipy.stats.ttest_rel(a, b, alternative="greater")
-    assert found.lower == pytest.approx(one_sided.confidence_interval(0.95).low, **CLOSE)
-    assert 1 - found.p_above(0) == pytest.approx(1 - one_sided.pvalue, **CLOSE)
+    assert found.lower == pytest.approx(one_sided.confidence_interval(0.95).low + leaning(a - b, 0.05)[0], **CLOSE)
+    assert found.p_above(0) == pytest.approx(one_sided.pvalue, **CLOSE)
+    assert found.p_above(found.lower) == pytest.approx(0.05) and 1 - found.p_above(found.upper) == pytest.approx(0.05)
 
 
 def test_gain_survival_is_a_one_sample_t_test_of_the_difference_of_differences(rng):
     g_q, b_q, g_fp, b_fp = outcomes = study(rng, [0.68, 0.62, 0.72, 0.65], 800)
-    found = stats.contrast(outcomes, (1, -1, -1, 1))
-    test = scipy.stats.ttest_1samp((g_q - b_q) - (g_fp - b_fp), 0)
-    interval = test.confidence_interval(0.95)
-    assert (found.low, found.high) == pytest.approx((interval.low, interval.high), **CLOSE)
+    found, values = stats.contrast(outcomes, (1, -1, -1, 1)), (g_q - b_q) - (g_fp - b_fp)
+    interval, (down, up) = t_test(values).confidence_interval(0.95), leaning(values)
+    assert (found.low, found.high) == pytest.approx((interval.low + down, interval.high + up), **CLOSE)
     assert found.n == 800
+
+
+def changed(better, worse, n):
+    """Two cells of which the first is right where the second is not in `better` questions, and wrong where it is right in `worse`."""
+    a, b = np.zeros(n), np.zeros(n)
+    a[:better], b[better : better + worse] = 1, 1
+    return stats.contrast([a, b], (1, -1))
+
+
+@pytest.mark.parametrize("n", [100, 1000])
+def test_few_changes_have_no_narrower_interval_than_the_exact_one_and_one_no_narrower_than_none(n):
+    none = changed(0, 0, n)
+    for worse in range(1, 40):
+        found, exact = changed(0, worse, n), scipy.stats.binomtest(worse, n).proportion_ci(0.95, method="exact")
+        slack = 0.15 / n if worse >= 25 else 1e-12  # from 25 on it is the exact interval's expansion
+        assert found.low <= -exact.high + slack and found.high >= -exact.low - 1e-12
+        assert found.high - found.low >= none.high - none.low - 1e-12
+        mirrored = changed(worse, 0, n)
+        assert (mirrored.low, mirrored.high) == pytest.approx((-found.high, -found.low))
+    both = changed(30, 30, n)
+    test = t_test(np.repeat([1, -1, 0], [30, 30, n - 60])).confidence_interval(0.95)
+    assert (both.low, both.high) == pytest.approx((test.low, test.high), **CLOSE)
+
+
+@pytest.mark.parametrize("n", [50, 300, 1000])
+@pytest.mark.parametrize("tail", [0.05, 0.025])
+def test_one_directional_losses_are_bounded_at_the_promised_error_at_every_rate(n, tail):
+    """No simulation: the chance of every count of losses, times whether its bound misses the truth."""
+    counts = np.arange(min(n, 170))
+    bounds = np.array([stats.contrast([np.arange(n) < count, np.zeros(n)], (1, -1)).reach(tail, upwards=True) + count / n for count in counts])
+    for losses in (2, 4, 6, 10, 15, 20, 25, 30, 40, 60, 90):
+        if losses < n / 2:
+            assert scipy.stats.binom.pmf(counts, n, losses / n)[bounds < losses / n].sum() <= tail + 0.001
 
 
 def test_a_closed_form_agrees_with_the_bootstrap(rng):
@@ -81,8 +125,8 @@ def test_identical_cells_leave_room_for_questions_not_asked():
 def test_a_difference_always_has_a_finite_interval_around_it(data):
     a, b = np.array(data, dtype=int).T
     found, mirrored = stats.contrast([a, b], (1, -1)), stats.contrast([b, a], (1, -1))
-    assert found.low < found.estimate < found.high
-    assert found.low < found.lower and found.upper < found.high
+    assert -1 <= found.low <= found.lower <= found.estimate <= found.upper <= found.high <= 1
+    assert found.low < found.high
     assert (mirrored.low, mirrored.high) == pytest.approx((-found.high, -found.low))
 
 

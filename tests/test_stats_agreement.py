@@ -1,5 +1,6 @@
 """Agreement to 1e-9 with statsmodels and scipy, where they have the same test."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -43,11 +44,23 @@ def test_exact_mcnemar(pairs):
 def test_paired_t(pairs):
     a, b = np.array(pairs, dtype=float).T
     assume(np.ptp(a - b) > 0)  # no t otherwise: `test_stats.py` holds what is said then
-    found, expected = stats.contrast([a, b], (1, -1)), scipy.stats.ttest_rel(a, b)
+    whole, expected = stats.contrast([a, b], (1, -1)), scipy.stats.ttest_rel(a, b)
+    found = dataclasses.replace(whole, tails=None, least=-math.inf, most=math.inf).bounded()  # as t alone has it
     interval = expected.confidence_interval(0.95)
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high), **CLOSE)
     assert found.p_two_sided == pytest.approx(expected.pvalue, **CLOSE)
     assert found.p_above(0) == pytest.approx(scipy.stats.ttest_rel(a, b, alternative="greater").pvalue, **CLOSE)
+    assert whole.low <= max(-1, interval.low + 1e-12) and whole.high >= min(1, interval.high - 1e-12)  # few changes only widen it
+
+
+@slow_at_first
+@given(st.integers(13, 60), st.integers(0, 500))
+def test_paired_t_where_as_many_answers_change_either_way(changed, same):
+    values = np.repeat([1.0, -1.0, 0.0], [changed, changed, same])
+    found = stats.contrast([values == 1, values == -1], (1, -1))
+    interval = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assume(same >= changed)  # or the usual thing is a change
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high), **CLOSE)
 
 
 @slow_at_first

@@ -65,6 +65,17 @@ def test_a_cell_at_the_edge_confounds(rate, place):
     assert found.n_to_decide is None
 
 
+def test_where_either_margin_may_hold_surviving_asks_for_half_the_error_and_losing_for_both():
+    """A gain of 0.046 ± 0.01: its interval holds 0.04. The two-sided interval's end decides, not the one-sided bound."""
+    wide = {"gain": 0.046, "gain_stderr": 0.01}
+    assert verdict(0.0, stderr=0.0115, **wide).verdict == "survives" and "half the error" in verdict(0.0, stderr=0.0115, **wide).reason
+    assert verdict(-0.002, stderr=0.012, **wide).verdict == "inconclusive"
+    assert verdict(-0.002, stderr=0.012, gain=0.046, gain_stderr=0.001).verdict == "survives"  # half the gain for sure: 0.023
+    lost = judge(estimate(0.039, 0.001), estimate(-0.044, 0.01), estimate(-0.0245, 0.016), MIDDLE)
+    sure = judge(estimate(0.036, 0.001), estimate(-0.044, 0.01), estimate(-0.0245, 0.016), MIDDLE)
+    assert (lost.verdict, sure.verdict) == ("inconclusive", "lost")  # more than 0.02 is lost, but more than half is not shown
+
+
 def test_the_n_that_would_decide_does_so_four_times_in_five():
     found = verdict(-0.02, stderr=0.03)
     stderr = 0.03 * math.sqrt(1000 / found.n_to_decide)
@@ -86,7 +97,15 @@ def light_quantization(rng, n):
     return np.array([g_fp, b_fp, g_q, b_fp], dtype=int)
 
 
-@pytest.mark.parametrize("simulate", [independent_losses, light_quantization])
+def small_gain(rng, n):
+    """The default margin turns from 0.02 into half the gain where the gain is 0.04; half of that is lost, by few questions."""
+    luck = rng.random(n)
+    b_fp, g_fp = luck < 0.6, luck < 0.64
+    g_q = g_fp & (rng.random(n) > 0.02 / 0.64)
+    return np.array([g_fp, b_fp, g_q, b_fp], dtype=int)
+
+
+@pytest.mark.parametrize("simulate", [independent_losses, light_quantization, small_gain])
 def test_at_the_margin_it_errs_at_its_alpha(simulate):
     """Exactly half of the gain is lost: each claim is made in at most 5 % of 1,000 studies, plus three Monte Carlo errors."""
     claims = claimed_at_the_margin(simulate, margin=lambda gain: None)
@@ -110,11 +129,14 @@ def test_the_benchmark_of_these_promises_knows_a_broken_one():
     sys.modules[spec.name] = benchmark  # dataclasses look their module up
     spec.loader.exec_module(benchmark)
     margin = next(study for study in benchmark.rows() if study.name == "at the margin, half the gain")
-    good = {"gain": 0.95, "delta": 0.953, "survival": 0.948, "survives": 0.05, "lost": 0.03, "mcnemar": 1.0}
+    good = {"gain": 0.95, "delta": 0.953, "survival": 0.948, "survives": 0.05, "lost": 0.03, "gate": 0.025, "mcnemar": 1.0}
     assert benchmark.broken(margin, good, 0.002) == []
     assert benchmark.broken(margin, good | {"survives": 0.06, "survival": 0.94, "delta": 0.96}, 0.002) == ["delta", "survival", "survives"]
     nothing = benchmark.rows()[0]
     assert benchmark.broken(nothing, good | {"mcnemar": 0.06}, 0.002) == ["mcnemar"]
+    few = next(study for study in benchmark.rows() if study.few)
+    assert benchmark.broken(few, good | {"survival": 0.99}, 0.002) == []
+    assert benchmark.broken(few, good | {"survival": 0.94, "gate": 0.03}, 0.002) == ["survival", "gate"]
     found = benchmark.simulate(margin, 150, seed=0)
     assert 0.85 < found["survival"] <= 1 and found["mcnemar"] == 1
 

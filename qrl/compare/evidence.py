@@ -79,9 +79,8 @@ class Questions:
     def pass_at(self, cell: Cell) -> dict[int, Estimate]:
         """k → pass@k, for k = 2, 4, 8 … and all of the cell's samples."""
         samples = self.samples(cell)
-        every = sorted({2**i for i in range(1, samples.bit_length()) if 2**i <= samples} | {samples}) if samples > 1 else []
         right = [np.rint(each * samples) for each in self.outcomes.cells[cell]]
-        return {k: self._rate(cell, [stats.pass_at(k, each, samples) for each in right]) for k in every}
+        return {k: self._rate(cell, [stats.pass_at(k, each, samples) for each in right]) for k in stats.every_k(samples)}
 
     def contrast(self, weights: dict[Cell, float]) -> Estimate:
         """Weighted sum of cells' accuracies: paired by question, averaged over training runs."""

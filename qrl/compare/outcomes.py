@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ class Outcomes:
         samples: (variant, scheme) → answers to each question.
         n: different questions in all.
         clusters: groups of questions, or None where questions are independent.
+        unlike: cell of the base → questions that it answered otherwise under another seed, though it is one model; none here where there are none.
     """
 
     runs: tuple[str, ...]
@@ -36,6 +37,7 @@ class Outcomes:
     samples: dict[tuple[str, str], int]
     n: int
     clusters: int | None
+    unlike: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
 def outcomes(frame: pd.DataFrame) -> Outcomes:
@@ -64,7 +66,7 @@ def outcomes(frame: pd.DataFrame) -> Outcomes:
             raise BadInput(f"Seed {run} has questions of one group only, which support no error bar: expected at least 2, and hundreds for a verdict.")
     cells = {cell: tuple(each[cell].to_numpy(dtype=float) for each in wide) for cell in samples}
     n = len(set().union(*(each.index for each in wide)))
-    return Outcomes(runs, cells, groups, samples, n, clusters)
+    return Outcomes(runs, cells, groups, samples, n, clusters, _unlike(counted))
 
 
 def check_grid(cells: dict[tuple[str, str], Any], n: int) -> None:
@@ -97,6 +99,10 @@ def _checked(frame: pd.DataFrame) -> pd.DataFrame:
         raise BadInput(f"The table of outcomes lacks {_list(missing)}: expected the columns {_list(COLUMNS)}, a row per cell and question.")
     if frame.empty:
         raise BadInput("The table of outcomes is empty: expected a row per cell and question.")
+    for column in [column for column in (*COLUMNS, "seed", "cluster", "sample") if column in frame]:
+        nested = [value for value in frame[column] if isinstance(value, list | dict | set | tuple | np.ndarray)]
+        if nested:
+            raise BadInput(f"The column '{column}' holds {str(nested[0])[:40]!r} and the like, but every value must be one label or number: write it as text.")
     empty = [column for column in COLUMNS if frame[column].isna().any()]
     if empty:
         raise BadInput(f"The column '{empty[0]}' has {int(frame[empty[0]].isna().sum())} empty values: every row needs {_list(COLUMNS)}.")
@@ -165,6 +171,13 @@ def _runs(counted: pd.DataFrame) -> tuple[str, ...]:
     if broken:
         raise BadInput(f"'{broken[0]}' is no label for a seed: expected letters, digits, spaces and . _ + -.")
     return tuple(sorted(every, key=lambda label: (not label.isdecimal(), int(label) if label.isdecimal() else 0, label)))
+
+
+def _unlike(counted: pd.DataFrame) -> dict[tuple[str, str], int]:
+    of_base = counted[counted["variant"] == BASE]
+    differ = of_base.groupby(["variant", "scheme", "question"])["mean"].nunique() > 1
+    found = differ.groupby(["variant", "scheme"]).sum()
+    return {cell: int(count) for cell, count in found.items() if count}
 
 
 def _wide(counted: pd.DataFrame, run: str) -> pd.DataFrame:

@@ -150,11 +150,22 @@ def _notes(comparison: Comparison) -> list[str]:
         pairing += " One training run: how much another seed would differ is unknown, and no interval here counts it in."
     return [
         f"{INTERVALS} {pairing}",
+        *_unlike(comparison),
         *_bootstrap(comparison),
         "*delta* = trained − base under one scheme; *gain survival* = that delta minus the delta at full precision (fp16), where it is",
         "therefore not defined. *survives*: its one-sided 95 % lower bound lies above −margin; *lost*: its upper bound lies below.",
         "Each claim errs in at most 5 % of studies by itself; Holm's p-values are for reading several verdicts together.",
         "",
+    ]
+
+
+def _unlike(comparison: Comparison) -> list[str]:
+    """The base is one model: where its answers depend on the seed they were filed under, the reader must know."""
+    found = comparison.evidence.outcomes.unlike if comparison.paired else {}
+    taken = "averaged where a run has its own" if len(comparison.runs) > 1 else "taken from the first seed that has them"
+    return [
+        f"The base is one model, yet {names.cell_name(*cell)} answers {count} question(s) otherwise under another seed; its answers are {taken}."
+        for cell, count in found.items()
     ]
 
 

@@ -1,4 +1,4 @@
-"""The transformers engine: any checkpoint of the study, greedy, in batches.
+"""The transformers engine: any checkpoint of the study, greedy or sampled, in batches.
 
 Weights are what the checkpoint stores. AWQ's codes are unpacked to the values that they stand for, exactly, and run as
 ordinary matrices, on any device: no kernel of one machine colours the accuracy. So are those of compressed-tensors, whose
@@ -110,14 +110,18 @@ def generate(
     *,
     max_new_tokens: int,
     batch_size: int,
+    temperature: float = 0.0,
+    seed: int = 0,
     progress: Callable[[int], object] = lambda n: None,
 ) -> list[Completion]:
-    """Greedy completions of token-id prompts, in the order given.
+    """Completions of token-id prompts, in the order given.
 
     Args:
         prompts: N lists of token ids, generation prompt included.
         max_new_tokens: longest completion, in tokens.
         batch_size: prompts decoded together; batches are cut from prompts sorted by length, to pad little.
+        temperature: 0 is greedy; above, tokens are drawn from the whole distribution at this temperature.
+        seed: of the draws; the same prompts in batches of the same size then get the same completions.
         progress: called with the number of prompts that each batch finished.
 
     Returns:
@@ -127,7 +131,7 @@ def generate(
     done: dict[int, Completion] = {}
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        for index, ids in zip(batch, _decode(model, tokens, [prompts[i] for i in batch], max_new_tokens), strict=True):
+        for index, ids in zip(batch, _decode(model, tokens, [prompts[i] for i in batch], max_new_tokens, temperature, (seed, start)), strict=True):
             done[index] = _completion(tokens, ids, _end_ids(model))
         progress(len(batch))
     return [done[index] for index in range(len(prompts))]
@@ -157,12 +161,19 @@ def _decompressed(path: Path, device: str, dtype: torch.dtype) -> PreTrainedMode
     return model
 
 
-def _decode(model, tokens, prompts: list[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+def _decode(
+    model, tokens, prompts: list[Sequence[int]], max_new_tokens: int, temperature: float, seed: tuple[int, int]
+) -> list[list[int]]:
+    import numpy as np
     import torch
 
     padded = tokens.pad({"input_ids": [list(ids) for ids in prompts]}, return_tensors="pt").to(model.device)
-    with torch.inference_mode():
-        written = model.generate(**padded, max_new_tokens=max_new_tokens, do_sample=False)
+    how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    here = [model.device] if model.device.type == "cuda" else []
+    with torch.inference_mode(), torch.random.fork_rng(devices=here, enabled=bool(temperature)):
+        if temperature:  # a batch's draws depend on its own seed alone, not on what was drawn before
+            torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1))
+        written = model.generate(**padded, max_new_tokens=max_new_tokens, **how)
     return written[:, padded["input_ids"].shape[1] :].tolist()
 
 

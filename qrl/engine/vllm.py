@@ -125,32 +125,45 @@ class Vllm:
         }
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, progress: Callable[[int], object] = lambda n: None
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        progress: Callable[[int], object] = lambda n: None,
     ) -> list[Completion]:
-        """Greedy completions of token-id prompts, in the order given; as `hf.generate`.
+        """Completions of token-id prompts, in the order given; as `hf.generate`.
 
         Args:
             prompts: N lists of token ids, generation prompt included.
             max_new_tokens: longest completion, in tokens.
+            temperature: 0 is greedy; above, tokens are drawn from the whole distribution at this temperature.
+            seed: of the draws; every prompt's own follows from it and its place.
             progress: called with N at the end: vLLM forms its batches itself.
         """
-        done = [self._completion(answer) for answer in self.ask(prompts, new_tokens=max_new_tokens, fixed=False)]
+        done = [self._completion(answer) for answer in self.ask(prompts, new_tokens=max_new_tokens, fixed=False, temperature=temperature, seed=seed)]
         progress(len(done))
         return done
 
-    def ask(self, prompts: Sequence[Sequence[int]], *, new_tokens: int, fixed: bool) -> list[RequestOutput]:
+    def ask(
+        self, prompts: Sequence[Sequence[int]], *, new_tokens: int, fixed: bool, temperature: float = 0.0, seed: int = 0
+    ) -> list[RequestOutput]:
         """vLLM's own answers, with the times of each.
 
         Args:
             prompts: N lists of token ids.
             new_tokens: longest answer; of every answer, if fixed.
             fixed: end tokens do not end an answer.
+            temperature, seed: as `generate` takes them.
 
         Raises:
             QrlError: its worker died; with the kernels that it had chosen.
         """
         ends = None if fixed else sorted(self._ends)
-        asked = self._sampling(temperature=0.0, max_tokens=new_tokens, stop_token_ids=ends, ignore_eos=fixed, detokenize=False)
+        options = {"max_tokens": new_tokens, "stop_token_ids": ends, "ignore_eos": fixed, "detokenize": False}
+        seeds = [hash((seed, place)) % 2**63 if temperature else None for place in range(len(prompts))]
+        asked = [self._sampling(temperature=temperature, seed=own, **options) for own in seeds]
         try:
             return self._llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], asked, use_tqdm=False)
         except Exception as error:  # a kernel that this machine lacks ends the worker at the first product

@@ -31,10 +31,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Asked:
-    """A cell's answers: a row per question, and how fast they were written."""
+    """A cell's answers: a row per question, or per sample of one, and how fast they were written."""
 
     # variant, scheme, question, correct, correct_flexible, parsed, answer, completion, leaked, n_tokens, finish_reason, fault;
-    # subject and level where the questions have them
+    # subject and level where the questions have them; sample where there are several
     frame: pd.DataFrame
     tokens_per_s: float  # generated tokens over the wall time of decoding, batches padded
     seconds: float  # decoding alone; loading apart
@@ -52,41 +52,49 @@ def ask(
     dtype: str = "auto",
     max_new_tokens: int,
     batch_size: int,
+    samples: int = 1,
+    temperature: float = 1.0,
     engine: str = hf.NAME,
     deterministic: bool = False,
     seed: int = 0,
     render: Callable = prompt.render,
     progress: Callable[[int], object] = lambda n: None,
 ) -> Asked:
-    """Asks a cell every question, greedily, and grades the answers.
+    """Asks a cell every question, greedily or several times, and grades the answers.
 
     Args:
         cell: the checkpoint to ask.
         questions: N held-out questions.
+        samples: answers to each, S; 1 is greedy, more are drawn.
+        temperature: of the draws, where there are several.
         engine: "transformers", or "vllm" in its environment.
         deterministic: of vLLM: batch-invariant kernels, where the device has them.
-        seed: of vLLM's engine.
+        seed: of the draws, and of vLLM's engine.
         render: (tokenizer, question text, template) → prompt ids; the one renderer, unless a test breaks it on purpose.
-        progress: called with the number of questions that each batch finished.
+        progress: called with the number of answers that each batch finished.
 
     Returns:
-        N rows in the order of `questions`, with the decoding speed.
+        N × S rows in the order of `questions`, a question's samples together, with the decoding speed.
     """
     import pandas as pd
 
     tokens = hf.tokenizer(cell.path)
-    prompts = [render(tokens, question.question, template) for question in questions]
+    prompts = [ids for question in questions for ids in [render(tokens, question.question, template)] * samples]
+    asked = [question for question in questions for _ in range(samples)]
     lengths = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
+    drawn = {"temperature": temperature if samples > 1 else 0.0, "seed": seed}
     with _opened(engine, cell.path, device, dtype, prompts, **lengths, deterministic=deterministic, seed=seed) as opened:
         generate, computed_in, receipt = opened
         generate(prompts[:batch_size], max_new_tokens=2)  # libraries set themselves up
         began = time.perf_counter()
-        completions = generate(prompts, max_new_tokens=max_new_tokens, progress=progress)
+        completions = generate(prompts, max_new_tokens=max_new_tokens, **drawn, progress=progress)
         seconds = time.perf_counter() - began
     receipt |= {"completions": _digest(completions)}
     markers = [token for token in tokens.all_special_tokens if token]
-    verdicts = tasks.grade_many(task, [each.text for each in completions], [each.answer for each in questions])
-    rows = [_row(cell, markers, *each) for each in zip(questions, completions, verdicts, strict=True)]
+    verdicts = tasks.grade_many(task, [each.text for each in completions], [each.answer for each in asked])
+    rows = [_row(cell, markers, *each) for each in zip(asked, completions, verdicts, strict=True)]
+    if samples > 1:
+        rows = [row | {"sample": number % samples} for number, row in enumerate(rows)]
     written = sum(completion.n_tokens for completion in completions)
     return Asked(pd.DataFrame(rows), written / seconds, seconds, computed_in, receipt)
 

@@ -30,13 +30,21 @@ def _table(frame: pd.DataFrame, kind: str) -> list[str]:
     lines = [f"## By {kind}", "", f"| {kind} | {' | '.join(names.cell_name(*cell) for cell in cells)} |", "|---|" + "---:|" * len(cells)]
     for group in sorted(known[kind].unique()):
         here = known[known[kind] == group]
-        rates = [_rate(here.loc[(here["variant"] == variant) & (here["scheme"] == scheme), "correct"]) for variant, scheme in cells]
+        rates = [_rate(here[(here["variant"] == variant) & (here["scheme"] == scheme)]) for variant, scheme in cells]
         lines.append(f"| {f'{group:g}' if kind == 'level' else group} | {' | '.join(rates)} |")
     return [*lines, ""]
 
 
-def _rate(correct: pd.Series) -> str:
+def _rate(rows: pd.DataFrame) -> str:
+    correct = rows["correct"]
+    if "sample" in rows and rows["sample"].notna().any():
+        correct = rows.groupby("question")["correct"].mean()  # pass@1: a question counts once
+        if len(correct) > 1:
+            return _shown(stats.rate(correct))
     if len(correct) < 2:
-        return f"{int(correct.sum())} of {len(correct)}"  # no interval stands on one answer
-    found = stats.accuracy(int(correct.sum()), len(correct))
+        return f"{correct.sum():g} of {len(correct)}"  # no interval stands on one answer
+    return _shown(stats.accuracy(int(correct.sum()), len(correct)))
+
+
+def _shown(found: stats.Estimate) -> str:
     return f"{found.estimate:.3f} [{found.low:.3f}, {found.high:.3f}] (n = {found.n})"

@@ -3,7 +3,8 @@
 Estimated gain and gain survival are taken as jointly normal, which they are from a few hundred questions on. The rule asks
 for two things at once, a gain shown to be above 0 and a bound on the right side of −margin, where the margin may be half
 of that same estimated gain; so the chance is an integral over the estimated gain, and, where several training runs are
-planned, over how large the spread between runs happens to be estimated.
+planned, over how large the spread between runs happens to be estimated. What `stats.tails` adds where few answers change is
+left out: it is small in studies that are large enough for a verdict.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from qrl.plan.assumptions import Assumptions
 from qrl.stats import LEVEL, quantile
-from qrl.verdict import MIN_MARGIN, TAIL
+from qrl.verdict import KINK, MIN_MARGIN, TAIL
 
 NODES = 48  # of the integral over the estimated spread between runs
 GRID = 2001  # of the integral over the estimated gain
@@ -45,20 +46,45 @@ def chance_decided(assumed: Assumptions, n: int, seeds: int = 1, *, verdict: str
     slope = shared[0, 1] / shared[0, 0]
     stderr_rest = math.sqrt(max(shared[1, 1] - slope * shared[0, 1], 1e-18))
     _, gain_reach, gain_weights = _reaches(assumed, n, seeds, 0, TAIL)
-    _, survival_reach, weights = _reaches(assumed, n, seeds, 1, 1 - LEVEL)
-    _, kept_reach, _ = _reaches(assumed, n, seeds, 2, 1 - LEVEL)
+    _, _, weights = _reaches(assumed, n, seeds, 1, TAIL)
     z = np.linspace(-6, 6, GRID)
     density = np.exp(-(z**2) / 2)
     density /= density.sum()
-    gain = assumed.gain + stderr_gain * z
-    half = gain / 2 > MIN_MARGIN if assumed.margin is None else np.zeros(GRID, dtype=bool)
-    margin = np.where(half, gain / 2, MIN_MARGIN if assumed.margin is None else assumed.margin)
-    reach = np.where(half[:, None], np.maximum(survival_reach, kept_reach), survival_reach)  # (GRID, NODES)
-    expected = -assumed.drop + slope * stderr_gain * z
-    decided = ndtr((sign * (expected + margin)[:, None] - reach) / stderr_rest) @ weights
-    enough = gain > margin if verdict == "survives" else np.ones(GRID, dtype=bool)  # a smaller gain's survival says nothing
-    shown = (enough[:, None] & (gain[:, None] > gain_reach)) @ gain_weights
-    return float(density @ (shown * decided))
+    gain = (assumed.gain + stderr_gain * z)[:, None]  # (GRID, 1), beside the nodes of a spread: (GRID, NODES)
+    margin = np.maximum(MIN_MARGIN, gain / 2) if assumed.margin is None else np.full_like(gain, assumed.margin)
+    shown = gain > gain_reach
+    if verdict == "survives":
+        shown &= gain > margin  # a smaller gain's survival says nothing
+    below, above = gain + gain_reach <= KINK, gain - gain_reach >= KINK
+    regimes = {"fixed": below, "half": above, "either": ~(below | above)} if assumed.margin is None else {"fixed": np.ones_like(shown)}
+    expected = -assumed.drop + slope * stderr_gain * z[:, None]
+    chance = 0.0
+    for regime, where in regimes.items():
+        bound = _bound(assumed, n, seeds, gain, margin, regime, sign)
+        decided = ndtr((sign * expected - bound) / stderr_rest) @ weights
+        chance += float(density @ (((where & shown) @ gain_weights) * decided))
+    return chance
+
+
+def _bound(assumed: Assumptions, n: int, seeds: int, gain: np.ndarray, margin: np.ndarray, regime: str, sign: float) -> np.ndarray:
+    """How large estimated gain survival, or for `lost` its negative, must be for the verdict: `verdict._against` the other way round.
+
+    Args:
+        gain, margin: (GRID, 1) as estimated.
+        regime: whether the gain's interval leaves the margin `fixed` at its least, makes it `half` the gain, or holds both.
+        sign: 1 for `survives`, −1 for `lost`.
+
+    Returns:
+        (GRID, NODES).
+    """
+    tail = TAIL if (regime, sign) == ("either", 1.0) else 1 - LEVEL
+    _, of_survival, _ = _reaches(assumed, n, seeds, 1, tail)
+    fixed = of_survival - sign * margin
+    if regime == "fixed":
+        return fixed
+    _, of_kept, _ = _reaches(assumed, n, seeds, 2, tail)
+    both = np.maximum(fixed, of_kept - sign * gain / 2)
+    return np.minimum(both, of_survival - MIN_MARGIN) if (regime, sign) == ("either", 1.0) else both
 
 
 def _reaches(assumed: Assumptions, n: int, seeds: int, which: int, tail: float) -> tuple[float, np.ndarray, np.ndarray]:

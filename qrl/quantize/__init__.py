@@ -112,6 +112,10 @@ def _store(
         from qrl.quantize import awq
 
         return awq.quantize(source, out, settings=settings, rows=rows, probe=probe, device=device, reference=reference)
+    elif settings.scheme in names.ROUNDED:
+        from qrl.quantize import rounded
+
+        rounded.quantize(source, out, settings=settings, rows=rows)
     else:
         from qrl.quantize import compressed
 

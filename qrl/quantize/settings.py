@@ -16,7 +16,7 @@ from qrl.errors import BadInput
 from qrl.recipe import Quantize
 
 TASK, ROLLOUTS = "task", "rollouts"  # where calibration texts come from; anything else is a file
-CALIBRATED = (names.AWQ, names.AWQ_CT, names.GPTQ, names.NVFP4)  # schemes that look at texts
+CALIBRATED = (names.AWQ, names.AWQ_CT, names.GPTQ, names.NVFP4, "rtn-nvfp4-a4")  # schemes that look at texts
 GROUPED = (names.AWQ, names.AWQ_CT, names.GPTQ, names.W8A16)  # whose group size is ours to choose
 FIXED_GROUP = {names.NVFP4: 16, names.NVFP4A16: 16, names.MXFP4A16: 32}  # part of the format
 BITS = (names.AWQ_CT, names.GPTQ)  # whose bits are ours to choose
@@ -24,7 +24,7 @@ SYMMETRIC = {names.AWQ_CT: False, names.GPTQ: True, names.W8A16: True}  # each s
 LIBRARIES = {
     **dict.fromkeys(names.BITSANDBYTES, ("bitsandbytes",)),
     names.AWQ: ("autoawq",),
-    **dict.fromkeys(names.COMPRESSED, ("llmcompressor", "compressed-tensors")),
+    **dict.fromkeys((*names.COMPRESSED, *names.ROUNDED), ("llmcompressor", "compressed-tensors")),
 }
 
 

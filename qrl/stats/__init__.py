@@ -9,7 +9,7 @@ own, and the spread between them enters the error as a random effect (`runs`): t
 
 from qrl.stats.contrasts import bootstrap, contrast, independent_contrast
 from qrl.stats.estimate import LEVEL, Estimate, Runs, quantile, signed
-from qrl.stats.rates import accuracy, pass_at, rate
+from qrl.stats.rates import accuracy, every_k, pass_at, rate
 from qrl.stats.runs import contrast_over_runs, rate_over_runs
 from qrl.stats.significance import holm, mcnemar
 
@@ -21,6 +21,7 @@ __all__ = [
     "bootstrap",
     "contrast",
     "contrast_over_runs",
+    "every_k",
     "holm",
     "independent_contrast",
     "mcnemar",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from qrl.stats.estimate import LEVEL, Estimate, quantile
+from qrl.stats.tails import Tails
 
 TAIL = (1 - LEVEL) / 2
 
@@ -17,9 +17,10 @@ TAIL = (1 - LEVEL) / 2
 def contrast(outcomes: ArrayLike, weights: Sequence[float], clusters: ArrayLike | None = None) -> Estimate:
     """Weighted sum of cells' accuracies over the same questions: per-question mean, its stderr and t interval.
 
-    Where every question gives the same value the sample's own stderr is 0, which n questions cannot support: with none
-    of n deviating, up to 1 − 0.025^(1/n) of all questions may (about 3.7/n), each by as much as the weights allow. The
-    interval is then that, and the stderr the one that belongs to it.
+    Where few questions give another value than all the others, or nearly all of those in one direction, the interval reaches
+    further (`tails`). Where every question gives the same value the sample's own stderr is 0, which n questions cannot
+    support: with none of n deviating, up to 1 − 0.025^(1/n) of all questions may (about 3.7/n), each by as much as the
+    weights allow. The interval is then that, and the stderr the one that belongs to it.
 
     Args:
         outcomes: (cells, n) 0 or 1, or the share of a question's samples that are right; column j is the same question in
@@ -32,14 +33,13 @@ def contrast(outcomes: ArrayLike, weights: Sequence[float], clusters: ArrayLike 
 
     Source: paired differences, Miller, arXiv 2411.00640, section 4; the bound at zero deviations is Clopper and Pearson's.
     """
-    values = weighted(outcomes, weights)
+    values, (least, most) = weighted(outcomes, weights), span(weights)
     mean = float(values.mean()) if values.size else math.nan
     stderr, groups = stderr_of_mean(values, clusters)
+    tails = Tails.of(per_group(values, clusters), least, most)
     if stderr < 1e-12:
-        signs = np.asarray(weights, dtype=float)
-        most = max(mean - signs[signs < 0].sum(), signs[signs > 0].sum() - mean)
-        stderr = most * (1 - TAIL ** (1 / groups)) / quantile(1 - TAIL, groups - 1)
-    return interval(Estimate(mean, stderr, 0, 0, len(values), df=groups - 1))
+        stderr = max(mean - least, most - mean) * (1 - TAIL ** (1 / groups)) / quantile(1 - TAIL, groups - 1)
+    return Estimate(mean, stderr, 0, 0, len(values), df=groups - 1, tails=tails, **limits(weights)).bounded()
 
 
 def independent_contrast(correct: Sequence[int], n: Sequence[int], weights: Sequence[float]) -> Estimate:
@@ -66,7 +66,7 @@ def independent_contrast(correct: Sequence[int], n: Sequence[int], weights: Sequ
         mean += weight * right / asked
         rate = right / asked if 0 < right < asked else (right + 2) / (asked + 4)
         variance += weight**2 * rate * (1 - rate) / asked
-    return interval(Estimate(mean, math.sqrt(variance), 0, 0, min(n)))
+    return Estimate(mean, math.sqrt(variance), 0, 0, min(n), **limits(weights)).bounded()
 
 
 def bootstrap(
@@ -109,6 +109,27 @@ def weighted(outcomes: ArrayLike, weights: Sequence[float]) -> np.ndarray:
     return weights @ outcomes
 
 
+def span(weights: Sequence[float]) -> tuple[float, float]:
+    """The least and the most that a weighted sum of shares can be."""
+    signs = np.asarray(weights, dtype=float)
+    return float(signs[signs < 0].sum()), float(signs[signs > 0].sum())
+
+
+def limits(weights: Sequence[float]) -> dict[str, float]:
+    """What a difference can be, as an `Estimate` takes it; nothing for one cell, whose interval is `rates`' matter."""
+    least, most = span(weights)
+    return {"least": least, "most": most} if least < 0 else {}
+
+
+def per_group(values: np.ndarray, clusters: ArrayLike | None) -> np.ndarray:
+    """(groups,) each group's sum, scaled so that their mean is that of the values."""
+    if clusters is None:
+        return values
+    _, group = np.unique(np.asarray(clusters), return_inverse=True)
+    sums = np.bincount(group, weights=values)
+    return sums * (len(sums) / len(values))
+
+
 def stderr_of_mean(values: np.ndarray, clusters: ArrayLike | None) -> tuple[float, int]:
     """Standard error of the mean, and the number of independent groups behind it."""
     centred = values - values.mean() if values.size else values
@@ -123,9 +144,3 @@ def stderr_of_mean(values: np.ndarray, clusters: ArrayLike | None) -> tuple[floa
     if groups < 2:
         raise ValueError(f"{len(values)} questions in {groups} groups give no error bar: expected at least 2 groups.")
     return math.sqrt(groups / (groups - 1) * float(centred @ centred)) / len(values), groups
-
-
-def interval(value: Estimate, least: float = -math.inf, most: float = math.inf) -> Estimate:
-    """The estimate with its two-sided 95 % interval, within what is possible."""
-    half = value.reach(TAIL)
-    return replace(value, low=max(least, value.estimate - half), high=min(most, value.estimate + half))

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from qrl.stats.tails import Tails
+
 LEVEL = 0.95  # of every interval, and of the one-sided bounds that verdicts look at
 
 
@@ -83,7 +85,8 @@ class Estimate:
 
     `low` and `high` bound the two-sided 95 % interval; `n` counts questions; `df` are the degrees of freedom of the t
     distribution behind the interval, infinite where it is the normal one. `runs` is there where several training runs are
-    behind it: then they, not `df`, say how far the interval reaches.
+    behind it: then they, not `df`, say how far the interval reaches. `tails` is what few or lopsided changes add to it, and
+    `least` and `most` are what the number can be: an interval of a difference never leaves ±1.
     """
 
     estimate: float
@@ -93,44 +96,60 @@ class Estimate:
     n: int
     df: float = math.inf
     runs: Runs | None = None
+    tails: Tails | None = None
+    least: float = -math.inf
+    most: float = math.inf
 
     @property
     def lower(self) -> float:
         """One-sided 95 % lower bound."""
-        return self.estimate - self.reach(1 - LEVEL)
+        return max(self.least, self.estimate - self.reach(1 - LEVEL, upwards=False))
 
     @property
     def upper(self) -> float:
         """One-sided 95 % upper bound."""
-        return self.estimate + self.reach(1 - LEVEL)
+        return min(self.most, self.estimate + self.reach(1 - LEVEL, upwards=True))
 
-    def reach(self, tail: float) -> float:
-        """Distance from the estimate to its one-sided bound with error `tail`."""
-        return self.runs.reach(tail) if self.runs else -quantile(tail, self.df) * self.stderr
+    def reach(self, tail: float, *, upwards: bool) -> float:
+        """Distance from the estimate to its one-sided bound with error `tail`, above or below."""
+        if self.runs:
+            return self.runs.reach(tail)
+        reach = -quantile(tail, self.df) * self.stderr
+        return self.tails.reach(tail, reach, upwards=upwards) if self.tails else reach
+
+    def bounded(self) -> Estimate:
+        """The estimate with its two-sided 95 % interval, within what is possible."""
+        tail = (1 - LEVEL) / 2
+        low, high = self.estimate - self.reach(tail, upwards=False), self.estimate + self.reach(tail, upwards=True)
+        return replace(self, low=max(self.least, low), high=min(self.most, high))
 
     def p_above(self, bound: float) -> float:
         """One-sided p-value of "the true value is not above `bound`"."""
-        tail = self._tail(abs(self.estimate - bound))
-        return tail if self.estimate > bound else 1 - tail
+        below = self.estimate > bound
+        tail = self._tail(abs(self.estimate - bound), upwards=not below)
+        return tail if below else 1 - tail
 
     @property
     def p_two_sided(self) -> float:
         """Two-sided p-value of "the true value is 0"; on one run's paired outcomes that of the paired t test."""
-        return 2 * self._tail(abs(self.estimate))
+        return 2 * self._tail(abs(self.estimate), upwards=self.estimate < 0)
 
-    def _tail(self, distance: float) -> float:
-        """The error at which a one-sided bound lies this far from the estimate; by search where runs are behind it."""
+    def _tail(self, distance: float, *, upwards: bool) -> float:
+        """The error at which a one-sided bound lies this far from the estimate; by search where it is not t's alone."""
         from scipy.special import ndtr, stdtr
 
-        if self.runs is None:
+        if self.runs is None and self.tails is None:
             t = -distance / self.stderr
             return float(ndtr(t) if math.isinf(self.df) else stdtr(self.df, t))
         from scipy.optimize import brentq
 
+        def beyond(log_tail: float) -> float:
+            return self.reach(math.exp(log_tail), upwards=upwards) - distance
+
         least, most = math.log(1e-100), math.log(0.5)
-        if distance >= self.reach(math.exp(least)):
+        if beyond(least) <= 0:
             return 0.0
-        return math.exp(brentq(lambda tail: self.reach(math.exp(tail)) - distance, least, most, xtol=1e-12)) if distance else 0.5
+        return math.exp(brentq(beyond, least, most, xtol=1e-12)) if beyond(most) < 0 else 0.5
 
     def projected(self, questions: float = 1.0, runs: int | None = None) -> Estimate:
         """This estimate, of several runs, with so many times the questions and with so many runs."""

@@ -76,6 +76,11 @@ def pass_at(k: int, correct: ArrayLike, samples: int) -> np.ndarray:
     return np.array(by_count)[counts.astype(int)]
 
 
+def every_k(samples: int) -> list[int]:
+    """The k of pass@k that are shown: 2, 4, 8 … and all samples; none for one sample."""
+    return sorted({2**i for i in range(1, samples.bit_length()) if 2**i <= samples} | {samples}) if samples > 1 else []
+
+
 def effective_n(mean: float, stderr: float, groups: int, *, binary: bool, n: int) -> float:
     """Independent questions that would have this stderr; outcomes of 0 and 1 are never taken for more than they are."""
     if stderr <= 0:

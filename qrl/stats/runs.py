@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from qrl.stats.contrasts import contrast, interval, weighted
+from qrl.stats.contrasts import contrast, limits, weighted
 from qrl.stats.estimate import Estimate, Runs
 from qrl.stats.rates import effective_n, wilson
 
@@ -57,16 +57,13 @@ def contrast_over_runs(
     questions = Questions.behind(values, groups)
     means = [float(each.mean()) for each in values]
     if not vary:
-        return interval(Estimate(float(np.mean(means)), questions.stderr, 0, 0, n, df=questions.groups - 1))
-    alone = tuple(
-        interval(Estimate(mean, math.sqrt(variance), 0, 0, len(each), df=count - 1)) if variance > 1e-24 else contrast(outcome, weights, group)
-        for mean, variance, count, each, outcome, group in zip(means, questions.variances, questions.counts, values, outcomes, groups, strict=True)
-    )
+        return Estimate(float(np.mean(means)), questions.stderr, 0, 0, n, df=questions.groups - 1, **limits(weights)).bounded()
+    alone = tuple(contrast(outcome, weights, group) for outcome, group in zip(outcomes, groups, strict=True))
     spread, shared = float(np.var(means, ddof=1)), questions.shared
     if max(spread, questions.own + shared) < 1e-24:
         shared = contrast(np.concatenate(outcomes, axis=1), weights, np.concatenate(groups)).stderr ** 2
     runs = Runs(tuple(labels), alone, spread, questions.own, shared, questions.groups)
-    return interval(Estimate(float(np.mean(means)), runs.stderr, 0, 0, n, df=len(labels) - 1, runs=runs))
+    return Estimate(float(np.mean(means)), runs.stderr, 0, 0, n, df=len(labels) - 1, runs=runs, **limits(weights)).bounded()
 
 
 def rate_over_runs(values: Sequence[ArrayLike], groups: Sequence[ArrayLike], labels: Sequence[str], n: int, *, vary: bool) -> Estimate:
@@ -82,7 +79,7 @@ def rate_over_runs(values: Sequence[ArrayLike], groups: Sequence[ArrayLike], lab
     """
     if vary:
         found = contrast_over_runs([np.asarray(each)[None] for each in values], (1,), groups, labels, n)
-        return interval(found, 0.0, 1.0)
+        return replace(found, least=0.0, most=1.0).bounded()
     arrays = [np.asarray(each, dtype=float) for each in values]
     questions = Questions.behind(arrays, groups)
     mean = float(np.mean([each.mean() for each in arrays]))
@@ -96,7 +93,6 @@ class Questions:
 
     Attributes:
         variances: (S,) of each run's mean.
-        counts: (S,) independent groups of questions behind it.
         own: mean variance of a run that is not shared with the others.
         shared: covariance of two runs' means, from the groups of questions that both answered. It cannot be negative where
             runs of one recipe are exchangeable, so an estimate below 0 counts as 0.
@@ -104,7 +100,6 @@ class Questions:
     """
 
     variances: np.ndarray
-    counts: np.ndarray
     own: float
     shared: float
     groups: int
@@ -128,4 +123,4 @@ class Questions:
         variances, runs = np.diag(covariance), len(values)
         within = float(variances.mean())
         shared = min(within, max(0.0, float(covariance.sum() - variances.sum()) / (runs * (runs - 1))))
-        return cls(variances, counts, within - shared, shared, int(seen.any(axis=0).sum()))
+        return cls(variances, within - shared, shared, int(seen.any(axis=0).sum()))

@@ -64,6 +64,17 @@ def compare_files(recipe: Recipe, *, questions: str | None, counts: str | None, 
     click.echo(f"Written to {out}: {names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/.", err=True)
 
 
+def methods(questions: str | None, cells: list[str], out: str | None) -> None:
+    """One row a cell against base and full precision, printed, and written to a folder where one is named."""
+    from qrl.compare import methods as table
+
+    text = table.markdown(room.read_questions(questions) if questions else _rows(cells))
+    if out:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        (Path(out) / "methods.md").write_text(text, encoding="utf-8")
+    click.echo(text)
+
+
 def _rows(cells: list[str]) -> pd.DataFrame:
     """The rows of evaluated cells, one after the other."""
     import pandas as pd

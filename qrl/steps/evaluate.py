@@ -17,7 +17,7 @@ from qrl.evaluate import groups, health, scores
 from qrl.recipe import Recipe
 from qrl.steps import inputs, record
 from qrl.tasks import prompt
-from qrl.tracking import models, reuse, runs, store
+from qrl.tracking import lineage, models, reuse, runs, store
 from qrl.workspace import workspace
 
 
@@ -87,7 +87,7 @@ def _one(
     with (
         workspace(f"evaluate-{variant}-{scheme}", shared=True) as work,
         runs.child(name, params=params, tags=tags),
-        tqdm(total=len(questions), desc=name, unit="question", leave=False) as bar,
+        tqdm(total=len(questions) * settings.samples, desc=name, unit="answer", leave=False) as bar,
     ):
         asked = room.ask(
             room.Cell(variant, scheme, weights.path),
@@ -98,6 +98,8 @@ def _one(
             dtype=settings.dtype,
             max_new_tokens=settings.max_new_tokens,
             batch_size=settings.batch_size,
+            samples=settings.samples,
+            temperature=settings.temperature,
             engine=settings.engine,
             deterministic=settings.deterministic,
             seed=recipe.seed,
@@ -112,26 +114,37 @@ def _one(
         runs.log_scores(found, model_uri=uri, dataset=heldout)
         stored_by = models.params(uri).get(names.SETTINGS, "")
         unreal = hf.simulated(weights.path, device) if settings.engine == hf.NAME else ""
-        runs.log_params({"dtype": asked.dtype, names.ENGINE: asked.receipt["engine"], **({"simulated": unreal} if unreal else {})})
+        trained = lineage.training_seed(uri) if variant != names.BASE else None
+        noted = {"simulated": unreal, "training_seed": trained}
+        runs.log_params({"dtype": asked.dtype, names.ENGINE: asked.receipt["engine"], **{key: value for key, value in noted.items() if value not in ("", None)}})
         receipt = asked.receipt | {"weights": weights.digest, "prompt_hash": prompt.template_hash(recipe.prompt), "questions": digest}
         (work / names.RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
-        _log_rows(asked, recipe, stored_by, work)
-        problems = health.problems(found, settings, len(questions))
+        _log_rows(asked, recipe, stored_by, work, recipe.seed if trained is None else trained)
+        problems = health.problems(found, settings, len(asked.frame))
         if problems:
             raise UnhealthyCell(f"Cell {name} is unhealthy, so its accuracy does not count: {' '.join(problems)}")
         values = {"digest": weights.digest, "questions": digest, "accuracy": found[names.ACCURACY]}
         reuse.record_outputs(models={"model": uri}, artifacts=[names.QUESTIONS], values=values)
         bar.close()
         click.echo(
-            f"      {name}: {found[names.ACCURACY]:.3f} ± {found[names.ACCURACY_STDERR]:.3f} (n = {len(questions)}), "
+            f"      {name}: {found[names.ACCURACY]:.3f} ± {found[names.ACCURACY_STDERR]:.3f} (n = {len(questions)}{_sampled(found, settings.samples)}), "
             f"{asked.tokens_per_s:,.0f} tokens/s",
             err=True,
         )
 
 
-def _log_rows(asked: room.Asked, recipe: Recipe, stored_by: str, work: Path) -> None:
+def _sampled(found: dict[str, float], samples: int) -> str:
+    """` × 4 samples, pass@4 0.812 ± 0.010`; nothing for a greedy cell."""
+    if samples == 1:
+        return ""
+    key = names.pass_at(samples)
+    return f" × {samples} samples, pass@{samples} {found[key]:.3f} ± {found[f'{key}_stderr']:.3f}"
+
+
+def _log_rows(asked: room.Asked, recipe: Recipe, stored_by: str, work: Path, seed: int) -> None:
+    """The rows, under the seed of the training whose weights answered; the seed that drew the questions stands apart."""
     origin = {names.ENGINE: recipe.evaluate.engine, names.SETTINGS: stored_by}
-    asked.frame.assign(seed=recipe.seed, **origin).to_parquet(work / names.QUESTIONS)
+    asked.frame.assign(seed=seed, question_seed=recipe.seed, **origin).to_parquet(work / names.QUESTIONS)
     if by_group := groups.markdown(asked.frame):
         (work / names.GROUPS_MD).write_text(by_group, encoding="utf-8")
     runs.log_folder(work)

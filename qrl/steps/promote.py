@@ -121,8 +121,8 @@ def _difference(candidate: Evaluated, reference: Evaluated) -> stats.Estimate:
     Raises:
         BadInput: they were asked different questions.
     """
-    pairs = candidate.rows().merge(reference.rows(), on="question", how="outer", suffixes=("", "_reference"))
-    outcomes = pairs[["correct", "correct_reference"]]
+    rates = [each.rows().groupby("question")["correct"].mean() for each in (candidate, reference)]  # over samples, if there are several
+    outcomes = rates[0].to_frame("correct").join(rates[1].rename("reference"), how="outer")
     if outcomes.isna().any(axis=None):
         raise BadInput(
             f"The cells {candidate.variant}:{candidate.scheme} and {reference.variant}:{reference.scheme} were asked different "

@@ -1,14 +1,16 @@
 """The one grader: reward in training, verdict in evaluation.
 
 Strict: the number on a line `#### x`. Every such line of a completion must say the same number, and one number only; two
-different ones are no answer, so that listing candidates earns nothing. Flexible: the last number anywhere. Numbers are
-compared as exact fractions. Time is linear in the text's length, and nothing in a text can raise.
+different ones are no answer, so that listing candidates earns nothing, and nor is a number that the rest of its line changes
+(`changed`). Flexible: the last number anywhere. Numbers are compared as exact fractions. Time is linear in the text's length,
+and nothing in a text can raise.
 """
 
 import re
 from dataclasses import dataclass
 
 from qrl.errors import BadInput
+from qrl.tasks.changed import changed
 from qrl.tasks.number import Number, numbers, text, tidy
 
 __all__ = ["Verdict", "flexible", "grade", "strict", "text"]
@@ -27,6 +29,9 @@ _UNREAD = re.compile(
     r"[√∛^±≠≤≥]|[!<>]=|(?:--|\+-|-\+)\s*\S{0,2}[0-9.]"
     r"|\\(?!(?:times|cdot|div|approx|quad|qquad|circ|degree|pounds|euro|textdollar)(?![A-Za-z]))[A-Za-z]"
 )
+
+_WORDED = re.compile(r"[^\W\d_]|%")  # `1 dozen = 12` and `18% = 0.18` compare unlike things
+_BEGUN = re.compile(r"####[\s:$€£¥₹*_`(\[{\"'~≈→+-]*\.?[0-9]")
 
 _NOTHING = object()  # no number stated; None is a number that cannot be told
 
@@ -67,18 +72,19 @@ def grade(completion: str, answer: str) -> Verdict:
 
 def strict(completion: str) -> Number | None:
     """The number that all `####` lines agree on; None without one, or with two different ones."""
-    agreed, seen = _NOTHING, set()
+    agreed, seen, begun = _NOTHING, set(), set()
     for hashes, line in _MARKER.findall(_until_end(completion)):
         if hashes or line in seen:
             continue
         seen.add(line)
         said = _stated(line)
         if said is _NOTHING:
+            begun.add(_begun(line) if len(line) > LONGEST_LINE else _NOTHING)
             continue
         if said is None or agreed not in (_NOTHING, said):
             return None
         agreed = said
-    return None if agreed is _NOTHING else agreed
+    return None if agreed is _NOTHING or begun - {_NOTHING, agreed} else agreed
 
 
 def flexible(completion: str) -> Number | None:
@@ -104,11 +110,28 @@ def _stated(line: str) -> Number | object | None:
         return _NOTHING
     line = tidy(f"####{line}")  # whose end says that a minus after it is a sign, however far off
     found = numbers(line)
-    if len(found) > 1 and "=" in line and not _TWO_CLAIMS.search(line):
-        found = numbers("=" + line.rpartition("=")[2])
     if not found:
         return _NOTHING
-    return None if len(found) > 1 or _UNREAD.search(line) else found[0]
+    said = line
+    if "=" in line and not (len(found) > 1 and _TWO_CLAIMS.search(line)):
+        sides = ["=" + side for side in line.split("=")]
+        said = sides[-1] if len(found) > 1 else next(filter(numbers, sides), line)
+        found = numbers(said)
+        if any(side != found for side in map(_bare, sides) if side):
+            return None
+    return None if len(found) != 1 or _UNREAD.search(line) or changed(said) else found[0]
+
+
+def _bare(side: str) -> list[Number]:
+    """The number of a side of an equation that is one number and nothing else; empty for a calculation, or with words."""
+    found = [] if _WORDED.search(side) else numbers(side)
+    return found if len(found) == 1 and found != [None] else []
+
+
+def _begun(line: str) -> Number | object | None:
+    """The number that a line too long for an answer begins with; `_NOTHING` without one. It is no answer, but differs from one."""
+    line = tidy(f"####{line.lstrip()[:LONGEST_LINE]}")
+    return numbers(line)[0] if _BEGUN.match(line) and numbers(line) else _NOTHING
 
 
 def _until_end(completion: str) -> str:

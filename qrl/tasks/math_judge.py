@@ -47,16 +47,20 @@ def same(gold: str, said: str) -> bool:
     told = math_text.same(gold, said)
     if told is not None:
         return told
-    expected, found = _read(gold), _read(said)
-    if expected is None or found is None:
-        return False
-    return verify([expected], [found], float_rounding=_places(expected), timeout_seconds=None, raise_on_error=True)
+    expected = _read(gold)
+    return expected is not None and all(_equal(expected, _read(claim)) for claim in math_text.claims(gold, said))
 
 
 def last_expression(text: str) -> str | None:
     """The last expression or number that math-verify extracts from running text, in normal form; None without one."""
     found = parse(text, parsing_timeout=None, raise_on_error=True)
     return math_text.normal(str(found[-1])[: math_text.LONGEST_ANSWER]) if found else None
+
+
+def _equal(expected: Basic, found: Basic | None) -> bool:
+    if found is None:
+        return False
+    return verify([expected], [found], float_rounding=_places(expected), timeout_seconds=None, raise_on_error=True)
 
 
 def _one(asked: Asked, cpu_s: float) -> Verdict | None:

@@ -43,6 +43,14 @@ _BASED = re.compile(r"(-?[0-9][0-9A-Fa-f]*)_\{?(\d+)\}?")
 _WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|mathit)\{([^{}]*)\}")
 _WORD = re.compile(r"[A-Z]?[a-z]{3,}(?: [a-z]+)*")
 _SIDE_BY_SIDE = re.compile(r"\d \.?\d")
+_ABOUT = re.compile(r"\\(?:approx|simeq|sim|cong|equiv|neq?|not|to|(?:long)?rightarrow|Rightarrow|implies|iff|mapsto)(?![A-Za-z])|≈|≠|→")
+_SEPARATOR = re.compile(r",|;|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
+# Words that make another answer of the one beside them, or none.
+_TAKEN_BACK = re.compile(
+    r"not?|never|isn't|is|are|was|wrong|incorrect|false|neither|nor|unknown|maybe|perhaps|plus|minus|times|half|twice|double|triple"
+    r"|squared|cubed|(?:hundred|thousand|[mb]illion|trillion|lakh|crore)s?"
+)
+
 _COMMANDS = re.compile(r"\\(?:text|mathrm|mathbf)\{[^{}]*\}|\\[A-Za-z]+")
 
 
@@ -92,7 +100,41 @@ def same(gold: str, said: str) -> bool | None:
         return _same_in_base(gold, said, *bases)
     if words := _words(gold):
         return words == _squeezed(said)
-    return None if _comparable(gold, said) else False
+    if _says_otherwise(gold, said) or not _comparable(gold, said):
+        return False
+    stated = claims(gold, said)
+    told = [same(gold, claim) for claim in stated] if len(stated) > 1 else [None]
+    return False if False in told else None if None in told else True
+
+
+def claims(gold: str, said: str) -> list[str]:
+    """What must each equal the gold answer: an answer, or every side of a chain of equations that is a number (`17=18`)."""
+    if "=" in gold or "=" not in said:
+        return [said]
+    sides = [side for side in said.split("=") if re.search(r"\d", side) and not re.search(r"[A-Za-z]", _COMMANDS.sub("", side))]
+    return sides if len(sides) > 1 else [said]
+
+
+def _says_otherwise(gold: str, said: str) -> bool:
+    r"""Whether an answer takes back what it says, or says more: `18\text{ is wrong}`, `18\text{ or 19}`, `17\approx18`, `1,1,2`."""
+    if _ABOUT.search(said) and not _ABOUT.search(gold):
+        return True
+    new = set(_plain_words(said)) - set(_plain_words(gold))
+    if any(map(_TAKEN_BACK.fullmatch, new)) or ("or" in new and not re.search(r",|\\(?:pm|cup)(?![A-Za-z])", gold)):
+        return True
+    return _brackets(said) is None and _repeats(said) and not _repeats(gold)
+
+
+def _plain_words(text: str) -> list[str]:
+    return re.findall(r"[a-z']{2,}", re.sub(r"\\[A-Za-z]+", " ", text).lower())
+
+
+def _repeats(text: str) -> bool:
+    """Whether a list has an item twice."""
+    plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", _WRAPPED.sub(r" \1 ", text))  # `1,000,000` lists nothing twice
+    items = [item.strip() for item in _SEPARATOR.split(plain)]
+    values = [_number(item) or item for item in items if item]
+    return len(set(values)) < len(values)
 
 
 def _comparable(gold: str, said: str) -> bool:

@@ -87,6 +87,12 @@ def numbers(line: str) -> list[Number | None]:
     return found
 
 
+def span(line: str) -> tuple[int, int]:
+    """Where the first number of a tidied text begins and the last one ends; (0, 0) without one."""
+    found = list(_NUMBER.finditer(line))
+    return (found[0].start(), found[-1].end()) if found else (0, 0)
+
+
 def text(number: Number) -> str:
     """The shortest plain way to write a number: `18`, `2.5`, `1/3`."""
     if number.denominator == 1:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from qrl import checkpoint, names
 from qrl.errors import BadInput, QrlError
+from qrl.formats import fake_linears
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
@@ -32,7 +33,7 @@ _ENVIRONMENT = Path(__file__).parents[2] / "conda.yaml"
 _NEEDS = {
     **dict.fromkeys(names.BITSANDBYTES, ("bitsandbytes",)),
     names.AWQ: ("gptqmodel",),
-    **dict.fromkeys(names.COMPRESSED, ("compressed-tensors",)),
+    **dict.fromkeys((*names.COMPRESSED, *names.ROUNDED), ("compressed-tensors",)),
 }
 _MAX_NEW_TOKENS = 512  # of a chat answer through pyfunc, where the caller does not say
 
@@ -311,7 +312,7 @@ def _write_environment(folder: Path, packages: list[str]) -> None:
 
 def _files(folder: Path) -> list[Path]:
     """What makes the checkpoint, and what says whose it is; a trainer's leftovers stay behind."""
-    wanted = (*checkpoint.shards(folder), *checkpoint.CONFIG_FILES, *checkpoint.TOKENIZER_FILES, *_CARDS)
+    wanted = (*checkpoint.shards(folder), *checkpoint.CONFIG_FILES, *checkpoint.TOKENIZER_FILES, *_CARDS, fake_linears.SCALES_FILE)
     return [folder / file for file in dict.fromkeys(wanted) if (folder / file).is_file()]
 
 
