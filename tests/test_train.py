@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 
-from qrl import checkpoint, tasks, tiny
+from qrl import checkpoint, quantize, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.evaluate import cells
-from qrl.quantize import awq, staging
+from qrl.quantize import calibration, staging
 from qrl.recipe import Train
 from qrl.tasks import prompt
 from qrl.train import arguments, grpo, merge, policy, resume, reward
@@ -74,7 +74,7 @@ def test_rollouts_cells_and_calibration_feed_the_weights_the_same_ids(template, 
     cell = cells.Cell("base", "fp16", tiny.PATH)
     cells.ask(cell, questions, task="arithmetic", template=template, device="cpu", max_new_tokens=1, batch_size=4)
     texts = [prompt.training_text(staging.tokenizer(tiny.PATH), question, template) for question in questions]
-    calibrated = awq.rows(awq._token_ids(tiny.PATH, texts), 512)
+    calibrated = calibration.rows(quantize.token_ids(tiny.PATH, texts), 512)
 
     prompts = sorted({tuple(row) for row in rolled_out[0]})
     assert len(prompts) == 4 and len(rolled_out[0]) == settings.prompts_per_step * settings.generations

@@ -72,8 +72,8 @@ def run(
     if out.exists() and any(out.iterdir()):
         raise BadInput(f"{out} is not empty: name a new folder for the quantized checkpoint.")
     looks = scheme in choices.CALIBRATED
-    rows = texts.rows(_token_ids(source, calibration), settings.max_tokens) if looks else []
-    probed = _token_ids(source, probe)
+    rows = texts.rows(token_ids(source, calibration), settings.max_tokens) if looks else []
+    probed = token_ids(source, probe)
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     try:
@@ -123,7 +123,8 @@ def _store(
     return ()
 
 
-def _token_ids(source: Path, given: Sequence[str]) -> list[list[int]]:
+def token_ids(source: Path, given: Sequence[str]) -> list[list[int]]:
+    """Texts as the checkpoint's tokenizer reads them, special tokens as they stand there."""
     if not given:
         return []
     from qrl.quantize import staging
