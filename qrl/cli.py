@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import click
 
-from qrl import process
+from qrl import names, process
 from qrl.errors import BadInput, QrlError
 from qrl.tracking import signals
 
@@ -72,7 +72,7 @@ def step(name: str, *sections: str) -> Callable:
     return cli.command(name, cls=RecipeCommand, sections=sections)
 
 
-ALL = ("train", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
+ALL = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
 
 
 @step("study", *ALL)
@@ -84,12 +84,18 @@ def study_command(ctx: click.Context, settings) -> None:
     pipeline.study(settings, typed=ctx.obj)
 
 
-@step("train", "train", "watch")
-def train_command(settings) -> None:
+@step("train", "train", "rollout", "watch")
+@click.pass_context
+def train_command(ctx: click.Context, settings) -> None:
     """GRPO on the recipe's model; resumes from its last checkpoint if it was killed."""
+    from qrl import pipeline
     from qrl.steps import train
 
-    train.train(settings)
+    if (folder := pipeline.place("train", settings.rollout.engine)) is not None:
+        train.check_rollouts(settings)  # told before an environment of some GB is built for it
+        pipeline.hand_over(folder, "train", ctx.obj)
+    else:
+        train.train(settings)
 
 
 @step("merge", "merge")
@@ -102,17 +108,18 @@ def merge_command(settings, adapter: str) -> None:
 
 
 @step("quantize", "quantize")
-@click.option("--scheme", default="nf4", show_default=True, metavar="nf4|awq", help="How to store the weights.")
+@click.option("--scheme", default="nf4", show_default=True, metavar="SCHEME", help=f"How to store the weights: {', '.join(names.QUANTIZED_SCHEMES)}.")
 @click.option("--models", metavar="VARIANT=MODEL,…", help="What to quantize; default: base=<model>.")
 @click.pass_context
 def quantize_command(ctx: click.Context, settings, scheme: str, models: str | None) -> None:
     """Quantizes checkpoints under one scheme, all with the same settings and calibration texts."""
     from qrl import pipeline
+    from qrl.quantize import settings as choices
     from qrl.steps import quantize
 
-    quantize.check_scheme(scheme)
+    choices.of(scheme, settings.quantize, settings.seed)  # told before an environment is built for it
     if (folder := pipeline.place("quantize", scheme)) is not None:
-        quantize.sources(settings, models)  # told before an environment is built for it
+        quantize.sources(settings, models)  # so is this
         pipeline.hand_over(folder, "quantize", ctx.obj | {"scheme": scheme} | ({"models": models} if models else {}))
     else:
         quantize.quantize(settings, scheme, models)
@@ -120,30 +127,38 @@ def quantize_command(ctx: click.Context, settings, scheme: str, models: str | No
 
 @step("evaluate", "evaluate")
 @click.option("--cells", metavar="VARIANT:SCHEME=MODEL,…", help="What to ask; default: base:fp16=<model>.")
-def evaluate_command(settings, cells: str | None) -> None:
+@click.pass_context
+def evaluate_command(ctx: click.Context, settings, cells: str | None) -> None:
     """Asks every cell the same held-out questions; a run a cell, a row a question. Unhealthy cells fail."""
+    from qrl import pipeline
     from qrl.steps import evaluate
 
-    evaluate.evaluate(settings, cells)
+    if (folder := pipeline.place("evaluate", settings.evaluate.engine, settings.device)) is not None:
+        evaluate.check(settings, cells)  # told before an environment of some GB is built for it
+        pipeline.hand_over(folder, "evaluate", ctx.obj | ({"cells": cells} if cells else {}))
+    else:
+        evaluate.evaluate(settings, cells)
 
 
 @step("diagnose", "diagnose")
 @click.option("--base", metavar="DIR|MODEL", help="Checkpoint before training; default: the recipe's model.")
 @click.option("--trained", required=True, metavar="DIR|MODEL", help="Checkpoint after training.")
+@click.option("--quantized", metavar="VARIANT:SCHEME=MODEL,…", help="The same two, base and grpo, quantized: what do they store of the update?")
 @click.option("--out", metavar="DIR", help="Write files there, and leave MLflow alone.")
-def diagnose_command(settings, base: str | None, trained: str, out: str | None) -> None:
-    """Measures outliers and 4-bit error of two checkpoints' weights, layer by layer."""
+def diagnose_command(settings, base: str | None, trained: str, quantized: str | None, out: str | None) -> None:
+    """Measures two checkpoints' weights layer by layer: outliers, 4-bit error, what training moved and what quantization keeps of it."""
     from qrl.steps import diagnose
 
-    diagnose.diagnose(settings, base or settings.model, trained, out=out)
+    diagnose.diagnose(settings, base or settings.model, trained, quantized=quantized, out=out)
 
 
 @step("compare", "compare")
 @click.option("--questions", metavar="FILE", help="Parquet or CSV with variant, scheme, question, correct (0/1); optionally seed, sample, cluster.")
 @click.option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"fp16": 68, …}, "grpo": {…}}')
 @click.option("--cells", metavar="RUN,…", help="Evaluation runs of cells, of one training seed or several.")
+@click.option("--methods", is_flag=True, help="One row a cell, best first, against base and grpo in full precision; no common schemes needed.")
 @click.option("--out", metavar="DIR", help="Write files there, and leave MLflow alone; needed with --questions, --counts.")
-def compare_command(settings, questions: str | None, counts: str | None, cells: str | None, out: str | None) -> None:
+def compare_command(settings, questions: str | None, counts: str | None, cells: str | None, methods: bool, out: str | None) -> None:
     """Deltas and gain survival with paired intervals, and the verdict.
 
     Several values of `seed` are training runs: a random effect, never pooled. Several values of `sample` are answers to the
@@ -154,7 +169,11 @@ def compare_command(settings, questions: str | None, counts: str | None, cells: 
     given = [name for name, value in (("--questions", questions), ("--counts", counts), ("--cells", cells)) if value]
     if len(given) != 1:
         raise BadInput(f"compare reads one of --questions, --counts or --cells, but got {' and '.join(given) or 'none'}.")
-    if cells and not out:
+    if methods:
+        if counts:
+            raise BadInput("compare --methods pairs answers question by question: give --questions or --cells, not --counts.")
+        compare.methods(questions, cells.split(",") if cells else [], out)
+    elif cells and not out:
         compare.compare(settings, cells.split(","))
     elif not out:
         raise BadInput(f"compare {given[0]} needs --out DIR: the folder to write table.md, table.json and figures to.")
@@ -185,19 +204,45 @@ def promote_command(settings, stage: str, cell: str | None, rollback: bool) -> N
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on.")
 @click.option("--engine", default="auto", show_default=True, metavar="auto|transformers|vllm", help="auto: vllm on a GPU.")
+@click.option("--api-key", envvar="QRL_API_KEY", metavar="KEY", help="What clients must send, with vLLM; better in the variable QRL_API_KEY, for MLflow logs what is given by -P.")
 @click.pass_context
-def serve_command(ctx: click.Context, settings, stage: str, host: str, port: int, engine: str) -> None:
+def serve_command(ctx: click.Context, settings, stage: str, host: str, port: int, engine: str, api_key: str | None) -> None:
     """An OpenAI-compatible server of a registered stage, its gate and digest checked first."""
     from qrl import pipeline
     from qrl.steps import serve
 
     if (folder := pipeline.place("serve", engine, settings.device)) is not None:
         serve.check(settings, stage, host=host, port=port)  # told before an environment of some GB is built for it
+        if api_key:
+            os.environ["QRL_API_KEY"] = api_key  # not a parameter, which the store would keep
         pipeline.hand_over(
             folder, "serve", ctx.obj | {"stage": stage, "host": host, "port": str(port), "engine": engine}
         )
     else:
-        serve.serve(settings, stage, host=host, port=port, engine=engine)
+        serve.serve(settings, stage, host=host, port=port, engine=engine, api_key=api_key)
+
+
+@step("benchmark", "benchmark")
+@click.option("--stages", metavar="STAGE|N,…", help="Stages or versions; default: base, grpo, awq, and base under AWQ, as far as there are any.")
+@click.option("--models", metavar="VARIANT:SCHEME=MODEL,…", help="Checkpoints instead of stages.")
+@click.option("--url", metavar="URL", help="Measure a running server of the first model with `vllm bench serve` instead.")
+@click.pass_context
+def benchmark_command(ctx: click.Context, settings, stages: str | None, models: str | None, url: str | None) -> None:
+    """Speed, latency and memory of stages side by side: one prompt at a time, and in batches.
+
+    Models answer by evaluate.engine; a server is asked by vLLM's own `bench serve`, in vLLM's environment.
+    """
+    from qrl import pipeline
+    from qrl.steps import benchmark
+
+    if stages and models:
+        raise BadInput("benchmark measures stages or models, but got both: give --stages or --models.")
+    given = {"stages": stages, "models": models, "url": url}
+    if (folder := pipeline.place("benchmark", "vllm" if url else settings.evaluate.engine, settings.device)) is not None:
+        benchmark.subjects(settings, stages, models)  # told before an environment of some GB is built for it
+        pipeline.hand_over(folder, "benchmark", ctx.obj | {key: value for key, value in given.items() if value})
+    else:
+        benchmark.benchmark(settings, **given)
 
 
 @cli.command("grade")

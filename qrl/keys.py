@@ -7,34 +7,45 @@ and its sources. Not the commit: a change of README must not retrain.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
 from qrl import names
+from qrl.quantize import settings as choices
 from qrl.recipe import Recipe
 from qrl.tracking import reuse
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENTS = {names.AWQ: ROOT / "projects" / "awq" / "conda.yaml"}
 CORE = ROOT / "conda.yaml"
-SECTIONS = ("train", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
+VLLM = {"cpu": ROOT / "projects" / "vllm_cpu" / "conda.yaml", "cuda": ROOT / "projects" / "vllm" / "conda.yaml"}
+SECTIONS = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
 ASKED = ("task", "prompt", "seed")  # top-level fields that decide which questions are put, and how
 
 
 def trained(recipe: Recipe, base: str, device: str) -> str:
     """Key of a training that starts from the checkpoint with digest `base`."""
-    return _key("train", recipe, ("train", "watch"), {"base": base}, device)
+    environment = VLLM[device] if recipe.rollout.engine == "vllm" else CORE
+    return _key("train", recipe, ("train", "rollout", "watch"), {"base": base}, device, environment)
 
 
 def quantized(recipe: Recipe, scheme: str, model: str, device: str) -> str:
-    """Key of the checkpoint with digest `model` under a scheme; the device does not matter to AWQ's or NF4's codes alone."""
-    return _key("quantize", recipe, ("quantize",), {"model": model, "scheme": scheme}, device, scheme)
+    """Key of the checkpoint with digest `model` under a scheme; of the section `quantize`, what means something to it."""
+    settings = choices.of(scheme, recipe.quantize, recipe.seed)
+    texts = settings.calibration
+    if texts not in (None, choices.TASK, choices.ROLLOUTS):
+        texts = hashlib.sha256(Path(texts).read_bytes()).hexdigest() if Path(texts).is_file() else ""
+    sections = ("evaluate",) if texts == choices.ROLLOUTS else ()  # how the policy answers is set there
+    inputs = {"model": model, **{key: str(value) for key, value in asdict(settings).items()}, "texts": str(texts)}
+    return _key("quantize", recipe, sections, inputs, device, ENVIRONMENTS.get(scheme, CORE))
 
 
 def cell(recipe: Recipe, variant: str, scheme: str, model: str, device: str) -> str:
     """Key of a cell: the checkpoint with digest `model`, asked the recipe's held-out questions."""
     inputs = {"model": model, "variant": variant, "scheme": scheme}
-    return _key("evaluate", recipe, ("evaluate",), inputs, device)
+    environment = VLLM[device] if recipe.evaluate.engine == "vllm" else CORE
+    return _key("evaluate", recipe, ("evaluate",), inputs, device, environment)
 
 
 def merged(recipe: Recipe, base: str, adapter: str, device: str) -> str:
@@ -42,9 +53,9 @@ def merged(recipe: Recipe, base: str, adapter: str, device: str) -> str:
     return _key("merge", recipe, ("merge",), {"base": base, "adapter": adapter}, device)
 
 
-def diagnosis(recipe: Recipe, base: str, trained: str) -> str:
-    """Key of what training did to the weights, by both digests."""
-    return _key("diagnose", recipe, ("diagnose",), {"base": base, "trained": trained}, "any")
+def diagnosis(recipe: Recipe, base: str, trained: str, quantized: dict[str, str]) -> str:
+    """Key of what training did to the weights, by both digests and those of the quantized checkpoints, by `variant:scheme`."""
+    return _key("diagnose", recipe, ("diagnose",), {"base": base, "trained": trained} | quantized, "any")
 
 
 def comparison(recipe: Recipe, cells: list[str]) -> str:
@@ -52,9 +63,10 @@ def comparison(recipe: Recipe, cells: list[str]) -> str:
     return _key("compare", recipe, ("compare",), {str(i): run_id for i, run_id in enumerate(cells)}, "any")
 
 
-def _key(step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict, device: str, scheme: str = "") -> str:
+def _key(step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict, device: str, environment: Path = CORE) -> str:
     flat = recipe.flat(*sections)
     section = {key: value for key, value in flat.items() if "." in key or key in ASKED}
+    section = {key: value for key, value in section.items() if not key.startswith("rollout.server")}  # where it listens is no setting
     if flat.get("evaluate.samples") == "1":
         section.pop("evaluate.temperature")  # greedy answers know none
     section.pop("quantize.schemes", None)  # which schemes a study has does not change what one of them does
@@ -63,7 +75,7 @@ def _key(step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict, dev
         section=section,
         inputs=inputs | {"data": data_digest(recipe.data)},
         device=device,
-        environment=ENVIRONMENTS.get(scheme, CORE),
+        environment=environment,
         sources=reuse.sources_of(step),
     )
 

@@ -2,11 +2,27 @@
 
 # Variants: which training made the weights.
 BASE, GRPO = "base", "grpo"
+QAD_PREFIX = "qad-"  # distilled on-policy into such linears
+QAT_PREFIX = "qat-"  # GRPO with linears that compute in a format: qat-int4
 
 # Schemes: how the weights are stored. `fp16` is the row's name in the literature; the dtype really used is logged.
-FP16, NF4, AWQ = "fp16", "nf4", "awq"
-QUANTIZED_SCHEMES = (NF4, AWQ)
+FP16, NF4, INT8, AWQ = "fp16", "nf4", "int8", "awq"
+AWQ_CT, GPTQ, FP8, NVFP4A16, NVFP4 = "awq-ct", "gptq", "fp8", "nvfp4a16", "nvfp4"
+W8A16, W8A8, MXFP4A16 = "w8a16", "w8a8", "mxfp4a16"
+BITSANDBYTES = (NF4, INT8)
+COMPRESSED = (AWQ_CT, GPTQ, FP8, NVFP4A16, NVFP4, W8A16, W8A8, MXFP4A16)  # made by llm-compressor
+ROUNDED_PREFIX = "rtn-"  # rounded to nearest, nothing searched: the formats of train.qat, its own codes for its own masters
+ROUNDED = tuple(
+    f"{ROUNDED_PREFIX}{name}" for name in ("int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4")
+)
+QUANTIZED_SCHEMES = (*BITSANDBYTES, AWQ, *COMPRESSED, *ROUNDED)
 SCHEMES = (FP16, *QUANTIZED_SCHEMES)
+STORED_AS = {  # scheme → quant_method in config.json
+    FP16: None,
+    **dict.fromkeys(BITSANDBYTES, "bitsandbytes"),
+    AWQ: "awq",
+    **dict.fromkeys((*COMPRESSED, *ROUNDED), "compressed-tensors"),
+}
 
 # Stages: the user's names, each an alias; MLflow's own stages are mirrored from them.
 STAGES = ("base", "grpo", "awq")
@@ -51,8 +67,15 @@ GRADER_TIMEOUTS = "eval/grader_timeouts"  # answers of a cell that the grader ga
 GRADER_ERRORS = "eval/grader_errors"
 GRADER_FAULT_RATE = "eval/grader_fault_rate"  # both, over n
 TOKENS_PER_S = "eval/tokens_per_s"
+SERVE_TOKENS_PER_S = "serve/tokens_per_s"
+SERVE_LATENCY_P50 = "serve/latency_p50_s"
+SERVE_LATENCY_P95 = "serve/latency_p95_s"
+SERVE_FIRST_TOKEN = "serve/first_token_s"
 SECONDS = "step/seconds"  # logged by a step that ends well, and by no other
 
+# How a cell came to be, in its rows and its model's params: cells that differ in one of these are never subtracted.
+ENGINE = "engine"  # what answered
+SETTINGS = "settings_digest"  # sha256 over a scheme's settings, libraries and calibration questions
 
 
 def pass_at(k: int) -> str:
@@ -60,10 +83,12 @@ def pass_at(k: int) -> str:
     return f"eval/pass_at_{k}"
 
 
+
 # Artifacts of a study's run
 TABLE_MD, TABLE_JSON = "table.md", "table.json"
 QUESTIONS = "questions.parquet"
 GROUPS_MD = "groups.md"  # a cell's accuracy by subject and level
+RECEIPT = "receipt.json"  # what answered a cell: engine, version, kernels, digests
 RECIPE = "recipe.yaml"
 FIGURES = "figures"
 

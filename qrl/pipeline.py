@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from qrl import keys, names, source
+from qrl import keys, names, process, source
 from qrl.errors import GateRefused
 from qrl.keys import ROOT
 from qrl.launch import Launcher, Result, launch
@@ -20,14 +20,16 @@ def place(step: str, choice: str, device: str = "auto") -> Path | None:
     """The folder whose environment a step needs, or None where this process is in it already.
 
     Args:
-        step: `quantize` or `serve`; every other step runs in the core environment.
+        step: `train`, `quantize`, `evaluate`, `benchmark` or `serve`; every other step runs in the core environment.
         choice: the scheme, or the engine.
         device: the recipe's device, where the engine is left to us.
     """
     wanted = None
     if step == "quantize" and choice == names.AWQ:
         wanted = "awq"
-    if step == "serve" and choice in ("auto", "vllm"):
+    if step == "train" and choice == "vllm" and process.world_size() == 1:  # several processes were started where they are to run
+        wanted = "vllm"
+    if (step == "serve" and choice in ("auto", "vllm")) or (step in ("evaluate", "benchmark") and choice == "vllm"):
         from qrl.engine import device as devices
 
         on_gpu = devices.choose(device) == "cuda"
@@ -54,12 +56,17 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
     """
     from qrl import checkpoint, report
     from qrl.engine import device as devices
+    from qrl.quantize import settings as choices
     from qrl.tasks import prompt
     from qrl.tracking import runs, store
+    from qrl.train import rollouts
 
     prompt.check(recipe.task, recipe.prompt)
+    for scheme in recipe.quantize.schemes:
+        choices.of(scheme, recipe.quantize, recipe.seed)  # what cannot be made is told before anything is trained
     base = checkpoint.check(source.locate(recipe.model))
     device = devices.choose(recipe.device)
+    rollouts.check(recipe.rollout, device, recipe.train)
     store.prepare()
     began = time.monotonic()
     with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}) as run:
@@ -67,8 +74,9 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
         launcher = Launcher(typed, run.info.run_id, steps)
         order = Order(recipe, launcher, device)
         trained = order.train(base.digest)
-        cells = order.evaluate(order.quantize({names.BASE: (recipe.model, base.digest), names.GRPO: trained}))
-        diagnosed = order.diagnose(base.digest, trained)
+        models = order.quantize({names.BASE: (recipe.model, base.digest), recipe.train.variant: trained})
+        cells = order.evaluate(models)
+        diagnosed = order.diagnose(base.digest, trained, models)
         compared = order.compare(cells)
         report.show(recipe, launcher, compared, diagnosed, order.trained)
         try:
@@ -89,8 +97,9 @@ class Order:
         """The GRPO model, merged where it was trained as an adapter: address and digest."""
         key = keys.trained(self.recipe, base, self.device)
         settings = self.recipe.train
-        title = f"train: GRPO, {settings.steps} steps of {settings.prompts_per_step} × {settings.generations} completions"
-        made = self.trained = self._one(title, "train", key)
+        how = ("distillation" if settings.teacher else "GRPO") + ("" if settings.qat == "none" else f" in {settings.qat}")
+        title = f"train: {how}, {settings.steps} steps of {settings.prompts_per_step} × {settings.generations} completions"
+        made = self.trained = self._one(title, "train", key, folder=place("train", self.recipe.rollout.engine))
         if settings.adapter:
             adapter = f"runs:/{made.run_id}/adapter"
             key = keys.merged(self.recipe, base, adapter, self.device)
@@ -130,12 +139,19 @@ class Order:
             "evaluate",
             wanted,
             lambda missing: {"cells": ",".join(f"{cell}={models[cell][0]}" for cell in missing)},
+            place("evaluate", self.recipe.evaluate.engine, self.device) or ROOT,
         )
 
-    def diagnose(self, base: str, trained: tuple[str, str]) -> Result:
-        """What training did to the weights."""
-        key = keys.diagnosis(self.recipe, base, trained[1])
+    def diagnose(self, base: str, trained: tuple[str, str], models: Models) -> Result:
+        """What training did to the weights, and what every scheme keeps of it; the trained variant is `grpo` here, whatever its label."""
+        quantized = {}
+        for cell, model in models.items():
+            variant, scheme = cell.split(":")
+            if scheme != names.FP16:
+                quantized[f"{variant if variant == names.BASE else names.GRPO}:{scheme}"] = model
+        key = keys.diagnosis(self.recipe, base, trained[1], {cell: digest for cell, (_, digest) in quantized.items()})
         parameters = {"base": self.recipe.model, "trained": trained[0]}
+        parameters["quantized"] = ",".join(f"{cell}={address}" for cell, (address, _) in quantized.items())
         return self._one("diagnose: weights before and after training", "diagnose", key, parameters)
 
     def compare(self, cells: dict[str, Result]) -> Result:
@@ -145,12 +161,18 @@ class Order:
         return self._one("compare: deltas and gain survival", "compare", key, {"cells": ",".join(run_ids)})
 
     def promote(self, cells: dict[str, Result]) -> str:
-        """Versions of the registry, each through its gate; the last stage. Never reused: a stage may have moved since."""
+        """Versions of the registry, each through its gate; the last stage. Never reused: a stage may have moved since.
+
+        Stage awq takes the cell grpo:awq and no other scheme's: in a study without it that stage stays as it was.
+        """
         earned = {"base": f"{names.BASE}:{names.FP16}", "grpo": f"{names.GRPO}:{names.FP16}", "awq": f"{names.GRPO}:{names.AWQ}"}
         chosen = {stage: cells[cell].run_id for stage, cell in earned.items() if cell in cells}
         parameters = {"stage": ",".join(chosen), "cell": ",".join(chosen.values())}
-        self.launcher.run(f"promote: {' → '.join(chosen)}", "promote", parameters)
+        left = "".join(f"; {stage} stays as it is, for there is no cell {cell}" for stage, cell in earned.items() if stage not in chosen)
+        self.launcher.run(f"promote: {' → '.join(chosen)}{left}", "promote", parameters)
         return list(chosen)[-1]
 
-    def _one(self, title: str, step: str, key: str, parameters: dict[str, str] | None = None) -> Result:
-        return self.launcher.obtain(title, step, {step: key}, lambda missing: parameters or {})[step]
+    def _one(
+        self, title: str, step: str, key: str, parameters: dict[str, str] | None = None, folder: Path | None = None
+    ) -> Result:
+        return self.launcher.obtain(title, step, {step: key}, lambda missing: parameters or {}, folder or ROOT)[step]

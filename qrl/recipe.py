@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from qrl import names as known
 from qrl.errors import BadInput
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -64,6 +65,13 @@ class Train(_Section):
     dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="dtype of forward and backward; auto: bf16 over a base in bf16, int8 or nf4, else fp32; masters are fp32")
     gradient_checkpointing: bool = Field(False, description="recompute activations in backward to save memory")
     save_every: Count = Field(10, description="optimizer steps between two checkpoints to resume from")
+    qat: Literal["none", "int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4"] = Field("none", description="train with linears that compute in this format; masters stay fp32, and its codes are stored beside them")
+    teacher: str | None = Field(None, description="distil on-policy from this model instead of GRPO: the student samples, it scores")
+    distill_top_k: Count = Field(64, description="distillation: the teacher's likeliest tokens that both are compared on, re-normalized")
+    distill_reverse: Fraction = Field(0.5, description="distillation: weight of reverse KL against forward; 0: forward, 1: reverse")
+    qat_calibration_samples: Count = Field(128, description="training texts that activation scales are calibrated on, and Q(W)'s gap measured on")
+    qat_calibration_batch: Count = Field(16, description="calibration texts in one forward pass")
+    qat_calibration_max_tokens: Count = Field(1024, description="longest calibration text, in tokens; longer ones are an error")
     completions_logged: Count = Field(8, description="completions a logged step puts into the table of samples")
 
     @field_validator("rewards")
@@ -84,6 +92,13 @@ class Train(_Section):
         return {"full": "fp32", "lora": "bf16" if self.dtype == "bf16" else "fp32", "qlora": "nf4"}[self.method]
 
     @property
+    def variant(self) -> str:
+        """What the trained weights are called: `grpo`, `qat-int4` where linears computed in few bits, `qad-int4` where distilled so."""
+        if self.teacher:
+            return "distilled" if self.qat == "none" else f"{known.QAD_PREFIX}{self.qat}"
+        return known.GRPO if self.qat == "none" else f"{known.QAT_PREFIX}{self.qat}"
+
+    @property
     def packed(self) -> bool:
         """Whether the base lies in memory as bitsandbytes' codes."""
         return self.storage in PACKED
@@ -92,6 +107,24 @@ class Train(_Section):
     def compute(self) -> str:
         """Dtype of forward and backward: `dtype`, with `auto` resolved."""
         return self.dtype if self.dtype != "auto" else "fp32" if self.storage == "fp32" else "bf16"
+
+
+class Rollout(_Section):
+    """Who draws the completions that GRPO learns from, and how far that engine may be from the model that is trained."""
+
+    engine: Literal["transformers", "vllm"] = Field("transformers", description="what samples; vllm needs a GPU and runs the step in projects/vllm")
+    mode: Literal["colocate", "server"] = Field("colocate", description="vLLM in the training process, or a server on other GPUs")
+    quantization: Literal["none", "fp8"] = Field("none", description="how vLLM stores its weights; quantized anew from bf16 at every step")
+    gpu_memory_utilization: float = Field(0.3, gt=0, lt=1, description="share of the GPU's memory for a colocated engine, weights and KV cache")
+    max_model_tokens: Count | None = Field(None, description="longest prompt and completion together; default: the checkpoint's")
+    sleep: Literal["auto", "on", "off"] = Field("auto", description="give a colocated engine's memory back while training; auto: where memory asks for it")
+    server: str = Field("http://127.0.0.1:8000", description="address of the server, in mode server")
+    server_timeout_s: float = Field(240.0, gt=0, description="longest wait for the server")
+    server_group_port: int = Field(51216, ge=1, le=65535, description="port over which weights reach the server")
+    importance_sampling: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field("token_truncate", description="what corrects for the gap between engine and trainer; none neither corrects nor measures it")
+    importance_sampling_max: float = Field(2.0, gt=0, description="weight at which a token or completion is truncated or masked")
+    max_kl: float = Field(0.01, gt=0, description="warn above this KL of engine to trainer, k3, nats a token")
+    min_effective_sample_size: Fraction = Field(0.9, description="warn below this effective sample size, a share of the tokens")
 
 
 class Watch(_Section):
@@ -116,10 +149,14 @@ class Merge(_Section):
 class Quantize(_Section):
     """How weights are stored in few bits."""
 
-    schemes: tuple[Literal["nf4", "awq"], ...] = Field(("nf4", "awq"), description="schemes of the study, comma-separated")
-    group_size: Literal[32, 64, 128] = Field(128, description="input channels that share one AWQ scale")
-    calibration_samples: Count = Field(128, description="training texts that AWQ looks at, chat-rendered, end token included")
+    schemes: tuple[Literal[known.QUANTIZED_SCHEMES], ...] = Field((known.NF4, known.AWQ), description="schemes of the study, comma-separated")
+    group_size: Literal[32, 64, 128] = Field(128, description="input channels that share one scale, of awq, awq-ct, gptq, w8a16; other formats fix theirs")
+    bits: Literal[4, 8] = Field(4, description="bits of a weight under awq-ct and gptq; other schemes' names say theirs")
+    symmetric: bool | None = Field(None, description="no zero points, under awq-ct, gptq, w8a16; default: false under awq-ct, true under the others")
+    calibration: str = Field("task", min_length=1, description="texts that awq, awq-ct, gptq, nvfp4 look at: task, rollouts (the policy's own answers), or a .jsonl file")
+    calibration_samples: Count = Field(128, description="calibration texts, chat-rendered, end token included")
     calibration_max_tokens: Count = Field(512, description="longest calibration text, in tokens; longer ones are an error")
+    calibration_seed: int | None = Field(None, ge=0, lt=2**31, description="seed of calibration; default: seed")
 
     @field_validator("schemes")
     @classmethod
@@ -130,6 +167,8 @@ class Quantize(_Section):
 class Evaluate(_Section):
     """Held-out questions, and when an accuracy counts."""
 
+    engine: Literal["transformers", "vllm"] = Field("transformers", description="what answers: transformers here, or vLLM in its own environment; cells of both are never compared")
+    deterministic: bool = Field(False, description="vLLM: batch-invariant kernels on a GPU, for the same answers whatever is asked beside them")
     n: int = Field(2000, ge=2, le=1_000_000, description="held-out questions, at most, the same for every cell; all, where there are fewer")
     samples: int = Field(1, ge=1, le=1000, description="answers to each question; 1 is greedy, more are sampled")
     temperature: float = Field(1.0, gt=0, description="sampling temperature, where samples is above 1")
@@ -151,6 +190,8 @@ class Diagnose(_Section):
     group_size: Count = Field(128, description="input channels per scale of the proxy")
     outlier_multiplier: float = Field(6.0, gt=1, description="an outlier is larger than this times the median |w|")
     embeddings: bool = Field(False, description="measure embedding tables too")
+    effective_rank: bool = Field(True, description="measure the effective rank of every update: the slowest measure of large models")
+    behaviour: int = Field(0, ge=0, le=10_000, description="held-out texts to compare next-token distributions on, quantized against full precision; 0: none")
 
 
 class Compare(_Section):
@@ -166,6 +207,23 @@ class Promote(_Section):
     max_loss: float = Field(0.05, gt=0, le=1, description="awq: the lower 95 % bound of awq − full precision must lie above minus this")
 
 
+class Benchmark(_Section):
+    """How speed and memory are measured."""
+
+    batches: tuple[Count, ...] = Field((1, 16, 32, 64), description="prompts answered at once, comma-separated; against a server: clients")
+    requests: Count = Field(32, description="prompts of one model in one mode and round, at least; whole batches of them")
+    rounds: int = Field(5, ge=2, description="times that every model is asked in every mode, in turn; intervals are over rounds")
+    new_tokens: Count = Field(64, description="length of an answer, in tokens; the longest one where length is natural")
+    length: Literal["fixed", "natural"] = Field("fixed", description="fixed: every answer has new_tokens; natural: end tokens end it")
+
+    @field_validator("batches")
+    @classmethod
+    def _once(cls, batches: tuple[int, ...]) -> tuple[int, ...]:
+        if not batches or len(set(batches)) < len(batches):
+            raise ValueError("must name at least one batch, and each once")
+        return batches
+
+
 class Recipe(_Section):
     """A whole study: one model, one task, every step's settings."""
 
@@ -177,6 +235,7 @@ class Recipe(_Section):
     seed: int = Field(0, ge=0, lt=2**31, description="seed of everything random")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where models run; auto takes a GPU if there is one")
     train: Train = Train()
+    rollout: Rollout = Rollout()
     watch: Watch = Watch()
     merge: Merge = Merge()
     quantize: Quantize = Quantize()
@@ -184,6 +243,7 @@ class Recipe(_Section):
     diagnose: Diagnose = Diagnose()
     compare: Compare = Compare()
     promote: Promote = Promote()
+    benchmark: Benchmark = Benchmark()
 
     def dump(self) -> str:
         """The resolved recipe as YAML, which `load` reads back to an equal recipe."""

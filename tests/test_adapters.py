@@ -105,8 +105,8 @@ def test_an_adapter_merges_into_the_base_that_it_was_trained_over(ran, tmp_path)
     assert merged.into == ("full" if ran.storage == "fp32" else ran.storage)
     assert (merged.base_shift > 0) == (ran.storage != "fp32")
     assert checkpoint.digest(tiny.PATH) == before and checkpoint.check(merged.path).quantization is None
-    if ran.storage == "nf4":  # INT8's activations are rounded too, which no merged model repeats
-        assert merged.max_logit_diff < 0.25
+    assert merged.max_logit_diff < 0.25
+    if ran.storage == "nf4":
         other = merge.run(tiny.PATH, ran.done.path, tmp_path / "other", prompts(), max_logit_diff=50, into="full")
         assert other.into == "full" and other.max_logit_diff > 2 * merged.max_logit_diff
     assert json.loads((merged.path / "config.json").read_text()).get("quantization_config") is None
@@ -127,7 +127,7 @@ def test_an_adapter_of_another_base_is_refused(ran, tmp_path):
 
 
 TENSORS = checkpoint.entries(tiny.PATH)
-LARGE = {"w.weight": Entry("model.safetensors", "BF16", (10**6, 10**7), 2 * 10**13)}
+LARGE = {"w.weight": Entry("model.safetensors", "BF16", (10**6, 10**7), 2 * 10**13, start=0)}
 REFUSED = {
     "adapter keys, full": (Train(lora_rank=8), TENSORS, r"train\.lora_rank is set, but train\.method = full"),
     "targets, full": (Train(lora_targets=("q_proj",)), TENSORS, r"train\.lora_targets is set"),

@@ -66,6 +66,12 @@ BAD = {
     "version that the store lacks": (["diagnose", "--trained", "models:/qrl-tiny/7"], "no model 'models:/qrl-tiny/7'"),
     "adapter that the store lacks": (["merge", "--adapter", "runs:/0123/adapter"], "no run '0123'"),
     "cells that the store lacks": (["compare", "--cells", "0123,4567"], "no run '0123'"),
+    "full precision as quantized": (
+        ["diagnose", "--trained", "qrl-tiny", "--quantized", "grpo:nf4=qrl-tiny", "--out", "out"], "full-precision checkpoint, but a quantized one",
+    ),
+    "cell of no scheme": (
+        ["diagnose", "--trained", "qrl-tiny", "--quantized", "grpo:fp16=qrl-tiny", "--out", "out"], "no quantized cell of the two",
+    ),
     "folder that cannot be made": (["diagnose", "--trained", "qrl-tiny", "--out", "/proc/none"], "cannot be made"),
     "no file to grade": (["grade", "--task", "gsm8k", "--out", "out.jsonl"], "--file"),
     "wrong label of a cell": (["evaluate", "--cells", "base:nf4=qrl-tiny"], "stored as full precision"),
@@ -192,6 +198,8 @@ def test_diagnose_of_two_folders_needs_no_store(tmp_path):
     wanted = {"variant", "tensor", "numel", "abs_outlier_frac", "channel_outlier_frac", "kurtosis", "w4_relative_mse", "w4_snr_db"}
     assert wanted <= set(frame.columns) and set(frame["variant"]) == {"base", "grpo"}
     assert frame["code_flip_rate"].eq(0).all()
+    made = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
+    assert made == {"layer_error.png", "weights_moved.png", "weights_spread.png", "weights.html"}
     assert not (tmp_path / "mlflow.db").exists()
 
 

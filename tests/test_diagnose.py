@@ -1,5 +1,6 @@
 """Weight statistics, each against its definition by another route, and movement between two checkpoints."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qrl import checkpoint
-from qrl.diagnose import weights
+from qrl.diagnose import movement as moving
+from qrl.diagnose import rank, schemes, sweep, weights
 from qrl.errors import BadInput, QrlError
 from qrl.formats import rtn
 
@@ -42,7 +44,73 @@ def test_measures_follow_their_definitions():
     assert found["max_abs"] == 11.0
     assert found["abs_outlier_frac"] == pytest.approx((np.abs(w) > 5 * lower).mean())
     assert found["channel_outlier_frac"] == pytest.approx((peaks > 5 * np.sort(peaks)[15]).mean())
-    assert found["w4_snr_db"] == rtn.error(matrix).snr_db
+    assert found["w4_snr_db"] == pytest.approx(rtn.error(matrix).snr_db, rel=1e-12)
+
+
+def by_definition(w: np.ndarray, multiplier: float = 6.0, group_size: int = 128) -> dict[str, float]:
+    """Every measure from its definition in float64, by other means than ours: sorting, numpy, a loop over groups."""
+    size, peaks = np.abs(w), np.abs(w).max(1)
+    median, middle = np.sort(size, axis=None)[(w.size - 1) // 2], np.sort(peaks)[(len(peaks) - 1) // 2]
+    errors = []
+    for first in range(0, w.shape[1], group_size):
+        group = w[:, first : first + group_size]
+        scale = np.abs(group).max(1, keepdims=True) / 7
+        errors.append(group - np.clip(np.rint(group / np.where(scale, scale, 1)), -7, 7) * scale)
+    error = np.concatenate(errors, 1)
+    relative = (error**2).mean() / (w**2).mean()
+    return {
+        "numel": w.size,
+        "max_abs": size.max(),
+        "mean": w.mean(),
+        "mean_abs": size.mean(),
+        "median_abs": median,
+        "std": w.std(),
+        "rms": np.sqrt((w**2).mean()),
+        "kurtosis": ((w - w.mean()) ** 4).mean() / w.var() ** 2,
+        "abs_outlier_frac": (size > multiplier * median).mean(),
+        "channel_outlier_frac": (peaks > multiplier * middle).mean(),
+        "w4_relative_mse": relative,
+        "w4_snr_db": -10 * np.log10(relative),
+        "w4_max_error": np.abs(error).max(),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_a_sharded_checkpoint_in_any_dtype_gives_the_references_numbers(tmp_path, monkeypatch, dtype, embeddings):
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"model.embed_tokens": (301, 200), "model.layers.0.mlp.up_proj": (97, 200), "model.layers.1.mlp.down_proj": (200, 97)}
+    tensors = {f"{name}.weight": 0.02 * torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
+    tensors["model.layers.1.mlp.down_proj.weight"] += 0.3  # a mean far from 0
+    for tensor in tensors.values():
+        tensor[5] *= 9
+        tensor[:, 7][::11] *= 30
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    for i, (name, tensor) in enumerate(tensors.items()):
+        save_file({name: tensor, f"norm{i}": torch.ones(3)}, tmp_path / f"{i}.safetensors")
+    index = {"weight_map": {name: f"{i}.safetensors" for i, name in enumerate(tensors)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    monkeypatch.setitem(sweep.BLOCK, "cpu", 1500)  # blocks and pieces that do not come out even
+    monkeypatch.setattr(sweep, "PIECE", 7000)
+    found = weights.measure(tmp_path, "base", embeddings=embeddings).set_index("tensor")
+    table = "model.embed_tokens.weight" if embeddings else "lm_head.weight"
+    assert set(found.index) == {table, *list(tensors)[1:]}
+    for name, tensor in tensors.items():
+        row = found.loc[table if "embed" in name else name]
+        for key, value in by_definition(tensor.double().numpy()).items():
+            assert row[key] == pytest.approx(value, rel=1e-6, abs=1e-12), (name, key)
+
+
+def test_threads_change_nothing(tiny_checkpoint, frame):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        again = weights.measure(tiny_checkpoint, "base")
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert np.allclose(again.select_dtypes("number"), frame.select_dtypes("number"), rtol=1e-12, atol=0)
 
 
 def test_a_planted_outlier_counts_once_and_a_planted_channel_too():
@@ -93,14 +161,16 @@ def test_broken_weights_are_named_and_counted(tiny_checkpoint, tmp_path, value):
         tensors["model.layers.0.mlp.up_proj.weight"][0, :3] = value
 
     broken = change(tiny_checkpoint, tmp_path / "broken", spoil)
-    with pytest.raises(QrlError, match=r"layers\.0\.mlp\.up_proj\.weight holds 3 values"):
+    with pytest.raises(QrlError, match=r"layers\.0\.mlp\.up_proj\.weight of .* holds 3 values"):
         weights.measure(broken, "base")
 
 
 def test_nothing_moves_between_a_checkpoint_and_itself(tiny_checkpoint):
-    moved = weights.movement(tiny_checkpoint, tiny_checkpoint)
-    assert (moved[["relative_change", "code_flip_rate"]] == 0).all().all()
-    assert weights.code_flip_rate(moved) == 0
+    moved = moving.movement(tiny_checkpoint, tiny_checkpoint)
+    assert (moved[["relative_change", "code_flip_rate", "effective_rank"]] == 0).all().all()
+    assert moving.totals(moved)["code_flip_rate"] == 0
+    assert (moved[["unchanged_frac", "delta_sparsity"]] == 1).all().all()
+    assert moved[["update_survival", "update_cosine", "update_projection"]].isna().all().all()
 
 
 def test_movement_is_measured_where_it_happened(tiny_checkpoint, tmp_path):
@@ -109,7 +179,7 @@ def test_movement_is_measured_where_it_happened(tiny_checkpoint, tmp_path):
     def negate(tensors):
         tensors[name] = -tensors[name]
 
-    moved = weights.movement(tiny_checkpoint, change(tiny_checkpoint, tmp_path / "moved", negate)).set_index("tensor")
+    moved = moving.movement(tiny_checkpoint, change(tiny_checkpoint, tmp_path / "moved", negate)).set_index("tensor")
     codes = rtn.encode(dict(checkpoint.tensors(tiny_checkpoint))[name])[0]
     assert moved.loc[name, "relative_change"] == pytest.approx(2.0)
     assert moved.loc[name, "code_flip_rate"] == pytest.approx((codes != 0).double().mean().item())
@@ -121,9 +191,9 @@ def test_scaling_all_weights_moves_them_but_flips_no_code(tiny_checkpoint, tmp_p
         for name in tensors:
             tensors[name] = tensors[name] * 2
 
-    moved = weights.movement(tiny_checkpoint, change(tiny_checkpoint, tmp_path / "doubled", double))
+    moved = moving.movement(tiny_checkpoint, change(tiny_checkpoint, tmp_path / "doubled", double))
     assert np.allclose(moved["relative_change"], 1)
-    assert weights.code_flip_rate(moved) == 0
+    assert moving.totals(moved)["code_flip_rate"] == 0
 
 
 def test_two_architectures_are_refused_with_their_difference(tiny_checkpoint, tmp_path):
@@ -131,5 +201,156 @@ def test_two_architectures_are_refused_with_their_difference(tiny_checkpoint, tm
         tensors["model.norm.weight"] = tensors["model.norm.weight"][:100].clone()
 
     other = change(tiny_checkpoint, tmp_path / "other", shrink)
-    with pytest.raises(BadInput, match=r"model\.norm\.weight.*256.*100"):
-        weights.movement(tiny_checkpoint, other)
+    with pytest.raises(BadInput, match=r"model\.norm\.weight \(256 and 100\) differ"):
+        moving.movement(tiny_checkpoint, other)
+
+
+def test_movement_follows_its_definitions(tiny_checkpoint, tmp_path):
+    name = "model.layers.1.mlp.down_proj.weight"
+    noise = torch.randn(256, 512, generator=torch.Generator().manual_seed(1)) * (torch.arange(512) % 4 == 0)
+
+    def train(tensors):
+        tensors[name] = (tensors[name].float() + 0.004 * noise).bfloat16()
+
+    trained = change(tiny_checkpoint, tmp_path / "trained", train)
+    found = moving.movement(tiny_checkpoint, trained).set_index("tensor").loc[name]
+    old, new = (dict(checkpoint.tensors(path))[name].double() for path in (tiny_checkpoint, trained))
+    coded = [rtn.encode(matrix) for matrix in (old, new)]
+    moved = rtn.decode(*coded[1], 512).double() - rtn.decode(*coded[0], 512).double()
+    energy = torch.linalg.svdvals(new - old).square()
+    share = (energy / energy.sum())[energy > 0]
+    assert found["unchanged_frac"] == (old == new).double().mean().item() > 0.74
+    assert found["delta_sparsity"] == ((old - new).abs() <= 1e-5).double().mean().item()
+    assert found["code_flip_rate"] == (coded[0][0] != coded[1][0]).double().mean().item()
+    assert found["update_survival"] == pytest.approx((moved.norm() / (new - old).norm()).item(), rel=1e-6)
+    assert found["update_cosine"] == pytest.approx(((moved * (new - old)).sum() / moved.norm() / (new - old).norm()).item(), rel=1e-6)
+    assert found["effective_rank"] == pytest.approx(torch.exp(-(share * share.log()).sum()).item(), rel=1e-6)
+    assert found["update_projection"] == pytest.approx((moved.mul(new - old).sum() / (new - old).square().sum()).item(), rel=1e-6)
+    total = moving.totals(moving.movement(tiny_checkpoint, trained))
+    assert total["update_survival"] == pytest.approx(found["update_survival"])
+    assert total["update_cosine"] == pytest.approx(found["update_cosine"])
+    assert total["update_projection"] == pytest.approx(found["update_projection"])
+
+
+def spectrum(values: torch.Tensor, columns: int = 400) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(n, len(values), generator=generator))[0] for n in (len(values), columns))
+    return left * values @ right.T
+
+
+@pytest.mark.parametrize(
+    "values",
+    [torch.ones(200), torch.arange(1, 201.0) ** -0.5, torch.exp(-torch.arange(200) / 15), torch.tensor([30.0] + 199 * [1.0])],
+    ids=["flat", "power law", "exponential", "one spike"],
+)
+def test_estimated_ranks_lie_within_their_stated_error(values):
+    exact, none = rank.effective(spectrum(values))
+    share = values.square() / values.square().sum()
+    assert (exact, none) == (pytest.approx(torch.exp(-(share * share.log()).sum()).item(), rel=1e-4), 0)
+    estimate, stderr = rank.effective(spectrum(values), exact=0)
+    assert abs(estimate - exact) <= 3 * stderr + 0.01 * exact
+    assert stderr < 0.2 * exact
+
+
+def test_ranks_of_low_rank_and_of_nothing():
+    generator = torch.Generator().manual_seed(0)
+    low = torch.randn(300, 1, generator=generator) @ torch.randn(1, 700, generator=generator)
+    assert rank.effective(low)[0] == pytest.approx(1, rel=1e-3)
+    assert rank.effective(torch.zeros(4, 9)) == (0, 0)
+
+
+def awq_like(source: Path, folder: Path, seed: int = 0) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint in AutoAWQ's layout made by its recipe: scales folded into norms and linears, then rounding with zero points.
+
+    Returns the folder and, by matrix, what its codes stand for with the scales that were folded taken out again.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    state = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
+    columns, rows = {}, {}
+    for layer in range(2):
+        block = f"model.layers.{layer}"
+        for norm, fed in (("input_layernorm", ("q", "k", "v")), ("post_attention_layernorm", ("gate", "up"))):
+            scale = torch.exp(torch.randn(256, generator=generator) / 2)
+            state[f"{block}.{norm}.weight"] /= scale
+            part = "self_attn" if norm == "input_layernorm" else "mlp"
+            columns |= {f"{block}.{part}.{name}_proj.weight": scale for name in fed}
+        scale = torch.exp(torch.randn(512, generator=generator) / 2)
+        columns[f"{block}.mlp.down_proj.weight"], rows[f"{block}.mlp.up_proj.weight"] = scale, 1 / scale
+    out, true = {}, {}
+    for name, tensor in state.items():
+        if tensor.ndim != 2 or "layers" not in name:
+            out[name] = tensor.half()
+            continue
+        by, of = columns.get(name, torch.ones(tensor.shape[1])), rows.get(name, torch.ones(tensor.shape[0]))
+        groups = (tensor * by * of[:, None]).view(tensor.shape[0], -1, 128)
+        low, high = groups.amin(-1), groups.amax(-1)
+        step = ((high - low) / 15).half()
+        zero = torch.round(-low / step.float()).clamp(0, 15)
+        codes = (torch.round(groups / step.float()[..., None]) + zero[..., None]).clamp(0, 15)
+        true[name] = ((codes - zero[..., None]) * step.float()[..., None]).half().float().view(tensor.shape) / by / of[:, None]
+        prefix = name.removesuffix(".weight")
+        parts = {"qweight": packed(codes.view(tensor.shape).T), "qzeros": packed(zero.T), "scales": step.T.contiguous()}
+        out |= {f"{prefix}.{part}": value for part, value in parts.items()}
+    shutil.copytree(source, folder)
+    save_file(out, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": 128}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, true
+
+
+def packed(values: torch.Tensor) -> torch.Tensor:
+    """AutoAWQ's packing: nibble i of a word holds column (0, 2, 4, 6, 1, 3, 5, 7)[i] of eight."""
+    eight = values.to(torch.int64).view(values.shape[0], -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]]
+    words = (eight << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def test_awqs_error_is_measured_with_its_scales_taken_out(tiny_checkpoint, tmp_path):
+    folder, true = awq_like(tiny_checkpoint, tmp_path / "awq")
+    found = schemes.measure({"base": tiny_checkpoint}, {"base": folder}, "awq").set_index("tensor")
+    original = load_file(tiny_checkpoint / "model.safetensors")
+    assert set(found.index) == set(true)
+    for name, values in true.items():
+        off = ((values - original[name].float()).square().sum() / original[name].float().square().sum()).item()
+        fitted = any(kind in name for kind in ("v_proj", "o_proj", "up_proj", "down_proj"))
+        assert found.loc[name, "relative_mse"] == pytest.approx(off, rel=0.06 if fitted else 1e-3), name
+    assert found["relative_mse"].max() < 0.1  # as far as 4 bits go; with the scales left in, columns are off by their whole size
+    assert "code_flip_rate" not in found
+
+
+def test_a_scheme_keeps_what_its_two_checkpoints_say(tiny_checkpoint, tmp_path):
+    def train(tensors):
+        for name in tensors:
+            if "down_proj" in name:
+                noise = torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(2))
+                tensors[name] = (tensors[name].float() + 0.005 * noise).bfloat16()
+
+    full = {"base": tiny_checkpoint, "grpo": change(tiny_checkpoint, tmp_path / "trained", train)}
+    stored = [awq_like(full[variant], tmp_path / f"awq-{variant}") for variant in full]
+    frame = schemes.measure(full, {variant: folder for variant, (folder, _) in zip(full, stored, strict=True)}, "awq")
+    assert frame.groupby("variant")["tensor"].count().to_dict() == {"base": 14, "grpo": 14}
+    trained = frame.query("variant == 'grpo'").set_index("tensor")
+    still = trained[~trained.index.str.contains("down_proj")]
+    assert (still["code_flip_rate"] == 0).all() and still["update_survival"].isna().all()
+    name = "model.layers.0.mlp.down_proj.weight"
+    old, new = (load_file(path / "model.safetensors")[name].float() for path in full.values())
+    moved = stored[1][1][name] - stored[0][1][name]
+    assert trained.loc[name, "update_survival"] == pytest.approx((moved.norm() / (new - old).norm()).item(), rel=0.05)
+    cosine = torch.nn.functional.cosine_similarity(moved.flatten(), (new - old).flatten(), dim=0).item()
+    assert trained.loc[name, "update_cosine"] == pytest.approx(cosine, abs=0.02)
+    assert 0.05 < trained.loc[name, "code_flip_rate"] < 1
+    assert schemes.totals(frame, "grpo")["update_cosine"] == pytest.approx(trained.loc[trained.index.str.contains("down_proj"), "update_cosine"].mean(), abs=0.02)
+
+
+def test_another_models_quantized_weights_are_refused(tiny_checkpoint, tmp_path):
+    folder, _ = awq_like(tiny_checkpoint, tmp_path / "awq")
+
+    def forget(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+
+    smaller = change(tiny_checkpoint, tmp_path / "smaller", forget)
+    with pytest.raises(BadInput, match=r"stores model\.layers\.1\.mlp\.up_proj\.weight, which .* does not"):
+        schemes.measure({"base": smaller}, {"base": folder}, "awq")
+    with pytest.raises(BadInput, match="quantized"):
+        weights.measure(folder, "base")

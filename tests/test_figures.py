@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from qrl import compare, figures, plan
-from qrl.figures import comparison, rewards
+from qrl.figures import comparison, heatmaps, rewards
 from qrl.figures import weights as of_weights
 
 COUNTS = {"n": 1000, "base": {"fp16": 680, "nf4": 650, "awq": 580}, "grpo": {"fp16": 820, "nf4": 780, "awq": 600}}
@@ -26,6 +26,55 @@ def weights(change=1.0):
         for variant in ("base", "grpo")
         for i, name in enumerate(names)
     )
+
+
+def measured(layers=4, flips=0.02):
+    """As `diagnose` measures them, with known numbers."""
+    sizes = {"median_abs": 0.01, "abs_q99": 0.04, "abs_q999": 0.05, "abs_q9999": 0.07, "max_abs": 0.2, "abs_outlier_frac": 3e-6}
+    rows = [
+        {"variant": variant, "tensor": f"model.layers.{layer}.{part}.weight", "layer": layer, "projection": part.rpartition(".")[2], "numel": 1000,
+         "w4_relative_mse": 0.015 + 0.001 * layer, "relative_change": 0.01, "code_flip_rate": flips * (layer == 2), **sizes}
+        for variant in ("base", "grpo") for layer in range(layers) for part in ("self_attn.q_proj", "mlp.up_proj")
+    ]  # fmt: skip
+    head = {"tensor": "lm_head.weight", "layer": -1, "projection": "lm_head"}
+    return pd.DataFrame([*rows, *(rows[i] | head | {"code_flip_rate": 0.0} for i in (0, -1))])
+
+
+def stored():
+    frame = measured().query("layer >= 0").assign(relative_mse=0.01, energy=1.0, update_survival=2.0, update_cosine=0.4)
+    return pd.concat([frame.assign(scheme="nf4"), frame.assign(scheme="awq", relative_mse=0.02)])
+
+
+def test_maps_and_spreads_are_drawn(tmp_path):
+    figures.movement(measured(), tmp_path / "movement.png")
+    figures.movement(measured(48).query("variant == 'base'"), tmp_path / "base.png")
+    figures.schemes(stored(), tmp_path / "schemes.png")
+    figures.schemes(pd.concat([stored().assign(scheme=f"s{i}", relative_mse=10.0**-i) for i in range(6)]), tmp_path / "many.png")
+    figures.spread(measured(), tmp_path / "spread.png")
+    assert all(is_picture(tmp_path / f"{name}.png") for name in ("movement", "base", "schemes", "many", "spread"))
+
+
+def test_maps_say_what_they_show():
+    assert heatmaps.movement_found(measured()) == "Training flipped 0.44 % of the 4-bit codes, most in layer 2's q_proj: 2 %"
+    assert "flipped no 4-bit code" in heatmaps.movement_found(measured(flips=0))
+    assert heatmaps.schemes_found(stored()) == "nf4 loses 1 % of base's weights' energy and 1 % of grpo's; awq loses 2 % of base's and 2 % of grpo's"
+    many = pd.concat([stored().assign(scheme=f"s{i}", relative_mse=10.0**-i) for i in range(1, 7)])
+    assert heatmaps.schemes_found(many) == "Of 6 schemes s6 loses least of the weights' energy, 0.0001 %, and s1 most, 10 %"
+    table = heatmaps.grid(measured().query("variant == 'base'"), "w4_relative_mse")
+    assert table.shape == (2, 4)
+    assert table.loc["up_proj", 3] == pytest.approx(0.018)
+
+
+def test_the_page_needs_nothing_else_and_holds_the_numbers(tmp_path):
+    figures.page(measured(), stored(), tmp_path / "weights.html")
+    text = (tmp_path / "weights.html").read_text()
+    script = text.partition("<script>")[2].partition("</script>")[0]
+    drawn = text.replace(script, "")
+    assert len(script) > 1e6 and "Plotly" in script
+    assert "<script src=" not in text and "<link" not in drawn
+    assert drawn.count("Plotly.newPlot") == 4 + 1 + 1 + 6
+    assert "model.layers.2.mlp.up_proj.weight" in drawn and "nf4: codes that flipped" in drawn
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.html"]
 
 
 def test_a_comparison_is_drawn(tmp_path):
@@ -78,8 +127,9 @@ def test_titles_say_what_the_numbers_say():
     found = compare.from_counts(COUNTS)
     assert comparison._survival_found([row for row in found.rows if row.verdict], False) == "The gain survives nf4; it is lost under awq"
     assert comparison._gain_found("grpo", found.row("fp16").delta).startswith("grpo gains +0.140 [")
-    assert "raises" in of_weights._error_found(weights(1.05), ["base", "grpo"])
-    assert "hardly moves" in of_weights._error_found(weights(1.001), ["base", "grpo"])
+    assert "loses 1.575 % of the weights' energy after training, 5 % more than before it (1.5 %)" in of_weights._error_found(weights(1.05), ["base", "grpo"])
+    assert "2 % less than before" in of_weights._error_found(weights(0.98), ["base", "grpo"])
+    assert "as much as before" in of_weights._error_found(weights(1.0001), ["base", "grpo"])
     few = pd.DataFrame({"step": [1, 2, 3], "reward": [0.8, 0.45, 0.81]})
     assert rewards._reward_found(few) == "Training reward over 3 steps: too few to say whether it moved"
     noise = np.tile([0.4, 0.6], 8)

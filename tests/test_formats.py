@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from qrl import checkpoint, quantize
 from qrl.errors import BadInput
-from qrl.formats import awq, rtn
+from qrl.formats import awq, rtn, stored
+from qrl.formats.stream import Rows
 
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 40), st.integers(1, 20), st.integers(2, 8), st.integers(0, 2**31))
 
@@ -141,3 +143,109 @@ def test_other_layouts_and_missing_parts_are_refused(awq_folder, tiny_checkpoint
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(BadInput, match=r"scales of model\.layers\.0\.mlp\.up_proj"):
         awq.unpack_checkpoint_state(folder)
+
+
+def test_rows_are_read_where_they_lie(tiny_checkpoint):
+    name = "model.layers.1.mlp.down_proj.weight"
+    entry, whole = checkpoint.entries(tiny_checkpoint)[name], load_file(tiny_checkpoint / "model.safetensors")[name]
+    rows = Rows(tiny_checkpoint)
+    for first, last in [(0, 256), (17, 18), (200, 256)]:
+        assert torch.equal(rows.read(entry, first, last), whole[first:last])
+    rows.close()
+
+
+def test_a_file_cut_while_it_is_read_is_named(tiny_checkpoint, tmp_path):
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "cut")
+    entry = max(checkpoint.entries(folder).values(), key=lambda entry: entry.start)
+    with open(folder / entry.file, "r+b") as file:
+        file.truncate(entry.start + 100)
+    with pytest.raises(BadInput, match=r"model\.safetensors ends before its tensors do"):
+        Rows(folder).read(checkpoint.Entry(entry.file, entry.dtype, (1, entry.numel), entry.bytes, entry.start), 0, 1)
+
+
+@pytest.fixture(scope="module")
+def nf4_folder(tiny_checkpoint, tmp_path_factory):
+    return quantize.run("nf4", tiny_checkpoint, tmp_path_factory.mktemp("nf4") / "out").path
+
+
+def test_nf4_is_read_as_bitsandbytes_does(nf4_folder, tiny_checkpoint):
+    from bitsandbytes import functional
+
+    names = stored.names(nf4_folder)
+    assert len(names) == 14 and all("layers" in name for name in names)
+    parts, table = load_file(nf4_folder / "model.safetensors"), load_file(tiny_checkpoint / "model.safetensors")
+    for name, found in stored.matrices(nf4_folder, names):
+        own = {part.removeprefix(f"{name}."): value for part, value in parts.items() if part.startswith(f"{name}.")}
+        state = functional.QuantState.from_dict(own, torch.device("cpu"))
+        state.dtype = torch.float32
+        assert torch.equal(found.values, functional.dequantize_4bit(parts[name], state))
+        assert found.codes.max() == 15 and found.codes.numel() == found.values.numel()
+        assert (found.values - table[name].float()).norm() < 0.15 * table[name].float().norm()
+
+
+def test_int8_is_read_as_codes_times_row_scales(tiny_checkpoint, tmp_path):
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    settings = BitsAndBytesConfig(load_in_8bit=True)
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, quantization_config=settings, dtype=torch.bfloat16, device_map="cpu")
+    model.save_pretrained(tmp_path)
+    true = load_file(tiny_checkpoint / "model.safetensors")
+    for name, found in stored.matrices(tmp_path, stored.names(tmp_path)[:3]):
+        step = true[name].float().abs().amax(1, keepdim=True) / 127
+        assert torch.allclose(found.values, found.codes * step, rtol=1e-5, atol=1e-8)
+        assert ((found.values - true[name].float()).abs() <= 0.51 * step).all()
+
+
+def test_awq_is_read_as_unpacked(awq_folder):
+    folder, values = awq_folder
+    found = dict(stored.matrices(folder, stored.names(folder)))
+    assert found.keys() == {name for name in values if "layers" in name and values[name].ndim == 2}
+    assert all(torch.equal(each.values, values[name].float()) for name, each in found.items())
+
+
+def compressed(folder, tensors, weights, layout):
+    """A folder of one linear as compressed-tensors writes it."""
+    save_file({f"model.layers.0.mlp.up_proj.{part}": tensor for part, tensor in tensors.items()}, folder / "model.safetensors")
+    weights = {"symmetric": True, "dynamic": False} | weights
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None, "format": layout}
+    settings = {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    return dict(stored.matrices(folder, stored.names(folder)))["model.layers.0.mlp.up_proj.weight"].values
+
+
+def test_compressed_fp8_is_code_times_scale(tmp_path):
+    codes, scale = random_matrix(6, 64, 0).to(torch.float8_e4m3fn), torch.rand(6, 1).bfloat16()
+    kind = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    found = compressed(tmp_path, {"weight": codes, "weight_scale": scale}, kind, "float-quantized")
+    assert torch.equal(found, codes.float() * scale.float())
+
+
+def test_compressed_nvfp4_is_grid_times_both_scales(tmp_path):
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = torch.randint(16, (4, 32), generator=torch.Generator().manual_seed(0))
+    scale, whole = (1 + 7 * torch.rand(4, 2)).to(torch.float8_e4m3fn), torch.tensor([40.0])
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    kind = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    tensors = {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": whole}
+    found = compressed(tmp_path, tensors, kind, "nvfp4-pack-quantized")
+    values = grid[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+    expected = values * scale.float().repeat_interleave(16, 1) / whole
+    assert torch.allclose(found, expected, rtol=2**-8)  # the library's values are bf16
+
+
+def test_what_cannot_be_read_is_refused_in_a_sentence(tiny_checkpoint, nf4_folder, tmp_path):
+    with pytest.raises(BadInput, match="full-precision checkpoint, but a quantized one was expected"):
+        stored.names(tiny_checkpoint)
+    folder = shutil.copytree(nf4_folder, tmp_path / "odd")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "aqlm"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match=r"packing that is not known here \(aqlm\): expected bitsandbytes"):
+        stored.names(folder)
+    state = load_file(nf4_folder / "model.safetensors")
+    name = stored.names(nf4_folder)[0]
+    del state[f"{name}.absmax"]
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    shutil.copy(nf4_folder / "config.json", folder / "config.json")
+    with pytest.raises(BadInput, match=f"{name}.* cannot be unpacked .*absmax"):
+        next(stored.matrices(folder, [name]))

@@ -11,7 +11,7 @@ PACKAGE = Path(qrl.__file__).parent
 LAYERS = [
     {"names", "errors", "stats", "verdict", "plan", "recipe", "gate", "process", "workspace"},
     {"tasks", "checkpoint", "formats", "tiny", "source", "engine", "figures"},
-    {"train", "quantize", "evaluate", "diagnose", "compare", "serve"},
+    {"train", "quantize", "evaluate", "diagnose", "compare", "serve", "benchmark"},
     {"tracking", "registry"},
     {"keys"},
     {"steps"},
@@ -20,7 +20,7 @@ LAYERS = [
 ]
 ROOMS = LAYERS[2]
 KNOWS_MLFLOW = {"tracking", "registry", "launch"}  # launch calls mlflow.projects.run
-HEAVY = {"torch", "transformers", "trl", "mlflow", "scipy", "matplotlib", "datasets", "bitsandbytes", "peft"}
+HEAVY = {"torch", "transformers", "trl", "mlflow", "scipy", "matplotlib", "plotly", "datasets", "bitsandbytes", "peft"}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 

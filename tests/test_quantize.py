@@ -9,7 +9,12 @@ import torch
 
 from qrl import checkpoint, quantize
 from qrl.errors import BadInput, QrlError
-from qrl.quantize import awq, staging
+from qrl.quantize import awq, calibration, settings, staging
+from qrl.recipe import Quantize
+
+
+def chosen(scheme: str, **recipe) -> settings.Settings:
+    return settings.of(scheme, Quantize(**recipe), 0)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,7 @@ def test_nf4_twice_gives_the_same_bytes(nf4, tiny_checkpoint, tmp_path):
 
 
 def test_bad_requests_are_refused_before_anything_is_written(nf4, tiny_checkpoint, tmp_path):
-    for scheme, source, words in (("int3", tiny_checkpoint, "nf4, awq"), ("nf4", nf4.path, "already quantized")):
+    for scheme, source, words in (("int3", tiny_checkpoint, "nf4, int8, awq"), ("nf4", nf4.path, "already quantized")):
         with pytest.raises(BadInput, match=words):
             quantize.run(scheme, source, tmp_path / "out")
         assert not (tmp_path / "out").exists()
@@ -67,13 +72,13 @@ def test_awq_says_which_environment_it_needs(tiny_checkpoint, tmp_path):
 @pytest.mark.parametrize(("texts", "words"), [([], "calibration texts"), ([""], "calibration texts"), (["a b " * 99], "tokens")])
 def test_awq_refuses_texts_rather_than_dropping_them(tiny_checkpoint, tmp_path, texts, words):
     with pytest.raises(BadInput, match=words):
-        quantize.run("awq", tiny_checkpoint, tmp_path / "out", calibration=texts, max_tokens=64)
+        quantize.run("awq", tiny_checkpoint, tmp_path / "out", calibration=texts, settings=chosen("awq", calibration_max_tokens=64))
 
 
 def test_every_text_begins_a_row_and_rows_are_as_long_as_the_longest():
     texts = [[1, 1, 1], [2], [3, 3, 3, 3, 3], [4, 4]]
-    assert awq.rows(texts, 5) == [[1, 1, 1, 2, 3], [2, 3, 3, 3, 3], [3, 3, 3, 3, 3], [4, 4, 1, 1, 1]]
-    assert awq.rows([[1, 2]], 512) == [[1, 2]]
+    assert calibration.rows(texts, 5) == [[1, 1, 1, 2, 3], [2, 3, 3, 3, 3], [3, 3, 3, 3, 3], [4, 4, 1, 1, 1]]
+    assert calibration.rows([[1, 2]], 512) == [[1, 2]]
 
 
 def test_widths_that_groups_do_not_divide_are_refused():
@@ -86,7 +91,7 @@ def test_widths_that_groups_do_not_divide_are_refused():
 
 
 def test_the_calibration_digest_tells_texts_and_their_order_apart():
-    digests = {quantize.calibration_digest(texts) for texts in (["a", "b"], ["b", "a"], ["ab"], ["a", "b", ""])}
+    digests = {calibration.digest(texts) for texts in (["a", "b"], ["b", "a"], ["ab"], ["a", "b", ""])}
     assert len(digests) == 4
 
 

@@ -51,7 +51,7 @@ def test_seed_000s_recipe_is_its_run():
         ("train.stpes", "3", "did you mean 'train.steps'"),
         ("train.loss", "ppo", "'grpo', 'dr_grpo', 'dapo' or 'bnpo'"),
         ("train.generations", "1", "greater than or equal to 2"),
-        ("quantize.schemes", "nf4,gguf", "'nf4' or 'awq'"),
+        ("quantize.schemes", "nf4,gguf", "'nf4', 'int8', 'awq'"),
         ("quantize.group_size", "100", "32, 64 or 128"),
         ("evaluate.min_eos_rate", "1.5", "less than or equal to 1"),
         ("task", "trivia", "'math' or 'deepmath'"),

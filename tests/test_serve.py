@@ -190,7 +190,7 @@ def test_every_registered_name_becomes_an_id_that_the_hub_client_takes(name, exp
     validate_repo_id(served_id.split("@")[0])
 
 
-def test_only_bitsandbytes_leaves_the_dtype_of_evaluation_on_a_cpu(tmp_path):
+def test_only_formats_that_unpack_to_bf16_leave_the_dtype_of_evaluation_on_a_cpu(tmp_path):
     def chosen(config: dict, device: str, dtype: str) -> str:
         (tmp_path / "config.json").write_text(json.dumps(config))
         scratch = tmp_path / f"{len(list(tmp_path.iterdir()))}"
@@ -200,6 +200,9 @@ def test_only_bitsandbytes_leaves_the_dtype_of_evaluation_on_a_cpu(tmp_path):
     quantized = {"quantization_config": {"quant_method": "bitsandbytes"}}
     assert chosen({}, "cpu", "auto") == "float32"
     assert chosen(quantized, "cpu", "auto") == "bfloat16"
+    for name, dtype in (("nvfp4-pack-quantized", "bfloat16"), ("mxfp4-pack-quantized", "bfloat16"), ("pack-quantized", "float32")):
+        config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"format": name}}}
+        assert chosen({"quantization_config": config}, "cpu", "auto") == dtype
     assert chosen({}, "cuda", "auto") == "auto"
     assert chosen(quantized, "cpu", "fp16") == "float16"
 
@@ -257,6 +260,14 @@ def test_what_cannot_be_served_is_told_before_an_environment_is_built(registered
         assert (done.returncode, done.stdout) == (code, "")
         assert sentence in done.stderr and len(done.stderr.splitlines()) == 1
     assert newest_run().info.run_id == before
+
+
+def test_a_key_goes_by_the_environment_and_never_unguarded(monkeypatch, tmp_path):
+    with pytest.raises(BadInput, match="knows no API key"):
+        server.run(tiny.PATH, name="qrl-tiny", version=3, port=free_port(), on_ready=print, api_key="s3cret")
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: name)
+    start = engines.prepare("vllm", tiny.PATH, "qrl-tiny@3", "h", 1, "cpu", "auto", tmp_path, "s3cret")
+    assert start.environment["VLLM_API_KEY"] == "s3cret" and not any("s3cret" in word for word in start.command)
 
 
 def test_vllm_that_is_not_installed_is_told_in_a_sentence():

@@ -1,13 +1,16 @@
 """The transformers engine: any checkpoint of the study, greedy or sampled, in batches.
 
 Weights are what the checkpoint stores. AWQ's codes are unpacked to the values that they stand for, exactly, and run as
-ordinary matrices, on any device: no kernel of one machine colours the accuracy. So are NF4's on a CPU, where bitsandbytes
-repacks them in place.
+ordinary matrices, on any device: no kernel of one machine colours the accuracy. So are those of compressed-tensors, whose
+rounded activations are rounded in software here (`simulated`), and bitsandbytes' on a CPU, where it repacks NF4 in place.
 """
 
 from __future__ import annotations
 
+import io
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +22,9 @@ from qrl.errors import BadInput
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+NAME = "transformers"  # in records of what answered
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,8 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, 
         from qrl.formats import awq
 
         model = awq.load_unpacked(path, torch.float16 if dtype is torch.bfloat16 else dtype).to(device)
+    elif found.quantization == "compressed-tensors":
+        model = _decompressed(path, device, dtype)
     else:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, device_map=device, trust_remote_code=False, use_safetensors=True
@@ -76,6 +84,23 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, 
     if device == "cpu":
         attention.use_grouped(model)
     return model.eval(), tokenizer(path)
+
+
+def simulated(path: Path, device: str) -> str:
+    """What of a checkpoint's arithmetic is not run as its format means it, in words; empty where all of it is.
+
+    Args:
+        path: a checkpoint folder.
+        device: that it runs on.
+    """
+    quantization = checkpoint.config(path).get("quantization_config") or {}
+    if quantization.get("quant_method") == "bitsandbytes" and quantization.get("load_in_8bit") and device == "cpu":
+        return "activations not rounded to int8"
+    for group in (quantization.get("config_groups") or {}).values():
+        rounded = group.get("input_activations")
+        if rounded:
+            return f"activations rounded to {rounded['type']}{rounded['num_bits']} in software, products in full precision"
+    return ""
 
 
 def generate(
@@ -110,6 +135,30 @@ def generate(
             done[index] = _completion(tokens, ids, _end_ids(model))
         progress(len(batch))
     return [done[index] for index in range(len(prompts))]
+
+
+def _decompressed(path: Path, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A compressed-tensors checkpoint with its weights as plain matrices; activations are rounded where the scheme says so."""
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # of a setting that is meant to be overridden; bars that flash
+        warnings.simplefilter("ignore", UserWarning)
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            device_map=device,
+            trust_remote_code=False,
+            use_safetensors=True,
+            quantization_config=CompressedTensorsConfig(dequantize=True),
+        )
+    for module in model.modules():
+        scheme = getattr(module, "quantization_scheme", None)
+        if scheme is None:
+            continue
+        module.weight.data = module.weight.data.to(dtype)  # some formats unpack to bfloat16 whatever is asked
+        if scheme.input_activations is None:
+            module.__dict__.pop("forward", None)  # nothing is left to round: the layer is an ordinary one
+    return model
 
 
 def _decode(

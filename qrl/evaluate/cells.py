@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qrl import tasks
 from qrl.engine import device as devices
@@ -36,6 +39,7 @@ class Asked:
     tokens_per_s: float  # generated tokens over the wall time of decoding, batches padded
     seconds: float  # decoding alone; loading apart
     dtype: str  # of activations
+    receipt: dict[str, Any]  # which engine, of which version, wrote them, and how
 
 
 def ask(
@@ -50,6 +54,8 @@ def ask(
     batch_size: int,
     samples: int = 1,
     temperature: float = 1.0,
+    engine: str = hf.NAME,
+    deterministic: bool = False,
     seed: int = 0,
     render: Callable = prompt.render,
     progress: Callable[[int], object] = lambda n: None,
@@ -60,7 +66,10 @@ def ask(
         cell: the checkpoint to ask.
         questions: N held-out questions.
         samples: answers to each, S; 1 is greedy, more are drawn.
-        temperature, seed: of the draws, where there are several.
+        temperature: of the draws, where there are several.
+        engine: "transformers", or "vllm" in its environment.
+        deterministic: of vLLM: batch-invariant kernels, where the device has them.
+        seed: of the draws, and of vLLM's engine.
         render: (tokenizer, question text, template) → prompt ids; the one renderer, unless a test breaks it on purpose.
         progress: called with the number of answers that each batch finished.
 
@@ -69,30 +78,50 @@ def ask(
     """
     import pandas as pd
 
-    compute = devices.compute_dtype(dtype, device)
-    model, tokens = hf.load(cell.path, device, compute)
+    tokens = hf.tokenizer(cell.path)
     prompts = [ids for question in questions for ids in [render(tokens, question.question, template)] * samples]
     asked = [question for question in questions for _ in range(samples)]
-    hf.generate(model, tokens, prompts[:batch_size], max_new_tokens=2, batch_size=batch_size)  # libraries set themselves up
-    began = time.perf_counter()
-    completions = hf.generate(
-        model,
-        tokens,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        temperature=temperature if samples > 1 else 0.0,
-        seed=seed,
-        progress=progress,
-    )
-    seconds = time.perf_counter() - began
+    lengths = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
+    drawn = {"temperature": temperature if samples > 1 else 0.0, "seed": seed}
+    with _opened(engine, cell.path, device, dtype, prompts, **lengths, deterministic=deterministic, seed=seed) as opened:
+        generate, computed_in, receipt = opened
+        generate(prompts[:batch_size], max_new_tokens=2)  # libraries set themselves up
+        began = time.perf_counter()
+        completions = generate(prompts, max_new_tokens=max_new_tokens, **drawn, progress=progress)
+        seconds = time.perf_counter() - began
+    receipt |= {"completions": _digest(completions)}
     markers = [token for token in tokens.all_special_tokens if token]
     verdicts = tasks.grade_many(task, [each.text for each in completions], [each.answer for each in asked])
     rows = [_row(cell, markers, *each) for each in zip(asked, completions, verdicts, strict=True)]
     if samples > 1:
         rows = [row | {"sample": number % samples} for number, row in enumerate(rows)]
     written = sum(completion.n_tokens for completion in completions)
-    return Asked(pd.DataFrame(rows), written / seconds, seconds, str(model.dtype).removeprefix("torch."))
+    return Asked(pd.DataFrame(rows), written / seconds, seconds, computed_in, receipt)
+
+
+@contextmanager
+def _opened(
+    engine: str, path: Path, device: str, dtype: str, prompts: list, *, max_new_tokens: int, batch_size: int, deterministic: bool, seed: int
+) -> Iterator[tuple[Callable, str, dict[str, Any]]]:
+    """A loaded engine's `generate`, the dtype of its activations, and its receipt."""
+    if engine == hf.NAME:
+        import transformers
+
+        model, tokens = hf.load(path, device, devices.compute_dtype(dtype, device))
+        receipt = {"engine": f"{hf.NAME} {transformers.__version__}", "attention": model.config._attn_implementation, "batch_size": batch_size}
+        yield partial(hf.generate, model, tokens, batch_size=batch_size), str(model.dtype).removeprefix("torch."), receipt
+    else:
+        from qrl.engine import vllm
+
+        longest = max(map(len, prompts)) + max_new_tokens
+        given = {"max_tokens": longest, "sequences": batch_size, "deterministic": deterministic, "seed": seed}
+        with vllm.Vllm(path, device, dtype, **given) as loaded:
+            yield loaded.generate, loaded.dtype, loaded.receipt()
+
+
+def _digest(completions: Sequence[hf.Completion]) -> str:
+    """sha256 over what was written, in order: equal where a run was repeated to the letter."""
+    return sha256("".join(f"{each.raw}\0{each.finish_reason}\0" for each in completions).encode()).hexdigest()
 
 
 def _row(

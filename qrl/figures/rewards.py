@@ -10,25 +10,32 @@ import pandas as pd
 from qrl.figures.canvas import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, canvas, finish
 from qrl.stats import LEVEL, quantile, signed
 
+# column → its name in a title, and over its panel
+MEASURES = {
+    "reward": ("Training reward", "mean reward (share right)"),
+    "loss": ("Divergence from the teacher", "divergence from the teacher (nats a token)"),
+}
 
-def training(history: pd.DataFrame, path: str | Path) -> None:
+
+def training(history: pd.DataFrame, path: str | Path, measure: str = "reward") -> None:
     """Training curves: reward, and below it the health of the run.
 
     Args:
-        history: `step`, `reward`, and where they were logged `reward_std`, `frac_reward_zero_std`, `entropy`, `kl`;
+        history: `step`, the measure, and where they were logged `reward_std`, `frac_reward_zero_std`, `entropy`, `kl`;
             columns that are missing or all NaN are left out.
         path: the PNG to write.
+        measure: what the run is to move: `reward`, or a distillation's `loss`.
     """
     labels = {
-        "reward": "mean reward (share right)",
+        measure: MEASURES[measure][1],
         "reward_std": "standard deviation of rewards",
         "frac_reward_zero_std": "groups without signal (share)",
         "entropy": "entropy (nats a token)",
         "kl": "KL to the reference (nats a token)",
     }
     shown = [column for column in labels if column in history and history[column].notna().any()]
-    if "step" not in history or "reward" not in shown:
-        raise ValueError(f"The history has the columns {list(history)}, but 'step' and a 'reward' with values were expected.")
+    if "step" not in history or measure not in shown:
+        raise ValueError(f"The history has the columns {list(history)}, but 'step' and a '{measure}' with values were expected.")
     figure, grid = canvas(7.4, 2.2 + 1.5 * (len(shown) - 1) + 1.2, rows=len(shown), heights=[2, *[1] * (len(shown) - 1)])
     panels = np.atleast_1d(grid)
     for axes, column, colour in zip(panels, shown, (BLUE, SKY, PURPLE, GREEN, ORANGE), strict=False):
@@ -42,20 +49,21 @@ def training(history: pd.DataFrame, path: str | Path) -> None:
             axes.tick_params(labelbottom=False)
     panels[-1].set_xlabel("optimizer step")
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
-    finish(figure, panels[0], _reward_found(history), "Faint: each logged step; bold: running mean over a tenth of the run.", path)
+    finish(figure, panels[0], _reward_found(history, measure), "Faint: each logged step; bold: running mean over a tenth of the run.", path)
 
 
-def _reward_found(history: pd.DataFrame) -> str:
+def _reward_found(history: pd.DataFrame, measure: str = "reward") -> str:
     """The change from the first half of the run to the second, with Welch's 95 % interval over steps."""
-    reward = history.dropna(subset=["reward"]).sort_values("step")["reward"].to_numpy(dtype=float)
+    curve = history.dropna(subset=[measure]).sort_values("step")[measure].to_numpy(dtype=float)
+    what = MEASURES[measure][0]
     steps = int(history["step"].max())
-    first, second = reward[: len(reward) // 2], reward[len(reward) - len(reward) // 2 :]
+    first, second = curve[: len(curve) // 2], curve[len(curve) - len(curve) // 2 :]
     if len(first) < 3:
-        return f"Training reward over {steps} steps: too few to say whether it moved"
+        return f"{what} over {steps} steps: too few to say whether it moved"
     parts = [half.var(ddof=1) / len(half) for half in (first, second)]
     change, stderr = second.mean() - first.mean(), sum(parts) ** 0.5
     df = stderr**4 / sum(part**2 / (len(first) - 1) for part in parts) if stderr else len(first) - 1
     reach = quantile((1 + LEVEL) / 2, df) * stderr
     verb = "rises" if change - reach > 0 else "falls" if change + reach < 0 else "is not shown to move"
     interval = f"{signed(change)} [{signed(change - reach)}, {signed(change + reach)}]"
-    return f"Training reward {verb}: {interval} from the first half of {steps} steps to the second"
+    return f"{what} {verb}: {interval} from the first half of {steps} steps to the second"

@@ -36,7 +36,7 @@ def layer_error(weights: pd.DataFrame, path: str | Path) -> None:
         mean = _weighted(part, part["place"].map(x)).sort_index()
         style = {"lw": 5, "alpha": 0.45, "ms": 10} if variant == BASE else {"lw": 1.8, "ms": 5}
         above.plot(mean.index, mean, "o-", color=VARIANTS[i % len(VARIANTS)], label=variant, **style)
-    above.set_ylabel("relative error of 4 bits")
+    above.set_ylabel("lost energy, ‖Q(W) − W‖² / ‖W‖²")
     above.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(variants), borderaxespad=0.2)
     above.margins(y=0.25)
     if below:
@@ -91,8 +91,8 @@ def _weighted(frame: pd.DataFrame, by: Any) -> pd.Series:
 def _error_found(frame: pd.DataFrame, variants: list[str]) -> str:
     totals = _weighted(frame, frame["variant"])
     if len(variants) == 1:
-        return f"4-bit rounding error of {variants[0]}: {totals[variants[0]]:.5f}"
-    change = 100 * (totals[variants[1]] / totals[BASE] - 1)
-    amount = f"{change:+.2g} %".replace("-", "−")
-    verb = "hardly moves" if abs(change) < 1 else ("raises" if change > 0 else "lowers")
-    return f"Training {verb} the 4-bit rounding error: {amount} of {totals[BASE]:.4f}"
+        return f"Rounding to 4 bits loses {100 * totals[variants[0]]:.4g} % of the energy of {variants[0]}'s weights"
+    before, after = 100 * totals[BASE], 100 * totals[variants[1]]
+    change = 100 * (after / before - 1)
+    verb = "as much as" if abs(change) < 0.1 else f"{abs(change):.2g} % {'more' if change > 0 else 'less'} than"
+    return f"Rounding to 4 bits loses {after:.4g} % of the weights' energy after training, {verb} before it ({before:.4g} %)"

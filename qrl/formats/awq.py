@@ -35,8 +35,12 @@ def unpack(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
         scales: (I/S, O), float16 as stored.
     """
     group_size = qweight.shape[0] // qzeros.shape[0]
-    centred = _nibbles(qweight) - _nibbles(qzeros).repeat_interleave(group_size, dim=0)
-    return (centred * scales.repeat_interleave(group_size, dim=0)).T.contiguous()
+    return (centred(qweight, qzeros, group_size) * scales.repeat_interleave(group_size, dim=0)).T.contiguous()
+
+
+def centred(qweight: Tensor, qzeros: Tensor, group_size: int) -> Tensor:
+    """Codes less their zero points: (I, O) int8."""
+    return _nibbles(qweight) - _nibbles(qzeros).repeat_interleave(group_size, dim=0)
 
 
 def unpack_checkpoint_state(path: Path | str) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ class Entry:
     dtype: str  # in the format's own letters: "BF16", "U8", …
     shape: tuple[int, ...]
     bytes: int
+    start: int  # of its bytes in the file
 
     @property
     def numel(self) -> int:
@@ -48,7 +49,9 @@ def read(file: Path) -> dict[str, Entry]:
         described = {name: value for name, value in json.loads(text).items() if name != "__metadata__"}
         spans = {name: value["data_offsets"] for name, value in described.items()}
         found = {
-            name: Entry(file.name, value["dtype"], tuple(value["shape"]), spans[name][1] - spans[name][0])
+            name: Entry(
+                file.name, value["dtype"], tuple(value["shape"]), spans[name][1] - spans[name][0], 8 + length + spans[name][0]
+            )
             for name, value in described.items()
         }
         expected = 8 + length + max((end for _, end in spans.values()), default=0)

@@ -5,6 +5,7 @@ Shapes: O output features, I input features, G groups of a row, S inputs in a gr
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,10 +40,8 @@ def encode(weight: Tensor, bits: int = 4, group_size: int = 128) -> tuple[Tensor
     """
     import torch
 
-    if weight.ndim != 2 or not 2 <= bits <= 8 or group_size < 1:
-        raise ValueError(f"expected a matrix, 2 to 8 bits and groups of at least 1, got {tuple(weight.shape)}, {bits}, {group_size}")
-    padded = torch.nn.functional.pad(weight.float(), (0, -weight.shape[1] % group_size))
-    groups = padded.reshape(weight.shape[0], -1, group_size)
+    _check(weight, bits, group_size)
+    groups = grouped(weight.float(), group_size)
     top = 2 ** (bits - 1) - 1
     scales = groups.abs().amax(-1, keepdim=True) / top
     codes = torch.round(groups / torch.where(scales == 0, 1.0, scales)).clamp_(-top, top)
@@ -54,6 +53,53 @@ def decode(codes: Tensor, scales: Tensor, in_features: int) -> Tensor:
     return (codes * scales).flatten(1)[:, :in_features]
 
 
+def grouped(weight: Tensor, group_size: int) -> Tensor:
+    """A matrix (O, I) as its groups (O, G, S), the last one of a row padded with zeros; a view where none is ragged."""
+    import torch
+
+    ragged = -weight.shape[1] % group_size
+    padded = torch.nn.functional.pad(weight, (0, ragged)) if ragged else weight
+    return padded.reshape(weight.shape[0], -1, group_size)
+
+
+def scan(groups: Tensor, largest: Tensor, bits: int = 4, least: float = 0.0) -> tuple[float, float]:
+    """Squared error of rounding groups, and the largest error, without making codes.
+
+    Args:
+        groups: (O, G, S) float32.
+        largest: (O, G, 1), largest |w| of each.
+        bits: bits per code.
+        least: an error already found elsewhere: groups that cannot exceed it are not looked at for the largest.
+
+    Returns:
+        Σ (w - Q(w))², summed in float64, and max |w - Q(w)|, or `least` if that is larger.
+    """
+    import torch
+
+    top = 2 ** (bits - 1) - 1
+    scaled = groups * torch.where(largest == 0, 0.0, top / largest)
+    off = torch.linalg.vector_norm(scaled.sub_(scaled.round()), dim=-1)  # in steps of its group
+    steps = largest.squeeze(-1).double() / top
+    return (off * steps).square_().sum().item(), _max_error(groups, steps, top, least)
+
+
+def _max_error(groups: Tensor, steps: Tensor, top: int, least: float) -> float:
+    """Largest rounding error, in float64. No error exceeds half a step, so the largest step's group rules out most others."""
+    found = least
+    flat, steps = groups.flatten(0, 1), steps.flatten()
+    widest, at = steps.max(0)
+    if widest.item() <= 2 * found:
+        return found
+    found = max(found, _off(flat[at], widest, top))
+    rest = steps > 2 * found
+    return max(found, _off(flat[rest], steps[rest].unsqueeze(-1), top)) if rest.any() else found
+
+
+def _off(values: Tensor, step: Tensor, top: int) -> float:
+    values = values.double()
+    return (values - step * (values / step).round().clamp(-top, top)).abs().max().item()
+
+
 def error(weight: Tensor, bits: int = 4, group_size: int = 128) -> Error:
     """What round-to-nearest does to a matrix (O, I), which must not be all zeros.
 
@@ -62,13 +108,20 @@ def error(weight: Tensor, bits: int = 4, group_size: int = 128) -> Error:
 
     Source: relative MSE and SNR as the seed study defines them.
     """
-    import math
-
-    weight = weight.float()
-    power = weight.square().mean().item()
+    _check(weight, bits, group_size)
+    groups = grouped(weight.float(), group_size)
+    power = weight.double().square().sum().item()
     if power == 0:
         raise ValueError("a matrix of zeros has no relative error")
-    difference = weight - decode(*encode(weight, bits, group_size), weight.shape[1])
-    relative = difference.square().mean().item() / power
-    snr = -10 * math.log10(relative) if relative > 0 else math.inf
-    return Error(relative_mse=relative, snr_db=snr, max_error=difference.abs().max().item())
+    squared, largest = scan(groups, groups.abs().amax(-1, keepdim=True), bits)
+    return Error(relative_mse=squared / power, snr_db=snr_db(squared / power), max_error=largest)
+
+
+def snr_db(relative_mse: float) -> float:
+    """Signal to noise in decibels: infinite where nothing was lost, NaN where there is no signal."""
+    return -10 * math.log10(relative_mse) if relative_mse > 0 else (math.inf if relative_mse == 0 else math.nan)
+
+
+def _check(weight: Tensor, bits: int, group_size: int) -> None:
+    if weight.ndim != 2 or not 2 <= bits <= 8 or group_size < 1:
+        raise ValueError(f"expected a matrix, 2 to 8 bits and groups of at least 1, got {tuple(weight.shape)}, {bits}, {group_size}")

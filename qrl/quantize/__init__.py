@@ -5,7 +5,6 @@ What a quantized folder is otherwise stays as it was: tokenizer, chat template a
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import time
 from collections.abc import Sequence
@@ -14,6 +13,10 @@ from pathlib import Path
 
 from qrl import checkpoint, names
 from qrl.errors import BadInput
+from qrl.quantize import calibration as texts
+from qrl.quantize import settings as choices
+from qrl.quantize.settings import Settings
+from qrl.recipe import Quantize
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,18 @@ class Quantized:
     """A quantized checkpoint, and what it costs."""
 
     path: Path
-    scheme: str
+    settings: Settings
     bytes: int  # of weight files on disk
     bits_per_weight: float  # stored for the quantized matrices alone, their scales and zero points included
     bits_per_parameter: float  # stored for the whole checkpoint, embeddings and norms included
-    seconds: float  # loading and saving included
+    seconds: float  # loading and saving included, measuring the error not
     calibration_digest: str | None  # sha256 of the texts, in order; None: the scheme looks at none
+    layer_errors: tuple[float, ...]  # see `error.between`, the first decoder layer first; empty without a probe
+
+    @property
+    def scheme(self) -> str:
+        """How the weights are stored."""
+        return self.settings.scheme
 
 
 def run(
@@ -34,23 +43,21 @@ def run(
     source: Path,
     out: Path,
     *,
+    settings: Settings | None = None,
     calibration: Sequence[str] = (),
-    group_size: int = 128,
-    max_tokens: int = 512,
-    seed: int = 0,
+    probe: Sequence[str] = (),
     device: str = "cpu",
     reference: Path | None = None,
 ) -> Quantized:
     """Quantize a full-precision checkpoint into a new folder.
 
     Args:
-        scheme: one of `names.QUANTIZED_SCHEMES`; "awq" needs the environment of projects/awq, "nf4" the core one.
+        scheme: one of `names.QUANTIZED_SCHEMES`; "awq" needs the environment of projects/awq, the others the core one.
         source: a checkpoint folder in full precision.
         out: a folder that does not exist yet, or is empty.
-        calibration: chat-rendered training texts, end token included; awq needs some, nf4 looks at none.
-        group_size: input channels that share an AWQ scale.
-        max_tokens: the longest calibration text; a longer one is an error, never dropped.
-        seed: of everything random.
+        settings: from `settings.of`; default: those of a recipe that says nothing.
+        calibration: chat-rendered texts, end token included, for the schemes of `settings.CALIBRATED`; others look at none.
+        probe: texts to measure each layer's error on; `error.ROWS` of them are looked at.
         device: "cpu" or "cuda".
         reference: for awq, a file of `staging.write_reference`, whose logits the staged copy must reproduce.
 
@@ -58,37 +65,71 @@ def run(
         BadInput: unknown scheme, a source that cannot be quantized, or texts that are missing or too long.
         QrlError: the environment cannot run the scheme, or the staged copy is not the same model.
     """
-    if scheme not in names.QUANTIZED_SCHEMES:
-        raise BadInput(f"There is no scheme '{scheme}' to quantize to: expected one of {', '.join(names.QUANTIZED_SCHEMES)}.")
+    settings = settings or choices.of(scheme, Quantize(), 0)
     found = checkpoint.check(source)
     if found.quantization:
         raise BadInput(f"{source} is already quantized ({found.quantization}): quantize the full-precision checkpoint.")
     if out.exists() and any(out.iterdir()):
         raise BadInput(f"{out} is not empty: name a new folder for the quantized checkpoint.")
+    looks = scheme in choices.CALIBRATED
+    rows = texts.rows(_token_ids(source, calibration), settings.max_tokens) if looks else []
+    probed = _token_ids(source, probe)
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
-    if scheme == names.NF4:
-        from qrl.quantize import nf4
-
-        nf4.quantize(source, out, device=device, seed=seed)
-    else:
-        from qrl.quantize import awq
-
-        awq.quantize(
-            source, out, texts=calibration, group_size=group_size, max_tokens=max_tokens, seed=seed, device=device,
-            reference=reference,
-        )  # fmt: skip
+    try:
+        errors = _store(source, out, settings, rows, probed, device, reference)
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)  # nothing is left half-written
+        raise
     carry(source, out)
+    seconds = time.perf_counter() - started
+    if probed and scheme != names.AWQ:  # which measures its own, in its own environment
+        from qrl.quantize import error
+
+        errors = error.measure(source, out, probed, device)
     per_weight, per_parameter = stored_bits(source, out)
     return Quantized(
         path=out,
-        scheme=scheme,
+        settings=settings,
         bytes=checkpoint.check(out).bytes,
         bits_per_weight=per_weight,
         bits_per_parameter=per_parameter,
-        seconds=time.perf_counter() - started,
-        calibration_digest=calibration_digest(calibration) if scheme == names.AWQ else None,
+        seconds=seconds,
+        calibration_digest=texts.digest(calibration) if looks else None,
+        layer_errors=errors,
     )
+
+
+def _store(
+    source: Path, out: Path, settings: Settings, rows: list, probe: list, device: str, reference: Path | None
+) -> tuple[float, ...]:
+    """Writes the weights; each family in a file of its own, imported where it is used."""
+    if settings.scheme in names.BITSANDBYTES:
+        from qrl.quantize import bnb
+
+        bnb.quantize(source, out, scheme=settings.scheme, device=device, seed=settings.seed)
+    elif settings.scheme == names.AWQ:
+        from qrl.quantize import awq
+
+        return awq.quantize(source, out, settings=settings, rows=rows, probe=probe, device=device, reference=reference)
+    elif settings.scheme in names.ROUNDED:
+        from qrl.quantize import rounded
+
+        rounded.quantize(source, out, settings=settings, rows=rows)
+    else:
+        from qrl.quantize import compressed
+
+        compressed.quantize(source, out, settings=settings, rows=rows, device=device)
+    return ()
+
+
+def _token_ids(source: Path, given: Sequence[str]) -> list[list[int]]:
+    if not given:
+        return []
+    from qrl.quantize import staging
+
+    tokenizer = staging.tokenizer(source)
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in given]
 
 
 def carry(source: Path, out: Path) -> None:
@@ -112,11 +153,6 @@ def stored_bits(source: Path, out: Path) -> tuple[float, float]:
     weights = sum(before[name].numel for name in quantized)
     parameters = sum(entry.numel for entry in before.values())
     return bits / weights if weights else 0.0, 8 * sum(entry.bytes for entry in after.values()) / parameters
-
-
-def calibration_digest(texts: Sequence[str]) -> str:
-    """sha256 over the texts in order, each ended by a zero byte."""
-    return hashlib.sha256("".join(f"{text}\0" for text in texts).encode()).hexdigest()
 
 
 def _kept(entry: checkpoint.Entry, stored: checkpoint.Entry | None) -> bool:

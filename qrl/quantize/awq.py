@@ -1,7 +1,7 @@
 """AWQ in 4 bits with AutoAWQ: scales that spare the channels which activations make important, then clipping.
 
 Runs in the environment of projects/awq: AutoAWQ 0.2.9 is archived and needs transformers 4.51. Some of its habits
-are mended from outside, see `_autoawq` and `rows`; the method and the grids of its searches are untouched.
+are mended from outside, see `_autoawq` and `calibration.rows`; the method and the grids of its searches are untouched.
 Source: Lin et al., AWQ (arXiv 2306.00978).
 """
 
@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 
 from qrl import checkpoint
 from qrl.errors import BadInput, QrlError
-from qrl.quantize import staging
+from qrl.formats import awq as layout
+from qrl.quantize import compressed, error, staging
+from qrl.quantize.settings import Settings
 
 if TYPE_CHECKING:
     import torch
@@ -31,93 +33,59 @@ def quantize(
     source: Path,
     out: Path,
     *,
-    texts: Sequence[str],
-    group_size: int,
-    max_tokens: int,
-    seed: int,
+    settings: Settings,
+    rows: Sequence[Sequence[int]],
+    probe: Sequence[Sequence[int]],
     device: str,
     reference: Path | None = None,
-) -> None:
+) -> tuple[float, ...]:
     """Write `source` in AWQ's W4 with zero points, GEMM layout, to `out`: config.json and safetensors.
 
     Args:
         source: a full-precision checkpoint folder.
         out: an existing, empty folder.
-        texts: chat-rendered training texts, end token included.
-        group_size: input channels that share a scale.
-        max_tokens: longest text allowed.
-        seed: of torch; the search itself draws nothing.
+        settings: of the scheme; its seed is torch's, the search itself draws nothing.
+        rows: N calibration rows of L token ids.
+        probe: rows of token ids to measure the error on.
         device: "cpu" or "cuda"; AutoAWQ's search takes a GPU wherever there is one.
         reference: see `staging.write_reference`.
 
+    Returns:
+        `error.between` of each decoder layer; empty without a probe.
+
     Raises:
-        BadInput: no texts, a text that is too long, or an architecture or widths that AutoAWQ cannot quantize.
+        BadInput: an architecture or widths that AutoAWQ cannot quantize.
         QrlError: not the environment of projects/awq, or the staged copy is not the same model.
     """
-    blocks = rows(_token_ids(source, texts), max_tokens)
-    architectures, settings, quantizer = _autoawq()
+    architectures, autoawq_settings, quantizer = _autoawq()
     kind = checkpoint.config(source).get("model_type")
     if kind not in architectures:
         raise BadInput(f"AutoAWQ does not know the architecture '{kind}': expected one of {', '.join(architectures)}.")
     with tempfile.TemporaryDirectory(dir=out) as staged:
         staging.stage(source, Path(staged))
-        model = _load(Path(staged), source, device, seed, reference)
-        wrapped = architectures[kind](model, kind, False, model.config, settings(), None)
-        check_widths(wrapped.get_model_layers(model), group_size)
+        model = _load(Path(staged), source, device, settings.seed, reference)
+        wrapped = architectures[kind](model, kind, False, model.config, autoawq_settings(), None)
+        check_widths(wrapped.get_model_layers(model), settings.group_size)
         wrapped.quantize(
             tokenizer=None,  # the calibration is tokens already
-            quant_config={"zero_point": True, "q_group_size": group_size, "w_bit": 4, "version": "GEMM"},
-            calib_data=blocks,
-            max_calib_samples=len(blocks),
-            max_calib_seq_len=len(blocks[0]),
+            quant_config={"zero_point": True, "q_group_size": settings.group_size, "w_bit": 4, "version": "GEMM"},
+            calib_data=[list(row) for row in rows],
+            max_calib_samples=len(rows),
+            max_calib_seq_len=len(rows[0]),
             quantizer_cls=quantizer,
         )
         model.half()  # norms and embeddings; codes are integers and scales are float16 already
         wrapped.save_quantized(str(out))
-    _write_config(source, out, wrapped.quant_config.to_transformers_dict())
+        _write_config(source, out, wrapped.quant_config.to_transformers_dict())
+        del model, wrapped.model
+        return _errors(_load(Path(staged), source, device, settings.seed, None), out, probe) if probe else ()
 
 
-def rows(texts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Calibration texts as rows of one length, which is how AutoAWQ takes them.
-
-    Left alone, AutoAWQ drops texts that are too long, glues the others together, cuts that into blocks of `max_calib_seq_len`
-    wherever a text begins, and throws the rest away; a small set can give no block at all. Here every text begins a row, so
-    that its tokens stand where they stand when the model is asked, and the row is filled up to the length of the longest
-    text with the texts that follow it. (On qrl-tiny both give the same error: this is for small sets, not for accuracy.)
-
-    Args:
-        texts: N lists of token ids.
-        max_tokens: longest text allowed.
-
-    Returns:
-        N rows of L token ids, L being the length of the longest text.
-
-    Raises:
-        BadInput: no texts, an empty one, or one that is too long.
-    """
-    lengths = [len(ids) for ids in texts]
-    if not lengths or not min(lengths):
-        raise BadInput("AWQ needs calibration texts that are not empty: expected chat-rendered training texts.")
-    longest = max(lengths)
-    if longest > max_tokens:
-        raise BadInput(
-            f"Calibration text {lengths.index(longest)} has {longest} tokens, but at most {max_tokens} are allowed: raise "
-            "quantize.calibration_max_tokens."
-        )
-    filled = []
-    for start in range(len(texts)):
-        row = list(texts[start])
-        following = start + 1
-        while len(row) < longest:
-            row += texts[following % len(texts)]
-            following += 1
-        filled.append(row[:longest])
-    return filled
-
-
-def _token_ids(source: Path, texts: Sequence[str]) -> list[list[int]]:
-    tokenizer = staging.tokenizer(source)
-    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+def _errors(model: PreTrainedModel, out: Path, probe: Sequence[Sequence[int]]) -> tuple[float, ...]:
+    """Each layer's error, by loading what was stored into the staged model: transformers 4.51 misreads the folder itself."""
+    before = error.states(model, probe)
+    model.load_state_dict(layout.unpack_checkpoint_state(out), strict=False)
+    return error.between(before, error.states(model, probe))
 
 
 def _autoawq() -> tuple[dict[str, type], type, type]:
@@ -210,17 +178,16 @@ def copy_state(module: torch.nn.Module, state: dict, prefix: str, metadata: dict
 
 
 def check_widths(layers: torch.nn.ModuleList, group_size: int) -> None:
+    """Refuses widths that AutoAWQ's layout cannot hold.
+
+    Raises:
+        BadInput: it names the first layer.
+    """
     from torch import nn
 
+    compressed.check_widths(layers, group_size)
     for name, linear in layers.named_modules():
-        if not isinstance(linear, nn.Linear):
-            continue
-        if linear.in_features % group_size:
-            raise BadInput(
-                f"Layer {name} has {linear.in_features} inputs, which groups of {group_size} do not divide: choose another "
-                "quantize.group_size."
-            )
-        if linear.out_features % WORD:
+        if isinstance(linear, nn.Linear) and linear.out_features % WORD:
             raise BadInput(f"Layer {name} has {linear.out_features} outputs, but AutoAWQ needs a multiple of {WORD}; use nf4.")
 
 

@@ -51,7 +51,7 @@ def served_id(name: str, version: str | int) -> str:
 
 
 def prepare(
-    engine: str, path: Path, served: str, host: str, port: int, device: str, dtype: str, scratch: Path
+    engine: str, path: Path, served: str, host: str, port: int, device: str, dtype: str, scratch: Path, api_key: str | None = None
 ) -> Start:
     """How to start an engine on a checkpoint folder, in place.
 
@@ -64,13 +64,15 @@ def prepare(
         device: "cpu" or "cuda".
         dtype: "auto", "fp32", "bf16" or "fp16", as the recipe's `evaluate.dtype`.
         scratch: an empty folder that lives as long as the engine.
+        api_key: what clients must send; goes by the environment, since anybody may read a command line.
 
     Raises:
-        BadInput: vLLM is asked for where it is not installed.
+        BadInput: vLLM is asked for where it is not installed, or a key of an engine that knows none.
     """
+    check_key(engine, api_key)
     listen = ["--host", host, "--port", str(port)]
     if engine == VLLM:
-        return Start(_vllm(path, served, device, dtype) + listen, scratch, _QUIET | _vllm_environment(device))
+        return Start(_vllm(path, served, device, dtype) + listen, scratch, _QUIET | _vllm_environment(device, api_key))
     name, version = served.split("@")
     repository = scratch / f"models--{name}"
     (repository / "refs").mkdir(parents=True)
@@ -96,17 +98,31 @@ def _vllm(path: Path, served: str, device: str, dtype: str) -> list[str]:
     return command + (["--enforce-eager"] if device == "cpu" else [])
 
 
-def _vllm_environment(device: str) -> dict[str, str]:
-    return {"VLLM_CPU_KVCACHE_SPACE": "1"} if device == "cpu" else {}  # GiB; the default takes half of the memory
+def check_key(engine: str, api_key: str | None) -> None:
+    """Refuses to serve unguarded what was meant to be guarded.
+
+    Raises:
+        BadInput: a key was given, and the engine knows none.
+    """
+    if api_key and engine == TRANSFORMERS:
+        raise BadInput("`transformers serve` knows no API key: serve with --engine vllm, or without --api-key and QRL_API_KEY on loopback.")
+
+
+def _vllm_environment(device: str, api_key: str | None) -> dict[str, str]:
+    key = {"VLLM_API_KEY": api_key} if api_key else {}
+    return key | ({"VLLM_CPU_KVCACHE_SPACE": "1"} if device == "cpu" else {})  # GiB; the default takes half of the memory
 
 
 def _transformers_dtype(path: Path, device: str, dtype: str) -> str:
     """What `auto` means in evaluation: fp32 on a CPU, so that the server gives the answers that were graded.
 
     Except bitsandbytes: evaluation unpacks its codes first, the server does so at every product, and only bf16 has
-    a CPU kernel for that (in fp32 one token of a 2.5 M model took 0.2 s, in bf16 7 ms).
+    a CPU kernel for that (in fp32 one token of a 2.5 M model took 0.2 s, in bf16 7 ms). And except NVFP4 and MXFP4, which
+    the server unpacks to bf16, whatever it is told.
     """
-    stored = json.loads((path / "config.json").read_text()).get("quantization_config", {}).get("quant_method")
+    stored = json.loads((path / "config.json").read_text()).get("quantization_config", {})
     if dtype == "auto" and device == "cpu":
-        return "bfloat16" if stored == "bitsandbytes" else "float32"
+        formats = {group.get("format") or "" for group in stored.get("config_groups", {}).values()}
+        in_bf16 = stored.get("quant_method") == "bitsandbytes" or any(each.startswith(("nvfp4", "mxfp4")) for each in formats)
+        return "bfloat16" if in_bf16 else "float32"
     return _DTYPES.get(dtype, "auto")

@@ -39,6 +39,7 @@ def run(
     port: int = 8000,
     device: str = "cpu",
     dtype: str = "auto",
+    api_key: str | None = None,
     ready_timeout_s: float = 900,
 ) -> None:
     """Serves a checkpoint until it is told to stop; Ctrl-C, or a signal that raises KeyboardInterrupt, stops it.
@@ -53,6 +54,7 @@ def run(
         port: port to listen on.
         device: "cpu" or "cuda".
         dtype: "auto", "fp32", "bf16" or "fp16"; auto: with transformers, what evaluation computes in; with vLLM, the checkpoint's own.
+        api_key: what clients must send, with vLLM.
         ready_timeout_s: how long loading may take, in seconds.
 
     Raises:
@@ -63,7 +65,7 @@ def run(
     check_port(host, port)
     served = engines.served_id(name, version)
     with tempfile.TemporaryDirectory(prefix="qrl-serve-") as scratch:
-        start = engines.prepare(engine, path, served, host, port, device, dtype, Path(scratch))
+        start = engines.prepare(engine, path, served, host, port, device, dtype, Path(scratch), api_key)
         with _Engine(start) as child:
             _wait_until_ready(child, host, port, f"loading {served}", ready_timeout_s)
             child.grace_s = GRACE_SERVING_S

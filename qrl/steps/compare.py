@@ -35,6 +35,9 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         comparison = room.from_questions(frame, margin=recipe.compare.margin)
         frame.to_parquet(work / names.QUESTIONS)
         room.write(comparison, work)
+        for engine in frame[names.ENGINE].dropna().unique() if names.ENGINE in frame else ():  # one, or it was refused
+            with (work / names.TABLE_MD).open("a", encoding="utf-8") as table:
+                table.write(f"\nEvery cell was answered by {engine}.\n")
         if by_group := groups.markdown(frame):
             with (work / names.TABLE_MD).open("a", encoding="utf-8") as table:
                 table.write(f"\n{by_group}")
@@ -59,6 +62,17 @@ def compare_files(recipe: Recipe, *, questions: str | None, counts: str | None, 
     room.write(comparison, Path(out))
     click.echo(comparison.markdown())
     click.echo(f"Written to {out}: {names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/.", err=True)
+
+
+def methods(questions: str | None, cells: list[str], out: str | None) -> None:
+    """One row a cell against base and full precision, printed, and written to a folder where one is named."""
+    from qrl.compare import methods as table
+
+    text = table.markdown(room.read_questions(questions) if questions else _rows(cells))
+    if out:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        (Path(out) / "methods.md").write_text(text, encoding="utf-8")
+    click.echo(text)
 
 
 def _rows(cells: list[str]) -> pd.DataFrame:

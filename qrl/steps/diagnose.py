@@ -2,50 +2,63 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import click
+import pandas as pd
 from tqdm import tqdm
 
 from qrl import checkpoint, figures, keys, names
+from qrl.diagnose import behaviour, movement
+from qrl.diagnose import schemes as schemes_room
 from qrl.diagnose import weights as room
+from qrl.engine import device as devices
+from qrl.engine import hf
 from qrl.errors import BadInput
+from qrl.formats import stored
 from qrl.recipe import Recipe
 from qrl.steps import inputs
+from qrl.tasks import prompt
 from qrl.tracking import reuse, runs, store
 from qrl.workspace import workspace
 
-WEIGHTS = "weights.parquet"
+WEIGHTS, SCHEMES, BEHAVIOUR = "weights.parquet", "schemes.parquet", "behaviour.parquet"
+Quantized = dict[str, dict[str, Path]]  # scheme → variant → checkpoint
 
 
-def diagnose(recipe: Recipe, base: str, trained: str, *, out: str | None) -> None:
-    """Measures outliers and 4-bit error of both checkpoints and how many codes moved; draws what it found.
+def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, out: str | None) -> None:
+    """Measures both checkpoints' weights, how far training moved them and what quantized ones kept of it; draws what it found.
 
     Args:
         recipe: the section `diagnose`.
         base: folder or model address, before training.
         trained: the same, after training.
-        out: write weights.parquet and figures there and touch no store; None logs them to MLflow.
+        quantized: the same models quantized, `base:nf4=MODEL,grpo:nf4=MODEL,…`; None: the 4-bit proxy only.
+        out: write the tables and figures there and touch no store; None logs them to MLflow.
     """
     found = {variant: _checked(address) for variant, address in ((names.BASE, base), (names.GRPO, trained))}
+    schemes = _quantized(quantized)
     if out is not None:
         folder = _made(Path(out))
-        measured = _measure(recipe, found, folder)
-        click.echo("\n".join(f"{name:32} {value:.6g}" for name, value in measured.items()))
-        click.echo(f"Written to {out}: {WEIGHTS}, {names.FIGURES}/.", err=True)
+        measured = _measure(recipe, found, schemes, folder)
+        click.echo("\n".join(f"{name:36} {value:.6g}" for name, value in measured.items()))
+        click.echo(f"Written to {out}: {', '.join([WEIGHTS, *([SCHEMES] if schemes else [])])}, {names.FIGURES}/.", err=True)
         return
     store.prepare()
     digests = {variant: checkpoint.digest(path) for variant, path in found.items()}
-    key = keys.diagnosis(recipe, digests[names.BASE], digests[names.GRPO])
+    below = {f"{variant}:{scheme}": checkpoint.digest(path) for scheme, paths in schemes.items() for variant, path in paths.items()}
+    key = keys.diagnosis(recipe, digests[names.BASE], digests[names.GRPO], below)
     with (
         workspace(f"diagnose-{key[:16]}") as work,
         runs.step("diagnose", recipe, sections=("diagnose",), tags={names.TAG_CACHE_KEY: key}),
     ):
-        measured = _measure(recipe, found, work)
+        measured = _measure(recipe, found, schemes, work)
         runs.log_scores(measured)
         runs.log_folder(work)
-        reuse.record_outputs(artifacts=[WEIGHTS, names.FIGURES], values={"metrics": measured})
+        reuse.record_outputs(artifacts=sorted(path.name for path in work.iterdir()), values={"metrics": measured})
 
 
 def _made(folder: Path) -> Path:
@@ -63,27 +76,88 @@ def _checked(address: str) -> Path:
     return found.path
 
 
-def _measure(recipe: Recipe, found: dict[str, Path], out: Path) -> dict[str, float]:
-    """Writes weights.parquet and figures; returns metrics by name, the base's under `weights/…_base`."""
-    import pandas as pd
+def _quantized(text: str | None) -> Quantized:
+    """The checkpoints of `variant:scheme=model,…`, by scheme."""
+    found: Quantized = {}
+    for cell, address in (inputs.pairs(text, "a cell and its model") if text else {}).items():
+        variant, scheme = inputs.cell(cell)
+        if variant not in (names.BASE, names.GRPO) or scheme == names.FP16:
+            raise BadInput(f"'{cell}' is no quantized cell of the two checkpoints: expected {names.BASE}:SCHEME or {names.GRPO}:SCHEME.")
+        path = checkpoint.check(inputs.folder(address), need_chat_template=False).path
+        stored.names(path)
+        found.setdefault(scheme, {})[variant] = path
+    return found
 
+
+def _measure(recipe: Recipe, found: dict[str, Path], quantized: Quantized, out: Path) -> dict[str, float]:
+    """Writes tables and figures; returns metrics by name, the base's under `weights/…_base`, a scheme's under `weights/…_<scheme>`."""
+    movement.check_same(*found.values())
+    frame, measured = _full(recipe, found)
+    rows = [_scheme(scheme, found, paths) for scheme, paths in quantized.items()]
+    every = pd.concat(rows, ignore_index=True) if rows else pd.DataFrame()
+    for scheme, table in zip(quantized, rows, strict=True):
+        for variant in dict.fromkeys(table["variant"]):
+            suffix = f"{scheme}_{names.BASE}" if variant == names.BASE else scheme
+            measured |= {f"weights/{name}_{suffix}": value for name, value in schemes_room.totals(table, variant).items()}
+    frame.to_parquet(out / WEIGHTS)
+    if rows:
+        every.to_parquet(out / SCHEMES)
+    if recipe.diagnose.behaviour:
+        said = _behaviour(recipe, found, quantized)
+        said.to_parquet(out / BEHAVIOUR)
+        for row in said[said["layer"] < 0].itertuples():
+            suffix = f"{row.scheme}_{names.BASE}" if row.variant == names.BASE else row.scheme
+            measured |= {f"behaviour/kl_{suffix}": row.kl, f"behaviour/top1_agreement_{suffix}": row.top1_agreement, "behaviour/n": row.n}
+    _draw(frame, every, recipe, out / names.FIGURES)
+    return {name: value for name, value in measured.items() if math.isfinite(value)}
+
+
+def _full(recipe: Recipe, found: dict[str, Path]) -> tuple[pd.DataFrame, dict[str, float]]:
+    """The table of the full-precision weights, and their metrics."""
     settings = recipe.diagnose
     chosen = {"bits": settings.bits, "group_size": settings.group_size, "embeddings": settings.embeddings}
-    matrices = room.count(found[names.BASE], settings.embeddings)
-    with tqdm(total=3 * matrices, desc="weights", unit="matrix", leave=False) as bar:
+    chosen["device"] = devices.choose(recipe.device)
+    with tqdm(total=3 * room.count(found[names.BASE], settings.embeddings), desc="weights", unit="matrix", leave=False) as bar:
         frames = {
-            variant: room.measure(
-                path, variant, **chosen, outlier_multiplier=settings.outlier_multiplier, progress=bar.update
-            )
+            variant: room.measure(path, variant, **chosen, outlier_multiplier=settings.outlier_multiplier, progress=bar.update)
             for variant, path in found.items()
         }
-        moved = room.movement(*found.values(), **chosen, progress=bar.update)
+        moved = movement.movement(*found.values(), **chosen, ranks=settings.effective_rank, progress=bar.update)
     both = pd.concat(frames.values(), ignore_index=True)
-    frame = both.merge(moved[["tensor", "relative_change", "code_flip_rate"]], on="tensor", how="left")
-    shutil.rmtree(out / names.FIGURES, ignore_errors=True)
-    (out / names.FIGURES).mkdir()
-    frame.to_parquet(out / WEIGHTS)
-    figures.layer_error(frame, out / names.FIGURES / "layer_error.png")
-    trained = {f"weights/{name}": value for name, value in room.summary(frames[names.GRPO]).items()}
-    base = {f"weights/{name}_{names.BASE}": value for name, value in room.summary(frames[names.BASE]).items()}
-    return trained | base | {"weights/code_flip_rate": room.code_flip_rate(moved)}
+    frame = both.merge(moved.drop(columns=["layer", "projection", "numel"]), on="tensor", how="left")
+    measured = {f"weights/{name}": value for name, value in room.summary(frames[names.GRPO]).items()}
+    measured |= {f"weights/{name}_{names.BASE}": value for name, value in room.summary(frames[names.BASE]).items()}
+    return frame, measured | {f"weights/{name}": value for name, value in movement.totals(moved).items()}
+
+
+def _scheme(scheme: str, full: dict[str, Path], quantized: dict[str, Path]) -> pd.DataFrame:
+    with tqdm(total=len(stored.names(next(iter(quantized.values())))), desc=scheme, unit="matrix", leave=False) as bar:
+        return schemes_room.measure(full, quantized, scheme, progress=bar.update)
+
+
+def _behaviour(recipe: Recipe, full: dict[str, Path], quantized: Quantized) -> pd.DataFrame:
+    """Next-token distributions of every scheme against full precision, and of full precision with one layer rounded (layer ≥ 0)."""
+    settings, device = recipe.diagnose, devices.choose(recipe.device)
+    asked = inputs.questions(recipe, "heldout", max(2, settings.behaviour))
+    rows = []
+    for variant, path in full.items():
+        model, tokens = hf.load(path, device, devices.compute_dtype(recipe.evaluate.dtype, device))
+        texts = [tokens.encode(prompt.training_text(tokens, question, recipe.prompt), add_special_tokens=False) for question in asked]
+        alone = behaviour.sensitivity(model, texts, bits=settings.bits, group_size=settings.group_size)
+        rows += [{"variant": variant, "scheme": "w4", "layer": layer, **asdict(each)} for layer, each in alone.items()]
+        for scheme, paths in quantized.items():
+            if variant in paths:
+                other, _ = hf.load(paths[variant], device, devices.compute_dtype(recipe.evaluate.dtype, device))
+                rows.append({"variant": variant, "scheme": scheme, "layer": -1, **asdict(behaviour.against(model, other, texts))})
+    return pd.DataFrame(rows)
+
+
+def _draw(frame: pd.DataFrame, every: pd.DataFrame, recipe: Recipe, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    figures.layer_error(frame, folder / "layer_error.png")
+    figures.movement(frame, folder / "weights_moved.png")
+    figures.spread(frame, folder / "weights_spread.png", recipe.diagnose.outlier_multiplier)
+    if len(every):
+        figures.schemes(every, folder / "schemes_stored.png")
+    figures.page(frame, every, folder / "weights.html")

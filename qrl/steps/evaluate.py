@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
@@ -9,16 +10,15 @@ from tqdm import tqdm
 
 from qrl import checkpoint, keys, names
 from qrl.engine import device as devices
+from qrl.engine import hf
 from qrl.errors import BadInput, UnhealthyCell
 from qrl.evaluate import cells as room
 from qrl.evaluate import groups, health, scores
 from qrl.recipe import Recipe
 from qrl.steps import inputs, record
 from qrl.tasks import prompt
-from qrl.tracking import lineage, reuse, runs, store
+from qrl.tracking import lineage, models, reuse, runs, store
 from qrl.workspace import workspace
-
-STORED_AS = {names.FP16: None, names.NF4: "bitsandbytes", names.AWQ: "awq"}  # scheme → config's quant_method
 
 
 def evaluate(recipe: Recipe, given: str | None) -> None:
@@ -27,9 +27,7 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
     Raises:
         UnhealthyCell: after all cells were asked, with a sentence for each limit that one broke.
     """
-    text = given or f"{names.BASE}:{names.FP16}={recipe.model}"
-    addresses = {inputs.cell(cell): address for cell, address in inputs.pairs(text, "a cell and its model").items()}
-    found = {cell: _checked(cell, address) for cell, address in addresses.items()}
+    addresses, found = check(recipe, given)
     device = devices.choose(recipe.device)
     questions = inputs.questions(recipe, "heldout", recipe.evaluate.n)
     prompt.template_hash(recipe.prompt)  # an unknown template is refused before anything starts
@@ -50,13 +48,24 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
             raise unhealthy
 
 
+def check(recipe: Recipe, given: str | None) -> tuple[dict[tuple[str, str], str], dict[tuple[str, str], checkpoint.Checkpoint]]:
+    """Cells' addresses and checkpoints, by variant and scheme.
+
+    Raises:
+        BadInput: not such a list, or weights that are stored otherwise than the cell says.
+    """
+    text = given or f"{names.BASE}:{names.FP16}={recipe.model}"
+    addresses = {inputs.cell(cell): address for cell, address in inputs.pairs(text, "a cell and its model").items()}
+    return addresses, {cell: _checked(cell, address) for cell, address in addresses.items()}
+
+
 def _checked(cell: tuple[str, str], address: str) -> checkpoint.Checkpoint:
     found = checkpoint.check(inputs.folder(address))
     variant, scheme = cell
-    if found.quantization != STORED_AS[scheme]:
+    if found.quantization != names.STORED_AS[scheme]:
         raise BadInput(
             f"Cell {variant}:{scheme} was given {address}, which is stored as {found.quantization or 'full precision'}: "
-            f"expected {STORED_AS[scheme] or 'full precision'}; correct the label or the model."
+            f"expected {names.STORED_AS[scheme] or 'full precision'}; correct the label or the model."
         )
     return found
 
@@ -91,6 +100,8 @@ def _one(
             batch_size=settings.batch_size,
             samples=settings.samples,
             temperature=settings.temperature,
+            engine=settings.engine,
+            deterministic=settings.deterministic,
             seed=recipe.seed,
             progress=bar.update,
         )
@@ -101,11 +112,14 @@ def _one(
         )
         found = scores.metrics(asked)
         runs.log_scores(found, model_uri=uri, dataset=heldout)
-        runs.log_params({"dtype": asked.dtype})
+        stored_by = models.params(uri).get(names.SETTINGS, "")
+        unreal = hf.simulated(weights.path, device) if settings.engine == hf.NAME else ""
         trained = lineage.training_seed(uri) if variant != names.BASE else None
-        if trained is not None:
-            runs.log_params({"training_seed": trained})
-        _log_rows(asked, recipe, work, recipe.seed if trained is None else trained)
+        noted = {"simulated": unreal, "training_seed": trained}
+        runs.log_params({"dtype": asked.dtype, names.ENGINE: asked.receipt["engine"], **{key: value for key, value in noted.items() if value not in ("", None)}})
+        receipt = asked.receipt | {"weights": weights.digest, "prompt_hash": prompt.template_hash(recipe.prompt), "questions": digest}
+        (work / names.RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
+        _log_rows(asked, recipe, stored_by, work, recipe.seed if trained is None else trained)
         problems = health.problems(found, settings, len(asked.frame))
         if problems:
             raise UnhealthyCell(f"Cell {name} is unhealthy, so its accuracy does not count: {' '.join(problems)}")
@@ -127,9 +141,10 @@ def _sampled(found: dict[str, float], samples: int) -> str:
     return f" × {samples} samples, pass@{samples} {found[key]:.3f} ± {found[f'{key}_stderr']:.3f}"
 
 
-def _log_rows(asked: room.Asked, recipe: Recipe, work: Path, seed: int) -> None:
+def _log_rows(asked: room.Asked, recipe: Recipe, stored_by: str, work: Path, seed: int) -> None:
     """The rows, under the seed of the training whose weights answered; the seed that drew the questions stands apart."""
-    asked.frame.assign(seed=seed, question_seed=recipe.seed).to_parquet(work / names.QUESTIONS)
+    origin = {names.ENGINE: recipe.evaluate.engine, names.SETTINGS: stored_by}
+    asked.frame.assign(seed=seed, question_seed=recipe.seed, **origin).to_parquet(work / names.QUESTIONS)
     if by_group := groups.markdown(asked.frame):
         (work / names.GROUPS_MD).write_text(by_group, encoding="utf-8")
     runs.log_folder(work)

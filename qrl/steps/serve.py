@@ -16,7 +16,7 @@ from qrl.tracking import runs, store
 ENGINES = ("auto", engines.TRANSFORMERS, engines.VLLM)
 
 
-def serve(recipe: Recipe, stage: str, *, host: str, port: int, engine: str) -> None:
+def serve(recipe: Recipe, stage: str, *, host: str, port: int, engine: str, api_key: str | None = None) -> None:
     """Serves the version behind a stage until it is told to stop; says version, digest and address once it answers.
 
     Args:
@@ -25,6 +25,7 @@ def serve(recipe: Recipe, stage: str, *, host: str, port: int, engine: str) -> N
         host: address to listen on.
         port: port to listen on.
         engine: auto takes vLLM on a GPU and transformers on a CPU.
+        api_key: what clients must send; never logged. None asks for none.
 
     Raises:
         GateRefused: no gate let the version in.
@@ -35,6 +36,7 @@ def serve(recipe: Recipe, stage: str, *, host: str, port: int, engine: str) -> N
     device = devices.choose(recipe.device)
     if engine == "auto":
         engine = engines.VLLM if device == "cuda" else engines.TRANSFORMERS
+    engines.check_key(engine, api_key)
     name = version.name
     params = {"stage": stage, "registered": name, "version": version.version, "engine": engine, "device": device}
 
@@ -55,6 +57,7 @@ def serve(recipe: Recipe, stage: str, *, host: str, port: int, engine: str) -> N
             port=port,
             device=device,
             dtype=recipe.evaluate.dtype,
+            api_key=api_key,
         )
 
 

@@ -15,7 +15,7 @@ from qrl.steps import inputs, record
 from qrl.tasks import contamination, prompt
 from qrl.tiny import corpus
 from qrl.tracking import reuse, runs, store
-from qrl.train import grpo
+from qrl.train import distill, grpo, rollouts
 from qrl.train import merge as merging
 from qrl.train.watchers import Alarm
 from qrl.workspace import WORK, workspace
@@ -36,12 +36,18 @@ def train(recipe: Recipe) -> None:
     questions = inputs.questions(recipe, "train", recipe.train.questions)
     heldout = inputs.all_heldout(recipe)
     probed = inputs.probe(recipe, questions, heldout) if recipe.watch.probe_every else []
-    grpo.check(found, recipe.train, len(questions), device, recipe.watch)
+    teacher = checkpoint.check(inputs.folder(recipe.train.teacher)) if recipe.train.teacher else None
+    if teacher:
+        distill.check(found, teacher, recipe.train)
+    else:
+        grpo.check(found, recipe.train, len(questions), device, recipe.watch)
+        rollouts.check(recipe.rollout, device, recipe.train)
+        rollouts.check_installed(recipe.rollout)
     prompt.template_hash(recipe.prompt)  # an unknown template is refused before anything starts
     world = process.world_size()
     key = keys.trained(recipe, found.digest, device if world == 1 else f"{device} x {world}")
     given = {"task": recipe.task, "template": recipe.prompt, "seed": recipe.seed, "device": device}
-    given |= {"watch": recipe.watch, "probed": probed}
+    given |= {"rollout": recipe.rollout, "watch": recipe.watch, "probed": probed}
     if process.rank():
         work = (WORK / f"train-{key[:16]}").resolve()
         grpo.run(base, questions, recipe.train, **given, work=work / "trainer", out=work / "model")
@@ -51,27 +57,28 @@ def train(recipe: Recipe) -> None:
     params = {"device": device, "processes": world, "base_stored_in": recipe.train.storage, "computed_in": recipe.train.compute}
     with (
         workspace(f"train-{key[:16]}", keep_on_error=True) as work,
-        runs.step("train", recipe, sections=("train", "watch"), params=params, tags=tags, system_metrics=True),
+        runs.step("train", recipe, sections=("train", "rollout", "watch"), params=params, tags=tags, system_metrics=True),
     ):
         _log_questions(recipe, questions, "train")
         if probed:
             _log_questions(recipe, probed, "probe")
         _check_contamination(recipe, base, questions, heldout)
         shutil.rmtree(work / "model", ignore_errors=True)
-        trained = grpo.run(
-            base,
-            questions,
-            recipe.train,
-            **given,
-            work=work / "trainer",
-            out=work / "model",
-            log=runs.live_log(),
-            warn=_warn,
-        )
+        places = {"work": work / "trainer", "out": work / "model", "log": runs.live_log()}
+        if teacher:
+            how = {"template": recipe.prompt, "seed": recipe.seed, "device": device}
+            trained = distill.run(base, teacher.path, questions, recipe.train, **how, **places)
+        else:
+            trained = grpo.run(base, questions, recipe.train, **given, **places, warn=_warn)
         if trained.resumed_from:
             click.echo(f"Went on from the checkpoint of step {trained.resumed_from}.", err=True)
         _log_training(trained, work)
         _record(recipe, trained.path, found.digest, adapter=trained.adapter)
+
+
+def check_rollouts(recipe: Recipe) -> None:
+    """Refuses what the recipe's rollout engine cannot do on this machine."""
+    rollouts.check(recipe.rollout, devices.choose(recipe.device), recipe.train)
 
 
 def _warn(alarm: Alarm) -> None:
@@ -110,7 +117,7 @@ def merge(recipe: Recipe, adapter: str) -> None:
 
 
 def _tags(recipe: Recipe) -> dict[str, str]:
-    return {names.TAG_VARIANT: names.GRPO, names.TAG_SCHEME: names.FP16, names.TAG_TASK: recipe.task}
+    return {names.TAG_VARIANT: recipe.train.variant, names.TAG_SCHEME: names.FP16, names.TAG_TASK: recipe.task}
 
 
 def _log_questions(recipe: Recipe, questions: list, context: str) -> None:
@@ -147,7 +154,8 @@ def _check_contamination(recipe: Recipe, base: Path, questions: list, heldout: l
 def _log_training(trained: grpo.Trained, work: Path) -> None:
     artifacts = work / "artifacts"
     (artifacts / names.FIGURES).mkdir(parents=True, exist_ok=True)
-    figures.training(trained.history, artifacts / names.FIGURES / "training.png")
+    measure = "reward" if "reward" in trained.history else "loss"  # a distillation has no reward
+    figures.training(trained.history, artifacts / names.FIGURES / "training.png", measure)
     trained.history.to_parquet(artifacts / HISTORY)
     shutil.copy(work / "trainer" / grpo.ARGUMENTS, artifacts / grpo.ARGUMENTS)
     runs.log_folder(artifacts)
@@ -165,5 +173,5 @@ def _record(recipe: Recipe, path: Path, parent: str, *, adapter: bool = False) -
         runs.log_folder(path, "adapter")
         reuse.record_outputs(artifacts=["adapter", HISTORY], values={"parent": parent})
         return
-    uri, digest = record.own(recipe, path, names.GRPO, names.FP16, parent=parent)
+    uri, digest = record.own(recipe, path, recipe.train.variant, names.FP16, parent=parent)
     reuse.record_outputs(models={"model": uri}, values={"digest": digest, "parent": parent})

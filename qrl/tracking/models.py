@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from qrl import checkpoint, names
 from qrl.errors import BadInput, QrlError
+from qrl.formats import fake_linears
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
@@ -29,7 +30,11 @@ if TYPE_CHECKING:
 _CHAT = "llm/v1/chat"
 _CARDS = ("README.md", "LICENSE", "LICENSE.txt")
 _ENVIRONMENT = Path(__file__).parents[2] / "conda.yaml"
-_NEEDS = {names.NF4: ("bitsandbytes",), names.AWQ: ("gptqmodel",)}
+_NEEDS = {
+    **dict.fromkeys(names.BITSANDBYTES, ("bitsandbytes",)),
+    names.AWQ: ("gptqmodel",),
+    **dict.fromkeys((*names.COMPRESSED, *names.ROUNDED), ("compressed-tensors",)),
+}
 _MAX_NEW_TOKENS = 512  # of a chat answer through pyfunc, where the caller does not say
 
 
@@ -134,6 +139,31 @@ def find(digest: str) -> str | None:
         if str(model.status) == "READY" and holds(f"models:/{model.model_id}", digest):
             return f"models:/{model.model_id}"
     return None
+
+
+def child(parent: str, variant: str, scheme: str) -> str | None:
+    """Address of a model in the active experiment that was made from the checkpoint with digest `parent`, or None."""
+    import mlflow
+    from mlflow.tracking.fluent import _get_experiment_id
+
+    client = mlflow.MlflowClient()
+    run = mlflow.active_run()
+    query = f"tags.`{names.TAG_VARIANT}` = '{variant}' AND tags.`{names.TAG_SCHEME}` = '{scheme}'"
+    for model in client.search_logged_models([run.info.experiment_id if run else _get_experiment_id()], filter_string=query):
+        if str(model.status) == "READY" and model.params.get("parent") == parent:
+            return f"models:/{model.model_id}"
+    return None
+
+
+def params(model_uri: str) -> dict[str, str]:
+    """What was logged with a model: variant, scheme, digest, and the facts of the step that made it.
+
+    Args:
+        model_uri: "models:/m-…".
+    """
+    import mlflow
+
+    return dict(mlflow.get_logged_model(model_uri.removeprefix("models:/")).params)
 
 
 def holds(model_uri: str, digest: str) -> bool:
@@ -282,7 +312,7 @@ def _write_environment(folder: Path, packages: list[str]) -> None:
 
 def _files(folder: Path) -> list[Path]:
     """What makes the checkpoint, and what says whose it is; a trainer's leftovers stay behind."""
-    wanted = (*checkpoint.shards(folder), *checkpoint.CONFIG_FILES, *checkpoint.TOKENIZER_FILES, *_CARDS)
+    wanted = (*checkpoint.shards(folder), *checkpoint.CONFIG_FILES, *checkpoint.TOKENIZER_FILES, *_CARDS, fake_linears.SCALES_FILE)
     return [folder / file for file in dict.fromkeys(wanted) if (folder / file).is_file()]
 
 

@@ -44,8 +44,8 @@ def check(settings: Train, questions: int) -> None:
         )
 
 
-def make(settings: Train, *, seed: int, device: str, work: Path):
-    """TRL's configuration; several processes share the completions of a step."""
+def make(settings: Train, *, seed: int, device: str, work: Path, **more):
+    """TRL's configuration; several processes share the completions of a step; `more` is the rollout engine's part of it."""
     from trl import GRPOConfig
 
     share = settings.prompts_per_step * settings.generations // process.world_size()
@@ -84,4 +84,5 @@ def make(settings: Train, *, seed: int, device: str, work: Path):
         ddp_find_unused_parameters=False,  # there are none, and looking for them costs a pass over the graph
         dataloader_pin_memory=device == "cuda",
         push_to_hub=False,
+        **more,
     )

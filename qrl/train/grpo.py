@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from qrl import checkpoint, process, tasks
 from qrl.engine import hf
 from qrl.errors import BadInput
-from qrl.recipe import Train, Watch
+from qrl.recipe import Rollout, Train, Watch
 from qrl.tasks import prompt
-from qrl.train import arguments, completions, live, policy, probe, resume, reward, save
+from qrl.train import arguments, completions, live, policy, probe, qat_training, resume, reward, rollouts, save
 from qrl.train.watchers import Alarm
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ def check(
     if watch.probe_every and process.sharded():
         raise BadInput("watch.probe_every needs processes that hold all weights, which those of FSDP do not: set it to 0.")
     arguments.check(settings, questions)
+    if settings.qat != "none":
+        qat_training.check(settings)
 
 
 def run(
@@ -76,6 +78,7 @@ def run(
     device: str,
     work: Path,
     out: Path,
+    rollout: Rollout = rollouts.DEFAULT,
     log: live.Log = lambda metrics, step: None,
     watch: Watch = Watch(),  # noqa: B008 (frozen)
     probed: Sequence[tasks.Question] = (),
@@ -91,6 +94,7 @@ def run(
         device: "cpu" or "cuda".
         work: folder of the trainer's checkpoints, the same for a run and its second try, and for all processes.
         out: folder to make; it appears whole, by rename.
+        rollout: the recipe's section on what samples.
         log: takes metrics by name and the optimizer step, while training.
         watch: what is warned of, and stopped for.
         probed: questions that held-out accuracy is watched on, where `watch.probe_every` says so.
@@ -102,9 +106,12 @@ def run(
     """
     found = checkpoint.check(base)
     check(found, settings, len(questions), device, watch)
+    rollouts.check(rollout, device, settings)
     process.hush_transformers()
     rows = [{"prompt": prompt.messages(q.question, template), "answer": q.answer} for q in questions]
-    trainer = _trainer(base, rows, settings, task=task, seed=seed, device=device, work=work, log=log)
+    trainer = _trainer(base, rows, settings, task=task, seed=seed, device=device, work=work, rollout=rollout, log=log)
+    if settings.qat != "none":
+        qat_training.begin(trainer, questions, settings, base=base, template=template, work=work, log=log)
 
     def ask() -> list[int]:
         longest = settings.max_completion_tokens
@@ -112,7 +119,7 @@ def run(
 
     watching = probe.callback(watch, ask, log, warn)
     trainer.add_callback(watching)
-    _note_arguments(trainer, work)
+    note_arguments(trainer, work)
     model = trainer.accelerator.unwrap_model(trainer.model)
     guarded = settings.adapter and not process.sharded()  # whose parts are laid out anew once training begins
     frozen = policy.frozen_digest(model) if guarded else ""
@@ -134,16 +141,15 @@ def run(
     )
 
 
-def _trainer(base: Path, rows: list[dict], settings: Train, *, task: str, seed: int, device: str, work: Path, log: live.Log):
+def _trainer(base: Path, rows: list[dict], settings: Train, *, task: str, seed: int, device: str, work: Path, rollout: Rollout, log: live.Log):
     """TRL's trainer with everything of ours plugged in, ready to train."""
     from transformers import PrinterCallback
-    from trl import GRPOTrainer
 
-    trainer = GRPOTrainer(
+    trainer = rollouts.trainer_class(rollout)(
         model=policy.load(base, settings, device),
         reward_funcs=reward.functions(task, settings.rewards),
-        args=arguments.make(settings, seed=seed, device=device, work=work),
-        train_dataset=_dataset(rows),
+        args=arguments.make(settings, seed=seed, device=device, work=work, **rollouts.arguments(rollout)),
+        train_dataset=dataset(rows),
         processing_class=hf.tokenizer(base),
         callbacks=[live.callback(settings, log)],
         peft_config=policy.adapter(settings),
@@ -153,7 +159,7 @@ def _trainer(base: Path, rows: list[dict], settings: Train, *, task: str, seed: 
     return trainer
 
 
-def _dataset(rows: list[dict]):
+def dataset(rows: list[dict]):
     """Rows as TRL takes them, under a fingerprint of our own: hashing them pickles classes of pyarrow, which can fail."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
@@ -163,7 +169,8 @@ def _dataset(rows: list[dict]):
     return Dataset(InMemoryTable.from_pydict(columns), fingerprint=digest[:16])
 
 
-def _note_arguments(trainer, work: Path) -> None:
+def note_arguments(trainer, work: Path) -> None:
+    """Keeps the trainer's whole configuration in its work folder."""
     if process.rank() == 0:
         work.mkdir(parents=True, exist_ok=True)
         (work / ARGUMENTS).write_text(trainer.args.to_json_string())
@@ -175,6 +182,8 @@ def _write(trainer, model, base: checkpoint.Checkpoint, settings: Train, out: Pa
     if process.rank() == 0:
         if settings.adapter:
             save.write(model, base.path, out, dtype=None, state=state, note=lambda at: policy.record(at, settings, base.digest))
+        elif settings.qat != "none":  # codes of the masters are codes of Q(W) only while nothing rounds them
+            save.write(model, base.path, out, dtype="float32", state=state, note=qat_training.note_scales(Path(trainer.args.output_dir)))
         else:
             save.write(model, base.path, out, dtype=base.dtype, state=state)
     trainer.accelerator.wait_for_everyone()

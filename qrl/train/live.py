@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from qrl import process
 from qrl.recipe import Train
-from qrl.train import reward
+from qrl.train import reward, rollouts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,7 +40,7 @@ METRICS = {
     reward.ERRORS: "train/grader_error_rate",
     "completions_per_s": "train/completions_per_s",
     "peak_memory_gib": "train/peak_memory_gib",
-}
+} | {rollouts.PREFIX + name: rollouts.PREFIX + name for name in rollouts.METRICS}
 
 
 def callback(settings: Train, log: Log):
@@ -95,7 +95,7 @@ def history(log_history: list[dict]) -> pd.DataFrame:
     """A row per logged step: step, and METRICS without their prefix."""
     import pandas as pd
 
-    kept = {"step": "step"} | {name: ours.removeprefix("train/") for name, ours in METRICS.items()}
+    kept = {"step": "step"} | {name: ours.removeprefix("train/").replace("/", "_") for name, ours in METRICS.items()}
     rows = [row for row in log_history if "reward" in row]
     frame = pd.DataFrame([{ours: row.get(name) for name, ours in kept.items()} for row in rows])
     return frame.dropna(axis="columns", how="all")

@@ -141,11 +141,15 @@ def _why(over: Train, target: Train) -> str:
 def _adapter_on(base: Path, adapter: Path, over: Train, device: str, prompts: Sequence[Sequence[int]]) -> list:
     """Logits of the model that was trained: the base as it lay in memory, with the adapter beside it, in fp32 arithmetic.
 
-    The values are those of training; its arithmetic, in bf16, would bury what the merge loses under its own rounding.
+    The values are those of training; its arithmetic would bury what the merge loses under its own rounding: bf16's, or that of
+    activations, which bitsandbytes' INT8 rounds along with the weights and no merged model repeats.
     """
+    import torch
     from peft import PeftModel
 
     model = policy.load(base, over, device)
+    if over.storage == "int8":
+        model = model.dequantize(dtype=torch.float32)
     policy.compute_in_fp32(model)
     return _logits(PeftModel.from_pretrained(model, adapter).eval(), prompts)
 

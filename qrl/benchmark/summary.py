@@ -1,0 +1,135 @@
+"""What the rounds say: a line per model and mode, every figure with its interval over rounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qrl import names
+from qrl.stats import LEVEL, Estimate, quantile
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Line:
+    """One model in one mode."""
+
+    variant: str
+    scheme: str
+    engine: str
+    batch: int
+    requests: int  # in all rounds
+    tokens_per_s: Estimate  # written by all prompts of a batch together
+    relative: Estimate | None  # tokens per second over the first model's, round by round; None: it is the first
+    latency_p50_s: Estimate
+    latency_p95_s: Estimate
+    first_token_s: Estimate  # median
+    stored_bytes: int  # of weights on disk
+    weights_bytes: int | None  # of weights in the engine's memory; None: not known
+    cache_bytes: int  # largest that keys and values grew to
+
+    @property
+    def label(self) -> str:
+        """As the UI shows a cell."""
+        return names.cell_name(self.variant, self.scheme)
+
+
+def lines(frame: pd.DataFrame) -> list[Line]:
+    """A line per model and mode, models in their first order, modes by batch.
+
+    Args:
+        frame: of `benchmark.run`.
+    """
+    order = list(dict.fromkeys(zip(frame["variant"], frame["scheme"], strict=True)))
+    return [_line(frame, cell, order[0], batch) for cell in order for batch in sorted(frame["batch"].unique())]
+
+
+def over_rounds(values: Sequence[float]) -> Estimate:
+    """Mean over rounds with its 95 % t interval.
+
+    Args:
+        values: one a round, at least two.
+
+    Raises:
+        ValueError: fewer than two, which support no interval.
+    """
+    n = len(values)
+    if n < 2:
+        raise ValueError(f"{n} round supports no interval: at least 2 are needed")
+    mean = math.fsum(values) / n
+    stderr = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+    reach = quantile((1 + LEVEL) / 2, n - 1) * stderr
+    return Estimate(mean, stderr, mean - reach, mean + reach, n, df=n - 1)
+
+
+def markdown(found: Sequence[Line], note: str) -> str:
+    """The table for people."""
+    head = ("model", "batch", "tokens/s", f"× {found[0].label}", "latency p50, s", "p95, s", "first token, s", "weights on disk, MB", "in memory, MB", "KV cache, MB")
+    rows = [
+        (
+            line.label, str(line.batch), _text(line.tokens_per_s, 1), _text(line.relative, 2) if line.relative else "1",
+            _text(line.latency_p50_s, 4), _text(line.latency_p95_s, 4), _text(line.first_token_s, 4),
+            *("not known" if size is None else f"{size / 1e6:.2f}" for size in (line.stored_bytes, line.weights_bytes, line.cache_bytes)),
+        )
+        for line in found
+    ]  # fmt: skip
+    table = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    rounds = found[0].tokens_per_s.n
+    text = f"{found[0].engine}; brackets are 95 % intervals over {rounds} interleaved rounds, n = {found[0].requests} requests or more a line."
+    return "\n".join(f"| {' | '.join(row)} |" for row in table) + f"\n\n{text} {note}\n"
+
+
+def metrics(found: Sequence[Line]) -> dict[tuple[str, str], dict[int, dict[str, float]]]:
+    """Cell → batch → metric name → value; each estimate with its bounds."""
+    values: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    for line in found:
+        named = {
+            names.SERVE_TOKENS_PER_S: line.tokens_per_s,
+            names.SERVE_LATENCY_P50: line.latency_p50_s,
+            names.SERVE_LATENCY_P95: line.latency_p95_s,
+            names.SERVE_FIRST_TOKEN: line.first_token_s,
+        }
+        flat = {key: value.estimate for key, value in named.items()}
+        flat |= {f"{key}_{bound}": getattr(value, bound) for key, value in named.items() for bound in ("low", "high")}
+        flat |= {"serve/stored_bytes": line.stored_bytes, "serve/kv_cache_bytes": line.cache_bytes}
+        flat |= {} if line.weights_bytes is None else {"serve/weights_bytes": line.weights_bytes}
+        values.setdefault((line.variant, line.scheme), {})[line.batch] = flat
+    return values
+
+
+def _line(frame: pd.DataFrame, cell: tuple[str, str], first: tuple[str, str], batch: int) -> Line:
+    own, reference = (_speeds(frame, which, batch) for which in (cell, first))
+    rows = _rows(frame, cell, batch)
+    by_round = rows.groupby("round")
+    return Line(
+        *cell,
+        engine=rows["engine"].iloc[0],
+        batch=int(batch),
+        requests=len(rows),
+        tokens_per_s=over_rounds(own),
+        relative=None if cell == first else over_rounds([a / b for a, b in zip(own, reference, strict=True)]),
+        latency_p50_s=over_rounds(by_round["latency_s"].quantile(0.5).tolist()),
+        latency_p95_s=over_rounds(by_round["latency_s"].quantile(0.95).tolist()),
+        first_token_s=over_rounds(by_round["first_token_s"].quantile(0.5).tolist()),
+        **{size: None if rows[size].isna().any() else int(rows[size].max()) for size in ("stored_bytes", "weights_bytes", "cache_bytes")},
+    )
+
+
+def _rows(frame: pd.DataFrame, cell: tuple[str, str], batch: int) -> pd.DataFrame:
+    return frame[(frame["variant"] == cell[0]) & (frame["scheme"] == cell[1]) & (frame["batch"] == batch)]
+
+
+def _speeds(frame: pd.DataFrame, cell: tuple[str, str], batch: int) -> list[float]:
+    """Tokens per second of each round: all that were written over the wall time of all turns."""
+    found = []
+    for _, rows in _rows(frame, cell, batch).groupby("round", sort=True):
+        found.append(rows["new_tokens"].sum() / rows.drop_duplicates("turn")["turn_s"].sum())
+    return found
+
+
+def _text(value: Estimate, digits: int) -> str:
+    return f"{value.estimate:,.{digits}f} [{value.low:,.{digits}f}, {value.high:,.{digits}f}]"

@@ -1,0 +1,44 @@
+"""Which cells may be subtracted from each other: those that one engine answered, from weights stored in one way.
+
+A table of answers says so in two columns that `evaluate` writes, `engine` and `settings_digest`; tables without them are
+taken at their word.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from qrl import names
+from qrl.errors import BadInput
+
+
+def check(frame: pd.DataFrame) -> None:
+    """Refuses cells whose difference would not be their weights' alone.
+
+    Args:
+        frame: columns variant, scheme, and optionally seed, engine, settings_digest.
+
+    Raises:
+        BadInput: two engines, or a scheme that was applied in two ways within one training run.
+    """
+    if names.ENGINE in frame:
+        engines = sorted(frame[names.ENGINE].dropna().astype(str).unique())
+        if len(engines) > 1:
+            raise BadInput(
+                f"The cells were answered by different engines ({', '.join(engines)}), whose arithmetic differs, so they cannot be "
+                "subtracted: evaluate all of them with one evaluate.engine."
+            )
+    if names.SETTINGS not in frame:
+        return
+    seeds = frame["seed"].astype(str) if "seed" in frame else pd.Series("", index=frame.index)
+    table = frame[["variant", "scheme"]].assign(settings=frame[names.SETTINGS].fillna("").astype(str), seed=seeds).drop_duplicates()
+    for (scheme, seed), trained in table[table["variant"] != names.BASE].groupby(["scheme", "seed"]):
+        base = table[(table["variant"] == names.BASE) & (table["scheme"] == scheme)]
+        own = base[base["seed"] == seed]
+        ways = set(trained["settings"]) | set((own if len(own) else base)["settings"])
+        if len(ways) > 1:
+            raise BadInput(
+                f"The cells of scheme {scheme}{f' and seed {seed}' if seed else ''} were not stored in the same way: settings, "
+                "libraries or calibration questions differ, or are not known of one of them, so their difference would not be "
+                "training's alone. Quantize all variants in one `quantize --scheme … --models base=…,grpo=…` and evaluate again."
+            )

@@ -1,0 +1,200 @@
+"""How far training moved the weights, and whether a storage in few bits can see it.
+
+W is a matrix before training, W' after it, Δ = W' - W its *update*. Q(W) is what a scheme stores of W, as a matrix again.
+
+- relative change: ‖Δ‖ / ‖W‖, Frobenius norms.
+- unchanged: the share of weights that training left bit for bit as they were; sparsity: those with |Δ| ≤ 1e-5, the tolerance of
+  Mukherjee et al. (arXiv 2505.11711), who found that RL changes a small part of the weights only.
+- effective rank of Δ: see `rank`.
+- code-flip rate: the share of codes that differ between Q(W) and Q(W'), each quantized on its own, scales and all.
+- update survival: ‖Q(W') - Q(W)‖ / ‖Δ‖. 0 means that both are stored as the same matrix; 1 that the stored update is as long as the
+  true one. It can be far above 1: two roundings are noise of their own, as long as a step of the grid, however small the update.
+- update cosine: of the angle between Q(W') - Q(W) and Δ. This is what tells an update that is stored from noise that is as long.
+- update projection: their product, <Q(W') - Q(W), Δ> / ‖Δ‖²: 1 where the update is stored in full, whatever noise lies about it.
+
+The last four have no source: they are this project's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qrl import checkpoint
+from qrl.diagnose import rank, weights
+from qrl.diagnose.sweep import sweep
+from qrl.errors import BadInput, QrlError
+from qrl.formats import rtn
+from qrl.formats.stream import Rows
+
+if TYPE_CHECKING:
+    import pandas
+    from torch import Tensor
+
+TOLERANCE = 1e-5  # of sparsity
+RANK_NUMEL = 1 << 26  # the largest update whose rank is measured, so that no more lies in memory; heads of large models are above
+
+
+@dataclass
+class Change:
+    """Sums over the rows of a matrix before and after training; those of different rows add up by `merge`."""
+
+    numel: int = 0
+    base: float = 0.0  # ‖W‖²
+    change: float = 0.0  # ‖Δ‖²
+    stored: float = 0.0  # ‖Q(W') - Q(W)‖²
+    product: float = 0.0  # <Q(W') - Q(W), Δ>
+    same: int = 0
+    small: int = 0
+    flips: int = 0
+    broken: int = 0  # NaN or infinite, in both together
+
+    def add(self, before: Tensor, after: Tensor, stored: tuple[Tensor, Tensor], flips: int) -> None:
+        """Takes in rows (R, I) of W and W', of Q(W) and Q(W'), and how many of their codes differ."""
+        import torch
+
+        old, new = before.float(), after.float()
+        delta, moved = new - old, stored[1] - stored[0]
+        self.numel += old.numel()
+        self.base += _sum_of_squares(old)
+        self.change += _sum_of_squares(delta)
+        self.stored += _sum_of_squares(moved)
+        self.product += torch.sum(delta * moved, dtype=torch.float64).item()
+        self.same += int((old == new).sum())
+        self.small += int((delta.abs() <= TOLERANCE).sum())
+        self.flips += flips
+        if not math.isfinite(self.change):
+            self.broken += sum(values.numel() - int(values.isfinite().sum()) for values in (old, new))
+
+    def merge(self, other: Change) -> None:
+        """Takes in other rows of the same matrix."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    def result(self) -> dict[str, float]:
+        """The measures above; NaN where nothing moved that could survive."""
+        lengths = math.sqrt(self.stored) * math.sqrt(self.change)
+        return {
+            "numel": self.numel,
+            "change_norm": math.sqrt(self.change),
+            "relative_change": math.sqrt(self.change / self.base) if self.base else math.nan,
+            "unchanged_frac": self.same / self.numel,
+            "delta_sparsity": self.small / self.numel,
+            "code_flip_rate": self.flips / self.numel,
+            "update_survival": math.sqrt(self.stored / self.change) if self.change else math.nan,
+            "update_cosine": self.product / lengths if lengths else math.nan,
+            "update_projection": self.product / self.change if self.change else math.nan,
+        }
+
+
+def movement(
+    base: Path | str,
+    trained: Path | str,
+    *,
+    bits: int = 4,
+    group_size: int = 128,
+    embeddings: bool = False,
+    ranks: bool = True,
+    device: str = "cpu",
+    progress: Callable[[int], object] = lambda n: None,
+) -> pandas.DataFrame:
+    """How far training moved every weight matrix, and what the round-to-nearest proxy sees of it.
+
+    Args:
+        base, trained: full-precision checkpoint folders of one architecture.
+        bits, group_size: of the proxy; each checkpoint is coded under its own scales.
+        embeddings: as in `weights.measure`.
+        ranks: measure effective ranks, too, which takes longer than all the rest.
+        device: "cpu" or "cuda".
+        progress: called with 1 after each pair of matrices.
+
+    Returns:
+        A row per matrix: tensor, layer, projection, and `Change.result`; with `ranks` effective_rank and its stderr.
+
+    Raises:
+        BadInput: a quantized checkpoint, or two that differ in tensors or shapes; the sentence lists the difference.
+        QrlError: a matrix holds NaN or infinity.
+    """
+    import pandas
+
+    check_same(base, trained)
+    pairs = paired(base, trained, embeddings)
+
+    def add(found: Change, _: int, before: Tensor, after: Tensor) -> None:
+        codes = [rtn.encode(block, bits, group_size) for block in (before, after)]
+        stored = tuple(rtn.decode(*coded, before.shape[1]) for coded in codes)
+        found.add(before, after, stored, int((codes[0][0] != codes[1][0]).sum()))
+
+    rows = []
+    for name, change in sweep(pairs, lambda _: Change(), add, device=device):
+        if change.broken:
+            raise QrlError(f"{name} of {base} and {trained} holds {change.broken:,} values that are NaN or infinite: the training that wrote it went wrong.")
+        rows.append(weights.place(name) | change.result())
+        progress(1)
+    if ranks:
+        rows = [row | _rank(sources, device) for row, (_, sources) in zip(rows, pairs, strict=True)]
+    return pandas.DataFrame(rows)
+
+
+def check_same(base: Path | str, trained: Path | str) -> None:
+    """Refuses two checkpoints that differ in tensors or shapes, and lists the difference."""
+    shapes = [{name: entry.shape for name, entry in checkpoint.entries(path).items()} for path in (base, trained)]
+    for shape, path in zip(shapes, (base, trained), strict=True):  # a tied head may be stored or not
+        if weights.HEAD in shape and (checkpoint.config(path).get("tie_word_embeddings")):
+            del shape[weights.HEAD]
+    differing = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
+    if differing:
+        shown = ", ".join(f"{name} ({_shape(shapes[0].get(name))} and {_shape(shapes[1].get(name))})" for name in differing[:3])
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise BadInput(f"{base} and {trained} are not one architecture: {shown}{more} differ; compare a model with its own base.")
+
+
+def paired(base: Path | str, trained: Path | str, embeddings: bool = False) -> list:
+    """The matrices of two checkpoints side by side, as `sweep` takes them."""
+    after = dict(weights.matrices(trained, embeddings))
+    return [(name, [*sources, *after[name]]) for name, sources in weights.matrices(base, embeddings) if name in after]
+
+
+def totals(moved: pandas.DataFrame) -> dict[str, float]:
+    """What all rows of `movement` say together: the shares, and survival, cosine and projection of the update.
+
+    Shares count every weight alike; norms are those of all matrices as one long vector.
+    """
+    share = moved["numel"] / moved["numel"].sum()
+    change = moved["change_norm"]
+    stored = (moved["update_survival"] * change).fillna(0)
+    lengths = float((change**2).sum()) ** 0.5, float((stored**2).sum()) ** 0.5
+    product = float((moved["update_cosine"] * stored * change).fillna(0).sum())
+    return {
+        **{name: float((moved[name] * share).sum()) for name in ("code_flip_rate", "unchanged_frac", "delta_sparsity") if name in moved},
+        "update_survival": lengths[1] / lengths[0] if lengths[0] else math.nan,
+        "update_cosine": product / (lengths[0] * lengths[1]) if lengths[0] * lengths[1] else math.nan,
+        "update_projection": product / lengths[0] ** 2 if lengths[0] else math.nan,
+    }
+
+
+def _rank(sources: list, device: str) -> dict[str, float]:
+    entry = sources[0][1]
+    if entry.numel > RANK_NUMEL:
+        return {"effective_rank": math.nan, "effective_rank_stderr": math.nan}
+    whole = []
+    for folder, each in sources:
+        with closing(Rows(folder, device)) as rows:
+            whole.append(rows.read(each, 0, each.shape[0]).float().clone())  # a float32 one is the reader's own buffer
+    found, stderr = rank.effective(whole[1] - whole[0])
+    return {"effective_rank": found, "effective_rank_stderr": stderr}
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else "×".join(map(str, shape))
+
+
+def _sum_of_squares(values: Tensor) -> float:
+    """In float64, from sums over rows in float32, which is a tenth of the time of converting every weight."""
+    import torch
+
+    return torch.linalg.vector_norm(values, dim=-1).double().square().sum().item()

@@ -1,0 +1,86 @@
+"""Effective rank: over how many directions the energy of a matrix spreads.
+
+With singular values σ_i and p_i = σ_i² / Σσ² it is exp(-Σ p_i ln p_i): 1 for an outer product, n where n singular values are equal and
+the others 0. Source: Roy & Vetterli, EUSIPCO 2007, definition 1, there with σ_i in place of σ_i²; with squares it is the exponential
+of the von Neumann entropy of ΔΔᵀ / tr ΔΔᵀ, and can be estimated where a decomposition would take minutes a matrix.
+
+Small matrices are taken apart exactly. For larger ones Σσ² and Σσ² ln σ², traces of functions of ΔΔᵀ, are estimated by stochastic
+Lanczos quadrature (Ubaru, Chen & Saad, SIAM J. Matrix Anal. Appl. 38(4), 2017): 16 random vectors, 24 steps. The standard error
+over the vectors is given beside the estimate; tests hold it within 3 of them plus 1 % of the exact value.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EXACT = 512  # the smaller side up to which a matrix is taken apart
+VECTORS, STEPS = 16, 24
+
+
+def effective(matrix: Tensor, exact: int = EXACT) -> tuple[float, float]:
+    """Effective rank of a matrix, and its standard error.
+
+    Args:
+        matrix: (O, I) float32.
+        exact: the smaller side up to which the answer is exact, with standard error 0.
+
+    Returns:
+        Between 1 and min(O, I), give or take the standard error; 0 for a matrix of zeros.
+    """
+    import torch
+
+    matrix = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    largest = matrix.abs().max()
+    if largest == 0:
+        return 0.0, 0.0
+    matrix = matrix / largest
+    if matrix.shape[0] <= exact:
+        wide = matrix.double()
+        squares = torch.linalg.eigvalsh(wide @ wide.T).clamp_(min=0)
+        return _from_sums(*_integrands(squares).sum(-1).tolist()), 0.0
+    sums = _quadrature(matrix)  # (2, VECTORS)
+    whole = _from_sums(*sums.mean(1).tolist())
+    without = [_from_sums(*((sums.sum(1) - sums[:, i]) / (VECTORS - 1)).tolist()) for i in range(VECTORS)]
+    middle = sum(without) / VECTORS
+    return whole, math.sqrt((VECTORS - 1) / VECTORS * sum((each - middle) ** 2 for each in without))  # the jackknife's
+
+
+def _from_sums(power: float, weighted: float) -> float:
+    """exp of the entropy from Σσ² and Σσ² ln σ²."""
+    return math.exp(math.log(power) - weighted / power)
+
+
+def _integrands(squares: Tensor) -> Tensor:
+    """σ² and σ² ln σ², as (2, …); both are 0 at 0."""
+    import torch
+
+    return torch.stack([squares, torch.special.xlogy(squares, squares)])
+
+
+def _quadrature(matrix: Tensor) -> Tensor:
+    """Each vector's estimate of Σσ² and Σσ² ln σ²: (2, VECTORS) float64."""
+    import torch
+
+    side = matrix.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    vector = (torch.randint(2, (side, VECTORS), generator=generator) * 2 - 1).to(matrix) / math.sqrt(side)
+    basis = torch.zeros(STEPS, side, VECTORS, device=matrix.device)
+    diagonal, beside = torch.zeros(2, STEPS, VECTORS, dtype=torch.float64)
+    for step in range(STEPS):
+        basis[step] = vector
+        vector = matrix @ (matrix.T @ vector)
+        diagonal[step] = (basis[step] * vector).sum(0).double().cpu()
+        for _ in range(2):  # against every vector so far, twice: float32 forgets that they are orthogonal
+            overlap = torch.einsum("jdk,dk->jk", basis[: step + 1], vector)
+            vector = vector - torch.einsum("jdk,jk->dk", basis[: step + 1], overlap)
+        length = vector.norm(dim=0)
+        length = torch.where(length > 1e-6 * diagonal[: step + 1].amax(0).to(length), length, 0.0)  # the space is exhausted
+        beside[step] = length.double().cpu()
+        vector = torch.where(length > 0, vector / length, 0.0)
+    inner = torch.diag_embed(diagonal.T) + sum(torch.diag_embed(beside.T[:, :-1], offset=at) for at in (1, -1))
+    squares, vectors = torch.linalg.eigh(inner)  # (VECTORS, STEPS), (VECTORS, STEPS, STEPS)
+    return side * (_integrands(squares.clamp(min=0)) * vectors[:, 0].square()).sum(-1)

@@ -1,0 +1,93 @@
+"""Walks through the matrices of checkpoints in blocks of rows, on every thread that torch would use.
+
+Each thread works on rows of its own with operations that are not split any further: blocks are small enough for a
+processor's cache, and an operation on one is over before a second thread could be told of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import TypeVar
+
+from qrl.formats.header import Entry
+from qrl.formats.stream import Rows
+
+T = TypeVar("T")
+Sources = Sequence[tuple[Path | str, Entry]]  # the same matrix in one or more checkpoints
+BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # weights looked at together
+PIECE = 1 << 23  # weights, at most, that one thread takes at a time
+GPU_READERS = 4  # threads that feed a GPU
+
+
+def sweep(
+    matrices: Sequence[tuple[str, Sources]], start: Callable[[str], T], add: Callable[..., object], *, device: str = "cpu"
+) -> Iterator[tuple[str, T]]:
+    """Feeds every matrix, block by block, into an accumulator with a method `merge`. Not to be nested: the inner one has one thread.
+
+    Args:
+        matrices: name and, for each checkpoint, folder and entry of the matrix (O, I).
+        start: makes an empty accumulator for a name.
+        add: called with an accumulator, the number of the first row, and the rows (R, I) from each checkpoint, as stored.
+        device: where rows are handed over.
+
+    Yields:
+        Each name with its accumulator, complete, in the order given.
+    """
+    pieces = [(name, sources, rows) for name, sources in matrices for rows in _pieces(sources[0][1], BLOCK[device])]
+    with _pool(device) as (run, readers):
+
+        def work(piece: tuple[str, Sources, range]) -> tuple[str, T]:
+            name, sources, rows = piece
+            found = start(name)
+            for first in rows:
+                last = min(first + rows.step, rows.stop)
+                add(found, first, *(readers(i, folder).read(entry, first, last) for i, (folder, entry) in enumerate(sources)))
+            return name, found
+
+        for name, parts in groupby(run(work, pieces), key=lambda part: part[0]):
+            whole = start(name)
+            for _, part in parts:
+                whole.merge(part)
+            yield name, whole
+
+
+def _pieces(entry: Entry, block: int) -> Iterator[range]:
+    """Ranges of rows, a thread's share each, whose step is the rows of a block."""
+    rows, width = entry.shape
+    step = max(1, block // max(width, 1))
+    share = step * max(1, PIECE // max(step * width, 1))
+    for first in range(0, rows, share):
+        yield range(first, min(first + share, rows), step)
+
+
+@contextmanager
+def _pool(device: str) -> Iterator[tuple[Callable, Callable]]:
+    """A way to run work on all threads in order, and one to get the calling thread's own reader of a folder."""
+    import torch
+
+    own, opened = threading.local(), []
+
+    def readers(which: int, folder: Path | str) -> Rows:
+        found = own.__dict__.setdefault("readers", {})
+        if (which, folder) not in found:
+            found[which, folder] = Rows(folder, device)
+            opened.append(found[which, folder])
+        return found[which, folder]
+
+    before = torch.get_num_threads()
+    threads = GPU_READERS if device == "cuda" else before
+    torch.set_num_threads(1)  # here, too: torch's own second thread would spin on a processor that a reader could use
+    executor = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) if threads > 1 else None
+    try:
+        yield (executor.map if executor else map), readers
+    finally:
+        if executor:
+            executor.shutdown(cancel_futures=True)
+        torch.set_num_threads(before)
+        for reader in opened:
+            reader.close()

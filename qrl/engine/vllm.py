@@ -1,0 +1,214 @@
+"""The vLLM engine: the same prompts, answers and finish reasons as transformers', from vLLM's own kernels.
+
+Everything that depends on vLLM's version is in this file; written for 0.31.0. A deterministic run is asked for by a fixed
+number of sequences, a seed, no cache of prefixes, and, on a GPU, batch-invariant kernels; `receipt` says what ran.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qrl import checkpoint
+from qrl.engine import hf
+from qrl.engine.hf import Completion
+from qrl.errors import BadInput, QrlError
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+
+NAME = "vllm"
+_DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # our own `_inspect` goes to vLLM's worker, nothing from outside
+}
+_CPU_CACHE_GIB = "1"  # the default takes half of the memory
+
+
+class Vllm:
+    """A checkpoint in vLLM, to be used in a `with` block, which stops its worker."""
+
+    def __init__(
+        self, path: Path, device: str, dtype: str, *, max_tokens: int, sequences: int, deterministic: bool, seed: int, memory: float = 0.9
+    ) -> None:
+        """Loads a checkpoint in place.
+
+        Args:
+            path: a folder that `checkpoint.check` accepts.
+            device: "cpu" or "cuda".
+            dtype: "auto" (the checkpoint's own), "fp32", "bf16" or "fp16".
+            max_tokens: longest prompt and answer together, in tokens.
+            sequences: answers written at once, at most.
+            deterministic: batch-invariant kernels, where the device has them.
+            seed: of the engine.
+            memory: share of the GPU's memory that the engine may take.
+
+        Raises:
+            BadInput: vLLM is not installed here.
+            QrlError: it cannot load the checkpoint; with its own words.
+        """
+        os.environ.update(_SETTINGS)
+        if device == "cpu":
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
+        os.environ["VLLM_BATCH_INVARIANT"] = "1" if deterministic and device == "cuda" else "0"
+        try:
+            import vllm
+        except ImportError as error:
+            raise BadInput(
+                f"vLLM cannot be imported here ({error}): run under `mlflow run . -e evaluate … --env-manager uv`, which builds an "
+                "environment that has it, or use evaluate.engine=transformers."
+            ) from None
+        checkpoint.check(path)
+        self.name = f"{NAME} {vllm.__version__}"
+        self.tokens = hf.tokenizer(path)
+        self.invariant = deterministic and device == "cuda"
+        self._sampling = vllm.SamplingParams
+        try:
+            self._llm = vllm.LLM(
+                model=str(path.resolve()),
+                dtype=_DTYPES[dtype],
+                max_model_len=max_tokens,
+                max_num_seqs=sequences,
+                enforce_eager=device == "cpu",
+                enable_prefix_caching=False,
+                disable_log_stats=False,  # times of each request
+                generation_config="vllm",  # a checkpoint's own sampling would colour every accuracy
+                seed=seed,
+                trust_remote_code=False,
+                **({} if device == "cpu" else {"gpu_memory_utilization": memory}),
+            )
+        except Exception as error:  # whatever its worker met, told by its own sentence
+            raise QrlError(f"vLLM cannot load {path} ({' '.join(str(error).split())[:400]}): choose another engine or scheme.") from error
+        self._ends = _end_ids(path)
+        self._found = self._llm.apply_model(_inspect)[0]
+        self._sequences, self._device = sequences, device
+
+    def __enter__(self) -> Vllm:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops the worker."""
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        gc.collect()
+
+    @property
+    def dtype(self) -> str:
+        """Of activations, "bfloat16" say."""
+        return str(self._llm.model_config.dtype).removeprefix("torch.")
+
+    @property
+    def weights_bytes(self) -> int | None:
+        """Bytes of weights that the worker holds, the cache of keys and values apart; None on a CPU, where kernels hide them."""
+        return None if self._device == "cpu" else self._found["weights_bytes"]
+
+    def receipt(self) -> dict[str, Any]:
+        """What ran: engine, kernels by the number of layers that they serve, and what was asked for to be deterministic."""
+        return {
+            "engine": self.name,
+            "dtype": self.dtype,
+            "kernels": self._found["kernels"],
+            "batch_invariant": self.invariant,
+            "max_num_seqs": self._sequences,
+            "prefix_caching": False,
+        }
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        progress: Callable[[int], object] = lambda n: None,
+    ) -> list[Completion]:
+        """Completions of token-id prompts, in the order given; as `hf.generate`.
+
+        Args:
+            prompts: N lists of token ids, generation prompt included.
+            max_new_tokens: longest completion, in tokens.
+            temperature: 0 is greedy; above, tokens are drawn from the whole distribution at this temperature.
+            seed: of the draws; every prompt's own follows from it and its place.
+            progress: called with N at the end: vLLM forms its batches itself.
+        """
+        done = [self._completion(answer) for answer in self.ask(prompts, new_tokens=max_new_tokens, fixed=False, temperature=temperature, seed=seed)]
+        progress(len(done))
+        return done
+
+    def ask(
+        self, prompts: Sequence[Sequence[int]], *, new_tokens: int, fixed: bool, temperature: float = 0.0, seed: int = 0
+    ) -> list[RequestOutput]:
+        """vLLM's own answers, with the times of each.
+
+        Args:
+            prompts: N lists of token ids.
+            new_tokens: longest answer; of every answer, if fixed.
+            fixed: end tokens do not end an answer.
+            temperature, seed: as `generate` takes them.
+
+        Raises:
+            QrlError: its worker died; with the kernels that it had chosen.
+        """
+        ends = None if fixed else sorted(self._ends)
+        options = {"max_tokens": new_tokens, "stop_token_ids": ends, "ignore_eos": fixed, "detokenize": False}
+        seeds = [hash((seed, place)) % 2**63 if temperature else None for place in range(len(prompts))]
+        asked = [self._sampling(temperature=temperature, seed=own, **options) for own in seeds]
+        try:
+            return self._llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], asked, use_tqdm=False)
+        except Exception as error:  # a kernel that this machine lacks ends the worker at the first product
+            kernels = ", ".join(self._found["kernels"])
+            raise QrlError(
+                f"{self.name} died while answering ({' '.join(str(error).split())[:200]}); its log above says why. Its kernels here "
+                f"are {kernels}: a scheme whose kernel this machine lacks needs another machine, or evaluate.engine=transformers."
+            ) from error
+
+    def _completion(self, answer: RequestOutput) -> Completion:
+        ids = list(answer.outputs[0].token_ids)
+        stop = next((place for place, token in enumerate(ids) if token in self._ends), None)
+        body = ids if stop is None else ids[:stop]
+        return Completion(
+            text=self.tokens.decode(body, skip_special_tokens=True),
+            raw=self.tokens.decode(body, skip_special_tokens=False),
+            n_tokens=len(body) + (stop is not None),
+            finish_reason="length" if stop is None else "stop",
+        )
+
+
+def _inspect(model) -> dict[str, Any]:
+    """In vLLM's worker: which kernels serve its layers, and how many bytes their weights take."""
+    kernels: Counter[str] = Counter()
+    for module in model.modules():
+        method = getattr(module, "scheme", None) or getattr(module, "quant_method", None)
+        if method is not None and hasattr(module, "weight_loader"):
+            chosen = [type(value).__name__ for value in vars(method).values() if "Kernel" in type(value).__name__]
+            kernels["/".join([type(method).__name__, *chosen])] += 1
+        attention = getattr(module, "impl", None)
+        if attention is not None:
+            kernels[type(attention).__name__] += 1
+    tensors = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in (*model.parameters(), *model.buffers())}
+    return {"kernels": dict(kernels), "weights_bytes": sum(tensors.values())}
+
+
+def _end_ids(path: Path) -> set[int]:
+    """The end tokens of generation_config.json.
+
+    Raises:
+        BadInput: there is none.
+    """
+    from transformers import GenerationConfig
+
+    ends = GenerationConfig.from_pretrained(path).eos_token_id
+    if ends is None:
+        raise BadInput(f"{path} names no end token (eos_token_id) in generation_config.json: answers could never stop.")
+    return set(ends) if isinstance(ends, list) else {ends}

@@ -1,0 +1,81 @@
+"""Which linears of a model a format covers, and the calibrated scales that lie beside its masters.
+
+Training and storing ask here, so that what is trained in few bits is what is stored in them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qrl.errors import BadInput
+from qrl.formats import fake
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+SCALES_FILE = (
+    "activation_scales.json"  # linear's name → the global scale of its inputs, as compressed-tensors stores it
+)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def covered(model: PreTrainedModel, name: str) -> dict[str, nn.Linear]:
+    """The linears that a format quantizes, by their name in the model; never the output head.
+
+    Raises:
+        BadInput: mixture of experts, a state-space model, or weights that are in no `nn.Linear`.
+    """
+    from torch import nn
+
+    check_architecture(model)
+    heads = {id(model.get_output_embeddings())}
+    found = {
+        path: each for path, each in model.named_modules() if isinstance(each, nn.Linear) and id(each) not in heads
+    }
+    if name.endswith("-attention"):
+        owner = {path: type(model.get_submodule(path.rpartition(".")[0])).__name__ for path in found}
+        found = {path: each for path, each in found.items() if "attention" in owner[path].lower()}
+    if not found:
+        raise BadInput(f"The model has no linear layer that {name} covers: expected a transformer language model.")
+    return found
+
+
+def check_architecture(model: PreTrainedModel) -> None:
+    """Refuses mixtures of experts, state-space models, and whatever keeps its matrices elsewhere than in `nn.Linear`."""
+    from torch import nn
+
+    kind = model.config.model_type
+    if any(getattr(model.config, key, None) for key in _EXPERTS):
+        raise BadInput(
+            f"{kind} is a mixture of experts, which quantization-aware training does not cover: use a dense model."
+        )
+    names = {type(module).__name__.lower() for module in model.modules()}
+    if any("mamba" in each or "ssm" in each for each in names):
+        raise BadInput(f"{kind} has Mamba layers, which quantization-aware training does not cover: use a transformer.")
+    for path, module in model.named_modules():
+        matrices = [name for name, weight in module.named_parameters(recurse=False) if weight.ndim > 1]
+        if matrices and not isinstance(module, nn.Linear | nn.Embedding):
+            raise BadInput(
+                f"{path}.{matrices[0]} of {kind} lies in a {type(module).__name__}, not in a Linear, and would stay in full "
+                "precision unseen: use a dense transformer."
+            )
+
+
+def needs_calibration(name: str) -> bool:
+    """Whether a format scales activations by something that texts have to tell."""
+    args = fake.scheme(name).input_activations
+    return args is not None and args.dynamic == "local"
+
+
+def write_activation_scales(folder: Path, found: dict[str, float]) -> None:
+    """Keeps scales beside a checkpoint; read back bit for bit."""
+    (folder / SCALES_FILE).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def read_activation_scales(folder: Path) -> dict[str, float] | None:
+    """Scales that were kept in a folder, or None."""
+    file = folder / SCALES_FILE
+    return json.loads(file.read_text()) if file.is_file() else None

@@ -1,0 +1,148 @@
+"""The matrices that a quantized checkpoint stands for, read from its own files: what is stored, not what was meant to be.
+
+Read are bitsandbytes' NF4 and INT8, AutoAWQ's 4-bit GEMM layout, and every format of compressed-tensors (FP8, NVFP4, MXFP4, packed
+integers). The last become values through their library, where it is installed. Scales are taken to float32 first, so that a value is
+code times scale and not that product rounded to sixteen bits once more, as kernels do on the fly. FP4's come from their library in bf16
+all the same: up to one part in 256 off, which adds a millionth of the weights' energy to an error of a hundredth.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qrl import checkpoint
+from qrl.errors import BadInput
+from qrl.formats import awq
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NF4_STATE = ".weight.quant_state.bitsandbytes__nf4"
+MARKS = (NF4_STATE, ".SCB", ".qweight", ".weight_scale")  # the part of a quantized matrix that says it is one
+READ = "bitsandbytes nf4 and int8, awq gemm in 4 bits, compressed-tensors"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A quantized matrix."""
+
+    values: Tensor  # (O, I) float32
+    codes: Tensor  # as stored, one a weight, in an order that is the same for all matrices of a scheme and shape
+
+
+def names(path: Path | str) -> list[str]:
+    """Names of the quantized matrices, `….weight`, in order.
+
+    Raises:
+        BadInput: a full-precision checkpoint, or a packing that is not known here.
+    """
+    settings = checkpoint.config(path).get("quantization_config")
+    if not settings:
+        raise BadInput(f"{path} is a full-precision checkpoint, but a quantized one was expected: give what `quantize` wrote.")
+    _reader(path, settings)
+    found = {f"{name.removesuffix(mark)}.weight" for name in checkpoint.entries(path) for mark in MARKS if name.endswith(mark)}
+    if not found:
+        raise BadInput(f"{path} says that it is quantized ({settings.get('quant_method')}) but holds no quantized matrix: expected {READ}.")
+    return sorted(found)
+
+
+def matrices(path: Path | str, wanted: list[str]) -> Iterator[tuple[str, Stored]]:
+    """Quantized matrices, one at a time.
+
+    Args:
+        path: a quantized checkpoint folder.
+        wanted: of `names`, in the order they are to come.
+
+    Raises:
+        BadInput: as `names`; or parts of a matrix are missing.
+    """
+    settings = checkpoint.config(path)["quantization_config"]
+    read, parts = _reader(path, settings), _parts(path)
+    tensors = checkpoint.tensors(path, [part for name in wanted for part in parts[name]])
+    for name in wanted:
+        module = name.removesuffix(".weight")
+        own = {part.removeprefix(f"{module}."): tensor for part, tensor in islice(tensors, len(parts[name]))}
+        try:
+            yield name, read(own, settings, module)
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise BadInput(f"{name} of {path} cannot be unpacked ({error}): quantize it again, or name the right folder.") from None
+
+
+def _parts(path: Path | str) -> dict[str, list[str]]:
+    """The tensors that each matrix is stored in."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for part in checkpoint.entries(path):
+        module, within, _ = part.partition(".weight.")
+        if not part.endswith(".bias"):
+            found[f"{module if within else part.rpartition('.')[0]}.weight"].append(part)
+    return found
+
+
+def _reader(path: Path | str, settings: dict):
+    """How the matrices of this checkpoint are read."""
+    method = settings.get("quant_method")
+    if method == "bitsandbytes" and settings.get("load_in_8bit"):
+        return _int8
+    if method == "bitsandbytes" and settings.get("bnb_4bit_quant_type") == "nf4":
+        return _nf4
+    if method == "awq" and settings.get("bits") == awq.BITS and str(settings.get("version", "gemm")).lower() == "gemm":
+        return _awq
+    if method == "compressed-tensors":
+        return _compressed
+    raise BadInput(f"{path} is stored in a packing that is not known here ({method}): expected {READ}.")
+
+
+def _nf4(tensors: dict[str, Tensor], settings: dict, module: str) -> Stored:
+    """Two codes a byte, the upper half first; a scale for each block of weights, itself in 8 bits with a scale for each of its blocks.
+
+    bitsandbytes does the same, bit for bit (tested), but takes three seconds to import. Source: its functional.py, dequantize_4bit.
+    """
+    import torch
+
+    packed = tensors["weight"].flatten()
+    state = json.loads(bytes(tensors[NF4_STATE.removeprefix(".")].tolist()))
+    codes = torch.stack([packed >> 4, packed & 15], 1).flatten()
+    scales = tensors["weight.absmax"]
+    if "weight.nested_absmax" in tensors:
+        outer = tensors["weight.nested_absmax"].repeat_interleave(state["nested_blocksize"])[: len(scales)]
+        scales = tensors["weight.nested_quant_map"][scales.long()] * outer + state["nested_offset"]
+    values = tensors["weight.quant_map"][codes.long()] * scales.repeat_interleave(state["blocksize"])[: len(codes)]
+    return Stored(values.reshape(state["shape"]), codes)
+
+
+def _int8(tensors: dict[str, Tensor], settings: dict, module: str) -> Stored:
+    return Stored(tensors["weight"] * tensors["SCB"][:, None] / 127, tensors["weight"])
+
+
+def _awq(tensors: dict[str, Tensor], settings: dict, module: str) -> Stored:
+    parts = {part: tensors[part] for part in awq.PARTS}
+    size = parts["qweight"].shape[0] // parts["qzeros"].shape[0]
+    return Stored(awq.unpack(**parts).float(), awq.centred(parts["qweight"], parts["qzeros"], size))
+
+
+def _compressed(tensors: dict[str, Tensor], settings: dict, module: str) -> Stored:
+    try:
+        from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.quantization import QuantizationScheme
+    except ModuleNotFoundError:
+        raise BadInput("Weights in compressed-tensors' formats need that library: install compressed-tensors, or leave them out.") from None
+    group = next((group for group in settings["config_groups"].values() if _covers(group, module)), None)
+    if group is None:
+        raise ValueError("no group of its config covers this module")
+    layout = group.get("format") or settings["format"]
+    wide = {key: value.float() if key == "weight_scale" and value.dtype.itemsize == 2 else value for key, value in tensors.items()}
+    scheme = QuantizationScheme.model_validate({**group, "format": layout})
+    values = BaseCompressor.get_value_from_registry(layout).decompress(wide, scheme)["weight"].float()
+    return Stored(values, tensors.get("weight_packed", tensors.get("weight")))
+
+
+def _covers(group: dict, module: str) -> bool:
+    """Whether a group of a compressed-tensors config holds a linear module, by class or by pattern."""
+    return any(target == "Linear" or (target.startswith("re:") and re.match(target[3:], module)) or target == module for target in group["targets"])

@@ -1,0 +1,162 @@
+"""Benchmark stages, versions or checkpoints side by side: a nested run for each, a table and a figure for all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+from tqdm import tqdm
+
+from qrl import benchmark as room
+from qrl import checkpoint, figures, names, process, registry
+from qrl.benchmark import http, local, summary
+from qrl.engine import device as devices
+from qrl.engine import hf
+from qrl.errors import BadInput
+from qrl.recipe import Recipe
+from qrl.steps import inputs
+from qrl.tasks import prompt
+from qrl.tracking import models as store_models
+from qrl.tracking import runs, store
+from qrl.workspace import workspace
+
+MEMORY = 0.9  # of a GPU, for all of vLLM's engines side by side
+TABLE, ROWS, FIGURE = "benchmark.md", "benchmark.parquet", "benchmark.png"
+
+
+def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: str | None) -> None:
+    """Measures and logs; prints the table.
+
+    Args:
+        recipe: the section `benchmark`; prompts are held-out questions of its task.
+        stages: stages or versions, by comma; None with no models: what there is of base, grpo, awq.
+        models: `variant:scheme=model`, by comma, instead of stages.
+        url: of a running server, which is measured instead; the first subject names its model and tokenizer.
+
+    Raises:
+        BadInput: no such stage or model, or nothing to measure.
+    """
+    process.hush_transformers()
+    device = devices.choose(recipe.device)
+    chosen = subjects(recipe, stages, models)
+    questions = inputs.questions(recipe, "heldout", max(recipe.benchmark.requests, *recipe.benchmark.batches))
+    params = {"device": device, "models": ", ".join(subject.label for subject in chosen)}
+    with (
+        workspace("benchmark") as work,
+        runs.step("benchmark", recipe, sections=("benchmark",), params=params, system_metrics=True),
+    ):
+        asked = [[prompt.render(hf.tokenizer(each.path), one.question, recipe.prompt) for one in questions] for each in chosen]
+        if url:
+            _server(recipe, url, chosen[0], asked[0], work)
+        else:
+            _side_by_side(recipe, chosen, asked, device, work)
+
+
+def subjects(recipe: Recipe, stages: str | None, models: str | None) -> list[room.Subject]:
+    """What is measured, checked.
+
+    Raises:
+        BadInput: no such stage or model, or nothing to measure.
+    """
+    store.prepare()
+    return _given(models) if models else _stages(recipe, stages)
+
+
+def _side_by_side(recipe: Recipe, subjects: list[room.Subject], asked: list, device: str, work: Path) -> None:
+    settings = recipe.benchmark
+    with tqdm(total=len(subjects) * settings.rounds * len(settings.batches), desc="benchmark", unit="turn", leave=False) as bar:
+        frame = room.run(subjects, asked, _opener(recipe, asked, device), settings, bar.update)
+    found = summary.lines(frame)
+    unpacked = recipe.evaluate.engine == hf.NAME
+    note = "This engine unpacks every scheme's codes: it shows what the disk saves, not what a kernel would." if unpacked else ""
+    table = summary.markdown(found, note)
+    frame.to_parquet(work / ROWS)
+    (work / TABLE).write_text(table, encoding="utf-8")
+    figures.speeds(found, work / names.FIGURES / FIGURE)
+    runs.log_folder(work)
+    runs.log_params({names.ENGINE: found[0].engine})
+    for (variant, scheme), by_batch in summary.metrics(found).items():
+        with runs.child(names.cell_name(variant, scheme), params={"variant": variant, "scheme": scheme}, tags={names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme}):
+            log = runs.live_log()
+            for batch, values in by_batch.items():
+                log(values, batch)
+    runs.describe(table)
+    if not runs.is_launched():
+        click.echo(table)
+        click.echo(f"Logged to run {runs.active_id()}: {TABLE}, {ROWS}, {names.FIGURES}/{FIGURE}.", err=True)
+
+
+def _opener(recipe: Recipe, asked: list, device: str) -> Callable[[room.Subject], room.Engine]:
+    """How a subject is loaded: as evaluation loads it."""
+    if recipe.evaluate.engine == hf.NAME:
+        return lambda subject: local.Transformers(subject.path, device, recipe.evaluate.dtype)
+    longest = max(len(prompt) for own in asked for prompt in own) + recipe.benchmark.new_tokens
+    sizes = {"max_tokens": longest, "sequences": max(recipe.benchmark.batches), "memory": MEMORY / len(asked)}
+    return lambda subject: local.Vllm(subject.path, device, recipe.evaluate.dtype, **sizes)
+
+
+def _server(recipe: Recipe, url: str, subject: room.Subject, prompts: list[list[int]], work: Path) -> None:
+    tokens = hf.tokenizer(subject.path)
+    served = _served(url)
+    texts = [tokens.decode(ids, skip_special_tokens=False) for ids in prompts]
+    found = http.run(url.removesuffix("/").removesuffix("/v1"), served, texts, subject.path, recipe.benchmark)
+    (work / "server.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    runs.log_folder(work)
+    log = runs.live_log()
+    for each in found:
+        values = {
+            names.SERVE_TOKENS_PER_S: each["output_throughput"],
+            names.SERVE_LATENCY_P50: each["p50_e2el_ms"] / 1000,
+            names.SERVE_LATENCY_P95: each["p95_e2el_ms"] / 1000,
+            names.SERVE_FIRST_TOKEN: each["p50_ttft_ms"] / 1000,
+        }
+        log(values, each["clients"])
+        click.echo(f"{served}, {each['clients']} clients, n = {each['completed']}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+
+
+def _served(url: str) -> str:
+    """The one model that a server lists."""
+    import urllib.request
+
+    address = f"{url.removesuffix('/').removesuffix('/v1')}/v1/models"
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(address, timeout=10) as answer:
+            return json.load(answer)["data"][0]["id"]
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise BadInput(f"{address} lists no model ({error}): start a server with `serve` first, and give its address.") from None
+
+
+def _given(models: str) -> list[room.Subject]:
+    found = []
+    for cell, address in inputs.pairs(models, "a cell and its model").items():
+        variant, scheme = inputs.cell(cell)
+        found.append(room.Subject(variant, scheme, checkpoint.check(inputs.folder(address)).path))
+    return found
+
+
+def _stages(recipe: Recipe, stages: str | None) -> list[room.Subject]:
+    """The versions behind stages, verified; by default seed 000's four rows, as far as they are there."""
+    name = registry.registered_name(recipe)
+    if stages:
+        versions = [registry.resolve(name, stage.strip()) for stage in stages.split(",")]
+    else:
+        versions = [version for version in (_version(name, stage) for stage in names.STAGES) if version]
+    if not versions:
+        raise BadInput(f"{name} has no version at any of {', '.join(names.STAGES)} yet: run a study, or give --models variant:scheme=MODEL.")
+    found = {(each.variant, each.scheme): room.Subject(each.variant, each.scheme, registry.verify(each)) for each in versions}
+    if len(found) < len(versions):
+        raise BadInput(f"Two of {', '.join(map(str, versions))} are the same cell, which the table could not tell apart: name each cell once.")
+    if not stages and (base := next((each for each in versions if each.stage == "base"), None)) is not None:
+        uri = store_models.child(base.digest, names.BASE, names.AWQ)
+        if uri:
+            found[names.BASE, names.AWQ] = room.Subject(names.BASE, names.AWQ, store_models.local_path(uri))
+    return list(found.values())
+
+
+def _version(name: str, stage: str) -> registry.Version | None:
+    try:
+        return registry.resolve(name, stage)
+    except BadInput:
+        return None

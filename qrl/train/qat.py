@@ -1,0 +1,278 @@
+"""Quantization-aware training: a model whose linears compute with Q(W), while the optimizer moves W.
+
+A linear's class is swapped, so that parameters, state-dict keys and checkpoints stay as they are. Q(W) is folded once
+after each optimizer step, and every forward until the next one, rollouts and training alike, multiplies by that same
+matrix; its gradient passes straight through to W (Bengio et al., arXiv 1308.3432). Output head, embeddings and norms are
+left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor, autograd, nn
+from torch.nn import functional
+
+from qrl.errors import BadInput, QrlError
+from qrl.formats import fake, fake_linears
+
+if TYPE_CHECKING:
+    import torch
+    from compressed_tensors.quantization import QuantizationScheme
+    from transformers import PreTrainedModel
+
+SCALES_FILE = (
+    "activation_scales.json"  # linear's name → the global scale of its inputs, as compressed-tensors stores it
+)
+# Linears that an engine computes as one, and that therefore share NVFP4's global scale; llm-compressor's FUSED_LAYER_NAMES.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class _Through(autograd.Function):
+    """Takes the value of `quantized`, and hands its gradient to `exact` as it is."""
+
+    @staticmethod
+    def forward(ctx, exact: Tensor, quantized: Tensor) -> Tensor:
+        ctx.dtype = exact.dtype
+        return quantized.view_as(quantized)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient.to(ctx.dtype), None
+
+
+class QATLinear(nn.Linear):
+    """A linear that multiplies by Q(W); made by swapping the class of an `nn.Linear`, see `attach`."""
+
+    fold: Fold  # shared by the linears that share a global scale
+    input_global_scale: Tensor | None  # (1,) float32; NVFP4 W4A4 alone
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.fold.on:
+            return functional.linear(inputs, self.weight, self.bias)
+        weight = _Through.apply(self.weight, self.fold.weight_of(self))
+        return functional.linear(self._quantized(inputs), weight, self.bias)
+
+    def _quantized(self, inputs: Tensor) -> Tensor:
+        import torch
+
+        args = self.fold.scheme.input_activations
+        if args is None:
+            return inputs
+        if torch.is_autocast_enabled(inputs.device.type):  # quantized as it is multiplied
+            inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
+        return _Through.apply(inputs, fake.activations(inputs, args, self.input_global_scale))
+
+
+@dataclass(eq=False)
+class Fold:
+    """Q(W) of the linears that share a scale, kept until their weights change."""
+
+    scheme: QuantizationScheme
+    dtype: torch.dtype  # in which Q(W) is kept: the dtype of the forward
+    members: dict[str, QATLinear]  # by name in the model
+    on: bool = True
+    made: int = 0  # how often Q(W) was computed
+    state: tuple | None = None  # of the weights that it was computed from
+    kept: dict[int, Tensor] | None = None  # id of a linear → Q(W)
+
+    def weight_of(self, linear: QATLinear) -> Tensor:
+        """Q(W) of a member, (O, I); computed anew only where a member's weight has changed since."""
+        if self.state != self._state():
+            self.renew()
+        return self.kept[id(linear)]
+
+    def renew(self) -> None:
+        """Computes Q(W) of every member.
+
+        Raises:
+            QrlError: a weight is NaN or infinite; by name.
+        """
+        import torch
+
+        args = self.scheme.weights
+        with torch.inference_mode(False), torch.no_grad():
+            extremes = {name: linear.weight.abs().amax() for name, linear in self.members.items()}
+            largest = torch.stack(list(extremes.values())).amax()
+            if not largest.isfinite():
+                bad = next(name for name, extreme in extremes.items() if not extreme.isfinite())
+                raise QrlError(
+                    f"The weight of {bad} holds NaN or infinity, so it cannot be quantized: lower train.learning_rate, or look at "
+                    "the checkpoint that the training began with."
+                )
+            self.kept = {
+                id(linear): fake.quantized(linear.weight, args, largest, self.dtype) for linear in self.members.values()
+            }
+        self.state = self._state()
+        self.made += 1
+
+    def _state(self) -> tuple:
+        return tuple((linear.weight._version, linear.weight.data_ptr()) for linear in self.members.values())
+
+
+def attach(model: PreTrainedModel, name: str, dtype: torch.dtype | None = None) -> list[Fold]:
+    """Swaps the class of every linear that the format covers, in place, and folds Q(W).
+
+    Args:
+        model: with full-precision masters.
+        name: one of `fake.FORMATS`.
+        dtype: of the forward, in which Q(W) is kept; default: the masters' own.
+
+    Returns:
+        The folds, one for each set of linears that share a scale; `folds(model)` finds them again.
+
+    Raises:
+        BadInput: an unknown format, a model that it does not fit, or weights that are NaN or infinite.
+    """
+    scheme = fake.scheme(name)
+    found = fake_linears.covered(model, name)
+    for path, linear in found.items():
+        fake.check_width(path, linear.in_features, scheme.weights)
+        if linear.weight.dtype.itemsize < 2:
+            raise BadInput(
+                f"Layer {path} is stored in {linear.weight.dtype}: quantization-aware training needs masters of at least 16 bits."
+            )
+    made = []
+    for paths in _sharing(found):
+        members = {path: found[path] for path in paths}
+        fold = Fold(scheme, dtype or found[paths[0]].weight.dtype, members)
+        for linear in members.values():
+            linear.__class__ = QATLinear
+            linear.fold, linear.input_global_scale = fold, None
+        try:
+            fold.renew()
+        except QrlError as error:
+            raise BadInput(str(error)) from None
+        made.append(fold)
+    return made
+
+
+def folds(model: nn.Module) -> list[Fold]:
+    """The folds of a model, in order; none where nothing is attached."""
+    return list(dict.fromkeys(module.fold for module in model.modules() if isinstance(module, QATLinear)))
+
+
+def refold(model: nn.Module) -> None:
+    """Computes Q(W) of every linear; to be called once after each optimizer step."""
+    for fold in folds(model):
+        fold.renew()
+
+
+@contextmanager
+def off(model: nn.Module) -> Iterator[None]:
+    """The model in full precision: as a reference policy, and while its activations are calibrated."""
+    found = folds(model)
+    before = [fold.on for fold in found]
+    for fold in found:
+        fold.on = False
+    try:
+        yield
+    finally:
+        for fold, was in zip(found, before, strict=True):
+            fold.on = was
+
+
+def folded_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Named parameters as an engine is to see them: Q(W) where a linear is quantized, the rest as they are."""
+    matrices = {id(each.weight): each for each in model.modules() if isinstance(each, QATLinear) and each.fold.on}
+    for name, parameter in model.named_parameters():
+        linear = matrices.get(id(parameter))
+        yield name, parameter if linear is None else linear.fold.weight_of(linear)
+
+
+def calibrate(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+    """Sets the scale of each linear's inputs from the largest |x| over texts, in full precision.
+
+    Args:
+        model: with linears attached.
+        batches: keyword arguments of the model: input_ids and attention_mask, (B, L); padding does not count.
+
+    Returns:
+        Linear's name → global scale, as `set_activation_scales` takes it.
+    """
+    import torch
+
+    named = {path: module for path, module in model.named_modules() if isinstance(module, QATLinear)}
+    largest: dict[str, Tensor] = {}
+    mask: list[Tensor] = []
+
+    def watch(path: str):
+        def note(module, given):
+            seen = given[0][mask[0]].abs().amax().float()
+            largest[path] = torch.maximum(largest.get(path, seen), seen)
+
+        return note
+
+    hooks = [module.register_forward_pre_hook(watch(path)) for path, module in named.items()]
+    training = model.training
+    try:
+        with off(model), torch.no_grad():
+            model.eval()
+            for batch in batches:
+                mask[:] = [batch["attention_mask"].bool()]
+                model(**batch, use_cache=False)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    found = {path: float(fake.global_scale(each)) for path, each in largest.items()}
+    set_activation_scales(model, found)
+    return found
+
+
+def logprob_gap(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> tuple[float, float]:
+    """How far Q(W) moves the log-probabilities of given tokens, in nats: mean and largest |log p_Q − log p| a token.
+
+    Args:
+        model: with linears attached, and activations calibrated where the format asks for it.
+        batches: input_ids and attention_mask, (B, L), padded on the right; padding does not count.
+    """
+    import torch
+
+    gaps = []
+    training = model.training
+    with torch.no_grad():
+        model.eval()
+        for batch in batches:
+            quantized = _logprobs(model, batch)
+            with off(model):
+                gaps.append((quantized - _logprobs(model, batch)).abs()[batch["attention_mask"][:, 1:].bool()])
+    model.train(training)
+    every = torch.cat(gaps)
+    return float(every.mean()), float(every.max())
+
+
+def _logprobs(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+    """Of each next token, (B, L - 1), float32."""
+    logits = model(**batch, use_cache=False).logits[:, :-1].float()
+    return logits.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+
+
+def set_activation_scales(model: nn.Module, found: dict[str, float]) -> None:
+    """Puts scales of an earlier calibration back.
+
+    Raises:
+        BadInput: they belong to another model.
+    """
+    import torch
+
+    named = {path: module for path, module in model.named_modules() if isinstance(module, QATLinear)}
+    if missing := sorted(set(named) ^ set(found)):
+        raise BadInput(
+            f"The activation scales do not fit the model: {missing[0]} is missing or unknown; calibrate anew."
+        )
+    for path, module in named.items():
+        module.input_global_scale = torch.tensor([found[path]], dtype=torch.float32, device=module.weight.device)
+
+
+def _sharing(found: dict[str, nn.Linear]) -> list[list[str]]:
+    """Names of the linears, those that share a scale together."""
+    groups: dict[tuple, list[str]] = {}
+    for path in found:
+        parent, _, name = path.rpartition(".")
+        fused = next((names for names in FUSED if name in names), (name,))
+        groups.setdefault((parent, fused), []).append(path)
+    return list(groups.values())

@@ -1,0 +1,155 @@
+"""Rollouts by vLLM, in the training process or by a server: what is refused, and the trainer that samples through it.
+
+The trainer is TRL's. It is given a link to the engine that qrl makes (`generation`), and logs how far that engine is from the
+model that is trained (`engine_gap`).
+"""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+import warnings
+
+from qrl import process
+from qrl.errors import BadInput
+from qrl.recipe import Rollout, Train
+from qrl.train import engine_gap, generation, vllm_engine
+
+VLLM = "vllm"
+DEFAULT = Rollout()
+METRICS = ("kl_k1", "kl_k3", "token_ess", "sequence_ess", "sync_s", "generate_s", "completions_per_s", "tokens_per_s")
+PREFIX = "rollout/"  # of their names, as TRL logs them and as MLflow shows them
+
+
+def check(settings: Rollout, device: str, train: Train) -> None:
+    """Refuses what this recipe's rollouts cannot do on this machine, before any environment is built or weight is loaded.
+
+    Raises:
+        BadInput: FP8 without vLLM, vLLM with quantization-aware training or without a GPU, FP8 on a GPU that lacks it, a server that does not answer, or an
+            adapter over a base that several processes hold parts of.
+    """
+    if settings.engine != VLLM:
+        if settings.quantization != "none":
+            raise BadInput(
+                f"rollout.quantization = {settings.quantization} needs an engine that has it: set rollout.engine = vllm, or quantization = none."
+            )
+        return
+    if train.qat != "none":
+        raise BadInput(
+            f"train.qat = {train.qat} samples with transformers: vLLM would be sent the masters and sample from other weights than "
+            "the loss sees. Set rollout.engine = transformers, or train.qat = none."
+        )
+    if device != "cuda":
+        raise BadInput(
+            "rollout.engine = vllm samples on a GPU, but this run's device is the CPU: set rollout.engine = transformers, or run on a GPU."
+        )
+    if train.adapter and process.sharded():
+        raise BadInput(
+            "rollout.engine = vllm sends an adapter's weights from whole layers, but FSDP shards them: launch without FSDP, "
+            "or set train.method = full."
+        )
+    if settings.mode == "server":
+        check_server(settings.server)
+    elif settings.quantization == "fp8":
+        import torch
+
+        check_fp8(torch.cuda.get_device_capability(), torch.cuda.get_device_name())
+
+
+def check_installed(settings: Rollout) -> None:
+    """Refuses vLLM where it is not.
+
+    Raises:
+        BadInput: it cannot be imported here.
+    """
+    if settings.engine == VLLM and not vllm_engine.installed():
+        raise BadInput(
+            "rollout.engine = vllm, but vLLM is not installed in this environment: run under `mlflow run . -e train … "
+            "--env-manager uv`, which builds projects/vllm, or set rollout.engine = transformers."
+        )
+
+
+def check_fp8(capability: tuple[int, int], name: str) -> None:
+    """Refuses FP8 on a GPU that cannot multiply in it.
+
+    Args:
+        capability: CUDA compute capability, (major, minor).
+        name: of the GPU, for the sentence.
+    """
+    if tuple(capability) < vllm_engine.FP8_CAPABILITY:
+        have, need = (".".join(map(str, pair)) for pair in (capability, vllm_engine.FP8_CAPABILITY))
+        raise BadInput(
+            f"rollout.quantization = fp8 needs a GPU of compute capability {need} (Ada, Hopper or newer), but {name} has "
+            f"{have}: set rollout.quantization = none."
+        )
+
+
+def check_server(address: str) -> None:
+    """Refuses a rollout server that does not say that it is well."""
+    try:
+        with urllib.request.urlopen(f"{address.rstrip('/')}/health", timeout=10):
+            return
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise BadInput(
+            f"No rollout server answers at rollout.server = {address} ({getattr(error, 'reason', error)}): start one as "
+            "qrl/train/ROLLOUTS.md says, or set rollout.mode = colocate."
+        ) from None
+
+
+def arguments(settings: Rollout) -> dict:
+    """What TRL's own configuration has to know: how much a token counts that the engine drew with another probability."""
+    if settings.engine != VLLM:
+        return {}
+    corrects = settings.importance_sampling != "none"
+    return {
+        "vllm_importance_sampling_correction": corrects,
+        "vllm_importance_sampling_clip_max": settings.importance_sampling_max,
+    } | ({"vllm_importance_sampling_mode": settings.importance_sampling} if corrects else {})
+
+
+def trainer_class(settings: Rollout) -> type:
+    """TRL's GRPO trainer, or one whose rollouts vLLM draws.
+
+    Raises:
+        BadInput: vLLM is asked for where it is not installed.
+    """
+    check_installed(settings)
+    from trl import GRPOTrainer
+
+    if settings.engine != VLLM:
+        return GRPOTrainer
+
+    class Trainer(GRPOTrainer):
+        def __init__(self, *given, **named):
+            super().__init__(*given, **named)
+            self.use_vllm, self.vllm_mode = True, settings.mode
+            self.args.use_vllm, self.args.vllm_mode = True, settings.mode  # for the record of the run
+            self.vllm_generation = generation.link(self, settings)
+            self._last_loaded_step = -1
+
+        def _generate_and_score_completions(self, inputs):
+            found = super()._generate_and_score_completions(inputs)
+            engine, own = found.get("sampling_per_token_logps"), found.get("old_per_token_logps")
+            metrics = self.vllm_generation.speed(found["completion_mask"])
+            if engine is not None and own is not None:
+                gap = engine_gap.measure(own, engine, found["completion_mask"], self.accelerator.gather)
+                metrics |= vars(gap)
+                self.warned = getattr(self, "warned", False) or warn(gap, settings)
+            for name, value in metrics.items():
+                self._metrics["train" if self.model.training else "eval"][PREFIX + name].append(value)
+            return found
+
+    return Trainer
+
+
+def warn(gap: engine_gap.Gap, settings: Rollout) -> bool:
+    """Says when the engine is further from the trained model than the recipe allows; whether it did."""
+    if gap.kl_k3 <= settings.max_kl and gap.token_ess >= settings.min_effective_sample_size:
+        return False
+    warnings.warn(
+        f"The rollout engine samples from another distribution than the one that is trained: KL {gap.kl_k3:.2g} nats a token "
+        f"(rollout.max_kl {settings.max_kl:g}), effective sample size {gap.token_ess:.2f} of the tokens "
+        f"(rollout.min_effective_sample_size {settings.min_effective_sample_size:g}). Set rollout.quantization = none, or watch the reward.",
+        stacklevel=3,
+    )
+    return True

@@ -1,0 +1,471 @@
+"""GRPO on one GPU, measured: what rollouts, their weights and the update cost, and what they change.
+
+    python tests/benchmarks/rollouts.py lift speed update fp8 --out FOLDER    # a process a case, one JSON line each
+    python tests/benchmarks/rollouts.py --print FOLDER                        # the tables again, from those lines
+
+lift      the built-in model, 2,000 held-out questions: each method's gain through vLLM rollouts, paired interval
+server    the same QLoRA through a rollout server on a second GPU, bf16 and FP8
+step      the built-in model, transformers rollouts: our step against a bare TRL script's, in turn
+speed     Qwen2.5-1.5B's shape, 64 × 8 completions of 256 tokens: TRL as shipped and ours, transformers and vLLM
+update    the update alone, without any engine: step time and peak memory of full, LoRA and QLoRA, with and without a reference
+fp8       Qwen3-8B's shape: bf16 against FP8 rollouts, sync included
+Shapes have random weights: their time is the real model's, their log-probabilities are not.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+SHAPES = {
+    "1.5b": dict(model_type="qwen2", hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True),
+    "8b": dict(model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=False),
+    "micro": dict(model_type="qwen2", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=1024, tie_word_embeddings=True),
+}  # fmt: skip
+BATCH = dict(
+    prompts_per_step=64,
+    generations=8,
+    micro_batch=64,
+    questions=256,
+    max_completion_tokens=256,
+    gradient_checkpointing=True,
+    learning_rate=1e-6,
+)
+ADAPTER = BATCH | dict(learning_rate=1e-5)
+SMALLER = {"1.5b": {}, "8b": dict(prompts_per_step=8, micro_batch=16)}
+VLLM = dict(engine="vllm", gpu_memory_utilization=0.3)
+TINY = dict(steps=20, prompts_per_step=64, generations=8, micro_batch=512, max_completion_tokens=80, learning_rate=3e-5)
+TINY_LORA = TINY | dict(learning_rate=1e-3, dtype="bf16")
+SERVER = "http://127.0.0.1:8017"
+CASES = {
+    "lift": {
+        "full": dict(train=TINY, rollout=VLLM | dict(gpu_memory_utilization=0.1)),
+        "lora": dict(train=TINY_LORA | dict(method="lora"), rollout=VLLM | dict(gpu_memory_utilization=0.1)),
+        "qlora": dict(train=TINY_LORA | dict(method="qlora", beta=0.01), rollout=VLLM | dict(gpu_memory_utilization=0.1)),
+        "qlora fp8": dict(train=TINY_LORA | dict(method="qlora", beta=0.01), rollout=VLLM | dict(gpu_memory_utilization=0.1, quantization="fp8", sleep="on")),
+    },
+    "speed": {
+        "TRL transformers": dict(shape="1.5b", bare=True, train=BATCH | dict(steps=2, dtype="bf16"), rollout={}),
+        "ours transformers": dict(shape="1.5b", train=BATCH | dict(steps=2, dtype="bf16"), rollout={}),
+        "TRL vllm": dict(shape="1.5b", bare=True, train=BATCH | dict(steps=4, dtype="bf16"), rollout=VLLM | dict(sleep="off")),
+        "ours vllm": dict(shape="1.5b", train=BATCH | dict(steps=4, dtype="bf16"), rollout=VLLM | dict(sleep="off"), parts=True),
+        "ours vllm, sleeping": dict(shape="1.5b", train=BATCH | dict(steps=4, dtype="bf16"), rollout=VLLM | dict(sleep="on")),
+        "ours vllm, qlora": dict(shape="1.5b", train=ADAPTER | dict(steps=4, method="qlora"), rollout=VLLM | dict(sleep="off")),
+    },
+    "server": {
+        name: dict(serves=name, train=TINY_LORA | dict(method="qlora", beta=0.01), rollout=dict(engine="vllm", mode="server", server=SERVER, quantization=name))
+        for name in ("none", "fp8")
+    },
+    "step": {"ours against TRL": dict(alternate=3, train=TINY | dict(steps=5), rollout={})},
+    "update": {
+        f"{shape} {method}{' with a reference' if beta else ''}": dict(shape=shape, canned=True, train=(BATCH if method == "full" else ADAPTER) | SMALLER[shape] | dict(steps=3, method=method, beta=beta, dtype="bf16"), rollout={})
+        for shape, method, beta in [("1.5b", "full", 0.0), ("1.5b", "full", 0.01), ("1.5b", "lora", 0.0), ("1.5b", "lora", 0.01), ("1.5b", "qlora", 0.0), ("8b", "lora", 0.0), ("8b", "lora", 0.01), ("8b", "qlora", 0.01)]
+    },
+    "fp8": {
+        name: dict(shape="8b", rounds=[[512, 256], [192, 2048]], train=ADAPTER | dict(steps=1, method="lora", dtype="bf16"), rollout=VLLM | dict(gpu_memory_utilization=0.75, max_model_tokens=4096, quantization=name, sleep="off"))
+        for name in ("none", "fp8")
+    },
+}  # fmt: skip
+
+
+def checkpoint_of(shape: str) -> Path:
+    """A folder with random bf16 weights of a shape, under the built-in model's tokenizer; made once a machine."""
+    import shutil
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from qrl import checkpoint, tiny
+
+    folder = Path(tempfile.gettempdir()) / f"qrl-shape-{shape}"
+    if (folder / "config.json").is_file():
+        return folder
+    own = json.loads((tiny.PATH / "config.json").read_text())
+    config = AutoConfig.for_model(max_position_embeddings=40960, eos_token_id=own["eos_token_id"], pad_token_id=own["pad_token_id"], **SHAPES[shape])  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    partial = folder.with_suffix(".partial")
+    model.save_pretrained(partial)
+    for name in (*checkpoint.TOKENIZER_FILES, "generation_config.json"):
+        if (tiny.PATH / name).is_file():
+            shutil.copy(tiny.PATH / name, partial / name)
+    partial.rename(folder)
+    return folder
+
+
+def trainer_of(case: dict, work: Path):
+    """The trainer of a case and its settings: ours through `grpo`, or TRL's own with the same numbers."""
+    from qrl import tasks, tiny
+    from qrl.recipe import Rollout, Train
+    from qrl.tasks import prompt
+    from qrl.train import arguments, grpo, policy, reward
+
+    base = checkpoint_of(case["shape"]) if "shape" in case else tiny.PATH
+    train, rollout = Train(**case["train"]), Rollout(**case["rollout"])
+    questions = tasks.load("arithmetic", "train", train.questions, 0)
+    rows = [{"prompt": prompt.messages(q.question, "plain"), "answer": q.answer} for q in questions]
+    place = {"task": "arithmetic", "seed": 0, "device": device(), "work": work}
+    if not case.get("bare"):
+        return grpo._trainer(base, rows, train, **place, rollout=rollout, log=lambda metrics, step: None), train
+    from trl import GRPOTrainer
+
+    from qrl.engine import hf
+
+    engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": rollout.gpu_memory_utilization} if rollout.engine == "vllm" else {}  # fmt: skip
+    settings = arguments.make(train, seed=0, device=device(), work=work, **engine)
+    return GRPOTrainer(model=policy.load(base, train, device()), reward_funcs=reward.functions("arithmetic", train.rewards), args=settings, train_dataset=grpo._dataset(rows), processing_class=hf.tokenizer(base), peft_config=policy.adapter(train)), train  # fmt: skip
+
+
+def device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def finished() -> float:
+    """The clock, once the GPU has done all it was given."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def train(case: dict) -> dict:
+    """Trains a case's steps; medians over all but the first, seconds of drawing (sync included) apart from the rest."""
+    if case.get("alternate"):
+        return alternate(case)
+    import torch
+    from transformers import TrainerCallback
+
+    from qrl.train import policy
+
+    drawing, steps = [], []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            self.began = finished()
+
+        def on_step_end(self, *_, **__):
+            steps.append(finished() - self.began)
+
+    with tempfile.TemporaryDirectory() as work:
+        made, settings = trainer_of(case, Path(work))
+        if case.get("rounds"):
+            return rounds(made, case["rounds"])
+        made.args.save_strategy = "no"
+        made.add_callback(Clock())
+        draw = made._generate_single_turn
+
+        def timed(prompt_ids, *rest, **named):
+            began = finished()
+            if case.get("canned"):
+                made_up = torch.randint(3, 384, (len(prompt_ids), settings.max_completion_tokens)).tolist()
+                answer = made_up, None
+            else:
+                answer = draw(prompt_ids, *rest, **named)
+            drawing.append((finished() - began, len(prompt_ids), sum(map(len, answer[0]))))
+            return answer
+
+        made._generate_single_turn = timed
+        frozen = policy.frozen_digest(made.model) if settings.adapter and not case.get("canned") else None
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        made.train()
+        history = made.state.log_history
+        found = {
+            "step_s": statistics.median(steps[1:]),
+            "draw_s": statistics.median(seconds for seconds, _, _ in drawing[1:]),
+            "completions": drawing[-1][1],
+            "tokens": drawing[-1][2],
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else math.nan,
+            "steps": len(steps),
+        }
+        for name in ("sync_s", "generate_s", "kl_k1", "kl_k3", "token_ess", "sequence_ess"):
+            values = [row[f"rollout/{name}"] for row in history if f"rollout/{name}" in row]
+            if values:
+                found[name] = statistics.median(values[1:])
+                found[f"{name}_worst"] = min(values) if name.endswith("ess") else max(values)
+        if frozen:
+            found["base_unmoved"] = policy.frozen_digest(made.model) == frozen
+        if case.get("parts"):
+            found |= parts(made)
+        if "shape" not in case:
+            found |= lift(made, settings)
+        return found
+
+
+@contextlib.contextmanager
+def server(case: dict):
+    """A rollout server on the second GPU while the first trains; the command that ROLLOUTS.md gives."""
+    from qrl import tiny
+
+    if not case.get("serves"):
+        yield
+        return
+    words = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(tiny.PATH),
+        "--dtype",
+        "bfloat16",
+    ]
+    words += [
+        "--port",
+        SERVER.rpartition(":")[2],
+        "--gpu-memory-utilization",
+        "0.2",
+        "--logprobs-mode",
+        "processed_logprobs",
+    ]
+    words += ["--weight-transfer-config", '{"backend": "nccl"}']
+    words += ["--quantization", "fp8_per_tensor"] if case["serves"] == "fp8" else []
+    serving = subprocess.Popen(words, env=os.environ | {"CUDA_VISIBLE_DEVICES": "1", "VLLM_SERVER_DEV_MODE": "1"})
+    try:
+        deadline = time.monotonic() + 150
+        while time.monotonic() < deadline and serving.poll() is None:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{SERVER}/health", timeout=2)
+                break
+            time.sleep(1)
+        yield
+    finally:
+        serving.terminate()
+        serving.wait(30)
+
+
+def alternate(case: dict) -> dict:
+    """Our step against a bare TRL script's, in turn in one process: medians of all steps but each round's first."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def __init__(self):
+            self.steps = []
+
+        def on_step_begin(self, *_, **__):
+            self.began = finished()
+
+        def on_step_end(self, *_, **__):
+            self.steps.append(finished() - self.began)
+
+    with tempfile.TemporaryDirectory() as work:
+        made, clocks = {}, {}
+        for name in ("ours", "TRL"):
+            made[name], _ = trainer_of(case | {"bare": name == "TRL"}, Path(work, name))
+            clocks[name] = Clock()
+            made[name].args.save_strategy = "no"
+            made[name].add_callback(clocks[name])
+        kept = {name: [] for name in made}
+        for _ in range(case["alternate"]):
+            for name, trainer in made.items():
+                clocks[name].steps.clear()
+                trainer.train()
+                kept[name] += clocks[name].steps[1:]
+    median = {name: statistics.median(steps) for name, steps in kept.items()}
+    return {f"{name}_step_s": value for name, value in median.items()} | {
+        "ratio": median["ours"] / median["TRL"],
+        "steps": {name: [round(step, 4) for step in steps] for name, steps in kept.items()},
+    }
+
+
+def parts(made) -> dict:
+    """What log-probabilities, their form and the way of sending weights cost, on one warm engine: TRL's ways beside ours."""
+    from trl.generation.vllm_generation import extract_logprobs
+    from vllm import SamplingParams
+
+    from qrl.train import vllm_engine
+
+    engine, own = made.vllm_generation.llm, made.vllm_generation
+    ids = made.processing_class("Tom has 3 apples and buys 12 more. " * 3)["input_ids"]
+    asked = [{"prompt_token_ids": ids} for _ in range(512)]
+    plain = dict(temperature=1.0, max_tokens=256, ignore_eos=True)
+    ways = {
+        "engine_alone_s": plain | dict(detokenize=False),
+        "with_flat_logprobs_s": plain | dict(detokenize=False, logprobs=0, flat_logprobs=True),
+        "with_logprob_objects_s": plain | dict(detokenize=False, logprobs=0),
+        "as_TRL_asks_s": plain | dict(logprobs=0),
+    }
+    found = {}
+    for name, options in ways.items():
+        began = finished()
+        answers = engine.generate(asked, sampling_params=SamplingParams(**options), use_tqdm=False)
+        if name == "as_TRL_asks_s":
+            extract_logprobs(answers)
+        elif "logprobs" in options:
+            [vllm_engine._sampled(answer.outputs[0]) for answer in answers]
+        found[name] = finished() - began
+    model = engine.llm_engine.model_executor.driver_worker.model_runner.model
+    began = finished()
+    for name, weight in own._iter_named_params():
+        model.load_weights([(name, weight)])
+    found["sync_one_by_one_s"] = finished() - began
+    began = finished()
+    own.sync_weights()
+    found["sync_in_one_s"] = finished() - began
+    return found
+
+
+def rounds(made, shapes: list) -> dict:
+    """Rollouts with the sync before them and no update: seconds of both, and the gap to the trainer over some of them."""
+    import torch
+
+    from qrl.train import engine_gap, vllm_engine
+
+    own, found = made.vllm_generation, {}
+    ids = made.processing_class("Tom has 3 apples and buys 12 more. " * 6)["input_ids"]
+    for count, tokens in shapes:
+        own.speed(torch.ones(1, 1))
+        own.sync_weights()
+        began = finished()
+        drawn, logprobs = vllm_engine.generate(
+            own.llm, [ids] * count, temperature=1.0, max_tokens=tokens, more={"ignore_eos": True}
+        )
+        drew = finished() - began
+        sync = own.seconds["sync"]
+        found[f"{count}x{tokens}"] = {
+            "sync_s": sync,
+            "generate_s": drew,
+            "completions_per_s": count / (sync + drew),
+            "tokens_per_s": sum(map(len, drawn)) / (sync + drew),
+        }
+        rows = torch.tensor([ids + row for row in drawn[:16]], device=made.accelerator.device)
+        with torch.no_grad():
+            scored, _, _ = made._get_per_token_logps_and_entropies(
+                made.model, rows, torch.ones_like(rows), tokens, batch_size=2
+            )
+        engine = torch.tensor(logprobs[:16], device=rows.device)
+        found[f"{count}x{tokens}"] |= vars(engine_gap.measure(scored, engine, torch.ones_like(engine)))
+    return {"rounds": found}
+
+
+def lift(made, settings) -> dict:
+    """Held-out accuracy before and after, on the same 2,000 questions: the model that was trained, adapter on, in bf16."""
+    import torch
+    from transformers import GenerationConfig
+
+    from qrl import stats, tasks, tiny
+    from qrl.engine import hf
+    from qrl.tasks.prompt import render
+
+    questions = tasks.load("arithmetic", "heldout", 2000, 0)
+    tokens = hf.tokenizer(tiny.PATH)
+    prompts = [render(tokens, q.question, "plain") for q in questions]
+    own = made.accelerator.unwrap_model(made.model)
+    before, _ = hf.load(tiny.PATH, device(), torch.float32)
+    own.generation_config = GenerationConfig(
+        eos_token_id=before.generation_config.eos_token_id, pad_token_id=before.generation_config.pad_token_id
+    )
+    own.config.use_cache = True
+    right = []
+    for model in (before, own.eval()):
+        answers = hf.generate(model, tokens, prompts, max_new_tokens=96, batch_size=500)
+        verdicts = tasks.grade_many("arithmetic", [answer.text for answer in answers], [q.answer for q in questions])
+        right.append([int(verdict.strict) for verdict in verdicts])
+    gain = stats.contrast(right, (-1, 1))
+    return {
+        "n": len(questions),
+        "accuracy_base": sum(right[0]) / len(questions),
+        "accuracy": sum(right[1]) / len(questions),
+        "gain": gain.estimate,
+        "gain_low": gain.low,
+        "gain_high": gain.high,
+    }
+
+
+def versions() -> dict:
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    found = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none"}
+    for name in ("torch", "transformers", "trl", "peft", "bitsandbytes", "vllm"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("groups", nargs="*", help=f"of {', '.join(CASES)}; GROUP/CASE for one")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for results.jsonl and a log a case")
+    parser.add_argument("--print", dest="show", type=Path, help="folder of results.jsonl to print")
+    parser.add_argument("--one", nargs=2, metavar=("GROUP", "CASE"), help=argparse.SUPPRESS)
+    parser.add_argument("--timeout", type=int, default=280, help="seconds a case may take")
+    given = parser.parse_args()
+    if given.show:
+        show(given.show)
+    elif given.one:
+        group, name = given.one
+        began = time.perf_counter()
+        if group == "server":
+            os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # the trainer's; before torch looks
+        with server(CASES[group][name]):
+            found = train(CASES[group][name])
+        row = {
+            "group": group,
+            "case": name,
+            **found,
+            "seconds": time.perf_counter() - began,
+            "settings": CASES[group][name],
+            **versions(),
+        }
+        with open(given.out / "results.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+    else:
+        given.out.mkdir(parents=True, exist_ok=True)
+        for asked in given.groups:
+            group, _, only = asked.partition("/")
+            for name in [only] if only else CASES[group]:
+                run_apart(group, name, given)
+        show(given.out)
+
+
+def run_apart(group: str, name: str, given) -> None:
+    """A case in a process of its own: an engine's memory comes back only with its process."""
+    words = [sys.executable, __file__, "--one", group, name, "--out", str(given.out)]
+    began = time.perf_counter()
+    with open(given.out / f"{group}-{name.replace(' ', '_').replace(',', '')}.log", "w") as log:
+        try:
+            code = subprocess.run(
+                words,
+                check=False,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=given.timeout,
+                env=os.environ | {"TQDM_DISABLE": "1"},
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = "timed out"
+    print(f"{group}/{name}: {code} in {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def show(folder: Path) -> None:
+    """A line a case, in the order measured."""
+    for line in (folder / "results.jsonl").read_text().splitlines() if (folder / "results.jsonl").is_file() else []:
+        row = json.loads(line)
+        skipped = {"group", "case", "settings", *versions()}
+        values = {
+            key: f"{value:.4g}" if isinstance(value, float) else value
+            for key, value in row.items()
+            if key not in skipped
+        }
+        print(f"{row['group']}/{row['case']} ({row['gpu']}, vllm {row['vllm']}): {values}")
+
+
+if __name__ == "__main__":
+    main()

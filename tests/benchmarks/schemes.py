@@ -1,0 +1,49 @@
+"""What each scheme stores, costs and loses on qrl-tiny: `python tests/benchmarks/schemes.py [SCHEME …]`; about six minutes on one core for all.
+
+Scheme awq is made in projects/awq, so it is not among them; a study measures it.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from qrl import names, process, quantize, stats, tasks, tiny
+from qrl.evaluate import cells
+from qrl.quantize import staging
+from qrl.tasks import prompt
+
+N, TEMPLATE = 1000, "answer-line"
+ASK = {"task": "arithmetic", "template": TEMPLATE, "device": "cpu", "max_new_tokens": 128, "batch_size": 256}
+SCHEMES = (*names.BITSANDBYTES, *names.COMPRESSED)
+HEAD = ("scheme", "bits a weight", "MB on disk", "seconds", "error after the last layer", "accuracy", "− fp16")
+
+
+def main(schemes: list[str]) -> None:
+    """Prints a row a scheme, as soon as it is there."""
+    process.settle()
+    process.hush_transformers()
+    tokens = staging.tokenizer(tiny.PATH)
+    texts = [prompt.training_text(tokens, question, TEMPLATE) for question in tasks.load("arithmetic", "train", 128, 0)]
+    questions = tasks.load("arithmetic", "heldout", N, 0)
+    reference = correct("fp16", tiny.PATH, questions)
+    print(f"fp16: {reference.mean():.3f}, n = {N}\n\n| {' | '.join(HEAD)} |\n|---{'|---:' * (len(HEAD) - 1)}|")
+    for scheme in schemes:
+        with tempfile.TemporaryDirectory() as folder:
+            made = quantize.run(scheme, tiny.PATH, Path(folder) / scheme, calibration=texts, probe=texts)
+            own = correct(scheme, made.path, questions)
+        lost = stats.contrast(np.stack([own, reference]), (1, -1))
+        cost = f"{made.bits_per_weight:.2f} | {made.bytes / 1e6:.2f} | {made.seconds:.1f} | {made.layer_errors[-1]:.2g}"
+        found = f"{own.mean():.3f} | {stats.signed(lost.estimate)} [{stats.signed(lost.low)}, {stats.signed(lost.high)}]"
+        print(f"| {scheme} | {cost} | {found} |", flush=True)
+
+
+def correct(scheme: str, path: Path, questions: list) -> np.ndarray:
+    return cells.ask(cells.Cell("base", scheme, path), questions, **ASK).frame["correct"].to_numpy(float)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or list(SCHEMES))

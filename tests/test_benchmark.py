@@ -1,0 +1,147 @@
+"""The benchmark on the shipped model: what it counts is what was written, and every figure has its interval."""
+
+import json
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from qrl import benchmark, figures, recipe, tiny
+from qrl.benchmark import http, local, summary
+from qrl.engine import hf
+from qrl.errors import BadInput
+from qrl.recipe import Benchmark
+from qrl.steps import benchmark as step
+from qrl.tasks import load, prompt
+
+SMALL = {"batches": (1, 4), "requests": 4, "rounds": 2, "new_tokens": 5}
+CELLS = [benchmark.Subject("base", "fp16", tiny.PATH), benchmark.Subject("grpo", "fp16", tiny.PATH)]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return local.Transformers(tiny.PATH, "cpu", "auto")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    tokens = hf.tokenizer(tiny.PATH)
+    return [prompt.render(tokens, question.question, "answer-line") for question in load("arithmetic", "heldout", 6, 0)]
+
+
+@pytest.fixture(scope="module")
+def frame(engine, prompts):
+    return benchmark.run(CELLS, [prompts, prompts], lambda subject: local.Transformers(subject.path, "cpu", "auto"), Benchmark(**SMALL))
+
+
+def test_every_model_is_asked_in_every_mode_and_round(frame):
+    counts = frame.groupby(["variant", "batch", "round"]).size()
+    assert len(counts) == 2 * 2 * 2 and set(counts) == {4}
+    assert frame[frame["batch"] == 1]["turn"].nunique() == 4 and frame[frame["batch"] == 4]["turn"].nunique() == 1
+    assert (frame["new_tokens"] == 5).all()
+    assert (frame["first_token_s"] > 0).all() and (frame["first_token_s"] < frame["latency_s"]).all()
+    assert (frame["latency_s"] <= frame["turn_s"]).all()
+    assert frame["engine"].str.fullmatch(r"transformers \d+\.\d+\.\d+").all()
+
+
+def test_models_take_turns_at_going_first():
+    order = []
+
+    class Silent:
+        name, weights_bytes = "none 0", 0
+
+        def __init__(self, subject):
+            self.label = subject.label
+
+        def close(self):
+            pass
+
+        def ask(self, prompts, *, new_tokens, fixed):
+            order.append(self.label)
+            return benchmark.Answered((benchmark.Request(1, 1, 0.1, 0.2),) * len(prompts), 0.2, 0)
+
+    benchmark.run(CELLS, [[[1]], [[1]]], Silent, Benchmark(batches=(1,), requests=1, rounds=2, new_tokens=1))
+    assert order[2:] == ["base · fp16", "grpo · fp16", "grpo · fp16", "base · fp16"]  # the first two warm up
+
+
+def test_a_natural_answer_is_the_engines_own_and_ends_where_it_ends(engine, prompts):
+    model, tokens = hf.load(tiny.PATH, "cpu", engine._model.dtype)
+    expected = [answer.n_tokens for answer in hf.generate(model, tokens, prompts, max_new_tokens=60, batch_size=6)]
+    answered = engine.ask(prompts, new_tokens=60, fixed=False)
+    assert [request.new_tokens for request in answered.requests] == expected
+    assert len(set(expected)) > 1
+    shortest, longest = (answered.requests[expected.index(pick(expected))] for pick in (min, max))
+    assert shortest.latency_s < longest.latency_s == answered.seconds
+
+
+def test_memory_is_counted_from_shapes(engine, prompts):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(tiny.PATH)
+    answered = engine.ask(prompts[:2], new_tokens=7, fixed=True)
+    cached = max(map(len, prompts[:2])) + 7 - 1  # the last token is written, never read
+    width = config.hidden_size // config.num_attention_heads
+    assert answered.cache_bytes == 2 * config.num_hidden_layers * 2 * cached * config.num_key_value_heads * width * 4
+    assert local.token_bytes(config, "float32") * 2 * cached == answered.cache_bytes
+    assert engine.weights_bytes == pytest.approx(2 * (tiny.PATH / "model.safetensors").stat().st_size, rel=0.01)  # bf16 there, fp32 here
+
+
+def test_lines_follow_from_the_requests(frame):
+    found = summary.lines(frame)
+    assert [(line.label, line.batch) for line in found] == [(cell.label, batch) for cell in CELLS for batch in (1, 4)]
+    line = found[3]
+    rows = frame[(frame["variant"] == "grpo") & (frame["batch"] == 4)]
+    speeds = [5 * 4 / rows[rows["round"] == number]["turn_s"].iloc[0] for number in (0, 1)]
+    assert line.tokens_per_s.estimate == pytest.approx(np.mean(speeds))
+    low, high = scipy.stats.t.interval(0.95, 1, np.mean(speeds), scipy.stats.sem(speeds))
+    assert (line.tokens_per_s.low, line.tokens_per_s.high) == pytest.approx((low, high))
+    assert found[0].relative is None and line.relative.n == 2
+    with pytest.raises(ValueError, match="1 round supports no interval"):
+        summary.over_rounds([1.0])
+
+
+def test_the_table_and_the_figure_state_intervals_and_n(frame, tmp_path):
+    found = summary.lines(frame)
+    text = summary.markdown(found, "A note.")
+    assert "over 2 interleaved rounds, n = 8 requests" in text and text.count("[") == 4 * 5 - 2
+    unknown = summary.lines(frame.assign(weights_bytes=None))
+    assert "| not known |" in summary.markdown(unknown, "")
+    assert not any("weights_bytes" in name for by_batch in summary.metrics(unknown).values() for values in by_batch.values() for name in values)
+    figures.speeds(found, tmp_path / "speeds.png")
+    assert (tmp_path / "speeds.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_too_few_prompts_are_refused(engine, prompts):
+    with pytest.raises(BadInput, match=r"6 prompts, but a batch of 8"):
+        benchmark.run(CELLS[:1], [prompts], lambda subject: engine, Benchmark(**SMALL | {"batches": (8,)}))
+
+
+def test_the_step_logs_a_table_a_figure_and_a_run_for_each(store, capsys):
+    import mlflow
+
+    settings = recipe.load("tiny", {f"benchmark.{key}": ",".join(map(str, value)) if isinstance(value, tuple) else str(value) for key, value in SMALL.items()})
+    step.benchmark(settings, stages=None, models="base:fp16=qrl-tiny,grpo:fp16=qrl-tiny", url=None)
+    assert "| grpo · fp16 | 4 |" in capsys.readouterr().out
+    cells = mlflow.search_runs(filter_string="tags.`qrl.variant` LIKE '%'", output_format="list")
+    assert {run.info.run_name for run in cells} == {cell.label for cell in CELLS}
+    for run in cells:
+        assert {f"serve/{name}" for name in ("tokens_per_s", "latency_p50_s", "latency_p95_s")} <= set(run.data.metrics)
+        history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "serve/tokens_per_s")
+        assert [point.step for point in history] == [1, 4]
+    parent = mlflow.get_run(cells[0].data.tags["mlflow.parentRunId"])
+    assert {info.path for info in mlflow.artifacts.list_artifacts(run_id=parent.info.run_id)} >= {"benchmark.md", "benchmark.parquet", "figures"}
+
+
+def test_nothing_to_measure_is_told(store):
+    for given, words in (({"stages": None}, "no version at any of base, grpo, awq"), ({"stages": "awq"}, "awq")):
+        with pytest.raises(BadInput, match=words):
+            step.benchmark(recipe.load("tiny"), models=None, url=None, **given)
+
+
+def test_a_server_needs_vllm_and_is_asked_by_its_own_benchmark(tmp_path):
+    with pytest.raises(BadInput, match="vllm bench serve"):
+        http.run("http://127.0.0.1:1", "m@1", ["a"], tiny.PATH, Benchmark())
+    words = http.command("http://h:1", "m@1", tmp_path / "p", tiny.PATH, 16, Benchmark(new_tokens=9, requests=4), tmp_path)
+    given = dict(zip(words[3:-3:2], words[4:-2:2], strict=True))
+    assert (given["--max-concurrency"], given["--num-prompts"], given["--custom-output-len"]) == ("16", "16", "9")
+    assert words[-1] == "--ignore-eos" and json.dumps(words)

@@ -1,0 +1,56 @@
+"""Next-token distributions before and after quantization, against their definitions one text at a time."""
+
+import pytest
+import torch
+
+from qrl import quantize
+from qrl.diagnose import behaviour
+from qrl.engine import hf
+
+TEXTS = [[5, 9, 3, 7, 11, 2], [8, 8, 4], [6, 1, 2, 3, 4, 5, 6, 7, 8, 9]]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint):
+    return hf.load(tiny_checkpoint, "cpu", torch.float32)[0]
+
+
+def test_a_model_agrees_with_itself(model):
+    found = behaviour.against(model, model, TEXTS)
+    assert found.kl == pytest.approx(0, abs=1e-6)
+    assert (found.top1_agreement, found.n, found.positions) == (1, 3, 19)
+
+
+def test_batches_change_nothing(model, monkeypatch):
+    whole = behaviour.sensitivity(model, TEXTS)[1]
+    monkeypatch.setattr(behaviour, "POSITIONS", 6)
+    alone = behaviour.sensitivity(model, TEXTS)[1]
+    assert (alone.kl, alone.top1_agreement) == (pytest.approx(whole.kl, rel=1e-3), whole.top1_agreement)
+
+
+def test_divergence_follows_its_definition(model, tiny_checkpoint, tmp_path):
+    path = quantize.run("nf4", tiny_checkpoint, tmp_path / "nf4").path
+    quantized = hf.load(path, "cpu", torch.float32)[0]
+    found = behaviour.against(model, quantized, TEXTS)
+    divergences, agreements = [], []
+    for text in TEXTS:
+        with torch.inference_mode():
+            p, q = (each(torch.tensor([text])).logits[0].double().softmax(-1) for each in (model, quantized))
+        divergences.append((p * (p / q).log()).sum(-1))
+        agreements.append((p.argmax(-1) == q.argmax(-1)).double())
+    assert found.kl == pytest.approx(torch.cat(divergences).mean().item(), rel=1e-3)
+    assert found.top1_agreement == pytest.approx(torch.cat(agreements).mean().item())
+    assert 0 < found.kl_stderr < found.kl
+
+
+def test_each_layer_alone_matters_less_than_all_and_is_put_back(model):
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = behaviour.sensitivity(model, TEXTS, bits=3)
+    assert sorted(found) == [0, 1] and all(each.kl > 1e-6 for each in found.values())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert max(each.kl for each in behaviour.sensitivity(model, TEXTS, bits=8).values()) < min(each.kl for each in found.values())
+
+
+def test_one_text_has_no_standard_error(model):
+    with pytest.raises(ValueError, match="two are needed"):
+        behaviour.against(model, model, TEXTS[:1])

@@ -1,0 +1,77 @@
+"""vLLM as the engine of evaluation. Its environment is not the core's: real answers are asked for where QRL_VLLM_PYTHON names one.
+
+    QRL_VLLM_PYTHON=…/bin/python pytest tests/test_engine_vllm.py
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from qrl import names, pipeline, tiny
+from qrl.errors import BadInput
+from qrl.evaluate import cells
+from qrl.tasks import load
+
+ROOT = Path(__file__).parents[1]
+PYTHON = os.environ.get("QRL_VLLM_PYTHON")
+ASK = {"task": "arithmetic", "template": "answer-line", "device": "cpu", "max_new_tokens": 128, "batch_size": 32}
+N = 96
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from qrl.evaluate import cells
+from qrl.tasks import load
+if __name__ == "__main__":
+    out, path, given = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+    asked = cells.ask(cells.Cell("base", "fp16", path), load("arithmetic", "heldout", given.pop("n"), 0), engine="vllm", **given)
+    asked.frame.to_parquet(out / "rows.parquet")
+    (out / "receipt.json").write_text(json.dumps(asked.receipt))
+"""
+
+
+def test_without_vllm_a_sentence_says_where_it_is():
+    with pytest.raises(BadInput, match=r"vLLM cannot be imported.*evaluate\.engine=transformers"):
+        cells.ask(cells.Cell("base", "fp16", tiny.PATH), load("arithmetic", "heldout", 2, 0), engine="vllm", **ASK)
+
+
+@pytest.mark.parametrize(("step", "choice", "folder"), [("evaluate", "vllm", "vllm_cpu"), ("evaluate", "transformers", None), ("quantize", "awq", "awq"), ("quantize", "gptq", None)])
+def test_a_step_runs_where_its_engine_or_scheme_is(step, choice, folder, monkeypatch):
+    monkeypatch.delenv(pipeline.PLACE, raising=False)
+    found = pipeline.place(step, choice, "cpu")
+    assert found == (ROOT / "projects" / folder if folder else None)
+    if folder:
+        assert f"  {step}:" in (found / "MLproject").read_text()
+        monkeypatch.setenv(pipeline.PLACE, folder)
+        assert pipeline.place(step, choice, "cpu") is None
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    """What vLLM answers, twice, in its own Python."""
+    if not PYTHON:
+        pytest.skip("QRL_VLLM_PYTHON names no environment of projects/vllm_cpu")
+
+    def ask(**given) -> tuple[pd.DataFrame, dict]:
+        out = tmp_path_factory.mktemp("vllm")
+        words = [PYTHON, "-c", PROGRAM, str(out), str(tiny.PATH), json.dumps(ASK | {"n": N, "dtype": "fp32"} | given)]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return pd.read_parquet(out / "rows.parquet"), json.loads((out / "receipt.json").read_text())
+
+    return ask
+
+
+def test_answers_are_those_of_transformers_on_nearly_all_questions(answered):
+    rows, receipt = answered()
+    ours = cells.ask(cells.Cell("base", "fp16", tiny.PATH), load("arithmetic", "heldout", N, 0), dtype="fp32", **ASK)
+    assert list(rows.columns) == list(ours.frame.columns)
+    same = (rows["completion"] == ours.frame["completion"]) & (rows["finish_reason"] == ours.frame["finish_reason"]) & (rows["n_tokens"] == ours.frame["n_tokens"])
+    assert same.mean() >= 0.95  # float32 in another order: a tie may fall the other way
+    assert receipt["engine"].startswith("vllm ") and receipt["kernels"] and receipt["dtype"] == "float32"
+    again, repeated = answered(deterministic=True)
+    assert repeated["completions"] == receipt["completions"] and again["completion"].equals(rows["completion"])
+    assert names.RECEIPT == "receipt.json"

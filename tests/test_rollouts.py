@@ -1,0 +1,258 @@
+"""What a rollout engine is sent, how its gap is measured, and what is refused before it starts; no GPU and no vLLM needed."""
+
+import importlib.util
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qrl import keys, pipeline, recipe, tiny
+from qrl.errors import BadInput
+from qrl.recipe import Rollout, Train
+from qrl.train import arguments, engine_gap, generation, policy, rollouts, sync
+
+METHODS = {
+    "full": Train(),
+    "lora": Train(method="lora"),
+    "lora over bf16": Train(method="lora", dtype="bf16"),
+    "qlora": Train(method="qlora"),
+    "lora over int8": Train(method="lora", base_storage="int8"),
+}
+
+
+def adapted(train: Train):
+    """The built-in model as a method holds it, its adapter drawn at random so that it matters."""
+    from peft import get_peft_model
+
+    model = policy.load(tiny.PATH, train, "cpu")
+    if train.adapter:
+        torch.manual_seed(0)
+        model = get_peft_model(model, policy.adapter(train))
+        for name, weight in model.named_parameters():
+            if ".lora_B." in name:
+                torch.nn.init.normal_(weight, std=0.02)
+    return model
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def held(request):
+    return METHODS[request.param], adapted(METHODS[request.param])
+
+
+def stored(model) -> str:
+    """Every weight as it lies in memory, the trained ones too."""
+    state = {name: weight.requires_grad for name, weight in model.named_parameters()}
+    model.requires_grad_(False)
+    found = policy.frozen_digest(model)
+    for name, weight in model.named_parameters():
+        if state[name]:
+            weight.requires_grad_(True)
+    return found
+
+
+def test_what_is_sent_has_the_checkpoints_names_and_shapes_each_once(held):
+    from qrl.checkpoint import entries
+
+    sent = list(sync.named_weights(held[1], torch.bfloat16))
+    wanted = {name: entry.shape for name, entry in entries(tiny.PATH).items()}
+    assert len(sent) == len(wanted) and {name: tuple(weight.shape) for name, weight in sent} == wanted
+    assert {weight.dtype for _, weight in sent} == {torch.bfloat16}
+
+
+def test_what_is_sent_is_the_freshly_dequantized_base_with_the_adapter_merged(held):
+    """PEFT's own merge into an unpacked copy is the other way to the same weights."""
+    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    train, model = held
+    if not train.adapter:
+        wanted = dict(model.named_parameters())
+    else:
+        fresh = policy.load(tiny.PATH, train, "cpu")
+        if train.storage in policy.PACKED:
+            fresh = fresh.dequantize(dtype=torch.bfloat16)
+        copy = get_peft_model(fresh.float(), policy.adapter(train))
+        set_peft_model_state_dict(copy, get_peft_model_state_dict(model))
+        wanted = dict(copy.merge_and_unload().named_parameters())
+    for name, weight in sync.named_weights(model, torch.float32):
+        torch.testing.assert_close(
+            weight, wanted[name].detach(), rtol=2**-7, atol=2**-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_ten_syncs_leave_every_weight_bit_for_bit_and_send_the_same(held):
+    _, model = held
+    before = stored(model)
+    first = {name: weight.clone() for name, weight in sync.named_weights(model, torch.bfloat16)}
+    for _ in range(9):
+        assert all(weight.equal(first[name]) for name, weight in sync.named_weights(model, torch.bfloat16))
+    assert stored(model) == before
+
+
+def test_a_packed_base_is_moved_by_trls_own_way_and_not_by_ours():
+    """Why `sync` exists: merging and unmerging in place rounds the codes anew."""
+    model = adapted(METHODS["qlora"])
+    before = policy.frozen_digest(model)
+    for _ in sync.named_weights(model):
+        pass
+    assert policy.frozen_digest(model) == before
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert policy.frozen_digest(model) != before
+
+
+def test_a_forward_after_syncing_is_what_it_was(held):
+    _, model = held
+    ids = torch.arange(10, 30)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        for _ in sync.named_weights(model, torch.bfloat16):
+            pass
+        assert model(input_ids=ids).logits.equal(before)
+
+
+LOGPS = st.lists(st.floats(-8, -0.01), min_size=1, max_size=24)
+
+
+@given(LOGPS, st.floats(0, 0.5), st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_the_gap_is_its_definition(logps, spread, seed):
+    torch.manual_seed(seed)
+    trainer = torch.tensor([logps, logps])
+    engine = trainer + spread * torch.randn_like(trainer)
+    mask = torch.ones_like(trainer)
+    found = engine_gap.measure(trainer, engine, mask)
+    ratios = [math.exp(p - q) for p, q in zip(trainer.flatten().tolist(), engine.flatten().tolist(), strict=True)]
+    assert found.kl_k1 == pytest.approx(-sum(map(math.log, ratios)) / len(ratios), abs=1e-9)
+    assert (
+        found.kl_k3 == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / len(ratios), abs=1e-9)
+        and found.kl_k3 >= 0
+    )
+    assert found.token_ess == pytest.approx(sum(ratios) ** 2 / len(ratios) / sum(r * r for r in ratios))
+    assert 0 < found.sequence_ess <= 1 + 1e-12 and 0 < found.token_ess <= 1 + 1e-12
+
+
+def test_processes_add_up_and_what_was_not_sampled_or_scored_does_not_count():
+    torch.manual_seed(0)
+    trainer, engine = -torch.rand(4, 6), -torch.rand(4, 6)
+    mask = torch.ones(4, 6)
+    mask[0, 3:] = 0
+    whole = vars(engine_gap.measure(trainer, engine, mask))
+    theirs = []
+    engine_gap.measure(trainer[2:], engine[2:], mask[2:], lambda tensor: theirs.append(tensor) or tensor)
+    ours = engine_gap.measure(trainer[:2], engine[:2], mask[:2], lambda tensor: torch.cat([tensor, theirs.pop(0)]))
+    assert vars(ours) == pytest.approx(whole)
+    unknown = engine.clone()
+    unknown[0, 3:] = math.nan
+    assert vars(engine_gap.measure(trainer, unknown, torch.ones(4, 6))) == pytest.approx(whole)
+    same = engine_gap.measure(trainer, trainer, mask)
+    assert vars(same) == pytest.approx({"kl_k1": 0, "kl_k3": 0, "token_ess": 1, "sequence_ess": 1})
+    with pytest.raises(ValueError, match="no token"):
+        engine_gap.measure(trainer, engine, torch.zeros(4, 6))
+
+
+def test_long_completions_far_apart_still_have_an_effective_size():
+    """Weights of whole completions leave the range of floats; their ratios do not."""
+    logs = torch.tensor([-900.0, -901.0, -905.0], dtype=torch.float64)
+    weights = (logs - logs.max()).exp()
+    assert engine_gap.effective_share(logs) == pytest.approx(float(weights.sum() ** 2 / weights.square().sum() / 3))
+    engine = torch.zeros(3, 2048, dtype=torch.float64)
+    found = engine_gap.measure(engine + (logs / 2048)[:, None], engine, torch.ones_like(engine))
+    assert found.sequence_ess == pytest.approx(engine_gap.effective_share(logs))
+
+
+def test_k1_and_k3_estimate_the_divergence_that_they_are_named_after():
+    torch.manual_seed(0)
+    q, p = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.35, 0.25])
+    drawn = torch.multinomial(q, 200_000, replacement=True)[None]
+    found = engine_gap.measure(p.log()[drawn], q.log()[drawn], torch.ones_like(drawn))
+    wanted = float((q * (q / p).log()).sum())
+    assert found.kl_k1 == pytest.approx(wanted, rel=0.05) and found.kl_k3 == pytest.approx(wanted, rel=0.05)
+
+
+def test_a_gap_beyond_the_recipes_limits_is_told():
+    fine = engine_gap.Gap(kl_k1=0.001, kl_k3=0.001, token_ess=0.99, sequence_ess=0.5)
+    assert not rollouts.warn(fine, Rollout())
+    for wide in (engine_gap.Gap(0.1, 0.1, 0.99, 0.5), engine_gap.Gap(0.001, 0.001, 0.5, 0.5)):
+        with pytest.warns(UserWarning, match=r"rollout\.max_kl 0\.01.*rollout\.min_effective_sample_size 0\.9"):
+            assert rollouts.warn(wide, Rollout())
+
+
+def test_an_engine_sleeps_where_memory_asks_for_it():
+    gib = 2**30
+    assert not generation.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 140 * gib)  # full, 1.5 B, one H200
+    assert generation.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 40 * gib)
+    assert not generation.memory_is_short(6 * gib, gib // 50, 0.2, 24 * gib)  # QLoRA, 8 B
+    assert generation.asks_for_sleep(Rollout(sleep="on"), None) and not generation.asks_for_sleep(
+        Rollout(sleep="off"), None
+    )
+
+
+VLLM = Rollout(engine="vllm")
+
+
+def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeypatch):
+    rollouts.check(Rollout(), "cpu", Train())
+    with pytest.raises(BadInput, match=r"rollout\.quantization = fp8 needs an engine"):
+        rollouts.check(Rollout(quantization="fp8"), "cuda", Train())
+    with pytest.raises(BadInput, match="samples on a GPU"):
+        rollouts.check(VLLM, "cpu", Train())
+    with pytest.raises(BadInput, match="sample from other weights than the loss sees"):
+        rollouts.check(VLLM, "cuda", Train(qat="int4"))
+    with pytest.raises(BadInput, match="No rollout server answers"):
+        rollouts.check(Rollout(engine="vllm", mode="server", server="http://127.0.0.1:9"), "cuda", Train())
+    with pytest.raises(BadInput, match="No rollout server answers"):
+        rollouts.check_server("nonsense")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(BadInput, match="FSDP"):
+        rollouts.check(VLLM, "cuda", Train(method="lora"))
+    rollouts.check(VLLM, "cuda", Train())
+
+
+@pytest.mark.parametrize(
+    ("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)]
+)
+def test_fp8_is_refused_on_gpus_without_it(capability, refused):
+    if refused:
+        with pytest.raises(BadInput, match=r"compute capability 8\.9"):
+            rollouts.check_fp8(capability, "a GPU")
+    else:
+        rollouts.check_fp8(capability, "a GPU")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_vllm_is_missed_in_a_sentence():
+    with pytest.raises(BadInput, match="vLLM is not installed in this environment"):
+        rollouts.trainer_class(VLLM)
+
+
+def test_transformers_rollouts_are_trls_own_trainer():
+    from trl import GRPOTrainer
+
+    assert rollouts.trainer_class(Rollout()) is GRPOTrainer and rollouts.arguments(Rollout()) == {}
+
+
+def test_the_correction_reaches_trl(tmp_path):
+    rollout = Rollout(engine="vllm", importance_sampling="token_mask", importance_sampling_max=1.5)
+    made = arguments.make(Train(), seed=0, device="cpu", work=tmp_path, **rollouts.arguments(rollout))
+    assert made.vllm_importance_sampling_correction and made.vllm_importance_sampling_mode == "token_mask"
+    assert made.vllm_importance_sampling_clip_max == 1.5
+    off = rollouts.arguments(Rollout(engine="vllm", importance_sampling="none"))
+    assert not arguments.make(Train(), seed=0, device="cpu", work=tmp_path, **off).vllm_importance_sampling_correction
+
+
+def test_training_with_vllm_runs_in_its_environment_and_is_another_result(monkeypatch):
+    monkeypatch.delenv(pipeline.PLACE, raising=False)
+    assert pipeline.place("train", "transformers") is None
+    assert pipeline.place("train", "vllm").name == "vllm"
+    monkeypatch.setenv(pipeline.PLACE, "vllm")
+    assert pipeline.place("train", "vllm") is None
+
+    def key(**overrides):
+        return keys.trained(
+            recipe.load("tiny", {f"rollout.{name}": value for name, value in overrides.items()}), "d", "cuda"
+        )
+
+    assert len({key(), key(engine="vllm"), key(engine="vllm", quantization="fp8")}) == 3
+    assert key(engine="vllm", server="http://a:1") == key(engine="vllm", server="http://b:2")
