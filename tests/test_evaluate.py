@@ -57,9 +57,7 @@ def test_samples_differ_by_seed_and_come_back_the_same_whatever_was_drawn_before
         return [done.text for done in hf.generate(*loaded, prompts[:4] * 3, max_new_tokens=24, batch_size=5, temperature=1.0, seed=seed)]
 
     first = drawn(1)
-    before = torch.random.get_rng_state()
     assert drawn(1) == first != drawn(2)
-    torch.random.set_rng_state(before)
     assert len({first[i] for i in (0, 4, 8)} | {first[i] for i in (1, 5, 9)}) > 2  # samples of one prompt are not copies
 
 
