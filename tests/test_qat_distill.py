@@ -59,7 +59,7 @@ def test_a_quantized_student_comes_closer_to_its_teacher(tmp_path):
     model.save_pretrained(away)
     given = {"template": "plain", "seed": 0, "device": "cpu", "work": tmp_path / "work", "out": tmp_path / "model"}
     done = distill.run(
-        tiny.PATH, tiny.PATH, QUESTIONS, FAST, **given, log=lambda metrics, step: seen.append((step, metrics))
+        away, tiny.PATH, QUESTIONS, FAST, **given, log=lambda metrics, step: seen.append((step, metrics))
     )
     assert checkpoint.check(done.path).dtype == "float32"
     losses = done.history["loss"].tolist()
