@@ -45,7 +45,7 @@ def train(recipe: Recipe) -> None:
         rollouts.check_installed(recipe.rollout)
     prompt.template_hash(recipe.prompt)  # an unknown template is refused before anything starts
     world = process.world_size()
-    key = keys.trained(recipe, found.digest, device if world == 1 else f"{device} x {world}")
+    key = keys.trained(recipe, found.digest, device, teacher=teacher.digest if teacher else None, processes=world)
     given = {"task": recipe.task, "template": recipe.prompt, "seed": recipe.seed, "device": device}
     given |= {"rollout": recipe.rollout, "watch": recipe.watch, "probed": probed}
     if process.rank():
