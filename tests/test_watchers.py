@@ -58,7 +58,7 @@ def probed(before: int, after: int, rewards=(0.3, 0.6)):
 
 def test_a_reward_that_rises_while_held_out_accuracy_falls_is_told_with_its_interval():
     (alarm,) = probed(60, 40)
-    assert alarm.watcher == "probe" and "n = 100 probe questions −0.200 [−0.280, −0.120]" in alarm.sentence
+    assert alarm.watcher == "probe" and "n = 100 probe questions −0.200 [−0.292, −0.118]" in alarm.sentence
     assert probed(60, 59) == []  # one question in a hundred is no fall
     assert probed(40, 60) == [] and probed(60, 40, rewards=(0.6, 0.3)) == []  # the reward says the same as the probe
 
