@@ -63,6 +63,16 @@ def test_environments_hold_exact_pins_and_share_their_tooling():
         assert yaml.safe_load((folder / "MLproject").read_text())["entry_points"]
 
 
+def test_whatever_grades_answers_has_every_tasks_grader():
+    core = pins(ROOT / "conda.yaml")
+    grading = [each for each in FOLDERS if {"evaluate", "train"} & set(yaml.safe_load((each / "MLproject").read_text())["entry_points"])]
+    assert len(grading) == 2
+    for folder in grading:
+        theirs = pins(folder / "conda.yaml")
+        for package in ("datasets", "math-verify", "latex2sympy2-extended", "antlr4-python3-runtime", "pebble"):
+            assert theirs[package] == core[package], f"{folder.name}: {package}"
+
+
 def test_nothing_else_lies_at_the_top_level():
     top = {path.split("/")[0] for path in tracked()}
     assert {name for name in top if not name.startswith(".")} <= TOP_LEVEL

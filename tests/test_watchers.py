@@ -37,6 +37,15 @@ def test_each_trouble_is_told_once_when_it_has_lasted_a_window(name):
     assert seen([HEALTHY, HEALTHY, HEALTHY | change, HEALTHY] * 3)[1] == []  # now and then is no trouble
 
 
+def test_a_stop_for_what_is_never_measured_is_refused():
+    base, plain = checkpoint.check(tiny.PATH), Train(prompts_per_step=8, micro_batch=64)
+    with pytest.raises(BadInput, match=r"watch\.stop = kl .*train\.beta"):
+        grpo.check(base, plain, 16, "cpu", Watch(stop=("kl",)))
+    with pytest.raises(BadInput, match=r"watch\.stop = probe .*watch\.probe_every"):
+        grpo.check(base, plain, 16, "cpu", Watch(stop=("probe",)))
+    grpo.check(base, plain.model_copy(update={"beta": 0.1}), 16, "cpu", Watch(stop=("kl", "probe"), probe_every=2))
+
+
 def test_without_a_reference_or_completions_nothing_is_said_of_them():
     assert seen([{"reward": 0.5, "entropy": 1.0}] * 8)[1] == []
 
