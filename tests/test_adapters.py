@@ -16,7 +16,7 @@ from qrl.tasks import prompt
 from qrl.train import arguments, grpo, merge, policy, reward
 
 QUESTIONS = tasks.load("arithmetic", "train", 16, 0)
-BATCH = {"steps": 2, "prompts_per_step": 8, "generations": 4, "micro_batch": 32, "max_completion_tokens": 64, "save_every": 1}
+BATCH = {"steps": 2, "prompts_per_step": 4, "generations": 4, "micro_batch": 16, "max_completion_tokens": 32, "save_every": 1}
 BATCH |= {"temperature": 2.0}  # so that a group's completions differ, and there is something to learn
 ADAPTER = {"lora_rank": 4, "lora_targets": ("q_proj", "v_proj"), "learning_rate": 2e-3, "beta": 0.01}
 STORED = {
