@@ -22,13 +22,9 @@ def folder(address: str) -> Path:
     """
     if not address.startswith(("models:/", "runs:/")):
         return source.locate(address)
-    from qrl.tracking import models, runs, store
+    from qrl.tracking import models
 
-    store.prepare()
-    if address.startswith("models:/"):
-        return models.local_path(address)
-    run_id, _, path = address.removeprefix("runs:/").partition("/")
-    return runs.artifact(run_id, path)
+    return models.folder(address)
 
 
 def pairs(text: str, what: str) -> dict[str, str]:
