@@ -136,7 +136,7 @@ class Watch(_Section):
     max_kl: float = Field(0.5, gt=0, description="kl: most nats a token from the reference; needs train.beta above 0")
     max_truncation: Fraction = Field(0.5, description="truncation: largest share of completions cut at train.max_completion_tokens")
     probe_every: int = Field(0, ge=0, description="probe: optimizer steps between two looks at held-out accuracy; 0: none")
-    probe_n: int = Field(128, ge=2, description="probe: questions of the training split that are neither prompts nor held out")
+    probe_n: int = Field(128, ge=2, le=100_000, description="probe: questions of the training split that are neither prompts nor held out")
 
 
 class Merge(_Section):

@@ -105,3 +105,16 @@ def test_a_folder_with_too_few_questions_for_a_probe_is_refused(tmp_path):
     assert len(probe) == 4 and not {q.question for q in probe} & {q.question for q in (*trained, *heldout)}
     with pytest.raises(BadInput, match=r"4 questions .*watch\.probe_n asks for 5"):
         inputs.probe(recipe.load("tiny", asked | {"watch.probe_n": "5"}), trained, heldout)
+
+
+@pytest.mark.parametrize(("watch", "said"), [({"stop": ("kl",)}, r"train\.beta = 0 keeps no reference"), ({"stop": ("signal", "probe")}, r"watch\.probe_every = 0")])
+def test_a_stop_that_no_watcher_could_call_is_refused(watch, said):
+    base = checkpoint.check(tiny.PATH)
+    with pytest.raises(BadInput, match=said):
+        grpo.check(base, Train(), 4096, "cpu", Watch(**watch))
+    grpo.check(base, Train(beta=0.01), 4096, "cpu", Watch(**watch, probe_every=1))
+
+
+def test_a_probe_larger_than_any_use_of_it_is_refused_before_questions_are_made():
+    with pytest.raises(BadInput, match=r"'watch\.probe_n' is '100000000'"):
+        recipe.load("tiny", {"watch.probe_n": "100000000"})
