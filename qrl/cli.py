@@ -87,7 +87,7 @@ def study_command(ctx: click.Context, settings) -> None:
 @step("train", "train", "rollout", "watch")
 @click.pass_context
 def train_command(ctx: click.Context, settings) -> None:
-    """GRPO on the recipe's model; resumes from its last checkpoint if it was killed."""
+    """GRPO on the recipe's model, or a teacher's distillation into it; resumes from its last checkpoint if it was killed."""
     from qrl import pipeline
     from qrl.steps import train
 

@@ -24,10 +24,16 @@ SECTIONS = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagn
 ASKED = ("task", "prompt", "seed")  # top-level fields that decide which questions are put, and how
 
 
-def trained(recipe: Recipe, base: str, device: str) -> str:
-    """Key of a training that starts from the checkpoint with digest `base`."""
+def trained(recipe: Recipe, base: str, device: str, *, teacher: str | None = None, processes: int = 1) -> str:
+    """Key of a training that starts from the checkpoint with digest `base`.
+
+    Args:
+        teacher: digest of the checkpoint that `train.teacher` names: its address may come to hold another model.
+        processes: that train together; how they share a batch changes what is trained.
+    """
+    inputs = {"base": base} | ({"teacher": teacher} if teacher else {})
     environment = VLLM[device] if recipe.rollout.engine == "vllm" else CORE
-    return _key("train", recipe, ("train", "rollout", "watch"), {"base": base}, device, environment)
+    return _key("train", recipe, ("train", "rollout", "watch"), inputs, device if processes == 1 else f"{device} x {processes}", environment)
 
 
 def quantized(recipe: Recipe, scheme: str, model: str, device: str) -> str:
@@ -69,6 +75,12 @@ def _key(step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict, dev
     section = {key: value for key, value in section.items() if not key.startswith("rollout.server")}  # where it listens is no setting
     if flat.get("evaluate.samples") == "1":
         section.pop("evaluate.temperature")  # greedy answers know none
+    if flat.get("watch.stop") == "":  # thresholds that only warn train the same weights; probes are a record that one asks for
+        section = {key: value for key, value in section.items() if not key.startswith("watch.") or key.startswith("watch.probe")}
+    if flat.get("rollout.engine") == "transformers":
+        section = {key: value for key, value in section.items() if not key.startswith("rollout.") or key == "rollout.engine"}
+    if "teacher" in inputs:
+        section.pop("train.teacher")  # its digest says more than its address
     section.pop("quantize.schemes", None)  # which schemes a study has does not change what one of them does
     return reuse.key(
         step,

@@ -57,6 +57,7 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
     from qrl import checkpoint, report
     from qrl.engine import device as devices
     from qrl.quantize import settings as choices
+    from qrl.steps import inputs
     from qrl.tasks import prompt
     from qrl.tracking import runs, store
     from qrl.train import rollouts
@@ -67,13 +68,14 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
     base = checkpoint.check(source.locate(recipe.model))
     device = devices.choose(recipe.device)
     rollouts.check(recipe.rollout, device, recipe.train)
+    teacher = checkpoint.check(inputs.folder(recipe.train.teacher)).digest if recipe.train.teacher else None
     store.prepare()
     began = time.monotonic()
     with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}) as run:
         steps = 5 + len(recipe.quantize.schemes) + (recipe.train.adapter)
         launcher = Launcher(typed, run.info.run_id, steps)
         order = Order(recipe, launcher, device)
-        trained = order.train(base.digest)
+        trained = order.train(base.digest, teacher)
         models = order.quantize({names.BASE: (recipe.model, base.digest), recipe.train.variant: trained})
         cells = order.evaluate(models)
         diagnosed = order.diagnose(base.digest, trained, models)
@@ -93,9 +95,14 @@ class Order:
     def __init__(self, recipe: Recipe, launcher: Launcher, device: str) -> None:
         self.recipe, self.launcher, self.device = recipe, launcher, device
 
-    def train(self, base: str) -> tuple[str, str]:
-        """The GRPO model, merged where it was trained as an adapter: address and digest."""
-        key = keys.trained(self.recipe, base, self.device)
+    def train(self, base: str, teacher: str | None) -> tuple[str, str]:
+        """The trained model, merged where it was trained as an adapter: address and digest.
+
+        Args:
+            base: digest of the model that training starts from.
+            teacher: digest of the model that is distilled, if one is.
+        """
+        key = keys.trained(self.recipe, base, self.device, teacher=teacher)
         settings = self.recipe.train
         how = ("distillation" if settings.teacher else "GRPO") + ("" if settings.qat == "none" else f" in {settings.qat}")
         title = f"train: {how}, {settings.steps} steps of {settings.prompts_per_step} × {settings.generations} completions"

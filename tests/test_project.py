@@ -59,8 +59,21 @@ def test_environments_hold_exact_pins_and_share_their_tooling():
         theirs = pins(folder / "conda.yaml")
         for package in ("mlflow", "click", "pydantic", "scipy", "pyarrow"):
             assert theirs[package] == core[package], f"{folder.name}: {package}"
+        grades = "vllm" in folder.name  # evaluate and train run there, whatever the task
+        for package in ("math-verify", "latex2sympy2-extended", "antlr4-python3-runtime", "pebble") if grades else ():
+            assert theirs[package] == core[package], f"{folder.name}: {package}"
         assert not list(folder.glob("*.py"))
         assert yaml.safe_load((folder / "MLproject").read_text())["entry_points"]
+
+
+def test_whatever_grades_answers_has_every_tasks_grader():
+    core = pins(ROOT / "conda.yaml")
+    grading = [each for each in FOLDERS if {"evaluate", "train"} & set(yaml.safe_load((each / "MLproject").read_text())["entry_points"])]
+    assert len(grading) == 2
+    for folder in grading:
+        theirs = pins(folder / "conda.yaml")
+        for package in ("datasets", "math-verify", "latex2sympy2-extended", "antlr4-python3-runtime", "pebble"):
+            assert theirs[package] == core[package], f"{folder.name}: {package}"
 
 
 def test_nothing_else_lies_at_the_top_level():

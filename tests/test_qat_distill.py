@@ -12,8 +12,8 @@ pytest.importorskip("compressed_tensors")
 
 from qrl import checkpoint, tasks, tiny
 from qrl.errors import BadInput
-from qrl.recipe import Train
-from qrl.train import distill
+from qrl.recipe import Rollout, Train, Watch
+from qrl.train import distill, rollouts
 
 QUESTIONS = tasks.load("arithmetic", "train", 16, 0)
 FAST = Train(
@@ -62,6 +62,9 @@ def test_a_quantized_student_comes_closer_to_its_teacher(tmp_path):
         away, tiny.PATH, QUESTIONS, FAST, **given, log=lambda metrics, step: seen.append((step, metrics))
     )
     assert checkpoint.check(done.path).dtype == "float32"
+    assert list(done.completions) == ["step", "prompt", "completion"]
+    assert done.completions["step"].value_counts().to_dict() == dict.fromkeys(range(1, 6), FAST.completions_logged)
+    assert done.completions["completion"].str.len().max() > 0
     losses = done.history["loss"].tolist()
     assert [step for step, _ in seen] == [0, 1, 2, 3, 4, 5] and len(losses) == 5
     assert 0 < min(losses[1:]) < losses[0]  # the teacher is what the student was before its weights were shaken
@@ -74,11 +77,18 @@ def test_what_cannot_be_distilled_is_refused(tmp_path):
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"vocab_size": 999}))
     with pytest.raises(BadInput, match="a vocabulary of 999"):
-        distill.check(found, checkpoint.check(other), FAST)
+        distill.check(found, checkpoint.check(other), FAST, 16)
     (other / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     with pytest.raises(BadInput, match=r"teacher .* is stored in awq"):
-        distill.check(found, checkpoint.check(other), FAST)
+        distill.check(found, checkpoint.check(other), FAST, 16)
     with pytest.raises(BadInput, match="trains an adapter"):
-        distill.check(found, found, Train(method="lora"))
+        distill.check(found, found, Train(method="lora"), 16)
     with pytest.raises(BadInput, match="does not divide"):
-        distill.check(found, found, Train(prompts_per_step=4, generations=4, micro_batch=5))
+        distill.check(found, found, Train(prompts_per_step=4, generations=4, micro_batch=5), 16)
+    with pytest.raises(BadInput, match="There are 7 training questions"):
+        distill.check(found, found, FAST, 7)
+    with pytest.raises(BadInput, match=r"samples with transformers, but rollout\.engine = vllm"):
+        rollouts.check(Rollout(engine="vllm"), "cuda", Train(teacher="qrl-tiny"))
+    for watch in (Watch(stop=("entropy",)), Watch(probe_every=2)):
+        with pytest.raises(BadInput, match="without watchers"):
+            distill.check(found, found, FAST, 16, watch)

@@ -258,3 +258,17 @@ def test_training_with_vllm_runs_in_its_environment_and_is_another_result(monkey
 
     assert len({key(), key(engine="vllm"), key(engine="vllm", quantization="fp8")}) == 3
     assert key(engine="vllm", server="http://a:1") == key(engine="vllm", server="http://b:2")
+
+
+def test_a_trainings_key_holds_what_changes_its_weights_and_nothing_else():
+    def key(overrides=None, **more):
+        return keys.trained(recipe.load("tiny", overrides), "d", "cuda", **more)
+
+    plain = key()
+    assert {key({"watch.max_kl": "0.1"}), key({"watch.window": "9"}), key({"rollout.max_kl": "1"})} == {plain}
+    stops = [{"watch.stop": "kl", "train.beta": "0.1", "watch.max_kl": limit} for limit in ("0.1", "0.2")]
+    assert len({plain, key({"watch.probe_every": "2"}), *map(key, stops)}) == 4
+    assert key({"rollout.engine": "vllm"}, processes=2) not in {key({"rollout.engine": "vllm"}), plain}
+    here, there = ({"train.teacher": address} for address in ("here", "there"))
+    assert key(here, teacher="a") == key(there, teacher="a") != key(here, teacher="b")
+    assert key(here, teacher="a") != plain

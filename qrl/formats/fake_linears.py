@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-SCALES_FILE = (
-    "activation_scales.json"  # linear's name → the global scale of its inputs, as compressed-tensors stores it
-)
+SCALES_FILE = "activation_scales.json"  # linear's name → the global scale of its inputs, as compressed-tensors stores it
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -71,8 +69,10 @@ def needs_calibration(name: str) -> bool:
 
 
 def write_activation_scales(folder: Path, found: dict[str, float]) -> None:
-    """Keeps scales beside a checkpoint; read back bit for bit."""
-    (folder / SCALES_FILE).write_text(json.dumps(found, indent=1) + "\n")
+    """Keeps scales beside a checkpoint; read back bit for bit. They appear whole, for a training may be killed at any moment."""
+    partial = folder / f"{SCALES_FILE}.partial"
+    partial.write_text(json.dumps(found, indent=1) + "\n")
+    partial.replace(folder / SCALES_FILE)
 
 
 def read_activation_scales(folder: Path) -> dict[str, float] | None:

@@ -47,7 +47,6 @@ def run(
     calibration: Sequence[str] = (),
     probe: Sequence[str] = (),
     device: str = "cpu",
-    reference: Path | None = None,
 ) -> Quantized:
     """Quantize a full-precision checkpoint into a new folder.
 
@@ -59,7 +58,6 @@ def run(
         calibration: chat-rendered texts, end token included, for the schemes of `settings.CALIBRATED`; others look at none.
         probe: texts to measure each layer's error on; `error.ROWS` of them are looked at.
         device: "cpu" or "cuda".
-        reference: for awq, a file of `staging.write_reference`, whose logits the staged copy must reproduce.
 
     Raises:
         BadInput: unknown scheme, a source that cannot be quantized, or texts that are missing or too long.
@@ -77,7 +75,7 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     try:
-        errors = _store(source, out, settings, rows, probed, device, reference)
+        errors = _store(source, out, settings, rows, probed, device)
     except BaseException:
         shutil.rmtree(out, ignore_errors=True)  # nothing is left half-written
         raise
@@ -100,9 +98,7 @@ def run(
     )
 
 
-def _store(
-    source: Path, out: Path, settings: Settings, rows: list, probe: list, device: str, reference: Path | None
-) -> tuple[float, ...]:
+def _store(source: Path, out: Path, settings: Settings, rows: list, probe: list, device: str) -> tuple[float, ...]:
     """Writes the weights; each family in a file of its own, imported where it is used."""
     if settings.scheme in names.BITSANDBYTES:
         from qrl.quantize import bnb
@@ -111,7 +107,7 @@ def _store(
     elif settings.scheme == names.AWQ:
         from qrl.quantize import awq
 
-        return awq.quantize(source, out, settings=settings, rows=rows, probe=probe, device=device, reference=reference)
+        return awq.quantize(source, out, settings=settings, rows=rows, probe=probe, device=device)
     elif settings.scheme in names.ROUNDED:
         from qrl.quantize import rounded
 

@@ -37,7 +37,6 @@ def quantize(
     rows: Sequence[Sequence[int]],
     probe: Sequence[Sequence[int]],
     device: str,
-    reference: Path | None = None,
 ) -> tuple[float, ...]:
     """Write `source` in AWQ's W4 with zero points, GEMM layout, to `out`: config.json and safetensors.
 
@@ -48,7 +47,6 @@ def quantize(
         rows: N calibration rows of L token ids.
         probe: rows of token ids to measure the error on.
         device: "cpu" or "cuda"; AutoAWQ's search takes a GPU wherever there is one.
-        reference: see `staging.write_reference`.
 
     Returns:
         `error.between` of each decoder layer; empty without a probe.
@@ -63,7 +61,7 @@ def quantize(
         raise BadInput(f"AutoAWQ does not know the architecture '{kind}': expected one of {', '.join(architectures)}.")
     with tempfile.TemporaryDirectory(dir=out) as staged:
         staging.stage(source, Path(staged))
-        model = _load(Path(staged), source, device, settings.seed, reference)
+        model = _load(Path(staged), source, device, settings.seed)
         wrapped = architectures[kind](model, kind, False, model.config, autoawq_settings(), None)
         check_widths(wrapped.get_model_layers(model), settings.group_size)
         wrapped.quantize(
@@ -78,7 +76,7 @@ def quantize(
         wrapped.save_quantized(str(out))
         _write_config(source, out, wrapped.quant_config.to_transformers_dict())
         del model, wrapped.model
-        return _errors(_load(Path(staged), source, device, settings.seed, None), out, probe) if probe else ()
+        return _errors(_load(Path(staged), source, device, settings.seed), out, probe) if probe else ()
 
 
 def _errors(model: PreTrainedModel, out: Path, probe: Sequence[Sequence[int]]) -> tuple[float, ...]:
@@ -118,7 +116,7 @@ def _autoawq() -> tuple[dict[str, type], type, type]:
     return AWQ_CAUSAL_LM_MODEL_MAP, AwqConfig, Quantizer
 
 
-def _load(staged: Path, source: Path, device: str, seed: int, reference: Path | None) -> PreTrainedModel:
+def _load(staged: Path, source: Path, device: str, seed: int) -> PreTrainedModel:
     """The staged copy, held against its source in float32; a CPU searches in that, too, a GPU in float16 as AutoAWQ does."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -133,7 +131,7 @@ def _load(staged: Path, source: Path, device: str, seed: int, reference: Path | 
         use_cache=False,
         output_loading_info=True,
     )
-    staging.verify(model, loading, source, reference)
+    staging.verify(model, loading, source)
     model.eval().requires_grad_(False)
     return model if device == "cpu" else model.half()
 

@@ -48,7 +48,7 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
         BadInput: no linear to quantize, or widths that a group does not divide.
         QrlError: llm-compressor is not installed here.
     """
-    oneshot = _oneshot()
+    oneshot = quiet_oneshot()
     import torch
 
     torch.manual_seed(settings.seed)
@@ -57,11 +57,11 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
     if settings.scheme in GROUPED or settings.scheme in FIXED_GROUP:
         check_widths(model, settings.group_size)
     with _without_accelerator():
-        oneshot(model=model, recipe=_recipe(settings), dataset=_loader(rows))
+        oneshot(model=model, recipe=_recipe(settings), dataset=batches(rows))
         if on_cpu and settings.scheme == names.NVFP4:
             ranges = _activation_ranges(model)
             model, _ = _load(source, in_float32=False)  # scales from weights as they are stored, the same as NVFP4A16's
-            oneshot(model=model, recipe=_recipe(settings), dataset=_loader(rows[:1]))
+            oneshot(model=model, recipe=_recipe(settings), dataset=batches(rows[:1]))
             model.load_state_dict(ranges, strict=False)
     _cast(model, stored)
     with contextlib.redirect_stderr(io.StringIO()):  # bars that flash
@@ -88,7 +88,12 @@ def check_widths(model: torch.nn.Module, group_size: int) -> None:
             )
 
 
-def _oneshot():
+def quiet_oneshot():
+    """llm-compressor's `oneshot`, its log turned off.
+
+    Raises:
+        QrlError: it is not installed here.
+    """
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # where its log goes; its own switch for that breaks its GPTQ
             from llmcompressor import oneshot
@@ -142,8 +147,12 @@ def _activation_ranges(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in model.state_dict().items() if name.endswith("input_global_scale")}
 
 
-def _loader(rows: Sequence[Sequence[int]]):
-    """Batches of calibration rows; None where there are none."""
+def batches(rows: Sequence[Sequence[int]]):
+    """A loader of calibration rows, `BATCH` at once; None where there are none.
+
+    Args:
+        rows: N rows of L token ids.
+    """
     if not rows:
         return None
     import torch

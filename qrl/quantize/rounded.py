@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from qrl import names
-from qrl.errors import QrlError
 from qrl.formats import fake, fake_linears
+from qrl.quantize import compressed
 from qrl.quantize.settings import Settings
-
-BATCH = 16  # calibration rows in one forward pass
 
 
 def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequence[int]] = ()) -> None:
@@ -34,8 +31,9 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
         BadInput: a model that the format does not fit, by name of the layer.
         QrlError: llm-compressor is not installed here.
     """
-    oneshot, modifier = _library()
+    oneshot = compressed.quiet_oneshot()
     import torch
+    from llmcompressor.modifiers.quantization import QuantizationModifier
     from transformers import AutoModelForCausalLM
 
     name = settings.scheme.removeprefix(names.ROUNDED_PREFIX)
@@ -48,35 +46,11 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
     for path, linear in covered.items():
         fake.check_width(path, linear.in_features, scheme.weights)
     kept = fake_linears.read_activation_scales(source) if fake_linears.needs_calibration(name) else None
-    texts = _loader(rows) if fake_linears.needs_calibration(name) and kept is None else None
-    given = {"dataset": texts} if texts is not None else {"pipeline": "datafree"}
+    looks = fake_linears.needs_calibration(name) and kept is None
+    given = {"dataset": compressed.batches(rows)} if looks else {"pipeline": "datafree"}
     with contextlib.redirect_stderr(io.StringIO()):  # bars that flash
-        oneshot(model=model, recipe=modifier(config_groups={"group_0": scheme}, ignore=[]), **given)
+        oneshot(model=model, recipe=QuantizationModifier(config_groups={"group_0": scheme}, ignore=[]), **given)
         for path, scale in (kept or {}).items():
             model.get_submodule(path).input_global_scale.data.fill_(scale)
         model.save_pretrained(out, save_compressed=True)
     (out / "recipe.yaml").unlink(missing_ok=True)  # llm-compressor's own record; ours holds more
-
-
-def _loader(rows: Sequence[Sequence[int]]):
-    """Batches of calibration rows."""
-    import torch
-
-    samples = [
-        {"input_ids": torch.tensor(row), "attention_mask": torch.ones(len(row), dtype=torch.long)} for row in rows
-    ]
-    return torch.utils.data.DataLoader(samples, batch_size=BATCH)
-
-
-def _library():
-    for library in ("LLM_COMPRESSOR", "COMPRESSED_TENSORS"):
-        os.environ[f"{library}_LOG_DISABLED"] = "true"
-    try:
-        from llmcompressor import oneshot
-        from llmcompressor.modifiers.quantization import QuantizationModifier
-    except ImportError as error:
-        raise QrlError(
-            f"llm-compressor cannot be imported here ({error}): run under `mlflow run . -e quantize … --env-manager uv`, whose "
-            "environment has it."
-        ) from None
-    return oneshot, QuantizationModifier

@@ -2,8 +2,7 @@
 
 transformers 5 moved the rotary base into `rope_parameters`; 4.51 ignores that key, takes 10000, and says nothing: every
 token is then read at the wrong place. It also fails on the tokenizer classes of 5. So the configuration is rewritten, the
-weights are linked, and the loaded model is held against the original: its settings, its rotary frequencies and, where the
-core environment wrote them, its logits.
+weights are linked, and the loaded model is held against the original: its settings and its rotary frequencies.
 """
 
 from __future__ import annotations
@@ -21,9 +20,6 @@ if TYPE_CHECKING:
 # Keys that say how the file was written, not what the model is; and those that `rewrite` translates.
 _FILE_KEYS = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 _TRANSLATED_KEYS = {"rope_parameters", "rope_scaling", "layer_types"}
-_REFERENCE_TOKENS = 64
-_REFERENCE_LAST = 4  # positions whose logits are kept: the last ones have seen every rotary angle
-_TOLERANCE = 0.01  # relative: float32 twice gives 1e-5; a wrong rotary base gives 0.1 and more
 
 
 def rewrite(config: dict) -> dict:
@@ -89,17 +85,16 @@ def tokenizer(source: Path) -> PreTrainedTokenizerFast:
     )
 
 
-def verify(model: PreTrainedModel, loading: dict, source: Path, reference: Path | None = None) -> None:
+def verify(model: PreTrainedModel, loading: dict, source: Path) -> None:
     """Refuse a staged model that is not the original one.
 
     Args:
         model: the staged copy in float32, as transformers 4.51 loaded it.
         loading: `output_loading_info` of that load.
         source: the original checkpoint.
-        reference: a file of `write_reference`; without it, logits are not compared.
 
     Raises:
-        QrlError: weights are missing or left over, or a setting, a rotary frequency or the logits differ.
+        QrlError: weights are missing or left over, or a setting or a rotary frequency differs.
     """
     import torch
 
@@ -119,45 +114,6 @@ def verify(model: PreTrainedModel, loading: dict, source: Path, reference: Path 
         expected = 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
         if not torch.allclose(loaded, expected, rtol=1e-4):
             raise QrlError(f"AutoAWQ's transformers reads {source} with another rotary base than {rope['rope_theta']}: nothing was quantized.")
-    if reference is not None:
-        _compare_logits(model, source, reference)
-
-
-def write_reference(source: Path, file: Path) -> None:
-    """Logits of a checkpoint on fixed token ids, for `verify` to reproduce; to be run in the core environment.
-
-    Args:
-        source: a full-precision checkpoint.
-        file: a .safetensors file to write: `ids` (1, 64) int64 and `logits` (4, vocabulary) float32, of the last positions.
-    """
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, trust_remote_code=False, use_safetensors=True)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (1, _REFERENCE_TOKENS), generator=generator)
-    save_file({"ids": ids, "logits": _last_logits(model, ids)}, file)
-
-
-def _compare_logits(model: PreTrainedModel, source: Path, reference: Path) -> None:
-    from safetensors.torch import load_file
-
-    wanted = load_file(reference)
-    difference = (_last_logits(model, wanted["ids"]) - wanted["logits"]).norm() / wanted["logits"].norm()
-    if not difference <= _TOLERANCE:
-        raise QrlError(
-            f"AutoAWQ's transformers gives other logits than the original for {source}: they differ by {difference:.2%}, "
-            f"at most {_TOLERANCE:.0%} was expected; nothing was quantized."
-        )
-
-
-def _last_logits(model, ids):
-    import torch
-
-    with torch.inference_mode():
-        logits = model.eval()(ids.to(model.device)).logits
-    return logits[0, -_REFERENCE_LAST:].float().cpu().contiguous()
 
 
 def _content(token: str | dict | None) -> str | None:

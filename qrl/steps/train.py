@@ -26,7 +26,7 @@ CONTAMINATION = "contamination"  # table of example pairs
 
 
 def train(recipe: Recipe) -> None:
-    """GRPO from the recipe's model; logs the trained model, its health live, its curves and a table of completions.
+    """GRPO from the recipe's model, or distillation into it; logs the trained model, its health live, its curves and completions.
 
     Under `torchrun` or `accelerate launch` every process trains, and the first alone logs and writes.
     """
@@ -37,15 +37,15 @@ def train(recipe: Recipe) -> None:
     heldout = inputs.all_heldout(recipe)
     probed = inputs.probe(recipe, questions, heldout) if recipe.watch.probe_every else []
     teacher = checkpoint.check(inputs.folder(recipe.train.teacher)) if recipe.train.teacher else None
+    rollouts.check(recipe.rollout, device, recipe.train)
     if teacher:
-        distill.check(found, teacher, recipe.train)
+        distill.check(found, teacher, recipe.train, len(questions), recipe.watch)
     else:
         grpo.check(found, recipe.train, len(questions), device, recipe.watch)
-        rollouts.check(recipe.rollout, device, recipe.train)
         rollouts.check_installed(recipe.rollout)
     prompt.template_hash(recipe.prompt)  # an unknown template is refused before anything starts
     world = process.world_size()
-    key = keys.trained(recipe, found.digest, device if world == 1 else f"{device} x {world}")
+    key = keys.trained(recipe, found.digest, device, teacher=teacher.digest if teacher else None, processes=world)
     given = {"task": recipe.task, "template": recipe.prompt, "seed": recipe.seed, "device": device}
     given |= {"rollout": recipe.rollout, "watch": recipe.watch, "probed": probed}
     if process.rank():

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from qrl import checkpoint, process, tasks
 from qrl.engine import hf
 from qrl.errors import BadInput
-from qrl.recipe import Train
+from qrl.recipe import Train, Watch
 from qrl.tasks import prompt
-from qrl.train import completions, grpo, live, policy, qat_training, resume, save
+from qrl.train import arguments, completions, grpo, live, policy, qat_training, resume, save
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,12 +30,27 @@ METRICS = {
 }
 
 
-def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, settings: Train) -> None:
+def check(
+    base: checkpoint.Checkpoint,
+    teacher: checkpoint.Checkpoint,
+    settings: Train,
+    questions: int,
+    watch: Watch = Watch(),  # noqa: B008 (frozen)
+) -> None:
     """Refuses what cannot be distilled, before any weight is loaded.
 
+    Args:
+        base: the student's.
+        settings: the recipe's section.
+        questions: how many there are to train on.
+        watch: what is watched: watchers read GRPO's rewards, which a distillation has none of.
+
     Raises:
-        BadInput: a quantized teacher or student, another vocabulary, an adapter, or a batch that does not divide.
+        BadInput: a quantized teacher or student, another vocabulary, an adapter, a batch that does not divide, too few questions,
+            or watchers.
     """
+    if watch.stop or watch.probe_every:
+        raise BadInput("train.teacher trains without watchers, which read GRPO's rewards: leave watch.stop out, and watch.probe_every at 0.")
     for found, role in ((base, "student's base"), (teacher, "teacher")):
         if found.quantization:
             raise BadInput(f"The {role} {found.path} is stored in {found.quantization}: give full-precision weights.")
@@ -50,11 +65,7 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, settings:
         raise BadInput(
             f"train.teacher distils into all weights, but train.method = {settings.method} trains an adapter: choose full."
         )
-    total = settings.prompts_per_step * settings.generations
-    if total % min(settings.micro_batch, total):
-        raise BadInput(
-            f"train.micro_batch = {settings.micro_batch} does not divide the {total} completions of a step: choose a divisor."
-        )
+    arguments.check(settings, questions)
     if settings.qat != "none":
         qat_training.check(settings)
 
@@ -90,7 +101,7 @@ def run(
     from transformers import PrinterCallback
 
     found = checkpoint.check(base)
-    check(found, checkpoint.check(teacher), settings)
+    check(found, checkpoint.check(teacher), settings, len(questions))
     process.hush_transformers()
     rows = [{"prompt": prompt.messages(each.question, template)} for each in questions]
     trainer = _trainer_class(settings)(
@@ -110,7 +121,8 @@ def run(
     trainer.train(resume_from_checkpoint=str(last) if last else None)
     seconds = time.perf_counter() - began
     model = trainer.accelerator.unwrap_model(trainer.model)
-    save.write(model, base, out, dtype="float32", note=qat_training.note_scales(work))
+    dtype = found.dtype if settings.qat == "none" else "float32"  # of masters, whose codes rounding would change
+    save.write(model, base, out, dtype=dtype, note=qat_training.note_scales(work))
     kept = {"step": "step"} | {name: ours.removeprefix("train/") for name, ours in METRICS.items()}
     history = pd.DataFrame(
         [{ours: row.get(name) for name, ours in kept.items()} for row in trainer.state.log_history if "loss" in row]
@@ -119,7 +131,7 @@ def run(
         path=out,
         adapter=False,
         history=history,
-        completions=pd.DataFrame(columns=completions.COLUMNS),
+        completions=completions.sampled(work, settings, rewarded=False),
         resumed_from=int(last.name.rpartition("-")[2]) if last else 0,
         seconds=seconds,
         stopped=None,
@@ -188,8 +200,6 @@ def _trainer_class(settings: Train):
 def _arguments(settings: Train, *, seed: int, device: str, work: Path):
     from trl import DistillationConfig
 
-    from qrl.train.arguments import SCHEDULES
-
     total = settings.prompts_per_step * settings.generations
     micro = min(settings.micro_batch, total)
     return DistillationConfig(
@@ -201,12 +211,14 @@ def _arguments(settings: Train, *, seed: int, device: str, work: Path):
         temperature=settings.temperature,
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
-        lr_scheduler_type=SCHEDULES.get(settings.schedule, settings.schedule),
+        lr_scheduler_type=arguments.SCHEDULES.get(settings.schedule, settings.schedule),
         bf16=settings.compute == "bf16",
         gradient_checkpointing=settings.gradient_checkpointing,
         save_steps=settings.save_every,
         save_total_limit=2,
         logging_steps=1,
+        log_completions=True,
+        num_completions_to_print=0,
         report_to="none",
         disable_tqdm=True,
         seed=seed,

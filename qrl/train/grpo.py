@@ -50,7 +50,7 @@ def check(
 
     Raises:
         BadInput: a quantized base, adapter settings that fit neither method nor model, a reference that has no room, a batch that
-            does not divide, a stop that no watcher could call, or a probe of weights that no process holds whole.
+            does not divide, a probe of weights that no process holds whole, or a stop for what is never measured.
     """
     if base.quantization:
         raise BadInput(
@@ -60,20 +60,15 @@ def check(
     tensors = checkpoint.entries(base.path)
     policy.check(settings, tensors)
     policy.check_reference(settings, tensors, device)
-    _check_stops(settings, watch)
     if watch.probe_every and process.sharded():
         raise BadInput("watch.probe_every needs processes that hold all weights, which those of FSDP do not: set it to 0.")
+    if "kl" in watch.stop and not settings.beta:
+        raise BadInput("watch.stop = kl needs a reference to measure the KL from: set train.beta above 0, or leave kl out.")
+    if "probe" in watch.stop and not watch.probe_every:
+        raise BadInput("watch.stop = probe needs a probe: set watch.probe_every to a number of steps, or leave probe out.")
     arguments.check(settings, questions)
     if settings.qat != "none":
         qat_training.check(settings)
-
-
-def _check_stops(settings: Train, watch: Watch) -> None:
-    """Refuses a promise to stop that nothing would keep."""
-    if "kl" in watch.stop and not settings.beta:
-        raise BadInput("watch.stop names kl, but train.beta = 0 keeps no reference to measure it from: raise train.beta, or leave kl out.")
-    if "probe" in watch.stop and not watch.probe_every:
-        raise BadInput("watch.stop names probe, but watch.probe_every = 0 asks none: set it to a number of steps, or leave probe out.")
 
 
 def run(

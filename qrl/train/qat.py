@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme
     from transformers import PreTrainedModel
 
-SCALES_FILE = (
-    "activation_scales.json"  # linear's name → the global scale of its inputs, as compressed-tensors stores it
-)
 # Linears that an engine computes as one, and that therefore share NVFP4's global scale; llm-compressor's FUSED_LAYER_NAMES.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 

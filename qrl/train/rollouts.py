@@ -25,8 +25,8 @@ def check(settings: Rollout, device: str, train: Train) -> None:
     """Refuses what this recipe's rollouts cannot do on this machine, before any environment is built or weight is loaded.
 
     Raises:
-        BadInput: FP8 or a server without vLLM, vLLM with quantization-aware training or without a GPU, FP8 on a GPU that lacks it, a server that does not answer, or an
-            adapter over a base that several processes hold parts of.
+        BadInput: FP8 or a server without vLLM, vLLM with quantization-aware training, for a distillation or without a GPU, FP8 on a GPU that
+            lacks it, a server that does not answer, or an adapter over a base that several processes hold parts of.
     """
     if settings.engine != VLLM:
         if settings.quantization != "none":
@@ -43,6 +43,8 @@ def check(settings: Rollout, device: str, train: Train) -> None:
             f"train.qat = {train.qat} samples with transformers: vLLM would be sent the masters and sample from other weights than "
             "the loss sees. Set rollout.engine = transformers, or train.qat = none."
         )
+    if train.teacher:
+        raise BadInput("train.teacher samples with transformers, but rollout.engine = vllm: set rollout.engine = transformers.")
     if device != "cuda":
         raise BadInput(
             "rollout.engine = vllm samples on a GPU, but this run's device is the CPU: set rollout.engine = transformers, or run on a GPU."
