@@ -308,7 +308,7 @@ def main(arguments: list[str] | None = None) -> None:
     except click.exceptions.Exit as ended:
         sys.exit(ended.exit_code)
     except click.ClickException as error:  # an unknown option, a missing one, a port that is no number
-        _end(BadInput(f"{error.format_message().rstrip('.')}; see `python -m qrl {_command()} --help`."))
+        _end(BadInput(f"{error.format_message().rstrip('.')}; see `{' '.join(filter(None, ('python -m qrl', _command())))} --help`."))
     except QrlError as error:
         _end(error)
     except ModuleNotFoundError as error:  # a Python without the project's environment

@@ -25,7 +25,7 @@ PACKED = ("int8", "nf4")  # storages of a base as bitsandbytes' codes
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 def _each_once(named: tuple[str, ...], what: str) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ class Train(_Section):
     teacher: str | None = Field(None, description="distil on-policy from this model instead of GRPO: the student samples, it scores")
     distill_top_k: Count = Field(64, description="distillation: the teacher's likeliest tokens that both are compared on, re-normalized")
     distill_reverse: Fraction = Field(0.5, description="distillation: weight of reverse KL against forward; 0: forward, 1: reverse")
-    qat_calibration_samples: Count = Field(128, description="training texts that activation scales are calibrated on, and Q(W)'s gap measured on")
+    qat_calibration_samples: int = Field(128, ge=1, le=100_000, description="training texts that activation scales are calibrated on, and Q(W)'s gap measured on")
     qat_calibration_batch: Count = Field(16, description="calibration texts in one forward pass")
     qat_calibration_max_tokens: Count = Field(1024, description="longest calibration text, in tokens; longer ones are an error")
     completions_logged: Count = Field(8, description="completions a logged step puts into the table of samples")
@@ -136,7 +136,7 @@ class Watch(_Section):
     max_kl: float = Field(0.5, gt=0, description="kl: most nats a token from the reference; needs train.beta above 0")
     max_truncation: Fraction = Field(0.5, description="truncation: largest share of completions cut at train.max_completion_tokens")
     probe_every: int = Field(0, ge=0, description="probe: optimizer steps between two looks at held-out accuracy; 0: none")
-    probe_n: int = Field(128, ge=2, description="probe: questions of the training split that are neither prompts nor held out")
+    probe_n: int = Field(128, ge=2, le=100_000, description="probe: questions of the training split that are neither prompts nor held out")
 
 
 class Merge(_Section):
@@ -154,7 +154,7 @@ class Quantize(_Section):
     bits: Literal[4, 8] = Field(4, description="bits of a weight under awq-ct and gptq; other schemes' names say theirs")
     symmetric: bool | None = Field(None, description="no zero points, under awq-ct, gptq, w8a16; default: false under awq-ct, true under the others")
     calibration: str = Field("task", min_length=1, description="texts that awq, awq-ct, gptq, nvfp4 look at: task, rollouts (the policy's own answers), or a .jsonl file")
-    calibration_samples: Count = Field(128, description="calibration texts, chat-rendered, end token included")
+    calibration_samples: int = Field(128, ge=1, le=100_000, description="calibration texts, chat-rendered, end token included")
     calibration_max_tokens: Count = Field(512, description="longest calibration text, in tokens; longer ones are an error")
     calibration_seed: int | None = Field(None, ge=0, lt=2**31, description="seed of calibration; default: seed")
 
@@ -349,7 +349,8 @@ def _sentence(error: ValidationError) -> str:
     key = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and part != "tagged-union")
     if first["type"] == "extra_forbidden":
         return _unknown(key)
-    return f"'{key}' is {first['input']!r}, but {_allowed(key, first)}."
+    given = ",".join(map(str, first["input"])) if isinstance(first["input"], tuple) else first["input"]  # a list, as it was written
+    return f"'{key}' is {given!r}, but {_allowed(key, first)}."
 
 
 def _allowed(key: str, first: dict) -> str:

@@ -129,6 +129,24 @@ def test_a_read_only_store_is_told_before_the_work(tmp_path):
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
 
 
+def test_a_full_disk_is_told_whoever_met_it(tmp_path):
+    """safetensors' error is no OSError, and work in progress lies where no tracking URI moves it."""
+    lines = [
+        "import resource, numpy, pathlib, safetensors.numpy",
+        "from qrl.tracking import store",
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))",
+        "for write in (lambda: safetensors.numpy.save_file({'a': numpy.zeros(9999)}, 'a.safetensors'), lambda: pathlib.Path('.qrl').write_bytes(bytes(9999))):",
+        "    try: write()",
+        "    except Exception as error: print(type(error).__name__, store.sentence(error))",
+        "print(store.sentence(OSError(28, 'No space left on device', '.qrl/train-0')))",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    rust, plain, work = done.stdout.splitlines()
+    assert rust.startswith("SafetensorError Nothing can be written (File too large): free the disk"), done.stdout
+    assert plain.startswith("OSError Nothing can be written (File too large)"), done.stdout
+    assert work.endswith("start qrl from a folder on another disk."), done.stdout
+
+
 def test_counts_of_the_seed_study_give_its_deltas_and_no_verdict(tmp_path):
     counts = {"n": 100, "base": {"fp16": 68, "nf4": 65, "awq": 58}, "grpo": {"fp16": 72, "nf4": 68, "awq": 67}}
     (tmp_path / "counts.json").write_text(json.dumps(counts))

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from qrl import compare, figures, plan
-from qrl.figures import comparison, heatmaps, rewards
+from qrl.figures import canvas, comparison, heatmaps, rewards
 from qrl.figures import weights as of_weights
 
 COUNTS = {"n": 1000, "base": {"fp16": 680, "nf4": 650, "awq": 580}, "grpo": {"fp16": 820, "nf4": 780, "awq": 600}}
@@ -123,8 +123,22 @@ def test_training_without_rewards_is_refused(tmp_path):
         figures.training(pd.DataFrame({"step": [1], "loss": [0.1]}), tmp_path / "training.png")
 
 
+def test_a_long_title_stays_above_the_maps(tmp_path, monkeypatch):
+    drawn, finish = [], heatmaps.finish
+    monkeypatch.setattr(heatmaps, "finish", lambda figure, *rest: (finish(figure, *rest), drawn.append(figure)))
+    figures.schemes(pd.concat([stored(), stored().query("scheme == 'nf4'").assign(scheme="gptq", relative_mse=0.0271)]), tmp_path / "three.png")
+    title, below = drawn[0]._suptitle.get_window_extent(), drawn[0].axes[0].title.get_window_extent()
+    assert drawn[0]._suptitle.get_text().count("\n") == 2 and title.y0 > below.y1
+
+
+def test_an_interval_is_never_broken_across_lines():
+    title = canvas.wrapped("grpo: no gain shown at full precision, +0.040 [−0.087, +0.167]", 6.4)
+    assert title.splitlines()[1:] == ["[−0.087,\u00a0+0.167]"]
+
+
 def test_titles_say_what_the_numbers_say():
     found = compare.from_counts(COUNTS)
+    assert [comparison._listed(names) for names in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a and b", "a, b and c"]
     assert comparison._survival_found([row for row in found.rows if row.verdict], False) == "The gain survives nf4; it is lost under awq"
     assert comparison._gain_found("grpo", found.row("fp16").delta).startswith("grpo gains +0.140 [")
     assert "loses 1.575 % of the weights' energy after training, 5 % more than before it (1.5 %)" in of_weights._error_found(weights(1.05), ["base", "grpo"])

@@ -55,6 +55,10 @@ def test_seed_000s_recipe_is_its_run():
         ("quantize.group_size", "100", "32, 64 or 128"),
         ("evaluate.min_eos_rate", "1.5", "less than or equal to 1"),
         ("task", "trivia", "'math' or 'deepmath'"),
+        ("train.learning_rate", "inf", "must be a finite number"),
+        ("watch.max_kl", "nan", "must be a finite number"),
+        ("quantize.calibration_samples", "999999999", "less than or equal to 100000"),
+        ("benchmark.batches", "1,1", "is '1,1', but must name at least one batch"),
         ("nonsense", "1", "not a key"),
     ],
 )

@@ -196,6 +196,8 @@ def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeyp
     rollouts.check(Rollout(), "cpu", Train())
     with pytest.raises(BadInput, match=r"rollout\.quantization = fp8 needs an engine"):
         rollouts.check(Rollout(quantization="fp8"), "cuda", Train())
+    with pytest.raises(BadInput, match=r"rollout\.mode = server needs an engine"):
+        rollouts.check(Rollout(mode="server"), "cuda", Train())
     with pytest.raises(BadInput, match="samples on a GPU"):
         rollouts.check(VLLM, "cpu", Train())
     with pytest.raises(BadInput, match="sample from other weights than the loss sees"):

@@ -114,3 +114,8 @@ def test_a_folder_with_too_few_questions_for_a_probe_is_refused(tmp_path):
     assert len(probe) == 4 and not {q.question for q in probe} & {q.question for q in (*trained, *heldout)}
     with pytest.raises(BadInput, match=r"4 questions .*watch\.probe_n asks for 5"):
         inputs.probe(recipe.load("tiny", asked | {"watch.probe_n": "5"}), trained, heldout)
+
+
+def test_a_probe_larger_than_any_use_of_it_is_refused_before_questions_are_made():
+    with pytest.raises(BadInput, match=r"'watch\.probe_n' is '100000000'"):
+        recipe.load("tiny", {"watch.probe_n": "100000000"})

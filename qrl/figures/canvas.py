@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,9 +34,19 @@ def canvas(width: float, height: float, rows: int = 1, heights: list[float] | No
     return figure, grid
 
 
+def wrapped(title: str, width: float) -> str:
+    """A title in lines that fit, its intervals whole.
+
+    Args:
+        title: in one line.
+        width: of the figure, in inches.
+    """
+    return textwrap.fill(re.sub(r"\[[^]]*\]", lambda found: found[0].replace(" ", "\u00a0"), title), width=int(9.1 * width))
+
+
 def finish(figure: Figure, axes: Axes, title: str, note: str, path: str | Path) -> None:
     """Title above, note below, file by rename."""
-    title = textwrap.fill(title, width=int(9.1 * figure.get_figwidth()))
+    title = wrapped(title, figure.get_figwidth())
     figure.suptitle(title, x=0.01, ha="left", size=13, weight="bold", color=INK)
     figure.supxlabel(note, x=0.01, ha="left", size=8.5, color=FAINT)
     path = Path(path)

@@ -105,12 +105,16 @@ def _gain_found(variant: str, gain: Any) -> str:
     return f"{variant}: no gain shown at full precision, {interval}" if gain.high >= 0 else f"{variant} loses at full precision, {interval}"
 
 
+def _listed(names: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 def _survival_found(rows: list, several: bool) -> str:
     by_verdict = {verdict: [row.scheme for row in rows if row.verdict.verdict == verdict] for verdict in VERDICTS}
     if several:
         counts = (f"{verdict} in {len(schemes)}" for verdict, schemes in by_verdict.items() if schemes)
         return f"Gain under {len(rows)} variants and schemes: {', '.join(counts)}"
     says = {"survives": "{gain} survives {}", "lost": "{gain} is lost under {}", "inconclusive": "whether {gain} survives {} is inconclusive"}
-    parts = [says[verdict].replace("{}", " and ".join(schemes)) for verdict, schemes in by_verdict.items() if schemes]
+    parts = [says[verdict].replace("{}", _listed(schemes)) for verdict, schemes in by_verdict.items() if schemes]
     found = "; ".join(part.replace("{gain}", "it" if i else "the gain") for i, part in enumerate(parts))
     return found[0].upper() + found[1:]

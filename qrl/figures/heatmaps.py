@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import pandas as pd
 
-from qrl.figures.canvas import FAINT, INK, finish
+from qrl.figures.canvas import FAINT, INK, finish, wrapped
 from qrl.names import BASE
 
 if TYPE_CHECKING:
@@ -146,10 +146,12 @@ def draw(panels: list[Panel], title: str, note: str, path: str | Path, across: s
 
     layers = max(panel.values.shape[1] for panel in panels)
     rows = sum(len(panel.values) for panel in panels)
-    width, height = max(7.4, 2.6 + 0.24 * layers), 2.0 + 0.22 * rows + 0.5 * len(panels)
+    width = max(7.4, 2.6 + 0.24 * layers)
+    top = 0.66 + 0.22 * max(2, len(wrapped(title, width).splitlines()))  # inches above the maps: a third line of title needs its own
+    height = 0.9 + top + 0.22 * rows + 0.5 * len(panels)
     figure = Figure(figsize=(width, height), facecolor="white")  # laid out by hand: the solver takes a second for six panels
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[len(panel.values) for panel in panels])[:, 0]
-    figure.subplots_adjust(left=0.75 / width, right=1 - 0.1 / width, top=1 - 1.1 / height, bottom=0.85 / height, hspace=0.5 * len(panels) / (0.22 * rows))
+    figure.subplots_adjust(left=0.75 / width, right=1 - 0.1 / width, top=1 - top / height, bottom=0.85 / height, hspace=0.5 * len(panels) / (0.22 * rows))
     for panel, each in zip(panels, axes, strict=True):
         _panel(figure, each, panel)
     axes[-1].set_xlabel(across)

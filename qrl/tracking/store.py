@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import sqlite3
 import tempfile
 from contextlib import closing
@@ -17,10 +18,12 @@ from urllib.parse import unquote, urlsplit
 from qrl import names
 from qrl.errors import BadInput, QrlError
 from qrl.tracking import models, signals
+from qrl.workspace import WORK
 
 _SQLITE = "sqlite:///"
 _EXPERIMENT_KIND = "mlflow.experimentKind"
 _FULL_OR_READ_ONLY = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
+_RUST_SAYS = re.compile(r"\(os error (\d+)\)")  # safetensors' errors are no OSError
 _DATABASE_SAYS = ("readonly database", "database or disk is full", "unable to open database", "disk I/O error", "not a database")
 
 
@@ -92,16 +95,27 @@ def mark_experiment(experiment_id: str) -> None:
         client.set_experiment_tag(experiment_id, _EXPERIMENT_KIND, "custom_model_development")
 
 
+def _number(error: BaseException) -> int | None:
+    if isinstance(error, OSError):
+        return error.errno
+    return int(found[1]) if (found := _RUST_SAYS.search(str(error))) else None
+
+
+def _unwritable(number: int, path: str | None) -> BadInput:
+    where = f" at {path}" if path else ""
+    here = path and WORK.name in Path(path).parts  # work in progress, which no tracking URI moves
+    help_ = "start qrl from a folder on another disk" if here else "set MLFLOW_TRACKING_URI"
+    return BadInput(f"Nothing can be written{where} ({os.strerror(number)}): free the disk, or {help_}.")
+
+
 def sentence(error: BaseException) -> QrlError | None:
     """BadInput for an error that means a full disk or a store that cannot be written; None for any other."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, QrlError):
             return cause
-        if isinstance(cause, OSError) and cause.errno in _FULL_OR_READ_ONLY:
-            path = cause.filename2 or cause.filename  # of a copy, the second is what was being written
-            where = f" at {path}" if path else ""
-            return BadInput(f"Nothing can be written{where} ({os.strerror(cause.errno)}): free the disk, or set MLFLOW_TRACKING_URI.")
+        if (number := _number(cause)) in _FULL_OR_READ_ONLY:
+            return _unwritable(number, getattr(cause, "filename2", None) or getattr(cause, "filename", None))  # of a copy, the second was written
         if any(words in str(cause) for words in _DATABASE_SAYS):
             return _unusable(cause)
         cause = cause.__cause__ or cause.__context__

@@ -25,13 +25,17 @@ def check(settings: Rollout, device: str, train: Train) -> None:
     """Refuses what this recipe's rollouts cannot do on this machine, before any environment is built or weight is loaded.
 
     Raises:
-        BadInput: FP8 without vLLM, vLLM with quantization-aware training, for a distillation or without a GPU, FP8 on a GPU that
+        BadInput: FP8 or a server without vLLM, vLLM with quantization-aware training, for a distillation or without a GPU, FP8 on a GPU that
             lacks it, a server that does not answer, or an adapter over a base that several processes hold parts of.
     """
     if settings.engine != VLLM:
         if settings.quantization != "none":
             raise BadInput(
                 f"rollout.quantization = {settings.quantization} needs an engine that has it: set rollout.engine = vllm, or quantization = none."
+            )
+        if settings.mode != "colocate":  # else the server would be left idle without a word
+            raise BadInput(
+                f"rollout.mode = {settings.mode} needs an engine that has it: set rollout.engine = vllm, or rollout.mode = colocate."
             )
         return
     if train.qat != "none":
