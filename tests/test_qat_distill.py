@@ -66,6 +66,7 @@ def test_a_quantized_student_comes_closer_to_its_teacher(tmp_path):
     assert done.completions["step"].value_counts().to_dict() == dict.fromkeys(range(1, 6), FAST.completions_logged)
     assert done.completions["completion"].str.len().max() > 0
     losses = done.history["loss"].tolist()
+    assert {"train/loss", "train/completion_tokens", "train/truncation_rate"} <= set(seen[-1][1])
     assert [step for step, _ in seen] == [0, 1, 2, 3, 4, 5] and len(losses) == 5
     assert 0 < min(losses[1:]) < losses[0]  # the teacher is what the student was before its weights were shaken
 
