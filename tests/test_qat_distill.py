@@ -84,6 +84,8 @@ def test_what_cannot_be_distilled_is_refused(tmp_path):
         distill.check(found, checkpoint.check(other), FAST, 16)
     with pytest.raises(BadInput, match="trains an adapter"):
         distill.check(found, found, Train(method="lora"), 16)
+    with pytest.raises(BadInput, match=r"train\.base_storage = nf4"):
+        distill.check(found, found, Train(base_storage="nf4"), 16)
     with pytest.raises(BadInput, match="does not divide"):
         distill.check(found, found, Train(prompts_per_step=4, generations=4, micro_batch=5), 16)
     with pytest.raises(BadInput, match="There are 7 training questions"):

@@ -42,8 +42,8 @@ def check(
         watch: what is watched: watchers read GRPO's rewards, which a distillation has none of.
 
     Raises:
-        BadInput: a quantized teacher or student, another vocabulary, an adapter, a batch that does not divide, too few questions,
-            or watchers.
+        BadInput: a quantized teacher or student, another vocabulary, an adapter or its settings, a batch that does not divide,
+            too few questions, or watchers.
     """
     if watch.stop or watch.probe_every:
         raise BadInput("train.teacher trains without watchers, which read GRPO's rewards: leave watch.stop out, and watch.probe_every at 0.")
@@ -61,6 +61,7 @@ def check(
         raise BadInput(
             f"train.teacher distils into all weights, but train.method = {settings.method} trains an adapter: choose full."
         )
+    policy.check(settings, checkpoint.entries(base.path))
     arguments.check(settings, questions)
     if settings.qat != "none":
         qat_training.check(settings)
