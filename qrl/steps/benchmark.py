@@ -18,8 +18,8 @@ from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.steps import inputs
 from qrl.tasks import prompt
+from qrl.tracking import addresses, runs, store
 from qrl.tracking import models as store_models
-from qrl.tracking import runs, store
 from qrl.workspace import workspace
 
 MEMORY = 0.9  # of a GPU, for all of vLLM's engines side by side
@@ -132,7 +132,7 @@ def _given(models: str) -> list[room.Subject]:
     found = []
     for cell, address in inputs.pairs(models, "a cell and its model").items():
         variant, scheme = inputs.cell(cell)
-        found.append(room.Subject(variant, scheme, checkpoint.check(inputs.folder(address)).path))
+        found.append(room.Subject(variant, scheme, checkpoint.check(addresses.folder(address)).path))
     return found
 
 

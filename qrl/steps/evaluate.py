@@ -17,7 +17,7 @@ from qrl.evaluate import groups, health, scores
 from qrl.recipe import Recipe
 from qrl.steps import inputs, record
 from qrl.tasks import prompt
-from qrl.tracking import lineage, models, reuse, runs, store
+from qrl.tracking import addresses, lineage, models, reuse, runs, store
 from qrl.workspace import workspace
 
 
@@ -60,7 +60,7 @@ def check(recipe: Recipe, given: str | None) -> tuple[dict[tuple[str, str], str]
 
 
 def _checked(cell: tuple[str, str], address: str) -> checkpoint.Checkpoint:
-    found = checkpoint.check(inputs.folder(address))
+    found = checkpoint.check(addresses.folder(address))
     variant, scheme = cell
     if found.quantization != names.STORED_AS[scheme]:
         raise BadInput(

@@ -1,4 +1,4 @@
-"""What steps are given as text: models by address, lists of them, questions."""
+"""What steps are given as text: lists of models, cells, questions."""
 
 from __future__ import annotations
 
@@ -8,27 +8,10 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
-from qrl import names, source, tasks
+from qrl import names, tasks
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.tasks import prompt
-
-
-def folder(address: str) -> Path:
-    """The folder of a model or an adapter: `models:/…` and `runs:/RUN/PATH` in place, else as `source.locate` finds it.
-
-    Raises:
-        BadInput: nothing is there, or the store cannot be used.
-    """
-    if not address.startswith(("models:/", "runs:/")):
-        return source.locate(address)
-    from qrl.tracking import models, runs, store
-
-    store.prepare()
-    if address.startswith("models:/"):
-        return models.local_path(address)
-    run_id, _, path = address.removeprefix("runs:/").partition("/")
-    return runs.artifact(run_id, path)
 
 
 def pairs(text: str, what: str) -> dict[str, str]:
