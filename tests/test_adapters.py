@@ -11,12 +11,12 @@ from qrl import checkpoint, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.formats.header import Entry
-from qrl.recipe import Train
+from qrl.recipe import Rollout, Train
 from qrl.tasks import prompt
 from qrl.train import arguments, grpo, merge, policy, reward
 
 QUESTIONS = tasks.load("arithmetic", "train", 16, 0)
-BATCH = {"steps": 2, "prompts_per_step": 8, "generations": 4, "micro_batch": 32, "max_completion_tokens": 64, "save_every": 1}
+BATCH = {"steps": 2, "prompts_per_step": 4, "generations": 4, "micro_batch": 16, "max_completion_tokens": 32, "save_every": 1}
 BATCH |= {"temperature": 2.0}  # so that a group's completions differ, and there is something to learn
 ADAPTER = {"lora_rank": 4, "lora_targets": ("q_proj", "v_proj"), "learning_rate": 2e-3, "beta": 0.01}
 STORED = {
@@ -45,7 +45,7 @@ class Ran:
             self.done = grpo.run(tiny.PATH, QUESTIONS, self.settings, **GIVEN, **common)
 
 
-@pytest.fixture(scope="module", params=STORED)
+@pytest.fixture(scope="module", params=["fp32", pytest.param("int8", marks=pytest.mark.slow), "nf4"])
 def ran(request, tmp_path_factory):
     return Ran(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -203,7 +203,7 @@ def test_full_training_with_beta_keeps_a_reference_of_its_own_and_all_keys_reach
     keys = {"loss": "grpo", "importance_sampling": "sequence", "iterations": 2, "clip": 3e-4, "clip_high": 4e-4, "save_every": 2}
     settings = Train(beta=0.1, rewards=("correct", "format"), reward_weights=(1, 0.2), **BATCH | keys)
     rows = [{"prompt": prompt.messages(q.question, "plain"), "answer": q.answer} for q in QUESTIONS]
-    trainer = grpo._trainer(tiny.PATH, rows, settings, **GIVEN, work=tmp_path, log=lambda metrics, step: None)
+    trainer = grpo._trainer(tiny.PATH, rows, settings, **GIVEN, work=tmp_path, rollout=Rollout(), log=lambda metrics, step: None)
     assert trainer.ref_model is not None and trainer.reward_func_names == ["correct", "format"]
     assert trainer.reward_weights.tolist() == pytest.approx([1, 0.2])
     assert (trainer.importance_sampling_level, trainer.num_iterations) == ("sequence", 2)

@@ -111,6 +111,35 @@ def test_the_table_and_the_figure_state_intervals_and_n(frame, tmp_path):
     assert (tmp_path / "speeds.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_requests_are_a_minimum_and_the_tables_n_is_its_smallest_line(prompts):
+    settings = Benchmark(**SMALL | {"batches": (4, 5), "requests": 6, "new_tokens": 2})
+    frame = benchmark.run(CELLS[:1], [prompts], lambda subject: local.Transformers(subject.path, "cpu", "auto"), settings)
+    found = summary.lines(frame)
+    assert [line.requests for line in found] == [2 * 8, 2 * 10]
+    assert "n = 16 requests or more a line" in summary.markdown(found[::-1], "")
+
+
+def test_a_checkpoint_under_another_schemes_name_is_refused():
+    with pytest.raises(BadInput, match="base:nf4 was given qrl-tiny, which is stored as full precision"):
+        step.benchmark(recipe.load("tiny"), stages=None, models="base:nf4=qrl-tiny", url=None)
+
+
+def test_an_address_where_no_server_answers_is_refused():
+    import socket
+    import threading
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def other_protocol():
+            with listening.accept()[0] as connection:
+                connection.recv(1000)
+                connection.sendall(b"SSH-2.0-none\r\n")
+
+        threading.Thread(target=other_protocol, daemon=True).start()
+        with pytest.raises(BadInput, match="lists no model"):
+            step._served(f"http://127.0.0.1:{listening.getsockname()[1]}")
+
+
 def test_too_few_prompts_are_refused(engine, prompts):
     with pytest.raises(BadInput, match=r"6 prompts, but a batch of 8"):
         benchmark.run(CELLS[:1], [prompts], lambda subject: engine, Benchmark(**SMALL | {"batches": (8,)}))

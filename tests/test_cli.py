@@ -189,7 +189,9 @@ def test_grade_names_the_line_that_is_wrong(tmp_path):
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_diagnose_of_two_folders_needs_no_store(tmp_path):
+def test_diagnose_of_two_folders_needs_no_store_and_leaves_a_folders_other_files_alone(tmp_path):
+    (tmp_path / "out" / "figures").mkdir(parents=True)
+    (tmp_path / "out" / "figures" / "matrix.png").write_text("a comparison's, say")
     done = run("diagnose", "--base", str(tiny.PATH), "--trained", str(tiny.PATH), "--out", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     import pandas as pd
@@ -199,7 +201,7 @@ def test_diagnose_of_two_folders_needs_no_store(tmp_path):
     assert wanted <= set(frame.columns) and set(frame["variant"]) == {"base", "grpo"}
     assert frame["code_flip_rate"].eq(0).all()
     made = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
-    assert made == {"layer_error.png", "weights_moved.png", "weights_spread.png", "weights.html"}
+    assert made == {"matrix.png", "layer_error.png", "weights_moved.png", "weights_spread.png", "weights.html"}
     assert not (tmp_path / "mlflow.db").exists()
 
 

@@ -157,7 +157,7 @@ def test_rows_of_math_carry_subject_level_and_what_the_grader_could_not_do(monke
 
 def test_accuracy_by_subject_and_level_has_an_interval_and_n_for_each_cell():
     rows = [("Algebra", 1, 1)] * 30 + [("Algebra", 5, 0)] * 10 + [("Geometry", 5, 1)]
-    one = pd.DataFrame(rows, columns=["subject", "level", "correct"]).assign(variant="base", scheme="fp16")
+    one = pd.DataFrame(rows, columns=["subject", "level", "correct"]).assign(variant="base", scheme="fp16", question=range(41))
     text = groups.markdown(pd.concat([one, one.assign(variant="grpo", correct=1)], ignore_index=True))
     assert "| subject | base · fp16 | grpo · fp16 |" in text
     expected = stats.accuracy(30, 40)
@@ -165,5 +165,6 @@ def test_accuracy_by_subject_and_level_has_an_interval_and_n_for_each_cell():
     assert "| Geometry | 1 of 1 | 1 of 1 |" in text
     assert text.index("| 1 |") < text.index("| 5 |")
     assert groups.markdown(one.drop(columns=["subject", "level"])) == ""
-    twice = pd.concat([one.assign(question=range(41), sample=0), one.assign(question=range(41), sample=1, correct=1)])
-    assert "| Algebra | 0.875 [" in groups.markdown(twice) and "(n = 40)" in groups.markdown(twice) and "| 1 of 1 |" in groups.markdown(twice)
+    for label in ("sample", "seed"):  # neither several samples nor several trainings are more questions
+        twice = groups.markdown(pd.concat([one.assign(**{label: 0}), one.assign(**{label: 1}, correct=1)]))
+        assert "| Algebra | 0.875 [" in twice and "(n = 40)" in twice and "| 1 of 1 |" in twice

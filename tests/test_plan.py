@@ -146,6 +146,13 @@ def test_a_pilot_gives_back_what_made_it():
     assert found == pytest.approx({"base_accuracy": 0.6, "gain": 0.1, "drop": 0.02, "correlation": 0.3, "scheme_correlation": 0.6}, abs=1e-3)
 
 
+def test_a_pilot_with_a_cell_all_right_is_refused_in_a_sentence():
+    base, all_right = np.arange(30) % 2, np.ones(30)
+    found = plan.of_pilot(base, all_right, base, np.arange(30) % 3 > 0)
+    with pytest.raises(BadInput, match=r"The trained cell would have the accuracy 1\.000"):
+        plan.make(Assumptions(**found))
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

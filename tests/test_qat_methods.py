@@ -45,3 +45,10 @@ def test_without_base_or_full_precision_there_is_nothing_to_measure_from():
     for cell in (("base", "fp16"), ("grpo", "fp16")):
         with pytest.raises(BadInput, match=f"Cell {cell[0]} · fp16 is missing"):
             methods.markdown(frame({key: rate for key, rate in RATES.items() if key != cell}))
+
+
+def test_a_table_without_its_columns_is_refused_in_a_sentence():
+    with pytest.raises(BadInput, match="lacks 'variant'"):
+        methods.markdown(frame().drop(columns="variant"))
+    with pytest.raises(BadInput, match="'scheme' has 1600 empty values"):
+        methods.markdown(frame().assign(scheme=None))

@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 import mlflow
+import pandas as pd
 import pytest
 
 from qrl import checkpoint, names, recipe, registry
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.steps import promote as promoting
-from qrl.tracking import models, runs
+from qrl.tracking import cells, models, runs
 
 ROOT = Path(__file__).parents[1]
 NAME = "qrl-tiny"
@@ -216,6 +217,20 @@ def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
         runs.log_scores({names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 2000}, model_uri=uri)
     promoting.promote(recipe.load(), ["base"], [again.info.run_id])
     assert pointers() == {"base": "2", "base-previous": "1"}  # whole weights displace damaged ones
+
+
+def test_a_gate_subtracts_no_answers_of_two_engines(store, tmp_path):
+    def answered(variant: str, engine: str) -> cells.Evaluated:
+        rows = pd.DataFrame({"question": ["a", "b", "c"], "correct": [0, 1, 1], names.ENGINE: engine}).assign(variant=variant, scheme="fp16")
+        rows.to_parquet(tmp_path / names.QUESTIONS)
+        with runs.step("evaluate") as run:
+            mlflow.log_artifact(str(tmp_path / names.QUESTIONS))
+        return cells.Evaluated(run.info.run_id, variant, "fp16", "", "", "", 2 / 3, 0.3, 3, ())
+
+    base = answered("base", "transformers")
+    assert promoting._difference(answered("grpo", "transformers"), base).estimate == 0
+    with pytest.raises(BadInput, match="different engines"):
+        promoting._difference(answered("grpo", "vllm"), base)
 
 
 def test_a_stage_is_never_rolled_back_onto_damaged_weights(version):

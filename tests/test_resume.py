@@ -59,7 +59,8 @@ def alone(folder, settings):
     return grpo.run(tiny.PATH, tasks.load("arithmetic", "train", 32, 0), settings, **given)
 
 
-@pytest.mark.parametrize("kind", ["qlora", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_training_killed_at_a_random_moment_ends_with_the_same_weights_bit_for_bit(kind, tmp_path):
     settings, chance = KINDS[kind], random.Random()
     last_seen, wait = chance.randint(1, 4), chance.uniform(0, 0.5)

@@ -71,6 +71,19 @@ def test_more_runs_on_the_same_questions_do_not_make_them_more_questions(rng):
     assert over(copies, vary=False).stderr == pytest.approx(plain.stderr, **CLOSE)
 
 
+def test_copies_of_the_base_that_hardly_change_keep_the_interval_that_questions_support(rng):
+    """What quantization costs the base: a difference of no question, or of one, is no certainty, under any number of seeds."""
+    fp16 = (rng.random(size=200) < 0.6).astype(float)
+    for changed in (0, 1):
+        quantized = fp16.copy()
+        quantized[:changed] = 1 - quantized[:changed]
+        once, runs = np.stack([quantized, fp16]), 3
+        found = stats.contrast_over_runs([once] * runs, (1, -1), [np.arange(200)] * runs, list("abc"), 200, vary=False)
+        plain = stats.contrast(once, (1, -1))
+        assert (found.low, found.high) == pytest.approx((plain.low, plain.high), **CLOSE)
+        assert found.low < found.estimate < found.high
+
+
 def test_a_negative_variance_counts_as_none_and_the_interval_stays_as_wide_as_the_questions_make_it(rng):
     values = crossed(rng, runs=6, between=0, shared=0)
     values -= values.mean(axis=-1, keepdims=True)  # runs that agree better than their questions allow

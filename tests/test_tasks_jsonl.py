@@ -27,7 +27,7 @@ def hundred(tmp_path):
 def test_rows_become_questions_of_any_task(tmp_path, task):
     (found,) = load(task, "train", data=write(tmp_path, json.dumps(ROW), ""))
     assert (found.question, found.answer) == ("1 + 1?", "2")
-    assert found.solution == "It is 1+1=2.\n" + ("\\boxed{2}" if task == "math" else "#### 2")
+    assert found.solution == "It is 1+1=2.\n" + ("\\boxed{2}" if task in ("math", "deepmath") else "#### 2")
     assert grade(task, found.solution, found.answer).strict
 
 

@@ -118,7 +118,7 @@ def _turn(subject: Subject, engine: Engine, prompts: Sequence[Sequence[int]], ba
     facts = {"variant": subject.variant, "scheme": subject.scheme, "engine": engine.name, "batch": batch, "round": number}
     memory = {"weights_bytes": engine.weights_bytes, "stored_bytes": stored}
     rows = []
-    for turn in range(max(1, settings.requests // batch)):
+    for turn in range(-(-settings.requests // batch)):  # rounded up
         start = turn * batch
         asked = [prompts[(start + i) % len(prompts)] for i in range(batch)]
         answered = engine.ask(asked, new_tokens=settings.new_tokens, fixed=settings.length == "fixed")

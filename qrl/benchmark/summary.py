@@ -79,7 +79,7 @@ def markdown(found: Sequence[Line], note: str) -> str:
     ]  # fmt: skip
     table = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     rounds = found[0].tokens_per_s.n
-    text = f"{found[0].engine}; brackets are 95 % intervals over {rounds} interleaved rounds, n = {found[0].requests} requests or more a line."
+    text = f"{found[0].engine}; brackets are 95 % intervals over {rounds} interleaved rounds, n = {min(line.requests for line in found)} requests or more a line."
     return "\n".join(f"| {' | '.join(row)} |" for row in table) + f"\n\n{text} {note}\n"
 
 

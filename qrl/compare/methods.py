@@ -11,7 +11,7 @@ import pandas as pd
 
 from qrl import names
 from qrl.compare.evidence import Questions
-from qrl.compare.outcomes import outcomes
+from qrl.compare.outcomes import check_columns, outcomes
 from qrl.compare.text import interval, table
 from qrl.errors import BadInput
 
@@ -28,6 +28,7 @@ def markdown(frame: pd.DataFrame) -> str:
     Raises:
         BadInput: base or grpo in full precision is missing, or cells that cannot be compared.
     """
+    check_columns(frame)
     cells = list(dict.fromkeys(zip(frame["variant"].astype(str), frame["scheme"].astype(str), strict=True)))
     for needed in ((names.BASE, names.FP16), FULL):
         if needed not in cells:

@@ -92,8 +92,12 @@ def check_grid(cells: dict[tuple[str, str], Any], n: int) -> None:
         raise BadInput(f"There is {n} question, which supports no error bar: expected at least 2, and hundreds for a verdict.")
 
 
-def _checked(frame: pd.DataFrame) -> pd.DataFrame:
-    """The columns that count, as text where they are labels; seed is an empty text where there is none."""
+def check_columns(frame: pd.DataFrame) -> None:
+    """Refuses a table without the columns that every comparison reads, or with empty places in them.
+
+    Raises:
+        BadInput: one sentence.
+    """
     missing = [column for column in COLUMNS if column not in frame]
     if missing:
         raise BadInput(f"The table of outcomes lacks {_list(missing)}: expected the columns {_list(COLUMNS)}, a row per cell and question.")
@@ -106,6 +110,11 @@ def _checked(frame: pd.DataFrame) -> pd.DataFrame:
     empty = [column for column in COLUMNS if frame[column].isna().any()]
     if empty:
         raise BadInput(f"The column '{empty[0]}' has {int(frame[empty[0]].isna().sum())} empty values: every row needs {_list(COLUMNS)}.")
+
+
+def _checked(frame: pd.DataFrame) -> pd.DataFrame:
+    """The columns that count, as text where they are labels; seed is an empty text where there is none."""
+    check_columns(frame)
     wrong = frame.loc[~frame["correct"].isin([0, 1]), "correct"]
     if len(wrong):
         raise BadInput(f"'correct' is {wrong.tolist()[0]!r} in {len(wrong)} row(s), but must be 0 or 1: grade the completions first.")

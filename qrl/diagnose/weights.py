@@ -136,7 +136,7 @@ def _names(path: Path | str, embeddings: bool) -> dict[str, str]:
     stored = {
         name: name
         for name, entry in sorted(checkpoint.entries(path).items())
-        if len(entry.shape) == 2 and entry.dtype in checkpoint.header.FLOATS
+        if len(entry.shape) == 2 and 0 not in entry.shape and entry.dtype in checkpoint.header.FLOATS
     }
     tables = [name for name in stored if name.endswith(EMBEDDING)]
     if HEAD not in stored and tables and not embeddings:  # a language model without a head of its own uses the embedding as one

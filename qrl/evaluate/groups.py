@@ -15,8 +15,10 @@ GROUPS = ("subject", "level")
 def markdown(frame: pd.DataFrame) -> str:
     """A table per kind of group: a row a group, a column a cell, each rate with its 95 % interval and its n.
 
+    Several samples or training seeds are averaged question by question; the intervals are then those of the questions alone.
+
     Args:
-        frame: a row per cell and question, with variant, scheme and correct (0/1); `subject` and `level` where known.
+        frame: a row per cell and question, with variant, scheme, question and correct (0/1); `subject` and `level` where known.
 
     Returns:
         Markdown; empty where no question has either.
@@ -36,13 +38,11 @@ def _table(frame: pd.DataFrame, kind: str) -> list[str]:
 
 
 def _rate(rows: pd.DataFrame) -> str:
-    correct = rows["correct"]
-    if "sample" in rows and rows["sample"].notna().any():
-        correct = rows.groupby("question")["correct"].mean()  # pass@1: a question counts once
-        if len(correct) > 1:
-            return _shown(stats.rate(correct))
+    correct = rows.groupby("question")["correct"].mean()  # a question counts once, however many samples or seeds answered it
     if len(correct) < 2:
         return f"{correct.sum():g} of {len(correct)}"  # no interval stands on one answer
+    if len(correct) < len(rows):
+        return _shown(stats.rate(correct))
     return _shown(stats.accuracy(int(correct.sum()), len(correct)))
 
 

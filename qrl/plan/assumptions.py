@@ -80,7 +80,7 @@ class Assumptions:
         """(4, 4) covariance of a question's outcomes in the cells base·fp16, trained·fp16, base·q, trained·q."""
         base, trained = self.base_accuracy, self.base_accuracy + self.gain
         rates = np.array([base, trained, base, trained - self.drop])
-        sd = np.sqrt(rates * (1 - rates))
+        sd = np.sqrt(np.maximum(0, rates * (1 - rates)))  # of a pilot whose cells are all right, rounding can leave less
         of_training = np.array([[1, self.correlation], [self.correlation, 1]])
         of_scheme = np.array([[1, self.scheme_correlation], [self.scheme_correlation, 1]])
         return np.kron(of_scheme, of_training) * np.outer(sd, sd)
@@ -94,8 +94,12 @@ class Assumptions:
 def largest_correlation(a: float, b: float) -> float:
     """Of two 0/1 outcomes with these rates: reached where the rarer success happens only together with the other.
 
+    Outcomes that never vary have no correlation; 1 then rules none out.
+
     Source: Fréchet's bound on a joint distribution, P(both) <= min(a, b).
     """
+    if not (0 < a < 1 and 0 < b < 1):
+        return 1.0
     return (min(a, b) - a * b) / math.sqrt(a * (1 - a) * b * (1 - b))
 
 
@@ -121,7 +125,7 @@ def of_pilot(base_fp: ArrayLike, trained_fp: ArrayLike, base_q: ArrayLike, train
     full = replace(like, scheme_correlation=1.0).moments()[1, 1]
     wanted = float(np.var((cells[3] - cells[2]) - (cells[1] - cells[0])))
     scheme = (free - wanted) / (free - full) if free > full else 0.0
-    most = largest_correlation(base + gain, base + gain - drop) if 0 < base + gain - drop < 1 else 1.0
+    most = largest_correlation(base + gain, base + gain - drop)
     return {"base_accuracy": base, "gain": gain, "drop": drop, "correlation": correlation, "scheme_correlation": float(np.clip(scheme, 0, 0.999 * most))}
 
 

@@ -38,7 +38,7 @@ def contrast_over_runs(
         labels: of the runs.
         n: different questions in all.
         vary: whether runs have weights of their own; False where all cells are the base's, one model however often it was
-            asked: then the error is that of the questions.
+            asked: then the error is that of the questions, with what few changes add to it, as in `contrast`.
 
     Returns:
         Estimate with `runs`, where they vary. Where no question and no run deviates from any other, the error is the one that `contrast`
@@ -57,13 +57,21 @@ def contrast_over_runs(
     questions = Questions.behind(values, groups)
     means = [float(each.mean()) for each in values]
     if not vary:
-        return Estimate(float(np.mean(means)), questions.stderr, 0, 0, n, df=questions.groups - 1, **limits(weights)).bounded()
+        pooled = _pooled(outcomes, weights, groups)
+        stderr = questions.stderr if questions.stderr > 1e-12 else pooled.stderr
+        found = Estimate(float(np.mean(means)), stderr, 0, 0, n, df=questions.groups - 1, tails=pooled.tails, **limits(weights))
+        return found.bounded()
     alone = tuple(contrast(outcome, weights, group) for outcome, group in zip(outcomes, groups, strict=True))
     spread, shared = float(np.var(means, ddof=1)), questions.shared
     if max(spread, questions.own + shared) < 1e-24:
-        shared = contrast(np.concatenate(outcomes, axis=1), weights, np.concatenate(groups)).stderr ** 2
+        shared = _pooled(outcomes, weights, groups).stderr ** 2
     runs = Runs(tuple(labels), alone, spread, questions.own, shared, questions.groups)
     return Estimate(float(np.mean(means)), runs.stderr, 0, 0, n, df=len(labels) - 1, runs=runs, **limits(weights)).bounded()
+
+
+def _pooled(outcomes: Sequence[ArrayLike], weights: Sequence[float], groups: Sequence[ArrayLike]) -> Estimate:
+    """All runs' answers as one run's, those to one question or group of them kept together."""
+    return contrast(np.concatenate(outcomes, axis=1), weights, np.concatenate(groups))
 
 
 def rate_over_runs(values: Sequence[ArrayLike], groups: Sequence[ArrayLike], labels: Sequence[str], n: int, *, vary: bool) -> Estimate:

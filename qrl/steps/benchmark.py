@@ -10,16 +10,17 @@ import click
 from tqdm import tqdm
 
 from qrl import benchmark as room
-from qrl import checkpoint, figures, names, process, registry
-from qrl.benchmark import http, local, summary
+from qrl import figures, names, process, registry
+from qrl.benchmark import http as load
+from qrl.benchmark import local, summary
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.steps import inputs
 from qrl.tasks import prompt
-from qrl.tracking import addresses, runs, store
 from qrl.tracking import models as store_models
+from qrl.tracking import runs, store
 from qrl.workspace import workspace
 
 MEMORY = 0.9  # of a GPU, for all of vLLM's engines side by side
@@ -101,7 +102,7 @@ def _server(recipe: Recipe, url: str, subject: room.Subject, prompts: list[list[
     tokens = hf.tokenizer(subject.path)
     served = _served(url)
     texts = [tokens.decode(ids, skip_special_tokens=False) for ids in prompts]
-    found = http.run(url.removesuffix("/").removesuffix("/v1"), served, texts, subject.path, recipe.benchmark)
+    found = load.run(url.removesuffix("/").removesuffix("/v1"), served, texts, subject.path, recipe.benchmark)
     (work / "server.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     runs.log_folder(work)
     log = runs.live_log()
@@ -118,13 +119,14 @@ def _server(recipe: Recipe, url: str, subject: room.Subject, prompts: list[list[
 
 def _served(url: str) -> str:
     """The one model that a server lists."""
+    import http.client
     import urllib.request
 
     address = f"{url.removesuffix('/').removesuffix('/v1')}/v1/models"
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(address, timeout=10) as answer:
             return json.load(answer)["data"][0]["id"]
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
         raise BadInput(f"{address} lists no model ({error}): start a server with `serve` first, and give its address.") from None
 
 
@@ -132,7 +134,7 @@ def _given(models: str) -> list[room.Subject]:
     found = []
     for cell, address in inputs.pairs(models, "a cell and its model").items():
         variant, scheme = inputs.cell(cell)
-        found.append(room.Subject(variant, scheme, checkpoint.check(addresses.folder(address)).path))
+        found.append(room.Subject(variant, scheme, inputs.stored_as((variant, scheme), address).path))
     return found
 
 

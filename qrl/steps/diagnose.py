@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -154,8 +153,7 @@ def _behaviour(recipe: Recipe, full: dict[str, Path], quantized: Quantized) -> p
 
 
 def _draw(frame: pd.DataFrame, every: pd.DataFrame, recipe: Recipe, folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     figures.layer_error(frame, folder / "layer_error.png")
     figures.movement(frame, folder / "weights_moved.png")
     figures.spread(frame, folder / "weights_spread.png", recipe.diagnose.outlier_multiplier)

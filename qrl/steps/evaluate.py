@@ -11,13 +11,13 @@ from tqdm import tqdm
 from qrl import checkpoint, keys, names
 from qrl.engine import device as devices
 from qrl.engine import hf
-from qrl.errors import BadInput, UnhealthyCell
+from qrl.errors import UnhealthyCell
 from qrl.evaluate import cells as room
 from qrl.evaluate import groups, health, scores
 from qrl.recipe import Recipe
 from qrl.steps import inputs, record
 from qrl.tasks import prompt
-from qrl.tracking import addresses, lineage, models, reuse, runs, store
+from qrl.tracking import lineage, models, reuse, runs, store
 from qrl.workspace import workspace
 
 
@@ -56,18 +56,7 @@ def check(recipe: Recipe, given: str | None) -> tuple[dict[tuple[str, str], str]
     """
     text = given or f"{names.BASE}:{names.FP16}={recipe.model}"
     addresses = {inputs.cell(cell): address for cell, address in inputs.pairs(text, "a cell and its model").items()}
-    return addresses, {cell: _checked(cell, address) for cell, address in addresses.items()}
-
-
-def _checked(cell: tuple[str, str], address: str) -> checkpoint.Checkpoint:
-    found = checkpoint.check(addresses.folder(address))
-    variant, scheme = cell
-    if found.quantization != names.STORED_AS[scheme]:
-        raise BadInput(
-            f"Cell {variant}:{scheme} was given {address}, which is stored as {found.quantization or 'full precision'}: "
-            f"expected {names.STORED_AS[scheme] or 'full precision'}; correct the label or the model."
-        )
-    return found
+    return addresses, {cell: inputs.stored_as(cell, address) for cell, address in addresses.items()}
 
 
 def _one(

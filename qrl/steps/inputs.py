@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
-from qrl import names, tasks
+from qrl import checkpoint, names, tasks
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.tasks import prompt
+from qrl.tracking import addresses
 
 
 def pairs(text: str, what: str) -> dict[str, str]:
@@ -44,6 +45,22 @@ def cell(text: str) -> tuple[str, str]:
         raise BadInput(f"'{text}' is no cell: expected VARIANT:SCHEME, such as base:fp16 or grpo:awq.")
     check_scheme(scheme, names.SCHEMES)
     return check_variant(variant), scheme
+
+
+def stored_as(cell: tuple[str, str], address: str) -> checkpoint.Checkpoint:
+    """A cell's checkpoint, if it is stored as the cell's scheme says.
+
+    Raises:
+        BadInput: it is not, or no such model.
+    """
+    found = checkpoint.check(addresses.folder(address))
+    variant, scheme = cell
+    if found.quantization != names.STORED_AS[scheme]:
+        raise BadInput(
+            f"Cell {variant}:{scheme} was given {address}, which is stored as {found.quantization or 'full precision'}: "
+            f"expected {names.STORED_AS[scheme] or 'full precision'}; correct the label or the model."
+        )
+    return found
 
 
 def check_variant(variant: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import click
+import pandas as pd
 
 from qrl import checkpoint, gate, names, registry, stats
+from qrl.compare.alike import check as check_alike
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
 from qrl.tracking import cells, runs, store
@@ -119,9 +121,11 @@ def _difference(candidate: Evaluated, reference: Evaluated) -> stats.Estimate:
     """Candidate − reference, paired by question.
 
     Raises:
-        BadInput: they were asked different questions.
+        BadInput: they were asked different questions, or answered by different engines.
     """
-    rates = [each.rows().groupby("question")["correct"].mean() for each in (candidate, reference)]  # over samples, if there are several
+    answered = [each.rows() for each in (candidate, reference)]
+    check_alike(pd.concat(answered, ignore_index=True))
+    rates = [rows.groupby("question")["correct"].mean() for rows in answered]  # over samples, if there are several
     outcomes = rates[0].to_frame("correct").join(rates[1].rename("reference"), how="outer")
     if outcomes.isna().any(axis=None):
         raise BadInput(
