@@ -58,8 +58,7 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
     from qrl.engine import device as devices
     from qrl.quantize import settings as choices
     from qrl.tasks import prompt
-    from qrl.tracking import models as store_models
-    from qrl.tracking import runs, store
+    from qrl.tracking import addresses, runs, store
     from qrl.train import rollouts
 
     prompt.check(recipe.task, recipe.prompt)
@@ -68,10 +67,7 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
     base = checkpoint.check(source.locate(recipe.model))
     device = devices.choose(recipe.device)
     rollouts.check(recipe.rollout, device, recipe.train)
-    teacher = None
-    if address := recipe.train.teacher:
-        stored = address.startswith(("models:/", "runs:/"))
-        teacher = checkpoint.check(store_models.folder(address) if stored else source.locate(address)).digest
+    teacher = checkpoint.check(addresses.folder(recipe.train.teacher)).digest if recipe.train.teacher else None
     store.prepare()
     began = time.monotonic()
     with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}) as run:

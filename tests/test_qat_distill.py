@@ -66,6 +66,7 @@ def test_a_quantized_student_comes_closer_to_its_teacher(tmp_path):
     assert done.completions["step"].value_counts().to_dict() == dict.fromkeys(range(1, 6), FAST.completions_logged)
     assert done.completions["completion"].str.len().max() > 0
     losses = done.history["loss"].tolist()
+    assert {"train/loss", "train/completion_tokens", "train/truncation_rate"} <= set(seen[-1][1])
     assert [step for step, _ in seen] == [0, 1, 2, 3, 4, 5] and len(losses) == 5
     assert 0 < min(losses[1:]) < losses[0]  # the teacher is what the student was before its weights were shaken
 
@@ -83,6 +84,8 @@ def test_what_cannot_be_distilled_is_refused(tmp_path):
         distill.check(found, checkpoint.check(other), FAST, 16)
     with pytest.raises(BadInput, match="trains an adapter"):
         distill.check(found, found, Train(method="lora"), 16)
+    with pytest.raises(BadInput, match=r"train\.base_storage = nf4"):
+        distill.check(found, found, Train(base_storage="nf4"), 16)
     with pytest.raises(BadInput, match="does not divide"):
         distill.check(found, found, Train(prompts_per_step=4, generations=4, micro_batch=5), 16)
     with pytest.raises(BadInput, match="There are 7 training questions"):

@@ -175,4 +175,4 @@ def _bootstrap(comparison: Comparison) -> list[str]:
     if not pairs:
         return []
     apart = max(max(abs(drawn.low - closed.low), abs(drawn.high - closed.high)) for drawn, closed in pairs)
-    return [f"A paired bootstrap over questions (10,000 resamples, seeded) puts every end within {max(apart, 0.001):.3f} of these intervals'."]
+    return [f"A paired bootstrap over questions (10,000 resamples, seeded) puts every end within {max(apart, 0.001):.3f} of these intervals' own."]

@@ -21,7 +21,7 @@ from qrl.formats import stored
 from qrl.recipe import Recipe
 from qrl.steps import inputs
 from qrl.tasks import prompt
-from qrl.tracking import reuse, runs, store
+from qrl.tracking import addresses, reuse, runs, store
 from qrl.workspace import workspace
 
 WEIGHTS, SCHEMES, BEHAVIOUR = "weights.parquet", "schemes.parquet", "behaviour.parquet"
@@ -70,7 +70,7 @@ def _made(folder: Path) -> Path:
 
 
 def _checked(address: str) -> Path:
-    found = checkpoint.check(inputs.folder(address), need_chat_template=False)
+    found = checkpoint.check(addresses.folder(address), need_chat_template=False)
     if found.quantization:
         raise BadInput(f"{address} is stored in {found.quantization}: diagnose reads full-precision weights.")
     return found.path
@@ -83,7 +83,7 @@ def _quantized(text: str | None) -> Quantized:
         variant, scheme = inputs.cell(cell)
         if variant not in (names.BASE, names.GRPO) or scheme == names.FP16:
             raise BadInput(f"'{cell}' is no quantized cell of the two checkpoints: expected {names.BASE}:SCHEME or {names.GRPO}:SCHEME.")
-        path = checkpoint.check(inputs.folder(address), need_chat_template=False).path
+        path = checkpoint.check(addresses.folder(address), need_chat_template=False).path
         stored.names(path)
         found.setdefault(scheme, {})[variant] = path
     return found

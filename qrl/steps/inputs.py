@@ -1,4 +1,4 @@
-"""What steps are given as text: models by address, lists of them, questions."""
+"""What steps are given as text: lists of models, cells, questions."""
 
 from __future__ import annotations
 
@@ -8,23 +8,11 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
-from qrl import checkpoint, names, source, tasks
+from qrl import checkpoint, names, tasks
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.tasks import prompt
-
-
-def folder(address: str) -> Path:
-    """The folder of a model or an adapter: `models:/…` and `runs:/RUN/PATH` in place, else as `source.locate` finds it.
-
-    Raises:
-        BadInput: nothing is there, or the store cannot be used.
-    """
-    if not address.startswith(("models:/", "runs:/")):
-        return source.locate(address)
-    from qrl.tracking import models
-
-    return models.folder(address)
+from qrl.tracking import addresses
 
 
 def pairs(text: str, what: str) -> dict[str, str]:
@@ -65,7 +53,7 @@ def stored_as(cell: tuple[str, str], address: str) -> checkpoint.Checkpoint:
     Raises:
         BadInput: it is not, or no such model.
     """
-    found = checkpoint.check(folder(address))
+    found = checkpoint.check(addresses.folder(address))
     variant, scheme = cell
     if found.quantization != names.STORED_AS[scheme]:
         raise BadInput(

@@ -18,7 +18,7 @@ from qrl.quantize.settings import Settings
 from qrl.recipe import Recipe
 from qrl.steps import inputs, record
 from qrl.tasks import prompt
-from qrl.tracking import reuse, runs, store
+from qrl.tracking import addresses, reuse, runs, store
 from qrl.workspace import workspace
 
 
@@ -29,7 +29,7 @@ def sources(recipe: Recipe, given: str | None) -> dict[str, checkpoint.Checkpoin
         BadInput: not such a list, no checkpoint, or one that is quantized already.
     """
     chosen = inputs.pairs(given, "a variant and its model") if given else {names.BASE: recipe.model}
-    found = {inputs.check_variant(variant): checkpoint.check(inputs.folder(address)) for variant, address in chosen.items()}
+    found = {inputs.check_variant(variant): checkpoint.check(addresses.folder(address)) for variant, address in chosen.items()}
     for variant, each in found.items():
         if each.quantization:
             raise BadInput(f"{chosen[variant]} is quantized already ({each.quantization}): give full-precision weights.")

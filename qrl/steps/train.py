@@ -14,7 +14,7 @@ from qrl.recipe import Recipe
 from qrl.steps import inputs, record
 from qrl.tasks import contamination, prompt
 from qrl.tiny import corpus
-from qrl.tracking import reuse, runs, store
+from qrl.tracking import addresses, reuse, runs, store
 from qrl.train import distill, grpo, rollouts
 from qrl.train import merge as merging
 from qrl.train.watchers import Alarm
@@ -36,7 +36,7 @@ def train(recipe: Recipe) -> None:
     questions = inputs.questions(recipe, "train", recipe.train.questions)
     heldout = inputs.all_heldout(recipe)
     probed = inputs.probe(recipe, questions, heldout) if recipe.watch.probe_every else []
-    teacher = checkpoint.check(inputs.folder(recipe.train.teacher)) if recipe.train.teacher else None
+    teacher = checkpoint.check(addresses.folder(recipe.train.teacher)) if recipe.train.teacher else None
     rollouts.check(recipe.rollout, device, recipe.train)
     if teacher:
         distill.check(found, teacher, recipe.train, len(questions), recipe.watch)
@@ -89,7 +89,7 @@ def _warn(alarm: Alarm) -> None:
 
 def merge(recipe: Recipe, adapter: str) -> None:
     """Folds an adapter into the recipe's model and logs the merged model with what the merge lost."""
-    base, folder = source.locate(recipe.model), inputs.folder(adapter)
+    base, folder = source.locate(recipe.model), addresses.folder(adapter)
     found = checkpoint.check(base)
     merging.check_adapter(folder)
     questions = inputs.questions(recipe, "train", PROMPTS_TO_CHECK)

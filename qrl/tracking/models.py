@@ -93,21 +93,6 @@ def log_checkpoint(
     return f"models:/{model.model_id}", stored
 
 
-def folder(address: str) -> Path:
-    """The folder behind `models:/…` or `runs:/RUN/PATH`, in place.
-
-    Raises:
-        BadInput: nothing is there, or the store cannot be used.
-    """
-    from qrl.tracking import runs, store
-
-    store.prepare()
-    if address.startswith("models:/"):
-        return local_path(address)
-    run_id, _, path = address.removeprefix("runs:/").partition("/")
-    return runs.artifact(run_id, path)
-
-
 def local_path(model_uri: str, into: Path | None = None) -> Path:
     """The checkpoint folder behind a model's address, in place where the store is local.
 

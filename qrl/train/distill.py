@@ -22,12 +22,8 @@ from qrl.train import arguments, completions, grpo, live, policy, qat_training, 
 if TYPE_CHECKING:
     from torch import Tensor
 
-METRICS = {
-    "loss": "train/loss",
-    "entropy": "train/entropy",
-    "grad_norm": "train/grad_norm",
-    "learning_rate": "train/learning_rate",
-}
+LOGGED = ("loss", "entropy", "grad_norm", "learning_rate", "completions/mean_length", "completions/clipped_ratio")
+METRICS = {name: live.METRICS[name] for name in LOGGED}  # TRL's name → ours, as GRPO's
 
 
 def check(
@@ -46,8 +42,8 @@ def check(
         watch: what is watched: watchers read GRPO's rewards, which a distillation has none of.
 
     Raises:
-        BadInput: a quantized teacher or student, another vocabulary, an adapter, a batch that does not divide, too few questions,
-            or watchers.
+        BadInput: a quantized teacher or student, another vocabulary, an adapter or its settings, a batch that does not divide,
+            too few questions, or watchers.
     """
     if watch.stop or watch.probe_every:
         raise BadInput("train.teacher trains without watchers, which read GRPO's rewards: leave watch.stop out, and watch.probe_every at 0.")
@@ -65,6 +61,7 @@ def check(
         raise BadInput(
             f"train.teacher distils into all weights, but train.method = {settings.method} trains an adapter: choose full."
         )
+    policy.check(settings, checkpoint.entries(base.path))
     arguments.check(settings, questions)
     if settings.qat != "none":
         qat_training.check(settings)
@@ -90,6 +87,9 @@ def run(
         teacher: full-precision checkpoint of the same vocabulary.
         questions: training questions; their answers are not looked at.
         settings: the recipe's section; a step samples `prompts_per_step` × `generations` completions.
+        template: the prompt's, by name.
+        seed: of data order and sampling.
+        device: "cpu" or "cuda".
         work: folder of the trainer's checkpoints, the same for a run and its second try.
         out: folder to make; it appears whole, by rename.
         log: takes metrics by name and the optimizer step.
@@ -110,7 +110,7 @@ def run(
         args=_arguments(settings, seed=seed, device=device, work=work),
         train_dataset=grpo.dataset([row for row in rows for _ in range(settings.generations)]),
         processing_class=hf.tokenizer(base),
-        callbacks=[_watcher(log)],
+        callbacks=[_live(log)],
     )
     trainer.remove_callback(PrinterCallback)
     if settings.qat != "none":
@@ -229,16 +229,25 @@ def _arguments(settings: Train, *, seed: int, device: str, work: Path):
     )
 
 
-def _watcher(log: live.Log):
-    """A callback that hands metrics on as they come."""
+def _live(log: live.Log):
+    """A callback that hands metrics on as they come, and draws the progress bar."""
+    from tqdm import tqdm
     from transformers import TrainerCallback
 
-    class Watcher(TrainerCallback):
+    class Live(TrainerCallback):
+        def on_train_begin(self, args, state, control, **_):
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="distillation", unit="step", smoothing=0)
+
         def on_log(self, args, state, control, logs=None, **_):
             if "loss" in (logs or {}):
                 log(
                     {ours: float(logs[name]) for name, ours in METRICS.items() if logs.get(name) is not None},
                     state.global_step,
                 )
+                self.bar.set_postfix(loss=f"{logs['loss']:.2g}", refresh=False)
+                self.bar.update(state.global_step - self.bar.n)
 
-    return Watcher()
+        def on_train_end(self, args, state, control, **_):
+            self.bar.close()
+
+    return Live()

@@ -48,6 +48,13 @@ def check(
 ) -> None:
     """Refuses what cannot be trained, before any weight is loaded.
 
+    Args:
+        base: what training starts from.
+        settings: the recipe's section.
+        questions: how many there are to train on.
+        device: "cpu" or "cuda".
+        watch: what training would be stopped for, and whether it is probed.
+
     Raises:
         BadInput: a quantized base, adapter settings that fit neither method nor model, a reference that has no room, a batch that
             does not divide, a probe of weights that no process holds whole, or a stop for what is never measured.
@@ -94,6 +101,8 @@ def run(
         base: full-precision checkpoint folder; never written to.
         questions: training questions; `prompts_per_step` are drawn for each of `steps`.
         settings: the recipe's section.
+        task: whose grader rewards.
+        template: the prompt's, by name.
         seed: of data order and sampling.
         device: "cpu" or "cuda".
         work: folder of the trainer's checkpoints, the same for a run and its second try, and for all processes.

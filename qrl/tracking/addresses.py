@@ -1,0 +1,23 @@
+"""Where the address of a model or an adapter leads: the store, a folder, or the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qrl import source
+from qrl.tracking import models, runs, store
+
+
+def folder(address: str) -> Path:
+    """The folder of a model or an adapter: `models:/…` and `runs:/RUN/PATH` in place, else as `source.locate` finds it.
+
+    Raises:
+        BadInput: nothing is there, or the store cannot be used.
+    """
+    if not address.startswith(("models:/", "runs:/")):
+        return source.locate(address)
+    store.prepare()
+    if address.startswith("models:/"):
+        return models.local_path(address)
+    run_id, _, path = address.removeprefix("runs:/").partition("/")
+    return runs.artifact(run_id, path)
