@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import logging
 import os
 import warnings
@@ -34,6 +35,12 @@ def hush_transformers() -> None:
 
     theirs.disable_progress_bar()
     theirs.set_verbosity_error()
+
+
+def hush_gptqmodel() -> None:
+    """Imports GPTQModel, where it is installed, without its banner and advice: PEFT does so for every adapter, of any base."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(ImportError):
+        import gptqmodel  # noqa: F401
 
 
 def _keep_memory() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qrl import checkpoint
+from qrl import checkpoint, process
 from qrl.errors import BadInput, QrlError
 from qrl.formats import header
 from qrl.recipe import Train
@@ -69,6 +69,8 @@ def run(
     check_adapter(adapter)
     over = _trained_over(adapter, found, into)
     target = over if into == "auto" else _settings(into, over.compute)
+    process.hush_transformers()
+    process.hush_gptqmodel()
     import torch
     from peft import PeftModel
 

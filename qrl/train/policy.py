@@ -157,6 +157,7 @@ def adapter(settings: Train):
     """PEFT's configuration of the adapter, or None where all weights are trained."""
     if not settings.adapter:
         return None
+    process.hush_gptqmodel()
     from peft import LoraConfig
 
     rank = settings.lora_rank or RANK
