@@ -48,9 +48,13 @@ _SEPARATOR = re.compile(r",|;|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
 # Words that make another answer of the one beside them, or none.
 _TAKEN_BACK = re.compile(
     r"not?|never|isn't|is|are|was|wrong|incorrect|false|neither|nor|unknown|maybe|perhaps|plus|minus|times|half|twice|double|triple"
-    r"|squared|cubed|(?:hundred|thousand|[mb]illion|trillion|lakh|crore)s?"
+    r"|less|dozens?|squared|cubed|(?:hundred|thousand|[mb]illion|trillion|lakh|crore)s?"
 )
 
+_SUCH_THAT = re.compile(r":|\\(?:mid|colon|vert)(?![A-Za-z])|\|")  # math-verify takes `\{x:x\}` for 1, for \infty and for \{1\}
+_EITHER_SIGN = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
+_ONE_SET = re.compile(r"[(\[]|\\mathbb|\\infty")  # an interval, a point, all numbers: nothing that two signs list
+_THOUSANDS = re.compile(r"\d ?\\(?:text|mathrm)\{ ?k ?\}")
 _COMMANDS = re.compile(r"\\(?:text|mathrm|mathbf)\{[^{}]*\}|\\[A-Za-z]+")
 
 
@@ -116,8 +120,11 @@ def claims(gold: str, said: str) -> list[str]:
 
 
 def _says_otherwise(gold: str, said: str) -> bool:
-    r"""Whether an answer takes back what it says, or says more: `18\text{ is wrong}`, `18\text{ or 19}`, `17\approx18`, `1,1,2`."""
-    if _ABOUT.search(said) and not _ABOUT.search(gold):
+    r"""Whether an answer takes back what it says, or says more: `18\text{ is wrong}`, `18\text{ or 19}`, `17\approx18`, `1,1,2`, `\{x:x\}`."""
+    for mark in (_ABOUT, _SUCH_THAT, _THOUSANDS):
+        if mark.search(said) and not mark.search(gold):
+            return True
+    if _EITHER_SIGN.search(said) and not _EITHER_SIGN.search(gold) and _ONE_SET.search(gold):
         return True
     new = set(_plain_words(said)) - set(_plain_words(gold))
     if any(map(_TAKEN_BACK.fullmatch, new)) or ("or" in new and not re.search(r",|\\(?:pm|cup)(?![A-Za-z])", gold)):
