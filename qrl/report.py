@@ -55,7 +55,7 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
             f'Load        python -c \'import qrl; model, tokenizer = qrl.load("{name}", stage="{stage}")\'',
             f"Serve       {_serve(recipe, stage)}",
         ]
-    click.echo("\n".join([*lines, f"Took        {seconds:.0f} s, of which {overhead:.0f} s outside of steps"]))
+    click.echo("\n".join([*lines, f"Took        {seconds:.0f} s, of which {launcher.seconds:.0f} s in the steps that it ran"]))
 
 
 def _packed(recipe: Recipe) -> str:

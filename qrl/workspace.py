@@ -24,12 +24,15 @@ def workspace(name: str, *, keep_on_error: bool = False, shared: bool = False) -
         shared: several processes may be at such work at once: each gets a folder of its own, named by its pid.
 
     Raises:
-        BadInput: another process is at this very work.
+        BadInput: another process is at this very work, or the place to work in is a file.
     """
     from filelock import FileLock, Timeout
 
     path = (WORK / (f"{name}-pid{os.getpid()}" if shared else name)).resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise BadInput(f"{path.parent} is a file, but a folder to work in was expected: move it away.") from None
     _sweep(path.parent)
     try:
         with FileLock(f"{path}.lock", timeout=0):

@@ -53,3 +53,9 @@ def test_what_a_killed_process_left_is_swept_and_a_living_ones_is_not():
         assert dead not in left() and f"{dead}.lock" not in left()
         assert folder.is_dir() and str(os.getpid()) in folder.name
     assert not left()
+
+
+def test_a_file_in_its_place_is_told():
+    WORK.write_text("not a folder")
+    with pytest.raises(BadInput, match="a folder to work in was expected"), workspace("compare-1"):
+        pass
