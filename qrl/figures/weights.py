@@ -91,8 +91,8 @@ def _weighted(frame: pd.DataFrame, by: Any) -> pd.Series:
 def _error_found(frame: pd.DataFrame, variants: list[str]) -> str:
     totals = _weighted(frame, frame["variant"])
     if len(variants) == 1:
-        return f"Rounding to 4 bits loses {100 * totals[variants[0]]:.4g} % of the energy of {variants[0]}'s weights"
+        return f"Plain rounding to 4 bits loses {100 * totals[variants[0]]:.4g} % of the energy of {variants[0]}'s weights"
     before, after = 100 * totals[BASE], 100 * totals[variants[1]]
     change = 100 * (after / before - 1)
     verb = "as much as" if abs(change) < 0.1 else f"{abs(change):.2g} % {'more' if change > 0 else 'less'} than"
-    return f"Rounding to 4 bits loses {after:.4g} % of the weights' energy after training, {verb} before it ({before:.4g} %)"
+    return f"Plain rounding to 4 bits loses {after:.4g} % of the weights' energy after training, {verb} before it ({before:.4g} %)"
