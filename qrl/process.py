@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import io
 import logging
 import os
@@ -40,7 +41,7 @@ def hush_transformers() -> None:
 def hush_gptqmodel() -> None:
     """Imports GPTQModel, where it is installed, without its banner and advice: PEFT does so for every adapter, of any base."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(ImportError):
-        import gptqmodel  # noqa: F401
+        importlib.import_module("gptqmodel")
 
 
 def _keep_memory() -> None:

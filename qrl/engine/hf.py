@@ -132,7 +132,7 @@ def generate(
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
         for index, ids in zip(batch, _decode(model, tokens, [prompts[i] for i in batch], max_new_tokens, temperature, (seed, start)), strict=True):
-            done[index] = _completion(tokens, ids, _end_ids(model))
+            done[index] = completion(tokens, ids, _end_ids(model))
         progress(len(batch))
     return [done[index] for index in range(len(prompts))]
 
@@ -177,7 +177,8 @@ def _decode(
     return written[:, padded["input_ids"].shape[1] :].tolist()
 
 
-def _completion(tokens, ids: list[int], ends: set[int]) -> Completion:
+def completion(tokens: PreTrainedTokenizerBase, ids: list[int], ends: set[int]) -> Completion:
+    """What was written, from the tokens that a model gave: cut at the first of its end tokens."""
     stop = next((position for position, token in enumerate(ids) if token in ends), None)
     body = ids if stop is None else ids[:stop]
     return Completion(

@@ -142,7 +142,7 @@ class Vllm:
             seed: of the draws; every prompt's own follows from it and its place.
             progress: called with N at the end: vLLM forms its batches itself.
         """
-        done = [self._completion(answer) for answer in self.ask(prompts, new_tokens=max_new_tokens, fixed=False, temperature=temperature, seed=seed)]
+        done = [hf.completion(self.tokens, list(answer.outputs[0].token_ids), self._ends) for answer in self.ask(prompts, new_tokens=max_new_tokens, fixed=False, temperature=temperature, seed=seed)]
         progress(len(done))
         return done
 
@@ -172,17 +172,6 @@ class Vllm:
                 f"{self.name} died while answering ({' '.join(str(error).split())[:200]}); its log above says why. Its kernels here "
                 f"are {kernels}: a scheme whose kernel this machine lacks needs another machine, or evaluate.engine=transformers."
             ) from error
-
-    def _completion(self, answer: RequestOutput) -> Completion:
-        ids = list(answer.outputs[0].token_ids)
-        stop = next((place for place, token in enumerate(ids) if token in self._ends), None)
-        body = ids if stop is None else ids[:stop]
-        return Completion(
-            text=self.tokens.decode(body, skip_special_tokens=True),
-            raw=self.tokens.decode(body, skip_special_tokens=False),
-            n_tokens=len(body) + (stop is not None),
-            finish_reason="length" if stop is None else "stop",
-        )
 
 
 def _inspect(model) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from qrl import process
 from qrl.errors import BadInput
@@ -45,23 +46,13 @@ def check(settings: Train, questions: int) -> None:
 
 
 def make(settings: Train, *, seed: int, device: str, work: Path, **more):
-    """TRL's configuration; several processes share the completions of a step; `more` is the rollout engine's part of it."""
+    """GRPO's configuration; `more` is the rollout engine's part of it."""
     from trl import GRPOConfig
 
-    share = settings.prompts_per_step * settings.generations // process.world_size()
-    micro = min(settings.micro_batch, share)
     return GRPOConfig(
-        output_dir=str(work),
-        max_steps=settings.steps,
-        per_device_train_batch_size=micro,
-        gradient_accumulation_steps=share // micro,
+        **common(settings, seed=seed, device=device, work=work),
         num_generations=settings.generations,
         num_iterations=settings.iterations,
-        max_completion_length=settings.max_completion_tokens,
-        temperature=settings.temperature,
-        learning_rate=settings.learning_rate,
-        warmup_steps=settings.warmup_steps,
-        lr_scheduler_type=SCHEDULES.get(settings.schedule, settings.schedule),
         loss_type=settings.loss,
         importance_sampling_level=settings.importance_sampling,
         epsilon=settings.clip,
@@ -69,20 +60,37 @@ def make(settings: Train, *, seed: int, device: str, work: Path, **more):
         scale_rewards=settings.scale_rewards,
         reward_weights=list(settings.reward_weights) or None,
         beta=settings.beta,
-        bf16=settings.compute == "bf16",
-        gradient_checkpointing=settings.gradient_checkpointing,
-        save_steps=settings.save_every,
-        save_total_limit=2,
-        logging_steps=1,
-        log_completions=True,
-        num_completions_to_print=0,
-        report_to="none",
-        disable_tqdm=True,
-        seed=seed,
-        data_seed=seed,
-        use_cpu=device == "cpu",
         ddp_find_unused_parameters=False,  # there are none, and looking for them costs a pass over the graph
-        dataloader_pin_memory=device == "cuda",
-        push_to_hub=False,
         **more,
     )
+
+
+def common(settings: Train, *, seed: int, device: str, work: Path) -> dict[str, Any]:
+    """What every trainer of TRL's that samples is told; several processes share the completions of a step."""
+    share = settings.prompts_per_step * settings.generations // process.world_size()
+    micro = min(settings.micro_batch, share)
+    return {
+        "output_dir": str(work),
+        "max_steps": settings.steps,
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": share // micro,
+        "max_completion_length": settings.max_completion_tokens,
+        "temperature": settings.temperature,
+        "learning_rate": settings.learning_rate,
+        "warmup_steps": settings.warmup_steps,
+        "lr_scheduler_type": SCHEDULES.get(settings.schedule, settings.schedule),
+        "bf16": settings.compute == "bf16",
+        "gradient_checkpointing": settings.gradient_checkpointing,
+        "save_steps": settings.save_every,
+        "save_total_limit": 2,
+        "logging_steps": 1,
+        "log_completions": True,
+        "num_completions_to_print": 0,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": seed,
+        "data_seed": seed,
+        "use_cpu": device == "cpu",
+        "dataloader_pin_memory": device == "cuda",
+        "push_to_hub": False,
+    }

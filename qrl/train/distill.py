@@ -31,7 +31,7 @@ def check(
     teacher: checkpoint.Checkpoint,
     settings: Train,
     questions: int,
-    watch: Watch = Watch(),  # noqa: B008 (frozen)
+    watch: Watch = Watch(),
 ) -> None:
     """Refuses what cannot be distilled, before any weight is loaded.
 
@@ -99,6 +99,7 @@ def run(
     """
     import pandas as pd
     from transformers import PrinterCallback
+    from trl import DistillationConfig
 
     found = checkpoint.check(base)
     check(found, checkpoint.check(teacher), settings, len(questions))
@@ -107,7 +108,7 @@ def run(
     trainer = _trainer_class(settings)(
         model=policy.load(base, settings, device),
         teacher_model=policy.load(teacher, settings, device),
-        args=_arguments(settings, seed=seed, device=device, work=work),
+        args=DistillationConfig(**arguments.common(settings, seed=seed, device=device, work=work)),
         train_dataset=grpo.dataset([row for row in rows for _ in range(settings.generations)]),
         processing_class=hf.tokenizer(base),
         callbacks=[_live(log)],
@@ -195,38 +196,6 @@ def _trainer_class(settings: Train):
             )
 
     return TopK
-
-
-def _arguments(settings: Train, *, seed: int, device: str, work: Path):
-    from trl import DistillationConfig
-
-    total = settings.prompts_per_step * settings.generations
-    micro = min(settings.micro_batch, total)
-    return DistillationConfig(
-        output_dir=str(work),
-        max_steps=settings.steps,
-        per_device_train_batch_size=micro,
-        gradient_accumulation_steps=total // micro,
-        max_completion_length=settings.max_completion_tokens,
-        temperature=settings.temperature,
-        learning_rate=settings.learning_rate,
-        warmup_steps=settings.warmup_steps,
-        lr_scheduler_type=arguments.SCHEDULES.get(settings.schedule, settings.schedule),
-        bf16=settings.compute == "bf16",
-        gradient_checkpointing=settings.gradient_checkpointing,
-        save_steps=settings.save_every,
-        save_total_limit=2,
-        logging_steps=1,
-        log_completions=True,
-        num_completions_to_print=0,
-        report_to="none",
-        disable_tqdm=True,
-        seed=seed,
-        data_seed=seed,
-        use_cpu=device == "cpu",
-        dataloader_pin_memory=device == "cuda",
-        push_to_hub=False,
-    )
 
 
 def _live(log: live.Log):

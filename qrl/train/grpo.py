@@ -44,7 +44,7 @@ class Trained:
 
 
 def check(
-    base: checkpoint.Checkpoint, settings: Train, questions: int, device: str, watch: Watch = Watch()  # noqa: B008 (frozen)
+    base: checkpoint.Checkpoint, settings: Train, questions: int, device: str, watch: Watch = Watch()
 ) -> None:
     """Refuses what cannot be trained, before any weight is loaded.
 
@@ -91,7 +91,7 @@ def run(
     out: Path,
     rollout: Rollout = rollouts.DEFAULT,
     log: live.Log = lambda metrics, step: None,
-    watch: Watch = Watch(),  # noqa: B008 (frozen)
+    watch: Watch = Watch(),
     probed: Sequence[tasks.Question] = (),
     warn: probe.Warn = lambda alarm: None,
 ) -> Trained:
