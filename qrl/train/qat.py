@@ -47,6 +47,11 @@ class QATLinear(nn.Linear):
     fold: Fold  # shared by the linears that share a global scale
     input_global_scale: Tensor | None  # (1,) float32; NVFP4 W4A4 alone
 
+    @property
+    def multiplied(self) -> Tensor:
+        """The matrix that inputs are multiplied by, (O, I): Q(W), or W where quantization is off."""
+        return self.fold.weight_of(self) if self.fold.on else self.weight.detach()
+
     def forward(self, inputs: Tensor) -> Tensor:
         if not self.fold.on:
             return functional.linear(inputs, self.weight, self.bias)
@@ -208,10 +213,10 @@ def off(model: nn.Module) -> Iterator[None]:
 
 def folded_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Named parameters as an engine is to see them: Q(W) where a linear is quantized, the rest as they are."""
-    matrices = {id(each.weight): each for each in model.modules() if isinstance(each, QATLinear) and each.fold.on}
+    matrices = {id(each.weight): each for each in model.modules() if isinstance(each, QATLinear)}
     for name, parameter in model.named_parameters():
         linear = matrices.get(id(parameter))
-        yield name, parameter if linear is None else linear.fold.weight_of(linear)
+        yield name, parameter if linear is None else linear.multiplied
 
 
 def calibrate(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> dict[str, float]:
