@@ -202,6 +202,8 @@ def test_q_is_kept_in_the_dtype_of_the_forward_and_gradients_in_the_masters():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(**batch(), labels=batch()["input_ids"]).loss.backward()
     assert linear.weight.grad.dtype == linear.weight.dtype == torch.float32
+    with torch.no_grad():  # a rollout of TRL's, without autocast: Q(W) in the same dtype, the rest of the model in its own
+        assert model(**batch()).logits.dtype == torch.float32
 
 
 def test_activation_scales_come_from_the_largest_input_padding_apart_and_are_read_back_bit_for_bit(tmp_path):

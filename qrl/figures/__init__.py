@@ -7,9 +7,10 @@ from qrl.figures.benchmark import speeds
 from qrl.figures.comparison import matrix, survival
 from qrl.figures.distribution import spread
 from qrl.figures.heatmaps import movement, schemes
+from qrl.figures.methods import methods
 from qrl.figures.page import write as page
 from qrl.figures.plan import chances
 from qrl.figures.rewards import training
 from qrl.figures.weights import layer_error
 
-__all__ = ["chances", "layer_error", "matrix", "movement", "page", "schemes", "speeds", "spread", "survival", "training"]
+__all__ = ["chances", "layer_error", "matrix", "methods", "movement", "page", "schemes", "speeds", "spread", "survival", "training"]

@@ -55,18 +55,18 @@ class QATLinear(nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
         if not self.fold.on:
             return functional.linear(inputs, self.weight, self.bias)
-        weight = _Through.apply(self.weight, self.fold.weight_of(self))
-        return functional.linear(self._quantized(inputs), weight, self.bias)
-
-    def _quantized(self, inputs: Tensor) -> Tensor:
         import torch
 
-        if self.fold.scheme.input_activations is None:
-            return inputs
-        exact = inputs
-        if torch.is_autocast_enabled(inputs.device.type):  # quantized as it is multiplied
-            exact = inputs.to(torch.get_autocast_dtype(inputs.device.type))
-        return _Through.apply(exact, self.fold.fed(self, inputs, exact))
+        weight, bias, kind = _Through.apply(self.weight, self.fold.weight_of(self)), self.bias, inputs.device.type
+        if torch.is_autocast_enabled(kind):
+            return functional.linear(self._quantized(inputs, torch.get_autocast_dtype(kind)), weight, bias)
+        bias = bias if bias is None else bias.to(weight.dtype)  # TRL's rollouts: multiplied as the loss does, without autocast
+        return functional.linear(self._quantized(inputs, weight.dtype), weight, bias).to(inputs.dtype)
+
+    def _quantized(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Inputs in the dtype that is multiplied in, and in few bits where the format feeds them so."""
+        exact = inputs.to(dtype)
+        return exact if self.fold.scheme.input_activations is None else _Through.apply(exact, self.fold.fed(self, inputs, exact))
 
 
 @dataclass(eq=False)
