@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from qrl import names, registry
 from qrl.engine import device as devices
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
-from qrl.serve import engines, server
+from qrl.serve import engines, process, server
 from qrl.tracking import runs, store
 
 ENGINES = ("auto", engines.TRANSFORMERS, engines.VLLM)
@@ -19,12 +17,14 @@ ENGINES = ("auto", engines.TRANSFORMERS, engines.VLLM)
 def serve(recipe: Recipe, stage: str, *, host: str, port: int, engine: str, api_key: str | None = None) -> None:
     """Serves the version behind a stage until it is told to stop; says version, digest and address once it answers.
 
+    The engine is started first: it imports its libraries while the stage is looked up, and loads weights while they are hashed.
+
     Args:
         recipe: names the registered model.
         stage: base, grpo, awq, Staging, Production or a version number.
         host: address to listen on.
         port: port to listen on.
-        engine: auto takes vLLM on a GPU and transformers on a CPU.
+        engine: auto takes vLLM where it is installed, and transformers elsewhere.
         api_key: what clients must send; never logged. None asks for none.
 
     Raises:
@@ -32,48 +32,37 @@ def serve(recipe: Recipe, stage: str, *, host: str, port: int, engine: str, api_
         QrlError: its files are not those that were evaluated.
     """
     check_engine(engine)
-    version, path = check(recipe, stage, host=host, port=port)
-    device = devices.choose(recipe.device)
     if engine == "auto":
-        engine = engines.VLLM if device == "cuda" else engines.TRANSFORMERS
-    engines.check_key(engine, api_key)
-    name = version.name
-    params = {"stage": stage, "registered": name, "version": version.version, "engine": engine, "device": device}
+        engine = engines.default(recipe.device)
+    with process.Engine(engine, api_key) as child:
+        version, what = check(recipe, stage, host=host, port=port)
+        params = {"stage": stage, "registered": version.name, "version": version.version, "engine": engine, "device": what.device}
 
-    def ready(address: str) -> None:
-        served = engines.served_id(name, version.version)
-        click.echo(f"Serving {version} with {engine} at {address} as model '{served}'; Ctrl-C stops it.")
-        question = '{"model": "' + served + '", "messages": [{"role": "user", "content": "…"}]}'
-        click.echo(f"Ask it    curl {address}/chat/completions -H 'Content-Type: application/json' -d '{question}'")
+        def ready(address: str) -> None:
+            click.echo(f"Serving {version} with {engine} at {address} as model '{what.served}'; Ctrl-C stops it.")
+            question = '{"model": "' + what.served + '", "messages": [{"role": "user", "content": "…"}]}'
+            click.echo(f"Ask it    curl {address}/chat/completions -H 'Content-Type: application/json' -d '{question}'")
 
-    with runs.step("serve", params=params, tags={names.TAG_DIGEST: version.digest}):
-        server.run(
-            path,
-            name=name,
-            version=version.version,
-            on_ready=ready,
-            engine=engine,
-            host=host,
-            port=port,
-            device=device,
-            dtype=recipe.evaluate.dtype,
-            api_key=api_key,
-        )
+        with runs.step("serve", params=params, tags={names.TAG_DIGEST: version.digest}):
+            server.run(child, what, host, port, on_ready=ready)
 
 
-def check(recipe: Recipe, stage: str, *, host: str, port: int) -> tuple[registry.Version, Path]:
-    """The version behind a stage and its folder, if both may be served and the port is free.
+def check(recipe: Recipe, stage: str, *, host: str, port: int) -> tuple[registry.Version, process.Load]:
+    """The version behind a stage and how to load it, if its gate let it in and the port is free.
 
     Raises:
         BadInput: no such stage, or a port in use.
         GateRefused: no gate let the version in.
-        QrlError: its files are not those that were evaluated.
+        QrlError: its files are gone.
     """
     store.prepare()
     version = registry.resolve(registry.registered_name(recipe), stage)
-    path = registry.verify(version)
+    path = registry.admit(version)
     server.check_port(host, port)
-    return version, path
+    what = process.Load(
+        version.name, version.version, path, lambda: registry.whole(version, path), devices.choose(recipe.device), recipe.evaluate.dtype
+    )
+    return version, what
 
 
 def check_engine(engine: str) -> None:

@@ -1,0 +1,191 @@
+"""An engine's process: started before it is known what to serve, watched, and stopped with all that it started.
+
+It runs in a session of its own, so that Ctrl-C reaches us alone and the engine is stopped in order: SIGTERM first, and
+after a grace the whole group, for vLLM keeps workers that outlive its front process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from qrl.errors import QrlError
+from qrl.serve import engines, tether
+
+LAST_LINES = 15  # of the engine's log, shown where it fails
+# From SIGTERM to SIGKILL; a running answer may be finished.
+GRACE_LOADING_S, GRACE_SERVING_S = 5, engines.DRAIN_S + 5
+
+
+@dataclass(frozen=True)
+class Load:
+    """What an engine is to serve."""
+
+    name: str  # registered
+    version: int | str
+    path: Path  # of the checkpoint, opened in place
+    verify: Callable[[], object] = lambda: None  # reads the files while the engine loads them; raises QrlError where they are not the evaluated ones
+    device: str = "cpu"
+    dtype: str = "auto"
+    also: tuple[str, ...] = ()  # other ids that clients may ask for
+    memory: float | None = None  # share of the GPU's memory; None: the engine's default
+
+    @property
+    def served(self) -> str:
+        """The id under which it answers."""
+        return engines.served_id(self.name, self.version)
+
+
+class Engine:
+    """One engine, to be used in a `with` block, which ends it whatever happens."""
+
+    def __init__(self, engine: str, api_key: str | None = None) -> None:
+        """Starts it; its libraries are imported while the caller looks up what to serve. From the main thread: it dies with its parent thread.
+
+        Args:
+            engine: "transformers" or "vllm".
+            api_key: what clients must send; goes by the environment, since anybody may read a command line.
+
+        Raises:
+            BadInput: vLLM is not installed here, or a key of an engine that knows none.
+        """
+        engines.check(engine, api_key)
+        self.engine = engine
+        self.echo = False  # while loading, its log is kept; once it serves, it is shown
+        self.serving = False
+        self._scratch = tempfile.TemporaryDirectory(prefix="qrl-serve-")
+        self.scratch = Path(self._scratch.name)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", tether.__file__, str(os.getpid()), engines.MODULES[engine]],
+            # The working folder matters: a folder called like the model in the user's own would be taken for it.
+            cwd=self.scratch,
+            env=os.environ | engines.environment(engine, self.scratch, api_key),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._verified = threading.Event()
+        self._refusal: QrlError | None = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.stop()
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C shortens the grace
+            self.process.wait(self.grace_s)
+        self.reap()
+
+    @property
+    def grace_s(self) -> float:
+        """How long it may take to end, in seconds."""
+        return GRACE_SERVING_S if self.serving else GRACE_LOADING_S
+
+    def load(self, what: Load, listen: tuple[str, int] | Path) -> None:
+        """Has it load a checkpoint, whose files are verified meanwhile.
+
+        Args:
+            what: the version.
+            listen: host and port, or the path of a Unix socket (vLLM).
+        """
+        self.listen = listen
+        words = engines.arguments(self.engine, what.path, [what.served, *what.also], listen, what.device, what.dtype, self.scratch, what.memory)
+        with contextlib.suppress(BrokenPipeError):  # it died already: `ready` tells how
+            self.process.stdin.write(json.dumps(words) + "\n")
+            self.process.stdin.close()
+        threading.Thread(target=self._verify, args=(what.verify,), daemon=True).start()
+
+    def ready(self) -> bool:
+        """Whether it answers, and its files are those that were evaluated.
+
+        Raises:
+            QrlError: they are not, or it died while loading; with the log's last lines.
+        """
+        if self._refusal:
+            raise self._refusal
+        if self.process.poll() is not None:
+            raise self.failure("died while loading the model")
+        self.serving = self._verified.is_set() and self.healthy()
+        return self.serving
+
+    def healthy(self) -> bool:
+        """Whether /health answers 200: both engines listen only once the model is loaded. Asked past any proxy."""
+        connection = _Local(self.listen)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def stop(self) -> None:
+        """Asks it to end; it may finish the answers that it is writing."""
+        self.process.terminate()
+
+    def reap(self) -> None:
+        """Ends what is left of its session, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        self._reader.join(1)
+        self._scratch.cleanup()
+
+    def failure(self, what: str) -> QrlError:
+        """What happened, with the log's last lines."""
+        self._reader.join(1)
+        code = self.process.poll()
+        how = "" if code is None else f" (exit code {code})"
+        return QrlError(f"The serving engine {what}{how}. Its last lines:\n" + "\n".join(f"  {line}" for line in self._lines))
+
+    def _verify(self, verify: Callable[[], object]) -> None:
+        try:
+            verify()
+        except QrlError as error:
+            self._refusal = error
+        except Exception as error:  # a disk that fails, say: told where the engine is waited for, not in a thread that nobody sees
+            self._refusal = QrlError(f"The files to serve cannot be read ({error}).")
+        self._verified.set()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            if line.strip():
+                self._lines.append(line.rstrip())
+                if self.echo:
+                    sys.stderr.write(line)
+
+
+class _Local(http.client.HTTPConnection):
+    """A connection to an engine of this machine, by port or by Unix socket."""
+
+    def __init__(self, listen: tuple[str, int] | Path) -> None:
+        host, port = ("localhost", 80) if isinstance(listen, Path) else listen
+        super().__init__({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port, timeout=5)
+        self._listen = listen
+
+    def connect(self) -> None:
+        if not isinstance(self._listen, Path):
+            return super().connect()
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._listen))
