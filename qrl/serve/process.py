@@ -64,7 +64,7 @@ class Engine:
         engines.check(engine, api_key)
         self.engine = engine
         self.echo = False  # while loading, its log is kept; once it serves, it is shown
-        self.serving = False
+        self.serving = self._reaped = False
         self._scratch = tempfile.TemporaryDirectory(prefix="qrl-serve-")
         self.scratch = Path(self._scratch.name)
         self.process = subprocess.Popen(
@@ -138,11 +138,14 @@ class Engine:
             connection.close()
 
     def stop(self) -> None:
-        """Asks it to end; it may finish the answers that it is writing."""
+        """Asks it to end; it may finish the answers that it is writing, for `grace_s`."""
         self.process.terminate()
 
     def reap(self) -> None:
-        """Ends what is left of its session, at once."""
+        """Ends what is left of its session, at once; a second call does nothing."""
+        if self._reaped:
+            return
+        self._reaped = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

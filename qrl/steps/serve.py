@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
 import click
 
 from qrl import names, registry
 from qrl.engine import device as devices
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
-from qrl.serve import engines, process, server
+from qrl.serve import engines, follow, process, server
 from qrl.tracking import runs, store
 
 ENGINES = ("auto", engines.TRANSFORMERS, engines.VLLM)
 
 
-def serve(recipe: Recipe, stage: str, *, host: str, port: int, engine: str, api_key: str | None = None) -> None:
+def serve(
+    recipe: Recipe,
+    stage: str,
+    *,
+    host: str,
+    port: int,
+    engine: str,
+    api_key: str | None = None,
+    memory: float | None = None,
+    follow_s: float | None = None,
+    drain_s: float = follow.DRAIN_S,
+) -> None:
     """Serves the version behind a stage until it is told to stop; says version, digest and address once it answers.
 
     The engine is started first: it imports its libraries while the stage is looked up, and loads weights while they are hashed.
@@ -26,6 +41,9 @@ def serve(recipe: Recipe, stage: str, *, host: str, port: int, engine: str, api_
         port: port to listen on.
         engine: auto takes vLLM where it is installed, and transformers elsewhere.
         api_key: what clients must send; never logged. None asks for none.
+        memory: share of the GPU's memory that vLLM may take; None: its default.
+        follow_s: how often to look whether the stage moved, in seconds; None serves the version that is there now.
+        drain_s: how long an engine whose version was replaced may go on answering, in seconds.
 
     Raises:
         GateRefused: no gate let the version in.
@@ -34,17 +52,62 @@ def serve(recipe: Recipe, stage: str, *, host: str, port: int, engine: str, api_
     check_engine(engine)
     if engine == "auto":
         engine = engines.default(recipe.device)
+    if follow_s is not None:
+        memory = check_follow(engine, stage, memory)
     with process.Engine(engine, api_key) as child:
         version, what = check(recipe, stage, host=host, port=port)
+        what = replace(what, memory=memory, also=_names(version, stage) if follow_s is not None else ())
         params = {"stage": stage, "registered": version.name, "version": version.version, "engine": engine, "device": what.device}
 
         def ready(address: str) -> None:
             click.echo(f"Serving {version} with {engine} at {address} as model '{what.served}'; Ctrl-C stops it.")
-            question = '{"model": "' + what.served + '", "messages": [{"role": "user", "content": "…"}]}'
+            if what.also:
+                click.echo(f"Follows    stage {stage}, looked at every {follow_s:g} s; '{what.also[0]}' is whatever stands there.")
+            question = '{"model": "' + (*what.also, what.served)[0] + '", "messages": [{"role": "user", "content": "…"}]}'
             click.echo(f"Ask it    curl {address}/chat/completions -H 'Content-Type: application/json' -d '{question}'")
 
         with runs.step("serve", params=params, tags={names.TAG_DIGEST: version.digest}):
-            server.run(child, what, host, port, on_ready=ready)
+            if follow_s is None:
+                server.run(child, what, host, port, on_ready=ready)
+            else:
+                following = _following(version, what, lambda: process.Engine(engine, api_key), follow_s, drain_s)
+                follow.run(child, what, host, port, following, on_ready=ready)
+
+
+def _names(version: registry.Version, stage: str) -> tuple[str, ...]:
+    """Ids that stay when the stage moves: `qrl-tiny@awq`, and as it was asked for, `qrl-tiny@Production` say."""
+    return tuple(dict.fromkeys(engines.served_id(version.name, each) for each in (version.stage, stage)))
+
+
+def _following(first: registry.Version, what: process.Load, start: Callable[[], process.Engine], every_s: float, drain_s: float) -> follow.Following:
+    """The stage as the registry knows it, and the run that keeps what became of it."""
+    switches = itertools.count(1)
+
+    def admit(number: int) -> process.Load:
+        version = replace(registry.resolve(first.name, number), stage=first.stage)  # this stage's gate, and no other's
+        path = registry.admit(version)
+        return replace(what, version=number, path=path, verify=lambda: registry.whole(version, path))
+
+    def turned(now: process.Load, sentence: str) -> None:
+        click.echo(sentence)
+        runs.note({names.TAG_SERVING: now.served, names.TAG_DIGEST: registry.resolve(first.name, now.version).digest}, {names.SERVE_VERSION: now.version}, step=next(switches))
+
+    def refused(number: int, sentence: str) -> None:
+        click.echo(f"qrl: {sentence}", err=True)
+        runs.note({names.TAG_REFUSED: sentence}, {names.SERVE_REFUSED: number}, step=next(switches))
+
+    return follow.Following(start, lambda: registry.resolve(first.name, first.stage).version, admit, turned, refused, every_s, drain_s)
+
+
+def check_follow(engine: str, stage: str, memory: float | None) -> float:
+    """The share of a GPU's memory that each of two engines gets, if a stage can be followed.
+
+    Raises:
+        BadInput: a version was named, which never moves; or `follow.check` refuses.
+    """
+    if stage.isdigit():
+        raise BadInput(f"--follow follows a stage, but version {stage} never moves: name base, grpo, awq, Staging or Production.")
+    return follow.check(engine, memory)
 
 
 def check(recipe: Recipe, stage: str, *, host: str, port: int) -> tuple[registry.Version, process.Load]:
