@@ -8,7 +8,6 @@ are compiled, files are in memory. Pairs change their order from round to round.
 """
 
 import argparse
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -67,9 +66,10 @@ def report(asked: argparse.Namespace, path: Path, digest: str, hashing: float, r
     import vllm
 
     ours, theirs = (np.array([each[way] for each in rounds]) for way in ("ours", "bare"))
+    lost = summary.over_rounds(ours - theirs)
     found = {
         "shape": asked.shape,
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "digest": digest,
@@ -77,7 +77,7 @@ def report(asked: argparse.Namespace, path: Path, digest: str, hashing: float, r
         "rounds": rounds,
         "ours_median_s": float(np.median(ours)),
         "bare_median_s": float(np.median(theirs)),
-        "difference_s": dataclasses.asdict(lost := summary.over_rounds(ours - theirs)),
+        "difference_s": {key: getattr(lost, key) for key in ("estimate", "stderr", "low", "high", "n")},
     }
     asked.out.write_text(json.dumps(found, indent=1))
     print(f"{asked.shape}: ours {found['ours_median_s']:.2f} s, vllm serve {found['bare_median_s']:.2f} s (medians of {len(rounds)}); ours − bare {lost.estimate:+.2f} [{lost.low:+.2f}, {lost.high:+.2f}] s; hash alone {hashing:.2f} s")  # fmt: skip
