@@ -170,14 +170,15 @@ def test_an_engine_outlives_neither_a_kill_nor_an_interrupted_load(tmp_path, sen
     until(lambda: not alive(engine))
 
 
-def test_an_engine_that_dies_tells_its_last_words(tmp_path):
+def test_an_engine_that_dies_says_why_in_a_sentence(tmp_path, capfd):
     broken = tmp_path / "model"
     shutil.copytree(tiny.PATH, broken)
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"]}))
-    with pytest.raises(QrlError, match=r"(?s)died while loading.*NoSuchModel") as told:
+    with pytest.raises(QrlError, match=r"died while loading the model \(exit code 1\): \w+Error: .*NoSuchModel") as told:
         serve(broken, free_port())
-    assert told.value.exit_code == 1
+    assert told.value.exit_code == 1 and len(str(told.value).splitlines()) == 1
+    assert "Traceback" in capfd.readouterr().err  # the log's end is there for who wants it
 
 
 def test_the_files_are_read_while_the_engine_loads_and_nothing_answers_before_both_are_done():
@@ -286,12 +287,17 @@ def test_a_server_in_another_environment_is_stopped_as_one_in_this(registered, t
 
 
 def test_what_cannot_be_served_is_told_in_a_sentence_and_never_answers(registered):
-    """Without a version: before an environment is built. With other weights: while the engine loads, before it answers."""
+    """Without a version, or a gate's consent: before an environment is built. With other weights: while the engine loads, before it answers."""
+    import mlflow
+
+    registry.refuse("qrl-tiny", "grpo", registered.version, record={"why": "it gained nothing"})
     before = newest_run().info.run_id
     weights = registry.folder(registered) / "model.safetensors"
     kept = weights.read_bytes()
     weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
-    for stage, engine, code, sentence in (("awq", "vllm", 2, "has no version yet"), ("base", "transformers", 1, "have changed")):
+    mlflow.MlflowClient().set_registered_model_alias("qrl-tiny", "grpo", "1")  # by hand, past the gate
+    refused = ("grpo", "vllm", 3, "No gate let")
+    for stage, engine, code, sentence in (("awq", "vllm", 2, "has no version yet"), refused, ("base", "transformers", 1, "have changed")):
         command = [sys.executable, "-m", "qrl", "serve", "--stage", stage, "--engine", engine, "--port", str(free_port())]
         done = subprocess.run(
             command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False

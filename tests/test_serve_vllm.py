@@ -138,6 +138,10 @@ def test_a_served_scheme_answers_as_evaluation_does(scheme, register, stored, qu
     assert reference.low <= sum(correct) / N <= reference.high
 
 
+def test_a_scheme_that_the_machine_has_no_kernel_for_is_told_in_a_sentence(store, stored, python_of, tmp_path):
+    quantize.run("mxfp4a16", tiny.PATH, tmp_path / "mxfp4a16")
+
+
 def test_mlflow_run_serves_in_the_environment_that_has_vllm(register, questions, tmp_path):
     version, port = register("fp16"), free_port()
     chosen = {"stage": "base", "engine": "vllm", "port": port, "device": "cpu"}

@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 from qrl.errors import BadInput
+from qrl.formats import plain
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
 # What is run as `python -m`: not the `vllm` command, which crashes in the CPU build.
@@ -92,6 +93,8 @@ def arguments(
     """
     address = ["--uds", str(listen)] if isinstance(listen, Path) else ["--host", listen[0], "--port", str(listen[1])]
     if engine == VLLM:
+        if unpacks(engine, path, device):
+            path, dtype = plain.write(path, scratch / "plain"), "fp32" if dtype == "auto" else dtype
         options = ["--model", str(path.resolve()), "--served-model-name", *ids, "--dtype", _DTYPES.get(dtype, "auto")]
         options += ["--shutdown-timeout", str(DRAIN_S)]  # left out, it breaks off what it is writing
         if device == "cpu":
@@ -104,6 +107,11 @@ def arguments(
     (repository / "snapshots").mkdir()
     (repository / "snapshots" / version).symlink_to(path.resolve(), target_is_directory=True)
     return ["serve", ids[0], "--device", device, "--dtype", _transformers_dtype(path, device, dtype), *address]
+
+
+def unpacks(engine: str, path: Path, device: str) -> bool:
+    """Whether an engine gets the values that a checkpoint's codes stand for, because the machine lacks the kernel; a copy, then."""
+    return engine == VLLM and device == "cpu" and plain.needed(path)
 
 
 def _transformers_dtype(path: Path, device: str, dtype: str) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,7 +25,8 @@ from pathlib import Path
 from qrl.errors import QrlError
 from qrl.serve import engines, tether
 
-LAST_LINES = 15  # of the engine's log, shown where it fails
+KEPT_LINES, LAST_LINES = 400, 15  # of the engine's log: kept, and shown where it fails
+_ERROR = re.compile(r"\b\w*(Error|Exception): .+")  # how a traceback ends; the first one is the cause of the others
 # From SIGTERM to SIGKILL; a running answer may be finished.
 GRACE_LOADING_S, GRACE_SERVING_S = 5, engines.DRAIN_S + 5
 
@@ -79,7 +81,7 @@ class Engine:
             errors="replace",
             start_new_session=True,
         )
-        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self._verified = threading.Event()
@@ -117,7 +119,7 @@ class Engine:
         """Whether it answers, and its files are those that were evaluated.
 
         Raises:
-            QrlError: they are not, or it died while loading; with the log's last lines.
+            QrlError: they are not, or it died while loading; in its own words.
         """
         if self._refusal:
             raise self._refusal
@@ -155,11 +157,15 @@ class Engine:
         self._scratch.cleanup()
 
     def failure(self, what: str) -> QrlError:
-        """What happened, with the log's last lines."""
+        """What happened, in a sentence that quotes the engine's own first error; its log's last lines go to stderr."""
         self._reader.join(1)
         code = self.process.poll()
         how = "" if code is None else f" (exit code {code})"
-        return QrlError(f"The serving engine {what}{how}. Its last lines:\n" + "\n".join(f"  {line}" for line in self._lines))
+        if not self.echo:
+            sys.stderr.write("".join(f"  {line}\n" for line in list(self._lines)[-LAST_LINES:]))
+        cause = next((found[0] for line in self._lines if (found := _ERROR.search(line)) and "See root cause above" not in line), None)
+        why = f": {cause.rstrip('.')[:400]}" if cause else "; its last lines, above, say why" if self._lines else ", and said nothing"
+        return QrlError(f"The serving engine {what}{how}{why}.")
 
     def _verify(self, verify: Callable[[], object]) -> None:
         try:

@@ -26,7 +26,7 @@ def run(child: Engine, what: Load, host: str, port: int, *, on_ready: Callable[[
 
     Raises:
         BadInput: the port cannot be listened on; nothing was loaded.
-        QrlError: the engine died, or did not answer in time, with the last lines of its log; or the files are not those that were evaluated.
+        QrlError: the engine died, in its own words, or did not answer in time; or the files are not those that were evaluated.
         KeyboardInterrupt: told to stop while the model was loading; once it serves, that is a normal return.
     """
     check_port(host, port)

@@ -57,10 +57,13 @@ def serve(
     with process.Engine(engine, api_key) as child:
         version, what = check(recipe, stage, host=host, port=port)
         what = replace(what, memory=memory, also=_names(version, stage) if follow_s is not None else ())
-        params = {"stage": stage, "registered": version.name, "version": version.version, "engine": engine, "device": what.device}
+        unpacked = engines.unpacks(engine, what.path, what.device)
+        params = {"stage": stage, "registered": version.name, "version": version.version, "engine": engine, "device": what.device, "unpacked": unpacked}
 
         def ready(address: str) -> None:
             click.echo(f"Serving {version} with {engine} at {address} as model '{what.served}'; Ctrl-C stops it.")
+            if unpacked:
+                click.echo("Unpacked   vLLM's 4-bit kernel for CPUs needs AVX512, which this one lacks: it computes with what the codes stand for, in float32.")
             if what.also:
                 click.echo(f"Follows    stage {stage}, looked at every {follow_s:g} s; '{what.also[0]}' is whatever stands there.")
             question = '{"model": "' + (*what.also, what.served)[0] + '", "messages": [{"role": "user", "content": "…"}]}'

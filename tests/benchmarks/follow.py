@@ -30,7 +30,7 @@ from start import aside, free_port
 ROOT = Path(__file__).parents[2]
 KEY, NAME, STAGE = "s3cret", "qrl-moving", "base"
 QUESTION = "Tom has 3 apples and buys 12 more. How many apples does Tom have?"
-TIMEOUT_S = 240
+TIMEOUT_S = 400
 
 
 @dataclasses.dataclass
