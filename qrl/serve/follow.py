@@ -30,6 +30,7 @@ class Following:
     admit: Callable[[int], Load]  # a version, if its gate let it in; raises QrlError
     turned: Callable[[Load, str], object]  # a version took over: which, and a sentence
     refused: Callable[[int, str], object]  # a version cannot take over: which, and a sentence
+    said: Callable[[str], object]  # whatever else an operator wants to know
     every_s: float = EVERY_S
     drain_s: float = DRAIN_S
 
@@ -125,7 +126,7 @@ class _Fleet:
             version = self.following.version()
         except Exception as error:  # whatever a store says that is away for a while: what serves is not touched
             if not self.deaf:
-                self.following.refused(self.seen, f"The registry does not say where the stage is ({' '.join(str(error).split())[:300]}); version {self.what.version} serves on, and it is asked again.")
+                self.following.said(f"The registry does not say where the stage is ({' '.join(str(error).split())[:300]}); version {self.what.version} serves on, and it is asked again.")
             self.deaf = True
             return
         self.deaf = False
@@ -168,6 +169,8 @@ class _Fleet:
         """Ends the old engine once nobody waits for it, or at the limit."""
         now, running = time.monotonic(), proxy.in_flight(self.old.listen)
         if not self.old_stopped and (not running or now >= self.old_until):
+            if running:
+                self.following.said(f"The old engine has had its {self.following.drain_s:.0f} s and is stopped; {running} requests that it was answering have {engines.DRAIN_S} s left.")
             self.old.stop()
             self.old_stopped, self.old_until = True, now + self.old.grace_s
         elif self.old_stopped and (self.old.process.poll() is not None or now >= self.old_until):

@@ -63,9 +63,9 @@ def serve(
         def ready(address: str) -> None:
             click.echo(f"Serving {version} with {engine} at {address} as model '{what.served}'; Ctrl-C stops it.")
             if unpacked:
-                click.echo("Unpacked   vLLM's 4-bit kernel for CPUs needs AVX512, which this one lacks: it computes with what the codes stand for, in float32.")
+                click.echo("Unpacked  vLLM's 4-bit kernel for CPUs needs AVX512, which this one lacks: it computes with what the codes stand for, in float32.")
             if what.also:
-                click.echo(f"Follows    stage {stage}, looked at every {follow_s:g} s; '{what.also[0]}' is whatever stands there.")
+                click.echo(f"Follows   stage {stage}, looked at every {follow_s:g} s; '{what.also[0]}' is whatever stands there.")
             question = '{"model": "' + (*what.also, what.served)[0] + '", "messages": [{"role": "user", "content": "…"}]}'
             click.echo(f"Ask it    curl {address}/chat/completions -H 'Content-Type: application/json' -d '{question}'")
 
@@ -99,7 +99,10 @@ def _following(first: registry.Version, what: process.Load, start: Callable[[], 
         click.echo(f"qrl: {sentence}", err=True)
         runs.note({names.TAG_REFUSED: sentence}, {names.SERVE_REFUSED: number}, step=next(switches))
 
-    return follow.Following(start, lambda: registry.resolve(first.name, first.stage).version, admit, turned, refused, every_s, drain_s)
+    def said(sentence: str) -> None:
+        click.echo(f"qrl: {sentence}", err=True)
+
+    return follow.Following(start, lambda: registry.resolve(first.name, first.stage).version, admit, turned, refused, said, every_s, drain_s)
 
 
 def check_follow(engine: str, stage: str, memory: float | None) -> float:

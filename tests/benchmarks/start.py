@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -85,8 +86,8 @@ def report(asked: argparse.Namespace, path: Path, digest: str, hashing: float, r
 
 def aside(work, *given):
     """What a function returns, from a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(work, given)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *given).result()
 
 
 def registered(shape: str) -> tuple[str, str]:
