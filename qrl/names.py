@@ -73,6 +73,7 @@ SERVE_TOKENS_PER_S = "serve/tokens_per_s"
 SERVE_LATENCY_P50 = "serve/latency_p50_s"
 SERVE_LATENCY_P95 = "serve/latency_p95_s"
 SERVE_FIRST_TOKEN = "serve/first_token_s"
+SERVE_READY = "serve/ready_s"  # from the command's start to a server that answers; beside it serve/load_s, verify_s, added_s of the engine
 SERVE_VERSION, SERVE_REFUSED = "serve/version", "serve/refused_version"  # of a server that follows a stage, by move
 SECONDS = "step/seconds"  # logged by a step that ends well, and by no other
 

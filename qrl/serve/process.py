@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,6 +83,7 @@ class Engine:
             errors="replace",
             start_new_session=True,
         )
+        self._at: dict[str, float] = {}  # when what happened, on the monotonic clock
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -109,6 +112,7 @@ class Engine:
             listen: host and port, or the path of a Unix socket (vLLM).
         """
         self.listen = listen
+        self._at["load"] = time.monotonic()
         words = engines.arguments(self.engine, what.path, [what.served, *what.also], listen, what.device, what.dtype, self.scratch, what.memory)
         with contextlib.suppress(BrokenPipeError):  # it died already: `ready` tells how
             self.process.stdin.write(json.dumps(words) + "\n")
@@ -125,8 +129,19 @@ class Engine:
             raise self._refusal
         if self.process.poll() is not None:
             raise self.failure("died while loading the model")
-        self.serving = self._verified.is_set() and self.healthy()
+        if "healthy" not in self._at and self.healthy():
+            self._at["healthy"] = time.monotonic()
+        self.serving = self._verified.is_set() and "healthy" in self._at
         return self.serving
+
+    def seconds(self) -> dict[str, float]:
+        """Of an engine that is ready: `load` it, `verify` the files meanwhile, and what was `added` to the slower of the two.
+
+        Added is the time that it stood waiting, its imports done, to be told what to load, and the time since both were done.
+        """
+        began, imported = self._at["load"], self._at.get("imported", math.inf)
+        load, verify = self._at["healthy"] - began, self._at["verified"] - began
+        return {"load": load, "verify": verify, "added": max(0.0, began - imported) + time.monotonic() - began - max(load, verify)}
 
     def healthy(self) -> bool:
         """Whether /health answers 200: both engines listen only once the model is loaded. Asked past any proxy."""
@@ -174,11 +189,14 @@ class Engine:
             self._refusal = error
         except Exception as error:  # a disk that fails, say: told where the engine is waited for, not in a thread that nobody sees
             self._refusal = QrlError(f"The files to serve cannot be read ({error}).")
+        self._at["verified"] = time.monotonic()
         self._verified.set()
 
     def _read(self) -> None:
         for line in self.process.stdout:
-            if line.strip():
+            if line.strip() == tether.IMPORTED:
+                self._at["imported"] = time.monotonic()
+            elif line.strip():
                 self._lines.append(line.rstrip())
                 if self.echo:
                     sys.stderr.write(line)

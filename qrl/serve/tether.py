@@ -13,6 +13,7 @@ import runpy
 import signal
 import sys
 
+IMPORTED = "qrl: imported"  # the line on stdout once it only waits for its options
 _PR_SET_PDEATHSIG = 1
 
 
@@ -23,6 +24,7 @@ def main(parent: int, module: str) -> None:
     if os.getppid() != parent:  # it died before we asked
         return
     importlib.import_module(module)
+    print(IMPORTED, flush=True)
     line = sys.stdin.readline()
     if not line:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from qrl.engine import device as devices
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.serve import engines, follow, process, server
-from qrl.tracking import runs, store
+from qrl.tracking import runs, signals, store
 
 ENGINES = ("auto", engines.TRANSFORMERS, engines.VLLM)
 
@@ -61,6 +62,8 @@ def serve(
         params = {"stage": stage, "registered": version.name, "version": version.version, "engine": engine, "device": what.device, "unpacked": unpacked}
 
         def ready(address: str) -> None:
+            took = {f"serve/{key}_s": value for key, value in child.seconds().items()}
+            took[names.SERVE_READY] = time.time() - signals.started()
             click.echo(f"Serving {version} with {engine} at {address} as model '{what.served}'; Ctrl-C stops it.")
             if unpacked:
                 click.echo("Unpacked  vLLM's 4-bit kernel for CPUs needs AVX512, which this one lacks: it computes with what the codes stand for, in float32.")
@@ -68,6 +71,7 @@ def serve(
                 click.echo(f"Follows   stage {stage}, looked at every {follow_s:g} s; '{what.also[0]}' is whatever stands there.")
             question = '{"model": "' + (*what.also, what.served)[0] + '", "messages": [{"role": "user", "content": "…"}]}'
             click.echo(f"Ask it    curl {address}/chat/completions -H 'Content-Type: application/json' -d '{question}'")
+            runs.note({}, took, step=0)
 
         with runs.step("serve", params=params, tags={names.TAG_DIGEST: version.digest}):
             if follow_s is None:

@@ -1,7 +1,7 @@
 """Does a moving stage lose requests? A load through `serve --follow` across two promotions, a rollback, and one that must not take over.
 
     python tests/benchmarks/follow.py --out follow.json                          # in vLLM's environment; the built-in model
-    python tests/benchmarks/follow.py --shape 1.5b --clients 32 --out follow.json    # on a GPU
+    python tests/benchmarks/follow.py --shape 1.5b --clients 16 --pause 0 --tokens 256 --out follow.json    # on a GPU
 
 Clients of the `openai` package, every other one streaming, never retrying, ask for the stage's id all the while. Versions differ
 in one weight. An answer counts if it came, whole, and says which version wrote it. Also asked through the proxy: the list of
@@ -47,8 +47,8 @@ class Answer:
 class Load:
     """Clients that ask until they are told to stop."""
 
-    def __init__(self, url: str, clients: int, tokens: int) -> None:
-        self.url, self.tokens, self.answers, self.on = url, tokens, [], True
+    def __init__(self, url: str, clients: int, tokens: int, pause_s: float) -> None:
+        self.url, self.tokens, self.pause_s, self.answers, self.on = url, tokens, pause_s, [], True
         self.zero = time.monotonic()
         self._threads = [threading.Thread(target=self._ask, args=(number % 2 == 1,)) for number in range(clients)]
         for thread in self._threads:
@@ -75,7 +75,7 @@ class Load:
             except Exception as failed:
                 error = f"{type(failed).__name__}: {failed}"[:300]
             self.answers.append(Answer(began, time.monotonic() - self.zero, stream, model, error))
-            time.sleep(0.05)
+            time.sleep(self.pause_s)
 
     def _once(self, client, stream: bool) -> str:
         """The version that wrote a whole answer."""
@@ -97,7 +97,8 @@ def main() -> None:
     """Runs the story, prints a line, writes one JSON file."""
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     given.add_argument("--shape", choices=("tiny", "micro", "1.5b", "8b"), default="tiny")
-    given.add_argument("--clients", type=int, default=4)
+    given.add_argument("--clients", type=int, default=2)
+    given.add_argument("--pause", type=float, default=0.5, help="seconds between a client's requests; two cores load the next engine meanwhile")
     given.add_argument("--tokens", type=int, default=64)
     given.add_argument("--out", type=Path, required=True)
     asked = given.parse_args()
@@ -124,7 +125,7 @@ def story(asked: argparse.Namespace) -> dict:
     load, moves = None, {}
     try:
         until(lambda: "Serving " in log.read_text(), server, log)
-        load = Load(f"http://127.0.0.1:{port}/v1", asked.clients, asked.tokens)
+        load = Load(f"http://127.0.0.1:{port}/v1", asked.clients, asked.tokens, asked.pause)
         until(lambda: load.seen(1), server, log)
         through = asides(port)
         for what, version in (("promote", 2), ("promote", 3), ("rollback", 2)):

@@ -34,6 +34,7 @@ from qrl.benchmark import summary
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
+PARTS: list[dict[str, float]] = []  # of each of our starts
 
 
 def main() -> None:
@@ -76,11 +77,14 @@ def report(asked: argparse.Namespace, path: Path, digest: str, hashing: float, r
         "digest": digest,
         "hash_s": hashing,
         "rounds": rounds,
+        "parts": PARTS[1:],
         "ours_median_s": float(np.median(ours)),
         "bare_median_s": float(np.median(theirs)),
         "difference_s": {key: getattr(lost, key) for key in ("estimate", "stderr", "low", "high", "n")},
     }
     asked.out.write_text(json.dumps(found, indent=1))
+    added = [each["serve/added_s"] for each in PARTS[1:]]
+    print(f"{asked.shape}: added to the slower of load and hash {np.median(added):.2f} s (median), {max(added):.2f} s (most)")
     print(f"{asked.shape}: ours {found['ours_median_s']:.2f} s, vllm serve {found['bare_median_s']:.2f} s (medians of {len(rounds)}); ours − bare {lost.estimate:+.2f} [{lost.low:+.2f}, {lost.high:+.2f}] s; hash alone {hashing:.2f} s")  # fmt: skip
 
 
@@ -111,7 +115,17 @@ def ours(name: str) -> float:
     """Seconds from the command to an answering server whose ready line is out."""
     port = free_port()
     words = [sys.executable, "-m", "qrl", "serve", "--stage", "base", "--engine", "vllm", "--port", str(port), "--registered_name", name]
-    return seconds(words, port, "Serving ")
+    took = seconds(words, port, "Serving ")
+    PARTS.append(aside(last_metrics))
+    return took
+
+
+def last_metrics() -> dict[str, float]:
+    """Of the newest server's run."""
+    import mlflow
+
+    (run, *_) = mlflow.search_runs(output_format="list", filter_string="tags.`qrl.step` = 'serve'", order_by=["attributes.start_time DESC"])
+    return {key: value for key, value in run.data.metrics.items() if key.startswith("serve/")}
 
 
 def bare(path: str) -> float:
