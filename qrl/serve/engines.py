@@ -63,17 +63,20 @@ def check(engine: str, api_key: str | None) -> None:
         )
 
 
-def environment(engine: str, scratch: Path, api_key: str | None) -> dict[str, str]:
+def environment(engine: str, scratch: Path, api_key: str | None, shares: bool = False) -> dict[str, str]:
     """Variables that an engine is started with.
 
     Args:
         engine: "transformers" or "vllm".
         scratch: an empty folder that lives as long as the engine.
         api_key: what clients must send; for vLLM.
+        shares: it will not be the only engine of this machine.
     """
     if engine == TRANSFORMERS:
         return _QUIET | {"HF_HUB_CACHE": str(scratch)}
-    return _QUIET | _CPU_CACHE | ({"VLLM_API_KEY": api_key} if api_key else {})
+    # Else every vLLM on a CPU pins itself to the same cores, and one that serves, spinning, starves one that loads.
+    free = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if shares else {}
+    return _QUIET | _CPU_CACHE | free | ({"VLLM_API_KEY": api_key} if api_key else {})
 
 
 def arguments(

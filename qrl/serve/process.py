@@ -55,12 +55,13 @@ class Load:
 class Engine:
     """One engine, to be used in a `with` block, which ends it whatever happens."""
 
-    def __init__(self, engine: str, api_key: str | None = None) -> None:
+    def __init__(self, engine: str, api_key: str | None = None, shares: bool = False) -> None:
         """Starts it; its libraries are imported while the caller looks up what to serve. From the main thread: it dies with its parent thread.
 
         Args:
             engine: "transformers" or "vllm".
             api_key: what clients must send; goes by the environment, since anybody may read a command line.
+            shares: another engine will run beside it.
 
         Raises:
             BadInput: vLLM is not installed here, or a key of an engine that knows none.
@@ -75,7 +76,7 @@ class Engine:
             [sys.executable, "-P", tether.__file__, str(os.getpid()), engines.MODULES[engine]],
             # The working folder matters: a folder called like the model in the user's own would be taken for it.
             cwd=self.scratch,
-            env=os.environ | engines.environment(engine, self.scratch, api_key),
+            env=os.environ | engines.environment(engine, self.scratch, api_key, shares),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import click
 
@@ -55,7 +56,8 @@ def serve(
         engine = engines.default(recipe.device)
     if follow_s is not None:
         memory = check_follow(engine, stage, memory)
-    with process.Engine(engine, api_key) as child:
+    start = partial(process.Engine, engine, api_key, shares=follow_s is not None)
+    with start() as child:
         version, what = check(recipe, stage, host=host, port=port)
         what = replace(what, memory=memory, also=_names(version, stage) if follow_s is not None else ())
         unpacked = engines.unpacks(engine, what.path, what.device)
@@ -77,7 +79,7 @@ def serve(
             if follow_s is None:
                 server.run(child, what, host, port, on_ready=ready)
             else:
-                following = _following(version, what, lambda: process.Engine(engine, api_key), follow_s, drain_s)
+                following = _following(version, what, start, follow_s, drain_s)
                 follow.run(child, what, host, port, following, on_ready=ready)
 
 
