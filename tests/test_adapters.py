@@ -75,10 +75,10 @@ def test_a_base_that_moved_keeps_nothing(ran):
     try:
         weight.reshape(-1)[0] += 1
         with pytest.raises(QrlError, match="changed in memory"):
-            policy.check_unmoved(ran.before, ran.trainer.model)
+            policy.check_unmoved(ran.before, policy.frozen_digest(ran.trainer.model))
     finally:
         weight.reshape(-1)[0] = first
-    policy.check_unmoved(ran.before, ran.trainer.model)
+    policy.check_unmoved(ran.before, policy.frozen_digest(ran.trainer.model))
 
 
 def test_the_reference_is_the_base_with_the_adapter_off_and_no_second_copy(ran):
