@@ -69,14 +69,16 @@ def check_reference(settings: Train, tensors: Mapping[str, Entry], device: str) 
     """Refuses a second copy of the weights where there is surely no room for it.
 
     Full training holds masters, gradients and AdamW's two moments in fp32, 16 bytes a parameter, and a reference 4 more. What
-    activations and the cache take comes on top and is not counted. An adapter needs no copy, nor does beta 0.
+    activations and the cache take comes on top and is not counted; processes of FSDP share all of it. An adapter needs no
+    copy, nor does beta 0.
 
     Raises:
         BadInput: these alone are more than the device has.
     """
-    if settings.adapter or not settings.beta or process.sharded():
+    if settings.adapter or not settings.beta:
         return
-    need = sum(entry.numel for entry in tensors.values()) * BYTES_WITH_REFERENCE
+    shares = process.world_size() if process.sharded() else 1
+    need = sum(entry.numel for entry in tensors.values()) * BYTES_WITH_REFERENCE / shares
     if need > (have := _memory_bytes(device)):
         raise BadInput(
             f"train.beta = {settings.beta:g} with train.method = full keeps the reference as a second copy: {need / 2**30:.0f} GiB with "
