@@ -107,6 +107,9 @@ def _make(folder: Path, shape: str) -> Path:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     partial = folder.with_suffix(".partial")
     model.save_pretrained(partial)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     for name in (*checkpoint.TOKENIZER_FILES, "generation_config.json"):
         if (tiny.PATH / name).is_file():
             shutil.copy(tiny.PATH / name, partial / name)
