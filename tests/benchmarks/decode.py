@@ -96,7 +96,8 @@ def profile(engine, asked: list[dict]) -> dict:
         inner.step()
     kinds, names = defaultdict(float), []
     for event in seen.key_averages():
-        ms = (event.self_device_time_total or event.self_cpu_time_total) / 1000 / PROFILED
+        took = event.self_device_time_total if torch.cuda.is_available() else event.self_cpu_time_total
+        ms = took / 1000 / PROFILED
         if ms <= 0:
             continue
         lower = event.key.lower()
