@@ -47,7 +47,7 @@ class Train(_Section):
     prompts_per_step: Count = Field(64, description="distinct questions in one optimizer step")
     generations: int = Field(8, ge=2, description="completions sampled per question: GRPO's group")
     micro_batch: Count = Field(512, description="completions in one forward and backward pass")
-    questions: Count = Field(4096, description="training questions to draw prompts from, at most; all, where there are fewer")
+    questions: int = Field(4096, ge=1, le=1_000_000, description="training questions to draw prompts from, at most; all, where there are fewer")
     max_ngram_share: Fraction | None = Field(None, description="held-out questions that may share 13 words in a row with training ones; default: by task")
     learning_rate: float = Field(3e-5, gt=0, description="AdamW's peak learning rate")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
