@@ -70,6 +70,7 @@ class Engine:
         self.engine = engine
         self.echo = False  # while loading, its log is kept; once it serves, it is shown
         self.serving = self._reaped = False
+        self.listen: tuple[str, int] | Path | None = None  # once it is told what to load
         self._scratch = tempfile.TemporaryDirectory(prefix="qrl-serve-")
         self.scratch = Path(self._scratch.name)
         self.process = subprocess.Popen(

@@ -90,16 +90,17 @@ def _names(version: registry.Version, stage: str) -> tuple[str, ...]:
 
 def _following(first: registry.Version, what: process.Load, start: Callable[[], process.Engine], every_s: float, drain_s: float) -> follow.Following:
     """The stage as the registry knows it, and the run that keeps what became of it."""
-    switches = itertools.count(1)
+    switches, digests = itertools.count(1), {first.version: first.digest}
 
     def admit(number: int) -> process.Load:
         version = replace(registry.resolve(first.name, number), stage=first.stage)  # this stage's gate, and no other's
         path = registry.admit(version)
+        digests[number] = version.digest
         return replace(what, version=number, path=path, verify=lambda: registry.whole(version, path))
 
     def turned(now: process.Load, sentence: str) -> None:
         click.echo(sentence)
-        runs.note({names.TAG_SERVING: now.served, names.TAG_DIGEST: registry.resolve(first.name, now.version).digest}, {names.SERVE_VERSION: now.version}, step=next(switches))
+        runs.note({names.TAG_SERVING: now.served, names.TAG_DIGEST: digests[now.version]}, {names.SERVE_VERSION: now.version}, step=next(switches))
 
     def refused(number: int, sentence: str) -> None:
         click.echo(f"qrl: {sentence}", err=True)
@@ -115,10 +116,10 @@ def check_follow(engine: str, stage: str, memory: float | None) -> float:
     """The share of a GPU's memory that each of two engines gets, if a stage can be followed.
 
     Raises:
-        BadInput: a version was named, which never moves; or `follow.check` refuses.
+        BadInput: a version was named, or what a rollback returns to; or `follow.check` refuses.
     """
-    if stage.isdigit():
-        raise BadInput(f"--follow follows a stage, but version {stage} never moves: name base, grpo, awq, Staging or Production.")
+    if stage.isdigit() or stage.endswith("-previous"):
+        raise BadInput(f"--follow follows a stage that promotions move, and {stage} is none: name base, grpo, awq, Staging or Production.")
     return follow.check(engine, memory)
 
 

@@ -1,4 +1,4 @@
-"""Does a moving stage lose requests? A load through `serve --follow` across two promotions, a rollback, and one that must not take over.
+"""Does a moving stage lose requests? A load through `serve --follow` across two promotions, a rollback, and two that must not take over.
 
     python tests/benchmarks/follow.py --out follow.json                          # in vLLM's environment; the built-in model
     python tests/benchmarks/follow.py --shape 1.5b --clients 16 --pause 0 --tokens 256 --out follow.json    # on a GPU
@@ -134,8 +134,9 @@ def story(asked: argparse.Namespace) -> dict:
             before = len(load.answers)
             until(lambda version=version, before=before: any(each.model == f"{NAME}@{version}" for each in load.answers[before:]), server, log)
             moves[f"{what} to {version}"] = time.monotonic() - began
-        registry("promote", 4)
-        until(lambda: "does not take over" in log.read_text(), server, log)
+        for number, (what, version) in enumerate((("promote", 4), ("by hand", 5)), 1):
+            registry(what, version)
+            until(lambda number=number: log.read_text().count("does not take over") == number, server, log)
         kept = len(load.answers)
         time.sleep(4)  # four looks at the registry
         load.stop()
@@ -149,7 +150,7 @@ def story(asked: argparse.Namespace) -> dict:
             "shape": asked.shape, "clients": asked.clients, "tokens": asked.tokens,
             "requests": len(load.answers), "failed": [each.error for each in load.answers if each.error], "streamed": sum(each.streamed for each in load.answers),
             "by_version": Counter(each.model for each in load.answers), "moves_s": moves, "through": through,
-            "after_refusal": Counter(each.model for each in load.answers[kept:]), "refusals": text.count("does not take over"),
+            "after_refusals": Counter(each.model for each in load.answers[kept:]), "refusals": [line for line in text.splitlines() if "does not take over" in line],
             "exit_code": code, "stop_s": stopping, "left": [each.pid for each in children if each.is_running() and each.status() != psutil.STATUS_ZOMBIE],
             "run": last_run(), "log": text, "answers": [dataclasses.asdict(each) for each in load.answers],
         }  # fmt: skip
@@ -192,7 +193,7 @@ def asides(port: int) -> dict:
 
 
 def register(shape: str) -> None:
-    """Four versions that differ in one weight, the first at the stage, the fourth damaged after its gate judged it."""
+    """Versions that differ in one weight: the first at the stage, the fourth damaged later, the fifth never judged by a gate."""
     from qrl import checkpoint, registry, tiny
     from qrl.tracking import models, runs, store
 
@@ -204,7 +205,7 @@ def register(shape: str) -> None:
         path = checkpoint_of(shape)
     store.prepare()
     with runs.step("evaluate"):
-        for number in range(1, 5):
+        for number in range(1, 6):
             copied = Path("copy").resolve()
             shutil.copytree(path, copied, ignore=shutil.ignore_patterns("__pycache__"))
             flip(copied / checkpoint.shards(copied)[0], number)
@@ -212,8 +213,10 @@ def register(shape: str) -> None:
             uri, stored = models.log_checkpoint(copied, name="base", task="arithmetic", move=True, **cell)
             registry.register(NAME, uri, accuracy=0.6, stderr=0.01, n=2000, **cell)
             shutil.rmtree(copied)
+            if number == 4:
+                damaged = stored / checkpoint.shards(stored)[0]
     registry.promote(NAME, STAGE, 1, record={"why": "a benchmark of moving, not of answers"})
-    flip(stored / checkpoint.shards(stored)[0], 5)
+    flip(damaged, 6)
 
 
 def flip(file: Path, to: int) -> None:
@@ -235,6 +238,10 @@ def move(what: str, version: int) -> None:
     store.prepare()
     if what == "rollback":
         registry.rollback(NAME, STAGE)
+    elif what == "by hand":
+        import mlflow
+
+        mlflow.MlflowClient().set_registered_model_alias(NAME, STAGE, str(version))
     else:
         registry.promote(NAME, STAGE, version, record={"why": "a benchmark of moving, not of answers"})
 
