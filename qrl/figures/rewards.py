@@ -26,21 +26,13 @@ def training(history: pd.DataFrame, path: str | Path, measure: str = "reward") -
         path: the PNG to write.
         measure: what the run is to move: `reward`, or a distillation's `loss`.
     """
-    labels = {
-        measure: MEASURES[measure][1],
-        "reward_std": "standard deviation of rewards",
-        "frac_reward_zero_std": "groups without signal (share)",
-        "entropy": "entropy (nats a token)",
-        "kl": "KL to the reference (nats a token)",
-    }
-    shown = [column for column in labels if column in history and history[column].notna().any()]
-    if "step" not in history or measure not in shown:
+    labels = shown(history, measure)
+    if "step" not in history or measure not in labels:
         raise ValueError(f"The history has the columns {list(history)}, but 'step' and a '{measure}' with values were expected.")
-    figure, grid = canvas(7.4, 2.2 + 1.5 * (len(shown) - 1) + 1.2, rows=len(shown), heights=[2, *[1] * (len(shown) - 1)])
+    figure, grid = canvas(7.4, 2.2 + 1.5 * (len(labels) - 1) + 1.2, rows=len(labels), heights=[2, *[1] * (len(labels) - 1)])
     panels = np.atleast_1d(grid)
-    for axes, column, colour in zip(panels, shown, (BLUE, SKY, PURPLE, GREEN, ORANGE), strict=False):
-        part = history[["step", column]].dropna()
-        smooth = part[column].rolling(2 * (len(part) // 20) + 1, center=True, min_periods=1).mean()
+    for axes, column, colour in zip(panels, labels, (BLUE, SKY, PURPLE, GREEN, ORANGE), strict=False):
+        part, smooth = smoothed(history, column)
         axes.plot(part["step"], part[column], "o-" if len(part) <= 40 else "-", color=colour, lw=1, ms=3.5, alpha=0.4)
         axes.plot(part["step"], smooth, color=colour, lw=2.4)
         axes.set_title(labels[column], loc="left", size=10, color=INK, pad=4)
@@ -49,10 +41,28 @@ def training(history: pd.DataFrame, path: str | Path, measure: str = "reward") -
             axes.tick_params(labelbottom=False)
     panels[-1].set_xlabel("optimizer step")
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
-    finish(figure, panels[0], _reward_found(history, measure), "Faint: each logged step; bold: running mean over a tenth of the run.", path)
+    finish(figure, panels[0], reward_found(history, measure), "Faint: each logged step; bold: running mean over a tenth of the run.", path)
 
 
-def _reward_found(history: pd.DataFrame, measure: str = "reward") -> str:
+def shown(history: pd.DataFrame, measure: str = "reward") -> dict[str, str]:
+    """The columns that have values, and what stands over their panels."""
+    labels = {
+        measure: MEASURES[measure][1],
+        "reward_std": "standard deviation of rewards",
+        "frac_reward_zero_std": "groups without signal (share)",
+        "entropy": "entropy (nats a token)",
+        "kl": "KL to the reference (nats a token)",
+    }
+    return {column: label for column, label in labels.items() if column in history and history[column].notna().any()}
+
+
+def smoothed(history: pd.DataFrame, column: str) -> tuple[pd.DataFrame, pd.Series]:
+    """The steps that have a value, and its running mean over a tenth of the run."""
+    part = history[["step", column]].dropna()
+    return part, part[column].rolling(2 * (len(part) // 20) + 1, center=True, min_periods=1).mean()
+
+
+def reward_found(history: pd.DataFrame, measure: str = "reward") -> str:
     """The change from the first half of the run to the second, with Welch's 95 % interval over steps."""
     curve = history.dropna(subset=[measure]).sort_values("step")[measure].to_numpy(dtype=float)
     what = MEASURES[measure][0]
