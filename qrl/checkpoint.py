@@ -83,7 +83,7 @@ def check(path: Path | str, *, need_chat_template: bool = True) -> Checkpoint:
         path=folder,
         digest=digest(folder),
         bytes=sum((folder / name).stat().st_size for name in shards(folder)),
-        dtype=_main_dtype(found),
+        dtype=main_dtype(found),
         shards=tuple(shards(folder)),
         quantization=(settings.get("quantization_config") or {}).get("quant_method"),
     )
@@ -207,7 +207,12 @@ def _check_tokenizer(folder: Path, need_chat_template: bool) -> None:
         )
 
 
-def _main_dtype(found: dict[str, Entry]) -> str:
+def main_dtype(found: dict[str, Entry]) -> str:
+    """Dtype of most floating-point weights, "bfloat16" say.
+
+    Raises:
+        BadInput: there is none.
+    """
     counts: Counter[str] = Counter()
     for entry in found.values():
         if entry.dtype in header.FLOATS:

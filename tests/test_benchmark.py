@@ -9,7 +9,7 @@ import scipy.stats
 from qrl import benchmark, figures, recipe, tiny
 from qrl.benchmark import http, local, summary
 from qrl.engine import hf
-from qrl.errors import BadInput
+from qrl.errors import BadInput, QrlError
 from qrl.recipe import Benchmark
 from qrl.steps import benchmark as step
 from qrl.tasks import load, prompt
@@ -92,12 +92,27 @@ def test_lines_follow_from_the_requests(frame):
     line = found[3]
     rows = frame[(frame["variant"] == "grpo") & (frame["batch"] == 4)]
     speeds = [5 * 4 / rows[rows["round"] == number]["turn_s"].iloc[0] for number in (0, 1)]
-    assert line.tokens_per_s.estimate == pytest.approx(np.mean(speeds))
-    low, high = scipy.stats.t.interval(0.95, 1, np.mean(speeds), scipy.stats.sem(speeds))
-    assert (line.tokens_per_s.low, line.tokens_per_s.high) == pytest.approx((low, high))
+    assert line.tokens_per_s.estimate == pytest.approx(scipy.stats.gmean(speeds))
+    low, high = scipy.stats.t.interval(0.95, 1, np.mean(np.log(speeds)), scipy.stats.sem(np.log(speeds)))
+    assert (line.tokens_per_s.low, line.tokens_per_s.high) == pytest.approx((np.exp(low), np.exp(high)))
     assert found[0].relative is None and line.relative.n == 2
-    with pytest.raises(ValueError, match="1 round supports no interval"):
-        summary.over_rounds([1.0])
+
+
+def test_a_time_is_never_below_zero_and_a_ratio_is_the_other_ways_inverse():
+    wide = summary.over_rounds([0.01, 0.3])  # an interval on the plain mean would begin at -1.7 s
+    assert 0 < wide.low < wide.estimate < wide.high
+    ours, theirs = [1.0, 2.0, 4.0], [3.0, 1.0, 5.0]
+    there, back = (summary.over_rounds([a / b for a, b in zip(one, two, strict=True)]) for one, two in ((ours, theirs), (theirs, ours)))
+    assert (there.low, there.estimate, there.high) == pytest.approx((1 / back.high, 1 / back.estimate, 1 / back.low))
+    for values, words in (([1.0], "1 round supports no interval"), ([1.0, 0.0], "above 0")):
+        with pytest.raises(ValueError, match=words):
+            summary.over_rounds(values)
+
+
+def test_intervals_cover_rounds_that_scatter_as_times_do():
+    drawn = np.random.default_rng(0).lognormal(0.0, 0.3, (2000, 5))
+    held = np.mean([found.low < 1.0 < found.high for found in map(summary.over_rounds, drawn.tolist())])
+    assert abs(held - 0.95) < 3 * np.sqrt(0.95 * 0.05 / 2000)
 
 
 def test_the_table_and_the_figure_state_intervals_and_n(frame, tmp_path):
@@ -170,7 +185,29 @@ def test_nothing_to_measure_is_told(store):
 def test_a_server_needs_vllm_and_is_asked_by_its_own_benchmark(tmp_path):
     with pytest.raises(BadInput, match="vllm bench serve"):
         http.run("http://127.0.0.1:1", "m@1", ["a"], tiny.PATH, Benchmark())
-    words = http.command("http://h:1", "m@1", tmp_path / "p", tiny.PATH, 16, Benchmark(new_tokens=9, requests=4), tmp_path)
-    given = dict(zip(words[3:-3:2], words[4:-2:2], strict=True))
+    words = http.options("http://h:1", "m@1", tmp_path / "p", tiny.PATH, 16, Benchmark(new_tokens=9, requests=4), tmp_path / "0-16.json")
+    given = dict(zip(words[:-3:2], words[1:-2:2], strict=True))
     assert (given["--max-concurrency"], given["--num-prompts"], given["--custom-output-len"]) == ("16", "16", "9")
     assert words[-1] == "--ignore-eos" and json.dumps(words)
+
+
+def measured(**changes) -> list[dict]:
+    """What `vllm bench serve` writes, of three rounds of one and four clients."""
+    row = {"completed": 4, "failed": 0, "num_prompts": 4, "p95_e2el_ms": 90.0, "p50_ttft_ms": 20.0}
+    return [
+        row | {"round": number, "clients": clients, "output_throughput": 100.0 * clients + number, "p50_e2el_ms": 80.0 + number} | changes
+        for number in range(3)
+        for clients in (4, 1)
+    ]
+
+
+def test_a_servers_rounds_become_lines_with_intervals_and_its_failures_an_error():
+    one, four = http.lines(measured(), CELLS[0], "vllm 9.9")
+    assert (one.batch, four.batch, four.requests, four.weights_bytes) == (1, 4, 12, None)
+    assert four.tokens_per_s.estimate == pytest.approx(scipy.stats.gmean([400, 401, 402])) and four.tokens_per_s.n == 3
+    assert one.latency_p50_s.low < 0.081 < one.latency_p50_s.high and one.first_token_s.estimate == pytest.approx(0.02)
+    text = summary.markdown([one, four], "Over HTTP.", "clients")
+    assert "| model | clients |" in text and "vllm 9.9; brackets" in text and text.count("not known") == 4
+    for broken in ({"failed": 1}, {"completed": 0}):
+        with pytest.raises(QrlError, match="so its speed does not count"):
+            http.lines(measured(**broken), CELLS[0], "vllm 9.9")

@@ -93,7 +93,7 @@ def test_the_page_needs_nothing_else_and_holds_the_numbers(tmp_path):
     assert len(library) > 1e6 and "newPlot" in library
     assert "src=" not in text and "<link" not in text and "http" not in text
     assert len(drawn) == 4 + 1 + 1 + 6 and all(f'<div id="{name}"' in text for name in drawn)
-    titles = [figure["layout"]["title"]["text"] for figure in drawn.values()]
+    titles = [figure["title"] for figure in drawn.values()]
     assert "nf4: codes that flipped, %" in titles
     assert "model.layers.2.mlp.up_proj.weight" in drawn["figure4"]["data"][0]["text"]
     assert [path.name for path in tmp_path.iterdir()] == ["weights.html"]
@@ -174,6 +174,19 @@ def test_training_is_drawn_with_whatever_was_logged(tmp_path, steps):
     history = pd.DataFrame({"step": range(1, steps + 1), "reward": np.linspace(0.6, 0.7, steps), "entropy": 0.5, "kl": np.nan})
     figures.training(history, tmp_path / "training.png")
     assert is_picture(tmp_path / "training.png")
+
+
+def test_probes_are_drawn_over_steps_with_their_intervals(tmp_path, monkeypatch):
+    drawn, finish = [], rewards.finish
+    monkeypatch.setattr(rewards, "finish", lambda figure, *rest: (finish(figure, *rest), drawn.append(figure)))
+    history = pd.DataFrame({"step": range(1, 21), "reward": np.linspace(0.6, 0.7, 20)})
+    probes = pd.DataFrame({"step": [0, 10, 20], "accuracy": [0.5, 0.6, 0.7], "low": [0.4, 0.5, 0.6], "high": [0.6, 0.7, 0.8], "n": 96})
+    figures.training(history, tmp_path / "with.png", probes=probes)
+    figures.training(history, tmp_path / "without.png", probes=probes.head(0))
+    titles = [[axes.get_title(loc="left") for axes in figure.axes] for figure in drawn]
+    assert titles == [["mean reward (share right)", "held-out accuracy (n = 96 probe questions; bars: 95 %)"], ["mean reward (share right)"]]
+    points, (caps, bars) = drawn[0].axes[1].containers[0][0], drawn[0].axes[1].containers[0][1:]
+    assert points.get_ydata().tolist() == [0.5, 0.6, 0.7] and len(caps) == 2 and len(bars[0].get_segments()) == 3
 
 
 def test_training_without_rewards_is_refused(tmp_path):

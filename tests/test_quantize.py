@@ -8,7 +8,7 @@ import torch
 
 from qrl import checkpoint, quantize
 from qrl.errors import BadInput, QrlError
-from qrl.quantize import awq, calibration, settings, staging
+from qrl.quantize import awq, calibration, settings, staging, widths
 from qrl.recipe import Quantize
 
 
@@ -82,11 +82,11 @@ def test_every_text_begins_a_row_and_rows_are_as_long_as_the_longest():
 
 def test_widths_that_groups_do_not_divide_are_refused():
     layers = torch.nn.ModuleList([torch.nn.Linear(192, 64)])
-    awq.check_widths(layers, 64)
+    widths.check(layers, 64, outputs=8)
     with pytest.raises(BadInput, match=r"192 inputs.*128"):
-        awq.check_widths(layers, 128)
+        widths.check(layers, 128, outputs=8)
     with pytest.raises(BadInput, match="60 outputs"):
-        awq.check_widths(torch.nn.ModuleList([torch.nn.Linear(128, 60)]), 128)
+        widths.check(torch.nn.ModuleList([torch.nn.Linear(128, 60)]), 128, outputs=8)
 
 
 def test_the_calibration_digest_tells_texts_and_their_order_apart():

@@ -12,7 +12,7 @@ import torch
 from qrl import checkpoint, compare, names, quantize
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
-from qrl.quantize import calibration, compressed, error, settings
+from qrl.quantize import calibration, error, settings, widths
 from qrl.recipe import Quantize
 
 SCHEMES = (names.INT8, *names.COMPRESSED)
@@ -86,12 +86,13 @@ def test_nvfp4_has_the_weights_of_nvfp4a16_and_ranges_of_activations_beside(made
     assert len(ranges) > 4  # a layer's own, not a constant
 
 
-def test_bits_groups_and_zero_points_follow_the_recipe(tiny_checkpoint, tmp_path):
+def test_bits_groups_and_zero_points_follow_the_recipe_and_nothing_is_printed(tiny_checkpoint, tmp_path, capfd):
     given = chosen("gptq", bits=8, group_size=32, symmetric=False)
     found = quantize.run("gptq", tiny_checkpoint, tmp_path / "out", settings=given, calibration=TEXTS)
     stored = checkpoint.config(found.path)["quantization_config"]["config_groups"]["group_0"]["weights"]
     assert (stored["num_bits"], stored["group_size"], stored["symmetric"]) == (8, 32, False)
     assert 8.5 <= found.bits_per_weight < 9  # a scale of 16 bits for 32 weights, and zero points
+    assert capfd.readouterr() == ("", "")  # llm-compressor draws two bars a layer
 
 
 def test_what_groups_do_not_divide_is_refused_and_leaves_nothing(tmp_path, tiny_checkpoint):
@@ -100,9 +101,14 @@ def test_what_groups_do_not_divide_is_refused_and_leaves_nothing(tmp_path, tiny_
     odd = shutil.copytree(tiny_checkpoint, tmp_path / "odd")
     config = Qwen2Config(**{**checkpoint.config(odd), "intermediate_size": 200})
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(odd)
-    with pytest.raises(BadInput, match=r"down_proj has 200 inputs, which groups of 128 do not divide"):
+    for scheme, group in (("w8a16", 128), ("awq", 128), ("nvfp4a16", 16), ("mxfp4a16", 32)):
+        with pytest.raises(BadInput, match=rf"down_proj has 200 inputs, which groups of {group} do not divide"):
+            quantize.run(scheme, odd, tmp_path / "out", calibration=TEXTS)
+        assert not (tmp_path / "out").exists()
+    (odd / "config.json").write_text((odd / "config.json").read_text().replace("200", "328"))
+    with pytest.raises(BadInput, match="has 328 inputs"):  # by what it says, before a weight is read: these would not fit
         quantize.run("w8a16", odd, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    (odd / "config.json").write_text((odd / "config.json").read_text().replace("328", "200"))
     quantize.run("w8a8", odd, tmp_path / "out")  # a scale a row: no groups
 
 
@@ -192,8 +198,8 @@ def test_the_same_settings_twice_give_the_same_weights(made, tiny_checkpoint, tm
 
 def test_widths_are_checked_on_every_linear_but_the_head():
     model = torch.nn.ModuleDict({"block": torch.nn.Linear(64, 8), "lm_head": torch.nn.Linear(60, 8)})
-    compressed.check_widths(model, 32)
+    widths.check(model, 32)
     with pytest.raises(BadInput, match=r"block has 64 inputs.*128"):
-        compressed.check_widths(model, 128)
+        widths.check(model, 128)
     with pytest.raises(BadInput, match="no linear layer"):
-        compressed.check_widths(torch.nn.ModuleDict({"lm_head": torch.nn.Linear(64, 8)}), 32)
+        widths.check(torch.nn.ModuleDict({"lm_head": torch.nn.Linear(64, 8)}), 32)

@@ -10,21 +10,25 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from qrl.benchmark import Subject, summary
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Benchmark
 
-# What `vllm bench serve` runs; the command itself imports all of vLLM's others, and crashes in the CPU build.
+# What `vllm bench serve` runs, for one list of options after the other; the command itself imports all of vLLM's others, and
+# crashes in the CPU build.
 _PROGRAM = """
+import json, sys
 from vllm.benchmarks import serve
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = FlexibleArgumentParser()
 serve.add_cli_args(parser)
-serve.main(parser.parse_args())
+for options in json.load(sys.stdin):
+    serve.main(parser.parse_args(options))
 """
 
 
 def run(url: str, model: str, prompts: Sequence[str], tokenizer: Path, settings: Benchmark) -> list[dict]:
-    """Asks a server with as many clients at once as each batch has prompts.
+    """Asks a server with as many clients at once as each batch has prompts, in rounds.
 
     Args:
         url: of an OpenAI-compatible server, up to and without /v1.
@@ -34,7 +38,7 @@ def run(url: str, model: str, prompts: Sequence[str], tokenizer: Path, settings:
         settings: batches are clients, `requests` those of one client at a time.
 
     Returns:
-        What `vllm bench serve` found, one mapping a number of clients.
+        What `vllm bench serve` found, one mapping a round and number of clients, which it holds as "round" and "clients".
 
     Raises:
         BadInput: vLLM is not installed here.
@@ -48,28 +52,66 @@ def run(url: str, model: str, prompts: Sequence[str], tokenizer: Path, settings:
     with tempfile.TemporaryDirectory(prefix="qrl-benchmark-") as folder:
         file = Path(folder) / "prompts.jsonl"
         file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
-        return [_clients(url, model, file, tokenizer, clients, settings, Path(folder)) for clients in settings.batches]
+        plan = [(number, clients) for number in range(settings.rounds) for clients in settings.batches]
+        warm_up = options(url, model, file, tokenizer, max(settings.batches), settings, Path(folder) / "warm-up.json")
+        timed = [options(url, model, file, tokenizer, clients, settings, Path(folder) / f"{number}-{clients}.json") for number, clients in plan]
+        _bench([warm_up, *timed], url)
+        return [{"round": number, "clients": clients} | json.loads((Path(folder) / f"{number}-{clients}.json").read_text()) for number, clients in plan]
 
 
-def command(url: str, model: str, prompts: Path, tokenizer: Path, clients: int, settings: Benchmark, folder: Path) -> list[str]:
-    """How vLLM's benchmark is started."""
-    options = {
+def options(url: str, model: str, prompts: Path, tokenizer: Path, clients: int, settings: Benchmark, result: Path) -> list[str]:
+    """What vLLM's benchmark is told, for one round and number of clients."""
+    given = {
         "backend": "openai", "base-url": url, "endpoint": "/v1/completions", "model": model, "served-model-name": model,
         "tokenizer": str(tokenizer), "dataset-name": "custom", "dataset-path": str(prompts), "custom-output-len": settings.new_tokens,
         "num-prompts": max(settings.requests, clients), "max-concurrency": clients, "temperature": 0, "seed": 0,
-        "percentile-metrics": "ttft,tpot,itl,e2el", "metric-percentiles": "50,95", "result-dir": str(folder), "result-filename": f"{clients}.json",
+        "percentile-metrics": "ttft,tpot,itl,e2el", "metric-percentiles": "50,95", "result-dir": str(result.parent), "result-filename": result.name,
     }  # fmt: skip
-    given = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     flags = ["--save-result", "--skip-chat-template", *(["--ignore-eos"] if settings.length == "fixed" else [])]
-    return [sys.executable, "-c", _PROGRAM, *given, *flags]
+    return [word for key, value in given.items() for word in (f"--{key}", str(value))] + flags
 
 
-def _clients(url: str, model: str, file: Path, tokenizer: Path, clients: int, settings: Benchmark, folder: Path) -> dict:
-    done = subprocess.run(
-        command(url, model, file, tokenizer, clients, settings, folder), capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-    )
-    result = folder / f"{clients}.json"
-    if done.returncode or not result.is_file():
+def _bench(plan: list[list[str]], url: str) -> None:
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], input=json.dumps(plan), capture_output=True, text=True, check=False)
+    if done.returncode or not all((Path(each[each.index("--result-dir") + 1]) / each[each.index("--result-filename") + 1]).is_file() for each in plan):
         said = "\n".join(f"  {line}" for line in (done.stdout + done.stderr).splitlines()[-8:])
         raise QrlError(f"`vllm bench serve` failed against {url} (exit code {done.returncode}). Its last lines:\n{said}")
-    return {"clients": clients} | json.loads(result.read_text())
+
+
+def lines(found: Sequence[dict], subject: Subject, engine: str) -> list[summary.Line]:
+    """A line per number of clients, over rounds.
+
+    Args:
+        found: of `run`.
+        subject: the model that is served.
+        engine: what serves it, and its version.
+
+    Raises:
+        QrlError: the server failed requests, or answered none: its speed would be that of refusing.
+    """
+    wrong = sum(each.get("failed", 0) for each in found)
+    if wrong or not all(each["completed"] for each in found):
+        raise QrlError(f"The server failed {wrong} of {sum(each['num_prompts'] for each in found)} requests, so its speed does not count: its log says why.")
+    stored = sum(file.stat().st_size for file in subject.path.glob("*.safetensors"))
+    return [_line([each for each in found if each["clients"] == clients], subject, engine, stored) for clients in sorted({each["clients"] for each in found})]
+
+
+def _line(rounds: Sequence[dict], subject: Subject, engine: str, stored: int) -> summary.Line:
+    def seconds(key: str) -> summary.Estimate:
+        return summary.over_rounds([each[key] / 1000 for each in rounds])
+
+    return summary.Line(
+        variant=subject.variant,
+        scheme=subject.scheme,
+        engine=engine,
+        batch=rounds[0]["clients"],
+        requests=sum(each["completed"] for each in rounds),
+        tokens_per_s=summary.over_rounds([each["output_throughput"] for each in rounds]),
+        relative=None,
+        latency_p50_s=seconds("p50_e2el_ms"),
+        latency_p95_s=seconds("p95_e2el_ms"),
+        first_token_s=seconds("p50_ttft_ms"),
+        stored_bytes=stored,
+        weights_bytes=None,
+        cache_bytes=None,
+    )

@@ -30,7 +30,7 @@ class Line:
     first_token_s: Estimate  # median
     stored_bytes: int  # of weights on disk
     weights_bytes: int | None  # of weights in the engine's memory; None: not known
-    cache_bytes: int  # largest that keys and values grew to
+    cache_bytes: int | None  # largest that keys and values grew to; None: not known, as of a server
 
     @property
     def label(self) -> str:
@@ -49,26 +49,38 @@ def lines(frame: pd.DataFrame) -> list[Line]:
 
 
 def over_rounds(values: Sequence[float]) -> Estimate:
-    """Mean over rounds with its 95 % t interval.
+    """Geometric mean over rounds with its 95 % t interval, both by way of logarithms: a time or a speed is never below 0.
 
     Args:
-        values: one a round, at least two.
+        values: one a round, at least two, all above 0.
 
     Raises:
-        ValueError: fewer than two, which support no interval.
+        ValueError: fewer than two, which support no interval, or one that has no logarithm.
+
+    Source: Fleming and Wallace, How not to lie with statistics (CACM 29, 1986): ratios have a geometric mean.
     """
     n = len(values)
     if n < 2:
         raise ValueError(f"{n} round supports no interval: at least 2 are needed")
-    mean = math.fsum(values) / n
-    stderr = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+    if min(values) <= 0:
+        raise ValueError(f"a round's value is {min(values)}: expected times and speeds above 0")
+    logs = [math.log(value) for value in values]
+    mean = math.fsum(logs) / n
+    stderr = math.sqrt(math.fsum((value - mean) ** 2 for value in logs) / (n - 1) / n)
     reach = quantile((1 + LEVEL) / 2, n - 1) * stderr
-    return Estimate(mean, stderr, mean - reach, mean + reach, n, df=n - 1)
+    centre = math.exp(mean)
+    return Estimate(centre, centre * stderr, math.exp(mean - reach), math.exp(mean + reach), n, df=n - 1)
 
 
-def markdown(found: Sequence[Line], note: str) -> str:
-    """The table for people."""
-    head = ("model", "batch", "tokens/s", f"× {found[0].label}", "latency p50, s", "p95, s", "first token, s", "weights on disk, MB", "in memory, MB", "KV cache, MB")
+def markdown(found: Sequence[Line], note: str, at_once: str = "batch") -> str:
+    """The table for people.
+
+    Args:
+        found: of `lines`, or `http.lines`.
+        note: a sentence below it.
+        at_once: what `Line.batch` counts.
+    """
+    head = ("model", at_once, "tokens/s", f"× {found[0].label}", "latency p50, s", "p95, s", "first token, s", "weights on disk, MB", "in memory, MB", "KV cache, MB")
     rows = [
         (
             line.label, str(line.batch), _text(line.tokens_per_s, 1), _text(line.relative, 2) if line.relative else "1",
@@ -95,8 +107,8 @@ def metrics(found: Sequence[Line]) -> dict[tuple[str, str], dict[int, dict[str, 
         }
         flat = {key: value.estimate for key, value in named.items()}
         flat |= {f"{key}_{bound}": getattr(value, bound) for key, value in named.items() for bound in ("low", "high")}
-        flat |= {"serve/stored_bytes": line.stored_bytes, "serve/kv_cache_bytes": line.cache_bytes}
-        flat |= {} if line.weights_bytes is None else {"serve/weights_bytes": line.weights_bytes}
+        sizes = {"stored_bytes": line.stored_bytes, "kv_cache_bytes": line.cache_bytes, "weights_bytes": line.weights_bytes}
+        flat |= {f"serve/{key}": size for key, size in sizes.items() if size is not None}
         values.setdefault((line.variant, line.scheme), {})[line.batch] = flat
     return values
 

@@ -29,7 +29,7 @@ def speeds(lines: Sequence[Line], path: str | Path) -> None:
         look = {"color": COLOURS[number % len(COLOURS)], "ls": STYLES[number // len(COLOURS) % len(STYLES)], "marker": "o", "ms": 4}
         for axes, metric in ((above, "tokens_per_s"), (below, "latency_p95_s")):
             values = [getattr(line, metric) for line in own]
-            reach = [value.high - value.estimate for value in values]
+            reach = [[value.estimate - value.low for value in values], [value.high - value.estimate for value in values]]
             axes.errorbar([line.batch for line in own], [value.estimate for value in values], yerr=reach, label=label, capsize=2, **look)
     for axes, name in ((above, "tokens per second"), (below, "latency p95, seconds")):
         axes.set_xscale("log", base=2)

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from qrl.figures.canvas import INK
 
-CONFIG = {"displaylogo": False, "responsive": True}
+CONFIG = {"displaylogo": False, "displayModeBar": False, "responsive": True}
 STYLE = (
-    "body{font:15px/1.5 sans-serif;color:#222;max-width:1100px;margin:2em auto;padding:0 1em}h1{font-size:1.5em;margin-top:0}"
+    "body{font:15px/1.5 sans-serif;color:#222;max-width:1100px;margin:2em auto;padding:0 1em}h1{font-size:1.5em;margin-top:0}h3{font-size:1em;font-weight:normal;margin:1.5em 0 0}"
     "h2{font-size:1.05em;margin:2.5em 0 0;color:#6b6b6b;font-weight:normal}p,nav{color:#6b6b6b}nav a{margin-right:1.2em;color:#0072B2}"
 )
 SCRIPT = """
@@ -66,7 +66,7 @@ def write(title: str, note: str, sections: Iterable[Section], path: str | Path) 
         for figure in filter(None, section.figures):
             name = f"figure{len(drawn)}"
             drawn[name] = figure
-            body.append(f'<div id="{name}" style="min-height:{figure["layout"]["height"]}px"></div>')
+            body.append(f'<h3>{html.escape(figure["title"])}</h3><div id="{name}" style="min-height:{figure["layout"]["height"]}px"></div>')
     data = json.dumps(drawn, allow_nan=False).replace("</", "<\\/")
     text = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style></head><body>'
@@ -93,6 +93,6 @@ def numbers(values: Iterable[float]) -> list[float | None]:
 
 
 def laid(drawn: list[dict], title: str, height: int, **axes: dict) -> dict:
-    """A figure as `write` takes it."""
-    margin = {"l": 90, "r": 20, "t": 50, "b": 50}
-    return {"data": drawn, "layout": {"title": {"text": title, "font": {"size": 15}}, "height": height, "font": {"color": INK}, "margin": margin, **axes}}
+    """A figure as `write` takes it; its title is the page's own text, which wraps in a narrow frame."""
+    margin = {"l": 90, "r": 20, "t": 20, "b": 50}
+    return {"title": title, "data": drawn, "layout": {"height": height, "font": {"color": INK}, "margin": margin, **axes}}

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from qrl import checkpoint, names
 from qrl.errors import BadInput
@@ -47,6 +48,7 @@ def run(
     calibration: Sequence[str] = (),
     probe: Sequence[str] = (),
     device: str = "cpu",
+    stage: Callable[[str], Any] = lambda name: None,
 ) -> Quantized:
     """Quantize a full-precision checkpoint into a new folder.
 
@@ -58,15 +60,17 @@ def run(
         calibration: chat-rendered texts, end token included, for the schemes of `settings.CALIBRATED`; others look at none.
         probe: texts to measure each layer's error on; `error.ROWS` of them are looked at.
         device: "cpu" or "cuda".
+        stage: called with what begins: "storing", "measuring".
 
     Raises:
-        BadInput: unknown scheme, a source that cannot be quantized, or texts that are missing or too long.
+        BadInput: unknown scheme, a source that cannot be quantized, or texts that are missing or too long; before weights are read.
         QrlError: the environment cannot run the scheme, or the staged copy is not the same model.
     """
     settings = settings or choices.of(scheme, Quantize(), 0)
     found = checkpoint.check(source)
     if found.quantization:
         raise BadInput(f"{source} is already quantized ({found.quantization}): quantize the full-precision checkpoint.")
+    check_fit(source, settings)
     if out.exists() and any(out.iterdir()):
         raise BadInput(f"{out} is not empty: name a new folder for the quantized checkpoint.")
     looks = scheme in choices.CALIBRATED
@@ -74,6 +78,7 @@ def run(
     probed = token_ids(source, probe)
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
+    stage("storing")
     try:
         errors = _store(source, out, settings, rows, probed, device)
     except BaseException:
@@ -84,6 +89,7 @@ def run(
     if probed and scheme != names.AWQ:  # which measures its own, in its own environment
         from qrl.quantize import error
 
+        stage("measuring")
         errors = error.measure(source, out, probed, device)
     per_weight, per_parameter = stored_bits(source, out)
     return Quantized(
@@ -96,6 +102,22 @@ def run(
         calibration_digest=texts.digest(calibration) if looks else None,
         layer_errors=errors,
     )
+
+
+def check_fit(source: Path, settings: Settings) -> None:
+    """Refuses a checkpoint with a layer that the scheme's groups do not divide, by its configuration alone.
+
+    Raises:
+        BadInput: it names the layer.
+    """
+    if settings.scheme not in (*choices.GROUPED, *choices.FIXED_GROUP):
+        return
+    from qrl.quantize import staging, widths
+
+    config = checkpoint.config(source)
+    if settings.scheme == names.AWQ:  # in an environment whose transformers is older
+        config = staging.rewrite(config)
+    widths.check(widths.skeleton(config), settings.group_size, outputs=choices.AWQ_WORD if settings.scheme == names.AWQ else 1)
 
 
 def _store(source: Path, out: Path, settings: Settings, rows: list, probe: list, device: str) -> tuple[float, ...]:

@@ -7,6 +7,8 @@ Source: Lin et al., AWQ (arXiv 2306.00978).
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import tempfile
 import warnings
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING
 from qrl import checkpoint
 from qrl.errors import BadInput, QrlError
 from qrl.formats import awq as layout
-from qrl.quantize import compressed, error, staging
+from qrl.quantize import error, staging
 from qrl.quantize.settings import Settings
 
 if TYPE_CHECKING:
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-WORD = 8  # outputs that share an int32 of codes
 CLIP_STEPS = 20  # of AutoAWQ's grid, of which it walks half
 
 
@@ -52,7 +53,7 @@ def quantize(
         `error.between` of each decoder layer; empty without a probe.
 
     Raises:
-        BadInput: an architecture or widths that AutoAWQ cannot quantize.
+        BadInput: an architecture that AutoAWQ cannot quantize.
         QrlError: not the environment of projects/awq, or the staged copy is not the same model.
     """
     architectures, autoawq_settings, quantizer = _autoawq()
@@ -63,15 +64,15 @@ def quantize(
         staging.stage(source, Path(staged))
         model = _load(Path(staged), source, device, settings.seed)
         wrapped = architectures[kind](model, kind, False, model.config, autoawq_settings(), None)
-        check_widths(wrapped.get_model_layers(model), settings.group_size)
-        wrapped.quantize(
-            tokenizer=None,  # the calibration is tokens already
-            quant_config={"zero_point": True, "q_group_size": settings.group_size, "w_bit": 4, "version": "GEMM"},
-            calib_data=[list(row) for row in rows],
-            max_calib_samples=len(rows),
-            max_calib_seq_len=len(rows[0]),
-            quantizer_cls=quantizer,
-        )
+        with contextlib.redirect_stderr(io.StringIO()):  # its bars; the caller has one
+            wrapped.quantize(
+                tokenizer=None,  # the calibration is tokens already
+                quant_config={"zero_point": True, "q_group_size": settings.group_size, "w_bit": 4, "version": "GEMM"},
+                calib_data=[list(row) for row in rows],
+                max_calib_samples=len(rows),
+                max_calib_seq_len=len(rows[0]),
+                quantizer_cls=quantizer,
+            )
         model.half()  # norms and embeddings; codes are integers and scales are float16 already
         wrapped.save_quantized(str(out))
         _write_config(source, out, wrapped.quant_config.to_transformers_dict())
@@ -173,20 +174,6 @@ def best_clip(weight: Tensor, inputs: Tensor, group_size: int, quantize_matrix: 
 def copy_state(module: torch.nn.Module, state: dict, prefix: str, metadata: dict) -> None:
     for name, value in state.items():
         state[name] = value.clone()
-
-
-def check_widths(layers: torch.nn.ModuleList, group_size: int) -> None:
-    """Refuses widths that AutoAWQ's layout cannot hold.
-
-    Raises:
-        BadInput: it names the first layer.
-    """
-    from torch import nn
-
-    compressed.check_widths(layers, group_size)
-    for name, linear in layers.named_modules():
-        if isinstance(linear, nn.Linear) and linear.out_features % WORD:
-            raise BadInput(f"Layer {name} has {linear.out_features} outputs, but AutoAWQ needs a multiple of {WORD}; use nf4.")
 
 
 def _write_config(source: Path, out: Path, quantization: dict) -> None:

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import checkpoint, names
-from qrl.errors import BadInput, QrlError
-from qrl.quantize.settings import CALIBRATED, FIXED_GROUP, GROUPED, Settings
+from qrl.errors import QrlError
+from qrl.quantize.settings import CALIBRATED, GROUPED, Settings
+from qrl.quantize.widths import HEAD
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-HEAD = "lm_head"  # stays in full precision, as under every other scheme
 BATCH = 16  # calibration rows in one forward pass
 _PRESETS = {
     names.FP8: "FP8_DYNAMIC",
@@ -45,7 +45,6 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
         device: "cpu" or "cuda"; llm-compressor takes a GPU wherever there is one.
 
     Raises:
-        BadInput: no linear to quantize, or widths that a group does not divide.
         QrlError: llm-compressor is not installed here.
     """
     oneshot = quiet_oneshot()
@@ -54,38 +53,16 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
     torch.manual_seed(settings.seed)
     on_cpu = settings.scheme in CALIBRATED and device == "cpu"
     model, stored = _load(source, in_float32=on_cpu)
-    if settings.scheme in GROUPED or settings.scheme in FIXED_GROUP:
-        check_widths(model, settings.group_size)
-    with _without_accelerator():
+    with _without_accelerator(), contextlib.redirect_stderr(io.StringIO()):  # dozens of bars
         oneshot(model=model, recipe=_recipe(settings), dataset=batches(rows))
         if on_cpu and settings.scheme == names.NVFP4:
             ranges = _activation_ranges(model)
             model, _ = _load(source, in_float32=False)  # scales from weights as they are stored, the same as NVFP4A16's
             oneshot(model=model, recipe=_recipe(settings), dataset=batches(rows[:1]))
             model.load_state_dict(ranges, strict=False)
-    _cast(model, stored)
-    with contextlib.redirect_stderr(io.StringIO()):  # bars that flash
+        _cast(model, stored)
         model.save_pretrained(out, save_compressed=True)
     (out / "recipe.yaml").unlink(missing_ok=True)  # llm-compressor's own record; ours holds more
-
-
-def check_widths(model: torch.nn.Module, group_size: int) -> None:
-    """Refuses a model with a linear whose inputs groups do not divide.
-
-    Raises:
-        BadInput: it names the first one; or there is no linear at all.
-    """
-    from torch import nn
-
-    linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear) and name.split(".")[-1] != HEAD}
-    if not linears:
-        raise BadInput("The model has no linear layer to quantize: expected a transformer language model.")
-    for name, linear in linears.items():
-        if linear.in_features % group_size:
-            raise BadInput(
-                f"Layer {name} has {linear.in_features} inputs, which groups of {group_size} do not divide: choose another "
-                "quantize.group_size, or a scheme with a scale a row, such as fp8 or w8a8."
-            )
 
 
 def quiet_oneshot():
@@ -113,7 +90,7 @@ def _load(source: Path, *, in_float32: bool) -> tuple[PreTrainedModel, torch.dty
     import torch
     from transformers import AutoModelForCausalLM
 
-    stored = {"float16": torch.float16}.get(checkpoint.check(source).dtype, torch.bfloat16)
+    stored = {"float16": torch.float16}.get(checkpoint.main_dtype(checkpoint.entries(source)), torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32 if in_float32 else stored, trust_remote_code=False, use_safetensors=True
     )

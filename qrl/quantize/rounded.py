@@ -12,9 +12,9 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from qrl import names
+from qrl import checkpoint, names
 from qrl.formats import fake, fake_linears
-from qrl.quantize import compressed
+from qrl.quantize import compressed, widths
 from qrl.quantize.settings import Settings
 
 
@@ -37,14 +37,14 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
     from transformers import AutoModelForCausalLM
 
     name = settings.scheme.removeprefix(names.ROUNDED_PREFIX)
+    for path, linear in fake_linears.covered(widths.skeleton(checkpoint.config(source)), name).items():
+        fake.check_width(path, linear.in_features, fake.scheme(name).weights)
     torch.manual_seed(settings.seed)
     model = AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
     ).eval()
     covered = fake_linears.covered(model, name)
     scheme = fake.scheme(name).model_copy(update={"targets": list(covered)})
-    for path, linear in covered.items():
-        fake.check_width(path, linear.in_features, scheme.weights)
     kept = fake_linears.read_activation_scales(source) if fake_linears.needs_calibration(name) else None
     looks = fake_linears.needs_calibration(name) and kept is None
     given = {"dataset": compressed.batches(rows)} if looks else {"pipeline": "datafree"}

@@ -19,6 +19,7 @@ TASK, ROLLOUTS = "task", "rollouts"  # where calibration texts come from; anythi
 CALIBRATED = (names.AWQ, names.AWQ_CT, names.GPTQ, names.NVFP4, "rtn-nvfp4-a4")  # schemes that look at texts
 GROUPED = (names.AWQ, names.AWQ_CT, names.GPTQ, names.W8A16)  # whose group size is ours to choose
 FIXED_GROUP = {names.NVFP4: 16, names.NVFP4A16: 16, names.MXFP4A16: 32}  # part of the format
+AWQ_WORD = 8  # outputs that share an int32 of AutoAWQ's codes
 BITS = (names.AWQ_CT, names.GPTQ)  # whose bits are ours to choose
 SYMMETRIC = {names.AWQ_CT: False, names.GPTQ: True, names.W8A16: True}  # each scheme's custom, and ours to choose
 LIBRARIES = {

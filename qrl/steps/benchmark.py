@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from qrl.workspace import workspace
 
 MEMORY = 0.9  # of a GPU, for all of vLLM's engines side by side
 TABLE, ROWS, FIGURE = "benchmark.md", "benchmark.parquet", "benchmark.png"
+SERVER_ROWS = "server.json"  # what `vllm bench serve` found
 
 
 def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: str | None) -> None:
@@ -69,11 +72,15 @@ def _side_by_side(recipe: Recipe, subjects: list[room.Subject], asked: list, dev
     settings = recipe.benchmark
     with tqdm(total=len(subjects) * settings.rounds * len(settings.batches), desc="benchmark", unit="turn", leave=False) as bar:
         frame = room.run(subjects, asked, _opener(recipe, asked, device), settings, bar.update)
-    found = summary.lines(frame)
+    frame.to_parquet(work / ROWS)
     unpacked = recipe.evaluate.engine == hf.NAME
     note = "This engine unpacks every scheme's codes: it shows what the disk saves, not what a kernel would." if unpacked else ""
-    table = summary.markdown(found, note)
-    frame.to_parquet(work / ROWS)
+    _log(summary.lines(frame), note, work, ROWS)
+
+
+def _log(found: list[summary.Line], note: str, work: Path, rows: str, at_once: str = "batch") -> None:
+    """A table, a figure, and a nested run for each model; what was measured lies in the folder already, as `rows`."""
+    table = summary.markdown(found, note, at_once)
     (work / TABLE).write_text(table, encoding="utf-8")
     figures.speeds(found, work / names.FIGURES / FIGURE)
     runs.log_folder(work)
@@ -86,7 +93,7 @@ def _side_by_side(recipe: Recipe, subjects: list[room.Subject], asked: list, dev
     runs.describe(table)
     if not runs.is_launched():
         click.echo(table)
-        click.echo(f"Logged to run {runs.active_id()}: {TABLE}, {ROWS}, {names.FIGURES}/{FIGURE}.", err=True)
+        click.echo(f"Logged to run {runs.active_id()}: {TABLE}, {rows}, {names.FIGURES}/{FIGURE}.", err=True)
 
 
 def _opener(recipe: Recipe, asked: list, device: str) -> Callable[[room.Subject], room.Engine]:
@@ -100,34 +107,35 @@ def _opener(recipe: Recipe, asked: list, device: str) -> Callable[[room.Subject]
 
 def _server(recipe: Recipe, url: str, subject: room.Subject, prompts: list[list[int]], work: Path) -> None:
     tokens = hf.tokenizer(subject.path)
+    url = url.removesuffix("/").removesuffix("/v1")
     served = _served(url)
     texts = [tokens.decode(ids, skip_special_tokens=False) for ids in prompts]
-    found = load.run(url.removesuffix("/").removesuffix("/v1"), served, texts, subject.path, recipe.benchmark)
-    (work / "server.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    runs.log_folder(work)
-    log = runs.live_log()
-    for each in found:
-        values = {
-            names.SERVE_TOKENS_PER_S: each["output_throughput"],
-            names.SERVE_LATENCY_P50: each["p50_e2el_ms"] / 1000,
-            names.SERVE_LATENCY_P95: each["p95_e2el_ms"] / 1000,
-            names.SERVE_FIRST_TOKEN: each["p50_ttft_ms"] / 1000,
-        }
-        log(values, each["clients"])
-        click.echo(f"{served}, {each['clients']} clients, n = {each['completed']}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+    found = load.run(url, served, texts, subject.path, recipe.benchmark)
+    (work / SERVER_ROWS).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    note = f"Requests over HTTP to {served}, by `vllm bench serve`."
+    _log(load.lines(found, subject, _engine(url)), note, work, SERVER_ROWS, at_once="clients")
 
 
 def _served(url: str) -> str:
     """The one model that a server lists."""
-    import http.client
-    import urllib.request
-
-    address = f"{url.removesuffix('/').removesuffix('/v1')}/v1/models"
+    address = f"{url}/v1/models"
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(address, timeout=10) as answer:
-            return json.load(answer)["data"][0]["id"]
+        return _asked(address)["data"][0]["id"]
     except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
         raise BadInput(f"{address} lists no model ({error}): start a server with `serve` first, and give its address.") from None
+
+
+def _engine(url: str) -> str:
+    """The server's name and version, as vLLM tells it."""
+    try:
+        return f"vllm {_asked(f'{url}/version')['version']}"
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        return "a server that does not tell its version"
+
+
+def _asked(address: str) -> dict:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(address, timeout=10) as answer:
+        return json.load(answer)
 
 
 def _given(models: str) -> list[room.Subject]:

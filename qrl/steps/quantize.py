@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
+from tqdm import tqdm
 
 from qrl import checkpoint, keys, names, process, tasks
 from qrl import quantize as room
@@ -20,6 +21,8 @@ from qrl.steps import inputs, record
 from qrl.tasks import prompt
 from qrl.tracking import addresses, reuse, runs, store
 from qrl.workspace import workspace
+
+STAGES = ("reading texts", "storing", "measuring")  # of one checkpoint; rollouts are written in the first
 
 
 def sources(recipe: Recipe, given: str | None) -> dict[str, checkpoint.Checkpoint]:
@@ -40,6 +43,8 @@ def quantize(recipe: Recipe, scheme: str, given: str | None) -> None:
     """Stores each model in few bits, all with the same settings and calibration questions, and logs what came out."""
     settings = choices.of(scheme, recipe.quantize, recipe.seed)
     checkpoints = sources(recipe, given)
+    for found in checkpoints.values():
+        room.check_fit(found.path, settings)
     process.hush_transformers()
     device = devices.choose(recipe.device)
     texts = Texts(recipe, settings, device)
@@ -76,15 +81,23 @@ def _one(
     }
     name = names.cell_name(variant, scheme)
     with runs.child(name, params={"variant": variant, "scheme": scheme, "task": recipe.task}, tags=tags):
-        made = room.run(
-            scheme,
-            found.path,
-            work / variant,
-            settings=settings,
-            calibration=texts.calibration(found.path),
-            probe=texts.probe(found.path),
-            device=device,
-        )
+        with tqdm(total=len(STAGES), desc=name, unit="stage", leave=False) as bar:
+
+            def begin(stage: str) -> None:
+                bar.n = STAGES.index(stage)
+                bar.set_postfix_str(stage)
+
+            begin("reading texts")
+            made = room.run(
+                scheme,
+                found.path,
+                work / variant,
+                settings=settings,
+                calibration=texts.calibration(found.path),
+                probe=texts.probe(found.path),
+                device=device,
+                stage=begin,
+            )
         facts = {
             "bytes": made.bytes,
             "bits_per_weight": round(made.bits_per_weight, 3),

@@ -40,7 +40,7 @@ def train(recipe: Recipe) -> None:
     if teacher:
         distill.check(found, teacher, recipe.train, len(questions), recipe.watch)
     else:
-        grpo.check(found, recipe.train, len(questions), device, recipe.watch)
+        grpo.check(found, recipe.train, len(questions), device, recipe.watch, recipe.rollout)
         rollouts.check_installed(recipe.rollout)
     prompt.template_hash(recipe.prompt)  # an unknown template is refused before anything starts
     world = process.world_size()
@@ -154,7 +154,7 @@ def _log_training(trained: grpo.Trained, work: Path) -> None:
     artifacts = work / "artifacts"
     (artifacts / names.FIGURES).mkdir(parents=True, exist_ok=True)
     measure = "reward" if "reward" in trained.history else "loss"  # a distillation has no reward
-    figures.training(trained.history, artifacts / names.FIGURES / "training.png", measure)
+    figures.training(trained.history, artifacts / names.FIGURES / "training.png", measure, trained.probes)
     trained.history.to_parquet(artifacts / names.HISTORY)
     shutil.copy(work / "trainer" / grpo.ARGUMENTS, artifacts / grpo.ARGUMENTS)
     runs.log_folder(artifacts)

@@ -28,6 +28,8 @@ def training_seed(model_uri: str) -> int | None:
     try:
         model = mlflow.get_logged_model(model_uri.removeprefix("models:/"))
         for _ in range(STEPS_BACK):
+            if not model.source_run_id:  # somebody logged it outside of any run
+                return None
             made = client.get_run(model.source_run_id)
             if (trained := _training(client, made)) is not None:
                 return int(trained.data.params["seed"])
@@ -39,8 +41,9 @@ def training_seed(model_uri: str) -> int | None:
             if not parents:
                 return None
             model = min(parents, key=lambda each: each.creation_timestamp)  # the first that was logged was made, not given
-    except (mlflow.MlflowException, KeyError, ValueError):
-        return None
+    except mlflow.MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # a store that fails must not make two trainings look like none
+            raise
     return None
 
 
