@@ -68,9 +68,17 @@ def measure(
     for name, *pairs in zip(wanted, *sources, *originals, strict=True):
         found = [each for _, each in pairs[: len(variants)]]
         true = [each for _, each in pairs[len(variants) :]]
+        for variant, each, original in zip(variants, found, true, strict=True):
+            if each.values.shape != original.shape:
+                shapes = ("×".join(map(str, one.shape)) for one in (each.values, original))
+                raise BadInput(f"{name} of {quantized[variant]} stands for {next(shapes)} weights, but {full[variant]} has {next(shapes)}: give checkpoints made of the model itself.")
         values = [scaled[variant].undone(name, each.values, original) for variant, each, original in zip(variants, found, true, strict=True)]
         for variant, value, original in zip(variants, values, true, strict=True):
-            rows.append({"scheme": scheme, "variant": variant, **weights.place(name), **_error(value, original)})
+            error = _error(value, original)
+            if not math.isfinite(error["max_error"]):
+                broken = (len(each) - int(each.isfinite().sum()) for each in (value.flatten(), original.flatten()))
+                raise BadInput(f"{name} of {quantized[variant]} stands for {next(broken):,} values that are NaN or infinite, {full[variant]} holds {next(broken):,}: quantize a whole model again.")
+            rows.append({"scheme": scheme, "variant": variant, **weights.place(name), **error})
         if len(variants) == 2:
             change, flips = movement.Change(), _flips(*found)
             for first, *parts in zip(count(), *(_blocks(each) for each in (*true, *values)), strict=False):
@@ -140,7 +148,7 @@ def _error(values: Tensor, original: Tensor) -> dict[str, float]:
         off = (value - true.float()).double()
         squared += off.square().sum().item()
         energy += true.double().square().sum().item()
-        largest = max(largest, off.abs().max().item())
+        largest = max(off.abs().max().item(), largest)  # in this order NaN stays
     relative = squared / energy if energy else math.nan
     return {
         "numel": original.numel(),

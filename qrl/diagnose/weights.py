@@ -15,7 +15,7 @@ from qrl import checkpoint
 from qrl.diagnose.closer import Closer
 from qrl.diagnose.scan import Scan, Scratch
 from qrl.diagnose.sweep import sweep
-from qrl.errors import BadInput, QrlError
+from qrl.errors import BadInput
 from qrl.formats.header import Entry
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ def measure(
         A row per matrix: variant, tensor, layer (-1 outside of the layers), projection, numel, and the measures of `describe`.
 
     Raises:
-        BadInput: a quantized checkpoint.
-        QrlError: a matrix holds NaN or infinity; the sentence names it and how many.
+        BadInput: a quantized checkpoint; or a matrix holds NaN or infinity; the sentence names it and how many.
     """
     import pandas
 
@@ -64,7 +63,7 @@ def measure(
     scans, results, scratch = {}, {}, Scratch()
     for name, scan in sweep(wanted, lambda _: Scan(bits, group_size, scratch), lambda to, first, block: to.add(block, first), device=device):
         if scan.sizes.broken:
-            raise QrlError(f"{name} of {path} holds {scan.sizes.broken:,} values that are NaN or infinite: the training that wrote it went wrong.")
+            raise BadInput(f"{name} of {path} holds {scan.sizes.broken:,} values that are NaN or infinite: the training that wrote it went wrong.")
         if scan.exact():
             results[name] = scan.result(outlier_multiplier)
         else:
