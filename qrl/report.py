@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -27,6 +28,7 @@ def show(recipe: Recipe, launcher: Launcher, compared: Result, diagnosed: Result
     """Gathers the study's artifacts from its steps' runs, and prints the table and the verdict."""
     with workspace(f"study-{launcher.run_id}") as work:
         _gather(work, compared, diagnosed, trained)
+        _page(work, compared, diagnosed, trained)
         (work / names.RECIPE).write_text(recipe.dump())
         table = (work / names.TABLE_MD).read_text()
         runs.log_folder(work)
@@ -101,7 +103,7 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
     runs.log_scores({"study/seconds": seconds, "study/outside_steps_s": overhead})
     here = projects.artifact_place(launcher.run_id)
     lines = [
-        f"Artifacts   {here}: table.md, table.json, questions.parquet, recipe.yaml, figures/",
+        f"Artifacts   {here}: table.md, table.json, questions.parquet, recipe.yaml, {names.REPORT}, figures/",
         f"Environment {_activate()}",
         f"Look        {look(os.environ['MLFLOW_TRACKING_URI'])}",
     ]
@@ -149,7 +151,22 @@ def _gather(work, compared: Result, diagnosed: Result, trained: Result) -> None:
     for file in (names.TABLE_MD, names.TABLE_JSON, names.QUESTIONS):
         shutil.copy(runs.artifact(compared.run_id, file), work / file)
     for result in (compared, diagnosed, trained):
-        shutil.copytree(runs.artifact(result.run_id, names.FIGURES), work / names.FIGURES, dirs_exist_ok=True)
+        shutil.copytree(runs.artifact(result.run_id, names.FIGURES), work / names.FIGURES, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.html"))
+
+
+def _page(work: Path, compared: Result, diagnosed: Result, trained: Result) -> None:
+    """The study as one page."""
+    import pandas as pd
+
+    from qrl import figures
+
+    weights, stored, said = (
+        pd.read_parquet(runs.artifact(diagnosed.run_id, name)) if name in diagnosed.outputs.artifacts else pd.DataFrame()
+        for name in (names.WEIGHTS, names.STORED, names.BEHAVIOUR)
+    )
+    history = pd.read_parquet(runs.artifact(trained.run_id, names.HISTORY))
+    table = json.loads((work / names.TABLE_JSON).read_text(encoding="utf-8"))
+    figures.report(table, compared.outputs.values["sentence"], history, weights, stored, said, work / names.REPORT)
 
 
 def _links(launcher: Launcher) -> str:

@@ -53,7 +53,8 @@ def _call(key: tuple, work: Callable, given: list[Tensor], *, dynamic: bool):
 
     with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):  # one state, one kernel
         if key in _made:
-            return (_made[key] or work)(*given)
+            made = _made[key]
+            return (work if made is None else made)(*given)
         wanted = work(*given)
         try:
             made = compiled(work, given, dynamic=dynamic)
