@@ -117,12 +117,15 @@ def config(path: Path | str) -> dict:
     """config.json as a mapping.
 
     Raises:
-        BadInput: it is missing, or not a JSON object.
+        BadInput: it is missing, or it or its quantization_config is not a JSON object.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
         raise BadInput(f"{Path(path)} has no config.json: expected a checkpoint as save_pretrained writes it.")
-    return _json(file)
+    found = _json(file)
+    if not isinstance(found.get("quantization_config") or {}, dict):
+        raise BadInput(f"{file} has a quantization_config that is no object: expected what the quantizing library writes, or none.")
+    return found
 
 
 def shards(path: Path | str) -> list[str]:

@@ -96,6 +96,28 @@ def test_bytes_too_many_and_headers_of_nonsense_are_refused(folder):
         checkpoint.check(folder)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"shape": [8, 256]}, "do not fit"),
+        ({"shape": [-256, 256]}, "do not fit"),
+        ({"shape": ["256", "256"]}, "do not fit"),
+        ({"dtype": "F32"}, "do not fit"),
+        ({"data_offsets": [0, 256 * 256 * 2]}, "does not begin where the tensor before it ends"),
+    ],
+)
+def test_a_header_that_would_read_anothers_bytes_is_refused(folder, change, said):
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:end])
+    header["model.layers.1.self_attn.q_proj.weight"] |= change
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + whole[end:])
+    with pytest.raises(BadInput, match=rf"model\.safetensors is not safetensors.*{said}"):
+        checkpoint.check(folder)
+
+
 def split(folder: Path) -> list[str]:
     """Turn the one weight file into two and an index, and give their names."""
     tensors = load_file(folder / "model.safetensors")

@@ -1,6 +1,7 @@
 """What `diagnose` is given and cannot use: a sentence each, naming what is wrong and where."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qrl import recipe
+from qrl.diagnose import weights
 from qrl.errors import BadInput
 from qrl.steps import diagnose as step
 
@@ -69,14 +71,15 @@ def test_another_shape_or_layer_is_listed(tiny_checkpoint, tmp_path):
     assert "model.layers.1.input_layernorm.weight (256 and missing)" in said and f"and {missing - 3} more differ" in said
 
 
+@pytest.mark.parametrize("name", [UP, "model.layers.1.input_layernorm.weight"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_broken_weights_are_named_and_counted(tiny_checkpoint, tmp_path, value):
+def test_broken_weights_are_named_and_counted(tiny_checkpoint, tmp_path, value, name):
     def spoil(tensors):
-        tensors[UP][0, :3] = value
+        tensors[name].view(-1)[:3] = value
 
     broken = changed(tiny_checkpoint, tmp_path / "broken", spoil)
     said = refused(tiny_checkpoint, broken, tmp_path / "out")
-    assert f"{UP} of {broken} holds 3 values that are NaN or infinite" in said
+    assert f"{name} of {broken} holds 3 values that are NaN or infinite" in said
 
 
 def test_broken_scales_of_a_quantized_checkpoint_are_named_and_counted(tiny_checkpoint, tmp_path):
@@ -112,3 +115,81 @@ def test_another_models_quantized_weights_are_refused(tiny_checkpoint, tmp_path)
     other = eight_bits(changed(tiny_checkpoint, tmp_path / "wide", widen), tmp_path / "int8")
     said = refused(tiny_checkpoint, tiny_checkpoint, tmp_path / "out", f"base:int8={other}")
     assert f"{UP} of {other} stands for 600×256 weights, but {tiny_checkpoint} has 512×256" in said
+
+
+def test_two_packings_under_one_name_are_refused(tiny_checkpoint, tmp_path):
+    """Their codes would be compared with each other."""
+    rows = eight_bits(tiny_checkpoint, tmp_path / "int8")
+    cells = f"base:int8={rows},grpo:int8={{}}"
+    other = changed(rows, tmp_path / "other", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"})
+    said = refused(tiny_checkpoint, tiny_checkpoint, tmp_path / "out", cells.format(other))
+    assert f"{rows} and {other} are not stored alike (load_in_8bit differs), but both are given as int8" in said
+    assert list((tmp_path / "out").glob("schemes*")) == []
+
+
+def test_a_checkpoint_without_a_matrix_is_refused(tiny_checkpoint, tmp_path):
+    def vectors_only(tensors):
+        for name in [name for name in tensors if tensors[name].ndim == 2]:
+            del tensors[name]
+
+    bare = changed(tiny_checkpoint, tmp_path / "bare", vectors_only)
+    assert f"{bare} holds no matrix of floating-point weights" in refused(bare, bare, tmp_path / "out")
+
+
+def test_a_quantization_config_must_be_an_object(tiny_checkpoint, tmp_path):
+    strange = changed(tiny_checkpoint, tmp_path / "strange", quantization_config="nf4")
+    assert "has a quantization_config that is no object" in refused(tiny_checkpoint, strange, tmp_path / "out")
+
+
+def test_a_place_that_cannot_be_written_is_named(tiny_checkpoint, tmp_path):
+    table, figures = tmp_path / "a" / "weights.parquet", tmp_path / "b" / "figures"
+    table.mkdir(parents=True)
+    figures.parent.mkdir()
+    figures.touch()
+    for taken in (table, figures):
+        assert f"cannot be written to {taken.parent} (" in refused(tiny_checkpoint, tiny_checkpoint, taken.parent)
+
+
+def test_zeros_have_no_error_and_do_not_count_as_none(tiny_checkpoint, tmp_path, recwarn):
+    """A matrix of zeros leaves the means over the others as they are; a model of nothing else is drawn all the same."""
+
+    def silent(tensors):
+        tensors[UP].zero_()
+
+    def dead(tensors):
+        for tensor in tensors.values():
+            tensor.zero_()
+
+    some, none = changed(tiny_checkpoint, tmp_path / "some", silent), changed(tiny_checkpoint, tmp_path / "none", dead)
+    frame = weights.measure(some, "base")
+    zeros = frame.set_index("tensor").loc[UP]
+    assert math.isnan(zeros["kurtosis"]) and math.copysign(1, zeros["max_abs"]) == 1
+    rest = frame[frame["tensor"] != UP]
+    for key in ("kurtosis", "w4_relative_mse"):
+        assert weights.summary(frame)[key] == pytest.approx(weights.summary(rest)[key], rel=1e-12)
+    step.diagnose(recipe.load("tiny"), str(none), str(none), quantized=None, out=str(tmp_path / "out"))
+    assert (tmp_path / "out" / "figures" / "weights.html").is_file() and not [each for each in recwarn if each.category is RuntimeWarning]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["figures", "weights.parquet"]  # nothing half-written
+
+
+def test_codes_without_scales_are_refused_not_left_out(tiny_checkpoint, tmp_path):
+    def forget(tensors):
+        del tensors[UP.replace("weight", "SCB")]
+
+    rows = eight_bits(tiny_checkpoint, tmp_path / "int8")
+    bare = changed(rows, tmp_path / "bare", forget)
+    assert f"{bare} holds {UP} in I8 without the scales" in refused(tiny_checkpoint, tiny_checkpoint, tmp_path / "out", f"base:int8={bare}")
+
+
+def test_nvfp4_without_its_global_scale_is_refused(tiny_checkpoint, tmp_path):
+    def pack(tensors):
+        for name in [name for name in tensors if "_proj.weight" in name]:
+            outputs, inputs = tensors.pop(name).shape
+            tensors[f"{name}_packed"] = torch.zeros(outputs, inputs // 2, dtype=torch.uint8)
+            tensors[f"{name}_scale"] = torch.ones(outputs, inputs // 16).to(torch.float8_e4m3fn)
+
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}}
+    config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": group}}
+    bare = changed(tiny_checkpoint, tmp_path / "bare", pack, quantization_config=config)
+    said = refused(tiny_checkpoint, tiny_checkpoint, tmp_path / "out", f"base:nvfp4={bare}")
+    assert "cannot be unpacked (there is no 'weight_global_scale')" in said

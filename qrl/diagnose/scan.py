@@ -107,7 +107,7 @@ class Scan:
         relative = self.squared_error / n / power if power else math.nan
         return {
             "numel": n,
-            "max_abs": peaks.max().item(),
+            "max_abs": abs(peaks.max().item()),  # -0 of a matrix of zeros is 0
             "mean": moments.mean,
             "mean_abs": moments.size / n,
             "median_abs": median,

@@ -36,6 +36,7 @@ FED_BY = {
 }
 DIVIDED = ("v_proj", "up_proj")  # linears whose rows AWQ divides, for the one that they feed
 BLOCK = 1 << 20  # weights looked at together
+PACKED = ("quant_method", "format", "load_in_8bit", "bnb_4bit_quant_type", "bits", "group_size")  # settings that say what a code is
 SAME = 1e-2  # norms that differ by less were rounded, not scaled
 
 
@@ -55,12 +56,13 @@ def measure(
         trained variant's rows code_flip_rate and what is stored of the update (see `movement`), if both variants are there.
 
     Raises:
-        BadInput: full precision where a quantized checkpoint is expected, an unknown packing, or another model's matrices.
+        BadInput: full precision where a quantized checkpoint is expected, an unknown packing, two packings under one name, or
+            another model's matrices.
     """
     import pandas
 
     variants = [variant for variant in full if variant in quantized]
-    wanted = _wanted(full, quantized, variants)
+    wanted = _wanted(full, quantized, variants, scheme)
     scaled = {variant: _Scaling(full[variant], quantized[variant]) for variant in variants}
     sources = [stored.matrices(quantized[variant], wanted) for variant in variants]
     originals = [checkpoint.tensors(full[variant], wanted) for variant in variants]
@@ -80,6 +82,8 @@ def measure(
                 raise BadInput(f"{name} of {quantized[variant]} stands for {next(broken):,} values that are NaN or infinite, {full[variant]} holds {next(broken):,}: quantize a whole model again.")
             rows.append({"scheme": scheme, "variant": variant, **weights.place(name), **error})
         if len(variants) == 2:
+            if len({(each.codes.shape, each.codes.dtype) for each in found}) == 2:
+                raise _two_packings(scheme, quantized, name)
             change, flips = movement.Change(), _flips(*found)
             for first, *parts in zip(count(), *(_blocks(each) for each in (*true, *values)), strict=False):
                 change.add(*parts[:2], tuple(parts[2:]), 0 if first else flips)
@@ -171,7 +175,7 @@ def _flips(before: stored.Stored, after: stored.Stored) -> int:
     return int(((different & 15) != 0).sum()) + int(((different >> 4) != 0).sum())
 
 
-def _wanted(full: Mapping[str, Path], quantized: Mapping[str, Path], variants: list[str]) -> list[str]:
+def _wanted(full: Mapping[str, Path], quantized: Mapping[str, Path], variants: list[str], scheme: str) -> list[str]:
     """The quantized matrices, which must be the same in all variants and of their full-precision checkpoints' shapes."""
     listed = {variant: stored.names(quantized[variant]) for variant in variants}
     for variant in variants:
@@ -180,5 +184,14 @@ def _wanted(full: Mapping[str, Path], quantized: Mapping[str, Path], variants: l
         if strange:
             where = f"{full[variant]} or the other variant"
             raise BadInput(f"{quantized[variant]} stores {strange[0]}, which {where} does not: give checkpoints made of the model itself.")
+    settings = [checkpoint.config(quantized[variant])["quantization_config"] for variant in variants]
+    for key in PACKED:
+        if settings[0].get(key) != settings[-1].get(key):
+            raise _two_packings(scheme, quantized, key)
     return listed[variants[0]]
+
+
+def _two_packings(scheme: str, quantized: Mapping[str, Path], where: str) -> BadInput:
+    folders = " and ".join(map(str, quantized.values()))
+    return BadInput(f"{folders} are not stored alike ({where} differs), but both are given as {scheme}: give both variants under one scheme, other schemes under names of their own.")
 

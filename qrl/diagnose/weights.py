@@ -55,15 +55,19 @@ def measure(
         A row per matrix: variant, tensor, layer (-1 outside of the layers), projection, numel, and the measures of `describe`.
 
     Raises:
-        BadInput: a quantized checkpoint; or a matrix holds NaN or infinity; the sentence names it and how many.
+        BadInput: a quantized checkpoint, or one without a matrix of floats; or a matrix or vector holds NaN or infinity; the
+            sentence names it and how many.
     """
     import pandas
 
     wanted = matrices(path, embeddings)
+    if not wanted:
+        raise BadInput(f"{path} holds no matrix of floating-point weights: expected the weights of a language model.")
+    _check_vectors(path)
     scans, results, scratch = {}, {}, Scratch()
     for name, scan in sweep(wanted, lambda _: Scan(bits, group_size, scratch), lambda to, first, block: to.add(block, first), device=device):
         if scan.sizes.broken:
-            raise BadInput(f"{name} of {path} holds {scan.sizes.broken:,} values that are NaN or infinite: the training that wrote it went wrong.")
+            raise _broken(name, path, scan.sizes.broken)
         if scan.exact():
             results[name] = scan.result(outlier_multiplier)
         else:
@@ -115,18 +119,35 @@ def summary(frame: pandas.DataFrame) -> dict[str, float]:
 
     Returns:
         outlier_frac, channel_outlier_frac, w4_relative_mse and kurtosis as means weighted by size, w4_snr_db as the plain
-        mean over matrices, and w4_max_error and max_abs as the largest.
+        mean over matrices, and w4_max_error and max_abs as the largest. A matrix of zeros, whose error and kurtosis are NaN,
+        counts in neither.
     """
-    weights = frame["numel"] / frame["numel"].sum()
+
+    def mean(column: str) -> float:
+        sizes = frame["numel"].where(frame[column].notna())
+        return float((frame[column] * sizes).sum(min_count=1) / sizes.sum(min_count=1))
+
     return {
-        "outlier_frac": float((frame["abs_outlier_frac"] * weights).sum()),
-        "channel_outlier_frac": float((frame["channel_outlier_frac"] * weights).sum()),
-        "kurtosis": float((frame["kurtosis"] * weights).sum()),
-        "w4_relative_mse": float((frame["w4_relative_mse"] * weights).sum()),
+        "outlier_frac": mean("abs_outlier_frac"),
+        "channel_outlier_frac": mean("channel_outlier_frac"),
+        "kurtosis": mean("kurtosis"),
+        "w4_relative_mse": mean("w4_relative_mse"),
         "w4_snr_db": float(frame["w4_snr_db"].mean()),
         "w4_max_error": float(frame["w4_max_error"].max()),
         "max_abs": float(frame["max_abs"].max()),
     }
+
+
+def _check_vectors(path: Path | str) -> None:
+    """Refuses norms and biases that hold NaN or infinity: they are not measured, but a model is broken by one as well."""
+    vectors = sorted(name for name, entry in checkpoint.entries(path).items() if len(entry.shape) == 1 and entry.dtype in checkpoint.header.FLOATS)
+    for name, values in checkpoint.tensors(path, vectors):
+        if broken := int((~values.isfinite()).sum()):
+            raise _broken(name, path, broken)
+
+
+def _broken(name: str, path: Path | str, count: int) -> BadInput:
+    return BadInput(f"{name} of {path} holds {count:,} values that are NaN or infinite: the training that wrote it went wrong.")
 
 
 def _names(path: Path | str, embeddings: bool) -> dict[str, str]:

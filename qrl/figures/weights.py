@@ -84,8 +84,9 @@ def _kind(tensor: str) -> str:
 
 
 def _weighted(frame: pd.DataFrame, by: Any) -> pd.Series:
-    """Relative error over groups of tensors, weighted by their numbers of weights."""
-    sums = frame.assign(error=frame["w4_relative_mse"] * frame["numel"]).groupby(by)[["error", "numel"]].sum()
+    """Relative error over groups of tensors, weighted by their numbers of weights; one of zeros has none and does not count."""
+    known = frame["w4_relative_mse"].notna()
+    sums = frame.assign(error=frame["w4_relative_mse"] * frame["numel"], numel=frame["numel"].where(known)).groupby(by)[["error", "numel"]].sum(min_count=1)
     return sums["error"] / sums["numel"]
 
 
@@ -94,6 +95,8 @@ def _error_found(frame: pd.DataFrame, variants: list[str]) -> str:
     if len(variants) == 1:
         return f"Plain rounding to 4 bits loses {100 * totals[variants[0]]:.4g} % of the energy of {variants[0]}'s weights"
     before, after = 100 * totals[BASE], 100 * totals[variants[1]]
+    if not before > 0:  # zeros, or weights that lie on the grid already
+        return f"Plain rounding to 4 bits loses {after:.4g} % of the weights' energy after training; before it there was nothing to lose"
     change = 100 * (after / before - 1)
     verb = "as much as" if abs(change) < 0.1 else f"{abs(change):.2g} % {'more' if change > 0 else 'less'} than"
     return f"Plain rounding to 4 bits loses {after:.4g} % of the weights' energy after training, {verb} before it ({before:.4g} %)"

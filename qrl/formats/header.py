@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +42,8 @@ def read(file: Path) -> dict[str, Entry]:
     """Tensors of a safetensors file by name.
 
     Raises:
-        BadInput: it is truncated, too long, or not safetensors; the sentence names the file and both sizes.
+        BadInput: it is truncated, too long, or not safetensors; the sentence names the file and both sizes. Or its tensors' bytes are
+            not those of their shapes, or overlap: read as described, one would hold another's weights.
     """
     size = file.stat().st_size
     with open(file, "rb") as stream:
@@ -64,4 +66,23 @@ def read(file: Path) -> dict[str, Entry]:
     if size != expected:
         state = "truncated" if size < expected else "too long"
         raise BadInput(f"{file} is {state}: its header describes {expected:,} bytes, but it has {size:,}; copy it again.")
+    _check_places(file, found, 8 + length)
     return found
+
+
+def _check_places(file: Path, found: dict[str, Entry], at: int) -> None:
+    """Refuses tensors that are not as long as their shapes say, or do not follow each other from `at` on."""
+    for name, entry in sorted(found.items(), key=lambda each: (each[1].start, each[1].bytes)):
+        sound = all(type(size) is int and size >= 0 for size in entry.shape)
+        if not sound or entry.numel * _bits(entry.dtype) != 8 * entry.bytes:
+            shape = "×".join(map(str, entry.shape))
+            raise BadInput(f"{file} is not safetensors: its header gives {name}, {entry.dtype} of shape {shape}, {entry.bytes:,} bytes, which do not fit; write it again.")
+        if entry.start != at:
+            raise BadInput(f"{file} is not safetensors: in its header {name} does not begin where the tensor before it ends; write it again.")
+        at += entry.bytes
+
+
+def _bits(dtype: str) -> int:
+    """Of an element: the first number in the format's letters; BOOL, which has none, is a byte."""
+    number = re.search(r"[0-9]+", dtype)
+    return int(number[0]) if number else 8

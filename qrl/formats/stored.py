@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING
 from qrl import checkpoint
 from qrl.errors import BadInput
 from qrl.formats import awq
+from qrl.formats.header import FLOATS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 NF4_STATE = ".weight.quant_state.bitsandbytes__nf4"
 MARKS = (NF4_STATE, ".SCB", ".qweight", ".weight_scale")  # the part of a quantized matrix that says it is one
+CODES = (".weight", ".weight_packed")
 READ = "bitsandbytes nf4 and int8, awq gemm in 4 bits, compressed-tensors"
 
 
@@ -42,15 +44,19 @@ def names(path: Path | str) -> list[str]:
     """Names of the quantized matrices, `….weight`, in order.
 
     Raises:
-        BadInput: a full-precision checkpoint, or a packing that is not known here.
+        BadInput: a full-precision checkpoint, a packing that is not known here, or codes without their scales.
     """
     settings = checkpoint.config(path).get("quantization_config")
     if not settings:
         raise BadInput(f"{path} is a full-precision checkpoint, but a quantized one was expected: give what `quantize` wrote.")
     _reader(path, settings)
-    found = {f"{name.removesuffix(mark)}.weight" for name in checkpoint.entries(path) for mark in MARKS if name.endswith(mark)}
+    entries = checkpoint.entries(path)
+    found = {f"{name.removesuffix(mark)}.weight" for name in entries for mark in MARKS if name.endswith(mark)}
     if not found:
         raise BadInput(f"{path} says that it is quantized ({settings.get('quant_method')}) but holds no quantized matrix: expected {READ}.")
+    for name, entry in sorted(entries.items()):
+        if name.endswith(CODES) and entry.dtype not in FLOATS and f"{name.rpartition('.')[0]}.weight" not in found:
+            raise BadInput(f"{path} holds {name} in {entry.dtype} without the scales or state that say what it stands for: quantize it again.")
     return sorted(found)
 
 
@@ -72,8 +78,9 @@ def matrices(path: Path | str, wanted: list[str]) -> Iterator[tuple[str, Stored]
         own = {part.removeprefix(f"{module}."): tensor for part, tensor in islice(tensors, len(parts[name]))}
         try:
             yield name, read(own, settings, module)
-        except (KeyError, RuntimeError, ValueError) as error:
-            raise BadInput(f"{name} of {path} cannot be unpacked ({error}): quantize it again, or name the right folder.") from None
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            why = f"there is no {error}" if isinstance(error, KeyError) else error
+            raise BadInput(f"{name} of {path} cannot be unpacked ({why}): quantize it again, or name the right folder.") from None
 
 
 def _parts(path: Path | str) -> dict[str, list[str]]:
@@ -142,6 +149,8 @@ def _compressed(tensors: dict[str, Tensor], settings: dict, module: str) -> Stor
     if group is None:
         raise ValueError("no group of its config covers this module")
     layout = group.get("format") or settings["format"]
+    if layout.startswith("nvfp4") and "weight_global_scale" not in tensors:  # the library would make weights of it, thousands of times too large
+        raise KeyError("weight_global_scale")
     wide = {key: value.float() if key == "weight_scale" and value.dtype.itemsize == 2 else value for key, value in tensors.items()}
     scheme = QuantizationScheme.model_validate({**group, "format": layout})
     values = BaseCompressor.get_value_from_registry(layout).decompress(wide, scheme)["weight"].float()

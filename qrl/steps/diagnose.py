@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -43,7 +44,10 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, 
     schemes = _quantized(quantized)
     if out is not None:
         folder = _made(Path(out))
-        measured = _measure(recipe, found, schemes, folder)
+        try:
+            measured = _measure(recipe, found, schemes, folder)
+        except OSError as error:  # inputs' own are told where they are read
+            raise _unwritable(folder, error.strerror or str(error)) from None
         click.echo("\n".join(f"{name:36} {value:.6g}" for name, value in measured.items()))
         tables = [WEIGHTS, *([SCHEMES] if schemes else []), *([BEHAVIOUR] if recipe.diagnose.behaviour else [])]
         click.echo(f"Written to {out}: {', '.join(tables)}, {names.FIGURES}/.", err=True)
@@ -66,8 +70,14 @@ def _made(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInput(f"The folder {folder} cannot be made ({error.strerror}): give one that is writable.") from None
+        raise _unwritable(folder, error.strerror) from None
+    if not os.access(folder, os.W_OK):  # told before minutes of work
+        raise _unwritable(folder, "no permission")
     return folder
+
+
+def _unwritable(folder: Path, why: str) -> BadInput:
+    return BadInput(f"Tables and figures cannot be written to {folder} ({why}): give a folder that is writable, on a disk with room.")
 
 
 def _checked(address: str) -> Path:
@@ -100,17 +110,24 @@ def _measure(recipe: Recipe, found: dict[str, Path], quantized: Quantized, out: 
         for variant in dict.fromkeys(table["variant"]):
             suffix = f"{scheme}_{names.BASE}" if variant == names.BASE else scheme
             measured |= {f"weights/{name}_{suffix}": value for name, value in schemes_room.totals(table, variant).items()}
-    frame.to_parquet(out / WEIGHTS)
+    _write(frame, out / WEIGHTS)
     if rows:
-        every.to_parquet(out / SCHEMES)
+        _write(every, out / SCHEMES)
     said = _behaviour(recipe, found, quantized) if recipe.diagnose.behaviour else pd.DataFrame()
     if len(said):
-        said.to_parquet(out / BEHAVIOUR)
+        _write(said, out / BEHAVIOUR)
         for row in said[said["layer"] < 0].itertuples():
             suffix = f"{row.scheme}_{names.BASE}" if row.variant == names.BASE else row.scheme
             measured |= {f"behaviour/kl_{suffix}": row.kl, f"behaviour/top1_agreement_{suffix}": row.top1_agreement, "behaviour/n": row.n}
     _draw(frame, every, said, recipe, out / names.FIGURES)
     return {name: value for name, value in measured.items() if math.isfinite(value)}
+
+
+def _write(frame: pd.DataFrame, path: Path) -> None:
+    """By rename: whoever kills this leaves the table that was there, or none, never half of one."""
+    partial = path.with_name(f".{path.name}.partial")
+    frame.to_parquet(partial)
+    os.replace(partial, path)
 
 
 def _full(recipe: Recipe, found: dict[str, Path]) -> tuple[pd.DataFrame, dict[str, float]]:
