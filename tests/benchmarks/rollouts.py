@@ -43,7 +43,7 @@ BATCH = dict(
     learning_rate=1e-6,
 )
 ADAPTER = BATCH | dict(learning_rate=1e-5)
-SMALLER = {"1.5b": {}, "8b": dict(prompts_per_step=8, micro_batch=16)}
+SMALLER = {"1.5b": dict(prompts_per_step=16), "8b": dict(prompts_per_step=8, micro_batch=16)}
 VLLM = dict(engine="vllm", gpu_memory_utilization=0.3)
 TINY = dict(steps=20, prompts_per_step=64, generations=8, micro_batch=512, max_completion_tokens=80, learning_rate=3e-5)
 TINY_LORA = TINY | dict(learning_rate=1e-3, dtype="bf16")
@@ -71,6 +71,7 @@ CASES = {
     "step": {
         "ours against TRL": dict(alternate=3, train=TINY | dict(steps=5), rollout={}),
         "ours against TRL, 1.5b": dict(alternate=6, shape="1.5b", train=BATCH | dict(steps=3, dtype="bf16", micro_batch=128, max_completion_tokens=32), rollout={}),
+        "ours against TRL, 1.5b, few": dict(alternate=6, shape="1.5b", train=BATCH | dict(steps=2, prompts_per_step=1, micro_batch=8, max_completion_tokens=16), rollout={}),
     },
     "update": {
         f"{shape} {method}{' with a reference' if beta else ''}": dict(shape=shape, canned=True, train=(BATCH if method == "full" else ADAPTER) | SMALLER[shape] | dict(steps=3, method=method, beta=beta, dtype="bf16"), rollout={})
@@ -396,30 +397,21 @@ def main() -> None:
     parser.add_argument("groups", nargs="*", help=f"of {', '.join(CASES)}; GROUP/CASE for one")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for results.jsonl and a log a case")
     parser.add_argument("--print", dest="show", type=Path, help="folder of results.jsonl to print")
+    parser.add_argument("--together", action="store_true", help="in one process, in turn: for cases without an engine")
     parser.add_argument("--one", nargs=2, metavar=("GROUP", "CASE"), help=argparse.SUPPRESS)
     parser.add_argument("--timeout", type=int, default=280, help="seconds a case may take")
     given = parser.parse_args()
     if given.show:
         show(given.show)
     elif given.one:
-        from qrl import process
-
-        group, name = given.one
-        began = time.perf_counter()
-        if group == "server":
-            os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # the trainer's; before torch looks
-        with server(CASES[group][name]):
-            found = train(CASES[group][name])
-        row = {
-            "group": group,
-            "case": name,
-            **found,
-            "seconds": time.perf_counter() - began,
-            "settings": CASES[group][name],
-            **versions(),
-        }
-        with open(given.out / "results.jsonl" if process.rank() == 0 else os.devnull, "a") as file:  # the first of several
-            file.write(json.dumps(row) + "\n")
+        one(*given.one, given.out)
+    elif given.together:
+        given.out.mkdir(parents=True, exist_ok=True)
+        for asked in given.groups:
+            group, _, only = asked.partition("/")
+            for name in [only] if only else CASES[group]:
+                one(group, name, given.out)
+        show(given.out)
     else:
         given.out.mkdir(parents=True, exist_ok=True)
         for asked in given.groups:
@@ -427,6 +419,27 @@ def main() -> None:
             for name in [only] if only else CASES[group]:
                 run_apart(group, name, given)
         show(given.out)
+
+
+def one(group: str, name: str, out: Path) -> None:
+    """A case in this process; a line of results."""
+    import gc
+
+    import torch
+
+    from qrl import process
+
+    began = time.perf_counter()
+    if group == "server":
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # the trainer's; before torch looks
+    with server(CASES[group][name]):
+        found = train(CASES[group][name])
+    row = {"group": group, "case": name, **found, "seconds": time.perf_counter() - began, "settings": CASES[group][name], **versions()}
+    with open(out / "results.jsonl" if process.rank() == 0 else os.devnull, "a") as file:  # the first of several
+        file.write(json.dumps(row) + "\n")
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def run_apart(group: str, name: str, given) -> None:
