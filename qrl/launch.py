@@ -6,7 +6,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,9 +122,10 @@ def launch(
     if manager == "local":  # a step runs `python`, which is this one only where its environment was activated
         os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     try:
-        mlflow.projects.run(
-            str(folder), entry_point=step, parameters=parameters, env_manager=manager, run_id=run_id
-        )
+        with overrides(folder):
+            mlflow.projects.run(
+                str(folder), entry_point=step, parameters=parameters, env_manager=manager, run_id=run_id
+            )
     except KeyboardInterrupt as stopped:
         if projects.mark_stopped(run_id, stopped) and not parent:
             return run_id  # a server that was told to stop has done its work, handed over or not
@@ -134,3 +136,17 @@ def launch(
         failed.told = bool(reason)
         raise failed from None
     return run_id
+
+
+@contextmanager
+def overrides(folder: Path) -> Iterator[None]:
+    """Tells uv what a project's environment replaces or leaves out, by its overrides.txt; a user's own UV_OVERRIDE goes first."""
+    file = folder / "overrides.txt"
+    if not file.is_file() or "UV_OVERRIDE" in os.environ:
+        yield
+        return
+    os.environ["UV_OVERRIDE"] = str(file.resolve())
+    try:
+        yield
+    finally:
+        del os.environ["UV_OVERRIDE"]

@@ -29,13 +29,15 @@ def place(step: str, choice: str, device: str = "auto") -> Path | None:
         wanted = "awq"
     if step == "train" and choice == "vllm" and process.world_size() == 1:  # several processes were started where they are to run
         wanted = "vllm"
-    if (step == "serve" and choice in ("auto", "vllm")) or (step in ("evaluate", "benchmark") and choice == "vllm"):
+    here = os.environ.get(PLACE)
+    engines = here in ("vllm", "vllm_cpu")  # whoever sent us chose for this machine, and asking torch again would take seconds
+    if not engines and ((step == "serve" and choice in ("auto", "vllm")) or (step in ("evaluate", "benchmark") and choice == "vllm")):
         from qrl.engine import device as devices
 
         on_gpu = devices.choose(device) == "cuda"
         if on_gpu or choice == "vllm":
             wanted = "vllm" if on_gpu else "vllm_cpu"
-    return ROOT / "projects" / wanted if wanted and os.environ.get(PLACE) != wanted else None
+    return ROOT / "projects" / wanted if wanted and here != wanted else None
 
 
 def hand_over(folder: Path, step: str, parameters: dict[str, str]) -> None:
