@@ -94,6 +94,9 @@ QUESTIONS = "questions.parquet"
 GROUPS_MD = "groups.md"  # a cell's accuracy by subject and level
 RECEIPT = "receipt.json"  # what answered a cell: engine, version, kernels, digests
 RECIPE = "recipe.yaml"
+REPORT = "report.html"  # all of it as one page
+HISTORY = "history.parquet"  # a training's curves
+WEIGHTS, STORED, BEHAVIOUR = "weights.parquet", "schemes.parquet", "behaviour.parquet"  # what diagnose found
 FIGURES = "figures"
 
 

@@ -31,26 +31,18 @@ def training(history: pd.DataFrame, path: str | Path, measure: str = "reward", p
         measure: what the run is to move: `reward`, or a distillation's `loss`.
         probes: `step`, `accuracy`, its 95 % interval `low` and `high`, and `n`; a row a look, none where there was no probe.
     """
-    labels = {
-        measure: MEASURES[measure][1],
-        "reward_std": "standard deviation of rewards",
-        "frac_reward_zero_std": "groups without signal (share)",
-        "entropy": "entropy (nats a token)",
-        "kl": "KL to the reference (nats a token)",
-    }
-    shown = [column for column in labels if column in history and history[column].notna().any()]
-    if "step" not in history or measure not in shown:
+    labels = shown(history, measure)
+    if "step" not in history or measure not in labels:
         raise ValueError(f"The history has the columns {list(history)}, but 'step' and a '{measure}' with values were expected.")
     probed = probes is not None and len(probes) > 0
-    below = len(shown) - 1 + probed
+    below = len(labels) - 1 + probed
     figure, grid = canvas(7.4, 2.2 + 1.5 * below + 1.2, rows=1 + below, heights=[2, *[1] * below])
     panels = list(np.atleast_1d(grid))
     first, last = panels[0], panels[-1]
     if probed:
         _probe(panels.pop(1), probes)
-    for axes, column, colour in zip(panels, shown, (BLUE, SKY, PURPLE, GREEN, ORANGE), strict=False):
-        part = history[["step", column]].dropna()
-        smooth = part[column].rolling(2 * (len(part) // 20) + 1, center=True, min_periods=1).mean()
+    for axes, column, colour in zip(panels, labels, (BLUE, SKY, PURPLE, GREEN, ORANGE), strict=False):
+        part, smooth = smoothed(history, column)
         axes.plot(part["step"], part[column], "o-" if len(part) <= 40 else "-", color=colour, lw=1, ms=3.5, alpha=0.4)
         axes.plot(part["step"], smooth, color=colour, lw=2.4)
         axes.set_title(labels[column], loc="left", size=10, color=INK, pad=4)
@@ -59,7 +51,7 @@ def training(history: pd.DataFrame, path: str | Path, measure: str = "reward", p
         axes.tick_params(labelbottom=False)
     last.set_xlabel("optimizer step")
     last.xaxis.get_major_locator().set_params(integer=True)
-    finish(figure, first, _reward_found(history, measure), "Faint: each logged step; bold: running mean over a tenth of the run.", path)
+    finish(figure, first, reward_found(history, measure), "Faint: each logged step; bold: running mean over a tenth of the run.", path)
 
 
 def _probe(axes: Axes, probes: pd.DataFrame) -> None:
@@ -70,7 +62,25 @@ def _probe(axes: Axes, probes: pd.DataFrame) -> None:
     axes.margins(x=0.02, y=0.15)
 
 
-def _reward_found(history: pd.DataFrame, measure: str = "reward") -> str:
+def shown(history: pd.DataFrame, measure: str = "reward") -> dict[str, str]:
+    """The columns that have values, and what stands over their panels."""
+    labels = {
+        measure: MEASURES[measure][1],
+        "reward_std": "standard deviation of rewards",
+        "frac_reward_zero_std": "groups without signal (share)",
+        "entropy": "entropy (nats a token)",
+        "kl": "KL to the reference (nats a token)",
+    }
+    return {column: label for column, label in labels.items() if column in history and history[column].notna().any()}
+
+
+def smoothed(history: pd.DataFrame, column: str) -> tuple[pd.DataFrame, pd.Series]:
+    """The steps that have a value, and its running mean over a tenth of the run."""
+    part = history[["step", column]].dropna()
+    return part, part[column].rolling(2 * (len(part) // 20) + 1, center=True, min_periods=1).mean()
+
+
+def reward_found(history: pd.DataFrame, measure: str = "reward") -> str:
     """The change from the first half of the run to the second, with Welch's 95 % interval over steps."""
     curve = history.dropna(subset=[measure]).sort_values("step")[measure].to_numpy(dtype=float)
     what = MEASURES[measure][0]
