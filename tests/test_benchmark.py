@@ -126,6 +126,22 @@ def test_the_table_and_the_figure_state_intervals_and_n(frame, tmp_path):
     assert (tmp_path / "speeds.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_figures_axes_read_in_plain_numbers(frame, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    saved = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *given, **how: (saved(figure, *given, **how), drawn.append(figure)))
+    figures.speeds(summary.lines(frame), tmp_path / "speeds.png", "clients")
+    above, below = drawn[0].axes
+    for axes in (above, below):
+        low, high = axes.get_ylim()
+        shown = [label.get_text() for place, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True) if low <= place <= high]
+        assert shown and all(float(text.replace(",", "")) > 0 for text in shown)  # no powers of ten
+        assert len(set(shown)) == len(shown)
+    assert below.get_xlabel() == "clients at once" and above.get_ylabel() == "tokens per second"
+
+
 def test_requests_are_a_minimum_and_the_tables_n_is_its_smallest_line(prompts):
     settings = Benchmark(**SMALL | {"batches": (4, 5), "requests": 6, "new_tokens": 2})
     frame = benchmark.run(CELLS[:1], [prompts], lambda subject: local.Transformers(subject.path, "cpu", "auto"), settings)

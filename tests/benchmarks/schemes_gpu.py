@@ -40,8 +40,14 @@ PROMPT_TOKENS = 120
 MEMORY = 0.85  # of the GPU, for all engines of a call
 
 
-def source(shape: str, weights: Path) -> Path:
-    """A folder with random bf16 weights of a shape; made once, whoever else wants it waits."""
+def source(args: argparse.Namespace) -> Path:
+    """A folder with random bf16 weights of a shape, made by a process of its own, which gives the GPU's memory back."""
+    subprocess.run([sys.executable, __file__, "source", args.shape, "--weights", str(args.weights), "--out", str(args.out)], check=True)
+    return args.weights / f"{args.shape}-fp16"
+
+
+def make_source(shape: str, weights: Path) -> Path:
+    """The folder; made once, whoever else wants it waits."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -62,8 +68,6 @@ def source(shape: str, weights: Path) -> Path:
             if (tiny.PATH / name).is_file():
                 shutil.copy(tiny.PATH / name, partial / name)
         partial.rename(folder)
-        del model
-        gc.collect()
     return folder
 
 
@@ -118,7 +122,7 @@ def make_all(args: argparse.Namespace) -> dict[str, dict]:
 
 def speed(args: argparse.Namespace) -> None:
     """bf16 and the schemes side by side: rows of `benchmark.run`, kernels, records."""
-    source(args.shape, args.weights)
+    source(args)
     made = make_all(args)
     from qrl import benchmark
     from qrl.benchmark import local
@@ -157,7 +161,7 @@ def evaluation(args: argparse.Namespace) -> None:
     The bare engine gets the same settings, prefixes uncached too (its second round would be answered from the first's), and
     writes its own text; ours is asked as evaluation asks it.
     """
-    origin = source(args.shape, args.weights)
+    origin = source(args)
     import vllm
 
     from qrl import tasks
@@ -207,7 +211,7 @@ def evaluation(args: argparse.Namespace) -> None:
 
 def receipt(args: argparse.Namespace) -> None:
     """The same prompts in other batches and in another engine: how many answers differ, deterministic and not."""
-    source(args.shape, args.weights)
+    source(args)
     made = make_all(args)
     from qrl.engine import vllm as engine
 
@@ -252,7 +256,7 @@ def _repeated(engine, args: argparse.Namespace, scheme: str, deterministic: bool
 
 def http(args: argparse.Namespace) -> None:
     """A server of the shape on loopback, under `vllm bench serve`."""
-    origin = source(args.shape, args.weights)
+    origin = source(args)
     import urllib.request
 
     from qrl import tasks
@@ -326,7 +330,7 @@ def _write(args: argparse.Namespace, name: str, found: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=("speed", "evaluation", "receipt", "http", "make", "print"))
+    parser.add_argument("case", choices=("speed", "evaluation", "receipt", "http", "source", "make", "print"))
     parser.add_argument("shape")
     parser.add_argument("schemes", nargs="*")
     parser.add_argument("--out", type=Path, default=Path.cwd())
@@ -341,7 +345,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8017)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.case == "make":
+    if args.case == "source":
+        make_source(args.shape, args.weights)
+    elif args.case == "make":
         print(json.dumps(make(args.shape, args.schemes[0], args.weights)))
     else:
         {"speed": speed, "evaluation": evaluation, "receipt": receipt, "http": http}[args.case](args)
