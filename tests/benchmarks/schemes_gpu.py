@@ -224,6 +224,75 @@ def receipt(args: argparse.Namespace) -> None:
                 _write(args, f"receipt-{args.shape}-{scheme}-{'invariant' if deterministic else 'default'}", _repeated(engine, args, scheme, deterministic, prompts))
 
 
+def show(folder: Path) -> None:
+    """The tables of everything that the other cases wrote anywhere below a folder."""
+    import pandas as pd
+
+    from qrl.benchmark import summary
+
+    speeds = sorted(folder.rglob("speed-*.json"), key=lambda file: (json.loads(file.read_text())["case"].split("-")[1], file.stat().st_mtime))
+    by_shape: dict[str, list] = {}
+    for file in speeds:
+        found = json.loads(file.read_text())
+        by_shape.setdefault(found["case"].split("-")[1], []).append((found, summary.lines(pd.read_parquet(file.with_suffix(".parquet")))))
+    for shape, calls in by_shape.items():
+        _show_speed(shape, calls)
+    for file in sorted(folder.rglob("evaluation-*.json")):
+        found = json.loads(file.read_text())
+        own, bare = ([each[which]["tokens_per_s"] for each in found["rounds"]] for which in ("ours", "bare"))
+        ratio = summary.over_rounds([a / b for a, b in zip(own, bare, strict=True)])
+        text = " against ".join(f"{each.estimate:,.0f} [{each.low:,.0f}, {each.high:,.0f}]" for each in map(summary.over_rounds, (own, bare)))
+        print(f"\n{found['case']}, {found['machine']}, vllm {found['versions']['vllm']}: {text} tokens/s, ratio {ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}], {len(own)} rounds of {found['questions']} × {found['new_tokens']}; grading {found['grading_s']:.2f} s, decoding one {found['decode_us']:.0f} µs")
+    print("\n| case | kernels | tokens/s | differ from the first run: again | in reverse | one by one | 8 at once |\n|---|---|---:|---:|---:|---:|---:|")
+    for file in sorted(folder.rglob("receipt-*.json")):
+        found = json.loads(file.read_text())
+        if "error" in found:
+            print(f"| {file.stem} | {found['error'][:200]} | | | | | |")
+            continue
+        counts = [f"{found['differ'][how]} of {found['asked'][how]}" for how in ("again", "in reverse", "one by one", "8 at once")]
+        print(f"| {file.stem.removeprefix('receipt-')} | {', '.join(found['receipt']['kernels'])} | {found['tokens_per_s']:,.0f} | {' | '.join(counts)} |")
+    for file in sorted(folder.rglob("http-*.json")):
+        found = json.loads(file.read_text())
+        print(f"\n{found['case']}, {found['machine']}, vllm {found['versions']['vllm']}, prompts of {found['prompt_tokens']:.0f} tokens")
+        for clients in sorted({row["clients"] for row in found["rows"]}):
+            rows = [row for row in found["rows"] if row["clients"] == clients]
+            values = {key: summary.over_rounds([row[key] for row in rows]) for key in ("output_throughput", "p50_e2el_ms", "p95_e2el_ms", "p50_ttft_ms")}
+            print(f"{clients} clients: " + ", ".join(f"{key} {each.estimate:,.1f} [{each.low:,.1f}, {each.high:,.1f}]" for key, each in values.items()))
+
+
+def _show_speed(shape: str, calls: list) -> None:
+    """Two tables of a shape: throughput, with ratios to the bf16 of the same call, and latency and memory."""
+    batches = sorted({line.batch for _, lines in calls for line in lines})
+    first = calls[0][0]
+    print(f"\n## {shape}, {first['machine']}, {first['versions']}, {first['settings']}\n")
+    print(f"| scheme | kernel | bits a weight | {' | '.join(f'tokens/s at {batch}' for batch in batches)} |\n|---|---|---:|{'---|' * len(batches)}")
+    rows, seen = [], set()
+    for found, lines in calls:
+        for scheme in dict.fromkeys(line.scheme for line in lines):
+            if scheme not in seen:
+                rows.append((scheme, found, {line.batch: line for line in lines if line.scheme == scheme}))
+            seen.add(scheme)
+        for scheme, why in found["failed"].items():
+            print(f"| {scheme} | not run: {why[:300]} | |")
+        for scheme, record in found["made"].items():
+            if "error" in record:
+                print(f"| {scheme} | not stored: {record['error'][-300:]} | |")
+    for scheme, found, own in rows:
+        kernels = ", ".join(name for name in found["facts"][scheme]["kernels"] if "Embedding" not in name and "FlashAttention" not in name)
+        bits = found["made"].get(scheme, {}).get("bits_per_weight", 16)
+        cells = [f"{line.tokens_per_s.estimate:,.0f}" + (f", × {line.relative.estimate:.2f} [{line.relative.low:.2f}, {line.relative.high:.2f}]" if line.relative else "") for line in (own[batch] for batch in batches)]
+        print(f"| {scheme} | {kernels} | {bits:.2f} | {' | '.join(cells)} |")
+    few = [batch for batch in (1, 64, 256) if batch in batches]
+    print(f"\n| scheme | on disk, MB | in memory, MB | cache at {batches[-1]}, MB | {' | '.join(f'p50 / p95 / first token at {batch}, ms' for batch in few)} | stored in, s | loaded in, s |\n|---|---:|---:|---:|{'---:|' * (len(few) + 2)}")
+    for scheme, found, own in rows:
+        line = own[batches[-1]]
+        times = [" / ".join(f"{1000 * each.estimate:,.1f}" for each in (own[batch].latency_p50_s, own[batch].latency_p95_s, own[batch].first_token_s)) for batch in few]
+        made = found["made"].get(scheme, {}).get("seconds")
+        print(f"| {scheme} | {line.stored_bytes / 1e6:,.0f} | {line.weights_bytes / 1e6 if line.weights_bytes else float('nan'):,.0f} | {line.cache_bytes / 1e6:,.0f} | {' | '.join(times)} | {f'{made:.0f}' if made else ''} | {found['facts'][scheme]['load_s']:.0f} |")
+    bases = [[line.tokens_per_s.estimate for line in lines if line.scheme == "fp16"] for _, lines in calls]
+    print("\nbf16 of every call: " + "; ".join(", ".join(f"{value:,.0f}" for value in each) for each in bases))
+
+
 def _repeated(engine, args: argparse.Namespace, scheme: str, deterministic: bool, prompts: list) -> dict:
     from qrl.evaluate import cells
 
@@ -345,7 +414,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8017)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.case == "source":
+    if args.case == "print":
+        show(Path(args.shape))
+    elif args.case == "source":
         make_source(args.shape, args.weights)
     elif args.case == "make":
         print(json.dumps(make(args.shape, args.schemes[0], args.weights)))
