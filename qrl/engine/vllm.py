@@ -28,7 +28,7 @@ _SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # whoever asked torch for a GPU before cannot be forked
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # whoever asked torch for a GPU before cannot be forked
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # our own `_inspect` goes to vLLM's worker, nothing from outside
 }
 _CPU_CACHE_GIB = "1"  # the default takes half of the memory

@@ -48,11 +48,11 @@ def speeds(lines: Sequence[Line], path: str | Path, at_once: str = "prompts") ->
 
 
 def _plain_numbers(axes: Axes) -> None:
-    """A logarithmic axis with labels people read, 0.05 and 2,000, at 1, 2 and 5 of each decade; at every digit where few fit."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    """A logarithmic axis with labels people read, 0.05 and 2,000: at 1, 2 and 5 of each decade, or evenly where there is less than one."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high / low > 10 else tuple(range(1, 10))))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}" if value < 1 else f"{value:,.0f}"))
+    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)) if high / low > 10 else MaxNLocator(5))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 100 else f"{value:.4g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
