@@ -7,6 +7,7 @@ number of sequences, a seed, no cache of prefixes, and, on a GPU, batch-invarian
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -53,7 +54,7 @@ class Vllm:
             memory: share of the GPU's memory that the engine may take.
 
         Raises:
-            BadInput: vLLM is not installed here.
+            BadInput: vLLM is not installed here, or has no kernel for the checkpoint's scheme.
             QrlError: it cannot load the checkpoint; with its own words.
         """
         os.environ.update(_SETTINGS)
@@ -68,6 +69,7 @@ class Vllm:
                 "environment that has it, or use evaluate.engine=transformers."
             ) from None
         checkpoint.check(path)
+        check_runs(path, device)
         self.name = f"{NAME} {vllm.__version__}"
         self.tokens = hf.tokenizer(path)
         self.invariant = deterministic and device == "cuda"
@@ -173,6 +175,53 @@ class Vllm:
                 f"{self.name} died while answering ({' '.join(str(error).split())[:200]}); its log above says why. Its kernels here "
                 f"are {kernels}: a scheme whose kernel this machine lacks needs another machine, or evaluate.engine=transformers."
             ) from error
+
+
+def check_runs(path: Path, device: str) -> None:
+    """Refuses a scheme that vLLM has no kernel for here, before a weight is read or a worker started.
+
+    Args:
+        path: a checkpoint folder.
+        device: "cpu" or "cuda".
+
+    Raises:
+        BadInput: what is missing.
+    """
+    quantization = checkpoint.config(path).get("quantization_config")
+    missing = _missing(quantization, device) if quantization else ""
+    if missing:
+        import vllm
+
+        raise BadInput(
+            f"{path} is stored as {quantization['quant_method']}, which vLLM {vllm.__version__} cannot run on this {'machine' if device == 'cpu' else 'GPU'}: "
+            f"{missing}; choose another scheme or machine, or evaluate.engine=transformers."
+        )
+
+
+def _missing(quantization: dict, device: str) -> str:
+    """What a scheme needs and vLLM lacks here, in words; empty where nothing is known to be."""
+    import torch
+    from vllm.model_executor.layers import quantization as methods
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    importlib.import_module("vllm._custom_ops")  # loads the kernels of this CPU
+    method = quantization["quant_method"]
+    if method not in methods.QUANTIZATION_METHODS:
+        return f"it knows no {method}" + (" without vllm-bnb-plugin" if method == "bitsandbytes" else "")
+    if device != "cpu":
+        least, found = methods.get_quantization_config(method).get_min_capability(), current_platform.get_device_capability()
+        return f"it needs compute capability {least / 10:.1f}, and this is {found.to_int() / 10:.1f}" if found and found.to_int() < least else ""
+    groups = list((quantization.get("config_groups") or {}).values())
+    if any((group.get("format") or quantization.get("format") or "").startswith(("nvfp4", "mxfp4")) for group in groups):
+        return "it has no kernel for 4-bit floats on a CPU"
+    integers = [group["weights"]["num_bits"] for group in groups if group["weights"]["type"] == "int" and not group.get("input_activations")]
+    if any(bits > 4 for bits in integers):
+        return "it has no kernel for 8-bit weights with full-precision activations on a CPU"
+    if (integers or method == "awq") and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        return "its build has no kernel for 4-bit integers on this CPU (cpu_gemm_wna16)"
+    return ""
 
 
 def _inspect(model) -> dict[str, Any]:
