@@ -33,13 +33,24 @@ _SETTINGS = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # our own `_inspect` goes to vLLM's worker, nothing from outside
 }
 _CPU_CACHE_GIB = "1"  # the default takes half of the memory
+_CPU_SHARE = 0.1  # of the machine's memory that must be free; the default wants 92 %
 
 
 class Vllm:
     """A checkpoint in vLLM, to be used in a `with` block, which stops its worker."""
 
     def __init__(
-        self, path: Path, device: str, dtype: str, *, max_tokens: int, sequences: int, deterministic: bool, seed: int, memory: float = 0.9
+        self,
+        path: Path,
+        device: str,
+        dtype: str,
+        *,
+        max_tokens: int,
+        sequences: int,
+        deterministic: bool,
+        seed: int,
+        memory: float = 0.9,
+        cache_bytes: int | None = None,
     ) -> None:
         """Loads a checkpoint in place.
 
@@ -52,6 +63,7 @@ class Vllm:
             deterministic: batch-invariant kernels, where the device has them.
             seed: of the engine.
             memory: share of the GPU's memory that the engine may take.
+            cache_bytes: of keys and values, instead of what that share leaves; several engines can then load at once.
 
         Raises:
             BadInput: vLLM is not installed here, or has no kernel for the checkpoint's scheme.
@@ -86,7 +98,7 @@ class Vllm:
                 generation_config="vllm",  # a checkpoint's own sampling would colour every accuracy
                 seed=seed,
                 trust_remote_code=False,
-                **({} if device == "cpu" else {"gpu_memory_utilization": memory}),
+                **({"gpu_memory_utilization": _CPU_SHARE} if device == "cpu" else {"gpu_memory_utilization": memory, "kv_cache_memory_bytes": cache_bytes}),
             )
         except Exception as error:  # whatever its worker met, told by its own sentence
             raise QrlError(f"vLLM cannot load {path} ({' '.join(str(error).split())[:400]}): choose another engine or scheme.") from error
