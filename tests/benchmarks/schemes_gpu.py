@@ -377,6 +377,7 @@ def show(folder: Path) -> None:
 def _show_speed(shape: str, calls: list) -> None:
     """Two tables of a shape: throughput, with ratios to the bf16 of the same call, and latency and memory."""
     batches = sorted({line.batch for _, lines in calls for line in lines})
+    calls = [call for call in calls if {line.batch for line in call[1]} == set(batches)]  # others were about something else
     first = calls[0][0]
     print(f"\n## {shape}, {first['machine']}, {first['versions']}, {first['settings']}\n")
     print(f"| scheme | kernel | bits a weight | {' | '.join(f'tokens/s at {batch}' for batch in batches)} |\n|---|---|---:|{'---|' * len(batches)}")
