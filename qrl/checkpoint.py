@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from qrl.errors import BadInput
 from qrl.formats import header
 from qrl.formats.header import Entry
+from qrl.formats.stream import Rows
 
 if TYPE_CHECKING:
     import torch
@@ -173,13 +174,10 @@ def tensors(path: Path | str, wanted: Sequence[str] | None = None) -> Iterator[t
         path: checkpoint folder.
         wanted: names of the tensors, in the order they are to come; None: all, by name.
     """
-    from safetensors import safe_open
-
     found = entries(path)
-    with ExitStack() as opened:
-        files = {name: opened.enter_context(safe_open(Path(path) / name, framework="pt")) for name in shards(path)}
+    with closing(Rows(path)) as rows:
         for key in sorted(found) if wanted is None else wanted:
-            yield key, files[found[key].file].get_tensor(key)
+            yield key, rows.whole(found[key])
 
 
 def _refuse_code(folder: Path) -> None:

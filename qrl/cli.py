@@ -84,6 +84,23 @@ def study_command(ctx: click.Context, settings) -> None:
     pipeline.study(settings, typed=ctx.obj)
 
 
+@step("methods", *ALL)
+@click.option("--arms", metavar="NAME|FILE.yaml,…", help="Recipes of the methods beside --recipe's; default: QLoRA, QAT and distillation for qrl-tiny.")
+@click.option("--seeds", default="0", show_default=True, metavar="N,…", help="Seeds of training and questions, a study each; what is done is reused.")
+@click.pass_context
+def methods_command(ctx: click.Context, settings, arms: str | None, seeds: str) -> None:
+    """Ways to a small model side by side: GRPO quantized afterwards, QLoRA, training and distillation with quantized weights.
+
+    --recipe is GRPO in full precision with the schemes to quantize it to afterwards. Other options hold for every arm.
+    """
+    from qrl import methods
+
+    given = {key: text for key, text in ctx.obj.items() if key not in ("recipe", "seed")}
+    first = methods.FIRST if ctx.obj["recipe"] == "auto" else ctx.obj["recipe"]
+    chosen = tuple(filter(None, arms.split(","))) if arms is not None else methods.ARMS
+    methods.study(first, chosen, methods.numbers(seeds, ctx.obj.get("seed")), given)
+
+
 @step("train", "train", "rollout", "watch")
 @click.pass_context
 def train_command(ctx: click.Context, settings) -> None:
@@ -205,21 +222,27 @@ def promote_command(settings, stage: str, cell: str | None, rollback: bool) -> N
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on.")
 @click.option("--engine", default="auto", show_default=True, metavar="auto|transformers|vllm", help="auto: vllm on a GPU.")
 @click.option("--api-key", envvar="QRL_API_KEY", metavar="KEY", help="What clients must send, with vLLM; better in the variable QRL_API_KEY, for MLflow logs what is given by -P.")
+@click.option("--gpu-memory-utilization", "memory", type=click.FloatRange(0, 1, min_open=True), metavar="SHARE", help="Of the GPU's memory, for vLLM. [default: vLLM's own; 0.45 with --follow]")
+@click.option("--follow", "follow_s", is_flag=False, flag_value=5.0, type=click.FloatRange(0, min_open=True), metavar="[SECONDS]", help="With vLLM: look every so often whether the stage moved, and turn to its new version without losing a request. [alone: 5]")
+@click.option("--drain", "drain_s", default=300.0, show_default=True, type=click.FloatRange(0), metavar="SECONDS", help="With --follow: how long a replaced version may go on answering.")
 @click.pass_context
-def serve_command(ctx: click.Context, settings, stage: str, host: str, port: int, engine: str, api_key: str | None) -> None:
+def serve_command(ctx: click.Context, settings, engine: str, api_key: str | None, **given) -> None:
     """An OpenAI-compatible server of a registered stage, its gate and digest checked first."""
     from qrl import pipeline
     from qrl.steps import serve
 
     if (folder := pipeline.place("serve", engine, settings.device)) is not None:
-        serve.check(settings, stage, host=host, port=port)  # told before an environment of some GB is built for it
+        if given["follow_s"] is not None:
+            serve.check_follow("vllm", given["stage"], given["memory"])
+        serve.check(settings, given["stage"], host=given["host"], port=given["port"])  # told before an environment of some GB is built for it
         if api_key:
             os.environ["QRL_API_KEY"] = api_key  # not a parameter, which the store would keep
+        named = {"memory": "gpu-memory-utilization", "follow_s": "follow", "drain_s": "drain"}
         pipeline.hand_over(
-            folder, "serve", ctx.obj | {"stage": stage, "host": host, "port": str(port), "engine": engine}
+            folder, "serve", ctx.obj | {"engine": engine} | {named.get(key, key): str(value) for key, value in given.items() if value is not None}
         )
     else:
-        serve.serve(settings, stage, host=host, port=port, engine=engine, api_key=api_key)
+        serve.serve(settings, engine=engine, api_key=api_key, **given)
 
 
 @step("benchmark", "benchmark")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +38,13 @@ class Launcher:
         self.typed, self.run_id, self.steps = typed, run_id, steps
         self.results: list[tuple[str, Result]] = []  # what the study's description links
         self.seconds = 0.0  # in launched steps; the rest of the study's time is overhead
-        self._number = 0
+        self._numbers = itertools.count(1)
+
+    def typing(self, typed: dict[str, str]) -> Launcher:
+        """The same study's launcher of steps with other settings: it counts on, and adds to the same results."""
+        other = copy.copy(self)
+        other.typed = typed
+        return other
 
     def obtain(
         self,
@@ -44,6 +53,7 @@ class Launcher:
         wanted: dict[str, str],
         parameters: Callable[[list[str]], dict[str, str]],
         folder: Path = ROOT,
+        failed: Callable[[list[str], QrlError], None] | None = None,
     ) -> dict[str, Result]:
         """Results by label; what has no finished run is made by one launch of the step.
 
@@ -53,6 +63,8 @@ class Launcher:
             wanted: label → cache key.
             parameters: the labels still to make → the step's inputs, beside the recipe.
             folder: the project to run it in.
+            failed: takes the labels that a failing step left without a result, and its error, and the others are returned;
+                default: the error is raised.
 
         Raises:
             QrlError: the step failed, with its reason and its exit code.
@@ -61,8 +73,14 @@ class Launcher:
         missing = [label for label, run in found.items() if run is None]
         self._say(title, [label for label in wanted if label not in missing], missing)
         if missing:
-            self._launch(folder, step, parameters(missing))
+            error = self._try(folder, step, parameters(missing))
             found |= {label: reuse.find(step, wanted[label]) for label in missing}
+            lost = [label for label in missing if found[label] is None]
+            if error and (failed is None or len(lost) == len(wanted)):
+                raise error
+            if error:
+                failed(lost, error)
+                found = {label: run for label, run in found.items() if run is not None}
         results = {}
         for label, run in found.items():
             if run is None:
@@ -79,15 +97,21 @@ class Launcher:
         self._say(title, [], [step])
         self._launch(ROOT, step, parameters)
 
+    def _try(self, folder: Path, step: str, parameters: dict[str, str]) -> QrlError | None:
+        try:
+            self._launch(folder, step, parameters)
+        except QrlError as error:
+            return error
+        return None
+
     def _launch(self, folder: Path, step: str, parameters: dict[str, str]) -> None:
         began = time.monotonic()
         launch(folder, step, self.typed | parameters, parent=self.run_id, name=step)
         self.seconds += time.monotonic() - began
 
     def _say(self, title: str, reused: list[str], missing: list[str]) -> None:
-        self._number += 1
         notes = f" (reused: {', '.join(reused)})" if reused and missing else " (reused)" if reused else ""
-        click.secho(f"[{self._number}/{self.steps}] {title}{notes}", bold=True, err=True)
+        click.secho(f"[{next(self._numbers)}/{self.steps}] {title}{notes}", bold=True, err=True)
 
 
 def launch(
@@ -121,9 +145,10 @@ def launch(
     if manager == "local":  # a step runs `python`, which is this one only where its environment was activated
         os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     try:
-        mlflow.projects.run(
-            str(folder), entry_point=step, parameters=parameters, env_manager=manager, run_id=run_id
-        )
+        with overrides(folder):
+            mlflow.projects.run(
+                str(folder), entry_point=step, parameters=parameters, env_manager=manager, run_id=run_id
+            )
     except KeyboardInterrupt as stopped:
         if projects.mark_stopped(run_id, stopped) and not parent:
             return run_id  # a server that was told to stop has done its work, handed over or not
@@ -134,3 +159,17 @@ def launch(
         failed.told = bool(reason)
         raise failed from None
     return run_id
+
+
+@contextmanager
+def overrides(folder: Path) -> Iterator[None]:
+    """Tells uv what a project's environment replaces or leaves out, by its overrides.txt; a user's own UV_OVERRIDE goes first."""
+    file = folder / "overrides.txt"
+    if not file.is_file() or "UV_OVERRIDE" in os.environ:
+        yield
+        return
+    os.environ["UV_OVERRIDE"] = str(file.resolve())
+    try:
+        yield
+    finally:
+        del os.environ["UV_OVERRIDE"]

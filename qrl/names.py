@@ -41,6 +41,8 @@ TAG_REASON = "qrl.reason"
 TAG_EXIT_CODE = "qrl.exit_code"
 TAG_PID = "qrl.pid"  # host:pid:start of the process that owns the run, so that a dead one can be told
 
+TAG_SERVING = "qrl.serving"  # of a server that follows a stage: what it turned to last, `qrl-tiny@3`
+TAG_REFUSED = "qrl.follow.refused"  # why a version that the stage moved to did not take over
 TAG_STOPPED = "qrl.stopped"  # of a training that a watcher ended early: which one, at which step
 
 
@@ -71,6 +73,8 @@ SERVE_TOKENS_PER_S = "serve/tokens_per_s"
 SERVE_LATENCY_P50 = "serve/latency_p50_s"
 SERVE_LATENCY_P95 = "serve/latency_p95_s"
 SERVE_FIRST_TOKEN = "serve/first_token_s"
+SERVE_READY = "serve/ready_s"  # from the command's start to a server that answers; beside it serve/load_s, verify_s, added_s of the engine
+SERVE_VERSION, SERVE_REFUSED = "serve/version", "serve/refused_version"  # of a server that follows a stage, by move
 SECONDS = "step/seconds"  # logged by a step that ends well, and by no other
 
 # How a cell came to be, in its rows and its model's params: cells that differ in one of these are never subtracted.
@@ -90,6 +94,9 @@ QUESTIONS = "questions.parquet"
 GROUPS_MD = "groups.md"  # a cell's accuracy by subject and level
 RECEIPT = "receipt.json"  # what answered a cell: engine, version, kernels, digests
 RECIPE = "recipe.yaml"
+REPORT = "report.html"  # all of it as one page
+HISTORY = "history.parquet"  # a training's curves
+WEIGHTS, STORED, BEHAVIOUR = "weights.parquet", "schemes.parquet", "behaviour.parquet"  # what diagnose found
 FIGURES = "figures"
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from qrl import keys, names, process, source
-from qrl.errors import GateRefused
+from qrl.errors import GateRefused, QrlError
 from qrl.keys import ROOT
 from qrl.launch import Launcher, Result, launch
 from qrl.recipe import Recipe
@@ -29,13 +30,15 @@ def place(step: str, choice: str, device: str = "auto") -> Path | None:
         wanted = "awq"
     if step == "train" and choice == "vllm" and process.world_size() == 1:  # several processes were started where they are to run
         wanted = "vllm"
-    if (step == "serve" and choice in ("auto", "vllm")) or (step in ("evaluate", "benchmark") and choice == "vllm"):
+    here = os.environ.get(PLACE)
+    engines = here in ("vllm", "vllm_cpu")  # whoever sent us chose for this machine, and asking torch again would take seconds
+    if not engines and ((step == "serve" and choice in ("auto", "vllm")) or (step in ("evaluate", "benchmark") and choice == "vllm")):
         from qrl.engine import device as devices
 
         on_gpu = devices.choose(device) == "cuda"
         if on_gpu or choice == "vllm":
             wanted = "vllm" if on_gpu else "vllm_cpu"
-    return ROOT / "projects" / wanted if wanted and os.environ.get(PLACE) != wanted else None
+    return ROOT / "projects" / wanted if wanted and here != wanted else None
 
 
 def hand_over(folder: Path, step: str, parameters: dict[str, str]) -> None:
@@ -135,8 +138,8 @@ class Order:
                 cells[f"{variant}:{scheme}"] = (result.outputs.models["model"], result.outputs.values["digest"])
         return cells
 
-    def evaluate(self, models: Models) -> dict[str, Result]:
-        """The evaluation of every cell, by `variant:scheme`."""
+    def evaluate(self, models: Models, failed: Callable[[list[str], QrlError], None] | None = None) -> dict[str, Result]:
+        """The evaluation of every cell, by `variant:scheme`; `failed` as `Launcher.obtain` takes it."""
         wanted = {
             cell: keys.cell(self.recipe, *cell.split(":"), digest, self.device) for cell, (_, digest) in models.items()
         }
@@ -146,6 +149,7 @@ class Order:
             wanted,
             lambda missing: {"cells": ",".join(f"{cell}={models[cell][0]}" for cell in missing)},
             place("evaluate", self.recipe.evaluate.engine, self.device) or ROOT,
+            failed,
         )
 
     def diagnose(self, base: str, trained: tuple[str, str], models: Models) -> Result:

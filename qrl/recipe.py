@@ -34,6 +34,12 @@ def _each_once(named: tuple[str, ...], what: str) -> tuple[str, ...]:
     return named
 
 
+def _none_twice(named: tuple[str, ...], what: str) -> tuple[str, ...]:
+    if len(set(named)) < len(named):
+        raise ValueError(f"must name each {what} once")
+    return named
+
+
 class Train(_Section):
     """GRPO: how the policy is trained."""
 
@@ -79,6 +85,11 @@ class Train(_Section):
     def _once(cls, rewards: tuple[str, ...]) -> tuple[str, ...]:
         return _each_once(rewards, "reward")
 
+    @field_validator("lora_targets")
+    @classmethod
+    def _targets_once(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
+        return _none_twice(targets, "linear")
+
     @property
     def adapter(self) -> bool:
         """Whether a low-rank adapter is trained, over a base that stays as it is."""
@@ -115,6 +126,7 @@ class Rollout(_Section):
     engine: Literal["transformers", "vllm"] = Field("transformers", description="what samples; vllm needs a GPU and runs the step in projects/vllm")
     mode: Literal["colocate", "server"] = Field("colocate", description="vLLM in the training process, or a server on other GPUs")
     quantization: Literal["none", "fp8"] = Field("none", description="how vLLM stores its weights; quantized anew from bf16 at every step")
+    kv_cache: Literal["auto", "fp8"] = Field("auto", description="how vLLM stores keys and values; auto: as it computes, in bf16")
     gpu_memory_utilization: float = Field(0.3, gt=0, lt=1, description="share of the GPU's memory for a colocated engine, weights and KV cache")
     max_model_tokens: Count | None = Field(None, description="longest prompt and completion together; default: the checkpoint's")
     sleep: Literal["auto", "on", "off"] = Field("auto", description="give a colocated engine's memory back while training; auto: where memory asks for it")
@@ -130,13 +142,18 @@ class Rollout(_Section):
 class Watch(_Section):
     """What training warns of, and stops for if told to."""
 
-    stop: tuple[Literal["entropy", "signal", "kl", "truncation", "probe"], ...] = Field((), description="watchers that end training early, the weights so far kept; none named: all only warn")
+    stop: tuple[Literal["entropy", "signal", "kl", "truncation", "probe", "rollout"], ...] = Field((), description="watchers that end training early, the weights so far kept; none named: all only warn")
     window: Count = Field(5, description="optimizer steps in a row that a watcher looks at")
     min_entropy_share: Fraction = Field(0.1, description="entropy: least share of the first window's nats a token")
     max_kl: float = Field(0.5, gt=0, description="kl: most nats a token from the reference; needs train.beta above 0")
     max_truncation: Fraction = Field(0.5, description="truncation: largest share of completions cut at train.max_completion_tokens")
     probe_every: int = Field(0, ge=0, description="probe: optimizer steps between two looks at held-out accuracy; 0: none")
     probe_n: int = Field(128, ge=2, le=100_000, description="probe: questions of the training split that are neither prompts nor held out")
+
+    @field_validator("stop")
+    @classmethod
+    def _once(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        return _none_twice(stop, "watcher")
 
 
 class Merge(_Section):
@@ -320,6 +337,8 @@ def _set(document: dict, key: str, text: str) -> None:
         raise BadInput(f"'{section[0]}' is a section of the recipe, but its value is {document[section[0]]!r}: write its keys below it.")
     target = document[section[0]] if section else document
     target[name] = _parse(text, annotations[key][0])
+    if target[name] == () and isinstance(text, str) and text.strip():
+        raise BadInput(f"'{key}' is {text!r}, which names nothing: name something, separated by commas, or leave it out.")
 
 
 def _parse(text: str, annotation: Any) -> Any:

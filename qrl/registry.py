@@ -242,11 +242,18 @@ def folder(version: Version) -> Path:
 
 
 def verify(version: Version) -> Path:
-    """The version's checkpoint folder, after its gate and its digest were found to hold.
+    """The version's checkpoint folder, after its gate and its digest were found to hold; raises as `admit` and `whole` do."""
+    path = admit(version)
+    whole(version, path)
+    return path
+
+
+def admit(version: Version) -> Path:
+    """The version's checkpoint folder, after its gate was found to hold; its weights are not read.
 
     Raises:
         GateRefused: no gate let it in, or the gate judged other weights.
-        QrlError: the files are gone or are no longer those that were evaluated.
+        QrlError: the files are gone.
     """
     stages = [version.stage] if version.stage else names.STAGES
     gates = [gate for stage in stages if (gate := version.gate(stage))]
@@ -257,11 +264,22 @@ def verify(version: Version) -> Path:
         raise GateRefused(f"No gate let {version} in{why}: `python -m qrl promote --stage {stage}` decides on it.")
     if not any(gate.get("digest") == version.digest for gate in promoted):
         raise GateRefused(f"The gate of {version} judged other weights, digest {str(promoted[0].get('digest'))[:12]}: promote it again.")
-    path = folder(version)
+    return folder(version)
+
+
+def whole(version: Version, path: Path) -> None:
+    """Reads every file of a version.
+
+    Args:
+        version: whose digest they must have.
+        path: its folder, from `admit`.
+
+    Raises:
+        QrlError: the files are no longer those that were evaluated.
+    """
     found = checkpoint.digest(path)
     if found != version.digest:
         raise QrlError(f"The files of {version} have changed, their digest is {found[:12]} now: run the study again, which makes a new version of what was damaged.")
-    return path
 
 
 def _client() -> mlflow.MlflowClient:

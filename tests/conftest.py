@@ -1,8 +1,12 @@
 """What every test shares: no run of somebody else's in the environment, and a store of its own where it wants one."""
 
+import json
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,3 +62,25 @@ def tiny_checkpoint(tmp_path_factory) -> Path:
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(words), **shape, **heads, **ends)).to(torch.bfloat16)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def python_of(tmp_path_factory) -> Callable[[str], str]:
+    """The Python of an environment under projects/, by folder: what QRL_VLLM_PYTHON or QRL_AWQ_PYTHON names, or what MLflow builds where it is not there yet."""
+    from qrl import launch
+
+    def find(name: str) -> str:
+        if given := os.environ.get(f"QRL_{name.removesuffix('_cpu').upper()}_PYTHON"):
+            return given
+        project = Path(__file__).parents[1] / "projects" / name
+        asking = tmp_path_factory.mktemp(name)
+        shutil.copy(project / "conda.yaml", asking)  # MLflow names environments by these lines, so it is the project's own
+        command = """python -c 'import sys; open("python", "w").write(sys.executable)'"""
+        (asking / "MLproject").write_text(f"name: asking\nconda_env: conda.yaml\nentry_points:\n  main:\n    command: {json.dumps(command)}\n")
+        with launch.overrides(project):
+            run = [sys.executable, "-m", "mlflow", "run", str(asking), "--env-manager", "uv"]
+            done = subprocess.run(run, cwd=asking, env=os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{asking}/mlflow.db"}, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return (asking / "python").read_text()
+
+    return find

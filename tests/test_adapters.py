@@ -13,7 +13,7 @@ from qrl.errors import BadInput, QrlError
 from qrl.formats.header import Entry
 from qrl.recipe import Rollout, Train
 from qrl.tasks import prompt
-from qrl.train import arguments, grpo, merge, policy, reward
+from qrl.train import arguments, grpo, guard, merge, policy, reward
 
 QUESTIONS = tasks.load("arithmetic", "train", 16, 0)
 BATCH = {"steps": 2, "prompts_per_step": 4, "generations": 4, "micro_batch": 16, "max_completion_tokens": 32, "save_every": 1}
@@ -75,10 +75,46 @@ def test_a_base_that_moved_keeps_nothing(ran):
     try:
         weight.reshape(-1)[0] += 1
         with pytest.raises(QrlError, match="changed in memory"):
-            policy.check_unmoved(ran.before, ran.trainer.model)
+            policy.check_unmoved(ran.before, policy.frozen_digest(ran.trainer.model))
     finally:
         weight.reshape(-1)[0] = first
-    policy.check_unmoved(ran.before, ran.trainer.model)
+    policy.check_unmoved(ran.before, policy.frozen_digest(ran.trainer.model))
+
+
+def test_a_base_that_fsdp_lays_out_anew_is_guarded_by_its_values(ran, monkeypatch):
+    if ran.storage != "fp32":
+        pytest.skip("packed bases are refused under FSDP")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    model = ran.trainer.model
+    watching = guard.Guard(model, adapter=True)
+    state = {name: weight.detach().clone() for name, weight in model.named_parameters()}  # as its parts are gathered
+    watching.check({name: weight.to(torch.float64) for name, weight in state.items()})
+    next(value for name, value in state.items() if "lora_B" in name).add_(1)
+    watching.check(state)
+    next(value for name, value in state.items() if "base_layer" in name).reshape(-1)[0] += 1
+    with pytest.raises(QrlError, match="changed in memory"):
+        watching.check(state)
+    monkeypatch.setenv("RANK", "1")
+    guard.Guard(model, adapter=True).check(None)  # the others have nothing to hash
+
+
+def test_processes_of_fsdp_share_what_a_reference_takes(monkeypatch):
+    settings, here = Train(beta=0.1), policy._memory_bytes("cpu")
+    entry = Entry("model.safetensors", "BF16", (1, here // 15), here // 15 * 2, start=0)  # 20 bytes each: a third too much
+    with pytest.raises(BadInput, match="second copy"):
+        policy.check_reference(settings, {"w.weight": entry}, "cpu")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    policy.check_reference(settings, {"w.weight": entry}, "cpu")
+
+
+def test_a_packed_base_is_refused_under_fsdp(monkeypatch):
+    policy.check(Train(method="qlora"), TENSORS)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    policy.check(Train(method="lora"), TENSORS)
+    for settings in (Train(method="qlora"), Train(method="lora", base_storage="int8")):
+        with pytest.raises(BadInput, match=r"codes, which FSDP cannot shard: .*train\.base_storage=bf16"):
+            policy.check(settings, TENSORS)
 
 
 def test_the_reference_is_the_base_with_the_adapter_off_and_no_second_copy(ran):

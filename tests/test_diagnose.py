@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from qrl import checkpoint
 from qrl.diagnose import movement as moving
 from qrl.diagnose import rank, schemes, sweep, weights
-from qrl.errors import BadInput, QrlError
+from qrl.errors import BadInput
 from qrl.formats import rtn
 
 
@@ -100,6 +100,15 @@ def test_a_sharded_checkpoint_in_any_dtype_gives_the_references_numbers(tmp_path
         row = found.loc[table if "embed" in name else name]
         for key, value in by_definition(tensor.double().numpy()).items():
             assert row[key] == pytest.approx(value, rel=1e-6, abs=1e-12), (name, key)
+        sizes = np.sort(np.abs(tensor.double().numpy()), axis=None)
+        for key, share in (("abs_q99", 0.99), ("abs_q999", 0.999), ("abs_q9999", 0.9999)):
+            exact = sizes[int(np.ceil(share * sizes.size)) - 1]
+            assert exact * (1 - (dtype == torch.float32) / 256) <= row[key] <= exact, (name, key)
+    alike = found["numel"] / found["numel"].sum()
+    total = weights.summary(found)
+    assert total["w4_snr_db"] == pytest.approx(found["w4_snr_db"].sum() / 3)
+    for key, column in (("outlier_frac", "abs_outlier_frac"), ("channel_outlier_frac",) * 2, ("kurtosis",) * 2, ("w4_relative_mse",) * 2):
+        assert total[key] == pytest.approx((found[column] * alike).sum(), rel=1e-12)
 
 
 def test_threads_change_nothing(tiny_checkpoint, frame):
@@ -155,16 +164,6 @@ def test_progress_is_told_of_every_matrix(tiny_checkpoint):
     assert sum(told) == weights.count(tiny_checkpoint)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_broken_weights_are_named_and_counted(tiny_checkpoint, tmp_path, value):
-    def spoil(tensors):
-        tensors["model.layers.0.mlp.up_proj.weight"][0, :3] = value
-
-    broken = change(tiny_checkpoint, tmp_path / "broken", spoil)
-    with pytest.raises(QrlError, match=r"layers\.0\.mlp\.up_proj\.weight of .* holds 3 values"):
-        weights.measure(broken, "base")
-
-
 def test_nothing_moves_between_a_checkpoint_and_itself(tiny_checkpoint):
     moved = moving.movement(tiny_checkpoint, tiny_checkpoint)
     assert (moved[["relative_change", "code_flip_rate", "effective_rank"]] == 0).all().all()
@@ -194,15 +193,6 @@ def test_scaling_all_weights_moves_them_but_flips_no_code(tiny_checkpoint, tmp_p
     moved = moving.movement(tiny_checkpoint, change(tiny_checkpoint, tmp_path / "doubled", double))
     assert np.allclose(moved["relative_change"], 1)
     assert moving.totals(moved)["code_flip_rate"] == 0
-
-
-def test_two_architectures_are_refused_with_their_difference(tiny_checkpoint, tmp_path):
-    def shrink(tensors):
-        tensors["model.norm.weight"] = tensors["model.norm.weight"][:100].clone()
-
-    other = change(tiny_checkpoint, tmp_path / "other", shrink)
-    with pytest.raises(BadInput, match=r"model\.norm\.weight \(256 and 100\) differ"):
-        moving.movement(tiny_checkpoint, other)
 
 
 def test_movement_follows_its_definitions(tiny_checkpoint, tmp_path):

@@ -1,10 +1,9 @@
-"""vLLM as the engine of evaluation. Its environment is not the core's: real answers are asked for where QRL_VLLM_PYTHON names one.
+"""vLLM as the engine of evaluation. Its environment is not the core's: real answers come from the one of projects/vllm_cpu.
 
-    QRL_VLLM_PYTHON=…/bin/python pytest tests/test_engine_vllm.py
+    QRL_VLLM_PYTHON=…/bin/python pytest tests/test_engine_vllm.py    # one that is there already
 """
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from qrl.evaluate import cells
 from qrl.tasks import load
 
 ROOT = Path(__file__).parents[1]
-PYTHON = os.environ.get("QRL_VLLM_PYTHON")
 ASK = {"task": "arithmetic", "template": "answer-line", "device": "cpu", "max_new_tokens": 128, "batch_size": 32}
 N = 96
 PROGRAM = """
@@ -50,14 +48,12 @@ def test_a_step_runs_where_its_engine_or_scheme_is(step, choice, folder, monkeyp
 
 
 @pytest.fixture(scope="module")
-def answered(tmp_path_factory):
-    """What vLLM answers, twice, in its own Python."""
-    if not PYTHON:
-        pytest.skip("QRL_VLLM_PYTHON names no environment of projects/vllm_cpu")
+def answered(tmp_path_factory, python_of):
+    """What vLLM answers in its own Python."""
 
     def ask(**given) -> tuple[pd.DataFrame, dict]:
         out = tmp_path_factory.mktemp("vllm")
-        words = [PYTHON, "-c", PROGRAM, str(out), str(tiny.PATH), json.dumps(ASK | {"n": N, "dtype": "fp32"} | given)]
+        words = [python_of("vllm_cpu"), "-c", PROGRAM, str(out), str(tiny.PATH), json.dumps(ASK | {"n": N, "dtype": "fp32"} | given)]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]
         return pd.read_parquet(out / "rows.parquet"), json.loads((out / "receipt.json").read_text())
@@ -65,6 +61,7 @@ def answered(tmp_path_factory):
     return ask
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_transformers_on_nearly_all_questions(answered):
     rows, receipt = answered()
     ours = cells.ask(cells.Cell("base", "fp16", tiny.PATH), load("arithmetic", "heldout", N, 0), dtype="fp32", **ASK)

@@ -1,12 +1,18 @@
 """Figures: whole PNGs, titles that state what the numbers say, nothing left behind."""
 
+import base64
+import gzip
+import json
+
 import matplotlib.image
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 
 from qrl import compare, figures, plan
 from qrl.figures import canvas, comparison, heatmaps, rewards
+from qrl.figures import said as of_behaviour
 from qrl.figures import weights as of_weights
 
 COUNTS = {"n": 1000, "base": {"fp16": 680, "nf4": 650, "awq": 580}, "grpo": {"fp16": 820, "nf4": 780, "awq": 600}}
@@ -65,16 +71,68 @@ def test_maps_say_what_they_show():
     assert table.loc["up_proj", 3] == pytest.approx(0.018)
 
 
+def said(layers=4):
+    """As `diagnose` measures what models say, with known numbers."""
+    sizes = {"n": 200, "positions": 18000, "top1_agreement": 0.97, "top1_agreement_stderr": 0.001}
+    rows = [{"variant": variant, "scheme": scheme, "layer": -1, "kl": kl, "kl_stderr": kl / 10} for variant in ("base", "grpo") for scheme, kl in (("nf4", 5e-4), ("awq", 7e-4))]
+    rows += [{"variant": variant, "scheme": "w4", "layer": layer, "kl": 1e-4 * (layer + 1), "kl_stderr": 2e-4} for variant in ("base", "grpo") for layer in range(layers)]
+    return pd.DataFrame([row | sizes for row in rows])
+
+
+def unpacked(path):
+    """A page's figures by name, its text, and the library that lies in it."""
+    text = path.read_text()
+    drawn = json.loads(text.partition('type="application/json">')[2].partition("</script>")[0])
+    packed = text.partition('type="text/plain">')[2].partition("</script>")[0]
+    return drawn, text.replace(packed, ""), gzip.decompress(base64.b64decode(packed)).decode()
+
+
 def test_the_page_needs_nothing_else_and_holds_the_numbers(tmp_path):
-    figures.page(measured(), stored(), tmp_path / "weights.html")
-    text = (tmp_path / "weights.html").read_text()
-    script = text.partition("<script>")[2].partition("</script>")[0]
-    drawn = text.replace(script, "")
-    assert len(script) > 1e6 and "Plotly" in script
-    assert "<script src=" not in text and "<link" not in drawn
-    assert drawn.count("Plotly.newPlot") == 4 + 1 + 1 + 6
-    assert "model.layers.2.mlp.up_proj.weight" in drawn and "nf4: codes that flipped" in drawn
+    figures.weights_page(measured(), stored(), pd.DataFrame(), tmp_path / "weights.html")
+    drawn, text, library = unpacked(tmp_path / "weights.html")
+    assert len(library) > 1e6 and "newPlot" in library
+    assert "src=" not in text and "<link" not in text and "http" not in text
+    assert len(drawn) == 4 + 1 + 1 + 6 and all(f'<div id="{name}"' in text for name in drawn)
+    titles = [figure["title"] for figure in drawn.values()]
+    assert "nf4: codes that flipped, %" in titles
+    assert "model.layers.2.mlp.up_proj.weight" in drawn["figure4"]["data"][0]["text"]
     assert [path.name for path in tmp_path.iterdir()] == ["weights.html"]
+
+
+def test_the_report_of_a_study_holds_all_of_it(tmp_path):
+    found = compare.from_counts(COUNTS | {"my own": COUNTS["grpo"]})
+    compare.write(found, tmp_path)
+    table = json.loads((tmp_path / "table.json").read_text())
+    history = pd.DataFrame({"step": range(1, 17), "reward": np.linspace(0.5, 0.9, 16), "entropy": 0.5, "kl": np.nan})
+    figures.report(table, found.sentence(), history, measured(), stored(), said(), tmp_path / "report.html")
+    drawn, text, _ = unpacked(tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size < 2.5e6
+    for part in ("Did the gain survive?", "Training", "What training moved", "What the schemes store", "What the models say"):
+        assert f">{part}</h2>" in text
+    assert len(drawn) == 2 + 2 + 5 + 7 + 4
+    cell = table["nf4"]["cells"]["grpo"]
+    dots = next(each for each in drawn["figure0"]["data"] if each["name"] == "grpo")
+    assert dots["y"][dots["x"].index("nf4")] == cell["accuracy"]
+    assert dots["error_y"]["array"][dots["x"].index("nf4")] == pytest.approx(cell["high"] - cell["accuracy"])
+    survival = table["awq"]["gain_survival"]
+    row = next(each for each in drawn["figure1"]["data"] if each["y"] == ["grpo · awq"])
+    assert row["x"] == [survival["estimate"]] and "lost, −0.120 [" in row["text"][0]
+    assert drawn["figure1"]["layout"]["shapes"][-1]["x0"] == -table["awq"]["others"]["my own"]["margin"]
+    figures.report({"fp16": table["fp16"]}, "none", None, measured(), pd.DataFrame(), pd.DataFrame(), tmp_path / "small.html")
+    assert len(unpacked(tmp_path / "small.html")[0]) == 1 + 5
+
+
+def test_what_models_say_is_drawn_with_its_intervals(tmp_path):
+    figures.behaviour(said(), tmp_path / "behaviour.png")
+    figures.behaviour(said(28).query("layer >= 0"), tmp_path / "layers.png")
+    figures.behaviour(said(0), tmp_path / "schemes.png")
+    assert all(is_picture(tmp_path / f"{name}.png") for name in ("behaviour", "layers", "schemes"))
+    reach = scipy.stats.t.ppf(0.975, 199) * 7e-5
+    value, low, high = of_behaviour.interval(next(said().query("scheme == 'awq'").itertuples()), "kl")
+    assert (value, low, high) == (7e-4, pytest.approx(7e-4 - reach), pytest.approx(7e-4 + reach))
+    assert of_behaviour.interval(next(said().query("layer == 0").itertuples()), "kl")[1] == 0
+    title = of_behaviour.behaviour_found(said())
+    assert title == "Farthest from full precision: base under awq, KL 0.0007 [0.00056, 0.00084] nats a token; rounding layer 3 alone does most"
 
 
 def test_a_comparison_is_drawn(tmp_path):
@@ -118,6 +176,19 @@ def test_training_is_drawn_with_whatever_was_logged(tmp_path, steps):
     assert is_picture(tmp_path / "training.png")
 
 
+def test_probes_are_drawn_over_steps_with_their_intervals(tmp_path, monkeypatch):
+    drawn, finish = [], rewards.finish
+    monkeypatch.setattr(rewards, "finish", lambda figure, *rest: (finish(figure, *rest), drawn.append(figure)))
+    history = pd.DataFrame({"step": range(1, 21), "reward": np.linspace(0.6, 0.7, 20)})
+    probes = pd.DataFrame({"step": [0, 10, 20], "accuracy": [0.5, 0.6, 0.7], "low": [0.4, 0.5, 0.6], "high": [0.6, 0.7, 0.8], "n": 96})
+    figures.training(history, tmp_path / "with.png", probes=probes)
+    figures.training(history, tmp_path / "without.png", probes=probes.head(0))
+    titles = [[axes.get_title(loc="left") for axes in figure.axes] for figure in drawn]
+    assert titles == [["mean reward (share right)", "held-out accuracy (n = 96 probe questions; bars: 95 %)"], ["mean reward (share right)"]]
+    points, (caps, bars) = drawn[0].axes[1].containers[0][0], drawn[0].axes[1].containers[0][1:]
+    assert points.get_ydata().tolist() == [0.5, 0.6, 0.7] and len(caps) == 2 and len(bars[0].get_segments()) == 3
+
+
 def test_training_without_rewards_is_refused(tmp_path):
     with pytest.raises(ValueError, match="'reward' with values"):
         figures.training(pd.DataFrame({"step": [1], "loss": [0.1]}), tmp_path / "training.png")
@@ -145,10 +216,10 @@ def test_titles_say_what_the_numbers_say():
     assert "2 % less than before" in of_weights._error_found(weights(0.98), ["base", "grpo"])
     assert "as much as before" in of_weights._error_found(weights(1.0001), ["base", "grpo"])
     few = pd.DataFrame({"step": [1, 2, 3], "reward": [0.8, 0.45, 0.81]})
-    assert rewards._reward_found(few) == "Training reward over 3 steps: too few to say whether it moved"
+    assert rewards.reward_found(few) == "Training reward over 3 steps: too few to say whether it moved"
     noise = np.tile([0.4, 0.6], 8)
     for shift, verb in ((0.5, "rises: +0.500 [+0.3"), (-0.5, "falls: −0.500 [−0.6"), (0.0, "is not shown to move: 0.000 [−0.1")):
         moved = pd.DataFrame({"step": range(1, 17), "reward": noise + shift * np.repeat([0, 1], 8)})
-        assert rewards._reward_found(moved).startswith(f"Training reward {verb}")
+        assert rewards.reward_found(moved).startswith(f"Training reward {verb}")
     level = pd.DataFrame({"step": range(1, 17), "reward": 0.5})
-    assert "is not shown to move" in rewards._reward_found(level)
+    assert "is not shown to move" in rewards.reward_found(level)

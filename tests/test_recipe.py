@@ -59,6 +59,10 @@ def test_seed_000s_recipe_is_its_run():
         ("watch.max_kl", "nan", "must be a finite number"),
         ("quantize.calibration_samples", "999999999", "less than or equal to 100000"),
         ("benchmark.batches", "1,1", "is '1,1', but must name at least one batch"),
+        ("train.lora_targets", " ,", "which names nothing"),
+        ("train.lora_targets", "q_proj,v_proj,q_proj", "must name each linear once"),
+        ("watch.stop", "kl,kl", "must name each watcher once"),
+        ("rollout.kv_cache", "int8", "'auto' or 'fp8'"),
         ("nonsense", "1", "not a key"),
     ],
 )

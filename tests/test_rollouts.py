@@ -171,14 +171,6 @@ def test_k1_and_k3_estimate_the_divergence_that_they_are_named_after():
     assert found.kl_k1 == pytest.approx(wanted, rel=0.05) and found.kl_k3 == pytest.approx(wanted, rel=0.05)
 
 
-def test_a_gap_beyond_the_recipes_limits_is_told():
-    fine = engine_gap.Gap(kl_k1=0.001, kl_k3=0.001, token_ess=0.99, sequence_ess=0.5)
-    assert not rollouts.warn(fine, Rollout())
-    for wide in (engine_gap.Gap(0.1, 0.1, 0.99, 0.5), engine_gap.Gap(0.001, 0.001, 0.5, 0.5)):
-        with pytest.warns(UserWarning, match=r"rollout\.max_kl 0\.01.*rollout\.min_effective_sample_size 0\.9"):
-            assert rollouts.warn(wide, Rollout())
-
-
 def test_an_engine_sleeps_where_memory_asks_for_it():
     gib = 2**30
     assert not generation.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 140 * gib)  # full, 1.5 B, one H200
@@ -194,14 +186,13 @@ VLLM = Rollout(engine="vllm")
 
 def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeypatch):
     rollouts.check(Rollout(), "cpu", Train())
-    with pytest.raises(BadInput, match=r"rollout\.quantization = fp8 needs an engine"):
-        rollouts.check(Rollout(quantization="fp8"), "cuda", Train())
-    with pytest.raises(BadInput, match=r"rollout\.mode = server needs an engine"):
-        rollouts.check(Rollout(mode="server"), "cuda", Train())
     with pytest.raises(BadInput, match="samples on a GPU"):
         rollouts.check(VLLM, "cpu", Train())
-    with pytest.raises(BadInput, match="sample from other weights than the loss sees"):
-        rollouts.check(VLLM, "cuda", Train(qat="int4"))
+    with pytest.raises(BadInput, match="nvfp4-a4 quantizes activations too, which vLLM's forward would not"):
+        rollouts.check(VLLM, "cuda", Train(qat="nvfp4-a4"))
+    with pytest.raises(BadInput, match=r"rounds what train\.qat = int4 rounded already"):
+        rollouts.check(Rollout(engine="vllm", quantization="fp8"), "cuda", Train(qat="int4"))
+    rollouts.check(VLLM, "cuda", Train(qat="int4"))
     with pytest.raises(BadInput, match="No rollout server answers"):
         rollouts.check(Rollout(engine="vllm", mode="server", server="http://127.0.0.1:9"), "cuda", Train())
     with pytest.raises(BadInput, match="No rollout server answers"):
@@ -212,15 +203,52 @@ def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeyp
     rollouts.check(VLLM, "cuda", Train())
 
 
+UNHEEDED = {
+    "FP8 without an engine": (Rollout(quantization="fp8"), r"rollout\.quantization = fp8 means nothing where rollout\.engine = transformers"),
+    "a server without an engine": (Rollout(mode="server"), r"rollout\.mode = server means nothing .* set rollout\.engine = vllm"),
+    "a correction of nothing": (Rollout(importance_sampling="sequence_mask"), r"rollout\.importance_sampling = sequence_mask means nothing"),
+    "an address, colocated": (Rollout(engine="vllm", server="http://a:1"), r"rollout\.server = http://a:1 .* rollout\.mode = colocate"),
+    "memory of a server": (Rollout(engine="vllm", mode="server", sleep="on"), r"rollout\.sleep = on .* rollout\.mode = server"),
+    "a limit of what is not measured": (Rollout(engine="vllm", importance_sampling="none", max_kl=1), r"rollout\.max_kl = 1.* rollout\.importance_sampling = none"),
+}
+
+
+@pytest.mark.parametrize("name", UNHEEDED)
+def test_a_setting_that_nothing_would_heed_is_refused(name):
+    settings, sentence = UNHEEDED[name]
+    with pytest.raises(BadInput, match=sentence):
+        rollouts.check(settings, "cuda", Train())
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_no_shipped_recipe_sets_what_nothing_heeds(name):
+    rollouts.check_heeded(recipe.load(name).rollout)
+
+
+def test_a_server_that_stores_otherwise_than_the_recipe_says_is_refused():
+    plain = {"model_config": {"quantization": None}, "cache_config": {"cache_dtype": "auto"}}
+    narrow = {"model_config": {"quantization": "fp8_per_tensor"}, "cache_config": {"cache_dtype": "fp8"}}
+    generation.check_server(plain, Rollout())
+    generation.check_server(narrow, Rollout(quantization="fp8", kv_cache="fp8"))
+    with pytest.raises(BadInput, match="start it with --quantization fp8_per_tensor"):
+        generation.check_server(plain, Rollout(quantization="fp8"))
+    with pytest.raises(BadInput, match=r"keys and values as auto, but rollout\.kv_cache = fp8: start it with --kv-cache-dtype fp8"):
+        generation.check_server(plain, Rollout(kv_cache="fp8"))
+    with pytest.raises(BadInput, match=r"keys and values as fp8.* without --kv-cache-dtype"):
+        generation.check_server(narrow, Rollout(quantization="fp8"))
+
+
+@pytest.mark.parametrize("key", ["quantization", "kv_cache"])
 @pytest.mark.parametrize(
     ("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)]
 )
-def test_fp8_is_refused_on_gpus_without_it(capability, refused):
+def test_fp8_is_refused_on_gpus_without_it(key, capability, refused):
+    asked = Rollout(engine="vllm", **{key: "fp8"})
     if refused:
-        with pytest.raises(BadInput, match=r"compute capability 8\.9"):
-            rollouts.check_fp8(capability, "a GPU")
+        with pytest.raises(BadInput, match=rf"rollout\.{key} = fp8 needs a GPU of compute capability 8\.9"):
+            rollouts.check_fp8(asked, capability, "a GPU")
     else:
-        rollouts.check_fp8(capability, "a GPU")
+        rollouts.check_fp8(asked, capability, "a GPU")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")

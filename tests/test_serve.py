@@ -16,7 +16,7 @@ import pytest
 
 from qrl import checkpoint, registry, tiny
 from qrl.errors import BadInput, QrlError
-from qrl.serve import engines, server
+from qrl.serve import engines, process, server
 from qrl.tracking import models, runs
 
 ROOT = Path(__file__).parents[1]
@@ -25,11 +25,12 @@ QUESTION = "Tom has 3 apples and buys 12 more. How many apples does Tom have?"
 PROGRAM = """
 import signal, sys
 from pathlib import Path
-from qrl.serve import server
+from qrl.serve import process, server
 def stop(*_):
     raise KeyboardInterrupt
 signal.signal(signal.SIGTERM, stop)
-server.run(Path(sys.argv[1]), name="qrl-tiny", version=3, port=int(sys.argv[2]), on_ready=lambda url: print(url, flush=True))
+with process.Engine("transformers") as child:
+    server.run(child, process.Load("qrl-tiny", 3, Path(sys.argv[1])), "127.0.0.1", int(sys.argv[2]), on_ready=lambda url: print(url, flush=True))
 print("stopped", flush=True)
 """
 # Hands the serve step over to another environment, as the command line does: here, to this one under a project of its own.
@@ -51,6 +52,12 @@ def start(path: Path, port: int, log: Path) -> subprocess.Popen:
     command = [sys.executable, "-c", PROGRAM, str(path), str(port)]
     with log.open("w") as stderr:
         return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
+
+
+def serve(path: Path, port: int, verify=lambda: None, **given) -> None:
+    """Serves in this very process, until the engine ends."""
+    with process.Engine("transformers") as child:
+        server.run(child, process.Load("qrl-tiny", 3, path, verify), "127.0.0.1", port, on_ready=given.pop("on_ready", print), **given)
 
 
 def engine_of(process: subprocess.Popen) -> int:
@@ -139,7 +146,7 @@ def test_a_port_in_use_is_told_before_anything_starts(served):
     port = int(served[0].split(":")[2].split("/")[0])
     began = time.monotonic()
     with pytest.raises(BadInput, match=f"127.0.0.1:{port}"):
-        server.run(tiny.PATH, name="qrl-tiny", version=3, port=port, on_ready=print)
+        serve(tiny.PATH, port)
     assert time.monotonic() - began < 1
 
 
@@ -163,14 +170,46 @@ def test_an_engine_outlives_neither_a_kill_nor_an_interrupted_load(tmp_path, sen
     until(lambda: not alive(engine))
 
 
-def test_an_engine_that_dies_tells_its_last_words(tmp_path):
+def test_an_engine_that_dies_says_why_in_a_sentence(tmp_path, capfd):
     broken = tmp_path / "model"
     shutil.copytree(tiny.PATH, broken)
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"]}))
-    with pytest.raises(QrlError, match=r"(?s)died while loading.*NoSuchModel") as told:
-        server.run(broken, name="qrl-tiny", version=3, port=free_port(), on_ready=print)
-    assert told.value.exit_code == 1
+    with pytest.raises(QrlError, match=r"died while loading the model \(exit code 1\): \w+Error: .*NoSuchModel") as told:
+        serve(broken, free_port())
+    assert told.value.exit_code == 1 and len(str(told.value).splitlines()) == 1
+    assert "has no attribute NoSuchModel\n" in capfd.readouterr().err  # the log's end is there for who wants it
+
+
+def test_the_files_are_read_while_the_engine_loads_and_nothing_answers_before_both_are_done():
+    port, seen = free_port(), []
+
+    def slow() -> None:
+        until(lambda: answers(port), 60)
+        time.sleep(1)  # the engine answers by itself, but what it serves is not verified yet
+        seen.append("verified")
+
+    def ready(_address: str) -> None:
+        seen.append("ready")
+        raise KeyboardInterrupt
+
+    serve(tiny.PATH, port, slow, on_ready=ready)
+    assert seen == ["verified", "ready"]
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_files_that_are_not_the_evaluated_ones_end_the_load_at_once():
+    def refuse() -> None:
+        raise QrlError("The files have changed.")
+
+    began, port = time.monotonic(), free_port()
+    with pytest.raises(QrlError, match="have changed"):
+        serve(tiny.PATH, port, refuse)
+    assert time.monotonic() - began < 6 and not answers(port)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +233,8 @@ def test_only_formats_that_unpack_to_bf16_leave_the_dtype_of_evaluation_on_a_cpu
     def chosen(config: dict, device: str, dtype: str) -> str:
         (tmp_path / "config.json").write_text(json.dumps(config))
         scratch = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        command = engines.prepare("transformers", tmp_path, "m@1", "h", 1, device, dtype, scratch).command
-        return command[command.index("--dtype") + 1]
+        words = engines.arguments("transformers", tmp_path, ["m@1"], ("h", 1), device, dtype, scratch)
+        return words[words.index("--dtype") + 1]
 
     quantized = {"quantization_config": {"quant_method": "bitsandbytes"}}
     assert chosen({}, "cpu", "auto") == "float32"
@@ -247,29 +286,35 @@ def test_a_server_in_another_environment_is_stopped_as_one_in_this(registered, t
     assert "qrl.reason" not in run.data.tags
 
 
-def test_what_cannot_be_served_is_told_before_an_environment_is_built(registered):
+def test_what_cannot_be_served_is_told_in_a_sentence_and_never_answers(registered):
+    """Without a version, or a gate's consent: before an environment is built. With other weights: while the engine loads, before it answers."""
+    import mlflow
+
+    registry.refuse("qrl-tiny", "grpo", registered.version, record={"why": "it gained nothing"})
     before = newest_run().info.run_id
     weights = registry.folder(registered) / "model.safetensors"
     kept = weights.read_bytes()
     weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
-    for stage, code, sentence in (("awq", 2, "has no version yet"), ("base", 1, "have changed")):
-        command = [sys.executable, "-m", "qrl", "serve", "--stage", stage, "--engine", "vllm"]
+    mlflow.MlflowClient().set_registered_model_alias("qrl-tiny", "grpo", "1")  # by hand, past the gate
+    refused = ("grpo", "vllm", 3, "No gate let")
+    for stage, engine, code, sentence in (("awq", "vllm", 2, "has no version yet"), refused, ("base", "transformers", 1, "have changed")):
+        command = [sys.executable, "-m", "qrl", "serve", "--stage", stage, "--engine", engine, "--port", str(free_port())]
         done = subprocess.run(
             command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
         )
         assert (done.returncode, done.stdout) == (code, "")
-        assert sentence in done.stderr and len(done.stderr.splitlines()) == 1
-    assert newest_run().info.run_id == before
+        told = [line for line in done.stderr.splitlines() if line.startswith("qrl: ")]
+        assert len(told) == 1 and sentence in told[0] and "Traceback" not in done.stderr
+    run = newest_run()
+    assert run.info.run_id != before and (run.info.status, run.data.tags["qrl.reason"]) == ("FAILED", told[0].removeprefix("qrl: "))
 
 
-def test_a_key_goes_by_the_environment_and_never_unguarded(monkeypatch, tmp_path):
+def test_a_key_goes_by_the_environment_and_never_unguarded(tmp_path):
     with pytest.raises(BadInput, match="knows no API key"):
-        server.run(tiny.PATH, name="qrl-tiny", version=3, port=free_port(), on_ready=print, api_key="s3cret")
-    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: name)
-    start = engines.prepare("vllm", tiny.PATH, "qrl-tiny@3", "h", 1, "cpu", "auto", tmp_path, "s3cret")
-    assert start.environment["VLLM_API_KEY"] == "s3cret" and not any("s3cret" in word for word in start.command)
+        process.Engine("transformers", "s3cret")
+    assert engines.environment("vllm", tmp_path, "s3cret")["VLLM_API_KEY"] == "s3cret"
 
 
 def test_vllm_that_is_not_installed_is_told_in_a_sentence():
     with pytest.raises(BadInput, match="vLLM is not installed"):
-        server.run(tiny.PATH, name="qrl-tiny", version=3, engine="vllm", port=free_port(), on_ready=print)
+        process.Engine("vllm")

@@ -13,7 +13,7 @@ from qrl.evaluate import cells
 from qrl.quantize import calibration, staging
 from qrl.recipe import Train
 from qrl.tasks import prompt
-from qrl.train import arguments, grpo, merge, policy, resume, reward
+from qrl.train import arguments, grpo, merge, policy, resume, reward, save
 
 QUESTIONS = tasks.load("arithmetic", "train", 32, 0)
 FAST = Train(steps=2, prompts_per_step=4, generations=4, micro_batch=16, max_completion_tokens=48, save_every=1)
@@ -104,6 +104,14 @@ def test_training_leaves_a_checkpoint_in_the_bases_dtype_with_its_tokenizer(trai
     assert found.dtype == checkpoint.check(tiny.PATH).dtype and found.quantization is None
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (done.path / name).read_bytes() == (tiny.PATH / name).read_bytes()
+
+
+def test_weights_gathered_from_several_processes_are_written_as_those_of_one(tmp_path):
+    model = policy.load(tiny.PATH, Train(), "cpu")
+    gathered = {name: weight.clone() for name, weight in model.state_dict().items()}
+    save.write(model, tiny.PATH, tmp_path / "gathered", dtype="bfloat16", state=gathered)
+    save.write(model, tiny.PATH, tmp_path / "whole", dtype="bfloat16")
+    assert checkpoint.digest(tmp_path / "gathered") == checkpoint.digest(tmp_path / "whole")
 
 
 def test_metrics_come_live_step_by_step(trained):

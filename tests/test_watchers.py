@@ -6,7 +6,7 @@ import pytest
 
 from qrl import checkpoint, recipe, tasks, tiny
 from qrl.errors import BadInput
-from qrl.recipe import Train, Watch
+from qrl.recipe import Rollout, Train, Watch
 from qrl.steps import inputs
 from qrl.train import grpo, watchers
 
@@ -43,7 +43,23 @@ def test_a_stop_for_what_is_never_measured_is_refused():
         grpo.check(base, plain, 16, "cpu", Watch(stop=("kl",)))
     with pytest.raises(BadInput, match=r"watch\.stop = probe .*watch\.probe_every"):
         grpo.check(base, plain, 16, "cpu", Watch(stop=("probe",)))
+    for unmeasured in (Rollout(), Rollout(engine="vllm", importance_sampling="none")):
+        with pytest.raises(BadInput, match=r"watch\.stop = rollout needs an engine whose gap"):
+            grpo.check(base, plain, 16, "cpu", Watch(stop=("rollout",)), unmeasured)
+    grpo.check(base, plain, 16, "cpu", Watch(stop=("rollout",)), Rollout(engine="vllm"))
     grpo.check(base, plain.model_copy(update={"beta": 0.1}), 16, "cpu", Watch(stop=("kl", "probe"), probe_every=2))
+
+
+def test_an_engine_further_away_than_the_recipe_allows_is_told_at_its_first_step():
+    near = HEALTHY | {"rollout/kl_k3": 0.001, "rollout/token_ess": 0.99}
+    for wide in ({"rollout/kl_k3": 0.1}, {"rollout/token_ess": 0.5}):
+        _, (alarm,) = seen([near, near | wide, near | wide])
+        assert (alarm.watcher, alarm.step) == ("rollout", 2)
+        assert re.search(r"rollout\.max_kl 0\.01.*rollout\.min_effective_sample_size 0\.9", alarm.sentence)
+    assert seen([near] * 4)[1] == [] and seen([HEALTHY | {"rollout/completions_per_s": 9.0}] * 4)[1] == []  # a gap that is not measured
+    fp8 = watchers.Watchers(Watch(stop=("rollout",)), Rollout(engine="vllm", quantization="fp8", max_kl=1))
+    (alarm,) = fp8.see(near | {"step": 1, "rollout/kl_k3": 2.0})
+    assert "leave rollout.quantization = fp8 out" in alarm.sentence and fp8.stop([alarm]) is alarm
 
 
 def test_without_a_reference_or_completions_nothing_is_said_of_them():
@@ -88,6 +104,9 @@ def test_a_training_that_learns_nothing_is_warned_of_and_stopped_with_the_weight
     assert done.stopped.watcher == "signal" and done.stopped.step == 2 and done.history["step"].tolist() == [1, 2]
     assert [step for step, metrics in logged if "probe/accuracy" in metrics] == [0, 1, 2]
     assert [step for step, metrics in logged if metrics.get("watch/signal") == 1] == [2]
+    curve = done.probes
+    assert curve["step"].tolist() == [0, 1, 2] and set(curve["n"]) == {8}
+    assert (curve["low"] <= curve["accuracy"]).all() and (curve["accuracy"] <= curve["high"]).all() and (curve["low"] < curve["high"]).all()
     plain = train(tmp_path / "plain", CUT.model_copy(update={"steps": 2}))
     assert checkpoint.digest(done.path) == checkpoint.digest(plain.path)  # a probe draws no random number
     assert plain.stopped is None

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from qrl import checkpoint
 from qrl.diagnose import rank, weights
 from qrl.diagnose.sweep import sweep
-from qrl.errors import BadInput, QrlError
+from qrl.errors import BadInput
 from qrl.formats import rtn
 from qrl.formats.stream import Rows
 
@@ -116,8 +116,8 @@ def movement(
         A row per matrix: tensor, layer, projection, and `Change.result`; with `ranks` effective_rank and its stderr.
 
     Raises:
-        BadInput: a quantized checkpoint, or two that differ in tensors or shapes; the sentence lists the difference.
-        QrlError: a matrix holds NaN or infinity.
+        BadInput: a quantized checkpoint, or two that differ in tensors or shapes; the sentence lists the difference; or a matrix
+            holds NaN or infinity.
     """
     import pandas
 
@@ -132,7 +132,7 @@ def movement(
     rows = []
     for name, change in sweep(pairs, lambda _: Change(), add, device=device):
         if change.broken:
-            raise QrlError(f"{name} of {base} and {trained} holds {change.broken:,} values that are NaN or infinite: the training that wrote it went wrong.")
+            raise BadInput(f"{name} of {base} and {trained} holds {change.broken:,} values that are NaN or infinite: the training that wrote it went wrong.")
         rows.append(weights.place(name) | change.result())
         progress(1)
     if ranks:

@@ -16,7 +16,8 @@ code-flip rate counts what that search moved, too: it says how different the fil
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ FED_BY = {
     **dict.fromkeys(("gate_proj", "up_proj"), ("mlp", ("pre_feedforward_layernorm", "post_attention_layernorm"))),
 }
 DIVIDED = ("v_proj", "up_proj")  # linears whose rows AWQ divides, for the one that they feed
+BLOCK = 1 << 20  # weights looked at together
 SAME = 1e-2  # norms that differ by less were rounded, not scaled
 
 
@@ -65,13 +67,22 @@ def measure(
     rows = []
     for name, *pairs in zip(wanted, *sources, *originals, strict=True):
         found = [each for _, each in pairs[: len(variants)]]
-        true = [each.float() for _, each in pairs[len(variants) :]]
+        true = [each for _, each in pairs[len(variants) :]]
+        for variant, each, original in zip(variants, found, true, strict=True):
+            if each.values.shape != original.shape:
+                shapes = ("×".join(map(str, one.shape)) for one in (each.values, original))
+                raise BadInput(f"{name} of {quantized[variant]} stands for {next(shapes)} weights, but {full[variant]} has {next(shapes)}: give checkpoints made of the model itself.")
         values = [scaled[variant].undone(name, each.values, original) for variant, each, original in zip(variants, found, true, strict=True)]
         for variant, value, original in zip(variants, values, true, strict=True):
-            rows.append({"scheme": scheme, "variant": variant, **weights.place(name), **_error(value, original)})
+            error = _error(value, original)
+            if not math.isfinite(error["max_error"]):
+                broken = (len(each) - int(each.isfinite().sum()) for each in (value.flatten(), original.flatten()))
+                raise BadInput(f"{name} of {quantized[variant]} stands for {next(broken):,} values that are NaN or infinite, {full[variant]} holds {next(broken):,}: quantize a whole model again.")
+            rows.append({"scheme": scheme, "variant": variant, **weights.place(name), **error})
         if len(variants) == 2:
-            change = movement.Change()
-            change.add(*true, tuple(values), _flips(*found))
+            change, flips = movement.Change(), _flips(*found)
+            for first, *parts in zip(count(), *(_blocks(each) for each in (*true, *values)), strict=False):
+                change.add(*parts[:2], tuple(parts[2:]), 0 if first else flips)
             moved = change.result()
             rows[-1] |= {key: moved[key] for key in ("code_flip_rate", "update_survival", "update_cosine", "update_projection", "change_norm")}
         progress(1)
@@ -102,33 +113,49 @@ class _Scaling:
         self.any = any(((ratio - 1).abs() > SAME).any() for ratio in self.ratios.values())
 
     def undone(self, name: str, values: Tensor, original: Tensor) -> Tensor:
-        """The stored matrix (O, I) in the space of the original."""
+        """The stored matrix (O, I) in the space of the original; it is written over."""
         if not self.any:
             return values
         block, _, projection = name.removesuffix(".weight").rpartition(".")
         parent, norms = FED_BY.get(projection, ("", ()))
         layer = block.removesuffix(f".{parent}")
         ratio = next((self.ratios[norm] for kind in norms if (norm := f"{layer}.{kind}.weight") in self.ratios), None)
-        values = values / (_fit(values, original, 0) if ratio is None else ratio)
-        return values / _fit(values, original, 1)[:, None] if projection in DIVIDED else values
+        values /= _fit(values, original, 0) if ratio is None else ratio
+        if projection in DIVIDED:
+            values /= _fit(values, original, 1)[:, None]
+        return values
 
 
 def _fit(values: Tensor, original: Tensor, dim: int) -> Tensor:
     """How long each column (dim 0) or row (dim 1) of the stored matrix is along the original one; 1 where it is zero."""
-    factor = (values * original).sum(dim) / original.square().sum(dim)
+    import torch
+
+    pairs = zip(_blocks(values), map(torch.Tensor.float, _blocks(original)), strict=True)
+    parts = [torch.stack([(value * true).sum(dim), true.square().sum(dim)]) for value, true in pairs]  # (2, I), or (2, R) a block
+    along, energy = torch.stack(parts).sum(0) if dim == 0 else torch.cat(parts, 1)
+    factor = along / energy
     return factor.where(factor.isfinite() & (factor > 0), 1.0)
 
 
+def _blocks(matrix: Tensor) -> Sequence[Tensor]:
+    """Its rows, so many at a time that what is computed of them stays small beside the matrix."""
+    return matrix.split(max(1, BLOCK // matrix.shape[1]))
+
+
 def _error(values: Tensor, original: Tensor) -> dict[str, float]:
-    off = (values - original).double()
-    energy = original.double().square().sum().item()
-    relative = off.square().sum().item() / energy if energy else math.nan
+    squared, energy, largest = 0.0, 0.0, 0.0
+    for value, true in zip(_blocks(values), _blocks(original), strict=True):
+        off = (value - true.float()).double()
+        squared += off.square().sum().item()
+        energy += true.double().square().sum().item()
+        largest = max(off.abs().max().item(), largest)  # in this order NaN stays
+    relative = squared / energy if energy else math.nan
     return {
         "numel": original.numel(),
         "energy": energy,
         "relative_mse": relative,
         "snr_db": rtn.snr_db(relative),
-        "max_error": off.abs().max().item(),
+        "max_error": largest,
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
@@ -39,14 +39,15 @@ def sweep(
         Each name with its accumulator, complete, in the order given.
     """
     pieces = [(name, sources, rows) for name, sources in matrices for rows in _pieces(sources[0][1], BLOCK[device])]
-    with _pool(device) as (run, readers):
+    with _pool(device) as (run, readers, stream):
 
         def work(piece: tuple[str, Sources, range]) -> tuple[str, T]:
             name, sources, rows = piece
             found = start(name)
-            for first in rows:
-                last = min(first + rows.step, rows.stop)
-                add(found, first, *(readers(i, folder).read(entry, first, last) for i, (folder, entry) in enumerate(sources)))
+            with stream():
+                for first in rows:
+                    last = min(first + rows.step, rows.stop)
+                    add(found, first, *(readers(i, folder).read(entry, first, last) for i, (folder, entry) in enumerate(sources)))
             return name, found
 
         for name, parts in groupby(run(work, pieces), key=lambda part: part[0]):
@@ -66,8 +67,8 @@ def _pieces(entry: Entry, block: int) -> Iterator[range]:
 
 
 @contextmanager
-def _pool(device: str) -> Iterator[tuple[Callable, Callable]]:
-    """A way to run work on all threads in order, and one to get the calling thread's own reader of a folder."""
+def _pool(device: str) -> Iterator[tuple[Callable, Callable, Callable]]:
+    """A way to run work on all threads in order, and the calling thread's own: its reader of a folder, and its queue on a GPU."""
     import torch
 
     own, opened = threading.local(), []
@@ -79,12 +80,20 @@ def _pool(device: str) -> Iterator[tuple[Callable, Callable]]:
             opened.append(found[which, folder])
         return found[which, folder]
 
+    def stream() -> AbstractContextManager:
+        """Work of other threads is not waited for: while one thread's block is measured, another's is read."""
+        if device == "cpu":
+            return nullcontext()
+        if "stream" not in own.__dict__:
+            own.stream = torch.cuda.Stream()
+        return torch.cuda.stream(own.stream)
+
     before = torch.get_num_threads()
     threads = GPU_READERS if device == "cuda" else before
     torch.set_num_threads(1)  # here, too: torch's own second thread would spin on a processor that a reader could use
     executor = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) if threads > 1 else None
     try:
-        yield (executor.map if executor else map), readers
+        yield (executor.map if executor else map), readers, stream
     finally:
         if executor:
             executor.shutdown(cancel_futures=True)

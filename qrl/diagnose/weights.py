@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import checkpoint
-from qrl.diagnose.scan import Closer, Scan
+from qrl.diagnose.closer import Closer
+from qrl.diagnose.scan import Scan, Scratch
 from qrl.diagnose.sweep import sweep
-from qrl.errors import BadInput, QrlError
+from qrl.errors import BadInput
 from qrl.formats.header import Entry
 
 if TYPE_CHECKING:
@@ -54,23 +55,22 @@ def measure(
         A row per matrix: variant, tensor, layer (-1 outside of the layers), projection, numel, and the measures of `describe`.
 
     Raises:
-        BadInput: a quantized checkpoint.
-        QrlError: a matrix holds NaN or infinity; the sentence names it and how many.
+        BadInput: a quantized checkpoint; or a matrix holds NaN or infinity; the sentence names it and how many.
     """
     import pandas
 
     wanted = matrices(path, embeddings)
-    scans, results = {}, {}
-    for name, scan in sweep(wanted, lambda _: Scan(bits, group_size), lambda to, first, block: to.add(block, first), device=device):
-        if scan.broken:
-            raise QrlError(f"{name} of {path} holds {scan.broken:,} values that are NaN or infinite: the training that wrote it went wrong.")
+    scans, results, scratch = {}, {}, Scratch()
+    for name, scan in sweep(wanted, lambda _: Scan(bits, group_size, scratch), lambda to, first, block: to.add(block, first), device=device):
+        if scan.sizes.broken:
+            raise BadInput(f"{name} of {path} holds {scan.sizes.broken:,} values that are NaN or infinite: the training that wrote it went wrong.")
         if scan.exact():
             results[name] = scan.result(outlier_multiplier)
         else:
             scans[name] = scan
         progress(1)
     again = [(name, sources) for name, sources in wanted if name in scans]
-    for name, closer in sweep(again, lambda name: Closer(scans[name], outlier_multiplier), lambda to, _, block: to.add(block), device=device):
+    for name, closer in sweep(again, lambda name: Closer(scans[name].sizes, outlier_multiplier), lambda to, _, block: to.add(block), device=device):
         results[name] = scans[name].result(outlier_multiplier, closer)
     return pandas.DataFrame({"variant": variant, **place(name), **results[name]} for name, _ in wanted)
 
@@ -97,7 +97,7 @@ def describe(weight: Tensor, bits: int = 4, group_size: int = 128, outlier_multi
     scan.add(weight)
     closer = None
     if not scan.exact():
-        closer = Closer(scan, outlier_multiplier)
+        closer = Closer(scan.sizes, outlier_multiplier)
         closer.add(weight)
     return scan.result(outlier_multiplier, closer)
 

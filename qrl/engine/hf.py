@@ -170,7 +170,8 @@ def _decode(
     padded = tokens.pad({"input_ids": [list(ids) for ids in prompts]}, return_tensors="pt").to(model.device)
     how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
     here = [model.device] if model.device.type == "cuda" else []
-    with torch.inference_mode(), torch.random.fork_rng(devices=here, enabled=bool(temperature)):
+    quiet = torch.no_grad() if process.sharded() else torch.inference_mode()  # FSDP would keep what inference mode gathers
+    with quiet, torch.random.fork_rng(devices=here, enabled=bool(temperature)):
         if temperature:  # a batch's draws depend on its own seed alone, not on what was drawn before
             torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1))
         written = model.generate(**padded, max_new_tokens=max_new_tokens, **how)

@@ -26,12 +26,17 @@ def canvas(width: float, height: float, rows: int = 1, heights: list[float] | No
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     grid = figure.subplots(rows, 1, sharex=rows > 1, height_ratios=heights)
     for axes in np.atleast_1d(grid):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(FAINT)
-        axes.tick_params(colors=INK, length=3)
-        axes.grid(color=GRID, lw=0.8)
-        axes.set_axisbelow(True)
+        dress(axes)
     return figure, grid
+
+
+def dress(axes: Axes) -> None:
+    """The look of every panel."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(colors=INK, length=3)
+    axes.grid(color=GRID, lw=0.8)
+    axes.set_axisbelow(True)
 
 
 def wrapped(title: str, width: float) -> str:

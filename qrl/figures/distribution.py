@@ -11,6 +11,7 @@ from qrl.figures.canvas import INK, VARIANTS, canvas, finish
 from qrl.figures.heatmaps import ORDER
 from qrl.names import BASE
 
+MINOR = (2, 3, 4, 5, 6, 8)  # what is written between the decades
 LEVELS = (("abs_q99", "99 %", 0.9), ("abs_q999", "99.9 %", 0.6), ("abs_q9999", "99.99 %", 0.35))
 
 
@@ -33,8 +34,10 @@ def spread(weights: pd.DataFrame, path: str | Path, multiplier: float = 6.0) -> 
             _column(axes, rows[rows["projection"] == kind], x + offset, 0.32 / len(variants), colour)
         axes.plot([], [], "s", color=colour, label=variant)
     axes.axhline(multiplier, color=INK, lw=1, ls=(0, (4, 2)))
-    axes.annotate(f"outliers: above {multiplier:g}", (len(kinds) - 0.5, multiplier), (0, 3), textcoords="offset points", ha="right", size=9, color=INK)
+    axes.annotate(f"outliers:\nabove {multiplier:g}", (1.01, multiplier), xycoords=("axes fraction", "data"), va="center", size=9, color=INK, annotation_clip=False)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if x in MINOR else "")
     axes.set_xlim(-0.5, len(kinds) - 0.5)
     axes.set_xticks(range(len(kinds)), [kind.removesuffix("_proj") for kind in kinds])
     axes.set_ylabel("|w| / median |w|")

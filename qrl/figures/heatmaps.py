@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # Both are told apart by the colour-blind, and by lightness alone: cividis for sizes, PuOr for signed differences, white at 0.
 SIZES, DIFFERENCES = "cividis", "PuOr_r"
+SIGN = " (above 0: smaller after training)"
 FEW = 4  # schemes whose every layer fits on one page
 ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -57,7 +58,7 @@ def movement_panels(weights: pd.DataFrame) -> list[Panel]:
     if trained is not None:
         change = 100 * (1 - grid(trained, "w4_relative_mse") / grid(base, "w4_relative_mse"))
         found += [
-            Panel(f"4-bit error, {BASE} − {_label(trained)}, % of {BASE}'s", change, True),
+            Panel(f"4-bit error, {BASE} − {_label(trained)}, % of {BASE}'s{SIGN}", change, True),
             Panel("update, ‖ΔW‖ / ‖W‖, %", 100 * grid(trained, "relative_change"), False),
             Panel("4-bit codes that flipped, %", 100 * grid(trained, "code_flip_rate"), False),
         ]
@@ -74,7 +75,7 @@ def scheme_panels(stored: pd.DataFrame) -> list[Panel]:
         if trained is not None and len(base):
             change = 100 * (1 - grid(trained, "relative_mse") / grid(base, "relative_mse"))
             found += [
-                Panel(f"{scheme}: error, {BASE} − {_label(trained)}, % of {BASE}'s", change, True),
+                Panel(f"{scheme}: error, {BASE} − {_label(trained)}, % of {BASE}'s{SIGN}", change, True),
                 Panel(f"{scheme}: codes that flipped, %", 100 * grid(trained, "code_flip_rate"), False),
             ]
     return found
@@ -88,7 +89,7 @@ def across_panels(stored: pd.DataFrame) -> list[Panel]:
     if trained is not None and len(base):
         change = 100 * (1 - _across(trained, "relative_mse") / _across(base, "relative_mse"))
         found += [
-            Panel(f"error, {BASE} − {_label(trained)}, % of {BASE}'s", change, True),
+            Panel(f"error, {BASE} − {_label(trained)}, % of {BASE}'s{SIGN}", change, True),
             Panel("codes that flipped, %", 100 * _across(trained, "code_flip_rate"), False),
         ]
     return found

@@ -1,107 +1,98 @@
-"""The weights of a study as one HTML page that needs nothing else: maps to point at, tables to sort by eye.
+"""One HTML page that needs nothing else, made of plotly's figures: it opens from MLflow's artifacts, from a mail or from a disk.
 
-plotly's JavaScript lies inside, so that the page opens from MLflow's artifacts, from a mail or from a disk without a network.
+plotly's JavaScript lies inside, compressed, which makes a page of 2 MB out of 5; browsers since 2023 unpack it themselves. Nothing is
+fetched, so the page works in the frame without rights in which MLflow shows artifacts.
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
 import html
 import json
 import math
 import os
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
-from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
-import pandas as pd
+from qrl.figures.canvas import INK
 
-from qrl.figures import heatmaps
-from qrl.figures.canvas import INK, VARIANTS
-from qrl.names import BASE
+CONFIG = {"displaylogo": False, "displayModeBar": False, "responsive": True}
+STYLE = (
+    "body{font:15px/1.5 sans-serif;color:#222;max-width:1100px;margin:2em auto;padding:0 1em}h1{font-size:1.5em;margin-top:0}h3{font-size:1em;font-weight:normal;margin:1.5em 0 0}"
+    "h2{font-size:1.05em;margin:2.5em 0 0;color:#6b6b6b;font-weight:normal}p,nav{color:#6b6b6b}nav a{margin-right:1.2em;color:#0072B2}"
+)
+SCRIPT = """
+(async () => {
+  const say = (text) => { document.getElementById("state").textContent = text; };
+  try {
+    const packed = Uint8Array.from(atob(document.getElementById("library").textContent), (letter) => letter.charCodeAt(0));
+    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const script = document.createElement("script");
+    script.textContent = await new Response(stream).text();
+    document.head.append(script);
+    const drawn = JSON.parse(document.getElementById("drawn").textContent);
+    for (const [name, figure] of Object.entries(drawn)) Plotly.newPlot(name, figure.data, figure.layout, CONFIG);
+    say("");
+  } catch (error) { say(`The figures cannot be drawn (${error}): open this page in a browser of 2023 or newer.`); }
+})();
+"""
 
-DIFFERENCES = [[0, "#2d004b"], [0.25, "#998ec3"], [0.5, "#f7f7f7"], [0.75, "#f1a340"], [1, "#7f3b08"]]  # PuOr, as in the PNGs
-_NUMBERS = count()
-CONFIG = {"displaylogo": False, "responsive": True}
-STYLE = "body{font:15px/1.5 sans-serif;color:#222;max-width:1100px;margin:2em auto;padding:0 1em}h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2em}p{color:#6b6b6b}"
+
+class Section(NamedTuple):
+    """A part of the page."""
+
+    title: str
+    found: str  # the finding, in a sentence
+    figures: Sequence[dict | None]  # of `laid`; None is left out
 
 
-def write(weights: pd.DataFrame, stored: pd.DataFrame, path: str | Path) -> None:
-    """Writes the page.
+def write(title: str, note: str, sections: Iterable[Section], path: str | Path) -> None:
+    """Writes the page, whole or not at all.
 
     Args:
-        weights: a row per variant and tensor, as `diagnose` writes them.
-        stored: a row per scheme, variant and tensor; may be empty.
+        title: of the browser's tab.
+        note: how to read it, at the top.
+        sections: in order.
         path: the HTML file.
     """
-    sections = [("What training moved", heatmaps.movement_found(weights), [*map(_map, heatmaps.movement_panels(weights)), _outliers(weights)])]
-    if len(stored):
-        found = heatmaps.schemes_found(stored)
-        sections.append(("What the schemes store", found, [_survival(stored), *map(_map, heatmaps.scheme_panels(stored))]))
-    body = "".join(f"<h2>{title}</h2><h1>{html.escape(found)}</h1>{''.join(_div(figure) for figure in figures if figure)}" for title, found, figures in sections)
-    note = html.escape(heatmaps.movement_note(weights)) + " Point at a cell for its matrix and value; drag to enlarge, double-click to return."
-    text = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>qrl: weights</title><style>{STYLE}</style><script>{_javascript()}</script></head><body><p>{note}</p>{body}</body></html>'
+    drawn: dict[str, dict] = {}
+    links, body = [], []
+    for number, section in enumerate(sections):
+        links.append(f'<a href="#part{number}">{html.escape(section.title)}</a>')
+        body.append(f'<h2 id="part{number}">{html.escape(section.title)}</h2><h1>{html.escape(section.found)}</h1>')
+        for figure in filter(None, section.figures):
+            name = f"figure{len(drawn)}"
+            drawn[name] = figure
+            body.append(f'<h3>{html.escape(figure["title"])}</h3><div id="{name}" style="min-height:{figure["layout"]["height"]}px"></div>')
+    data = json.dumps(drawn, allow_nan=False).replace("</", "<\\/")
+    text = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style></head><body>'
+        f'<p>{html.escape(note)}</p><nav>{"".join(links)}</nav><p id="state">Drawing…</p>{"".join(body)}'
+        f'<script id="drawn" type="application/json">{data}</script><script id="library" type="text/plain">{_javascript()}</script>'
+        f"<script>const CONFIG = {json.dumps(CONFIG)};{SCRIPT}</script></body></html>"
+    )
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
 
 
 def _javascript() -> str:
-    """plotly's own, from its package; the rest of that package takes a second to import and is not needed."""
-    return (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    """plotly's own, from its package, packed; the rest of that package takes a second to import and is not needed."""
+    whole = (files("plotly") / "package_data" / "plotly.min.js").read_bytes()
+    return base64.b64encode(gzip.compress(whole, mtime=0)).decode()
 
 
-def _div(figure: dict) -> str:
-    name = f"figure{next(_NUMBERS)}"
-    data, layout, config = (json.dumps(part, allow_nan=False).replace("</", "<\\/") for part in (figure["data"], figure["layout"], CONFIG))
-    return f'<div id="{name}"></div><script>Plotly.newPlot("{name}", {data}, {layout}, {config})</script>'
-
-
-def _numbers(values) -> list:
+def numbers(values: Iterable[float]) -> list[float | None]:
     """As JSON knows them: NaN and infinity are null."""
     return [float(value) if math.isfinite(value) else None for value in values]
 
 
-def _map(panel: heatmaps.Panel):
-    values = panel.values
-    colours = {"colorscale": DIFFERENCES, "zmid": 0} if panel.signed else {"colorscale": "Cividis"}
-    hover = "layer %{x}, %{y}: %{z:.4g}<extra></extra>"
-    rows = [_numbers(row) for row in values.to_numpy(dtype=float)]
-    drawn = {"type": "heatmap", "z": rows, "x": [str(layer) for layer in values.columns], "y": list(values.index), "hovertemplate": hover, **colours}
-    return _laid([drawn], panel.title, 150 + 24 * len(values), yaxis={"autorange": "reversed"}, xaxis={"title": {"text": "layer"}, "type": "category"})
-
-
-def _outliers(weights: pd.DataFrame):
-    """Every matrix: its outliers against its 4-bit error."""
-    variants = [BASE, *sorted(set(weights["variant"]) - {BASE})]
-    drawn = []
-    for variant, colour in zip(variants, VARIANTS, strict=False):
-        rows = weights[weights["variant"] == variant]
-        place = {"x": _numbers(rows["abs_outlier_frac"]), "y": _numbers(rows["w4_relative_mse"]), "text": rows["tensor"].tolist()}
-        hover = "%{text}<br>outliers %{x:.3g}, 4-bit error %{y:.4g}<extra>" + variant + "</extra>"
-        drawn.append(_dots(variant, colour, hover, place))
-    axes = {"xaxis": {"title": {"text": "share of outliers"}}, "yaxis": {"title": {"text": "relative error of 4 bits"}}}
-    return _laid(drawn, "Each matrix: outliers and 4-bit error", 420, **axes)
-
-
-def _survival(stored: pd.DataFrame):
-    """Update survival and cosine of every matrix, by scheme."""
-    if "update_cosine" not in stored or stored["update_cosine"].notna().sum() == 0:
-        return None
-    drawn = []
-    for (scheme, rows), colour in zip(stored.dropna(subset="update_cosine").groupby("scheme", sort=False), VARIANTS[1:] * 4, strict=False):
-        place = {"x": _numbers(rows["update_survival"]), "y": _numbers(rows["update_cosine"]), "text": rows["tensor"].tolist()}
-        hover = "%{text}<br>length %{x:.3g}, cosine %{y:.3f}<extra>" + str(scheme) + "</extra>"
-        drawn.append(_dots(str(scheme), colour, hover, place))
-    axes = {"xaxis": {"title": {"text": "length of the stored update over the true one"}, "type": "log"}, "yaxis": {"title": {"text": "its cosine with the true one"}, "range": [-0.05, 1.05]}}
-    return _laid(drawn, "What each scheme stores of the update, matrix by matrix (1, 1: all of it)", 420, **axes)
-
-
-def _dots(name: str, colour: str, hover: str, place: dict) -> dict:
-    marker = {"color": colour, "size": 8, "opacity": 0.75}
-    return {"type": "scatter", "mode": "markers", "name": name, "marker": marker, "hovertemplate": hover, **place}
-
-
-def _laid(drawn: list[dict], title: str, height: int, **axes) -> dict:
-    margin = {"l": 90, "r": 20, "t": 50, "b": 50}
-    return {"data": drawn, "layout": {"title": {"text": title, "font": {"size": 15}}, "height": height, "font": {"color": INK}, "margin": margin, **axes}}
+def laid(drawn: list[dict], title: str, height: int, **axes: dict) -> dict:
+    """A figure as `write` takes it; its title is the page's own text, which wraps in a narrow frame."""
+    margin = {"l": 90, "r": 20, "t": 20, "b": 50}
+    return {"title": title, "data": drawn, "layout": {"height": height, "font": {"color": INK}, "margin": margin, **axes}}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from qrl.figures.canvas import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, canvas, finish
+from qrl.figures.canvas import BLUE, GREEN, INK, ORANGE, PURPLE, RED, SKY, canvas, finish
 from qrl.stats import LEVEL, quantile, signed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # column → its name in a title, and over its panel
 MEASURES = {
@@ -17,15 +21,49 @@ MEASURES = {
 }
 
 
-def training(history: pd.DataFrame, path: str | Path, measure: str = "reward") -> None:
-    """Training curves: reward, and below it the health of the run.
+def training(history: pd.DataFrame, path: str | Path, measure: str = "reward", probes: pd.DataFrame | None = None) -> None:
+    """Training curves: reward, held-out accuracy where it was probed, and below them the health of the run.
 
     Args:
         history: `step`, the measure, and where they were logged `reward_std`, `frac_reward_zero_std`, `entropy`, `kl`;
             columns that are missing or all NaN are left out.
         path: the PNG to write.
         measure: what the run is to move: `reward`, or a distillation's `loss`.
+        probes: `step`, `accuracy`, its 95 % interval `low` and `high`, and `n`; a row a look, none where there was no probe.
     """
+    labels = shown(history, measure)
+    if "step" not in history or measure not in labels:
+        raise ValueError(f"The history has the columns {list(history)}, but 'step' and a '{measure}' with values were expected.")
+    probed = probes is not None and len(probes) > 0
+    below = len(labels) - 1 + probed
+    figure, grid = canvas(7.4, 2.2 + 1.5 * below + 1.2, rows=1 + below, heights=[2, *[1] * below])
+    panels = list(np.atleast_1d(grid))
+    first, last = panels[0], panels[-1]
+    if probed:
+        _probe(panels.pop(1), probes)
+    for axes, column, colour in zip(panels, labels, (BLUE, SKY, PURPLE, GREEN, ORANGE), strict=False):
+        part, smooth = smoothed(history, column)
+        axes.plot(part["step"], part[column], "o-" if len(part) <= 40 else "-", color=colour, lw=1, ms=3.5, alpha=0.4)
+        axes.plot(part["step"], smooth, color=colour, lw=2.4)
+        axes.set_title(labels[column], loc="left", size=10, color=INK, pad=4)
+        axes.margins(x=0.02, y=0.15)
+    for axes in np.atleast_1d(grid)[:-1]:
+        axes.tick_params(labelbottom=False)
+    last.set_xlabel("optimizer step")
+    last.xaxis.get_major_locator().set_params(integer=True)
+    finish(figure, first, reward_found(history, measure), "Faint: each logged step; bold: running mean over a tenth of the run.", path)
+
+
+def _probe(axes: Axes, probes: pd.DataFrame) -> None:
+    """Held-out accuracy over steps, a bar for each look's 95 % interval."""
+    reach = [probes["accuracy"] - probes["low"], probes["high"] - probes["accuracy"]]
+    axes.errorbar(probes["step"], probes["accuracy"], yerr=reach, fmt="o-", color=RED, lw=1.6, ms=4, capsize=3)
+    axes.set_title(f"held-out accuracy (n = {probes['n'].iloc[0]:,} probe questions; bars: 95 %)", loc="left", size=10, color=INK, pad=4)
+    axes.margins(x=0.02, y=0.15)
+
+
+def shown(history: pd.DataFrame, measure: str = "reward") -> dict[str, str]:
+    """The columns that have values, and what stands over their panels."""
     labels = {
         measure: MEASURES[measure][1],
         "reward_std": "standard deviation of rewards",
@@ -33,26 +71,16 @@ def training(history: pd.DataFrame, path: str | Path, measure: str = "reward") -
         "entropy": "entropy (nats a token)",
         "kl": "KL to the reference (nats a token)",
     }
-    shown = [column for column in labels if column in history and history[column].notna().any()]
-    if "step" not in history or measure not in shown:
-        raise ValueError(f"The history has the columns {list(history)}, but 'step' and a '{measure}' with values were expected.")
-    figure, grid = canvas(7.4, 2.2 + 1.5 * (len(shown) - 1) + 1.2, rows=len(shown), heights=[2, *[1] * (len(shown) - 1)])
-    panels = np.atleast_1d(grid)
-    for axes, column, colour in zip(panels, shown, (BLUE, SKY, PURPLE, GREEN, ORANGE), strict=False):
-        part = history[["step", column]].dropna()
-        smooth = part[column].rolling(2 * (len(part) // 20) + 1, center=True, min_periods=1).mean()
-        axes.plot(part["step"], part[column], "o-" if len(part) <= 40 else "-", color=colour, lw=1, ms=3.5, alpha=0.4)
-        axes.plot(part["step"], smooth, color=colour, lw=2.4)
-        axes.set_title(labels[column], loc="left", size=10, color=INK, pad=4)
-        axes.margins(x=0.02, y=0.15)
-        if axes is not panels[-1]:
-            axes.tick_params(labelbottom=False)
-    panels[-1].set_xlabel("optimizer step")
-    panels[-1].xaxis.get_major_locator().set_params(integer=True)
-    finish(figure, panels[0], _reward_found(history, measure), "Faint: each logged step; bold: running mean over a tenth of the run.", path)
+    return {column: label for column, label in labels.items() if column in history and history[column].notna().any()}
 
 
-def _reward_found(history: pd.DataFrame, measure: str = "reward") -> str:
+def smoothed(history: pd.DataFrame, column: str) -> tuple[pd.DataFrame, pd.Series]:
+    """The steps that have a value, and its running mean over a tenth of the run."""
+    part = history[["step", column]].dropna()
+    return part, part[column].rolling(2 * (len(part) // 20) + 1, center=True, min_periods=1).mean()
+
+
+def reward_found(history: pd.DataFrame, measure: str = "reward") -> str:
     """The change from the first half of the run to the second, with Welch's 95 % interval over steps."""
     curve = history.dropna(subset=[measure]).sort_values("step")[measure].to_numpy(dtype=float)
     what = MEASURES[measure][0]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from qrl.figures.canvas import BLUE, GREY, INK, ORANGE, VARIANTS, canvas, finish
+from qrl.figures.canvas import BLUE, FAINT, GREY, INK, ORANGE, VARIANTS, canvas, finish
 from qrl.names import BASE
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ KINDS = (("attention", r"attn"), ("mlp", r"mlp"), ("other", r""))
 
 
 def layer_error(weights: pd.DataFrame, path: str | Path) -> None:
-    """Relative error of 4-bit rounding per layer, base against the trained variants, and by how much each tensor's moved.
+    """Relative error of 4-bit rounding per layer, base against the trained variants, and of each tensor the difference base − trained.
 
     Args:
         weights: a row per variant and tensor: `variant`, `tensor`, `numel`, `w4_relative_mse` (‖W − Q(W)‖² / ‖W‖²).
@@ -51,17 +51,18 @@ def layer_error(weights: pd.DataFrame, path: str | Path) -> None:
 
 
 def _changes(axes: Axes, frame: pd.DataFrame, variants: list[str], x: dict[int | str, int]) -> None:
-    """Change of each tensor's error against base, in percent, by kind of module."""
+    """Base's error less the trained variant's, tensor by tensor, in percent of base's, by kind of module; the maps' sign."""
     base = frame[frame["variant"] == BASE].set_index("tensor")["w4_relative_mse"]
     trained = frame[frame["variant"].isin(variants[1:])]
-    change = 100 * (trained["w4_relative_mse"] / trained["tensor"].map(base) - 1)
+    change = 100 * (1 - trained["w4_relative_mse"] / trained["tensor"].map(base))
     kinds = trained["tensor"].map(_kind)
     for (kind, _), mark, colour, shift in zip(KINDS, "os^", (BLUE, ORANGE, GREY), (-0.12, 0.12, 0), strict=True):
         if (kinds == kind).any():
             places = trained.loc[kinds == kind, "place"].map(x) + shift
             axes.plot(places, change[kinds == kind], mark, color=colour, ms=6, alpha=0.75, mew=0, label=kind)
     axes.axhline(0, color=INK, lw=1)
-    axes.set_ylabel("change by training, %")
+    axes.set_ylabel(f"{BASE} − {variants[1] if len(variants) == 2 else 'trained'}, % of {BASE}'s")
+    axes.annotate("above 0: smaller after training", (1, 1), (0, 6), xycoords="axes fraction", textcoords="offset points", ha="right", size=9, color=FAINT)
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(KINDS), borderaxespad=0.2)
 
 

@@ -14,6 +14,10 @@ from pathlib import Path
 from qrl.errors import BadInput
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+DTYPES = FLOATS | {  # the format's letters → torch's names; what else there is (sub-byte floats, say) torch has no tensors of
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32", "U64": "uint64", "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
+}  # fmt: skip
 _MAX_HEADER = 100_000_000  # bytes; the library's own limit
 
 

@@ -6,6 +6,7 @@ Shapes: O output features, I input features, G groups of a row, S inputs in a gr
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -62,7 +63,9 @@ def grouped(weight: Tensor, group_size: int) -> Tensor:
     return padded.reshape(weight.shape[0], -1, group_size)
 
 
-def scan(groups: Tensor, largest: Tensor, bits: int = 4, least: float = 0.0) -> tuple[float, float]:
+def scan(
+    groups: Tensor, largest: Tensor, bits: int = 4, least: float = 0.0, scratch: Sequence[Tensor] | None = None
+) -> tuple[float, float]:
     """Squared error of rounding groups, and the largest error, without making codes.
 
     Args:
@@ -70,6 +73,7 @@ def scan(groups: Tensor, largest: Tensor, bits: int = 4, least: float = 0.0) -> 
         largest: (O, G, 1), largest |w| of each.
         bits: bits per code.
         least: an error already found elsewhere: groups that cannot exceed it are not looked at for the largest.
+        scratch: two float32 tensors with as many elements, to be written over, so that no memory is asked for.
 
     Returns:
         Σ (w - Q(w))², summed in float64, and max |w - Q(w)|, or `least` if that is larger.
@@ -77,8 +81,9 @@ def scan(groups: Tensor, largest: Tensor, bits: int = 4, least: float = 0.0) -> 
     import torch
 
     top = 2 ** (bits - 1) - 1
-    scaled = groups * torch.where(largest == 0, 0.0, top / largest)
-    off = torch.linalg.vector_norm(scaled.sub_(scaled.round()), dim=-1)  # in steps of its group
+    scaled, rounded = (each.view(groups.shape) for each in scratch or torch.empty(2, groups.numel(), device=groups.device))
+    torch.mul(groups, torch.where(largest == 0, 0.0, top / largest), out=scaled)
+    off = torch.linalg.vector_norm(scaled.sub_(torch.round(scaled, out=rounded)), dim=-1)  # in steps of its group
     steps = largest.squeeze(-1).double() / top
     return (off * steps).square_().sum().item(), _max_error(groups, steps, top, least)
 

@@ -9,6 +9,7 @@ all the same: up to one part in 256 off, which adds a millionth of the weights' 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ class Stored:
     """A quantized matrix."""
 
     values: Tensor  # (O, I) float32
-    codes: Tensor  # as stored, one a weight, in an order that is the same for all matrices of a scheme and shape
+    codes: Tensor  # as stored, packed or not, in an order that is the same for all matrices of a scheme and shape
 
 
 def names(path: Path | str) -> list[str]:
@@ -108,17 +109,21 @@ def _nf4(tensors: dict[str, Tensor], settings: dict, module: str) -> Stored:
 
     packed = tensors["weight"].flatten()
     state = json.loads(bytes(tensors[NF4_STATE.removeprefix(".")].tolist()))
-    codes = torch.stack([packed >> 4, packed & 15], 1).flatten()
     scales = tensors["weight.absmax"]
     if "weight.nested_absmax" in tensors:
         outer = tensors["weight.nested_absmax"].repeat_interleave(state["nested_blocksize"])[: len(scales)]
         scales = tensors["weight.nested_quant_map"][scales.long()] * outer + state["nested_offset"]
-    values = tensors["weight.quant_map"][codes.long()] * scales.repeat_interleave(state["blocksize"])[: len(codes)]
-    return Stored(values.reshape(state["shape"]), codes)
+    levels, size = tensors["weight.quant_map"], state["blocksize"]
+    pairs = torch.cartesian_prod(levels, levels)  # of every byte: what its upper and its lower half stand for
+    values = torch.index_select(pairs, 0, packed.int()).flatten()[: math.prod(state["shape"])]
+    inside = len(values) // size * size  # the last block may be short
+    values[:inside].view(-1, size).mul_(scales[: inside // size, None])
+    values[inside:] *= scales[-1]
+    return Stored(values.view(state["shape"]), packed)
 
 
 def _int8(tensors: dict[str, Tensor], settings: dict, module: str) -> Stored:
-    return Stored(tensors["weight"] * tensors["SCB"][:, None] / 127, tensors["weight"])
+    return Stored((tensors["weight"] * tensors["SCB"][:, None]).div_(127), tensors["weight"])
 
 
 def _awq(tensors: dict[str, Tensor], settings: dict, module: str) -> Stored:

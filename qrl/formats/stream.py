@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl.errors import BadInput
-from qrl.formats.header import FLOATS, Entry
+from qrl.formats.header import DTYPES, Entry
 
 if TYPE_CHECKING:
     import torch
@@ -49,12 +49,26 @@ class Rows:
         self._fill(memoryview(raw.numpy()), entry.file, entry.start + first * width * dtype.itemsize)
         return raw.view(dtype).view(last - first, width).to(self.device)
 
-    @staticmethod
-    def dtype(entry: Entry) -> torch.dtype:
-        """torch's name of a stored floating-point dtype."""
+    def whole(self, entry: Entry) -> Tensor:
+        """A tensor of any shape and dtype, on the CPU, in memory of its own.
+
+        Raises:
+            BadInput: as `read`; or torch has no such dtype.
+        """
         import torch
 
-        return getattr(torch, FLOATS[entry.dtype])
+        found = torch.empty(entry.shape, dtype=self.dtype(entry))
+        if found.numel():
+            self._fill(memoryview(found.reshape(-1).view(torch.uint8).numpy()), entry.file, entry.start)
+        return found
+
+    def dtype(self, entry: Entry) -> torch.dtype:
+        """torch's name of a stored dtype."""
+        import torch
+
+        if entry.dtype not in DTYPES:
+            raise BadInput(f"{self.folder / entry.file} holds a tensor of {entry.dtype}, which torch cannot read: expected one of {', '.join(DTYPES)}.")
+        return getattr(torch, DTYPES[entry.dtype])
 
     def close(self) -> None:
         """Closes the files; the reader is of no use afterwards."""

@@ -1,4 +1,4 @@
-"""How each serving engine is started: its command, its environment, and how it learns the model's name.
+"""How each serving engine is started: its module, its environment, its options, and how it learns the model's name.
 
 vLLM has an option for the name. `transformers serve` has none: its model's id is what it loads, and `/v1/models` lists
 the hub's cache. So it is given a cache of its own, in which the registered name and version lead to the checkpoint
@@ -10,13 +10,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from qrl.errors import BadInput
+from qrl.formats import plain
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
+# What is run as `python -m`: not the `vllm` command, which crashes in the CPU build.
+MODULES = {TRANSFORMERS: "transformers.cli.transformers", VLLM: "vllm.entrypoints.openai.api_server"}
 DRAIN_S = 25  # how long answers that are being written may go on once the engine is told to stop
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Nothing is fetched and nobody is told: no hub, no telemetry, no look for newer versions.
@@ -27,15 +28,7 @@ _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-
-
-@dataclass(frozen=True)
-class Start:
-    """What to execute, where, and with which variables added to the environment."""
-
-    command: list[str]
-    folder: Path
-    environment: dict[str, str]
+_CPU_CACHE = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB, read on a CPU alone; the default takes half of the memory
 
 
 def served_id(name: str, version: str | int) -> str:
@@ -50,67 +43,78 @@ def served_id(name: str, version: str | int) -> str:
     return f"{single[:96].strip('-.')}@{version}"
 
 
-def prepare(
-    engine: str, path: Path, served: str, host: str, port: int, device: str, dtype: str, scratch: Path, api_key: str | None = None
-) -> Start:
-    """How to start an engine on a checkpoint folder, in place.
+def default(device: str) -> str:
+    """The engine that `auto` means here: vLLM where it is installed, unless a CPU is asked for."""
+    return VLLM if device != "cpu" and importlib.util.find_spec("vllm") else TRANSFORMERS
 
-    Args:
-        engine: "transformers" or "vllm".
-        path: the checkpoint's folder.
-        served: id from `served_id`.
-        host: address to listen on.
-        port: port to listen on.
-        device: "cpu" or "cuda".
-        dtype: "auto", "fp32", "bf16" or "fp16", as the recipe's `evaluate.dtype`.
-        scratch: an empty folder that lives as long as the engine.
-        api_key: what clients must send; goes by the environment, since anybody may read a command line.
+
+def check(engine: str, api_key: str | None) -> None:
+    """Refuses what cannot be started, and to serve unguarded what was meant to be guarded.
 
     Raises:
         BadInput: vLLM is asked for where it is not installed, or a key of an engine that knows none.
     """
-    check_key(engine, api_key)
-    listen = ["--host", host, "--port", str(port)]
+    if api_key and engine == TRANSFORMERS:
+        raise BadInput("`transformers serve` knows no API key: serve with --engine vllm, or without --api-key and QRL_API_KEY on loopback.")
+    if engine == VLLM and importlib.util.find_spec("vllm") is None:
+        raise BadInput(
+            "vLLM is not installed in this environment: run under `mlflow run . -e serve … --env-manager uv`, which builds one "
+            "that has it, or serve with --engine transformers."
+        )
+
+
+def environment(engine: str, scratch: Path, api_key: str | None, shares: bool = False) -> dict[str, str]:
+    """Variables that an engine is started with.
+
+    Args:
+        engine: "transformers" or "vllm".
+        scratch: an empty folder that lives as long as the engine.
+        api_key: what clients must send; for vLLM.
+        shares: it will not be the only engine of this machine.
+    """
+    if engine == TRANSFORMERS:
+        return _QUIET | {"HF_HUB_CACHE": str(scratch)}
+    # Else every vLLM on a CPU pins itself to the same cores, and one that serves, spinning, starves one that loads.
+    free = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if shares else {}
+    return _QUIET | _CPU_CACHE | free | ({"VLLM_API_KEY": api_key} if api_key else {})
+
+
+def arguments(
+    engine: str, path: Path, ids: list[str], listen: tuple[str, int] | Path, device: str, dtype: str, scratch: Path, memory: float | None = None
+) -> list[str]:
+    """Options that have an engine serve a checkpoint folder, in place.
+
+    Args:
+        engine: "transformers" or "vllm".
+        path: the checkpoint's folder.
+        ids: what clients may ask for; the first, from `served_id`, is what answers say. `transformers serve` takes that alone.
+        listen: host and port, or the path of a Unix socket (vLLM).
+        device: "cpu" or "cuda".
+        dtype: "auto", "fp32", "bf16" or "fp16", as the recipe's `evaluate.dtype`.
+        scratch: as `environment` took it.
+        memory: share of the GPU's memory, for vLLM; None: its default.
+    """
+    address = ["--uds", str(listen)] if isinstance(listen, Path) else ["--host", listen[0], "--port", str(listen[1])]
     if engine == VLLM:
-        return Start(_vllm(path, served, device, dtype) + listen, scratch, _QUIET | _vllm_environment(device, api_key))
-    name, version = served.split("@")
+        if unpacks(engine, path, device):
+            path, dtype = plain.write(path, scratch / "plain"), "fp32" if dtype == "auto" else dtype
+        options = ["--model", str(path.resolve()), "--served-model-name", *ids, "--dtype", _DTYPES.get(dtype, "auto")]
+        options += ["--shutdown-timeout", str(DRAIN_S)]  # left out, it breaks off what it is writing
+        if device == "cpu":
+            return [*options, *address, "--enforce-eager"]
+        return [*options, *address, *(["--gpu-memory-utilization", str(memory)] if memory else [])]
+    name, version = ids[0].split("@")
     repository = scratch / f"models--{name}"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / version).write_text(version)
     (repository / "snapshots").mkdir()
     (repository / "snapshots" / version).symlink_to(path.resolve(), target_is_directory=True)
-    options = ["--device", device, "--dtype", _transformers_dtype(path, device, dtype)]
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", served, *options, *listen]
-    # The working folder matters: a folder called like the model in the user's own would be taken for it.
-    return Start(command, scratch, _QUIET | {"HF_HUB_CACHE": str(scratch)})
+    return ["serve", ids[0], "--device", device, "--dtype", _transformers_dtype(path, device, dtype), *address]
 
 
-def _vllm(path: Path, served: str, device: str, dtype: str) -> list[str]:
-    if importlib.util.find_spec("vllm") is None:
-        raise BadInput(
-            "vLLM is not installed in this environment: run under `mlflow run . -e serve … --env-manager uv`, which builds one "
-            "that has it, or serve with --engine transformers."
-        )
-    # Not the `vllm` command, which crashes in the CPU build.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path.resolve())]
-    command += ["--served-model-name", served, "--dtype", _DTYPES.get(dtype, "auto")]
-    command += ["--shutdown-timeout", str(DRAIN_S)]  # left out, it breaks off what it is writing
-    return command + (["--enforce-eager"] if device == "cpu" else [])
-
-
-def check_key(engine: str, api_key: str | None) -> None:
-    """Refuses to serve unguarded what was meant to be guarded.
-
-    Raises:
-        BadInput: a key was given, and the engine knows none.
-    """
-    if api_key and engine == TRANSFORMERS:
-        raise BadInput("`transformers serve` knows no API key: serve with --engine vllm, or without --api-key and QRL_API_KEY on loopback.")
-
-
-def _vllm_environment(device: str, api_key: str | None) -> dict[str, str]:
-    key = {"VLLM_API_KEY": api_key} if api_key else {}
-    return key | ({"VLLM_CPU_KVCACHE_SPACE": "1"} if device == "cpu" else {})  # GiB; the default takes half of the memory
+def unpacks(engine: str, path: Path, device: str) -> bool:
+    """Whether an engine gets the values that a checkpoint's codes stand for, because the machine lacks the kernel; a copy, then."""
+    return engine == VLLM and device == "cpu" and plain.needed(path)
 
 
 def _transformers_dtype(path: Path, device: str, dtype: str) -> str:

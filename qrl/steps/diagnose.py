@@ -24,7 +24,8 @@ from qrl.tasks import prompt
 from qrl.tracking import addresses, reuse, runs, store
 from qrl.workspace import workspace
 
-WEIGHTS, SCHEMES, BEHAVIOUR = "weights.parquet", "schemes.parquet", "behaviour.parquet"
+WEIGHTS, SCHEMES, BEHAVIOUR = names.WEIGHTS, names.STORED, names.BEHAVIOUR
+PAGE = "weights.html"
 Quantized = dict[str, dict[str, Path]]  # scheme → variant → checkpoint
 
 
@@ -102,13 +103,13 @@ def _measure(recipe: Recipe, found: dict[str, Path], quantized: Quantized, out: 
     frame.to_parquet(out / WEIGHTS)
     if rows:
         every.to_parquet(out / SCHEMES)
-    if recipe.diagnose.behaviour:
-        said = _behaviour(recipe, found, quantized)
+    said = _behaviour(recipe, found, quantized) if recipe.diagnose.behaviour else pd.DataFrame()
+    if len(said):
         said.to_parquet(out / BEHAVIOUR)
         for row in said[said["layer"] < 0].itertuples():
             suffix = f"{row.scheme}_{names.BASE}" if row.variant == names.BASE else row.scheme
             measured |= {f"behaviour/kl_{suffix}": row.kl, f"behaviour/top1_agreement_{suffix}": row.top1_agreement, "behaviour/n": row.n}
-    _draw(frame, every, recipe, out / names.FIGURES)
+    _draw(frame, every, said, recipe, out / names.FIGURES)
     return {name: value for name, value in measured.items() if math.isfinite(value)}
 
 
@@ -152,11 +153,13 @@ def _behaviour(recipe: Recipe, full: dict[str, Path], quantized: Quantized) -> p
     return pd.DataFrame(rows)
 
 
-def _draw(frame: pd.DataFrame, every: pd.DataFrame, recipe: Recipe, folder: Path) -> None:
+def _draw(frame: pd.DataFrame, every: pd.DataFrame, said: pd.DataFrame, recipe: Recipe, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     figures.layer_error(frame, folder / "layer_error.png")
     figures.movement(frame, folder / "weights_moved.png")
     figures.spread(frame, folder / "weights_spread.png", recipe.diagnose.outlier_multiplier)
     if len(every):
         figures.schemes(every, folder / "schemes_stored.png")
-    figures.page(frame, every, folder / "weights.html")
+    if len(said):
+        figures.behaviour(said, folder / "behaviour.png")
+    figures.weights_page(frame, every, said, folder / PAGE)

@@ -21,7 +21,6 @@ from qrl.train.watchers import Alarm
 from qrl.workspace import WORK, workspace
 
 PROMPTS_TO_CHECK = 8  # training questions that a merge is tried on
-HISTORY = "history.parquet"
 CONTAMINATION = "contamination"  # table of example pairs
 
 
@@ -41,7 +40,7 @@ def train(recipe: Recipe) -> None:
     if teacher:
         distill.check(found, teacher, recipe.train, len(questions), recipe.watch)
     else:
-        grpo.check(found, recipe.train, len(questions), device, recipe.watch)
+        grpo.check(found, recipe.train, len(questions), device, recipe.watch, recipe.rollout)
         rollouts.check_installed(recipe.rollout)
     prompt.template_hash(recipe.prompt)  # an unknown template is refused before anything starts
     world = process.world_size()
@@ -155,8 +154,8 @@ def _log_training(trained: grpo.Trained, work: Path) -> None:
     artifacts = work / "artifacts"
     (artifacts / names.FIGURES).mkdir(parents=True, exist_ok=True)
     measure = "reward" if "reward" in trained.history else "loss"  # a distillation has no reward
-    figures.training(trained.history, artifacts / names.FIGURES / "training.png", measure)
-    trained.history.to_parquet(artifacts / HISTORY)
+    figures.training(trained.history, artifacts / names.FIGURES / "training.png", measure, trained.probes)
+    trained.history.to_parquet(artifacts / names.HISTORY)
     shutil.copy(work / "trainer" / grpo.ARGUMENTS, artifacts / grpo.ARGUMENTS)
     runs.log_folder(artifacts)
     runs.log_table(trained.completions, "completions")
@@ -171,7 +170,7 @@ def _record(recipe: Recipe, path: Path, parent: str, *, adapter: bool = False) -
     """Keeps the outcome where later steps find it: a model, or an adapter that `merge` still has to fold in."""
     if adapter:
         runs.log_folder(path, "adapter")
-        reuse.record_outputs(artifacts=["adapter", HISTORY], values={"parent": parent})
+        reuse.record_outputs(artifacts=["adapter", names.HISTORY], values={"parent": parent})
         return
     uri, digest = record.own(recipe, path, recipe.train.variant, names.FP16, parent=parent)
     reuse.record_outputs(models={"model": uri}, values={"digest": digest, "parent": parent})

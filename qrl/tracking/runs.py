@@ -197,6 +197,17 @@ def tag(key: str, text: str) -> None:
     mlflow.set_tag(key, text[:_MAX_TAG])
 
 
+def note(tags: Mapping[str, str], metrics: Mapping[str, float], *, step: int) -> None:
+    """Tags and metrics of the active run, of something that goes on whether the store takes them or not; it is said if not."""
+    import mlflow
+
+    try:
+        mlflow.set_tags({key: text[:_MAX_TAG] for key, text in tags.items()})
+        mlflow.log_metrics(dict(metrics), step=step)
+    except Exception as deaf:
+        print(f"The store did not take what happened: {_first_line(deaf)}", file=sys.stderr)
+
+
 def describe(markdown: str) -> None:
     """The description that the UI shows above the active run."""
     import mlflow

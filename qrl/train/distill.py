@@ -17,7 +17,7 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Train, Watch
 from qrl.tasks import prompt
-from qrl.train import arguments, completions, grpo, live, policy, qat_training, resume, save
+from qrl.train import arguments, completions, grpo, live, policy, probe, qat_training, resume, save
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,6 +132,7 @@ def run(
         path=out,
         adapter=False,
         history=history,
+        probes=probe.curve(()),
         completions=completions.sampled(work, settings, rewarded=False),
         resumed_from=int(last.name.rpartition("-")[2]) if last else 0,
         seconds=seconds,

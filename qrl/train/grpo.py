@@ -21,7 +21,7 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train, Watch
 from qrl.tasks import prompt
-from qrl.train import arguments, completions, live, policy, probe, qat_training, resume, reward, rollouts, save
+from qrl.train import arguments, completions, guard, live, policy, probe, qat_training, resume, reward, rollouts, save
 from qrl.train.watchers import Alarm
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class Trained:
     path: Path  # a checkpoint, or an adapter that `merge` folds in
     adapter: bool
     history: pd.DataFrame  # a row per step, as `live.history` gives it
+    probes: pd.DataFrame  # a row per look at held-out accuracy, as `probe.curve` gives it
     completions: pd.DataFrame  # sampled completions: step, prompt, completion, reward
     resumed_from: int  # step of the checkpoint that it went on from; 0 is a fresh start
     seconds: float  # of this process
@@ -44,7 +45,12 @@ class Trained:
 
 
 def check(
-    base: checkpoint.Checkpoint, settings: Train, questions: int, device: str, watch: Watch = Watch()
+    base: checkpoint.Checkpoint,
+    settings: Train,
+    questions: int,
+    device: str,
+    watch: Watch = Watch(),
+    rollout: Rollout = rollouts.DEFAULT,
 ) -> None:
     """Refuses what cannot be trained, before any weight is loaded.
 
@@ -54,10 +60,11 @@ def check(
         questions: how many there are to train on.
         device: "cpu" or "cuda".
         watch: what training would be stopped for, and whether it is probed.
+        rollout: what samples, and whether its gap to the trained model is measured.
 
     Raises:
         BadInput: a quantized base, adapter settings that fit neither method nor model, a reference that has no room, a batch that
-            does not divide, a probe of weights that no process holds whole, or a stop for what is never measured.
+            does not divide, or a stop for what is never measured.
     """
     if base.quantization:
         raise BadInput(
@@ -67,15 +74,23 @@ def check(
     tensors = checkpoint.entries(base.path)
     policy.check(settings, tensors)
     policy.check_reference(settings, tensors, device)
-    if watch.probe_every and process.sharded():
-        raise BadInput("watch.probe_every needs processes that hold all weights, which those of FSDP do not: set it to 0.")
+    _check_stop(watch, settings, rollout)
+    arguments.check(settings, questions)
+    if settings.qat != "none":
+        qat_training.check(settings)
+
+
+def _check_stop(watch: Watch, settings: Train, rollout: Rollout) -> None:
+    """Refuses to stop for what is never measured."""
     if "kl" in watch.stop and not settings.beta:
         raise BadInput("watch.stop = kl needs a reference to measure the KL from: set train.beta above 0, or leave kl out.")
     if "probe" in watch.stop and not watch.probe_every:
         raise BadInput("watch.stop = probe needs a probe: set watch.probe_every to a number of steps, or leave probe out.")
-    arguments.check(settings, questions)
-    if settings.qat != "none":
-        qat_training.check(settings)
+    if "rollout" in watch.stop and (rollout.engine != rollouts.VLLM or rollout.importance_sampling == "none"):
+        raise BadInput(
+            "watch.stop = rollout needs an engine whose gap to the trained model is measured: set rollout.engine = vllm with a "
+            "rollout.importance_sampling, or leave rollout out."
+        )
 
 
 def run(
@@ -118,7 +133,7 @@ def run(
         QrlError: the base under an adapter changed in memory.
     """
     found = checkpoint.check(base)
-    check(found, settings, len(questions), device, watch)
+    check(found, settings, len(questions), device, watch, rollout)
     rollouts.check(rollout, device, settings)
     process.hush_transformers()
     rows = [{"prompt": prompt.messages(q.question, template), "answer": q.answer} for q in questions]
@@ -130,28 +145,34 @@ def run(
         longest = settings.max_completion_tokens
         return probe.outcomes(trainer, hf.tokenizer(base), probed, task=task, template=template, max_new_tokens=longest)
 
-    watching = probe.callback(watch, ask, log, warn)
+    watching = probe.callback(watch, rollout, ask, log, warn)
     trainer.add_callback(watching)
     note_arguments(trainer, work)
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    guarded = settings.adapter and not process.sharded()  # whose parts are laid out anew once training begins
-    frozen = policy.frozen_digest(model) if guarded else ""
-    last = resume.latest(work)
-    began = time.perf_counter()
-    trainer.train(resume_from_checkpoint=str(last) if last else None)
-    seconds = time.perf_counter() - began
-    if guarded:
-        policy.check_unmoved(frozen, model)
-    _write(trainer, model, found, settings, out)
+    last, seconds = _train(trainer, found, settings, work, out)
     return Trained(
         path=out,
         adapter=settings.adapter,
         history=live.history(trainer.state.log_history),
+        probes=probe.curve(trainer.state.log_history),
         completions=completions.sampled(work, settings),
         resumed_from=int(last.name.rpartition("-")[2]) if last else 0,
         seconds=seconds,
         stopped=watching.stopped,
     )
+
+
+def _train(trainer, base: checkpoint.Checkpoint, settings: Train, work: Path, out: Path) -> tuple[Path | None, float]:
+    """Trains, from the newest whole checkpoint if there is one, and writes; that checkpoint, and the seconds of training."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    base_of_adapter = guard.Guard(model, settings.adapter)
+    last = resume.latest(work)
+    began = time.perf_counter()
+    trainer.train(resume_from_checkpoint=str(last) if last else None)
+    seconds = time.perf_counter() - began
+    state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
+    base_of_adapter.check(state)
+    _write(trainer, model, state, base, settings, out)
+    return last, seconds
 
 
 def _trainer(base: Path, rows: list[dict], settings: Train, *, task: str, seed: int, device: str, work: Path, rollout: Rollout, log: live.Log):
@@ -189,9 +210,8 @@ def note_arguments(trainer, work: Path) -> None:
         (work / ARGUMENTS).write_text(trainer.args.to_json_string())
 
 
-def _write(trainer, model, base: checkpoint.Checkpoint, settings: Train, out: Path) -> None:
-    """The trained weights, gathered where several processes hold parts of them, written by the first."""
-    state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
+def _write(trainer, model, state: dict | None, base: checkpoint.Checkpoint, settings: Train, out: Path) -> None:
+    """The trained weights, written by the first process; `state` has them where several hold parts of the model."""
     if process.rank() == 0:
         if settings.adapter:
             save.write(model, base.path, out, dtype=None, state=state, note=lambda at: policy.record(at, settings, base.digest))

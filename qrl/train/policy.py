@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,11 @@ def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
                 "choose train.method=lora or qlora for an adapter over it, or leave train.base_storage out."
             )
         return
+    if settings.packed and process.sharded():
+        raise BadInput(
+            f"train.base_storage = {settings.storage} packs the base into codes, which FSDP cannot shard: launch without FSDP, each process "
+            "with the whole base, or set train.base_storage=bf16."
+        )
     if settings.storage == "bf16" and settings.compute == "fp32":
         raise BadInput("train.base_storage = bf16 computes in bf16, but train.dtype is fp32: leave one of the two out.")
     linears = _linears(tensors)
@@ -64,14 +69,16 @@ def check_reference(settings: Train, tensors: Mapping[str, Entry], device: str) 
     """Refuses a second copy of the weights where there is surely no room for it.
 
     Full training holds masters, gradients and AdamW's two moments in fp32, 16 bytes a parameter, and a reference 4 more. What
-    activations and the cache take comes on top and is not counted. An adapter needs no copy, nor does beta 0.
+    activations and the cache take comes on top and is not counted; processes of FSDP share all of it. An adapter needs no
+    copy, nor does beta 0.
 
     Raises:
         BadInput: these alone are more than the device has.
     """
-    if settings.adapter or not settings.beta or process.sharded():
+    if settings.adapter or not settings.beta:
         return
-    need = sum(entry.numel for entry in tensors.values()) * BYTES_WITH_REFERENCE
+    shares = process.world_size() if process.sharded() else 1
+    need = sum(entry.numel for entry in tensors.values()) * BYTES_WITH_REFERENCE / shares
     if need > (have := _memory_bytes(device)):
         raise BadInput(
             f"train.beta = {settings.beta:g} with train.method = full keeps the reference as a second copy: {need / 2**30:.0f} GiB with "
@@ -180,22 +187,38 @@ def widen(model) -> None:
 
 def frozen_digest(model) -> str:
     """sha256 over everything that is not trained, as it lies in memory: codes, scales and whatever is not packed."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(_frozen(model)):
-        found.update(name.encode() + b"\0")
-        found.update(_bytes(tensor))
-    return found.hexdigest()
+    return _digest(_frozen(model))
 
 
-def check_unmoved(before: str, model) -> None:
-    """Raises:
-    QrlError: a weight that was to stay as it is has changed since `before`.
+def value_digest(state: Mapping[str, torch.Tensor], names: Iterable[str]) -> str:
+    """sha256 over the values of the tensors named, whatever float they are stored in: FSDP may store them in another."""
+    return _digest((name, state[name].float()) for name in names)
+
+
+def frozen_names(model) -> list[str]:
+    """Names of the parameters that are not trained."""
+    return [name for name, weight in model.named_parameters() if not weight.requires_grad]
+
+
+def check_unmoved(before: str, now: str) -> None:
+    """Compares two digests of what was to stay as it is.
+
+    Raises:
+        QrlError: it has changed.
     """
-    if frozen_digest(model) != before:
+    if now != before:
         raise QrlError(
             "The base changed in memory while its adapter was trained, so the adapter belongs to no base that could be "
             "loaded again: this is a fault of qrl or of a library; nothing is kept."
         )
+
+
+def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
+        found.update(name.encode() + b"\0")
+        found.update(_bytes(tensor))
+    return found.hexdigest()
 
 
 def record(folder: Path, settings: Train, base_digest: str) -> None:

@@ -37,7 +37,8 @@ def _broken(path: Path) -> str | None:
         for file in weights:
             header.read(file)
         states = [f"rng_state_{rank}.pth" for rank in range(world)] if (world := process.world_size()) > 1 else ["rng_state.pth"]
-        for name in ("optimizer.pt", "scheduler.pt", *states):
+        optimizer = "optimizer.bin" if process.sharded() else "optimizer.pt"
+        for name in (optimizer, "scheduler.pt", *states):
             if (bad := zipfile.ZipFile(path / name).testzip()) is not None:
                 return f"{name} holds a damaged {bad}"
     except (OSError, ValueError, zipfile.BadZipFile, BadInput) as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
-import warnings
 
 from qrl import process
 from qrl.errors import BadInput
@@ -17,6 +16,9 @@ from qrl.train import engine_gap, generation, vllm_engine
 
 VLLM = "vllm"
 DEFAULT = Rollout()
+SERVER = ("server", "server_timeout_s", "server_group_port")  # settings of mode server
+COLOCATED = ("gpu_memory_utilization", "max_model_tokens", "sleep")  # settings of mode colocate
+CORRECTION = ("importance_sampling_max", "max_kl", "min_effective_sample_size")  # settings of a gap that is measured
 METRICS = ("kl_k1", "kl_k3", "token_ess", "sequence_ess", "sync_s", "generate_s", "completions_per_s", "tokens_per_s")
 PREFIX = "rollout/"  # of their names, as TRL logs them and as MLflow shows them
 
@@ -25,24 +27,14 @@ def check(settings: Rollout, device: str, train: Train) -> None:
     """Refuses what this recipe's rollouts cannot do on this machine, before any environment is built or weight is loaded.
 
     Raises:
-        BadInput: FP8 or a server without vLLM, vLLM with quantization-aware training, for a distillation or without a GPU, FP8 on a GPU that
+        BadInput: a setting that nothing would heed, vLLM with quantization-aware training, for a distillation or without a GPU, FP8 on a GPU that
             lacks it, a server that does not answer, or an adapter over a base that several processes hold parts of.
     """
+    check_heeded(settings)
     if settings.engine != VLLM:
-        if settings.quantization != "none":
-            raise BadInput(
-                f"rollout.quantization = {settings.quantization} needs an engine that has it: set rollout.engine = vllm, or quantization = none."
-            )
-        if settings.mode != "colocate":  # else the server would be left idle without a word
-            raise BadInput(
-                f"rollout.mode = {settings.mode} needs an engine that has it: set rollout.engine = vllm, or rollout.mode = colocate."
-            )
         return
     if train.qat != "none":
-        raise BadInput(
-            f"train.qat = {train.qat} samples with transformers: vLLM would be sent the masters and sample from other weights than "
-            "the loss sees. Set rollout.engine = transformers, or train.qat = none."
-        )
+        check_qat(settings, train)
     if train.teacher:
         raise BadInput("train.teacher samples with transformers, but rollout.engine = vllm: set rollout.engine = transformers.")
     if device != "cuda":
@@ -56,10 +48,50 @@ def check(settings: Rollout, device: str, train: Train) -> None:
         )
     if settings.mode == "server":
         check_server(settings.server)
-    elif settings.quantization == "fp8":
+    elif "fp8" in (settings.quantization, settings.kv_cache):
         import torch
 
-        check_fp8(torch.cuda.get_device_capability(), torch.cuda.get_device_name())
+        check_fp8(settings, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
+
+
+def check_heeded(settings: Rollout) -> None:
+    """Refuses a setting that would be ignored, since the recipe's engine, mode or correction has no use for it.
+
+    Raises:
+        BadInput: the first such setting that differs from its default.
+    """
+    changed = [key for key in Rollout.model_fields if getattr(settings, key) != getattr(DEFAULT, key)]
+    unheeded = {  # what is asked for → settings that it does not look at, and what would
+        ("engine", "transformers"): (tuple(Rollout.model_fields), "rollout.engine = vllm"),
+        ("mode", "colocate"): (SERVER, "rollout.mode = server"),
+        ("mode", "server"): (COLOCATED, "rollout.mode = colocate, or tell the server itself"),
+        ("importance_sampling", "none"): (CORRECTION, "rollout.importance_sampling to a correction, which measures too"),
+    }
+    for (key, value), (ignored, instead) in unheeded.items():
+        if getattr(settings, key) == value and (named := [name for name in changed if name in ignored and name != key]):
+            raise BadInput(
+                f"rollout.{named[0]} = {getattr(settings, named[0])} means nothing where rollout.{key} = {value}: set {instead}, "
+                f"or leave rollout.{named[0]} out."
+            )
+
+
+def check_qat(settings: Rollout, train: Train) -> None:
+    """Refuses engines whose forward would differ from the loss's: they are sent Q(W), but feed activations as they are.
+
+    Raises:
+        BadInput: a format that quantizes activations, or weights that the engine rounds once more.
+    """
+    from qrl.formats import fake
+
+    if fake.scheme(train.qat).input_activations is not None:
+        raise BadInput(
+            f"train.qat = {train.qat} quantizes activations too, which vLLM's forward would not: training and sampling would differ. "
+            "Set rollout.engine = transformers, or choose a format of weights alone (int8, int4, nvfp4-a16, mxfp4)."
+        )
+    if settings.quantization != "none":
+        raise BadInput(
+            f"rollout.quantization = {settings.quantization} rounds what train.qat = {train.qat} rounded already: set it to none."
+        )
 
 
 def check_installed(settings: Rollout) -> None:
@@ -75,18 +107,20 @@ def check_installed(settings: Rollout) -> None:
         )
 
 
-def check_fp8(capability: tuple[int, int], name: str) -> None:
+def check_fp8(settings: Rollout, capability: tuple[int, int], name: str) -> None:
     """Refuses FP8 on a GPU that cannot multiply in it.
 
     Args:
+        settings: that ask for it.
         capability: CUDA compute capability, (major, minor).
         name: of the GPU, for the sentence.
     """
     if tuple(capability) < vllm_engine.FP8_CAPABILITY:
+        key = "quantization" if settings.quantization == "fp8" else "kv_cache"
         have, need = (".".join(map(str, pair)) for pair in (capability, vllm_engine.FP8_CAPABILITY))
         raise BadInput(
-            f"rollout.quantization = fp8 needs a GPU of compute capability {need} (Ada, Hopper or newer), but {name} has "
-            f"{have}: set rollout.quantization = none."
+            f"rollout.{key} = fp8 needs a GPU of compute capability {need} (Ada, Hopper or newer), but {name} has "
+            f"{have}: set rollout.{key} = {getattr(DEFAULT, key)}."
         )
 
 
@@ -138,24 +172,9 @@ def trainer_class(settings: Rollout) -> type:
             engine, own = found.get("sampling_per_token_logps"), found.get("old_per_token_logps")
             metrics = self.vllm_generation.speed(found["completion_mask"])
             if engine is not None and own is not None:
-                gap = engine_gap.measure(own, engine, found["completion_mask"], self.accelerator.gather)
-                metrics |= vars(gap)
-                self.warned = getattr(self, "warned", False) or warn(gap, settings)
+                metrics |= vars(engine_gap.measure(own, engine, found["completion_mask"], self.accelerator.gather))
             for name, value in metrics.items():
                 self._metrics["train" if self.model.training else "eval"][PREFIX + name].append(value)
             return found
 
     return Trainer
-
-
-def warn(gap: engine_gap.Gap, settings: Rollout) -> bool:
-    """Says when the engine is further from the trained model than the recipe allows; whether it did."""
-    if gap.kl_k3 <= settings.max_kl and gap.token_ess >= settings.min_effective_sample_size:
-        return False
-    warnings.warn(
-        f"The rollout engine samples from another distribution than the one that is trained: KL {gap.kl_k3:.2g} nats a token "
-        f"(rollout.max_kl {settings.max_kl:g}), effective sample size {gap.token_ess:.2f} of the tokens "
-        f"(rollout.min_effective_sample_size {settings.min_effective_sample_size:g}). Set rollout.quantization = none, or watch the reward.",
-        stacklevel=3,
-    )
-    return True

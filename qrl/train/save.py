@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -36,10 +37,14 @@ def write(
 
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    if dtype is not None:
+    if dtype is not None and state is None:
         model = model.to(getattr(torch, dtype))
-        state = {name: weight.to(getattr(torch, dtype)) for name, weight in state.items()} if state else None
+    elif dtype is not None:  # the model's own weights are parts, laid out for several processes; a tied one is gathered twice
+        state = {name: weight.to(getattr(torch, dtype)) for name, weight in state.items() if name not in model.all_tied_weights_keys}
     model.save_pretrained(partial, state_dict=state)
+    if dtype is not None and state is not None:  # it wrote the dtype of those parts
+        config = json.loads((partial / "config.json").read_text())
+        (partial / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
     for name in (*checkpoint.TOKENIZER_FILES, "generation_config.json"):
         (partial / name).unlink(missing_ok=True)
         if (base / name).is_file():

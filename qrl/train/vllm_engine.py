@@ -28,7 +28,16 @@ def installed() -> bool:
 
 
 def create(
-    model: str, *, sequences: int, share: float, sleeps: bool, fp8: bool, max_tokens: int | None, rank: int, world: int
+    model: str,
+    *,
+    sequences: int,
+    share: float,
+    sleeps: bool,
+    fp8: bool,
+    kv_cache: str,
+    max_tokens: int | None,
+    rank: int,
+    world: int,
 ) -> LLM:
     """An engine in this very process, beside the model that is trained.
 
@@ -38,6 +47,7 @@ def create(
         share: of the card's memory that the engine may take, weights and KV cache together.
         sleeps: make it able to give that memory back between rollouts.
         fp8: store and multiply linears in 8-bit floats, quantized from what `load` sends.
+        kv_cache: how keys and values are stored: "auto", which is bf16, or "fp8", whose scales are 1.
         max_tokens: longest prompt and completion together; None takes the checkpoint's.
         rank: of this process; `world` of them.
     """
@@ -52,6 +62,7 @@ def create(
         model=model,
         dtype="bfloat16",
         quantization=FP8 if fp8 else None,
+        kv_cache_dtype=kv_cache,
         gpu_memory_utilization=share,
         max_model_len=max_tokens,
         max_num_seqs=sequences,

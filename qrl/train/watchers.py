@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from statistics import mean
 
 from qrl import stats
-from qrl.recipe import Watch
+from qrl.recipe import Rollout, Watch
 
 
 @dataclass(frozen=True)
 class Alarm:
     """What one watcher says, once."""
 
-    watcher: str  # entropy, signal, kl, truncation or probe
+    watcher: str  # entropy, signal, kl, truncation, probe or rollout
     step: int
     sentence: str
 
@@ -27,8 +27,9 @@ class Alarm:
 class Watchers:
     """The state of a training as its watchers see it."""
 
-    def __init__(self, settings: Watch) -> None:
+    def __init__(self, settings: Watch, rollout: Rollout = Rollout()) -> None:
         self.settings = settings
+        self.rollout = rollout
         self.rows: list[dict] = []
         self.probes: list[tuple[int, list[int]]] = []
         self.raised: dict[str, Alarm] = {}
@@ -45,8 +46,9 @@ class Watchers:
         if "reward" not in row:
             return []
         self.rows.append(row)
+        alarms = self._new({"rollout": self._rollout(row)}, row["step"])
         if len(self.rows) < self.settings.window:
-            return []
+            return alarms
         last, first = self.rows[-self.settings.window :], self.rows[: self.settings.window]
         found = {
             "entropy": self._entropy(first, last),
@@ -54,7 +56,7 @@ class Watchers:
             "kl": self._kl(last),
             "truncation": self._truncation(last),
         }
-        return self._new(found, row["step"])
+        return alarms + self._new(found, row["step"])
 
     def stop(self, alarms: Sequence[Alarm]) -> Alarm | None:
         """The first of these that the recipe stops for."""
@@ -101,6 +103,19 @@ class Watchers:
         return (
             f"Completions are cut: {now:.3g} of those of {_steps(last)} reached train.max_completion_tokens, above "
             f"watch.max_truncation = {self.settings.max_truncation:g}: what is cut earns nothing; raise train.max_completion_tokens."
+        )
+
+    def _rollout(self, row: dict) -> str | None:
+        """Whether the engine that samples is further from the trained model than the recipe allows, in this very step."""
+        kl, share = (row.get(f"rollout/{name}", math.nan) for name in ("kl_k3", "token_ess"))
+        if not (kl > self.rollout.max_kl or share < self.rollout.min_effective_sample_size):
+            return None
+        fp8 = [key for key in ("quantization", "kv_cache") if getattr(self.rollout, key) == "fp8"]
+        return (
+            f"The rollout engine samples from another distribution than the one that is trained: KL {kl:.2g} nats a token "
+            f"(rollout.max_kl {self.rollout.max_kl:g}), effective sample size {share:.2f} of the tokens "
+            f"(rollout.min_effective_sample_size {self.rollout.min_effective_sample_size:g}): "
+            f"{f'leave rollout.{fp8[-1]} = fp8 out' if fp8 else 'lower train.learning_rate'}, or watch the reward."
         )
 
     def _probe(self) -> str | None:

@@ -1,7 +1,8 @@
 """How fast weights are measured, and in how much memory.
 
     python tests/benchmarks/diagnose.py                        # Qwen2.5-0.5B's shape, against the seed study's approach
-    python tests/benchmarks/diagnose.py --memory DIR           # peak memory at Qwen3-8B's shape; writes 16.4 GB to DIR
+    python tests/benchmarks/diagnose.py --memory DIR           # peak memory at Qwen3-8B's shape, measure by measure; writes 90 GB to DIR
+    python tests/benchmarks/diagnose.py --make DIR             # a checkpoint of that shape, 16.4 GB, for:
     python tests/benchmarks/diagnose.py --read DIR --device cuda   # time over that of reading the file, on a GPU
 
 The checkpoints are random: what is measured does not depend on what the weights say.
@@ -23,8 +24,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-ROUNDS = 3
+ROUNDS = 5
+MEASURES = ("scan", "movement", "ranks")
+SMALL, LARGE = "Qwen2.5-0.5B", "Qwen3-8B"
 SHAPES = {
+    "dry-run": {"vocab": 3000, "hidden": 256, "mlp": 512, "layers": 2, "heads": 4, "kv_heads": 2, "head": 64, "tied": False},
     "Qwen2.5-0.5B": {"vocab": 151936, "hidden": 896, "mlp": 4864, "layers": 24, "heads": 14, "kv_heads": 2, "head": 64, "tied": True},
     "Qwen3-8B": {"vocab": 151936, "hidden": 4096, "mlp": 12288, "layers": 36, "heads": 32, "kv_heads": 8, "head": 128, "tied": False},
 }
@@ -114,16 +118,16 @@ def one_statistic_a_pass(w) -> dict[str, float]:
     }
 
 
-def against_the_seed() -> None:
+def against_the_seed(shape: str, rounds: int) -> None:
     """Both in turn on the same checkpoint, read once before, so that neither waits for the disk."""
     import torch
 
     from qrl.diagnose import weights
 
     with tempfile.TemporaryDirectory() as temporary:
-        folder = make(Path(temporary), "Qwen2.5-0.5B")
+        folder = make(Path(temporary), shape)
         rows, found = [], {}
-        for i in range(ROUNDS + 1):
+        for i in range(rounds + 1):
             began = time.perf_counter()
             found["seed"] = seeds_way(folder)
             middle = time.perf_counter()
@@ -131,48 +135,205 @@ def against_the_seed() -> None:
             if i:  # the first one warms up
                 rows.append((middle - began, time.perf_counter() - middle))
     theirs, ours = zip(*rows, strict=True)
+    ratios = [a / b for a, b in rows]
     numel = int(found["ours"]["numel"].sum())
     worst = max(abs(found["ours"].loc[name, key] / value - 1) for name, row in found["seed"].items() for key, value in row.items() if value)
     print(
-        f"Qwen2.5-0.5B's shape, {numel:,} weights in {len(found['ours'])} matrices, bf16, {torch.get_num_threads()} threads: "
-        f"the seed's approach {statistics.median(theirs):.2f} s, ours {statistics.median(ours):.2f} s (medians of {ROUNDS}); "
-        f"ratio {statistics.median(a / b for a, b in rows):.1f} ({min(a / b for a, b in rows):.1f} to {max(a / b for a, b in rows):.1f}); "
-        f"largest relative difference of a measure {worst:.1e}"
+        f"{shape}'s shape, {numel:,} weights in {len(found['ours'])} matrices, bf16, {torch.get_num_threads()} threads: "
+        f"the seed's approach {_spread(theirs)} s, ours {_spread(ours)} s (medians of {rounds}); "
+        f"ratio {_spread(ratios, 1)}; largest relative difference of a measure {worst:.1e}"
     )
 
 
-def memory(folder: Path, device: str) -> None:
-    """Peak of a process of its own that measures the larger shape, and the movement from it to itself."""
-    made = folder / "qrl-8b-shape"
-    if not (made / "config.json").is_file():
-        make(made, "Qwen3-8B")
-    size = sum(file.stat().st_size for file in made.iterdir())
-    print(f"Qwen3-8B's shape: {size / 1e9:.1f} GB in {made}; delete it when you are done")
-    subprocess.run([sys.executable, __file__, "--read", str(made), "--device", device], check=True)
+def _spread(values: list[float], digits: int = 2) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def read(folder: Path, device: str) -> None:
-    """Time of measuring over that of reading the files' bytes once, and the peak of this process."""
+def memory(folder: Path, shape: str, device: str, wanted: list[str]) -> None:
+    """Peaks at the larger shape, each measure in a process of its own: the scan, movement, ranks, and what schemes store."""
+    paths = [folder / f"qrl-{shape}-{i}" for i in range(2)]
+    for i, path in enumerate(paths):
+        if not (path / "config.json").is_file():
+            make(path, shape, seed=i)
+    size = sum(file.stat().st_size for file in paths[0].iterdir())
+    print(f"{shape}'s shape: {size / 1e9:.1f} GB in {paths[0]}, as much in {paths[1]}; delete them when you are done", flush=True)
+    for what in (each for each in wanted if each not in STORED):
+        _alone(what, paths, device)
+    for scheme in (each for each in wanted if each in STORED):
+        packed = [folder / f"qrl-{shape}-{i}-{scheme}" for i in range(2)]
+        for path, full in zip(packed, paths, strict=True):
+            if not (path / "config.json").is_file():
+                store(full, path, scheme)
+        _alone(scheme, [*paths, *packed], device)
+
+
+def _alone(what: str, paths: list[Path], device: str) -> None:
+    subprocess.run([sys.executable, __file__, "--peak", what, *map(str, paths), "--device", device], check=True)
+
+
+def peak(what: str, paths: list[Path], device: str) -> None:
+    """One measure, its time, and the most memory that this process has held."""
+    from qrl.diagnose import movement, schemes, weights
+
+    began, base = time.perf_counter(), _peak_gib()
+    if what == "scan":
+        rows = weights.measure(paths[0], "base", embeddings=True, device=device)
+    elif what in ("movement", "ranks"):
+        rows = movement.movement(*paths, embeddings=True, ranks=what == "ranks", device=device)
+    else:
+        rows = schemes.measure(dict(zip(("base", "grpo"), paths[:2], strict=True)), dict(zip(("base", "grpo"), paths[2:], strict=True)), what)
+    print(f"{what}: {len(rows)} rows, {rows['numel'].sum():,} weights in {time.perf_counter() - began:.1f} s; peak memory of the process {_peak_gib():.2f} GiB, {base:.2f} of it before", flush=True)
+
+
+def _peak_gib() -> float:
+    """Of this process; getrusage's counts its parent's, too."""
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20
+
+
+def store(full: Path, folder: Path, scheme: str) -> None:
+    """A checkpoint in a scheme's layout with as many bytes as a real one; a matrix's codes are random, those of a shape are alike."""
+    import torch
+    from safetensors.torch import save_file
+
+    from qrl import checkpoint
+
+    folder.mkdir(parents=True, exist_ok=True)
+    settings, make_parts = STORED[scheme]
+    generator, made, index = torch.Generator().manual_seed(0), {}, {}
+    shards: dict[str, dict] = {}
+    for name, entry in checkpoint.entries(full).items():
+        if "_proj.weight" in name:
+            if entry.shape not in made:
+                made[entry.shape] = make_parts(*entry.shape, generator)
+            shards.setdefault(entry.file, {}).update({name.removesuffix(".weight") + part: value.clone() for part, value in made[entry.shape].items()})
+        elif "norm" in name:
+            shards.setdefault(entry.file, {})[name] = torch.ones(entry.shape).bfloat16()
+    for file, tensors in shards.items():
+        save_file(tensors, folder / file, {"format": "pt"})
+        index.update(dict.fromkeys(tensors, file))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    config = json.loads((full / "config.json").read_text()) | {"quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _bytes(shape: tuple[int, ...], generator) -> object:
+    import torch
+
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+
+
+def _nf4_parts(rows: int, columns: int, generator) -> dict:
+    import torch
+
+    blocks = rows * columns // 64
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [rows, columns], "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.05}
+    return {
+        ".weight": _bytes((rows * columns // 2, 1), generator),
+        ".weight.absmax": _bytes((blocks,), generator),
+        ".weight.quant_map": torch.linspace(-1, 1, 16),
+        ".weight.nested_absmax": torch.full((-(-blocks // 256),), 0.01),
+        ".weight.nested_quant_map": torch.linspace(-1, 1, 256),
+        ".weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+
+
+def _int8_parts(rows: int, columns: int, generator) -> dict:
+    import torch
+
+    return {".weight": _bytes((rows, columns), generator).view(torch.int8), ".SCB": torch.full((rows,), 0.1)}
+
+
+def _awq_parts(rows: int, columns: int, generator) -> dict:
+    import torch
+
+    words = {".qweight": (columns, rows // 2), ".qzeros": (columns // 128, rows // 2)}
+    return {part: _bytes(shape, generator).view(torch.int32) for part, shape in words.items()} | {".scales": torch.full((columns // 128, rows), 0.01).half()}
+
+
+def _fp8_parts(rows: int, columns: int, generator) -> dict:
+    import torch
+
+    return {".weight": torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn), ".weight_scale": torch.full((rows, 1), 0.01).bfloat16()}
+
+
+def _nvfp4_parts(rows: int, columns: int, generator) -> dict:
+    import torch
+
+    scales = torch.rand(rows, columns // 16, generator=generator).add_(1).to(torch.float8_e4m3fn)
+    return {".weight_packed": _bytes((rows, columns // 2), generator), ".weight_scale": scales, ".weight_global_scale": torch.tensor([100.0])}
+
+
+def _group(layout: str, **weights) -> dict:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None, "format": layout}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
+STORED = {
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, _nf4_parts),
+    "int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, _int8_parts),
+    "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": 128}, _awq_parts),
+    "fp8": (_group("float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel", dynamic=False), _fp8_parts),
+    "nvfp4a16": (_group("nvfp4-pack-quantized", num_bits=4, type="float", symmetric=True, strategy="tensor_group", group_size=16, dynamic=False), _nvfp4_parts),
+}
+
+
+def read(folder: Path, device: str, rounds: int) -> None:
+    """Time of measuring over that of reading: plainly into host memory, and by the same readers to where the measuring is done."""
     from qrl.diagnose import weights
+    from qrl.diagnose.sweep import sweep
 
-    def plain() -> float:
-        began, buffer = time.perf_counter(), bytearray(1 << 24)
+    class Nothing:
+        """Takes rows in and keeps nothing of them."""
+
+        def add(self, block) -> None:
+            """The rows have arrived when this is called."""
+
+        def merge(self, other) -> None:
+            """Nothing to add up."""
+
+    def plain() -> None:
+        buffer = bytearray(1 << 24)
         for file in sorted(folder.glob("*.safetensors")):
             with open(file, "rb", buffering=0) as stream:
                 while stream.readinto(buffer):
                     pass
-        return time.perf_counter() - began
 
-    plain()
-    reading = plain()
-    began = time.perf_counter()
-    found = weights.measure(folder, "base", embeddings=True, device=device)
-    took = time.perf_counter() - began
-    peak = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20  # getrusage's counts the parent's, too
-    print(
-        f"{folder.name} on {device}: {found['numel'].sum():,} weights in {took:.2f} s; reading the files takes {reading:.2f} s, ratio {took / reading:.1f}; "
-        f"peak memory of the process {peak:.2f} GiB"
-    )
+    def carried() -> None:
+        for _ in sweep(weights.matrices(folder, True), lambda _: Nothing(), lambda to, _, block: to.add(block), device=device):
+            pass
+
+    def measured() -> None:
+        found["rows"] = weights.measure(folder, "base", embeddings=True, device=device)
+
+    found: dict = {}
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    for cache in ("warm", "cold"):
+        took = {each: [] for each in (plain, carried, measured)}
+        for i in range(rounds + 1):
+            for each, times in took.items():
+                if cache == "cold":
+                    _forget(folder)
+                began = time.perf_counter()
+                each()
+                if i:  # the first one warms up
+                    times.append(time.perf_counter() - began)
+        against = {each: [a / b for a, b in zip(took[measured], took[each], strict=True)] for each in (plain, carried)}
+        print(
+            f"{folder.name} on {device}, page cache {cache}: {found['rows']['numel'].sum():,} weights, {size / 1e9:.1f} GB; measured in {_spread(took[measured])} s; "
+            f"a plain read into host memory {_spread(took[plain])} s, ratio {_spread(against[plain], 1)}; "
+            f"a read to the {device} by the same threads {_spread(took[carried])} s, ratio {_spread(against[carried], 1)} (medians of {rounds}); "
+            f"peak memory of the process {_peak_gib():.2f} GiB",
+            flush=True,
+        )
+
+
+def _forget(folder: Path) -> None:
+    """Takes the files out of the page cache, as far as the kernel is willing."""
+    for file in folder.glob("*.safetensors"):
+        handle = os.open(file, os.O_RDONLY)
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
 
 
 if __name__ == "__main__":
@@ -182,13 +343,25 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--memory", type=Path)
     parser.add_argument("--read", type=Path)
+    parser.add_argument("--peak", nargs="+", metavar=("WHAT", "DIR"), help="one measure in this process; --memory calls it")
+    parser.add_argument("--make", type=Path, help="write a checkpoint of the shape there, for --read")
+    parser.add_argument("--only", nargs="+", default=[*MEASURES, *STORED], choices=[*MEASURES, *STORED], help="what --memory measures")
+    parser.add_argument("--layers", type=int, help="other than the shape's own")
+    parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     given = parser.parse_args()
-    if given.memory:
-        memory(given.memory, given.device)
+    if given.layers:
+        SHAPES[given.shape or LARGE]["layers"] = given.layers
+    if given.make:
+        make(given.make, given.shape or LARGE)
+    elif given.memory:
+        memory(given.memory, given.shape or LARGE, given.device, given.only)
+    elif given.peak:
+        peak(given.peak[0], [Path(each) for each in given.peak[1:]], given.device)
     elif given.read:
-        read(given.read, given.device)
+        read(given.read, given.device, given.rounds)
     else:
-        against_the_seed()
-    if not given.memory:
-        print(f"machine: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}")
+        against_the_seed(given.shape or SMALL, given.rounds)
+    if not (given.peak or given.make):
+        print(f"machine: {platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}")

@@ -8,12 +8,14 @@ server    the same QLoRA through a rollout server on a second GPU, bf16 and FP8
 step      the built-in model, transformers rollouts: our step against a bare TRL script's, in turn
 speed     Qwen2.5-1.5B's shape, 64 × 8 completions of 256 tokens: TRL as shipped and ours, transformers and vLLM
 update    the update alone, without any engine: step time and peak memory of full, LoRA and QLoRA, with and without a reference
-fp8       Qwen3-8B's shape: bf16 against FP8 rollouts, sync included
+fp8       Qwen3-8B's shape: bf16 against FP8 rollouts, with keys and values in either, sync included
 Shapes have random weights: their time is the real model's, their log-probabilities are not.
 """
 
 import argparse
 import contextlib
+import fcntl
+import itertools
 import json
 import math
 import os
@@ -53,6 +55,7 @@ CASES = {
         "lora": dict(train=TINY_LORA | dict(method="lora"), rollout=VLLM | dict(gpu_memory_utilization=0.1)),
         "qlora": dict(train=TINY_LORA | dict(method="qlora", beta=0.01), rollout=VLLM | dict(gpu_memory_utilization=0.1)),
         "qlora fp8": dict(train=TINY_LORA | dict(method="qlora", beta=0.01), rollout=VLLM | dict(gpu_memory_utilization=0.1, quantization="fp8", sleep="on")),
+        "qlora fp8, keys and values too": dict(train=TINY_LORA | dict(method="qlora", beta=0.01), rollout=VLLM | dict(gpu_memory_utilization=0.1, quantization="fp8", kv_cache="fp8")),
     },
     "speed": {
         "TRL transformers": dict(shape="1.5b", bare=True, train=BATCH | dict(steps=2, dtype="bf16"), rollout={}),
@@ -66,20 +69,30 @@ CASES = {
         name: dict(serves=name, train=TINY_LORA | dict(method="qlora", beta=0.01), rollout=dict(engine="vllm", mode="server", server=SERVER, quantization=name))
         for name in ("none", "fp8")
     },
-    "step": {"ours against TRL": dict(alternate=3, train=TINY | dict(steps=5), rollout={})},
+    "step": {
+        "ours against TRL": dict(alternate=3, train=TINY | dict(steps=5), rollout={}),
+        "ours against TRL, 1.5b": dict(alternate=6, shape="1.5b", train=BATCH | dict(steps=3, dtype="bf16", micro_batch=128, max_completion_tokens=32), rollout={}),
+    },
     "update": {
         f"{shape} {method}{' with a reference' if beta else ''}": dict(shape=shape, canned=True, train=(BATCH if method == "full" else ADAPTER) | SMALLER[shape] | dict(steps=3, method=method, beta=beta, dtype="bf16"), rollout={})
         for shape, method, beta in [("1.5b", "full", 0.0), ("1.5b", "full", 0.01), ("1.5b", "lora", 0.0), ("1.5b", "lora", 0.01), ("1.5b", "qlora", 0.0), ("8b", "lora", 0.0), ("8b", "lora", 0.01), ("8b", "qlora", 0.01)]
     },
     "fp8": {
-        name: dict(shape="8b", rounds=[[512, 256], [192, 2048]], train=ADAPTER | dict(steps=1, method="lora", dtype="bf16"), rollout=VLLM | dict(gpu_memory_utilization=0.75, max_model_tokens=4096, quantization=name, sleep="off"))
-        for name in ("none", "fp8")
+        name: dict(shape="8b", rounds=[[512, 256, 2], [64, 2048, 1], [128, 2048, 2], [192, 2048, 1]], train=ADAPTER | dict(steps=1, method="lora", dtype="bf16"), rollout=VLLM | dict(gpu_memory_utilization=0.75, max_model_tokens=4096, sleep="off") | stored)
+        for name, stored in {"bf16": {}, "fp8": dict(quantization="fp8"), "fp8, keys and values too": dict(quantization="fp8", kv_cache="fp8"), "bf16, keys and values in fp8": dict(kv_cache="fp8")}.items()
     },
 }  # fmt: skip
 
 
 def checkpoint_of(shape: str) -> Path:
     """A folder with random bf16 weights of a shape, under the built-in model's tokenizer; made once a machine."""
+    folder = Path(tempfile.gettempdir()) / f"qrl-shape-{shape}"
+    with open(folder.with_suffix(".lock"), "w") as lock:  # of cases that start together
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return folder if (folder / "config.json").is_file() else _make(folder, shape)
+
+
+def _make(folder: Path, shape: str) -> Path:
     import shutil
 
     import torch
@@ -87,9 +100,6 @@ def checkpoint_of(shape: str) -> Path:
 
     from qrl import checkpoint, tiny
 
-    folder = Path(tempfile.gettempdir()) / f"qrl-shape-{shape}"
-    if (folder / "config.json").is_file():
-        return folder
     own = json.loads((tiny.PATH / "config.json").read_text())
     config = AutoConfig.for_model(max_position_embeddings=40960, eos_token_id=own["eos_token_id"], pad_token_id=own["pad_token_id"], **SHAPES[shape])  # fmt: skip
     torch.manual_seed(0)
@@ -97,6 +107,9 @@ def checkpoint_of(shape: str) -> Path:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     partial = folder.with_suffix(".partial")
     model.save_pretrained(partial)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     for name in (*checkpoint.TOKENIZER_FILES, "generation_config.json"):
         if (tiny.PATH / name).is_file():
             shutil.copy(tiny.PATH / name, partial / name)
@@ -124,7 +137,7 @@ def trainer_of(case: dict, work: Path):
 
     engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": rollout.gpu_memory_utilization} if rollout.engine == "vllm" else {}  # fmt: skip
     settings = arguments.make(train, seed=0, device=device(), work=work, **engine)
-    return GRPOTrainer(model=policy.load(base, train, device()), reward_funcs=reward.functions("arithmetic", train.rewards), args=settings, train_dataset=grpo._dataset(rows), processing_class=hf.tokenizer(base), peft_config=policy.adapter(train)), train  # fmt: skip
+    return GRPOTrainer(model=policy.load(base, train, device()), reward_funcs=reward.functions("arithmetic", train.rewards), args=settings, train_dataset=grpo.dataset(rows), processing_class=hf.tokenizer(base), peft_config=policy.adapter(train)), train  # fmt: skip
 
 
 def device() -> str:
@@ -273,12 +286,18 @@ def alternate(case: dict) -> dict:
             for name, trainer in made.items():
                 clocks[name].steps.clear()
                 trainer.train()
-                kept[name] += clocks[name].steps[1:]
-    median = {name: statistics.median(steps) for name, steps in kept.items()}
-    return {f"{name}_step_s": value for name, value in median.items()} | {
-        "ratio": median["ours"] / median["TRL"],
-        "steps": {name: [round(step, 4) for step in steps] for name, steps in kept.items()},
-    }
+                kept[name].append(clocks[name].steps[1:])
+    return {f"{name}_step_s": statistics.median(itertools.chain(*rounds)) for name, rounds in kept.items()} | ratio(kept) | {"steps": kept}
+
+
+def ratio(kept: dict[str, list[list[float]]]) -> dict:
+    """Ours over TRL's, with Student's 95 % interval over rounds: the logarithm of each round's ratio of medians."""
+    from scipy.stats import t
+
+    logs = [math.log(statistics.median(ours) / statistics.median(theirs)) for ours, theirs in zip(kept["ours"], kept["TRL"], strict=True)]
+    reach = t.ppf(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    mean = statistics.mean(logs)
+    return {"ratio": math.exp(mean), "ratio_low": math.exp(mean - reach), "ratio_high": math.exp(mean + reach), "rounds": len(logs)}
 
 
 def parts(made) -> dict:
@@ -326,7 +345,7 @@ def rounds(made, shapes: list) -> dict:
 
     own, found = made.vllm_generation, {}
     ids = made.processing_class("Tom has 3 apples and buys 12 more. " * 6)["input_ids"]
-    for count, tokens in shapes:
+    for count, tokens in [shape[:2] for shape in shapes for _ in range(shape[2])]:
         own.speed(torch.ones(1, 1))
         own.sync_weights()
         began = finished()
@@ -335,7 +354,7 @@ def rounds(made, shapes: list) -> dict:
         )
         drew = finished() - began
         sync = own.seconds["sync"]
-        found[f"{count}x{tokens}"] = {
+        took = {
             "sync_s": sync,
             "generate_s": drew,
             "completions_per_s": count / (sync + drew),
@@ -347,7 +366,8 @@ def rounds(made, shapes: list) -> dict:
                 made.model, rows, torch.ones_like(rows), tokens, batch_size=2
             )
         engine = torch.tensor(logprobs[:16], device=rows.device)
-        found[f"{count}x{tokens}"] |= vars(engine_gap.measure(scored, engine, torch.ones_like(engine)))
+        took |= vars(engine_gap.measure(scored, engine, torch.ones_like(engine)))
+        found.setdefault(f"{count}x{tokens}", []).append(took)
     return {"rounds": found}
 
 
@@ -410,6 +430,8 @@ def main() -> None:
     if given.show:
         show(given.show)
     elif given.one:
+        from qrl import process
+
         group, name = given.one
         began = time.perf_counter()
         if group == "server":
@@ -424,7 +446,7 @@ def main() -> None:
             "settings": CASES[group][name],
             **versions(),
         }
-        with open(given.out / "results.jsonl", "a") as file:
+        with open(given.out / "results.jsonl" if process.rank() == 0 else os.devnull, "a") as file:  # the first of several
             file.write(json.dumps(row) + "\n")
     else:
         given.out.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,258 @@
+"""Does a moving stage lose requests? A load through `serve --follow` across two promotions, a rollback, and two that must not take over.
+
+    python tests/benchmarks/follow.py --out follow.json                          # in vLLM's environment; the built-in model
+    python tests/benchmarks/follow.py --shape 1.5b --clients 16 --pause 0 --tokens 256 --out follow.json    # on a GPU
+
+Clients of the `openai` package, every other one streaming, never retrying, ask for the stage's id all the while. Versions differ
+in one weight. An answer counts if it came, whole, and says which version wrote it. Also asked through the proxy: the list of
+models, health, metrics, and whether a wrong key is turned away. The tests run this and judge the file that it writes.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from start import aside, free_port
+
+ROOT = Path(__file__).parents[2]
+KEY, NAME, STAGE = "s3cret", "qrl-moving", "base"
+QUESTION = "Tom has 3 apples and buys 12 more. How many apples does Tom have?"
+TIMEOUT_S = 400
+
+
+@dataclasses.dataclass
+class Answer:
+    """One request, from the client's side."""
+
+    began: float  # seconds since the load began, like `ended`
+    ended: float
+    streamed: bool
+    model: str | None  # which version wrote it
+    error: str | None
+
+
+class Load:
+    """Clients that ask until they are told to stop."""
+
+    def __init__(self, url: str, clients: int, tokens: int, pause_s: float) -> None:
+        self.url, self.tokens, self.pause_s, self.answers, self.on = url, tokens, pause_s, [], True
+        self.zero = time.monotonic()
+        self._threads = [threading.Thread(target=self._ask, args=(number % 2 == 1,)) for number in range(clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Lets every client end the request that it is at."""
+        self.on = False
+        for thread in self._threads:
+            thread.join()
+
+    def seen(self, version: int) -> bool:
+        """Whether this version wrote an answer."""
+        return any(each.model == f"{NAME}@{version}" for each in self.answers)
+
+    def _ask(self, stream: bool) -> None:
+        import openai
+
+        client = openai.OpenAI(base_url=self.url, api_key=KEY, max_retries=0, timeout=120)
+        while self.on:
+            began, model, error = time.monotonic() - self.zero, None, None
+            try:
+                model = self._once(client, stream)
+            except Exception as failed:
+                error = f"{type(failed).__name__}: {failed}"[:300]
+            self.answers.append(Answer(began, time.monotonic() - self.zero, stream, model, error))
+            time.sleep(self.pause_s)
+
+    def _once(self, client, stream: bool) -> str:
+        """The version that wrote a whole answer."""
+        given = {"model": f"{NAME}@{STAGE}", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": self.tokens, "extra_body": {"ignore_eos": True}}
+        if not stream:
+            got = client.chat.completions.create(**given)
+            if got.usage.completion_tokens != self.tokens or got.choices[0].finish_reason != "length":
+                raise ValueError(f"not whole: {got.usage.completion_tokens} tokens, {got.choices[0].finish_reason}")
+            return got.model
+        parts = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **given))
+        ends = [part.choices[0].finish_reason for part in parts if part.choices and part.choices[0].finish_reason]
+        if ends != ["length"] or parts[-1].usage.completion_tokens != self.tokens or len(parts) < 3:
+            raise ValueError(f"not whole: {len(parts)} parts, {ends}")
+        (model,) = {part.model for part in parts}
+        return model
+
+
+def main() -> None:
+    """Runs the story, prints a line, writes one JSON file."""
+    given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    given.add_argument("--shape", choices=("tiny", "micro", "1.5b", "8b"), default="tiny")
+    given.add_argument("--clients", type=int, default=2)
+    given.add_argument("--pause", type=float, default=0.5, help="seconds between a client's requests; two cores load the next engine meanwhile")
+    given.add_argument("--tokens", type=int, default=64)
+    given.add_argument("--out", type=Path, required=True)
+    asked = given.parse_args()
+    asked.out = asked.out.resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "QRL_PLACE": "vllm_cpu", "QRL_API_KEY": KEY}
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        os.chdir(folder)
+        aside(register, asked.shape)
+        found = story(asked)
+    asked.out.write_text(json.dumps(found, indent=1))
+    print(json.dumps({key: value for key, value in found.items() if key not in ("answers", "log")}, indent=1))
+
+
+def story(asked: argparse.Namespace) -> dict:
+    """Serves version 1, moves the stage under load, and tells what came of it."""
+    import psutil
+
+    port = free_port()
+    words = [sys.executable, "-m", "qrl", "serve", "--stage", STAGE, "--engine", "vllm", "--follow", "1", "--port", str(port), "--registered_name", NAME]
+    log = Path("log")
+    with log.open("w") as out:
+        server = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
+    load, moves = None, {}
+    try:
+        until(lambda: "Serving " in log.read_text(), server, log)
+        load = Load(f"http://127.0.0.1:{port}/v1", asked.clients, asked.tokens, asked.pause)
+        until(lambda: load.seen(1), server, log)
+        through = asides(port)
+        for what, version in (("promote", 2), ("promote", 3), ("rollback", 2)):
+            began = time.monotonic()
+            registry("rollback" if what == "rollback" else "promote", version)
+            before = len(load.answers)
+            until(lambda version=version, before=before: any(each.model == f"{NAME}@{version}" for each in load.answers[before:]), server, log)
+            moves[f"{what} to {version}"] = time.monotonic() - began
+        for number, (what, version) in enumerate((("promote", 4), ("by hand", 5)), 1):
+            registry(what, version)
+            until(lambda number=number: log.read_text().count("does not take over") == number, server, log)
+        kept = len(load.answers)
+        time.sleep(4)  # four looks at the registry
+        load.stop()
+        children = psutil.Process(server.pid).children(recursive=True)
+        began = time.monotonic()
+        server.send_signal(signal.SIGTERM)
+        code = server.wait(60)
+        stopping = time.monotonic() - began
+        text = log.read_text()
+        return {
+            "shape": asked.shape, "clients": asked.clients, "tokens": asked.tokens,
+            "requests": len(load.answers), "failed": [each.error for each in load.answers if each.error], "streamed": sum(each.streamed for each in load.answers),
+            "by_version": Counter(each.model for each in load.answers), "moves_s": moves, "through": through,
+            "after_refusals": Counter(each.model for each in load.answers[kept:]), "refusals": [line for line in text.splitlines() if "does not take over" in line],
+            "exit_code": code, "stop_s": stopping, "left": [each.pid for each in children if each.is_running() and each.status() != psutil.STATUS_ZOMBIE],
+            "run": last_run(), "log": text, "answers": [dataclasses.asdict(each) for each in load.answers],
+        }  # fmt: skip
+    finally:
+        if load:
+            load.stop()
+        with contextlib.suppress(ProcessLookupError):
+            server.kill()
+        server.wait()
+
+
+def until(condition, server: subprocess.Popen, log: Path) -> None:
+    """Waits for a condition while the server lives."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        if server.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"The server ended with {server.poll()}, or nothing came:\n{log.read_text()[-6000:]}")
+        time.sleep(0.1)
+
+
+def asides(port: int) -> dict:
+    """What else an OpenAI server answers, asked through the proxy."""
+    import urllib.error
+    import urllib.request
+
+    def get(path: str, key: str = KEY) -> tuple[int, str]:
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers={"Authorization": f"Bearer {key}"})
+        try:
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, ""
+
+    return {
+        "models": [each["id"] for each in json.loads(get("/v1/models")[1])["data"]],
+        "health": get("/health")[0],
+        "metrics": sorted({line.split("{")[0] for line in get("/metrics")[1].splitlines() if line.startswith("vllm:request_success_total")}),
+        "wrong_key": get("/v1/models", "guess")[0],
+    }
+
+
+def register(shape: str) -> None:
+    """Versions that differ in one weight: the first at the stage, the fourth damaged later, the fifth never judged by a gate."""
+    from qrl import checkpoint, registry, tiny
+    from qrl.tracking import models, runs, store
+
+    if shape == "tiny":
+        path = tiny.PATH
+    else:
+        from rollouts import checkpoint_of
+
+        path = checkpoint_of(shape)
+    store.prepare()
+    with runs.step("evaluate"):
+        for number in range(1, 6):
+            copied = Path("copy").resolve()
+            shutil.copytree(path, copied, ignore=shutil.ignore_patterns("__pycache__"))
+            flip(copied / checkpoint.shards(copied)[0], number)
+            cell = {"digest": checkpoint.digest(copied), "variant": "base", "scheme": "fp16"}
+            uri, stored = models.log_checkpoint(copied, name="base", task="arithmetic", move=True, **cell)
+            registry.register(NAME, uri, accuracy=0.6, stderr=0.01, n=2000, **cell)
+            shutil.rmtree(copied)
+            if number == 4:
+                damaged = stored / checkpoint.shards(stored)[0]
+    registry.promote(NAME, STAGE, 1, record={"why": "a benchmark of moving, not of answers"})
+    flip(damaged, 6)
+
+
+def flip(file: Path, to: int) -> None:
+    """Another last byte, the low half of one bf16 weight."""
+    with file.open("r+b") as opened:
+        opened.seek(-2, os.SEEK_END)
+        opened.write(bytes([to]))
+
+
+def registry(what: str, version: int) -> None:
+    """Moves the stage, from a process of its own, as `promote` would."""
+    aside(move, what, version)
+
+
+def move(what: str, version: int) -> None:
+    from qrl import registry
+    from qrl.tracking import store
+
+    store.prepare()
+    if what == "rollback":
+        registry.rollback(NAME, STAGE)
+    elif what == "by hand":
+        import mlflow
+
+        mlflow.MlflowClient().set_registered_model_alias(NAME, STAGE, str(version))
+    else:
+        registry.promote(NAME, STAGE, version, record={"why": "a benchmark of moving, not of answers"})
+
+
+def last_run() -> dict:
+    """Status, tags and metrics of the server's run."""
+    import mlflow
+
+    (run,) = mlflow.search_runs(output_format="list", filter_string="tags.`qrl.step` = 'serve'")
+    return {"status": run.info.status, "tags": {key: value for key, value in run.data.tags.items() if key.startswith("qrl.")}, "metrics": run.data.metrics}
+
+
+if __name__ == "__main__":
+    main()

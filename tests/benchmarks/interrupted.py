@@ -1,0 +1,148 @@
+"""A training killed with SIGKILL at a random moment and run again, against two that nobody disturbed; on a GPU by default.
+
+    python tests/benchmarks/interrupted.py full lora qlora "qlora vllm" --out FOLDER
+
+Two undisturbed trainings show what the device itself does not repeat; the killed one has to be as near to the first as the second
+is. The difference is ‖A − B‖ / ‖A − start‖ over what is trained: its share of the whole update. Methods run side by side.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+BATCH = dict(steps=12, prompts_per_step=16, generations=8, micro_batch=64, max_completion_tokens=80, save_every=3)
+ADAPTER = BATCH | dict(learning_rate=1e-3, dtype="bf16", lora_rank=8)
+METHODS = {
+    "full": BATCH | dict(learning_rate=3e-5),
+    "lora": ADAPTER | dict(method="lora"),
+    "qlora": ADAPTER | dict(method="qlora", beta=0.01),
+}
+VLLM = dict(engine="vllm", gpu_memory_utilization=0.1)
+CHILD = """
+import json, sys
+from pathlib import Path
+from qrl import process
+process.settle()
+from qrl import tasks, tiny
+from qrl.recipe import Rollout, Train
+from qrl.train import grpo, policy
+
+work, out, device, train, rollout = sys.argv[1:]
+hashed, inner = [], policy.frozen_digest
+policy.frozen_digest = lambda model: hashed.append(inner(model)) or hashed[-1]
+given = {"task": "arithmetic", "template": "plain", "seed": 0, "device": device, "work": Path(work), "out": Path(out)}
+log = lambda metrics, step: print("step", step, flush=True)
+settings, rollout = Train.model_validate_json(train), Rollout.model_validate_json(rollout)
+done = grpo.run(tiny.PATH, tasks.load("arithmetic", "train", 512, 0), settings, **given, rollout=rollout, log=log)
+print("done", json.dumps({"resumed_from": done.resumed_from, "base_hashed": hashed}), flush=True)
+"""
+
+
+def start(folder: Path, name: str, device: str, log):
+    """One training in a process of its own."""
+    from qrl.recipe import Rollout, Train
+
+    method, _, engine = name.partition(" ")
+    train = Train(**METHODS[method])
+    if device == "cpu":
+        train = train.model_copy(update={"dtype": "fp32", "prompts_per_step": 4, "micro_batch": 32})
+    rollout = Rollout(**VLLM) if engine else Rollout()
+    words = [sys.executable, "-W", "ignore", "-c", CHILD, folder / "work", folder / "model", device, train.model_dump_json(), rollout.model_dump_json()]  # fmt: skip
+    variables = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    return subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
+
+
+def finish(running) -> dict:
+    """What a training that ran to its end said last."""
+    said, _ = running.communicate(timeout=400)
+    assert running.returncode == 0, said
+    return json.loads(said.splitlines()[-1].removeprefix("done "))
+
+
+def kill(running) -> dict:
+    """Kills a training a random time after a random step, before its last."""
+    chance = random.Random()
+    step, wait = chance.randint(1, BATCH["steps"] - 2), chance.uniform(0, 1)
+    for line in running.stdout:
+        if line.strip() == f"step {step}":
+            time.sleep(wait)
+            running.send_signal(signal.SIGKILL)
+            break
+    running.communicate(timeout=60)
+    return {"killed_after_step": step, "and_s": wait, "killed": running.returncode == -signal.SIGKILL}
+
+
+def prompts(work: Path) -> dict[str, list[str]]:
+    """Questions and what was answered to them, by step."""
+    import pandas as pd
+
+    return {file.name: pd.read_parquet(file)[["prompt", "completion"]].astype(str).values.tolist() for file in sorted((work / "completions").glob("*.parquet"))}  # fmt: skip
+
+
+def compared(name: str, a: Path, b: Path) -> dict:
+    """How two trainings differ: questions, answers, and weights."""
+    import torch
+    from safetensors.torch import load_file
+
+    from qrl import tiny
+
+    file = "model.safetensors" if name == "full" else "adapter_model.safetensors"
+    ours, theirs = (load_file(each / "work" / f"checkpoint-{BATCH['steps']}" / file) for each in (a, b))  # masters, as they were trained
+    zero = load_file(tiny.PATH / file) if name == "full" else {}
+    difference = sum((ours[key].double() - theirs[key].double()).square().sum() for key in ours)
+    update = sum((ours[key].double() - zero.get(key, torch.zeros(1)).double()).square().sum() for key in ours)
+    asked, again = prompts(a / "work"), prompts(b / "work")
+    pairs = [(one, other) for step in asked for one, other in zip(asked[step], again.get(step, []), strict=True)]
+    return {
+        "bit_for_bit": all(ours[key].equal(theirs[key]) for key in ours),
+        "difference_of_update": float((difference / update).sqrt()),
+        "same_questions": asked.keys() == again.keys() and all(one[0] == other[0] for one, other in pairs),
+        "same_answers_share": sum(one[1] == other[1] for one, other in pairs) / len(pairs),
+    }
+
+
+def measure(name: str, device: str, out: Path) -> dict:
+    from qrl import checkpoint, tiny
+
+    before = checkpoint.digest(tiny.PATH)
+    folders = {which: out / name.replace(" ", "-") / which for which in ("first", "second", "killed")}
+    with open(out / f"{name.replace(' ', '-')}.log", "w") as log:
+        running = {which: start(folder, name, device, log) for which, folder in folders.items()}
+        found = {"case": name, "device": device, "steps": BATCH["steps"], **kill(running["killed"])}
+        again = start(folders["killed"], name, device, log)
+        ended = {which: finish(each) for which, each in {**running, "killed": again}.items()}
+    found["resumed_from"] = ended["killed"]["resumed_from"]
+    found["base_on_disk_same"] = checkpoint.digest(tiny.PATH) == before
+    hashed = {digest for each in ended.values() for digest in each["base_hashed"]}
+    found["base_in_memory"] = f"{len(hashed)} digest over {sum(len(each['base_hashed']) for each in ended.values())} looks"
+    first = folders["first"]
+    found["undisturbed"] = compared(name.split(maxsplit=1)[0], first, folders["second"])
+    found["resumed"] = compared(name.split(maxsplit=1)[0], first, folders["killed"])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=list(METHODS), help=f"of {', '.join(METHODS)}; with ' vllm' for its rollouts")
+    parser.add_argument("--out", type=Path, required=True, help="folder of interrupted.jsonl, logs and the trainings")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(len(given.cases)) as pool, open(given.out / "interrupted.jsonl", "a") as file:
+        for found in pool.map(lambda name: measure(name, given.device, given.out), given.cases):
+            file.write(json.dumps(found) + "\n")
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
