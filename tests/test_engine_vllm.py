@@ -88,16 +88,15 @@ for folder in map(Path, sys.argv[1:]):
 """
 
 
-def test_a_scheme_without_a_kernel_is_refused_before_a_weight_is_read(tiny_checkpoint, tmp_path):
-    if not PYTHON:
-        pytest.skip("QRL_VLLM_PYTHON names no environment of projects/vllm_cpu")
+@pytest.mark.slow
+def test_a_scheme_without_a_kernel_is_refused_before_a_weight_is_read(python_of, tiny_checkpoint, tmp_path):
     texts = ["Tom has 3 apples and buys 4 more. How many does he have?"]
     schemes = ("nf4", "fp8", "w8a8", "w8a16", "nvfp4a16", "mxfp4a16", "nvfp4")
     folders = [quantize.run(scheme, tiny_checkpoint, tmp_path / scheme, calibration=texts).path for scheme in schemes]
     for folder in folders:
         for weights in folder.glob("*.safetensors"):
             weights.write_bytes(b"not to be read")
-    done = subprocess.run([PYTHON, "-c", FITS, *map(str, (tiny.PATH, *folders))], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run([python_of("vllm_cpu"), "-c", FITS, *map(str, (tiny.PATH, *folders))], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     said = dict(line.split("\t") for line in done.stdout.splitlines() if "\t" in line)
     assert {name for name, words in said.items() if words == "runs"} == {tiny.PATH.name, "fp8", "w8a8"}
