@@ -75,7 +75,7 @@ class Vllm:
         from transformers import AutoConfig
 
         self._loaded = vllm.Vllm(
-            path, device, dtype, max_tokens=max_tokens, sequences=sequences, deterministic=False, seed=0, memory=memory, cache_bytes=cache_bytes
+            path, device, dtype, max_tokens=max_tokens, sequences=sequences, deterministic=False, seed=0, memory=memory, cache_bytes=cache_bytes, timed=True
         )
         self.name = self._loaded.name
         self.weights_bytes = self._loaded.weights_bytes

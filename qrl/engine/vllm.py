@@ -51,6 +51,7 @@ class Vllm:
         seed: int,
         memory: float = 0.9,
         cache_bytes: int | None = None,
+        timed: bool = False,
     ) -> None:
         """Loads a checkpoint in place.
 
@@ -63,6 +64,7 @@ class Vllm:
             deterministic: batch-invariant kernels, where the device has them.
             seed: of the engine.
             memory: share of the GPU's memory that the engine may take.
+            timed: keep the times of each request, which costs a little at every step.
             cache_bytes: of keys and values, instead of what that share leaves; several engines can then load at once.
 
         Raises:
@@ -94,7 +96,7 @@ class Vllm:
                 max_num_seqs=sequences,
                 enforce_eager=device == "cpu",
                 enable_prefix_caching=False,
-                disable_log_stats=False,  # times of each request
+                disable_log_stats=not timed,
                 generation_config="vllm",  # a checkpoint's own sampling would colour every accuracy
                 seed=seed,
                 trust_remote_code=False,
@@ -157,7 +159,9 @@ class Vllm:
             seed: of the draws; every prompt's own follows from it and its place.
             progress: called with N at the end: vLLM forms its batches itself.
         """
-        done = [hf.completion(self.tokens, list(answer.outputs[0].token_ids), self._ends) for answer in self.ask(prompts, new_tokens=max_new_tokens, fixed=False, temperature=temperature, seed=seed)]
+        answers = self.ask(prompts, new_tokens=max_new_tokens, fixed=False, temperature=temperature, seed=seed)
+        special = set(self.tokens.all_special_ids)
+        done = [hf.completion(self.tokens, list(answer.outputs[0].token_ids), self._ends, special) for answer in answers]
         progress(len(done))
         return done
 
@@ -177,8 +181,11 @@ class Vllm:
         """
         ends = None if fixed else sorted(self._ends)
         options = {"max_tokens": new_tokens, "stop_token_ids": ends, "ignore_eos": fixed, "detokenize": False}
-        seeds = [hash((seed, place)) % 2**63 if temperature else None for place in range(len(prompts))]
-        asked = [self._sampling(temperature=temperature, seed=own, **options) for own in seeds]
+        if temperature:
+            seeds = [hash((seed, place)) % 2**63 for place in range(len(prompts))]
+            asked = [self._sampling(temperature=temperature, seed=own, **options) for own in seeds]
+        else:
+            asked = self._sampling(temperature=0.0, **options)
         try:
             return self._llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], asked, use_tqdm=False)
         except Exception as error:  # a kernel that this machine lacks ends the worker at the first product
