@@ -44,6 +44,13 @@ def test_rounding_twice_is_rounding_once(shape):
     assert torch.allclose(once, twice, rtol=1e-5, atol=0)
 
 
+def test_a_weight_half_way_between_two_codes_goes_to_the_even_one():
+    """Whatever its scale rounds to: half of the largest lies at 3.5 steps for every significand of bf16."""
+    largest = torch.arange(128, 256, dtype=torch.bfloat16)[:, None]
+    codes, _ = rtn.encode(torch.cat([largest, largest / 2, -largest / 2, largest * 0], 1), group_size=4)
+    assert (codes.flatten(1) == torch.tensor([7, 4, -4, 0])).all()
+
+
 def test_error_by_hand():
     weight = torch.tensor([[7.0, 1.4, -2.6, 0.0]])  # scale 1: rounds to 7, 1, -3, 0
     found = rtn.error(weight, bits=4, group_size=4)

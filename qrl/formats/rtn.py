@@ -44,9 +44,10 @@ def encode(weight: Tensor, bits: int = 4, group_size: int = 128) -> tuple[Tensor
     _check(weight, bits, group_size)
     groups = grouped(weight.float(), group_size)
     top = 2 ** (bits - 1) - 1
-    scales = groups.abs().amax(-1, keepdim=True) / top
-    codes = torch.round(groups / torch.where(scales == 0, 1.0, scales)).clamp_(-top, top)
-    return codes.to(torch.int8), scales
+    largest = groups.abs().amax(-1, keepdim=True)
+    # w · top is exact for bf16 and fp16, so a weight half-way between two codes is seen as that; by the rounded scale, chance decides
+    codes = torch.round(groups * top / torch.where(largest == 0, 1.0, largest)).clamp_(-top, top)
+    return codes.to(torch.int8), largest / top
 
 
 def decode(codes: Tensor, scales: Tensor, in_features: int) -> Tensor:

@@ -70,7 +70,7 @@ def _made(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unwritable(folder, error.strerror) from None
+        raise BadInput(f"The folder {folder} cannot be made ({error.strerror}): give one that is writable.") from None
     if not os.access(folder, os.W_OK):  # told before minutes of work
         raise _unwritable(folder, "no permission")
     return folder
