@@ -183,7 +183,7 @@ def _rank(sources: list, device: str) -> dict[str, float]:
     entry = sources[0][1]
     if entry.numel > RANK_NUMEL:
         return {"effective_rank": math.nan, "effective_rank_stderr": math.nan}
-    delta, first = torch.empty(entry.shape, device=device), 0
+    delta, first = torch.empty(entry.shape, dtype=torch.float32, device=device), 0
     step = max(1, BLOCK["cpu"] // entry.shape[1])
     with ExitStack() as opened:
         readers = [(opened.enter_context(closing(Rows(folder, device))), each) for folder, each in sources]
