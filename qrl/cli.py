@@ -84,6 +84,23 @@ def study_command(ctx: click.Context, settings) -> None:
     pipeline.study(settings, typed=ctx.obj)
 
 
+@step("methods", *ALL)
+@click.option("--arms", metavar="NAME|FILE.yaml,…", help="Recipes of the methods beside --recipe's; default: QLoRA, QAT and distillation for qrl-tiny.")
+@click.option("--seeds", default="0", show_default=True, metavar="N,…", help="Seeds of training and questions, a study each; what is done is reused.")
+@click.pass_context
+def methods_command(ctx: click.Context, settings, arms: str | None, seeds: str) -> None:
+    """Ways to a small model side by side: GRPO quantized afterwards, QLoRA, training and distillation with quantized weights.
+
+    --recipe is GRPO in full precision with the schemes to quantize it to afterwards. Other options hold for every arm.
+    """
+    from qrl import methods
+
+    given = {key: text for key, text in ctx.obj.items() if key not in ("recipe", "seed")}
+    first = methods.FIRST if ctx.obj["recipe"] == "auto" else ctx.obj["recipe"]
+    chosen = tuple(filter(None, arms.split(","))) if arms is not None else methods.ARMS
+    methods.study(first, chosen, methods.numbers(seeds, ctx.obj.get("seed")), given)
+
+
 @step("train", "train", "rollout", "watch")
 @click.pass_context
 def train_command(ctx: click.Context, settings) -> None:

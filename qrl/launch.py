@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import logging
 import os
 import sys
@@ -36,7 +38,13 @@ class Launcher:
         self.typed, self.run_id, self.steps = typed, run_id, steps
         self.results: list[tuple[str, Result]] = []  # what the study's description links
         self.seconds = 0.0  # in launched steps; the rest of the study's time is overhead
-        self._number = 0
+        self._numbers = itertools.count(1)
+
+    def typing(self, typed: dict[str, str]) -> Launcher:
+        """The same study's launcher of steps with other settings: it counts on, and adds to the same results."""
+        other = copy.copy(self)
+        other.typed = typed
+        return other
 
     def obtain(
         self,
@@ -45,6 +53,7 @@ class Launcher:
         wanted: dict[str, str],
         parameters: Callable[[list[str]], dict[str, str]],
         folder: Path = ROOT,
+        failed: Callable[[list[str], QrlError], None] | None = None,
     ) -> dict[str, Result]:
         """Results by label; what has no finished run is made by one launch of the step.
 
@@ -54,6 +63,8 @@ class Launcher:
             wanted: label → cache key.
             parameters: the labels still to make → the step's inputs, beside the recipe.
             folder: the project to run it in.
+            failed: takes the labels that a failing step left without a result, and its error, and the others are returned;
+                default: the error is raised.
 
         Raises:
             QrlError: the step failed, with its reason and its exit code.
@@ -62,8 +73,14 @@ class Launcher:
         missing = [label for label, run in found.items() if run is None]
         self._say(title, [label for label in wanted if label not in missing], missing)
         if missing:
-            self._launch(folder, step, parameters(missing))
+            error = self._try(folder, step, parameters(missing))
             found |= {label: reuse.find(step, wanted[label]) for label in missing}
+            lost = [label for label in missing if found[label] is None]
+            if error and (failed is None or len(lost) == len(wanted)):
+                raise error
+            if error:
+                failed(lost, error)
+                found = {label: run for label, run in found.items() if run is not None}
         results = {}
         for label, run in found.items():
             if run is None:
@@ -80,15 +97,21 @@ class Launcher:
         self._say(title, [], [step])
         self._launch(ROOT, step, parameters)
 
+    def _try(self, folder: Path, step: str, parameters: dict[str, str]) -> QrlError | None:
+        try:
+            self._launch(folder, step, parameters)
+        except QrlError as error:
+            return error
+        return None
+
     def _launch(self, folder: Path, step: str, parameters: dict[str, str]) -> None:
         began = time.monotonic()
         launch(folder, step, self.typed | parameters, parent=self.run_id, name=step)
         self.seconds += time.monotonic() - began
 
     def _say(self, title: str, reused: list[str], missing: list[str]) -> None:
-        self._number += 1
         notes = f" (reused: {', '.join(reused)})" if reused and missing else " (reused)" if reused else ""
-        click.secho(f"[{self._number}/{self.steps}] {title}{notes}", bold=True, err=True)
+        click.secho(f"[{next(self._numbers)}/{self.steps}] {title}{notes}", bold=True, err=True)
 
 
 def launch(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from qrl import keys, names, process, source
-from qrl.errors import GateRefused
+from qrl.errors import GateRefused, QrlError
 from qrl.keys import ROOT
 from qrl.launch import Launcher, Result, launch
 from qrl.recipe import Recipe
@@ -137,8 +138,8 @@ class Order:
                 cells[f"{variant}:{scheme}"] = (result.outputs.models["model"], result.outputs.values["digest"])
         return cells
 
-    def evaluate(self, models: Models) -> dict[str, Result]:
-        """The evaluation of every cell, by `variant:scheme`."""
+    def evaluate(self, models: Models, failed: Callable[[list[str], QrlError], None] | None = None) -> dict[str, Result]:
+        """The evaluation of every cell, by `variant:scheme`; `failed` as `Launcher.obtain` takes it."""
         wanted = {
             cell: keys.cell(self.recipe, *cell.split(":"), digest, self.device) for cell, (_, digest) in models.items()
         }
@@ -148,6 +149,7 @@ class Order:
             wanted,
             lambda missing: {"cells": ",".join(f"{cell}={models[cell][0]}" for cell in missing)},
             place("evaluate", self.recipe.evaluate.engine, self.device) or ROOT,
+            failed,
         )
 
     def diagnose(self, base: str, trained: tuple[str, str], models: Models) -> Result:

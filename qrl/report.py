@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,6 +17,11 @@ from qrl.launch import Launcher, Result
 from qrl.recipe import Recipe
 from qrl.tracking import projects, runs
 from qrl.workspace import workspace
+
+if TYPE_CHECKING:
+    from qrl.compare.converged import Convergence
+    from qrl.compare.methods import Methods
+    from qrl.methods import Outcome
 
 
 def show(recipe: Recipe, launcher: Launcher, compared: Result, diagnosed: Result, trained: Result) -> None:
@@ -30,6 +36,55 @@ def show(recipe: Recipe, launcher: Launcher, compared: Result, diagnosed: Result
     told = f"{table}\n{_packed(recipe)}".rstrip()  # the verdicts are a section of the table
     runs.describe(f"{told}\n\n{_links(launcher)}")
     click.echo(f"\n{told}\n")
+
+
+def methods(launcher: Launcher, outcome: Outcome, seeds: tuple[int, ...], seconds: float) -> None:
+    """Logs and prints the table of methods: methods.md, methods.json, questions.parquet, a figure, metrics.
+
+    Args:
+        launcher: of the study's steps.
+        outcome: what they left.
+        seeds: that were to be run.
+        seconds: that the study took.
+    """
+    import json
+
+    from qrl import figures
+    from qrl.compare import methods as room
+    from qrl.tracking import cells
+
+    failed = list(outcome.failed)
+    whole = {cell: runs_ for cell, runs_ in outcome.cells.items() if len(runs_) == len(seeds)}
+    failed += [f"{cell} has no healthy evaluation under every seed, and is left out." for cell in outcome.cells if cell not in whole]
+    frame = cells.rows([run_id for by_seed in whole.values() for run_id in by_seed.values()])
+    found = room.measure(frame)
+    converged = [each for each in (_convergence(found, outcome, variant, scheme) for variant, scheme in outcome.schemes.items()) if each]
+    text = room.markdown(found, converged, failed)
+    with workspace(f"methods-{launcher.run_id}") as work:
+        (work / "methods.md").write_text(text, encoding="utf-8")
+        (work / "methods.json").write_text(json.dumps(room.as_json(found, converged, failed), indent=1) + "\n", encoding="utf-8")
+        frame.to_parquet(work / names.QUESTIONS)
+        figures.methods(found, room.findings(found)[0] if found.best else "No quantized method", work / names.FIGURES / "methods.png")
+        runs.log_folder(work)
+    runs.log_scores(room.metrics(found) | {"study/seconds": seconds})
+    runs.describe(f"{text}\n\n{_links(launcher)}")
+    click.echo(f"\n{text}\nArtifacts   {projects.artifact_place(launcher.run_id)}: methods.md, methods.json, questions.parquet, figures/")
+    click.echo(f"Took        {seconds:.0f} s")
+
+
+def _convergence(found: Methods, outcome: Outcome, variant: str, scheme: str) -> Convergence | None:
+    """The rule's word on one method, where its cell and base's in its scheme were evaluated."""
+    import pandas as pd
+
+    from qrl.compare import converged
+    from qrl.methods import HISTORY
+
+    row = next((row for row in found.rows if (row.variant, row.scheme) == (variant, scheme)), None)
+    if row is None or row.over_base is None:
+        return None
+    histories = [pd.read_parquet(runs.artifact(run_id, HISTORY)) for run_id in outcome.trained[variant].values()]
+    measure = "reward" if "reward" in histories[0] else "loss"
+    return converged.judge(variant, scheme, row.over_base, [each[measure].tolist() for each in histories], measure)
 
 
 def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | None) -> None:

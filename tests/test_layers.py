@@ -17,7 +17,7 @@ LAYERS = [
     {"tracking", "registry"},
     {"keys"},
     {"steps"},
-    {"launch", "pipeline", "report"},
+    {"launch", "pipeline", "report", "methods"},
     {"cli", "__main__"},
 ]
 ROOMS = LAYERS[2]

@@ -19,8 +19,8 @@ from transformers import (
 pytest.importorskip("compressed_tensors")
 
 from qrl.errors import BadInput, QrlError
-from qrl.formats import fake, fake_linears
-from qrl.train import qat
+from qrl.formats import fake, fake_compiled, fake_linears
+from qrl.train import qat, sync
 
 SHAPE = {
     "hidden_size": 256,
@@ -171,6 +171,30 @@ def test_switched_off_it_is_the_full_precision_model_and_comes_back_on():
         assert torch.equal(model(**batch()).logits, on)
 
 
+def test_a_rollout_engine_is_sent_q_under_the_checkpoints_names():
+    model = attached("int4", dtype=torch.bfloat16)
+    sent = dict(sync.named_weights(model, torch.bfloat16))
+    assert list(sent) == [name for name, _ in model.named_parameters()]
+    linear = model.model.layers[1].mlp.gate_proj
+    args = fake.scheme("int4").weights
+    assert torch.equal(sent["model.layers.1.mlp.gate_proj.weight"], fake.quantized(linear.weight, args, dtype=torch.bfloat16))
+    assert torch.equal(sent["model.norm.weight"], model.model.norm.weight.bfloat16())
+    with torch.no_grad():
+        linear.weight.mul_(1.5)
+    qat.refold(model)
+    assert not torch.equal(dict(sync.named_weights(model))["model.layers.1.mlp.gate_proj.weight"], sent["model.layers.1.mlp.gate_proj.weight"])
+
+
+def test_queries_keys_and_values_are_fed_one_and_the_same_tensor(monkeypatch):
+    model, seen = attached("nvfp4-a4"), []
+    whole = fake_compiled.activations
+    monkeypatch.setattr(fake_compiled, "activations", lambda inputs, *given: seen.append(inputs) or whole(inputs, *given))
+    with torch.no_grad():
+        model(**batch())
+    assert len(seen) == 2 * 4  # of seven linears a layer: q, k and v have one input, gate and up another
+    assert all(fold.last is None for fold in qat.folds(model))
+
+
 def test_q_is_kept_in_the_dtype_of_the_forward_and_gradients_in_the_masters():
     model = attached("int4", dtype=torch.bfloat16)
     linear = model.model.layers[0].mlp.up_proj
@@ -178,6 +202,8 @@ def test_q_is_kept_in_the_dtype_of_the_forward_and_gradients_in_the_masters():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(**batch(), labels=batch()["input_ids"]).loss.backward()
     assert linear.weight.grad.dtype == linear.weight.dtype == torch.float32
+    with torch.no_grad():  # a rollout of TRL's, without autocast: Q(W) in the same dtype, the rest of the model in its own
+        assert model(**batch()).logits.dtype == torch.float32
 
 
 def test_activation_scales_come_from_the_largest_input_padding_apart_and_are_read_back_bit_for_bit(tmp_path):

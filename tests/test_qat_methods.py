@@ -4,8 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qrl import stats
-from qrl.compare import methods
+from qrl import figures, stats
+from qrl import methods as study
+from qrl.compare import converged, methods
 from qrl.compare.text import interval
 from qrl.errors import BadInput
 
@@ -24,7 +25,7 @@ def frame(cells=RATES, n=400, seeds=("0",)):
 
 def test_methods_need_no_common_scheme_and_stand_best_first_with_paired_intervals():
     found = frame()
-    text = methods.markdown(found)
+    text = methods.markdown(methods.measure(found))
     lines = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line and "method" not in line]
     assert [line.split(" | ")[0].strip("| ") for line in lines] == ["qat-int4", "grpo", "grpo", "base"]
     cells = {
@@ -37,18 +38,93 @@ def test_methods_need_no_common_scheme_and_stand_best_first_with_paired_interval
 
 
 def test_several_training_runs_are_a_random_effect():
-    one, three = methods.markdown(frame()), methods.markdown(frame(seeds=("0", "1", "2")))
+    one, three = methods.markdown(methods.measure(frame())), methods.markdown(methods.measure(frame(seeds=("0", "1", "2"))))
     assert "3 training runs" in three and one != three
 
 
 def test_without_base_or_full_precision_there_is_nothing_to_measure_from():
     for cell in (("base", "fp16"), ("grpo", "fp16")):
         with pytest.raises(BadInput, match=f"Cell {cell[0]} · fp16 is missing"):
-            methods.markdown(frame({key: rate for key, rate in RATES.items() if key != cell}))
+            methods.markdown(methods.measure(frame({key: rate for key, rate in RATES.items() if key != cell})))
 
 
 def test_a_table_without_its_columns_is_refused_in_a_sentence():
     with pytest.raises(BadInput, match="lacks 'variant'"):
-        methods.markdown(frame().drop(columns="variant"))
+        methods.measure(frame().drop(columns="variant"))
     with pytest.raises(BadInput, match="'scheme' has 1600 empty values"):
-        methods.markdown(frame().assign(scheme=None))
+        methods.measure(frame().assign(scheme=None))
+
+
+SMALL = RATES | {("base", "rtn-int4"): 0.3, ("grpo", "rtn-int4"): 0.5, ("qlora", "fp16"): 0.79}
+
+
+def test_training_is_held_against_quantizing_afterwards_in_the_same_scheme():
+    found = methods.measure(frame(SMALL, n=1000))
+    row = next(row for row in found.rows if row.variant == "qat-int4")
+    right = {cell: part.sort_values("question")["correct"].to_numpy() for cell, part in frame(SMALL, n=1000).groupby(["variant", "scheme"])}
+    for name, against in (("over_grpo", ("grpo", "rtn-int4")), ("over_base", ("base", "rtn-int4"))):
+        wanted = stats.contrast(np.stack([right["qat-int4", "rtn-int4"], right[against]]), (1, -1))
+        assert getattr(row, name) == wanted
+    assert [row for row in found.rows if row.over_grpo] == [row]  # an adapter's merged model has no scheme to share
+    text = methods.findings(found)
+    assert text[0].startswith("Of 4 quantized methods qat-int4 · rtn-int4 scores highest") and "not told apart from qlora · fp16" in text[0]
+    assert "shown ahead of grpo · nf4, grpo · rtn-int4" in text[0]
+    assert text[1].startswith("qat-int4 beats grpo quantized afterwards in rtn-int4: +0.")
+
+
+def test_several_seeds_are_seen_in_table_json_metrics_and_figure(tmp_path):
+    found = methods.measure(frame(SMALL, seeds=("0", "1", "2")))
+    assert found.runs == 3 and all(row.error.runs.count == 3 for row in found.rows if row.error)
+    document = methods.as_json(found, failed=["qad-int4, seed 1: it failed."])
+    assert document["runs"] == 3 and document["failed"] and len(document["methods"]) == len(SMALL)
+    scores = methods.metrics(found)
+    assert scores["methods/error_grpo_nf4_low"] < scores["methods/error_grpo_nf4"] < scores["methods/error_grpo_nf4_high"]
+    assert "methods/error_grpo_fp16" not in scores and "methods/accuracy_grpo_fp16" in scores
+    figures.methods(found, methods.findings(found)[0], tmp_path / "methods.png")
+    assert (tmp_path / "methods.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("right", "values", "measure", "reason"),
+    [
+        ((0.5, 0.8), [0.4, 0.5, 0.6, 0.7], "reward", ""),
+        ((0.5, 0.8), [0.7, 0.5, 0.6, 0.4], "reward", "the reward got worse"),
+        ((0.5, 0.8), [0.7, 0.5, 0.6, 0.4], "loss", ""),
+        ((0.5, 0.5), [0.4, 0.5, 0.6, 0.7], "reward", "no gain over base in its scheme is shown"),
+        ((0.8, 0.5), [0.7, 0.5], "reward", "no gain over base in its scheme is shown and the reward got worse"),
+    ],
+)
+def test_a_training_converged_by_the_rule_alone(right, values, measure, reason):
+    base, own = ((np.random.default_rng(seed).random(2000) < rate).astype(float) for seed, rate in enumerate(right))
+    found = converged.judge("qat-int4", "rtn-int4", stats.contrast(np.stack([own, base]), (1, -1)), [values, values], measure)
+    assert found.converged == (not reason) and found.reason == reason
+    assert found.row()[-1] == (f"no: {reason}" if reason else "yes")
+
+
+def test_quarters_are_means_of_at_least_one_step():
+    assert converged.quarters([1.0]) == (1.0, 1.0)
+    assert converged.quarters([1.0, 2, 3, 4, 5, 6, 7, 8]) == (1.5, 7.5)
+
+
+def test_arms_are_recipes_that_meet_on_the_same_questions(tmp_path):
+    given = {"evaluate.n": "50"}
+    arms = study.load(study.FIRST, study.ARMS, given, seed=3)
+    assert [study.label(each) for _, each in arms] == ["grpo", "qlora", *study.ARMS[1:]]
+    assert all(each.seed == 3 and each.evaluate.n == 50 for _, each in arms)
+    with pytest.raises(BadInput, match="tiny-qlora trains qlora, but methods are measured from GRPO in full precision"):
+        study.load("tiny-qlora", (), {}, 0)
+    with pytest.raises(BadInput, match="tiny-ptq and tiny both train grpo"):
+        study.load(study.FIRST, ("tiny",), {}, 0)
+    with pytest.raises(BadInput, match=r"tiny-ptq and .*other\.yaml differ in prompt"):
+        other = tmp_path / "other.yaml"
+        other.write_text("prompt: answer-line\ntrain: {qat: int4}\n")
+        study.load(study.FIRST, (str(other),), {}, 0)
+
+
+def test_seeds_are_whole_numbers_each_once():
+    assert study.numbers("0, 2,1", None) == (0, 2, 1)
+    for text in ("", "a", "1,1", "-1", "1.5"):
+        with pytest.raises(BadInput, match="must be whole numbers by comma"):
+            study.numbers(text, None)
+    with pytest.raises(BadInput, match="give the seed there"):
+        study.numbers("0", "3")

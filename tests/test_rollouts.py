@@ -188,15 +188,19 @@ def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeyp
     rollouts.check(Rollout(), "cpu", Train())
     with pytest.raises(BadInput, match="samples on a GPU"):
         rollouts.check(VLLM, "cpu", Train())
-    with pytest.raises(BadInput, match="sample from other weights than the loss sees"):
-        rollouts.check(VLLM, "cuda", Train(qat="int4"))
+    with pytest.raises(BadInput, match="nvfp4-a4 quantizes activations too, which vLLM's forward would not"):
+        rollouts.check(VLLM, "cuda", Train(qat="nvfp4-a4"))
+    with pytest.raises(BadInput, match=r"rounds what train\.qat = int4 rounded already"):
+        rollouts.check(Rollout(engine="vllm", quantization="fp8"), "cuda", Train(qat="int4"))
+    rollouts.check(VLLM, "cuda", Train(qat="int4"))
     with pytest.raises(BadInput, match="No rollout server answers"):
         rollouts.check(Rollout(engine="vllm", mode="server", server="http://127.0.0.1:9"), "cuda", Train())
     with pytest.raises(BadInput, match="No rollout server answers"):
         rollouts.check_server("nonsense")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(BadInput, match="FSDP"):
-        rollouts.check(VLLM, "cuda", Train(method="lora"))
+    for partly in (Train(method="lora"), Train(qat="int4")):
+        with pytest.raises(BadInput, match="FSDP"):
+            rollouts.check(VLLM, "cuda", partly)
     rollouts.check(VLLM, "cuda", Train())
 
 

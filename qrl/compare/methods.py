@@ -2,25 +2,65 @@
 
 The table of seed 002: quantized after training, trained over codes, trained with quantized weights, distilled into them. A
 method is a cell, and methods need not share their schemes; every difference is paired by question, training runs are a
-random effect.
+random effect. Where GRPO's model and the base stand under a method's own scheme too, it is held against them: did training
+with quantization beat quantizing afterwards, and did it learn?
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import pandas as pd
 
 from qrl import names
-from qrl.compare.evidence import Questions
+from qrl.compare.converged import Convergence
+from qrl.compare.evidence import Cell, Questions
 from qrl.compare.outcomes import check_columns, outcomes
 from qrl.compare.text import interval, table
 from qrl.errors import BadInput
+from qrl.stats import Estimate
 
-FULL = (names.GRPO, names.FP16)  # what a quantized method is measured against
-HEAD = ("method", "scheme", "accuracy", "gain over base", "error: method − grpo in full precision")
+PLAIN, FULL = (names.BASE, names.FP16), (names.GRPO, names.FP16)  # what a method is measured from, and against
+HEAD = ("method", "scheme", "accuracy", "gain over base", "error: method − grpo in full precision", "over grpo in its scheme")
 
 
-def markdown(frame: pd.DataFrame) -> str:
-    """One row a method, best first, base and full precision among them.
+@dataclass(frozen=True)
+class Method:
+    """One cell; differences are None where they would be the cell's own to itself, or the other cell is not there."""
+
+    variant: str
+    scheme: str
+    accuracy: Estimate
+    gain: Estimate | None  # over base in full precision
+    error: Estimate | None  # against grpo in full precision
+    over_grpo: Estimate | None  # against grpo quantized afterwards in the same scheme
+    over_base: Estimate | None  # against base in the same scheme
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it is a trained model that lies, or was trained, in few bits."""
+        return self.variant != names.BASE and (self.variant, self.scheme) != FULL
+
+
+@dataclass(frozen=True)
+class Methods:
+    """All cells, best first."""
+
+    rows: tuple[Method, ...]
+    n: int
+    runs: int
+    ahead: dict[Cell, Estimate]  # quantized method → how far the best of them is ahead of it
+
+    @property
+    def best(self) -> Method | None:
+        """The quantized method with the highest accuracy."""
+        return next((row for row in self.rows if row.quantized), None)
+
+
+def measure(frame: pd.DataFrame) -> Methods:
+    """Every cell's accuracy and its differences, from a row per cell and question.
 
     Args:
         frame: columns variant, scheme, question, correct (0/1), and optionally seed, sample, cluster, engine.
@@ -29,34 +69,88 @@ def markdown(frame: pd.DataFrame) -> str:
         BadInput: base or grpo in full precision is missing, or cells that cannot be compared.
     """
     check_columns(frame)
-    cells = list(dict.fromkeys(zip(frame["variant"].astype(str), frame["scheme"].astype(str), strict=True)))
-    for needed in ((names.BASE, names.FP16), FULL):
+    pairs = list(zip(frame["variant"].astype(str), frame["scheme"].astype(str), strict=True))
+    cells = list(dict.fromkeys(pairs))
+    for needed in (PLAIN, FULL):
         if needed not in cells:
             raise BadInput(f"Cell {names.cell_name(*needed)} is missing: methods are measured from it.")
-    labels = {cell: _label(cell) for cell in cells}
-    alone = frame.assign(
-        variant=[labels[cell] for cell in zip(frame["variant"].astype(str), frame["scheme"].astype(str), strict=True)],
-        scheme=names.FP16,  # one scheme for all: no method has to stand under another's
-    ).drop(columns=names.SETTINGS, errors="ignore")
-    evidence = Questions(outcomes(alone))
-    at = {cell: (label, names.FP16) for cell, label in labels.items()}
-    accuracy = {cell: evidence.accuracy(at[cell]) for cell in cells}
+    labels = {cell: names.BASE if cell == PLAIN else " ".join(cell) for cell in cells}
+    alone = frame.assign(variant=[labels[cell] for cell in pairs], scheme=names.FP16)  # one scheme for all: none has to stand under another's
+    evidence = Questions(outcomes(alone.drop(columns=names.SETTINGS, errors="ignore")))
+
+    def difference(cell: Cell, to: Cell) -> Estimate | None:
+        return None if cell == to or to not in cells else evidence.contrast({(labels[cell], names.FP16): 1, (labels[to], names.FP16): -1})
+
     rows = []
-    for cell in sorted(cells, key=lambda cell: -accuracy[cell].estimate):
-        found = accuracy[cell]
-        gain, error = (
-            "reference" if cell == to else interval(evidence.contrast({at[cell]: 1, at[to]: -1}))
-            for to in ((names.BASE, names.FP16), FULL)
-        )
-        rows.append((*cell, f"{found.estimate:.3f} ± {found.stderr:.3f}", gain, error))
-    runs = (
-        f", {len(evidence.runs)} training runs"
-        if len(evidence.runs) > 1
-        else ", one training run each, which speaks for itself only"
-    )
-    note = f"n = {evidence.n} held-out questions{runs}; ± is one standard error, brackets are 95 % intervals, paired."
-    return "\n".join(["## Methods", "", *table(HEAD, rows), "", note, ""])
+    for cell in cells:
+        alike = [(variant, cell[1]) for variant in (names.GRPO, names.BASE)]
+        trained = cell[0] not in (names.BASE, names.GRPO)
+        beside = [difference(cell, to) if trained and cell[1] != names.FP16 else None for to in alike]
+        rows.append(Method(*cell, evidence.accuracy((labels[cell], names.FP16)), difference(cell, PLAIN), difference(cell, FULL), *beside))
+    rows.sort(key=lambda row: -row.accuracy.estimate)
+    small = [(row.variant, row.scheme) for row in rows if row.quantized]
+    ahead = {cell: difference(small[0], cell) for cell in small[1:]}
+    return Methods(tuple(rows), evidence.n, len(evidence.runs), ahead)
 
 
-def _label(cell: tuple[str, str]) -> str:
-    return names.BASE if cell == (names.BASE, names.FP16) else " ".join(cell)
+def markdown(found: Methods, converged: Sequence[Convergence] = (), failed: Sequence[str] = ()) -> str:
+    """One row a method, best first; what follows from it; which trainings converged; what failed."""
+    body = []
+    for row in found.rows:
+        gain, error = (interval(each) if each else "reference" for each in (row.gain, row.error))
+        accuracy = f"{row.accuracy.estimate:.3f} ± {row.accuracy.stderr:.3f}"
+        body.append((row.variant, row.scheme, accuracy, gain, error, interval(row.over_grpo) if row.over_grpo else ""))
+    runs = f", {found.runs} training runs" if found.runs > 1 else ", one training run each, which speaks for itself only"
+    note = f"n = {found.n} held-out questions{runs}; ± is one standard error, brackets are 95 % intervals, paired."
+    lines = ["## Methods", "", *table(HEAD, body), "", note, "", *(f"- {each}" for each in findings(found)), ""]
+    if converged:
+        head = ("method", "its cell − base in its scheme", "what training optimizes, first quarter → last", "converged")
+        lines += ["## Converged", "", *table(head, [each.row() for each in converged]), ""]
+    if failed:
+        lines += ["## Did not count", "", *(f"- {each}" for each in failed), ""]
+    return "\n".join(lines)
+
+
+def findings(found: Methods) -> list[str]:
+    """What the table shows, in sentences: the best method and those behind it, and training against quantizing afterwards."""
+    if found.best is None:
+        return []
+    behind = [names.cell_name(*cell) for cell, lead in found.ahead.items() if lead.low > 0]
+    beside = [names.cell_name(*cell) for cell, lead in found.ahead.items() if lead.low <= 0]
+    best = names.cell_name(found.best.variant, found.best.scheme)
+    told = [f"Of {len(found.ahead) + 1} quantized methods {best} scores highest, {found.best.accuracy.estimate:.3f}"]
+    told += [f"shown ahead of {', '.join(behind)}"] if behind else []
+    told += [f"not told apart from {', '.join(beside)}"] if beside else []
+    lines = ["; ".join(told) + ". Each comparison stands alone, at 95 %."]
+    for row in found.rows:
+        if row.over_grpo is not None:
+            says = "beats" if row.over_grpo.low > 0 else "is behind" if row.over_grpo.high < 0 else "is not told apart from"
+            lines.append(f"{row.variant} {says} grpo quantized afterwards in {row.scheme}: {interval(row.over_grpo)}.")
+    return lines
+
+
+def as_json(found: Methods, converged: Sequence[Convergence] = (), failed: Sequence[str] = ()) -> dict[str, Any]:
+    """The table as a document."""
+
+    def numbers(value: Estimate | None) -> dict[str, float] | None:
+        return value and {"estimate": value.estimate, "stderr": value.stderr, "low": value.low, "high": value.high}
+
+    rows = [
+        {"variant": row.variant, "scheme": row.scheme}
+        | {key: numbers(getattr(row, key)) for key in ("accuracy", "gain", "error", "over_grpo", "over_base")}
+        for row in found.rows
+    ]
+    trained = [{"variant": each.variant, "scheme": each.scheme, "converged": each.converged, "reason": each.reason} for each in converged]
+    return {"n": found.n, "runs": found.runs, "findings": findings(found), "methods": rows, "converged": trained, "failed": list(failed)}
+
+
+def metrics(found: Methods) -> dict[str, float]:
+    """`methods/accuracy_<variant>_<scheme>` of every cell, and `methods/error_…` with `_low` and `_high`."""
+    scores = {}
+    for row in found.rows:
+        name = f"{row.variant}_{row.scheme}"
+        scores[f"methods/accuracy_{name}"] = row.accuracy.estimate
+        if row.error is not None:
+            values = {"": row.error.estimate, "_low": row.error.low, "_high": row.error.high}
+            scores |= {f"methods/error_{name}{end}": value for end, value in values.items()}
+    return scores

@@ -7,10 +7,11 @@ from qrl.figures.benchmark import speeds
 from qrl.figures.comparison import matrix, survival
 from qrl.figures.distribution import spread
 from qrl.figures.heatmaps import movement, schemes
+from qrl.figures.methods import methods
 from qrl.figures.plan import chances
 from qrl.figures.rewards import training
 from qrl.figures.said import behaviour
 from qrl.figures.study import report, weights_page
 from qrl.figures.weights import layer_error
 
-__all__ = ["behaviour", "chances", "layer_error", "matrix", "movement", "report", "schemes", "speeds", "spread", "survival", "training", "weights_page"]
+__all__ = ["behaviour", "chances", "layer_error", "matrix", "methods", "movement", "report", "schemes", "speeds", "spread", "survival", "training", "weights_page"]

@@ -10,6 +10,7 @@ Shapes: O output features, I input features, S inputs that share a scale, G = I 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -88,17 +89,30 @@ def scales(weight: Tensor, args: QuantizationArgs, largest: Tensor | None = None
         weight: (O, I), any float dtype; S divides I.
         args: of the format's weights; `args.group_size` is S, or None for a scale per channel.
         largest: (), largest |w| over all matrices that share NVFP4's global scale; default: this one's.
+    """
+    found = _extremes(weight, args)
+    return _scales(*found, args, _largest(*found) if largest is None else largest)
+
+
+def _extremes(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
+    """Least and largest weight of each group, (O, G)."""
+    groups = weight.detach().unflatten(-1, (-1, args.group_size or weight.shape[-1]))
+    return groups.amin(-1), groups.amax(-1)
+
+
+def _largest(low: Tensor, high: Tensor) -> Tensor:
+    """Largest |w|, (); NaN where there is one."""
+    return (-low.amin()).maximum(high.amax())
+
+
+def _scales(low: Tensor, high: Tensor, args: QuantizationArgs, largest: Tensor) -> Scales:
+    """Scales from each group's extremes, (O, G), and the largest |w| of those that share a global scale, ().
 
     Source: compressed-tensors 0.19, calculate_qparams and generate_gparam, as llm-compressor's min-max observer calls them.
     """
-    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+    from compressed_tensors.quantization.utils import calculate_qparams
 
-    groups = weight.detach().unflatten(-1, (-1, args.group_size or weight.shape[-1]))
-    low, high = groups.amin(-1), groups.amax(-1)
-    shared = None
-    if args.strategy == "tensor_group":
-        largest = (weight.detach().abs().amax() if largest is None else largest).reshape(1)
-        shared = generate_gparam(-largest, largest)
+    shared = global_scale(largest) if args.strategy == "tensor_group" else None
     scale, _ = calculate_qparams(low, high, args, global_scale=shared)
     return Scales(scale, shared)
 
@@ -133,6 +147,25 @@ def quantized(
 ) -> Tensor:
     """Q(W): `values` under the matrix's own `scales`."""
     return values(weight, args, scales(weight, args, largest), dtype)
+
+
+def folded(weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype | None = None) -> tuple[list[Tensor], Tensor]:
+    """Q(W) of matrices that share NVFP4's global scale.
+
+    Args:
+        weights: M matrices (O_m, I).
+        args: of the format's weights.
+        dtype: as `values` takes it.
+
+    Returns:
+        Q(W) of each, and each one's largest |w|, (M,): NaN or infinite where the matrix holds such a value.
+    """
+    import torch
+
+    found = [_extremes(weight, args) for weight in weights]
+    largest = torch.stack([_largest(*each) for each in found])
+    shared = [_scales(*each, args, largest.amax()) for each in found]
+    return [values(weight, args, by, dtype) for weight, by in zip(weights, shared, strict=True)], largest
 
 
 def activations(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | None = None) -> Tensor:

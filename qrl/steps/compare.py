@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -11,11 +10,9 @@ from qrl import compare as room
 from qrl import keys, names
 from qrl.evaluate import groups
 from qrl.recipe import Recipe
+from qrl.tracking import cells as evaluated
 from qrl.tracking import reuse, runs, store
 from qrl.workspace import workspace
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 def compare(recipe: Recipe, cells: list[str]) -> None:
@@ -26,7 +23,7 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         cells: run ids of the cells' evaluations.
     """
     store.prepare()
-    frame = _rows(cells)
+    frame = evaluated.rows(cells)
     key = keys.comparison(recipe, cells)
     with (
         workspace(f"compare-{key[:16]}") as work,
@@ -35,9 +32,6 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         comparison = room.from_questions(frame, margin=recipe.compare.margin)
         frame.to_parquet(work / names.QUESTIONS)
         room.write(comparison, work)
-        for engine in frame[names.ENGINE].unique() if names.ENGINE in frame and frame[names.ENGINE].notna().all() else ():  # one, or it was refused
-            with (work / names.TABLE_MD).open("a", encoding="utf-8") as table:
-                table.write(f"\nEvery cell was answered by {engine}.\n")
         if by_group := groups.markdown(frame):
             with (work / names.TABLE_MD).open("a", encoding="utf-8") as table:
                 table.write(f"\n{by_group}")
@@ -55,7 +49,7 @@ def compare_files(recipe: Recipe, *, questions: str | None, counts: str | None, 
     """The same table into a folder, for outcomes or counts of one's own or cells of the store; nothing is logged."""
     margin = recipe.compare.margin
     if questions or cells:
-        frame = room.read_questions(questions) if questions else _rows(cells)
+        frame = room.read_questions(questions) if questions else evaluated.rows(cells)
         comparison = room.from_questions(frame, margin=margin)
     else:
         comparison = room.from_counts(room.read_counts(counts), margin=margin)
@@ -68,17 +62,8 @@ def methods(questions: str | None, cells: list[str], out: str | None) -> None:
     """One row a cell against base and full precision, printed, and written to a folder where one is named."""
     from qrl.compare import methods as table
 
-    text = table.markdown(room.read_questions(questions) if questions else _rows(cells))
+    text = table.markdown(table.measure(room.read_questions(questions) if questions else evaluated.rows(cells)))
     if out:
         Path(out).mkdir(parents=True, exist_ok=True)
         (Path(out) / "methods.md").write_text(text, encoding="utf-8")
     click.echo(text)
-
-
-def _rows(cells: list[str]) -> pd.DataFrame:
-    """The rows of evaluated cells, one after the other."""
-    import pandas as pd
-
-    store.prepare()
-    paths = [runs.artifact(run_id, names.QUESTIONS) for run_id in cells]
-    return pd.concat([pd.read_parquet(path) for path in paths], ignore_index=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qrl import names
 from qrl.errors import BadInput
-from qrl.tracking import runs
+from qrl.tracking import runs, store
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,3 +68,15 @@ def read(run_id: str) -> Evaluated:
         n=int(metrics[names.N]),
         broken=() if healthy else (tags.get(names.TAG_REASON, f"its run ended as {run.info.status}"),),
     )
+
+
+def rows(run_ids: Sequence[str]) -> pd.DataFrame:
+    """The rows of evaluated cells, one after the other: a row per cell and question.
+
+    Args:
+        run_ids: of their evaluations.
+    """
+    import pandas as pd
+
+    store.prepare()
+    return pd.concat([pd.read_parquet(runs.artifact(run_id, names.QUESTIONS)) for run_id in run_ids], ignore_index=True)

@@ -17,7 +17,7 @@ from torch import Tensor, autograd, nn
 from torch.nn import functional
 
 from qrl.errors import BadInput, QrlError
-from qrl.formats import fake, fake_linears
+from qrl.formats import fake, fake_compiled, fake_linears
 
 if TYPE_CHECKING:
     import torch
@@ -47,21 +47,26 @@ class QATLinear(nn.Linear):
     fold: Fold  # shared by the linears that share a global scale
     input_global_scale: Tensor | None  # (1,) float32; NVFP4 W4A4 alone
 
+    @property
+    def multiplied(self) -> Tensor:
+        """The matrix that inputs are multiplied by, (O, I): Q(W), or W where quantization is off."""
+        return self.fold.weight_of(self) if self.fold.on else self.weight.detach()
+
     def forward(self, inputs: Tensor) -> Tensor:
         if not self.fold.on:
             return functional.linear(inputs, self.weight, self.bias)
-        weight = _Through.apply(self.weight, self.fold.weight_of(self))
-        return functional.linear(self._quantized(inputs), weight, self.bias)
-
-    def _quantized(self, inputs: Tensor) -> Tensor:
         import torch
 
-        args = self.fold.scheme.input_activations
-        if args is None:
-            return inputs
-        if torch.is_autocast_enabled(inputs.device.type):  # quantized as it is multiplied
-            inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
-        return _Through.apply(inputs, fake.activations(inputs, args, self.input_global_scale))
+        weight, bias, kind = _Through.apply(self.weight, self.fold.weight_of(self)), self.bias, inputs.device.type
+        if torch.is_autocast_enabled(kind):
+            return functional.linear(self._quantized(inputs, torch.get_autocast_dtype(kind)), weight, bias)
+        bias = bias if bias is None else bias.to(weight.dtype)  # TRL's rollouts: multiplied as the loss does, without autocast
+        return functional.linear(self._quantized(inputs, weight.dtype), weight, bias).to(inputs.dtype)
+
+    def _quantized(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Inputs in the dtype that is multiplied in, and in few bits where the format feeds them so."""
+        exact = inputs.to(dtype)
+        return exact if self.fold.scheme.input_activations is None else _Through.apply(exact, self.fold.fed(self, inputs, exact))
 
 
 @dataclass(eq=False)
@@ -75,36 +80,59 @@ class Fold:
     made: int = 0  # how often Q(W) was computed
     state: tuple | None = None  # of the weights that it was computed from
     kept: dict[int, Tensor] | None = None  # id of a linear → Q(W)
+    largest: Tensor | None = None  # (members,), each one's largest |w|
+    last: tuple | None = None  # of the inputs that a member was fed: key, inputs, what they became; until the last member asked
 
     def weight_of(self, linear: QATLinear) -> Tensor:
         """Q(W) of a member, (O, I); computed anew only where a member's weight has changed since."""
         if self.state != self._state():
             self.renew()
+            self.check()
         return self.kept[id(linear)]
 
-    def renew(self) -> None:
-        """Computes Q(W) of every member.
+    def fed(self, linear: QATLinear, inputs: Tensor, exact: Tensor) -> Tensor:
+        """What a member's inputs become in few bits; the same tensor for every member that is fed the same one, as q, k and v are.
 
-        Raises:
-            QrlError: a weight is NaN or infinite; by name.
+        Args:
+            inputs: (..., I), as the member was called with them.
+            exact: the same in the dtype that is multiplied in.
         """
+        version = None if inputs.is_inference() else inputs._version
+        key = (id(inputs), version, id(linear.input_global_scale), exact.dtype)
+        if self.last is None or self.last[0] != key:  # the inputs are held, so that their id is theirs
+            done = fake_compiled.activations(exact, self.scheme.input_activations, linear.input_global_scale)
+            self.last = (key, inputs, done)
+        done = self.last[2]
+        if linear is list(self.members.values())[-1]:
+            self.last = None
+        return done
+
+    def renew(self) -> None:
+        """Computes Q(W) of every member, in the memory of the one before; `check` says whether it is finite."""
         import torch
 
-        args = self.scheme.weights
+        self.kept = self.state = None
+        weights = [linear.weight for linear in self.members.values()]
         with torch.inference_mode(False), torch.no_grad():
-            extremes = {name: linear.weight.abs().amax() for name, linear in self.members.items()}
-            largest = torch.stack(list(extremes.values())).amax()
-            if not largest.isfinite():
-                bad = next(name for name, extreme in extremes.items() if not extreme.isfinite())
-                raise QrlError(
-                    f"The weight of {bad} holds NaN or infinity, so it cannot be quantized: lower train.learning_rate, or look at "
-                    "the checkpoint that the training began with."
-                )
-            self.kept = {
-                id(linear): fake.quantized(linear.weight, args, largest, self.dtype) for linear in self.members.values()
-            }
+            found, self.largest = fake_compiled.folded(weights, self.scheme.weights, self.dtype)
+        self.kept = {id(linear): weight for linear, weight in zip(self.members.values(), found, strict=True)}
         self.state = self._state()
         self.made += 1
+
+    def check(self) -> None:
+        """Forgets Q(W) of weights that are NaN or infinite; a GPU is waited for.
+
+        Raises:
+            QrlError: by name.
+        """
+        if (finite := self.largest.isfinite()).all():
+            return
+        self.state = None
+        bad = next(name for name, fine in zip(self.members, finite.tolist(), strict=True) if not fine)
+        raise QrlError(
+            f"The weight of {bad} holds NaN or infinity, so it cannot be quantized: lower train.learning_rate, or look at "
+            "the checkpoint that the training began with."
+        )
 
     def _state(self) -> tuple:
         return tuple((linear.weight._version, linear.weight.data_ptr()) for linear in self.members.values())
@@ -141,6 +169,7 @@ def attach(model: PreTrainedModel, name: str, dtype: torch.dtype | None = None) 
             linear.fold, linear.input_global_scale = fold, None
         try:
             fold.renew()
+            fold.check()
         except QrlError as error:
             raise BadInput(str(error)) from None
         made.append(fold)
@@ -153,9 +182,19 @@ def folds(model: nn.Module) -> list[Fold]:
 
 
 def refold(model: nn.Module) -> None:
-    """Computes Q(W) of every linear; to be called once after each optimizer step."""
-    for fold in folds(model):
+    """Computes Q(W) of every linear; to be called once after each optimizer step.
+
+    Raises:
+        QrlError: a weight is NaN or infinite; by name.
+    """
+    import torch
+
+    found = folds(model)
+    for fold in found:
         fold.renew()
+    if found and not torch.cat([fold.largest for fold in found]).isfinite().all():  # one wait for all of them
+        for fold in found:
+            fold.check()
 
 
 @contextmanager
@@ -174,10 +213,10 @@ def off(model: nn.Module) -> Iterator[None]:
 
 def folded_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Named parameters as an engine is to see them: Q(W) where a linear is quantized, the rest as they are."""
-    matrices = {id(each.weight): each for each in model.modules() if isinstance(each, QATLinear) and each.fold.on}
+    matrices = {id(each.weight): each for each in model.modules() if isinstance(each, QATLinear)}
     for name, parameter in model.named_parameters():
         linear = matrices.get(id(parameter))
-        yield name, parameter if linear is None else linear.fold.weight_of(linear)
+        yield name, parameter if linear is None else linear.multiplied
 
 
 def calibrate(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> dict[str, float]:
@@ -261,8 +300,10 @@ def set_activation_scales(model: nn.Module, found: dict[str, float]) -> None:
         raise BadInput(
             f"The activation scales do not fit the model: {missing[0]} is missing or unknown; calibrate anew."
         )
+    shared: dict[float, Tensor] = {}  # one tensor a value, by which members of a fold know that they are fed the same
     for path, module in named.items():
-        module.input_global_scale = torch.tensor([found[path]], dtype=torch.float32, device=module.weight.device)
+        scale = torch.tensor([found[path]], dtype=torch.float32, device=module.weight.device)
+        module.input_global_scale = shared.setdefault(found[path], scale)
 
 
 def _sharing(found: dict[str, nn.Linear]) -> list[list[str]]:

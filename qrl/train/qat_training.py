@@ -77,7 +77,8 @@ def begin(
             if process.rank() == 0:
                 work.mkdir(parents=True, exist_ok=True)
                 fake_linears.write_activation_scales(work, found)
-    mean, largest = qat.logprob_gap(model, batches)
+    with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=dtype is not None):  # as the loss computes, both of them
+        mean, largest = qat.logprob_gap(model, batches)
     log({GAP: mean, GAP_LARGEST: largest}, 0)
     trainer.add_callback(_folding(model))
 

@@ -34,20 +34,17 @@ def check(settings: Rollout, device: str, train: Train) -> None:
     if settings.engine != VLLM:
         return
     if train.qat != "none":
-        raise BadInput(
-            f"train.qat = {train.qat} samples with transformers: vLLM would be sent the masters and sample from other weights than "
-            "the loss sees. Set rollout.engine = transformers, or train.qat = none."
-        )
+        check_qat(settings, train)
     if train.teacher:
         raise BadInput("train.teacher samples with transformers, but rollout.engine = vllm: set rollout.engine = transformers.")
     if device != "cuda":
         raise BadInput(
             "rollout.engine = vllm samples on a GPU, but this run's device is the CPU: set rollout.engine = transformers, or run on a GPU."
         )
-    if train.adapter and process.sharded():
+    if (train.adapter or train.qat != "none") and process.sharded():
         raise BadInput(
-            "rollout.engine = vllm sends an adapter's weights from whole layers, but FSDP shards them: launch without FSDP, "
-            "or set train.method = full."
+            "rollout.engine = vllm sends an adapter's weights, or Q(W), from whole layers, but FSDP shards them: launch without FSDP, "
+            "or set train.method = full and train.qat = none."
         )
     if settings.mode == "server":
         check_server(settings.server)
@@ -76,6 +73,25 @@ def check_heeded(settings: Rollout) -> None:
                 f"rollout.{named[0]} = {getattr(settings, named[0])} means nothing where rollout.{key} = {value}: set {instead}, "
                 f"or leave rollout.{named[0]} out."
             )
+
+
+def check_qat(settings: Rollout, train: Train) -> None:
+    """Refuses engines whose forward would differ from the loss's: they are sent Q(W), but feed activations as they are.
+
+    Raises:
+        BadInput: a format that quantizes activations, or weights that the engine rounds once more.
+    """
+    from qrl.formats import fake
+
+    if fake.scheme(train.qat).input_activations is not None:
+        raise BadInput(
+            f"train.qat = {train.qat} quantizes activations too, which vLLM's forward would not: training and sampling would differ. "
+            "Set rollout.engine = transformers, or choose a format of weights alone (int8, int4, nvfp4-a16, mxfp4)."
+        )
+    if settings.quantization != "none":
+        raise BadInput(
+            f"rollout.quantization = {settings.quantization} rounds what train.qat = {train.qat} rounded already: set it to none."
+        )
 
 
 def check_installed(settings: Rollout) -> None:

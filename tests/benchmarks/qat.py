@@ -1,28 +1,38 @@
 """What quantization-aware training costs: each format's step against the step without, and the fold against a plain copy.
 
-    python tests/benchmarks/qat.py            # one GPU, Qwen2.5-1.5B's shape, random weights
-    python tests/benchmarks/qat.py --small    # two layers on whatever there is, to see that it runs
+    python tests/benchmarks/qat.py                       # one GPU, Qwen2.5-1.5B's shape, random weights
+    python tests/benchmarks/qat.py --formats int4,fp8    # some formats; the step without is always measured beside them
+    python tests/benchmarks/qat.py --small               # two layers on whatever there is, to see that it runs
 
-A step is forward, backward and AdamW over fp32 masters with bf16 compute (fp32 on a CPU), then one fold. The fold reads W and
-writes Q(W); its rate counts those bytes alone, and a copy of the same bytes from the one dtype to the other is the measure.
+A step is forward, backward and fused AdamW over fp32 masters with bf16 compute (fp32 on a CPU), then one fold. The fold reads W
+and writes Q(W); its rate counts those bytes alone, and a copy of the same bytes from the one dtype to the other is the measure.
+Every compiled fold and every compiled activation of the model is held against the eager one, bit for bit, at these shapes.
 Limits of the issue: 1.25 times the step's seconds, 1.15 times its peak memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from qrl.formats import fake, fake_linears
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from qrl.formats import fake, fake_compiled, fake_linears
 from qrl.train import qat
 
 LARGE = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2}
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-STEPS, WARM_UP = 7, 2
+STEPS, WARM_UP = 9, 3
+HEAD = ("format", "step s", "ratio", "peak GiB", "ratio", "held GiB", "fold ms", "eager ms", "fold GB/s", "copy GB/s", "attach s", "equal")
+WIDTHS = (14, 8, 6, 8, 6, 8, 8, 8, 9, 9, 8, 6)
 
 
 def main() -> None:
@@ -31,38 +41,43 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--formats", default=",".join(fake.FORMATS))
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = SMALL if given.small else LARGE
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    print(f"{name}, torch {torch.__version__}; {given.rows} × {given.tokens} tokens a step; median of {STEPS}")
-    print(f"{'format':<16}{'step s':>9}{'ratio':>7}{'peak GiB':>10}{'ratio':>7}{'fold ms':>9}{'fold GB/s':>11}{'copy GB/s':>11}")
-    plain = None
-    for arm in ("none", *fake.FORMATS):
-        row = _measure(arm, shape, device, given.rows, given.tokens)
-        plain = plain or row
-        print(
-            f"{arm:<16}{row['step']:>9.3f}{row['step'] / plain['step']:>7.2f}{row['peak']:>10.2f}"
-            f"{row['peak'] / plain['peak'] if plain['peak'] else float('nan'):>7.2f}"
-            f"{1e3 * row['fold']:>9.1f}{row['fold_rate']:>11.1f}{row['copy_rate']:>11.1f}",
-            flush=True,
-        )
+    print(f"{name}, torch {torch.__version__}; {given.rows} × {given.tokens} tokens a step; medians of {STEPS}")
+    print(" ".join(f"{head:>{width}}" for head, width in zip(HEAD, WIDTHS, strict=True)))
+    found = {}
+    for arm in ("none", *given.formats.split(",")):
+        row = found[arm] = _measure(arm, shape, device, given.rows, given.tokens)
+        plain = found["none"]
+        cells = (arm, f"{row['step']:.4f}", f"{row['step'] / plain['step']:.3f}", f"{row['peak']:.2f}",
+                 f"{row['peak'] / plain['peak']:.3f}" if plain["peak"] else "-", f"{row['held']:.2f}",
+                 f"{1e3 * row['fold']:.2f}", f"{1e3 * row['eager']:.1f}", f"{row['fold_rate']:.0f}", f"{row['copy_rate']:.0f}",
+                 f"{row['attach']:.0f}", str(row["alike"]))  # fmt: skip
+        print(" ".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True)), flush=True)
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1))
 
 
 def _measure(arm: str, shape: dict, device: str, rows: int, tokens: int) -> dict[str, float]:
     torch.manual_seed(0)
+    gc.collect()
     compute = torch.bfloat16 if device == "cuda" else torch.float32
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32000, tie_word_embeddings=True, **shape)).to(device)
+    with torch.device(device):
+        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32000, tie_word_embeddings=True, **shape))
     model.gradient_checkpointing_enable()
     batch = {"input_ids": torch.randint(32000, (rows, tokens), device=device)}
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    began = time.perf_counter()
     if arm != "none":
         qat.attach(model, arm, compute)
         if fake_linears.needs_calibration(arm):
             qat.calibrate(model, [batch])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    attach = time.perf_counter() - began
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device == "cuda")
 
     def step() -> None:
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
@@ -72,20 +87,39 @@ def _measure(arm: str, shape: dict, device: str, rows: int, tokens: int) -> dict
         optimizer.zero_grad()
         qat.refold(model)
 
+    for _ in range(WARM_UP):
+        step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated() / 2**30
+        torch.cuda.reset_peak_memory_stats()
     seconds = _median(step, device)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    linears = [module for module in model.modules() if isinstance(module, qat.QATLinear)]
-    moved = sum(each.weight.numel() for each in linears) * (4 + compute.itemsize)
-    fold = _median(lambda: qat.refold(model), device) if linears else 0.0
+    return {"step": seconds, "peak": peak, "held": held if device == "cuda" else 0.0, "attach": attach} | _fold(model, compute, device)
+
+
+def _fold(model, compute: torch.dtype, device: str) -> dict[str, float]:
+    """Seconds of a fold, compiled and eager, its bytes a second beside a copy's, and whether the two are equal."""
+    folds, linears = qat.folds(model), [module for module in model.modules() if isinstance(module, qat.QATLinear)]
+    if not folds:
+        return {"fold": 0.0, "eager": 0.0, "fold_rate": 0.0, "copy_rate": 0.0, "alike": True}
+    bytes_moved = sum(each.weight.numel() for each in linears) * (4 + compute.itemsize)
+
+    def eager() -> bool:
+        alike = True
+        for fold in folds:
+            weights = [linear.weight for linear in fold.members.values()]
+            with torch.no_grad():
+                wanted, largest = fake.folded(weights, fold.scheme.weights, fold.dtype)
+            alike &= torch.equal(largest, fold.largest)
+            alike &= all(torch.equal(a, fold.weight_of(linear)) for a, linear in zip(wanted, fold.members.values(), strict=True))
+        return alike
+
+    alike = eager() and None not in fake_compiled._made.values()
+    fold, slow = _median(lambda: qat.refold(model), device), _median(eager, device)
     targets = [torch.empty_like(each.weight, dtype=compute) for each in linears]
-    copy = _median(lambda: [target.copy_(each.weight) for target, each in zip(targets, linears, strict=True)], device) if linears else 0.0
-    return {
-        "step": seconds,
-        "peak": peak,
-        "fold": fold,
-        "fold_rate": moved / fold / 1e9 if fold else 0.0,
-        "copy_rate": moved / copy / 1e9 if copy else 0.0,
-    }
+    copy = _median(lambda: [target.copy_(each.weight.detach()) for target, each in zip(targets, linears, strict=True)], device)
+    return {"fold": fold, "eager": slow, "fold_rate": bytes_moved / fold / 1e9, "copy_rate": bytes_moved / copy / 1e9, "alike": alike}
 
 
 def _median(work, device: str) -> float:
