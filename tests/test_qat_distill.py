@@ -71,6 +71,22 @@ def test_a_quantized_student_comes_closer_to_its_teacher(tmp_path):
     assert 0 < min(losses[1:]) < losses[0]  # the teacher is what the student was before its weights were shaken
 
 
+def test_a_distillation_that_was_killed_goes_on_bit_for_bit(tmp_path):
+    settings = FAST.model_copy(update={"steps": 3, "save_every": 1, "temperature": 1.5, "qat": "nvfp4-a4", "qat_calibration_samples": 4})
+    given = {"template": "plain", "seed": 0, "device": "cpu"}
+    whole = distill.run(tiny.PATH, tiny.PATH, QUESTIONS, settings, **given, work=tmp_path / "work", out=tmp_path / "whole")
+    shutil.copytree(tmp_path / "work", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoint-3")
+    again = distill.run(tiny.PATH, tiny.PATH, QUESTIONS, settings, **given, work=tmp_path / "again", out=tmp_path / "model")
+    assert (whole.resumed_from, again.resumed_from) == (0, 2)
+    assert checkpoint.digest(again.path) == checkpoint.digest(whole.path)
+    assert again.history["loss"].iloc[-1] == whole.history["loss"].iloc[-1] != 0
+    scales = again.path / checkpoint.SCALES
+    before = checkpoint.digest(again.path)
+    scales.write_text(scales.read_text().replace("1", "2", 1))
+    assert checkpoint.digest(again.path) != before  # what activations are multiplied by is part of what was trained
+
+
 def test_what_cannot_be_distilled_is_refused(tmp_path):
     found = checkpoint.check(tiny.PATH)
     other = tmp_path / "other"
