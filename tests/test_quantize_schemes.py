@@ -179,7 +179,17 @@ def test_cells_that_were_stored_or_asked_differently_are_never_subtracted():
             compare.from_questions(cells(settings_digest={("grpo", "gptq"): other}))
     with pytest.raises(BadInput, match=r"different engines \(transformers, vllm\)"):
         compare.from_questions(cells(engine={("base", "fp16"): "vllm"}))
-    compare.from_questions(cells().drop(columns=["engine", "settings_digest"]))
+    versions = {(variant, scheme): f"vllm 0.{number}" for number, (variant, scheme) in enumerate([("base", "fp16"), ("grpo", "gptq")])}
+    with pytest.raises(BadInput, match=r"different engines \(transformers, vllm 0.0, vllm 0.1\)"):
+        compare.from_questions(cells(engine=versions))
+    both = {(variant, scheme): "vllm 0.1" for variant in ("base", "grpo") for scheme in ("fp16", "gptq")}
+    with pytest.raises(BadInput, match=r"different engines \(vllm 0.1, vllm 0.2\)"):  # kernels change with the version
+        compare.from_questions(cells(engine=both | {("grpo", "gptq"): "vllm 0.2"}))
+    told = compare.from_questions(cells(engine=both))
+    assert "| scheme | engine |" in told.markdown() and told.markdown().count("| vllm 0.1 |") == 2
+    assert {entry["engine"] for entry in told.table_json().values()} == {"vllm 0.1"}
+    silent = compare.from_questions(cells().drop(columns=["engine", "settings_digest"]))
+    assert silent.engine == "" and "engine" not in silent.markdown()
 
 
 def test_seeds_may_differ_from_each_other_but_not_within_one():

@@ -198,8 +198,9 @@ def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeyp
     with pytest.raises(BadInput, match="No rollout server answers"):
         rollouts.check_server("nonsense")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(BadInput, match="FSDP"):
-        rollouts.check(VLLM, "cuda", Train(method="lora"))
+    for partly in (Train(method="lora"), Train(qat="int4")):
+        with pytest.raises(BadInput, match="FSDP"):
+            rollouts.check(VLLM, "cuda", partly)
     rollouts.check(VLLM, "cuda", Train())
 
 

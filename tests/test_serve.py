@@ -212,6 +212,22 @@ def test_files_that_are_not_the_evaluated_ones_end_the_load_at_once():
     assert time.monotonic() - began < 6 and not answers(port)
 
 
+def test_the_cause_is_the_first_error_of_a_log_and_no_warning_about_one():
+    core = "(EngineCore pid=7) ERROR 11-21 19:49:15 [core.py:1020]"
+    log = [
+        "(APIServer pid=5) WARNING 11-21 19:49:10 [launcher.py:18] This may fail with `OSError: [Errno 24] Too many open files`.",
+        f"{core} Traceback (most recent call last):",
+        f'{core}   File "linear.py", line 3, in choose',
+        f"{core} ValueError: No kernel for NVFP4 on this CPU.",
+        "(APIServer pid=5) RuntimeError: Engine core initialization failed. See root cause above.",
+    ]
+    assert process.cause(log) == "ValueError: No kernel for NVFP4 on this CPU."
+    assert process.cause(log[:3]) is None
+    told = ["pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig", "  Value error, no such model."]
+    assert process.cause(told) == "ValidationError: 1 validation error for ModelConfig: Value error, no such model."
+    assert process.cause(["NotImplementedError"]) == "NotImplementedError"
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

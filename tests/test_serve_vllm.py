@@ -122,25 +122,35 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def command(scheme: str, stage: str, port: int, python_of) -> tuple[list[str], dict[str, str]]:
+    """Words and variables that serve: one scheme as users do, through `mlflow run`, which hands over to vLLM's environment; the others there at once."""
+    chosen = {"stage": stage, "engine": "vllm", "device": "cpu", "port": str(port)}
+    if scheme == "fp16":
+        python_of("vllm_cpu")  # built here, so that its time is not the server's
+        words = [sys.executable, "-m", "mlflow", "run", str(ROOT), "-e", "serve", "--env-manager", "uv"]
+        return [*words, *(word for key, value in chosen.items() for word in ("-P", f"{key}={value}"))], {}
+    words = [python_of("vllm_cpu"), "-m", "qrl", "serve"]
+    return [*words, *(word for key, value in chosen.items() for word in (f"--{key}", value))], {"QRL_PLACE": "vllm_cpu"}
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_served_scheme_answers_as_evaluation_does(scheme, register, stored, questions, python_of, tmp_path):
-    path = stored(scheme)
+    path, port = stored(scheme), free_port()
     version = register(scheme, path)
-    port = free_port()
-    words = [python_of("vllm_cpu"), "-m", "qrl", "serve", "--stage", str(version), "--engine", "vllm", "--device", "cpu", "--port", str(port)]
-    with Served(words, port, tmp_path / "log", QRL_PLACE="vllm_cpu") as served:
+    words, variables = command(scheme, "base", port, python_of)
+    with Served(words, port, tmp_path / "log", **variables) as served:
         model = f"qrl-tiny@{version}"
         assert model in served.ready
         texts = served.answers(model, questions)
         assert served.get("/v1/models")[0] == 401  # nobody gets in without the key
         told = served.get("/metrics")[1]
         assert f'vllm:request_success_total{{engine="0",finished_reason="stop",model_name="{model}"}}' in told
-    assert served.process.returncode == 0
+    assert served.process.returncode == (-15 if scheme == "fp16" else 0)  # MLflow itself dies of a signal; the server ends well
     ours = cells.ask(cells.Cell("base", scheme, path), questions, **ASK).frame
     correct = [verdict.strict for verdict in tasks.grade_many("arithmetic", texts, [each.answer for each in questions])]
     same = sum(text == other for text, other in zip(texts, ours["completion"], strict=True)) / N
     reference = stats.accuracy(int(ours["correct"].sum()), N)
-    print(f"{scheme}: {same:.3f} of {N} answers equal, accuracy {sum(correct) / N:.3f}, transformers' {reference}")
+    print(f"{scheme}: {same:.3f} of {N} answers equal, accuracy {sum(correct) / N:.3f}, transformers' {reference.estimate:.3f} [{reference.low:.3f}, {reference.high:.3f}]")
     assert same >= 0.8  # vLLM computes in bf16 here, evaluation in float32: a close call may fall the other way
     assert reference.low <= sum(correct) / N <= reference.high
 
@@ -151,13 +161,4 @@ def test_a_scheme_that_the_engine_cannot_run_is_told_in_a_sentence(register, sto
     done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT), "QRL_PLACE": "vllm_cpu"}, capture_output=True, text=True, check=False)
     told = [line for line in done.stderr.splitlines() if line.startswith("qrl: ")]
     assert (done.returncode, done.stdout, len(told)) == (1, "", 1), done.stderr[-3000:]
-    print(told[0])
-    assert "died while loading the model (exit code 1): " in told[0] and "Error: " in told[0]
-
-
-def test_mlflow_run_serves_in_the_environment_that_has_vllm(register, questions, tmp_path):
-    version, port = register("fp16", tiny.PATH), free_port()
-    chosen = {"stage": "base", "engine": "vllm", "port": port, "device": "cpu"}
-    words = [sys.executable, "-m", "mlflow", "run", str(ROOT), "-e", "serve", "--env-manager", "uv"]
-    with Served([*words, *(word for key, value in chosen.items() for word in ("-P", f"{key}={value}"))], port, tmp_path / "log") as served:
-        assert all(served.answers(f"qrl-tiny@{version}", questions[:4]))
+    assert "died while loading the model (exit code 1): ValueError: " in told[0] and "NVFP4" in told[0]  # vLLM's own reason

@@ -143,6 +143,15 @@ def test_a_broken_checkpoint_is_skipped_for_the_one_before_it(trained, tmp_path)
         assert resume.latest(tmp_path / "work") is None
 
 
+def test_a_checkpoint_of_fsdp_is_whole_with_the_optimizer_that_fsdp_writes(trained, tmp_path, monkeypatch):
+    work = shutil.copytree(trained[0] / "work", tmp_path / "work")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.warns(UserWarning, match=r"optimizer\.bin"):
+        assert resume.latest(work) is None
+    (work / "checkpoint-2" / "optimizer.pt").rename(work / "checkpoint-2" / "optimizer.bin")
+    assert resume.latest(work).name == "checkpoint-2"
+
+
 def test_batches_that_do_not_divide_are_refused_before_any_weight_is_loaded(tmp_path):
     with pytest.raises(BadInput, match="does not divide"):
         arguments.check(Train(prompts_per_step=4, generations=4, micro_batch=5), 100)

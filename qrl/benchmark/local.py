@@ -71,11 +71,11 @@ class Transformers:
 class Vllm:
     """A checkpoint in vLLM: its own kernels, its own batches, its own times of each request."""
 
-    def __init__(self, path: Path, device: str, dtype: str, *, max_tokens: int, sequences: int, memory: float) -> None:
+    def __init__(self, path: Path, device: str, dtype: str, *, max_tokens: int, sequences: int, memory: float, cache_bytes: int | None = None) -> None:
         from transformers import AutoConfig
 
         self._loaded = vllm.Vllm(
-            path, device, dtype, max_tokens=max_tokens, sequences=sequences, deterministic=False, seed=0, memory=memory
+            path, device, dtype, max_tokens=max_tokens, sequences=sequences, deterministic=False, seed=0, memory=memory, cache_bytes=cache_bytes, timed=True
         )
         self.name = self._loaded.name
         self.weights_bytes = self._loaded.weights_bytes

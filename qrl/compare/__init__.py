@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from qrl import names, stats
-from qrl.compare import record, table
+from qrl.compare import alike, record, table
 from qrl.compare.evidence import Cell, Counts, Questions
 from qrl.compare.outcomes import check_grid, outcomes
 from qrl.compare.read import read_counts, read_questions
@@ -60,11 +60,13 @@ class Comparison:
         cells: (variant, scheme) → accuracy with binomial (or clustered) stderr and Wilson interval.
         evidence: what contrasts are computed from.
         margin: loss of gain that counts as survival; None: half the full-precision gain, at least 0.02.
+        engine: what answered every cell, with its version; empty where that is not known.
     """
 
     cells: dict[Cell, Estimate]
     evidence: Questions | Counts = field(repr=False)
     margin: float | None
+    engine: str = ""
 
     @property
     def n(self) -> int:
@@ -175,7 +177,7 @@ def from_questions(frame: pd.DataFrame, *, margin: float | None = None) -> Compa
     """
     evidence = Questions(outcomes(frame))
     cells = {cell: evidence.accuracy(cell) for cell in _ordered(evidence.outcomes.cells)}
-    return Comparison(cells, evidence, _margin(margin))
+    return Comparison(cells, evidence, _margin(margin), alike.engine(frame))
 
 
 def from_counts(counts: dict[str, Any], *, margin: float | None = None) -> Comparison:

@@ -21,13 +21,7 @@ def check(frame: pd.DataFrame) -> None:
     Raises:
         BadInput: two engines, or a scheme that was applied in two ways within one training run.
     """
-    if names.ENGINE in frame:
-        engines = sorted(frame[names.ENGINE].dropna().astype(str).unique())
-        if len(engines) > 1:
-            raise BadInput(
-                f"The cells were answered by different engines ({', '.join(engines)}), whose arithmetic differs, so they cannot be "
-                "subtracted: evaluate all of them with one evaluate.engine."
-            )
+    engine(frame)
     if names.SETTINGS not in frame:
         return
     seeds = frame["seed"].astype(str) if "seed" in frame else pd.Series("", index=frame.index)
@@ -42,3 +36,20 @@ def check(frame: pd.DataFrame) -> None:
                 "libraries or calibration questions differ, or are not known of one of them, so their difference would not be "
                 "training's alone. Quantize all variants in one `quantize --scheme … --models base=…,grpo=…` and evaluate again."
             )
+
+
+def engine(frame: pd.DataFrame) -> str:
+    """The one engine that answered every row, "vllm 0.31.0" say; empty where the rows do not tell.
+
+    Raises:
+        BadInput: there are several, or several versions of one: their arithmetic differs. Rows that name no version agree with any.
+    """
+    if names.ENGINE not in frame:
+        return ""
+    found = sorted(frame[names.ENGINE].dropna().astype(str).unique())
+    if len({each.partition(" ")[0] for each in found}) > 1 or len({each.partition(" ")[2] for each in found} - {""}) > 1:
+        raise BadInput(
+            f"The cells were answered by different engines ({', '.join(found)}), whose arithmetic differs, so they cannot be "
+            "subtracted: evaluate all of them with one evaluate.engine."
+        )
+    return max(found, key=len, default="") if frame[names.ENGINE].notna().all() else ""

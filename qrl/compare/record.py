@@ -16,7 +16,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     Returns:
         scheme → {"trained", "delta", "gain_survival", "verdict", "reason", "margin", "smallest_effect", "n_to_decide",
         "seeds_to_decide", "p_value", "p_holm", "holds_after_holm", "p_delta", "mcnemar", "bootstrap", "loss":
-        {variant: …}, "seeds", "between_seed_sd", "within_seed_sd", "per_seed", "paired", "cells": {variant: {"n", "accuracy",
+        {variant: …}, "seeds", "between_seed_sd", "within_seed_sd", "per_seed", "paired", "engine", "cells": {variant: {"n", "accuracy",
         "stderr", "low", "high"}}}. Differences are {"estimate", "stderr", "low", "high"}. Under fp16 gain survival is not
         defined: it and what follows from it are null. `seeds` counts training runs, null where only counts are known; with
         one, the spreads are null and `per_seed` is empty; with several, both spreads map "delta" and "gain_survival" to
@@ -27,7 +27,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     entries = {}
     for scheme in comparison.schemes:
         first, *others = (row for row in comparison.rows if row.scheme == scheme)
-        entry = _row(first) | {"seeds": len(comparison.runs) or None, "paired": comparison.paired}
+        entry = _row(first) | {"seeds": len(comparison.runs) or None, "paired": comparison.paired, "engine": comparison.engine or None}
         entry["cells"] = {variant: _cell(comparison, (variant, scheme)) for variant in comparison.variants}
         if others:
             entry["others"] = {row.variant: _row(row) for row in others}

@@ -46,7 +46,7 @@ def _cells(comparison: Comparison) -> list[str]:
     for trained in comparison.variants[1:]:
         several = trained_many(comparison, trained)
         tested = "McNemar's p" if not several else "p of delta (t)"
-        head = ("scheme", "base", trained, f"delta: {trained} − base", tested, "gain survival", "verdict")
+        head = ("scheme", *(["engine"] if comparison.engine else []), "base", trained, f"delta: {trained} − base", tested, "gain survival", "verdict")
         rows = []
         for scheme in comparison.schemes:
             row = comparison.row(scheme, trained)
@@ -54,7 +54,8 @@ def _cells(comparison: Comparison) -> list[str]:
             verdict = f"**{row.verdict.verdict}**" if row.verdict else "reference"
             accuracies = (_accuracy(comparison, (variant, scheme)) for variant in (names.BASE, trained))
             p = row.delta.p_two_sided if several else row.mcnemar
-            rows.append((scheme, *accuracies, interval(row.delta), "unpaired" if p is None else f"{p:.2g}", survival, verdict))
+            answered = [comparison.engine] if comparison.engine else []
+            rows.append((scheme, *answered, *accuracies, interval(row.delta), "unpaired" if p is None else f"{p:.2g}", survival, verdict))
         lines += [f"## Did the gain of {trained} survive?", "", *table(head, rows), ""]
     return [*lines, *_pass_at(comparison)]
 

@@ -128,11 +128,12 @@ def generate(
         N completions.
     """
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    special = set(tokens.all_special_ids)
     done: dict[int, Completion] = {}
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
         for index, ids in zip(batch, _decode(model, tokens, [prompts[i] for i in batch], max_new_tokens, temperature, (seed, start)), strict=True):
-            done[index] = completion(tokens, ids, _end_ids(model))
+            done[index] = completion(tokens, ids, _end_ids(model), special)
         progress(len(batch))
     return [done[index] for index in range(len(prompts))]
 
@@ -178,13 +179,20 @@ def _decode(
     return written[:, padded["input_ids"].shape[1] :].tolist()
 
 
-def completion(tokens: PreTrainedTokenizerBase, ids: list[int], ends: set[int]) -> Completion:
-    """What was written, from the tokens that a model gave: cut at the first of its end tokens."""
+def completion(tokens: PreTrainedTokenizerBase, ids: list[int], ends: set[int], special: set[int]) -> Completion:
+    """What was written, from the tokens that a model gave: cut at the first of its end tokens.
+
+    Args:
+        ids: tokens written.
+        ends: end tokens.
+        special: the tokenizer's special tokens; most answers hold none but the end, and are decoded once.
+    """
     stop = next((position for position, token in enumerate(ids) if token in ends), None)
     body = ids if stop is None else ids[:stop]
+    raw = tokens.decode(body, skip_special_tokens=False)
     return Completion(
-        text=tokens.decode(body, skip_special_tokens=True),
-        raw=tokens.decode(body, skip_special_tokens=False),
+        text=raw if special.isdisjoint(body) else tokens.decode(body, skip_special_tokens=True),
+        raw=raw,
         n_tokens=len(body) + (stop is not None),
         finish_reason="length" if stop is None else "stop",
     )

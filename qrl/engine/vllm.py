@@ -7,6 +7,7 @@ number of sequences, a seed, no cache of prefixes, and, on a GPU, batch-invarian
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,16 +29,29 @@ _SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # whoever asked torch for a GPU before cannot be forked
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # our own `_inspect` goes to vLLM's worker, nothing from outside
 }
 _CPU_CACHE_GIB = "1"  # the default takes half of the memory
+_CPU_SHARE = 0.1  # of the machine's memory that must be free; the default wants 92 %
 
 
 class Vllm:
     """A checkpoint in vLLM, to be used in a `with` block, which stops its worker."""
 
     def __init__(
-        self, path: Path, device: str, dtype: str, *, max_tokens: int, sequences: int, deterministic: bool, seed: int, memory: float = 0.9
+        self,
+        path: Path,
+        device: str,
+        dtype: str,
+        *,
+        max_tokens: int,
+        sequences: int,
+        deterministic: bool,
+        seed: int,
+        memory: float = 0.9,
+        cache_bytes: int | None = None,
+        timed: bool = False,
     ) -> None:
         """Loads a checkpoint in place.
 
@@ -50,9 +64,11 @@ class Vllm:
             deterministic: batch-invariant kernels, where the device has them.
             seed: of the engine.
             memory: share of the GPU's memory that the engine may take.
+            timed: keep the times of each request, which costs a little at every step.
+            cache_bytes: of keys and values, instead of what that share leaves; several engines can then load at once.
 
         Raises:
-            BadInput: vLLM is not installed here.
+            BadInput: vLLM is not installed here, or has no kernel for the checkpoint's scheme.
             QrlError: it cannot load the checkpoint; with its own words.
         """
         os.environ.update(_SETTINGS)
@@ -67,6 +83,7 @@ class Vllm:
                 "environment that has it, or use evaluate.engine=transformers."
             ) from None
         checkpoint.check(path)
+        check_runs(path, device)
         self.name = f"{NAME} {vllm.__version__}"
         self.tokens = hf.tokenizer(path)
         self.invariant = deterministic and device == "cuda"
@@ -79,11 +96,11 @@ class Vllm:
                 max_num_seqs=sequences,
                 enforce_eager=device == "cpu",
                 enable_prefix_caching=False,
-                disable_log_stats=False,  # times of each request
+                disable_log_stats=not timed,
                 generation_config="vllm",  # a checkpoint's own sampling would colour every accuracy
                 seed=seed,
                 trust_remote_code=False,
-                **({} if device == "cpu" else {"gpu_memory_utilization": memory}),
+                **({"gpu_memory_utilization": _CPU_SHARE} if device == "cpu" else {"gpu_memory_utilization": memory, "kv_cache_memory_bytes": cache_bytes}),
             )
         except Exception as error:  # whatever its worker met, told by its own sentence
             raise QrlError(f"vLLM cannot load {path} ({' '.join(str(error).split())[:400]}): choose another engine or scheme.") from error
@@ -142,7 +159,9 @@ class Vllm:
             seed: of the draws; every prompt's own follows from it and its place.
             progress: called with N at the end: vLLM forms its batches itself.
         """
-        done = [hf.completion(self.tokens, list(answer.outputs[0].token_ids), self._ends) for answer in self.ask(prompts, new_tokens=max_new_tokens, fixed=False, temperature=temperature, seed=seed)]
+        answers = self.ask(prompts, new_tokens=max_new_tokens, fixed=False, temperature=temperature, seed=seed)
+        special = set(self.tokens.all_special_ids)
+        done = [hf.completion(self.tokens, list(answer.outputs[0].token_ids), self._ends, special) for answer in answers]
         progress(len(done))
         return done
 
@@ -162,8 +181,11 @@ class Vllm:
         """
         ends = None if fixed else sorted(self._ends)
         options = {"max_tokens": new_tokens, "stop_token_ids": ends, "ignore_eos": fixed, "detokenize": False}
-        seeds = [hash((seed, place)) % 2**63 if temperature else None for place in range(len(prompts))]
-        asked = [self._sampling(temperature=temperature, seed=own, **options) for own in seeds]
+        if temperature:
+            seeds = [hash((seed, place)) % 2**63 for place in range(len(prompts))]
+            asked = [self._sampling(temperature=temperature, seed=own, **options) for own in seeds]
+        else:
+            asked = self._sampling(temperature=0.0, **options)
         try:
             return self._llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], asked, use_tqdm=False)
         except Exception as error:  # a kernel that this machine lacks ends the worker at the first product
@@ -172,6 +194,53 @@ class Vllm:
                 f"{self.name} died while answering ({' '.join(str(error).split())[:200]}); its log above says why. Its kernels here "
                 f"are {kernels}: a scheme whose kernel this machine lacks needs another machine, or evaluate.engine=transformers."
             ) from error
+
+
+def check_runs(path: Path, device: str) -> None:
+    """Refuses a scheme that vLLM has no kernel for here, before a weight is read or a worker started.
+
+    Args:
+        path: a checkpoint folder.
+        device: "cpu" or "cuda".
+
+    Raises:
+        BadInput: what is missing.
+    """
+    quantization = checkpoint.config(path).get("quantization_config")
+    missing = _missing(quantization, device) if quantization else ""
+    if missing:
+        import vllm
+
+        raise BadInput(
+            f"{path} is stored as {quantization['quant_method']}, which vLLM {vllm.__version__} cannot run on this {'machine' if device == 'cpu' else 'GPU'}: "
+            f"{missing}; choose another scheme or machine, or evaluate.engine=transformers."
+        )
+
+
+def _missing(quantization: dict, device: str) -> str:
+    """What a scheme needs and vLLM lacks here, in words; empty where nothing is known to be."""
+    import torch
+    from vllm.model_executor.layers import quantization as methods
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    importlib.import_module("vllm._custom_ops")  # loads the kernels of this CPU
+    method = quantization["quant_method"]
+    if method not in methods.QUANTIZATION_METHODS:
+        return f"it knows no {method}" + (" without vllm-bnb-plugin" if method == "bitsandbytes" else "")
+    if device != "cpu":
+        least, found = methods.get_quantization_config(method).get_min_capability(), current_platform.get_device_capability()
+        return f"it needs compute capability {least / 10:.1f}, and this is {found.to_int() / 10:.1f}" if found and found.to_int() < least else ""
+    groups = list((quantization.get("config_groups") or {}).values())
+    if any((group.get("format") or quantization.get("format") or "").startswith(("nvfp4", "mxfp4")) for group in groups):
+        return "it has no kernel for 4-bit floats on a CPU"
+    integers = [group["weights"]["num_bits"] for group in groups if group["weights"]["type"] == "int" and not group.get("input_activations")]
+    if any(bits > 4 for bits in integers):
+        return "it has no kernel for 8-bit weights with full-precision activations on a CPU"
+    if (integers or method == "awq") and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        return "its build has no kernel for 4-bit integers on this CPU (cpu_gemm_wna16)"
+    return ""
 
 
 def _inspect(model) -> dict[str, Any]:

@@ -69,8 +69,8 @@ def run(child: Engine, what: Load, host: str, port: int, following: Following, *
     """
     server.check_port(host, port)
     child.load(what, child.scratch / "engine.sock")
-    server.wait(child, f"loading {what.served}")
     with _Fleet(child, what, following) as fleet, Proxy(host, port, engines.DRAIN_S) as proxy:
+        server.wait(child, f"loading {what.served}")
         proxy.turn_to(child.listen)
         child.echo = True
         try:

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,8 @@ from qrl.errors import QrlError
 from qrl.serve import engines, tether
 
 KEPT_LINES, LAST_LINES = 400, 15  # of the engine's log: kept, and shown where it fails
-_ERROR = re.compile(r"\b\w*(Error|Exception): .+")  # how a traceback ends; the first one is the cause of the others
+# How a traceback ends, behind what vLLM's log puts before each line; the first one is the cause of the others.
+_ERROR = re.compile(r"^(?:\([^)]*\) )?(?:ERROR \S+ \S+ \[[^]]*\] )?((?:\w+\.)*(\w*(?:Error|Exception)\b(?:: .*)?))$")
 # From SIGTERM to SIGKILL; a running answer may be finished.
 GRACE_LOADING_S, GRACE_SERVING_S = 5, engines.DRAIN_S + 5
 
@@ -180,8 +181,7 @@ class Engine:
         how = "" if code is None else f" (exit code {code})"
         if not self.echo:
             sys.stderr.write("".join(f"  {line}\n" for line in list(self._lines)[-LAST_LINES:]))
-        cause = next((found[0] for line in self._lines if (found := _ERROR.search(line)) and "See root cause above" not in line), None)
-        why = f": {cause.rstrip('.')[:400]}" if cause else "; its last lines, above, say why" if self._lines else ", and said nothing"
+        why = f": {said.rstrip('.')[:400]}" if (said := cause(self._lines)) else "; its last lines, above, say why" if self._lines else ", and said nothing"
         return QrlError(f"The serving engine {what}{how}{why}.")
 
     def _verify(self, verify: Callable[[], object]) -> None:
@@ -202,6 +202,15 @@ class Engine:
                 self._lines.append(line.rstrip())
                 if self.echo:
                     sys.stderr.write(line)
+
+
+def cause(log: Iterable[str]) -> str | None:
+    """The error that the others in an engine's log follow from, in its own words."""
+    lines = list(log)
+    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+        if (found := _ERROR.match(line)) and "See root cause above" not in line:
+            return f"{found[2]}: {after.strip()}" if "validation error" in found[2] else found[2]  # pydantic's own reason stands below
+    return None
 
 
 class _Local(http.client.HTTPConnection):

@@ -8,6 +8,7 @@ that leaves takes its request along.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import threading
 from collections import Counter
@@ -40,6 +41,7 @@ class Proxy:
 
     def __enter__(self) -> Proxy:
         self._thread.start()
+        self._loop.call_soon_threadsafe(importlib.import_module, "aiohttp.web")  # meanwhile: it takes half a second
         return self
 
     def __exit__(self, *_error: object) -> None:

@@ -82,7 +82,7 @@ def _log(found: list[summary.Line], note: str, work: Path, rows: str, at_once: s
     """A table, a figure, and a nested run for each model; what was measured lies in the folder already, as `rows`."""
     table = summary.markdown(found, note, at_once)
     (work / TABLE).write_text(table, encoding="utf-8")
-    figures.speeds(found, work / names.FIGURES / FIGURE)
+    figures.speeds(found, work / names.FIGURES / FIGURE, "clients" if at_once == "clients" else "prompts")
     runs.log_folder(work)
     runs.log_params({names.ENGINE: found[0].engine})
     for (variant, scheme), by_batch in summary.metrics(found).items():

@@ -32,9 +32,6 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         comparison = room.from_questions(frame, margin=recipe.compare.margin)
         frame.to_parquet(work / names.QUESTIONS)
         room.write(comparison, work)
-        for engine in frame[names.ENGINE].unique() if names.ENGINE in frame and frame[names.ENGINE].notna().all() else ():  # one, or it was refused
-            with (work / names.TABLE_MD).open("a", encoding="utf-8") as table:
-                table.write(f"\nEvery cell was answered by {engine}.\n")
         if by_group := groups.markdown(frame):
             with (work / names.TABLE_MD).open("a", encoding="utf-8") as table:
                 table.write(f"\n{by_group}")

@@ -132,7 +132,7 @@ def _sampled(found: dict[str, float], samples: int) -> str:
 
 def _log_rows(asked: room.Asked, recipe: Recipe, stored_by: str, work: Path, seed: int) -> None:
     """The rows, under the seed of the training whose weights answered; the seed that drew the questions stands apart."""
-    origin = {names.ENGINE: recipe.evaluate.engine, names.SETTINGS: stored_by}
+    origin = {names.ENGINE: asked.receipt["engine"], names.SETTINGS: stored_by}
     asked.frame.assign(seed=seed, question_seed=recipe.seed, **origin).to_parquet(work / names.QUESTIONS)
     if by_group := groups.markdown(asked.frame):
         (work / names.GROUPS_MD).write_text(by_group, encoding="utf-8")

@@ -49,6 +49,8 @@ def make(settings: Train, *, seed: int, device: str, work: Path, **more):
     """GRPO's configuration; `more` is the rollout engine's part of it."""
     from trl import GRPOConfig
 
+    if process.sharded() and settings.beta and not settings.adapter:  # TRL would spread the reference over the GPUs before FSDP does
+        more["model_init_kwargs"] = {"device_map": None}
     return GRPOConfig(
         **common(settings, seed=seed, device=device, work=work),
         num_generations=settings.generations,

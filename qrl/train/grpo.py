@@ -8,11 +8,11 @@ Several processes (`torchrun`, `accelerate launch`) run this same code; the firs
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ARGUMENTS = "arguments.json"  # the trainer's whole configuration, kept in the work folder
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Trained:
     """What a training left behind."""
 
@@ -190,7 +190,16 @@ def _trainer(base: Path, rows: list[dict], settings: Train, *, task: str, seed: 
     )
     trainer.remove_callback(PrinterCallback)
     policy.widen(trainer.model)
+    if process.sharded() and settings.adapter:
+        _cast_between_parts(trainer)
     return trainer
+
+
+def _cast_between_parts(trainer) -> None:
+    """Lets each part that FSDP wraps take its inputs in the dtype that it computes in: PEFT casts them to that of its masters."""
+    plugin = trainer.accelerator.state.fsdp_plugin
+    if plugin.mixed_precision_policy is not None:
+        plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, cast_forward_inputs=True)
 
 
 def dataset(rows: list[dict]):

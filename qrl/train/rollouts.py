@@ -41,10 +41,10 @@ def check(settings: Rollout, device: str, train: Train) -> None:
         raise BadInput(
             "rollout.engine = vllm samples on a GPU, but this run's device is the CPU: set rollout.engine = transformers, or run on a GPU."
         )
-    if train.adapter and process.sharded():
+    if (train.adapter or train.qat != "none") and process.sharded():
         raise BadInput(
-            "rollout.engine = vllm sends an adapter's weights from whole layers, but FSDP shards them: launch without FSDP, "
-            "or set train.method = full."
+            "rollout.engine = vllm sends an adapter's weights, or Q(W), from whole layers, but FSDP shards them: launch without FSDP, "
+            "or set train.method = full and train.qat = none."
         )
     if settings.mode == "server":
         check_server(settings.server)

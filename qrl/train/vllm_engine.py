@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,7 @@ def create(
     # One engine a process, in it: what torchrun sets is what vLLM reads.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ.setdefault("LOCAL_RANK", str(rank))
+    os.environ.setdefault("MASTER_PORT", str(_free_port()))  # TRL takes 29500 while it is free: two that start together met there
     ensure_master_addr_port()
     return LLM(
         model=model,
@@ -73,6 +75,12 @@ def create(
         seed=rank,
         trust_remote_code=False,
     )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def load(engine: LLM, weights: Iterator[tuple[str, torch.Tensor]], *, fp8: bool) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-BATCH = dict(steps=12, prompts_per_step=16, generations=8, micro_batch=64, max_completion_tokens=80, save_every=3)
+BATCH = dict(steps=8, prompts_per_step=16, generations=8, micro_batch=64, max_completion_tokens=80, save_every=2)
 ADAPTER = BATCH | dict(learning_rate=1e-3, dtype="bf16", lora_rank=8)
 METHODS = {
     "full": BATCH | dict(learning_rate=3e-5),

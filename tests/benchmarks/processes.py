@@ -2,8 +2,8 @@
 
     python tests/benchmarks/processes.py --out FOLDER [CASE ...]
 
-Each case is `qrl train` on the built-in model under a launcher, in a store of its own, 20 steps of 64 × 8 completions with a probe
-every 10; then the model that it logged answers 2,000 held-out questions beside the base, paired. Cases run side by side, so their
+Each case is `qrl train` on the built-in model under a launcher, in a store of its own, 12 steps of 32 × 8 completions with a probe
+every 6; then the model that it logged answers 2,000 held-out questions beside the base, paired. Cases run side by side, so their
 seconds mean nothing. Memory of a larger model a GPU: `accelerate launch … tests/benchmarks/rollouts.py --one update "1.5b full"`.
 """
 
@@ -43,7 +43,7 @@ def launched(name: str, port: int, out: Path, small: bool) -> dict:
         launcher = [*launcher, "--main_process_port", str(port), "-m", "qrl"]
     folder = out / name.replace(" ", "-").replace(",", "")
     folder.mkdir(parents=True)
-    words = ["train", "--device", "cpu" if small else "cuda", "--train.steps", "20", "--watch.probe_every", "10", "--watch.probe_n", "1001"]
+    words = ["train", "--device", "cpu" if small else "cuda", "--train.steps", "12", "--train.prompts_per_step", "32", "--train.micro_batch", "128", "--watch.probe_every", "6", "--watch.probe_n", "301"]  # fmt: skip
     variables = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"}  # fmt: skip
     done = subprocess.run([sys.executable, *launcher, *words, *(SMALL if small else []), *more], cwd=folder, env=variables, capture_output=True, text=True, check=False)  # fmt: skip
     (folder / "log.txt").write_text(done.stdout + done.stderr)

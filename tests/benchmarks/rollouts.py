@@ -1,6 +1,6 @@
 """GRPO on one GPU, measured: what rollouts, their weights and the update cost, and what they change.
 
-    python tests/benchmarks/rollouts.py lift speed update fp8 --out FOLDER    # a process a case, one JSON line each
+    python tests/benchmarks/rollouts.py lift speed update --out FOLDER        # a process a case, one JSON line each
     python tests/benchmarks/rollouts.py --print FOLDER                        # the tables again, from those lines
 
 lift      the built-in model, 2,000 held-out questions: each method's gain through vLLM rollouts, paired interval
@@ -8,7 +8,6 @@ server    the same QLoRA through a rollout server on a second GPU, bf16 and FP8
 step      the built-in model, transformers rollouts: our step against a bare TRL script's, in turn
 speed     Qwen2.5-1.5B's shape, 64 × 8 completions of 256 tokens: TRL as shipped and ours, transformers and vLLM
 update    the update alone, without any engine: step time and peak memory of full, LoRA and QLoRA, with and without a reference
-fp8       Qwen3-8B's shape: bf16 against FP8 rollouts, with keys and values in either, sync included
 Shapes have random weights: their time is the real model's, their log-probabilities are not.
 """
 
@@ -44,7 +43,7 @@ BATCH = dict(
     learning_rate=1e-6,
 )
 ADAPTER = BATCH | dict(learning_rate=1e-5)
-SMALLER = {"1.5b": {}, "8b": dict(prompts_per_step=8, micro_batch=16)}
+SMALLER = {"1.5b": dict(prompts_per_step=16), "8b": dict(prompts_per_step=8, micro_batch=16)}
 VLLM = dict(engine="vllm", gpu_memory_utilization=0.3)
 TINY = dict(steps=20, prompts_per_step=64, generations=8, micro_batch=512, max_completion_tokens=80, learning_rate=3e-5)
 TINY_LORA = TINY | dict(learning_rate=1e-3, dtype="bf16")
@@ -72,14 +71,11 @@ CASES = {
     "step": {
         "ours against TRL": dict(alternate=3, train=TINY | dict(steps=5), rollout={}),
         "ours against TRL, 1.5b": dict(alternate=6, shape="1.5b", train=BATCH | dict(steps=3, dtype="bf16", micro_batch=128, max_completion_tokens=32), rollout={}),
+        "ours against TRL, 1.5b, few": dict(alternate=6, shape="1.5b", train=BATCH | dict(steps=2, prompts_per_step=1, micro_batch=8, max_completion_tokens=16), rollout={}),
     },
     "update": {
         f"{shape} {method}{' with a reference' if beta else ''}": dict(shape=shape, canned=True, train=(BATCH if method == "full" else ADAPTER) | SMALLER[shape] | dict(steps=3, method=method, beta=beta, dtype="bf16"), rollout={})
         for shape, method, beta in [("1.5b", "full", 0.0), ("1.5b", "full", 0.01), ("1.5b", "lora", 0.0), ("1.5b", "lora", 0.01), ("1.5b", "qlora", 0.0), ("8b", "lora", 0.0), ("8b", "lora", 0.01), ("8b", "qlora", 0.01)]
-    },
-    "fp8": {
-        name: dict(shape="8b", rounds=[[512, 256, 2], [64, 2048, 1], [128, 2048, 2], [192, 2048, 1]], train=ADAPTER | dict(steps=1, method="lora", dtype="bf16"), rollout=VLLM | dict(gpu_memory_utilization=0.75, max_model_tokens=4096, sleep="off") | stored)
-        for name, stored in {"bf16": {}, "fp8": dict(quantization="fp8"), "fp8, keys and values too": dict(quantization="fp8", kv_cache="fp8"), "bf16, keys and values in fp8": dict(kv_cache="fp8")}.items()
     },
 }  # fmt: skip
 
@@ -93,23 +89,36 @@ def checkpoint_of(shape: str) -> Path:
 
 
 def _make(folder: Path, shape: str) -> Path:
+    """Made on the CPU, a thread a tensor, each with a seed of its own."""
     import shutil
+    import zlib
+    from concurrent.futures import ThreadPoolExecutor
 
     import torch
+    from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from qrl import checkpoint, tiny
 
     own = json.loads((tiny.PATH / "config.json").read_text())
-    config = AutoConfig.for_model(max_position_embeddings=40960, eos_token_id=own["eos_token_id"], pad_token_id=own["pad_token_id"], **SHAPES[shape])  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    config = AutoConfig.for_model(max_position_embeddings=40960, eos_token_id=own["eos_token_id"], pad_token_id=own["pad_token_id"], dtype="bfloat16", **SHAPES[shape])  # fmt: skip
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+    def filled(name: str, like) -> torch.Tensor:
+        if like.dim() < 2:
+            return torch.full(like.shape, float(name.endswith("norm.weight")), dtype=torch.bfloat16)
+        seed = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        return torch.empty(like.shape, dtype=torch.bfloat16).normal_(std=config.initializer_range, generator=seed)
+
+    named = dict(model.named_parameters())
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        tensors = dict(zip(named, pool.map(filled, named, named.values()), strict=True))
     partial = folder.with_suffix(".partial")
-    model.save_pretrained(partial)
-    del model
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    partial.mkdir()
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(partial)
+    save_file(tensors, partial / "model.safetensors", {"format": "pt"})
     for name in (*checkpoint.TOKENIZER_FILES, "generation_config.json"):
         if (tiny.PATH / name).is_file():
             shutil.copy(tiny.PATH / name, partial / name)
@@ -175,8 +184,6 @@ def train(case: dict) -> dict:
 
     with tempfile.TemporaryDirectory() as work:
         made, settings = trainer_of(case, Path(work))
-        if case.get("rounds"):
-            return rounds(made, case["rounds"])
         made.args.save_strategy = "no"
         made.add_callback(Clock())
         draw = made._generate_single_turn
@@ -337,40 +344,6 @@ def parts(made) -> dict:
     return found
 
 
-def rounds(made, shapes: list) -> dict:
-    """Rollouts with the sync before them and no update: seconds of both, and the gap to the trainer over some of them."""
-    import torch
-
-    from qrl.train import engine_gap, vllm_engine
-
-    own, found = made.vllm_generation, {}
-    ids = made.processing_class("Tom has 3 apples and buys 12 more. " * 6)["input_ids"]
-    for count, tokens in [shape[:2] for shape in shapes for _ in range(shape[2])]:
-        own.speed(torch.ones(1, 1))
-        own.sync_weights()
-        began = finished()
-        drawn, logprobs = vllm_engine.generate(
-            own.llm, [ids] * count, temperature=1.0, max_tokens=tokens, more={"ignore_eos": True}
-        )
-        drew = finished() - began
-        sync = own.seconds["sync"]
-        took = {
-            "sync_s": sync,
-            "generate_s": drew,
-            "completions_per_s": count / (sync + drew),
-            "tokens_per_s": sum(map(len, drawn)) / (sync + drew),
-        }
-        rows = torch.tensor([ids + row for row in drawn[:16]], device=made.accelerator.device)
-        with torch.no_grad():
-            scored, _, _ = made._get_per_token_logps_and_entropies(
-                made.model, rows, torch.ones_like(rows), tokens, batch_size=2
-            )
-        engine = torch.tensor(logprobs[:16], device=rows.device)
-        took |= vars(engine_gap.measure(scored, engine, torch.ones_like(engine)))
-        found.setdefault(f"{count}x{tokens}", []).append(took)
-    return {"rounds": found}
-
-
 def lift(made, settings) -> dict:
     """Held-out accuracy before and after, on the same 2,000 questions: the model that was trained, adapter on, in bf16."""
     import torch
@@ -424,30 +397,21 @@ def main() -> None:
     parser.add_argument("groups", nargs="*", help=f"of {', '.join(CASES)}; GROUP/CASE for one")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for results.jsonl and a log a case")
     parser.add_argument("--print", dest="show", type=Path, help="folder of results.jsonl to print")
+    parser.add_argument("--together", action="store_true", help="in one process, in turn: for cases without an engine")
     parser.add_argument("--one", nargs=2, metavar=("GROUP", "CASE"), help=argparse.SUPPRESS)
     parser.add_argument("--timeout", type=int, default=280, help="seconds a case may take")
     given = parser.parse_args()
     if given.show:
         show(given.show)
     elif given.one:
-        from qrl import process
-
-        group, name = given.one
-        began = time.perf_counter()
-        if group == "server":
-            os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # the trainer's; before torch looks
-        with server(CASES[group][name]):
-            found = train(CASES[group][name])
-        row = {
-            "group": group,
-            "case": name,
-            **found,
-            "seconds": time.perf_counter() - began,
-            "settings": CASES[group][name],
-            **versions(),
-        }
-        with open(given.out / "results.jsonl" if process.rank() == 0 else os.devnull, "a") as file:  # the first of several
-            file.write(json.dumps(row) + "\n")
+        one(*given.one, given.out)
+    elif given.together:
+        given.out.mkdir(parents=True, exist_ok=True)
+        for asked in given.groups:
+            group, _, only = asked.partition("/")
+            for name in [only] if only else CASES[group]:
+                one(group, name, given.out)
+        show(given.out)
     else:
         given.out.mkdir(parents=True, exist_ok=True)
         for asked in given.groups:
@@ -455,6 +419,27 @@ def main() -> None:
             for name in [only] if only else CASES[group]:
                 run_apart(group, name, given)
         show(given.out)
+
+
+def one(group: str, name: str, out: Path) -> None:
+    """A case in this process; a line of results."""
+    import gc
+
+    import torch
+
+    from qrl import process
+
+    began = time.perf_counter()
+    if group == "server":
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # the trainer's; before torch looks
+    with server(CASES[group][name]):
+        found = train(CASES[group][name])
+    row = {"group": group, "case": name, **found, "seconds": time.perf_counter() - began, "settings": CASES[group][name], **versions()}
+    with open(out / "results.jsonl" if process.rank() == 0 else os.devnull, "a") as file:  # the first of several
+        file.write(json.dumps(row) + "\n")
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def run_apart(group: str, name: str, given) -> None:

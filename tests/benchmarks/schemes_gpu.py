@@ -1,20 +1,21 @@
 """Every scheme at a real model's shape, stored by `quantize` and run by vLLM on one GPU.
 
-    python tests/benchmarks/schemes_gpu.py speed 1.5b gptq awq-ct --out FOLDER       # stores them, then measures them beside bf16
-    python tests/benchmarks/schemes_gpu.py evaluation 1.5b --out FOLDER              # our engine against a bare LLM.generate
-    python tests/benchmarks/schemes_gpu.py receipt 1.5b fp16 gptq --out FOLDER       # is a deterministic run repeated to the letter
+    python tests/benchmarks/schemes_gpu.py run 1.5b gptq fp8 --evaluation 1319 --receipts fp16,gptq --out FOLDER
     python tests/benchmarks/schemes_gpu.py http 1.5b --out FOLDER                    # a server under `vllm bench serve`
     python tests/benchmarks/schemes_gpu.py print FOLDER                              # the tables, from what those wrote
 
+run stores each scheme in a process of its own and loads each model in another, all at once, bf16 among them; then they take turns
+(`benchmark.run`), so that ratios to bf16 are paired. --evaluation: evaluation's engine against a bare `LLM.generate`, alternating,
+over that many prompts. --receipts: deterministic and default runs of these schemes, repeated, in reverse, one by one, 8 at once.
 Weights are random (seeded), under the built-in model's tokenizer: their time is the real model's, their answers and errors are
-not. Every scheme is stored in a process of its own; `--llmc` and `--awq` name folders to import llm-compressor and AutoAWQ from,
-where they lie apart from vLLM. All models of one call are loaded side by side and take turns, so ratios to bf16 are paired.
+not. `--llmc` and `--awq` name folders to import llm-compressor and AutoAWQ from, where they lie apart from vLLM.
 """
 
 import argparse
 import fcntl
-import gc
+import importlib
 import json
+import multiprocessing
 import os
 import platform
 import shutil
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -35,13 +37,20 @@ SHAPES = {
     "8b": dict(model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=False),
     "micro": dict(model_type="qwen2", hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=1024, tie_word_embeddings=True),
 }  # fmt: skip
-CALIBRATION, PROBE = 32, 8  # texts
+CALIBRATION = 16  # texts
 PROMPT_TOKENS = 120
-MEMORY = 0.85  # of the GPU, for all engines of a call
+RECEIPT_PROMPTS, ALONE = 256, 16  # of them one by one
+LONGEST_S = 400  # for one answer of an engine
 
 
-def source(shape: str, weights: Path) -> Path:
-    """A folder with random bf16 weights of a shape; made once, whoever else wants it waits."""
+def source(args: argparse.Namespace) -> Path:
+    """A folder with random bf16 weights of a shape, made by a process of its own, which gives the GPU's memory back."""
+    subprocess.run([sys.executable, __file__, "source", args.shape, "--weights", str(args.weights), "--out", str(args.out)], check=True)
+    return args.weights / f"{args.shape}-fp16"
+
+
+def make_source(shape: str, weights: Path) -> Path:
+    """The folder; made once, whoever else wants it waits."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -62,12 +71,10 @@ def source(shape: str, weights: Path) -> Path:
             if (tiny.PATH / name).is_file():
                 shutil.copy(tiny.PATH / name, partial / name)
         partial.rename(folder)
-        del model
-        gc.collect()
     return folder
 
 
-def make(shape: str, scheme: str, weights: Path) -> dict:
+def make(shape: str, scheme: str, weights: Path, probe: bool) -> dict:
     """Stores one scheme through `quantize.run`; in an environment that has its library."""
     from qrl import process, quantize, tasks
     from qrl.quantize import settings, staging
@@ -85,7 +92,7 @@ def make(shape: str, scheme: str, weights: Path) -> dict:
         tokens = staging.tokenizer(origin)
         texts = [prompt.training_text(tokens, question, "answer-line") for question in tasks.load("arithmetic", "train", CALIBRATION, 0)]
         chosen = settings.of(scheme, Quantize(calibration_samples=CALIBRATION), 0)
-        made = quantize.run(scheme, origin, folder, settings=chosen, calibration=texts, probe=texts[:PROBE], device=_device())
+        made = quantize.run(scheme, origin, folder, settings=chosen, calibration=texts, probe=texts if probe else (), device=_device())
         record = {
             "scheme": scheme, "bytes": made.bytes, "bits_per_weight": made.bits_per_weight, "seconds": made.seconds,
             "calibration_digest": made.calibration_digest, "layer_errors": made.layer_errors, "settings": asdict(made.settings),
@@ -94,165 +101,313 @@ def make(shape: str, scheme: str, weights: Path) -> dict:
     return record
 
 
-def make_all(args: argparse.Namespace) -> dict[str, dict]:
-    """Every scheme in a process of its own, all at once; what failed says why."""
-    apart = {"awq": args.awq}
-    running = {}
-    for scheme in args.schemes:
-        if scheme == "fp16":
-            continue
-        extra = apart.get(scheme, None if scheme in ("nf4", "int8") else args.llmc)
-        path = os.pathsep.join(filter(None, [extra, os.environ.get("PYTHONPATH")]))
-        words = [sys.executable, __file__, "make", args.shape, scheme, "--weights", str(args.weights), "--out", str(args.out)]
-        log = (args.out / f"make-{args.shape}-{scheme}.log").open("wb")
-        running[scheme] = subprocess.Popen(words, env=os.environ | {"PYTHONPATH": path}, stdout=log, stderr=subprocess.STDOUT)
-    found = {}
-    for scheme, each in running.items():
-        code = each.wait()
-        said = (args.out / f"make-{args.shape}-{scheme}.log").read_text(errors="replace")
-        made = args.weights / f"{args.shape}-{scheme}" / "made.json"
-        found[scheme] = json.loads(made.read_text()) if code == 0 and made.is_file() else {"error": said[-1500:]}
-        print(f"{scheme}: {'stored' if code == 0 else 'NOT STORED'} {said[-300:] if code else ''}", flush=True)
-    return found
+class Remote:
+    """An engine in a process of its own: several load at once, and each has vLLM's environment to itself."""
+
+    def __init__(self, kind: str, path: Path, sizes: dict) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_engine, args=(theirs, kind, path, sizes))
+        self._process.start()
+        self.facts = self._answer()
+        self.name, self.weights_bytes = self.facts["name"], self.facts["weights_bytes"]
+
+    def ask(self, prompts: list, *, new_tokens: int, fixed: bool):
+        return self("ask", prompts, new_tokens=new_tokens, fixed=fixed)
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join(20)
+        self._process.kill()
+
+    def __call__(self, name: str, *given, **named):
+        self._pipe.send((name, given, named))
+        return self._answer()
+
+    def _answer(self):
+        if not self._pipe.poll(LONGEST_S):
+            self._process.kill()
+            raise RuntimeError(f"no answer in {LONGEST_S} s")
+        found = self._pipe.recv()
+        if isinstance(found, str):
+            raise RuntimeError(found)
+        return found
 
 
-def speed(args: argparse.Namespace) -> None:
-    """bf16 and the schemes side by side: rows of `benchmark.run`, kernels, records."""
-    source(args.shape, args.weights)
-    made = make_all(args)
+def _engine(pipe, kind: str, path: Path, sizes: dict) -> None:
+    """The process of a `Remote`: loads `ours` or a bare LLM, then does what it is told."""
+    engine = None
+    try:
+        began = time.perf_counter()
+        engine = {"ours": _Ours, "bare": _Bare}[kind](path, sizes)
+        pipe.send(engine.facts | {"load_s": time.perf_counter() - began})
+        while told := pipe.recv():
+            name, given, named = told
+            pipe.send(getattr(engine, name)(*given, **named))
+    except Exception as error:
+        pipe.send(f"{error} {traceback.format_exc()[-1500:]}")
+    finally:
+        if engine:
+            engine.close()
+
+
+class _Ours:
+    """The engine of benchmark and evaluation."""
+
+    def __init__(self, path: Path, sizes: dict) -> None:
+        from qrl.benchmark import local
+
+        deterministic = sizes.pop("deterministic", False)
+        if deterministic:
+            from qrl.engine import vllm
+
+            self._loaded, self._local = vllm.Vllm(path, _device(), "auto", seed=0, deterministic=True, **sizes), None
+        else:
+            self._local = local.Vllm(path, _device(), "auto", **sizes)
+            self._loaded = self._local._loaded
+        self.facts = {"name": self._loaded.name, "weights_bytes": self._loaded.weights_bytes, "receipt": self._loaded.receipt()}
+        self._loaded.generate([[5] * 8] * 2, max_new_tokens=2)  # a kernel that is missing dies here
+
+    def ask(self, prompts: list, **how):
+        return self._local.ask(prompts, **how)
+
+    def generate(self, prompts: list, new_tokens: int) -> dict:
+        """As evaluation asks: seconds, tokens, texts."""
+        began = time.perf_counter()
+        written = self._loaded.generate(prompts, max_new_tokens=new_tokens)
+        return {"seconds": time.perf_counter() - began, "tokens": sum(each.n_tokens for each in written), "texts": [each.raw for each in written]}
+
+    def close(self) -> None:
+        self._loaded.close()
+
+    def one_by_one(self, prompts: list, new_tokens: int) -> dict:
+        return {"texts": [self._loaded.generate([each], max_new_tokens=new_tokens)[0].raw for each in prompts]}
+
+
+class _Bare:
+    """vLLM's own `LLM.generate`, with the same settings; prefixes uncached, or its second round would be answered from the first's."""
+
+    def __init__(self, path: Path, sizes: dict) -> None:
+        import vllm
+
+        share = {"gpu_memory_utilization": 0.1} if _device() == "cpu" else {"gpu_memory_utilization": sizes["memory"], "kv_cache_memory_bytes": sizes["cache_bytes"]}
+        self._sampling = vllm.SamplingParams
+        self._llm = vllm.LLM(model=str(path), max_model_len=sizes["max_tokens"], max_num_seqs=sizes["sequences"], enable_prefix_caching=False, enforce_eager=_device() == "cpu", seed=0, **share)
+        self.facts = {"name": f"vllm {vllm.__version__}", "weights_bytes": None}
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def generate(self, prompts: list, new_tokens: int) -> dict:
+        began = time.perf_counter()
+        sampling = self._sampling(temperature=0.0, max_tokens=new_tokens)
+        written = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        return {"seconds": time.perf_counter() - began, "tokens": sum(len(each.outputs[0].token_ids) for each in written)}
+
+
+def run(args: argparse.Namespace) -> None:
+    """Stores, loads, then measures what was asked for; everything that is found is written as soon as it is there."""
+    source(args)
+    wanted = {("speed", scheme): ("ours", scheme, _sizes(args)) for scheme in ("fp16", *args.schemes)}
+    if args.evaluation:
+        wanted["bare", "fp16"] = ("bare", "fp16", _sizes(args))
+    for scheme in args.receipts:
+        wanted["invariant", scheme] = ("ours", scheme, _sizes(args) | {"deterministic": True})
+        wanted["invariant, 8", scheme] = ("ours", scheme, _sizes(args) | {"deterministic": True, "sequences": 8})
+        wanted["default, 8", scheme] = ("ours", scheme, _sizes(args) | {"sequences": 8})
+    made, engines, failed = {}, {}, {}
+
+    def prepare(role: tuple[str, str]) -> None:
+        kind, scheme, sizes = wanted[role]
+        try:
+            if scheme != "fp16":
+                made[scheme] = _made(args, scheme)
+            engines[role] = Remote(kind, args.weights / f"{args.shape}-{scheme}", sizes)
+            print(f"{role}: loaded in {engines[role].facts['load_s']:.1f} s", flush=True)
+        except Exception as error:
+            failed[", ".join(role)] = str(error)[-2000:]
+            print(f"{role}: NOT RUN: {str(error)[-600:]}", flush=True)
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        waiting = [pool.submit(prepare, role) for role in wanted]
+        importlib.import_module("vllm")  # for its version, while the others load
+        for each in waiting:
+            each.result()
+    print(f"all loaded after {time.perf_counter() - began:.0f} s", flush=True)
+    name = f"{args.shape}-{'-'.join(args.schemes)}"[:120]
+    _speed(args, name, {role[1]: engines[role] for role in wanted if role[0] == "speed" and role in engines}, made, failed)
+    if ("bare", "fp16") in engines and ("speed", "fp16") in engines:
+        _evaluation(args, name, engines["speed", "fp16"], engines["bare", "fp16"])
+    for scheme in args.receipts:
+        for how, eight in (("invariant", "invariant, 8"), ("speed", "default, 8")):
+            if (how, scheme) in engines and (eight, scheme) in engines:
+                _receipt(args, scheme, how == "invariant", engines[how, scheme], engines[eight, scheme])
+    for engine in engines.values():
+        engine.close()
+
+
+def _made(args: argparse.Namespace, scheme: str) -> dict:
+    """A scheme stored by a process of its own."""
+    extra = {"awq": args.awq, "nf4": None, "int8": None}.get(scheme, args.llmc)
+    path = os.pathsep.join(filter(None, [extra, os.environ.get("PYTHONPATH")]))
+    log = args.out / f"make-{args.shape}-{scheme}.log"
+    words = [sys.executable, __file__, "make", args.shape, scheme, "--weights", str(args.weights), "--out", str(args.out), *(["--probe"] if args.probe else [])]
+    with log.open("wb") as file:
+        done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, stdout=file, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        raise RuntimeError(f"not stored: {log.read_text(errors='replace')[-800:]}")
+    return json.loads((args.weights / f"{args.shape}-{scheme}" / "made.json").read_text())
+
+
+def _sizes(args: argparse.Namespace) -> dict:
+    """Of an engine: room for every sequence, and no more, so that many lie side by side."""
+    shape, longest = SHAPES[args.shape], PROMPT_TOKENS + args.new_tokens
+    width = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * width * 2
+    sequences = max(args.batches)
+    return {"max_tokens": longest, "sequences": sequences, "memory": 0.02, "cache_bytes": int(1.1 * token * (sequences + 1) * (longest + 16))}
+
+
+def _speed(args: argparse.Namespace, name: str, engines: dict[str, Remote], made: dict, failed: dict) -> None:
     from qrl import benchmark
-    from qrl.benchmark import local
+    from qrl.benchmark import summary
     from qrl.recipe import Benchmark
 
-    stored = ["fp16", *(scheme for scheme, record in made.items() if "error" not in record)]
     settings = Benchmark(batches=args.batches, requests=args.requests, rounds=args.rounds, new_tokens=args.new_tokens)
-    sizes = {"max_tokens": PROMPT_TOKENS + args.new_tokens, "sequences": max(args.batches), "memory": MEMORY / len(stored)}
+    opened = {benchmark.Subject("base", scheme, args.weights / f"{args.shape}-{scheme}"): engine for scheme, engine in engines.items()}
     prompts = _prompts(args.shape, max(args.batches))
-    opened, facts, failed = {}, {}, {}
-    for scheme in stored:
-        subject = benchmark.Subject("base", scheme, args.weights / f"{args.shape}-{scheme}")
-        began = time.perf_counter()
-        try:
-            engine = local.Vllm(subject.path, _device(), "auto", **sizes)
-            engine.ask(prompts[:2], new_tokens=2, fixed=True)
-        except Exception as error:
-            failed[scheme] = f"{error} {traceback.format_exc()[-1500:]}"
-            print(f"{scheme}: NOT RUN: {error}", flush=True)
-            continue
-        opened[subject] = engine
-        facts[scheme] = {"load_s": time.perf_counter() - began, "weights_bytes": engine.weights_bytes} | engine._loaded.receipt()
-        print(f"{scheme}: loaded in {facts[scheme]['load_s']:.1f} s, {facts[scheme]['kernels']}", flush=True)
-    frame = benchmark.run(list(opened), [prompts] * len(opened), opened.__getitem__, settings)
-    name = f"speed-{args.shape}-{'-'.join(args.schemes)}"
-    frame.to_parquet(args.out / f"{name}.parquet")
-    _write(args, name, {"made": made, "facts": facts, "failed": failed, "settings": settings.model_dump(mode="json")})
-    from qrl.benchmark import summary
-
+    facts = {scheme: engine.facts for scheme, engine in engines.items()}
+    _write(args, f"speed-{name}", {"made": made, "facts": facts, "failed": failed, "settings": settings.model_dump(mode="json")})
+    frame = benchmark.run(list(opened), [prompts] * len(opened), lambda subject: _Open(opened[subject]), settings)
+    frame.to_parquet(args.out / f"speed-{name}.parquet")
     print(summary.markdown(summary.lines(frame), ""), flush=True)
 
 
-def evaluation(args: argparse.Namespace) -> None:
-    """Tokens a second of evaluation's engine and of a bare `LLM.generate`, in alternating rounds over the same prompts.
+class _Open:
+    """A `Remote` that stays open when the benchmark is done with it."""
 
-    The bare engine gets the same settings, prefixes uncached too (its second round would be answered from the first's), and
-    writes its own text; ours is asked as evaluation asks it.
-    """
-    origin = source(args.shape, args.weights)
-    import vllm
+    def __init__(self, remote: Remote) -> None:
+        self.name, self.weights_bytes, self.ask = remote.name, remote.weights_bytes, remote.ask
 
+    def close(self) -> None:
+        pass
+
+
+def _evaluation(args: argparse.Namespace, name: str, ours: Remote, bare: Remote) -> None:
+    """Tokens a second of both, in alternating rounds over the same prompts; what grading costs beside it."""
     from qrl import tasks
-    from qrl.engine import hf
-    from qrl.engine import vllm as engine
 
-    prompts = _prompts(args.shape, args.questions)
-    longest = PROMPT_TOKENS + args.new_tokens
-    share = {} if _device() == "cpu" else {"gpu_memory_utilization": MEMORY / 2}
-    ours = engine.Vllm(origin, _device(), "auto", max_tokens=longest, sequences=256, deterministic=False, seed=0, memory=MEMORY / 2)
-    bare = vllm.LLM(model=str(origin), max_model_len=longest, max_num_seqs=256, enable_prefix_caching=False, enforce_eager=_device() == "cpu", seed=0, **share)
-    given = [{"prompt_token_ids": ids} for ids in prompts]
-    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=args.new_tokens)
-
-    def of_ours() -> tuple[float, int]:
-        began = time.perf_counter()
-        written = ours.generate(prompts, max_new_tokens=args.new_tokens)
-        return time.perf_counter() - began, sum(each.n_tokens for each in written)
-
-    def of_bare() -> tuple[float, int]:
-        began = time.perf_counter()
-        written = bare.generate(given, sampling, use_tqdm=False)
-        return time.perf_counter() - began, sum(len(each.outputs[0].token_ids) for each in written)
-
-    for warm in (of_ours, of_bare):
-        warm()
+    prompts = _prompts(args.shape, args.evaluation)
+    sides = {"ours": ours, "bare": bare}
+    for each in sides.values():
+        each("generate", prompts[:256], args.new_tokens)
     rounds = []
-    for number in range(args.rounds):
+    for number in range(args.evaluation_rounds):
         timed = {}
         for which in (("ours", "bare"), ("bare", "ours"))[number % 2]:
-            seconds, tokens = of_ours() if which == "ours" else of_bare()
-            timed[which] = {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds}
+            timed[which] = sides[which]("generate", prompts, args.new_tokens)
+            timed[which]["tokens_per_s"] = timed[which]["tokens"] / timed[which]["seconds"]
+        texts = timed["ours"].pop("texts")
         rounds.append(timed)
         print({key: round(value["tokens_per_s"]) for key, value in timed.items()}, flush=True)
-    texts = [each.text for each in ours.generate(prompts, max_new_tokens=args.new_tokens)]
     began = time.perf_counter()
     tasks.grade_many("arithmetic", texts, ["1"] * len(texts))
-    graded = time.perf_counter() - began
-    began = time.perf_counter()
-    tokens = hf.tokenizer(origin)
-    decoded = [tokens.decode([1] * args.new_tokens) for _ in range(200)]
-    _write(args, f"evaluation-{args.shape}", {
-        "rounds": rounds, "questions": args.questions, "new_tokens": args.new_tokens, "grading_s": graded,
-        "decode_us": (time.perf_counter() - began) / len(decoded) * 1e6, "facts": ours.receipt(),
-    })  # fmt: skip
+    _write(args, f"evaluation-{name}", {"rounds": rounds, "questions": args.evaluation, "new_tokens": args.new_tokens, "grading_s": time.perf_counter() - began})
 
 
-def receipt(args: argparse.Namespace) -> None:
-    """The same prompts in other batches and in another engine: how many answers differ, deterministic and not."""
-    source(args.shape, args.weights)
-    made = make_all(args)
-    from qrl.engine import vllm as engine
+def _receipt(args: argparse.Namespace, scheme: str, deterministic: bool, engine: Remote, eight: Remote) -> None:
+    """The same prompts in other batches and in another engine: how many answers differ from the first run's."""
+    from hashlib import sha256
 
-    prompts = _prompts(args.shape, args.questions)
-    for scheme in args.schemes:
-        if "error" in made.get(scheme, {}):
-            continue
-        for deterministic in (True, False):
-            with _told(args, scheme, deterministic):
-                _write(args, f"receipt-{args.shape}-{scheme}-{'invariant' if deterministic else 'default'}", _repeated(engine, args, scheme, deterministic, prompts))
-
-
-def _repeated(engine, args: argparse.Namespace, scheme: str, deterministic: bool, prompts: list) -> dict:
-    from qrl.evaluate import cells
-
-    path = args.weights / f"{args.shape}-{scheme}"
-    found = {}
-
-    def ask(loaded, given: list) -> list:
-        return loaded.generate(given, max_new_tokens=args.new_tokens)
-
-    for sequences in (256, 8):
-        with engine.Vllm(path, _device(), "auto", max_tokens=PROMPT_TOKENS + args.new_tokens, sequences=sequences, deterministic=deterministic, seed=0, memory=MEMORY) as loaded:
-            began = time.perf_counter()
-            found[f"{sequences} at once"] = ask(loaded, prompts)
-            seconds = time.perf_counter() - began
-            said = loaded.receipt()
-            if sequences == 256:
-                found["again"] = ask(loaded, prompts)
-                found["in reverse"] = ask(loaded, prompts[::-1])[::-1]
-                some = prompts[:16]
-                found["one by one"] = [ask(loaded, [each])[0] for each in some]
-                speed = sum(each.n_tokens for each in found["256 at once"]) / seconds
-        gc.collect()
-    reference = found["256 at once"]
-    differ = {how: sum(a.raw != b.raw for a, b in zip(reference, written, strict=False)) for how, written in found.items()}
-    asked = {how: len(written) for how, written in found.items()}
-    result = {"scheme": scheme, "deterministic": deterministic, "differ": differ, "asked": asked, "tokens_per_s": speed, "receipt": said, "completions": {how: cells._digest(written) for how, written in found.items() if len(written) == len(reference)}}  # fmt: skip
+    prompts = _prompts(args.shape, RECEIPT_PROMPTS)
+    first = engine("generate", prompts, args.new_tokens)
+    found = {
+        "again": engine("generate", prompts, args.new_tokens)["texts"],
+        "in reverse": engine("generate", prompts[::-1], args.new_tokens)["texts"][::-1],
+        "one by one": engine("one_by_one", prompts[:ALONE], args.new_tokens)["texts"],
+        "8 at once": eight("generate", prompts, args.new_tokens)["texts"],
+    }
+    result = {
+        "scheme": scheme, "deterministic": deterministic, "receipt": engine.facts["receipt"], "tokens_per_s": first["tokens"] / first["seconds"],
+        "differ": {how: sum(a != b for a, b in zip(first["texts"], texts, strict=False)) for how, texts in found.items()},
+        "asked": {how: len(texts) for how, texts in found.items()},
+        "completions": {how: sha256("\0".join(texts).encode()).hexdigest() for how, texts in (found | {"first": first["texts"]}).items() if how != "one by one"},
+    }  # fmt: skip
     print(json.dumps({key: result[key] for key in ("scheme", "deterministic", "differ", "tokens_per_s")}), flush=True)
-    return result
+    _write(args, f"receipt-{args.shape}-{scheme}-{'invariant' if deterministic else 'default'}", result)
+
+
+def show(folder: Path) -> None:
+    """The tables of everything that the other cases wrote anywhere below a folder."""
+    import pandas as pd
+
+    from qrl.benchmark import summary
+
+    speeds = sorted(folder.rglob("speed-*.json"), key=lambda file: (json.loads(file.read_text())["case"].split("-")[1], file.stat().st_mtime))
+    by_shape: dict[str, list] = {}
+    for file in speeds:
+        found = json.loads(file.read_text())
+        by_shape.setdefault(found["case"].split("-")[1], []).append((found, summary.lines(pd.read_parquet(file.with_suffix(".parquet")))))
+    for shape, calls in by_shape.items():
+        _show_speed(shape, calls)
+    for file in sorted(folder.rglob("evaluation-*.json")):
+        found = json.loads(file.read_text())
+        own, bare = ([each[which]["tokens_per_s"] for each in found["rounds"]] for which in ("ours", "bare"))
+        ratio = summary.over_rounds([a / b for a, b in zip(own, bare, strict=True)])
+        text = " against ".join(f"{each.estimate:,.0f} [{each.low:,.0f}, {each.high:,.0f}]" for each in map(summary.over_rounds, (own, bare)))
+        print(f"\n{found['case']}, {found['machine']}, vllm {found['versions']['vllm']}: {text} tokens/s, ratio {ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}], {len(own)} rounds of {found['questions']} × {found['new_tokens']}; grading {found['grading_s']:.2f} s")
+    print("\n| case | kernels | tokens/s | differ from the first run: again | in reverse | one by one | 8 at once |\n|---|---|---:|---:|---:|---:|---:|")
+    for file in sorted(folder.rglob("receipt-*.json")):
+        found = json.loads(file.read_text())
+        if "error" in found:
+            print(f"| {file.stem} | {found['error'][:200]} | | | | | |")
+            continue
+        counts = [f"{found['differ'][how]} of {found['asked'][how]}" for how in ("again", "in reverse", "one by one", "8 at once")]
+        print(f"| {file.stem.removeprefix('receipt-')} | {', '.join(found['receipt']['kernels'])} | {found['tokens_per_s']:,.0f} | {' | '.join(counts)} |")
+    for file in sorted(folder.rglob("http-*.json")):
+        found = json.loads(file.read_text())
+        print(f"\n{found['case']}, {found['machine']}, vllm {found['versions']['vllm']}, prompts of {found['prompt_tokens']:.0f} tokens")
+        for clients in sorted({row["clients"] for row in found["rows"]}):
+            rows = [row for row in found["rows"] if row["clients"] == clients]
+            values = {key: summary.over_rounds([row[key] for row in rows]) for key in ("output_throughput", "p50_e2el_ms", "p95_e2el_ms", "p50_ttft_ms")}
+            print(f"{clients} clients: " + ", ".join(f"{key} {each.estimate:,.1f} [{each.low:,.1f}, {each.high:,.1f}]" for key, each in values.items()))
+
+
+def _show_speed(shape: str, calls: list) -> None:
+    """Two tables of a shape: throughput, with ratios to the bf16 of the same call, and latency and memory."""
+    batches = sorted({line.batch for _, lines in calls for line in lines})
+    calls = [call for call in calls if {line.batch for line in call[1]} == set(batches)]  # others were about something else
+    first = calls[0][0]
+    print(f"\n## {shape}, {first['machine']}, {first['versions']}, {first['settings']}\n")
+    print(f"| scheme | kernel | bits a weight | {' | '.join(f'tokens/s at {batch}' for batch in batches)} |\n|---|---|---:|{'---|' * len(batches)}")
+    rows, seen = [], set()
+    for found, lines in calls:
+        for scheme in dict.fromkeys(line.scheme for line in lines):
+            if scheme not in seen:
+                rows.append((scheme, found, {line.batch: line for line in lines if line.scheme == scheme}))
+            seen.add(scheme)
+        for scheme, why in found["failed"].items():
+            print(f"| {scheme} | not run: {' '.join(why.split())[:300]} | |")
+    for scheme, found, own in rows:
+        kernels = ", ".join(name for name in found["facts"][scheme]["receipt"]["kernels"] if "Embedding" not in name and "FlashAttention" not in name)
+        bits = found["made"].get(scheme, {}).get("bits_per_weight", 16)
+        cells = [f"{line.tokens_per_s.estimate:,.0f}" + (f", × {line.relative.estimate:.2f} [{line.relative.low:.2f}, {line.relative.high:.2f}]" if line.relative else "") for line in (own[batch] for batch in batches)]
+        print(f"| {scheme} | {kernels} | {bits:.2f} | {' | '.join(cells)} |")
+    few = [batch for batch in (1, 64, 256) if batch in batches]
+    print(f"\n| scheme | on disk, MB | in memory, MB | cache at {batches[-1]}, MB | {' | '.join(f'p50 / p95 / first token at {batch}, ms' for batch in few)} | stored in, s | loaded in, s |\n|---|---:|---:|---:|{'---:|' * (len(few) + 2)}")
+    for scheme, found, own in rows:
+        line = own[batches[-1]]
+        times = [" / ".join(f"{1000 * each.estimate:,.1f}" for each in (own[batch].latency_p50_s, own[batch].latency_p95_s, own[batch].first_token_s)) for batch in few]
+        made = found["made"].get(scheme, {}).get("seconds")
+        print(f"| {scheme} | {line.stored_bytes / 1e6:,.0f} | {line.weights_bytes / 1e6 if line.weights_bytes else float('nan'):,.0f} | {line.cache_bytes / 1e6:,.0f} | {' | '.join(times)} | {f'{made:.0f}' if made else ''} | {found['facts'][scheme]['load_s']:.0f} |")
+    bases = [[line.tokens_per_s.estimate for line in lines if line.scheme == "fp16"] for _, lines in calls]
+    print("\nbf16 of every call: " + "; ".join(", ".join(f"{value:,.0f}" for value in each) for each in bases))
 
 
 def http(args: argparse.Namespace) -> None:
     """A server of the shape on loopback, under `vllm bench serve`."""
-    origin = source(args.shape, args.weights)
+    origin = source(args)
     import urllib.request
 
     from qrl import tasks
@@ -283,15 +438,6 @@ def http(args: argparse.Namespace) -> None:
             server.wait(60)
     keep = ("clients", "round", "completed", "output_throughput", "p50_e2el_ms", "p95_e2el_ms", "p50_ttft_ms", "p95_ttft_ms", "p50_tpot_ms")
     _write(args, f"http-{args.shape}", {"rows": [{key: row.get(key) for key in keep} for row in found], "prompt_tokens": sum(len(tokens(text)["input_ids"]) for text in texts) / len(texts)})
-
-
-@contextmanager
-def _told(args: argparse.Namespace, scheme: str, deterministic: bool):
-    try:
-        yield
-    except Exception as error:
-        print(f"{scheme}, deterministic={deterministic}: NOT RUN: {error}", flush=True)
-        _write(args, f"receipt-{args.shape}-{scheme}-{'invariant' if deterministic else 'default'}-failed", {"error": f"{error} {traceback.format_exc()[-2000:]}"})
 
 
 @contextmanager
@@ -326,7 +472,7 @@ def _write(args: argparse.Namespace, name: str, found: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=("speed", "evaluation", "receipt", "http", "make", "print"))
+    parser.add_argument("case", choices=("run", "http", "source", "make", "print"))
     parser.add_argument("shape")
     parser.add_argument("schemes", nargs="*")
     parser.add_argument("--out", type=Path, default=Path.cwd())
@@ -334,17 +480,24 @@ def main() -> None:
     parser.add_argument("--llmc")
     parser.add_argument("--awq")
     parser.add_argument("--batches", type=lambda text: tuple(map(int, text.split(","))), default=(1, 16, 32, 64, 256))
-    parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--questions", type=int, default=1319)
+    parser.add_argument("--requests", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--probe", action="store_true", help="measure every layer's error, too")
+    parser.add_argument("--evaluation", type=int, default=0, metavar="N")
+    parser.add_argument("--evaluation-rounds", type=int, default=6)
+    parser.add_argument("--receipts", type=lambda text: tuple(text.split(",")), default=())
     parser.add_argument("--port", type=int, default=8017)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.case == "make":
-        print(json.dumps(make(args.shape, args.schemes[0], args.weights)))
+    if args.case == "print":
+        show(Path(args.shape))
+    elif args.case == "source":
+        make_source(args.shape, args.weights)
+    elif args.case == "make":
+        print(json.dumps(make(args.shape, args.schemes[0], args.weights, args.probe)))
     else:
-        {"speed": speed, "evaluation": evaluation, "receipt": receipt, "http": http}[args.case](args)
+        {"run": run, "http": http}[args.case](args)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,197 @@
+"""FP8 rollouts at 8 B: whole rollouts with the sync before them, and where a decoding step goes, kernel by kernel.
+
+    python tests/benchmarks/fp8.py bf16 fp8 "fp8 kv8" --out FOLDER      # a process a case, in turn
+
+A case is `bf16` or `fp8` for the engine's linears, with `kv8` for keys and values in FP8, beside a trainer with LoRA over bf16 whose
+weights are sent before every rollout. A round is completions × tokens. A point is completions × tokens in the cache of each: 1,144 is
+the mean of a rollout of 2,048 tokens after a prompt of 120. A step's time there is the difference between a long and a short answer
+to the same prompts, cached by then. Weights are random: their time is the real model's, their log-probabilities are not.
+`bare bf16` and `bare fp8` measure points of an engine as vLLM makes it by itself, in a process of its own.
+"""
+
+import argparse
+import functools
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import rollouts as shapes
+
+SHORT, LONG = 8, 40  # tokens of the two answers
+PROFILED = 8  # steps
+CACHED = 1144  # tokens, at a point
+LENGTH = 4096  # longest prompt and completion together
+KINDS = {  # of kernels, by what their names contain; the first that fits
+    "attention": ("flash", "fmha", "attn", "attention"),
+    "sampling and log-probabilities": ("gumbel", "log_softmax", "ranks_kernel", "temperature", "argmax", "topk"),
+    "linears": ("gemm", "nvjet", "cutlass", "cublas", "splitk", "scaled_mm"),
+    "norms, activations, rounding": ("triton_", "rms_norm", "silu", "rotary", "scaled_fp8", "quant", "reshape_and_cache"),
+    "copies": ("memcpy", "memset", "copy"),
+}
+
+
+def trainer_of(words: list[str], shape: str, sequences: int, share: float, work: Path):
+    """A trainer with LoRA over bf16 beside its engine, as `train` makes them."""
+    stored = {"quantization": "fp8"} if "fp8" in words else {}
+    stored |= {"kv_cache": "fp8"} if "kv8" in words else {}
+    rollout = shapes.VLLM | dict(gpu_memory_utilization=share, max_model_tokens=LENGTH, sleep="off") | stored
+    batch = dict(method="lora", dtype="bf16", steps=1, prompts_per_step=sequences // 8, generations=8, micro_batch=8)
+    return shapes.trainer_of(dict(shape=shape, train=shapes.ADAPTER | batch, rollout=rollout), work)[0]
+
+
+def bare(words: list[str], shape: str, sequences: int):
+    """An engine as vLLM makes it, in a process of its own."""
+    from vllm import LLM
+
+    from qrl.train import vllm_engine
+
+    stored = {"quantization": vllm_engine.FP8} if "fp8" in words else {}
+    kv_cache = "fp8" if "kv8" in words else "auto"
+    return LLM(model=str(shapes.checkpoint_of(shape)), dtype="bfloat16", gpu_memory_utilization=0.85, max_model_len=LENGTH, max_num_seqs=sequences, kv_cache_dtype=kv_cache, **stored)  # fmt: skip
+
+
+def capture_few(sizes: list[int]) -> None:
+    """CUDA graphs of the batches that are measured, and of no others: half a minute less a start."""
+    import vllm
+
+    vllm.LLM = functools.partial(vllm.LLM, compilation_config={"cudagraph_capture_sizes": sizes})
+
+
+def round_of(made, count: int, tokens: int) -> dict:
+    """A rollout with the sync before it: seconds of both, and the gap to the trainer over 16 of its completions."""
+    import torch
+
+    from qrl.train import engine_gap, vllm_engine
+
+    own = made.vllm_generation
+    ids = made.processing_class("Tom has 3 apples and buys 12 more. " * 6)["input_ids"]
+    own.speed(torch.ones(1, 1))
+    own.sync_weights()
+    sync, began = own.seconds["sync"], shapes.finished()
+    drawn, logprobs = vllm_engine.generate(own.llm, [ids] * count, temperature=1.0, max_tokens=tokens, more={"ignore_eos": True})
+    drew = shapes.finished() - began
+    rows = torch.tensor([ids + row for row in drawn[:16]], device=made.accelerator.device)
+    with torch.no_grad():
+        scored, _, _ = made._get_per_token_logps_and_entropies(made.model, rows, torch.ones_like(rows), tokens, batch_size=2)
+    engine = torch.tensor(logprobs[:16], device=rows.device)
+    gap = engine_gap.measure(scored, engine, torch.ones_like(engine))
+    return {"sync_s": sync, "generate_s": drew, "completions_per_s": count / (sync + drew), "tokens_per_s": sum(map(len, drawn)) / (sync + drew)} | vars(gap)  # fmt: skip
+
+
+def sampling(tokens: int, logprobs: bool):
+    from vllm import SamplingParams
+
+    more = {"logprobs": 0, "flat_logprobs": True} if logprobs else {}
+    return SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more)
+
+
+def step_ms(engine, asked: list[dict], logprobs: bool, repeats: int = 2) -> list[float]:
+    """Milliseconds of one decoding step, `repeats` times."""
+    found = []
+    for _ in range(repeats):
+        took = []
+        for tokens in (SHORT, LONG):
+            began = shapes.finished()
+            engine.generate(asked, sampling_params=sampling(tokens, logprobs), use_tqdm=False)
+            took.append(shapes.finished() - began)
+        found.append((took[1] - took[0]) / (LONG - SHORT) * 1000)
+    return found
+
+
+def profile(engine, asked: list[dict]) -> dict:
+    """GPU milliseconds a step by kind of kernel, and the kernels that take most of it: (name, calls a step, ms a step)."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    gpu, inner, answers = torch.cuda.is_available(), engine.llm_engine, sampling(100, True)
+    for number, prompt in enumerate(asked):
+        inner.add_request(str(number), prompt, answers)
+    for _ in range(30):  # prompts, from the cache, and some steps of the whole batch
+        inner.step()
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as seen:
+        began = shapes.finished()
+        for _ in range(PROFILED):
+            inner.step()
+        wall = (shapes.finished() - began) / PROFILED * 1000
+    inner.abort_request([str(number) for number in range(len(asked))])
+    while inner.has_unfinished_requests():
+        inner.step()
+    kinds, names = defaultdict(float), []
+    for event in seen.key_averages():
+        ms = (event.self_device_time_total if gpu else event.self_cpu_time_total) / 1000 / PROFILED
+        if ms <= 0:
+            continue
+        lower = event.key.lower()
+        kinds[next((kind for kind, parts in KINDS.items() if any(part in lower for part in parts)), "other")] += ms
+        names.append((event.key[:160], event.count / PROFILED, round(ms, 4)))
+    names.sort(key=lambda row: -row[2])
+    return {"wall_ms_profiled": wall, "gpu_ms": sum(kinds.values()), "kinds_ms": dict(kinds), "kernels": names[:25]}
+
+
+def points_of(engine, counts: list[int], cached: int, profiled: list[int], tell) -> None:
+    """Steps of as many completions as each count says, with and without log-probabilities, and where those of some go."""
+    draw = random.Random(0)
+    prompts = [{"prompt_token_ids": [draw.randrange(3, 384) for _ in range(cached)]} for _ in range(max(counts))]
+    engine.generate(prompts, sampling_params=sampling(2, False), use_tqdm=False)  # into the cache
+    for count in counts:
+        asked = prompts[:count]
+        found = {"step_ms": step_ms(engine, asked, True), "step_ms_without_logprobs": step_ms(engine, asked, False)}
+        tell({"point": f"{count}x{cached}"} | found)
+        if count in profiled:
+            tell({"profile": f"{count}x{cached}"} | profile(engine, asked))
+
+
+def measure(case: str, given) -> None:
+    """One case, told line by line as it goes."""
+    words, began = case.split(), time.perf_counter()
+    rounds = [tuple(map(int, each.split("x"))) for each in given.rounds.split(",")]
+    counts = [int(count) for count in given.points.split(",")]
+    sizes = sorted({*counts, *(count for count, _ in rounds)})
+    capture_few(sizes)
+
+    def tell(row: dict) -> None:
+        row = {"case": case, "shape": given.shape, **row, "since_start_s": time.perf_counter() - began} | shapes.versions()
+        with open(given.out / "fp8.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps({key: value for key, value in row.items() if key != "kernels"}), flush=True)
+
+    profiled = [int(count) for count in given.profiled.split(",")]
+    if "bare" in words:
+        points_of(bare(words, given.shape, max(sizes)), counts, given.cached, [], tell)
+        return
+    with tempfile.TemporaryDirectory() as work:
+        made = trainer_of(words, given.shape, max(sizes), given.share, Path(work))
+        for count, tokens in rounds:
+            tell({"round": f"{count}x{tokens}"} | round_of(made, count, tokens))
+        points_of(made.vllm_generation.llm, counts, given.cached, profiled, tell)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("cases", nargs="+", help="bf16 or fp8, with kv8, with bare")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder of fp8.jsonl")
+    parser.add_argument("--shape", default="8b", choices=list(shapes.SHAPES))
+    parser.add_argument("--rounds", default="512x256,128x2048", help="completions x tokens, each with a sync")
+    parser.add_argument("--points", default="8,64,128,192", help="completions at a time")
+    parser.add_argument("--cached", type=int, default=CACHED, help="tokens in the cache of each, at a point")
+    parser.add_argument("--profiled", default="64,192", help="points whose kernels are counted")
+    parser.add_argument("--share", type=float, default=0.75, help="of the GPU's memory, for the engine")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    if len(given.cases) == 1:
+        measure(given.cases[0], given)
+        return
+    for case in given.cases:  # an engine's memory comes back only with its process
+        options = [word for word in sys.argv[1:] if word not in given.cases]
+        subprocess.run([sys.executable, __file__, case, *options], check=False)
+
+
+if __name__ == "__main__":
+    main()
