@@ -36,7 +36,8 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     *CHAT_TEMPLATES,
 )
-CONFIG_FILES = ("config.json", "generation_config.json", INDEX)
+SCALES = "activation_scales.json"  # beside masters that were trained with quantized activations: linear's name → scale of its inputs
+CONFIG_FILES = ("config.json", "generation_config.json", INDEX, SCALES)
 _UNSAFE = {
     ".py": "Python code",
     ".bin": "pickled weights",
@@ -93,7 +94,7 @@ def digest(path: Path | str) -> str:
     """sha256 that names a checkpoint: the same after copying, hard-linking or adding a README.
 
     It is the sha256 of a manifest in sha256sum's format ("<sha256 of the file>  <name>", a line per file, sorted by name)
-    of the weight, configuration and tokenizer files in the folder; other files and subfolders do not count.
+    of the weight, configuration, tokenizer and activation-scale files in the folder; other files and subfolders do not count.
 
     Returns:
         64 hexadecimal digits.

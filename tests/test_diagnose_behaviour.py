@@ -1,11 +1,13 @@
 """Next-token distributions before and after quantization, against their definitions one text at a time."""
 
+import pandas as pd
 import pytest
 import torch
 
-from qrl import quantize
+from qrl import quantize, recipe
 from qrl.diagnose import behaviour
 from qrl.engine import hf
+from qrl.steps import diagnose as step
 
 TEXTS = [[5, 9, 3, 7, 11, 2], [8, 8, 4], [6, 1, 2, 3, 4, 5, 6, 7, 8, 9]]
 
@@ -41,6 +43,20 @@ def test_divergence_follows_its_definition(model, tiny_checkpoint, tmp_path):
     assert found.kl == pytest.approx(torch.cat(divergences).mean().item(), rel=1e-3)
     assert found.top1_agreement == pytest.approx(torch.cat(agreements).mean().item())
     assert 0 < found.kl_stderr < found.kl
+
+
+def test_the_step_tells_and_draws_what_the_models_say(tiny_checkpoint, tmp_path, capsys):
+    path = quantize.run("nf4", tiny_checkpoint, tmp_path / "nf4").path
+    asked = recipe.load("tiny", {"diagnose.behaviour": "3", "device": "cpu"})
+    step.diagnose(asked, str(tiny_checkpoint), str(tiny_checkpoint), quantized=f"base:nf4={path},grpo:nf4={path}", out=str(tmp_path / "out"))
+    said = pd.read_parquet(tmp_path / "out" / "behaviour.parquet")
+    assert sorted(zip(said["variant"], said["scheme"], said["layer"], strict=True)) == sorted(
+        (variant, *row) for variant in ("base", "grpo") for row in (("nf4", -1), ("w4", 0), ("w4", 1))
+    )
+    assert (said["kl"] > 0).all() and (said["n"] == 3).all()
+    assert (tmp_path / "out" / "figures" / "behaviour.png").stat().st_size > 10_000
+    assert "What the models say" in (tmp_path / "out" / "figures" / "weights.html").read_text()
+    assert {"behaviour/kl_nf4_base", "behaviour/top1_agreement_nf4", "weights/code_flip_rate_nf4"} <= set(capsys.readouterr().out.split())
 
 
 def test_each_layer_alone_matters_less_than_all_and_is_put_back(model):

@@ -220,17 +220,40 @@ def compressed(folder, tensors, weights, layout):
     return dict(stored.matrices(folder, stored.names(folder)))["model.layers.0.mlp.up_proj.weight"].values
 
 
-def test_compressed_fp8_is_code_times_scale(tmp_path):
-    codes, scale = random_matrix(6, 64, 0).to(torch.float8_e4m3fn), torch.rand(6, 1).bfloat16()
+@pytest.fixture
+def in_parts(monkeypatch):
+    """Matrices are unpacked a few rows at a time."""
+    monkeypatch.setattr(stored, "BLOCK", 1)
+
+
+def test_compressed_fp8_is_code_times_scale(tmp_path, in_parts):
+    codes, scale = random_matrix(70, 64, 0).to(torch.float8_e4m3fn), torch.rand(70, 1).bfloat16()
     kind = {"num_bits": 8, "type": "float", "strategy": "channel"}
     found = compressed(tmp_path, {"weight": codes, "weight_scale": scale}, kind, "float-quantized")
     assert torch.equal(found, codes.float() * scale.float())
 
 
-def test_compressed_nvfp4_is_grid_times_both_scales(tmp_path):
+def test_compressed_integers_with_zero_points_are_code_less_zero_times_scale(tmp_path, in_parts):
+    generator = torch.Generator().manual_seed(0)
+    codes, zeros = (torch.randint(-8, 8, (100, width), generator=generator, dtype=torch.int8) for width in (64, 2))
+    scale = torch.rand(100, 2, generator=generator).bfloat16()
+    tensors = {"weight_packed": words(codes), "weight_scale": scale, "weight_shape": torch.tensor([100, 64]), "weight_zero_point": words(zeros.T).T.contiguous()}
+    kind = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
+    found = compressed(tmp_path, tensors, kind, "pack-quantized")
+    assert torch.equal(found, (codes - zeros.repeat_interleave(32, 1)).float() * scale.float().repeat_interleave(32, 1))
+
+
+def words(codes):
+    """Eight codes -8..7 of a row in each int32, the first lowest, as compressed-tensors packs them."""
+    eight = torch.nn.functional.pad(codes.long() + 8, (0, -codes.shape[1] % 8)).view(len(codes), -1, 8)
+    packed = (eight << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+
+def test_compressed_nvfp4_is_grid_times_both_scales(tmp_path, in_parts):
     grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    codes = torch.randint(16, (4, 32), generator=torch.Generator().manual_seed(0))
-    scale, whole = (1 + 7 * torch.rand(4, 2)).to(torch.float8_e4m3fn), torch.tensor([40.0])
+    codes = torch.randint(16, (70, 32), generator=torch.Generator().manual_seed(0))
+    scale, whole = (1 + 7 * torch.rand(70, 2)).to(torch.float8_e4m3fn), torch.tensor([40.0])
     packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
     kind = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
     tensors = {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": whole}

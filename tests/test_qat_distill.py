@@ -12,6 +12,7 @@ pytest.importorskip("compressed_tensors")
 
 from qrl import checkpoint, tasks, tiny
 from qrl.errors import BadInput
+from qrl.formats import fake_linears
 from qrl.recipe import Rollout, Train, Watch
 from qrl.train import distill, rollouts
 
@@ -69,6 +70,28 @@ def test_a_quantized_student_comes_closer_to_its_teacher(tmp_path):
     assert {"train/loss", "train/completion_tokens", "train/truncation_rate"} <= set(seen[-1][1])
     assert [step for step, _ in seen] == [0, 1, 2, 3, 4, 5] and len(losses) == 5
     assert 0 < min(losses[1:]) < losses[0]  # the teacher is what the student was before its weights were shaken
+
+
+def test_a_distillation_that_was_killed_goes_on_bit_for_bit(tmp_path):
+    settings = FAST.model_copy(update={"steps": 3, "save_every": 1, "temperature": 1.5, "prompts_per_step": 4, "micro_batch": 8, "qat_calibration_samples": 4})
+    given = {"template": "plain", "seed": 0, "device": "cpu"}
+    whole = distill.run(tiny.PATH, tiny.PATH, QUESTIONS, settings, **given, work=tmp_path / "work", out=tmp_path / "whole")
+    shutil.copytree(tmp_path / "work", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoint-3")
+    again = distill.run(tiny.PATH, tiny.PATH, QUESTIONS, settings, **given, work=tmp_path / "again", out=tmp_path / "model")
+    assert (whole.resumed_from, again.resumed_from) == (0, 2)
+    assert checkpoint.digest(again.path) == checkpoint.digest(whole.path)
+    assert again.history["loss"].iloc[-1] == whole.history["loss"].iloc[-1] != 0
+
+
+def test_activation_scales_are_part_of_what_a_checkpoints_digest_names(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.PATH, folder)
+    digests = [checkpoint.digest(folder)]
+    for scale in (1.0, 2.0):
+        fake_linears.write_activation_scales(folder, {"model.layers.0.mlp.up_proj": scale})
+        digests.append(checkpoint.digest(folder))
+    assert len(set(digests)) == 3
 
 
 def test_what_cannot_be_distilled_is_refused(tmp_path):

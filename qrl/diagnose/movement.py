@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import checkpoint
 from qrl.diagnose import rank, weights
-from qrl.diagnose.sweep import sweep
+from qrl.diagnose.sweep import BLOCK, sweep
 from qrl.errors import BadInput
 from qrl.formats import rtn
 from qrl.formats.stream import Rows
@@ -178,14 +178,20 @@ def totals(moved: pandas.DataFrame) -> dict[str, float]:
 
 
 def _rank(sources: list, device: str) -> dict[str, float]:
+    import torch
+
     entry = sources[0][1]
     if entry.numel > RANK_NUMEL:
         return {"effective_rank": math.nan, "effective_rank_stderr": math.nan}
-    whole = []
-    for folder, each in sources:
-        with closing(Rows(folder, device)) as rows:
-            whole.append(rows.read(each, 0, each.shape[0]).float().clone())  # a float32 one is the reader's own buffer
-    found, stderr = rank.effective(whole[1] - whole[0])
+    delta, first = torch.empty(entry.shape, dtype=torch.float32, device=device), 0
+    step = max(1, BLOCK["cpu"] // entry.shape[1])
+    with ExitStack() as opened:
+        readers = [(opened.enter_context(closing(Rows(folder, device))), each) for folder, each in sources]
+        for part in delta.split(step):  # filled block by block, so that neither matrix lies beside it
+            before, after = (rows.read(each, first, first + len(part)).float() for rows, each in readers)
+            torch.sub(after, before, out=part)
+            first += len(part)
+    found, stderr = rank.effective(delta)
     return {"effective_rank": found, "effective_rank_stderr": stderr}
 
 

@@ -34,15 +34,14 @@ def effective(matrix: Tensor, exact: int = EXACT) -> tuple[float, float]:
     import torch
 
     matrix = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    largest = matrix.abs().max()
+    largest = max(each.abs() for each in torch.aminmax(matrix))
     if largest == 0:
         return 0.0, 0.0
-    matrix = matrix / largest
     if matrix.shape[0] <= exact:
-        wide = matrix.double()
+        wide = matrix.double() / largest
         squares = torch.linalg.eigvalsh(wide @ wide.T).clamp_(min=0)
         return _from_sums(*_integrands(squares).sum(-1).tolist()), 0.0
-    sums = _quadrature(matrix)  # (2, VECTORS)
+    sums = _quadrature(matrix, largest)  # (2, VECTORS)
     whole = _from_sums(*sums.mean(1).tolist())
     without = [_from_sums(*((sums.sum(1) - sums[:, i]) / (VECTORS - 1)).tolist()) for i in range(VECTORS)]
     middle = sum(without) / VECTORS
@@ -61,8 +60,8 @@ def _integrands(squares: Tensor) -> Tensor:
     return torch.stack([squares, torch.special.xlogy(squares, squares)])
 
 
-def _quadrature(matrix: Tensor) -> Tensor:
-    """Each vector's estimate of Σσ² and Σσ² ln σ²: (2, VECTORS) float64."""
+def _quadrature(matrix: Tensor, largest: Tensor) -> Tensor:
+    """Each vector's estimate of Σσ² and Σσ² ln σ² of the matrix over its largest entry: (2, VECTORS) float64."""
     import torch
 
     side = matrix.shape[0]
@@ -72,7 +71,7 @@ def _quadrature(matrix: Tensor) -> Tensor:
     diagonal, beside = torch.zeros(2, STEPS, VECTORS, dtype=torch.float64)
     for step in range(STEPS):
         basis[step] = vector
-        vector = matrix @ (matrix.T @ vector)
+        vector = matrix @ (matrix.T @ vector / largest) / largest
         diagonal[step] = (basis[step] * vector).sum(0).double().cpu()
         for _ in range(2):  # against every vector so far, twice: float32 forgets that they are orthogonal
             overlap = torch.einsum("jdk,dk->jk", basis[: step + 1], vector)

@@ -62,35 +62,48 @@ def measure(
     import pandas
 
     variants = [variant for variant in full if variant in quantized]
-    wanted = _wanted(full, quantized, variants, scheme)
+    wanted = _wanted(full, quantized, variants)
     scaled = {variant: _Scaling(full[variant], quantized[variant]) for variant in variants}
-    sources = [stored.matrices(quantized[variant], wanted) for variant in variants]
-    originals = [checkpoint.tensors(full[variant], wanted) for variant in variants]
+    sources = {variant: stored.matrices(quantized[variant], wanted) for variant in variants}
+    originals = {variant: checkpoint.tensors(full[variant], wanted) for variant in variants}
     rows = []
-    for name, *pairs in zip(wanted, *sources, *originals, strict=True):
-        found = [each for _, each in pairs[: len(variants)]]
-        true = [each for _, each in pairs[len(variants) :]]
-        for variant, each, original in zip(variants, found, true, strict=True):
-            if each.values.shape != original.shape:
-                shapes = ("×".join(map(str, one.shape)) for one in (each.values, original))
-                raise BadInput(f"{name} of {quantized[variant]} stands for {next(shapes)} weights, but {full[variant]} has {next(shapes)}: give checkpoints made of the model itself.")
-        values = [scaled[variant].undone(name, each.values, original) for variant, each, original in zip(variants, found, true, strict=True)]
-        for variant, value, original in zip(variants, values, true, strict=True):
-            error = _error(value, original)
-            if not math.isfinite(error["max_error"]):
-                broken = (len(each) - int(each.isfinite().sum()) for each in (value.flatten(), original.flatten()))
-                raise BadInput(f"{name} of {quantized[variant]} stands for {next(broken):,} values that are NaN or infinite, {full[variant]} holds {next(broken):,}: quantize a whole model again.")
-            rows.append({"scheme": scheme, "variant": variant, **weights.place(name), **error})
-        if len(variants) == 2:
-            if len({(each.codes.shape, each.codes.dtype) for each in found}) == 2:
-                raise _two_packings(scheme, quantized, name)
-            change, flips = movement.Change(), _flips(*found)
-            for first, *parts in zip(count(), *(_blocks(each) for each in (*true, *values)), strict=False):
-                change.add(*parts[:2], tuple(parts[2:]), 0 if first else flips)
-            moved = change.result()
-            rows[-1] |= {key: moved[key] for key in ("code_flip_rate", "update_survival", "update_cosine", "update_projection", "change_norm")}
+    for name in wanted:
+        rows += [{"scheme": scheme} | row for row in _compared(name, sources, originals, scaled, (full, quantized))]
         progress(1)
     return pandas.DataFrame(rows)
+
+
+def _compared(name: str, sources: Mapping, originals: Mapping, scaled: Mapping, places: tuple[Mapping, Mapping]) -> list[dict]:
+    """A matrix's rows, a variant each. What it reads lies in memory no longer than this takes: the next one is as large."""
+    found = {variant: next(source)[1] for variant, source in sources.items()}
+    true = {variant: next(original)[1] for variant, original in originals.items()}
+    rows, values = [], {}
+    for variant, each in found.items():
+        _check_shape(name, each.values, true[variant], [place[variant] for place in places])
+        values[variant] = scaled[variant].undone(name, each.values, true[variant])
+        error = _error(values[variant], true[variant])
+        if not math.isfinite(error["max_error"]):
+            broken = (each.numel() - int(each.isfinite().sum()) for each in (values[variant], true[variant]))
+            raise BadInput(
+                f"{name} of {places[1][variant]} stands for {next(broken):,} values that are NaN or infinite, {places[0][variant]} holds {next(broken):,}: "
+                "quantize a whole model again."
+            )
+        rows.append({"variant": variant, **weights.place(name), **error})
+    if len(rows) == 2:
+        if len({(each.codes.shape, each.codes.dtype) for each in found.values()}) == 2:
+            raise _two_packings(places[1], name)
+        change, flips = movement.Change(), _flips(*found.values())
+        for first, *parts in zip(count(), *(_blocks(each) for each in (*true.values(), *values.values())), strict=False):
+            change.add(*parts[:2], tuple(parts[2:]), 0 if first else flips)
+        moved = change.result()
+        rows[-1] |= {key: moved[key] for key in ("code_flip_rate", "update_survival", "update_cosine", "update_projection", "change_norm")}
+    return rows
+
+
+def _check_shape(name: str, values: Tensor, original: Tensor, places: list[Path]) -> None:
+    if values.shape != original.shape:
+        shapes = ("×".join(map(str, each.shape)) for each in (values, original))
+        raise BadInput(f"{name} of {places[1]} stands for {next(shapes)} weights, but {places[0]} has {next(shapes)}: give checkpoints made of the model itself.")
 
 
 def totals(frame: pandas.DataFrame, variant: str) -> dict[str, float]:
@@ -175,7 +188,7 @@ def _flips(before: stored.Stored, after: stored.Stored) -> int:
     return int(((different & 15) != 0).sum()) + int(((different >> 4) != 0).sum())
 
 
-def _wanted(full: Mapping[str, Path], quantized: Mapping[str, Path], variants: list[str], scheme: str) -> list[str]:
+def _wanted(full: Mapping[str, Path], quantized: Mapping[str, Path], variants: list[str]) -> list[str]:
     """The quantized matrices, which must be the same in all variants and of their full-precision checkpoints' shapes."""
     listed = {variant: stored.names(quantized[variant]) for variant in variants}
     for variant in variants:
@@ -187,11 +200,11 @@ def _wanted(full: Mapping[str, Path], quantized: Mapping[str, Path], variants: l
     settings = [checkpoint.config(quantized[variant])["quantization_config"] for variant in variants]
     for key in PACKED:
         if settings[0].get(key) != settings[-1].get(key):
-            raise _two_packings(scheme, quantized, key)
+            raise _two_packings(quantized, key)
     return listed[variants[0]]
 
 
-def _two_packings(scheme: str, quantized: Mapping[str, Path], where: str) -> BadInput:
+def _two_packings(quantized: Mapping[str, Path], where: str) -> BadInput:
     folders = " and ".join(map(str, quantized.values()))
-    return BadInput(f"{folders} are not stored alike ({where} differs), but both are given as {scheme}: give both variants under one scheme, other schemes under names of their own.")
+    return BadInput(f"{folders} are not stored alike ({where} differs), but are given as one scheme: give both variants under one scheme, other schemes under names of their own.")
 

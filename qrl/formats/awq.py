@@ -104,4 +104,7 @@ def _nibbles(words: Tensor) -> Tensor:
 
     shifts = torch.empty(len(ORDER), dtype=torch.int32)
     shifts[list(ORDER)] = torch.arange(0, BITS * len(ORDER), BITS, dtype=torch.int32)
-    return ((words[:, :, None] >> shifts) & (2**BITS - 1)).to(torch.int8).flatten(1)
+    found = torch.empty(*words.shape, len(ORDER), dtype=torch.int8)
+    for place, shift in enumerate(shifts.tolist()):  # one of the eight at a time: all of them as int32 are 32 bits a code
+        found[:, :, place] = (words >> shift) & (2**BITS - 1)
+    return found.flatten(1)

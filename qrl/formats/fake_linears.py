@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qrl.checkpoint import SCALES
 from qrl.errors import BadInput
 from qrl.formats import fake
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-SCALES_FILE = "activation_scales.json"  # linear's name → the global scale of its inputs, as compressed-tensors stores it
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -69,13 +69,13 @@ def needs_calibration(name: str) -> bool:
 
 
 def write_activation_scales(folder: Path, found: dict[str, float]) -> None:
-    """Keeps scales beside a checkpoint; read back bit for bit. They appear whole, for a training may be killed at any moment."""
-    partial = folder / f"{SCALES_FILE}.partial"
+    """Keeps scales, as compressed-tensors stores them, beside a checkpoint; read back bit for bit. They appear whole, for a training may be killed at any moment."""
+    partial = folder / f"{SCALES}.partial"
     partial.write_text(json.dumps(found, indent=1) + "\n")
-    partial.replace(folder / SCALES_FILE)
+    partial.replace(folder / SCALES)
 
 
 def read_activation_scales(folder: Path) -> dict[str, float] | None:
     """Scales that were kept in a folder, or None."""
-    file = folder / SCALES_FILE
+    file = folder / SCALES
     return json.loads(file.read_text()) if file.is_file() else None

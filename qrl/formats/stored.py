@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 NF4_STATE = ".weight.quant_state.bitsandbytes__nf4"
 MARKS = (NF4_STATE, ".SCB", ".qweight", ".weight_scale")  # the part of a quantized matrix that says it is one
 CODES = (".weight", ".weight_packed")
+BLOCK = 1 << 22  # bytes of codes that are unpacked together
 READ = "bitsandbytes nf4 and int8, awq gemm in 4 bits, compressed-tensors"
 
 
@@ -140,6 +141,8 @@ def _awq(tensors: dict[str, Tensor], settings: dict, module: str) -> Stored:
 
 
 def _compressed(tensors: dict[str, Tensor], settings: dict, module: str) -> Stored:
+    import torch
+
     try:
         from compressed_tensors.compressors import BaseCompressor
         from compressed_tensors.quantization import QuantizationScheme
@@ -153,8 +156,29 @@ def _compressed(tensors: dict[str, Tensor], settings: dict, module: str) -> Stor
         raise KeyError("weight_global_scale")
     wide = {key: value.float() if key == "weight_scale" and value.dtype.itemsize == 2 else value for key, value in tensors.items()}
     scheme = QuantizationScheme.model_validate({**group, "format": layout})
-    values = BaseCompressor.get_value_from_registry(layout).decompress(wide, scheme)["weight"].float()
-    return Stored(values, tensors.get("weight_packed", tensors.get("weight")))
+    packed = tensors.get("weight_packed", tensors.get("weight"))
+    unpack, rows, values = BaseCompressor.get_value_from_registry(layout).decompress, len(packed), None
+    for first in range(0, rows, step := _step(packed)):  # their library makes several copies on its way: of a part at a time
+        last = min(first + step, rows)
+        part = unpack({key: _rows(key, value, first, last, rows) for key, value in wide.items()}, scheme)["weight"]
+        values = torch.empty(rows, part.shape[1]) if values is None else values
+        values[first:last] = part
+    return Stored(values, packed)
+
+
+def _step(packed: Tensor) -> int:
+    """Rows unpacked together: a multiple of what a packed word of zero points can hold of them."""
+    return max(32, BLOCK // packed[0].nbytes // 32 * 32)
+
+
+def _rows(key: str, tensor: Tensor, first: int, last: int, rows: int) -> Tensor:
+    """The part of a tensor that belongs to these rows of its matrix."""
+    if key == "weight_shape":
+        return tensor.new_tensor([last - first, *tensor[1:].tolist()])
+    if key == "weight_zero_point" and tensor.ndim == 2 and len(tensor) < rows and len(tensor) > 1:  # packed along the rows
+        each = 1 << math.ceil(math.log2(rows / len(tensor)))  # 8 or 4, though the last word may not be full
+        return tensor[first // each : -(-last // each)]
+    return tensor[first:last] if tensor.ndim and len(tensor) == rows and key != "weight_g_idx" else tensor
 
 
 def _covers(group: dict, module: str) -> bool:

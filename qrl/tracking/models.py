@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from qrl import checkpoint, names
 from qrl.errors import BadInput, QrlError
-from qrl.formats import fake_linears
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
@@ -312,7 +311,7 @@ def _write_environment(folder: Path, packages: list[str]) -> None:
 
 def _files(folder: Path) -> list[Path]:
     """What makes the checkpoint, and what says whose it is; a trainer's leftovers stay behind."""
-    wanted = (*checkpoint.shards(folder), *checkpoint.CONFIG_FILES, *checkpoint.TOKENIZER_FILES, *_CARDS, fake_linears.SCALES_FILE)
+    wanted = (*checkpoint.shards(folder), *checkpoint.CONFIG_FILES, *checkpoint.TOKENIZER_FILES, *_CARDS)
     return [folder / file for file in dict.fromkeys(wanted) if (folder / file).is_file()]
 
 

@@ -22,8 +22,8 @@ from qrl.train import arguments, completions, grpo, live, policy, probe, qat_tra
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOGGED = ("loss", "entropy", "grad_norm", "learning_rate", "completions/mean_length", "completions/clipped_ratio")
-METRICS = {name: live.METRICS[name] for name in LOGGED}  # TRL's name → ours, as GRPO's
+LOGGED = ("loss", "entropy", "grad_norm", "learning_rate", "completions/mean_length", "completions/clipped_ratio", "completions_per_s", "peak_memory_gib")
+SHOWN = {"shown": "loss", "metrics": {name: live.METRICS[name] for name in LOGGED}}  # of `live`: what is optimized, TRL's name → ours
 
 
 def check(
@@ -97,23 +97,10 @@ def run(
     Raises:
         BadInput: what `check` refuses.
     """
-    import pandas as pd
-    from transformers import PrinterCallback
-    from trl import DistillationConfig
-
     found = checkpoint.check(base)
     check(found, checkpoint.check(teacher), settings, len(questions))
     process.hush_transformers()
-    rows = [{"prompt": prompt.messages(each.question, template)} for each in questions]
-    trainer = _trainer_class(settings)(
-        model=policy.load(base, settings, device),
-        teacher_model=policy.load(teacher, settings, device),
-        args=DistillationConfig(**arguments.common(settings, seed=seed, device=device, work=work)),
-        train_dataset=grpo.dataset([row for row in rows for _ in range(settings.generations)]),
-        processing_class=hf.tokenizer(base),
-        callbacks=[_live(log)],
-    )
-    trainer.remove_callback(PrinterCallback)
+    trainer = _trainer(base, teacher, questions, settings, template=template, seed=seed, device=device, work=work, log=log)
     if settings.qat != "none":
         qat_training.begin(trainer, questions, settings, base=base, template=template, work=work, log=log)
     grpo.note_arguments(trainer, work)
@@ -124,20 +111,36 @@ def run(
     model = trainer.accelerator.unwrap_model(trainer.model)
     dtype = found.dtype if settings.qat == "none" else "float32"  # of masters, whose codes rounding would change
     save.write(model, base, out, dtype=dtype, note=qat_training.note_scales(work))
-    kept = {"step": "step"} | {name: ours.removeprefix("train/") for name, ours in METRICS.items()}
-    history = pd.DataFrame(
-        [{ours: row.get(name) for name, ours in kept.items()} for row in trainer.state.log_history if "loss" in row]
-    )
     return grpo.Trained(
         path=out,
         adapter=False,
-        history=history,
-        probes=probe.curve(()),
+        history=live.history(trainer.state.log_history, **SHOWN),
         completions=completions.sampled(work, settings, rewarded=False),
         resumed_from=int(last.name.rpartition("-")[2]) if last else 0,
         seconds=seconds,
         stopped=None,
+        probes=probe.curve(()),
     )
+
+
+def _trainer(
+    base: Path, teacher: Path, questions: Sequence[tasks.Question], settings: Train, *, template: str, seed: int, device: str, work: Path, log: live.Log
+):
+    """TRL's trainer with everything of ours plugged in, ready to train."""
+    from transformers import PrinterCallback
+    from trl import DistillationConfig
+
+    rows = [{"prompt": prompt.messages(each.question, template)} for each in questions]
+    trainer = _trainer_class(settings)(
+        model=policy.load(base, settings, device),
+        teacher_model=policy.load(teacher, settings, device),
+        args=DistillationConfig(**arguments.common(settings, seed=seed, device=device, work=work)),
+        train_dataset=grpo.dataset([row for row in rows for _ in range(settings.generations)]),
+        processing_class=hf.tokenizer(base),
+        callbacks=[live.callback(settings, log, title="distillation", **SHOWN)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def divergence(student: Tensor, teacher: Tensor, *, top_k: int, reverse: float) -> Tensor:
@@ -197,27 +200,3 @@ def _trainer_class(settings: Train):
             )
 
     return TopK
-
-
-def _live(log: live.Log):
-    """A callback that hands metrics on as they come, and draws the progress bar."""
-    from tqdm import tqdm
-    from transformers import TrainerCallback
-
-    class Live(TrainerCallback):
-        def on_train_begin(self, args, state, control, **_):
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="distillation", unit="step", smoothing=0)
-
-        def on_log(self, args, state, control, logs=None, **_):
-            if "loss" in (logs or {}):
-                log(
-                    {ours: float(logs[name]) for name, ours in METRICS.items() if logs.get(name) is not None},
-                    state.global_step,
-                )
-                self.bar.set_postfix(loss=f"{logs['loss']:.2g}", refresh=False)
-                self.bar.update(state.global_step - self.bar.n)
-
-        def on_train_end(self, args, state, control, **_):
-            self.bar.close()
-
-    return Live()

@@ -43,8 +43,16 @@ METRICS = {
 } | {rollouts.PREFIX + name: rollouts.PREFIX + name for name in rollouts.METRICS}
 
 
-def callback(settings: Train, log: Log):
-    """A callback that hands metrics on as they come, and draws the progress bar; one process of several does both."""
+def callback(settings: Train, log: Log, *, title: str = "GRPO", shown: str = "reward", metrics: dict[str, str] = METRICS):
+    """A callback that hands metrics on as they come, and draws the progress bar; one process of several does both.
+
+    Args:
+        settings: the recipe's section.
+        log: takes metrics by name and the optimizer step.
+        title: of the bar.
+        shown: TRL's name of what is optimized: it stands beside the bar, and rows without it are no steps.
+        metrics: TRL's name → ours.
+    """
     from tqdm import tqdm
     from transformers import TrainerCallback
 
@@ -54,7 +62,7 @@ def callback(settings: Train, log: Log):
             self.bar = tqdm(
                 total=state.max_steps,
                 initial=state.global_step,
-                desc="GRPO",
+                desc=title,
                 unit="step",
                 smoothing=0,
                 disable=process.rank() > 0,
@@ -64,7 +72,7 @@ def callback(settings: Train, log: Log):
             self.began = time.perf_counter()
 
         def on_log(self, args, state, control, logs=None, **_):
-            if "reward" not in (logs or {}):
+            if shown not in (logs or {}):
                 return
             self.seconds.append(time.perf_counter() - self.began)
             row = state.log_history[-1]  # `logs` is a copy of what is kept
@@ -72,8 +80,8 @@ def callback(settings: Train, log: Log):
                 settings.prompts_per_step * settings.generations / settings.iterations * len(self.seconds) / sum(self.seconds)
             )
             row["peak_memory_gib"] = peak_memory_gib()
-            log({ours: float(row[name]) for name, ours in METRICS.items() if row.get(name) is not None}, state.global_step)
-            self.bar.set_postfix(reward=f"{logs['reward']:.3f}", refresh=False)
+            log({ours: float(row[name]) for name, ours in metrics.items() if row.get(name) is not None}, state.global_step)
+            self.bar.set_postfix({shown: f"{logs[shown]:.3g}"}, refresh=False)
             self.bar.update(state.global_step - self.bar.n)
 
         def on_train_end(self, args, state, control, **_):
@@ -91,11 +99,11 @@ def peak_memory_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
 
 
-def history(log_history: list[dict]) -> pd.DataFrame:
-    """A row per logged step: step, and METRICS without their prefix."""
+def history(log_history: list[dict], *, shown: str = "reward", metrics: dict[str, str] = METRICS) -> pd.DataFrame:
+    """A row per logged step: step, and the metrics without their prefix; `shown` and `metrics` as `callback` takes them."""
     import pandas as pd
 
-    kept = {"step": "step"} | {name: ours.removeprefix("train/").replace("/", "_") for name, ours in METRICS.items()}
-    rows = [row for row in log_history if "reward" in row]
+    kept = {"step": "step"} | {name: ours.removeprefix("train/").replace("/", "_") for name, ours in metrics.items()}
+    rows = [row for row in log_history if shown in row]
     frame = pd.DataFrame([{ours: row.get(name) for name, ours in kept.items()} for row in rows])
     return frame.dropna(axis="columns", how="all")
