@@ -63,6 +63,7 @@ def test_maps_and_spreads_are_drawn(tmp_path):
 def test_maps_say_what_they_show():
     assert heatmaps.movement_found(measured()) == "Training flipped 0.44 % of the 4-bit codes, most in layer 2's q_proj: 2 %"
     assert "flipped no 4-bit code" in heatmaps.movement_found(measured(flips=0))
+    assert "of the 8-bit codes" in heatmaps.movement_found(measured().assign(proxy_bits=8))
     assert heatmaps.schemes_found(stored()) == "nf4 loses 1 % of base's weights' energy and 1 % of grpo's; awq loses 2 % of base's and 2 % of grpo's"
     many = pd.concat([stored().assign(scheme=f"s{i}", relative_mse=10.0**-i) for i in range(1, 7)])
     assert heatmaps.schemes_found(many) == "Of 6 schemes s6 loses least of the weights' energy, 0.0001 %, and s1 most, 10 %"

@@ -52,7 +52,8 @@ def measure(
         progress: called with 1 after each matrix; `count` gives the total.
 
     Returns:
-        A row per matrix: variant, tensor, layer (-1 outside of the layers), projection, numel, and the measures of `describe`.
+        A row per matrix: variant, tensor, layer (-1 outside of the layers), projection, proxy_bits, numel, and the measures of
+        `describe`, where `w4_` stands for the proxy whatever its bits, since 4 are the seed study's.
 
     Raises:
         BadInput: a quantized checkpoint, or one without a matrix of floats; or a matrix or vector holds NaN or infinity; the
@@ -76,7 +77,7 @@ def measure(
     again = [(name, sources) for name, sources in wanted if name in scans]
     for name, closer in sweep(again, lambda name: Closer(scans[name].sizes, outlier_multiplier), lambda to, _, block: to.add(block), device=device):
         results[name] = scans[name].result(outlier_multiplier, closer)
-    return pandas.DataFrame({"variant": variant, **place(name), **results[name]} for name, _ in wanted)
+    return pandas.DataFrame({"variant": variant, **place(name), "proxy_bits": bits, **results[name]} for name, _ in wanted)
 
 
 def describe(weight: Tensor, bits: int = 4, group_size: int = 128, outlier_multiplier: float = 6.0) -> dict[str, float]:

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from qrl.figures.canvas import FAINT, INK, finish, wrapped
+from qrl.figures.weights import bits
 from qrl.names import BASE
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Panel(NamedTuple):
 
 
 def movement(weights: pd.DataFrame, path: str | Path) -> None:
-    """What training did, matrix by matrix: how far it moved, which 4-bit codes flipped, what that did to the 4-bit error.
+    """What training did, matrix by matrix: how far it moved, which of the proxy's codes flipped, what that did to its error.
 
     Args:
         weights: a row per variant and tensor, as `diagnose` writes them, base and one trained variant.
@@ -54,13 +55,14 @@ def schemes(stored: pd.DataFrame, path: str | Path) -> None:
 def movement_panels(weights: pd.DataFrame) -> list[Panel]:
     """The maps of `movement`."""
     base, trained = _variants(weights)
-    found = [Panel(f"4-bit error of {BASE}, %", 100 * grid(base, "w4_relative_mse"), False)]
+    few = bits(weights)
+    found = [Panel(f"{few}-bit error of {BASE}, %", 100 * grid(base, "w4_relative_mse"), False)]
     if trained is not None:
         change = 100 * (1 - grid(trained, "w4_relative_mse") / grid(base, "w4_relative_mse"))
         found += [
-            Panel(f"4-bit error, {BASE} − {_label(trained)}, % of {BASE}'s{SIGN}", change, True),
+            Panel(f"{few}-bit error, {BASE} − {_label(trained)}, % of {BASE}'s{SIGN}", change, True),
             Panel("update, ‖ΔW‖ / ‖W‖, %", 100 * grid(trained, "relative_change"), False),
-            Panel("4-bit codes that flipped, %", 100 * grid(trained, "code_flip_rate"), False),
+            Panel(f"{few}-bit codes that flipped, %", 100 * grid(trained, "code_flip_rate"), False),
         ]
     return found
 
@@ -113,13 +115,13 @@ def movement_found(weights: pd.DataFrame) -> str:
     """The finding, as a title."""
     _, trained = _variants(weights)
     if trained is None:
-        return f"How well the layers of {BASE} round to four bits"
+        return f"How well the layers of {BASE} round to {bits(weights)} bits"
     flips = (trained["code_flip_rate"] * trained["numel"]).sum() / trained["numel"].sum()
     if not flips:
-        return "Training flipped no 4-bit code: four bits cannot tell the two models apart"
+        return f"Training flipped no {bits(weights)}-bit code: {bits(weights)} bits cannot tell the two models apart"
     inside = trained[trained["layer"] >= 0]
     most = inside.loc[inside["code_flip_rate"].idxmax()] if len(inside) else trained.loc[trained["code_flip_rate"].idxmax()]
-    return f"Training flipped {100 * flips:.2g} % of the 4-bit codes, most in layer {most['layer']}'s {most['projection']}: {100 * most['code_flip_rate']:.2g} %"
+    return f"Training flipped {100 * flips:.2g} % of the {bits(weights)}-bit codes, most in layer {most['layer']}'s {most['projection']}: {100 * most['code_flip_rate']:.2g} %"
 
 
 def movement_note(weights: pd.DataFrame) -> str:

@@ -8,6 +8,7 @@ from qrl.figures import heatmaps
 from qrl.figures import said as speech
 from qrl.figures.canvas import VARIANTS
 from qrl.figures.page import Section, laid, numbers
+from qrl.figures.weights import bits
 from qrl.names import BASE
 
 DIFFERENCES = [[0, "#2d004b"], [0.25, "#998ec3"], [0.5, "#f7f7f7"], [0.75, "#f1a340"], [1, "#7f3b08"]]  # PuOr, as in the PNGs
@@ -42,16 +43,17 @@ def _map(panel: heatmaps.Panel) -> dict:
 
 
 def _outliers(weights: pd.DataFrame) -> dict:
-    """Every matrix: its outliers against its 4-bit error."""
+    """Every matrix: its outliers against the proxy's error."""
+    few = bits(weights)
     variants = [BASE, *sorted(set(weights["variant"]) - {BASE})]
     drawn = []
     for number, variant in enumerate(variants):
         rows = weights[weights["variant"] == variant]
         place = {"x": numbers(rows["abs_outlier_frac"]), "y": numbers(rows["w4_relative_mse"]), "text": rows["tensor"].tolist()}
-        hover = "%{text}<br>outliers %{x:.3g}, 4-bit error %{y:.4g}<extra>" + variant + "</extra>"
+        hover = f"%{{text}}<br>outliers %{{x:.3g}}, {few}-bit error %{{y:.4g}}<extra>{variant}</extra>"
         drawn.append(_dots(variant, number, hover, place))
-    axes = {"xaxis": {"title": {"text": "share of outliers"}}, "yaxis": {"title": {"text": "relative error of 4 bits"}}}
-    return laid(drawn, "Each matrix: outliers and 4-bit error", 420, **axes)
+    axes = {"xaxis": {"title": {"text": "share of outliers"}}, "yaxis": {"title": {"text": f"relative error of {few} bits"}}}
+    return laid(drawn, f"Each matrix: outliers and {few}-bit error", 420, **axes)
 
 
 def _survival(stored: pd.DataFrame) -> dict | None:

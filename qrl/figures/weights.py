@@ -1,4 +1,4 @@
-"""What training did to the error of rounding weights to four bits."""
+"""What training did to the error of rounding weights to few bits."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ KINDS = (("attention", r"attn"), ("mlp", r"mlp"), ("other", r""))
 
 
 def layer_error(weights: pd.DataFrame, path: str | Path) -> None:
-    """Relative error of 4-bit rounding per layer, base against the trained variants, and of each tensor the difference base − trained.
+    """Relative error of plain rounding per layer, base against the trained variants, and of each tensor the difference base − trained.
 
     Args:
-        weights: a row per variant and tensor: `variant`, `tensor`, `numel`, `w4_relative_mse` (‖W − Q(W)‖² / ‖W‖²).
+        weights: a row per variant and tensor: `variant`, `tensor`, `numel`, `w4_relative_mse` (‖W − Q(W)‖² / ‖W‖²), `proxy_bits`.
         path: the PNG to write.
     """
     frame = weights.assign(place=weights["tensor"].map(_place))
@@ -66,6 +66,11 @@ def _changes(axes: Axes, frame: pd.DataFrame, variants: list[str], x: dict[int |
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(KINDS), borderaxespad=0.2)
 
 
+def bits(frame: pd.DataFrame) -> int:
+    """Bits of the proxy that a table was measured with; 4 in tables of before it could be told."""
+    return int(frame["proxy_bits"].iloc[0]) if "proxy_bits" in frame else 4
+
+
 def _place(tensor: str) -> int | str:
     """Number of the layer that a tensor belongs to, or the first telling part of its name."""
     layer = re.search(r"\.(\d+)\.", tensor)
@@ -91,12 +96,12 @@ def _weighted(frame: pd.DataFrame, by: Any) -> pd.Series:
 
 
 def _error_found(frame: pd.DataFrame, variants: list[str]) -> str:
-    totals = _weighted(frame, frame["variant"])
+    totals, few = _weighted(frame, frame["variant"]), bits(frame)
     if len(variants) == 1:
-        return f"Plain rounding to 4 bits loses {100 * totals[variants[0]]:.4g} % of the energy of {variants[0]}'s weights"
+        return f"Plain rounding to {few} bits loses {100 * totals[variants[0]]:.4g} % of the energy of {variants[0]}'s weights"
     before, after = 100 * totals[BASE], 100 * totals[variants[1]]
     if not before > 0:  # zeros, or weights that lie on the grid already
-        return f"Plain rounding to 4 bits loses {after:.4g} % of the weights' energy after training; before it there was nothing to lose"
+        return f"Plain rounding to {few} bits loses {after:.4g} % of the weights' energy after training; before it there was nothing to lose"
     change = 100 * (after / before - 1)
     verb = "as much as" if abs(change) < 0.1 else f"{abs(change):.2g} % {'more' if change > 0 else 'less'} than"
-    return f"Plain rounding to 4 bits loses {after:.4g} % of the weights' energy after training, {verb} before it ({before:.4g} %)"
+    return f"Plain rounding to {few} bits loses {after:.4g} % of the weights' energy after training, {verb} before it ({before:.4g} %)"
