@@ -10,6 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy core is no error
+settings.load_profile("shared machine")
 
 # Tests under `mlflow run -e test` would otherwise join the run that MLflow opened for pytest itself.
 for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_TRACKING_URI"):
