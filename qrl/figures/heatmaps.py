@@ -127,7 +127,7 @@ def movement_found(weights: pd.DataFrame) -> str:
 def movement_note(weights: pd.DataFrame) -> str:
     """What was measured, below the maps."""
     tensors, numel = weights["tensor"].nunique(), weights.drop_duplicates("tensor")["numel"].sum()
-    return f"{tensors} matrices, {numel:,} weights. Four bits: the round-to-nearest proxy, groups along the input."
+    return f"{tensors} matrices, {numel:,} weights. Rounding: to nearest, in groups along the input."
 
 
 def schemes_found(stored: pd.DataFrame) -> str:
