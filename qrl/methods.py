@@ -23,7 +23,6 @@ from qrl.recipe import Recipe
 FIRST = "tiny-ptq"
 ARMS = ("tiny-qlora", "qat-int8", "qat-int8-attention", "qat-int4", "qat-nvfp4-a16", "qat-nvfp4-a4", "qad-int4", "qad-nvfp4-a4")
 SHARED = ("model", "task", "data", "prompt", "device", "evaluate", "quantize.calibration_samples")  # what arms must have in common
-HISTORY = "history.parquet"  # of a training, as `train` keeps it
 
 
 @dataclass

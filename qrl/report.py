@@ -47,8 +47,6 @@ def methods(launcher: Launcher, outcome: Outcome, seeds: tuple[int, ...], second
         seeds: that were to be run.
         seconds: that the study took.
     """
-    import json
-
     from qrl import figures
     from qrl.compare import methods as room
     from qrl.tracking import cells
@@ -77,12 +75,11 @@ def _convergence(found: Methods, outcome: Outcome, variant: str, scheme: str) ->
     import pandas as pd
 
     from qrl.compare import converged
-    from qrl.methods import HISTORY
 
     row = next((row for row in found.rows if (row.variant, row.scheme) == (variant, scheme)), None)
     if row is None or row.over_base is None:
         return None
-    histories = [pd.read_parquet(runs.artifact(run_id, HISTORY)) for run_id in outcome.trained[variant].values()]
+    histories = [pd.read_parquet(runs.artifact(run_id, names.HISTORY)) for run_id in outcome.trained[variant].values()]
     measure = "reward" if "reward" in histories[0] else "loss"
     return converged.judge(variant, scheme, row.over_base, [each[measure].tolist() for each in histories], measure)
 
