@@ -19,7 +19,7 @@ from transformers import (
 pytest.importorskip("compressed_tensors")
 
 from qrl.errors import BadInput, QrlError
-from qrl.formats import fake, fake_compiled, fake_linears
+from qrl.formats import fake, fake_fused, fake_linears
 from qrl.train import qat, sync
 
 SHAPE = {
@@ -187,8 +187,8 @@ def test_a_rollout_engine_is_sent_q_under_the_checkpoints_names():
 
 def test_queries_keys_and_values_are_fed_one_and_the_same_tensor(monkeypatch):
     model, seen = attached("nvfp4-a4"), []
-    whole = fake_compiled.activations
-    monkeypatch.setattr(fake_compiled, "activations", lambda inputs, *given: seen.append(inputs) or whole(inputs, *given))
+    whole = fake_fused.activations
+    monkeypatch.setattr(fake_fused, "activations", lambda inputs, *given: seen.append(inputs) or whole(inputs, *given))
     with torch.no_grad():
         model(**batch())
     assert len(seen) == 2 * 4  # of seven linears a layer: q, k and v have one input, gate and up another

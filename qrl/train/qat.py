@@ -17,7 +17,7 @@ from torch import Tensor, autograd, nn
 from torch.nn import functional
 
 from qrl.errors import BadInput, QrlError
-from qrl.formats import fake, fake_compiled, fake_linears
+from qrl.formats import fake, fake_fused, fake_linears
 
 if TYPE_CHECKING:
     import torch
@@ -65,8 +65,9 @@ class QATLinear(nn.Linear):
 
     def _quantized(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
         """Inputs in the dtype that is multiplied in, and in few bits where the format feeds them so."""
-        exact = inputs.to(dtype)
-        return exact if self.fold.scheme.input_activations is None else _Through.apply(exact, self.fold.fed(self, inputs, exact))
+        if self.fold.scheme.input_activations is None:
+            return inputs.to(dtype)
+        return _Through.apply(inputs, self.fold.fed(self, inputs, dtype))
 
 
 @dataclass(eq=False)
@@ -86,37 +87,35 @@ class Fold:
     def weight_of(self, linear: QATLinear) -> Tensor:
         """Q(W) of a member, (O, I); computed anew only where a member's weight has changed since."""
         if self.state != self._state():
-            self.renew()
+            _renew([self])
             self.check()
         return self.kept[id(linear)]
 
-    def fed(self, linear: QATLinear, inputs: Tensor, exact: Tensor) -> Tensor:
+    def fed(self, linear: QATLinear, inputs: Tensor, dtype: torch.dtype) -> Tensor:
         """What a member's inputs become in few bits; the same tensor for every member that is fed the same one, as q, k and v are.
 
         Args:
             inputs: (..., I), as the member was called with them.
-            exact: the same in the dtype that is multiplied in.
+            dtype: that is multiplied in.
         """
         version = None if inputs.is_inference() else inputs._version
-        key = (id(inputs), version, id(linear.input_global_scale), exact.dtype)
+        key = (id(inputs), version, id(linear.input_global_scale), dtype)
         if self.last is None or self.last[0] != key:  # the inputs are held, so that their id is theirs
-            done = fake_compiled.activations(exact, self.scheme.input_activations, linear.input_global_scale)
+            done = fake_fused.activations(inputs, self.scheme.input_activations, linear.input_global_scale, dtype)
             self.last = (key, inputs, done)
         done = self.last[2]
         if linear is list(self.members.values())[-1]:
             self.last = None
         return done
 
-    def renew(self) -> None:
-        """Computes Q(W) of every member, in the memory of the one before; `check` says whether it is finite."""
-        import torch
+    def weights(self) -> list[Tensor]:
+        """The members' masters."""
+        return [linear.weight for linear in self.members.values()]
 
-        self.kept = self.state = None
-        weights = [linear.weight for linear in self.members.values()]
-        with torch.inference_mode(False), torch.no_grad():
-            found, self.largest = fake_compiled.folded(weights, self.scheme.weights, self.dtype)
+    def keep(self, found: list[Tensor], largest: Tensor) -> None:
+        """Takes Q(W) of every member, as it was just computed."""
         self.kept = {id(linear): weight for linear, weight in zip(self.members.values(), found, strict=True)}
-        self.state = self._state()
+        self.largest, self.state = largest, self._state()
         self.made += 1
 
     def check(self) -> None:
@@ -167,12 +166,11 @@ def attach(model: PreTrainedModel, name: str, dtype: torch.dtype | None = None) 
         for linear in members.values():
             linear.__class__ = QATLinear
             linear.fold, linear.input_global_scale = fold, None
-        try:
-            fold.renew()
-            fold.check()
-        except QrlError as error:
-            raise BadInput(str(error)) from None
         made.append(fold)
+    try:
+        refold(model)
+    except QrlError as error:
+        raise BadInput(str(error)) from None
     return made
 
 
@@ -190,11 +188,23 @@ def refold(model: nn.Module) -> None:
     import torch
 
     found = folds(model)
-    for fold in found:
-        fold.renew()
+    _renew(found)
     if found and not torch.cat([fold.largest for fold in found]).isfinite().all():  # one wait for all of them
         for fold in found:
             fold.check()
+
+
+def _renew(found: Sequence[Fold]) -> None:
+    """Computes Q(W) of folds of one format, in the memory of the one before; `check` says whether it is finite."""
+    import torch
+
+    for fold in found:
+        fold.kept = fold.state = None
+    if found:
+        with torch.inference_mode(False), torch.no_grad():
+            made = fake_fused.folded([fold.weights() for fold in found], found[0].scheme.weights, [fold.dtype for fold in found])
+        for fold, each in zip(found, made, strict=True):
+            fold.keep(*each)
 
 
 @contextmanager
