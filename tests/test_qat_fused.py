@@ -42,7 +42,7 @@ def test_a_kernels_fold_is_the_eager_one_bit_for_bit(name, masters, dtype, monke
     for seed, spread, wide in ((0, 0.02, 256), (1, 0.02, 1536), (2, 1e-6, 8960), (3, 300.0, 1536), (4, 1.0, 8960), (5, 3e-3, 256)):
         given = [each.to(masters) for each in weights(seed, spread, "cuda", wide)]
         for _ in range(2):  # the first time it is checked, and the second time used
-            for found in fake_fused.folded([given, given[:1]], args, [dtype, dtype]):
+            for found in fake_fused.folded([given, given[:1]], args, dtype):
                 alike(found, fake.folded(given[: len(found[0])], args, dtype))
     assert len(known) == 6 and all(known.values())
 
@@ -67,9 +67,9 @@ def test_a_kernels_activations_are_the_eager_ones_whatever_the_number_of_tokens(
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_nan_and_infinity_are_seen_beside_the_kernel_too(name, value):
     args, given = fake.scheme(name).weights, weights(0, device="cuda")
-    fake_fused.folded([given], args, [torch.bfloat16])
+    fake_fused.folded([given], args, torch.bfloat16)
     given[1][2, 3] = value
-    assert fake_fused.folded([given], args, [torch.bfloat16])[0][1].isfinite().tolist() == [True, False]
+    assert fake_fused.folded([given], args, torch.bfloat16)[0][1].isfinite().tolist() == [True, False]
 
 
 def test_largest_weights_and_global_scales_of_many_groups_are_those_of_each():
@@ -85,25 +85,34 @@ def test_largest_weights_and_global_scales_of_many_groups_are_those_of_each():
 
 def test_what_has_no_kernel_runs_eagerly_and_says_so(monkeypatch):
     args, given = fake.scheme("int4").weights, weights(0)
-    proven(monkeypatch)
+    known = proven(monkeypatch)
 
-    def broken():
+    def broken(*_):
         raise RuntimeError("there is no Triton here")
 
+    monkeypatch.setattr(fake_fused, "_fits", lambda weight: True)
+    monkeypatch.setattr(fake_fused, "_fused", broken)
     with pytest.warns(UserWarning, match="runs eagerly, many times slower .RuntimeError: there is no Triton here"):
-        first = fake_fused._chosen(("x",), broken, lambda: fake.folded(given, args))
-    second = fake_fused._chosen(("x",), broken, lambda: fake.folded(given, args))
-    alike(first, fake.folded(given, args))
-    alike(second, first)
+        first = fake_fused.folded([given, given[:1]], args, torch.bfloat16)
+    second = fake_fused.folded([given, given[:1]], args, torch.bfloat16)
+    for found in (first, second):
+        alike(found[0], fake.folded(given, args, torch.bfloat16))
+        alike(found[1], fake.folded(given[:1], args, torch.bfloat16))
+    assert list(known.values()) == [False, False]
 
 
-def test_a_kernels_values_that_differ_from_eager_ones_are_not_used(monkeypatch):
+def test_a_kernels_values_that_differ_from_eager_ones_are_not_used_but_those_of_others_are(monkeypatch):
     args, given = fake.scheme("int8").weights, weights(0)
-    proven(monkeypatch)
+    known, used = proven(monkeypatch), []
 
-    def doubled():
-        return fake.folded([2 * each for each in given], args)
+    def doubled(groups, *rest):
+        used.append(len(groups))
+        return [fake.folded([2 * each if len(group) == 2 else each for each in group], *rest) for group in groups]
 
+    monkeypatch.setattr(fake_fused, "_fits", lambda weight: True)
+    monkeypatch.setattr(fake_fused, "_fused", doubled)
     with pytest.warns(UserWarning, match="the kernel's values differ from eager ones"):
-        fake_fused._chosen(("x",), doubled, lambda: fake.folded(given, args))
-    alike(fake_fused._chosen(("x",), doubled, lambda: fake.folded(given, args)), fake.folded(given, args))
+        found = fake_fused.folded([given, given[1:], given[:1]], args, torch.bfloat16)
+    for place, group in enumerate((given, given[1:], given[:1])):
+        alike(found[place], fake.folded(group, args, torch.bfloat16))
+    assert list(known.values()) == [False, True, True] and used == [1, 1, 1, 2]  # each alone at first, then all that hold in one go

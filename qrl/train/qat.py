@@ -77,18 +77,18 @@ class Fold:
     scheme: QuantizationScheme
     dtype: torch.dtype  # in which Q(W) is kept: the dtype of the forward
     members: dict[str, QATLinear]  # by name in the model
+    together: list[Fold]  # all of the model's, itself among them: what changed behind their back is computed in one go
     on: bool = True
     made: int = 0  # how often Q(W) was computed
-    state: tuple | None = None  # of the weights that it was computed from
+    state: list | None = None  # of the weights that it was computed from
     kept: dict[int, Tensor] | None = None  # id of a linear → Q(W)
     largest: Tensor | None = None  # (members,), each one's largest |w|
     last: tuple | None = None  # of the inputs that a member was fed: key, inputs, what they became; until the last member asked
 
     def weight_of(self, linear: QATLinear) -> Tensor:
         """Q(W) of a member, (O, I); computed anew only where a member's weight has changed since."""
-        if self.state != self._state():
-            _renew([self])
-            self.check()
+        if self.stale:
+            _renew([fold for fold in self.together if fold.stale])
         return self.kept[id(linear)]
 
     def fed(self, linear: QATLinear, inputs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -112,6 +112,11 @@ class Fold:
         """The members' masters."""
         return [linear.weight for linear in self.members.values()]
 
+    @property
+    def stale(self) -> bool:
+        """Whether a member's weight has changed since."""
+        return self.state != self._state()
+
     def keep(self, found: list[Tensor], largest: Tensor) -> None:
         """Takes Q(W) of every member, as it was just computed."""
         self.kept = {id(linear): weight for linear, weight in zip(self.members.values(), found, strict=True)}
@@ -119,7 +124,7 @@ class Fold:
         self.made += 1
 
     def check(self) -> None:
-        """Forgets Q(W) of weights that are NaN or infinite; a GPU is waited for.
+        """Forgets Q(W) of weights that are NaN or infinite.
 
         Raises:
             QrlError: by name.
@@ -133,8 +138,9 @@ class Fold:
             "the checkpoint that the training began with."
         )
 
-    def _state(self) -> tuple:
-        return tuple((linear.weight._version, linear.weight.data_ptr()) for linear in self.members.values())
+    def _state(self) -> list[tuple[int, int]]:
+        weights = [linear._parameters["weight"] for linear in self.members.values()]  # asked in every forward: a module's own look-up is slow
+        return [(weight._version, weight.data_ptr()) for weight in weights]
 
 
 def attach(model: PreTrainedModel, name: str, dtype: torch.dtype | None = None) -> list[Fold]:
@@ -159,10 +165,10 @@ def attach(model: PreTrainedModel, name: str, dtype: torch.dtype | None = None) 
             raise BadInput(
                 f"Layer {path} is stored in {linear.weight.dtype}: quantization-aware training needs masters of at least 16 bits."
             )
-    made = []
+    made: list[Fold] = []
     for paths in _sharing(found):
         members = {path: found[path] for path in paths}
-        fold = Fold(scheme, dtype or found[paths[0]].weight.dtype, members)
+        fold = Fold(scheme, dtype or found[paths[0]].weight.dtype, members, made)
         for linear in members.values():
             linear.__class__ = QATLinear
             linear.fold, linear.input_global_scale = fold, None
@@ -185,26 +191,31 @@ def refold(model: nn.Module) -> None:
     Raises:
         QrlError: a weight is NaN or infinite; by name.
     """
-    import torch
-
-    found = folds(model)
-    _renew(found)
-    if found and not torch.cat([fold.largest for fold in found]).isfinite().all():  # one wait for all of them
-        for fold in found:
-            fold.check()
+    _renew(folds(model))
 
 
 def _renew(found: Sequence[Fold]) -> None:
-    """Computes Q(W) of folds of one format, in the memory of the one before; `check` says whether it is finite."""
+    """Computes Q(W) of folds of one format, in the memory of the one before.
+
+    Raises:
+        QrlError: a weight is NaN or infinite; by name.
+    """
     import torch
 
+    alike: dict[tuple, list[Fold]] = {}
     for fold in found:
         fold.kept = fold.state = None
-    if found:
+        weight = fold.weights()[0]
+        alike.setdefault((fold.dtype, weight.dtype, weight.device), []).append(fold)
+    for (dtype, _, _), some in alike.items():
         with torch.inference_mode(False), torch.no_grad():
-            made = fake_fused.folded([fold.weights() for fold in found], found[0].scheme.weights, [fold.dtype for fold in found])
-        for fold, each in zip(found, made, strict=True):
-            fold.keep(*each)
+            made = fake_fused.folded([fold.weights() for fold in some], some[0].scheme.weights, dtype)
+            for fold, each in zip(some, made, strict=True):
+                fold.keep(*each)
+            finite = torch.cat([fold.largest for fold in some]).isfinite().all()
+        if not finite:  # one wait for all of them
+            for fold in some:
+                fold.check()
 
 
 @contextmanager
