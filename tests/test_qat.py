@@ -103,6 +103,39 @@ def test_gradients_are_those_of_an_unquantized_linear_at_the_quantized_point(nam
         assert torch.equal(found.grad, wanted.grad)
 
 
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("name", ["int4", "nvfp4-a4"])
+def test_gradients_of_micro_batches_add_up_and_recomputed_forwards_have_the_same(name, reentrant):
+    whole, model = attached(name), attached(name)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    model.train()
+    whole(**batch(4), labels=batch(4)["input_ids"]).loss.backward()
+    for half in (slice(0, 2), slice(2, 4)):
+        given = {key: value[half] for key, value in batch(4).items()}
+        (model(**given, labels=given["input_ids"]).loss / 2).backward()
+    for found, wanted in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(found.grad, wanted.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_backward_at_weights_that_were_folded_anew_since_is_an_error():
+    model = attached("int4")
+    loss = model(**batch(), labels=batch()["input_ids"]).loss
+    qat.refold(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_weight_that_is_frozen_after_attaching_gets_no_gradient():
+    model = attached("int8")
+    linear = model.model.layers[0].mlp.up_proj
+    linear.weight.requires_grad_(False)
+    qat.refold(model)
+    model(**batch(), labels=batch()["input_ids"]).loss.backward()
+    assert linear.weight.grad is None and model.model.layers[0].mlp.gate_proj.weight.grad is not None
+
+
 def test_queries_keys_and_values_share_a_global_scale_and_so_do_gate_and_up():
     model = attached("nvfp4-a16")
     layer, args = model.model.layers[0], fake.scheme("nvfp4-a16").weights

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch import Tensor, autograd, nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from qrl.errors import BadInput, QrlError
@@ -28,17 +28,12 @@ if TYPE_CHECKING:
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class _Through(autograd.Function):
-    """Takes the value of `quantized`, and hands its gradient to `exact` as it is."""
+def _standing(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor that hands its gradient to `exact` as it is, and whose values are to be put in its place: `found.data = quantized`.
 
-    @staticmethod
-    def forward(ctx, exact: Tensor, quantized: Tensor) -> Tensor:
-        ctx.dtype = exact.dtype
-        return quantized.view_as(quantized)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return gradient.to(ctx.dtype), None
+    A cast is what autograd has for it: its backward is native, and needs no Python.
+    """
+    return exact.to(dtype, copy=True)
 
 
 class QATLinear(nn.Linear):
@@ -57,17 +52,12 @@ class QATLinear(nn.Linear):
             return functional.linear(inputs, self.weight, self.bias)
         import torch
 
-        weight, bias, kind = _Through.apply(self.weight, self.fold.weight_of(self)), self.bias, inputs.device.type
+        kind, dtype = inputs.device.type, self.fold.dtype
+        weight, fed = self.fold.standing(self), self.fold.scheme.input_activations is not None
         if torch.is_autocast_enabled(kind):
-            return functional.linear(self._quantized(inputs, torch.get_autocast_dtype(kind)), weight, bias)
-        bias = bias if bias is None else bias.to(weight.dtype)  # TRL's rollouts: multiplied as the loss does, without autocast
-        return functional.linear(self._quantized(inputs, weight.dtype), weight, bias).to(inputs.dtype)
-
-    def _quantized(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        """Inputs in the dtype that is multiplied in, and in few bits where the format feeds them so."""
-        if self.fold.scheme.input_activations is None:
-            return inputs.to(dtype)
-        return _Through.apply(inputs, self.fold.fed(self, inputs, dtype))
+            return functional.linear(self.fold.fed(self, inputs, torch.get_autocast_dtype(kind)) if fed else inputs, weight, self.bias)
+        bias = self.bias if self.bias is None else self.bias.to(dtype)  # TRL's rollouts: multiplied as the loss does, without autocast
+        return functional.linear(self.fold.fed(self, inputs, dtype) if fed else inputs.to(dtype), weight, bias).to(inputs.dtype)
 
 
 @dataclass(eq=False)
@@ -82,14 +72,24 @@ class Fold:
     made: int = 0  # how often Q(W) was computed
     state: list | None = None  # of the weights that it was computed from
     kept: dict[int, Tensor] | None = None  # id of a linear → Q(W)
+    stand: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # id of a linear → W, and Q(W) whose gradient goes to it
     largest: Tensor | None = None  # (members,), each one's largest |w|
+    final: QATLinear | None = None  # the last member
     last: tuple | None = None  # of the inputs that a member was fed: key, inputs, what they became; until the last member asked
 
     def weight_of(self, linear: QATLinear) -> Tensor:
         """Q(W) of a member, (O, I); computed anew only where a member's weight has changed since."""
+        self._refresh()
+        return self.kept[id(linear)]
+
+    def standing(self, linear: QATLinear) -> Tensor:
+        """The same values, whose gradient goes straight through to the member's W."""
+        self._refresh()
+        return self.stand[id(linear)][1]
+
+    def _refresh(self) -> None:
         if self.stale:
             _renew([fold for fold in self.together if fold.stale])
-        return self.kept[id(linear)]
 
     def fed(self, linear: QATLinear, inputs: Tensor, dtype: torch.dtype) -> Tensor:
         """What a member's inputs become in few bits; the same tensor for every member that is fed the same one, as q, k and v are.
@@ -98,13 +98,18 @@ class Fold:
             inputs: (..., I), as the member was called with them.
             dtype: that is multiplied in.
         """
-        version = None if inputs.is_inference() else inputs._version
-        key = (id(inputs), version, id(linear.input_global_scale), dtype)
+        import torch
+
+        version, passed = None if inputs.is_inference() else inputs._version, torch.is_grad_enabled() and inputs.requires_grad
+        key = (id(inputs), version, id(linear.input_global_scale), dtype, passed)
         if self.last is None or self.last[0] != key:  # the inputs are held, so that their id is theirs
             done = fake_fused.activations(inputs, self.scheme.input_activations, linear.input_global_scale, dtype)
+            if passed:
+                values, done = done, _standing(inputs, dtype)
+                done.data = values
             self.last = (key, inputs, done)
         done = self.last[2]
-        if linear is list(self.members.values())[-1]:
+        if linear is self.final:
             self.last = None
         return done
 
@@ -119,7 +124,18 @@ class Fold:
 
     def keep(self, found: list[Tensor], largest: Tensor) -> None:
         """Takes Q(W) of every member, as it was just computed."""
+        import torch
+
         self.kept = {id(linear): weight for linear, weight in zip(self.members.values(), found, strict=True)}
+        for linear in self.members.values():
+            exact, old = linear.weight, self.stand.get(id(linear))
+            if old is None or old[0] is not exact or old[1].requires_grad != exact.requires_grad:
+                with torch.enable_grad():
+                    self.stand[id(linear)] = (exact, _standing(exact, self.dtype))
+            stands = self.stand[id(linear)][1]
+            stands.data = self.kept[id(linear)]
+            torch.autograd.graph.increment_version(stands)  # a backward of a forward before this fold is an error, and says so
+        self.final = linear
         self.largest, self.state = largest, self._state()
         self.made += 1
 
@@ -205,6 +221,8 @@ def _renew(found: Sequence[Fold]) -> None:
     alike: dict[tuple, list[Fold]] = {}
     for fold in found:
         fold.kept = fold.state = None
+        for _, stands in fold.stand.values():
+            stands.data = stands.new_empty(0)  # lets its memory go
         weight = fold.weights()[0]
         alike.setdefault((fold.dtype, weight.dtype, weight.device), []).append(fold)
     for (dtype, _, _), some in alike.items():
