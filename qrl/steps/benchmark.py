@@ -26,7 +26,6 @@ from qrl.tracking import models as store_models
 from qrl.tracking import runs, store
 from qrl.workspace import workspace
 
-MEMORY = 0.9  # of a GPU, for all of vLLM's engines side by side
 TABLE, ROWS, FIGURE = "benchmark.md", "benchmark.parquet", "benchmark.png"
 SERVER_ROWS = "server.json"  # what `vllm bench serve` found
 API_KEY = "QRL_API_KEY"  # of the server that is measured, as `serve` takes it
@@ -103,7 +102,7 @@ def _opener(recipe: Recipe, asked: list, device: str) -> Callable[[room.Subject]
     if recipe.evaluate.engine == hf.NAME:
         return lambda subject: local.Transformers(subject.path, device, recipe.evaluate.dtype)
     longest = max(len(prompt) for own in asked for prompt in own) + recipe.benchmark.new_tokens
-    sizes = {"max_tokens": longest, "sequences": max(recipe.benchmark.batches), "memory": MEMORY / len(asked)}
+    sizes = {"max_tokens": longest, "sequences": max(recipe.benchmark.batches), "memory": recipe.evaluate.gpu_memory_utilization / len(asked)}
     return lambda subject: local.Vllm(subject.path, device, recipe.evaluate.dtype, **sizes)
 
 

@@ -91,6 +91,7 @@ def _one(
             temperature=settings.temperature,
             engine=settings.engine,
             deterministic=settings.deterministic,
+            memory=settings.gpu_memory_utilization,
             seed=recipe.seed,
             progress=bar.update,
         )

@@ -252,6 +252,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _made(args: argparse.Namespace, scheme: str, deadline: float) -> dict:
     """A scheme stored by a process of its own, by this one or by another call that is at it."""
+    if (record := args.weights / f"{args.shape}-{scheme}" / "made.json").is_file():
+        return json.loads(record.read_text())
     extra = {"awq": args.awq, "nf4": None, "int8": None}.get(scheme, args.llmc)
     path = os.pathsep.join(filter(None, [extra, os.environ.get("PYTHONPATH")]))
     log = args.out / f"make-{args.shape}-{scheme}.log"
@@ -260,7 +262,7 @@ def _made(args: argparse.Namespace, scheme: str, deadline: float) -> dict:
         done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=deadline - time.monotonic())
     if done.returncode:
         raise RuntimeError(f"not stored: {log.read_text(errors='replace')[-800:]}")
-    return json.loads((args.weights / f"{args.shape}-{scheme}" / "made.json").read_text())
+    return json.loads(record.read_text())
 
 
 def _sizes(args: argparse.Namespace) -> dict:
