@@ -1,4 +1,4 @@
-"""Does a moving stage lose requests? A load through `serve --follow` across two promotions, a rollback, and two that must not take over.
+"""Does a moving stage lose requests? A load through `serve --follow` across two promotions, a rollback, and three that must not take over.
 
     python tests/benchmarks/follow.py --out follow.json                          # in vLLM's environment; the built-in model
     python tests/benchmarks/follow.py --clients 16 --pause 0 --tokens 256 --benchmark 1,16 --out follow.json    # on a GPU
@@ -138,9 +138,10 @@ def story(asked: argparse.Namespace) -> dict:
             until(lambda version=version, before=before: any(each.model == f"{NAME}@{version}" for each in load.answers[before:]), server, log)
             moves[f"{what} to {version}"] = time.monotonic() - began
             print(f"{what} to {version}: {moves[f'{what} to {version}']:.1f} s, {len(load.answers)} requests, {sum(bool(each.error) for each in load.answers)} failed", flush=True)
-        for number, (what, version) in enumerate((("promote", 4), ("by hand", 5)), 1):
+        for number, (what, version) in enumerate((("promote", 4), ("by hand", 5), ("promote", 6)), 1):
             registry(what, version)
             until(lambda number=number: log.read_text().count("does not take over") == number, server, log)
+            print(f"{what} {version}: refused, {len(load.answers)} requests, {sum(bool(each.error) for each in load.answers)} failed", flush=True)
         kept = len(load.answers)
         time.sleep(4)  # four looks at the registry
         load.stop()
@@ -206,7 +207,7 @@ def asides(port: int) -> dict:
 
 
 def register(shape: str) -> None:
-    """Versions that differ in one weight: the first at the stage, the fourth damaged later, the fifth never judged by a gate."""
+    """Versions that differ in one weight: the first at the stage, the fourth damaged later, the fifth never judged by a gate, the sixth no engine can load."""
     from qrl import checkpoint, registry, tiny
     from qrl.tracking import models, runs, store
 
@@ -218,10 +219,13 @@ def register(shape: str) -> None:
         path = checkpoint_of(shape)
     store.prepare()
     with runs.step("evaluate"):
-        for number in range(1, 6):
+        for number in range(1, 7):
             copied = Path("copy").resolve()
             shutil.copytree(path, copied, ignore=shutil.ignore_patterns("__pycache__"))
             flip(copied / checkpoint.shards(copied)[0], number)
+            if number == 6:
+                config = json.loads((copied / "config.json").read_text())
+                (copied / "config.json").write_text(json.dumps(config | {"intermediate_size": 2 * config["intermediate_size"]}))
             cell = {"digest": checkpoint.digest(copied), "variant": "base", "scheme": "fp16"}
             uri, stored = models.log_checkpoint(copied, name="base", task="arithmetic", move=True, **cell)
             registry.register(NAME, uri, accuracy=0.6, stderr=0.01, n=2000, **cell)
