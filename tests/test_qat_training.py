@@ -1,5 +1,6 @@
 """GRPO with quantized linears: rollouts and loss see Q(W), masters move, the outcome is exported bit for bit."""
 
+import json
 import math
 import shutil
 
@@ -137,7 +138,15 @@ def test_calibration_texts_are_the_renderers_own_and_long_ones_are_refused():
 
 def test_an_adapter_is_refused_before_any_weight_is_loaded():
     with pytest.raises(BadInput, match=r"train\.qat = int8 trains all weights, but train\.method = lora"):
-        qat_training.check(Train(qat="int8", method="lora"))
+        qat_training.check(Train(qat="int8", method="lora"), tiny.PATH)
+
+
+def test_a_model_that_the_format_cannot_hold_is_refused_before_any_weight_is_loaded(tmp_path):
+    config = json.loads((tiny.PATH / "config.json").read_text())
+    for changes, says in (({"model_type": "qwen2_moe"}, "mixture of experts"), ({"intermediate_size": 576}, r"mlp\.down_proj .*576")):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(BadInput, match=says):
+            qat_training.check(Train(qat="int4"), tmp_path)  # there are no weights to load
 
 
 def test_the_recipe_knows_every_format():
