@@ -4,6 +4,7 @@
     python tests/benchmarks/qat.py --formats int4,fp8    # some formats; the step without is measured beside each
     python tests/benchmarks/qat.py --rows 32 --steps 7   # four times as many tokens a step
     python tests/benchmarks/qat.py --profile             # and a step's operations by their time
+    python tests/benchmarks/qat.py --thin --formats int4 # what the host does for a forward and a backward: as deep, but narrow, on a CPU
     python tests/benchmarks/qat.py --small               # two layers on whatever there is, to see that it runs
 
 A step is forward, backward and fused AdamW over fp32 masters with bf16 compute (fp32 on a CPU), then one fold. The fold reads W
@@ -32,6 +33,7 @@ from qrl.train import qat
 
 LARGE = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2}
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+THIN = LARGE | {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
 STEPS, WARM_UP = 15, 3
 HEAD = ("format", "none s", "step s", "ratio", "none GiB", "peak GiB", "ratio", "fold ms", "eager ms", "fold GB/s", "copy GB/s", "attach s", "equal")
 WIDTHS = (14, 8, 8, 6, 8, 8, 6, 8, 8, 9, 9, 8, 10)
@@ -41,6 +43,7 @@ def main() -> None:
     """Prints a row a format."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--thin", action="store_true")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--formats", default=",".join(fake.FORMATS))
@@ -48,6 +51,9 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if given.thin:
+        _thin(given.formats.split(","), given.steps)
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = SMALL if given.small else LARGE
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
@@ -74,14 +80,23 @@ def main() -> None:
             arm.free()
 
 
+def _thin(formats: list[str], steps: int) -> None:
+    """Prints seconds of a forward and a backward in bf16, where next to nothing is multiplied: the host's part of a step on a GPU, the fold apart."""
+    plain = Arm("none", THIN, "cpu", 1, 8, compute=torch.bfloat16)
+    for name in formats:
+        arm = Arm(name, THIN, "cpu", 1, 8, compute=torch.bfloat16)
+        without, seconds = _in_turns(lambda: plain.loss().backward(), lambda arm=arm: arm.loss().backward(), "cpu", steps)
+        print(f"{name:>14} {without:.4f} s without, {seconds:.4f} s, ratio {seconds / without:.3f}", flush=True)
+
+
 class Arm:
     """A model with its optimizer, a step of it, and the most memory that a step takes beside what lay there before."""
 
-    def __init__(self, name: str, shape: dict, device: str, rows: int, tokens: int) -> None:
+    def __init__(self, name: str, shape: dict, device: str, rows: int, tokens: int, compute: torch.dtype | None = None) -> None:
         gc.collect()
         torch.manual_seed(0)
         before = torch.cuda.memory_allocated() if device == "cuda" else 0
-        self.device, self.compute = device, torch.bfloat16 if device == "cuda" else torch.float32
+        self.device, self.compute = device, compute or (torch.bfloat16 if device == "cuda" else torch.float32)
         with torch.device(device):
             self.model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32000, tie_word_embeddings=True, **shape))
         self.model.gradient_checkpointing_enable()
@@ -103,10 +118,12 @@ class Arm:
             self.step()
             self.peak = (torch.cuda.max_memory_allocated() - before) / 2**30
 
+    def loss(self) -> torch.Tensor:
+        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.compute == torch.bfloat16):
+            return self.model(**self.batch, labels=self.batch["input_ids"]).loss
+
     def step(self) -> None:
-        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.device == "cuda"):
-            loss = self.model(**self.batch, labels=self.batch["input_ids"]).loss
-        loss.backward()
+        self.loss().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         qat.refold(self.model)
