@@ -28,6 +28,7 @@ METHODS = {
     "qlora": ADAPTER | dict(method="qlora", beta=0.01),
 }
 VLLM = dict(engine="vllm", gpu_memory_utilization=0.1)
+ENGINE_S = 25  # between two engines' starts: each measures what memory the card has left
 CHILD = """
 import json, sys
 from pathlib import Path
@@ -72,7 +73,7 @@ def finish(running) -> dict:
 def kill(running) -> dict:
     """Kills a training a random time after a random step, before its last."""
     chance = random.Random()
-    step, wait = chance.randint(1, BATCH["steps"] - 2), chance.uniform(0, 1)
+    step, wait = chance.randint(1, BATCH["steps"] - 2), chance.uniform(0, 0.3)
     for line in running.stdout:
         if line.strip() == f"step {step}":
             time.sleep(wait)
@@ -117,7 +118,10 @@ def measure(name: str, device: str, out: Path) -> dict:
     before = checkpoint.digest(tiny.PATH)
     folders = {which: out / name.replace(" ", "-") / which for which in ("first", "second", "killed")}
     with open(out / f"{name.replace(' ', '-')}.log", "w") as log:
-        running = {which: start(folder, name, device, log) for which, folder in folders.items()}
+        running = {}
+        for which, folder in folders.items():
+            time.sleep(ENGINE_S if running and "vllm" in name else 0)
+            running[which] = start(folder, name, device, log)
         found = {"case": name, "device": device, "steps": BATCH["steps"], **kill(running["killed"])}
         again = start(folders["killed"], name, device, log)
         ended = {which: finish(each) for which, each in {**running, "killed": again}.items()}

@@ -4,7 +4,8 @@
 
 Each case is `qrl train` on the built-in model under a launcher, in a store of its own, 12 steps of 32 × 8 completions with a probe
 every 6; then the model that it logged answers 2,000 held-out questions beside the base, paired. Cases run side by side, so their
-seconds mean nothing. Memory of a larger model a GPU: `accelerate launch … tests/benchmarks/rollouts.py --one update "1.5b full"`.
+seconds mean nothing. Memory of a larger model a GPU: `accelerate launch … --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP
+tests/benchmarks/rollouts.py --one update "1.5b full"`.
 """
 
 import argparse
@@ -21,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "qrl"]
 ACCELERATE = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision", "no"]  # fmt: skip
 DDP, FSDP = [*ACCELERATE, "--multi_gpu"], [*ACCELERATE, "--use_fsdp"]
+LAYERS = [*FSDP, "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]  # else the whole model is one part, gathered at once
 LORA = ["--train.method", "lora", "--train.learning_rate", "1e-3", "--train.beta", "0.01"]
 CASES = {
     "one GPU, full": (["-m", "qrl"], []),
@@ -29,6 +31,7 @@ CASES = {
     "DDP by accelerate, qlora": (DDP, ["--train.method", "qlora", *LORA[2:]]),
     "FSDP by accelerate, full": (FSDP, []),
     "FSDP by accelerate, full in bf16 with a reference": (FSDP, ["--train.dtype", "bf16", "--train.beta", "0.01"]),
+    "FSDP by accelerate, layer by layer, full in bf16 with a reference": (LAYERS, ["--train.dtype", "bf16", "--train.beta", "0.01"]),
     "FSDP by accelerate, lora": (FSDP, [*LORA, "--train.dtype", "bf16"]),
     "FSDP 2 by accelerate, full": ([*FSDP, "--fsdp_version", "2"], []),
     "FSDP by accelerate, qlora (refused)": (FSDP, ["--train.method", "qlora"]),
