@@ -16,6 +16,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -28,7 +29,7 @@ METHODS = {
     "qlora": ADAPTER | dict(method="qlora", beta=0.01),
 }
 VLLM = dict(engine="vllm", gpu_memory_utilization=0.1)
-ENGINE_S = 25  # between two engines' starts: each measures what memory the card has left
+ENGINE_S, TURN = 15, Lock()  # between two engines' starts: each measures what memory the card has left
 CHILD = """
 import json, sys
 from pathlib import Path
@@ -60,6 +61,8 @@ def start(folder: Path, name: str, device: str, log):
     rollout = Rollout(**VLLM) if engine else Rollout()
     words = [sys.executable, "-W", "ignore", "-c", CHILD, folder / "work", folder / "model", device, train.model_dump_json(), rollout.model_dump_json()]  # fmt: skip
     variables = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    with TURN:
+        time.sleep(ENGINE_S if engine else 0)
     return subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
 
 
@@ -67,7 +70,7 @@ def finish(running) -> dict:
     """What a training that ran to its end said last."""
     said, _ = running.communicate(timeout=400)
     assert running.returncode == 0, said
-    return json.loads(said.splitlines()[-1].removeprefix("done "))
+    return json.loads(next(line for line in said.splitlines() if line.startswith("done ")).removeprefix("done "))
 
 
 def kill(running) -> dict:
@@ -118,10 +121,7 @@ def measure(name: str, device: str, out: Path) -> dict:
     before = checkpoint.digest(tiny.PATH)
     folders = {which: out / name.replace(" ", "-") / which for which in ("first", "second", "killed")}
     with open(out / f"{name.replace(' ', '-')}.log", "w") as log:
-        running = {}
-        for which, folder in folders.items():
-            time.sleep(ENGINE_S if running and "vllm" in name else 0)
-            running[which] = start(folder, name, device, log)
+        running = {which: start(folder, name, device, log) for which, folder in folders.items()}
         found = {"case": name, "device": device, "steps": BATCH["steps"], **kill(running["killed"])}
         again = start(folders["killed"], name, device, log)
         ended = {which: finish(each) for which, each in {**running, "killed": again}.items()}
