@@ -37,7 +37,7 @@ class Ran:
 
             def noted(*given, **named):
                 self.trainer = make(*given, **named)
-                self.before = policy.frozen_digest(self.trainer.model)
+                self.before = guard.frozen_digest(self.trainer.model)
                 return self.trainer
 
             patch.setattr(grpo, "_trainer", noted)
@@ -57,7 +57,7 @@ def prompts():
 
 def test_the_base_is_the_same_in_memory_and_on_disk_while_its_adapter_moves(ran):
     model = ran.trainer.model
-    assert policy.frozen_digest(model) == ran.before
+    assert guard.frozen_digest(model) == ran.before
     assert policy.recorded(ran.done.path)["base_digest"] == checkpoint.digest(tiny.PATH)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     assert {weight.dtype for weight in trained} == {torch.float32}
@@ -75,10 +75,10 @@ def test_a_base_that_moved_keeps_nothing(ran):
     try:
         weight.reshape(-1)[0] += 1
         with pytest.raises(QrlError, match="changed in memory"):
-            policy.check_unmoved(ran.before, policy.frozen_digest(ran.trainer.model))
+            guard.check_unmoved(ran.before, guard.frozen_digest(ran.trainer.model))
     finally:
         weight.reshape(-1)[0] = first
-    policy.check_unmoved(ran.before, policy.frozen_digest(ran.trainer.model))
+    guard.check_unmoved(ran.before, guard.frozen_digest(ran.trainer.model))
 
 
 def test_a_base_that_fsdp_lays_out_anew_is_guarded_by_its_values(ran, monkeypatch):

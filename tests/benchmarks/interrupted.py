@@ -37,11 +37,11 @@ from qrl import process
 process.settle()
 from qrl import tasks, tiny
 from qrl.recipe import Rollout, Train
-from qrl.train import grpo, policy
+from qrl.train import grpo, guard
 
 work, out, device, train, rollout = sys.argv[1:]
-hashed, inner = [], policy.frozen_digest
-policy.frozen_digest = lambda model: hashed.append(inner(model)) or hashed[-1]
+hashed, inner = [], guard.frozen_digest
+guard.frozen_digest = lambda model: hashed.append(inner(model)) or hashed[-1]
 given = {"task": "arithmetic", "template": "plain", "seed": 0, "device": device, "work": Path(work), "out": Path(out)}
 log = lambda metrics, step: print("step", step, flush=True)
 settings, rollout = Train.model_validate_json(train), Rollout.model_validate_json(rollout)

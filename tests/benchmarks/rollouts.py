@@ -171,7 +171,7 @@ def train(case: dict) -> dict:
     import torch
     from transformers import TrainerCallback
 
-    from qrl.train import policy
+    from qrl.train import guard
 
     drawing, steps = [], []
 
@@ -204,7 +204,7 @@ def train(case: dict) -> dict:
             return answer
 
         made._generate_single_turn = timed
-        frozen = policy.frozen_digest(made.model) if settings.adapter and not case.get("canned") else None
+        frozen = guard.frozen_digest(made.model) if settings.adapter and not case.get("canned") else None
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         with card:
@@ -227,7 +227,7 @@ def train(case: dict) -> dict:
                 found[name] = statistics.median(values[1:])
                 found[f"{name}_worst"] = min(values) if name.endswith("ess") else max(values)
         if frozen:
-            found["base_unmoved"] = policy.frozen_digest(made.model) == frozen
+            found["base_unmoved"] = guard.frozen_digest(made.model) == frozen
         if case.get("parts"):
             found |= parts(made)
         if "shape" not in case:
