@@ -21,7 +21,20 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train, Watch
 from qrl.tasks import prompt
-from qrl.train import arguments, completions, guard, live, policy, probe, qat_training, resume, reward, rollouts, save
+from qrl.train import (
+    arguments,
+    completions,
+    guard,
+    live,
+    policy,
+    probe,
+    qat_training,
+    resume,
+    reward,
+    rollouts,
+    save,
+    sharded,
+)
 from qrl.train.watchers import Alarm
 
 if TYPE_CHECKING:
@@ -192,7 +205,7 @@ def _trainer(base: Path, rows: list[dict], settings: Train, *, task: str, seed: 
     policy.widen(trainer.model)
     _keep_no_casts(trainer)
     if process.sharded() and settings.adapter:
-        _cast_between_parts(trainer)
+        sharded.prepare(trainer)
     return trainer
 
 
@@ -204,13 +217,6 @@ def _keep_no_casts(trainer) -> None:
     from accelerate.utils import AutocastKwargs
 
     trainer.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
-
-
-def _cast_between_parts(trainer) -> None:
-    """Lets each part that FSDP wraps take its inputs in the dtype that it computes in: PEFT casts them to that of its masters."""
-    plugin = trainer.accelerator.state.fsdp_plugin
-    if plugin.mixed_precision_policy is not None:
-        plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, cast_forward_inputs=True)
 
 
 def dataset(rows: list[dict]):
