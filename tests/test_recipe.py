@@ -43,6 +43,27 @@ def test_seed_000s_recipe_is_its_run():
     assert (train.learning_rate, train.max_completion_tokens, train.temperature, train.dtype) == (1e-6, 512, 1.0, "bf16")
 
 
+def test_seed_001s_recipe_is_its_run():
+    found = recipe.load("qwen3-8b-qlora-deepmath")
+    train = found.train
+    assert (found.model, found.task, train.storage, train.compute) == ("Qwen/Qwen3-8B", "deepmath", "nf4", "bf16")
+    assert (train.lora_rank, train.lora_alpha, train.lora_targets) == (16, 32, ("q_proj", "k_proj", "v_proj", "o_proj"))
+    assert (train.generations, train.beta, train.max_completion_tokens, found.rollout.quantization) == (8, 0.01, 2048, "fp8")
+    for wider in ("int8", "bf16"):  # a 4-bit base that proves too lossy is exchanged by this key alone
+        assert recipe.load("qwen3-8b-qlora-deepmath", {"train.base_storage": wider}).train == train.model_copy(update={"base_storage": wider})
+
+
+@pytest.mark.parametrize("size", ["0.6B", "1.7B", "4B", "8B"])
+def test_seed_002s_recipes_are_its_runs(size):
+    model = {"model": f"Qwen/Qwen3-{size}"}
+    adapter, full, quantized = (recipe.load(f"qwen3-math-{name}", model | more) for name, more in (("qlora", {}), ("full", {}), ("full", {"train.qat": "int8-attention"})))
+    assert (adapter.train.method, adapter.train.storage, adapter.train.lora_rank, adapter.train.lora_alpha) == ("qlora", "nf4", 8, 16)
+    assert [each.train.learning_rate for each in (adapter, full, quantized)] == [1e-4, 1e-6, 1e-6]
+    for each in (adapter, full, quantized):
+        assert each.task == "math" and each.model == model["model"]
+        assert each.train.steps * each.train.prompts_per_step == each.train.questions == 10_000  # one epoch
+
+
 @pytest.mark.parametrize(
     ("key", "text", "says"),
     [

@@ -20,6 +20,7 @@ from qrl.tasks import prompt
 from qrl.train import engine_gap, guard, policy, sync
 
 SYNCS, PROMPTS, TOKENS = 10, 24, 24
+UPDATE = 0.02  # of an adapter's weights, or of the spread of a model's own
 ENGINE = """
 import functools, json, sys
 from pathlib import Path
@@ -71,7 +72,7 @@ def test_after_each_of_ten_syncs_the_engine_says_what_the_trainer_says_and_the_b
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     for number in range(SYNCS):  # an update, of a size that is seen in what is sampled, and a sync
         for weight in trained.values():
-            weight.data += 0.02 * (weight.std() if weight.any() else 1) * torch.randn(weight.shape, generator=chance)
+            weight.data += UPDATE * (1 if settings.adapter else weight.std(correction=0)) * torch.randn(weight.shape, generator=chance)
         states.append({name: weight.detach().clone() for name, weight in trained.items()})
         save_file({name: weight.clone() for name, weight in sync.named_weights(model, torch.bfloat16)}, tmp_path / f"{number}.safetensors")
     assert guard.frozen_digest(model) == before

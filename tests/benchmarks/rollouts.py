@@ -72,6 +72,7 @@ CASES = {
     "step": {
         "ours against TRL": dict(alternate=3, train=TINY | dict(steps=5), rollout={}),
         "ours against TRL, 1.5b": dict(alternate=8, shape="1.5b", train=BATCH | dict(steps=3, prompts_per_step=16, dtype="bf16", max_completion_tokens=32), rollout={}),
+        "ours against TRL, 1.5b, completions given": dict(alternate=8, shape="1.5b", canned=True, train=BATCH | dict(steps=3, prompts_per_step=16, dtype="bf16"), rollout={}),
         "ours against TRL, 1.5b, few": dict(alternate=6, shape="1.5b", train=BATCH | dict(steps=2, prompts_per_step=1, micro_batch=8, max_completion_tokens=16), rollout={}),
     },
     "update": {
@@ -187,18 +188,14 @@ def train(case: dict) -> dict:
         card = Card()
         made.args.save_strategy = "no"
         made.add_callback(Clock())
-        draw = made._generate_single_turn
+        draw = made_up(settings) if case.get("canned") else made._generate_single_turn
 
         def timed(prompt_ids, *rest, **named):
             began, asleep = finished(), " asleep" if len(drawing) >= case.get("awake", math.inf) else ""
             card.now = f"drawing{asleep}"
             if "awake" in case:
                 lull(made.vllm_generation, awake=not asleep)
-            if case.get("canned"):
-                made_up = torch.randint(3, 384, (len(prompt_ids), settings.max_completion_tokens)).tolist()
-                answer = made_up, None
-            else:
-                answer = draw(prompt_ids, *rest, **named)
+            answer = draw(prompt_ids, *rest, **named)
             drawing.append((finished() - began, len(prompt_ids), sum(map(len, answer[0]))))
             card.now = f"updating{asleep}"
             return answer
@@ -233,6 +230,13 @@ def train(case: dict) -> dict:
         if "shape" not in case:
             found |= lift(made, settings)
         return found
+
+
+def made_up(settings):
+    """What draws completions of random tokens, as long as they may be, without any model."""
+    import torch
+
+    return lambda prompt_ids, *_, **__: (torch.randint(3, 384, (len(prompt_ids), settings.max_completion_tokens)).tolist(), None)
 
 
 class Card:
@@ -331,7 +335,9 @@ def alternate(case: dict) -> dict:
     with tempfile.TemporaryDirectory() as work:
         made, clocks = {}, {}
         for name in ("ours", "TRL"):
-            made[name], _ = trainer_of(case | {"bare": name == "TRL"}, Path(work, name))
+            made[name], settings = trainer_of(case | {"bare": name == "TRL"}, Path(work, name))
+            if case.get("canned"):
+                made[name]._generate_single_turn = made_up(settings)
             clocks[name] = Clock()
             made[name].args.save_strategy = "no"
             made[name].add_callback(clocks[name])
