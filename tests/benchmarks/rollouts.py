@@ -78,7 +78,7 @@ CASES = {
     "update": {
         f"{shape} {method}{' with a reference' if beta else ''}{', TRL' if bare else ''}": dict(shape=shape, bare=bare, canned=True, train=(BATCH if method == "full" else ADAPTER) | SMALLER[shape] | dict(steps=3, method=method, beta=beta, dtype="bf16"), rollout={})
         for shape, method, beta, bare in [("1.5b", "full", 0.0, True), ("1.5b", "full", 0.0, False), ("1.5b", "full", 0.01, False), ("1.5b", "lora", 0.0, False), ("1.5b", "lora", 0.01, False), ("1.5b", "qlora", 0.0, False), ("1.5b", "qlora", 0.01, False),
-                                          ("8b", "lora", 0.0, False), ("8b", "lora", 0.01, False), ("8b", "qlora", 0.0, False), ("8b", "qlora", 0.01, False), ("8b", "full", 0.0, False)]
+                                          ("8b", "lora", 0.0, False), ("8b", "lora", 0.01, False), ("8b", "qlora", 0.0, False), ("8b", "qlora", 0.01, False), ("8b", "full", 0.0, False), ("8b", "full", 0.0, True)]
     },
 }  # fmt: skip
 
