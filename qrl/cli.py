@@ -1,6 +1,6 @@
 """The command line: `python -m qrl <step>`, which is also what the MLproject's entry points call.
 
-Options of a step are its recipe's fields, made from `recipe.py`, and the few inputs below. Nothing heavy is imported
+Options of a step are its recipe's fields, made from `sections.py`, and the few inputs below. Nothing heavy is imported
 before a command runs, so that `--help` answers at once.
 """
 

@@ -11,7 +11,7 @@ from qrl.tracking import reuse
 
 PACKAGE = Path(qrl.__file__).parent
 LAYERS = [
-    {"names", "errors", "stats", "verdict", "plan", "recipe", "gate", "process", "workspace"},
+    {"names", "errors", "stats", "verdict", "plan", "recipe", "sections", "gate", "process", "workspace"},
     {"tasks", "checkpoint", "formats", "tiny", "source", "engine", "figures"},
     {"train", "quantize", "evaluate", "diagnose", "compare", "serve", "benchmark"},
     {"tracking", "registry"},

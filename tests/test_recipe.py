@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from qrl import recipe, tasks
 from qrl.errors import BadInput
+from qrl.recipe import Train
 from qrl.tasks import prompt
 
 
@@ -71,6 +72,31 @@ def test_bad_values_are_refused_in_one_sentence_that_names_key_and_allowed_value
         recipe.load("tiny", {key: text})
     assert key in str(refused.value) and says in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        ("train: fast", "'train' is a section of the recipe, but its value is 'fast'"),
+        ("train:\n  steps: 3\n  seed: 1\n  steps: 4", "'steps' is given twice"),
+        ("train: {steps: true}", "'train.steps' is True, but a number was expected"),
+        ("train: {rewards: 5}", "'train.rewards' is 5, but must be a list"),
+        ("train: {reward_weights: [0]}", "'train.reward_weights' is [0], but must hold a number other than 0"),
+        ("5: 3", "'5' is not a key of a recipe"),
+        ("train: {5: 3}", "'train.5' is not a key of a recipe"),
+    ],
+)
+def test_what_a_recipe_file_cannot_mean_is_told_in_one_sentence(document, says, tmp_path):
+    (tmp_path / "own.yaml").write_text(document)
+    with pytest.raises(BadInput) as refused:
+        recipe.load(str(tmp_path / "own.yaml"))
+    assert says in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_recipe_file_takes_a_list_as_it_is_typed_and_an_empty_section_as_its_defaults(tmp_path):
+    (tmp_path / "own.yaml").write_text("train:\nquantize:\n  schemes: nf4, int8\n")
+    loaded = recipe.load(str(tmp_path / "own.yaml"), {"train.steps": "7"})
+    assert loaded.quantize.schemes == ("nf4", "int8") and loaded.train == Train(steps=7)
 
 
 @pytest.mark.parametrize("document", ["- a list", "a: [", "train: 3", "train: {stepz: 3}", "stepz: 3"])

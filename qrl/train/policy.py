@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from qrl import process
 from qrl.engine import attention, pretrained
 from qrl.errors import BadInput, QrlError
-from qrl.recipe import PACKED, Train
+from qrl.recipe import Train
+from qrl.sections import PACKED
 
 if TYPE_CHECKING:
     import torch
