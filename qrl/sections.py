@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from qrl import names as known
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 PACKED = ("int8", "nf4")  # storages of a base as bitsandbytes' codes
 
 
@@ -37,13 +37,13 @@ def _none_twice(named: tuple[str, ...], what: str) -> tuple[str, ...]:
 class Train(Section):
     """GRPO: how the policy is trained."""
 
-    steps: Count = Field(20, description="optimizer steps")
+    steps: int = Field(20, ge=1, le=1_000_000, description="optimizer steps")
     prompts_per_step: Count = Field(64, description="distinct questions in one optimizer step")
     generations: int = Field(8, ge=2, description="completions sampled per question: GRPO's group")
     micro_batch: Count = Field(512, description="completions in one forward and backward pass")
     questions: int = Field(4096, ge=1, le=1_000_000, description="training questions to draw prompts from, at most; all, where there are fewer")
     max_ngram_share: Fraction | None = Field(None, description="held-out questions that may share 13 words in a row with training ones; default: by task")
-    learning_rate: float = Field(3e-5, gt=0, description="AdamW's peak learning rate")
+    learning_rate: float = Field(3e-5, gt=0, le=1, description="AdamW's peak learning rate")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="learning rate after warm-up")
     temperature: float = Field(1.0, gt=0, description="sampling temperature of rollouts")
