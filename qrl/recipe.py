@@ -40,7 +40,7 @@ class Recipe(Section):
     registered_name: str | None = Field(None, description="name in the registry; default: from the model's name")
     task: Literal["arithmetic", "gsm8k", "math", "deepmath"] = Field("arithmetic", description="what is asked")
     data: str | None = Field(None, description="folder with train.jsonl and test.jsonl; default: generated, or the hub")
-    prompt: str = Field("answer-line", description="named prompt template")
+    prompt: str = Field("answer-line", description="prompt template: answer-line, boxed or plain")
     seed: int = Field(0, ge=0, lt=2**31, description="seed of everything random")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where models run; auto takes a GPU if there is one")
     train: Train = Train()

@@ -39,7 +39,7 @@ class Train(Section):
 
     steps: int = Field(20, ge=1, le=1_000_000, description="optimizer steps")
     prompts_per_step: Count = Field(64, description="distinct questions in one optimizer step")
-    generations: int = Field(8, ge=2, description="completions sampled per question: GRPO's group")
+    generations: int = Field(8, ge=2, le=4096, description="completions sampled per question: GRPO's group")
     micro_batch: Count = Field(512, description="completions in one forward and backward pass")
     questions: int = Field(4096, ge=1, le=1_000_000, description="training questions to draw prompts from, at most; all, where there are fewer")
     max_ngram_share: Fraction | None = Field(None, description="held-out questions that may share 13 words in a row with training ones; default: by task")

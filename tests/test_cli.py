@@ -238,3 +238,15 @@ def test_help_of_every_command_shows_its_options():
     for name in cli.cli.commands:
         shown = CliRunner().invoke(cli.cli, [name, "--help"])
         assert shown.exit_code == 0 and "--help" in shown.output and cli.cli.commands[name].help.split(".")[0][:30] in shown.output
+
+
+@pytest.mark.parametrize(("command", "auto"), [("train", "tiny"), ("methods", "tiny-ptq")])
+def test_help_says_what_is_done_where_nothing_is_typed(command, auto):
+    from click.testing import CliRunner
+
+    from qrl import recipe
+
+    shown = " ".join(CliRunner().invoke(cli.cli, [command, "--help"], terminal_width=10_000).output.split())
+    assert f"auto: {auto}" in shown
+    values = recipe.load(auto).flat("train")
+    assert all(f"[{auto}: {values[key]}]" in shown for key in ("train.steps", "train.learning_rate", "train.loss", "prompt"))

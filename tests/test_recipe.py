@@ -59,6 +59,7 @@ def test_seed_000s_recipe_is_its_run():
         ("train.learning_rate", "inf", "must be a finite number"),
         ("train.learning_rate", "1e300", "less than or equal to 1"),
         ("train.steps", "99999999999999999999", "less than or equal to 1000000"),
+        ("train.generations", "100000", "less than or equal to 4096"),
         ("train.micro_batch", "99999999999999999999", "less than 2147483648"),
         ("watch.max_kl", "nan", "must be a finite number"),
         ("quantize.calibration_samples", "999999999", "less than or equal to 100000"),
@@ -123,6 +124,10 @@ def test_any_text_for_any_field_gives_a_recipe_or_a_sentence(key, text):
         assert str(refused).endswith(".")
     else:
         assert yaml.safe_load(loaded.dump())
+
+
+def test_the_prompts_description_names_every_template():
+    assert all(name in recipe.fields()["prompt"][1] for name in prompt.TEMPLATES)
 
 
 def test_every_task_is_a_choice_and_every_recipe_asks_for_the_form_that_its_task_grades():
