@@ -73,6 +73,7 @@ def _key(step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict, dev
     flat = recipe.flat(*sections)
     section = {key: value for key, value in flat.items() if "." in key or key in ASKED}
     section = {key: value for key, value in section.items() if not key.startswith("rollout.server")}  # where it listens is no setting
+    section.pop("evaluate.gpu_memory_utilization", None)  # room for a cache changes no answer
     if flat.get("evaluate.samples") == "1":
         section.pop("evaluate.temperature")  # greedy answers know none
     if flat.get("watch.stop") == "":  # thresholds that only warn train the same weights; probes are a record that one asks for

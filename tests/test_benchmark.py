@@ -173,6 +173,31 @@ def test_an_address_where_no_server_answers_is_refused():
             step._served(f"http://127.0.0.1:{listening.getsockname()[1]}")
 
 
+def test_a_guarded_server_is_asked_with_the_key_of_the_environment(monkeypatch):
+    import threading
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    class Guarded(BaseHTTPRequestHandler):
+        def do_GET(self):
+            let_in = self.headers.get("Authorization") == "Bearer s3cret"
+            self.send_response(200 if let_in else 401)
+            self.end_headers()
+            self.wfile.write(b'{"data": [{"id": "m@1"}]}' if let_in else b"{}")
+
+        def log_message(self, *_words):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Guarded) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv(step.API_KEY, "s3cret")
+        assert step._served(address) == "m@1"
+        monkeypatch.delenv(step.API_KEY)
+        with pytest.raises(BadInput, match=r"401.*QRL_API_KEY"):
+            step._served(address)
+        server.shutdown()
+
+
 def test_too_few_prompts_are_refused(engine, prompts):
     with pytest.raises(BadInput, match=r"6 prompts, but a batch of 8"):
         benchmark.run(CELLS[:1], [prompts], lambda subject: engine, Benchmark(**SMALL | {"batches": (8,)}))

@@ -218,11 +218,11 @@ def test_two_promotions_a_rollback_and_versions_that_must_not_take_over_lose_no_
     print({key: value for key, value in found.items() if key not in ("answers", "log")})
     assert found["failed"] == [] and 0 < found["streamed"] < found["requests"]
     assert set(found["by_version"]) == {"qrl-moving@1", "qrl-moving@2", "qrl-moving@3"}
-    damaged, ungated = found["refusals"]  # each told once, however often the registry was looked at
-    assert "have changed" in damaged and "No gate let" in ungated
+    damaged, ungated, unloadable = found["refusals"]  # each told once, however often the registry was looked at
+    assert "have changed" in damaged and "No gate let" in ungated and "died while loading the model" in unloadable
     assert set(found["after_refusals"]) == {"qrl-moving@2"}
     tags, metrics = found["run"]["tags"], found["run"]["metrics"]
-    assert ungated.endswith(tags["qrl.follow.refused"]) and tags["qrl.serving"] == "qrl-moving@2"
-    assert (metrics["serve/version"], metrics["serve/refused_version"]) == (2, 5)
+    assert unloadable.endswith(tags["qrl.follow.refused"]) and tags["qrl.serving"] == "qrl-moving@2"
+    assert (metrics["serve/version"], metrics["serve/refused_version"]) == (2, 6)
     assert found["through"] == {"models": ["qrl-moving@1", "qrl-moving@base"], "health": 200, "metrics": ["vllm:request_success_total"], "wrong_key": 401}
     assert (found["exit_code"], found["left"], found["run"]["status"]) == (0, [], "FINISHED")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,7 @@ for options in json.load(sys.stdin):
 """
 
 
-def run(url: str, model: str, prompts: Sequence[str], tokenizer: Path, settings: Benchmark) -> list[dict]:
+def run(url: str, model: str, prompts: Sequence[str], tokenizer: Path, settings: Benchmark, api_key: str | None = None) -> list[dict]:
     """Asks a server with as many clients at once as each batch has prompts, in rounds.
 
     Args:
@@ -36,6 +37,7 @@ def run(url: str, model: str, prompts: Sequence[str], tokenizer: Path, settings:
         prompts: rendered prompts, sent to /v1/completions as they are.
         tokenizer: folder of the model's tokenizer, which counts the tokens.
         settings: batches are clients, `requests` those of one client at a time.
+        api_key: what the server asks for; goes by the environment, since anybody may read a command line.
 
     Returns:
         What `vllm bench serve` found, one mapping a round and number of clients, which it holds as "round" and "clients".
@@ -55,7 +57,7 @@ def run(url: str, model: str, prompts: Sequence[str], tokenizer: Path, settings:
         plan = [(number, clients) for number in range(settings.rounds) for clients in settings.batches]
         warm_up = options(url, model, file, tokenizer, max(settings.batches), settings, Path(folder) / "warm-up.json")
         timed = [options(url, model, file, tokenizer, clients, settings, Path(folder) / f"{number}-{clients}.json") for number, clients in plan]
-        _bench([warm_up, *timed], url)
+        _bench([warm_up, *timed], url, {"OPENAI_API_KEY": api_key} if api_key else {})
         return [{"round": number, "clients": clients} | json.loads((Path(folder) / f"{number}-{clients}.json").read_text()) for number, clients in plan]
 
 
@@ -71,8 +73,8 @@ def options(url: str, model: str, prompts: Path, tokenizer: Path, clients: int, 
     return [word for key, value in given.items() for word in (f"--{key}", str(value))] + flags
 
 
-def _bench(plan: list[list[str]], url: str) -> None:
-    done = subprocess.run([sys.executable, "-c", _PROGRAM], input=json.dumps(plan), capture_output=True, text=True, check=False)
+def _bench(plan: list[list[str]], url: str, environment: dict[str, str]) -> None:
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], input=json.dumps(plan), env=os.environ | environment, capture_output=True, text=True, check=False)
     if done.returncode or not all((Path(each[each.index("--result-dir") + 1]) / each[each.index("--result-filename") + 1]).is_file() for each in plan):
         said = "\n".join(f"  {line}" for line in (done.stdout + done.stderr).splitlines()[-8:])
         raise QrlError(f"`vllm bench serve` failed against {url} (exit code {done.returncode}). Its last lines:\n{said}")

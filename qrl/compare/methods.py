@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import pandas as pd
@@ -20,7 +21,7 @@ from qrl.compare.evidence import Cell, Questions
 from qrl.compare.outcomes import check_columns, outcomes
 from qrl.compare.text import interval, table
 from qrl.errors import BadInput
-from qrl.stats import Estimate
+from qrl.stats import LEVEL, Estimate, holm
 
 PLAIN, FULL = (names.BASE, names.FP16), (names.GRPO, names.FP16)  # what a method is measured from, and against
 HEAD = ("method", "scheme", "accuracy", "gain over base", "error: method − grpo in full precision", "over grpo in its scheme")
@@ -46,12 +47,20 @@ class Method:
 
 @dataclass(frozen=True)
 class Methods:
-    """All cells, best first."""
+    """All cells, best first.
+
+    Attributes:
+        behind: quantized method → p-value of "the best of them is no better", by Holm over all pairs of quantized methods:
+            the best was chosen by what it scored, so that any pair could have been the one that is claimed.
+        trained: method → p-value of "training with quantized weights made no difference to quantizing grpo afterwards in the
+            same scheme", by Holm over all methods of which this is asked.
+    """
 
     rows: tuple[Method, ...]
     n: int
     runs: int
-    ahead: dict[Cell, Estimate]  # quantized method → how far the best of them is ahead of it
+    behind: dict[Cell, float]
+    trained: dict[Cell, float]
 
     @property
     def best(self) -> Method | None:
@@ -89,8 +98,11 @@ def measure(frame: pd.DataFrame) -> Methods:
         rows.append(Method(*cell, evidence.accuracy((labels[cell], names.FP16)), difference(cell, PLAIN), difference(cell, FULL), *beside))
     rows.sort(key=lambda row: -row.accuracy.estimate)
     small = [(row.variant, row.scheme) for row in rows if row.quantized]
-    ahead = {cell: difference(small[0], cell) for cell in small[1:]}
-    return Methods(tuple(rows), evidence.n, len(evidence.runs), ahead)
+    pairs = list(combinations(small, 2))
+    together = dict(zip(pairs, holm([difference(*pair).p_two_sided for pair in pairs]), strict=True))
+    asked = {(row.variant, row.scheme): row.over_grpo.p_two_sided for row in rows if row.over_grpo}
+    behind = {cell: together[small[0], cell] for cell in small[1:]}
+    return Methods(tuple(rows), evidence.n, len(evidence.runs), behind, dict(zip(asked, holm(list(asked.values())), strict=True)))
 
 
 def markdown(found: Methods, converged: Sequence[Convergence] = (), failed: Sequence[str] = ()) -> str:
@@ -115,17 +127,19 @@ def findings(found: Methods) -> list[str]:
     """What the table shows, in sentences: the best method and those behind it, and training against quantizing afterwards."""
     if found.best is None:
         return []
-    behind = [names.cell_name(*cell) for cell, lead in found.ahead.items() if lead.low > 0]
-    beside = [names.cell_name(*cell) for cell, lead in found.ahead.items() if lead.low <= 0]
+    told_apart = {cell: p < 1 - LEVEL for cell, p in found.behind.items()}
+    behind, beside = ([names.cell_name(*cell) for cell, apart in told_apart.items() if apart is wanted] for wanted in (True, False))
     best = names.cell_name(found.best.variant, found.best.scheme)
-    told = [f"Of {len(found.ahead) + 1} quantized methods {best} scores highest, {found.best.accuracy.estimate:.3f}"]
+    told = [f"Of {len(found.behind) + 1} quantized methods {best} scores highest, {found.best.accuracy.estimate:.3f}"]
     told += [f"shown ahead of {', '.join(behind)}"] if behind else []
     told += [f"not told apart from {', '.join(beside)}"] if beside else []
-    lines = ["; ".join(told) + ". Each comparison stands alone, at 95 %."]
+    lines = ["; ".join(told) + " (95 %, Holm's correction over all pairs)."]
     for row in found.rows:
         if row.over_grpo is not None:
-            says = "beats" if row.over_grpo.low > 0 else "is behind" if row.over_grpo.high < 0 else "is not told apart from"
-            lines.append(f"{row.variant} {says} grpo quantized afterwards in {row.scheme}: {interval(row.over_grpo)}.")
+            p = found.trained[row.variant, row.scheme]
+            word = "beats" if row.over_grpo.estimate > 0 else "is behind"
+            says = word if p < 1 - LEVEL else "is not told apart from"
+            lines.append(f"{row.variant} {says} grpo quantized afterwards in {row.scheme}: {interval(row.over_grpo)}, p = {p:.2g} after Holm's correction.")
     return lines
 
 
@@ -138,6 +152,7 @@ def as_json(found: Methods, converged: Sequence[Convergence] = (), failed: Seque
     rows = [
         {"variant": row.variant, "scheme": row.scheme}
         | {key: numbers(getattr(row, key)) for key in ("accuracy", "gain", "error", "over_grpo", "over_base")}
+        | {"p_behind_best": found.behind.get((row.variant, row.scheme)), "p_over_grpo": found.trained.get((row.variant, row.scheme))}
         for row in found.rows
     ]
     trained = [{"variant": each.variant, "scheme": each.scheme, "converged": each.converged, "reason": each.reason} for each in converged]

@@ -56,6 +56,7 @@ def ask(
     temperature: float = 1.0,
     engine: str = hf.NAME,
     deterministic: bool = False,
+    memory: float = 0.9,
     seed: int = 0,
     render: Callable = prompt.render,
     progress: Callable[[int], object] = lambda n: None,
@@ -69,6 +70,7 @@ def ask(
         temperature: of the draws, where there are several.
         engine: "transformers", or "vllm" in its environment.
         deterministic: of vLLM: batch-invariant kernels, where the device has them.
+        memory: of vLLM: the share of a GPU's memory that it may take.
         seed: of the draws, and of vLLM's engine.
         render: (tokenizer, question text, template) → prompt ids; the one renderer, unless a test breaks it on purpose.
         progress: called with the number of answers that each batch finished.
@@ -83,7 +85,7 @@ def ask(
     asked = [question for question in questions for _ in range(samples)]
     lengths = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
     drawn = {"temperature": temperature if samples > 1 else 0.0, "seed": seed}
-    with _opened(engine, cell.path, device, dtype, prompts, **lengths, deterministic=deterministic, seed=seed) as opened:
+    with _opened(engine, cell.path, device, dtype, prompts, **lengths, deterministic=deterministic, memory=memory, seed=seed) as opened:
         generate, computed_in, receipt = opened
         generate(prompts[:batch_size], max_new_tokens=2)  # libraries set themselves up
         began = time.perf_counter()
@@ -101,7 +103,7 @@ def ask(
 
 @contextmanager
 def _opened(
-    engine: str, path: Path, device: str, dtype: str, prompts: list, *, max_new_tokens: int, batch_size: int, deterministic: bool, seed: int
+    engine: str, path: Path, device: str, dtype: str, prompts: list, *, max_new_tokens: int, batch_size: int, deterministic: bool, memory: float, seed: int
 ) -> Iterator[tuple[Callable, str, dict[str, Any]]]:
     """A loaded engine's `generate`, the dtype of its activations, and its receipt."""
     if engine == hf.NAME:
@@ -114,7 +116,7 @@ def _opened(
         from qrl.engine import vllm
 
         longest = max(map(len, prompts)) + max_new_tokens
-        given = {"max_tokens": longest, "sequences": batch_size, "deterministic": deterministic, "seed": seed}
+        given = {"max_tokens": longest, "sequences": batch_size, "deterministic": deterministic, "memory": memory, "seed": seed}
         with vllm.Vllm(path, device, dtype, **given) as loaded:
             yield loaded.generate, loaded.dtype, loaded.receipt()
 

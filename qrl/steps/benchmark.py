@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +26,9 @@ from qrl.tracking import models as store_models
 from qrl.tracking import runs, store
 from qrl.workspace import workspace
 
-MEMORY = 0.9  # of a GPU, for all of vLLM's engines side by side
 TABLE, ROWS, FIGURE = "benchmark.md", "benchmark.parquet", "benchmark.png"
 SERVER_ROWS = "server.json"  # what `vllm bench serve` found
+API_KEY = "QRL_API_KEY"  # of the server that is measured, as `serve` takes it
 
 
 def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: str | None) -> None:
@@ -101,7 +102,7 @@ def _opener(recipe: Recipe, asked: list, device: str) -> Callable[[room.Subject]
     if recipe.evaluate.engine == hf.NAME:
         return lambda subject: local.Transformers(subject.path, device, recipe.evaluate.dtype)
     longest = max(len(prompt) for own in asked for prompt in own) + recipe.benchmark.new_tokens
-    sizes = {"max_tokens": longest, "sequences": max(recipe.benchmark.batches), "memory": MEMORY / len(asked)}
+    sizes = {"max_tokens": longest, "sequences": max(recipe.benchmark.batches), "memory": recipe.evaluate.gpu_memory_utilization / len(asked)}
     return lambda subject: local.Vllm(subject.path, device, recipe.evaluate.dtype, **sizes)
 
 
@@ -110,7 +111,7 @@ def _server(recipe: Recipe, url: str, subject: room.Subject, prompts: list[list[
     url = url.removesuffix("/").removesuffix("/v1")
     served = _served(url)
     texts = [tokens.decode(ids, skip_special_tokens=False) for ids in prompts]
-    found = load.run(url, served, texts, subject.path, recipe.benchmark)
+    found = load.run(url, served, texts, subject.path, recipe.benchmark, os.environ.get(API_KEY))
     (work / SERVER_ROWS).write_text(json.dumps(found, indent=1), encoding="utf-8")
     note = f"Requests over HTTP to {served}, by `vllm bench serve`."
     _log(load.lines(found, subject, _engine(url)), note, work, SERVER_ROWS, at_once="clients")
@@ -122,7 +123,7 @@ def _served(url: str) -> str:
     try:
         return _asked(address)["data"][0]["id"]
     except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
-        raise BadInput(f"{address} lists no model ({error}): start a server with `serve` first, and give its address.") from None
+        raise BadInput(f"{address} lists no model ({error}): start a server with `serve` first, and give its address; its key, if it has one, in {API_KEY}.") from None
 
 
 def _engine(url: str) -> str:
@@ -134,7 +135,9 @@ def _engine(url: str) -> str:
 
 
 def _asked(address: str) -> dict:
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(address, timeout=10) as answer:
+    key = os.environ.get(API_KEY)
+    request = urllib.request.Request(address, headers={"Authorization": f"Bearer {key}"} if key else {})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as answer:
         return json.load(answer)
 
 

@@ -90,7 +90,7 @@ def check(
     _check_stop(watch, settings, rollout)
     arguments.check(settings, questions)
     if settings.qat != "none":
-        qat_training.check(settings)
+        qat_training.check(settings, base.path)
 
 
 def _check_stop(watch: Watch, settings: Train, rollout: Rollout) -> None:

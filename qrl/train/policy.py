@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import process
-from qrl.engine import attention
+from qrl.engine import attention, pretrained
 from qrl.errors import BadInput
-from qrl.recipe import PACKED, Train
+from qrl.recipe import Train
+from qrl.sections import PACKED
 
 if TYPE_CHECKING:
     import torch
@@ -108,16 +109,13 @@ def load(base: Path, settings: Train, device: str):
     Full training and a base in fp32 get fp32 weights: at learning rates of RL, bf16 masters would round most updates away.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     storage, compute = settings.storage, _dtype(settings.compute)
     given = {}
     if storage in PACKED:
         place = f"cuda:{process.local_rank()}" if device == "cuda" else "cpu"
         given = {"quantization_config": quantization(storage, compute), "device_map": {"": place}}
-    model = AutoModelForCausalLM.from_pretrained(
-        base, dtype=torch.float32 if storage == "fp32" else compute, trust_remote_code=False, use_safetensors=True, **given
-    )
+    model = pretrained.load(base, dtype=torch.float32 if storage == "fp32" else compute, **given)
     keep_codes(model)
     if storage in PACKED and not any(packed(model)):
         raise BadInput(f"{base} has no linear that bitsandbytes packs: choose train.base_storage=bf16.")

@@ -1,11 +1,12 @@
-"""Does a moving stage lose requests? A load through `serve --follow` across two promotions, a rollback, and two that must not take over.
+"""Does a moving stage lose requests? A load through `serve --follow` across two promotions, a rollback, and three that must not take over.
 
     python tests/benchmarks/follow.py --out follow.json                          # in vLLM's environment; the built-in model
-    python tests/benchmarks/follow.py --shape 1.5b --clients 16 --pause 0 --tokens 256 --out follow.json    # on a GPU
+    python tests/benchmarks/follow.py --clients 16 --pause 0 --tokens 256 --benchmark 1,16 --out follow.json    # on a GPU
 
 Clients of the `openai` package, every other one streaming, never retrying, ask for the stage's id all the while. Versions differ
 in one weight. An answer counts if it came, whole, and says which version wrote it. Also asked through the proxy: the list of
-models, health, metrics, and whether a wrong key is turned away. The tests run this and judge the file that it writes.
+models, health, metrics, and whether a wrong key is turned away. --benchmark: at the end `benchmark --url` measures that server,
+still behind its proxy. The tests run this and judge the file that it writes.
 """
 
 import argparse
@@ -100,6 +101,8 @@ def main() -> None:
     given.add_argument("--clients", type=int, default=2)
     given.add_argument("--pause", type=float, default=0.5, help="seconds between a client's requests; two cores load the next engine meanwhile")
     given.add_argument("--tokens", type=int, default=64)
+    given.add_argument("--memory", default="0.45", help="share of the GPU's memory that each engine gets")
+    given.add_argument("--benchmark", metavar="CLIENTS,…", help="clients at once, by comma")
     given.add_argument("--out", type=Path, required=True)
     asked = given.parse_args()
     asked.out = asked.out.resolve()
@@ -118,7 +121,7 @@ def story(asked: argparse.Namespace) -> dict:
     import psutil
 
     port = free_port()
-    words = [sys.executable, "-m", "qrl", "serve", "--stage", STAGE, "--engine", "vllm", "--follow", "1", "--port", str(port), "--registered_name", NAME]
+    words = [sys.executable, "-m", "qrl", "serve", "--stage", STAGE, "--engine", "vllm", "--follow", "1", "--gpu-memory-utilization", asked.memory, "--port", str(port), "--registered_name", NAME]
     log = Path("log")
     with log.open("w") as out:
         server = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
@@ -134,12 +137,15 @@ def story(asked: argparse.Namespace) -> dict:
             before = len(load.answers)
             until(lambda version=version, before=before: any(each.model == f"{NAME}@{version}" for each in load.answers[before:]), server, log)
             moves[f"{what} to {version}"] = time.monotonic() - began
-        for number, (what, version) in enumerate((("promote", 4), ("by hand", 5)), 1):
+            print(f"{what} to {version}: {moves[f'{what} to {version}']:.1f} s, {len(load.answers)} requests, {sum(bool(each.error) for each in load.answers)} failed", flush=True)
+        for number, (what, version) in enumerate((("promote", 4), ("by hand", 5), ("promote", 6)), 1):
             registry(what, version)
             until(lambda number=number: log.read_text().count("does not take over") == number, server, log)
+            print(f"{what} {version}: refused, {len(load.answers)} requests, {sum(bool(each.error) for each in load.answers)} failed", flush=True)
         kept = len(load.answers)
         time.sleep(4)  # four looks at the registry
         load.stop()
+        measured = benchmark(asked.benchmark, port) if asked.benchmark else None
         children = psutil.Process(server.pid).children(recursive=True)
         began = time.monotonic()
         server.send_signal(signal.SIGTERM)
@@ -152,7 +158,7 @@ def story(asked: argparse.Namespace) -> dict:
             "by_version": Counter(each.model for each in load.answers), "moves_s": moves, "through": through,
             "after_refusals": Counter(each.model for each in load.answers[kept:]), "refusals": [line for line in text.splitlines() if "does not take over" in line],
             "exit_code": code, "stop_s": stopping, "left": [each.pid for each in children if each.is_running() and each.status() != psutil.STATUS_ZOMBIE],
-            "run": last_run(), "log": text, "answers": [dataclasses.asdict(each) for each in load.answers],
+            "benchmark": measured, "run": last_run(), "log": text, "answers": [dataclasses.asdict(each) for each in load.answers],
         }  # fmt: skip
     finally:
         if load:
@@ -160,6 +166,14 @@ def story(asked: argparse.Namespace) -> dict:
         with contextlib.suppress(ProcessLookupError):
             server.kill()
         server.wait()
+
+
+def benchmark(clients: str, port: int) -> dict:
+    """`benchmark --url` against the server: how it ended, and its table."""
+    words = [sys.executable, "-m", "qrl", "benchmark", "--stages", STAGE, "--url", f"http://127.0.0.1:{port}", "--registered_name", NAME, "--benchmark.batches", clients, "--benchmark.rounds", "3"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    print(done.stdout, done.stderr[-3000:], flush=True)
+    return {"command": words[3:], "exit_code": done.returncode, "table": done.stdout}
 
 
 def until(condition, server: subprocess.Popen, log: Path) -> None:
@@ -193,7 +207,7 @@ def asides(port: int) -> dict:
 
 
 def register(shape: str) -> None:
-    """Versions that differ in one weight: the first at the stage, the fourth damaged later, the fifth never judged by a gate."""
+    """Versions that differ in one weight: the first at the stage, the fourth damaged later, the fifth never judged by a gate, the sixth no engine can load."""
     from qrl import checkpoint, registry, tiny
     from qrl.tracking import models, runs, store
 
@@ -205,10 +219,13 @@ def register(shape: str) -> None:
         path = checkpoint_of(shape)
     store.prepare()
     with runs.step("evaluate"):
-        for number in range(1, 6):
+        for number in range(1, 7):
             copied = Path("copy").resolve()
             shutil.copytree(path, copied, ignore=shutil.ignore_patterns("__pycache__"))
             flip(copied / checkpoint.shards(copied)[0], number)
+            if number == 6:
+                config = json.loads((copied / "config.json").read_text())
+                (copied / "config.json").write_text(json.dumps(config | {"intermediate_size": 2 * config["intermediate_size"]}))
             cell = {"digest": checkpoint.digest(copied), "variant": "base", "scheme": "fp16"}
             uri, stored = models.log_checkpoint(copied, name="base", task="arithmetic", move=True, **cell)
             registry.register(NAME, uri, accuracy=0.6, stderr=0.01, n=2000, **cell)

@@ -5,8 +5,8 @@
     python tests/benchmarks/schemes_gpu.py print FOLDER                              # the tables, from what those wrote
 
 run stores each scheme in a process of its own and loads each model in another, all at once, bf16 among them; then they take turns
-(`benchmark.run`), so that ratios to bf16 are paired. --evaluation: evaluation's engine against a bare `LLM.generate`, alternating,
-over that many prompts. --receipts: deterministic and default runs of these schemes, repeated, in reverse, one by one, 8 at once.
+(`benchmark.run`), so that ratios to bf16 are paired, and what was measured is written after every round. --patience: what is not
+stored by then is left out. --evaluation: evaluation's engine against a bare `LLM.generate`, alternating, over that many prompts. --receipts: deterministic and default runs of these schemes, repeated, in reverse, one by one, 8 at once.
 Weights are random (seeded), under the built-in model's tokenizer: their time is the real model's, their answers and errors are
 not. `--llmc` and `--awq` name folders to import llm-compressor and AutoAWQ from, where they lie apart from vLLM.
 """
@@ -157,11 +157,10 @@ class _Ours:
     def __init__(self, path: Path, sizes: dict) -> None:
         from qrl.benchmark import local
 
-        deterministic = sizes.pop("deterministic", False)
-        if deterministic:
+        if sizes.pop("evaluates", False):  # else each request's times are kept, as a benchmark needs and evaluation does not
             from qrl.engine import vllm
 
-            self._loaded, self._local = vllm.Vllm(path, _device(), "auto", seed=0, deterministic=True, **sizes), None
+            self._loaded, self._local = vllm.Vllm(path, _device(), "auto", seed=0, **sizes), None
         else:
             self._local = local.Vllm(path, _device(), "auto", **sizes)
             self._loaded = self._local._loaded
@@ -208,20 +207,23 @@ class _Bare:
 def run(args: argparse.Namespace) -> None:
     """Stores, loads, then measures what was asked for; everything that is found is written as soon as it is there."""
     source(args)
-    wanted = {("speed", scheme): ("ours", scheme, _sizes(args)) for scheme in ("fp16", *args.schemes)}
+    deadline = time.monotonic() + args.patience
+    sizes = _sizes(args)
+    evaluates = sizes | {"evaluates": True, "deterministic": False}
+    wanted = {("speed", scheme): ("ours", scheme, sizes) for scheme in dict.fromkeys(("fp16", *args.schemes))} if args.schemes else {}
     if args.evaluation:
-        wanted["bare", "fp16"] = ("bare", "fp16", _sizes(args))
+        wanted |= {("default", "fp16"): ("ours", "fp16", evaluates), ("bare", "fp16"): ("bare", "fp16", sizes)}
     for scheme in args.receipts:
-        wanted["invariant", scheme] = ("ours", scheme, _sizes(args) | {"deterministic": True})
-        wanted["invariant, 8", scheme] = ("ours", scheme, _sizes(args) | {"deterministic": True, "sequences": 8})
-        wanted["default, 8", scheme] = ("ours", scheme, _sizes(args) | {"sequences": 8})
+        for how, deterministic in (("default", False), ("invariant", True)):
+            wanted[how, scheme] = ("ours", scheme, evaluates | {"deterministic": deterministic})
+            wanted[f"{how}, 8", scheme] = ("ours", scheme, evaluates | {"deterministic": deterministic, "sequences": 8})
     made, engines, failed = {}, {}, {}
 
     def prepare(role: tuple[str, str]) -> None:
         kind, scheme, sizes = wanted[role]
         try:
             if scheme != "fp16":
-                made[scheme] = _made(args, scheme)
+                made[scheme] = _made(args, scheme, deadline)
             engines[role] = Remote(kind, args.weights / f"{args.shape}-{scheme}", sizes)
             print(f"{role}: loaded in {engines[role].facts['load_s']:.1f} s", flush=True)
         except Exception as error:
@@ -236,28 +238,31 @@ def run(args: argparse.Namespace) -> None:
             each.result()
     print(f"all loaded after {time.perf_counter() - began:.0f} s", flush=True)
     name = f"{args.shape}-{'-'.join(args.schemes)}"[:120]
-    _speed(args, name, {role[1]: engines[role] for role in wanted if role[0] == "speed" and role in engines}, made, failed)
-    if ("bare", "fp16") in engines and ("speed", "fp16") in engines:
-        _evaluation(args, name, engines["speed", "fp16"], engines["bare", "fp16"])
+    if args.schemes:
+        _speed(args, name, {role[1]: engines[role] for role in wanted if role[0] == "speed" and role in engines}, made, failed)
+    if ("bare", "fp16") in engines and ("default", "fp16") in engines:
+        _evaluation(args, name, engines["default", "fp16"], engines["bare", "fp16"])
     for scheme in args.receipts:
-        for how, eight in (("invariant", "invariant, 8"), ("speed", "default, 8")):
-            if (how, scheme) in engines and (eight, scheme) in engines:
-                _receipt(args, scheme, how == "invariant", engines[how, scheme], engines[eight, scheme])
+        for how in ("invariant", "default"):
+            if (how, scheme) in engines and (f"{how}, 8", scheme) in engines:
+                _receipt(args, scheme, how == "invariant", engines[how, scheme], engines[f"{how}, 8", scheme])
     for engine in engines.values():
         engine.close()
 
 
-def _made(args: argparse.Namespace, scheme: str) -> dict:
-    """A scheme stored by a process of its own."""
+def _made(args: argparse.Namespace, scheme: str, deadline: float) -> dict:
+    """A scheme stored by a process of its own, by this one or by another call that is at it."""
+    if (record := args.weights / f"{args.shape}-{scheme}" / "made.json").is_file():
+        return json.loads(record.read_text())
     extra = {"awq": args.awq, "nf4": None, "int8": None}.get(scheme, args.llmc)
     path = os.pathsep.join(filter(None, [extra, os.environ.get("PYTHONPATH")]))
     log = args.out / f"make-{args.shape}-{scheme}.log"
     words = [sys.executable, __file__, "make", args.shape, scheme, "--weights", str(args.weights), "--out", str(args.out), *(["--probe"] if args.probe else [])]
     with log.open("wb") as file:
-        done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, stdout=file, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=deadline - time.monotonic())
     if done.returncode:
         raise RuntimeError(f"not stored: {log.read_text(errors='replace')[-800:]}")
-    return json.loads((args.weights / f"{args.shape}-{scheme}" / "made.json").read_text())
+    return json.loads(record.read_text())
 
 
 def _sizes(args: argparse.Namespace) -> dict:
@@ -270,18 +275,28 @@ def _sizes(args: argparse.Namespace) -> dict:
 
 
 def _speed(args: argparse.Namespace, name: str, engines: dict[str, Remote], made: dict, failed: dict) -> None:
+    import pandas as pd
+
     from qrl import benchmark
     from qrl.benchmark import summary
     from qrl.recipe import Benchmark
 
     settings = Benchmark(batches=args.batches, requests=args.requests, rounds=args.rounds, new_tokens=args.new_tokens)
     opened = {benchmark.Subject("base", scheme, args.weights / f"{args.shape}-{scheme}"): engine for scheme, engine in engines.items()}
-    prompts = _prompts(args.shape, max(args.batches))
+    subjects, prompts = list(opened), _prompts(args.shape, max(args.batches))
     facts = {scheme: engine.facts for scheme, engine in engines.items()}
     _write(args, f"speed-{name}", {"made": made, "facts": facts, "failed": failed, "settings": settings.model_dump(mode="json")})
-    frame = benchmark.run(list(opened), [prompts] * len(opened), lambda subject: _Open(opened[subject]), settings)
-    frame.to_parquet(args.out / f"speed-{name}.parquet")
-    print(summary.markdown(summary.lines(frame), ""), flush=True)
+    frames = []
+    for number in range(args.rounds):  # one at a time, so that a machine that is taken away leaves what was measured
+        began, first = time.perf_counter(), number % len(subjects)
+        turned = subjects[first:] + subjects[:first]
+        once = benchmark.run(turned, [prompts] * len(turned), lambda subject: _Open(opened[subject]), settings.model_copy(update={"rounds": 1}))
+        frames.append(once.assign(round=number))
+        frame = pd.concat(frames)
+        frame.to_parquet(args.out / f"speed-{name}.parquet")
+        print(f"round {number}: {time.perf_counter() - began:.1f} s", flush=True)
+        speeds = once.groupby(["scheme", "batch"])["new_tokens"].sum() / once.drop_duplicates(["scheme", "batch", "turn"]).groupby(["scheme", "batch"])["turn_s"].sum()
+        print(speeds.round().unstack().to_string() if number == 0 else summary.markdown(summary.lines(frame), ""), flush=True)
 
 
 class _Open:
@@ -295,8 +310,17 @@ class _Open:
 
 
 def _evaluation(args: argparse.Namespace, name: str, ours: Remote, bare: Remote) -> None:
-    """Tokens a second of both, in alternating rounds over the same prompts; what grading costs beside it."""
+    """Tokens a second of both, in alternating rounds over the same prompts; what rendering and grading cost beside it."""
     from qrl import tasks
+    from qrl.engine import hf
+    from qrl.tasks import prompt
+
+    questions = tasks.load("arithmetic", "heldout", args.evaluation, 0)
+    tokens = hf.tokenizer(args.weights / f"{args.shape}-fp16")
+    began = time.perf_counter()
+    for each in questions:
+        prompt.render(tokens, each.question, "answer-line")
+    rendering_s = time.perf_counter() - began
 
     prompts = _prompts(args.shape, args.evaluation)
     sides = {"ours": ours, "bare": bare}
@@ -309,11 +333,12 @@ def _evaluation(args: argparse.Namespace, name: str, ours: Remote, bare: Remote)
             timed[which] = sides[which]("generate", prompts, args.new_tokens)
             timed[which]["tokens_per_s"] = timed[which]["tokens"] / timed[which]["seconds"]
         texts = timed["ours"].pop("texts")
+        began = time.perf_counter()
+        tasks.grade_many("arithmetic", texts, [each.answer for each in questions])
+        timed["beside_s"] = {"rendering": rendering_s, "grading": time.perf_counter() - began}
         rounds.append(timed)
-        print({key: round(value["tokens_per_s"]) for key, value in timed.items()}, flush=True)
-    began = time.perf_counter()
-    tasks.grade_many("arithmetic", texts, ["1"] * len(texts))
-    _write(args, f"evaluation-{name}", {"rounds": rounds, "questions": args.evaluation, "new_tokens": args.new_tokens, "grading_s": time.perf_counter() - began})
+        print({which: round(timed[which]["tokens_per_s"]) for which in sides}, timed["beside_s"], flush=True)
+        _write(args, f"evaluation-{name}", {"rounds": rounds, "questions": args.evaluation, "new_tokens": args.new_tokens})
 
 
 def _receipt(args: argparse.Namespace, scheme: str, deterministic: bool, engine: Remote, eight: Remote) -> None:
@@ -353,10 +378,14 @@ def show(folder: Path) -> None:
         _show_speed(shape, calls)
     for file in sorted(folder.rglob("evaluation-*.json")):
         found = json.loads(file.read_text())
-        own, bare = ([each[which]["tokens_per_s"] for each in found["rounds"]] for which in ("ours", "bare"))
-        ratio = summary.over_rounds([a / b for a, b in zip(own, bare, strict=True)])
+        rounds = found["rounds"]
+        own, bare = ([each[which]["tokens_per_s"] for each in rounds] for which in ("ours", "bare"))
+        whole = [each["ours"]["tokens"] / (each["ours"]["seconds"] + sum(each["beside_s"].values())) for each in rounds]
         text = " against ".join(f"{each.estimate:,.0f} [{each.low:,.0f}, {each.high:,.0f}]" for each in map(summary.over_rounds, (own, bare)))
-        print(f"\n{found['case']}, {found['machine']}, vllm {found['versions']['vllm']}: {text} tokens/s, ratio {ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}], {len(own)} rounds of {found['questions']} × {found['new_tokens']}; grading {found['grading_s']:.2f} s")
+        print(f"\n{found['case']}, {found['machine']}, vllm {found['versions']['vllm']}: {text} tokens/s, {len(own)} rounds of {found['questions']} × {found['new_tokens']}")
+        for what, side in (("ratio", own), ("with rendering and grading", whole)):
+            ratio = summary.over_rounds([a / b for a, b in zip(side, bare, strict=True)])
+            print(f"{what}: {ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}], rounds {', '.join(f'{a / b:.3f}' for a, b in zip(side, bare, strict=True))}")
     print("\n| case | kernels | tokens/s | differ from the first run: again | in reverse | one by one | 8 at once |\n|---|---|---:|---:|---:|---:|---:|")
     for file in sorted(folder.rglob("receipt-*.json")):
         found = json.loads(file.read_text())
@@ -487,6 +516,7 @@ def main() -> None:
     parser.add_argument("--evaluation", type=int, default=0, metavar="N")
     parser.add_argument("--evaluation-rounds", type=int, default=6)
     parser.add_argument("--receipts", type=lambda text: tuple(text.split(",")), default=())
+    parser.add_argument("--patience", type=float, default=3600, help="seconds until a scheme must be stored")
     parser.add_argument("--port", type=int, default=8017)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
