@@ -1,6 +1,7 @@
 """The vLLM engine: the same prompts, answers and finish reasons as transformers', from vLLM's own kernels.
 
-Everything that depends on vLLM's version is in this file; written for 0.31.0. A deterministic run is asked for by a fixed
+What differs between vLLM's versions is in this file; written for 0.31.0, and run on 0.25.1, too. Rollouts (`train/vllm_engine.py`),
+the server (`serve/engines.py`) and `vllm bench serve` use what both have. A deterministic run is asked for by a fixed
 number of sequences, a seed, no cache of prefixes, and, on a GPU, batch-invariant kernels; `receipt` says what ran.
 """
 

@@ -65,7 +65,7 @@ def make_source(shape: str, weights: Path) -> Path:
         torch.manual_seed(0)
         with torch.device(_device()):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        partial = folder.with_suffix(".partial")
+        partial = folder.with_name(f"{folder.name}.partial")
         model.save_pretrained(partial)
         for name in (*checkpoint.TOKENIZER_FILES, "generation_config.json"):
             if (tiny.PATH / name).is_file():
@@ -473,7 +473,7 @@ def http(args: argparse.Namespace) -> None:
 def _alone(folder: Path):
     """One process at a time makes a folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as held:
+    with folder.with_name(f"{folder.name}.lock").open("w") as held:  # a suffix of its own: "1.5b-gptq" has a dot
         fcntl.flock(held, fcntl.LOCK_EX)
         yield
 
