@@ -84,7 +84,7 @@ class Vllm:
                 "environment that has it, or use evaluate.engine=transformers."
             ) from None
         checkpoint.check(path)
-        check_runs(path, device)
+        check_runs(path, device, deterministic)
         self.name = f"{NAME} {vllm.__version__}"
         self.tokens = hf.tokenizer(path)
         self.invariant = deterministic and device == "cuda"
@@ -197,18 +197,19 @@ class Vllm:
             ) from error
 
 
-def check_runs(path: Path, device: str) -> None:
+def check_runs(path: Path, device: str, deterministic: bool = False) -> None:
     """Refuses a scheme that vLLM has no kernel for here, before a weight is read or a worker started.
 
     Args:
         path: a checkpoint folder.
         device: "cpu" or "cuda".
+        deterministic: by batch-invariant kernels, where the device has them.
 
     Raises:
         BadInput: what is missing.
     """
     quantization = checkpoint.config(path).get("quantization_config")
-    missing = _missing(quantization, device) if quantization else ""
+    missing = _missing(quantization, device, deterministic) if quantization else ""
     if missing:
         import vllm
 
@@ -218,7 +219,7 @@ def check_runs(path: Path, device: str) -> None:
         )
 
 
-def _missing(quantization: dict, device: str) -> str:
+def _missing(quantization: dict, device: str, deterministic: bool) -> str:
     """What a scheme needs and vLLM lacks here, in words; empty where nothing is known to be."""
     import torch
     from vllm.model_executor.layers import quantization as methods
@@ -230,11 +231,14 @@ def _missing(quantization: dict, device: str) -> str:
     method = quantization["quant_method"]
     if method not in methods.QUANTIZATION_METHODS:
         return f"it knows no {method}" + (" without vllm-bnb-plugin" if method == "bitsandbytes" else "")
+    groups = list((quantization.get("config_groups") or {}).values())
+    floats = [group for group in groups if (group.get("format") or quantization.get("format") or "").startswith(("nvfp4", "mxfp4"))]
     if device != "cpu":
+        if deterministic and any((group.get("format") or quantization["format"]).startswith("nvfp4") and not group.get("input_activations") for group in floats):
+            return "its batch-invariant kernels for NVFP4 round activations, and this scheme does not (without evaluate.deterministic it runs)"
         least, found = methods.get_quantization_config(method).get_min_capability(), current_platform.get_device_capability()
         return f"it needs compute capability {least / 10:.1f}, and this is {found.to_int() / 10:.1f}" if found and found.to_int() < least else ""
-    groups = list((quantization.get("config_groups") or {}).values())
-    if any((group.get("format") or quantization.get("format") or "").startswith(("nvfp4", "mxfp4")) for group in groups):
+    if floats:
         return "it has no kernel for 4-bit floats on a CPU"
     integers = [group["weights"]["num_bits"] for group in groups if group["weights"]["type"] == "int" and not group.get("input_activations")]
     if any(bits > 4 for bits in integers):
