@@ -221,24 +221,35 @@ def check_runs(path: Path, device: str, deterministic: bool = False) -> None:
 
 def _missing(quantization: dict, device: str, deterministic: bool) -> str:
     """What a scheme needs and vLLM lacks here, in words; empty where nothing is known to be."""
-    import torch
     from vllm.model_executor.layers import quantization as methods
-    from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    importlib.import_module("vllm._custom_ops")  # loads the kernels of this CPU
     method = quantization["quant_method"]
     if method not in methods.QUANTIZATION_METHODS:
         return f"it knows no {method}" + (" without vllm-bnb-plugin" if method == "bitsandbytes" else "")
-    groups = list((quantization.get("config_groups") or {}).values())
-    floats = [group for group in groups if (group.get("format") or quantization.get("format") or "").startswith(("nvfp4", "mxfp4"))]
-    if device != "cpu":
-        if deterministic and any((group.get("format") or quantization["format"]).startswith("nvfp4") and not group.get("input_activations") for group in floats):
-            return "its batch-invariant kernels for NVFP4 round activations, and this scheme does not (without evaluate.deterministic it runs)"
-        least, found = methods.get_quantization_config(method).get_min_capability(), current_platform.get_device_capability()
-        return f"it needs compute capability {least / 10:.1f}, and this is {found.to_int() / 10:.1f}" if found and found.to_int() < least else ""
-    if floats:
+    groups = [{"format": quantization.get("format") or ""} | group for group in (quantization.get("config_groups") or {}).values()]
+    if device == "cpu":
+        return _missing_on_cpu(method, groups)
+    return _missing_on_gpu(methods.get_quantization_config(method).get_min_capability(), groups, deterministic)
+
+
+def _missing_on_gpu(least: int, groups: list[dict], deterministic: bool) -> str:
+    from vllm.platforms import current_platform
+
+    found = current_platform.get_device_capability()
+    if found and found.to_int() < least:
+        return f"it needs compute capability {least / 10:.1f}, and this is {found.to_int() / 10:.1f}"
+    if deterministic and any(group["format"].startswith("nvfp4") and not group.get("input_activations") for group in groups):
+        return "its batch-invariant kernels for NVFP4 round activations, which this scheme does not (without evaluate.deterministic it runs)"
+    return ""
+
+
+def _missing_on_cpu(method: str, groups: list[dict]) -> str:
+    import torch
+
+    importlib.import_module("vllm._custom_ops")  # loads the kernels of this CPU
+    if any(group["format"].startswith(("nvfp4", "mxfp4")) for group in groups):
         return "it has no kernel for 4-bit floats on a CPU"
     integers = [group["weights"]["num_bits"] for group in groups if group["weights"]["type"] == "int" and not group.get("input_activations")]
     if any(bits > 4 for bits in integers):
