@@ -228,7 +228,7 @@ def _missing(quantization: dict, device: str, deterministic: bool) -> str:
     method = quantization["quant_method"]
     if method not in methods.QUANTIZATION_METHODS:
         return f"it knows no {method}" + (" without vllm-bnb-plugin" if method == "bitsandbytes" else "")
-    groups = [{"format": quantization.get("format") or ""} | group for group in (quantization.get("config_groups") or {}).values()]
+    groups = [group | {"format": group.get("format") or quantization.get("format") or ""} for group in (quantization.get("config_groups") or {}).values()]
     if device == "cpu":
         return _missing_on_cpu(method, groups)
     return _missing_on_gpu(methods.get_quantization_config(method).get_min_capability(), groups, deterministic)
