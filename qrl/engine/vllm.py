@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -261,6 +262,7 @@ def _missing_on_cpu(method: str, groups: list[dict]) -> str:
 
 def _inspect(model) -> dict[str, Any]:
     """In vLLM's worker: which kernels serve its layers, and how many bytes their weights take."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # INT8 warns at every matrix product: 112 lines a token
     kernels: Counter[str] = Counter()
     for module in model.modules():
         method = getattr(module, "scheme", None) or getattr(module, "quant_method", None)

@@ -372,8 +372,11 @@ def show(folder: Path) -> None:
     speeds = sorted(folder.rglob("speed-*.json"), key=lambda file: (json.loads(file.read_text())["case"].split("-")[1], file.stat().st_mtime))
     by_shape: dict[str, list] = {}
     for file in speeds:
-        found = json.loads(file.read_text())
-        by_shape.setdefault(found["case"].split("-")[1], []).append((found, summary.lines(pd.read_parquet(file.with_suffix(".parquet")))))
+        found, frame = json.loads(file.read_text()), pd.read_parquet(file.with_suffix(".parquet"))
+        if frame["round"].nunique() < 2:
+            print(f"{file}: one round, which supports no interval")
+            continue
+        by_shape.setdefault(found["case"].split("-")[1], []).append((found, summary.lines(frame)))
     for shape, calls in by_shape.items():
         _show_speed(shape, calls)
     for file in sorted(folder.rglob("evaluation-*.json")):
