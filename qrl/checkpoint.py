@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl.errors import BadInput
-from qrl.formats import header
+from qrl.formats import architecture, header
 from qrl.formats.header import Entry
 from qrl.formats.stream import Rows
 
@@ -79,6 +79,7 @@ def check(path: Path | str, *, need_chat_template: bool = True) -> Checkpoint:
     _refuse_code(folder)
     settings = config(folder)
     found = entries(folder)
+    architecture.check(folder / "config.json", settings, found)
     _check_tokenizer(folder, need_chat_template)
     return Checkpoint(
         path=folder,

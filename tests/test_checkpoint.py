@@ -32,6 +32,29 @@ def test_a_whole_checkpoint_is_described(folder):
     assert len(found.digest) == 64
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"hidden_size": 512}, "hidden_size = 512, but its weights have 256"),
+        ({"vocab_size": 100}, "vocab_size = 100, but its weights have \\d+"),
+        ({"num_hidden_layers": 1}, "num_hidden_layers = 1, but its weights have 2"),
+        ({"num_hidden_layers": 6}, "num_hidden_layers = 6, but its weights have 2"),
+        ({"hidden_size": "big"}, "hidden_size = 'big', but a whole number above 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0, but a whole number above 0"),
+        ({"num_key_value_heads": True}, "num_key_value_heads = True, but a whole number above 0"),
+    ],
+)
+def test_a_configuration_of_another_model_is_refused(folder, changes, says):
+    edit(folder / "config.json", **changes)
+    with pytest.raises(BadInput, match=rf"config\.json says {says}"):
+        checkpoint.check(folder)
+
+
+def test_layers_that_predict_further_tokens_count_apart(folder):
+    edit(folder / "config.json", num_hidden_layers=1, num_nextn_predict_layers=1)
+    assert checkpoint.check(folder)
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "modeling_evil.py", "old/optimizer.pt", "a.pth", "a.PKL"])
 def test_pickles_and_code_are_refused_by_name(folder, name):
     (folder / name).parent.mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ from transformers import (
 pytest.importorskip("compressed_tensors")
 
 from qrl.errors import BadInput, QrlError
-from qrl.formats import fake, fake_compiled, fake_linears
+from qrl.formats import fake, fake_fused, fake_linears
 from qrl.train import qat, sync
 
 SHAPE = {
@@ -101,6 +101,39 @@ def test_gradients_are_those_of_an_unquantized_linear_at_the_quantized_point(nam
     functional.linear(*point).backward(upstream)
     for found, wanted in zip((inputs, linear.weight, linear.bias), point, strict=True):
         assert torch.equal(found.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("name", ["int4", "nvfp4-a4"])
+def test_gradients_of_micro_batches_add_up_and_recomputed_forwards_have_the_same(name, reentrant):
+    whole, model = attached(name), attached(name)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    model.train()
+    whole(**batch(4), labels=batch(4)["input_ids"]).loss.backward()
+    for half in (slice(0, 2), slice(2, 4)):
+        given = {key: value[half] for key, value in batch(4).items()}
+        (model(**given, labels=given["input_ids"]).loss / 2).backward()
+    for found, wanted in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(found.grad, wanted.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_backward_at_weights_that_were_folded_anew_since_is_an_error():
+    model = attached("int4")
+    loss = model(**batch(), labels=batch()["input_ids"]).loss
+    qat.refold(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_weight_that_is_frozen_after_attaching_gets_no_gradient():
+    model = attached("int8")
+    linear = model.model.layers[0].mlp.up_proj
+    linear.weight.requires_grad_(False)
+    qat.refold(model)
+    model(**batch(), labels=batch()["input_ids"]).loss.backward()
+    assert linear.weight.grad is None and model.model.layers[0].mlp.gate_proj.weight.grad is not None
 
 
 def test_queries_keys_and_values_share_a_global_scale_and_so_do_gate_and_up():
@@ -187,8 +220,8 @@ def test_a_rollout_engine_is_sent_q_under_the_checkpoints_names():
 
 def test_queries_keys_and_values_are_fed_one_and_the_same_tensor(monkeypatch):
     model, seen = attached("nvfp4-a4"), []
-    whole = fake_compiled.activations
-    monkeypatch.setattr(fake_compiled, "activations", lambda inputs, *given: seen.append(inputs) or whole(inputs, *given))
+    whole = fake_fused.activations
+    monkeypatch.setattr(fake_fused, "activations", lambda inputs, *given: seen.append(inputs) or whole(inputs, *given))
     with torch.no_grad():
         model(**batch())
     assert len(seen) == 2 * 4  # of seven linears a layer: q, k and v have one input, gate and up another

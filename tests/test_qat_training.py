@@ -1,5 +1,6 @@
 """GRPO with quantized linears: rollouts and loss see Q(W), masters move, the outcome is exported bit for bit."""
 
+import json
 import math
 import shutil
 
@@ -82,19 +83,18 @@ def test_the_stored_model_keeps_the_scales_that_were_calibrated(trained, tmp_pat
 def test_rollouts_and_loss_compute_with_the_same_q(tmp_path, monkeypatch):
     """Every matrix that a linear multiplies by between two optimizer steps is one and the same object."""
     used = {}
-    plain = qat.Fold.weight_of
+    plain = qat.Fold.standing
 
     def noted(fold, linear):
         weight = plain(fold, linear)
-        used.setdefault(id(linear), []).append((torch.is_grad_enabled(), weight))
+        used.setdefault(id(linear), []).append((torch.is_grad_enabled(), weight.data_ptr(), weight))
         return weight
 
-    monkeypatch.setattr(qat.Fold, "weight_of", noted)
+    monkeypatch.setattr(qat.Fold, "standing", noted)
     train(tmp_path, "int4", steps=1)
     for calls in used.values():
-        rolled_out = {weight.data_ptr() for grad, weight in calls if not grad}
-        assert rolled_out == {weight.data_ptr() for grad, weight in calls if grad}
-        assert {grad for grad, _ in calls} == {True, False} and len({id(weight) for _, weight in calls}) == 1
+        assert {place for grad, place, _ in calls if not grad} == {place for grad, place, _ in calls if grad}
+        assert {grad for grad, _, _ in calls} == {True, False} and len({id(weight) for _, _, weight in calls}) == 1
     assert len(used) == 4 * 7
 
 
@@ -138,7 +138,15 @@ def test_calibration_texts_are_the_renderers_own_and_long_ones_are_refused():
 
 def test_an_adapter_is_refused_before_any_weight_is_loaded():
     with pytest.raises(BadInput, match=r"train\.qat = int8 trains all weights, but train\.method = lora"):
-        qat_training.check(Train(qat="int8", method="lora"))
+        qat_training.check(Train(qat="int8", method="lora"), tiny.PATH)
+
+
+def test_a_model_that_the_format_cannot_hold_is_refused_before_any_weight_is_loaded(tmp_path):
+    config = json.loads((tiny.PATH / "config.json").read_text())
+    for changes, says in (({"model_type": "qwen2_moe"}, "mixture of experts"), ({"intermediate_size": 576}, r"mlp\.down_proj .*576")):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(BadInput, match=says):
+            qat_training.check(Train(qat="int4"), tmp_path)  # there are no weights to load
 
 
 def test_the_recipe_knows_every_format():

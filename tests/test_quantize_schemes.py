@@ -213,3 +213,13 @@ def test_widths_are_checked_on_every_linear_but_the_head():
         widths.check(model, 128)
     with pytest.raises(BadInput, match="no linear layer"):
         widths.check(torch.nn.ModuleDict({"lm_head": torch.nn.Linear(64, 8)}), 32)
+
+
+def test_a_calibration_file_may_hold_empty_lines_and_whatever_a_string_may_hold(tmp_path):
+    file = tmp_path / "texts.jsonl"
+    line_end_of_unicode = "one\u2028two\x85three"  # for str.splitlines; JSON and JSONL know "\n" alone
+    file.write_text(f'\n{json.dumps({"text": line_end_of_unicode}, ensure_ascii=False)}\r\n\n\n{{"text": " "}}\n', encoding="utf-8-sig")
+    with pytest.raises(BadInput, match=r"Line 5 of .*texts\.jsonl holds no calibration text"):
+        calibration.read(file, 1)
+    file.write_text(file.read_text(encoding="utf-8").replace('" "', '"four"'), encoding="utf-8")
+    assert calibration.read(file, 2) == [line_end_of_unicode, "four"]

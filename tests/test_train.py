@@ -11,7 +11,7 @@ from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.evaluate import cells
 from qrl.quantize import calibration, staging
-from qrl.recipe import Train
+from qrl.recipe import Rollout, Train
 from qrl.tasks import prompt
 from qrl.train import arguments, grpo, merge, policy, resume, reward, save
 
@@ -129,6 +129,25 @@ def test_the_same_seed_trains_the_same_weights_and_resuming_changes_none(trained
     again = train(tmp_path)
     assert again.resumed_from == 1
     assert checkpoint.digest(again.path) == checkpoint.digest(done.path)
+
+
+def test_bf16_copies_of_weights_are_dropped_after_use_and_no_gradient_changes(tmp_path, monkeypatch):
+    settings, ids = FAST.model_copy(update={"dtype": "bf16"}), torch.arange(3, 35)[None]
+    rows = [{"prompt": prompt.messages(question.question, "plain"), "answer": question.answer} for question in QUESTIONS]
+
+    def gradients() -> tuple[bool, dict]:
+        given = {"task": "arithmetic", "seed": 0, "device": "cpu", "work": tmp_path, "log": lambda metrics, step: None}
+        made = grpo._trainer(tiny.PATH, rows, settings, **given, rollout=Rollout())
+        model, kept = made.accelerator.prepare_model(made.model), []
+        model.model.layers[0].register_forward_pre_hook(lambda *_: kept.append(torch.is_autocast_cache_enabled()))
+        model(input_ids=ids, labels=ids).loss.backward()
+        return kept[0], {name: weight.grad for name, weight in model.named_parameters()}
+
+    kept, ours = gradients()
+    monkeypatch.setattr(grpo, "_keep_no_casts", lambda trainer: None)
+    kept_by_itself, without = gradients()
+    assert kept_by_itself and not kept
+    assert all(ours[name].equal(without[name]) and ours[name].any() for name in without)
 
 
 def test_a_broken_checkpoint_is_skipped_for_the_one_before_it(trained, tmp_path):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import checkpoint, process
-from qrl.engine import attention
+from qrl.engine import attention, pretrained
 from qrl.errors import BadInput
 
 if TYPE_CHECKING:
@@ -38,10 +38,18 @@ class Completion:
 
 
 def tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer, padding on the left, as decoding in batches needs."""
+    """The checkpoint's tokenizer, padding on the left, as decoding in batches needs.
+
+    Raises:
+        BadInput: its files cannot be read.
+    """
     from transformers import AutoTokenizer
 
-    found = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=False)
+    try:
+        found = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=False)
+    except Exception as error:  # whatever the library meets in them: its own, the Rust part's, JSON's
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise BadInput(f"The tokenizer of {path} cannot be read ({reason}): copy or save it again.") from error
     if found.pad_token_id is None:
         found.pad_token = found.eos_token
     return found
@@ -59,7 +67,7 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, 
         BadInput: the folder is not a checkpoint that qrl loads.
     """
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     process.hush_transformers()
     found = checkpoint.check(path)
@@ -70,9 +78,7 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, 
     elif found.quantization == "compressed-tensors":
         model = _decompressed(path, device, dtype)
     else:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, device_map=device, trust_remote_code=False, use_safetensors=True
-        )
+        model = pretrained.load(path, dtype=dtype, device_map=device)
         if found.quantization == "bitsandbytes" and device == "cpu":
             model = model.dequantize(dtype=dtype)
     # Decoding is ours to set: a checkpoint's own sampling and repetition penalties would colour every accuracy.
@@ -140,18 +146,11 @@ def generate(
 
 def _decompressed(path: Path, device: str, dtype: torch.dtype) -> PreTrainedModel:
     """A compressed-tensors checkpoint with its weights as plain matrices; activations are rounded where the scheme says so."""
-    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+    from transformers import CompressedTensorsConfig
 
     with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # of a setting that is meant to be overridden; bars that flash
         warnings.simplefilter("ignore", UserWarning)
-        model = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            device_map=device,
-            trust_remote_code=False,
-            use_safetensors=True,
-            quantization_config=CompressedTensorsConfig(dequantize=True),
-        )
+        model = pretrained.load(path, dtype=dtype, device_map=device, quantization_config=CompressedTensorsConfig(dequantize=True))
     for module in model.modules():
         scheme = getattr(module, "quantization_scheme", None)
         if scheme is None:

@@ -41,6 +41,13 @@ def covered(model: PreTrainedModel, name: str) -> dict[str, nn.Linear]:
     return found
 
 
+def check_fit(model: PreTrainedModel, name: str) -> None:
+    """Refuses a model, with or without weights, that a format cannot hold; raises as `covered` does, and where groups do not divide a linear's inputs."""
+    scheme = fake.scheme(name)
+    for path, linear in covered(model, name).items():
+        fake.check_width(path, linear.in_features, scheme.weights)
+
+
 def check_architecture(model: PreTrainedModel) -> None:
     """Refuses mixtures of experts, state-space models, and whatever keeps its matrices elsewhere than in `nn.Linear`."""
     from torch import nn

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qrl import checkpoint, names
+from qrl.engine import pretrained
 from qrl.errors import BadInput
 from qrl.quantize import calibration as texts
 from qrl.quantize import settings as choices
@@ -117,7 +118,7 @@ def check_fit(source: Path, settings: Settings) -> None:
     config = checkpoint.config(source)
     if settings.scheme == names.AWQ:  # in an environment whose transformers is older
         config = staging.rewrite(config)
-    widths.check(widths.skeleton(config), settings.group_size, outputs=choices.AWQ_WORD if settings.scheme == names.AWQ else 1)
+    widths.check(pretrained.skeleton(config), settings.group_size, outputs=choices.AWQ_WORD if settings.scheme == names.AWQ else 1)
 
 
 def _store(source: Path, out: Path, settings: Settings, rows: list, probe: list, device: str) -> tuple[float, ...]:

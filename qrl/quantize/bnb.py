@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qrl import names
+from qrl.engine import pretrained
 from qrl.errors import BadInput
 
 OUTLIER = 6.0  # activations above this stay in 16 bits: bitsandbytes' own default
@@ -27,7 +28,7 @@ def quantize(source: Path, out: Path, *, scheme: str, device: str, seed: int) ->
     """
     import torch
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
     torch.manual_seed(seed)
     if scheme == names.NF4:
@@ -39,14 +40,7 @@ def quantize(source: Path, out: Path, *, scheme: str, device: str, seed: int) ->
         )
     else:
         settings = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=OUTLIER)
-    model = AutoModelForCausalLM.from_pretrained(
-        source,
-        quantization_config=settings,
-        dtype=torch.bfloat16,
-        device_map=device,
-        trust_remote_code=False,
-        use_safetensors=True,
-    )
+    model = pretrained.load(source, quantization_config=settings, dtype=torch.bfloat16, device_map=device)
     if not any(isinstance(module, Linear4bit | Linear8bitLt) for module in model.modules()):
         raise BadInput(f"{source} has no linear layer that bitsandbytes quantizes: expected a transformer language model.")
     model.save_pretrained(out)

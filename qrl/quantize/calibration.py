@@ -22,16 +22,18 @@ def read(file: Path, n: int) -> list[str]:
         BadInput: no such file, rows that hold no text, or fewer than n of them.
     """
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # JSON's strings may hold what splitlines takes for ends of lines
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"Calibration texts cannot be read from {file} ({error}): expected task, rollouts, or a .jsonl file.") from None
     texts = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             texts.append(json.loads(line)["text"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             texts.append(None)
-        if not isinstance(texts[-1], str) or not texts[-1]:
+        if not isinstance(texts[-1], str) or not texts[-1].strip():
             raise BadInput(f'Line {number} of {file} holds no calibration text: expected rows like {{"text": "…"}}.')
     check_count(len(texts), n, str(file))
     return texts[:n]

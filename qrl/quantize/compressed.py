@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import checkpoint, names
+from qrl.engine import pretrained
 from qrl.errors import QrlError
 from qrl.quantize.settings import CALIBRATED, GROUPED, Settings
 from qrl.quantize.widths import HEAD
@@ -88,12 +89,9 @@ def quiet_oneshot():
 def _load(source: Path, *, in_float32: bool) -> tuple[PreTrainedModel, torch.dtype]:
     """The model, and the dtype to store what is not quantized in: the source's own, bfloat16 for float32 masters."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     stored = {"float16": torch.float16}.get(checkpoint.main_dtype(checkpoint.entries(source)), torch.bfloat16)
-    model = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32 if in_float32 else stored, trust_remote_code=False, use_safetensors=True
-    )
+    model = pretrained.load(source, dtype=torch.float32 if in_float32 else stored)
     return model.eval(), stored
 
 

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qrl import checkpoint, names
+from qrl.engine import pretrained
 from qrl.formats import fake, fake_linears
-from qrl.quantize import compressed, widths
+from qrl.quantize import compressed
 from qrl.quantize.settings import Settings
 
 
@@ -34,15 +35,11 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
     oneshot = compressed.quiet_oneshot()
     import torch
     from llmcompressor.modifiers.quantization import QuantizationModifier
-    from transformers import AutoModelForCausalLM
 
     name = settings.scheme.removeprefix(names.ROUNDED_PREFIX)
-    for path, linear in fake_linears.covered(widths.skeleton(checkpoint.config(source)), name).items():
-        fake.check_width(path, linear.in_features, fake.scheme(name).weights)
+    fake_linears.check_fit(pretrained.skeleton(checkpoint.config(source)), name)
     torch.manual_seed(settings.seed)
-    model = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
-    ).eval()
+    model = pretrained.load(source, dtype=torch.float32).eval()
     covered = fake_linears.covered(model, name)
     scheme = fake.scheme(name).model_copy(update={"targets": list(covered)})
     kept = fake_linears.read_activation_scales(source) if fake_linears.needs_calibration(name) else None

@@ -8,25 +8,8 @@ from qrl.errors import BadInput
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
 HEAD = "lm_head"  # stays in full precision under every scheme
-
-
-def skeleton(config: dict) -> PreTrainedModel:
-    """The model of a config.json, without weights.
-
-    Raises:
-        BadInput: transformers knows no such language model.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), trust_remote_code=False)
-    except (KeyError, ValueError, TypeError) as error:
-        raise BadInput(f"transformers knows no language model '{config.get('model_type')}' ({' '.join(str(error).split())[:200]}): give another.") from None
 
 
 def check(model: torch.nn.Module, group_size: int, outputs: int = 1) -> None:

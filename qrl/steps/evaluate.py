@@ -15,7 +15,7 @@ from qrl.errors import UnhealthyCell
 from qrl.evaluate import cells as room
 from qrl.evaluate import groups, health, scores
 from qrl.recipe import Recipe
-from qrl.steps import inputs, record
+from qrl.steps import inputs, outcome, record
 from qrl.tasks import prompt
 from qrl.tracking import lineage, models, reuse, runs, store
 from qrl.workspace import workspace
@@ -35,13 +35,15 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
     params = {"device": device}
     tags = {names.TAG_TASK: recipe.task}
     with runs.step("evaluate", recipe, sections=("evaluate",), params=params, tags=tags):
-        broken = []
+        broken, asked = [], {}
         for (variant, scheme), weights in found.items():
             try:
-                _one(recipe, variant, scheme, addresses[variant, scheme], weights, questions, device)
+                asked[f"{variant}:{scheme}"] = _one(recipe, variant, scheme, addresses[variant, scheme], weights, questions, device)
             except UnhealthyCell as error:
                 click.secho(f"      {error}", fg="red", err=True)
                 broken.append(str(error))
+        if asked:
+            outcome.evaluated(asked)
         if broken:
             unhealthy = UnhealthyCell(" ".join(broken))
             unhealthy.told = True  # cell by cell, above
@@ -61,7 +63,8 @@ def check(recipe: Recipe, given: str | None) -> tuple[dict[tuple[str, str], str]
 
 def _one(
     recipe: Recipe, variant: str, scheme: str, address: str, weights: checkpoint.Checkpoint, questions: list, device: str
-) -> None:
+) -> str:
+    """Asks one cell; the id of its run."""
     settings = recipe.evaluate
     tags = {
         names.TAG_STEP: "evaluate",
@@ -121,6 +124,7 @@ def _one(
             f"{asked.tokens_per_s:,.0f} tokens/s",
             err=True,
         )
+        return runs.active_id()
 
 
 def _sampled(found: dict[str, float], samples: int) -> str:

@@ -17,7 +17,7 @@ from qrl.quantize import calibration, error, staging
 from qrl.quantize import settings as choices
 from qrl.quantize.settings import Settings
 from qrl.recipe import Recipe
-from qrl.steps import inputs, record
+from qrl.steps import inputs, outcome, record
 from qrl.tasks import prompt
 from qrl.tracking import addresses, reuse, runs, store
 from qrl.workspace import workspace
@@ -62,14 +62,17 @@ def quantize(recipe: Recipe, scheme: str, given: str | None) -> None:
                 n=settings.samples,
                 source=texts.source,
             )
-        for variant, found in checkpoints.items():
-            _one(recipe, settings, variant, found, texts, device, work)
+        stored = {
+            f"{variant}:{scheme}": _one(recipe, settings, variant, found, texts, device, work)
+            for variant, found in checkpoints.items()
+        }
+        outcome.cells(stored)
 
 
 def _one(
     recipe: Recipe, settings: Settings, variant: str, found: checkpoint.Checkpoint, texts: Texts, device: str, work: Path
-) -> None:
-    """One checkpoint: its own nested run, found again by its own key."""
+) -> str:
+    """One checkpoint: its own nested run, found again by its own key; the address of what came out."""
     scheme = settings.scheme
     key = keys.quantized(recipe, scheme, found.digest, device)
     tags = {
@@ -124,6 +127,7 @@ def _one(
             f"after the last layer, {made.seconds:.1f} s",
             err=True,
         )
+        return uri
 
 
 class Texts:

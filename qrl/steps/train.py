@@ -11,7 +11,7 @@ from qrl import checkpoint, figures, keys, names, process, source, tiny
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.recipe import Recipe
-from qrl.steps import inputs, record
+from qrl.steps import inputs, outcome, record
 from qrl.tasks import contamination, prompt
 from qrl.tiny import corpus
 from qrl.tracking import addresses, reuse, runs, store
@@ -171,6 +171,8 @@ def _record(recipe: Recipe, path: Path, parent: str, *, adapter: bool = False) -
     if adapter:
         runs.log_folder(path, "adapter")
         reuse.record_outputs(artifacts=["adapter", names.HISTORY], values={"parent": parent})
+        outcome.adapter(f"runs:/{runs.active_id()}/adapter")
         return
     uri, digest = record.own(recipe, path, recipe.train.variant, names.FP16, parent=parent)
     reuse.record_outputs(models={"model": uri}, values={"digest": digest, "parent": parent})
+    outcome.model(uri, recipe.train.variant, names.FP16)

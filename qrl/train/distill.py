@@ -64,7 +64,7 @@ def check(
     policy.check(settings, checkpoint.entries(base.path))
     arguments.check(settings, questions)
     if settings.qat != "none":
-        qat_training.check(settings)
+        qat_training.check(settings, base.path)
 
 
 def run(

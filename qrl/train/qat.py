@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch import Tensor, autograd, nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from qrl.errors import BadInput, QrlError
-from qrl.formats import fake, fake_compiled, fake_linears
+from qrl.formats import fake, fake_fused, fake_linears
 
 if TYPE_CHECKING:
     import torch
@@ -28,17 +28,12 @@ if TYPE_CHECKING:
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class _Through(autograd.Function):
-    """Takes the value of `quantized`, and hands its gradient to `exact` as it is."""
+def _standing(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor that hands its gradient to `exact` as it is, and whose values are to be put in its place: `found.data = quantized`.
 
-    @staticmethod
-    def forward(ctx, exact: Tensor, quantized: Tensor) -> Tensor:
-        ctx.dtype = exact.dtype
-        return quantized.view_as(quantized)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return gradient.to(ctx.dtype), None
+    A cast is what autograd has for it: its backward is native, and needs no Python.
+    """
+    return exact.to(dtype, copy=True)
 
 
 class QATLinear(nn.Linear):
@@ -57,16 +52,12 @@ class QATLinear(nn.Linear):
             return functional.linear(inputs, self.weight, self.bias)
         import torch
 
-        weight, bias, kind = _Through.apply(self.weight, self.fold.weight_of(self)), self.bias, inputs.device.type
+        kind, dtype = inputs.device.type, self.fold.dtype
+        weight, fed = self.fold.standing(self), self.fold.scheme.input_activations is not None
         if torch.is_autocast_enabled(kind):
-            return functional.linear(self._quantized(inputs, torch.get_autocast_dtype(kind)), weight, bias)
-        bias = bias if bias is None else bias.to(weight.dtype)  # TRL's rollouts: multiplied as the loss does, without autocast
-        return functional.linear(self._quantized(inputs, weight.dtype), weight, bias).to(inputs.dtype)
-
-    def _quantized(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        """Inputs in the dtype that is multiplied in, and in few bits where the format feeds them so."""
-        exact = inputs.to(dtype)
-        return exact if self.fold.scheme.input_activations is None else _Through.apply(exact, self.fold.fed(self, inputs, exact))
+            return functional.linear(self.fold.fed(self, inputs, torch.get_autocast_dtype(kind)) if fed else inputs, weight, self.bias)
+        bias = self.bias if self.bias is None else self.bias.to(dtype)  # TRL's rollouts: multiplied as the loss does, without autocast
+        return functional.linear(self.fold.fed(self, inputs, dtype) if fed else inputs.to(dtype), weight, bias).to(inputs.dtype)
 
 
 @dataclass(eq=False)
@@ -76,51 +67,80 @@ class Fold:
     scheme: QuantizationScheme
     dtype: torch.dtype  # in which Q(W) is kept: the dtype of the forward
     members: dict[str, QATLinear]  # by name in the model
+    together: list[Fold]  # all of the model's, itself among them: what changed behind their back is computed in one go
     on: bool = True
     made: int = 0  # how often Q(W) was computed
-    state: tuple | None = None  # of the weights that it was computed from
+    state: list | None = None  # of the weights that it was computed from
     kept: dict[int, Tensor] | None = None  # id of a linear → Q(W)
+    stand: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # id of a linear → W, and Q(W) whose gradient goes to it
     largest: Tensor | None = None  # (members,), each one's largest |w|
+    final: QATLinear | None = None  # the last member
     last: tuple | None = None  # of the inputs that a member was fed: key, inputs, what they became; until the last member asked
 
     def weight_of(self, linear: QATLinear) -> Tensor:
         """Q(W) of a member, (O, I); computed anew only where a member's weight has changed since."""
-        if self.state != self._state():
-            self.renew()
-            self.check()
+        self._refresh()
         return self.kept[id(linear)]
 
-    def fed(self, linear: QATLinear, inputs: Tensor, exact: Tensor) -> Tensor:
+    def standing(self, linear: QATLinear) -> Tensor:
+        """The same values, whose gradient goes straight through to the member's W."""
+        self._refresh()
+        return self.stand[id(linear)][1]
+
+    def _refresh(self) -> None:
+        if self.stale:
+            _renew([fold for fold in self.together if fold.stale])
+
+    def fed(self, linear: QATLinear, inputs: Tensor, dtype: torch.dtype) -> Tensor:
         """What a member's inputs become in few bits; the same tensor for every member that is fed the same one, as q, k and v are.
 
         Args:
             inputs: (..., I), as the member was called with them.
-            exact: the same in the dtype that is multiplied in.
+            dtype: that is multiplied in.
         """
-        version = None if inputs.is_inference() else inputs._version
-        key = (id(inputs), version, id(linear.input_global_scale), exact.dtype)
+        import torch
+
+        version, passed = None if inputs.is_inference() else inputs._version, torch.is_grad_enabled() and inputs.requires_grad
+        key = (id(inputs), version, id(linear.input_global_scale), dtype, passed)
         if self.last is None or self.last[0] != key:  # the inputs are held, so that their id is theirs
-            done = fake_compiled.activations(exact, self.scheme.input_activations, linear.input_global_scale)
+            done = fake_fused.activations(inputs, self.scheme.input_activations, linear.input_global_scale, dtype)
+            if passed:
+                values, done = done, _standing(inputs, dtype)
+                done.data = values
             self.last = (key, inputs, done)
         done = self.last[2]
-        if linear is list(self.members.values())[-1]:
+        if linear is self.final:
             self.last = None
         return done
 
-    def renew(self) -> None:
-        """Computes Q(W) of every member, in the memory of the one before; `check` says whether it is finite."""
+    def weights(self) -> list[Tensor]:
+        """The members' masters."""
+        return [linear.weight for linear in self.members.values()]
+
+    @property
+    def stale(self) -> bool:
+        """Whether a member's weight has changed since."""
+        return self.state != self._state()
+
+    def keep(self, found: list[Tensor], largest: Tensor) -> None:
+        """Takes Q(W) of every member, as it was just computed."""
         import torch
 
-        self.kept = self.state = None
-        weights = [linear.weight for linear in self.members.values()]
-        with torch.inference_mode(False), torch.no_grad():
-            found, self.largest = fake_compiled.folded(weights, self.scheme.weights, self.dtype)
         self.kept = {id(linear): weight for linear, weight in zip(self.members.values(), found, strict=True)}
-        self.state = self._state()
+        for linear in self.members.values():
+            exact, old = linear.weight, self.stand.get(id(linear))
+            if old is None or old[0] is not exact or old[1].requires_grad != exact.requires_grad:
+                with torch.enable_grad():
+                    self.stand[id(linear)] = (exact, _standing(exact, self.dtype))
+            stands = self.stand[id(linear)][1]
+            stands.data = self.kept[id(linear)]
+            torch.autograd.graph.increment_version(stands)  # a backward of a forward before this fold is an error, and says so
+        self.final = linear
+        self.largest, self.state = largest, self._state()
         self.made += 1
 
     def check(self) -> None:
-        """Forgets Q(W) of weights that are NaN or infinite; a GPU is waited for.
+        """Forgets Q(W) of weights that are NaN or infinite.
 
         Raises:
             QrlError: by name.
@@ -134,8 +154,9 @@ class Fold:
             "the checkpoint that the training began with."
         )
 
-    def _state(self) -> tuple:
-        return tuple((linear.weight._version, linear.weight.data_ptr()) for linear in self.members.values())
+    def _state(self) -> list[tuple[int, int]]:
+        weights = [linear._parameters["weight"] for linear in self.members.values()]  # asked in every forward: a module's own look-up is slow
+        return [(weight._version, weight.data_ptr()) for weight in weights]
 
 
 def attach(model: PreTrainedModel, name: str, dtype: torch.dtype | None = None) -> list[Fold]:
@@ -160,19 +181,18 @@ def attach(model: PreTrainedModel, name: str, dtype: torch.dtype | None = None) 
             raise BadInput(
                 f"Layer {path} is stored in {linear.weight.dtype}: quantization-aware training needs masters of at least 16 bits."
             )
-    made = []
+    made: list[Fold] = []
     for paths in _sharing(found):
         members = {path: found[path] for path in paths}
-        fold = Fold(scheme, dtype or found[paths[0]].weight.dtype, members)
+        fold = Fold(scheme, dtype or found[paths[0]].weight.dtype, members, made)
         for linear in members.values():
             linear.__class__ = QATLinear
             linear.fold, linear.input_global_scale = fold, None
-        try:
-            fold.renew()
-            fold.check()
-        except QrlError as error:
-            raise BadInput(str(error)) from None
         made.append(fold)
+    try:
+        refold(model)
+    except QrlError as error:
+        raise BadInput(str(error)) from None
     return made
 
 
@@ -187,14 +207,33 @@ def refold(model: nn.Module) -> None:
     Raises:
         QrlError: a weight is NaN or infinite; by name.
     """
+    _renew(folds(model))
+
+
+def _renew(found: Sequence[Fold]) -> None:
+    """Computes Q(W) of folds of one format, in the memory of the one before.
+
+    Raises:
+        QrlError: a weight is NaN or infinite; by name.
+    """
     import torch
 
-    found = folds(model)
+    alike: dict[tuple, list[Fold]] = {}
     for fold in found:
-        fold.renew()
-    if found and not torch.cat([fold.largest for fold in found]).isfinite().all():  # one wait for all of them
-        for fold in found:
-            fold.check()
+        fold.kept = fold.state = None
+        for _, stands in fold.stand.values():
+            stands.data = stands.new_empty(0)  # lets its memory go
+        weight = fold.weights()[0]
+        alike.setdefault((fold.dtype, weight.dtype, weight.device), []).append(fold)
+    for (dtype, _, _), some in alike.items():
+        with torch.inference_mode(False), torch.no_grad():
+            made = fake_fused.folded([fold.weights() for fold in some], some[0].scheme.weights, dtype)
+            for fold, each in zip(some, made, strict=True):
+                fold.keep(*each)
+            finite = torch.cat([fold.largest for fold in some]).isfinite().all()
+        if not finite:  # one wait for all of them
+            for fold in some:
+                fold.check()
 
 
 @contextmanager

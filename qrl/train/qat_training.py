@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qrl import process, tasks
-from qrl.engine import hf
+from qrl import checkpoint, process, tasks
+from qrl.engine import hf, pretrained
 from qrl.errors import BadInput
+from qrl.formats import fake_linears
 from qrl.recipe import Train
 from qrl.tasks import prompt
 
@@ -18,20 +19,18 @@ if TYPE_CHECKING:
 GAP, GAP_LARGEST = "train/qat_logprob_gap", "train/qat_logprob_gap_max"
 
 
-def check(settings: Train) -> None:
+def check(settings: Train, base: Path) -> None:
     """Refuses what quantization-aware training cannot do, before any weight is loaded.
 
     Raises:
-        BadInput: an adapter, or a library that is missing.
+        BadInput: an adapter, a library that is missing, or a model that the format cannot hold.
     """
-    from qrl.formats import fake
-
     if settings.adapter:
         raise BadInput(
             f"train.qat = {settings.qat} trains all weights, but train.method = {settings.method} trains an adapter beside them: "
             "choose train.method=full, or train.qat=none."
         )
-    fake.scheme(settings.qat)
+    fake_linears.check_fit(pretrained.skeleton(checkpoint.config(base)), settings.qat)
 
 
 def begin(

@@ -1,0 +1,50 @@
+"""A checkpoint is loaded whole, as its config.json says, or refused in a sentence."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qrl.engine import hf
+from qrl.errors import BadInput
+
+
+@pytest.fixture
+def spoilt(tiny_checkpoint, tmp_path) -> Path:
+    """A copy of a checkpoint that a test may spoil."""
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "spoilt"))
+
+
+def test_a_weight_that_is_not_there_is_never_made_up(spoilt):
+    """transformers draws it at random, and says so in a warning."""
+    weights = load_file(spoilt / "model.safetensors")
+    del weights["model.layers.1.self_attn.q_proj.weight"]
+    save_file(weights, spoilt / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BadInput, match=r"lacks model\.layers\.1\.self_attn\.q_proj\.weight, which would be filled with random numbers"):
+        hf.load(spoilt, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_attention_heads": 8, "num_key_value_heads": 8}, r"holds model\.layers\.0\.self_attn\.k_proj\.\w+ as .*, but its config\.json makes it"),
+        ({"model_type": "foo"}, "model type `foo` but Transformers does not recognize"),
+        ({"hidden_act": "banana"}, "cannot be loaded by transformers: .*banana"),
+        ({"rms_norm_eps": "small"}, r"config\.json cannot be loaded by transformers: .*rms_norm_eps"),
+    ],
+)
+def test_what_transformers_cannot_build_is_told_in_a_sentence(spoilt, changes, says):
+    config = json.loads((spoilt / "config.json").read_text())
+    (spoilt / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(BadInput, match=says) as refused:
+        hf.load(spoilt, "cpu", torch.float32)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(spoilt):
+    (spoilt / "tokenizer.json").write_text("{")
+    with pytest.raises(BadInput, match=r"tokenizer of .*spoilt cannot be read"):
+        hf.tokenizer(spoilt)

@@ -1,0 +1,36 @@
+"""Steps asked for one by one: each says at its end what the next one takes, so that nobody has to look it up."""
+
+import re
+
+import mlflow
+import pytest
+
+from qrl import cli
+from qrl.errors import GateRefused
+
+SMALL = ["--device", "cpu", "--train.steps", "1", "--train.prompts_per_step", "2", "--train.questions", "8", "--train.micro_batch", "16", "--evaluate.n", "40"]
+
+
+def test_from_an_adapter_to_a_stage_by_what_each_step_says(store, capsys):
+    def say(step: str, *words: str) -> str:
+        cli.cli.main([step, "--recipe", "tiny-lora", *SMALL, *words], standalone_mode=False)
+        return capsys.readouterr().out
+
+    def following(said: str, step: str) -> list[str]:
+        """The command that the step before named, as words."""
+        return re.search(rf"^Next .*`{step} ([^`]+)`", said, re.MULTILINE)[1].split()
+
+    merge = following(say("train"), "merge")
+    merged = say("merge", *merge)
+    variant, address = following(merged, "quantize")[1].split("=")
+    assert variant == "grpo" and address.startswith("models:/m-")
+    stored = following(say("quantize", "--scheme", "nf4", "--models", f"base=qrl-tiny,{variant}={address}"), "evaluate")
+    full = f"base:fp16=qrl-tiny,grpo:fp16={address}"
+    ids = following(say("evaluate", "--cells", f"{full},{stored[1]}"), "compare")
+    assert len(ids[1].split(",")) == 4
+    assert "gain survival" in say("compare", *ids)
+    promote = following(say("evaluate"), "promote")
+    say("promote", "--stage", "base", *promote[2:])
+    with pytest.raises(GateRefused, match="Stage grpo is refused"):  # one step on two questions teaches nothing
+        say("promote", "--stage", "grpo", "--cell", ids[1].split(",")[1])
+    assert int(mlflow.MlflowClient().get_model_version_by_alias("qrl-tiny", "base").version) == 1
