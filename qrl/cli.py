@@ -1,6 +1,6 @@
 """The command line: `python -m qrl <step>`, which is also what the MLproject's entry points call.
 
-Options of a step are its recipe's fields, made from `recipe.py`, and the few inputs below. Nothing heavy is imported
+Options of a step are its recipe's fields, made from `sections.py`, and the few inputs below. Nothing heavy is imported
 before a command runs, so that `--help` answers at once.
 """
 
@@ -23,21 +23,24 @@ class RecipeCommand(click.Command):
     They are made when the command is asked for them: reading recipes takes longer than the rest of `--help`.
     """
 
-    def __init__(self, *args, sections: tuple[str, ...] = (), **kwargs):
+    def __init__(self, *args, sections: tuple[str, ...] = (), auto: str = "tiny", **kwargs):
         super().__init__(*args, **kwargs)
-        self.sections = sections
+        self.sections, self.auto = sections, auto  # auto: the recipe that is started from where nothing is named
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Its own inputs, `--recipe`, and every field: accepted everywhere, shown where it matters."""
+        """Its own inputs, `--recipe`, and every field with its value in the recipe that `auto` means: accepted everywhere, shown where it matters."""
         from qrl import recipe
 
-        which = f"Settings to start from: {', '.join(recipe.names())}, or a YAML file; auto: tiny, or instruct for a model of yours."
+        other = ", or instruct for a model of yours" if self.auto == "tiny" else ""
+        which = f"Settings to start from: {', '.join(recipe.names())}, or a YAML file; auto: {self.auto}{other}."
+        values = recipe.load(self.auto).flat()
         options = ["--recipe", "recipe_name"]
         found = [click.Option(options, default=recipe.DEFAULT, show_default=True, metavar="NAME|FILE.yaml", help=which)]
         for key, (annotation, description) in recipe.fields().items():
             hidden = "." in key and key.split(".", maxsplit=1)[0] not in self.sections
             metavar = recipe.type_name(annotation)
-            found.append(click.Option([f"--{key}", _identifier(key)], metavar=metavar, help=description, hidden=hidden))
+            here = "" if values[key] in ("null", "") else f"  [{self.auto}: {values[key]}]"
+            found.append(click.Option([f"--{key}", _identifier(key)], metavar=metavar, help=description + here, hidden=hidden))
         return [*self.params, *found, *super().get_params(ctx)[len(self.params) :]]
 
     def invoke(self, ctx: click.Context):
@@ -67,9 +70,9 @@ def cli() -> None:
     """
 
 
-def step(name: str, *sections: str) -> Callable:
+def step(name: str, *sections: str, auto: str = "tiny") -> Callable:
     """A command that reads a recipe and shows the options of these sections."""
-    return cli.command(name, cls=RecipeCommand, sections=sections)
+    return cli.command(name, cls=RecipeCommand, sections=sections, auto=auto)
 
 
 ALL = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
@@ -84,7 +87,7 @@ def study_command(ctx: click.Context, settings) -> None:
     pipeline.study(settings, typed=ctx.obj)
 
 
-@step("methods", *ALL)
+@step("methods", *ALL, auto="tiny-ptq")
 @click.option("--arms", metavar="NAME|FILE.yaml,…", help="Recipes of the methods beside --recipe's; default: QLoRA, QAT and distillation for qrl-tiny.")
 @click.option("--seeds", default="0", show_default=True, metavar="N,…", help="Seeds of training and questions, a study each; what is done is reused.")
 @click.pass_context

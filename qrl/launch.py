@@ -143,7 +143,7 @@ def launch(
     manager = projects.env_manager(parent or run_id)
     run_id = run_id or projects.open_child(parent, name)
     if manager == "local":  # a step runs `python`, which is this one only where its environment was activated
-        os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+        os.environ["PATH"] = local_path()
     try:
         with overrides(folder):
             mlflow.projects.run(
@@ -159,6 +159,11 @@ def launch(
         failed.told = bool(reason)
         raise failed from None
     return run_id
+
+
+def local_path() -> str:
+    """PATH with this Python's folder first: where a step that shares its environment finds `python`."""
+    return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
 
 
 @contextmanager

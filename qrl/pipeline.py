@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from qrl import keys, names, process, source
-from qrl.errors import GateRefused, QrlError
+from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.keys import ROOT
-from qrl.launch import Launcher, Result, launch
+from qrl.launch import Launcher, Result, launch, local_path
 from qrl.recipe import Recipe
+from qrl.tracking import projects
 
+NEEDS = {"awq": "awq", "vllm": "vllm", "vllm_cpu": "vllm"}  # folder under projects/ → the package that only its environment has
 PLACE = "QRL_PLACE"  # set by the MLproject files under projects/: which environment this process runs in
 Models = dict[str, tuple[str, str]]  # variant or "variant:scheme" → address and digest
 
@@ -41,10 +46,32 @@ def place(step: str, choice: str, device: str = "auto") -> Path | None:
     return ROOT / "projects" / wanted if wanted and here != wanted else None
 
 
+def check_reachable(step: str, folder: Path | None) -> None:
+    """Refuses a step in another environment where nobody builds that one: without `mlflow run --env-manager`, steps share this Python.
+
+    Args:
+        step: entry point.
+        folder: from `place`.
+
+    Raises:
+        BadInput: this Python lacks what the step needs.
+    """
+    if folder is None or folder.name not in NEEDS or projects.env_manager(os.environ.get("MLFLOW_RUN_ID")) != "local":
+        return
+    package, python = NEEDS[folder.name], shutil.which("python", path=local_path()) or sys.executable
+    asked = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
+    if subprocess.run([python, "-c", asked], env=os.environ | {PLACE: folder.name}, check=False).returncode:
+        raise BadInput(
+            f"This {step} needs the environment of projects/{folder.name}, but {python} has no package {package}: start it as "
+            f"`mlflow run . -e {'main' if step == 'study' else step} … --env-manager uv`, which builds that environment, or choose what needs none."
+        )
+
+
 def hand_over(folder: Path, step: str, parameters: dict[str, str]) -> None:
     """Runs this very step in another environment, under the run that it already has, if it has one."""
     from qrl.tracking import signals, store
 
+    check_reachable(step, folder)
     signals.guard()
     store.prepare()
     launch(folder, step, parameters, run_id=os.environ.pop("MLFLOW_RUN_ID", None), name=step)
@@ -67,6 +94,7 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
     prompt.check(recipe.task, recipe.prompt)
     for scheme in recipe.quantize.schemes:
         choices.of(scheme, recipe.quantize, recipe.seed)  # what cannot be made is told before anything is trained
+        check_reachable("study", place("quantize", scheme))
     base = checkpoint.check(source.locate(recipe.model))
     device = devices.choose(recipe.device)
     rollouts.check(recipe.rollout, device, recipe.train)

@@ -58,6 +58,10 @@ BAD = {
     "unknown recipe": (["study", "--recipe", "tinny"], "no recipe 'tinny'"),
     "unknown scheme": (["quantize", "--scheme", "gguf"], "no scheme 'gguf'"),
     "awq of no model, in whatever environment": (["quantize", "--scheme", "awq", "--models", "base=no/such/folder"], "no model 'no/such/folder'"),
+    "awq where nobody builds its environment": (["quantize", "--scheme", "awq"], "mlflow run . -e quantize … --env-manager uv"),
+    "a study with awq where nobody builds its environment": (["study", "--device", "cpu"], "mlflow run . -e main … --env-manager uv"),
+    "methods with awq where nobody builds its environment": (["methods", "--device", "cpu"], "mlflow run . -e methods … --env-manager uv"),
+    "an answering engine where nobody builds its environment": (["evaluate", "--evaluate.engine", "vllm", "--device", "cpu"], "projects/vllm_cpu, but"),
     "unknown scheme of a cell": (["evaluate", "--cells", "base:gguf=qrl-tiny"], "no scheme 'gguf'"),
     "variant that is a path": (["evaluate", "--cells", "../x:fp16=qrl-tiny"], "no name for a variant"),
     "variant without a name": (["quantize", "--models", "a/b=qrl-tiny"], "no name for a variant"),
@@ -234,3 +238,15 @@ def test_help_of_every_command_shows_its_options():
     for name in cli.cli.commands:
         shown = CliRunner().invoke(cli.cli, [name, "--help"])
         assert shown.exit_code == 0 and "--help" in shown.output and cli.cli.commands[name].help.split(".")[0][:30] in shown.output
+
+
+@pytest.mark.parametrize(("command", "auto"), [("train", "tiny"), ("methods", "tiny-ptq")])
+def test_help_says_what_is_done_where_nothing_is_typed(command, auto):
+    from click.testing import CliRunner
+
+    from qrl import recipe
+
+    shown = " ".join(CliRunner().invoke(cli.cli, [command, "--help"], terminal_width=10_000).output.split())
+    assert f"auto: {auto}" in shown
+    values = recipe.load(auto).flat("train")
+    assert all(f"[{auto}: {values[key]}]" in shown for key in ("train.steps", "train.learning_rate", "train.loss", "prompt"))

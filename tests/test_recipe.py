@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from qrl import recipe, tasks
 from qrl.errors import BadInput
+from qrl.recipe import Train
 from qrl.tasks import prompt
 
 
@@ -43,6 +44,27 @@ def test_seed_000s_recipe_is_its_run():
     assert (train.learning_rate, train.max_completion_tokens, train.temperature, train.dtype) == (1e-6, 512, 1.0, "bf16")
 
 
+def test_seed_001s_recipe_is_its_run():
+    found = recipe.load("qwen3-8b-qlora-deepmath")
+    train = found.train
+    assert (found.model, found.task, train.storage, train.compute) == ("Qwen/Qwen3-8B", "deepmath", "nf4", "bf16")
+    assert (train.lora_rank, train.lora_alpha, train.lora_targets) == (16, 32, ("q_proj", "k_proj", "v_proj", "o_proj"))
+    assert (train.generations, train.beta, train.max_completion_tokens, found.rollout.quantization) == (8, 0.01, 2048, "fp8")
+    for wider in ("int8", "bf16"):  # a 4-bit base that proves too lossy is exchanged by this key alone
+        assert recipe.load("qwen3-8b-qlora-deepmath", {"train.base_storage": wider}).train == train.model_copy(update={"base_storage": wider})
+
+
+@pytest.mark.parametrize("size", ["0.6B", "1.7B", "4B", "8B"])
+def test_seed_002s_recipes_are_its_runs(size):
+    model = {"model": f"Qwen/Qwen3-{size}"}
+    adapter, full, quantized = (recipe.load(f"qwen3-math-{name}", model | more) for name, more in (("qlora", {}), ("full", {}), ("full", {"train.qat": "int8-attention"})))
+    assert (adapter.train.method, adapter.train.storage, adapter.train.lora_rank, adapter.train.lora_alpha) == ("qlora", "nf4", 8, 16)
+    assert [each.train.learning_rate for each in (adapter, full, quantized)] == [1e-4, 1e-6, 1e-6]
+    for each in (adapter, full, quantized):
+        assert each.task == "math" and each.model == model["model"]
+        assert each.train.steps * each.train.prompts_per_step == each.train.questions == 10_000  # one epoch
+
+
 @pytest.mark.parametrize(
     ("key", "text", "says"),
     [
@@ -56,6 +78,10 @@ def test_seed_000s_recipe_is_its_run():
         ("evaluate.min_eos_rate", "1.5", "less than or equal to 1"),
         ("task", "trivia", "'math' or 'deepmath'"),
         ("train.learning_rate", "inf", "must be a finite number"),
+        ("train.learning_rate", "1e300", "less than or equal to 1"),
+        ("train.steps", "99999999999999999999", "less than or equal to 1000000"),
+        ("train.generations", "100000", "less than or equal to 4096"),
+        ("train.micro_batch", "99999999999999999999", "less than 2147483648"),
         ("watch.max_kl", "nan", "must be a finite number"),
         ("quantize.calibration_samples", "999999999", "less than or equal to 100000"),
         ("benchmark.batches", "1,1", "is '1,1', but must name at least one batch"),
@@ -71,6 +97,31 @@ def test_bad_values_are_refused_in_one_sentence_that_names_key_and_allowed_value
         recipe.load("tiny", {key: text})
     assert key in str(refused.value) and says in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        ("train: fast", "'train' is a section of the recipe, but its value is 'fast'"),
+        ("train:\n  steps: 3\n  seed: 1\n  steps: 4", "'steps' is given twice"),
+        ("train: {steps: true}", "'train.steps' is True, but a number was expected"),
+        ("train: {rewards: 5}", "'train.rewards' is 5, but must be a list"),
+        ("train: {reward_weights: [0]}", "'train.reward_weights' is [0], but must hold a number other than 0"),
+        ("5: 3", "'5' is not a key of a recipe"),
+        ("train: {5: 3}", "'train.5' is not a key of a recipe"),
+    ],
+)
+def test_what_a_recipe_file_cannot_mean_is_told_in_one_sentence(document, says, tmp_path):
+    (tmp_path / "own.yaml").write_text(document)
+    with pytest.raises(BadInput) as refused:
+        recipe.load(str(tmp_path / "own.yaml"))
+    assert says in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_recipe_file_takes_a_list_as_it_is_typed_and_an_empty_section_as_its_defaults(tmp_path):
+    (tmp_path / "own.yaml").write_text("train:\nquantize:\n  schemes: nf4, int8\n")
+    loaded = recipe.load(str(tmp_path / "own.yaml"), {"train.steps": "7"})
+    assert loaded.quantize.schemes == ("nf4", "int8") and loaded.train == Train(steps=7)
 
 
 @pytest.mark.parametrize("document", ["- a list", "a: [", "train: 3", "train: {stepz: 3}", "stepz: 3"])
@@ -94,6 +145,10 @@ def test_any_text_for_any_field_gives_a_recipe_or_a_sentence(key, text):
         assert str(refused).endswith(".")
     else:
         assert yaml.safe_load(loaded.dump())
+
+
+def test_the_prompts_description_names_every_template():
+    assert all(name in recipe.fields()["prompt"][1] for name in prompt.TEMPLATES)
 
 
 def test_every_task_is_a_choice_and_every_recipe_asks_for_the_form_that_its_task_grades():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from qrl import keys, pipeline, recipe, tiny
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train
-from qrl.train import arguments, engine_gap, generation, policy, rollouts, sync
+from qrl.train import arguments, engine_gap, generation, guard, policy, rollouts, sync
 
 METHODS = {
     "full": Train(),
@@ -45,7 +45,7 @@ def stored(model) -> str:
     """Every weight as it lies in memory, the trained ones too."""
     state = {name: weight.requires_grad for name, weight in model.named_parameters()}
     model.requires_grad_(False)
-    found = policy.frozen_digest(model)
+    found = guard.frozen_digest(model)
     for name, weight in model.named_parameters():
         if state[name]:
             weight.requires_grad_(True)
@@ -93,13 +93,13 @@ def test_ten_syncs_leave_every_weight_bit_for_bit_and_send_the_same(held):
 def test_a_packed_base_is_moved_by_trls_own_way_and_not_by_ours():
     """Why `sync` exists: merging and unmerging in place rounds the codes anew."""
     model = adapted(METHODS["qlora"])
-    before = policy.frozen_digest(model)
+    before = guard.frozen_digest(model)
     for _ in sync.named_weights(model):
         pass
-    assert policy.frozen_digest(model) == before
+    assert guard.frozen_digest(model) == before
     model.merge_adapter()
     model.unmerge_adapter()
-    assert policy.frozen_digest(model) != before
+    assert guard.frozen_digest(model) != before
 
 
 def test_a_forward_after_syncing_is_what_it_was(held):

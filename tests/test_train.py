@@ -5,13 +5,15 @@ import shutil
 
 import pytest
 import torch
+from peft import get_peft_model
+from safetensors.torch import save_file
 
 from qrl import checkpoint, quantize, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.evaluate import cells
 from qrl.quantize import calibration, staging
-from qrl.recipe import Train
+from qrl.recipe import Rollout, Train
 from qrl.tasks import prompt
 from qrl.train import arguments, grpo, merge, policy, resume, reward, save
 
@@ -131,6 +133,25 @@ def test_the_same_seed_trains_the_same_weights_and_resuming_changes_none(trained
     assert checkpoint.digest(again.path) == checkpoint.digest(done.path)
 
 
+def test_bf16_copies_of_weights_are_dropped_after_use_and_no_gradient_changes(tmp_path, monkeypatch):
+    settings, ids = FAST.model_copy(update={"dtype": "bf16"}), torch.arange(3, 35)[None]
+    rows = [{"prompt": prompt.messages(question.question, "plain"), "answer": question.answer} for question in QUESTIONS]
+
+    def gradients() -> tuple[bool, dict]:
+        given = {"task": "arithmetic", "seed": 0, "device": "cpu", "work": tmp_path, "log": lambda metrics, step: None}
+        made = grpo._trainer(tiny.PATH, rows, settings, **given, rollout=Rollout())
+        model, kept = made.accelerator.prepare_model(made.model), []
+        model.model.layers[0].register_forward_pre_hook(lambda *_: kept.append(torch.is_autocast_cache_enabled()))
+        model(input_ids=ids, labels=ids).loss.backward()
+        return kept[0], {name: weight.grad for name, weight in model.named_parameters()}
+
+    kept, ours = gradients()
+    monkeypatch.setattr(grpo, "_keep_no_casts", lambda trainer: None)
+    kept_by_itself, without = gradients()
+    assert kept_by_itself and not kept
+    assert all(ours[name].equal(without[name]) and ours[name].any() for name in without)
+
+
 def test_a_broken_checkpoint_is_skipped_for_the_one_before_it(trained, tmp_path):
     shutil.copytree(trained[0] / "work", tmp_path / "work")
     assert resume.latest(tmp_path / "work").name == "checkpoint-2"
@@ -141,6 +162,17 @@ def test_a_broken_checkpoint_is_skipped_for_the_one_before_it(trained, tmp_path)
     (tmp_path / "work" / "checkpoint-1" / "trainer_state.json").unlink()
     with pytest.warns(UserWarning):
         assert resume.latest(tmp_path / "work") is None
+
+
+def test_an_adapter_without_weights_is_neither_written_nor_gone_on_with(trained, tmp_path):
+    settings = Train(method="lora", lora_rank=2)
+    with pytest.raises(QrlError, match="without any weight"):
+        save.write(get_peft_model(policy.load(tiny.PATH, settings, "cpu"), policy.adapter(settings)), tiny.PATH, tmp_path / "adapter", dtype=None, state={})
+    assert not (tmp_path / "adapter").exists()
+    shutil.copytree(trained[0] / "work", tmp_path / "work")
+    save_file({}, tmp_path / "work" / "checkpoint-2" / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"checkpoint-2 is broken \(model\.safetensors holds no weights\)"):
+        assert resume.latest(tmp_path / "work").name == "checkpoint-1"
 
 
 def test_a_checkpoint_of_fsdp_is_whole_with_the_optimizer_that_fsdp_writes(trained, tmp_path, monkeypatch):

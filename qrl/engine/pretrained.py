@@ -47,7 +47,7 @@ def skeleton(config: dict) -> PreTrainedModel:
     """The model of a config.json, without weights.
 
     Raises:
-        BadInput: transformers knows no such language model.
+        BadInput: transformers cannot build it.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -56,7 +56,7 @@ def skeleton(config: dict) -> PreTrainedModel:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), trust_remote_code=False)
     except Exception as error:  # each architecture's class judges its configuration in its own way
-        raise BadInput(f"transformers knows no language model '{config.get('model_type')}' ({_reason(error)}): give another.") from None
+        raise BadInput(f"transformers cannot build a language model '{config.get('model_type')}' from its config.json ({_reason(error)}): give another.") from None
 
 
 def _reason(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """The vLLM engine: the same prompts, answers and finish reasons as transformers', from vLLM's own kernels.
 
-Everything that depends on vLLM's version is in this file; written for 0.31.0. A deterministic run is asked for by a fixed
+What differs between vLLM's versions is in this file; written for 0.31.0, and run on 0.25.1, too. Rollouts (`train/vllm_engine.py`),
+the server (`serve/engines.py`) and `vllm bench serve` use what both have. A deterministic run is asked for by a fixed
 number of sequences, a seed, no cache of prefixes, and, on a GPU, batch-invariant kernels; `receipt` says what ran.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -83,7 +85,7 @@ class Vllm:
                 "environment that has it, or use evaluate.engine=transformers."
             ) from None
         checkpoint.check(path)
-        check_runs(path, device)
+        check_runs(path, device, deterministic)
         self.name = f"{NAME} {vllm.__version__}"
         self.tokens = hf.tokenizer(path)
         self.invariant = deterministic and device == "cuda"
@@ -196,18 +198,19 @@ class Vllm:
             ) from error
 
 
-def check_runs(path: Path, device: str) -> None:
+def check_runs(path: Path, device: str, deterministic: bool = False) -> None:
     """Refuses a scheme that vLLM has no kernel for here, before a weight is read or a worker started.
 
     Args:
         path: a checkpoint folder.
         device: "cpu" or "cuda".
+        deterministic: by batch-invariant kernels, where the device has them.
 
     Raises:
         BadInput: what is missing.
     """
     quantization = checkpoint.config(path).get("quantization_config")
-    missing = _missing(quantization, device) if quantization else ""
+    missing = _missing(quantization, device, deterministic) if quantization else ""
     if missing:
         import vllm
 
@@ -217,23 +220,37 @@ def check_runs(path: Path, device: str) -> None:
         )
 
 
-def _missing(quantization: dict, device: str) -> str:
+def _missing(quantization: dict, device: str, deterministic: bool) -> str:
     """What a scheme needs and vLLM lacks here, in words; empty where nothing is known to be."""
-    import torch
     from vllm.model_executor.layers import quantization as methods
-    from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    importlib.import_module("vllm._custom_ops")  # loads the kernels of this CPU
     method = quantization["quant_method"]
     if method not in methods.QUANTIZATION_METHODS:
         return f"it knows no {method}" + (" without vllm-bnb-plugin" if method == "bitsandbytes" else "")
-    if device != "cpu":
-        least, found = methods.get_quantization_config(method).get_min_capability(), current_platform.get_device_capability()
-        return f"it needs compute capability {least / 10:.1f}, and this is {found.to_int() / 10:.1f}" if found and found.to_int() < least else ""
-    groups = list((quantization.get("config_groups") or {}).values())
-    if any((group.get("format") or quantization.get("format") or "").startswith(("nvfp4", "mxfp4")) for group in groups):
+    groups = [group | {"format": group.get("format") or quantization.get("format") or ""} for group in (quantization.get("config_groups") or {}).values()]
+    if device == "cpu":
+        return _missing_on_cpu(method, groups)
+    return _missing_on_gpu(methods.get_quantization_config(method).get_min_capability(), groups, deterministic)
+
+
+def _missing_on_gpu(least: int, groups: list[dict], deterministic: bool) -> str:
+    from vllm.platforms import current_platform
+
+    found = current_platform.get_device_capability()
+    if found and found.to_int() < least:
+        return f"it needs compute capability {least / 10:.1f}, and this is {found.to_int() / 10:.1f}"
+    if deterministic and any(group["format"].startswith("nvfp4") and not group.get("input_activations") for group in groups):
+        return "its batch-invariant kernels for NVFP4 round activations, which this scheme does not (without evaluate.deterministic it runs)"
+    return ""
+
+
+def _missing_on_cpu(method: str, groups: list[dict]) -> str:
+    import torch
+
+    importlib.import_module("vllm._custom_ops")  # loads the kernels of this CPU
+    if any(group["format"].startswith(("nvfp4", "mxfp4")) for group in groups):
         return "it has no kernel for 4-bit floats on a CPU"
     integers = [group["weights"]["num_bits"] for group in groups if group["weights"]["type"] == "int" and not group.get("input_activations")]
     if any(bits > 4 for bits in integers):
@@ -245,6 +262,7 @@ def _missing(quantization: dict, device: str) -> str:
 
 def _inspect(model) -> dict[str, Any]:
     """In vLLM's worker: which kernels serve its layers, and how many bytes their weights take."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # INT8 warns at every matrix product: 112 lines a token
     kernels: Counter[str] = Counter()
     for module in model.modules():
         method = getattr(module, "scheme", None) or getattr(module, "quant_method", None)

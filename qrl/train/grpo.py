@@ -21,7 +21,20 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train, Watch
 from qrl.tasks import prompt
-from qrl.train import arguments, completions, guard, live, policy, probe, qat_training, resume, reward, rollouts, save
+from qrl.train import (
+    arguments,
+    completions,
+    guard,
+    live,
+    policy,
+    probe,
+    qat_training,
+    resume,
+    reward,
+    rollouts,
+    save,
+    sharded,
+)
 from qrl.train.watchers import Alarm
 
 if TYPE_CHECKING:
@@ -71,6 +84,8 @@ def check(
             f"{base.path} is stored in {base.quantization}: training starts from full-precision weights, and packs them itself "
             "where train.base_storage says so. Give the checkpoint that it was made from."
         )
+    if process.sharded() and device == "cpu":
+        raise BadInput("FSDP shards a model over GPUs, but this run's device is the CPU: launch without --use_fsdp, or run on GPUs.")
     tensors = checkpoint.entries(base.path)
     policy.check(settings, tensors)
     policy.check_reference(settings, tensors, device)
@@ -190,16 +205,20 @@ def _trainer(base: Path, rows: list[dict], settings: Train, *, task: str, seed: 
     )
     trainer.remove_callback(PrinterCallback)
     policy.widen(trainer.model)
+    _keep_no_casts(trainer)
     if process.sharded() and settings.adapter:
-        _cast_between_parts(trainer)
+        sharded.prepare(trainer)
     return trainer
 
 
-def _cast_between_parts(trainer) -> None:
-    """Lets each part that FSDP wraps take its inputs in the dtype that it computes in: PEFT casts them to that of its masters."""
-    plugin = trainer.accelerator.state.fsdp_plugin
-    if plugin.mixed_precision_policy is not None:
-        plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, cast_forward_inputs=True)
+def _keep_no_casts(trainer) -> None:
+    """Lets weights that bf16 arithmetic rounds be rounded at each use and dropped: autocast keeps them all until a forward pass ends.
+
+    A pass uses each weight once, so nothing is computed twice; where all weights are trained it is 2 bytes a parameter less.
+    """
+    from accelerate.utils import AutocastKwargs
+
+    trainer.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
 
 
 def dataset(rows: list[dict]):

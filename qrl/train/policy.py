@@ -6,16 +6,16 @@ double quantization (arXiv 2305.14314, sections 3 and 4). The reference policy i
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import process
 from qrl.engine import attention, pretrained
-from qrl.errors import BadInput, QrlError
-from qrl.recipe import PACKED, Train
+from qrl.errors import BadInput
+from qrl.recipe import Train
+from qrl.sections import PACKED
 
 if TYPE_CHECKING:
     import torch
@@ -182,42 +182,6 @@ def widen(model) -> None:
             weight.data = weight.data.to(torch.float32)
 
 
-def frozen_digest(model) -> str:
-    """sha256 over everything that is not trained, as it lies in memory: codes, scales and whatever is not packed."""
-    return _digest(_frozen(model))
-
-
-def value_digest(state: Mapping[str, torch.Tensor], names: Iterable[str]) -> str:
-    """sha256 over the values of the tensors named, whatever float they are stored in: FSDP may store them in another."""
-    return _digest((name, state[name].float()) for name in names)
-
-
-def frozen_names(model) -> list[str]:
-    """Names of the parameters that are not trained."""
-    return [name for name, weight in model.named_parameters() if not weight.requires_grad]
-
-
-def check_unmoved(before: str, now: str) -> None:
-    """Compares two digests of what was to stay as it is.
-
-    Raises:
-        QrlError: it has changed.
-    """
-    if now != before:
-        raise QrlError(
-            "The base changed in memory while its adapter was trained, so the adapter belongs to no base that could be "
-            "loaded again: this is a fault of qrl or of a library; nothing is kept."
-        )
-
-
-def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    found = hashlib.sha256()
-    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
-        found.update(name.encode() + b"\0")
-        found.update(_bytes(tensor))
-    return found.hexdigest()
-
-
 def record(folder: Path, settings: Train, base_digest: str) -> None:
     """Notes beside an adapter what it was trained over, so that `merge` chooses the right base without being asked."""
     note = {"base_storage": settings.storage, "compute": settings.compute, "base_digest": base_digest}
@@ -239,30 +203,11 @@ def recorded(folder: Path) -> dict[str, str]:
         raise BadInput(f"{folder / RECORD} is damaged: expected what `train` wrote there; train again, or delete it and set merge.into.") from None
 
 
-def _frozen(model):
-    for name, weight in model.named_parameters():
-        if not weight.requires_grad:
-            yield name, weight.data
-    for name, module in packed(model):
-        state = getattr(module.weight, "quant_state", None)
-        if state is not None:
-            yield from ((f"{name}.{key}", value) for key, value in state.as_dict(packed=True).items())
-        else:
-            scales = module.weight.SCB if getattr(module.weight, "SCB", None) is not None else module.state.SCB
-            yield f"{name}.SCB", scales
-
-
 def packed(model) -> Iterator[tuple[str, torch.nn.Module]]:
     """Modules that hold bitsandbytes' codes, by name, found without importing it for models that have none."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith("bitsandbytes.nn"):
             yield name, module
-
-
-def _bytes(tensor):
-    import torch
-
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _dtype(name: str) -> torch.dtype:

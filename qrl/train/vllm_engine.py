@@ -52,14 +52,13 @@ def create(
         max_tokens: longest prompt and completion together; None takes the checkpoint's.
         rank: of this process; `world` of them.
     """
-    from trl.trainer.utils import ensure_master_addr_port
     from vllm import LLM
 
     # One engine a process, in it: what torchrun sets is what vLLM reads.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ.setdefault("LOCAL_RANK", str(rank))
+    os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", str(_free_port()))  # TRL takes 29500 while it is free: two that start together met there
-    ensure_master_addr_port()
     return LLM(
         model=model,
         dtype="bfloat16",

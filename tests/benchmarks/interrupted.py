@@ -16,6 +16,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -28,6 +29,7 @@ METHODS = {
     "qlora": ADAPTER | dict(method="qlora", beta=0.01),
 }
 VLLM = dict(engine="vllm", gpu_memory_utilization=0.1)
+ENGINE_S, TURN = 15, Lock()  # between two engines' starts: each measures what memory the card has left
 CHILD = """
 import json, sys
 from pathlib import Path
@@ -35,11 +37,11 @@ from qrl import process
 process.settle()
 from qrl import tasks, tiny
 from qrl.recipe import Rollout, Train
-from qrl.train import grpo, policy
+from qrl.train import grpo, guard
 
 work, out, device, train, rollout = sys.argv[1:]
-hashed, inner = [], policy.frozen_digest
-policy.frozen_digest = lambda model: hashed.append(inner(model)) or hashed[-1]
+hashed, inner = [], guard.frozen_digest
+guard.frozen_digest = lambda model: hashed.append(inner(model)) or hashed[-1]
 given = {"task": "arithmetic", "template": "plain", "seed": 0, "device": device, "work": Path(work), "out": Path(out)}
 log = lambda metrics, step: print("step", step, flush=True)
 settings, rollout = Train.model_validate_json(train), Rollout.model_validate_json(rollout)
@@ -59,6 +61,8 @@ def start(folder: Path, name: str, device: str, log):
     rollout = Rollout(**VLLM) if engine else Rollout()
     words = [sys.executable, "-W", "ignore", "-c", CHILD, folder / "work", folder / "model", device, train.model_dump_json(), rollout.model_dump_json()]  # fmt: skip
     variables = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    with TURN:
+        time.sleep(ENGINE_S if engine else 0)
     return subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
 
 
@@ -66,13 +70,13 @@ def finish(running) -> dict:
     """What a training that ran to its end said last."""
     said, _ = running.communicate(timeout=400)
     assert running.returncode == 0, said
-    return json.loads(said.splitlines()[-1].removeprefix("done "))
+    return json.loads(next(line for line in said.splitlines() if line.startswith("done ")).removeprefix("done "))
 
 
 def kill(running) -> dict:
     """Kills a training a random time after a random step, before its last."""
     chance = random.Random()
-    step, wait = chance.randint(1, BATCH["steps"] - 2), chance.uniform(0, 1)
+    step, wait = chance.randint(1, BATCH["steps"] - 2), chance.uniform(0, 0.3)
     for line in running.stdout:
         if line.strip() == f"step {step}":
             time.sleep(wait)

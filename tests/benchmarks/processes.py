@@ -4,7 +4,8 @@
 
 Each case is `qrl train` on the built-in model under a launcher, in a store of its own, 12 steps of 32 × 8 completions with a probe
 every 6; then the model that it logged answers 2,000 held-out questions beside the base, paired. Cases run side by side, so their
-seconds mean nothing. Memory of a larger model a GPU: `accelerate launch … tests/benchmarks/rollouts.py --one update "1.5b full"`.
+seconds mean nothing. Memory of a larger model a GPU: `accelerate launch … --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP
+tests/benchmarks/rollouts.py --one update "1.5b full"`.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "qrl"]
 ACCELERATE = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision", "no"]  # fmt: skip
 DDP, FSDP = [*ACCELERATE, "--multi_gpu"], [*ACCELERATE, "--use_fsdp"]
+LAYERS = [*FSDP, "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]  # else the whole model is one part, gathered at once
 LORA = ["--train.method", "lora", "--train.learning_rate", "1e-3", "--train.beta", "0.01"]
 CASES = {
     "one GPU, full": (["-m", "qrl"], []),
@@ -29,7 +32,9 @@ CASES = {
     "DDP by accelerate, qlora": (DDP, ["--train.method", "qlora", *LORA[2:]]),
     "FSDP by accelerate, full": (FSDP, []),
     "FSDP by accelerate, full in bf16 with a reference": (FSDP, ["--train.dtype", "bf16", "--train.beta", "0.01"]),
+    "FSDP by accelerate, layer by layer, full in bf16 with a reference": (LAYERS, ["--train.dtype", "bf16", "--train.beta", "0.01"]),
     "FSDP by accelerate, lora": (FSDP, [*LORA, "--train.dtype", "bf16"]),
+    "FSDP by accelerate, lora, killed and run again": (FSDP, [*LORA, "--train.dtype", "bf16", "--train.steps", "8", "--train.save_every", "2"]),
     "FSDP 2 by accelerate, full": ([*FSDP, "--fsdp_version", "2"], []),
     "FSDP by accelerate, qlora (refused)": (FSDP, ["--train.method", "qlora"]),
 }
@@ -45,12 +50,28 @@ def launched(name: str, port: int, out: Path, small: bool) -> dict:
     folder.mkdir(parents=True)
     words = ["train", "--device", "cpu" if small else "cuda", "--train.steps", "12", "--train.prompts_per_step", "32", "--train.micro_batch", "128", "--watch.probe_every", "6", "--watch.probe_n", "301"]  # fmt: skip
     variables = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"}  # fmt: skip
-    done = subprocess.run([sys.executable, *launcher, *words, *(SMALL if small else []), *more], cwd=folder, env=variables, capture_output=True, text=True, check=False)  # fmt: skip
+    command = [sys.executable, *launcher, *words, *(SMALL if small else []), *more]
+    if "killed" in name:
+        kill(command, folder, variables)
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
     (folder / "log.txt").write_text(done.stdout + done.stderr)
-    found = {"case": name, "exit": done.returncode}
+    found = {"case": name, "exit": done.returncode, "resumed": [line for line in done.stderr.splitlines() if line.startswith("Went on")]}
     if done.returncode:
         return found | {"said": [line for line in done.stderr.splitlines() if line.startswith("qrl:") or "Error" in line][-3:]}
     return found | recorded(folder)
+
+
+def kill(command: list[str], folder: Path, variables: dict[str, str]) -> None:
+    """Starts a training and kills all its processes at the second checkpoint that it begins to write."""
+    import psutil
+
+    with open(folder / "killed.txt", "w") as log:
+        running = psutil.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log)
+        while running.poll() is None and len(list(folder.rglob("checkpoint-*"))) < 2:
+            time.sleep(0.05)
+        for each in (running, *running.children(recursive=True)):
+            each.kill()
+        running.wait()
 
 
 def recorded(folder: Path) -> dict:
@@ -58,7 +79,7 @@ def recorded(folder: Path) -> dict:
     import mlflow
 
     client = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db")
-    (run,) = client.search_runs(["0"])
+    run = client.search_runs(["0"])[0]  # the newest; a killed one lies before it
     of = {name: [point.value for point in client.get_metric_history(run.info.run_id, name)] for name in ("probe/accuracy", "train/reward", "train/peak_memory_gib")}  # fmt: skip
     adapter = Path(run.info.artifact_uri.removeprefix("file://")) / "adapter"
     if adapter.is_dir():

@@ -6,7 +6,7 @@
 lift      the built-in model, 2,000 held-out questions: each method's gain through vLLM rollouts, paired interval
 server    the same QLoRA through a rollout server on a second GPU, bf16 and FP8
 step      the built-in model, transformers rollouts: our step against a bare TRL script's, in turn
-speed     Qwen2.5-1.5B's shape, 64 × 8 completions of 256 tokens: TRL as shipped and ours, transformers and vLLM
+speed     Qwen2.5-1.5B's shape, 64 × 8 completions of 256 tokens: TRL as shipped and ours, transformers and vLLM, whose engine may sleep
 update    the update alone, without any engine: step time and peak memory of full, LoRA and QLoRA, with and without a reference
 Shapes have random weights: their time is the real model's, their log-probabilities are not.
 """
@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -43,7 +44,7 @@ BATCH = dict(
     learning_rate=1e-6,
 )
 ADAPTER = BATCH | dict(learning_rate=1e-5)
-SMALLER = {"1.5b": dict(prompts_per_step=16), "8b": dict(prompts_per_step=8, micro_batch=16)}
+SMALLER = {"1.5b": dict(prompts_per_step=16), "8b": dict(prompts_per_step=8, micro_batch=8)}
 VLLM = dict(engine="vllm", gpu_memory_utilization=0.3)
 TINY = dict(steps=20, prompts_per_step=64, generations=8, micro_batch=512, max_completion_tokens=80, learning_rate=3e-5)
 TINY_LORA = TINY | dict(learning_rate=1e-3, dtype="bf16")
@@ -61,7 +62,7 @@ CASES = {
         "ours transformers": dict(shape="1.5b", train=BATCH | dict(steps=2, dtype="bf16"), rollout={}),
         "TRL vllm": dict(shape="1.5b", bare=True, train=BATCH | dict(steps=4, dtype="bf16"), rollout=VLLM | dict(sleep="off")),
         "ours vllm": dict(shape="1.5b", train=BATCH | dict(steps=4, dtype="bf16"), rollout=VLLM | dict(sleep="off"), parts=True),
-        "ours vllm, sleeping": dict(shape="1.5b", train=BATCH | dict(steps=4, dtype="bf16"), rollout=VLLM | dict(sleep="on")),
+        "ours vllm, awake then sleeping": dict(shape="1.5b", train=BATCH | dict(steps=6, dtype="bf16"), rollout=VLLM | dict(sleep="on"), awake=3),
         "ours vllm, qlora": dict(shape="1.5b", train=ADAPTER | dict(steps=4, method="qlora"), rollout=VLLM | dict(sleep="off")),
     },
     "server": {
@@ -70,12 +71,14 @@ CASES = {
     },
     "step": {
         "ours against TRL": dict(alternate=3, train=TINY | dict(steps=5), rollout={}),
-        "ours against TRL, 1.5b": dict(alternate=6, shape="1.5b", train=BATCH | dict(steps=3, dtype="bf16", micro_batch=128, max_completion_tokens=32), rollout={}),
+        "ours against TRL, 1.5b": dict(alternate=8, shape="1.5b", train=BATCH | dict(steps=3, prompts_per_step=16, dtype="bf16", max_completion_tokens=32), rollout={}),
+        "ours against TRL, 1.5b, completions given": dict(alternate=8, shape="1.5b", canned=True, train=BATCH | dict(steps=3, prompts_per_step=16, dtype="bf16"), rollout={}),
         "ours against TRL, 1.5b, few": dict(alternate=6, shape="1.5b", train=BATCH | dict(steps=2, prompts_per_step=1, micro_batch=8, max_completion_tokens=16), rollout={}),
     },
     "update": {
-        f"{shape} {method}{' with a reference' if beta else ''}": dict(shape=shape, canned=True, train=(BATCH if method == "full" else ADAPTER) | SMALLER[shape] | dict(steps=3, method=method, beta=beta, dtype="bf16"), rollout={})
-        for shape, method, beta in [("1.5b", "full", 0.0), ("1.5b", "full", 0.01), ("1.5b", "lora", 0.0), ("1.5b", "lora", 0.01), ("1.5b", "qlora", 0.0), ("8b", "lora", 0.0), ("8b", "lora", 0.01), ("8b", "qlora", 0.01)]
+        f"{shape} {method}{' with a reference' if beta else ''}{', TRL' if bare else ''}": dict(shape=shape, bare=bare, canned=True, train=(BATCH if method == "full" else ADAPTER) | SMALLER[shape] | dict(steps=3, method=method, beta=beta, dtype="bf16"), rollout={})
+        for shape, method, beta, bare in [("1.5b", "full", 0.0, True), ("1.5b", "full", 0.0, False), ("1.5b", "full", 0.01, False), ("1.5b", "lora", 0.0, False), ("1.5b", "lora", 0.01, False), ("1.5b", "qlora", 0.0, False), ("1.5b", "qlora", 0.01, False),
+                                          ("8b", "lora", 0.0, False), ("8b", "lora", 0.01, False), ("8b", "qlora", 0.0, False), ("8b", "qlora", 0.01, False), ("8b", "full", 0.0, False), ("8b", "full", 0.0, True)]
     },
 }  # fmt: skip
 
@@ -89,10 +92,9 @@ def checkpoint_of(shape: str) -> Path:
 
 
 def _make(folder: Path, shape: str) -> Path:
-    """Made on the CPU, a thread a tensor, each with a seed of its own."""
+    """Made where there is a GPU on it, each tensor with a seed of its own."""
     import shutil
     import zlib
-    from concurrent.futures import ThreadPoolExecutor
 
     import torch
     from safetensors.torch import save_file
@@ -108,13 +110,12 @@ def _make(folder: Path, shape: str) -> Path:
     def filled(name: str, like) -> torch.Tensor:
         if like.dim() < 2:
             return torch.full(like.shape, float(name.endswith("norm.weight")), dtype=torch.bfloat16)
-        seed = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        return torch.empty(like.shape, dtype=torch.bfloat16).normal_(std=config.initializer_range, generator=seed)
+        seed = torch.Generator(device()).manual_seed(zlib.crc32(name.encode()))
+        return torch.empty(like.shape, dtype=torch.bfloat16, device=device()).normal_(std=config.initializer_range, generator=seed).cpu()
 
-    named = dict(model.named_parameters())
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        tensors = dict(zip(named, pool.map(filled, named, named.values()), strict=True))
+    tensors = {name: filled(name, like) for name, like in model.named_parameters()}
     partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a case that was cut
     partial.mkdir()
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(partial)
@@ -171,7 +172,7 @@ def train(case: dict) -> dict:
     import torch
     from transformers import TrainerCallback
 
-    from qrl.train import policy
+    from qrl.train import guard
 
     drawing, steps = [], []
 
@@ -184,32 +185,37 @@ def train(case: dict) -> dict:
 
     with tempfile.TemporaryDirectory() as work:
         made, settings = trainer_of(case, Path(work))
+        card = Card()
         made.args.save_strategy = "no"
         made.add_callback(Clock())
-        draw = made._generate_single_turn
+        draw = made_up(settings) if case.get("canned") else made._generate_single_turn
 
         def timed(prompt_ids, *rest, **named):
-            began = finished()
-            if case.get("canned"):
-                made_up = torch.randint(3, 384, (len(prompt_ids), settings.max_completion_tokens)).tolist()
-                answer = made_up, None
-            else:
-                answer = draw(prompt_ids, *rest, **named)
+            began, asleep = finished(), " asleep" if len(drawing) >= case.get("awake", math.inf) else ""
+            card.now = f"drawing{asleep}"
+            if "awake" in case:
+                lull(made.vllm_generation, awake=not asleep)
+            answer = draw(prompt_ids, *rest, **named)
             drawing.append((finished() - began, len(prompt_ids), sum(map(len, answer[0]))))
+            card.now = f"updating{asleep}"
             return answer
 
         made._generate_single_turn = timed
-        frozen = policy.frozen_digest(made.model) if settings.adapter and not case.get("canned") else None
+        frozen = guard.frozen_digest(made.model) if settings.adapter and not case.get("canned") else None
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        made.train()
+        with card:
+            made.train()
         history = made.state.log_history
         found = {
             "step_s": statistics.median(steps[1:]),
+            "steps_s": steps,
             "draw_s": statistics.median(seconds for seconds, _, _ in drawing[1:]),
+            "draws_s": [seconds for seconds, _, _ in drawing],
             "completions": drawing[-1][1],
             "tokens": drawing[-1][2],
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else math.nan,
+            "card_gib": card.most,
             "steps": len(steps),
         }
         for name in ("sync_s", "generate_s", "kl_k1", "kl_k3", "token_ess", "sequence_ess"):
@@ -218,12 +224,57 @@ def train(case: dict) -> dict:
                 found[name] = statistics.median(values[1:])
                 found[f"{name}_worst"] = min(values) if name.endswith("ess") else max(values)
         if frozen:
-            found["base_unmoved"] = policy.frozen_digest(made.model) == frozen
+            found["base_unmoved"] = guard.frozen_digest(made.model) == frozen
         if case.get("parts"):
             found |= parts(made)
         if "shape" not in case:
             found |= lift(made, settings)
         return found
+
+
+def made_up(settings):
+    """What draws completions of random tokens, as long as they may be, without any model."""
+    import torch
+
+    return lambda prompt_ids, *_, **__: (torch.randint(3, 384, (len(prompt_ids), settings.max_completion_tokens)).tolist(), None)
+
+
+class Card:
+    """The most memory taken on the whole card, by whomever, while training does one thing or another; looked at 50 times a second."""
+
+    def __init__(self):
+        self.now, self.most, self.ended = "preparing", {}, threading.Event()
+
+    def look(self):
+        import torch
+
+        from qrl import process
+
+        while torch.cuda.is_available() and not self.ended.wait(0.02):
+            free, total = torch.cuda.mem_get_info(process.local_rank())
+            self.most[self.now] = max(self.most.get(self.now, 0), (total - free) / 2**30)
+
+    def __enter__(self):
+        self.thread = threading.Thread(target=self.look, daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.ended.set()
+        self.thread.join()
+
+
+def lull(link, *, awake: bool) -> None:
+    """Lets an engine that can sleep stay awake from now on, or sleep between rollouts."""
+    from qrl.train import vllm_engine
+
+    if awake and link.enable_sleep_mode:
+        link.enable_sleep_mode = link._llm_weights_sleeping = False
+        vllm_engine.wake(link.llm, "weights")
+        vllm_engine.wake(link.llm, "kv_cache")
+    elif not awake and not link.enable_sleep_mode:
+        link.enable_sleep_mode = link._llm_weights_sleeping = True
+        vllm_engine.sleep(link.llm)
 
 
 @contextlib.contextmanager
@@ -284,7 +335,9 @@ def alternate(case: dict) -> dict:
     with tempfile.TemporaryDirectory() as work:
         made, clocks = {}, {}
         for name in ("ours", "TRL"):
-            made[name], _ = trainer_of(case | {"bare": name == "TRL"}, Path(work, name))
+            made[name], settings = trainer_of(case | {"bare": name == "TRL"}, Path(work, name))
+            if case.get("canned"):
+                made[name]._generate_single_turn = made_up(settings)
             clocks[name] = Clock()
             made[name].args.save_strategy = "no"
             made[name].add_callback(clocks[name])
@@ -294,6 +347,7 @@ def alternate(case: dict) -> dict:
                 clocks[name].steps.clear()
                 trainer.train()
                 kept[name].append(clocks[name].steps[1:])
+                print(name, clocks[name].steps, flush=True)  # what a case that is cut leaves behind
     return {f"{name}_step_s": statistics.median(itertools.chain(*rounds)) for name, rounds in kept.items()} | ratio(kept) | {"steps": kept}
 
 

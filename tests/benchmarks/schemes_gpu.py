@@ -65,7 +65,7 @@ def make_source(shape: str, weights: Path) -> Path:
         torch.manual_seed(0)
         with torch.device(_device()):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        partial = folder.with_suffix(".partial")
+        partial = folder.with_name(f"{folder.name}.partial")
         model.save_pretrained(partial)
         for name in (*checkpoint.TOKENIZER_FILES, "generation_config.json"):
             if (tiny.PATH / name).is_file():
@@ -372,8 +372,11 @@ def show(folder: Path) -> None:
     speeds = sorted(folder.rglob("speed-*.json"), key=lambda file: (json.loads(file.read_text())["case"].split("-")[1], file.stat().st_mtime))
     by_shape: dict[str, list] = {}
     for file in speeds:
-        found = json.loads(file.read_text())
-        by_shape.setdefault(found["case"].split("-")[1], []).append((found, summary.lines(pd.read_parquet(file.with_suffix(".parquet")))))
+        found, frame = json.loads(file.read_text()), pd.read_parquet(file.with_suffix(".parquet"))
+        if frame["round"].nunique() < 2:
+            print(f"{file}: one round, which supports no interval")
+            continue
+        by_shape.setdefault(found["case"].split("-")[1], []).append((found, summary.lines(frame)))
     for shape, calls in by_shape.items():
         _show_speed(shape, calls)
     for file in sorted(folder.rglob("evaluation-*.json")):
@@ -473,7 +476,7 @@ def http(args: argparse.Namespace) -> None:
 def _alone(folder: Path):
     """One process at a time makes a folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as held:
+    with folder.with_name(f"{folder.name}.lock").open("w") as held:  # a suffix of its own: "1.5b-gptq" has a dot
         fcntl.flock(held, fcntl.LOCK_EX)
         yield
 
