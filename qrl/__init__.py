@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from qrl.registry import Version
+    from qrl.versions import Version
 
 __version__ = "0.1.0"
 __all__ = ["load", "resolve", "study"]
@@ -38,12 +38,12 @@ def load(
         GateRefused: no gate let the version in.
         QrlError: its files are not those that were evaluated.
     """
-    from qrl import registry
+    from qrl import versions
     from qrl.engine import device as devices
     from qrl.engine import hf
 
     where = devices.choose(device)
-    return hf.load(registry.verify(resolve(name, stage)), where, devices.compute_dtype(dtype, where))
+    return hf.load(versions.verify(resolve(name, stage)), where, devices.compute_dtype(dtype, where))
 
 
 def resolve(name: str, stage: str | int) -> Version:

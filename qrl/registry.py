@@ -4,9 +4,6 @@ An alias is the truth: a stage of ours (`base`, `grpo`, `awq`) is the alias of t
 returns to, and MLflow's stage is mirrored from the aliases. Pointers move under a lock, alias first: three racing
 transitions left two versions in Production, aliases never did (ran). The lock is a file beside the database, or in the
 temporary folder for a remote registry, where it holds off the processes of this machine only.
-
-A version says by itself what it is: tags name its variant, scheme, digest, accuracy, stderr and n, and `qrl.gate.<stage>`
-the decision that let it in, for the weights with that digest.
 """
 
 from __future__ import annotations
@@ -17,17 +14,17 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from qrl import checkpoint, names
-from qrl.errors import BadInput, GateRefused, QrlError
+from qrl import names, versions
+from qrl.errors import BadInput, QrlError
 from qrl.recipe import Recipe
 from qrl.tracking import models
+from qrl.versions import Version
 
 if TYPE_CHECKING:
     import mlflow
@@ -37,32 +34,6 @@ _PREVIOUS = "-previous"
 _BY_MLFLOW_STAGE = {mirrored: stage for stage, mirrored in names.MLFLOW_STAGE.items() if mirrored != "None"}
 ADDRESSES = (*names.STAGES, *_BY_MLFLOW_STAGE, "a version number", *(stage + _PREVIOUS for stage in names.STAGES))
 _ANY = object()
-
-
-@dataclass(frozen=True)
-class Version:
-    """One registered version, and the stage by which it was asked for (None: by number)."""
-
-    name: str
-    version: int
-    digest: str
-    variant: str
-    scheme: str
-    stage: str | None = None
-    tags: Mapping[str, str] = field(default_factory=dict, compare=False)
-
-    @property
-    def uri(self) -> str:
-        """The address that MLflow loads."""
-        return f"models:/{self.name}/{self.version}"
-
-    def gate(self, stage: str) -> dict[str, Any] | None:
-        """The recorded decision on this version for a stage, or None where there was none."""
-        text = self.tags.get(names.gate_tag(stage))
-        return json.loads(text) if text else None
-
-    def __str__(self) -> str:
-        return f"{self.name} version {self.version} ({names.cell_name(self.variant, self.scheme)}, digest {self.digest[:12]})"
 
 
 def registered_name(recipe: Recipe) -> str:
@@ -217,69 +188,11 @@ def rollback(name: str, stage: str) -> Version:
         now, before = _aliased(client, name, stage), _aliased(client, name, stage + _PREVIOUS)
         if now is None or before is None or int(now.version) == int(before.version):
             raise BadInput(f"Stage {stage} of '{name}' has had no other version, so there is nothing to roll back to.")
-        verify(_version(before, stage))  # never onto a version that could not be served
+        versions.verify(_version(before, stage))  # never onto a version that could not be served
         client.set_registered_model_alias(name, stage, str(before.version))
         client.set_registered_model_alias(name, stage + _PREVIOUS, str(now.version))
         _mirror(client, name)
     return resolve(name, stage)
-
-
-def folder(version: Version) -> Path:
-    """The version's checkpoint folder, in place where the store is local.
-
-    Raises:
-        QrlError: its files are gone.
-    """
-    import mlflow
-
-    try:
-        found = Path(mlflow.artifacts.download_artifacts(version.uri)) / "model"
-    except (mlflow.MlflowException, OSError) as error:
-        raise QrlError(f"The files of {version} cannot be read ({str(error).splitlines()[0]}): run the study again.") from None
-    if not (found / "config.json").is_file():
-        raise QrlError(f"The files of {version} are gone from {found}: run the study again.")
-    return found
-
-
-def verify(version: Version) -> Path:
-    """The version's checkpoint folder, after its gate and its digest were found to hold; raises as `admit` and `whole` do."""
-    path = admit(version)
-    whole(version, path)
-    return path
-
-
-def admit(version: Version) -> Path:
-    """The version's checkpoint folder, after its gate was found to hold; its weights are not read.
-
-    Raises:
-        GateRefused: no gate let it in, or the gate judged other weights.
-        QrlError: the files are gone.
-    """
-    stages = [version.stage] if version.stage else names.STAGES
-    gates = [gate for stage in stages if (gate := version.gate(stage))]
-    promoted = [gate for gate in gates if gate.get("verdict") == "promoted"]
-    if not promoted:
-        why = f" ({gates[0].get('why', 'it was refused')})" if gates else ""
-        stage = version.stage or names.STAGES[0]
-        raise GateRefused(f"No gate let {version} in{why}: `python -m qrl promote --stage {stage}` decides on it.")
-    if not any(gate.get("digest") == version.digest for gate in promoted):
-        raise GateRefused(f"The gate of {version} judged other weights, digest {str(promoted[0].get('digest'))[:12]}: promote it again.")
-    return folder(version)
-
-
-def whole(version: Version, path: Path) -> None:
-    """Reads every file of a version.
-
-    Args:
-        version: whose digest they must have.
-        path: its folder, from `admit`.
-
-    Raises:
-        QrlError: the files are no longer those that were evaluated.
-    """
-    found = checkpoint.digest(path)
-    if found != version.digest:
-        raise QrlError(f"The files of {version} have changed, their digest is {found[:12]} now: run the study again, which makes a new version of what was damaged.")
 
 
 def _client() -> mlflow.MlflowClient:

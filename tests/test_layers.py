@@ -14,14 +14,14 @@ LAYERS = [
     {"names", "errors", "stats", "verdict", "plan", "recipe", "sections", "gate", "process", "workspace"},
     {"tasks", "checkpoint", "formats", "tiny", "source", "engine", "figures"},
     {"train", "quantize", "evaluate", "diagnose", "compare", "serve", "benchmark"},
-    {"tracking", "registry"},
+    {"tracking", "versions", "registry"},
     {"keys"},
     {"steps"},
     {"launch", "pipeline", "report", "methods"},
     {"cli", "__main__"},
 ]
 ROOMS = LAYERS[2]
-KNOWS_MLFLOW = {"tracking", "registry", "launch"}  # launch calls mlflow.projects.run
+KNOWS_MLFLOW = {"tracking", "versions", "registry", "launch"}  # launch calls mlflow.projects.run
 HEAVY = {"torch", "transformers", "trl", "mlflow", "scipy", "matplotlib", "plotly", "datasets", "bitsandbytes", "peft"}
 NO_RESULT = {"errors", "tracking", "workspace", "process", "source", "keys"}  # keep, find and launch results, and change none
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

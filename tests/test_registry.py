@@ -9,7 +9,7 @@ import mlflow
 import pandas as pd
 import pytest
 
-from qrl import checkpoint, names, recipe, registry
+from qrl import checkpoint, names, recipe, registry, versions
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.steps import promote as promoting
 from qrl.tracking import cells, models, runs
@@ -23,7 +23,7 @@ WHY = {"run": "r", "why": "it was better"}
 def version(store):
     """A maker of versions, each from a model of its own; `weights` stands for what is in them."""
 
-    def make(variant: str = "base", scheme: str = "fp16", weights: str = "") -> registry.Version:
+    def make(variant: str = "base", scheme: str = "fp16", weights: str = "") -> versions.Version:
         with runs.step("evaluate"):
             model = mlflow.initialize_logged_model(f"{variant}-{scheme}")
         (Path(model.artifact_location) / "model").mkdir(parents=True)
@@ -177,22 +177,22 @@ def test_what_is_served_is_what_was_measured(store, tiny_checkpoint):
     numbers = {"accuracy": 0.6, "stderr": 0.01, "n": 2000}
     made = registry.register(NAME, uri, digest=digest, variant="base", scheme="fp16", **numbers)
     with pytest.raises(GateRefused, match="No gate let"):
-        registry.verify(made)
+        versions.verify(made)
     registry.refuse(NAME, "base", 1, record={"why": "it was unhealthy"})
     with pytest.raises(GateRefused, match="it was unhealthy"):
-        registry.verify(registry.resolve(NAME, 1))
+        versions.verify(registry.resolve(NAME, 1))
     served = registry.promote(NAME, "base", 1, record=WHY)
-    assert registry.verify(served) == registry.verify(registry.resolve(NAME, 1)) == stored
+    assert versions.verify(served) == versions.verify(registry.resolve(NAME, 1)) == stored
     mlflow.MlflowClient().set_model_version_tag(NAME, "1", names.TAG_DIGEST, "other")
     with pytest.raises(GateRefused, match="other weights"):
-        registry.verify(registry.resolve(NAME, "base"))
+        versions.verify(registry.resolve(NAME, "base"))
     mlflow.MlflowClient().set_model_version_tag(NAME, "1", names.TAG_DIGEST, digest)
     (stored / "generation_config.json").write_text("{}")
     with pytest.raises(QrlError, match="have changed"):
-        registry.verify(served)
+        versions.verify(served)
     (stored / "config.json").unlink()
     with pytest.raises(QrlError, match="gone"):
-        registry.verify(served)
+        versions.verify(served)
     assert registry.register(NAME, uri, digest=digest, variant="base", scheme="fp16", **numbers).version == 2
 
 
@@ -237,7 +237,7 @@ def test_a_stage_is_never_rolled_back_onto_damaged_weights(version):
     for variant in ("first", "second"):
         registry.promote(NAME, "grpo", version(variant).version, record=WHY)
     before = registry.resolve(NAME, "grpo-previous")
-    (registry.folder(before) / checkpoint.WEIGHTS).write_text("rotten")
+    (versions.folder(before) / checkpoint.WEIGHTS).write_text("rotten")
     with pytest.raises(QrlError, match="have changed"):
         registry.rollback(NAME, "grpo")
     assert pointers() == {"grpo": "2", "grpo-previous": "1"}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from qrl import checkpoint, registry, tiny
+from qrl import checkpoint, registry, tiny, versions
 from qrl.errors import BadInput, QrlError
 from qrl.serve import engines, process, server
 from qrl.tracking import models, runs
@@ -308,7 +308,7 @@ def test_what_cannot_be_served_is_told_in_a_sentence_and_never_answers(registere
 
     registry.refuse("qrl-tiny", "grpo", registered.version, record={"why": "it gained nothing"})
     before = newest_run().info.run_id
-    weights = registry.folder(registered) / "model.safetensors"
+    weights = versions.folder(registered) / "model.safetensors"
     kept = weights.read_bytes()
     weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
     mlflow.MlflowClient().set_registered_model_alias("qrl-tiny", "grpo", "1")  # by hand, past the gate

@@ -227,13 +227,13 @@ def test_a_digest_that_is_registered_is_never_registered_again(studied, client):
 
 
 def test_what_is_served_is_what_was_evaluated(client):
-    from qrl import checkpoint, registry
+    from qrl import checkpoint, registry, versions
 
     cells = {run.data.tags[names.TAG_DIGEST] for run in runs_of(client, **{names.TAG_STEP: "evaluate"}) if names.TAG_DIGEST in run.data.tags}
     for stage in names.STAGES:
         version = registry.resolve("qrl-tiny", stage)
         assert version.digest in cells
-        assert checkpoint.digest(registry.verify(version)) == version.digest
+        assert checkpoint.digest(versions.verify(version)) == version.digest
 
 
 def test_stages_load_through_mlflow_and_through_qrl(client):
@@ -352,19 +352,19 @@ def test_a_stage_is_served_and_answers(studied):
 
 
 def test_a_tampered_version_is_not_served(studied, client, tmp_path):
-    from qrl import registry
+    from qrl import registry, versions
     from qrl.errors import QrlError
 
     version = registry.resolve("qrl-tiny", "base")
-    config = registry.folder(version) / "generation_config.json"
+    config = versions.folder(version) / "generation_config.json"
     original = config.read_text()
     try:
         config.write_text(original.replace("{", "{ ", 1))
         with pytest.raises(QrlError, match="digest"):
-            registry.verify(version)
+            versions.verify(version)
     finally:
         config.write_text(original)
-    registry.verify(version)
+    versions.verify(version)
 
 
 def _training(client, seed: str):

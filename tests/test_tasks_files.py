@@ -43,3 +43,11 @@ def test_files_that_cannot_be_read_or_written_are_told(tmp_path):
     for file, out, said in [("none.jsonl", "out", "cannot be read"), ("in.jsonl", "none/out", "cannot be written"), ("empty.jsonl", "out", "no rows")]:
         with pytest.raises(BadInput, match=said):
             files.grade("gsm8k", tmp_path / file, tmp_path / out)
+
+
+def test_nothing_is_left_where_the_rows_cannot_be_put(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"completion": "#### 3", "answer": "#### 3"}\n')
+    (tmp_path / "out").mkdir()
+    with pytest.raises(BadInput, match="cannot be written"):
+        files.grade("gsm8k", tmp_path / "in.jsonl", tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out"}

@@ -13,7 +13,7 @@ import click
 from tqdm import tqdm
 
 from qrl import benchmark as room
-from qrl import figures, names, process, registry
+from qrl import figures, names, process, registry, versions
 from qrl.benchmark import http as load
 from qrl.benchmark import local, summary
 from qrl.engine import device as devices
@@ -153,22 +153,22 @@ def _stages(recipe: Recipe, stages: str | None) -> list[room.Subject]:
     """The versions behind stages, verified; by default seed 000's four rows, as far as they are there."""
     name = registry.registered_name(recipe)
     if stages:
-        versions = [registry.resolve(name, stage.strip()) for stage in stages.split(",")]
+        chosen = [registry.resolve(name, stage.strip()) for stage in stages.split(",")]
     else:
-        versions = [version for version in (_version(name, stage) for stage in names.STAGES) if version]
-    if not versions:
+        chosen = [version for version in (_version(name, stage) for stage in names.STAGES) if version]
+    if not chosen:
         raise BadInput(f"{name} has no version at any of {', '.join(names.STAGES)} yet: run a study, or give --models variant:scheme=MODEL.")
-    found = {(each.variant, each.scheme): room.Subject(each.variant, each.scheme, registry.verify(each)) for each in versions}
-    if len(found) < len(versions):
-        raise BadInput(f"Two of {', '.join(map(str, versions))} are the same cell, which the table could not tell apart: name each cell once.")
-    if not stages and (base := next((each for each in versions if each.stage == "base"), None)) is not None:
+    found = {(each.variant, each.scheme): room.Subject(each.variant, each.scheme, versions.verify(each)) for each in chosen}
+    if len(found) < len(chosen):
+        raise BadInput(f"Two of {', '.join(map(str, chosen))} are the same cell, which the table could not tell apart: name each cell once.")
+    if not stages and (base := next((each for each in chosen if each.stage == "base"), None)) is not None:
         uri = store_models.child(base.digest, names.BASE, names.AWQ)
         if uri:
             found[names.BASE, names.AWQ] = room.Subject(names.BASE, names.AWQ, store_models.local_path(uri))
     return list(found.values())
 
 
-def _version(name: str, stage: str) -> registry.Version | None:
+def _version(name: str, stage: str) -> versions.Version | None:
     try:
         return registry.resolve(name, stage)
     except BadInput:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 import pandas as pd
 
-from qrl import checkpoint, gate, names, registry, stats
+from qrl import checkpoint, gate, names, registry, stats, versions
 from qrl.compare.alike import check as check_alike
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
@@ -85,10 +85,10 @@ def _held(name: str, stage: str) -> int | None:
 
 
 def _decide(
-    recipe: Recipe, stage: str, candidate: Evaluated, version: registry.Version, before: registry.Version | None
+    recipe: Recipe, stage: str, candidate: Evaluated, version: versions.Version, before: versions.Version | None
 ) -> gate.Decision:
     # The files as they lie in the store now, not the tag that says what they were: those are what would be served.
-    evidence = gate.Evidence(candidate.broken, candidate.digest, checkpoint.digest(registry.folder(version)))
+    evidence = gate.Evidence(candidate.broken, candidate.digest, checkpoint.digest(versions.folder(version)))
     if before is None:
         return gate.decide_base(evidence)
     difference = _difference(candidate, _reference(before))
@@ -109,7 +109,7 @@ def _decide(
     )
 
 
-def _reference(version: registry.Version) -> Evaluated:
+def _reference(version: versions.Version) -> Evaluated:
     """The evaluation by which a version earned its stage."""
     record = version.gate(version.stage) or {}
     if "cell" not in record:

@@ -10,7 +10,7 @@ from functools import partial
 
 import click
 
-from qrl import names, registry
+from qrl import names, registry, versions
 from qrl.engine import device as devices
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
@@ -83,20 +83,20 @@ def serve(
                 follow.run(child, what, host, port, following, on_ready=ready)
 
 
-def _names(version: registry.Version, stage: str) -> tuple[str, ...]:
+def _names(version: versions.Version, stage: str) -> tuple[str, ...]:
     """Ids that stay when the stage moves: `qrl-tiny@awq`, and as it was asked for, `qrl-tiny@Production` say."""
     return tuple(dict.fromkeys(engines.served_id(version.name, each) for each in (version.stage, stage)))
 
 
-def _following(first: registry.Version, what: process.Load, start: Callable[[], process.Engine], every_s: float, drain_s: float) -> follow.Following:
+def _following(first: versions.Version, what: process.Load, start: Callable[[], process.Engine], every_s: float, drain_s: float) -> follow.Following:
     """The stage as the registry knows it, and the run that keeps what became of it."""
     switches, digests = itertools.count(1), {first.version: first.digest}
 
     def admit(number: int) -> process.Load:
         version = replace(registry.resolve(first.name, number), stage=first.stage)  # this stage's gate, and no other's
-        path = registry.admit(version)
+        path = versions.admit(version)
         digests[number] = version.digest
-        return replace(what, version=number, path=path, verify=lambda: registry.whole(version, path))
+        return replace(what, version=number, path=path, verify=lambda: versions.whole(version, path))
 
     def turned(now: process.Load, sentence: str) -> None:
         click.echo(sentence)
@@ -123,7 +123,7 @@ def check_follow(engine: str, stage: str, memory: float | None) -> float:
     return follow.check(engine, memory)
 
 
-def check(recipe: Recipe, stage: str, *, host: str, port: int) -> tuple[registry.Version, process.Load]:
+def check(recipe: Recipe, stage: str, *, host: str, port: int) -> tuple[versions.Version, process.Load]:
     """The version behind a stage and how to load it, if its gate let it in and the port is free.
 
     Raises:
@@ -133,10 +133,10 @@ def check(recipe: Recipe, stage: str, *, host: str, port: int) -> tuple[registry
     """
     store.prepare()
     version = registry.resolve(registry.registered_name(recipe), stage)
-    path = registry.admit(version)
+    path = versions.admit(version)
     server.check_port(host, port)
     what = process.Load(
-        version.name, version.version, path, lambda: registry.whole(version, path), devices.choose(recipe.device), recipe.evaluate.dtype
+        version.name, version.version, path, lambda: versions.whole(version, path), devices.choose(recipe.device), recipe.evaluate.dtype
     )
     return version, what
 

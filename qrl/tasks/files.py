@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -35,7 +36,9 @@ def grade(task: str, file: str | Path, out: str | Path) -> str:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # a lone surrogate stays JSON's own escape of it
         os.replace(partial, target)
     except OSError as error:
-        raise BadInput(f"{out} cannot be written ({error.strerror}): give a path in a folder that exists.") from None
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)  # of a full disk
+        raise BadInput(f"{out} cannot be written ({error.strerror}): give a path in a folder that exists, on a disk with room.") from None
     n = len(graded)
     rates = {key: sum(row[key] for row in graded) / n for key in ("strict", "flexible")}
     parsed = sum(row["parsed"] is not None for row in graded) / n

@@ -99,7 +99,7 @@ def aside(work, *given):
 
 def registered(shape: str) -> tuple[str, str]:
     """A shape's checkpoint as version 1 of a registry, at stage base; its folder in the store, and its registered name."""
-    from qrl import registry
+    from qrl import registry, versions
     from qrl.tracking import models, runs, store
 
     path = checkpoint_of(shape)
@@ -111,7 +111,7 @@ def registered(shape: str) -> tuple[str, str]:
     name = f"qrl-shape-{shape}"
     version = registry.register(name, uri, accuracy=0.0, stderr=0.0, n=1, **cell)
     registry.promote(name, "base", version.version, record={"why": "a benchmark of starting, not of answers"})
-    return str(registry.folder(version)), name
+    return str(versions.folder(version)), name
 
 
 def ours(name: str) -> float:
