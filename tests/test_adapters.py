@@ -102,9 +102,9 @@ def test_a_base_that_fsdp_lays_out_anew_is_guarded_by_its_values(ran, monkeypatc
 
 IN_PARTS = """
 import sys
+import peft
 import torch
-import torch.distributed
-from peft import get_peft_model
+from peft import get_peft_model, get_peft_model_state_dict
 from peft.utils.other import fsdp_auto_wrap_policy
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
@@ -112,22 +112,39 @@ from qrl import tiny
 from qrl.recipe import Train
 from qrl.train import policy, sharded
 
+def same(found):
+    return len(wanted) == 56 and found.keys() == wanted.keys() and all(found[name].equal(wanted[name]) for name in wanted)
+
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meet", rank=0, world_size=1)
 settings = Train(method="lora")
 model = get_peft_model(policy.load(tiny.PATH, settings, "cpu"), policy.adapter(settings))
 wanted = {name.replace(".default", ""): weight.detach().clone() for name, weight in model.named_parameters() if ".lora_" in name}
 parts = FullyShardedDataParallel(model, auto_wrap_policy=fsdp_auto_wrap_policy(model), device_id=torch.device("cpu"), use_orig_params=True)
 sharded.name_as_whole()
+sharded.name_as_whole()  # once is enough
 with FullyShardedDataParallel.state_dict_type(parts, StateDictType.FULL_STATE_DICT):
-    model.save_pretrained(sys.argv[1] + "/adapter", state_dict=parts.state_dict())
-written = load_file(sys.argv[1] + "/adapter/adapter_model.safetensors")
-assert len(wanted) == 56 and written.keys() == wanted.keys() and all(written[name].equal(wanted[name]) for name in wanted), list(written)
+    model.save_pretrained(sys.argv[1] + "/adapter", state_dict=parts.state_dict())  # as save.write does
+    assert same(load_file(sys.argv[1] + "/adapter/adapter_model.safetensors")), "written"
+    checkpoint = {name: weight.clone() for name, weight in get_peft_model_state_dict(parts).items()}  # as accelerate's checkpoints do
+    assert same(checkpoint), "kept"
+    with FullyShardedDataParallel.summon_full_params(parts), torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.zero_() if ".lora_" in name else None
+    assert not any(weight.any() for weight in get_peft_model_state_dict(parts).values()), "forgotten"
+    peft.set_peft_model_state_dict(parts, checkpoint)
+    assert same(get_peft_model_state_dict(parts)), "gone on with"
 """
 
 
-def test_an_adapter_that_fsdp_laid_out_is_written_whole(tmp_path):
+def test_an_adapter_that_fsdp_lays_out_is_written_kept_and_gone_on_with_whole(tmp_path):
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", IN_PARTS, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_fsdp_on_a_cpu_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(BadInput, match="FSDP shards a model over GPUs, but this run's device is the CPU"):
+        grpo.check(checkpoint.check(tiny.PATH), Train(), 4096, "cpu")
 
 
 def test_processes_of_fsdp_share_what_a_reference_takes(monkeypatch):

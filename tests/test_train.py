@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 import torch
+from peft import get_peft_model
+from safetensors.torch import save_file
 
 from qrl import checkpoint, quantize, tasks, tiny
 from qrl.engine import hf
@@ -160,6 +162,17 @@ def test_a_broken_checkpoint_is_skipped_for_the_one_before_it(trained, tmp_path)
     (tmp_path / "work" / "checkpoint-1" / "trainer_state.json").unlink()
     with pytest.warns(UserWarning):
         assert resume.latest(tmp_path / "work") is None
+
+
+def test_an_adapter_without_weights_is_neither_written_nor_gone_on_with(trained, tmp_path):
+    settings = Train(method="lora", lora_rank=2)
+    with pytest.raises(QrlError, match="without any weight"):
+        save.write(get_peft_model(policy.load(tiny.PATH, settings, "cpu"), policy.adapter(settings)), tiny.PATH, tmp_path / "adapter", dtype=None, state={})
+    assert not (tmp_path / "adapter").exists()
+    shutil.copytree(trained[0] / "work", tmp_path / "work")
+    save_file({}, tmp_path / "work" / "checkpoint-2" / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"checkpoint-2 is broken \(model\.safetensors holds no weights\)"):
+        assert resume.latest(tmp_path / "work").name == "checkpoint-1"
 
 
 def test_a_checkpoint_of_fsdp_is_whole_with_the_optimizer_that_fsdp_writes(trained, tmp_path, monkeypatch):

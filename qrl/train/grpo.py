@@ -84,6 +84,8 @@ def check(
             f"{base.path} is stored in {base.quantization}: training starts from full-precision weights, and packs them itself "
             "where train.base_storage says so. Give the checkpoint that it was made from."
         )
+    if process.sharded() and device == "cpu":
+        raise BadInput("FSDP shards a model over GPUs, but this run's device is the CPU: launch without --use_fsdp, or run on GPUs.")
     tensors = checkpoint.entries(base.path)
     policy.check(settings, tensors)
     policy.check_reference(settings, tensors, device)

@@ -35,7 +35,8 @@ def _broken(path: Path) -> str | None:
         json.loads((path / STATE).read_text())
         weights = list(path.glob("*.safetensors"))
         for file in weights:
-            header.read(file)
+            if not header.read(file):
+                return f"{file.name} holds no weights"
         states = [f"rng_state_{rank}.pth" for rank in range(world)] if (world := process.world_size()) > 1 else ["rng_state.pth"]
         optimizer = "optimizer.bin" if process.sharded() else "optimizer.pt"
         for name in (optimizer, "scheduler.pt", *states):

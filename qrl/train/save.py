@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import checkpoint
+from qrl.errors import QrlError
+from qrl.formats import header
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +34,9 @@ def write(
         dtype: name of the dtype to store, e.g. "bfloat16"; None leaves the weights as they are.
         state: the weights by name, where several processes hold parts of the model; None takes the model's own.
         note: writes what else belongs into the folder before it appears.
+
+    Raises:
+        QrlError: an adapter's weights were not found in the model.
     """
     import torch
 
@@ -42,6 +47,8 @@ def write(
     elif dtype is not None:  # the model's own weights are parts, laid out for several processes; a tied one is gathered twice
         state = {name: weight.to(getattr(torch, dtype)) for name, weight in state.items() if name not in model.all_tied_weights_keys}
     model.save_pretrained(partial, state_dict=state)
+    if dtype is None and not header.read(partial / "adapter_model.safetensors"):
+        raise QrlError("The adapter was written without any weight: this is a fault of qrl or of a library; train.method=full is not concerned.")
     if dtype is not None and state is not None:  # it wrote the dtype of those parts
         config = json.loads((partial / "config.json").read_text())
         (partial / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-PART = "_fsdp_wrapped_module."  # what FSDP puts into the names of modules, and leaves out of those of weights
+PART = "_fsdp_wrapped_module"  # what FSDP puts into the names of modules, and leaves out of those of weights
 
 
 def prepare(trainer) -> None:
@@ -25,14 +25,20 @@ def _cast_between_parts(plugin) -> None:
 
 
 def name_as_whole() -> None:
-    """Lets PEFT find an adapter's weights by their names in the whole model: else what it writes of a model in parts is empty."""
+    """Lets PEFT know an adapter's weights by their names in the whole model: else it writes none of them, and loads none, in silence."""
+    import peft
     from peft.tuners import tuners_utils
 
-    inner = tuners_utils._get_tuner_state_dict_key_prefixes
-    if getattr(inner, "__wrapped__", None) is None:
+    prefixes, load = tuners_utils._get_tuner_state_dict_key_prefixes, peft.set_peft_model_state_dict
+    if hasattr(load, "__wrapped__"):  # done before
+        return
 
-        @functools.wraps(inner)
-        def whole(*given, **named):
-            return {name.replace(PART, "") for name in inner(*given, **named)}
+    @functools.wraps(prefixes)
+    def named(*given, **more):
+        return {name.replace(f"{PART}.", "") for name in prefixes(*given, **more)}
 
-        tuners_utils._get_tuner_state_dict_key_prefixes = whole
+    @functools.wraps(load)
+    def loaded(model, *given, **more):
+        return load(getattr(model, PART, model), *given, **more)
+
+    tuners_utils._get_tuner_state_dict_key_prefixes, peft.set_peft_model_state_dict = named, loaded
