@@ -100,7 +100,9 @@ def methods_command(ctx: click.Context, settings, arms: str | None, seeds: str) 
 
     given = {key: text for key, text in ctx.obj.items() if key not in ("recipe", "seed")}
     first = methods.FIRST if ctx.obj["recipe"] == "auto" else ctx.obj["recipe"]
-    chosen = tuple(filter(None, arms.split(","))) if arms is not None else methods.ARMS
+    chosen = tuple(filter(None, (arm.strip() for arm in arms.split(",")))) if arms is not None else methods.ARMS
+    if not chosen:
+        raise BadInput(f"--arms is '{arms}', which names nothing: name recipes by comma, or leave it out for all.")
     methods.study(first, chosen, methods.numbers(seeds, ctx.obj.get("seed")), given)
 
 
