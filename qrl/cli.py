@@ -1,6 +1,6 @@
 """The command line: `python -m qrl <step>`, which is also what the MLproject's entry points call.
 
-Options of a step are its recipe's fields, made from `sections.py`, and the few inputs below. Nothing heavy is imported
+Options of a step are its recipe's fields, made by `options.py`, and the few inputs below. Nothing heavy is imported
 before a command runs, so that `--help` answers at once.
 """
 
@@ -14,48 +14,8 @@ import click
 
 from qrl import names, process
 from qrl.errors import BadInput, QrlError
+from qrl.options import RecipeCommand
 from qrl.tracking import signals
-
-
-class RecipeCommand(click.Command):
-    """A command whose options are its own inputs plus the fields of the recipe's sections that it reads.
-
-    They are made when the command is asked for them: reading recipes takes longer than the rest of `--help`.
-    """
-
-    def __init__(self, *args, sections: tuple[str, ...] = (), auto: str = "tiny", **kwargs):
-        super().__init__(*args, **kwargs)
-        self.sections, self.auto = sections, auto  # auto: the recipe that is started from where nothing is named
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Its own inputs, `--recipe`, and every field with its value in the recipe that `auto` means: accepted everywhere, shown where it matters."""
-        from qrl import recipe
-
-        other = ", or instruct for a model of yours" if self.auto == "tiny" else ""
-        which = f"Settings to start from: {', '.join(recipe.names())}, or a YAML file; auto: {self.auto}{other}."
-        values = recipe.load(self.auto).flat()
-        options = ["--recipe", "recipe_name"]
-        found = [click.Option(options, default=recipe.DEFAULT, show_default=True, metavar="NAME|FILE.yaml", help=which)]
-        for key, (annotation, description) in recipe.fields().items():
-            hidden = "." in key and key.split(".", maxsplit=1)[0] not in self.sections
-            metavar = recipe.type_name(annotation)
-            here = "" if values[key] in ("null", "") else f"  [{self.auto}: {values[key]}]"
-            found.append(click.Option([f"--{key}", _identifier(key)], metavar=metavar, help=description + here, hidden=hidden))
-        return [*self.params, *found, *super().get_params(ctx)[len(self.params) :]]
-
-    def invoke(self, ctx: click.Context):
-        from qrl import recipe
-
-        given = {key: ctx.params.pop(_identifier(key)) for key in recipe.fields()}
-        overrides = {key: text for key, text in given.items() if text is not None}
-        name = ctx.params.pop("recipe_name")
-        ctx.params["settings"] = recipe.load(name, overrides)
-        ctx.obj = {"recipe": name, **overrides}  # as typed, to hand on to the steps of a study
-        return super().invoke(ctx)
-
-
-def _identifier(key: str) -> str:
-    return "recipe_field_" + key.replace(".", "__")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -100,7 +60,9 @@ def methods_command(ctx: click.Context, settings, arms: str | None, seeds: str) 
 
     given = {key: text for key, text in ctx.obj.items() if key not in ("recipe", "seed")}
     first = methods.FIRST if ctx.obj["recipe"] == "auto" else ctx.obj["recipe"]
-    chosen = tuple(filter(None, arms.split(","))) if arms is not None else methods.ARMS
+    chosen = tuple(filter(None, (arm.strip() for arm in arms.split(",")))) if arms is not None else methods.ARMS
+    if not chosen:
+        raise BadInput(f"--arms is '{arms}', which names nothing: name recipes by comma, or leave it out for all.")
     methods.study(first, chosen, methods.numbers(seeds, ctx.obj.get("seed")), given)
 
 

@@ -61,6 +61,7 @@ BAD = {
     "awq where nobody builds its environment": (["quantize", "--scheme", "awq"], "mlflow run . -e quantize … --env-manager uv"),
     "a study with awq where nobody builds its environment": (["study", "--device", "cpu"], "mlflow run . -e main … --env-manager uv"),
     "methods with awq where nobody builds its environment": (["methods", "--device", "cpu"], "mlflow run . -e methods … --env-manager uv"),
+    "methods of no arm": (["methods", "--arms", ","], "names nothing"),
     "an answering engine where nobody builds its environment": (["evaluate", "--evaluate.engine", "vllm", "--device", "cpu"], "projects/vllm_cpu, but"),
     "unknown scheme of a cell": (["evaluate", "--cells", "base:gguf=qrl-tiny"], "no scheme 'gguf'"),
     "variant that is a path": (["evaluate", "--cells", "../x:fp16=qrl-tiny"], "no name for a variant"),

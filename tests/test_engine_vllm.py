@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from qrl import names, pipeline, quantize, tiny
+from qrl import keys, names, pipeline, quantize, recipe, tiny
 from qrl.errors import BadInput
 from qrl.evaluate import cells
 from qrl.tasks import load
@@ -45,6 +45,13 @@ def test_a_step_runs_where_its_engine_or_scheme_is(step, choice, folder, monkeyp
         assert f"  {step}:" in (found / "MLproject").read_text()
         monkeypatch.setenv(pipeline.PLACE, folder)
         assert pipeline.place(step, choice, "cpu") is None
+
+
+def test_room_for_the_engine_is_no_part_of_what_a_cell_is_found_by():
+    def key(**evaluate) -> str:
+        return keys.cell(recipe.load("tiny", {f"evaluate.{name}": value for name, value in evaluate.items()}), "base", "fp16", "digest", "cuda")
+
+    assert key(gpu_memory_utilization="0.2") == key() != key(deterministic="true")
 
 
 @pytest.fixture(scope="module")

@@ -127,6 +127,15 @@ def test_a_backward_at_weights_that_were_folded_anew_since_is_an_error():
         loss.backward()
 
 
+def test_masters_that_are_cast_or_replaced_after_attaching_get_their_gradients():
+    model = attached("int4", dtype=torch.bfloat16).to(torch.bfloat16)
+    linear = model.model.layers[0].mlp.up_proj
+    linear.weight = nn.Parameter(linear.weight.detach().clone())
+    model(**batch(), labels=batch()["input_ids"]).loss.backward()
+    assert all(each.grad.dtype == torch.bfloat16 and each.grad.abs().max() > 0 for each in model.parameters() if each.ndim > 1)
+    assert torch.equal(linear.fold.weight_of(linear), fake.quantized(linear.weight, fake.scheme("int4").weights))
+
+
 def test_a_weight_that_is_frozen_after_attaching_gets_no_gradient():
     model = attached("int8")
     linear = model.model.layers[0].mlp.up_proj

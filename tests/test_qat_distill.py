@@ -99,10 +99,12 @@ def test_what_cannot_be_distilled_is_refused(tmp_path):
     found = checkpoint.check(tiny.PATH)
     other = tmp_path / "other"
     shutil.copytree(tiny.PATH, other)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 999}))
+    wider = AutoModelForCausalLM.from_pretrained(tiny.PATH)
+    wider.resize_token_embeddings(999, mean_resizing=False)
+    wider.save_pretrained(other)
     with pytest.raises(BadInput, match="a vocabulary of 999"):
         distill.check(found, checkpoint.check(other), FAST, 16)
+    config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     with pytest.raises(BadInput, match=r"teacher .* is stored in awq"):
         distill.check(found, checkpoint.check(other), FAST, 16)

@@ -4,10 +4,12 @@ import json
 import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from qrl import checkpoint, compare, names, quantize
 from qrl.engine import hf
@@ -223,3 +225,14 @@ def test_a_calibration_file_may_hold_empty_lines_and_whatever_a_string_may_hold(
         calibration.read(file, 1)
     file.write_text(file.read_text(encoding="utf-8").replace('" "', '"four"'), encoding="utf-8")
     assert calibration.read(file, 2) == [line_end_of_unicode, "four"]
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "gptq", "rtn-int4"])
+def test_weights_that_are_no_numbers_are_refused_by_name_and_nothing_is_left(scheme, tiny_checkpoint, tmp_path):
+    spoilt = Path(shutil.copytree(tiny_checkpoint, tmp_path / "spoilt"))
+    weights = load_file(spoilt / "model.safetensors")
+    weights["model.layers.1.self_attn.v_proj.weight"][3, 5] = float("nan")
+    save_file(weights, spoilt / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BadInput, match=r"NaN or infinity in .*model\.layers\.1\.self_attn\.v_proj"):
+        quantize.run(scheme, spoilt, tmp_path / "out", calibration=TEXTS, probe=TEXTS)
+    assert not (tmp_path / "out").exists()

@@ -211,11 +211,13 @@ def until(condition, seconds: float = 10) -> None:
 
 @pytest.mark.slow
 def test_two_promotions_a_rollback_and_versions_that_must_not_take_over_lose_no_request(python_of, tmp_path):
-    words = [python_of("vllm_cpu"), str(ROOT / "tests" / "benchmarks" / "follow.py"), "--out", str(tmp_path / "follow.json")]
+    words = [python_of("vllm_cpu"), str(ROOT / "tests" / "benchmarks" / "follow.py"), "--benchmark", "1,4", "--out", str(tmp_path / "follow.json")]
     done = subprocess.run(words, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     found = json.loads((tmp_path / "follow.json").read_text())
     print({key: value for key, value in found.items() if key not in ("answers", "log")})
+    measured = found["benchmark"]  # the guarded server, by `vllm bench serve`
+    assert measured["exit_code"] == 0 and "| base · fp16 | 4 |" in measured["table"] and "over 3 interleaved rounds, n = 96 requests" in measured["table"]
     assert found["failed"] == [] and 0 < found["streamed"] < found["requests"]
     assert set(found["by_version"]) == {"qrl-moving@1", "qrl-moving@2", "qrl-moving@3"}
     damaged, ungated, unloadable = found["refusals"]  # each told once, however often the registry was looked at

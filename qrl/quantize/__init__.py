@@ -5,6 +5,7 @@ What a quantized folder is otherwise stays as it was: tokenizer, chat template a
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -92,6 +93,9 @@ def run(
 
         stage("measuring")
         errors = error.measure(source, out, probed, device)
+    if not all(map(math.isfinite, errors)) and (spoilt := _not_finite(source)):
+        shutil.rmtree(out)
+        raise BadInput(f"{source} holds NaN or infinity in {spoilt}, which every scheme would pass on: give weights that are all numbers.")
     per_weight, per_parameter = stored_bits(source, out)
     return Quantized(
         path=out,
@@ -119,6 +123,12 @@ def check_fit(source: Path, settings: Settings) -> None:
     if settings.scheme == names.AWQ:  # in an environment whose transformers is older
         config = staging.rewrite(config)
     widths.check(pretrained.skeleton(config), settings.group_size, outputs=choices.AWQ_WORD if settings.scheme == names.AWQ else 1)
+
+
+def _not_finite(source: Path) -> str:
+    """Name of the first tensor that is not all numbers; looked for where the error is none, so that whole weights cost nothing."""
+    found = (name for name, tensor in checkpoint.tensors(source) if tensor.is_floating_point() and not tensor.isfinite().all())
+    return next(found, "")
 
 
 def _store(source: Path, out: Path, settings: Settings, rows: list, probe: list, device: str) -> tuple[float, ...]:

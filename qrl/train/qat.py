@@ -72,7 +72,7 @@ class Fold:
     made: int = 0  # how often Q(W) was computed
     state: list | None = None  # of the weights that it was computed from
     kept: dict[int, Tensor] | None = None  # id of a linear → Q(W)
-    stand: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # id of a linear → W, and Q(W) whose gradient goes to it
+    stand: dict[int, tuple] = field(default_factory=dict)  # id of a linear → W, what it was like, and Q(W) whose gradient goes to it
     largest: Tensor | None = None  # (members,), each one's largest |w|
     final: QATLinear | None = None  # the last member
     last: tuple | None = None  # of the inputs that a member was fed: key, inputs, what they became; until the last member asked
@@ -85,7 +85,7 @@ class Fold:
     def standing(self, linear: QATLinear) -> Tensor:
         """The same values, whose gradient goes straight through to the member's W."""
         self._refresh()
-        return self.stand[id(linear)][1]
+        return self.stand[id(linear)][-1]
 
     def _refresh(self) -> None:
         if self.stale:
@@ -129,10 +129,11 @@ class Fold:
         self.kept = {id(linear): weight for linear, weight in zip(self.members.values(), found, strict=True)}
         for linear in self.members.values():
             exact, old = linear.weight, self.stand.get(id(linear))
-            if old is None or old[0] is not exact or old[1].requires_grad != exact.requires_grad:
+            kind = (exact.dtype, exact.device, exact.requires_grad)  # autograd keeps to what it was when it was asked
+            if old is None or old[0] is not exact or old[1] != kind:
                 with torch.enable_grad():
-                    self.stand[id(linear)] = (exact, _standing(exact, self.dtype))
-            stands = self.stand[id(linear)][1]
+                    self.stand[id(linear)] = (exact, kind, _standing(exact, self.dtype))
+            stands = self.stand[id(linear)][-1]
             stands.data = self.kept[id(linear)]
             torch.autograd.graph.increment_version(stands)  # a backward of a forward before this fold is an error, and says so
         self.final = linear
@@ -221,7 +222,7 @@ def _renew(found: Sequence[Fold]) -> None:
     alike: dict[tuple, list[Fold]] = {}
     for fold in found:
         fold.kept = fold.state = None
-        for _, stands in fold.stand.values():
+        for *_, stands in fold.stand.values():
             stands.data = stands.new_empty(0)  # lets its memory go
         weight = fold.weights()[0]
         alike.setdefault((fold.dtype, weight.dtype, weight.device), []).append(fold)
