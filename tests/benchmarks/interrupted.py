@@ -45,6 +45,10 @@ guard.frozen_digest = lambda model: hashed.append(inner(model)) or hashed[-1]
 given = {"task": "arithmetic", "template": "plain", "seed": 0, "device": device, "work": Path(work), "out": Path(out)}
 log = lambda metrics, step: print("step", step, flush=True)
 settings, rollout = Train.model_validate_json(train), Rollout.model_validate_json(rollout)
+if rollout.engine == "vllm" and device == "cpu":  # refused to users, since it is slow; not compiled, since that takes longer
+    import functools, vllm
+    from qrl.train import rollouts
+    rollouts.check, vllm.LLM = lambda *given: None, functools.partial(vllm.LLM, enforce_eager=True)
 done = grpo.run(tiny.PATH, tasks.load("arithmetic", "train", 512, 0), settings, **given, rollout=rollout, log=log)
 print("done", json.dumps({"resumed_from": done.resumed_from, "base_hashed": hashed}), flush=True)
 """
@@ -58,7 +62,7 @@ def start(folder: Path, name: str, device: str, log):
     train = Train(**METHODS[method])
     if device == "cpu":
         train = train.model_copy(update={"dtype": "fp32", "prompts_per_step": 4, "micro_batch": 32})
-    rollout = Rollout(**VLLM) if engine else Rollout()
+    rollout = Rollout(**VLLM, sleep="off") if engine else Rollout()
     words = [sys.executable, "-W", "ignore", "-c", CHILD, folder / "work", folder / "model", device, train.model_dump_json(), rollout.model_dump_json()]  # fmt: skip
     variables = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     with TURN:
