@@ -68,6 +68,8 @@ def test_another_shape_or_layer_is_listed(tiny_checkpoint, tmp_path):
     assert "are not one architecture: model.norm.weight (256 and 100) differ" in said
     missing = sum("layers.1." in name for name in load_file(tiny_checkpoint / "model.safetensors"))
     said = refused(tiny_checkpoint, changed(tiny_checkpoint, tmp_path / "short", shorter), tmp_path / "out")
+    assert "says num_hidden_layers = 2, but its weights have 1" in said
+    said = refused(tiny_checkpoint, changed(tiny_checkpoint, tmp_path / "one", shorter, num_hidden_layers=1), tmp_path / "out")
     assert "model.layers.1.input_layernorm.weight (256 and missing)" in said and f"and {missing - 3} more differ" in said
 
 
