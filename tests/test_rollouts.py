@@ -3,6 +3,7 @@
 import importlib.util
 import math
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -169,6 +170,34 @@ def test_k1_and_k3_estimate_the_divergence_that_they_are_named_after():
     found = engine_gap.measure(p.log()[drawn], q.log()[drawn], torch.ones_like(drawn))
     wanted = float((q * (q / p).log()).sum())
     assert found.kl_k1 == pytest.approx(wanted, rel=0.05) and found.kl_k3 == pytest.approx(wanted, rel=0.05)
+
+
+def test_what_an_engine_draws_depends_on_its_seed_alone_and_shifts_nothing_that_training_draws():
+    """torch's numbers, of which vLLM draws tokens on a CPU, and numpy's, of which it draws completions' seeds on a GPU."""
+
+    def drawn() -> tuple[float, float]:
+        return torch.rand(()).item(), numpy.random.random()
+
+    def start() -> None:
+        torch.manual_seed(5)
+        numpy.random.seed(5)
+
+    start()
+    undisturbed = drawn()
+    start()
+    with generation.seeded(2**40 + 7):
+        first = drawn()
+    assert drawn() == undisturbed
+    with generation.seeded(2**40 + 7):
+        assert drawn() == first
+    with generation.seeded(2**40 + 8):
+        other = drawn()
+    assert other[0] != first[0] and other[1] != first[1]
+    start()
+    with pytest.raises(RuntimeError, match="engine"), generation.seeded(1):
+        drawn()
+        raise RuntimeError("the engine fell over")
+    assert drawn() == undisturbed
 
 
 def test_an_engine_sleeps_where_memory_asks_for_it():
