@@ -39,6 +39,9 @@ def name_as_whole() -> None:
 
     @functools.wraps(load)
     def loaded(model, *given, **more):
-        return load(getattr(model, PART, model), *given, **more)
+        if not hasattr(model, PART):
+            return load(model, *given, **more)
+        model.check_is_root()  # else the first of its parts that takes weights takes itself for the whole
+        return load(getattr(model, PART), *given, **more)
 
     tuners_utils._get_tuner_state_dict_key_prefixes, peft.set_peft_model_state_dict = named, loaded
