@@ -118,11 +118,11 @@ def same(found):
 def laid_out():
     settings = Train(method="lora")
     model = get_peft_model(policy.load(tiny.PATH, settings, "cpu"), policy.adapter(settings))
-    return model, FullyShardedDataParallel(model, auto_wrap_policy=fsdp_auto_wrap_policy(model), device_id=torch.device("cpu"), use_orig_params=True)
+    drawn = {name.replace(".default", ""): weight.detach().clone() for name, weight in model.named_parameters() if ".lora_" in name}
+    return model, drawn, FullyShardedDataParallel(model, auto_wrap_policy=fsdp_auto_wrap_policy(model), device_id=torch.device("cpu"), use_orig_params=True)
 
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meet", rank=0, world_size=1)
-model, parts = laid_out()
-wanted = {name.replace(".default", ""): weight.detach().clone() for name, weight in model.named_parameters() if ".lora_" in name}
+model, wanted, parts = laid_out()
 sharded.name_as_whole()
 sharded.name_as_whole()  # once is enough
 with FullyShardedDataParallel.state_dict_type(parts, StateDictType.FULL_STATE_DICT):
@@ -131,7 +131,7 @@ with FullyShardedDataParallel.state_dict_type(parts, StateDictType.FULL_STATE_DI
     checkpoint = {name: weight.clone() for name, weight in get_peft_model_state_dict(parts).items()}  # as accelerate's checkpoints do
     assert same(checkpoint), "kept"
 
-_, again = laid_out()  # of the process that goes on: its parts get weights before anything went through the whole
+_, _, again = laid_out()  # of the process that goes on: its parts get weights before anything went through the whole
 with FullyShardedDataParallel.state_dict_type(again, StateDictType.FULL_STATE_DICT):
     peft.set_peft_model_state_dict(again, checkpoint)
     assert same(get_peft_model_state_dict(again)), "gone on with"
