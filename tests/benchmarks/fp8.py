@@ -8,7 +8,7 @@ weights are sent before every rollout. A round is completions × tokens. A point
 the mean of a rollout of 2,048 tokens after a prompt of 120. With `--beside` all cases lie on one card and take each round in turn; the
 ratios that are printed then are of pairs of rounds, to the first case. A step's time there is the difference between a long and a short answer
 to the same prompts, cached by then. Weights are random: their time is the real model's, their log-probabilities are not.
-With `pad` batches of 17 to 63 run in the CUDA graph of 64. `bare bf16` and `bare fp8` measure points of an engine as vLLM makes it by itself, in a process of its own.
+`bare bf16` and `bare fp8` measure points of an engine as vLLM makes it by itself, in a process of its own.
 """
 
 import argparse
@@ -62,7 +62,8 @@ def bare(words: list[str], shape: str, sequences: int):
 
 
 def capture_few(sizes: list[int], kv_gib: float | None) -> None:
-    """CUDA graphs of the batches that are measured, and of no others: half a minute less a start; a cache of a size that another cannot change."""
+    """CUDA graphs of the batches that are measured, and of no others, which saves half a minute of a start, unless the engine chooses them itself; a
+    cache of a size that another process cannot change."""
     import vllm
 
     cache = {} if kv_gib is None else {"kv_cache_memory_bytes": int(kv_gib * 2**30)}
@@ -159,7 +160,7 @@ def measure(case: str, given) -> None:
     rounds = [tuple(map(int, each.split("x"))) for each in given.rounds.split(",")]
     counts = [int(count) for count in given.points.split(",")]
     sizes = sorted({*counts, *(count for count, _ in rounds)})
-    capture_few([size for size in sizes if not ("pad" in words and 16 < size < 64)], given.kv_gib)
+    capture_few(sizes, given.kv_gib)
 
     def tell(row: dict) -> None:
         row = {"case": case, "shape": given.shape, **row, "since_start_s": time.perf_counter() - began} | shapes.versions()
@@ -200,7 +201,7 @@ def ratios(file: Path, first: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("cases", nargs="+", help="bf16 or fp8, with kv8, with pad, with bare")
+    parser.add_argument("cases", nargs="+", help="bf16 or fp8, with kv8, with bare")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of fp8.jsonl")
     parser.add_argument("--shape", default="8b", choices=list(shapes.SHAPES))
     parser.add_argument("--rounds", default="512x256,128x2048", help="completions x tokens, each with a sync")
