@@ -107,7 +107,7 @@ import torch
 from peft import get_peft_model, get_peft_model_state_dict
 from peft.utils.other import fsdp_auto_wrap_policy
 from safetensors.torch import load_file
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, StateDictType
 from qrl import tiny
 from qrl.recipe import Train
 from qrl.train import policy, sharded
@@ -119,7 +119,9 @@ def laid_out():
     settings = Train(method="lora")
     model = get_peft_model(policy.load(tiny.PATH, settings, "cpu"), policy.adapter(settings))
     drawn = {name.replace(".default", ""): weight.detach().clone() for name, weight in model.named_parameters() if ".lora_" in name}
-    return model, drawn, FullyShardedDataParallel(model, auto_wrap_policy=fsdp_auto_wrap_policy(model), device_id=torch.device("cpu"), use_orig_params=True)
+    bf16 = MixedPrecision(*3 * [torch.bfloat16])  # as accelerate makes it: of weights, gradients and buffers
+    given = {"auto_wrap_policy": fsdp_auto_wrap_policy(model), "mixed_precision": sharded.arithmetic(bf16, adapter=True)}
+    return model, drawn, FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True, **given)
 
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meet", rank=0, world_size=1)
 model, wanted, parts = laid_out()
@@ -136,6 +138,10 @@ with FullyShardedDataParallel.state_dict_type(again, StateDictType.FULL_STATE_DI
     peft.set_peft_model_state_dict(again, checkpoint)
     assert same(get_peft_model_state_dict(again)), "gone on with"
 FullyShardedDataParallel.optim_state_dict(again, torch.optim.AdamW(again.parameters()))  # as the optimizer's state is looked for
+rotary = [value for name, value in again.named_buffers() if name.endswith("inv_freq")]
+assert rotary and all(value.dtype == torch.float32 for value in rotary), "positions"
+with torch.no_grad():
+    assert again(torch.tensor([[3, 5, 7]])).logits.isfinite().all(), "computed"
 """
 
 

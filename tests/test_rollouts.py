@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from qrl import keys, pipeline, recipe, tiny
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train
-from qrl.train import arguments, engine_gap, generation, guard, policy, rollouts, sync
+from qrl.train import arguments, engine_gap, generation, guard, policy, rollouts, sync, vllm_engine
 
 METHODS = {
     "full": Train(),
@@ -208,6 +208,16 @@ def test_an_engine_sleeps_where_memory_asks_for_it():
     assert generation.asks_for_sleep(Rollout(sleep="on"), None) and not generation.asks_for_sleep(
         Rollout(sleep="off"), None
     )
+
+
+def test_an_fp8_engine_pads_batches_whose_products_are_slow_to_one_that_it_may_draw():
+    """A graph of more completions than an engine draws at once would not be used for whole steps."""
+    assert vllm_engine._batches(300, fp8=False) == {"max_num_seqs": 300} and vllm_engine._batches(16, fp8=True) == {"max_num_seqs": 16}
+    for sequences, most in [(17, 64), (32, 64), (64, 64), (128, 128), (1000, 1000)]:
+        found = vllm_engine._batches(sequences, fp8=True)
+        sizes = found["compilation_config"]["cudagraph_capture_sizes"]
+        assert found["max_num_seqs"] == most and sizes[:6] == [1, 2, 4, 8, 16, 64] and sizes == sorted(sizes)
+        assert sizes[-1] == min(2 * most, 512)
 
 
 VLLM = Rollout(engine="vllm")
