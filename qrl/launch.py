@@ -114,6 +114,25 @@ class Launcher:
         click.secho(f"[{next(self._numbers)}/{self.steps}] {title}{notes}", bold=True, err=True)
 
 
+class Ahead(Launcher):
+    """Goes through a study's steps before it begins and launches none: what is finished is found, the rest is told to `missing`.
+
+    What is missing stands as a result without a model, and so nothing that builds on it is found either.
+    """
+
+    def __init__(self, missing: Callable[[Path], None]) -> None:
+        super().__init__({}, "", 0)
+        self.missing = missing
+
+    def obtain(self, title, step, wanted, parameters, folder=ROOT, failed=None) -> dict[str, Result]:
+        """As `Launcher.obtain`; `missing` gets the folder of a step that would be launched, and may raise."""
+        found = {label: reuse.find(step, key) for label, key in wanted.items()}
+        if None in found.values():
+            self.missing(folder)
+        unmade = Result("", reuse.Outputs({"model": ""}, values={"digest": ""}), reused=False)
+        return {label: Result(run.info.run_id, reuse.outputs(run), reused=True) if run else unmade for label, run in found.items()}
+
+
 def launch(
     folder: Path, step: str, parameters: dict[str, str], *, run_id: str | None = None, parent: str = "", name: str = ""
 ) -> str:

@@ -17,7 +17,7 @@ from qrl import recipe as recipes
 from qrl.errors import BadInput, QrlError
 from qrl.keys import SECTIONS
 from qrl.launch import Launcher
-from qrl.pipeline import Models, Order, check_reachable, place
+from qrl.pipeline import Models, Order, check_environments
 from qrl.recipe import Recipe
 
 FIRST = "tiny-ptq"
@@ -102,8 +102,13 @@ def study(first: str, others: tuple[str, ...], seeds: tuple[int, ...], given: di
     arms = {seed: load(first, others, given, seed) for seed in seeds}
     start = arms[seeds[0]][0][1]
     device, base = devices.choose(start.device), checkpoint.check(source.locate(start.model))
-    for scheme in start.quantize.schemes:
-        check_reachable("methods", place("quantize", scheme))
+
+    def walk(ahead: Launcher) -> None:
+        for (_, grpo), *_ in arms.values():  # the other arms store in formats of the core environment
+            order = Order(grpo, ahead, device)
+            order.evaluate(order.quantize({names.GRPO: order.train(base.digest, None)}))
+
+    check_environments("methods", start, walk)
     store.prepare()
     began, outcome = time.monotonic(), Outcome()
     params = {"device": device, "seeds": ",".join(map(str, seeds)), "arms": ",".join(label(each) for _, each in arms[seeds[0]])}
