@@ -95,11 +95,14 @@ def merge_command(settings, adapter: str) -> None:
 @click.pass_context
 def quantize_command(ctx: click.Context, settings, scheme: str, models: str | None) -> None:
     """Quantizes checkpoints under one scheme, all with the same settings and calibration texts."""
-    from qrl import pipeline
+    from qrl import pipeline, report
     from qrl.quantize import settings as choices
     from qrl.steps import quantize
+    from qrl.tracking import runs
 
     choices.of(scheme, settings.quantize, settings.seed)  # told before an environment is built for it
+    if pipeline.PLACE not in os.environ and not runs.is_launched():  # whoever sent us has said it, a study of all its schemes
+        report.warn(choices.unheeded(settings.quantize, (scheme,), {*ctx.obj, "quantize.schemes"}))
     if (folder := pipeline.place("quantize", scheme)) is not None:
         quantize.sources(settings, models)  # so is this
         pipeline.hand_over(folder, "quantize", ctx.obj | {"scheme": scheme} | ({"models": models} if models else {}))

@@ -121,6 +121,7 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
     prompt.check(recipe.task, recipe.prompt)
     for scheme in recipe.quantize.schemes:
         choices.of(scheme, recipe.quantize, recipe.seed)  # what cannot be made is told before anything is trained
+    report.warn(choices.unheeded(recipe.quantize, recipe.quantize.schemes, typed))
     base = checkpoint.check(source.locate(recipe.model))
     device = devices.choose(recipe.device)
     rollouts.check(recipe.rollout, device, recipe.train)

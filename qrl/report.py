@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from qrl.methods import Outcome
 
 
+def warn(sentences: list[str]) -> None:
+    """Says on the terminal what was asked for and is not quite what will be done."""
+    for sentence in sentences:
+        click.secho(f"qrl: {sentence}", fg="yellow", err=True)
+
+
 def show(recipe: Recipe, launcher: Launcher, compared: Result, diagnosed: Result, trained: Result) -> None:
     """Gathers the study's artifacts from its steps' runs, and prints the table and the verdict."""
     with workspace(f"study-{launcher.run_id}") as work:
@@ -47,7 +53,6 @@ def methods(launcher: Launcher, outcome: Outcome, seeds: tuple[int, ...], second
         seeds: that were to be run.
         seconds: that the study took.
     """
-    from qrl import figures
     from qrl.compare import methods as room
     from qrl.tracking import cells
 
@@ -57,12 +62,9 @@ def methods(launcher: Launcher, outcome: Outcome, seeds: tuple[int, ...], second
     frame = cells.rows([run_id for by_seed in whole.values() for run_id in by_seed.values()])
     found = room.measure(frame)
     converged = [each for each in (_convergence(found, outcome, variant, scheme) for variant, scheme in outcome.schemes.items()) if each]
-    text = room.markdown(found, converged, failed)
     with workspace(f"methods-{launcher.run_id}") as work:
-        (work / "methods.md").write_text(text, encoding="utf-8")
-        (work / "methods.json").write_text(json.dumps(room.as_json(found, converged, failed), indent=1) + "\n", encoding="utf-8")
+        text = room.write(found, work, converged, failed)
         frame.to_parquet(work / names.QUESTIONS)
-        figures.methods(found, room.findings(found)[0] if found.best else "No quantized method", work / names.FIGURES / "methods.png")
         runs.log_folder(work)
     runs.log_scores(room.metrics(found) | {"study/seconds": seconds})
     runs.describe(f"{text}\n\n{_links(launcher)}")

@@ -61,6 +61,8 @@ BAD = {
     "awq where nobody builds its environment": (["quantize", "--scheme", "awq"], "mlflow run . -e quantize … --env-manager uv"),
     "a study with awq where nobody builds its environment": (["study", "--device", "cpu"], "mlflow run . -e main … --env-manager uv"),
     "methods with awq where nobody builds its environment": (["methods", "--device", "cpu"], "mlflow run . -e methods … --env-manager uv"),
+    "eight bits of a scheme that has four": (["quantize", "--scheme", "nf4", "--quantize.bits", "8"], "quantize.bits = 8 means nothing to nf4"),
+    "a study that no scheme of heeds a choice": (["study", "--quantize.schemes", "nf4,int8", "--quantize.group_size", "64"], "nothing to nf4 and int8"),
     "methods of no arm": (["methods", "--arms", ","], "names nothing"),
     "an answering engine where nobody builds its environment": (["evaluate", "--evaluate.engine", "vllm", "--device", "cpu"], "projects/vllm_cpu, but"),
     "unknown scheme of a cell": (["evaluate", "--cells", "base:gguf=qrl-tiny"], "no scheme 'gguf'"),
