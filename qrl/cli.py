@@ -154,14 +154,14 @@ def compare_command(settings, questions: str | None, counts: str | None, cells: 
     given = [name for name, value in (("--questions", questions), ("--counts", counts), ("--cells", cells)) if value]
     if len(given) != 1:
         raise BadInput(f"compare reads one of --questions, --counts or --cells, but got {' and '.join(given) or 'none'}.")
-    if methods:
-        if counts:
-            raise BadInput("compare --methods pairs answers question by question: give --questions or --cells, not --counts.")
-        compare.methods(questions, cells.split(",") if cells else [], out)
-    elif cells and not out:
-        compare.compare(settings, cells.split(","))
+    if methods and counts:
+        raise BadInput("compare --methods pairs answers question by question: give --questions or --cells, not --counts.")
+    if cells and not out:
+        (compare.methods if methods else compare.compare)(settings, cells.split(","))
     elif not out:
-        raise BadInput(f"compare {given[0]} needs --out DIR: the folder to write table.md, table.json and figures to.")
+        raise BadInput(f"compare {given[0]} needs --out DIR: the folder to write {'methods' if methods else 'table'}.md, .json and figures to.")
+    elif methods:
+        compare.methods_files(questions, cells.split(",") if cells else [], out)
     else:
         compare.compare_files(
             settings, questions=questions, counts=counts, cells=cells.split(",") if cells else [], out=out
