@@ -6,6 +6,7 @@ before a command runs, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import click
 
 from qrl import names, process
 from qrl.errors import BadInput, QrlError
-from qrl.options import RecipeCommand
+from qrl.options import Finite, RecipeCommand
 from qrl.tracking import signals
 
 
@@ -190,9 +191,9 @@ def promote_command(settings, stage: str, cell: str | None, rollback: bool) -> N
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on.")
 @click.option("--engine", default="auto", show_default=True, metavar="auto|transformers|vllm", help="auto: vllm on a GPU.")
 @click.option("--api-key", envvar="QRL_API_KEY", metavar="KEY", help="What clients must send, with vLLM; better in the variable QRL_API_KEY, for MLflow logs what is given by -P.")
-@click.option("--gpu-memory-utilization", "memory", type=click.FloatRange(0, 1, min_open=True), metavar="SHARE", help="Of the GPU's memory, for vLLM. [default: vLLM's own; 0.45 with --follow]")
-@click.option("--follow", "follow_s", is_flag=False, flag_value=5.0, type=click.FloatRange(0, min_open=True), metavar="[SECONDS]", help="With vLLM: look every so often whether the stage moved, and turn to its new version without losing a request. [alone: 5]")
-@click.option("--drain", "drain_s", default=300.0, show_default=True, type=click.FloatRange(0), metavar="SECONDS", help="With --follow: how long a replaced version may go on answering.")
+@click.option("--gpu-memory-utilization", "memory", type=Finite(0, 1, min_open=True), metavar="SHARE", help="Of the GPU's memory, for vLLM. [default: vLLM's own; 0.45 with --follow]")
+@click.option("--follow", "follow_s", is_flag=False, flag_value=5.0, type=Finite(0, min_open=True), metavar="[SECONDS]", help="With vLLM: look every so often whether the stage moved, and turn to its new version without losing a request. [alone: 5]")
+@click.option("--drain", "drain_s", default=300.0, show_default=True, type=Finite(0), metavar="SECONDS", help="With --follow: how long a replaced version may go on answering.")
 @click.pass_context
 def serve_command(ctx: click.Context, settings, engine: str, api_key: str | None, **given) -> None:
     """An OpenAI-compatible server of a registered stage, its gate and digest checked first."""
@@ -298,6 +299,9 @@ def main(arguments: list[str] | None = None) -> None:
         cli.main(args=arguments, prog_name="qrl", standalone_mode=False)
     except click.exceptions.Exit as ended:
         sys.exit(ended.exit_code)
+    except click.exceptions.NoArgsIsHelpError as shown:  # no command at all
+        click.echo(shown.format_message(), err=True)
+        sys.exit(2)
     except click.ClickException as error:  # an unknown option, a missing one, a port that is no number
         _end(BadInput(f"{error.format_message().rstrip('.')}; see `{' '.join(filter(None, ('python -m qrl', _command())))} --help`."))
     except QrlError as error:
@@ -309,6 +313,8 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:  # a full or read-only disk, met before a run began: inside one, the run's own handling says so
         from qrl.tracking import store
 
+        if error.errno == errno.ENAMETOOLONG:
+            _end(BadInput(f"'{str(error.filename)[:40]}…' is longer than a path may be: give the path of a file or folder that exists."))
         if (told := store.sentence(error)) is None:
             raise
         _end(told)

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import click
+
+
+class Finite(click.FloatRange):
+    """A number within bounds; click's own takes NaN, which lies within any, and infinity."""
+
+    def convert(self, value, param, ctx) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 class RecipeCommand(click.Command):

@@ -50,6 +50,9 @@ def broken(tmp_path) -> dict[str, str]:
 
 BAD = {
     "unknown step": (["trian"], "No such command"),
+    "no step": ([], "Commands:\n  benchmark"),
+    "a model whose name no folder can have": (["train", "--model", "a" * 5000], "longer than a path may be"),
+    "a recipe whose name no file can have": (["train", "--recipe", "a" * 5000 + ".yaml"], "longer than a path may be"),
     "unknown option": (["train", "--train.stpes", "3"], "--train.stpes"),
     "wrong type": (["train", "--train.steps", "banana"], "'train.steps' is 'banana'"),
     "out of range": (["train", "--train.temperature", "0"], "'train.temperature'"),
@@ -105,6 +108,8 @@ BAD = {
     "a watcher named twice": (["train", "--watch.stop", "signal,signal"], "each watcher once"),
     "two inputs to compare": (["compare", "--counts", "a.json", "--cells", "b"], "one of"),
     "no file to compare": (["compare", "--questions", "none.csv", "--out", "out"], "none.csv"),
+    "no number of seconds": (["serve", "--stage", "awq", "--engine", "vllm", "--follow", "nan"], "nan is not a finite number"),
+    "no share of a memory": (["serve", "--stage", "awq", "--gpu-memory-utilization", "nan"], "nan is not a finite number"),
     "port out of range": (["serve", "--stage", "awq", "--port", "99999"], "--port"),
 }
 
@@ -118,6 +123,13 @@ def test_bad_input_gets_a_sentence_and_exit_code_2_and_no_run(case, broken, stor
     import mlflow
 
     assert mlflow.MlflowClient().search_runs(["0"]) == []
+
+
+@pytest.mark.parametrize("words", [["quantize", "--scheme", "gguf"], ["quantize", "--scheme", "nf4"], ["study", "--device", "cpu"], ["train", "--model", "nope"]])
+def test_a_run_id_left_in_the_environment_hides_no_sentence(words, store):
+    done = run(*words, cwd=Path.cwd(), MLFLOW_RUN_ID="0123456789abcdef")
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "qrl: " in done.stderr and "0123456789abcdef" in done.stderr
 
 
 def test_cuda_on_a_machine_without_one_is_bad_input(store):

@@ -99,7 +99,10 @@ def close_opened(error: BaseException) -> None:
     if run_id := os.environ.pop("MLFLOW_RUN_ID", None):
         import mlflow
 
-        _end(mlflow.MlflowClient(), run_id, error)
+        try:
+            _end(mlflow.MlflowClient(), run_id, error)
+        except Exception as deaf:  # a stale variable, say; the first error is the one to tell
+            print(f"The run {run_id}, which MLFLOW_RUN_ID names, could not be ended: {_first_line(deaf)}", file=sys.stderr)
 
 
 def log_params(params: Mapping[str, object]) -> None:
