@@ -115,11 +115,28 @@ def test_a_training_converged_by_the_rule_alone(right, values, measure, reason):
     found = converged.judge("qat-int4", "rtn-int4", stats.contrast(np.stack([own, base]), (1, -1)), [values, values], measure)
     assert found.converged == (not reason) and found.reason == reason
     assert found.row()[-1] == (f"no: {reason}" if reason else "yes")
+    shown = found.row()[2].partition(", ")[2]
+    assert shown.startswith(("+", "−")) and shown.endswith("]"), "the rule's means do not stand without an interval"
 
 
-def test_quarters_are_means_of_at_least_one_step():
-    assert converged.quarters([1.0]) == (1.0, 1.0)
-    assert converged.quarters([1.0, 2, 3, 4, 5, 6, 7, 8]) == (1.5, 7.5)
+def test_quarters_are_of_at_least_one_step():
+    assert converged.quarters([1.0]) == ([1.0], [1.0])
+    assert converged.quarters([1.0, 2, 3, 4, 5, 6, 7, 8]) == ([1.0, 2], [7, 8])
+
+
+def test_the_change_beside_the_verdict_has_the_interval_that_scipy_gives_over_seeds_and_over_steps():
+    from scipy import stats as scipy
+
+    draw = np.random.default_rng(0)
+    histories = [list(draw.normal(0.7 + 0.01 * np.arange(16), 0.05)) for _ in range(5)]
+    ends = [(np.mean(each[:4]), np.mean(each[-4:])) for each in histories]
+    first, last = zip(*ends, strict=True)
+    for found, wanted in (
+        (converged.change(histories), scipy.ttest_rel(last, first)),
+        (converged.change(histories[:1]), scipy.ttest_ind(histories[0][-4:], histories[0][:4], equal_var=False)),
+    ):
+        assert (found.low, found.high) == pytest.approx(tuple(wanted.confidence_interval(0.95)))
+    assert converged.change([[0.5, 0.6]]) is None and converged.change([[0.5] * 16]).high == 0
 
 
 def test_compare_methods_says_at_its_end_where_things_are(store, tmp_path, capsys):

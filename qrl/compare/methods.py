@@ -119,8 +119,10 @@ def markdown(found: Methods, converged: Sequence[Convergence] = (), failed: Sequ
     note = f"n = {found.n} held-out questions{runs}; ± is one standard error, brackets are 95 % intervals, paired."
     lines = ["## Methods", "", *table(HEAD, body), "", note, "", *(f"- {each}" for each in findings(found)), ""]
     if converged:
-        head = ("method", "its cell − base in its scheme", "what training optimizes, first quarter → last", "converged")
+        over = "seeds" if found.runs > 1 else "the steps of the one seed"
+        head = ("method", "its cell − base in its scheme", "what training optimizes, first quarter → last, difference", "converged")
         lines += ["## Converged", "", *table(head, [each.row() for each in converged]), ""]
+        lines += [f"The difference's interval is over {over}; the rule looks at the two means alone, as it was fixed beforehand.", ""]
     if failed:
         lines += ["## Did not count", "", *(f"- {each}" for each in failed), ""]
     return "\n".join(lines)
@@ -158,7 +160,11 @@ def as_json(found: Methods, converged: Sequence[Convergence] = (), failed: Seque
         | {"p_behind_best": found.behind.get((row.variant, row.scheme)), "p_over_grpo": found.trained.get((row.variant, row.scheme))}
         for row in found.rows
     ]
-    trained = [{"variant": each.variant, "scheme": each.scheme, "converged": each.converged, "reason": each.reason} for each in converged]
+    trained = [
+        {"variant": each.variant, "scheme": each.scheme, "converged": each.converged, "reason": each.reason, "measure": each.measure}
+        | {"first": each.first, "last": each.last, "change": numbers(each.change)}
+        for each in converged
+    ]
     return {"n": found.n, "runs": found.runs, "findings": findings(found), "methods": rows, "converged": trained, "failed": list(failed)}
 
 
