@@ -99,10 +99,9 @@ def quantize_command(ctx: click.Context, settings, scheme: str, models: str | No
     from qrl import pipeline, report
     from qrl.quantize import settings as choices
     from qrl.steps import quantize
-    from qrl.tracking import runs
 
     choices.of(scheme, settings.quantize, settings.seed)  # told before an environment is built for it
-    if pipeline.PLACE not in os.environ and not runs.is_launched():  # whoever sent us has said it, a study of all its schemes
+    if not _sent():  # a study has said it of all its schemes
         report.warn(choices.unheeded(settings.quantize, (scheme,), {*ctx.obj, "quantize.schemes"}))
     if (folder := pipeline.place("quantize", scheme)) is not None:
         quantize.sources(settings, models)  # so is this
@@ -116,9 +115,12 @@ def quantize_command(ctx: click.Context, settings, scheme: str, models: str | No
 @click.pass_context
 def evaluate_command(ctx: click.Context, settings, cells: str | None) -> None:
     """Asks every cell the same held-out questions; a run a cell, a row a question. Unhealthy cells fail."""
-    from qrl import pipeline
+    from qrl import evaluate as room
+    from qrl import pipeline, report
     from qrl.steps import evaluate
 
+    if not _sent():
+        report.warn(room.unheeded(settings.evaluate))
     if (folder := pipeline.place("evaluate", settings.evaluate.engine, settings.device)) is not None:
         evaluate.check(settings, cells)  # told before an environment of some GB is built for it
         pipeline.hand_over(folder, "evaluate", ctx.obj | ({"cells": cells} if cells else {}))
@@ -139,7 +141,7 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 
 
 @step("compare", "compare")
-@click.option("--questions", metavar="FILE", help="Parquet or CSV with variant, scheme, question, correct (0/1); optionally seed, sample, cluster.")
+@click.option("--questions", metavar="FILE", help="Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster.")
 @click.option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"fp16": 68, …}, "grpo": {…}}')
 @click.option("--cells", metavar="RUN,…", help="Evaluation runs of cells, of one training seed or several.")
 @click.option("--methods", is_flag=True, help="One row a cell, best first, against base and grpo in full precision; no common schemes needed.")
@@ -177,6 +179,8 @@ def promote_command(settings, stage: str, cell: str | None, rollback: bool) -> N
     """Moves a stage to an evaluated checkpoint, if its gate agrees. A refusal moves nothing and says why."""
     from qrl.steps import promote
 
+    if rollback and cell:
+        raise BadInput("promote --rollback returns a stage to the version it had before and takes no --cell: leave one of the two out.")
     if rollback:
         promote.rollback(settings, stage)
     elif cell is None:
@@ -323,6 +327,14 @@ def main(arguments: list[str] | None = None) -> None:
         stopped = next((each for each in found if isinstance(each, KeyboardInterrupt)), KeyboardInterrupt())
         _tell_run(stopped)
         sys.exit(signals.exit_code(stopped))
+
+
+def _sent() -> bool:
+    """Whether a study, or this step itself from another environment, sent us: it has said what there was to say of our settings."""
+    from qrl import pipeline
+    from qrl.tracking import runs
+
+    return pipeline.PLACE in os.environ or runs.is_launched()
 
 
 def _not_installed(package: str) -> str:

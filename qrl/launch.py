@@ -106,8 +106,10 @@ class Launcher:
 
     def _launch(self, folder: Path, step: str, parameters: dict[str, str]) -> None:
         began = time.monotonic()
-        launch(folder, step, self.typed | parameters, parent=self.run_id, name=step)
-        self.seconds += time.monotonic() - began
+        try:
+            launch(folder, step, self.typed | parameters, parent=self.run_id, name=step)
+        finally:
+            self.seconds += time.monotonic() - began  # of a refused promotion too
 
     def _say(self, title: str, reused: list[str], missing: list[str]) -> None:
         notes = f" (reused: {', '.join(reused)})" if reused and missing else " (reused)" if reused else ""

@@ -31,7 +31,7 @@ class RecipeCommand(click.Command):
         """Its own inputs, `--recipe`, and every field with its value in the recipe that `auto` means: accepted everywhere, shown where it matters."""
         from qrl import recipe
 
-        other = ", or instruct for a model of yours" if self.auto == "tiny" else ""
+        other = ", instruct for a model of yours, math for such a task" if self.auto == "tiny" else ""
         which = f"Settings to start from: {', '.join(recipe.names())}, or a YAML file; auto: {self.auto}{other}."
         values = recipe.load(self.auto).flat()
         options = ["--recipe", "recipe_name"]

@@ -112,6 +112,7 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
         typed: recipe name and overrides as given, handed to every step so that each run says how to repeat it alone.
     """
     from qrl import checkpoint, report
+    from qrl import evaluate as evaluation
     from qrl.engine import device as devices
     from qrl.quantize import settings as choices
     from qrl.tasks import prompt
@@ -121,7 +122,7 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
     prompt.check(recipe.task, recipe.prompt)
     for scheme in recipe.quantize.schemes:
         choices.of(scheme, recipe.quantize, recipe.seed)  # what cannot be made is told before anything is trained
-    report.warn(choices.unheeded(recipe.quantize, recipe.quantize.schemes, typed))
+    report.warn(choices.unheeded(recipe.quantize, recipe.quantize.schemes, typed) + evaluation.unheeded(recipe.evaluate))
     base = checkpoint.check(source.locate(recipe.model))
     device = devices.choose(recipe.device)
     rollouts.check(recipe.rollout, device, recipe.train)

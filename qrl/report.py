@@ -15,7 +15,7 @@ import click
 from qrl import names
 from qrl.launch import Launcher, Result
 from qrl.recipe import Recipe
-from qrl.tracking import projects, runs
+from qrl.tracking import projects, runs, store
 from qrl.workspace import workspace
 
 if TYPE_CHECKING:
@@ -135,8 +135,8 @@ def look(address: str) -> str:
     """How to see the store at this absolute address; a bare `mlflow ui` knows its own default only."""
     if not address.startswith("sqlite:"):
         return address
-    default = f"sqlite:///{Path.cwd() / 'mlflow.db'}"
-    given = "" if address == default else f" --backend-store-uri {shlex.quote(address)}"
+    default = Path.cwd() / "mlflow.db"  # an address may spell its path with %20
+    given = "" if store.database_of(address) == default else f" --backend-store-uri {shlex.quote(address)}"
     return f"mlflow ui{given}, then http://127.0.0.1:5000"
 
 

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 import torch
 
-from qrl import names, stats, tasks, tiny
+from qrl import evaluate, names, stats, tasks, tiny
 from qrl.engine import hf
 from qrl.evaluate import cells, groups, health, scores
 from qrl.recipe import Evaluate
@@ -19,6 +19,12 @@ def loaded():
 @pytest.fixture(scope="module")
 def prompts(loaded):
     return [prompt.render(loaded[1], q.question, "plain") for q in tasks.load("arithmetic", "heldout", 12, 0)]
+
+
+def test_what_evaluation_will_not_do_is_said():
+    assert evaluate.unheeded(Evaluate()) == evaluate.unheeded(Evaluate(samples=8, temperature=0.7)) == evaluate.unheeded(Evaluate(engine="vllm", deterministic=True)) == []
+    told = evaluate.unheeded(Evaluate(temperature=0.7, deterministic=True))
+    assert [line.split(" means nothing")[0] for line in told] == ["evaluate.temperature = 0.7", "evaluate.deterministic"]
 
 
 def test_batches_do_not_change_what_is_written(loaded, prompts):
