@@ -31,7 +31,7 @@ def run(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.Completed
 def broken(tmp_path) -> dict[str, str]:
     """Folders that each have one thing wrong, by name."""
     folders = {}
-    for name in ("no-weights", "truncated", "no-template", "python", "not-jsonl", "no-answer"):
+    for name in ("no-weights", "truncated", "no-template", "python", "not-jsonl", "no-answer", "one-row"):
         folder = tmp_path / name
         shutil.copytree(tiny.PATH, folder)
         folders[name] = str(folder)
@@ -45,6 +45,8 @@ def broken(tmp_path) -> dict[str, str]:
     for name, line in (("not-jsonl", "not json"), ("no-answer", '{"question": "1 + 1?"}')):
         for split in ("train", "test"):
             (tmp_path / name / f"{split}.jsonl").write_text(json.dumps(ROW) + "\n" + line + "\n")
+    for split in ("train", "test"):
+        (tmp_path / "one-row" / f"{split}.jsonl").write_text(json.dumps(ROW | {"question": split}) + "\n")
     return folders
 
 
@@ -100,6 +102,8 @@ BAD = {
     "code in a checkpoint": (["evaluate", "--model", "{python}"], "modeling.py"),
     "data that is not JSONL": (["evaluate", "--data", "{not-jsonl}"], "line 2"),
     "data without answers": (["train", "--data", "{no-answer}"], "line 2"),
+    "one held-out question": (["evaluate", "--data", "{one-row}"], "supports no error bar"),
+    "one held-out question, before any training": (["train", "--data", "{one-row}", "--train.prompts_per_step", "1", "--train.micro_batch", "8"], "supports no error bar"),
     "no such data": (["train", "--data", "/no/such/folder"], "no data folder"),
     "batch that does not divide": (["train", "--train.micro_batch", "7"], "does not divide"),
     "adapter keys with all weights": (["train", "--train.lora_rank", "8"], "train.method = full"),
