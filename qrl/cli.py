@@ -7,6 +7,7 @@ before a command runs, so that `--help` answers at once.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -297,6 +298,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs a command and ends with its exit code; errors that a sentence can tell are told in one."""
     process.settle()
     signals.guard()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal or pipe that knows no − or ± gets an escape of it, not a traceback
+            stream.reconfigure(errors="backslashreplace")
     try:
         if os.environ.get("MLFLOW_RUN_ID"):
             signals.import_mlflow()
