@@ -8,9 +8,11 @@ with quantization beat quantizing afterwards, and did it learn?
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -24,6 +26,7 @@ from qrl.errors import BadInput
 from qrl.stats import LEVEL, Estimate, holm
 
 PLAIN, FULL = (names.BASE, names.FP16), (names.GRPO, names.FP16)  # what a method is measured from, and against
+METHODS_MD, METHODS_JSON = "methods.md", "methods.json"
 HEAD = ("method", "scheme", "accuracy", "gain over base", "error: method − grpo in full precision", "over grpo in its scheme")
 
 
@@ -163,6 +166,27 @@ def as_json(found: Methods, converged: Sequence[Convergence] = (), failed: Seque
         for each in converged
     ]
     return {"n": found.n, "runs": found.runs, "findings": findings(found), "methods": rows, "converged": trained, "failed": list(failed)}
+
+
+def write(found: Methods, out: str | Path, converged: Sequence[Convergence] = (), failed: Sequence[str] = ()) -> str:
+    """Writes methods.md, methods.json and figures/methods.png into a folder; the text of the first.
+
+    Raises:
+        BadInput: `out` cannot be written to.
+    """
+    from qrl import figures
+
+    out, text = Path(out), markdown(found, converged, failed)
+    document = json.dumps(as_json(found, converged, failed), indent=1) + "\n"
+    finding = findings(found)[0] if found.best else "No quantized method"
+    try:
+        (out / names.FIGURES).mkdir(parents=True, exist_ok=True)
+        (out / METHODS_MD).write_text(text, encoding="utf-8")
+        (out / METHODS_JSON).write_text(document, encoding="utf-8")
+        figures.methods(found, finding, out / names.FIGURES / "methods.png")
+    except OSError as error:
+        raise BadInput(f"The methods cannot be written to {out} ({error.strerror or error}): give a folder that is writable and has space.") from None
+    return text
 
 
 def metrics(found: Methods) -> dict[str, float]:
