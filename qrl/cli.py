@@ -298,9 +298,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs a command and ends with its exit code; errors that a sentence can tell are told in one."""
     process.settle()
     signals.guard()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal or pipe that knows no − or ± gets an escape of it, not a traceback
-            stream.reconfigure(errors="backslashreplace")
+    _escape()
     try:
         if os.environ.get("MLFLOW_RUN_ID"):
             signals.import_mlflow()
@@ -331,6 +329,13 @@ def main(arguments: list[str] | None = None) -> None:
         stopped = next((each for each in found if isinstance(each, KeyboardInterrupt)), KeyboardInterrupt())
         _tell_run(stopped)
         sys.exit(signals.exit_code(stopped))
+
+
+def _escape() -> None:
+    """Gives a terminal or pipe whose encoding knows no − or ± an escape of it, not a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _sent() -> bool:
