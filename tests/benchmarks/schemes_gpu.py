@@ -6,7 +6,7 @@
 
 run stores each scheme in a process of its own and loads each model in another, all at once, bf16 among them; then they take turns
 (`benchmark.run`), so that ratios to bf16 are paired, and what was measured is written after every round. --patience: what is not
-stored by then is left out. --evaluation: evaluation's engine against a bare `LLM.generate`, alternating, over that many prompts. --receipts: deterministic and default runs of these schemes, repeated, in reverse, one by one, 8 at once.
+stored by then is left out. --storing: how many are stored at once, where memory is short; --spare-disk: what is loaded is dropped from the disk. --evaluation: evaluation's engine against a bare `LLM.generate`, alternating, over that many prompts. --receipts: deterministic and default runs of these schemes, repeated, in reverse, one by one, 8 at once.
 Weights are random (seeded), under the built-in model's tokenizer: their time is the real model's, their answers and errors are
 not. `--llmc` and `--awq` name folders to import llm-compressor and AutoAWQ from, where they lie apart from vLLM.
 """
@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -207,7 +208,7 @@ class _Bare:
 def run(args: argparse.Namespace) -> None:
     """Stores, loads, then measures what was asked for; everything that is found is written as soon as it is there."""
     source(args)
-    deadline = time.monotonic() + args.patience
+    deadline, storing = time.monotonic() + args.patience, threading.BoundedSemaphore(args.storing)
     sizes = _sizes(args)
     evaluates = sizes | {"evaluates": True, "deterministic": False}
     wanted = {("speed", scheme): ("ours", scheme, sizes) for scheme in dict.fromkeys(("fp16", *args.schemes))} if args.schemes else {}
@@ -223,8 +224,12 @@ def run(args: argparse.Namespace) -> None:
         kind, scheme, sizes = wanted[role]
         try:
             if scheme != "fp16":
-                made[scheme] = _made(args, scheme, deadline)
-            engines[role] = Remote(kind, args.weights / f"{args.shape}-{scheme}", sizes)
+                with storing:
+                    made[scheme] = _made(args, scheme, deadline)
+            folder = args.weights / f"{args.shape}-{scheme}"
+            engines[role] = Remote(kind, folder, sizes)
+            if args.spare_disk and scheme != "fp16":
+                _hollow(folder)
             print(f"{role}: loaded in {engines[role].facts['load_s']:.1f} s", flush=True)
         except Exception as error:
             failed[", ".join(role)] = str(error)[-2000:]
@@ -248,6 +253,15 @@ def run(args: argparse.Namespace) -> None:
                 _receipt(args, scheme, how == "invariant", engines[how, scheme], engines[f"{how}, 8", scheme])
     for engine in engines.values():
         engine.close()
+
+
+def _hollow(folder: Path) -> None:
+    """Leaves a loaded checkpoint's files their sizes, which the table names, and nothing else; no other call takes it for one."""
+    (folder / "made.json").unlink()
+    for file in folder.glob("*.safetensors"):
+        size = file.stat().st_size
+        os.truncate(file, 0)
+        os.truncate(file, size)
 
 
 def _made(args: argparse.Namespace, scheme: str, deadline: float) -> dict:
@@ -520,6 +534,8 @@ def main() -> None:
     parser.add_argument("--evaluation-rounds", type=int, default=6)
     parser.add_argument("--receipts", type=lambda text: tuple(text.split(",")), default=())
     parser.add_argument("--patience", type=float, default=3600, help="seconds until a scheme must be stored")
+    parser.add_argument("--storing", type=int, default=99)
+    parser.add_argument("--spare-disk", action="store_true")
     parser.add_argument("--port", type=int, default=8017)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
