@@ -136,6 +136,8 @@ def _read(path: Path) -> dict:
         document = yaml.load(path.read_text(encoding="utf-8"), _Once) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadInput(f"Recipe {path} is not valid YAML: {' '.join(str(error).split())}.") from None
+    except RecursionError:
+        raise BadInput(f"Recipe {path} is nested hundreds deep, but holds sections of keys and values: see qrl/recipes.") from None
     if not isinstance(document, dict):
         raise BadInput(f"Recipe {path} holds a {type(document).__name__}, but a mapping of keys to values was expected.")
     known = fields()

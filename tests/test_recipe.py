@@ -109,6 +109,7 @@ def test_bad_values_are_refused_in_one_sentence_that_names_key_and_allowed_value
         ("train: {reward_weights: [0]}", "'train.reward_weights' is [0], but must hold a number other than 0"),
         ("5: 3", "'5' is not a key of a recipe"),
         ("train: {5: 3}", "'train.5' is not a key of a recipe"),
+        ("{a: " * 3000 + "1" + "}" * 3000, "is nested hundreds deep"),
     ],
 )
 def test_what_a_recipe_file_cannot_mean_is_told_in_one_sentence(document, says, tmp_path):
