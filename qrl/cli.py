@@ -7,6 +7,7 @@ before a command runs, so that `--help` answers at once.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -297,6 +298,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs a command and ends with its exit code; errors that a sentence can tell are told in one."""
     process.settle()
     signals.guard()
+    _escape()
     try:
         if os.environ.get("MLFLOW_RUN_ID"):
             signals.import_mlflow()
@@ -327,6 +329,13 @@ def main(arguments: list[str] | None = None) -> None:
         stopped = next((each for each in found if isinstance(each, KeyboardInterrupt)), KeyboardInterrupt())
         _tell_run(stopped)
         sys.exit(signals.exit_code(stopped))
+
+
+def _escape() -> None:
+    """Gives a terminal or pipe whose encoding knows no − or ± an escape of it, not a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _sent() -> bool:

@@ -104,7 +104,7 @@ def study(first: str, others: tuple[str, ...], seeds: tuple[int, ...], given: di
     arms = {seed: load(first, others, given, seed) for seed in seeds}
     start = arms[seeds[0]][0][1]
     rounded = [f"{names.ROUNDED_PREFIX}{each.train.qat}" for _, each in arms[seeds[0]] if each.train.qat != "none"]
-    report.warn(choices.unheeded(start.quantize, (*start.quantize.schemes, *rounded), given) + evaluation.unheeded(start.evaluate))
+    report.warn(choices.unheeded(start.quantize, start.quantize.schemes, given, rounded) + evaluation.unheeded(start.evaluate))
     device, base = devices.choose(start.device), checkpoint.check(source.locate(start.model))
 
     def walk(ahead: Launcher) -> None:

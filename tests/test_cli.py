@@ -188,6 +188,14 @@ def test_counts_of_the_seed_study_give_its_deltas_and_no_verdict(tmp_path):
     assert not (tmp_path / "mlflow.db").exists()
 
 
+def test_a_terminal_that_knows_no_minus_sign_still_gets_the_table(tmp_path):
+    (tmp_path / "counts.json").write_text('{"n": 100, "base": {"fp16": 68, "nf4": 65}, "grpo": {"fp16": 72, "nf4": 68}}')
+    words = [sys.executable, "-m", "qrl", "compare", "--counts", "counts.json", "--out", "out"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, encoding="latin-1", check=False)
+    assert done.returncode == 0 and r"\u22120.010 [\u22120.192, +0.172]" in done.stdout, done.stderr
+
+
 def test_grade_adds_verdicts_to_rows(tmp_path):
     rows = [{"completion": "so\n#### 1,000", "answer": "1000", "id": 7}, {"completion": "about 18", "answer": "18"}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

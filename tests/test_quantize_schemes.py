@@ -127,6 +127,8 @@ def test_what_a_scheme_does_not_heed_is_said_and_what_none_heeds_is_refused():
 
     assert unheeded(("nf4", "int8", "fp8")) == unheeded(("awq-ct", "gptq"), "quantize.bits", bits=8, symmetric=True) == []
     assert unheeded(("nf4", "gptq", "awq"), "quantize.bits", bits=8) == ["quantize.bits = 8 means nothing to nf4 and awq: gptq alone heeds it."]
+    beside = settings.unheeded(Quantize(calibration="rollouts"), ("nf4",), ("quantize.calibration",), beside=("rtn-int4", "rtn-nvfp4-a4"))
+    assert beside == ["quantize.calibration = rollouts means nothing to nf4: rtn-nvfp4-a4 alone heeds it."]
     for field, value in (("bits", 8), ("group_size", 32), ("symmetric", False), ("calibration", "rollouts")):
         for typed in ((), (f"quantize.{field}", "quantize.schemes")):  # a recipe of one's own, or options
             with pytest.raises(BadInput, match=rf"quantize\.{field} = {value} means nothing to nf4 and fp8.*leave it out, or take a scheme"):

@@ -15,7 +15,7 @@ import pytest
 from qrl import checkpoint, names, recipe
 from qrl.errors import BadInput, QrlError
 from qrl.tasks import prompt
-from qrl.tracking import cells, models, reuse, runs, signals
+from qrl.tracking import cells, description, models, reuse, runs, signals
 from qrl.tracking import store as stores
 
 ROOT = Path(__file__).parents[1]
@@ -366,6 +366,6 @@ def test_a_half_made_model_of_a_dead_run_is_discarded(store):
 def test_requirements_are_the_projects_pins():
     pins = (ROOT / "conda.yaml").read_text()
     for scheme, needed in (("fp16", "torch"), ("nf4", "bitsandbytes"), ("awq", "gptqmodel")):
-        found = models.requirements(scheme)
+        found = description.requirements(scheme)
         assert any(line.startswith(needed + "==") for line in found)
         assert all(line in pins for line in found)

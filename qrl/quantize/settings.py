@@ -90,13 +90,14 @@ def of(scheme: str, recipe: Quantize, seed: int) -> Settings:
     )
 
 
-def unheeded(recipe: Quantize, schemes: Sequence[str], typed: Collection[str]) -> list[str]:
+def unheeded(recipe: Quantize, schemes: Sequence[str], typed: Collection[str], beside: Sequence[str] = ()) -> list[str]:
     """What a section asks for and some of these schemes do not heed, a sentence a setting.
 
     Args:
         recipe: the section `quantize`.
         schemes: that are to be made with it.
         typed: keys that were given beside the recipe. A recipe's own setting may lose its meaning by the schemes that are typed.
+        beside: schemes that nobody named and that are made with it too: one of them may be the one that heeds a setting.
 
     Raises:
         BadInput: something was asked for that none of them heeds.
@@ -108,9 +109,10 @@ def unheeded(recipe: Quantize, schemes: Sequence[str], typed: Collection[str]) -
         if value == Quantize.model_fields[name].default or not deaf:
             continue
         means = f"{key} = {value} means nothing to {' and '.join(deaf)}"
-        if len(deaf) == len(schemes) and (key in typed or "quantize.schemes" not in typed):
+        alone = [scheme for scheme in (*schemes, *beside) if scheme in heeding]
+        if not alone and (key in typed or "quantize.schemes" not in typed):
             raise BadInput(f"{means}, whose name or library says it: leave it out, or take a scheme that heeds it ({', '.join(heeding)}).")
-        told.append(f"{means}: {', '.join(each for each in schemes if each in heeding) or 'none of these schemes'} alone heeds it.")
+        told.append(f"{means}{': ' + ', '.join(alone) + ' alone heeds it' if alone else ', the only ones asked for'}.")
     return told
 
 
