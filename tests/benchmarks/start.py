@@ -1,10 +1,12 @@
 """From a command to an answering server: a registered stage through `qrl serve` against bare vLLM on the same folder, in turn.
 
     python tests/benchmarks/start.py 1.5b --rounds 5 --out start.json    # in vLLM's environment; shapes: micro, 1.5b, 8b
+    python tests/benchmarks/start.py 1.5b --rounds 5 --eager --out start.json
 
 Ours looks the stage up, checks its gate, and reads every byte for its digest; it is ready when /health answers 200 and its
 ready line is out. The bare one is ready when /health answers 200. One start goes first and is not counted: kernels are
-compiled, files are in memory. Pairs change their order from round to round. Shapes have random weights.
+compiled, files are in memory. Pairs change their order from round to round. Shapes have random weights. --eager: both with
+vLLM's --enforce-eager, without compiling and capturing, which are the larger part of a start and of its noise.
 """
 
 import argparse
@@ -34,6 +36,8 @@ from qrl import checkpoint, stats
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
 PARTS: list[dict[str, float]] = []  # of each of our starts
+# `qrl serve` has no such option: its command, with one word more for the engine.
+EAGER = "from qrl.serve import engines; own = engines.arguments; engines.arguments = lambda *a: [*own(*a), '--enforce-eager']; from qrl.cli import main; main()"
 
 
 def main() -> None:
@@ -41,6 +45,7 @@ def main() -> None:
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     given.add_argument("shape", choices=("micro", "1.5b", "8b"))
     given.add_argument("--rounds", type=int, default=5, help="0: ours alone, once, and where its seconds went")
+    given.add_argument("--eager", action="store_true", help="both without compiling and CUDA graphs")
     given.add_argument("--out", type=Path, required=True)
     asked = given.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -50,8 +55,8 @@ def main() -> None:
         began = time.monotonic()
         digest = checkpoint.digest(path)
         hashing = time.monotonic() - began
-        ways = {"ours": lambda: ours(name), "bare": lambda: bare(path)}
-        ours(name)
+        ways = {"ours": lambda: ours(name, asked.eager), "bare": lambda: bare(path, asked.eager)}
+        ours(name, asked.eager)
         rounds = []
         for number in range(asked.rounds):
             order = list(ways) if number % 2 == 0 else list(ways)[::-1]
@@ -74,6 +79,7 @@ def report(asked: argparse.Namespace, path: Path, digest: str, hashing: float, r
     reach = stats.quantile((1 + stats.LEVEL) / 2, n - 1) * lost.std(ddof=1) / n**0.5
     found = {
         "shape": asked.shape,
+        "eager": asked.eager,
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "vllm": vllm.__version__,
         "torch": torch.__version__,
@@ -114,10 +120,11 @@ def registered(shape: str) -> tuple[str, str]:
     return str(versions.folder(version)), name
 
 
-def ours(name: str) -> float:
+def ours(name: str, eager: bool) -> float:
     """Seconds from the command to an answering server whose ready line is out."""
     port = free_port()
-    words = [sys.executable, "-m", "qrl", "serve", "--stage", "base", "--engine", "vllm", "--port", str(port), "--registered_name", name]
+    command = ["-c", EAGER] if eager else ["-m", "qrl"]
+    words = [sys.executable, *command, "serve", "--stage", "base", "--engine", "vllm", "--port", str(port), "--registered_name", name]
     took = seconds(words, port, "Serving ")
     PARTS.append(aside(last_metrics))
     return took
@@ -131,10 +138,12 @@ def last_metrics() -> dict[str, float]:
     return {key: value for key, value in run.data.metrics.items() if key.startswith("serve/")}
 
 
-def bare(path: str) -> float:
+def bare(path: str, eager: bool) -> float:
     """The same for vLLM's own command; on a CPU for the module behind it, since the command crashes there."""
     port = free_port()
     command = ["vllm.entrypoints.cli.main", "serve", path] if shutil.which("nvidia-smi") else ["vllm.entrypoints.openai.api_server", "--model", path, "--enforce-eager"]  # fmt: skip
+    if eager and "--enforce-eager" not in command:
+        command.append("--enforce-eager")
     return seconds([sys.executable, "-m", *command, "--host", "127.0.0.1", "--port", str(port)], port)
 
 
