@@ -60,6 +60,7 @@ BAD = {
     "out of range": (["train", "--train.temperature", "0"], "'train.temperature'"),
     "a scheme twice": (["study", "--quantize.schemes", "nf4,nf4"], "each once"),
     "no scheme": (["study", "--quantize.schemes", ","], "names nothing"),
+    "a name that only the last step needs": (["study", "--registered_name", "a/b", "--quantize.schemes", "nf4"], "registered_name is 'a/b'"),
     "unknown recipe": (["study", "--recipe", "tinny"], "no recipe 'tinny'"),
     "unknown scheme": (["quantize", "--scheme", "gguf"], "no scheme 'gguf'"),
     "awq of no model, in whatever environment": (["quantize", "--scheme", "awq", "--models", "base=no/such/folder"], "no model 'no/such/folder'"),
