@@ -6,6 +6,8 @@ before a command runs, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -14,7 +16,7 @@ import click
 
 from qrl import names, process
 from qrl.errors import BadInput, QrlError
-from qrl.options import RecipeCommand
+from qrl.options import Finite, RecipeCommand
 from qrl.tracking import signals
 
 
@@ -95,11 +97,13 @@ def merge_command(settings, adapter: str) -> None:
 @click.pass_context
 def quantize_command(ctx: click.Context, settings, scheme: str, models: str | None) -> None:
     """Quantizes checkpoints under one scheme, all with the same settings and calibration texts."""
-    from qrl import pipeline
+    from qrl import pipeline, report
     from qrl.quantize import settings as choices
     from qrl.steps import quantize
 
     choices.of(scheme, settings.quantize, settings.seed)  # told before an environment is built for it
+    if not _sent():  # a study has said it of all its schemes
+        report.warn(choices.unheeded(settings.quantize, (scheme,), {*ctx.obj, "quantize.schemes"}))
     if (folder := pipeline.place("quantize", scheme)) is not None:
         quantize.sources(settings, models)  # so is this
         pipeline.hand_over(folder, "quantize", ctx.obj | {"scheme": scheme} | ({"models": models} if models else {}))
@@ -112,9 +116,12 @@ def quantize_command(ctx: click.Context, settings, scheme: str, models: str | No
 @click.pass_context
 def evaluate_command(ctx: click.Context, settings, cells: str | None) -> None:
     """Asks every cell the same held-out questions; a run a cell, a row a question. Unhealthy cells fail."""
-    from qrl import pipeline
+    from qrl import evaluate as room
+    from qrl import pipeline, report
     from qrl.steps import evaluate
 
+    if not _sent():
+        report.warn(room.unheeded(settings.evaluate))
     if (folder := pipeline.place("evaluate", settings.evaluate.engine, settings.device)) is not None:
         evaluate.check(settings, cells)  # told before an environment of some GB is built for it
         pipeline.hand_over(folder, "evaluate", ctx.obj | ({"cells": cells} if cells else {}))
@@ -135,7 +142,7 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 
 
 @step("compare", "compare")
-@click.option("--questions", metavar="FILE", help="Parquet or CSV with variant, scheme, question, correct (0/1); optionally seed, sample, cluster.")
+@click.option("--questions", metavar="FILE", help="Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster.")
 @click.option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"fp16": 68, …}, "grpo": {…}}')
 @click.option("--cells", metavar="RUN,…", help="Evaluation runs of cells, of one training seed or several.")
 @click.option("--methods", is_flag=True, help="One row a cell, best first, against base and grpo in full precision; no common schemes needed.")
@@ -151,14 +158,14 @@ def compare_command(settings, questions: str | None, counts: str | None, cells: 
     given = [name for name, value in (("--questions", questions), ("--counts", counts), ("--cells", cells)) if value]
     if len(given) != 1:
         raise BadInput(f"compare reads one of --questions, --counts or --cells, but got {' and '.join(given) or 'none'}.")
-    if methods:
-        if counts:
-            raise BadInput("compare --methods pairs answers question by question: give --questions or --cells, not --counts.")
-        compare.methods(questions, cells.split(",") if cells else [], out)
-    elif cells and not out:
-        compare.compare(settings, cells.split(","))
+    if methods and counts:
+        raise BadInput("compare --methods pairs answers question by question: give --questions or --cells, not --counts.")
+    if cells and not out:
+        (compare.methods if methods else compare.compare)(settings, cells.split(","))
     elif not out:
-        raise BadInput(f"compare {given[0]} needs --out DIR: the folder to write table.md, table.json and figures to.")
+        raise BadInput(f"compare {given[0]} needs --out DIR: the folder to write {'methods' if methods else 'table'}.md, .json and figures to.")
+    elif methods:
+        compare.methods_files(questions, cells.split(",") if cells else [], out)
     else:
         compare.compare_files(
             settings, questions=questions, counts=counts, cells=cells.split(",") if cells else [], out=out
@@ -173,6 +180,8 @@ def promote_command(settings, stage: str, cell: str | None, rollback: bool) -> N
     """Moves a stage to an evaluated checkpoint, if its gate agrees. A refusal moves nothing and says why."""
     from qrl.steps import promote
 
+    if rollback and cell:
+        raise BadInput("promote --rollback returns a stage to the version it had before and takes no --cell: leave one of the two out.")
     if rollback:
         promote.rollback(settings, stage)
     elif cell is None:
@@ -187,9 +196,9 @@ def promote_command(settings, stage: str, cell: str | None, rollback: bool) -> N
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on.")
 @click.option("--engine", default="auto", show_default=True, metavar="auto|transformers|vllm", help="auto: vllm on a GPU.")
 @click.option("--api-key", envvar="QRL_API_KEY", metavar="KEY", help="What clients must send, with vLLM; better in the variable QRL_API_KEY, for MLflow logs what is given by -P.")
-@click.option("--gpu-memory-utilization", "memory", type=click.FloatRange(0, 1, min_open=True), metavar="SHARE", help="Of the GPU's memory, for vLLM. [default: vLLM's own; 0.45 with --follow]")
-@click.option("--follow", "follow_s", is_flag=False, flag_value=5.0, type=click.FloatRange(0, min_open=True), metavar="[SECONDS]", help="With vLLM: look every so often whether the stage moved, and turn to its new version without losing a request. [alone: 5]")
-@click.option("--drain", "drain_s", default=300.0, show_default=True, type=click.FloatRange(0), metavar="SECONDS", help="With --follow: how long a replaced version may go on answering.")
+@click.option("--gpu-memory-utilization", "memory", type=Finite(0, 1, min_open=True), metavar="SHARE", help="Of the GPU's memory, for vLLM. [default: vLLM's own; 0.45 with --follow]")
+@click.option("--follow", "follow_s", is_flag=False, flag_value=5.0, type=Finite(0, min_open=True), metavar="[SECONDS]", help="With vLLM: look every so often whether the stage moved, and turn to its new version without losing a request. [alone: 5]")
+@click.option("--drain", "drain_s", default=300.0, show_default=True, type=Finite(0), metavar="SECONDS", help="With --follow: how long a replaced version may go on answering.")
 @click.pass_context
 def serve_command(ctx: click.Context, settings, engine: str, api_key: str | None, **given) -> None:
     """An OpenAI-compatible server of a registered stage, its gate and digest checked first."""
@@ -289,12 +298,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs a command and ends with its exit code; errors that a sentence can tell are told in one."""
     process.settle()
     signals.guard()
+    _escape()
     try:
         if os.environ.get("MLFLOW_RUN_ID"):
             signals.import_mlflow()
         cli.main(args=arguments, prog_name="qrl", standalone_mode=False)
     except click.exceptions.Exit as ended:
         sys.exit(ended.exit_code)
+    except click.exceptions.NoArgsIsHelpError as shown:  # no command at all
+        click.echo(shown.format_message(), err=True)
+        sys.exit(2)
     except click.ClickException as error:  # an unknown option, a missing one, a port that is no number
         _end(BadInput(f"{error.format_message().rstrip('.')}; see `{' '.join(filter(None, ('python -m qrl', _command())))} --help`."))
     except QrlError as error:
@@ -306,6 +319,8 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:  # a full or read-only disk, met before a run began: inside one, the run's own handling says so
         from qrl.tracking import store
 
+        if error.errno == errno.ENAMETOOLONG:
+            _end(BadInput(f"'{str(error.filename)[:40]}…' is longer than a path may be: give the path of a file or folder that exists."))
         if (told := store.sentence(error)) is None:
             raise
         _end(told)
@@ -314,6 +329,21 @@ def main(arguments: list[str] | None = None) -> None:
         stopped = next((each for each in found if isinstance(each, KeyboardInterrupt)), KeyboardInterrupt())
         _tell_run(stopped)
         sys.exit(signals.exit_code(stopped))
+
+
+def _escape() -> None:
+    """Gives a terminal or pipe whose encoding knows no − or ± an escape of it, not a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _sent() -> bool:
+    """Whether a study, or this step itself from another environment, sent us: it has said what there was to say of our settings."""
+    from qrl import pipeline
+    from qrl.tracking import runs
+
+    return pipeline.PLACE in os.environ or runs.is_launched()
 
 
 def _not_installed(package: str) -> str:

@@ -106,12 +106,33 @@ class Launcher:
 
     def _launch(self, folder: Path, step: str, parameters: dict[str, str]) -> None:
         began = time.monotonic()
-        launch(folder, step, self.typed | parameters, parent=self.run_id, name=step)
-        self.seconds += time.monotonic() - began
+        try:
+            launch(folder, step, self.typed | parameters, parent=self.run_id, name=step)
+        finally:
+            self.seconds += time.monotonic() - began  # of a refused promotion too
 
     def _say(self, title: str, reused: list[str], missing: list[str]) -> None:
         notes = f" (reused: {', '.join(reused)})" if reused and missing else " (reused)" if reused else ""
         click.secho(f"[{next(self._numbers)}/{self.steps}] {title}{notes}", bold=True, err=True)
+
+
+class Ahead(Launcher):
+    """Goes through a study's steps before it begins and launches none: what is finished is found, the rest is told to `missing`.
+
+    What is missing stands as a result without a model, and so nothing that builds on it is found either.
+    """
+
+    def __init__(self, missing: Callable[[Path], None]) -> None:
+        super().__init__({}, "", 0)
+        self.missing = missing
+
+    def obtain(self, title, step, wanted, parameters, folder=ROOT, failed=None) -> dict[str, Result]:
+        """As `Launcher.obtain`; `missing` gets the folder of a step that would be launched, and may raise."""
+        found = {label: reuse.find(step, key) for label, key in wanted.items()}
+        if None in found.values():
+            self.missing(folder)
+        unmade = Result("", reuse.Outputs({"model": ""}, values={"digest": ""}), reused=False)
+        return {label: Result(run.info.run_id, reuse.outputs(run), reused=True) if run else unmade for label, run in found.items()}
 
 
 def launch(

@@ -17,7 +17,7 @@ from qrl import recipe as recipes
 from qrl.errors import BadInput, QrlError
 from qrl.keys import SECTIONS
 from qrl.launch import Launcher
-from qrl.pipeline import Models, Order, check_reachable, place
+from qrl.pipeline import Models, Order, check_environments
 from qrl.recipe import Recipe
 
 FIRST = "tiny-ptq"
@@ -96,14 +96,23 @@ def study(first: str, others: tuple[str, ...], seeds: tuple[int, ...], given: di
         given: overrides as typed, for every arm.
     """
     from qrl import checkpoint, report
+    from qrl import evaluate as evaluation
     from qrl.engine import device as devices
+    from qrl.quantize import settings as choices
     from qrl.tracking import runs, store
 
     arms = {seed: load(first, others, given, seed) for seed in seeds}
     start = arms[seeds[0]][0][1]
+    rounded = [f"{names.ROUNDED_PREFIX}{each.train.qat}" for _, each in arms[seeds[0]] if each.train.qat != "none"]
+    report.warn(choices.unheeded(start.quantize, start.quantize.schemes, given, rounded) + evaluation.unheeded(start.evaluate))
     device, base = devices.choose(start.device), checkpoint.check(source.locate(start.model))
-    for scheme in start.quantize.schemes:
-        check_reachable("methods", place("quantize", scheme))
+
+    def walk(ahead: Launcher) -> None:
+        for (_, grpo), *_ in arms.values():  # the other arms store in formats of the core environment
+            order = Order(grpo, ahead, device)
+            order.evaluate(order.quantize({names.GRPO: order.train(base.digest, None)}))
+
+    check_environments("methods", start, walk)
     store.prepare()
     began, outcome = time.monotonic(), Outcome()
     params = {"device": device, "seeds": ",".join(map(str, seeds)), "arms": ",".join(label(each) for _, each in arms[seeds[0]])}

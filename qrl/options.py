@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import click
+
+
+class Finite(click.FloatRange):
+    """A number within bounds; click's own takes NaN, which lies within any, and infinity."""
+
+    def convert(self, value, param, ctx) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 class RecipeCommand(click.Command):
@@ -19,7 +31,7 @@ class RecipeCommand(click.Command):
         """Its own inputs, `--recipe`, and every field with its value in the recipe that `auto` means: accepted everywhere, shown where it matters."""
         from qrl import recipe
 
-        other = ", or instruct for a model of yours" if self.auto == "tiny" else ""
+        other = ", instruct for a model of yours, math for such a task" if self.auto == "tiny" else ""
         which = f"Settings to start from: {', '.join(recipe.names())}, or a YAML file; auto: {self.auto}{other}."
         values = recipe.load(self.auto).flat()
         options = ["--recipe", "recipe_name"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from qrl import keys, names, process, source
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.keys import ROOT
-from qrl.launch import Launcher, Result, launch, local_path
+from qrl.launch import Ahead, Launcher, Result, launch, local_path
 from qrl.recipe import Recipe
 from qrl.tracking import projects
 
@@ -67,6 +67,33 @@ def check_reachable(step: str, folder: Path | None) -> None:
         )
 
 
+def check_environments(step: str, recipe: Recipe, walk: Callable[[Launcher], object]) -> None:
+    """Refuses a study before it begins where a step that is still to run needs an environment that nobody builds.
+
+    Steps that are finished already need none. Only where an environment is missing is the store asked for them.
+
+    Args:
+        step: entry point.
+        recipe: of which steps run elsewhere.
+        walk: obtains the study's results, as far as they matter here, from the launcher that it is given.
+
+    Raises:
+        BadInput: as `check_reachable`.
+    """
+    from qrl.tracking import store
+
+    schemes = (place("quantize", scheme) for scheme in recipe.quantize.schemes)
+    places = {place("train", recipe.rollout.engine), place("evaluate", recipe.evaluate.engine, recipe.device), *schemes}
+    try:
+        for folder in places:
+            check_reachable(step, folder)
+    except BadInput:
+        if not store.is_there():
+            raise
+        store.prepare()
+        walk(Ahead(lambda folder: check_reachable(step, folder)))
+
+
 def hand_over(folder: Path, step: str, parameters: dict[str, str]) -> None:
     """Runs this very step in another environment, under the run that it already has, if it has one."""
     from qrl.tracking import signals, store
@@ -84,7 +111,8 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
         recipe: the resolved settings.
         typed: recipe name and overrides as given, handed to every step so that each run says how to repeat it alone.
     """
-    from qrl import checkpoint, report
+    from qrl import checkpoint, registry, report
+    from qrl import evaluate as evaluation
     from qrl.engine import device as devices
     from qrl.quantize import settings as choices
     from qrl.tasks import prompt
@@ -92,23 +120,23 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
     from qrl.train import rollouts
 
     prompt.check(recipe.task, recipe.prompt)
+    registry.registered_name(recipe)  # what the last step would refuse
     for scheme in recipe.quantize.schemes:
         choices.of(scheme, recipe.quantize, recipe.seed)  # what cannot be made is told before anything is trained
-        check_reachable("study", place("quantize", scheme))
+    report.warn(choices.unheeded(recipe.quantize, recipe.quantize.schemes, typed) + evaluation.unheeded(recipe.evaluate))
     base = checkpoint.check(source.locate(recipe.model))
     device = devices.choose(recipe.device)
     rollouts.check(recipe.rollout, device, recipe.train)
     teacher = checkpoint.check(addresses.folder(recipe.train.teacher)).digest if recipe.train.teacher else None
+    check_environments("study", recipe, lambda ahead: Order(recipe, ahead, device).cells(base.digest, teacher))
     store.prepare()
     began = time.monotonic()
     with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}) as run:
         steps = 5 + len(recipe.quantize.schemes) + (recipe.train.adapter)
         launcher = Launcher(typed, run.info.run_id, steps)
         order = Order(recipe, launcher, device)
-        trained = order.train(base.digest, teacher)
-        models = order.quantize({names.BASE: (recipe.model, base.digest), recipe.train.variant: trained})
-        cells = order.evaluate(models)
-        diagnosed = order.diagnose(base.digest, trained, models)
+        models, cells = order.cells(base.digest, teacher)
+        diagnosed = order.diagnose(base.digest, models[f"{recipe.train.variant}:{names.FP16}"], models)
         compared = order.compare(cells)
         report.show(recipe, launcher, compared, diagnosed, order.trained)
         try:
@@ -124,6 +152,12 @@ class Order:
 
     def __init__(self, recipe: Recipe, launcher: Launcher, device: str) -> None:
         self.recipe, self.launcher, self.device = recipe, launcher, device
+
+    def cells(self, base: str, teacher: str | None) -> tuple[Models, dict[str, Result]]:
+        """The models of a study and their evaluations, by `variant:scheme`; arguments as `train` takes them."""
+        trained = self.train(base, teacher)
+        models = self.quantize({names.BASE: (self.recipe.model, base), self.recipe.train.variant: trained})
+        return models, self.evaluate(models)
 
     def train(self, base: str, teacher: str | None) -> tuple[str, str]:
         """The trained model, merged where it was trained as an adapter: address and digest.

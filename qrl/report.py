@@ -15,13 +15,19 @@ import click
 from qrl import names
 from qrl.launch import Launcher, Result
 from qrl.recipe import Recipe
-from qrl.tracking import projects, runs
+from qrl.tracking import projects, runs, store
 from qrl.workspace import workspace
 
 if TYPE_CHECKING:
     from qrl.compare.converged import Convergence
     from qrl.compare.methods import Methods
     from qrl.methods import Outcome
+
+
+def warn(sentences: list[str]) -> None:
+    """Says on the terminal what was asked for and is not quite what will be done."""
+    for sentence in sentences:
+        click.secho(f"qrl: {sentence}", fg="yellow", err=True)
 
 
 def show(recipe: Recipe, launcher: Launcher, compared: Result, diagnosed: Result, trained: Result) -> None:
@@ -47,7 +53,6 @@ def methods(launcher: Launcher, outcome: Outcome, seeds: tuple[int, ...], second
         seeds: that were to be run.
         seconds: that the study took.
     """
-    from qrl import figures
     from qrl.compare import methods as room
     from qrl.tracking import cells
 
@@ -57,12 +62,9 @@ def methods(launcher: Launcher, outcome: Outcome, seeds: tuple[int, ...], second
     frame = cells.rows([run_id for by_seed in whole.values() for run_id in by_seed.values()])
     found = room.measure(frame)
     converged = [each for each in (_convergence(found, outcome, variant, scheme) for variant, scheme in outcome.schemes.items()) if each]
-    text = room.markdown(found, converged, failed)
     with workspace(f"methods-{launcher.run_id}") as work:
-        (work / "methods.md").write_text(text, encoding="utf-8")
-        (work / "methods.json").write_text(json.dumps(room.as_json(found, converged, failed), indent=1) + "\n", encoding="utf-8")
+        text = room.write(found, work, converged, failed)
         frame.to_parquet(work / names.QUESTIONS)
-        figures.methods(found, room.findings(found)[0] if found.best else "No quantized method", work / names.FIGURES / "methods.png")
         runs.log_folder(work)
     runs.log_scores(room.metrics(found) | {"study/seconds": seconds})
     runs.describe(f"{text}\n\n{_links(launcher)}")
@@ -133,8 +135,8 @@ def look(address: str) -> str:
     """How to see the store at this absolute address; a bare `mlflow ui` knows its own default only."""
     if not address.startswith("sqlite:"):
         return address
-    default = f"sqlite:///{Path.cwd() / 'mlflow.db'}"
-    given = "" if address == default else f" --backend-store-uri {shlex.quote(address)}"
+    default = Path.cwd() / "mlflow.db"  # an address may spell its path with %20
+    given = "" if store.database_of(address) == default else f" --backend-store-uri {shlex.quote(address)}"
     return f"mlflow ui{given}, then http://127.0.0.1:5000"
 
 

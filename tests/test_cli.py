@@ -31,7 +31,7 @@ def run(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.Completed
 def broken(tmp_path) -> dict[str, str]:
     """Folders that each have one thing wrong, by name."""
     folders = {}
-    for name in ("no-weights", "truncated", "no-template", "python", "not-jsonl", "no-answer"):
+    for name in ("no-weights", "truncated", "no-template", "python", "not-jsonl", "no-answer", "one-row"):
         folder = tmp_path / name
         shutil.copytree(tiny.PATH, folder)
         folders[name] = str(folder)
@@ -45,22 +45,31 @@ def broken(tmp_path) -> dict[str, str]:
     for name, line in (("not-jsonl", "not json"), ("no-answer", '{"question": "1 + 1?"}')):
         for split in ("train", "test"):
             (tmp_path / name / f"{split}.jsonl").write_text(json.dumps(ROW) + "\n" + line + "\n")
+    for split in ("train", "test"):
+        (tmp_path / "one-row" / f"{split}.jsonl").write_text(json.dumps(ROW | {"question": split}) + "\n")
     return folders
 
 
 BAD = {
     "unknown step": (["trian"], "No such command"),
+    "no step": ([], "Commands:\n  benchmark"),
+    "a model whose name no folder can have": (["train", "--model", "a" * 5000], "longer than a path may be"),
+    "a recipe whose name no file can have": (["train", "--recipe", "a" * 5000 + ".yaml"], "longer than a path may be"),
     "unknown option": (["train", "--train.stpes", "3"], "--train.stpes"),
     "wrong type": (["train", "--train.steps", "banana"], "'train.steps' is 'banana'"),
     "out of range": (["train", "--train.temperature", "0"], "'train.temperature'"),
     "a scheme twice": (["study", "--quantize.schemes", "nf4,nf4"], "each once"),
     "no scheme": (["study", "--quantize.schemes", ","], "names nothing"),
+    "a name that only the last step needs": (["study", "--registered_name", "a/b", "--quantize.schemes", "nf4"], "registered_name is 'a/b'"),
     "unknown recipe": (["study", "--recipe", "tinny"], "no recipe 'tinny'"),
     "unknown scheme": (["quantize", "--scheme", "gguf"], "no scheme 'gguf'"),
     "awq of no model, in whatever environment": (["quantize", "--scheme", "awq", "--models", "base=no/such/folder"], "no model 'no/such/folder'"),
     "awq where nobody builds its environment": (["quantize", "--scheme", "awq"], "mlflow run . -e quantize … --env-manager uv"),
     "a study with awq where nobody builds its environment": (["study", "--device", "cpu"], "mlflow run . -e main … --env-manager uv"),
     "methods with awq where nobody builds its environment": (["methods", "--device", "cpu"], "mlflow run . -e methods … --env-manager uv"),
+    "eight bits of a scheme that has four": (["quantize", "--scheme", "nf4", "--quantize.bits", "8"], "quantize.bits = 8 means nothing to nf4"),
+    "a study that no scheme of heeds a choice": (["study", "--quantize.schemes", "nf4,int8", "--quantize.group_size", "64"], "nothing to nf4 and int8"),
+    "a cell beside a rollback": (["promote", "--stage", "grpo", "--rollback", "--cell", "0123"], "takes no --cell"),
     "methods of no arm": (["methods", "--arms", ","], "names nothing"),
     "an answering engine where nobody builds its environment": (["evaluate", "--evaluate.engine", "vllm", "--device", "cpu"], "projects/vllm_cpu, but"),
     "unknown scheme of a cell": (["evaluate", "--cells", "base:gguf=qrl-tiny"], "no scheme 'gguf'"),
@@ -86,6 +95,7 @@ BAD = {
     "unknown stage to promote to": (["promote", "--stage", "gold", "--cell", "x"], "no stage 'gold'"),
     "stage without a version": (["serve", "--stage", "awq"], "has no version yet"),
     "no such run": (["promote", "--stage", "base", "--cell", "0123"], "no run '0123'"),
+    "a setting that does nothing, said before anything else": (["evaluate", "--evaluate.temperature", "0.7", "--model", "no/such/folder"], "evaluate.temperature = 0.7 means nothing"),
     "no such model": (["train", "--model", "no/such/folder"], "no model 'no/such/folder'"),
     "no weights": (["train", "--model", "{no-weights}"], "neither model.safetensors nor"),
     "truncated weights": (["evaluate", "--model", "{truncated}"], "truncated"),
@@ -93,6 +103,8 @@ BAD = {
     "code in a checkpoint": (["evaluate", "--model", "{python}"], "modeling.py"),
     "data that is not JSONL": (["evaluate", "--data", "{not-jsonl}"], "line 2"),
     "data without answers": (["train", "--data", "{no-answer}"], "line 2"),
+    "one held-out question": (["evaluate", "--data", "{one-row}"], "supports no error bar"),
+    "one held-out question, before any training": (["train", "--data", "{one-row}", "--train.prompts_per_step", "1", "--train.micro_batch", "8"], "supports no error bar"),
     "no such data": (["train", "--data", "/no/such/folder"], "no data folder"),
     "batch that does not divide": (["train", "--train.micro_batch", "7"], "does not divide"),
     "adapter keys with all weights": (["train", "--train.lora_rank", "8"], "train.method = full"),
@@ -103,6 +115,8 @@ BAD = {
     "a watcher named twice": (["train", "--watch.stop", "signal,signal"], "each watcher once"),
     "two inputs to compare": (["compare", "--counts", "a.json", "--cells", "b"], "one of"),
     "no file to compare": (["compare", "--questions", "none.csv", "--out", "out"], "none.csv"),
+    "no number of seconds": (["serve", "--stage", "awq", "--engine", "vllm", "--follow", "nan"], "nan is not a finite number"),
+    "no share of a memory": (["serve", "--stage", "awq", "--gpu-memory-utilization", "nan"], "nan is not a finite number"),
     "port out of range": (["serve", "--stage", "awq", "--port", "99999"], "--port"),
 }
 
@@ -116,6 +130,13 @@ def test_bad_input_gets_a_sentence_and_exit_code_2_and_no_run(case, broken, stor
     import mlflow
 
     assert mlflow.MlflowClient().search_runs(["0"]) == []
+
+
+@pytest.mark.parametrize("words", [["quantize", "--scheme", "gguf"], ["quantize", "--scheme", "nf4"], ["study", "--device", "cpu"], ["train", "--model", "nope"]])
+def test_a_run_id_left_in_the_environment_hides_no_sentence(words, store):
+    done = run(*words, cwd=Path.cwd(), MLFLOW_RUN_ID="0123456789abcdef")
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "qrl: " in done.stderr and "0123456789abcdef" in done.stderr
 
 
 def test_cuda_on_a_machine_without_one_is_bad_input(store):
@@ -166,6 +187,14 @@ def test_counts_of_the_seed_study_give_its_deltas_and_no_verdict(tmp_path):
     assert [table[scheme]["gain_survival"]["estimate"] for scheme in ("nf4", "awq")] == pytest.approx([-0.01, 0.05])
     assert {table[scheme]["verdict"] for scheme in ("nf4", "awq")} == {"inconclusive"}
     assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_a_terminal_that_knows_no_minus_sign_still_gets_the_table(tmp_path):
+    (tmp_path / "counts.json").write_text('{"n": 100, "base": {"fp16": 68, "nf4": 65}, "grpo": {"fp16": 72, "nf4": 68}}')
+    words = [sys.executable, "-m", "qrl", "compare", "--counts", "counts.json", "--out", "out"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, encoding="latin-1", check=False)
+    assert done.returncode == 0 and r"\u22120.010 [\u22120.192, +0.172]" in done.stdout, done.stderr
 
 
 def test_grade_adds_verdicts_to_rows(tmp_path):

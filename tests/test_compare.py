@@ -250,6 +250,9 @@ def test_files_that_cannot_be_read_are_refused_in_a_sentence(tmp_path):
     (tmp_path / "empty.csv").write_text("")
     (tmp_path / "c.json").write_text("{")
     (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "twice.json").write_text('{"n": 100, "base": {"fp16": 68, "fp16": 3}, "grpo": {"fp16": 72}}')
+    with pytest.raises(BadInput, match=r"twice\.json is not valid JSON: 'fp16' is given twice"):
+        compare.read_counts(tmp_path / "twice.json")
     for read, name in ((compare.read_questions, "q.parquet"), (compare.read_questions, "empty.csv"), (compare.read_questions, "no.csv"), (compare.read_questions, "q.xlsx"), (compare.read_counts, "c.json"), (compare.read_counts, "list.json"), (compare.read_counts, "no.json")):
         with pytest.raises(BadInput, match=name):
             read(tmp_path / name)

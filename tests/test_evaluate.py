@@ -1,13 +1,17 @@
 """The engine and evaluation: what is asked is what was rendered, what is unhealthy does not count."""
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 import torch
 
-from qrl import names, stats, tasks, tiny
+from qrl import evaluate, names, stats, tasks, tiny
 from qrl.engine import hf
+from qrl.errors import BadInput
 from qrl.evaluate import cells, groups, health, scores
 from qrl.recipe import Evaluate
+from qrl.steps import inputs
 from qrl.tasks import math_pool, prompt
 
 
@@ -19,6 +23,12 @@ def loaded():
 @pytest.fixture(scope="module")
 def prompts(loaded):
     return [prompt.render(loaded[1], q.question, "plain") for q in tasks.load("arithmetic", "heldout", 12, 0)]
+
+
+def test_what_evaluation_will_not_do_is_said():
+    assert evaluate.unheeded(Evaluate()) == evaluate.unheeded(Evaluate(samples=8, temperature=0.7)) == evaluate.unheeded(Evaluate(engine="vllm", deterministic=True)) == []
+    told = evaluate.unheeded(Evaluate(temperature=0.7, deterministic=True))
+    assert [line.split(" means nothing")[0] for line in told] == ["evaluate.temperature = 0.7", "evaluate.deterministic"]
 
 
 def test_batches_do_not_change_what_is_written(loaded, prompts):
@@ -79,6 +89,16 @@ def test_a_cell_with_samples_has_a_row_for_each_and_scores_questions_not_answers
     assert metrics["eval/pass_at_3"] == pytest.approx((per_question > 0).mean())
     assert metrics["eval/pass_at_2"] <= metrics["eval/pass_at_3"]
     pd.testing.assert_frame_equal(asked_thrice()[1].frame, found.frame)
+
+
+def test_a_prompt_that_fills_all_positions_is_refused_and_copies_of_questions_are_told():
+    questions = tasks.load("arithmetic", "heldout", 3, 0)
+    settings = {"task": "arithmetic", "template": "plain", "device": "cpu", "max_new_tokens": 4, "batch_size": 8}
+    long = replace(questions[1], question="apples " * 600)
+    with pytest.raises(BadInput, match=rf"Question {long.id} .* tokens, but the model was made for 512"):
+        cells.ask(cells.Cell("base", "fp16", tiny.PATH), [questions[0], long], **settings)
+    assert inputs.repeated(questions) == ""
+    assert inputs.repeated([*questions, replace(questions[0], id="copy", question=questions[0].question.upper())]).startswith("Of 4 held-out questions 1 repeat others")
 
 
 def test_one_sample_is_greedy_and_has_the_rows_and_metrics_it_always_had():

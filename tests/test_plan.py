@@ -199,6 +199,12 @@ def test_every_way_to_ask_is_answered_in_a_sentence(words):
     assert done.exit_code == 0 and "training run" in done.output and "Assumed: base 0.680" in done.output
 
 
+def test_an_effect_that_no_n_shows_is_told_as_it_was_asked_for():
+    done = CliRunner().invoke(cli.cli, ["plan", "--effect", "1e-9"])
+    assert "no n shows a gain of 1e-09, no n shows a change of the gain by 1e-09, each" in done.output
+    assert "0.000" not in done.output and "n = none" not in done.output
+
+
 def test_a_plan_from_a_pilot_takes_its_numbers_and_says_how_sure_they_are(tmp_path):
     import pandas as pd
 

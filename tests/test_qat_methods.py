@@ -1,14 +1,16 @@
 """The table of methods: each cell against base and against full precision, paired, whatever its scheme."""
 
+import mlflow
 import numpy as np
 import pandas as pd
 import pytest
 
-from qrl import figures, stats
+from qrl import cli, figures, stats
 from qrl import methods as study
 from qrl.compare import converged, methods
 from qrl.compare.text import interval
 from qrl.errors import BadInput
+from qrl.tracking import runs
 
 RATES = {("base", "fp16"): 0.3, ("grpo", "fp16"): 0.7, ("grpo", "nf4"): 0.6, ("qat-int4", "rtn-int4"): 0.8}
 
@@ -113,11 +115,59 @@ def test_a_training_converged_by_the_rule_alone(right, values, measure, reason):
     found = converged.judge("qat-int4", "rtn-int4", stats.contrast(np.stack([own, base]), (1, -1)), [values, values], measure)
     assert found.converged == (not reason) and found.reason == reason
     assert found.row()[-1] == (f"no: {reason}" if reason else "yes")
+    shown = found.row()[2].partition(", ")[2]
+    assert shown.startswith(("+", "−")) and shown.endswith("]"), "the rule's means do not stand without an interval"
 
 
-def test_quarters_are_means_of_at_least_one_step():
-    assert converged.quarters([1.0]) == (1.0, 1.0)
-    assert converged.quarters([1.0, 2, 3, 4, 5, 6, 7, 8]) == (1.5, 7.5)
+def test_quarters_are_of_at_least_one_step():
+    assert converged.quarters([1.0]) == ([1.0], [1.0])
+    assert converged.quarters([1.0, 2, 3, 4, 5, 6, 7, 8]) == ([1.0, 2], [7, 8])
+
+
+def test_the_change_beside_the_verdict_has_the_interval_that_scipy_gives_over_seeds_and_over_steps():
+    from scipy import stats as scipy
+
+    draw = np.random.default_rng(0)
+    histories = [list(draw.normal(0.7 + 0.01 * np.arange(16), 0.05)) for _ in range(5)]
+    ends = [(np.mean(each[:4]), np.mean(each[-4:])) for each in histories]
+    first, last = zip(*ends, strict=True)
+    for found, wanted in (
+        (converged.change(histories), scipy.ttest_rel(last, first)),
+        (converged.change(histories[:1]), scipy.ttest_ind(histories[0][-4:], histories[0][:4], equal_var=False)),
+    ):
+        assert (found.low, found.high) == pytest.approx(tuple(wanted.confidence_interval(0.95)))
+    assert converged.change([[0.5, 0.6]]) is None and converged.change([[0.5] * 16]).high == 0
+
+
+def test_compare_methods_says_at_its_end_where_things_are(store, tmp_path, capsys):
+    ids = []
+    for _, rows in frame().groupby(["variant", "scheme"]):
+        with mlflow.start_run() as run:
+            rows.to_parquet(tmp_path / "questions.parquet")
+            mlflow.log_artifact(str(tmp_path / "questions.parquet"))
+        ids.append(run.info.run_id)
+
+    def compare(*words: str) -> tuple[str, str]:
+        cli.cli.main(["compare", "--methods", *words], standalone_mode=False)
+        said = capsys.readouterr()
+        return said.out, said.err.splitlines()[-1]
+
+    text, last = compare("--cells", ",".join(ids))
+    run = mlflow.MlflowClient().search_runs(["0"], max_results=1)[0]
+    assert f"Logged to run {run.info.run_id}: methods.md" in last and run.info.status == "FINISHED"
+    assert runs.artifact(run.info.run_id, "methods.md").read_text() == text.removesuffix("\n") and run.data.metrics["methods/error_grpo_nf4"] < 0
+    listed = {"methods.md", "methods.json", "questions.parquet", "figures"}
+    assert {path.name for path in runs.artifact(run.info.run_id, ".").iterdir()} == listed
+    _, last = compare("--cells", ",".join(ids), "--out", str(tmp_path / "out"))
+    assert f"Written to {tmp_path}/out: methods.md, methods.json, figures/" in last
+    assert {path.name for path in (tmp_path / "out").iterdir()} == listed - {"questions.parquet"}
+    with pytest.raises(BadInput, match="--questions needs --out"):
+        compare("--questions", str(tmp_path / "questions.parquet"))
+    count = len(mlflow.MlflowClient().search_runs(["0"]))
+    for words, says in ((["--methods"], "grpo · fp16 is missing"), ([], "is the only variant")):
+        with pytest.raises(BadInput, match=says):
+            cli.cli.main(["compare", *words, "--cells", ids[0]], standalone_mode=False)
+    assert len(mlflow.MlflowClient().search_runs(["0"])) == count
 
 
 def test_arms_are_recipes_that_meet_on_the_same_questions(tmp_path):

@@ -121,6 +121,21 @@ def test_an_unknown_scheme_and_rollouts_that_awq_cannot_make_are_refused():
         chosen("awq", calibration="rollouts")
 
 
+def test_what_a_scheme_does_not_heed_is_said_and_what_none_heeds_is_refused():
+    def unheeded(schemes, *typed, **recipe):
+        return settings.unheeded(Quantize(schemes=schemes, **recipe), schemes, typed)
+
+    assert unheeded(("nf4", "int8", "fp8")) == unheeded(("awq-ct", "gptq"), "quantize.bits", bits=8, symmetric=True) == []
+    assert unheeded(("nf4", "gptq", "awq"), "quantize.bits", bits=8) == ["quantize.bits = 8 means nothing to nf4 and awq: gptq alone heeds it."]
+    beside = settings.unheeded(Quantize(calibration="rollouts"), ("nf4",), ("quantize.calibration",), beside=("rtn-int4", "rtn-nvfp4-a4"))
+    assert beside == ["quantize.calibration = rollouts means nothing to nf4: rtn-nvfp4-a4 alone heeds it."]
+    for field, value in (("bits", 8), ("group_size", 32), ("symmetric", False), ("calibration", "rollouts")):
+        for typed in ((), (f"quantize.{field}", "quantize.schemes")):  # a recipe of one's own, or options
+            with pytest.raises(BadInput, match=rf"quantize\.{field} = {value} means nothing to nf4 and fp8.*leave it out, or take a scheme"):
+                unheeded(("nf4", "fp8"), *typed, **{field: value})
+        assert len(unheeded(("nf4", "fp8"), "quantize.schemes", **{field: value})) == 1  # a recipe for other schemes than were typed
+
+
 def test_without_llm_compressor_a_sentence_says_what_to_do(monkeypatch, tiny_checkpoint, tmp_path):
     monkeypatch.setitem(sys.modules, "llmcompressor", None)  # as where it is not installed
     with pytest.raises(QrlError, match=r"llm-compressor cannot be imported.*choose nf4 or int8"):

@@ -9,6 +9,7 @@ from qrl import report
     ("address", "says"),
     [
         ("sqlite:///{here}/mlflow.db", "mlflow ui, then"),
+        ("sqlite:///{here}/%6dlflow.db", "mlflow ui, then"),  # as MLflow itself spells folders with a space
         ("sqlite:////elsewhere/a b/mlflow.db", "mlflow ui --backend-store-uri 'sqlite:////elsewhere/a b/mlflow.db', then"),
         ("http://tracking:5000", "http://tracking:5000"),
     ],

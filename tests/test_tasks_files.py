@@ -29,6 +29,21 @@ def test_bytes_that_are_no_utf8_are_graded_as_replaced(tmp_path):
     assert "strict 1.0000" in files.grade("gsm8k", tmp_path / "in.jsonl", tmp_path / "out.jsonl")
 
 
+@pytest.mark.parametrize("answer", ["null", "true", "[1]", '{"a": 1}'])
+def test_an_answer_that_is_neither_text_nor_number_is_refused_under_every_task(tmp_path, answer):
+    (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "1"}\n{"completion": "1", "answer": ' + answer + "}\n")
+    for task in ("gsm8k", "math"):
+        with pytest.raises(BadInput, match=r"line 2: 'answer' is .*, but must be a text or a number"):
+            files.grade(task, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+
+
+def test_a_place_that_cannot_be_written_to_is_told_before_anything_is_graded(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "one"}\n')  # which the grader would refuse
+    for out in ("none/out.jsonl", "."):
+        with pytest.raises(BadInput, match="cannot be written"):
+            files.grade("gsm8k", tmp_path / "in.jsonl", tmp_path / out)
+
+
 @pytest.mark.parametrize("line", ["[" * 100_000, "1", "null", '{"completion": 1, "answer": "1"}', '{"completion": "1", "answer": "one"}', "{"])
 def test_a_line_that_cannot_be_graded_is_named_and_nothing_is_written(tmp_path, line):
     (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "1"}\n' + line)

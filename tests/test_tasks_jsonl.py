@@ -49,6 +49,7 @@ def test_a_subset_is_seeded_and_all_keeps_the_order(hundred):
         (b"\xff\xfe\x00", "UTF-8"),
         ("[" * 100_000, "JSON"),
         ("[1]", "list"),
+        (r'{"question": "half a character, \ud800", "answer": "#### 1"}', "UTF-8"),
         ('{"question": "a"}', "'answer'"),
         ('{"answer": "#### 1"}', "'question'"),
         ('{"question": "  ", "answer": "#### 1"}', "'question'"),

@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 
 import mlflow
+import pandas as pd
 import pytest
 
 from qrl import checkpoint, names, recipe
 from qrl.errors import BadInput, QrlError
 from qrl.tasks import prompt
-from qrl.tracking import models, reuse, runs, signals
+from qrl.tracking import cells, description, models, reuse, runs, signals
 from qrl.tracking import store as stores
 
 ROOT = Path(__file__).parents[1]
@@ -189,6 +190,13 @@ def test_no_signal_leaves_a_run_running(store):
     assert status(kill[1]) == "KILLED"
 
 
+def test_a_process_knows_when_it_began():
+    before = time.time()
+    program = "import time; from qrl.tracking import signals; print(signals.started(), time.time())"
+    began, then = map(float, subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True).split())
+    assert before - 0.05 < began < then  # the kernel's clock ticks a hundred times a second; the boot's time is whole seconds
+
+
 def test_sweep_spares_the_living_and_other_hosts(store):
     client = mlflow.MlflowClient()
     for owner in (signals.identity(), "elsewhere:1:1"):
@@ -250,6 +258,35 @@ def test_a_finished_step_is_found_until_a_file_of_it_is_gone(store, tmp_path):
     assert reuse.find("compare", "k").info.run_id == first
     runs.artifact(first, "table.md").write_text("cut")
     assert reuse.find("compare", "k") is None
+
+
+def test_an_artifact_whose_bytes_changed_is_not_reused_and_its_rows_are_not_read(store, tmp_path):
+    rows = pd.DataFrame({"question": [f"q{i}" for i in range(50)], "correct": [1, 0] * 25})
+    rows.to_parquet(tmp_path / names.QUESTIONS)
+    with runs.step("evaluate", tags={names.TAG_CACHE_KEY: "k"}) as run:
+        mlflow.log_artifact(str(tmp_path / names.QUESTIONS))
+        mlflow.log_artifact(str(tmp_path / names.QUESTIONS), "figures")
+        reuse.record_outputs(artifacts=[names.QUESTIONS, "figures"])
+    run_id = run.info.run_id
+    assert reuse.find("evaluate", "k").info.run_id == run_id and len(cells.rows([run_id])) == 50
+    for place in (names.QUESTIONS, f"figures/{names.QUESTIONS}"):
+        path = runs.artifact(run_id, place)
+        whole = path.read_bytes()
+        path.write_bytes(whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])  # of the same size
+        assert reuse.find("evaluate", "k") is None
+        if place == names.QUESTIONS:
+            with pytest.raises(QrlError, match=rf"{names.QUESTIONS} of run {run_id} is not what was logged"):
+                cells.rows([run_id])
+        path.write_bytes(whole)
+        assert reuse.find("evaluate", "k")
+
+
+def test_rows_that_nobody_recorded_and_nobody_can_read_get_a_sentence(store, tmp_path):
+    (tmp_path / names.QUESTIONS).write_bytes(b"PAR1 and no more")
+    with mlflow.start_run() as run:
+        mlflow.log_artifact(str(tmp_path / names.QUESTIONS))
+    with pytest.raises(QrlError, match=r"cannot be read .*: evaluate the cell again"):
+        cells.rows([run.info.run_id])
 
 
 # models
@@ -336,6 +373,6 @@ def test_a_half_made_model_of_a_dead_run_is_discarded(store):
 def test_requirements_are_the_projects_pins():
     pins = (ROOT / "conda.yaml").read_text()
     for scheme, needed in (("fp16", "torch"), ("nf4", "bitsandbytes"), ("awq", "gptqmodel")):
-        found = models.requirements(scheme)
+        found = description.requirements(scheme)
         assert any(line.startswith(needed + "==") for line in found)
         assert all(line in pins for line in found)

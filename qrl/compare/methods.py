@@ -8,9 +8,11 @@ with quantization beat quantizing afterwards, and did it learn?
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -24,6 +26,7 @@ from qrl.errors import BadInput
 from qrl.stats import LEVEL, Estimate, holm
 
 PLAIN, FULL = (names.BASE, names.FP16), (names.GRPO, names.FP16)  # what a method is measured from, and against
+METHODS_MD, METHODS_JSON = "methods.md", "methods.json"
 HEAD = ("method", "scheme", "accuracy", "gain over base", "error: method − grpo in full precision", "over grpo in its scheme")
 
 
@@ -116,8 +119,10 @@ def markdown(found: Methods, converged: Sequence[Convergence] = (), failed: Sequ
     note = f"n = {found.n} held-out questions{runs}; ± is one standard error, brackets are 95 % intervals, paired."
     lines = ["## Methods", "", *table(HEAD, body), "", note, "", *(f"- {each}" for each in findings(found)), ""]
     if converged:
-        head = ("method", "its cell − base in its scheme", "what training optimizes, first quarter → last", "converged")
+        over = "seeds" if found.runs > 1 else "the steps of the one seed"
+        head = ("method", "its cell − base in its scheme", "what training optimizes, first quarter → last, difference", "converged")
         lines += ["## Converged", "", *table(head, [each.row() for each in converged]), ""]
+        lines += [f"The difference's interval is over {over}; the rule looks at the two means alone, as it was fixed beforehand.", ""]
     if failed:
         lines += ["## Did not count", "", *(f"- {each}" for each in failed), ""]
     return "\n".join(lines)
@@ -155,8 +160,33 @@ def as_json(found: Methods, converged: Sequence[Convergence] = (), failed: Seque
         | {"p_behind_best": found.behind.get((row.variant, row.scheme)), "p_over_grpo": found.trained.get((row.variant, row.scheme))}
         for row in found.rows
     ]
-    trained = [{"variant": each.variant, "scheme": each.scheme, "converged": each.converged, "reason": each.reason} for each in converged]
+    trained = [
+        {"variant": each.variant, "scheme": each.scheme, "converged": each.converged, "reason": each.reason, "measure": each.measure}
+        | {"first": each.first, "last": each.last, "change": numbers(each.change)}
+        for each in converged
+    ]
     return {"n": found.n, "runs": found.runs, "findings": findings(found), "methods": rows, "converged": trained, "failed": list(failed)}
+
+
+def write(found: Methods, out: str | Path, converged: Sequence[Convergence] = (), failed: Sequence[str] = ()) -> str:
+    """Writes methods.md, methods.json and figures/methods.png into a folder; the text of the first.
+
+    Raises:
+        BadInput: `out` cannot be written to.
+    """
+    from qrl import figures
+
+    out, text = Path(out), markdown(found, converged, failed)
+    document = json.dumps(as_json(found, converged, failed), indent=1) + "\n"
+    finding = findings(found)[0] if found.best else "No quantized method"
+    try:
+        (out / names.FIGURES).mkdir(parents=True, exist_ok=True)
+        (out / METHODS_MD).write_text(text, encoding="utf-8")
+        (out / METHODS_JSON).write_text(document, encoding="utf-8")
+        figures.methods(found, finding, out / names.FIGURES / "methods.png")
+    except OSError as error:
+        raise BadInput(f"The methods cannot be written to {out} ({error.strerror or error}): give a folder that is writable and has space.") from None
+    return text
 
 
 def metrics(found: Methods) -> dict[str, float]:

@@ -31,7 +31,7 @@ def read_questions(path: str | Path) -> pd.DataFrame:
     try:
         return readers[path.suffix](path)
     except (ValueError, OSError, UnicodeDecodeError) as error:  # pyarrow's and pandas' parser errors are ValueErrors
-        raise BadInput(f"{path} is not readable as {path.suffix[1:]}: {' '.join(str(error).split())[:200]}.") from None
+        raise BadInput(f"{path} is not readable as {path.suffix[1:]}: {' '.join(str(error).split())[:200].rstrip('.')}.") from None
 
 
 def read_counts(path: str | Path) -> dict[str, Any]:
@@ -44,9 +44,18 @@ def read_counts(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise BadInput(f'There is no file {path}: give a JSON file such as {{"n": 100, "base": {{"fp16": 68}}, "grpo": {{"fp16": 72}}}}.')
     try:
-        counts = json.loads(path.read_text(encoding="utf-8"))
+        counts = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of thousands of digits, brackets without end
         raise BadInput(f"{path} is not valid JSON: {str(error)[:200]}.") from None
     if not isinstance(counts, dict):
         raise BadInput(f"{path} holds a {type(counts).__name__}, but an object with 'n' and a mapping per variant was expected.")
     return counts
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys stand once: of two, JSON's reader silently takes the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"'{next(key for key in keys if keys.count(key) > 1)}' is given twice")
+    return found

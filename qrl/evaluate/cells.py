@@ -11,9 +11,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qrl import tasks
+from qrl import checkpoint, tasks
 from qrl.engine import device as devices
 from qrl.engine import hf
+from qrl.errors import BadInput
 from qrl.tasks import prompt
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def ask(
 
     tokens = hf.tokenizer(cell.path)
     prompts = [ids for question in questions for ids in [render(tokens, question.question, template)] * samples]
+    _check_lengths(cell.path, questions, prompts[::samples])
     asked = [question for question in questions for _ in range(samples)]
     lengths = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
     drawn = {"temperature": temperature if samples > 1 else 0.0, "seed": seed}
@@ -99,6 +101,21 @@ def ask(
         rows = [row | {"sample": number % samples} for number, row in enumerate(rows)]
     written = sum(completion.n_tokens for completion in completions)
     return Asked(pd.DataFrame(rows), written / seconds, seconds, computed_in, receipt)
+
+
+def _check_lengths(path: Path, questions: Sequence, prompts: Sequence) -> None:
+    """Refuses a prompt that fills all positions that a model was made for; it would answer, out of its depth."""
+    config = checkpoint.config(path)
+    positions = config.get("max_position_embeddings")
+    scaled = "factor" in (config.get("rope_scaling") or config.get("rope_parameters") or {})
+    if not positions or scaled:
+        return
+    for question, ids in zip(questions, prompts, strict=True):
+        if len(ids) >= positions:
+            raise BadInput(
+                f"Question {question.id} ('{question.question[:40]}…') is a prompt of {len(ids):,} tokens, but the model was made for {positions:,}: "
+                "take it out of the held-out questions."
+            )
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from torch import Tensor
 INTEGER, EIGHT_BIT_FLOAT, NV_BLOCK, MX_BLOCK = range(4)  # how scales are made, and codes from values
 ALIGNED = tl.constexpr(16)  # values: where a matrix may begin, so that a thread reads and writes several at once
 TILE = 4096  # values that a program holds at least, where a group is smaller
+CONSTANTS = ("SIZE", "ROWS", "BLOCK", "KIND", "EXACT", "OUT", "HALF", "LOW", "HIGH", "TINY")  # in the order of `_inputs`
+_compiled: dict[tuple, object] = {}  # kernels of inputs, by all that they were compiled for: finding one by Triton's own means takes the host longer than the card has work
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -115,9 +117,14 @@ def activations(given: Tensor, args: QuantizationArgs, dtype: torch.dtype, scale
     """
     made, size = torch.empty_like(given, dtype=dtype), args.group_size or given.shape[-1]
     settings, rows = _settings(args, size, dtype, dtype, nv=scale is not None)
-    groups = given.numel() // size
+    groups, told = given.numel() // size, given if scale is None else scale
+    grid, constants = (triton.cdiv(groups, rows), 1, 1), [settings[name] for name in CONSTANTS]
+    known = (given.dtype, given.device, given.data_ptr() % ALIGNED.value, told.data_ptr() % ALIGNED.value, groups < 2**31, *constants)
     with _on(given):
-        _inputs[(triton.cdiv(groups, rows),)](given, made, given if scale is None else scale, groups, THROUGH_BF16=False, **settings)
+        if (kernel := _compiled.get(known)) is not None:
+            kernel[grid](given, made, told, groups, *constants, False)
+        else:
+            _compiled[known] = _inputs[grid](given, made, told, groups, THROUGH_BF16=False, **settings)
     return made
 
 

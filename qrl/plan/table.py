@@ -37,14 +37,17 @@ def found(plan: Plan) -> str:
             says += f" {enough.seeds} are enough for the verdict." if enough else f" None of these numbers of runs reaches {plan.power:.2f}."
         return says
     if plan.effect is not None:
-        return f"{runs}: n = {_n(row.n_effect_gain)} shows a gain of {plan.effect:.3f}, n = {_n(row.n_effect_survival)} a change of the gain by as much, each with a chance of {plan.power:.2f}."
+        effect = _effect(plan)
+        sizes = {f"a gain of {effect}": row.n_effect_gain, f"a change of the gain by {effect}": row.n_effect_survival}
+        return f"{runs}: {', '.join(f'n = {_n(n)} shows {what}' if n else f'no n shows {what}' for what, n in sizes.items())}, each with a chance of {plan.power:.2f}."
     if plan.verdict is None:
         return "The loss that is expected is the margin itself: no n decides on which side it lies."
     best = next((row for row in plan.rows if row.n_verdict), None)
     if best is None:
         return _never(plan)
     runs = "One training run" if best.seeds == 1 else f"{best.seeds} training runs"
-    return f"{runs}: n = {_n(best.n_gain)} shows the gain, n = {_n(best.n_verdict)} says `{plan.verdict}`, each with a chance of {plan.power:.2f}."
+    shows = f"n = {_n(best.n_gain)} shows the gain" if best.n_gain else "no n shows the gain"
+    return f"{runs}: {shows}, n = {_n(best.n_verdict)} says `{plan.verdict}`, each with a chance of {plan.power:.2f}."
 
 
 def _never(plan: Plan) -> str:
@@ -57,7 +60,7 @@ def _never(plan: Plan) -> str:
 def _title(plan: Plan) -> str:
     if plan.n is not None:
         return f"What n = {plan.n:,} questions can show"
-    return f"What it takes to see {plan.effect:.3f}" if plan.effect is not None else "What it takes"
+    return f"What it takes to see {_effect(plan)}" if plan.effect is not None else "What it takes"
 
 
 def _columns(plan: Plan) -> list[tuple[str, Any]]:
@@ -76,8 +79,8 @@ def _columns(plan: Plan) -> list[tuple[str, Any]]:
     if plan.effect is not None:
         return [
             seeds,
-            (f"n to show a gain of {plan.effect:.3f}", lambda row: _n(row.n_effect_gain)),
-            (f"n to see the gain change by {plan.effect:.3f}", lambda row: _n(row.n_effect_survival)),
+            (f"n to show a gain of {_effect(plan)}", lambda row: _n(row.n_effect_gain)),
+            (f"n to see the gain change by {_effect(plan)}", lambda row: _n(row.n_effect_survival)),
         ]
     return [seeds, ("n to show the gain", lambda row: _n(row.n_gain)), (f"n for `{plan.verdict or 'a verdict'}`", lambda row: _n(row.n_verdict))]
 
@@ -96,6 +99,11 @@ def _assumed(plan: Plan) -> list[str]:
         asked = "each asked questions of its own" if a.own_questions else "all asked the same questions, whose share in the error does not shrink with them"
         lines.append(f"Training runs differ by {a.between_gain:.3f} (sd of the true gain) and {a.between_survival:.3f} (of gain survival); {asked}.")
     return lines
+
+
+def _effect(plan: Plan) -> str:
+    """The effect as it was asked for: 0.0004 is not 0.000."""
+    return f"{plan.effect:.3f}" if plan.effect >= 0.001 else f"{plan.effect:g}"
 
 
 def _n(n: int | None) -> str:

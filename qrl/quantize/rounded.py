@@ -34,6 +34,7 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
     """
     oneshot = compressed.quiet_oneshot()
     import torch
+    from compressed_tensors.offload import update_offload_parameter
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
     name = settings.scheme.removeprefix(names.ROUNDED_PREFIX)
@@ -48,6 +49,7 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
     with contextlib.redirect_stderr(io.StringIO()):  # bars that flash
         oneshot(model=model, recipe=QuantizationModifier(config_groups={"group_0": scheme}, ignore=[]), **given)
         for path, scale in (kept or {}).items():
-            model.get_submodule(path).input_global_scale.data.fill_(scale)
+            linear = model.get_submodule(path)  # on a GPU llm-compressor offloads it, and what is read is a copy
+            update_offload_parameter(linear, "input_global_scale", torch.full_like(linear.input_global_scale, scale))
         model.save_pretrained(out, save_compressed=True)
     (out / "recipe.yaml").unlink(missing_ok=True)  # llm-compressor's own record; ours holds more

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -22,6 +23,7 @@ FIXED_GROUP = {names.NVFP4: 16, names.NVFP4A16: 16, names.MXFP4A16: 32}  # part 
 AWQ_WORD = 8  # outputs that share an int32 of AutoAWQ's codes
 BITS = (names.AWQ_CT, names.GPTQ)  # whose bits are ours to choose
 SYMMETRIC = {names.AWQ_CT: False, names.GPTQ: True, names.W8A16: True}  # each scheme's custom, and ours to choose
+CHOICES = {"bits": BITS, "group_size": GROUPED, "symmetric": tuple(SYMMETRIC), "calibration": CALIBRATED}  # field → who heeds it
 LIBRARIES = {
     **dict.fromkeys(names.BITSANDBYTES, ("bitsandbytes",)),
     names.AWQ: ("autoawq",),
@@ -86,6 +88,32 @@ def of(scheme: str, recipe: Quantize, seed: int) -> Settings:
         max_tokens=recipe.calibration_max_tokens if looks else None,
         seed=_either(recipe.calibration_seed, seed),
     )
+
+
+def unheeded(recipe: Quantize, schemes: Sequence[str], typed: Collection[str], beside: Sequence[str] = ()) -> list[str]:
+    """What a section asks for and some of these schemes do not heed, a sentence a setting.
+
+    Args:
+        recipe: the section `quantize`.
+        schemes: that are to be made with it.
+        typed: keys that were given beside the recipe. A recipe's own setting may lose its meaning by the schemes that are typed.
+        beside: schemes that nobody named and that are made with it too: one of them may be the one that heeds a setting.
+
+    Raises:
+        BadInput: something was asked for that none of them heeds.
+    """
+    told = []
+    for name, heeding in CHOICES.items():
+        value, key = getattr(recipe, name), f"quantize.{name}"
+        deaf = [scheme for scheme in schemes if scheme not in heeding]
+        if value == Quantize.model_fields[name].default or not deaf:
+            continue
+        means = f"{key} = {value} means nothing to {' and '.join(deaf)}"
+        alone = [scheme for scheme in (*schemes, *beside) if scheme in heeding]
+        if not alone and (key in typed or "quantize.schemes" not in typed):
+            raise BadInput(f"{means}, whose name or library says it: leave it out, or take a scheme that heeds it ({', '.join(heeding)}).")
+        told.append(f"{means}{': ' + ', '.join(alone) + ' alone heeds it' if alone else ', the only ones asked for'}.")
+    return told
 
 
 def _either(given, default):

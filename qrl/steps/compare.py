@@ -8,6 +8,7 @@ import click
 
 from qrl import compare as room
 from qrl import keys, names
+from qrl.compare import methods as table
 from qrl.evaluate import groups
 from qrl.recipe import Recipe
 from qrl.tracking import cells as evaluated
@@ -24,17 +25,17 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
     """
     store.prepare()
     frame = evaluated.rows(cells)
+    comparison = room.from_questions(frame, margin=recipe.compare.margin)  # what cannot be compared leaves no run
     key = keys.comparison(recipe, cells)
     with (
         workspace(f"compare-{key[:16]}") as work,
         runs.step("compare", recipe, sections=("compare",), tags={names.TAG_CACHE_KEY: key}),
     ):
-        comparison = room.from_questions(frame, margin=recipe.compare.margin)
         frame.to_parquet(work / names.QUESTIONS)
         room.write(comparison, work)
         if by_group := groups.markdown(frame):
-            with (work / names.TABLE_MD).open("a", encoding="utf-8") as table:
-                table.write(f"\n{by_group}")
+            with (work / names.TABLE_MD).open("a", encoding="utf-8") as file:
+                file.write(f"\n{by_group}")
         runs.log_folder(work)
         runs.log_scores(comparison.metrics())
         runs.describe(comparison.markdown())
@@ -58,12 +59,28 @@ def compare_files(recipe: Recipe, *, questions: str | None, counts: str | None, 
     click.echo(f"Written to {out}: {names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/.", err=True)
 
 
-def methods(questions: str | None, cells: list[str], out: str | None) -> None:
-    """One row a cell against base and full precision, printed, and written to a folder where one is named."""
-    from qrl.compare import methods as table
+def methods(recipe: Recipe, cells: list[str]) -> None:
+    """Logs one row a cell against base and full precision: methods.md, methods.json, questions.parquet, a figure, metrics.
 
-    text = table.markdown(table.measure(room.read_questions(questions) if questions else evaluated.rows(cells)))
-    if out:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        (Path(out) / "methods.md").write_text(text, encoding="utf-8")
-    click.echo(text)
+    Args:
+        cells: run ids of the cells' evaluations.
+    """
+    store.prepare()
+    frame = evaluated.rows(cells)
+    found = table.measure(frame)  # what cannot be compared leaves no run
+    with workspace("compare-methods", shared=True) as work, runs.step("compare", recipe, sections=("compare",), run_name="compare methods"):
+        text = table.write(found, work)
+        frame.to_parquet(work / names.QUESTIONS)
+        runs.log_folder(work)
+        runs.log_scores(table.metrics(found))
+        runs.describe(text)
+        click.echo(text)
+        files = f"{table.METHODS_MD}, {table.METHODS_JSON}, {names.QUESTIONS}, {names.FIGURES}/"
+        click.echo(f"Logged to run {runs.active_id()}: {files}.", err=True)
+
+
+def methods_files(questions: str | None, cells: list[str], out: str) -> None:
+    """The same table into a folder, for outcomes of one's own or cells of the store; nothing is logged."""
+    frame = room.read_questions(questions) if questions else evaluated.rows(cells)
+    click.echo(table.write(table.measure(frame), out))
+    click.echo(f"Written to {out}: {table.METHODS_MD}, {table.METHODS_JSON}, {names.FIGURES}/.", err=True)

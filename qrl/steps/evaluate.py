@@ -31,6 +31,8 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
     device = devices.choose(recipe.device)
     questions = inputs.questions(recipe, "heldout", recipe.evaluate.n)
     prompt.template_hash(recipe.prompt)  # an unknown template is refused before anything starts
+    if copies := inputs.repeated(questions):
+        click.secho(f"qrl: {copies}", fg="yellow", err=True)
     store.prepare()
     params = {"device": device}
     tags = {names.TAG_TASK: recipe.task}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -80,10 +81,11 @@ def questions(recipe: Recipe, split: tasks.Split, n: int) -> list[tasks.Question
     """The recipe's questions of a split, to be asked through the recipe's prompt.
 
     Raises:
-        BadInput: they cannot be read, or the prompt asks for another form than the task grades.
+        BadInput: they cannot be read, the prompt asks for another form than the task grades, or one held-out question is all there is.
     """
     prompt.check(recipe.task, recipe.prompt)
-    return tasks.load(recipe.task, split, n, recipe.seed, recipe.data)
+    found = tasks.load(recipe.task, split, n, recipe.seed, recipe.data)
+    return found if split == "train" or n < 2 else _enough(found, recipe)
 
 
 def digest(asked: Sequence[tasks.Question]) -> str:
@@ -104,7 +106,13 @@ def source_of(recipe: Recipe) -> str:
 def all_heldout(recipe: Recipe) -> list[tasks.Question]:
     """Every question that the recipe's cells could be asked, whatever `evaluate.n` says; of an endless task, those that they are."""
     endless = recipe.task == "arithmetic" and recipe.data is None
-    return tasks.load(recipe.task, "heldout", recipe.evaluate.n if endless else None, recipe.seed, recipe.data)
+    return _enough(tasks.load(recipe.task, "heldout", recipe.evaluate.n if endless else None, recipe.seed, recipe.data), recipe)
+
+
+def _enough(heldout: list[tasks.Question], recipe: Recipe) -> list[tasks.Question]:
+    if len(heldout) < 2:  # told before a training, not after it
+        raise BadInput(f"There is {len(heldout)} held-out question in {source_of(recipe)}, which supports no error bar: give at least 2 in test.jsonl, and hundreds for a verdict.")
+    return heldout
 
 
 def probe(recipe: Recipe, trained: Sequence[tasks.Question], heldout: Sequence[tasks.Question]) -> list[tasks.Question]:
@@ -124,6 +132,19 @@ def probe(recipe: Recipe, trained: Sequence[tasks.Question], heldout: Sequence[t
             f"{wanted}: lower train.questions or watch.probe_n, or set watch.probe_every=0."
         )
     return left if len(left) == wanted else random.Random(recipe.seed).sample(left, wanted)
+
+
+def repeated(asked: Sequence[tasks.Question]) -> str:
+    """A sentence on questions that stand more than once, but for spaces and case; empty where none does."""
+    found = Counter(map(_bare, asked))
+    more = len(asked) - len(found)
+    if not more:
+        return ""
+    first = next(question for question in asked if found[_bare(question)] > 1)
+    return (
+        f"Of {len(asked)} held-out questions {more} repeat others, such as '{first.question[:60]}': each counts as a question of its own, so that "
+        "intervals are narrower than they should be. Take the copies out of the data."
+    )
 
 
 def _bare(question: tasks.Question) -> str:

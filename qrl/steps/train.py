@@ -72,7 +72,7 @@ def train(recipe: Recipe) -> None:
         if trained.resumed_from:
             click.echo(f"Went on from the checkpoint of step {trained.resumed_from}.", err=True)
         _log_training(trained, work)
-        _record(recipe, trained.path, found.digest, adapter=trained.adapter)
+        _record(recipe, trained.path, found.digest, [names.HISTORY, names.FIGURES], adapter=trained.adapter)
 
 
 def check_rollouts(recipe: Recipe) -> None:
@@ -112,7 +112,7 @@ def merge(recipe: Recipe, adapter: str) -> None:
                 "merge/base_shift": merged.base_shift,
             }
         )
-        _record(recipe, merged.path, found.digest)
+        _record(recipe, merged.path, found.digest, [])
 
 
 def _tags(recipe: Recipe) -> dict[str, str]:
@@ -166,13 +166,13 @@ def _log_training(trained: grpo.Trained, work: Path) -> None:
         click.echo(f"Stopped at step {alarm.step}, as watch.stop asks; the weights so far are kept.", err=True)
 
 
-def _record(recipe: Recipe, path: Path, parent: str, *, adapter: bool = False) -> None:
-    """Keeps the outcome where later steps find it: a model, or an adapter that `merge` still has to fold in."""
+def _record(recipe: Recipe, path: Path, parent: str, artifacts: list[str], *, adapter: bool = False) -> None:
+    """Keeps the outcome where later steps find it: a model, or an adapter that `merge` still has to fold in; and what a report reads."""
     if adapter:
         runs.log_folder(path, "adapter")
-        reuse.record_outputs(artifacts=["adapter", names.HISTORY], values={"parent": parent})
+        reuse.record_outputs(artifacts=["adapter", *artifacts], values={"parent": parent})
         outcome.adapter(f"runs:/{runs.active_id()}/adapter")
         return
     uri, digest = record.own(recipe, path, recipe.train.variant, names.FP16, parent=parent)
-    reuse.record_outputs(models={"model": uri}, values={"digest": digest, "parent": parent})
+    reuse.record_outputs(models={"model": uri}, artifacts=artifacts, values={"digest": digest, "parent": parent})
     outcome.model(uri, recipe.train.variant, names.FP16)

@@ -28,8 +28,10 @@ def grade(task: str, file: str | Path, out: str | Path) -> str:
     rows = [_row(where, line) for where, line in _lines(Path(file))]
     if not rows:
         raise BadInput(f"{file} holds no rows: expected a JSON object a line, with 'completion' and 'answer'.")
-    graded = _graded(task, rows)
     target = Path(out)
+    if target.is_dir() or not target.parent.is_dir():  # told before minutes of grading
+        raise BadInput(f"{out} cannot be written ({'it is a folder' if target.is_dir() else 'there is no such folder'}): give the path of a file, in a folder that exists.")
+    graded = _graded(task, rows)
     partial = target.with_name(target.name + ".partial")
     try:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in graded)
@@ -64,6 +66,9 @@ def _row(where: str, line: str) -> tuple[str, dict]:
         raise BadInput(f"{where} is not JSON: expected an object with 'completion' and 'answer'.") from None
     if not (isinstance(row, dict) and isinstance(row.get("completion"), str) and "answer" in row):
         raise BadInput(f"{where} lacks 'completion' or 'answer': expected an object with both.")
+    answer = row["answer"]
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise BadInput(f"{where}: 'answer' is {json.dumps(answer)[:40]}, but must be a text or a number.")
     return where, row
 
 

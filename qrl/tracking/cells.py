@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qrl import names
-from qrl.errors import BadInput
-from qrl.tracking import runs, store
+from qrl.errors import BadInput, QrlError
+from qrl.tracking import reuse, runs, store
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,10 +30,8 @@ class Evaluated:
     broken: tuple[str, ...]  # sentences of limits that it broke, or why it ended early; empty is healthy
 
     def rows(self) -> pd.DataFrame:
-        """A row per question."""
-        import pandas as pd
-
-        return pd.read_parquet(runs.artifact(self.run_id, names.QUESTIONS))
+        """A row per question; raises as `rows` does."""
+        return _rows(self.run_id)
 
 
 def read(run_id: str) -> Evaluated:
@@ -75,8 +73,23 @@ def rows(run_ids: Sequence[str]) -> pd.DataFrame:
 
     Args:
         run_ids: of their evaluations.
+
+    Raises:
+        BadInput: no such run, or one without rows.
+        QrlError: rows that are not those that were logged, or cannot be read.
     """
     import pandas as pd
 
     store.prepare()
-    return pd.concat([pd.read_parquet(runs.artifact(run_id, names.QUESTIONS)) for run_id in run_ids], ignore_index=True)
+    return pd.concat([_rows(run_id) for run_id in run_ids], ignore_index=True)
+
+
+def _rows(run_id: str) -> pd.DataFrame:
+    import pandas as pd
+
+    path = runs.artifact(run_id, names.QUESTIONS)
+    reuse.check_artifact(run_id, names.QUESTIONS)
+    try:
+        return pd.read_parquet(path)
+    except (OSError, ValueError) as error:  # pyarrow's own are both
+        raise QrlError(f"{names.QUESTIONS} of run {run_id} cannot be read ({str(error).splitlines()[0][:120]}): evaluate the cell again.") from None

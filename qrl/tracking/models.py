@@ -10,31 +10,21 @@ into the model's artifact folder; a user's files are copied once, for an edit in
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qrl import checkpoint, names
 from qrl.errors import BadInput, QrlError
+from qrl.tracking import description
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
 
-_CHAT = "llm/v1/chat"
 _CARDS = ("README.md", "LICENSE", "LICENSE.txt")
-_ENVIRONMENT = Path(__file__).parents[2] / "conda.yaml"
-_NEEDS = {
-    **dict.fromkeys(names.BITSANDBYTES, ("bitsandbytes",)),
-    names.AWQ: ("gptqmodel",),
-    **dict.fromkeys((*names.COMPRESSED, *names.ROUNDED), ("compressed-tensors",)),
-}
-_MAX_NEW_TOKENS = 512  # of a chat answer through pyfunc, where the caller does not say
 
 
 def log_checkpoint(
@@ -219,8 +209,8 @@ def _write_in_place(source: Path, target: Path, model: LoggedModel, facts: Mappi
     shutil.rmtree(partial, ignore_errors=True)
     (partial / "model").mkdir(parents=True)
     for file in _files(source):
-        _put(file, partial / "model" / file.name, link=link)
-    _write_description(partial, model, facts)
+        description.put(file, partial / "model" / file.name, link=link)
+    description.write(partial, model, facts)
     if target.is_dir():
         target.rmdir()  # MLflow may have made it already, empty
     partial.rename(target)
@@ -234,96 +224,16 @@ def _upload(client, source: Path, model: LoggedModel, facts: Mapping[str, Any]) 
         (Path(folder) / "model").mkdir()
         for file in _files(source):
             if file.suffix != ".safetensors":
-                _put(file, Path(folder) / "model" / file.name, link=False)
+                description.put(file, Path(folder) / "model" / file.name, link=False)
         size = sum(file.stat().st_size for file in _files(source))
-        _write_description(Path(folder), model, facts, size=size)
+        description.write(Path(folder), model, facts, size=size)
         client.log_model_artifacts(model.model_id, folder)
-
-
-def _write_description(folder: Path, model: LoggedModel, facts: Mapping[str, Any], size: int | None = None) -> None:
-    """MLmodel and its environment files beside `model/`, and the tokenizer where the flavor looks for it."""
-    from mlflow import pyfunc
-    from mlflow.models import Model, ModelSignature
-    from mlflow.types.llm import CHAT_MODEL_INPUT_SCHEMA, CHAT_MODEL_OUTPUT_SCHEMA
-
-    tokenizer = folder / "components" / "tokenizer"
-    tokenizer.mkdir(parents=True)
-    for file in (folder / "model").iterdir():
-        if file.name in (*checkpoint.TOKENIZER_FILES, "config.json"):
-            _put(file, tokenizer / file.name, link=True)
-    described = Model(
-        artifact_path=model.artifact_location,
-        run_id=model.source_run_id,
-        model_uuid=model.model_id,
-        model_id=model.model_id,
-        signature=ModelSignature(inputs=CHAT_MODEL_INPUT_SCHEMA, outputs=CHAT_MODEL_OUTPUT_SCHEMA),
-        metadata={"task": _CHAT, "qrl": dict(facts)},
-        model_size_bytes=size or sum(file.stat().st_size for file in (folder / "model").iterdir()),
-    )
-    # Auto classes, so that any transformers picks its own class by config.json, and none runs code from the folder.
-    packages = requirements(str(facts["scheme"]))
-    described.add_flavor(
-        "transformers",
-        transformers_version=next(line.partition("==")[2] for line in packages if line.startswith("transformers")),
-        code=None,
-        task="text-generation",
-        inference_task=_CHAT,
-        instance_type="TextGenerationPipeline",
-        pipeline_model_type="AutoModelForCausalLM",
-        source_model_name=f"{model.artifact_location}/model",
-        model_binary="model",
-        components=["tokenizer"],
-        tokenizer_type="AutoTokenizer",
-    )
-    pyfunc.add_to_model(
-        described,
-        loader_module="mlflow.transformers",
-        conda_env="conda.yaml",
-        python_env="python_env.yaml",
-        model_config={"max_new_tokens": _MAX_NEW_TOKENS, "do_sample": False},  # greedy, as it was evaluated
-    )
-    described.save(str(folder / "MLmodel"))
-    _write_environment(folder, packages)
-
-
-def requirements(scheme: str) -> list[str]:
-    """Pip requirements of a model: the pins of the project's conda.yaml, or what is installed where there is none."""
-    import yaml
-
-    pins = {}
-    if _ENVIRONMENT.is_file():
-        parts = yaml.safe_load(_ENVIRONMENT.read_text())["dependencies"]
-        lines = next(part["pip"] for part in parts if isinstance(part, dict))
-        pins = {line.partition("==")[0]: line for line in lines}
-    wanted = ("mlflow", "torch", "transformers", "accelerate", *_NEEDS.get(scheme, ()))
-    return [pins.get(package) or _installed(package) for package in wanted]
-
-
-def _write_environment(folder: Path, packages: list[str]) -> None:
-    import yaml
-
-    python = ".".join(map(str, sys.version_info[:3]))
-    conda = {"name": "mlflow-env", "channels": ["conda-forge"], "dependencies": [f"python={python}", "pip", {"pip": packages}]}
-    (folder / "conda.yaml").write_text(yaml.safe_dump(conda, sort_keys=False))
-    (folder / "python_env.yaml").write_text(yaml.safe_dump({"python": python, "dependencies": ["-r requirements.txt"]}))
-    (folder / "requirements.txt").write_text("\n".join(packages) + "\n")
 
 
 def _files(folder: Path) -> list[Path]:
     """What makes the checkpoint, and what says whose it is; a trainer's leftovers stay behind."""
     wanted = (*checkpoint.shards(folder), *checkpoint.CONFIG_FILES, *checkpoint.TOKENIZER_FILES, *_CARDS)
     return [folder / file for file in dict.fromkeys(wanted) if (folder / file).is_file()]
-
-
-def _put(source: Path, target: Path, *, link: bool) -> None:
-    source = source.resolve()  # the hub's cache holds links
-    if link:
-        try:
-            os.link(source, target)
-            return
-        except OSError:  # another file system, or one without hard links
-            pass
-    shutil.copyfile(source, target)
 
 
 def _discard(client, model: LoggedModel) -> None:
@@ -336,10 +246,3 @@ def _discard(client, model: LoggedModel) -> None:
 
 def _partial(target: Path) -> Path:
     return target.with_name(target.name + ".partial")
-
-
-def _installed(package: str) -> str:
-    try:
-        return f"{package}=={version(package).partition('+')[0]}"  # 2.13.0+cpu is on no index
-    except PackageNotFoundError:
-        return package

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qrl import names
-from qrl.tracking import signals
+from qrl.tracking import runs, signals
 
 _PARENT = "mlflow.parentRunId"
 _MANAGER = "mlflow.project.env"
@@ -29,9 +29,7 @@ def open_child(parent: str, name: str) -> str:
 
 def env_manager(run_id: str | None) -> str:
     """The environment manager that a run was started under; `local` where `mlflow run` did not start it."""
-    import mlflow
-
-    return mlflow.get_run(run_id).data.tags.get(_MANAGER, "local") if run_id else "local"
+    return runs.opened(run_id).data.tags.get(_MANAGER, "local") if run_id else "local"
 
 
 def mark_stopped(run_id: str, error: KeyboardInterrupt) -> bool:

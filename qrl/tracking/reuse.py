@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qrl import names
+from qrl.errors import QrlError
 from qrl.tracking import models
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def find(step: str, key: str) -> Run | None:
 def record_outputs(
     *, models: Mapping[str, str] | None = None, artifacts: list[str] | None = None, values: Mapping[str, Any] | None = None
 ) -> Outputs:
-    """Keep what later steps need in the active run, with the size of every file; call it last in the step.
+    """Keep what later steps need in the active run, with every file's size, and an artifact's digest; call it last in the step.
 
     Args:
         models: label → "models:/m-…".
@@ -112,7 +113,8 @@ def record_outputs(
     run = mlflow.active_run()
     found = Outputs(dict(models or {}), list(artifacts or []), dict(values or {}))
     sizes = {place: _sizes(_address(run, place)) for place in (*found.models.values(), *found.artifacts)}
-    mlflow.log_dict({**vars(found), "sizes": sizes}, _OUTPUTS)
+    digests = {place: _digests(_address(run, place)) for place in found.artifacts}
+    mlflow.log_dict({**vars(found), "sizes": sizes, "digests": digests}, _OUTPUTS)
     return found
 
 
@@ -122,8 +124,25 @@ def outputs(run: Run) -> Outputs:
     return Outputs(document["models"], document["artifacts"], document["values"])
 
 
+def check_artifact(run_id: str, place: str) -> None:
+    """Refuses an artifact that is not what its step recorded; one that no step recorded is taken as it is.
+
+    Raises:
+        QrlError: its bytes have changed since.
+    """
+    import mlflow
+
+    run = mlflow.get_run(run_id)
+    try:
+        recorded = _document(run).get("digests", {})
+    except (mlflow.MlflowException, OSError, ValueError):
+        return
+    if place in recorded and recorded[place] != _digests(_address(run, place)):
+        raise QrlError(f"{place} of run {run_id} is not what was logged: its bytes have changed since. Run its step again; what is damaged is not reused.")
+
+
 def _is_whole(run: Run) -> bool:
-    """Whether every recorded file is there with its size, and weights with their digest."""
+    """Whether every recorded file is there with its size, and weights and artifacts with their digests."""
     import mlflow
 
     try:
@@ -136,6 +155,7 @@ def _is_whole(run: Run) -> bool:
             if place.startswith("models:/")
         )
         sound = all(sizes and _sizes(_address(run, place)) == sizes for place, sizes in recorded.items())
+        sound = sound and all(_digests(_address(run, place)) == found for place, found in document.get("digests", {}).items())
         digest = document["values"].get("digest")
         return ready and sound and all(models.holds(uri, digest) for uri in document["models"].values())
     except (mlflow.MlflowException, OSError, ValueError, KeyError):
@@ -170,6 +190,15 @@ def _sizes(address: str) -> dict[str, int]:
             elif info.path != "registered_model_meta":
                 sizes[info.path] = info.file_size
     return sizes
+
+
+def _digests(address: str) -> dict[str, str]:
+    """Path below the address → sha256, for every file of a local artifact; none where the store is on another machine."""
+    place = models.local(address)
+    if place is None:
+        return {}
+    files = [place] if place.is_file() else sorted(file for file in place.rglob("*") if file.is_file())
+    return {file.relative_to(place.parent).as_posix(): _sha256(file) for file in files}
 
 
 def _name(file: Path) -> str:

@@ -99,7 +99,10 @@ def close_opened(error: BaseException) -> None:
     if run_id := os.environ.pop("MLFLOW_RUN_ID", None):
         import mlflow
 
-        _end(mlflow.MlflowClient(), run_id, error)
+        try:
+            _end(mlflow.MlflowClient(), run_id, error)
+        except Exception as deaf:  # a stale variable, say; the first error is the one to tell
+            print(f"The run {run_id}, which MLFLOW_RUN_ID names, could not be ended: {_first_line(deaf)}", file=sys.stderr)
 
 
 def log_params(params: Mapping[str, object]) -> None:
@@ -184,10 +187,25 @@ def active_id() -> str:
 
 
 def is_launched() -> bool:
-    """Whether the active run lies below another one: a study's step, not a command of its own."""
+    """Whether the active run, or the one that is to be joined, lies below another one: a study's step, not a command of its own."""
     import mlflow
 
-    return "mlflow.parentRunId" in mlflow.get_run(active_id()).data.tags
+    run_id = active_id() if mlflow.active_run() else os.environ.get("MLFLOW_RUN_ID")
+    return bool(run_id) and "mlflow.parentRunId" in opened(run_id).data.tags
+
+
+def opened(run_id: str) -> mlflow.entities.Run:
+    """A run by its id.
+
+    Raises:
+        BadInput: the store does not hold it, which then was named by MLFLOW_RUN_ID.
+    """
+    import mlflow
+
+    try:
+        return mlflow.get_run(run_id)
+    except mlflow.MlflowException as error:
+        raise _unknown(error, run_id) or store.sentence(error) or error from None
 
 
 def tag(key: str, text: str) -> None:
@@ -238,20 +256,26 @@ def artifact(run_id: str, path: str) -> Path:
         raise missing from None
 
 
+def _unknown(error: mlflow.MlflowException, run_id: str) -> BadInput | None:
+    import mlflow
+
+    if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+        return BadInput(f"MLFLOW_RUN_ID names run {run_id}, which {mlflow.get_tracking_uri()} does not hold: unset it.")
+    return None
+
+
 def _start(run_name: str, system_metrics: bool) -> mlflow.ActiveRun:
     import mlflow
 
     if system_metrics:
         mlflow.set_system_metrics_sampling_interval(_SYSTEM_METRICS_EVERY)
-    opened = os.environ.get("MLFLOW_RUN_ID")
+    named = os.environ.get("MLFLOW_RUN_ID")
     try:
         return mlflow.start_run(
             run_name=run_name, nested=mlflow.active_run() is not None, log_system_metrics=system_metrics
         )
     except mlflow.MlflowException as error:
-        if opened and error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            raise BadInput(f"MLFLOW_RUN_ID names run {opened}, which {mlflow.get_tracking_uri()} does not hold: unset it.") from None
-        raise store.sentence(error) or error from None
+        raise (_unknown(error, named) if named else None) or store.sentence(error) or error from None
 
 
 @contextmanager

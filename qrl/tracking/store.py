@@ -59,6 +59,14 @@ def prepare() -> str:
     return address
 
 
+def is_there() -> bool:
+    """Whether anything can have been recorded yet: the store's database is a file, or the store is no such file."""
+    import mlflow
+
+    database = database_of(_absolute(mlflow.get_tracking_uri()))
+    return database is None or database.is_file()
+
+
 def database_of(address: str) -> Path | None:
     """The file behind an address like sqlite:////folder/mlflow.db; None for every other store."""
     return Path(unquote(address.removeprefix(_SQLITE))) if address.startswith(_SQLITE) else None

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import random
 import statistics
 import sys
 import time
@@ -35,8 +36,8 @@ LARGE = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 THIN = LARGE | {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
 STEPS, WARM_UP = 15, 3
-HEAD = ("format", "none s", "step s", "ratio", "none GiB", "peak GiB", "ratio", "fold ms", "eager ms", "fold GB/s", "copy GB/s", "attach s", "equal")
-WIDTHS = (14, 8, 8, 6, 8, 8, 6, 8, 8, 9, 9, 8, 10)
+HEAD = ("format", "none s", "step s", "ratio", "its 95 %", "none GiB", "peak GiB", "ratio", "fold ms", "eager ms", "fold GB/s", "copy GB/s", "attach s", "equal")
+WIDTHS = (14, 8, 8, 6, 14, 8, 8, 6, 8, 8, 9, 9, 8, 10)
 
 
 def main() -> None:
@@ -62,11 +63,13 @@ def main() -> None:
     found, plain = {}, Arm("none", shape, device, given.rows, given.tokens)
     for name in given.formats.split(","):
         arm = Arm(name, shape, device, given.rows, given.tokens)
-        seconds = _in_turns(plain.step, arm.step, device, given.steps)
-        row = found[name] = {"none": seconds[0], "step": seconds[1], "none_peak": plain.peak, "peak": arm.peak, "attach": arm.attach}
+        rounds = _in_turns(plain.step, arm.step, device, given.steps)
+        seconds, (low, high) = _medians(rounds), _interval(rounds)
+        row = found[name] = {"none": seconds[0], "step": seconds[1], "low": low, "high": high, "rounds": rounds}
+        row |= {"none_peak": plain.peak, "peak": arm.peak, "attach": arm.attach}
         row |= _fold(arm.model, arm.compute, device)
-        cells = (name, f"{seconds[0]:.4f}", f"{seconds[1]:.4f}", f"{seconds[1] / seconds[0]:.3f}", f"{plain.peak:.2f}", f"{arm.peak:.2f}",
-                 f"{arm.peak / plain.peak:.3f}" if plain.peak else "-", f"{1e3 * row['fold']:.2f}", f"{1e3 * row['eager']:.1f}",
+        cells = (name, f"{seconds[0]:.4f}", f"{seconds[1]:.4f}", f"{seconds[1] / seconds[0]:.3f}", f"[{low:.3f}, {high:.3f}]", f"{plain.peak:.2f}",
+                 f"{arm.peak:.2f}", f"{arm.peak / plain.peak:.3f}" if plain.peak else "-", f"{1e3 * row['fold']:.2f}", f"{1e3 * row['eager']:.1f}",
                  f"{row['fold_rate']:.0f}", f"{row['copy_rate']:.0f}", f"{arm.attach:.0f}", str(row["alike"]))  # fmt: skip
         print(" ".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True)), flush=True)
         if given.json:
@@ -85,8 +88,9 @@ def _thin(formats: list[str], steps: int) -> None:
     plain = Arm("none", THIN, "cpu", 1, 8, compute=torch.bfloat16)
     for name in formats:
         arm = Arm(name, THIN, "cpu", 1, 8, compute=torch.bfloat16)
-        without, seconds = _in_turns(lambda: plain.loss().backward(), lambda arm=arm: arm.loss().backward(), "cpu", steps)
-        print(f"{name:>14} {without:.4f} s without, {seconds:.4f} s, ratio {seconds / without:.3f}", flush=True)
+        rounds = _in_turns(lambda: plain.loss().backward(), lambda arm=arm: arm.loss().backward(), "cpu", steps)
+        (without, seconds), (low, high) = _medians(rounds), _interval(rounds)
+        print(f"{name:>14} {without:.4f} s without, {seconds:.4f} s, ratio {seconds / without:.3f} [{low:.3f}, {high:.3f}]", flush=True)
 
 
 class Arm:
@@ -133,17 +137,30 @@ class Arm:
         gc.collect()
 
 
-def _in_turns(one, other, device: str, steps: int) -> tuple[float, float]:
-    """Medians of the seconds of two steps, taken in turns, for a host has its moods and steps of this size wait for it."""
-    taken: tuple[list[float], list[float]] = ([], [])
+def _in_turns(one, other, device: str, steps: int) -> list[tuple[float, float]]:
+    """Seconds of two steps, round by round, taken in turns, for a host has its moods and steps of this size wait for it."""
+    rounds = []
     for _ in range(steps):
-        for work, seconds in zip((one, other), taken, strict=True):
+        seconds = []
+        for work in (one, other):
             began = time.perf_counter()
             work()
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
-    return statistics.median(taken[0]), statistics.median(taken[1])
+        rounds.append(tuple(seconds))
+    return rounds
+
+
+def _medians(rounds: list[tuple[float, float]]) -> tuple[float, float]:
+    return tuple(statistics.median(seconds) for seconds in zip(*rounds, strict=True))
+
+
+def _interval(rounds: list[tuple[float, float]]) -> tuple[float, float]:
+    """95 % interval of the second's median over the first's, by a percentile bootstrap over rounds."""
+    draw = random.Random(0)
+    ratios = sorted(other / one for one, other in (_medians(draw.choices(rounds, k=len(rounds))) for _ in range(2000)))
+    return ratios[49], ratios[1949]
 
 
 def _profile(name: str, step, device: str) -> None:

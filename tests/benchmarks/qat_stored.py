@@ -63,7 +63,8 @@ def _ask(given, folder: Path, device: str) -> None:
     from qrl.engine import vllm
 
     before = json.loads((folder / "transformers.json").read_text())
-    with vllm.Vllm(folder / "stored", device, given.dtype, max_tokens=512, sequences=64, deterministic=False, seed=0, memory=0.2) as engine:
+    room = 2**29  # of cache, said in bytes, so that engines of several formats can load at once
+    with vllm.Vllm(folder / "stored", device, given.dtype, max_tokens=512, sequences=64, deterministic=False, seed=0, memory=0.2, cache_bytes=room) as engine:
         questions, prompts = _asked(engine.tokens, len(before))
         told = [each.text for each in engine.generate(prompts, max_new_tokens=NEW_TOKENS)]
         receipt = engine.receipt()

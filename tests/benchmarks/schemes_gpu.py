@@ -1,12 +1,11 @@
 """Every scheme at a real model's shape, stored by `quantize` and run by vLLM on one GPU.
 
     python tests/benchmarks/schemes_gpu.py run 1.5b gptq fp8 --evaluation 1319 --receipts fp16,gptq --out FOLDER
-    python tests/benchmarks/schemes_gpu.py http 1.5b --out FOLDER                    # a server under `vllm bench serve`
     python tests/benchmarks/schemes_gpu.py print FOLDER                              # the tables, from what those wrote
 
 run stores each scheme in a process of its own and loads each model in another, all at once, bf16 among them; then they take turns
 (`benchmark.run`), so that ratios to bf16 are paired, and what was measured is written after every round. --patience: what is not
-stored by then is left out. --evaluation: evaluation's engine against a bare `LLM.generate`, alternating, over that many prompts. --receipts: deterministic and default runs of these schemes, repeated, in reverse, one by one, 8 at once.
+stored by then is left out. --storing: how many are stored at once, where memory is short; --spare-disk: what is loaded is dropped from the disk. --evaluation: evaluation's engine against a bare `LLM.generate`, alternating, over that many prompts. --receipts: deterministic and default runs of these schemes, repeated, in reverse, one by one, 8 at once.
 Weights are random (seeded), under the built-in model's tokenizer: their time is the real model's, their answers and errors are
 not. `--llmc` and `--awq` name folders to import llm-compressor and AutoAWQ from, where they lie apart from vLLM.
 """
@@ -22,10 +21,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -207,7 +207,7 @@ class _Bare:
 def run(args: argparse.Namespace) -> None:
     """Stores, loads, then measures what was asked for; everything that is found is written as soon as it is there."""
     source(args)
-    deadline = time.monotonic() + args.patience
+    deadline, storing = time.monotonic() + args.patience, threading.BoundedSemaphore(args.storing)
     sizes = _sizes(args)
     evaluates = sizes | {"evaluates": True, "deterministic": False}
     wanted = {("speed", scheme): ("ours", scheme, sizes) for scheme in dict.fromkeys(("fp16", *args.schemes))} if args.schemes else {}
@@ -223,8 +223,12 @@ def run(args: argparse.Namespace) -> None:
         kind, scheme, sizes = wanted[role]
         try:
             if scheme != "fp16":
-                made[scheme] = _made(args, scheme, deadline)
-            engines[role] = Remote(kind, args.weights / f"{args.shape}-{scheme}", sizes)
+                with storing:
+                    made[scheme] = _made(args, scheme, deadline)
+            folder = args.weights / f"{args.shape}-{scheme}"
+            engines[role] = Remote(kind, folder, sizes)
+            if args.spare_disk and scheme != "fp16":
+                _hollow(folder)
             print(f"{role}: loaded in {engines[role].facts['load_s']:.1f} s", flush=True)
         except Exception as error:
             failed[", ".join(role)] = str(error)[-2000:]
@@ -248,6 +252,15 @@ def run(args: argparse.Namespace) -> None:
                 _receipt(args, scheme, how == "invariant", engines[how, scheme], engines[f"{how}, 8", scheme])
     for engine in engines.values():
         engine.close()
+
+
+def _hollow(folder: Path) -> None:
+    """Leaves a loaded checkpoint's files their sizes, which the table names, and nothing else; no other call takes it for one."""
+    (folder / "made.json").unlink()
+    for file in folder.glob("*.safetensors"):
+        size = file.stat().st_size
+        os.truncate(file, 0)
+        os.truncate(file, size)
 
 
 def _made(args: argparse.Namespace, scheme: str, deadline: float) -> dict:
@@ -397,13 +410,6 @@ def show(folder: Path) -> None:
             continue
         counts = [f"{found['differ'][how]} of {found['asked'][how]}" for how in ("again", "in reverse", "one by one", "8 at once")]
         print(f"| {file.stem.removeprefix('receipt-')} | {', '.join(found['receipt']['kernels'])} | {found['tokens_per_s']:,.0f} | {' | '.join(counts)} |")
-    for file in sorted(folder.rglob("http-*.json")):
-        found = json.loads(file.read_text())
-        print(f"\n{found['case']}, {found['machine']}, vllm {found['versions']['vllm']}, prompts of {found['prompt_tokens']:.0f} tokens")
-        for clients in sorted({row["clients"] for row in found["rows"]}):
-            rows = [row for row in found["rows"] if row["clients"] == clients]
-            values = {key: summary.over_rounds([row[key] for row in rows]) for key in ("output_throughput", "p50_e2el_ms", "p95_e2el_ms", "p50_ttft_ms")}
-            print(f"{clients} clients: " + ", ".join(f"{key} {each.estimate:,.1f} [{each.low:,.1f}, {each.high:,.1f}]" for key, each in values.items()))
 
 
 def _show_speed(shape: str, calls: list) -> None:
@@ -435,41 +441,6 @@ def _show_speed(shape: str, calls: list) -> None:
         print(f"| {scheme} | {line.stored_bytes / 1e6:,.0f} | {line.weights_bytes / 1e6 if line.weights_bytes else float('nan'):,.0f} | {line.cache_bytes / 1e6:,.0f} | {' | '.join(times)} | {f'{made:.0f}' if made else ''} | {found['facts'][scheme]['load_s']:.0f} |")
     bases = [[line.tokens_per_s.estimate for line in lines if line.scheme == "fp16"] for _, lines in calls]
     print("\nbf16 of every call: " + "; ".join(", ".join(f"{value:,.0f}" for value in each) for each in bases))
-
-
-def http(args: argparse.Namespace) -> None:
-    """A server of the shape on loopback, under `vllm bench serve`."""
-    origin = source(args)
-    import urllib.request
-
-    from qrl import tasks
-    from qrl.benchmark import http as load
-    from qrl.engine import hf
-    from qrl.recipe import Benchmark
-    from qrl.serve import engines
-    from qrl.tasks import prompt
-
-    tokens = hf.tokenizer(origin)
-    texts = [tokens.decode(prompt.render(tokens, each.question, "answer-line")) for each in tasks.load("arithmetic", "heldout", 64, 0)]
-    with tempfile.TemporaryDirectory() as scratch:
-        start = engines.prepare(engines.VLLM, origin, "shape@1", "127.0.0.1", args.port, _device(), "auto", Path(scratch))
-        log = (args.out / "http-server.log").open("wb")
-        server = subprocess.Popen(start.command, cwd=start.folder, env=os.environ | start.environment, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            url = f"http://127.0.0.1:{args.port}"
-            for _ in range(300):
-                with suppress(OSError), urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/health", timeout=2):
-                    break
-                if server.poll() is not None:
-                    raise SystemExit(f"the server ended with {server.returncode}")
-                time.sleep(1)
-            settings = Benchmark(batches=args.batches, requests=args.requests, rounds=args.rounds, new_tokens=args.new_tokens)
-            found = load.run(url, "shape@1", texts, origin, settings)
-        finally:
-            server.terminate()
-            server.wait(60)
-    keep = ("clients", "round", "completed", "output_throughput", "p50_e2el_ms", "p95_e2el_ms", "p50_ttft_ms", "p95_ttft_ms", "p50_tpot_ms")
-    _write(args, f"http-{args.shape}", {"rows": [{key: row.get(key) for key in keep} for row in found], "prompt_tokens": sum(len(tokens(text)["input_ids"]) for text in texts) / len(texts)})
 
 
 @contextmanager
@@ -504,7 +475,7 @@ def _write(args: argparse.Namespace, name: str, found: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=("run", "http", "source", "make", "print"))
+    parser.add_argument("case", choices=("run", "source", "make", "print"))
     parser.add_argument("shape")
     parser.add_argument("schemes", nargs="*")
     parser.add_argument("--out", type=Path, default=Path.cwd())
@@ -520,7 +491,8 @@ def main() -> None:
     parser.add_argument("--evaluation-rounds", type=int, default=6)
     parser.add_argument("--receipts", type=lambda text: tuple(text.split(",")), default=())
     parser.add_argument("--patience", type=float, default=3600, help="seconds until a scheme must be stored")
-    parser.add_argument("--port", type=int, default=8017)
+    parser.add_argument("--storing", type=int, default=99)
+    parser.add_argument("--spare-disk", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.case == "print":
@@ -530,7 +502,7 @@ def main() -> None:
     elif args.case == "make":
         print(json.dumps(make(args.shape, args.schemes[0], args.weights, args.probe)))
     else:
-        {"run": run, "http": http}[args.case](args)
+        run(args)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,113 @@
+"""What MLflow reads beside a checkpoint's folder: MLmodel, the environment's files, the tokenizer where its flavor looks for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qrl import checkpoint, names
+
+if TYPE_CHECKING:
+    from mlflow.entities import LoggedModel
+
+_CHAT = "llm/v1/chat"
+_ENVIRONMENT = Path(__file__).parents[2] / "conda.yaml"
+_NEEDS = {
+    **dict.fromkeys(names.BITSANDBYTES, ("bitsandbytes",)),
+    names.AWQ: ("gptqmodel",),
+    **dict.fromkeys((*names.COMPRESSED, *names.ROUNDED), ("compressed-tensors",)),
+}
+_MAX_NEW_TOKENS = 512  # of a chat answer through pyfunc, where the caller does not say
+
+
+def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any], size: int | None = None) -> None:
+    """MLmodel and its environment files beside `model/`, and the tokenizer where the flavor looks for it."""
+    from mlflow import pyfunc
+    from mlflow.models import Model, ModelSignature
+    from mlflow.types.llm import CHAT_MODEL_INPUT_SCHEMA, CHAT_MODEL_OUTPUT_SCHEMA
+
+    tokenizer = folder / "components" / "tokenizer"
+    tokenizer.mkdir(parents=True)
+    for file in (folder / "model").iterdir():
+        if file.name in (*checkpoint.TOKENIZER_FILES, "config.json"):
+            put(file, tokenizer / file.name, link=True)
+    described = Model(
+        artifact_path=model.artifact_location,
+        run_id=model.source_run_id,
+        model_uuid=model.model_id,
+        model_id=model.model_id,
+        signature=ModelSignature(inputs=CHAT_MODEL_INPUT_SCHEMA, outputs=CHAT_MODEL_OUTPUT_SCHEMA),
+        metadata={"task": _CHAT, "qrl": dict(facts)},
+        model_size_bytes=size or sum(file.stat().st_size for file in (folder / "model").iterdir()),
+    )
+    # Auto classes, so that any transformers picks its own class by config.json, and none runs code from the folder.
+    packages = requirements(str(facts["scheme"]))
+    described.add_flavor(
+        "transformers",
+        transformers_version=next(line.partition("==")[2] for line in packages if line.startswith("transformers")),
+        code=None,
+        task="text-generation",
+        inference_task=_CHAT,
+        instance_type="TextGenerationPipeline",
+        pipeline_model_type="AutoModelForCausalLM",
+        source_model_name=f"{model.artifact_location}/model",
+        model_binary="model",
+        components=["tokenizer"],
+        tokenizer_type="AutoTokenizer",
+    )
+    pyfunc.add_to_model(
+        described,
+        loader_module="mlflow.transformers",
+        conda_env="conda.yaml",
+        python_env="python_env.yaml",
+        model_config={"max_new_tokens": _MAX_NEW_TOKENS, "do_sample": False},  # greedy, as it was evaluated
+    )
+    described.save(str(folder / "MLmodel"))
+    _write_environment(folder, packages)
+
+
+def requirements(scheme: str) -> list[str]:
+    """Pip requirements of a model: the pins of the project's conda.yaml, or what is installed where there is none."""
+    import yaml
+
+    pins = {}
+    if _ENVIRONMENT.is_file():
+        parts = yaml.safe_load(_ENVIRONMENT.read_text())["dependencies"]
+        lines = next(part["pip"] for part in parts if isinstance(part, dict))
+        pins = {line.partition("==")[0]: line for line in lines}
+    wanted = ("mlflow", "torch", "transformers", "accelerate", *_NEEDS.get(scheme, ()))
+    return [pins.get(package) or _installed(package) for package in wanted]
+
+
+def _write_environment(folder: Path, packages: list[str]) -> None:
+    import yaml
+
+    python = ".".join(map(str, sys.version_info[:3]))
+    conda = {"name": "mlflow-env", "channels": ["conda-forge"], "dependencies": [f"python={python}", "pip", {"pip": packages}]}
+    (folder / "conda.yaml").write_text(yaml.safe_dump(conda, sort_keys=False))
+    (folder / "python_env.yaml").write_text(yaml.safe_dump({"python": python, "dependencies": ["-r requirements.txt"]}))
+    (folder / "requirements.txt").write_text("\n".join(packages) + "\n")
+
+
+def put(source: Path, target: Path, *, link: bool) -> None:
+    """A file at another place, by hard link where asked for and possible, else by copy."""
+    source = source.resolve()  # the hub's cache holds links
+    if link:
+        try:
+            os.link(source, target)
+            return
+        except OSError:  # another file system, or one without hard links
+            pass
+    shutil.copyfile(source, target)
+
+
+def _installed(package: str) -> str:
+    try:
+        return f"{package}=={version(package).partition('+')[0]}"  # 2.13.0+cpu is on no index
+    except PackageNotFoundError:
+        return package

@@ -1,0 +1,64 @@
+"""Where a study's steps run: an environment that nobody builds is missed only by a step that would be launched in it."""
+
+import subprocess
+import sys
+
+import mlflow
+import pytest
+
+from qrl import checkpoint, keys, names, pipeline, recipe, tiny
+from qrl.errors import BadInput
+from qrl.launch import Ahead
+from qrl.tracking import models, reuse, runs
+
+DIGEST = checkpoint.digest(tiny.PATH)
+
+
+def finished(step: str, key: str, **tags: str) -> str:
+    """A finished run with this key, whose model is the shipped one; its id."""
+    with runs.step(step, tags={names.TAG_CACHE_KEY: key, **tags}) as run:
+        stored = {"variant": "grpo", "scheme": "fp16", "task": "arithmetic"}
+        uri, _ = models.log_checkpoint(tiny.PATH, name="made", digest=DIGEST, move=False, **stored)
+        reuse.record_outputs(models={"model": uri}, values={"digest": DIGEST})
+        return run.info.run_id
+
+
+@pytest.fixture
+def small() -> recipe.Recipe:
+    return recipe.load("tiny", {"device": "cpu", "quantize.schemes": "nf4,awq"})
+
+
+def study_of(small: recipe.Recipe):
+    return lambda ahead: pipeline.Order(small, ahead, "cpu").cells(DIGEST, None)
+
+
+def test_a_study_needs_awqs_environment_only_while_something_is_to_be_quantized_in_it(store, small):
+    def check() -> None:
+        pipeline.check_environments("study", small, study_of(small))
+
+    with pytest.raises(BadInput, match="needs the environment of projects/awq"):
+        check()
+    finished("train", keys.trained(small, DIGEST, "cpu"))
+    with pytest.raises(BadInput, match="needs the environment of projects/awq"):
+        check()
+    stored = finished("quantize", keys.quantized(small, names.AWQ, DIGEST, "cpu"))  # of base and grpo, alike here
+    check()  # nf4 and every cell are still to be made, here
+    mlflow.delete_run(stored)
+    with pytest.raises(BadInput, match="needs the environment of projects/awq"):
+        check()
+
+
+def test_what_is_missing_is_asked_for_where_it_would_run_and_hides_what_builds_on_it(store, small):
+    finished("quantize", keys.quantized(small, names.AWQ, DIGEST, "cpu"))
+    asked = []
+    study_of(small)(Ahead(asked.append))
+    assert [folder.name for folder in asked] == [keys.ROOT.name] * 2 + ["awq"] + [keys.ROOT.name]  # train, nf4, grpo's awq, cells
+
+
+def test_a_refused_study_makes_no_store(tmp_path):
+    import os
+
+    environment = os.environ | {"PYTHONPATH": str(keys.ROOT), "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
+    done = subprocess.run([sys.executable, "-m", "qrl", "study", "--device", "cpu"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "projects/awq" in done.stderr
+    assert not list(tmp_path.iterdir())
