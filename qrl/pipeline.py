@@ -111,7 +111,7 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
         recipe: the resolved settings.
         typed: recipe name and overrides as given, handed to every step so that each run says how to repeat it alone.
     """
-    from qrl import checkpoint, report
+    from qrl import checkpoint, registry, report
     from qrl import evaluate as evaluation
     from qrl.engine import device as devices
     from qrl.quantize import settings as choices
@@ -120,6 +120,7 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
     from qrl.train import rollouts
 
     prompt.check(recipe.task, recipe.prompt)
+    registry.registered_name(recipe)  # what the last step would refuse
     for scheme in recipe.quantize.schemes:
         choices.of(scheme, recipe.quantize, recipe.seed)  # what cannot be made is told before anything is trained
     report.warn(choices.unheeded(recipe.quantize, recipe.quantize.schemes, typed) + evaluation.unheeded(recipe.evaluate))

@@ -6,6 +6,7 @@ parameter. A recipe is a YAML file of this package (by name) or of the user's (b
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from pathlib import Path
@@ -30,6 +31,7 @@ from qrl.sections import (
 )
 
 RECIPES = Path(__file__).parent / "recipes"
+_INT = "tag:yaml.org,2002:int"
 DEFAULT = "auto"  # `tiny`; where no recipe is named, `math` for that task, `instruct` for a model of the user's or gsm8k
 
 
@@ -116,7 +118,11 @@ def load(name_or_path: str = DEFAULT, overrides: dict[str, str] | None = None) -
 
 
 class _Once(yaml.SafeLoader):
-    """YAML whose keys stand once: of two, the library silently takes the last."""
+    """YAML whose keys stand once, where the library silently takes the last of two, and whose numbers are decimal: to it 010 is 8, 1:30 is 90."""
+
+    yaml_implicit_resolvers: typing.ClassVar = {
+        first: [(tag, pattern) for tag, pattern in found if tag != _INT] for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [key.value for key, _ in node.value]
@@ -124,6 +130,9 @@ class _Once(yaml.SafeLoader):
             if keys.count(key) > 1:
                 raise yaml.YAMLError(f"'{key}' is given twice")
         return super().construct_mapping(node, deep)
+
+
+_Once.add_implicit_resolver(_INT, re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
 
 
 def _read(path: Path) -> dict:
@@ -141,6 +150,11 @@ def _read(path: Path) -> dict:
     if not isinstance(document, dict):
         raise BadInput(f"Recipe {path} holds a {type(document).__name__}, but a mapping of keys to values was expected.")
     known = fields()
+    if dotted := [key for key in document if key in known and "." in str(key)]:
+        section, _, name = dotted[0].partition(".")
+        raise BadInput(f"'{dotted[0]}' stands in recipe {path} as it is typed as an option: write '{name}' below '{section}'.")
+    for name in known.keys() & document.keys():
+        document[name] = _parse(document[name], known[name][0])
     for section in {key.partition(".")[0] for key in known if "." in key} & document.keys():
         values = document[section] = {} if document[section] is None else document[section]
         if not isinstance(values, dict):
@@ -149,8 +163,9 @@ def _read(path: Path) -> dict:
             annotation, _ = known[f"{section}.{name}"]
             if isinstance(values[name], bool) and type_name(annotation) in ("int", "float"):
                 raise BadInput(f"'{section}.{name}' is {values[name]}, but a number was expected.")
-            if typing.get_origin(annotation) is tuple:
-                values[name] = _parse(values[name], annotation)
+            if isinstance(values[name], bool) and "on" in typing.get_args(annotation):
+                values[name] = "on" if values[name] else "off"  # which YAML takes for booleans
+            values[name] = _parse(values[name], annotation)
     return document
 
 

@@ -34,6 +34,7 @@ _PREVIOUS = "-previous"
 _BY_MLFLOW_STAGE = {mirrored: stage for stage, mirrored in names.MLFLOW_STAGE.items() if mirrored != "None"}
 ADDRESSES = (*names.STAGES, *_BY_MLFLOW_STAGE, "a version number", *(stage + _PREVIOUS for stage in names.STAGES))
 _ANY = object()
+_NAME = re.compile(r"\w[\w .+-]*")  # MLflow takes no / and no :, and its search no quotes
 
 
 def registered_name(recipe: Recipe) -> str:
@@ -43,8 +44,8 @@ def registered_name(recipe: Recipe) -> str:
         BadInput: `registered_name` of the recipe holds what MLflow cannot keep in a name.
     """
     if name := recipe.registered_name:
-        if re.search(r"[/:]", name):
-            raise BadInput(f"registered_name is '{name}', but MLflow takes no '/' and no ':' in a model's name: leave them out.")
+        if not _NAME.fullmatch(name):
+            raise BadInput(f"registered_name is '{name}', but must begin with a letter or digit and hold letters, digits, spaces and . _ + - only.")
         return name
     if recipe.model == "qrl-tiny":
         return recipe.model

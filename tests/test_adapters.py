@@ -107,7 +107,7 @@ import torch
 from peft import get_peft_model, get_peft_model_state_dict
 from peft.utils.other import fsdp_auto_wrap_policy
 from safetensors.torch import load_file
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, StateDictType
 from qrl import tiny
 from qrl.recipe import Train
 from qrl.train import policy, sharded
@@ -115,11 +115,16 @@ from qrl.train import policy, sharded
 def same(found):
     return len(wanted) == 56 and found.keys() == wanted.keys() and all(found[name].equal(wanted[name]) for name in wanted)
 
+def laid_out():
+    settings = Train(method="lora")
+    model = get_peft_model(policy.load(tiny.PATH, settings, "cpu"), policy.adapter(settings))
+    drawn = {name.replace(".default", ""): weight.detach().clone() for name, weight in model.named_parameters() if ".lora_" in name}
+    bf16 = MixedPrecision(*3 * [torch.bfloat16])  # as accelerate makes it: of weights, gradients and buffers
+    given = {"auto_wrap_policy": fsdp_auto_wrap_policy(model), "mixed_precision": sharded.arithmetic(bf16, adapter=True)}
+    return model, drawn, FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True, **given)
+
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meet", rank=0, world_size=1)
-settings = Train(method="lora")
-model = get_peft_model(policy.load(tiny.PATH, settings, "cpu"), policy.adapter(settings))
-wanted = {name.replace(".default", ""): weight.detach().clone() for name, weight in model.named_parameters() if ".lora_" in name}
-parts = FullyShardedDataParallel(model, auto_wrap_policy=fsdp_auto_wrap_policy(model), device_id=torch.device("cpu"), use_orig_params=True)
+model, wanted, parts = laid_out()
 sharded.name_as_whole()
 sharded.name_as_whole()  # once is enough
 with FullyShardedDataParallel.state_dict_type(parts, StateDictType.FULL_STATE_DICT):
@@ -127,12 +132,16 @@ with FullyShardedDataParallel.state_dict_type(parts, StateDictType.FULL_STATE_DI
     assert same(load_file(sys.argv[1] + "/adapter/adapter_model.safetensors")), "written"
     checkpoint = {name: weight.clone() for name, weight in get_peft_model_state_dict(parts).items()}  # as accelerate's checkpoints do
     assert same(checkpoint), "kept"
-    with FullyShardedDataParallel.summon_full_params(parts), torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.zero_() if ".lora_" in name else None
-    assert not any(weight.any() for weight in get_peft_model_state_dict(parts).values()), "forgotten"
-    peft.set_peft_model_state_dict(parts, checkpoint)
-    assert same(get_peft_model_state_dict(parts)), "gone on with"
+
+_, _, again = laid_out()  # of the process that goes on: its parts get weights before anything went through the whole
+with FullyShardedDataParallel.state_dict_type(again, StateDictType.FULL_STATE_DICT):
+    peft.set_peft_model_state_dict(again, checkpoint)
+    assert same(get_peft_model_state_dict(again)), "gone on with"
+FullyShardedDataParallel.optim_state_dict(again, torch.optim.AdamW(again.parameters()))  # as the optimizer's state is looked for
+rotary = [value for name, value in again.named_buffers() if name.endswith("inv_freq")]
+assert rotary and all(value.dtype == torch.float32 for value in rotary), "positions"
+with torch.no_grad():
+    assert again(torch.tensor([[3, 5, 7]])).logits.isfinite().all(), "computed"
 """
 
 

@@ -60,6 +60,7 @@ BAD = {
     "out of range": (["train", "--train.temperature", "0"], "'train.temperature'"),
     "a scheme twice": (["study", "--quantize.schemes", "nf4,nf4"], "each once"),
     "no scheme": (["study", "--quantize.schemes", ","], "names nothing"),
+    "a name that only the last step needs": (["study", "--registered_name", "a/b", "--quantize.schemes", "nf4"], "registered_name is 'a/b'"),
     "unknown recipe": (["study", "--recipe", "tinny"], "no recipe 'tinny'"),
     "unknown scheme": (["quantize", "--scheme", "gguf"], "no scheme 'gguf'"),
     "awq of no model, in whatever environment": (["quantize", "--scheme", "awq", "--models", "base=no/such/folder"], "no model 'no/such/folder'"),
@@ -78,6 +79,9 @@ BAD = {
     "model that the store lacks": (["evaluate", "--cells", "base:fp16=models:/m-none"], "no model 'models:/m-none'"),
     "version that the store lacks": (["diagnose", "--trained", "models:/qrl-tiny/7"], "no model 'models:/qrl-tiny/7'"),
     "adapter that the store lacks": (["merge", "--adapter", "runs:/0123/adapter"], "no run '0123'"),
+    "cells between commas and spaces": (["compare", "--cells", " , 0123 ,"], "no run '0123'"),
+    "no cells to compare": (["compare", "--cells", ","], "--cells is ',', which names nothing"),
+    "no stage to promote to": (["promote", "--stage", " ", "--cell", "0123"], "--stage is ' ', which names nothing"),
     "cells that the store lacks": (["compare", "--cells", "0123,4567"], "no run '0123'"),
     "full precision as quantized": (
         ["diagnose", "--trained", "qrl-tiny", "--quantized", "grpo:nf4=qrl-tiny", "--out", "out"], "full-precision checkpoint, but a quantized one",

@@ -107,6 +107,9 @@ def test_bad_values_are_refused_in_one_sentence_that_names_key_and_allowed_value
         ("train: {steps: true}", "'train.steps' is True, but a number was expected"),
         ("train: {rewards: 5}", "'train.rewards' is 5, but must be a list"),
         ("train: {reward_weights: [0]}", "'train.reward_weights' is [0], but must hold a number other than 0"),
+        ("train.steps: 3", "write 'steps' below 'train'"),
+        ("seed: 1:30", "'seed' is '1:30', but must be a valid integer"),
+        ("seed: 0x10", "'seed' is '0x10', but must be a valid integer"),
         ("5: 3", "'5' is not a key of a recipe"),
         ("train: {5: 3}", "'train.5' is not a key of a recipe"),
         ("{a: " * 3000 + "1" + "}" * 3000, "is nested hundreds deep"),
@@ -123,6 +126,20 @@ def test_a_recipe_file_takes_a_list_as_it_is_typed_and_an_empty_section_as_its_d
     (tmp_path / "own.yaml").write_text("train:\nquantize:\n  schemes: nf4, int8\n")
     loaded = recipe.load(str(tmp_path / "own.yaml"), {"train.steps": "7"})
     assert loaded.quantize.schemes == ("nf4", "int8") and loaded.train == Train(steps=7)
+
+
+def test_a_recipe_file_means_what_the_same_words_mean_on_the_command_line(tmp_path):
+    words = {"rollout.sleep": "off", "train.steps": "010", "train.teacher": "none", "data": "none", "seed": "1_000", "quantize.bits": "8", "train.lora_rank": "8"}
+    nested = {}
+    for key, text in words.items():
+        section, _, name = key.rpartition(".")
+        nested.setdefault(section, []).append(f"{name}: {text}")
+    lines = [*nested.pop(""), *(f"{section}: {{{', '.join(pairs)}}}" for section, pairs in nested.items())]
+    (tmp_path / "own.yaml").write_text("\n".join(lines))
+    (tmp_path / "empty.yaml").write_text("")
+    loaded = recipe.load(str(tmp_path / "own.yaml"))
+    assert loaded == recipe.load(str(tmp_path / "empty.yaml"), words)
+    assert (loaded.rollout.sleep, loaded.train.steps, loaded.train.teacher, loaded.seed) == ("off", 10, None, 1000)
 
 
 @pytest.mark.parametrize("document", ["- a list", "a: [", "train: 3", "train: {stepz: 3}", "stepz: 3"])

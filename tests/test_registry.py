@@ -67,8 +67,10 @@ def test_names_say_the_base_model(model, name):
 
 def test_a_name_of_ones_own_is_taken_or_refused():
     assert registry.registered_name(recipe.load(overrides={"registered_name": "mine"})) == "mine"
-    with pytest.raises(BadInput, match="registered_name"):
-        registry.registered_name(recipe.load(overrides={"registered_name": "a/b"}))
+    assert registry.registered_name(recipe.load(overrides={"registered_name": "Ваша модель 2.5"})) == "Ваша модель 2.5"
+    for wrong in ("a/b", "a:b", " ", "..", "your's"):
+        with pytest.raises(BadInput, match="registered_name"):
+            registry.registered_name(recipe.load(overrides={"registered_name": wrong}))
 
 
 def test_a_digest_is_registered_once(version):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,6 +82,27 @@ def test_a_training_killed_at_a_random_moment_ends_with_the_same_weights_bit_for
     assert prompts(tmp_path / "killed" / "work") == prompts(tmp_path / "work"), where
     for file in (file for file in whole.path.iterdir() if file.suffix == ".safetensors"):
         assert (tmp_path / "killed" / "model" / file.name).read_bytes() == file.read_bytes(), where
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_from_a_checkpoint_bit_for_bit(tmp_path):
+    """What was trained after it is taken away, as if they had been killed: the rest is trained again, to the same weights."""
+    settings = KINDS["qlora"].model_copy(update={"steps": 4})
+    script, work, kept = tmp_path / "child.py", tmp_path / "work", tmp_path / "again"
+    script.write_text(CHILD)
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def trained(folder, out) -> str:
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", script, folder, out, settings.model_dump_json()]
+        done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    assert trained(work, tmp_path / "whole").count("resumed from 0") == 2
+    shutil.copytree(work / "checkpoint-2", kept / "checkpoint-2")
+    assert trained(kept, tmp_path / "second").count("resumed from 2") == 2
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "second" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
 def test_two_processes_train_as_one_and_the_first_alone_logs_and_writes(store, tmp_path):

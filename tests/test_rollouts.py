@@ -3,6 +3,7 @@
 import importlib.util
 import math
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from qrl import keys, pipeline, recipe, tiny
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train
-from qrl.train import arguments, engine_gap, generation, guard, policy, rollouts, sync
+from qrl.train import arguments, engine_gap, generation, guard, policy, rollouts, sync, vllm_engine
 
 METHODS = {
     "full": Train(),
@@ -171,6 +172,34 @@ def test_k1_and_k3_estimate_the_divergence_that_they_are_named_after():
     assert found.kl_k1 == pytest.approx(wanted, rel=0.05) and found.kl_k3 == pytest.approx(wanted, rel=0.05)
 
 
+def test_what_an_engine_draws_depends_on_its_seed_alone_and_shifts_nothing_that_training_draws():
+    """torch's numbers, of which vLLM draws tokens on a CPU, and numpy's, of which it draws completions' seeds on a GPU."""
+
+    def drawn() -> tuple[float, float]:
+        return torch.rand(()).item(), numpy.random.random()
+
+    def start() -> None:
+        torch.manual_seed(5)
+        numpy.random.seed(5)
+
+    start()
+    undisturbed = drawn()
+    start()
+    with generation.seeded(2**40 + 7):
+        first = drawn()
+    assert drawn() == undisturbed
+    with generation.seeded(2**40 + 7):
+        assert drawn() == first
+    with generation.seeded(2**40 + 8):
+        other = drawn()
+    assert other[0] != first[0] and other[1] != first[1]
+    start()
+    with pytest.raises(RuntimeError, match="engine"), generation.seeded(1):
+        drawn()
+        raise RuntimeError("the engine fell over")
+    assert drawn() == undisturbed
+
+
 def test_an_engine_sleeps_where_memory_asks_for_it():
     gib = 2**30
     assert not generation.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 140 * gib)  # full, 1.5 B, one H200
@@ -179,6 +208,16 @@ def test_an_engine_sleeps_where_memory_asks_for_it():
     assert generation.asks_for_sleep(Rollout(sleep="on"), None) and not generation.asks_for_sleep(
         Rollout(sleep="off"), None
     )
+
+
+def test_an_fp8_engine_pads_batches_whose_products_are_slow_to_one_that_it_may_draw():
+    """A graph of more completions than an engine draws at once would not be used for whole steps."""
+    assert vllm_engine._batches(300, fp8=False) == {"max_num_seqs": 300} and vllm_engine._batches(16, fp8=True) == {"max_num_seqs": 16}
+    for sequences, most in [(17, 64), (32, 64), (64, 64), (128, 128), (1000, 1000)]:
+        found = vllm_engine._batches(sequences, fp8=True)
+        sizes = found["compilation_config"]["cudagraph_capture_sizes"]
+        assert found["max_num_seqs"] == most and sizes[:6] == [1, 2, 4, 8, 16, 64] and sizes == sorted(sizes)
+        assert sizes[-1] == min(2 * most, 512)
 
 
 VLLM = Rollout(engine="vllm")

@@ -47,6 +47,16 @@ def test_a_system_turn_comes_first(monkeypatch):
     assert [turn["role"] for turn in prompt.messages("1?", "both")] == ["system", "user"]
 
 
+@pytest.mark.parametrize("broken", ["{{ 1 / 0 }}", "{% if %}", "{{ ''.__class__.__mro__ }}", "{{ raise_exception('no user turns') }}", "{% for i in range(10**9) %}x{% endfor %}"])
+def test_a_chat_template_that_fails_is_told_in_a_sentence(broken):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny.PATH)
+    tokenizer.chat_template = broken
+    with pytest.raises(BadInput, match="chat template fails on a single question"):
+        prompt.render(tokenizer, "1?", "plain")
+
+
 def test_an_unknown_template_and_a_tokenizer_without_chat_template_are_refused(tokenizer):
     for call in (lambda: prompt.render(tokenizer, "1?", "none"), lambda: prompt.template_hash("none")):
         with pytest.raises(BadInput, match="answer-line, boxed, plain"):

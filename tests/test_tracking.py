@@ -190,6 +190,13 @@ def test_no_signal_leaves_a_run_running(store):
     assert status(kill[1]) == "KILLED"
 
 
+def test_a_process_knows_when_it_began():
+    before = time.time()
+    program = "import time; from qrl.tracking import signals; print(signals.started(), time.time())"
+    began, then = map(float, subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True).split())
+    assert before - 0.05 < began < then  # the kernel's clock ticks a hundred times a second; the boot's time is whole seconds
+
+
 def test_sweep_spares_the_living_and_other_hosts(store):
     client = mlflow.MlflowClient()
     for owner in (signals.identity(), "elsewhere:1:1"):

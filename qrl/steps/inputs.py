@@ -143,7 +143,7 @@ def repeated(asked: Sequence[tasks.Question]) -> str:
     first = next(question for question in asked if found[_bare(question)] > 1)
     return (
         f"Of {len(asked)} held-out questions {more} repeat others, such as '{first.question[:60]}': each counts as a question of its own, so that "
-        "intervals are narrower than they should be. Take the copies out of test.jsonl."
+        "intervals are narrower than they should be. Take the copies out of the data."
     )
 
 

@@ -109,4 +109,8 @@ def _prompt(tokenizer: Any, question: str, template: str) -> str:
             "The tokenizer has no chat template, but prompts are rendered through one: use an instruction-tuned model, "
             "or add chat_template to its tokenizer_config.json."
         )
-    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    try:
+        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a program of the model's own, which transformers runs in Jinja's sandbox: anything can go wrong in it
+        reason = " ".join(str(error).split())[:150]
+        raise BadInput(f"The model's chat template fails on a single question ({type(error).__name__}: {reason}): repair it, or take it from the model's publisher.") from None

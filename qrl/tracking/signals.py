@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from types import FrameType
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
@@ -89,7 +90,10 @@ def started() -> float:
     """When this process began, in seconds since the epoch: interpreter and imports lie between then and its work."""
     import psutil
 
-    return psutil.Process().create_time()
+    began = psutil.Process().create_time()
+    if hasattr(time, "CLOCK_BOOTTIME"):  # Linux: psutil adds the boot's time in whole seconds, which is up to one too early
+        began += time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) - psutil.boot_time()
+    return began
 
 
 def is_dead(identity: str) -> bool:

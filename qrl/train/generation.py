@@ -7,7 +7,9 @@ colocated engine can store its weights in FP8; each rollout's seed comes from re
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 from qrl.errors import BadInput
 from qrl.recipe import Rollout
@@ -39,6 +41,25 @@ def memory_is_short(stored: int, trained: int, share: float, card: int) -> bool:
         card: bytes of the card's memory.
     """
     return stored + 12 * trained + share * card > _ROOM * card
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Lets an engine draw from a seed of its own, and training go on as if it had drawn nothing.
+
+    On a CPU vLLM draws tokens from torch's random numbers; on a GPU it may give each completion a seed from numpy's.
+    """
+    import numpy
+    import torch
+
+    state = numpy.random.get_state()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        numpy.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            numpy.random.set_state(state)
 
 
 class Asking:
@@ -112,13 +133,10 @@ class Asking:
         return answer
 
     def _ask(self, prompts):
-        import torch
-
         if self.enable_sleep_mode:
             vllm_engine.wake(self.llm, "kv_cache")
         options = {"top_p": self.top_p, "top_k": self.top_k, "repetition_penalty": self.repetition_penalty}
-        with torch.random.fork_rng():  # what the engine draws shifts nothing that training draws
-            torch.manual_seed(self._seed())
+        with seeded(self._seed()):
             ids, logprobs = vllm_engine.generate(
                 self.llm,
                 prompts,

@@ -181,6 +181,7 @@ def _train(trainer, base: checkpoint.Checkpoint, settings: Train, work: Path, ou
     model = trainer.accelerator.unwrap_model(trainer.model)
     base_of_adapter = guard.Guard(model, settings.adapter)
     last = resume.latest(work)
+    resume.read_to_cpus()
     began = time.perf_counter()
     trainer.train(resume_from_checkpoint=str(last) if last else None)
     seconds = time.perf_counter() - began
@@ -206,8 +207,8 @@ def _trainer(base: Path, rows: list[dict], settings: Train, *, task: str, seed: 
     trainer.remove_callback(PrinterCallback)
     policy.widen(trainer.model)
     _keep_no_casts(trainer)
-    if process.sharded() and settings.adapter:
-        sharded.prepare(trainer)
+    if process.sharded():
+        sharded.prepare(trainer, settings.adapter)
     return trainer
 
 

@@ -12,6 +12,7 @@ from qrl.errors import BadInput
 from qrl.formats import header
 
 STATE = "trainer_state.json"
+_NUMBERED: list[bool] = []  # whether torch knows numbered CPUs
 
 
 def latest(work: Path) -> Path | None:
@@ -27,6 +28,17 @@ def latest(work: Path) -> Path | None:
             return path
         warnings.warn(f"{path.name} is broken ({reason}) and is skipped for the one before it.", stacklevel=2)
     return None
+
+
+def read_to_cpus() -> None:
+    """Lets torch load a checkpoint to a device named "cpu:0": the trainer of one of several processes on a CPU asks for that, and torch knows "cpu" alone."""
+    import torch
+
+    if not _NUMBERED:
+        torch.serialization.register_package(
+            15, lambda storage: None, lambda storage, place: storage if place.startswith("cpu:") else None
+        )
+        _NUMBERED.append(True)
 
 
 def _broken(path: Path) -> str | None:

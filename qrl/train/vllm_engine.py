@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 FP8 = "fp8_per_tensor"  # a weight's scale is its tensor's, made anew at every sync; an activation's is its token's
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper on: the first GPUs that multiply in 8-bit floats
 BATCHED_TOKENS = 8192  # of prompts, in one engine step
+SLOW_FP8 = range(17, 64)  # batches whose FP8 products take longer on Hopper than those of 64 (ROLLOUTS.md)
 
 
 def installed() -> bool:
@@ -66,14 +67,26 @@ def create(
         kv_cache_dtype=kv_cache,
         gpu_memory_utilization=share,
         max_model_len=max_tokens,
-        max_num_seqs=sequences,
         max_num_batched_tokens=max(BATCHED_TOKENS, sequences),
+        **_batches(sequences, fp8=fp8),
         enable_sleep_mode=sleeps,
         distributed_executor_backend="external_launcher",
         logprobs_mode="processed_logprobs",  # of the distribution that was sampled from, temperature included
         seed=rank,
         trust_remote_code=False,
     )
+
+
+def _batches(sequences: int, *, fp8: bool) -> dict:
+    """How many completions an engine draws at once, and, in FP8, the batches that it pads a step's to: none whose products are slow."""
+    if not fp8 or sequences < SLOW_FP8.start:
+        return {"max_num_seqs": sequences}
+    most = max(sequences, SLOW_FP8.stop)
+    usual = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]  # vLLM's own, up to twice the completions
+    return {
+        "max_num_seqs": most,
+        "compilation_config": {"cudagraph_capture_sizes": [size for size in usual if size <= 2 * most and size not in SLOW_FP8]},
+    }
 
 
 def _free_port() -> int:

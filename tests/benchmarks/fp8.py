@@ -1,15 +1,18 @@
 """FP8 rollouts at 8 B: whole rollouts with the sync before them, and where a decoding step goes, kernel by kernel.
 
-    python tests/benchmarks/fp8.py bf16 fp8 "fp8 kv8" --out FOLDER      # a process a case, in turn
+    python tests/benchmarks/fp8.py bf16 fp8 "fp8 kv8" --out FOLDER      # a process a case, one after the other
+    python tests/benchmarks/fp8.py bf16 fp8 --beside --repeats 4 --rounds 8x2048,32x2048 --share 0.3 --kv-gib 20 --out FOLDER
 
 A case is `bf16` or `fp8` for the engine's linears, with `kv8` for keys and values in FP8, beside a trainer with LoRA over bf16 whose
 weights are sent before every rollout. A round is completions × tokens. A point is completions × tokens in the cache of each: 1,144 is
-the mean of a rollout of 2,048 tokens after a prompt of 120. A step's time there is the difference between a long and a short answer
+the mean of a rollout of 2,048 tokens after a prompt of 120. With `--beside` all cases lie on one card and take each round in turn; the
+ratios that are printed then are of pairs of rounds, to the first case. A step's time there is the difference between a long and a short answer
 to the same prompts, cached by then. Weights are random: their time is the real model's, their log-probabilities are not.
 `bare bf16` and `bare fp8` measure points of an engine as vLLM makes it by itself, in a process of its own.
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import random
@@ -23,6 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import rollouts as shapes
+import turns
 
 SHORT, LONG = 8, 40  # tokens of the two answers
 PROFILED = 8  # steps
@@ -57,11 +61,13 @@ def bare(words: list[str], shape: str, sequences: int):
     return LLM(model=str(shapes.checkpoint_of(shape)), dtype="bfloat16", gpu_memory_utilization=0.85, max_model_len=LENGTH, max_num_seqs=sequences, kv_cache_dtype=kv_cache, **stored)  # fmt: skip
 
 
-def capture_few(sizes: list[int]) -> None:
-    """CUDA graphs of the batches that are measured, and of no others: half a minute less a start."""
+def capture_few(sizes: list[int], kv_gib: float | None) -> None:
+    """CUDA graphs of the batches that are measured, and of no others, which saves half a minute of a start, unless the engine chooses them itself; a
+    cache of a size that another process cannot change."""
     import vllm
 
-    vllm.LLM = functools.partial(vllm.LLM, compilation_config={"cudagraph_capture_sizes": sizes})
+    cache = {} if kv_gib is None else {"kv_cache_memory_bytes": int(kv_gib * 2**30)}
+    vllm.LLM = functools.partial(vllm.LLM, compilation_config={"cudagraph_capture_sizes": sizes}, **cache)
 
 
 def round_of(made, count: int, tokens: int) -> dict:
@@ -154,7 +160,7 @@ def measure(case: str, given) -> None:
     rounds = [tuple(map(int, each.split("x"))) for each in given.rounds.split(",")]
     counts = [int(count) for count in given.points.split(",")]
     sizes = sorted({*counts, *(count for count, _ in rounds)})
-    capture_few(sizes)
+    capture_few(sizes, given.kv_gib)
 
     def tell(row: dict) -> None:
         row = {"case": case, "shape": given.shape, **row, "since_start_s": time.perf_counter() - began} | shapes.versions()
@@ -166,11 +172,31 @@ def measure(case: str, given) -> None:
     if "bare" in words:
         points_of(bare(words, given.shape, max(sizes)), counts, given.cached, [], tell)
         return
+    turn = turns.Turn(*map(int, given.turn.split(","))) if given.turn else contextlib.nullcontext()
     with tempfile.TemporaryDirectory() as work:
         made = trainer_of(words, given.shape, max(sizes), given.share, Path(work))
-        for count, tokens in rounds:
-            tell({"round": f"{count}x{tokens}"} | round_of(made, count, tokens))
-        points_of(made.vllm_generation.llm, counts, given.cached, profiled, tell)
+        for count, _ in rounds:
+            round_of(made, count, 4)  # kernels are compiled at their first use
+        for number in range(given.repeats):
+            for count, tokens in rounds:
+                with turn:
+                    tell({"round": f"{count}x{tokens}", "repeat": number} | round_of(made, count, tokens))
+        with turn:
+            points_of(made.vllm_generation.llm, counts, given.cached, profiled, tell)
+
+
+def ratios(file: Path, first: str) -> None:
+    """Prints completions per second of each case over the first one's, round by round, with an interval where there are several."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    rates = defaultdict(dict)
+    for row in (row for row in rows if "repeat" in row):
+        rates[row["round"], row["case"]][row["repeat"]] = row["completions_per_s"]
+    for (which, case), own in rates.items():
+        base = rates.get((which, first), {})
+        both = sorted(own.keys() & base.keys())
+        if case != first and both:
+            said = turns.ratio([[own[number]] for number in both], [[base[number]] for number in both])
+            print(json.dumps({"round": which, "case": case, "over": first, **said, "each": [own[number] / base[number] for number in both]}), flush=True)
 
 
 def main() -> None:
@@ -183,14 +209,23 @@ def main() -> None:
     parser.add_argument("--cached", type=int, default=CACHED, help="tokens in the cache of each, at a point")
     parser.add_argument("--profiled", default="64,192", help="points whose kernels are counted")
     parser.add_argument("--share", type=float, default=0.75, help="of the GPU's memory, for the engine")
+    parser.add_argument("--beside", action="store_true", help="all cases on one card at once, in turns")
+    parser.add_argument("--repeats", type=int, default=1, help="of all rounds")
+    parser.add_argument("--kv-gib", type=float, help="of an engine's keys and values; else what its share leaves")
+    parser.add_argument("--turn", help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     if len(given.cases) == 1:
         measure(given.cases[0], given)
         return
-    for case in given.cases:  # an engine's memory comes back only with its process
-        options = [word for word in sys.argv[1:] if word not in given.cases]
-        subprocess.run([sys.executable, __file__, case, *options], check=False)
+    options = [word for word in sys.argv[1:] if word not in given.cases]
+    commands = [[sys.executable, __file__, case, *options] for case in given.cases]
+    if given.beside:
+        turns.run([lambda turn, command=command: [*command, "--turn", f"{turn.take},{turn.give}"] for command in commands])
+    else:
+        for command in commands:  # an engine's memory comes back only with its process
+            subprocess.run(command, check=False)
+    ratios(given.out / "fp8.jsonl", given.cases[0])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -28,8 +27,7 @@ METHODS = {
     "lora": ADAPTER | dict(method="lora"),
     "qlora": ADAPTER | dict(method="qlora", beta=0.01),
 }
-VLLM = dict(engine="vllm", gpu_memory_utilization=0.1)
-ENGINE_S, TURN = 15, Lock()  # between two engines' starts: each measures what memory the card has left
+VLLM = dict(engine="vllm", gpu_memory_utilization=0.05)
 CHILD = """
 import json, sys
 from pathlib import Path
@@ -45,8 +43,10 @@ guard.frozen_digest = lambda model: hashed.append(inner(model)) or hashed[-1]
 given = {"task": "arithmetic", "template": "plain", "seed": 0, "device": device, "work": Path(work), "out": Path(out)}
 log = lambda metrics, step: print("step", step, flush=True)
 settings, rollout = Train.model_validate_json(train), Rollout.model_validate_json(rollout)
-if rollout.engine == "vllm" and device == "cpu":  # refused to users, since it is slow; not compiled, since that takes longer
+if rollout.engine == "vllm":
     import functools, vllm
+    vllm.LLM = functools.partial(vllm.LLM, kv_cache_memory_bytes=2**30)  # several start at once: what one measures as free, another takes
+if rollout.engine == "vllm" and device == "cpu":  # refused to users, since it is slow; not compiled, since that takes longer
     from qrl.train import rollouts
     rollouts.check, vllm.LLM = lambda *given: None, functools.partial(vllm.LLM, enforce_eager=True)
 done = grpo.run(tiny.PATH, tasks.load("arithmetic", "train", 512, 0), settings, **given, rollout=rollout, log=log)
@@ -65,8 +65,6 @@ def start(folder: Path, name: str, device: str, log):
     rollout = Rollout(**VLLM, sleep="off") if engine else Rollout()
     words = [sys.executable, "-W", "ignore", "-c", CHILD, folder / "work", folder / "model", device, train.model_dump_json(), rollout.model_dump_json()]  # fmt: skip
     variables = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    with TURN:
-        time.sleep(ENGINE_S if engine else 0)
     return subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
 
 
@@ -78,9 +76,9 @@ def finish(running) -> dict:
 
 
 def kill(running) -> dict:
-    """Kills a training a random time after a random step, before its last."""
+    """Kills a training a random time after a random step, once it has a checkpoint and before its last."""
     chance = random.Random()
-    step, wait = chance.randint(1, BATCH["steps"] - 2), chance.uniform(0, 0.3)
+    step, wait = chance.randint(BATCH["save_every"] + 1, BATCH["steps"] - 2), chance.uniform(0, 0.3)
     for line in running.stdout:
         if line.strip() == f"step {step}":
             time.sleep(wait)

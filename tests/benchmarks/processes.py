@@ -34,6 +34,7 @@ CASES = {
     "FSDP by accelerate, full in bf16 with a reference": (FSDP, ["--train.dtype", "bf16", "--train.beta", "0.01"]),
     "FSDP by accelerate, layer by layer, full in bf16 with a reference": (LAYERS, ["--train.dtype", "bf16", "--train.beta", "0.01"]),
     "FSDP by accelerate, lora": (FSDP, [*LORA, "--train.dtype", "bf16"]),
+    "FSDP by accelerate, lora, 8 steps": (FSDP, [*LORA, "--train.dtype", "bf16", "--train.steps", "8", "--train.save_every", "2"]),
     "FSDP by accelerate, lora, killed and run again": (FSDP, [*LORA, "--train.dtype", "bf16", "--train.steps", "8", "--train.save_every", "2"]),
     "FSDP 2 by accelerate, full": ([*FSDP, "--fsdp_version", "2"], []),
     "FSDP by accelerate, qlora (refused)": (FSDP, ["--train.method", "qlora"]),
@@ -129,6 +130,22 @@ def gains(rows: list[dict], n: int) -> None:
         row |= {"n": n, "base": sum(before) / n, "trained": sum(after) / n, "gain": gain.estimate, "low": gain.low, "high": gain.high}
 
 
+def compare(rows: list[dict]) -> None:
+    """Adds to the killed training how far its adapter is from the undisturbed one's, as a share of that one's size."""
+    from safetensors.torch import load_file
+
+    where = {row["case"]: Path(row["weights"], "adapter_model.safetensors") for row in rows if "weights" in row}
+    pair = [where.get(f"FSDP by accelerate, lora, {which}") for which in ("8 steps", "killed and run again")]
+    if not all(pair):
+        return
+    one, other = map(load_file, pair)
+    apart = sum((one[name].double() - other[name].double()).square().sum() for name in one)
+    size = sum(weight.double().square().sum() for weight in one.values())
+    same = one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+    row = next(row for row in rows if "killed" in row["case"])
+    row |= {"tensors": len(one), "bit_for_bit": same, "difference": float((apart / size).sqrt())}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("cases", nargs="*", default=list(CASES), help="; ".join(CASES))
@@ -138,6 +155,7 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(1 if given.small else len(given.cases)) as pool:
         rows = list(pool.map(lambda pair: launched(pair[1], 29600 + pair[0], given.out.resolve(), given.small), enumerate(given.cases)))
+    compare(rows)
     gains(rows, 40 if given.small else 2000)
     with open(given.out / "processes.jsonl", "a") as file:
         for row in rows:

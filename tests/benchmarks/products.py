@@ -65,5 +65,5 @@ def layer(batch: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    for batch in (8, 64, 128, 192, 256, 512):
+    for batch in (8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256, 512):
         print(json.dumps({"batch": batch} | {way: round(ms, 3) for way, ms in layer(batch).items()}), flush=True)

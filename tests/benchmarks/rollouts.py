@@ -320,6 +320,7 @@ def server(case: dict):
 
 def alternate(case: dict) -> dict:
     """Our step against a bare TRL script's, in turn in one process: medians of all steps but each round's first."""
+    import turns
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
@@ -348,17 +349,7 @@ def alternate(case: dict) -> dict:
                 trainer.train()
                 kept[name].append(clocks[name].steps[1:])
                 print(name, clocks[name].steps, flush=True)  # what a case that is cut leaves behind
-    return {f"{name}_step_s": statistics.median(itertools.chain(*rounds)) for name, rounds in kept.items()} | ratio(kept) | {"steps": kept}
-
-
-def ratio(kept: dict[str, list[list[float]]]) -> dict:
-    """Ours over TRL's, with Student's 95 % interval over rounds: the logarithm of each round's ratio of medians."""
-    from scipy.stats import t
-
-    logs = [math.log(statistics.median(ours) / statistics.median(theirs)) for ours, theirs in zip(kept["ours"], kept["TRL"], strict=True)]
-    reach = t.ppf(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
-    mean = statistics.mean(logs)
-    return {"ratio": math.exp(mean), "ratio_low": math.exp(mean - reach), "ratio_high": math.exp(mean + reach), "rounds": len(logs)}
+    return {f"{name}_step_s": statistics.median(itertools.chain(*rounds)) for name, rounds in kept.items()} | turns.ratio(kept["ours"], kept["TRL"]) | {"steps": kept}
 
 
 def parts(made) -> dict:

@@ -2,11 +2,15 @@
 
     python tests/benchmarks/start.py 1.5b --rounds 5 --out start.json    # in vLLM's environment; shapes: micro, 1.5b, 8b
     python tests/benchmarks/start.py 1.5b --rounds 5 --eager --out start.json
+    python tests/benchmarks/start.py micro --alone 8 --eager --out start.json
 
 Ours looks the stage up, checks its gate, and reads every byte for its digest; it is ready when /health answers 200 and its
 ready line is out. The bare one is ready when /health answers 200. One start goes first and is not counted: kernels are
 compiled, files are in memory. Pairs change their order from round to round. Shapes have random weights. --eager: both with
-vLLM's --enforce-eager, without compiling and capturing, which are the larger part of a start and of its noise.
+vLLM's --enforce-eager, without compiling and capturing, which are the larger part of a start and of its noise. --alone: ours
+alone, and where its seconds went. What it adds to the engine's own start, on a machine whose noise hides it in the whole, is
+what lies before the engine's process, in `before_s` by the clock and in `before_cpu_s` of a processor, and `serve/added_s`, which
+the server itself measures.
 """
 
 import argparse
@@ -38,13 +42,24 @@ TIMEOUT_S = 300
 PARTS: list[dict[str, float]] = []  # of each of our starts
 # `qrl serve` has no such option: its command, with one word more for the engine.
 EAGER = "from qrl.serve import engines; own = engines.arguments; engines.arguments = lambda *a: [*own(*a), '--enforce-eager']; from qrl.cli import main; main()"
+# The same command, up to where it would start the engine's process.
+BEFORE = """
+import os, subprocess, time
+def halt(*_words, **_named):
+    print(time.process_time(), flush=True)
+    os._exit(0)
+subprocess.Popen = halt
+from qrl.cli import main
+main()
+"""
 
 
 def main() -> None:
     """Measures, prints, and writes one JSON file."""
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     given.add_argument("shape", choices=("micro", "1.5b", "8b"))
-    given.add_argument("--rounds", type=int, default=5, help="0: ours alone, once, and where its seconds went")
+    given.add_argument("--rounds", type=int, default=5, help="pairs")
+    given.add_argument("--alone", type=int, metavar="N", help="no pairs: ours, N times")
     given.add_argument("--eager", action="store_true", help="both without compiling and CUDA graphs")
     given.add_argument("--out", type=Path, required=True)
     asked = given.parse_args()
@@ -58,15 +73,17 @@ def main() -> None:
         ways = {"ours": lambda: ours(name, asked.eager), "bare": lambda: bare(path, asked.eager)}
         ours(name, asked.eager)
         rounds = []
-        for number in range(asked.rounds):
+        for _ in range(asked.alone or 0):
+            ours(name, asked.eager)
+            asked.out.write_text(json.dumps({"shape": asked.shape, "eager": asked.eager, "hash_s": hashing, "parts": PARTS[1:]}, indent=1))
+            print(PARTS[-1], flush=True)
+        for number in range(0 if asked.alone else asked.rounds):
             order = list(ways) if number % 2 == 0 else list(ways)[::-1]
             rounds.append({way: ways[way]() for way in order})
             print(rounds[-1], PARTS[-1], flush=True)
             if len(rounds) > 1:  # after each, for a machine that is lent by the minute
                 report(asked, path, digest, hashing, rounds)
-        if asked.rounds == 0:
-            asked.out.write_text(json.dumps({"shape": asked.shape, "hash_s": hashing, "parts": PARTS}, indent=1))
-            print(asked.out.read_text())
+        said(asked.shape)
 
 
 def report(asked: argparse.Namespace, path: Path, digest: str, hashing: float, rounds: list[dict[str, float]]) -> None:
@@ -92,9 +109,14 @@ def report(asked: argparse.Namespace, path: Path, digest: str, hashing: float, r
         "difference_s": {"estimate": lost.mean(), "low": lost.mean() - reach, "high": lost.mean() + reach, "n": n},
     }
     asked.out.write_text(json.dumps(found, indent=1))
-    added = [each["serve/added_s"] for each in PARTS]
-    print(f"{asked.shape}: added to the slower of load and hash {np.median(added):.2f} s (median), {max(added):.2f} s (most) of {len(added)} starts")
     print(f"{asked.shape}: ours {found['ours_median_s']:.2f} s, vllm serve {found['bare_median_s']:.2f} s (medians of {len(rounds)}); ours − bare {lost.mean():+.2f} [{lost.mean() - reach:+.2f}, {lost.mean() + reach:+.2f}] s; hash alone {hashing:.2f} s")  # fmt: skip
+
+
+def said(shape: str) -> None:
+    """What ours adds, of every start but the first."""
+    for what, key in (("from the command to the engine's process", "before_s"), ("of a processor until then", "before_cpu_s"), ("added to the slower of load and hash", "serve/added_s")):
+        values = [each[key] for each in PARTS[1:]]
+        print(f"{shape}: {what} {np.median(values):.4f} s (median), {min(values):.4f} to {max(values):.4f} s, n = {len(values)} starts")
 
 
 def aside(work, *given):
@@ -125,9 +147,18 @@ def ours(name: str, eager: bool) -> float:
     port = free_port()
     command = ["-c", EAGER] if eager else ["-m", "qrl"]
     words = [sys.executable, *command, "serve", "--stage", "base", "--engine", "vllm", "--port", str(port), "--registered_name", name]
-    took = seconds(words, port, "Serving ")
-    PARTS.append(aside(last_metrics))
+    found = {"before_cpu_s": float(subprocess.check_output([sys.executable, "-c", BEFORE, *words[words.index("serve") :]], env=environment(), text=True))}
+    took = seconds(words, port, "Serving ", lambda process: found.update(before_s=before(process)))
+    PARTS.append(found | aside(last_metrics))
     return took
+
+
+def before(server: subprocess.Popen) -> float:
+    """Seconds from a command's process to that of its engine, by the kernel's clock, which ticks a hundred times a second."""
+    import psutil
+
+    process = psutil.Process(server.pid)
+    return min(child.create_time() for child in process.children() if any("tether" in word for word in child.cmdline())) - process.create_time()
 
 
 def last_metrics() -> dict[str, float]:
@@ -147,23 +178,29 @@ def bare(path: str, eager: bool) -> float:
     return seconds([sys.executable, "-m", *command, "--host", "127.0.0.1", "--port", str(port)], port)
 
 
-def seconds(words: list[str], port: int, ready_line: str | None = None) -> float:
+def seconds(words: list[str], port: int, ready_line: str | None = None, look=lambda process: None) -> float:
     """How long a command takes to be ready; it is then ended, and waited for."""
     log = Path("log")
     began = time.monotonic()
     with log.open("w") as out:
-        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])), "VLLM_CPU_KVCACHE_SPACE": "1"})  # fmt: skip
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=environment())
     try:
         while not (healthy(port) and (ready_line is None or ready_line in log.read_text())):
             if process.poll() is not None or time.monotonic() - began > TIMEOUT_S:
                 raise SystemExit(f"{' '.join(words)} did not become ready:\n{log.read_text()[-4000:]}")
             time.sleep(0.02)
         took = time.monotonic() - began
+        look(process)
         time.sleep(2)  # our own figures of the start reach the store
         return took
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
+
+
+def environment() -> dict[str, str]:
+    """Of every command here."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])), "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 def healthy(port: int) -> bool:
