@@ -62,9 +62,7 @@ def methods_command(ctx: click.Context, settings, arms: str | None, seeds: str) 
 
     given = {key: text for key, text in ctx.obj.items() if key not in ("recipe", "seed")}
     first = methods.FIRST if ctx.obj["recipe"] == "auto" else ctx.obj["recipe"]
-    chosen = tuple(filter(None, (arm.strip() for arm in arms.split(",")))) if arms is not None else methods.ARMS
-    if not chosen:
-        raise BadInput(f"--arms is '{arms}', which names nothing: name recipes by comma, or leave it out for all.")
+    chosen = methods.ARMS if arms is None else tuple(_listed("--arms", arms))
     methods.study(first, chosen, methods.numbers(seeds, ctx.obj.get("seed")), given)
 
 
@@ -160,16 +158,15 @@ def compare_command(settings, questions: str | None, counts: str | None, cells: 
         raise BadInput(f"compare reads one of --questions, --counts or --cells, but got {' and '.join(given) or 'none'}.")
     if methods and counts:
         raise BadInput("compare --methods pairs answers question by question: give --questions or --cells, not --counts.")
+    run_ids = _listed("--cells", cells) if cells else []
     if cells and not out:
-        (compare.methods if methods else compare.compare)(settings, cells.split(","))
+        (compare.methods if methods else compare.compare)(settings, run_ids)
     elif not out:
         raise BadInput(f"compare {given[0]} needs --out DIR: the folder to write {'methods' if methods else 'table'}.md, .json and figures to.")
     elif methods:
-        compare.methods_files(questions, cells.split(",") if cells else [], out)
+        compare.methods_files(questions, run_ids, out)
     else:
-        compare.compare_files(
-            settings, questions=questions, counts=counts, cells=cells.split(",") if cells else [], out=out
-        )
+        compare.compare_files(settings, questions=questions, counts=counts, cells=run_ids, out=out)
 
 
 @step("promote", "promote")
@@ -187,7 +184,7 @@ def promote_command(settings, stage: str, cell: str | None, rollback: bool) -> N
     elif cell is None:
         raise BadInput("promote needs --cell RUN: the id of the candidate's evaluation run (a cell of `evaluate`).")
     else:
-        promote.promote(settings, stage.split(","), cell.split(","))
+        promote.promote(settings, _listed("--stage", stage), _listed("--cell", cell))
 
 
 @step("serve")
@@ -329,6 +326,14 @@ def main(arguments: list[str] | None = None) -> None:
         stopped = next((each for each in found if isinstance(each, KeyboardInterrupt)), KeyboardInterrupt())
         _tell_run(stopped)
         sys.exit(signals.exit_code(stopped))
+
+
+def _listed(option: str, text: str) -> list[str]:
+    """What an option lists by comma, without the spaces and the comma at its end that come with copying."""
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise BadInput(f"{option} is '{text}', which names nothing: name one, or several by comma.")
+    return found
 
 
 def _escape() -> None:

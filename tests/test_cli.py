@@ -79,6 +79,9 @@ BAD = {
     "model that the store lacks": (["evaluate", "--cells", "base:fp16=models:/m-none"], "no model 'models:/m-none'"),
     "version that the store lacks": (["diagnose", "--trained", "models:/qrl-tiny/7"], "no model 'models:/qrl-tiny/7'"),
     "adapter that the store lacks": (["merge", "--adapter", "runs:/0123/adapter"], "no run '0123'"),
+    "cells between commas and spaces": (["compare", "--cells", " , 0123 ,"], "no run '0123'"),
+    "no cells to compare": (["compare", "--cells", ","], "--cells is ',', which names nothing"),
+    "no stage to promote to": (["promote", "--stage", " ", "--cell", "0123"], "--stage is ' ', which names nothing"),
     "cells that the store lacks": (["compare", "--cells", "0123,4567"], "no run '0123'"),
     "full precision as quantized": (
         ["diagnose", "--trained", "qrl-tiny", "--quantized", "grpo:nf4=qrl-tiny", "--out", "out"], "full-precision checkpoint, but a quantized one",
