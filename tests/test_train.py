@@ -175,6 +175,14 @@ def test_an_adapter_without_weights_is_neither_written_nor_gone_on_with(trained,
         assert resume.latest(tmp_path / "work").name == "checkpoint-1"
 
 
+def test_an_adapter_is_written_alike_by_every_process(tmp_path):
+    """PEFT holds the names of the matrices as a set, whose order is drawn anew with every interpreter."""
+    settings = Train(method="lora", lora_rank=2)
+    save.write(get_peft_model(policy.load(tiny.PATH, settings, "cpu"), policy.adapter(settings)), tiny.PATH, tmp_path / "adapter", dtype=None)
+    matrices = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    assert len(matrices) == 7 and matrices == sorted(matrices)
+
+
 def test_a_checkpoint_of_fsdp_is_whole_with_the_optimizer_that_fsdp_writes(trained, tmp_path, monkeypatch):
     work = shutil.copytree(trained[0] / "work", tmp_path / "work")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")

@@ -47,8 +47,8 @@ def write(
     elif dtype is not None:  # the model's own weights are parts, laid out for several processes; a tied one is gathered twice
         state = {name: weight.to(getattr(torch, dtype)) for name, weight in state.items() if name not in model.all_tied_weights_keys}
     model.save_pretrained(partial, state_dict=state)
-    if dtype is None and not header.read(partial / "adapter_model.safetensors"):
-        raise QrlError("The adapter was written without any weight: this is a fault of qrl or of a library; train.method=full is not concerned.")
+    if dtype is None:
+        _settle_adapter(partial)
     if dtype is not None and state is not None:  # it wrote the dtype of those parts
         config = json.loads((partial / "config.json").read_text())
         (partial / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
@@ -58,3 +58,13 @@ def write(
             shutil.copy2(base / name, partial / name)
     note(partial)
     partial.rename(out)
+
+
+def _settle_adapter(folder: Path) -> None:
+    """Refuses an adapter without weights, and writes the names of its matrices in one order: PEFT keeps a set, which has another in every process."""
+    if not header.read(folder / "adapter_model.safetensors"):
+        raise QrlError("The adapter was written without any weight: this is a fault of qrl or of a library; train.method=full is not concerned.")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    if isinstance(config["target_modules"], list):
+        config["target_modules"].sort()
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
