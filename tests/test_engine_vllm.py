@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from qrl import keys, names, pipeline, quantize, recipe, tiny
+from qrl.engine import vllm
 from qrl.errors import BadInput
 from qrl.evaluate import cells
 from qrl.tasks import load
@@ -45,6 +46,12 @@ def test_a_step_runs_where_its_engine_or_scheme_is(step, choice, folder, monkeyp
         assert f"  {step}:" in (found / "MLproject").read_text()
         monkeypatch.setenv(pipeline.PLACE, folder)
         assert pipeline.place(step, choice, "cpu") is None
+
+
+def test_a_kernel_whose_answers_depend_on_the_batch_is_no_batch_invariant_one():
+    others = {"UnquantizedEmbeddingMethod": 1, "FlashAttentionImpl": 4}
+    assert vllm.batch_invariant(others | {"CompressedTensorsW8A8Fp8/CutlassFP8ScaledMMLinearKernel": 16})
+    assert not vllm.batch_invariant(others | {"CompressedTensorsW8A8Int8/CutlassInt8ScaledMMLinearKernel": 16})
 
 
 def test_room_for_the_engine_is_no_part_of_what_a_cell_is_found_by():
@@ -84,6 +91,7 @@ def test_answers_are_those_of_transformers_on_nearly_all_questions(answered):
 FITS = """
 import sys
 from pathlib import Path
+from qrl.engine import vllm
 from qrl.engine import vllm
 from qrl.errors import BadInput
 for folder in map(Path, sys.argv[1:]):
