@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from qrl import keys, names, pipeline, quantize, recipe, tiny
+from qrl.engine import vllm
 from qrl.errors import BadInput
 from qrl.evaluate import cells
 from qrl.tasks import load
@@ -34,6 +35,15 @@ if __name__ == "__main__":
 def test_without_vllm_a_sentence_says_where_it_is():
     with pytest.raises(BadInput, match=r"vLLM cannot be imported.*evaluate\.engine=transformers"):
         cells.ask(cells.Cell("base", "fp16", tiny.PATH), load("arithmetic", "heldout", 2, 0), engine="vllm", **ASK)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "invariant"),
+    [("CompressedTensorsW8A8Fp8/CutlassFP8ScaledMMLinearKernel", True), ("CompressedTensorsWNA16/MacheteLinearKernel", True), ("CompressedTensorsW8A8Int8/CutlassInt8ScaledMMLinearKernel", False)],
+)  # fmt: skip
+def test_a_receipt_calls_batch_invariant_what_was_measured_to_be(kernel, invariant):
+    """By its names on an H200: of the same questions 32 and 256 at once, these gave the same answers or not (qrl/benchmark/SCHEMES.md)."""
+    assert vllm.batch_invariant({"UnquantizedEmbeddingMethod": 1, kernel: 16, "FlashAttentionImpl": 4}) is invariant
 
 
 @pytest.mark.parametrize(("step", "choice", "folder"), [("evaluate", "vllm", "vllm_cpu"), ("evaluate", "transformers", None), ("quantize", "awq", "awq"), ("quantize", "gptq", None)])

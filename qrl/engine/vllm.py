@@ -12,7 +12,7 @@ import importlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ _SETTINGS = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # our own `_inspect` goes to vLLM's worker, nothing from outside
 }
 _CPU_CACHE_GIB = "1"  # the default takes half of the memory
+_VARIANT = "Int8ScaledMM"  # a kernel whose answers follow the batch's size all the same: measured, qrl/benchmark/SCHEMES.md
 _CPU_SHARE = 0.1  # of the machine's memory that must be free; the default wants 92 %
 
 
@@ -88,7 +89,6 @@ class Vllm:
         check_runs(path, device, deterministic)
         self.name = f"{NAME} {vllm.__version__}"
         self.tokens = hf.tokenizer(path)
-        self.invariant = deterministic and device == "cuda"
         self._sampling = vllm.SamplingParams
         try:
             self._llm = vllm.LLM(
@@ -109,6 +109,7 @@ class Vllm:
         self._ends = _end_ids(path)
         self._found = self._llm.apply_model(_inspect)[0]
         self._sequences, self._device = sequences, device
+        self.invariant = deterministic and device == "cuda" and batch_invariant(self._found["kernels"])
 
     def __enter__(self) -> Vllm:
         return self
@@ -196,6 +197,15 @@ class Vllm:
                 f"{self.name} died while answering ({' '.join(str(error).split())[:200]}); its log above says why. Its kernels here "
                 f"are {kernels}: a scheme whose kernel this machine lacks needs another machine, or evaluate.engine=transformers."
             ) from error
+
+
+def batch_invariant(kernels: Iterable[str]) -> bool:
+    """Whether all these kernels have a batch-invariant form, so that an answer does not depend on what is asked beside it.
+
+    Args:
+        kernels: as a receipt names them.
+    """
+    return not any(_VARIANT in kernel for kernel in kernels)
 
 
 def check_runs(path: Path, device: str, deterministic: bool = False) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qrl import source
+from qrl import names, source
 from qrl.tracking import models, runs, store
 
 
@@ -21,3 +21,11 @@ def folder(address: str) -> Path:
         return models.local_path(address)
     run_id, _, path = address.removeprefix("runs:/").partition("/")
     return runs.artifact(run_id, path)
+
+
+def scheme(address: str) -> str | None:
+    """The scheme that `quantize` stored a model of the store under; None for models that it did not make, and for other addresses."""
+    if not address.startswith("models:/m-"):
+        return None
+    found = models.params(address)
+    return found.get("scheme") if names.SETTINGS in found else None
