@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qrl import names, source
-from qrl.tracking import models, runs, store
+from qrl.tracking import contents, models, store
 
 
 def folder(address: str) -> Path:
@@ -20,7 +20,7 @@ def folder(address: str) -> Path:
     if address.startswith("models:/"):
         return models.local_path(address)
     run_id, _, path = address.removeprefix("runs:/").partition("/")
-    return runs.artifact(run_id, path)
+    return contents.artifact(run_id, path)
 
 
 def scheme(address: str) -> str | None:
