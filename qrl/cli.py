@@ -6,18 +6,14 @@ before a command runs, so that `--help` answers at once.
 
 from __future__ import annotations
 
-import errno
-import io
 import os
-import sys
 from collections.abc import Callable
 
 import click
 
-from qrl import names, process
-from qrl.errors import BadInput, QrlError
+from qrl import ending, names
+from qrl.errors import BadInput
 from qrl.options import Finite, RecipeCommand
-from qrl.tracking import signals
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -291,56 +287,12 @@ def plan_command(between_seed_sd: float | None, between_seed_sd_gain: float | No
     plan.make({key: value for key, value in given.items() if value is not None}, **asked)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Runs a command and ends with its exit code; errors that a sentence can tell are told in one."""
-    process.settle()
-    signals.guard()
-    _escape()
-    try:
-        if os.environ.get("MLFLOW_RUN_ID"):
-            signals.import_mlflow()
-        cli.main(args=arguments, prog_name="qrl", standalone_mode=False)
-    except click.exceptions.Exit as ended:
-        sys.exit(ended.exit_code)
-    except click.exceptions.NoArgsIsHelpError as shown:  # no command at all
-        click.echo(shown.format_message(), err=True)
-        sys.exit(2)
-    except click.ClickException as error:  # an unknown option, a missing one, a port that is no number
-        _end(BadInput(f"{error.format_message().rstrip('.')}; see `{' '.join(filter(None, ('python -m qrl', _command())))} --help`."))
-    except QrlError as error:
-        _end(error)
-    except ModuleNotFoundError as error:  # a Python without the project's environment
-        if (error.name or "qrl").partition(".")[0] == "qrl":
-            raise
-        _end(BadInput(_not_installed(error.name)))
-    except OSError as error:  # a full or read-only disk, met before a run began: inside one, the run's own handling says so
-        from qrl.tracking import store
-
-        if error.errno == errno.ENAMETOOLONG:
-            _end(BadInput(f"'{str(error.filename)[:40]}…' is longer than a path may be: give the path of a file or folder that exists."))
-        if (told := store.sentence(error)) is None:
-            raise
-        _end(told)
-    except (KeyboardInterrupt, click.Abort) as error:  # a signal before any step began; Abort is click's name for it
-        found = (error, error.__cause__, error.__context__)
-        stopped = next((each for each in found if isinstance(each, KeyboardInterrupt)), KeyboardInterrupt())
-        _tell_run(stopped)
-        sys.exit(signals.exit_code(stopped))
-
-
 def _listed(option: str, text: str) -> list[str]:
     """What an option lists by comma, without the spaces and the comma at its end that come with copying."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not found:
         raise BadInput(f"{option} is '{text}', which names nothing: name one, or several by comma.")
     return found
-
-
-def _escape() -> None:
-    """Gives a terminal or pipe whose encoding knows no − or ± an escape of it, not a traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def _sent() -> bool:
@@ -351,27 +303,6 @@ def _sent() -> bool:
     return pipeline.PLACE in os.environ or runs.is_launched()
 
 
-def _not_installed(package: str) -> str:
-    return (
-        f"The package '{package}' is not installed for {sys.executable}: run the step as `mlflow run . -e {_command() or 'main'} "
-        "--env-manager uv`, or activate the environment whose path a study prints at its end."
-    )
-
-
-def _end(error: QrlError) -> None:
-    if not error.told:
-        click.echo(f"qrl: {error}", err=True)
-    _tell_run(error)
-    sys.exit(error.exit_code)
-
-
-def _tell_run(error: BaseException) -> None:
-    """Where `mlflow run` opened a run for us, it learns the reason: MLflow itself turns every failure into exit code 1."""
-    if os.environ.get("MLFLOW_RUN_ID"):
-        from qrl.tracking import runs
-
-        runs.close_opened(error)
-
-
-def _command() -> str:
-    return next((word for word in sys.argv[1:] if word in cli.commands), "")
+def main(arguments: list[str] | None = None) -> None:
+    """Runs a command and ends with its exit code; errors that a sentence can tell are told in one."""
+    ending.run(cli, arguments)

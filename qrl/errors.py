@@ -30,3 +30,8 @@ class GateRefused(QrlError):
     """A gate decided against a promotion."""
 
     exit_code = 3
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, which may be many lines or nothing."""
+    return (str(error).strip() or "no message").splitlines()[0]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 
+from qrl import process
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.keys import ROOT
 from qrl.tracking import projects, reuse
@@ -166,7 +167,7 @@ def launch(
     if manager == "local":  # a step runs `python`, which is this one only where its environment was activated
         os.environ["PATH"] = local_path()
     try:
-        with overrides(folder):
+        with overrides(folder), from_here():
             mlflow.projects.run(
                 str(folder), entry_point=step, parameters=parameters, env_manager=manager, run_id=run_id
             )
@@ -185,6 +186,16 @@ def launch(
 def local_path() -> str:
     """PATH with this Python's folder first: where a step that shares its environment finds `python`."""
     return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+
+
+@contextmanager
+def from_here() -> Iterator[None]:
+    """Has launched steps work in our folder, which relative paths are counted from."""
+    os.environ[process.FOLDER] = os.getcwd()
+    try:
+        yield
+    finally:
+        del os.environ[process.FOLDER]
 
 
 @contextmanager

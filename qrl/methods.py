@@ -17,7 +17,7 @@ from qrl import recipe as recipes
 from qrl.errors import BadInput, QrlError
 from qrl.keys import SECTIONS
 from qrl.launch import Launcher
-from qrl.pipeline import Models, Order, check_environments
+from qrl.pipeline import Models, Order, check_environments, check_schemes
 from qrl.recipe import Recipe
 
 FIRST = "tiny-ptq"
@@ -106,6 +106,7 @@ def study(first: str, others: tuple[str, ...], seeds: tuple[int, ...], given: di
     rounded = [f"{names.ROUNDED_PREFIX}{each.train.qat}" for _, each in arms[seeds[0]] if each.train.qat != "none"]
     report.warn(choices.unheeded(start.quantize, start.quantize.schemes, given, rounded) + evaluation.unheeded(start.evaluate))
     device, base = devices.choose(start.device), checkpoint.check(source.locate(start.model))
+    check_schemes(start, base.path)
 
     def walk(ahead: Launcher) -> None:
         for (_, grpo), *_ in arms.values():  # the other arms store in formats of the core environment

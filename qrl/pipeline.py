@@ -94,6 +94,25 @@ def check_environments(step: str, recipe: Recipe, walk: Callable[[Launcher], obj
         walk(Ahead(lambda folder: check_reachable(step, folder)))
 
 
+def check_schemes(recipe: Recipe, base: Path) -> None:
+    """Tells before anything is trained what could not be stored after it: a scheme's settings, or a model that it does not fit.
+
+    Args:
+        recipe: the schemes' section.
+        base: the model's checkpoint folder.
+
+    Raises:
+        BadInput: which scheme, and why.
+    """
+    from qrl import quantize
+    from qrl.quantize import settings as choices
+
+    for scheme in recipe.quantize.schemes:
+        settings = choices.of(scheme, recipe.quantize, recipe.seed)
+        if recipe.model not in source.SHIPPED:  # which fits all of them; looking takes the seconds that torch's import does
+            quantize.check_fit(base, settings)
+
+
 def hand_over(folder: Path, step: str, parameters: dict[str, str]) -> None:
     """Runs this very step in another environment, under the run that it already has, if it has one."""
     from qrl.tracking import signals, store
@@ -121,10 +140,9 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
 
     prompt.check(recipe.task, recipe.prompt)
     registry.registered_name(recipe)  # what the last step would refuse
-    for scheme in recipe.quantize.schemes:
-        choices.of(scheme, recipe.quantize, recipe.seed)  # what cannot be made is told before anything is trained
     report.warn(choices.unheeded(recipe.quantize, recipe.quantize.schemes, typed) + evaluation.unheeded(recipe.evaluate))
     base = checkpoint.check(source.locate(recipe.model))
+    check_schemes(recipe, base.path)
     device = devices.choose(recipe.device)
     rollouts.check(recipe.rollout, device, recipe.train)
     teacher = checkpoint.check(addresses.folder(recipe.train.teacher)).digest if recipe.train.teacher else None

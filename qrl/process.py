@@ -11,11 +11,14 @@ import os
 import warnings
 
 CHATTY = ("torchao", "torch.utils._pytree", "bitsandbytes", "torch.distributed.elastic", "torch.fx", "alembic")
+FOLDER = "QRL_FOLDER"  # where the command was given that launched this process, which MLflow starts in the project's own folder
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _NEVER = -1, -3, 1 << 30  # glibc's mallopt
 
 
 def settle() -> None:
-    """Sets environment, log levels and the allocator; to be called before torch or transformers is imported."""
+    """Sets working folder, environment, log levels and the allocator; to be called before torch or transformers is imported."""
+    if folder := os.environ.pop(FOLDER, None):
+        os.chdir(folder)  # a relative path means what it meant to whoever gave it, and work in progress stays there
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

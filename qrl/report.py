@@ -15,7 +15,7 @@ import click
 from qrl import names
 from qrl.launch import Launcher, Result
 from qrl.recipe import Recipe
-from qrl.tracking import projects, runs, store
+from qrl.tracking import contents, projects, store
 from qrl.workspace import workspace
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ def show(recipe: Recipe, launcher: Launcher, compared: Result, diagnosed: Result
         _page(work, compared, diagnosed, trained)
         (work / names.RECIPE).write_text(recipe.dump())
         table = (work / names.TABLE_MD).read_text()
-        runs.log_folder(work)
-    runs.log_scores(compared.outputs.values["metrics"])
+        contents.log_folder(work)
+    contents.log_scores(compared.outputs.values["metrics"])
     told = f"{table}\n{_packed(recipe)}".rstrip()  # the verdicts are a section of the table
-    runs.describe(f"{told}\n\n{_links(launcher)}")
+    contents.describe(f"{told}\n\n{_links(launcher)}")
     click.echo(f"\n{told}\n")
 
 
@@ -65,9 +65,9 @@ def methods(launcher: Launcher, outcome: Outcome, seeds: tuple[int, ...], second
     with workspace(f"methods-{launcher.run_id}") as work:
         text = room.write(found, work, converged, failed)
         frame.to_parquet(work / names.QUESTIONS)
-        runs.log_folder(work)
-    runs.log_scores(room.metrics(found) | {"study/seconds": seconds})
-    runs.describe(f"{text}\n\n{_links(launcher)}")
+        contents.log_folder(work)
+    contents.log_scores(room.metrics(found) | {"study/seconds": seconds})
+    contents.describe(f"{text}\n\n{_links(launcher)}")
     click.echo(f"\n{text}\nArtifacts   {projects.artifact_place(launcher.run_id)}: methods.md, methods.json, questions.parquet, figures/")
     click.echo(f"Took        {seconds:.0f} s")
 
@@ -81,7 +81,7 @@ def _convergence(found: Methods, outcome: Outcome, variant: str, scheme: str) ->
     row = next((row for row in found.rows if (row.variant, row.scheme) == (variant, scheme)), None)
     if row is None or row.over_base is None:
         return None
-    histories = [pd.read_parquet(runs.artifact(run_id, names.HISTORY)) for run_id in outcome.trained[variant].values()]
+    histories = [pd.read_parquet(contents.artifact(run_id, names.HISTORY)) for run_id in outcome.trained[variant].values()]
     measure = "reward" if "reward" in histories[0] else "loss"
     return converged.judge(variant, scheme, row.over_base, [each[measure].tolist() for each in histories], measure)
 
@@ -99,7 +99,7 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
 
     name = registry.registered_name(recipe)
     overhead = seconds - launcher.seconds
-    runs.log_scores({"study/seconds": seconds, "study/outside_steps_s": overhead})
+    contents.log_scores({"study/seconds": seconds, "study/outside_steps_s": overhead})
     here = projects.artifact_place(launcher.run_id)
     lines = [
         f"Artifacts   {here}: table.md, table.json, questions.parquet, recipe.yaml, {names.REPORT}, figures/",
@@ -148,9 +148,9 @@ def _serve(recipe: Recipe, stage: str) -> str:
 
 def _gather(work, compared: Result, diagnosed: Result, trained: Result) -> None:
     for file in (names.TABLE_MD, names.TABLE_JSON, names.QUESTIONS):
-        shutil.copy(runs.artifact(compared.run_id, file), work / file)
+        shutil.copy(contents.artifact(compared.run_id, file), work / file)
     for result in (compared, diagnosed, trained):
-        shutil.copytree(runs.artifact(result.run_id, names.FIGURES), work / names.FIGURES, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.html"))
+        shutil.copytree(contents.artifact(result.run_id, names.FIGURES), work / names.FIGURES, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.html"))
 
 
 def _page(work: Path, compared: Result, diagnosed: Result, trained: Result) -> None:
@@ -160,10 +160,10 @@ def _page(work: Path, compared: Result, diagnosed: Result, trained: Result) -> N
     from qrl import figures
 
     weights, stored, said = (
-        pd.read_parquet(runs.artifact(diagnosed.run_id, name)) if name in diagnosed.outputs.artifacts else pd.DataFrame()
+        pd.read_parquet(contents.artifact(diagnosed.run_id, name)) if name in diagnosed.outputs.artifacts else pd.DataFrame()
         for name in (names.WEIGHTS, names.STORED, names.BEHAVIOUR)
     )
-    history = pd.read_parquet(runs.artifact(trained.run_id, names.HISTORY))
+    history = pd.read_parquet(contents.artifact(trained.run_id, names.HISTORY))
     table = json.loads((work / names.TABLE_JSON).read_text(encoding="utf-8"))
     figures.report(table, compared.outputs.values["sentence"], history, weights, stored, said, work / names.REPORT)
 

@@ -34,19 +34,23 @@ def workspace(name: str, *, keep_on_error: bool = False, shared: bool = False) -
     except FileExistsError:
         raise BadInput(f"{path.parent} is a file, but a folder to work in was expected: move it away.") from None
     _sweep(path.parent)
+    lock = Path(f"{path}.lock")
     try:
-        with FileLock(f"{path}.lock", timeout=0):
+        with FileLock(lock, timeout=0):
             if not keep_on_error:
                 shutil.rmtree(path, ignore_errors=True)
             path.mkdir(exist_ok=True)
+            kept = keep_on_error
             try:
                 yield path
-            except BaseException:
-                if not keep_on_error:
+                kept = False
+            finally:
+                if not kept:
                     shutil.rmtree(path, ignore_errors=True)
-                raise
-            shutil.rmtree(path, ignore_errors=True)
-        Path(f"{path}.lock").unlink(missing_ok=True)
+                elif path.is_dir() and not any(path.iterdir()):
+                    path.rmdir()  # it ended before there was anything to go on from
+                if not path.exists():
+                    lock.unlink(missing_ok=True)
     except Timeout:
         raise BadInput(f"Another process is at this very work ({path.name}): wait for it, or stop it.") from None
 

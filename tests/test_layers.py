@@ -18,7 +18,7 @@ LAYERS = [
     {"keys"},
     {"steps"},
     {"launch", "pipeline", "report", "methods"},
-    {"options", "cli", "__main__"},
+    {"options", "ending", "cli", "__main__"},
 ]
 ROOMS = LAYERS[2]
 KNOWS_MLFLOW = {"tracking", "versions", "registry", "launch"}  # launch calls mlflow.projects.run

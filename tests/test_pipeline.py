@@ -1,14 +1,18 @@
 """Where a study's steps run: an environment that nobody builds is missed only by a step that would be launched in it."""
 
+import json
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import mlflow
 import pytest
 
-from qrl import checkpoint, keys, names, pipeline, recipe, tiny
+from qrl import checkpoint, keys, names, pipeline, process, recipe, tiny
 from qrl.errors import BadInput
-from qrl.launch import Ahead
+from qrl.launch import Ahead, launch
 from qrl.tracking import models, reuse, runs
 
 DIGEST = checkpoint.digest(tiny.PATH)
@@ -56,9 +60,29 @@ def test_what_is_missing_is_asked_for_where_it_would_run_and_hides_what_builds_o
 
 
 def test_a_refused_study_makes_no_store(tmp_path):
-    import os
-
     environment = os.environ | {"PYTHONPATH": str(keys.ROOT), "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
     done = subprocess.run([sys.executable, "-m", "qrl", "study", "--device", "cpu"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "projects/awq" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_launched_step_counts_relative_paths_from_where_the_study_was_started(store, tmp_path):
+    project = tmp_path / "project"
+    project.mkdir()
+    program = "from qrl import process; process.settle(); import pathlib; pathlib.Path('here').touch()"
+    command = f'PYTHONPATH={keys.ROOT} python -c \\"{program}\\"'
+    (project / "MLproject").write_text(f'name: one\nentry_points:\n  step:\n    command: "{command}"\n')
+    with runs.step("study") as run:
+        launch(project, "step", {}, parent=run.info.run_id, name="step")
+    assert Path("here").is_file() and not (project / "here").exists()
+    assert process.FOLDER not in os.environ
+
+
+def test_a_model_that_a_scheme_does_not_fit_is_refused_before_it_is_trained(store, tmp_path):
+    odd = shutil.copytree(tiny.PATH, tmp_path / "odd")
+    settings = json.loads((odd / "config.json").read_text()) | {"intermediate_size": 200}
+    (odd / "config.json").write_text(json.dumps(settings))
+    for scheme in ("gptq", "nvfp4"):
+        given = recipe.load("tiny", {"device": "cpu", "model": str(odd), "quantize.schemes": f"nf4,{scheme}"})
+        with pytest.raises(BadInput, match="down_proj has 200 inputs"):
+            pipeline.check_schemes(given, odd)

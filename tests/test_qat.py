@@ -20,7 +20,7 @@ pytest.importorskip("compressed_tensors")
 
 from qrl.errors import BadInput, QrlError
 from qrl.formats import fake, fake_fused, fake_linears
-from qrl.train import qat, sync
+from qrl.train import qat, qat_calibration, sync
 
 SHAPE = {
     "hidden_size": 256,
@@ -40,7 +40,7 @@ def attached(name, **given):
     model = small()
     qat.attach(model, name, **given)
     if fake_linears.needs_calibration(name):
-        qat.calibrate(model, [batch()])
+        qat_calibration.calibrate(model, [batch()])
     return model
 
 
@@ -255,7 +255,7 @@ def test_activation_scales_come_from_the_largest_input_padding_apart_and_are_rea
     model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     padded = batch()
     padded["attention_mask"][1, :5] = 0
-    found = qat.calibrate(model, [padded])
+    found = qat_calibration.calibrate(model, [padded])
     largest = seen[0][padded["attention_mask"].bool()].abs().max()
     linear = model.model.layers[1].mlp.down_proj
     assert (
@@ -266,10 +266,10 @@ def test_activation_scales_come_from_the_largest_input_padding_apart_and_are_rea
     fake_linears.write_activation_scales(tmp_path, found)
     again = small()
     qat.attach(again, "nvfp4-a4")
-    qat.set_activation_scales(again, fake_linears.read_activation_scales(tmp_path))
+    qat_calibration.set_activation_scales(again, fake_linears.read_activation_scales(tmp_path))
     assert torch.equal(again.model.layers[1].mlp.down_proj.input_global_scale, linear.input_global_scale)
     with pytest.raises(BadInput, match="do not fit the model"):
-        qat.set_activation_scales(again, {"model.layers.9.mlp.down_proj": 1.0})
+        qat_calibration.set_activation_scales(again, {"model.layers.9.mlp.down_proj": 1.0})
     assert fake_linears.read_activation_scales(tmp_path / "elsewhere") is None
 
 

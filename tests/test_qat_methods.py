@@ -10,7 +10,7 @@ from qrl import methods as study
 from qrl.compare import converged, methods
 from qrl.compare.text import interval
 from qrl.errors import BadInput
-from qrl.tracking import runs
+from qrl.tracking import contents
 
 RATES = {("base", "fp16"): 0.3, ("grpo", "fp16"): 0.7, ("grpo", "nf4"): 0.6, ("qat-int4", "rtn-int4"): 0.8}
 
@@ -155,9 +155,9 @@ def test_compare_methods_says_at_its_end_where_things_are(store, tmp_path, capsy
     text, last = compare("--cells", ",".join(ids))
     run = mlflow.MlflowClient().search_runs(["0"], max_results=1)[0]
     assert f"Logged to run {run.info.run_id}: methods.md" in last and run.info.status == "FINISHED"
-    assert runs.artifact(run.info.run_id, "methods.md").read_text() == text.removesuffix("\n") and run.data.metrics["methods/error_grpo_nf4"] < 0
+    assert contents.artifact(run.info.run_id, "methods.md").read_text() == text.removesuffix("\n") and run.data.metrics["methods/error_grpo_nf4"] < 0
     listed = {"methods.md", "methods.json", "questions.parquet", "figures"}
-    assert {path.name for path in runs.artifact(run.info.run_id, ".").iterdir()} == listed
+    assert {path.name for path in contents.artifact(run.info.run_id, ".").iterdir()} == listed
     _, last = compare("--cells", ",".join(ids), "--out", str(tmp_path / "out"))
     assert f"Written to {tmp_path}/out: methods.md, methods.json, figures/" in last
     assert {path.name for path in (tmp_path / "out").iterdir()} == listed - {"questions.parquet"}

@@ -15,7 +15,7 @@ from qrl.formats import fake, fake_linears
 from qrl.quantize import compressed
 from qrl.quantize import settings as choices
 from qrl.recipe import Quantize
-from qrl.train import qat
+from qrl.train import qat, qat_calibration
 
 IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
 BATCH = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
@@ -56,7 +56,7 @@ def test_stored_weights_and_answers_are_bit_equal_to_the_trained_ones(name, mast
     trained, source = in_training(masters, name), tmp_path / "masters"
     shutil.copytree(masters, source)
     if fake_linears.needs_calibration(name):
-        fake_linears.write_activation_scales(source, qat.calibrate(trained, [BATCH]))
+        fake_linears.write_activation_scales(source, qat_calibration.calibrate(trained, [BATCH]))
     store(source, tmp_path / "out", name)
 
     found = checkpoint.check(tmp_path / "out")
@@ -112,7 +112,7 @@ def test_the_trainings_activation_scales_are_stored_where_llm_compressor_has_the
     (offload := tmp_path / "offload").mkdir()
     source = tmp_path / "masters"
     shutil.copytree(masters, source)
-    wanted = qat.calibrate(in_training(masters, "nvfp4-a4"), [BATCH])
+    wanted = qat_calibration.calibrate(in_training(masters, "nvfp4-a4"), [BATCH])
     fake_linears.write_activation_scales(source, wanted)
     monkeypatch.setattr(compressed, "quiet_oneshot", quiet_oneshot)
     store(source, tmp_path / "out", "nvfp4-a4")

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from qrl import checkpoint, compare, names, quantize
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
+from qrl.formats import kind
 from qrl.quantize import calibration, error, settings, widths
 from qrl.recipe import Quantize
 
@@ -251,3 +252,39 @@ def test_weights_that_are_no_numbers_are_refused_by_name_and_nothing_is_left(sch
     with pytest.raises(BadInput, match=r"NaN or infinity in .*model\.layers\.1\.self_attn\.v_proj"):
         quantize.run(scheme, spoilt, tmp_path / "out", calibration=TEXTS, probe=TEXTS)
     assert not (tmp_path / "out").exists()
+
+
+def test_infinity_is_refused_where_no_text_comes_by(tiny_checkpoint, tmp_path):
+    spoilt = Path(shutil.copytree(tiny_checkpoint, tmp_path / "spoilt"))
+    weights = load_file(spoilt / "model.safetensors")
+    weights["model.embed_tokens.weight"][-1, 0] = float("inf")  # of a token that no text of the probe holds
+    save_file(weights, spoilt / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BadInput, match=r"NaN or infinity in model\.embed_tokens\.weight"):
+        quantize.run("nf4", spoilt, tmp_path / "out", probe=TEXTS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_would_stay_in_full_precision_unseen_is_refused_by_every_scheme(tmp_path):
+    from transformers import GPT2Config, MambaConfig, MixtralConfig
+
+    sizes = {"vocab_size": 64, "hidden_size": 128, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128}
+    unfit = {  # fp8 of GPT-2 stored not one matrix in few bits, and called the checkpoint fp8
+        "mixtral is a mixture of experts": (MixtralConfig(**sizes, **heads, num_local_experts=2), ("nf4", "int8", "fp8", "awq-ct", "awq", "rtn-int8")),
+        "mamba has Mamba layers": (MambaConfig(**sizes, state_size=4), ("nf4", "w8a8", "w8a16", "rtn-fp8")),
+        "lies in a Conv1D": (GPT2Config(vocab_size=64, n_embd=128, n_layer=1, n_head=2), ("fp8", "gptq", "rtn-int4")),
+    }
+    for words, (config, schemes) in unfit.items():
+        config.save_pretrained(tmp_path)
+        for scheme in schemes:
+            with pytest.raises(BadInput, match=words):
+                quantize.check_fit(tmp_path, chosen(scheme))
+    quantize.check_fit(tmp_path, chosen("nf4"))  # bitsandbytes knows GPT-2's
+
+
+def test_what_a_checkpoint_says_of_its_codes_is_what_its_scheme_may_hold(made):
+    for scheme, found in made.items():
+        said = kind.of(checkpoint.config(found.path)["quantization_config"])
+        assert len(said) == 1 and said <= set(kind.KINDS[scheme])
+        assert f"{min(BITS[scheme] // 4 * 4, 8):.0f}-bit" in min(said)
+    assert set(kind.KINDS) == set(names.QUANTIZED_SCHEMES)

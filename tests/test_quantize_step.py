@@ -100,9 +100,20 @@ def test_what_cannot_be_done_is_told_before_a_run_is_opened(store, tmp_path):
     odd = shutil.copytree(tiny.PATH, tmp_path / "odd")
     config = json.loads((odd / "config.json").read_text())
     (odd / "config.json").write_text(json.dumps(config | {"intermediate_size": 200}))
-    with pytest.raises(BadInput, match="down_proj has 200 inputs"):
-        step.quantize(settings(), "gptq", f"base={odd}")
+    for scheme in ("gptq", "rtn-int4"):
+        with pytest.raises(BadInput, match="down_proj has 200 inputs"):
+            step.quantize(settings(), scheme, f"base={odd}")
     assert not mlflow.search_runs(output_format="list")
+
+
+def test_a_cell_is_not_called_by_another_scheme_than_the_one_its_model_is_stored_in(store):
+    for scheme, other, words in (("nf4", "int8", "stored as 4-bit floats: expected 8-bit integers"), ("rtn-int8", "w8a16", "stored as rtn-int8: expected w8a16")):
+        step.quantize(settings(), scheme, None)
+        (model,) = mlflow.search_logged_models(filter_string=f"params.scheme = '{scheme}'", output_format="list")
+        address = f"models:/{model.model_id}"
+        assert inputs.stored_as(("base", scheme), address).quantization == names.STORED_AS[scheme]
+        with pytest.raises(BadInput, match=words):
+            inputs.stored_as(("base", other), address)
 
 
 def test_a_step_killed_outright_leaves_nothing_in_the_store_and_the_next_one_sweeps(store):

@@ -12,7 +12,7 @@ import pytest
 from qrl import checkpoint, names, recipe, registry, versions
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.steps import promote as promoting
-from qrl.tracking import cells, models, runs
+from qrl.tracking import cells, contents, models, runs
 
 ROOT = Path(__file__).parents[1]
 NAME = "qrl-tiny"
@@ -205,7 +205,7 @@ def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
         uri, stored = models.log_checkpoint(
             tiny_checkpoint, name="base", digest=digest, variant="base", scheme="fp16", task="arithmetic", move=False
         )
-        runs.log_scores({names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 2000}, model_uri=uri)
+        contents.log_scores({names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 2000}, model_uri=uri)
     promoting.promote(recipe.load(), ["base"], [run.info.run_id])
     assert pointers() == {"base": "1"}
     (stored / "generation_config.json").write_text('{"temperature": 0.5}')
@@ -216,7 +216,7 @@ def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
         uri, _ = models.log_checkpoint(
             tiny_checkpoint, name="base", digest=digest, variant="base", scheme="fp16", task="arithmetic", move=False
         )
-        runs.log_scores({names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 2000}, model_uri=uri)
+        contents.log_scores({names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 2000}, model_uri=uri)
     promoting.promote(recipe.load(), ["base"], [again.info.run_id])
     assert pointers() == {"base": "2", "base-previous": "1"}  # whole weights displace damaged ones
 

@@ -15,7 +15,7 @@ import pytest
 from qrl import checkpoint, names, recipe
 from qrl.errors import BadInput, QrlError
 from qrl.tasks import prompt
-from qrl.tracking import cells, description, models, reuse, runs, signals
+from qrl.tracking import cells, contents, description, models, reuse, runs, signals
 from qrl.tracking import store as stores
 
 ROOT = Path(__file__).parents[1]
@@ -119,11 +119,11 @@ def test_however_a_step_ends_its_run_says_so(store, error, ended, says):
 def test_a_failing_cell_fails_alone(store):
     model = mlflow.initialize_logged_model("m")
     with runs.step("evaluate") as parent:
-        dataset = runs.log_dataset("arithmetic-heldout", digest="d" * 64, context="heldout", n=10, source="generated")
+        dataset = contents.log_dataset("arithmetic-heldout", digest="d" * 64, context="heldout", n=10, source="generated")
         for scheme in ("fp16", "nf4"):
             try:
                 with runs.child(names.cell_name("base", scheme), params={"scheme": scheme}) as cell:
-                    runs.log_scores({names.ACCURACY: 0.5}, model_uri=f"models:/{model.model_id}", dataset=dataset)
+                    contents.log_scores({names.ACCURACY: 0.5}, model_uri=f"models:/{model.model_id}", dataset=dataset)
                     if scheme == "nf4":
                         raise QrlError("Too many answers were cut.")
             except QrlError:
@@ -145,7 +145,7 @@ def test_a_run_that_no_step_joined_still_gets_the_reason(store, monkeypatch):
 STEP = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs of its background deaf to Ctrl-C
-from qrl.tracking import runs, store
+from qrl.tracking import contents, runs, store
 store.prepare()
 with runs.step("train") as run:
     print(run.info.run_id, flush=True)
@@ -229,11 +229,11 @@ def test_sources_are_the_room_and_what_it_builds_on():
 def test_an_artifact_that_is_not_there_gets_a_sentence(store):
     with runs.step("train") as run:
         mlflow.log_text("1", "adapter/adapter_config.json")
-    assert (runs.artifact(run.info.run_id, "adapter") / "adapter_config.json").is_file()
+    assert (contents.artifact(run.info.run_id, "adapter") / "adapter_config.json").is_file()
     with pytest.raises(BadInput, match=r"holds no artifact 'table\.md'"):
-        runs.artifact(run.info.run_id, "table.md")
+        contents.artifact(run.info.run_id, "table.md")
     with pytest.raises(BadInput, match="There is no run '0123'"):
-        runs.artifact("0123", "table.md")
+        contents.artifact("0123", "table.md")
 
 
 def test_a_finished_step_is_found_until_a_file_of_it_is_gone(store, tmp_path):
@@ -254,9 +254,9 @@ def test_a_finished_step_is_found_until_a_file_of_it_is_gone(store, tmp_path):
     assert reuse.find("compare", "k").info.run_id == second
     assert reuse.find("train", "k") is None and reuse.find("compare", "other") is None
     assert reuse.outputs(reuse.find("compare", "k")) == reuse.Outputs({}, ["table.md", "figures"], {"digest": "d"})
-    runs.artifact(second, "figures/table.md").unlink()
+    contents.artifact(second, "figures/table.md").unlink()
     assert reuse.find("compare", "k").info.run_id == first
-    runs.artifact(first, "table.md").write_text("cut")
+    contents.artifact(first, "table.md").write_text("cut")
     assert reuse.find("compare", "k") is None
 
 
@@ -270,7 +270,7 @@ def test_an_artifact_whose_bytes_changed_is_not_reused_and_its_rows_are_not_read
     run_id = run.info.run_id
     assert reuse.find("evaluate", "k").info.run_id == run_id and len(cells.rows([run_id])) == 50
     for place in (names.QUESTIONS, f"figures/{names.QUESTIONS}"):
-        path = runs.artifact(run_id, place)
+        path = contents.artifact(run_id, place)
         whole = path.read_bytes()
         path.write_bytes(whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])  # of the same size
         assert reuse.find("evaluate", "k") is None

@@ -27,7 +27,10 @@ def test_it_is_empty_and_goes_with_the_work():
     with pytest.raises(ZeroDivisionError), workspace("compare-1") as folder:
         assert not list(folder.iterdir())
         raise ZeroDivisionError
-    assert not folder.exists()
+    assert not folder.exists() and not left()
+    with pytest.raises(ZeroDivisionError), workspace("train-1", keep_on_error=True):
+        raise ZeroDivisionError
+    assert not left()  # there is nothing to go on from
 
 
 def test_what_a_second_try_goes_on_from_stays():

@@ -35,8 +35,8 @@ _SETTINGS = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # our own `_inspect` goes to vLLM's worker, nothing from outside
 }
 _CPU_CACHE_GIB = "1"  # the default takes half of the memory
+_VARIANT = "Int8ScaledMM"  # a kernel whose answers follow the batch's size all the same: measured, qrl/benchmark/SCHEMES.md
 _CPU_SHARE = 0.1  # of the machine's memory that must be free; the default wants 92 %
-_BATCH_BOUND = {"CutlassInt8ScaledMMLinearKernel"}  # in batch-invariant mode, too, it answered otherwise at 32 sequences than at 256 (vLLM 0.25.1)
 
 
 class Vllm:
@@ -89,7 +89,6 @@ class Vllm:
         check_runs(path, device, deterministic)
         self.name = f"{NAME} {vllm.__version__}"
         self.tokens = hf.tokenizer(path)
-        self.invariant = deterministic and device == "cuda"
         self._sampling = vllm.SamplingParams
         try:
             self._llm = vllm.LLM(
@@ -110,6 +109,7 @@ class Vllm:
         self._ends = _end_ids(path)
         self._found = self._llm.apply_model(_inspect)[0]
         self._sequences, self._device = sequences, device
+        self.invariant = deterministic and device == "cuda" and batch_invariant(self._found["kernels"])
 
     def __enter__(self) -> Vllm:
         return self
@@ -134,12 +134,12 @@ class Vllm:
         return None if self._device == "cpu" else self._found["weights_bytes"]
 
     def receipt(self) -> dict[str, Any]:
-        """What ran: engine, kernels by the number of layers that they serve, and whether answers depend on what is asked beside them."""
+        """What ran: engine, kernels by the number of layers that they serve, and what was asked for to be deterministic."""
         return {
             "engine": self.name,
             "dtype": self.dtype,
             "kernels": self._found["kernels"],
-            "batch_invariant": self.invariant and batch_invariant(self._found["kernels"]),
+            "batch_invariant": self.invariant,
             "max_num_seqs": self._sequences,
             "prefix_caching": False,
         }
@@ -200,8 +200,12 @@ class Vllm:
 
 
 def batch_invariant(kernels: Iterable[str]) -> bool:
-    """Whether vLLM's batch-invariant mode holds for kernels, as `receipt` names them ("CompressedTensorsW8A8Fp8/CutlassFP8ScaledMMLinearKernel")."""
-    return _BATCH_BOUND.isdisjoint(part for name in kernels for part in name.split("/"))
+    """Whether all these kernels have a batch-invariant form, so that an answer does not depend on what is asked beside it.
+
+    Args:
+        kernels: as a receipt names them.
+    """
+    return not any(_VARIANT in kernel for kernel in kernels)
 
 
 def check_runs(path: Path, device: str, deterministic: bool = False) -> None:

@@ -48,21 +48,32 @@ def check_fit(model: PreTrainedModel, name: str) -> None:
         fake.check_width(path, linear.in_features, scheme.weights)
 
 
-def check_architecture(model: PreTrainedModel) -> None:
-    """Refuses mixtures of experts, state-space models, and whatever keeps its matrices elsewhere than in `nn.Linear`."""
+def check_architecture(model: PreTrainedModel, *, transposed: bool = False) -> None:
+    """Refuses mixtures of experts, state-space models, and whatever keeps its matrices elsewhere than in `nn.Linear`.
+
+    Args:
+        model: with or without weights.
+        transposed: GPT-2's `Conv1D` may hold them, too: bitsandbytes knows it.
+
+    Raises:
+        BadInput: what it is.
+    """
     from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    held = (nn.Linear, nn.Embedding, *((Conv1D,) if transposed else ()))
 
     kind = model.config.model_type
     if any(getattr(model.config, key, None) for key in _EXPERTS):
         raise BadInput(
-            f"{kind} is a mixture of experts, which quantization-aware training does not cover: use a dense model."
+            f"{kind} is a mixture of experts, whose matrices neither training nor storing in few bits covers here: use a dense model."
         )
     names = {type(module).__name__.lower() for module in model.modules()}
     if any("mamba" in each or "ssm" in each for each in names):
-        raise BadInput(f"{kind} has Mamba layers, which quantization-aware training does not cover: use a transformer.")
+        raise BadInput(f"{kind} has Mamba layers, which neither training nor storing in few bits covers here: use a transformer.")
     for path, module in model.named_modules():
         matrices = [name for name, weight in module.named_parameters(recurse=False) if weight.ndim > 1]
-        if matrices and not isinstance(module, nn.Linear | nn.Embedding):
+        if matrices and not isinstance(module, held):
             raise BadInput(
                 f"{path}.{matrices[0]} of {kind} lies in a {type(module).__name__}, not in a Linear, and would stay in full "
                 "precision unseen: use a dense transformer."

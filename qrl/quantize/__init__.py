@@ -5,7 +5,6 @@ What a quantized folder is otherwise stays as it was: tokenizer, chat template a
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -65,7 +64,8 @@ def run(
         stage: called with what begins: "storing", "measuring".
 
     Raises:
-        BadInput: unknown scheme, a source that cannot be quantized, or texts that are missing or too long; before weights are read.
+        BadInput: unknown scheme, a source that cannot be quantized or holds NaN, or texts that are missing or too long; before
+            anything is stored.
         QrlError: the environment cannot run the scheme, or the staged copy is not the same model.
     """
     settings = settings or choices.of(scheme, Quantize(), 0)
@@ -78,6 +78,7 @@ def run(
     looks = scheme in choices.CALIBRATED
     rows = texts.rows(token_ids(source, calibration), settings.max_tokens) if looks else []
     probed = token_ids(source, probe)
+    check_finite(source)
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     stage("storing")
@@ -93,9 +94,6 @@ def run(
 
         stage("measuring")
         errors = error.measure(source, out, probed, device)
-    if not all(map(math.isfinite, errors)) and (spoilt := _not_finite(source)):
-        shutil.rmtree(out)
-        raise BadInput(f"{source} holds NaN or infinity in {spoilt}, which every scheme would pass on: give weights that are all numbers.")
     per_weight, per_parameter = stored_bits(source, out)
     return Quantized(
         path=out,
@@ -110,25 +108,39 @@ def run(
 
 
 def check_fit(source: Path, settings: Settings) -> None:
-    """Refuses a checkpoint with a layer that the scheme's groups do not divide, by its configuration alone.
+    """Refuses a checkpoint that the scheme does not fit, by its configuration alone.
 
     Raises:
-        BadInput: it names the layer.
+        BadInput: a mixture of experts, a state-space model, matrices that are in no linear and would stay as they are in a
+            checkpoint that is called quantized, or a layer that the scheme's groups do not divide; by name.
     """
-    if settings.scheme not in (*choices.GROUPED, *choices.FIXED_GROUP):
-        return
-    from qrl.quantize import staging, widths
+    from qrl.formats import fake_linears
 
     config = checkpoint.config(source)
     if settings.scheme == names.AWQ:  # in an environment whose transformers is older
+        from qrl.quantize import staging
+
         config = staging.rewrite(config)
-    widths.check(pretrained.skeleton(config), settings.group_size, outputs=choices.AWQ_WORD if settings.scheme == names.AWQ else 1)
+    model = pretrained.skeleton(config)
+    if settings.scheme in names.ROUNDED:
+        fake_linears.check_fit(model, settings.scheme.removeprefix(names.ROUNDED_PREFIX))
+        return
+    fake_linears.check_architecture(model, transposed=settings.scheme in names.BITSANDBYTES)
+    if settings.scheme in (*choices.GROUPED, *choices.FIXED_GROUP):
+        from qrl.quantize import widths
+
+        widths.check(model, settings.group_size, outputs=choices.AWQ_WORD if settings.scheme == names.AWQ else 1)
 
 
-def _not_finite(source: Path) -> str:
-    """Name of the first tensor that is not all numbers; looked for where the error is none, so that whole weights cost nothing."""
-    found = (name for name, tensor in checkpoint.tensors(source) if tensor.is_floating_point() and not tensor.isfinite().all())
-    return next(found, "")
+def check_finite(source: Path) -> None:
+    """Refuses weights that are not all numbers: some schemes store them as they are, others fail, or hide them in a scale.
+
+    Raises:
+        BadInput: it names the first such tensor.
+    """
+    for name, tensor in checkpoint.tensors(source):
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise BadInput(f"{source} holds NaN or infinity in {name}, which every scheme would pass on: give weights that are all numbers.")
 
 
 def _store(source: Path, out: Path, settings: Settings, rows: list, probe: list, device: str) -> tuple[float, ...]:

@@ -22,8 +22,8 @@ from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.steps import inputs
 from qrl.tasks import prompt
+from qrl.tracking import contents, runs, store
 from qrl.tracking import models as store_models
-from qrl.tracking import runs, store
 from qrl.workspace import workspace
 
 TABLE, ROWS, FIGURE = "benchmark.md", "benchmark.parquet", "benchmark.png"
@@ -84,14 +84,14 @@ def _log(found: list[summary.Line], note: str, work: Path, rows: str, at_once: s
     table = summary.markdown(found, note, at_once)
     (work / TABLE).write_text(table, encoding="utf-8")
     figures.speeds(found, work / names.FIGURES / FIGURE, "clients" if at_once == "clients" else "prompts")
-    runs.log_folder(work)
-    runs.log_params({names.ENGINE: found[0].engine})
+    contents.log_folder(work)
+    contents.log_params({names.ENGINE: found[0].engine})
     for (variant, scheme), by_batch in summary.metrics(found).items():
         with runs.child(names.cell_name(variant, scheme), params={"variant": variant, "scheme": scheme}, tags={names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme}):
-            log = runs.live_log()
+            log = contents.live_log()
             for batch, values in by_batch.items():
                 log(values, batch)
-    runs.describe(table)
+    contents.describe(table)
     if not runs.is_launched():
         click.echo(table)
         click.echo(f"Logged to run {runs.active_id()}: {TABLE}, {rows}, {names.FIGURES}/{FIGURE}.", err=True)

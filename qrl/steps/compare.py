@@ -12,7 +12,7 @@ from qrl.compare import methods as table
 from qrl.evaluate import groups
 from qrl.recipe import Recipe
 from qrl.tracking import cells as evaluated
-from qrl.tracking import reuse, runs, store
+from qrl.tracking import contents, reuse, runs, store
 from qrl.workspace import workspace
 
 
@@ -36,9 +36,9 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         if by_group := groups.markdown(frame):
             with (work / names.TABLE_MD).open("a", encoding="utf-8") as file:
                 file.write(f"\n{by_group}")
-        runs.log_folder(work)
-        runs.log_scores(comparison.metrics())
-        runs.describe(comparison.markdown())
+        contents.log_folder(work)
+        contents.log_scores(comparison.metrics())
+        contents.describe(comparison.markdown())
         if not runs.is_launched():  # a study prints it all at its end
             click.echo((work / names.TABLE_MD).read_text(encoding="utf-8"))
             click.echo(f"Logged to run {runs.active_id()}: {names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/.", err=True)
@@ -71,9 +71,9 @@ def methods(recipe: Recipe, cells: list[str]) -> None:
     with workspace("compare-methods", shared=True) as work, runs.step("compare", recipe, sections=("compare",), run_name="compare methods"):
         text = table.write(found, work)
         frame.to_parquet(work / names.QUESTIONS)
-        runs.log_folder(work)
-        runs.log_scores(table.metrics(found))
-        runs.describe(text)
+        contents.log_folder(work)
+        contents.log_scores(table.metrics(found))
+        contents.describe(text)
         click.echo(text)
         files = f"{table.METHODS_MD}, {table.METHODS_JSON}, {names.QUESTIONS}, {names.FIGURES}/"
         click.echo(f"Logged to run {runs.active_id()}: {files}.", err=True)

@@ -22,7 +22,7 @@ from qrl.formats import stored
 from qrl.recipe import Recipe
 from qrl.steps import inputs
 from qrl.tasks import prompt
-from qrl.tracking import addresses, reuse, runs, store
+from qrl.tracking import addresses, contents, reuse, runs, store
 from qrl.workspace import workspace
 
 WEIGHTS, SCHEMES, BEHAVIOUR = names.WEIGHTS, names.STORED, names.BEHAVIOUR
@@ -61,8 +61,8 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, 
         runs.step("diagnose", recipe, sections=("diagnose",), tags={names.TAG_CACHE_KEY: key}),
     ):
         measured = _measure(recipe, found, schemes, work)
-        runs.log_scores(measured)
-        runs.log_folder(work)
+        contents.log_scores(measured)
+        contents.log_folder(work)
         reuse.record_outputs(artifacts=sorted(path.name for path in work.iterdir()), values={"metrics": measured})
 
 

@@ -17,7 +17,7 @@ from qrl.evaluate import groups, health, scores
 from qrl.recipe import Recipe
 from qrl.steps import inputs, outcome, record
 from qrl.tasks import prompt
-from qrl.tracking import lineage, models, reuse, runs, store
+from qrl.tracking import contents, lineage, models, reuse, runs, store
 from qrl.workspace import workspace
 
 
@@ -102,16 +102,16 @@ def _one(
         )
         uri = record.given(recipe, address, weights, variant, scheme)
         digest = inputs.digest(questions)
-        heldout = runs.log_dataset(
+        heldout = contents.log_dataset(
             f"{recipe.task}-heldout", digest=digest, context="heldout", n=len(questions), source=inputs.source_of(recipe)
         )
         found = scores.metrics(asked)
-        runs.log_scores(found, model_uri=uri, dataset=heldout)
+        contents.log_scores(found, model_uri=uri, dataset=heldout)
         stored_by = models.params(uri).get(names.SETTINGS, "")
         unreal = hf.simulated(weights.path, device) if settings.engine == hf.NAME else ""
         trained = lineage.training_seed(uri) if variant != names.BASE else None
         noted = {"simulated": unreal, "training_seed": trained}
-        runs.log_params({"dtype": asked.dtype, names.ENGINE: asked.receipt["engine"], **{key: value for key, value in noted.items() if value not in ("", None)}})
+        contents.log_params({"dtype": asked.dtype, names.ENGINE: asked.receipt["engine"], **{key: value for key, value in noted.items() if value not in ("", None)}})
         receipt = asked.receipt | {"weights": weights.digest, "prompt_hash": prompt.template_hash(recipe.prompt), "questions": digest}
         (work / names.RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
         _log_rows(asked, recipe, stored_by, work, recipe.seed if trained is None else trained)
@@ -143,6 +143,6 @@ def _log_rows(asked: room.Asked, recipe: Recipe, stored_by: str, work: Path, see
     asked.frame.assign(seed=seed, question_seed=recipe.seed, **origin).to_parquet(work / names.QUESTIONS)
     if by_group := groups.markdown(asked.frame):
         (work / names.GROUPS_MD).write_text(by_group, encoding="utf-8")
-    runs.log_folder(work)
+    contents.log_folder(work)
     shown = ["question", "correct", "parsed", "answer", "finish_reason", "completion"]
-    runs.log_table(asked.frame.head(recipe.evaluate.samples_logged)[shown], "completions")
+    contents.log_table(asked.frame.head(recipe.evaluate.samples_logged)[shown], "completions")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from qrl import checkpoint, names, tasks
 from qrl.errors import BadInput
+from qrl.formats import kind
 from qrl.recipe import Recipe
 from qrl.tasks import prompt
 from qrl.tracking import addresses
@@ -55,13 +56,19 @@ def stored_as(cell: tuple[str, str], address: str) -> checkpoint.Checkpoint:
         BadInput: it is not, or no such model.
     """
     found = checkpoint.check(addresses.folder(address))
-    variant, scheme = cell
+    scheme = cell[1]
     if found.quantization != names.STORED_AS[scheme]:
-        raise BadInput(
-            f"Cell {variant}:{scheme} was given {address}, which is stored as {found.quantization or 'full precision'}: "
-            f"expected {names.STORED_AS[scheme] or 'full precision'}; correct the label or the model."
-        )
+        raise _mislabelled(cell, address, found.quantization or "full precision", names.STORED_AS[scheme] or "full precision")
+    kinds = kind.of(checkpoint.config(found.path).get("quantization_config") or {})
+    if not kinds <= set(kind.KINDS.get(scheme, ())):
+        raise _mislabelled(cell, address, " and ".join(sorted(kinds)), " or ".join(kind.KINDS[scheme]))
+    if (made := addresses.scheme(address)) not in (None, scheme):
+        raise _mislabelled(cell, address, made, scheme)
     return found
+
+
+def _mislabelled(cell: tuple[str, str], address: str, stored: str, expected: str) -> BadInput:
+    return BadInput(f"Cell {':'.join(cell)} was given {address}, which is stored as {stored}: expected {expected}; correct the label or the model.")
 
 
 def check_variant(variant: str) -> str:

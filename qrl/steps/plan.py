@@ -14,7 +14,7 @@ from qrl import figures, names, plan
 from qrl.compare.text import interval
 from qrl.errors import BadInput
 from qrl.plan import table
-from qrl.tracking import runs, store
+from qrl.tracking import contents, runs, store
 from qrl.workspace import workspace
 
 FIGURE = "plan.png"
@@ -46,8 +46,8 @@ def make(
         store.prepare()
         with workspace(f"plan-{os.getpid()}") as work, runs.step("plan", params=_params(made)):
             _write(made, text, work)
-            runs.log_folder(work)
-            runs.describe(text)
+            contents.log_folder(work)
+            contents.describe(text)
     click.echo(text)
     if out:
         click.echo(f"Written to {out}: {names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/{FIGURE}.", err=True)

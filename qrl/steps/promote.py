@@ -9,7 +9,7 @@ from qrl import checkpoint, gate, names, registry, stats, versions
 from qrl.compare.alike import check as check_alike
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
-from qrl.tracking import cells, runs, store
+from qrl.tracking import cells, contents, runs, store
 from qrl.tracking.cells import Evaluated
 
 BEFORE = {"grpo": "base", "awq": "grpo"}  # the stage that a stage's weights descend from
@@ -40,7 +40,7 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str]) -> None:
             try:
                 said.append(_one(recipe, name, stage, candidate))
             finally:
-                runs.describe("\n".join(f"- {line}" for line in said))
+                contents.describe("\n".join(f"- {line}" for line in said))
             click.echo(f"      {said[-1]}", err=True)
 
 

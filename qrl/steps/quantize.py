@@ -19,7 +19,7 @@ from qrl.quantize.settings import Settings
 from qrl.recipe import Recipe
 from qrl.steps import inputs, outcome, record
 from qrl.tasks import prompt
-from qrl.tracking import addresses, reuse, runs, store
+from qrl.tracking import addresses, contents, reuse, runs, store
 from qrl.workspace import workspace
 
 STAGES = ("reading texts", "storing", "measuring")  # of one checkpoint; rollouts are written in the first
@@ -55,7 +55,7 @@ def quantize(recipe: Recipe, scheme: str, given: str | None) -> None:
         runs.step("quantize", recipe, sections=("quantize",), params={"scheme": scheme, "device": device}, tags=tags),
     ):
         if settings.calibration:
-            runs.log_dataset(
+            contents.log_dataset(
                 f"{recipe.task}-calibration",
                 digest=texts.questions_digest,
                 context="calibration",
@@ -108,8 +108,8 @@ def _one(
             **({"calibration_digest": made.calibration_digest} if made.calibration_digest else {}),
         }
         uri, digest = record.own(recipe, made.path, variant, scheme, parent=found.digest, **facts)
-        runs.log_params({**{f"settings.{key}": value for key, value in asdict(settings).items()}, **facts})
-        runs.log_scores(
+        contents.log_params({**{f"settings.{key}": value for key, value in asdict(settings).items()}, **facts})
+        contents.log_scores(
             {
                 "quantize/bytes": made.bytes,
                 "quantize/bits_per_weight": made.bits_per_weight,
@@ -118,7 +118,7 @@ def _one(
             },
             model_uri=uri,
         )
-        log = runs.live_log()
+        log = contents.live_log()
         for layer, error in enumerate(made.layer_errors):
             log({"quantize/layer_error": error}, layer)
         reuse.record_outputs(models={"model": uri}, values={"digest": digest, "parent": found.digest})

@@ -15,7 +15,7 @@ from qrl.engine import device as devices
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.serve import engines, follow, process, server
-from qrl.tracking import runs, signals, store
+from qrl.tracking import contents, runs, signals, store
 
 ENGINES = ("auto", engines.TRANSFORMERS, engines.VLLM)
 
@@ -73,7 +73,7 @@ def serve(
                 click.echo(f"Follows   stage {stage}, looked at every {follow_s:g} s; '{what.also[0]}' is whatever stands there.")
             question = '{"model": "' + (*what.also, what.served)[0] + '", "messages": [{"role": "user", "content": "…"}]}'
             click.echo(f"Ask it    curl {address}/chat/completions -H 'Content-Type: application/json' -d '{question}'")
-            runs.note({}, took, step=0)
+            contents.note({}, took, step=0)
 
         with runs.step("serve", params=params, tags={names.TAG_DIGEST: version.digest}):
             if follow_s is None:
@@ -100,11 +100,11 @@ def _following(first: versions.Version, what: process.Load, start: Callable[[], 
 
     def turned(now: process.Load, sentence: str) -> None:
         click.echo(sentence)
-        runs.note({names.TAG_SERVING: now.served, names.TAG_DIGEST: digests[now.version]}, {names.SERVE_VERSION: now.version}, step=next(switches))
+        contents.note({names.TAG_SERVING: now.served, names.TAG_DIGEST: digests[now.version]}, {names.SERVE_VERSION: now.version}, step=next(switches))
 
     def refused(number: int, sentence: str) -> None:
         click.echo(f"qrl: {sentence}", err=True)
-        runs.note({names.TAG_REFUSED: sentence}, {names.SERVE_REFUSED: number}, step=next(switches))
+        contents.note({names.TAG_REFUSED: sentence}, {names.SERVE_REFUSED: number}, step=next(switches))
 
     def said(sentence: str) -> None:
         click.echo(f"qrl: {sentence}", err=True)

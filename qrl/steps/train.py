@@ -14,7 +14,7 @@ from qrl.recipe import Recipe
 from qrl.steps import inputs, outcome, record
 from qrl.tasks import contamination, prompt
 from qrl.tiny import corpus
-from qrl.tracking import addresses, reuse, runs, store
+from qrl.tracking import addresses, contents, reuse, runs, store
 from qrl.train import distill, grpo, rollouts
 from qrl.train import merge as merging
 from qrl.train.watchers import Alarm
@@ -63,7 +63,7 @@ def train(recipe: Recipe) -> None:
             _log_questions(recipe, probed, "probe")
         _check_contamination(recipe, base, questions, heldout)
         shutil.rmtree(work / "model", ignore_errors=True)
-        places = {"work": work / "trainer", "out": work / "model", "log": runs.live_log()}
+        places = {"work": work / "trainer", "out": work / "model", "log": contents.live_log()}
         if teacher:
             how = {"template": recipe.prompt, "seed": recipe.seed, "device": device}
             trained = distill.run(base, teacher.path, questions, recipe.train, **how, **places)
@@ -82,7 +82,7 @@ def check_rollouts(recipe: Recipe) -> None:
 
 def _warn(alarm: Alarm) -> None:
     """A watcher's sentence, in the run's tags and on the terminal."""
-    runs.tag(names.watch_tag(alarm.watcher), f"Step {alarm.step}: {alarm.sentence}")
+    contents.tag(names.watch_tag(alarm.watcher), f"Step {alarm.step}: {alarm.sentence}")
     click.echo(f"\nqrl: warning at step {alarm.step}: {alarm.sentence}", err=True)
 
 
@@ -104,8 +104,8 @@ def merge(recipe: Recipe, adapter: str) -> None:
         prompts = [prompt.render(tokens, question.question, recipe.prompt) for question in questions]
         limit, into = recipe.merge.max_logit_diff, recipe.merge.into
         merged = merging.run(base, folder, work / "model", prompts, max_logit_diff=limit, into=into, device=device)
-        runs.log_params({"merged_into": "the base in full precision" if merged.into == "full" else f"the base in {merged.into}, unpacked"})
-        runs.log_scores(
+        contents.log_params({"merged_into": "the base in full precision" if merged.into == "full" else f"the base in {merged.into}, unpacked"})
+        contents.log_scores(
             {
                 "merge/max_logit_diff": merged.max_logit_diff,
                 "merge/residual": merged.merge_residual,
@@ -120,7 +120,7 @@ def _tags(recipe: Recipe) -> dict[str, str]:
 
 
 def _log_questions(recipe: Recipe, questions: list, context: str) -> None:
-    runs.log_dataset(
+    contents.log_dataset(
         f"{recipe.task}-{context}",
         digest=inputs.digest(questions),
         context=context,
@@ -143,9 +143,9 @@ def _check_contamination(recipe: Recipe, base: Path, questions: list, heldout: l
         against["contamination/base_"] = ("the questions that qrl-tiny was made from", corpus.sample())
     found = {prefix: contamination.overlap(asked, heldout) for prefix, (_, asked) in against.items()}
     for prefix, overlap in found.items():
-        runs.log_scores(overlap.metrics(prefix))
+        contents.log_scores(overlap.metrics(prefix))
     if pairs := [pair for overlap in found.values() for pair in overlap.pairs]:
-        runs.log_table(pd.DataFrame(pairs), CONTAMINATION)
+        contents.log_table(pd.DataFrame(pairs), CONTAMINATION)
     for prefix, overlap in found.items():
         contamination.check(overlap, recipe.task, recipe.train.max_ngram_share, of=against[prefix][0])
 
@@ -157,19 +157,19 @@ def _log_training(trained: grpo.Trained, work: Path) -> None:
     figures.training(trained.history, artifacts / names.FIGURES / "training.png", measure, trained.probes)
     trained.history.to_parquet(artifacts / names.HISTORY)
     shutil.copy(work / "trainer" / grpo.ARGUMENTS, artifacts / grpo.ARGUMENTS)
-    runs.log_folder(artifacts)
-    runs.log_table(trained.completions, "completions")
-    runs.log_scores({"train/seconds": trained.seconds, "train/resumed_from": trained.resumed_from})
+    contents.log_folder(artifacts)
+    contents.log_table(trained.completions, "completions")
+    contents.log_scores({"train/seconds": trained.seconds, "train/resumed_from": trained.resumed_from})
     if alarm := trained.stopped:
-        runs.tag(names.TAG_STOPPED, f"{alarm.watcher}, step {alarm.step}")
-        runs.log_scores({"train/stopped_at": alarm.step})
+        contents.tag(names.TAG_STOPPED, f"{alarm.watcher}, step {alarm.step}")
+        contents.log_scores({"train/stopped_at": alarm.step})
         click.echo(f"Stopped at step {alarm.step}, as watch.stop asks; the weights so far are kept.", err=True)
 
 
 def _record(recipe: Recipe, path: Path, parent: str, artifacts: list[str], *, adapter: bool = False) -> None:
     """Keeps the outcome where later steps find it: a model, or an adapter that `merge` still has to fold in; and what a report reads."""
     if adapter:
-        runs.log_folder(path, "adapter")
+        contents.log_folder(path, "adapter")
         reuse.record_outputs(artifacts=["adapter", *artifacts], values={"parent": parent})
         outcome.adapter(f"runs:/{runs.active_id()}/adapter")
         return

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qrl import source
-from qrl.tracking import models, runs, store
+from qrl import names, source
+from qrl.tracking import contents, models, store
 
 
 def folder(address: str) -> Path:
@@ -20,4 +20,12 @@ def folder(address: str) -> Path:
     if address.startswith("models:/"):
         return models.local_path(address)
     run_id, _, path = address.removeprefix("runs:/").partition("/")
-    return runs.artifact(run_id, path)
+    return contents.artifact(run_id, path)
+
+
+def scheme(address: str) -> str | None:
+    """The scheme that `quantize` stored a model of the store under; None for models that it did not make, and for other addresses."""
+    if not address.startswith("models:/m-"):
+        return None
+    found = models.params(address)
+    return found.get("scheme") if names.SETTINGS in found else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from qrl import names
 from qrl.errors import BadInput, QrlError
-from qrl.tracking import reuse, runs, store
+from qrl.tracking import contents, reuse, store
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,7 +87,7 @@ def rows(run_ids: Sequence[str]) -> pd.DataFrame:
 def _rows(run_id: str) -> pd.DataFrame:
     import pandas as pd
 
-    path = runs.artifact(run_id, names.QUESTIONS)
+    path = contents.artifact(run_id, names.QUESTIONS)
     reuse.check_artifact(run_id, names.QUESTIONS)
     try:
         return pd.read_parquet(path)

@@ -9,23 +9,19 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import names
-from qrl.errors import BadInput, QrlError
+from qrl.errors import BadInput, QrlError, first_line
 from qrl.recipe import Recipe
 from qrl.tasks import prompt
-from qrl.tracking import models, signals, store
+from qrl.tracking import contents, signals, store
 
 if TYPE_CHECKING:
     import mlflow
-    import pandas as pd
-    from mlflow.data.dataset import Dataset
 
-_MAX_TAG = 5000  # characters that every store takes
 _SYSTEM_METRICS_EVERY = 5  # seconds; a tiny step ends before MLflow's ten
 
 
@@ -65,7 +61,7 @@ def step(
             store.mark_experiment(run.info.experiment_id)
             mlflow.set_tags({names.TAG_STEP: name, names.TAG_PID: signals.identity(), **(tags or {})})
             asked = {**recipe.flat(*sections), "prompt_hash": prompt.template_hash(recipe.prompt)} if recipe else {}
-            log_params({**asked, **(params or {})})
+            contents.log_params({**asked, **(params or {})})
             began = time.time()
             yield run
             mlflow.log_metrics({names.SECONDS: time.time() - began, "step/startup_s": began - signals.started()})
@@ -102,81 +98,7 @@ def close_opened(error: BaseException) -> None:
         try:
             _end(mlflow.MlflowClient(), run_id, error)
         except Exception as deaf:  # a stale variable, say; the first error is the one to tell
-            print(f"The run {run_id}, which MLFLOW_RUN_ID names, could not be ended: {_first_line(deaf)}", file=sys.stderr)
-
-
-def log_params(params: Mapping[str, object]) -> None:
-    """Log params of the active run under keys that it does not hold yet: MLflow refuses `1e-6` after `1e-06`."""
-    import mlflow
-
-    known = mlflow.get_run(mlflow.active_run().info.run_id).data.params
-    mlflow.log_params({key: value for key, value in params.items() if key not in known})
-
-
-def live_log() -> Callable[[Mapping[str, float], int], None]:
-    """A `log(metrics, step)` into the active run, for rooms that know no MLflow; it works from any thread."""
-    import mlflow
-
-    run_id = mlflow.active_run().info.run_id
-
-    def log(metrics: Mapping[str, float], step: int) -> None:
-        mlflow.log_metrics({key: float(value) for key, value in metrics.items()}, step=step, run_id=run_id)
-
-    return log
-
-
-def log_scores(metrics: Mapping[str, float], *, model_uri: str | None = None, dataset: Dataset | None = None) -> None:
-    """Log metrics that belong to a model and a data set, so that the UI shows them beside both.
-
-    Args:
-        metrics: name → value.
-        model_uri: "models:/m-…", as `models.log_checkpoint` gave it; becomes an input of the active run.
-        dataset: as `log_dataset` gave it.
-    """
-    import mlflow
-    from mlflow.entities import LoggedModelInput
-
-    model_id = model_uri.removeprefix("models:/") if model_uri else None
-    if model_id:
-        run_id = mlflow.active_run().info.run_id
-        mlflow.MlflowClient().log_inputs(run_id, models=[LoggedModelInput(model_id=model_id)])
-    mlflow.log_metrics({key: float(value) for key, value in metrics.items()}, model_id=model_id, dataset=dataset)
-
-
-def log_dataset(name: str, *, digest: str, context: str, n: int, source: str) -> Dataset:
-    """Record a set of questions as an input of the active run.
-
-    Args:
-        name: the task and split, `arithmetic-heldout` say.
-        digest: sha256 of the questions; MLflow keeps its first 36 characters, the tag `digest` all of it.
-        context: `train`, `calibration` or `heldout`.
-        n: questions.
-        source: where they come from, in words or as an address.
-
-    Returns:
-        What `log_scores` takes.
-    """
-    import mlflow
-    from mlflow.data.code_dataset_source import CodeDatasetSource
-    from mlflow.data.meta_dataset import MetaDataset
-
-    dataset = MetaDataset(CodeDatasetSource(tags={"mlflow.source.name": source}), name=name, digest=digest[:36])
-    mlflow.log_input(dataset, context=context, tags={"n": str(n), "digest": digest})
-    return dataset
-
-
-def log_table(frame: pd.DataFrame, name: str) -> None:
-    """Show a table of samples in the UI; `name` without its ending."""
-    import mlflow
-
-    mlflow.log_table(frame, f"{name}.json")
-
-
-def log_folder(folder: Path, into: str | None = None) -> None:
-    """Log all files of a folder as artifacts of the active run, below `into`."""
-    import mlflow
-
-    mlflow.log_artifacts(str(folder), into)
+            print(f"The run {run_id}, which MLFLOW_RUN_ID names, could not be ended: {first_line(deaf)}", file=sys.stderr)
 
 
 def active_id() -> str:
@@ -206,54 +128,6 @@ def opened(run_id: str) -> mlflow.entities.Run:
         return mlflow.get_run(run_id)
     except mlflow.MlflowException as error:
         raise _unknown(error, run_id) or store.sentence(error) or error from None
-
-
-def tag(key: str, text: str) -> None:
-    """A tag of the active run."""
-    import mlflow
-
-    mlflow.set_tag(key, text[:_MAX_TAG])
-
-
-def note(tags: Mapping[str, str], metrics: Mapping[str, float], *, step: int) -> None:
-    """Tags and metrics of the active run, of something that goes on whether the store takes them or not; it is said if not."""
-    import mlflow
-
-    try:
-        mlflow.set_tags({key: text[:_MAX_TAG] for key, text in tags.items()})
-        mlflow.log_metrics(dict(metrics), step=step)
-    except Exception as deaf:
-        print(f"The store did not take what happened: {_first_line(deaf)}", file=sys.stderr)
-
-
-def describe(markdown: str) -> None:
-    """The description that the UI shows above the active run."""
-    import mlflow
-
-    mlflow.set_tag("mlflow.note.content", markdown)
-
-
-def artifact(run_id: str, path: str) -> Path:
-    """A run's artifact as a local path: in place where the store is local, else downloaded.
-
-    Raises:
-        BadInput: there is no such run, or it holds no such artifact.
-    """
-    import mlflow
-
-    try:
-        uri = mlflow.get_run(run_id).info.artifact_uri
-    except mlflow.MlflowException:
-        raise BadInput(f"There is no run '{run_id}' in {mlflow.get_tracking_uri()}: give the id of one that `mlflow ui` shows.") from None
-    missing = BadInput(f"Run {run_id} holds no artifact '{path}': give a run that made one, or run its step again.")
-    if root := models.local(uri):
-        if not (root / path).exists():
-            raise missing
-        return root / path
-    try:
-        return Path(mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=path))
-    except (mlflow.MlflowException, OSError):
-        raise missing from None
 
 
 def _unknown(error: mlflow.MlflowException, run_id: str) -> BadInput | None:
@@ -290,7 +164,7 @@ def _ended(run: mlflow.ActiveRun) -> Iterator[None]:
         try:
             _end(mlflow.MlflowClient(), run.info.run_id, told)
         except Exception as deaf:  # the store itself may be what failed; the first error is the one to tell
-            print(f"The run {run.info.run_id} could not be ended: {_first_line(deaf)}", file=sys.stderr)
+            print(f"The run {run.info.run_id} could not be ended: {first_line(deaf)}", file=sys.stderr)
         finally:
             _leave("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         if told is error:
@@ -323,9 +197,5 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return str(error) or "Stopped by Ctrl-C."
     if isinstance(error, QrlError):
-        return str(error)[:_MAX_TAG]
-    return f"{type(error).__name__}: {_first_line(error)}"[:_MAX_TAG]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or "no message").splitlines()[0]
+        return str(error)[:contents.MAX_TAG]
+    return f"{type(error).__name__}: {first_line(error)}"[:contents.MAX_TAG]

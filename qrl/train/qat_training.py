@@ -60,7 +60,7 @@ def begin(
     import torch
 
     from qrl.formats import fake_linears
-    from qrl.train import qat
+    from qrl.train import qat, qat_calibration
 
     if trainer.is_fsdp_enabled:
         raise BadInput("train.qat needs processes that hold all weights, which those of FSDP do not: set it to none.")
@@ -70,14 +70,14 @@ def begin(
     batches = texts(questions, settings, base=base, template=template, device=model.device)
     if fake_linears.needs_calibration(settings.qat):
         if (known := fake_linears.read_activation_scales(work)) is not None:
-            qat.set_activation_scales(model, known)
+            qat_calibration.set_activation_scales(model, known)
         else:
-            found = qat.calibrate(model, batches)
+            found = qat_calibration.calibrate(model, batches)
             if process.rank() == 0:
                 work.mkdir(parents=True, exist_ok=True)
                 fake_linears.write_activation_scales(work, found)
     with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=dtype is not None):  # as the loss computes, both of them
-        mean, largest = qat.logprob_gap(model, batches)
+        mean, largest = qat_calibration.logprob_gap(model, batches)
     log({GAP: mean, GAP_LARGEST: largest}, 0)
     trainer.add_callback(_folding(model))
 

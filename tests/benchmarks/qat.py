@@ -30,7 +30,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from qrl.formats import fake, fake_fused, fake_linears
-from qrl.train import qat
+from qrl.train import qat, qat_calibration
 
 LARGE = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2}
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -110,7 +110,7 @@ class Arm:
         if name != "none":
             qat.attach(self.model, name, self.compute)
             if fake_linears.needs_calibration(name):
-                qat.calibrate(self.model, [self.batch])
+                qat_calibration.calibrate(self.model, [self.batch])
         self.attach = time.perf_counter() - began
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=device == "cuda")
         for _ in range(WARM_UP):
