@@ -62,7 +62,7 @@ def check_reachable(step: str, folder: Path | None) -> None:
     asked = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
     if subprocess.run([python, "-c", asked], env=os.environ | {PLACE: folder.name}, check=False).returncode:
         raise BadInput(
-            f"This {step} needs the environment of projects/{folder.name}, but {python} has no package {package}: start it as "
+            f"`{step}` needs the environment of projects/{folder.name}, but {python} has no package {package}: start it as "
             f"`mlflow run . -e {'main' if step == 'study' else step} … --env-manager uv`, which builds that environment, or choose what needs none."
         )
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import shutil
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from qrl.errors import BadInput
 
+_YOUNG_S = 60  # a temporary folder may not be held yet
 WORK = Path(".qrl")  # on the store's file system, as a rule, so that finished weights can be linked into it
 
 
@@ -64,3 +69,33 @@ def _sweep(folder: Path) -> None:
         if pid and not psutil.pid_exists(int(pid[1])):
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
             lock.unlink(missing_ok=True)
+
+
+class Scratch:
+    """A temporary folder, held under a lock while its process lives: of one that was killed outright, the next one of its kind deletes it."""
+
+    def __init__(self, prefix: str) -> None:
+        """Args: how the names of such folders begin, and of no others."""
+        self._folder = tempfile.TemporaryDirectory(prefix=prefix)
+        self.path = Path(self._folder.name)
+        self._held = os.open(self.path, os.O_RDONLY)
+        fcntl.flock(self._held, fcntl.LOCK_EX)
+        for other in self.path.parent.glob(f"{prefix}*"):
+            with contextlib.suppress(OSError):  # held, somebody else's, or gone by now
+                _delete_if_dead(other)
+
+    def cleanup(self) -> None:
+        """Deletes it."""
+        self._folder.cleanup()
+        os.close(self._held)
+
+
+def _delete_if_dead(folder: Path) -> None:
+    if time.time() - folder.stat().st_mtime < _YOUNG_S:
+        return
+    held = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(held)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qrl.errors import BadInput
-from qrl.workspace import WORK, workspace
+from qrl.workspace import WORK, Scratch, workspace
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +62,23 @@ def test_a_file_in_its_place_is_told():
     WORK.write_text("not a folder")
     with pytest.raises(BadInput, match="a folder to work in was expected"), workspace("compare-1"):
         pass
+
+
+def test_a_temporary_folder_goes_with_the_next_one_once_its_process_was_killed(monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    program = "import os, sys\nfrom qrl.workspace import Scratch\nkept = Scratch('one-')\nprint(kept.path, flush=True)\nsys.stdin.read()\nos._exit(9)"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen([sys.executable, "-c", program], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        theirs = Path(other.stdout.readline().strip())
+        (theirs / "weights").write_text("many")
+        os.utime(theirs, (0, 0))
+        mine = Scratch("one-")
+        assert theirs.is_dir()  # it lives
+        other.stdin.close()
+    young = tmp_path / "one-young"
+    young.mkdir()
+    Scratch("one-").cleanup()
+    assert sorted(tmp_path.iterdir()) == sorted([mine.path, young])
+    mine.cleanup()
+    assert list(tmp_path.iterdir()) == [young]

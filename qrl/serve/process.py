@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -26,6 +25,7 @@ from pathlib import Path
 
 from qrl.errors import QrlError
 from qrl.serve import engines, tether
+from qrl.workspace import Scratch
 
 KEPT_LINES, LAST_LINES = 400, 15  # of the engine's log: kept, and shown where it fails
 # How a traceback ends, behind what vLLM's log puts before each line; the first one is the cause of the others.
@@ -72,8 +72,8 @@ class Engine:
         self.echo = False  # while loading, its log is kept; once it serves, it is shown
         self.serving = self._reaped = False
         self.listen: tuple[str, int] | Path | None = None  # once it is told what to load
-        self._scratch = tempfile.TemporaryDirectory(prefix="qrl-serve-")
-        self.scratch = Path(self._scratch.name)
+        self._scratch = Scratch("qrl-engine-")
+        self.scratch = self._scratch.path
         self.process = subprocess.Popen(
             [sys.executable, "-P", tether.__file__, str(os.getpid()), engines.MODULES[engine]],
             # The working folder matters: a folder called like the model in the user's own would be taken for it.

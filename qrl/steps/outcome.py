@@ -32,6 +32,8 @@ def evaluated(asked: Mapping[str, str]) -> None:
     """Evaluation runs by `variant:scheme`."""
     first, *more = asked.values()
     then = f"`compare --cells {','.join(asked.values())}`" if more else f"`promote --stage STAGE --cell {first}`"
+    if more and len({cell.partition(":")[0] for cell in asked}) == 1:  # nothing to compare with
+        then += ", the runs of another variant beside them"
     _tell({"Runs": ", ".join(f"{cell} {run_id}" for cell, run_id in asked.items()), "Next": then})
 
 
