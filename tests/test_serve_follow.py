@@ -8,13 +8,15 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from qrl.errors import BadInput
-from qrl.serve import follow
+from qrl.serve import follow, process
 from qrl.serve.proxy import Proxy
 from qrl.steps import serve as step
 
@@ -207,6 +209,24 @@ def until(condition, seconds: float = 10) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_an_engine_that_cannot_be_started_leaves_the_old_one_serving(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "full"))  # where it would work
+    refused = []
+    serving = SimpleNamespace(process=subprocess.Popen(["sleep", "60"]))
+    try:
+        start = partial(process.Engine, "transformers")
+        following = follow.Following(start, lambda: 2, None, None, lambda *told: refused.append(told), None)
+        fleet = follow._Fleet(serving, process.Load("qrl-tiny", 1, tmp_path), following)
+        for _ in range(2):
+            fleet.look_at = 0.0
+            fleet.go_on(None)
+    finally:
+        serving.process.kill()
+        serving.process.wait()
+    ((version, sentence),) = refused  # once
+    assert version == 2 and "does not take over, qrl-tiny@1 serves on: " in sentence and "full" in sentence
 
 
 @pytest.mark.slow

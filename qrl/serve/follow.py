@@ -138,7 +138,11 @@ class _Fleet:
         self.seen = version
         if version == int(self.what.version):  # it moved back before anything took over
             return
-        engine = self.following.start()
+        try:
+            engine = self.following.start()
+        except Exception as error:  # no memory for another process, or a full disk
+            self._tell_refused(version, error)
+            return
         try:
             what = self.following.admit(version)
             engine.load(what, engine.scratch / "engine.sock")
@@ -181,6 +185,9 @@ class _Fleet:
     def _refuse(self, error: Exception) -> None:
         version = int(self.next[1].version)
         self._give_up()
+        self._tell_refused(version, error)
+
+    def _tell_refused(self, version: int, error: Exception) -> None:
         self.following.refused(version, f"Version {version} does not take over, {self.what.served} serves on: {error}")
 
     def _give_up(self) -> None:
