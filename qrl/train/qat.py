@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -20,7 +21,6 @@ from qrl.errors import BadInput, QrlError
 from qrl.formats import fake, fake_fused, fake_linears
 
 if TYPE_CHECKING:
-    import torch
     from compressed_tensors.quantization import QuantizationScheme
     from transformers import PreTrainedModel
 
@@ -50,8 +50,6 @@ class QATLinear(nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
         if not self.fold.on:
             return functional.linear(inputs, self.weight, self.bias)
-        import torch
-
         kind, dtype = inputs.device.type, self.fold.dtype
         weight, fed = self.fold.standing(self), self.fold.scheme.input_activations is not None
         if torch.is_autocast_enabled(kind):
@@ -98,8 +96,6 @@ class Fold:
             inputs: (..., I), as the member was called with them.
             dtype: that is multiplied in.
         """
-        import torch
-
         version, passed = None if inputs.is_inference() else inputs._version, torch.is_grad_enabled() and inputs.requires_grad
         key = (id(inputs), version, id(linear.input_global_scale), dtype, passed)
         if self.last is None or self.last[0] != key:  # the inputs are held, so that their id is theirs
@@ -124,8 +120,6 @@ class Fold:
 
     def keep(self, found: list[Tensor], largest: Tensor) -> None:
         """Takes Q(W) of every member, as it was just computed."""
-        import torch
-
         self.kept = {id(linear): weight for linear, weight in zip(self.members.values(), found, strict=True)}
         for linear in self.members.values():
             exact, old = linear.weight, self.stand.get(id(linear))
@@ -217,8 +211,6 @@ def _renew(found: Sequence[Fold]) -> None:
     Raises:
         QrlError: a weight is NaN or infinite; by name.
     """
-    import torch
-
     alike: dict[tuple, list[Fold]] = {}
     for fold in found:
         fold.kept = fold.state = None

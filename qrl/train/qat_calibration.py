@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from qrl.errors import BadInput
@@ -25,8 +26,6 @@ def calibrate(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> d
     Returns:
         Linear's name → global scale, as `set_activation_scales` takes it.
     """
-    import torch
-
     named = {path: module for path, module in model.named_modules() if isinstance(module, QATLinear)}
     largest: dict[str, Tensor] = {}
     mask: list[Tensor] = []
@@ -61,8 +60,6 @@ def set_activation_scales(model: nn.Module, found: dict[str, float]) -> None:
     Raises:
         BadInput: they belong to another model.
     """
-    import torch
-
     named = {path: module for path, module in model.named_modules() if isinstance(module, QATLinear)}
     if missing := sorted(set(named) ^ set(found)):
         raise BadInput(
@@ -81,8 +78,6 @@ def logprob_gap(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) ->
         model: with linears attached, and activations calibrated where the format asks for it.
         batches: input_ids and attention_mask, (B, L), padded on the right; padding does not count.
     """
-    import torch
-
     gaps = []
     training = model.training
     with torch.no_grad():

@@ -59,7 +59,6 @@ def begin(
     """
     import torch
 
-    from qrl.formats import fake_linears
     from qrl.train import qat, qat_calibration
 
     if trainer.is_fsdp_enabled:
@@ -84,7 +83,6 @@ def begin(
 
 def note_scales(work: Path) -> Callable[[Path], None]:
     """Puts the calibrated scales of a training's folder, where it has some, beside the masters that are being saved."""
-    from qrl.formats import fake_linears
 
     def note(folder: Path) -> None:
         if (known := fake_linears.read_activation_scales(work)) is not None:
