@@ -75,12 +75,12 @@ def admit(version: Version) -> Path:
         QrlError: the files are gone.
     """
     stages = [version.stage] if version.stage else names.STAGES
-    gates = [gate for stage in stages if (gate := version.gate(stage))]
-    promoted = [gate for gate in gates if gate.get("verdict") == "promoted"]
+    gates = {stage: gate for stage in stages if (gate := version.gate(stage))}
+    promoted = [gate for gate in gates.values() if gate.get("verdict") == "promoted"]
     if not promoted:
-        why = f" ({gates[0].get('why', 'it was refused')})" if gates else ""
-        stage = version.stage or names.STAGES[0]
-        raise GateRefused(f"No gate let {version} in{why}: `python -m qrl promote --stage {stage}` decides on it.")
+        stage, gate = next(iter(gates.items()), (stages[0], None))  # the one that judged it, if one did
+        why = f" ({gate.get('why', 'it was refused').rstrip('.')})" if gate else ""
+        raise GateRefused(f"No gate let {version} in{why}: `python -m qrl promote --stage {stage} --cell RUN` decides on it.")
     if not any(gate.get("digest") == version.digest for gate in promoted):
         raise GateRefused(f"The gate of {version} judged other weights, digest {str(promoted[0].get('digest'))[:12]}: promote it again.")
     return folder(version)

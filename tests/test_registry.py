@@ -180,8 +180,8 @@ def test_what_is_served_is_what_was_measured(store, tiny_checkpoint):
     made = registry.register(NAME, uri, digest=digest, variant="base", scheme="fp16", **numbers)
     with pytest.raises(GateRefused, match="No gate let"):
         versions.verify(made)
-    registry.refuse(NAME, "base", 1, record={"why": "it was unhealthy"})
-    with pytest.raises(GateRefused, match="it was unhealthy"):
+    registry.refuse(NAME, "grpo", 1, record={"why": "it was unhealthy."})
+    with pytest.raises(GateRefused, match=r"\(it was unhealthy\): `python -m qrl promote --stage grpo --cell RUN` decides"):
         versions.verify(registry.resolve(NAME, 1))
     served = registry.promote(NAME, "base", 1, record=WHY)
     assert versions.verify(served) == versions.verify(registry.resolve(NAME, 1)) == stored
