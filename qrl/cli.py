@@ -191,7 +191,7 @@ def promote_command(settings, stage: str, cell: str | None, rollback: bool) -> N
 @click.option("--api-key", envvar="QRL_API_KEY", metavar="KEY", help="What clients must send, with vLLM; better in the variable QRL_API_KEY, for MLflow logs what is given by -P.")
 @click.option("--gpu-memory-utilization", "memory", type=Finite(0, 1, min_open=True), metavar="SHARE", help="Of the GPU's memory, for vLLM. [default: vLLM's own; 0.45 with --follow]")
 @click.option("--follow", "follow_s", is_flag=False, flag_value=5.0, type=Finite(0, min_open=True), metavar="[SECONDS]", help="With vLLM: look every so often whether the stage moved, and turn to its new version without losing a request. [alone: 5]")
-@click.option("--drain", "drain_s", default=300.0, show_default=True, type=Finite(0), metavar="SECONDS", help="With --follow: how long a replaced version may go on answering.")
+@click.option("--drain", "drain_s", type=Finite(0), metavar="SECONDS", help="With --follow: how long a replaced version may go on answering. [default: 300]")
 @click.pass_context
 def serve_command(ctx: click.Context, settings, engine: str, api_key: str | None, **given) -> None:
     """An OpenAI-compatible server of a registered stage, its gate and digest checked first."""
@@ -199,8 +199,7 @@ def serve_command(ctx: click.Context, settings, engine: str, api_key: str | None
     from qrl.steps import serve
 
     if (folder := pipeline.place("serve", engine, settings.device)) is not None:
-        if given["follow_s"] is not None:
-            serve.check_follow("vllm", given["stage"], given["memory"])
+        serve.check_options("vllm", *(given[key] for key in ("stage", "memory", "follow_s", "drain_s")))
         serve.check(settings, given["stage"], host=given["host"], port=given["port"])  # told before an environment of some GB is built for it
         if api_key:
             os.environ["QRL_API_KEY"] = api_key  # not a parameter, which the store would keep

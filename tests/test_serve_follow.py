@@ -195,13 +195,22 @@ def test_a_port_in_use_is_told(engines, port):
 
 def test_what_cannot_be_followed_is_told_in_a_sentence():
     with pytest.raises(BadInput, match="--engine vllm"):
-        step.check_follow("transformers", "base", None)
+        step.check_options("transformers", "base", None, 5, None)
     for stage in ("3", "base-previous"):
         with pytest.raises(BadInput, match=f"and {stage} is none"):
-            step.check_follow("vllm", stage, None)
+            step.check_options("vllm", stage, None, 5, None)
     with pytest.raises(BadInput, match=r"at most 0\.45 .* is 0\.6"):
-        step.check_follow("vllm", "base", 0.6)
-    assert step.check_follow("vllm", "base", None) == follow.MEMORY == 0.45
+        step.check_options("vllm", "base", 0.6, 5, None)
+    assert step.check_options("vllm", "base", None, 5, 60) == follow.MEMORY == 0.45
+
+
+def test_an_option_that_nothing_would_heed_is_refused():
+    with pytest.raises(BadInput, match=r"--drain .* add --follow"):
+        step.check_options("vllm", "base", None, None, 60)
+    with pytest.raises(BadInput, match="the engine is transformers"):
+        step.check_options("transformers", "base", 0.5, None, None)
+    assert step.check_options("vllm", "3", 0.6, None, None) == 0.6
+    assert step.check_options("transformers", "3", None, None, None) is None
 
 
 def until(condition, seconds: float = 10) -> None:

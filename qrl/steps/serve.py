@@ -30,7 +30,7 @@ def serve(
     api_key: str | None = None,
     memory: float | None = None,
     follow_s: float | None = None,
-    drain_s: float = follow.DRAIN_S,
+    drain_s: float | None = None,
 ) -> None:
     """Serves the version behind a stage until it is told to stop; says version, digest and address once it answers.
 
@@ -45,7 +45,7 @@ def serve(
         api_key: what clients must send; never logged. None asks for none.
         memory: share of the GPU's memory that vLLM may take; None: its default.
         follow_s: how often to look whether the stage moved, in seconds; None serves the version that is there now.
-        drain_s: how long an engine whose version was replaced may go on answering, in seconds.
+        drain_s: how long an engine whose version was replaced may go on answering, in seconds; None: `follow.DRAIN_S`.
 
     Raises:
         GateRefused: no gate let the version in.
@@ -54,8 +54,7 @@ def serve(
     check_engine(engine)
     if engine == "auto":
         engine = engines.default(recipe.device)
-    if follow_s is not None:
-        memory = check_follow(engine, stage, memory)
+    memory = check_options(engine, stage, memory, follow_s, drain_s)
     start = partial(process.Engine, engine, api_key, shares=follow_s is not None)
     with start() as child:
         version, what = check(recipe, stage, host=host, port=port)
@@ -79,7 +78,7 @@ def serve(
             if follow_s is None:
                 server.run(child, what, host, port, on_ready=ready)
             else:
-                following = _following(version, what, start, follow_s, drain_s)
+                following = _following(version, what, start, follow_s, follow.DRAIN_S if drain_s is None else drain_s)
                 follow.run(child, what, host, port, following, on_ready=ready)
 
 
@@ -112,12 +111,18 @@ def _following(first: versions.Version, what: process.Load, start: Callable[[], 
     return follow.Following(start, lambda: registry.resolve(first.name, first.stage).version, admit, turned, refused, said, every_s, drain_s)
 
 
-def check_follow(engine: str, stage: str, memory: float | None) -> float:
-    """The share of a GPU's memory that each of two engines gets, if a stage can be followed.
+def check_options(engine: str, stage: str, memory: float | None, follow_s: float | None, drain_s: float | None) -> float | None:
+    """The share of a GPU's memory that an engine gets, if what was asked for can be had together; None: vLLM's default.
 
     Raises:
-        BadInput: a version was named, or what a rollback returns to; or `follow.check` refuses.
+        BadInput: an option that nothing would heed, or to follow what no promotion moves; or `follow.check` refuses.
     """
+    if memory is not None and engine != engines.VLLM:
+        raise BadInput(f"--gpu-memory-utilization is vLLM's, and the engine is {engine}: add --engine vllm, or leave it out.")
+    if follow_s is None:
+        if drain_s is not None:
+            raise BadInput("--drain says how long a version that --follow replaced may go on answering: add --follow, or leave it out.")
+        return memory
     if stage.isdigit() or stage.endswith("-previous"):
         raise BadInput(f"--follow follows a stage that promotions move, and {stage} is none: name base, grpo, awq, Staging or Production.")
     return follow.check(engine, memory)
