@@ -38,7 +38,7 @@ work, out, settings = Path(sys.argv[1]), Path(sys.argv[2]), Train.model_validate
 given = {"task": "arithmetic", "template": "plain", "seed": 0, "device": "cpu", "work": work, "out": out}
 log = lambda metrics, step: print(step, flush=True)
 done = grpo.run(tiny.PATH, tasks.load("arithmetic", "train", 32, 0), settings, **given, log=log)
-print("resumed from", done.resumed_from)
+sys.stdout.write(f"resumed from {done.resumed_from}\\n")  # in one piece: two processes may share a pipe
 """
 
 
