@@ -35,7 +35,7 @@ _SETTINGS = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # our own `_inspect` goes to vLLM's worker, nothing from outside
 }
 _CPU_CACHE_GIB = "1"  # the default takes half of the memory
-_VARIANT = "Int8ScaledMM"  # a kernel whose answers follow the batch's size all the same: measured, qrl/benchmark/SCHEMES.md
+_VARIANT = "Int8ScaledMM"  # of a model on it answers turn with the batch all the same, one or two of 1,000: measured, qrl/benchmark/SCHEMES.md
 _CPU_SHARE = 0.1  # of the machine's memory that must be free; the default wants 92 %
 
 
@@ -200,7 +200,7 @@ class Vllm:
 
 
 def batch_invariant(kernels: Iterable[str]) -> bool:
-    """Whether all these kernels have a batch-invariant form, so that an answer does not depend on what is asked beside it.
+    """Whether answers of a model on these kernels were the same whatever was asked beside them, as far as was measured.
 
     Args:
         kernels: as a receipt names them.
