@@ -186,7 +186,7 @@ class Evaluate(Section):
     """Held-out questions, and when an accuracy counts."""
 
     engine: Literal["transformers", "vllm"] = Field("transformers", description="what answers: transformers here, or vLLM in its own environment; cells of both are never compared")
-    deterministic: bool = Field(False, description="vLLM: batch-invariant kernels on a GPU, for the same answers whatever is asked beside them (of w8a8: for the same batch_size)")
+    deterministic: bool = Field(False, description="vLLM: batch-invariant kernels on a GPU, for the same answers whatever is asked beside them (of w8a8 one or two of 1,000 may still turn)")
     gpu_memory_utilization: float = Field(0.9, gt=0, lt=1, description="vLLM: share of the GPU's memory for all engines at once, weights and KV cache")
     n: int = Field(2000, ge=2, le=1_000_000, description="held-out questions, at most, the same for every cell; all, where there are fewer")
     samples: int = Field(1, ge=1, le=1000, description="answers to each question; 1 is greedy, more are sampled")

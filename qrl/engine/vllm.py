@@ -35,7 +35,7 @@ _SETTINGS = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # our own `_inspect` goes to vLLM's worker, nothing from outside
 }
 _CPU_CACHE_GIB = "1"  # the default takes half of the memory
-_VARIANT = "Int8ScaledMM"  # of a model on it answers turn with the batch all the same, one or two of 1,000: measured, qrl/benchmark/SCHEMES.md
+_BATCH_VARIANT = "Int8ScaledMM"  # of a model on it answers turn with the batch all the same, one or two of 1,000: measured, qrl/benchmark/SCHEMES.md
 _CPU_SHARE = 0.1  # of the machine's memory that must be free; the default wants 92 %
 
 
@@ -205,7 +205,7 @@ def batch_invariant(kernels: Iterable[str]) -> bool:
     Args:
         kernels: as a receipt names them.
     """
-    return not any(_VARIANT in kernel for kernel in kernels)
+    return not any(_BATCH_VARIANT in kernel for kernel in kernels)
 
 
 def check_runs(path: Path, device: str, deterministic: bool = False) -> None:
