@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from qrl.versions import Version
+    from qrl.registry.versions import Version
 
 __version__ = "0.1.0"
 __all__ = ["load", "resolve", "study"]
@@ -38,9 +38,9 @@ def load(
         GateRefused: no gate let the version in.
         QrlError: its files are not those that were evaluated.
     """
-    from qrl import versions
     from qrl.engine import device as devices
     from qrl.engine import hf
+    from qrl.registry import versions
 
     where = devices.choose(device)
     return hf.load(versions.verify(resolve(name, stage)), where, devices.compute_dtype(dtype, where))
@@ -62,8 +62,8 @@ def study(recipe: str = "auto", **overrides: str) -> None:
         recipe: a recipe's name or file.
         overrides: recipe fields by dotted key, `**{"train.steps": "50"}`.
     """
-    from qrl import pipeline
     from qrl import recipe as recipes
+    from qrl.study import pipeline
 
     given = {key: str(value) for key, value in overrides.items()}
     pipeline.study(recipes.load(recipe, given), {"recipe": recipe, **given})

@@ -71,7 +71,7 @@ def tiny_checkpoint(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def python_of(tmp_path_factory) -> Callable[[str], str]:
     """The Python of an environment under projects/, by folder: what QRL_VLLM_PYTHON or QRL_AWQ_PYTHON names, or what MLflow builds where it is not there yet."""
-    from qrl import launch
+    from qrl.study import launch
 
     def find(name: str) -> str:
         if given := os.environ.get(f"QRL_{name.removesuffix('_cpu').upper()}_PYTHON"):

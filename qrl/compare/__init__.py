@@ -15,13 +15,13 @@ from typing import Any
 import pandas as pd
 
 from qrl import names, stats
-from qrl.compare import alike, record, table
+from qrl.compare import compatibility, record, table
 from qrl.compare.evidence import Cell, Counts, Questions
 from qrl.compare.outcomes import check_grid, outcomes
 from qrl.compare.read import read_counts, read_questions
 from qrl.errors import BadInput
 from qrl.stats import Estimate
-from qrl.verdict import Verdict, judge
+from qrl.stats.verdict import Verdict, judge
 
 __all__ = ["Cell", "Comparison", "Row", "from_counts", "from_questions", "read_counts", "read_questions", "write"]
 
@@ -177,7 +177,7 @@ def from_questions(frame: pd.DataFrame, *, margin: float | None = None) -> Compa
     """
     evidence = Questions(outcomes(frame))
     cells = {cell: evidence.accuracy(cell) for cell in _ordered(evidence.outcomes.cells)}
-    return Comparison(cells, evidence, _margin(margin), alike.engine(frame))
+    return Comparison(cells, evidence, _margin(margin), compatibility.engine(frame))
 
 
 def from_counts(counts: dict[str, Any], *, margin: float | None = None) -> Comparison:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from qrl.compare import alike
+from qrl.compare import compatibility
 from qrl.errors import BadInput
 from qrl.names import BASE, FP16
 
@@ -121,7 +121,7 @@ def _checked(frame: pd.DataFrame) -> pd.DataFrame:
     table = frame[[column for column in (*COLUMNS, "cluster", "sample") if column in frame]].copy()
     for column in ("variant", "scheme", "question"):
         table[column] = table[column].astype(str)
-    alike.check(frame)
+    compatibility.check(frame)
     table["correct"] = table["correct"].astype(float)
     table["seed"] = _labels(frame["seed"]) if "seed" in frame else ""
     key = [column for column in ("variant", "scheme", "seed", "question", "sample") if column in table]

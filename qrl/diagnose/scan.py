@@ -17,7 +17,7 @@ import threading
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from qrl.diagnose.closer import Closer
+from qrl.diagnose.exact_median import Closer
 from qrl.diagnose.moments import Moments
 from qrl.diagnose.patterns import Counts, Sorted
 from qrl.formats import rtn

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import checkpoint
-from qrl.diagnose.closer import Closer
+from qrl.diagnose.exact_median import Closer
 from qrl.diagnose.scan import Scan, Scratch
 from qrl.diagnose.sweep import sweep
 from qrl.errors import BadInput

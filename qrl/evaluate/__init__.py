@@ -1,6 +1,6 @@
 """Evaluation: a cell's rows, whether they are healthy, and what they score."""
 
-from qrl.sections import Evaluate
+from qrl.recipe import Evaluate
 
 
 def unheeded(settings: Evaluate) -> list[str]:

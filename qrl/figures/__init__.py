@@ -6,11 +6,11 @@ matplotlib is loaded on first use, without pyplot and so without a display or gl
 from qrl.figures.benchmark import speeds
 from qrl.figures.comparison import matrix, survival
 from qrl.figures.distribution import spread
+from qrl.figures.divergence import behaviour
 from qrl.figures.heatmaps import movement, schemes
-from qrl.figures.methods import methods
 from qrl.figures.plan import chances
+from qrl.figures.ranking import methods
 from qrl.figures.rewards import training
-from qrl.figures.said import behaviour
 from qrl.figures.study import report, weights_page
 from qrl.figures.weights import layer_error
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
+from qrl.figures import divergence as speech
 from qrl.figures import heatmaps
-from qrl.figures import said as speech
 from qrl.figures.canvas import VARIANTS
 from qrl.figures.page import Section, laid, numbers
 from qrl.figures.weights import bits

@@ -14,7 +14,7 @@ from functools import partial
 from qrl.errors import BadInput
 from qrl.plan.assumptions import Assumptions, largest_correlation, of_pilot
 from qrl.plan.power import chance_decided, chance_seen, chance_shown, half_width
-from qrl.verdict import CEILING, FLOOR, POWER, least
+from qrl.stats.verdict import CEILING, FLOOR, POWER, least
 
 __all__ = ["Assumptions", "Plan", "Row", "make", "of_pilot"]
 

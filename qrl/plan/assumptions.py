@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from qrl.errors import BadInput
-from qrl.verdict import CEILING, FLOOR, default_margin
+from qrl.stats.verdict import CEILING, FLOOR, default_margin
 
 # What plan takes where nothing is said. Accuracy and gain are the seed study's (68 of 100, and about what it gained); the
 # correlations lie on the careful side of those in qrl-tiny's seed 0, 0.23 and 0.92.

@@ -15,7 +15,7 @@ import numpy as np
 
 from qrl.plan.assumptions import Assumptions
 from qrl.stats import LEVEL, quantile
-from qrl.verdict import KINK, MIN_MARGIN, TAIL
+from qrl.stats.verdict import KINK, MIN_MARGIN, TAIL
 
 NODES = 48  # of the integral over the estimated spread between runs
 GRID = 2001  # of the integral over the estimated gain

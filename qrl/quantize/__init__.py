@@ -114,7 +114,7 @@ def check_fit(source: Path, settings: Settings) -> None:
         BadInput: a mixture of experts, a state-space model, matrices that are in no linear and would stay as they are in a
             checkpoint that is called quantized, or a layer that the scheme's groups do not divide; by name.
     """
-    from qrl.formats import fake_linears
+    from qrl.formats.fakequant import linears
 
     config = checkpoint.config(source)
     if settings.scheme == names.AWQ:  # in an environment whose transformers is older
@@ -123,9 +123,9 @@ def check_fit(source: Path, settings: Settings) -> None:
         config = staging.rewrite(config)
     model = pretrained.skeleton(config)
     if settings.scheme in names.ROUNDED:
-        fake_linears.check_fit(model, settings.scheme.removeprefix(names.ROUNDED_PREFIX))
+        linears.check_fit(model, settings.scheme.removeprefix(names.ROUNDED_PREFIX))
         return
-    fake_linears.check_architecture(model, transposed=settings.scheme in names.BITSANDBYTES)
+    linears.check_architecture(model, transposed=settings.scheme in names.BITSANDBYTES)
     if settings.scheme in (*choices.GROUPED, *choices.FIXED_GROUP):
         from qrl.quantize import widths
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from qrl import checkpoint, names
 from qrl.engine import pretrained
-from qrl.formats import fake, fake_linears
+from qrl.formats.fakequant import linears, values
 from qrl.quantize import compressed
 from qrl.quantize.settings import Settings
 
@@ -38,13 +38,13 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
     name = settings.scheme.removeprefix(names.ROUNDED_PREFIX)
-    fake_linears.check_fit(pretrained.skeleton(checkpoint.config(source)), name)
+    linears.check_fit(pretrained.skeleton(checkpoint.config(source)), name)
     torch.manual_seed(settings.seed)
     model = pretrained.load(source, dtype=torch.float32).eval()
-    covered = fake_linears.covered(model, name)
-    scheme = fake.scheme(name).model_copy(update={"targets": list(covered)})
-    kept = fake_linears.read_activation_scales(source) if fake_linears.needs_calibration(name) else None
-    looks = fake_linears.needs_calibration(name) and kept is None
+    covered = linears.covered(model, name)
+    scheme = values.scheme(name).model_copy(update={"targets": list(covered)})
+    kept = linears.read_activation_scales(source) if linears.needs_calibration(name) else None
+    looks = linears.needs_calibration(name) and kept is None
     given = {"dataset": compressed.batches(rows)} if looks else {"pipeline": "datafree"}
     with contextlib.redirect_stderr(io.StringIO()):  # bars that flash
         oneshot(model=model, recipe=QuantizationModifier(config_groups={"group_0": scheme}, ignore=[]), **given)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qrl.errors import QrlError
-from qrl.serve import engines, tether
+from qrl.serve import engine_bootstrap, engines
 from qrl.workspace import Scratch
 
 KEPT_LINES, LAST_LINES = 400, 15  # of the engine's log: kept, and shown where it fails
@@ -75,7 +75,7 @@ class Engine:
         self._scratch = Scratch("qrl-engine-")
         self.scratch = self._scratch.path
         self.process = subprocess.Popen(
-            [sys.executable, "-P", tether.__file__, str(os.getpid()), engines.MODULES[engine]],
+            [sys.executable, "-P", engine_bootstrap.__file__, str(os.getpid()), engines.MODULES[engine]],
             # The working folder matters: a folder called like the model in the user's own would be taken for it.
             cwd=self.scratch,
             env=os.environ | engines.environment(engine, self.scratch, api_key, shares),
@@ -196,7 +196,7 @@ class Engine:
 
     def _read(self) -> None:
         for line in self.process.stdout:
-            if line.strip() == tether.IMPORTED:
+            if line.strip() == engine_bootstrap.IMPORTED:
                 self._at["imported"] = time.monotonic()
             elif line.strip():
                 self._lines.append(line.rstrip())

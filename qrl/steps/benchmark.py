@@ -13,13 +13,14 @@ import click
 from tqdm import tqdm
 
 from qrl import benchmark as room
-from qrl import figures, names, process, registry, versions
+from qrl import figures, names, process, registry
 from qrl.benchmark import http as load
 from qrl.benchmark import local, summary
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
+from qrl.registry import versions
 from qrl.steps import inputs
 from qrl.tasks import prompt
 from qrl.tracking import contents, runs, store

@@ -7,12 +7,12 @@ from pathlib import Path
 import click
 
 from qrl import compare as room
-from qrl import keys, names
-from qrl.compare import methods as table
+from qrl import names
+from qrl.compare import ranking as table
 from qrl.evaluate import groups
 from qrl.recipe import Recipe
 from qrl.tracking import cells as evaluated
-from qrl.tracking import contents, reuse, runs, store
+from qrl.tracking import contents, keys, reuse, runs, store
 from qrl.workspace import workspace
 
 

@@ -11,7 +11,7 @@ import click
 import pandas as pd
 from tqdm import tqdm
 
-from qrl import checkpoint, figures, keys, names
+from qrl import checkpoint, figures, names
 from qrl.diagnose import behaviour, movement
 from qrl.diagnose import schemes as schemes_room
 from qrl.diagnose import weights as room
@@ -22,7 +22,7 @@ from qrl.formats import stored
 from qrl.recipe import Recipe
 from qrl.steps import inputs
 from qrl.tasks import prompt
-from qrl.tracking import addresses, contents, reuse, runs, store
+from qrl.tracking import addresses, contents, keys, reuse, runs, store
 from qrl.workspace import workspace
 
 WEIGHTS, SCHEMES, BEHAVIOUR = names.WEIGHTS, names.STORED, names.BEHAVIOUR

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
-from qrl import checkpoint, keys, names
+from qrl import checkpoint, names
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import UnhealthyCell
@@ -17,7 +17,7 @@ from qrl.evaluate import groups, health, scores
 from qrl.recipe import Recipe
 from qrl.steps import inputs, outcome, record
 from qrl.tasks import prompt
-from qrl.tracking import contents, lineage, models, reuse, runs, store
+from qrl.tracking import contents, keys, lineage, models, reuse, runs, store
 from qrl.workspace import workspace
 
 

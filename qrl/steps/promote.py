@@ -5,10 +5,11 @@ from __future__ import annotations
 import click
 import pandas as pd
 
-from qrl import checkpoint, gate, names, registry, stats, versions
-from qrl.compare.alike import check as check_alike
+from qrl import checkpoint, names, registry, stats
+from qrl.compare.compatibility import check as check_alike
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
+from qrl.registry import gate, versions
 from qrl.tracking import cells, contents, runs, store
 from qrl.tracking.cells import Evaluated
 

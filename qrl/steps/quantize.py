@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
-from qrl import checkpoint, keys, names, process, tasks
+from qrl import checkpoint, names, process, tasks
 from qrl import quantize as room
 from qrl.engine import device as devices
 from qrl.engine import hf
@@ -19,7 +19,7 @@ from qrl.quantize.settings import Settings
 from qrl.recipe import Recipe
 from qrl.steps import inputs, outcome, record
 from qrl.tasks import prompt
-from qrl.tracking import addresses, contents, reuse, runs, store
+from qrl.tracking import addresses, contents, keys, reuse, runs, store
 from qrl.workspace import workspace
 
 STAGES = ("reading texts", "storing", "measuring")  # of one checkpoint; rollouts are written in the first

@@ -10,10 +10,11 @@ from functools import partial
 
 import click
 
-from qrl import names, registry, versions
+from qrl import names, registry
 from qrl.engine import device as devices
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
+from qrl.registry import versions
 from qrl.serve import engines, follow, process, server
 from qrl.tracking import contents, runs, signals, store
 

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import click
 
-from qrl import checkpoint, figures, keys, names, process, source, tiny
+from qrl import checkpoint, figures, names, process, source, tiny
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.recipe import Recipe
 from qrl.steps import inputs, outcome, record
 from qrl.tasks import contamination, prompt
 from qrl.tiny import corpus
-from qrl.tracking import addresses, contents, reuse, runs, store
-from qrl.train import distill, grpo, rollouts
+from qrl.tracking import addresses, contents, keys, reuse, runs, store
+from qrl.train import distill, grpo
 from qrl.train import merge as merging
-from qrl.train.watchers import Alarm
+from qrl.train.monitor.watchers import Alarm
+from qrl.train.rollout import trainer
 from qrl.workspace import WORK, workspace
 
 PROMPTS_TO_CHECK = 8  # training questions that a merge is tried on
@@ -36,12 +37,12 @@ def train(recipe: Recipe) -> None:
     heldout = inputs.all_heldout(recipe)
     probed = inputs.probe(recipe, questions, heldout) if recipe.watch.probe_every else []
     teacher = checkpoint.check(addresses.folder(recipe.train.teacher)) if recipe.train.teacher else None
-    rollouts.check(recipe.rollout, device, recipe.train)
+    trainer.check(recipe.rollout, device, recipe.train)
     if teacher:
         distill.check(found, teacher, recipe.train, len(questions), recipe.watch)
     else:
         grpo.check(found, recipe.train, len(questions), device, recipe.watch, recipe.rollout)
-        rollouts.check_installed(recipe.rollout)
+        trainer.check_installed(recipe.rollout)
     prompt.template_hash(recipe.prompt)  # an unknown template is refused before anything starts
     world = process.world_size()
     key = keys.trained(recipe, found.digest, device, teacher=teacher.digest if teacher else None, processes=world)
@@ -77,7 +78,7 @@ def train(recipe: Recipe) -> None:
 
 def check_rollouts(recipe: Recipe) -> None:
     """Refuses what the recipe's rollout engine cannot do on this machine."""
-    rollouts.check(recipe.rollout, devices.choose(recipe.device), recipe.train)
+    trainer.check(recipe.rollout, devices.choose(recipe.device), recipe.train)
 
 
 def _warn(alarm: Alarm) -> None:

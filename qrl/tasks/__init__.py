@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Literal
 
 from qrl.errors import BadInput
-from qrl.tasks import arithmetic, deepmath, gsm8k, jsonl, math, math_grade
+from qrl.tasks import arithmetic, deepmath, gsm8k, jsonl
 from qrl.tasks import grade as grading
 from qrl.tasks.grade import Verdict
+from qrl.tasks.math import grade as math_grade
+from qrl.tasks.math import loader
 from qrl.tasks.question import Question
 
 __all__ = ["TASKS", "Question", "Verdict", "grade", "grade_many", "load"]
 
 TASKS = ("arithmetic", "gsm8k", "math", "deepmath")
-BOXED = {"math": math, "deepmath": deepmath}  # judged by what is in \boxed{}
+BOXED = {"math": loader, "deepmath": deepmath}  # judged by what is in \boxed{}
 Split = Literal["train", "heldout"]
 
 
@@ -61,7 +63,7 @@ def grade(task: str, completion: str, answer: str) -> Verdict:
 def grade_many(
     task: str, completions: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = lambda n: None
 ) -> list[Verdict]:
-    """A verdict on each completion, in order; see `qrl.tasks.grade.grade` and `qrl.tasks.math_rule`.
+    """A verdict on each completion, in order; see `qrl.tasks.grade.grade` and `qrl.tasks.math.rule`.
 
     Args:
         task: one of `TASKS`.

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from qrl.errors import BadInput
-from qrl.tasks import jsonl, math
+from qrl.tasks import jsonl
+from qrl.tasks.math import loader
 from qrl.tasks.question import Question
 
 HUB = "zwhe99/DeepMath-103K"
@@ -27,7 +28,7 @@ def load(split: str, n: int | None, seed: int) -> list[Question]:
         BadInput: the hub cannot be reached.
     """
     found, unread = [], 0
-    for where, row in math.hub(HUB, None, "train"):
+    for where, row in loader.hub(HUB, None, "train"):
         if split_of(str(row.get("question"))) != split:
             continue
         try:
@@ -46,7 +47,7 @@ def questions(task: str, split: str, rows: Iterable[tuple[str, Any]]) -> list[Qu
     Raises:
         BadInput: a row without them, or with an answer that the grader cannot read; `where` names it.
     """
-    return math.questions(task, split, _in_maths_columns(rows))
+    return loader.questions(task, split, _in_maths_columns(rows))
 
 
 def split_of(question: str) -> str:

@@ -33,7 +33,7 @@ _ROOMS = {
     "diagnose": ("steps/diagnose.py", "diagnose"),
     "compare": ("steps/compare.py", "compare", "evaluate/__init__.py", "evaluate/groups.py"),
 }
-_ABOVE = ("names.py", "stats", "verdict.py", "recipe.py", "sections.py", "gate.py", "tasks", "checkpoint.py", "formats", "engine", "figures", "steps/inputs.py")
+_ABOVE = ("names.py", "stats", "recipe", "tasks", "checkpoint.py", "formats", "engine", "figures", "steps/inputs.py")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,9 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Train, Watch
 from qrl.tasks import prompt
-from qrl.train import arguments, completions, grpo, live, policy, probe, qat_training, resume, save
+from qrl.train import arguments, grpo, policy, resume, save
+from qrl.train.monitor import completions, live, probe
+from qrl.train.qat import callback
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +66,7 @@ def check(
     policy.check(settings, checkpoint.entries(base.path))
     arguments.check(settings, questions)
     if settings.qat != "none":
-        qat_training.check(settings, base.path)
+        callback.check(settings, base.path)
 
 
 def run(
@@ -102,7 +104,7 @@ def run(
     process.hush_transformers()
     trainer = _trainer(base, teacher, questions, settings, template=template, seed=seed, device=device, work=work, log=log)
     if settings.qat != "none":
-        qat_training.begin(trainer, questions, settings, base=base, template=template, work=work, log=log)
+        callback.begin(trainer, questions, settings, base=base, template=template, work=work, log=log)
     grpo.note_arguments(trainer, work)
     last = resume.latest(work)
     began = time.perf_counter()
@@ -110,7 +112,7 @@ def run(
     seconds = time.perf_counter() - began
     model = trainer.accelerator.unwrap_model(trainer.model)
     dtype = found.dtype if settings.qat == "none" else "float32"  # of masters, whose codes rounding would change
-    save.write(model, base, out, dtype=dtype, note=qat_training.note_scales(work))
+    save.write(model, base, out, dtype=dtype, note=callback.note_scales(work))
     return grpo.Trained(
         path=out,
         adapter=False,

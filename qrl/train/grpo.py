@@ -21,21 +21,11 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train, Watch
 from qrl.tasks import prompt
-from qrl.train import (
-    arguments,
-    completions,
-    guard,
-    live,
-    policy,
-    probe,
-    qat_training,
-    resume,
-    reward,
-    rollouts,
-    save,
-    sharded,
-)
-from qrl.train.watchers import Alarm
+from qrl.train import arguments, guard, policy, resume, reward, save, sharded
+from qrl.train.monitor import completions, live, probe
+from qrl.train.monitor.watchers import Alarm
+from qrl.train.qat import callback
+from qrl.train.rollout import trainer as rollouts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -92,7 +82,7 @@ def check(
     _check_stop(watch, settings, rollout)
     arguments.check(settings, questions)
     if settings.qat != "none":
-        qat_training.check(settings, base.path)
+        callback.check(settings, base.path)
 
 
 def _check_stop(watch: Watch, settings: Train, rollout: Rollout) -> None:
@@ -154,7 +144,7 @@ def run(
     rows = [{"prompt": prompt.messages(q.question, template), "answer": q.answer} for q in questions]
     trainer = _trainer(base, rows, settings, task=task, seed=seed, device=device, work=work, rollout=rollout, log=log)
     if settings.qat != "none":
-        qat_training.begin(trainer, questions, settings, base=base, template=template, work=work, log=log)
+        callback.begin(trainer, questions, settings, base=base, template=template, work=work, log=log)
 
     def ask() -> list[int]:
         longest = settings.max_completion_tokens
@@ -245,7 +235,7 @@ def _write(trainer, model, state: dict | None, base: checkpoint.Checkpoint, sett
         if settings.adapter:
             save.write(model, base.path, out, dtype=None, state=state, note=lambda at: policy.record(at, settings, base.digest))
         elif settings.qat != "none":  # codes of the masters are codes of Q(W) only while nothing rounds them
-            save.write(model, base.path, out, dtype="float32", state=state, note=qat_training.note_scales(Path(trainer.args.output_dir)))
+            save.write(model, base.path, out, dtype="float32", state=state, note=callback.note_scales(Path(trainer.args.output_dir)))
         else:
             save.write(model, base.path, out, dtype=base.dtype, state=state)
     trainer.accelerator.wait_for_everyone()

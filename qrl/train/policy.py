@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from qrl import process
 from qrl.engine import attention, pretrained
 from qrl.errors import BadInput
-from qrl.recipe import Train
-from qrl.sections import PACKED
+from qrl.recipe import PACKED, Train
 
 if TYPE_CHECKING:
     import torch

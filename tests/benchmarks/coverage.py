@@ -25,7 +25,7 @@ from scipy.special import ndtri
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from qrl import stats
-from qrl.verdict import judge
+from qrl.stats.verdict import judge
 
 ALPHA = 0.05
 BASE, TRAINED, BASE_Q, TRAINED_Q = range(4)

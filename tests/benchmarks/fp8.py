@@ -54,7 +54,7 @@ def bare(words: list[str], shape: str, sequences: int):
     """An engine as vLLM makes it, in a process of its own."""
     from vllm import LLM
 
-    from qrl.train import vllm_engine
+    from qrl.train.rollout import vllm_engine
 
     stored = {"quantization": vllm_engine.FP8} if "fp8" in words else {}
     kv_cache = "fp8" if "kv8" in words else "auto"
@@ -74,7 +74,7 @@ def round_of(made, count: int, tokens: int) -> dict:
     """A rollout with the sync before it: seconds of both, and the gap to the trainer over 16 of its completions."""
     import torch
 
-    from qrl.train import engine_gap, vllm_engine
+    from qrl.train.rollout import engine_gap, vllm_engine
 
     own = made.vllm_generation
     ids = made.processing_class("Tom has 3 apples and buys 12 more. " * 6)["input_ids"]

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from qrl import tasks
-from qrl.tasks import math_judge, math_rule
+from qrl.tasks.math import judge, rule
 
 
 def spellings(answer: str) -> list[str]:
@@ -30,14 +30,14 @@ def main(folder: str) -> None:
     began = time.perf_counter()
     tasks.grade("math", r"\boxed{\frac{2}{12}}", r"\frac{1}{6}")
     print(f"first verdict that needs a worker: {time.perf_counter() - began:.2f} s")
-    hard = [pair for pair in pairs if math_rule.by_text(math_rule.asked(*pair)) is None]
-    easy = [pair for pair in pairs if math_rule.by_text(math_rule.asked(*pair)) is not None]
+    hard = [pair for pair in pairs if rule.by_text(rule.asked(*pair)) is None]
+    easy = [pair for pair in pairs if rule.by_text(rule.asked(*pair)) is not None]
     pool = rate(lambda: tasks.grade_many("math", completions, golds), len(pairs))
     print(f"{len(os.sched_getaffinity(0))} cores, {len(pairs):,} verdicts, {len(hard):,} of them by algebra: {pool:,.0f} a second through the pool")
     texts = rate(lambda: tasks.grade_many("math", *map(list, zip(*easy, strict=True))), len(easy))
     print(f"the {len(easy):,} that texts decide: {texts:,.0f} a second, in this process")
     algebra = rate(lambda: tasks.grade_many("math", *map(list, zip(*hard, strict=True))), len(hard))
-    alone = rate(lambda: math_judge.judge([math_rule.asked(*pair) for pair in hard], 0), len(hard))
+    alone = rate(lambda: judge.judge([rule.asked(*pair) for pair in hard], 0), len(hard))
     print(f"the {len(hard):,} by algebra: {algebra:,.0f} a second through the pool, {alone:,.0f} in one process; ratio {algebra / alone:.2f}")
 
 

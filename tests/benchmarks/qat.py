@@ -29,8 +29,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from qrl.formats import fake, fake_fused, fake_linears
-from qrl.train import qat, qat_calibration
+from qrl.formats.fakequant import fused, values
+from qrl.formats.fakequant import linears as fake_linears
+from qrl.train.qat import calibration
+from qrl.train.qat import linear as qat
 
 LARGE = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2}
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -47,7 +49,7 @@ def main() -> None:
     parser.add_argument("--thin", action="store_true")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--formats", default=",".join(fake.FORMATS))
+    parser.add_argument("--formats", default=",".join(values.FORMATS))
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -110,7 +112,7 @@ class Arm:
         if name != "none":
             qat.attach(self.model, name, self.compute)
             if fake_linears.needs_calibration(name):
-                qat_calibration.calibrate(self.model, [self.batch])
+                calibration.calibrate(self.model, [self.batch])
         self.attach = time.perf_counter() - began
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=device == "cuda")
         for _ in range(WARM_UP):
@@ -192,14 +194,14 @@ def _fold(model, compute: torch.dtype, device: str) -> dict[str, float | str]:
         for fold in folds:
             weights = [linear.weight for linear in fold.members.values()]
             with torch.no_grad():
-                wanted, largest = fake.folded(weights, fold.scheme.weights, fold.dtype)
+                wanted, largest = values.folded(weights, fold.scheme.weights, fold.dtype)
             alike &= torch.equal(largest, fold.largest)
             alike &= all(torch.equal(a, fold.weight_of(linear)) for a, linear in zip(wanted, fold.members.values(), strict=True))
         return alike
 
-    kernels = [good for key, good in fake_fused._proven.items() if key[0] in ("weights", "activations")]
+    kernels = [good for key, good in fused._proven.items() if key[0] in ("weights", "activations")]
     alike = f"{eager()}, {sum(kernels)}/{len(kernels)}"
-    fake_fused._proven.clear()
+    fused._proven.clear()
     slow, fold = _median(eager, device, 3), _median(lambda: qat.refold(model), device)
     targets = [torch.empty_like(each.weight, dtype=compute) for each in linears]
     copy = _median(lambda: [target.copy_(each.weight.detach()) for target, each in zip(targets, linears, strict=True)], device)

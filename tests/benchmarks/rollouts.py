@@ -266,7 +266,7 @@ class Card:
 
 def lull(link, *, awake: bool) -> None:
     """Lets an engine that can sleep stay awake from now on, or sleep between rollouts."""
-    from qrl.train import vllm_engine
+    from qrl.train.rollout import vllm_engine
 
     if awake and link.enable_sleep_mode:
         link.enable_sleep_mode = link._llm_weights_sleeping = False
@@ -357,7 +357,7 @@ def parts(made) -> dict:
     from trl.generation.vllm_generation import extract_logprobs
     from vllm import SamplingParams
 
-    from qrl.train import vllm_engine
+    from qrl.train.rollout import vllm_engine
 
     engine, own = made.vllm_generation.llm, made.vllm_generation
     ids = made.processing_class("Tom has 3 apples and buys 12 more. " * 3)["input_ids"]

@@ -127,7 +127,8 @@ def aside(work, *given):
 
 def registered(shape: str) -> tuple[str, str]:
     """A shape's checkpoint as version 1 of a registry, at stage base; its folder in the store, and its registered name."""
-    from qrl import registry, versions
+    from qrl import registry
+    from qrl.registry import versions
     from qrl.tracking import models, runs, store
 
     path = checkpoint_of(shape)

@@ -1,0 +1,5 @@
+"""The command line: a command a step, options made from the recipe, exit codes."""
+
+from qrl.cli.commands import cli, main
+
+__all__ = ["cli", "main"]

@@ -1,0 +1,1 @@
+"""The rounding that quantization-aware training computes with."""

@@ -1,0 +1,1 @@
+"""The task math: MATH's problems, and the grader of answers in `\\boxed{}`."""

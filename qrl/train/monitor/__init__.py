@@ -1,0 +1,1 @@
+"""What is watched while a model trains: live metrics, watchers, a held-out probe, sampled completions."""

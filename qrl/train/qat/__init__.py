@@ -1,0 +1,1 @@
+"""Quantization-aware training: linears that compute in few bits."""

@@ -1,0 +1,194 @@
+"""The table of methods: each cell against base and against full precision, paired, whatever its scheme."""
+
+import mlflow
+import numpy as np
+import pandas as pd
+import pytest
+
+from qrl import cli, figures, stats
+from qrl.compare import convergence, ranking
+from qrl.compare.text import interval
+from qrl.errors import BadInput
+from qrl.study import sweep as study
+from qrl.tracking import contents
+
+RATES = {("base", "fp16"): 0.3, ("grpo", "fp16"): 0.7, ("grpo", "nf4"): 0.6, ("qat-int4", "rtn-int4"): 0.8}
+
+
+def frame(cells=RATES, n=400, seeds=("0",), seed=0):
+    generator = np.random.default_rng(seed)
+    rows = []
+    for run in seeds:
+        for (variant, scheme), rate in cells.items():
+            for question, right in enumerate(generator.random(n) < rate):
+                rows.append((variant, scheme, run, f"q{question}", int(right), f"{variant}{scheme}"))
+    return pd.DataFrame(rows, columns=["variant", "scheme", "seed", "question", "correct", "settings_digest"])
+
+
+def test_methods_need_no_common_scheme_and_stand_best_first_with_paired_intervals():
+    found = frame()
+    text = ranking.markdown(ranking.measure(found))
+    lines = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line and "method" not in line]
+    assert [line.split(" | ")[0].strip("| ") for line in lines] == ["qat-int4", "grpo", "grpo", "base"]
+    cells = {
+        cell: part.sort_values("question")["correct"].to_numpy() for cell, part in found.groupby(["variant", "scheme"])
+    }
+    for against in (("base", "fp16"), ("grpo", "fp16")):
+        wanted = stats.contrast(np.stack([cells["qat-int4", "rtn-int4"], cells[against]]), (1, -1))
+        assert interval(wanted) in lines[0]
+    assert "n = 400 held-out questions, one training run each" in text
+
+
+def test_several_training_runs_are_a_random_effect():
+    one, three = ranking.markdown(ranking.measure(frame())), ranking.markdown(ranking.measure(frame(seeds=("0", "1", "2"))))
+    assert "3 training runs" in three and one != three
+
+
+def test_without_base_or_full_precision_there_is_nothing_to_measure_from():
+    for cell in (("base", "fp16"), ("grpo", "fp16")):
+        with pytest.raises(BadInput, match=f"Cell {cell[0]} · fp16 is missing"):
+            ranking.markdown(ranking.measure(frame({key: rate for key, rate in RATES.items() if key != cell})))
+
+
+def test_a_table_without_its_columns_is_refused_in_a_sentence():
+    with pytest.raises(BadInput, match="lacks 'variant'"):
+        ranking.measure(frame().drop(columns="variant"))
+    with pytest.raises(BadInput, match="'scheme' has 1600 empty values"):
+        ranking.measure(frame().assign(scheme=None))
+
+
+SMALL = RATES | {("base", "rtn-int4"): 0.3, ("grpo", "rtn-int4"): 0.5, ("qlora", "fp16"): 0.79}
+
+
+def test_training_is_held_against_quantizing_afterwards_in_the_same_scheme():
+    found = ranking.measure(frame(SMALL, n=1000))
+    row = next(row for row in found.rows if row.variant == "qat-int4")
+    right = {cell: part.sort_values("question")["correct"].to_numpy() for cell, part in frame(SMALL, n=1000).groupby(["variant", "scheme"])}
+    for name, against in (("over_grpo", ("grpo", "rtn-int4")), ("over_base", ("base", "rtn-int4"))):
+        wanted = stats.contrast(np.stack([right["qat-int4", "rtn-int4"], right[against]]), (1, -1))
+        assert getattr(row, name) == wanted
+    assert [row for row in found.rows if row.over_grpo] == [row]  # an adapter's merged model has no scheme to share
+    text = ranking.findings(found)
+    assert text[0].startswith("Of 4 quantized methods qat-int4 · rtn-int4 scores highest") and "not told apart from qlora · fp16" in text[0]
+    assert "shown ahead of grpo · nf4, grpo · rtn-int4" in text[0]
+    assert text[1].startswith("qat-int4 beats grpo quantized afterwards in rtn-int4: +0.") and "after Holm's correction" in text[1]
+
+
+def test_the_best_is_called_ahead_only_where_all_pairs_asked_at_once_bear_it_out():
+    """Of many equal methods the highest is ahead of the lowest by its own interval in many studies, by Holm's in at most 5 %."""
+    equal = {("base", "fp16"): 0.5, ("grpo", "fp16"): 0.6} | {("grpo", f"scheme{k}"): 0.6 for k in range(12)}
+    alone = together = 0
+    for seed in range(20):
+        data = frame(equal, n=300, seed=seed)
+        found = ranking.measure(data)
+        cells = [(row.variant, row.scheme) for row in found.rows if row.quantized]
+        right = {cell: part.sort_values("question")["correct"].to_numpy() for cell, part in data.groupby(["variant", "scheme"])}
+        alone += stats.contrast(np.stack([right[cells[0]], right[cells[-1]]]), (1, -1)).low > 0
+        together += "shown ahead" in ranking.findings(found)[0]
+    assert alone >= 10 and together <= 3  # P(more than 3 of 20 at 5 %) is 1.6 %, and the data are seeded
+
+
+def test_several_seeds_are_seen_in_table_json_metrics_and_figure(tmp_path):
+    found = ranking.measure(frame(SMALL, seeds=("0", "1", "2")))
+    assert found.runs == 3 and all(row.error.runs.count == 3 for row in found.rows if row.error)
+    document = ranking.as_json(found, failed=["qad-int4, seed 1: it failed."])
+    assert document["runs"] == 3 and document["failed"] and len(document["methods"]) == len(SMALL)
+    scores = ranking.metrics(found)
+    assert scores["methods/error_grpo_nf4_low"] < scores["methods/error_grpo_nf4"] < scores["methods/error_grpo_nf4_high"]
+    assert "methods/error_grpo_fp16" not in scores and "methods/accuracy_grpo_fp16" in scores
+    figures.methods(found, ranking.findings(found)[0], tmp_path / "methods.png")
+    assert (tmp_path / "methods.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("right", "values", "measure", "reason"),
+    [
+        ((0.5, 0.8), [0.4, 0.5, 0.6, 0.7], "reward", ""),
+        ((0.5, 0.8), [0.7, 0.5, 0.6, 0.4], "reward", "the reward got worse"),
+        ((0.5, 0.8), [0.7, 0.5, 0.6, 0.4], "loss", ""),
+        ((0.5, 0.5), [0.4, 0.5, 0.6, 0.7], "reward", "no gain over base in its scheme is shown"),
+        ((0.8, 0.5), [0.7, 0.5], "reward", "no gain over base in its scheme is shown and the reward got worse"),
+    ],
+)
+def test_a_training_converged_by_the_rule_alone(right, values, measure, reason):
+    base, own = ((np.random.default_rng(seed).random(2000) < rate).astype(float) for seed, rate in enumerate(right))
+    found = convergence.judge("qat-int4", "rtn-int4", stats.contrast(np.stack([own, base]), (1, -1)), [values, values], measure)
+    assert found.converged == (not reason) and found.reason == reason
+    assert found.row()[-1] == (f"no: {reason}" if reason else "yes")
+    shown = found.row()[2].partition(", ")[2]
+    assert shown.startswith(("+", "−")) and shown.endswith("]"), "the rule's means do not stand without an interval"
+
+
+def test_quarters_are_of_at_least_one_step():
+    assert convergence.quarters([1.0]) == ([1.0], [1.0])
+    assert convergence.quarters([1.0, 2, 3, 4, 5, 6, 7, 8]) == ([1.0, 2], [7, 8])
+
+
+def test_the_change_beside_the_verdict_has_the_interval_that_scipy_gives_over_seeds_and_over_steps():
+    from scipy import stats as scipy
+
+    draw = np.random.default_rng(0)
+    histories = [list(draw.normal(0.7 + 0.01 * np.arange(16), 0.05)) for _ in range(5)]
+    ends = [(np.mean(each[:4]), np.mean(each[-4:])) for each in histories]
+    first, last = zip(*ends, strict=True)
+    for found, wanted in (
+        (convergence.change(histories), scipy.ttest_rel(last, first)),
+        (convergence.change(histories[:1]), scipy.ttest_ind(histories[0][-4:], histories[0][:4], equal_var=False)),
+    ):
+        assert (found.low, found.high) == pytest.approx(tuple(wanted.confidence_interval(0.95)))
+    assert convergence.change([[0.5, 0.6]]) is None and convergence.change([[0.5] * 16]).high == 0
+
+
+def test_compare_methods_says_at_its_end_where_things_are(store, tmp_path, capsys):
+    ids = []
+    for _, rows in frame().groupby(["variant", "scheme"]):
+        with mlflow.start_run() as run:
+            rows.to_parquet(tmp_path / "questions.parquet")
+            mlflow.log_artifact(str(tmp_path / "questions.parquet"))
+        ids.append(run.info.run_id)
+
+    def compare(*words: str) -> tuple[str, str]:
+        cli.cli.main(["compare", "--methods", *words], standalone_mode=False)
+        said = capsys.readouterr()
+        return said.out, said.err.splitlines()[-1]
+
+    text, last = compare("--cells", ",".join(ids))
+    run = mlflow.MlflowClient().search_runs(["0"], max_results=1)[0]
+    assert f"Logged to run {run.info.run_id}: methods.md" in last and run.info.status == "FINISHED"
+    assert contents.artifact(run.info.run_id, "methods.md").read_text() == text.removesuffix("\n") and run.data.metrics["methods/error_grpo_nf4"] < 0
+    listed = {"methods.md", "methods.json", "questions.parquet", "figures"}
+    assert {path.name for path in contents.artifact(run.info.run_id, ".").iterdir()} == listed
+    _, last = compare("--cells", ",".join(ids), "--out", str(tmp_path / "out"))
+    assert f"Written to {tmp_path}/out: methods.md, methods.json, figures/" in last
+    assert {path.name for path in (tmp_path / "out").iterdir()} == listed - {"questions.parquet"}
+    with pytest.raises(BadInput, match="--questions needs --out"):
+        compare("--questions", str(tmp_path / "questions.parquet"))
+    count = len(mlflow.MlflowClient().search_runs(["0"]))
+    for words, says in ((["--methods"], "grpo · fp16 is missing"), ([], "is the only variant")):
+        with pytest.raises(BadInput, match=says):
+            cli.cli.main(["compare", *words, "--cells", ids[0]], standalone_mode=False)
+    assert len(mlflow.MlflowClient().search_runs(["0"])) == count
+
+
+def test_arms_are_recipes_that_meet_on_the_same_questions(tmp_path):
+    given = {"evaluate.n": "50"}
+    arms = study.load(study.FIRST, study.ARMS, given, seed=3)
+    assert [study.label(each) for _, each in arms] == ["grpo", "qlora", *study.ARMS[1:]]
+    assert all(each.seed == 3 and each.evaluate.n == 50 for _, each in arms)
+    with pytest.raises(BadInput, match="tiny-qlora trains qlora, but methods are measured from GRPO in full precision"):
+        study.load("tiny-qlora", (), {}, 0)
+    with pytest.raises(BadInput, match="tiny-ptq and tiny both train grpo"):
+        study.load(study.FIRST, ("tiny",), {}, 0)
+    with pytest.raises(BadInput, match=r"tiny-ptq and .*other\.yaml differ in prompt"):
+        other = tmp_path / "other.yaml"
+        other.write_text("prompt: answer-line\ntrain: {qat: int4}\n")
+        study.load(study.FIRST, (str(other),), {}, 0)
+
+
+def test_seeds_are_whole_numbers_each_once():
+    assert study.numbers("0, 2,1", None) == (0, 2, 1)
+    for text in ("", "a", "1,1", "-1", "1.5"):
+        with pytest.raises(BadInput, match="must be whole numbers by comma"):
+            study.numbers(text, None)
+    with pytest.raises(BadInput, match="give the seed there"):
+        study.numbers("0", "3")

@@ -1,0 +1,128 @@
+"""vLLM as the engine of evaluation. Its environment is not the core's: real answers come from the one of projects/vllm_cpu.
+
+    QRL_VLLM_PYTHON=…/bin/python pytest tests/test_engine_vllm.py    # one that is there already
+"""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import qrl
+from qrl import names, quantize, recipe, tiny
+from qrl.engine import vllm
+from qrl.errors import BadInput
+from qrl.evaluate import cells
+from qrl.study import pipeline
+from qrl.tasks import load
+from qrl.tracking import keys
+
+ROOT = Path(qrl.__file__).parents[1]
+ASK = {"task": "arithmetic", "template": "answer-line", "device": "cpu", "max_new_tokens": 128, "batch_size": 32}
+N = 96
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from qrl.evaluate import cells
+from qrl.tasks import load
+if __name__ == "__main__":
+    out, path, given = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+    asked = cells.ask(cells.Cell("base", "fp16", path), load("arithmetic", "heldout", given.pop("n"), 0), engine="vllm", **given)
+    asked.frame.to_parquet(out / "rows.parquet")
+    (out / "receipt.json").write_text(json.dumps(asked.receipt))
+"""
+
+
+def test_without_vllm_a_sentence_says_where_it_is():
+    with pytest.raises(BadInput, match=r"vLLM cannot be imported.*evaluate\.engine=transformers"):
+        cells.ask(cells.Cell("base", "fp16", tiny.PATH), load("arithmetic", "heldout", 2, 0), engine="vllm", **ASK)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "invariant"),
+    [("CompressedTensorsW8A8Fp8/CutlassFP8ScaledMMLinearKernel", True), ("CompressedTensorsWNA16/MacheteLinearKernel", True), ("CompressedTensorsW8A8Int8/CutlassInt8ScaledMMLinearKernel", False)],
+)  # fmt: skip
+def test_a_receipt_calls_batch_invariant_what_was_measured_to_be(kernel, invariant):
+    """By its names on an H200: of the same questions 32 and 256 at once, these gave the same answers or not (qrl/benchmark/SCHEMES.md)."""
+    assert vllm.batch_invariant({"UnquantizedEmbeddingMethod": 1, kernel: 16, "FlashAttentionImpl": 4}) is invariant
+
+
+@pytest.mark.parametrize(("step", "choice", "folder"), [("evaluate", "vllm", "vllm_cpu"), ("evaluate", "transformers", None), ("quantize", "awq", "awq"), ("quantize", "gptq", None)])
+def test_a_step_runs_where_its_engine_or_scheme_is(step, choice, folder, monkeypatch):
+    monkeypatch.delenv(pipeline.PLACE, raising=False)
+    found = pipeline.place(step, choice, "cpu")
+    assert found == (ROOT / "projects" / folder if folder else None)
+    if folder:
+        assert f"  {step}:" in (found / "MLproject").read_text()
+        monkeypatch.setenv(pipeline.PLACE, folder)
+        assert pipeline.place(step, choice, "cpu") is None
+
+
+def test_room_for_the_engine_is_no_part_of_what_a_cell_is_found_by():
+    def key(**evaluate) -> str:
+        return keys.cell(recipe.load("tiny", {f"evaluate.{name}": value for name, value in evaluate.items()}), "base", "fp16", "digest", "cuda")
+
+    assert key(gpu_memory_utilization="0.2") == key() != key(deterministic="true")
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory, python_of):
+    """What vLLM answers in its own Python."""
+
+    def ask(**given) -> tuple[pd.DataFrame, dict]:
+        out = tmp_path_factory.mktemp("vllm")
+        words = [python_of("vllm_cpu"), "-c", PROGRAM, str(out), str(tiny.PATH), json.dumps(ASK | {"n": N, "dtype": "fp32"} | given)]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return pd.read_parquet(out / "rows.parquet"), json.loads((out / "receipt.json").read_text())
+
+    return ask
+
+
+@pytest.mark.slow
+def test_answers_are_those_of_transformers_on_nearly_all_questions(answered):
+    rows, receipt = answered()
+    ours = cells.ask(cells.Cell("base", "fp16", tiny.PATH), load("arithmetic", "heldout", N, 0), dtype="fp32", **ASK)
+    assert list(rows.columns) == list(ours.frame.columns)
+    same = (rows["completion"] == ours.frame["completion"]) & (rows["finish_reason"] == ours.frame["finish_reason"]) & (rows["n_tokens"] == ours.frame["n_tokens"])
+    assert same.mean() >= 0.95  # float32 in another order: a tie may fall the other way
+    assert receipt["engine"].startswith("vllm ") and receipt["kernels"] and receipt["dtype"] == "float32"
+    again, repeated = answered(deterministic=True)
+    assert repeated["completions"] == receipt["completions"] and again["completion"].equals(rows["completion"])
+    assert names.RECEIPT == "receipt.json"
+
+
+FITS = """
+import sys
+from pathlib import Path
+from qrl.engine import vllm
+from qrl.errors import BadInput
+for folder in map(Path, sys.argv[1:]):
+    for how in (("cpu",), ("cuda", True)):
+        try:
+            vllm.check_runs(folder, *how)
+            print(folder.name, how[0], "runs", sep="\t")
+        except BadInput as error:
+            print(folder.name, how[0], error, sep="\t")
+"""
+
+
+@pytest.mark.slow
+def test_a_scheme_without_a_kernel_is_refused_before_a_weight_is_read(python_of, tiny_checkpoint, tmp_path):
+    texts = ["Tom has 3 apples and buys 4 more. How many does he have?"]
+    schemes = ("nf4", "fp8", "w8a8", "w8a16", "nvfp4a16", "mxfp4a16", "nvfp4")
+    folders = [quantize.run(scheme, tiny_checkpoint, tmp_path / scheme, calibration=texts).path for scheme in schemes]
+    for folder in folders:
+        for weights in folder.glob("*.safetensors"):
+            weights.write_bytes(b"not to be read")
+    done = subprocess.run([python_of("vllm_cpu"), "-c", FITS, *map(str, (tiny.PATH, *folders))], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split("\t") for line in done.stdout.splitlines() if line.count("\t") == 2]
+    said = {name: words for name, device, words in lines if device == "cpu"}
+    assert {name for name, words in said.items() if words == "runs"} == {tiny.PATH.name, "fp8", "w8a8"}
+    assert "knows no bitsandbytes without vllm-bnb-plugin" in said["nf4"] and "8-bit weights" in said["w8a16"]
+    assert all("4-bit floats" in said[scheme] and "evaluate.engine=transformers" in said[scheme] for scheme in ("nvfp4a16", "mxfp4a16", "nvfp4"))
+    invariant = {name: words for name, device, words in lines if device == "cuda"}  # what a GPU of any kind cannot
+    assert {name for name, words in invariant.items() if words != "runs"} == {"nf4", "nvfp4a16"} and "batch-invariant" in invariant["nvfp4a16"]

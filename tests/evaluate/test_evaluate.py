@@ -1,0 +1,191 @@
+"""The engine and evaluation: what is asked is what was rendered, what is unhealthy does not count."""
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+
+from qrl import evaluate, names, stats, tasks, tiny
+from qrl.engine import hf
+from qrl.errors import BadInput
+from qrl.evaluate import cells, groups, health, scores
+from qrl.recipe import Evaluate
+from qrl.steps import inputs
+from qrl.tasks import prompt
+from qrl.tasks.math import pool
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return hf.load(tiny.PATH, "cpu", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts(loaded):
+    return [prompt.render(loaded[1], q.question, "plain") for q in tasks.load("arithmetic", "heldout", 12, 0)]
+
+
+def test_what_evaluation_will_not_do_is_said():
+    assert evaluate.unheeded(Evaluate()) == evaluate.unheeded(Evaluate(samples=8, temperature=0.7)) == evaluate.unheeded(Evaluate(engine="vllm", deterministic=True)) == []
+    told = evaluate.unheeded(Evaluate(temperature=0.7, deterministic=True))
+    assert [line.split(" means nothing")[0] for line in told] == ["evaluate.temperature = 0.7", "evaluate.deterministic"]
+
+
+def test_batches_do_not_change_what_is_written(loaded, prompts):
+    alone = [hf.generate(*loaded, [ids], max_new_tokens=64, batch_size=1)[0].text for ids in prompts]
+    together = [done.text for done in hf.generate(*loaded, prompts, max_new_tokens=64, batch_size=12)]
+    assert sum(a == b for a, b in zip(alone, together, strict=True)) >= 11  # fp32 sums differ by order, ties may flip
+
+
+def test_completions_come_back_in_the_order_asked(loaded, prompts):
+    forward = [done.text for done in hf.generate(*loaded, prompts, max_new_tokens=64, batch_size=5)]
+    backward = [done.text for done in hf.generate(*loaded, prompts[::-1], max_new_tokens=64, batch_size=5)]
+    assert sum(a == b for a, b in zip(forward, backward[::-1], strict=True)) >= 11
+
+
+def test_the_end_token_ends_and_the_limit_cuts(loaded, prompts):
+    assert {done.finish_reason for done in hf.generate(*loaded, prompts, max_new_tokens=2, batch_size=12)} == {"length"}
+    whole = hf.generate(*loaded, prompts, max_new_tokens=96, batch_size=12)
+    assert any(done.finish_reason == "stop" for done in whole)
+    assert not any("<|im_end|>" in done.raw for done in whole)
+
+
+def test_progress_counts_every_prompt(loaded, prompts):
+    seen = []
+    hf.generate(*loaded, prompts, max_new_tokens=2, batch_size=5, progress=seen.append)
+    assert seen == [5, 5, 2]
+
+
+def test_a_checkpoints_own_sampling_and_penalties_are_not_used(loaded):
+    settings = loaded[0].generation_config
+    assert not settings.do_sample and settings.repetition_penalty in (None, 1.0)
+
+
+def test_samples_differ_by_seed_and_come_back_the_same_whatever_was_drawn_before(loaded, prompts):
+    def drawn(seed):
+        torch.rand(3)
+        return [done.text for done in hf.generate(*loaded, prompts[:4] * 3, max_new_tokens=24, batch_size=5, temperature=1.0, seed=seed)]
+
+    first = drawn(1)
+    assert drawn(1) == first != drawn(2)
+    assert len({first[i] for i in (0, 4, 8)} | {first[i] for i in (1, 5, 9)}) > 2  # samples of one prompt are not copies
+
+
+def asked_thrice(temperature=1.0, samples=3):
+    questions = tasks.load("arithmetic", "heldout", 6, 0)
+    cell = cells.Cell("base", "fp16", tiny.PATH)
+    settings = {"task": "arithmetic", "template": "plain", "device": "cpu", "max_new_tokens": 48, "batch_size": 8}
+    return questions, cells.ask(cell, questions, samples=samples, temperature=temperature, seed=3, **settings)
+
+
+def test_a_cell_with_samples_has_a_row_for_each_and_scores_questions_not_answers():
+    questions, found = asked_thrice()
+    assert list(found.frame["question"]) == [question.id for question in questions for _ in range(3)]
+    assert list(found.frame["sample"]) == [0, 1, 2] * 6
+    metrics = scores.metrics(found)
+    per_question = found.frame.groupby("question", sort=False)["correct"].mean()
+    assert metrics[names.N] == 6 and metrics[names.ACCURACY] == pytest.approx(per_question.mean())
+    assert metrics[names.ACCURACY_STDERR] == pytest.approx(per_question.std() / 6**0.5)
+    assert metrics["eval/pass_at_3"] == pytest.approx((per_question > 0).mean())
+    assert metrics["eval/pass_at_2"] <= metrics["eval/pass_at_3"]
+    pd.testing.assert_frame_equal(asked_thrice()[1].frame, found.frame)
+
+
+def test_a_prompt_that_fills_all_positions_is_refused_and_copies_of_questions_are_told():
+    questions = tasks.load("arithmetic", "heldout", 3, 0)
+    settings = {"task": "arithmetic", "template": "plain", "device": "cpu", "max_new_tokens": 4, "batch_size": 8}
+    long = replace(questions[1], question="apples " * 600)
+    with pytest.raises(BadInput, match=rf"Question {long.id} .* tokens, but the model was made for 512"):
+        cells.ask(cells.Cell("base", "fp16", tiny.PATH), [questions[0], long], **settings)
+    assert inputs.repeated(questions) == ""
+    assert inputs.repeated([*questions, replace(questions[0], id="copy", question=questions[0].question.upper())]).startswith("Of 4 held-out questions 1 repeat others")
+
+
+def test_one_sample_is_greedy_and_has_the_rows_and_metrics_it_always_had():
+    _, found = asked_thrice(temperature=9.0, samples=1)
+    _, again = asked_thrice(temperature=0.1, samples=1)
+    assert "sample" not in found.frame and list(found.frame["completion"]) == list(again.frame["completion"])
+    assert not any("pass_at" in name for name in scores.metrics(found))
+
+
+def frame(n=100, stopped=100, parsed=100, leaked=0, faults=0):
+    return pd.DataFrame(
+        {
+            "finish_reason": ["stop"] * stopped + ["length"] * (n - stopped),
+            "parsed": ["1"] * parsed + [None] * (n - parsed),
+            "leaked": [1] * leaked + [0] * (n - leaked),
+            "fault": ["timeout"] * faults + [None] * (n - faults),
+        }
+    )
+
+
+def test_a_healthy_cell_breaks_no_limit():
+    assert health.problems(health.rates(frame()), Evaluate(), 100) == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "metric", "limit"),
+    [
+        ({"stopped": 50}, names.EOS_RATE, "evaluate.min_eos_rate"),
+        ({"stopped": 50}, names.TRUNCATION_RATE, "evaluate.max_truncation_rate"),
+        ({"parsed": 50}, names.PARSE_RATE, "evaluate.min_parse_rate"),
+        ({"leaked": 50}, names.PROMPT_LEAK_RATE, "evaluate.max_prompt_leak_rate"),
+        ({"faults": 50}, names.GRADER_FAULT_RATE, "evaluate.max_grader_fault_rate"),
+    ],
+)
+def test_a_broken_limit_is_named_with_rate_n_and_cause(broken, metric, limit):
+    problems = health.problems(health.rates(frame(**broken)), Evaluate(), 100)
+    (said,) = [problem for problem in problems if metric in problem]
+    assert limit in said and "0.500 (n = 100)" in said and "likely cause" in said
+
+
+def test_a_limit_that_is_met_exactly_is_kept():
+    at_limit = frame(stopped=95, parsed=90, leaked=1, faults=1)
+    assert health.problems(health.rates(at_limit), Evaluate(), 100) == []
+
+
+@pytest.mark.parametrize(
+    ("raw", "text", "leaked"),
+    [
+        ("4 + 3 = 7\n#### 7", "4 + 3 = 7\n#### 7", False),
+        ("#### 7<|im_start|>user", "#### 7user", True),
+        ("Why? #### 7", "Why? #### 7", True),
+    ],
+)
+def test_chat_markers_and_a_repeated_question_are_leaks(raw, text, leaked):
+    completion = hf.Completion(text, raw, 9, "stop")
+    assert cells._leaked("Why?", completion, ["<|im_start|>", "<|im_end|>"]) is leaked
+
+
+def test_rows_of_math_carry_subject_level_and_what_the_grader_could_not_do(monkeypatch):
+    monkeypatch.setattr(pool, "CPU_S", 0.5)
+    bomb = r"\boxed{9^{9^{9^9}}}"
+    written = [bomb, r"\boxed{\frac{2}{12}}", "no answer"]
+    monkeypatch.setattr(hf, "generate", lambda *_, **__: [hf.Completion(text, text, 5, "stop") for text in written])
+    levels = (1, 5, None)
+    asked = [tasks.Question(f"math-heldout-{i}", f"{i}?", "", r"\frac{1}{6}", "Algebra", level) for i, level in enumerate(levels)]
+    found = cells.ask(
+        cells.Cell("base", "fp16", tiny.PATH), asked, task="math", template="boxed", device="cpu", max_new_tokens=5, batch_size=3
+    )
+    assert list(found.frame["correct"]) == [0, 1, 0]
+    assert list(found.frame["subject"]) == ["Algebra"] * 3
+    assert list(found.frame["level"].dropna()) == [1, 5]
+    metrics = scores.metrics(found)
+    assert (metrics[names.GRADER_TIMEOUTS], metrics[names.GRADER_ERRORS]) == (1, 0)
+    assert metrics[names.GRADER_FAULT_RATE] == pytest.approx(1 / 3)
+
+
+def test_accuracy_by_subject_and_level_has_an_interval_and_n_for_each_cell():
+    rows = [("Algebra", 1, 1)] * 30 + [("Algebra", 5, 0)] * 10 + [("Geometry", 5, 1)]
+    one = pd.DataFrame(rows, columns=["subject", "level", "correct"]).assign(variant="base", scheme="fp16", question=range(41))
+    text = groups.markdown(pd.concat([one, one.assign(variant="grpo", correct=1)], ignore_index=True))
+    assert "| subject | base · fp16 | grpo · fp16 |" in text
+    expected = stats.accuracy(30, 40)
+    assert f"| Algebra | 0.750 [{expected.low:.3f}, {expected.high:.3f}] (n = 40) | 1.000 [" in text
+    assert "| Geometry | 1 of 1 | 1 of 1 |" in text
+    assert text.index("| 1 |") < text.index("| 5 |")
+    assert groups.markdown(one.drop(columns=["subject", "level"])) == ""
+    for label in ("sample", "seed"):  # neither several samples nor several trainings are more questions
+        twice = groups.markdown(pd.concat([one.assign(**{label: 0}), one.assign(**{label: 1}, correct=1)]))
+        assert "| Algebra | 0.875 [" in twice and "(n = 40)" in twice and "| 1 of 1 |" in twice

@@ -1,0 +1,61 @@
+"""The gate decides from numbers alone and always says why."""
+
+import math
+
+import pytest
+
+from qrl.registry.gate import Evidence, decide_awq, decide_base, decide_grpo
+from qrl.stats import Estimate
+
+GOOD = Evidence(broken_limits=(), evaluated_digest="sha256-aaaa", version_digest="sha256-aaaa")
+
+
+def grpo(gain=(0.05, 0.03, 0.07), evidence=GOOD, parent="bbbb", base="bbbb", min_gain=0.0):
+    estimate, low, high = gain
+    return decide_grpo(evidence, parent_digest=parent, base_digest=base, gain=Estimate(estimate, 0.01, low, high, 2000), min_gain=min_gain)
+
+
+def awq(low, evidence=GOOD, parent="cccc", max_loss=0.05):
+    difference = Estimate(-0.02, 0.01, low, 0.0, 2000)
+    return decide_awq(evidence, parent_digest=parent, grpo_digest="cccc", difference=difference, max_loss=max_loss)
+
+
+def test_a_good_version_passes_with_its_reasons():
+    decision = grpo()
+    assert decision.passed and decision.stage == "grpo" and len(decision.reasons) == 4
+    assert "The gain over base is +0.050 [+0.030, +0.070] on n = 2000 questions; its lower 95 % bound lies above 0." in decision.reasons
+    assert decision.facts["gain_low"] == 0.03 and decision.facts["version_digest"] == "sha256-aaaa"
+    assert str(decision).startswith("Stage grpo passes: ")
+
+
+@pytest.mark.parametrize(("low", "min_gain", "passed"), [(0.03, 0.0, True), (0.0, 0.0, False), (-0.01, 0.0, False), (0.03, 0.03, False), (0.03, 0.02, True), (math.nan, 0.0, False)])
+def test_the_gains_lower_bound_decides(low, min_gain, passed):
+    decision = grpo(gain=(0.05, low, 0.07), min_gain=min_gain)
+    assert decision.passed is passed
+    if not passed:
+        assert "does not lie above" in decision.reasons[0]
+
+
+@pytest.mark.parametrize(("low", "max_loss", "passed"), [(-0.04, 0.05, True), (-0.05, 0.05, False), (-0.06, 0.05, False), (-0.06, 0.07, True), (math.nan, 0.05, False)])
+def test_the_loss_to_awq_decides(low, max_loss, passed):
+    assert awq(low, max_loss=max_loss).passed is passed
+
+
+@pytest.mark.parametrize(
+    ("decision", "reason"),
+    [
+        (decide_base(Evidence(["eos rate 0.20 is under 0.95"], "a", "a")), "eos rate 0.20 is under 0.95"),
+        (decide_base(Evidence([], "aaaa", "bbbb")), "are not the version's (bbbb)"),
+        (decide_base(Evidence([], "", "")), "none recorded"),
+        (grpo(parent="dddd"), "descends from dddd, not from the version at stage base (bbbb)"),
+        (grpo(parent="", base=""), "none recorded"),
+        (awq(-0.01, parent="dddd"), "not from the version at stage grpo (cccc)"),
+    ],
+)
+def test_any_failed_check_refuses_and_is_named_first(decision, reason):
+    assert not decision.passed and reason in decision.reasons[0]
+    assert f"Stage {decision.stage} is refused" in str(decision)
+
+
+def test_base_needs_no_gain():
+    assert decide_base(GOOD).passed

@@ -1,0 +1,247 @@
+"""The registry, with the real MLflow on a store in a temporary folder."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlflow
+import pandas as pd
+import pytest
+
+import qrl
+from qrl import checkpoint, names, recipe, registry
+from qrl.errors import BadInput, GateRefused, QrlError
+from qrl.registry import versions
+from qrl.steps import promote as promoting
+from qrl.tracking import cells, contents, models, runs
+
+ROOT = Path(qrl.__file__).parents[1]
+NAME = "qrl-tiny"
+WHY = {"run": "r", "why": "it was better"}
+
+
+@pytest.fixture
+def version(store):
+    """A maker of versions, each from a model of its own; `weights` stands for what is in them."""
+
+    def make(variant: str = "base", scheme: str = "fp16", weights: str = "") -> versions.Version:
+        with runs.step("evaluate"):
+            model = mlflow.initialize_logged_model(f"{variant}-{scheme}")
+        (Path(model.artifact_location) / "model").mkdir(parents=True)
+        (Path(model.artifact_location) / "MLmodel").write_text("flavors: {}\n")
+        folder = Path(model.artifact_location) / "model"
+        (folder / "config.json").write_text("{}")
+        (folder / checkpoint.WEIGHTS).write_text(weights or model.model_id)
+        return registry.register(
+            NAME,
+            f"models:/{model.model_id}",
+            digest=checkpoint.digest(folder),
+            variant=variant,
+            scheme=scheme,
+            accuracy=0.6,
+            stderr=0.01,
+            n=2000,
+        )
+
+    return make
+
+
+def pointers() -> dict[str, str]:
+    return {alias: str(number) for alias, number in mlflow.MlflowClient().get_registered_model(NAME).aliases.items()}
+
+
+def mlflow_stages() -> dict[int, str]:
+    return {int(mv.version): mv.current_stage for mv in mlflow.MlflowClient().search_model_versions(f"name = '{NAME}'")}
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("qrl-tiny", "qrl-tiny"),
+        ("Qwen/Qwen2.5-1.5B-Instruct", "qrl-qwen2.5-1.5b-instruct"),
+        ("./runs/My Model (1)/", "qrl-my-model-1"),
+    ],
+)
+def test_names_say_the_base_model(model, name):
+    assert registry.registered_name(recipe.load(overrides={"model": model})) == name
+
+
+def test_a_name_of_ones_own_is_taken_or_refused():
+    assert registry.registered_name(recipe.load(overrides={"registered_name": "mine"})) == "mine"
+    assert registry.registered_name(recipe.load(overrides={"registered_name": "Ваша модель 2.5"})) == "Ваша модель 2.5"
+    for wrong in ("a/b", "a:b", " ", "..", "your's"):
+        with pytest.raises(BadInput, match="registered_name"):
+            registry.registered_name(recipe.load(overrides={"registered_name": wrong}))
+
+
+def test_a_digest_is_registered_once(version):
+    first, again, other = version(weights="a"), version(weights="a"), version(weights="b")
+    assert (first.version, again.version, other.version) == (1, 1, 2)
+    found = registry.resolve(NAME, 1)
+    assert found == first and found.tags["accuracy"] == "0.6000" and found.tags["n"] == "2000"
+    described = mlflow.MlflowClient().get_model_version(NAME, "1")
+    assert described.description.startswith("base · fp16: accuracy 0.600 ± 0.010")
+    assert described.run_id and described.source.startswith("models:/m-")
+
+
+@pytest.mark.parametrize("stage", ["nope", "None", "Archived", "v3", "latest", "0", "-1", "", "base-previous-previous"])
+def test_an_unknown_stage_is_refused_with_the_allowed_ones(version, stage):
+    version()
+    with pytest.raises(BadInput, match="base, grpo, awq, Staging, Production"):
+        registry.resolve(NAME, stage)
+
+
+@pytest.mark.parametrize("stage", ["base", "Production", "9", "grpo-previous"])
+def test_a_stage_without_a_version_says_so(version, stage):
+    version()
+    with pytest.raises(BadInput, match=r"has no version|no other version"):
+        registry.resolve(NAME, stage)
+
+
+def test_stages_are_aliases_and_mlflow_mirrors_them(version):
+    for number, stage in enumerate(names.STAGES, start=1):
+        assert version(stage).version == number
+        assert registry.promote(NAME, stage, number, record=WHY).version == number
+    assert pointers() == {"base": "1", "grpo": "2", "awq": "3"}
+    assert mlflow_stages() == {1: "None", 2: "Staging", 3: "Production"}
+    asked = {stage: registry.resolve(NAME, stage).version for stage in ("base", "grpo", "awq", "Staging", "Production", "2", 3)}
+    assert asked == {"base": 1, "grpo": 2, "awq": 3, "Staging": 2, "Production": 3, "2": 2, 3: 3}
+    gate = registry.resolve(NAME, "grpo").gate("grpo")
+    assert gate["verdict"] == "promoted" and gate["why"] == WHY["why"] and gate["digest"] == registry.resolve(NAME, 2).digest
+
+
+def test_promotion_remembers_what_was_and_rollback_returns_to_it(version):
+    version(), version()
+    with pytest.raises(BadInput, match="nothing to roll back to"):
+        registry.rollback(NAME, "awq")
+    for number in (1, 2, 2):  # the second time, nothing moves
+        registry.promote(NAME, "awq", number, record=WHY)
+        assert pointers().get("awq-previous") == (None if number == 1 else "1")
+    assert mlflow_stages() == {1: "Archived", 2: "Production"}
+    assert registry.rollback(NAME, "awq").version == 1
+    assert pointers() == {"awq": "1", "awq-previous": "2"} and mlflow_stages() == {1: "Production", 2: "Archived"}
+    assert registry.resolve(NAME, "awq-previous").version == 2
+
+
+def test_a_refusal_moves_nothing_and_says_why(version):
+    version(), version()
+    registry.promote(NAME, "grpo", 1, record=WHY)
+    for number in (1, 2):
+        registry.refuse(NAME, "grpo", number, record={"why": "the gain is not above 0"})
+    assert pointers() == {"grpo": "1"} and mlflow_stages() == {1: "Staging", 2: "None"}
+    assert registry.resolve(NAME, "grpo").gate("grpo")["verdict"] == "promoted"
+    assert registry.resolve(NAME, 2).gate("grpo") | {"at": None, "digest": None} == {
+        "verdict": "refused",
+        "why": "the gain is not above 0",
+        "digest": None,
+        "at": None,
+    }
+    assert "refused" in registry.resolve(NAME, 1).tags["qrl.gate.grpo.refused"]
+
+
+def test_a_decision_about_a_stage_that_moved_meanwhile_moves_nothing(version):
+    version(), version()
+    registry.promote(NAME, "base", 1, record=WHY, expected=None)
+    with pytest.raises(QrlError, match="moved to version 1"):
+        registry.promote(NAME, "base", 2, record=WHY, expected=None)
+    assert registry.promote(NAME, "base", 2, record=WHY, expected=1).version == 2
+
+
+@pytest.mark.parametrize(("stage", "number"), [("Staging", 1), ("None", 1), ("base", 7)])
+def test_promotion_of_what_is_not_there_is_refused(version, stage, number):
+    version()
+    with pytest.raises(BadInput):
+        registry.promote(NAME, stage, number, record=WHY)
+    assert pointers() == {}
+
+
+def test_processes_that_promote_at_once_leave_one_version_in_production(version, store):
+    for _ in range(3):
+        version()
+    program = (
+        "import sys; from qrl import registry\n"
+        "for stage in ('grpo', 'awq') * 2: registry.promote('qrl-tiny', stage, int(sys.argv[1]), record={})"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": store}
+    racers = [subprocess.Popen([sys.executable, "-c", program, str(n)], env=environment) for n in (1, 2, 3)]
+    assert [racer.wait(120) for racer in racers] == [0, 0, 0]
+    stages = mlflow_stages()
+    assert sorted(stages.values()).count("Production") == 1
+    assert stages[int(pointers()["awq"])] == "Production"
+    assert set(pointers()) == {"grpo", "awq", "grpo-previous", "awq-previous"} and set(pointers().values()) <= {"1", "2", "3"}
+
+
+def test_what_is_served_is_what_was_measured(store, tiny_checkpoint):
+    digest = checkpoint.digest(tiny_checkpoint)
+    with runs.step("evaluate"):
+        uri, stored = models.log_checkpoint(
+            tiny_checkpoint, name="base", digest=digest, variant="base", scheme="fp16", task="arithmetic", move=False
+        )
+    numbers = {"accuracy": 0.6, "stderr": 0.01, "n": 2000}
+    made = registry.register(NAME, uri, digest=digest, variant="base", scheme="fp16", **numbers)
+    with pytest.raises(GateRefused, match="No gate let"):
+        versions.verify(made)
+    registry.refuse(NAME, "grpo", 1, record={"why": "it was unhealthy."})
+    with pytest.raises(GateRefused, match=r"\(it was unhealthy\): `python -m qrl promote --stage grpo --cell RUN` decides"):
+        versions.verify(registry.resolve(NAME, 1))
+    served = registry.promote(NAME, "base", 1, record=WHY)
+    assert versions.verify(served) == versions.verify(registry.resolve(NAME, 1)) == stored
+    mlflow.MlflowClient().set_model_version_tag(NAME, "1", names.TAG_DIGEST, "other")
+    with pytest.raises(GateRefused, match="other weights"):
+        versions.verify(registry.resolve(NAME, "base"))
+    mlflow.MlflowClient().set_model_version_tag(NAME, "1", names.TAG_DIGEST, digest)
+    (stored / "generation_config.json").write_text("{}")
+    with pytest.raises(QrlError, match="have changed"):
+        versions.verify(served)
+    (stored / "config.json").unlink()
+    with pytest.raises(QrlError, match="gone"):
+        versions.verify(served)
+    assert registry.register(NAME, uri, digest=digest, variant="base", scheme="fp16", **numbers).version == 2
+
+
+def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
+    digest = checkpoint.digest(tiny_checkpoint)
+    tags = {names.TAG_DIGEST: digest, names.TAG_VARIANT: "base", names.TAG_SCHEME: "fp16"}
+    with runs.step("evaluate", tags=tags) as run:
+        uri, stored = models.log_checkpoint(
+            tiny_checkpoint, name="base", digest=digest, variant="base", scheme="fp16", task="arithmetic", move=False
+        )
+        contents.log_scores({names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 2000}, model_uri=uri)
+    promoting.promote(recipe.load(), ["base"], [run.info.run_id])
+    assert pointers() == {"base": "1"}
+    (stored / "generation_config.json").write_text('{"temperature": 0.5}')
+    with pytest.raises(GateRefused, match="are not the version's"):
+        promoting.promote(recipe.load(), ["base"], [run.info.run_id])
+    assert pointers() == {"base": "1"} and list(mlflow_stages()) == [1]
+    with runs.step("evaluate", tags=tags) as again:
+        uri, _ = models.log_checkpoint(
+            tiny_checkpoint, name="base", digest=digest, variant="base", scheme="fp16", task="arithmetic", move=False
+        )
+        contents.log_scores({names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 2000}, model_uri=uri)
+    promoting.promote(recipe.load(), ["base"], [again.info.run_id])
+    assert pointers() == {"base": "2", "base-previous": "1"}  # whole weights displace damaged ones
+
+
+def test_a_gate_subtracts_no_answers_of_two_engines(store, tmp_path):
+    def answered(variant: str, engine: str) -> cells.Evaluated:
+        rows = pd.DataFrame({"question": ["a", "b", "c"], "correct": [0, 1, 1], names.ENGINE: engine}).assign(variant=variant, scheme="fp16")
+        rows.to_parquet(tmp_path / names.QUESTIONS)
+        with runs.step("evaluate") as run:
+            mlflow.log_artifact(str(tmp_path / names.QUESTIONS))
+        return cells.Evaluated(run.info.run_id, variant, "fp16", "", "", "", 2 / 3, 0.3, 3, ())
+
+    base = answered("base", "transformers")
+    assert promoting._difference(answered("grpo", "transformers"), base).estimate == 0
+    with pytest.raises(BadInput, match="different engines"):
+        promoting._difference(answered("grpo", "vllm"), base)
+
+
+def test_a_stage_is_never_rolled_back_onto_damaged_weights(version):
+    for variant in ("first", "second"):
+        registry.promote(NAME, "grpo", version(variant).version, record=WHY)
+    before = registry.resolve(NAME, "grpo-previous")
+    (versions.folder(before) / checkpoint.WEIGHTS).write_text("rotten")
+    with pytest.raises(QrlError, match="have changed"):
+        registry.rollback(NAME, "grpo")
+    assert pointers() == {"grpo": "2", "grpo-previous": "1"}

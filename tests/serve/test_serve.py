@@ -1,0 +1,338 @@
+"""One real server, asked over HTTP; and every way in which it must not start, or must stop."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import qrl
+from qrl import checkpoint, registry, tiny
+from qrl.errors import BadInput, QrlError
+from qrl.registry import versions
+from qrl.serve import engines, process, server
+from qrl.tracking import models, runs
+
+ROOT = Path(qrl.__file__).parents[1]
+QUESTION = "Tom has 3 apples and buys 12 more. How many apples does Tom have?"
+# A program like the serve step's: a signal raises, the server stops, and the program ends by itself.
+PROGRAM = """
+import signal, sys
+from pathlib import Path
+from qrl.serve import process, server
+def stop(*_):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGTERM, stop)
+with process.Engine("transformers") as child:
+    server.run(child, process.Load("qrl-tiny", 3, Path(sys.argv[1])), "127.0.0.1", int(sys.argv[2]), on_ready=lambda url: print(url, flush=True))
+print("stopped", flush=True)
+"""
+# Hands the serve step over to another environment, as the command line does: here, to this one under a project of its own.
+HAND_OVER = """
+import sys
+from pathlib import Path
+from qrl import pipeline
+pipeline.hand_over(Path(sys.argv[1]), "serve", {"stage": "base", "engine": "transformers", "port": sys.argv[2]})
+print("ended well", flush=True)
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def start(path: Path, port: int, log: Path) -> subprocess.Popen:
+    command = [sys.executable, "-c", PROGRAM, str(path), str(port)]
+    with log.open("w") as stderr:
+        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
+
+
+def serve(path: Path, port: int, verify=lambda: None, **given) -> None:
+    """Serves in this very process, until the engine ends."""
+    with process.Engine("transformers") as child:
+        server.run(child, process.Load("qrl-tiny", 3, path, verify), "127.0.0.1", port, on_ready=given.pop("on_ready", print), **given)
+
+
+def engine_of(process: subprocess.Popen) -> int:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    until(lambda: children.read_text().strip())
+    return int(children.read_text().split()[0])
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+
+
+def until(condition, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """The address of a running server, and the process to stop."""
+    log = tmp_path_factory.mktemp("serve") / "log"
+    process = start(tiny.PATH, free_port(), log)
+    address = process.stdout.readline().strip()
+    assert address, log.read_text()
+    yield address, process
+    process.kill()
+    process.wait()
+
+
+def ask(address: str, path: str, body: dict | None = None) -> dict:
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(f"{address}/{path}", data, {"content-type": "application/json"})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def chat(model: str, max_tokens: int) -> dict:
+    return {
+        "model": model,
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "messages": [{"role": "user", "content": QUESTION}],
+    }
+
+
+def test_the_list_of_models_is_the_registered_version(served):
+    listed = ask(served[0], "models")["data"]
+    assert [model["id"] for model in listed] == ["qrl-tiny@3"]
+
+
+def test_a_greedy_answer_is_what_transformers_generates(served):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    answer = ask(served[0], "chat/completions", chat("qrl-tiny@3", 100))
+
+    tokens = AutoTokenizer.from_pretrained(tiny.PATH)
+    model = AutoModelForCausalLM.from_pretrained(tiny.PATH, dtype=torch.float32)
+    messages = [{"role": "user", "content": QUESTION}]
+    prompt = tokens.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    written = model.generate(**prompt, max_new_tokens=100, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert answer["model"] == "qrl-tiny@3"
+    assert answer["choices"][0]["message"]["content"] == tokens.decode(written, skip_special_tokens=True)
+    assert answer["choices"][0]["finish_reason"] == "stop"  # at <|im_end|>, well before the 100
+    assert answer["usage"]["completion_tokens"] == len(written)
+
+
+def test_an_answer_is_cut_at_max_tokens(served):
+    answer = ask(served[0], "chat/completions", chat("qrl-tiny@3", 3))
+    assert answer["usage"]["completion_tokens"] == 3
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_another_model_is_refused(served):
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        ask(served[0], "chat/completions", chat("qrl-tiny@2", 3))
+
+
+def test_a_port_in_use_is_told_before_anything_starts(served):
+    port = int(served[0].split(":")[2].split("/")[0])
+    began = time.monotonic()
+    with pytest.raises(BadInput, match=f"127.0.0.1:{port}"):
+        serve(tiny.PATH, port)
+    assert time.monotonic() - began < 1
+
+
+def test_sigterm_ends_the_server_and_its_engine(served):
+    """The last of the tests that ask the server."""
+    _, process = served
+    engine = engine_of(process)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[0] == "stopped\n"
+    assert process.returncode == 0
+    assert not alive(engine)
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, -signal.SIGINT)])
+def test_an_engine_outlives_neither_a_kill_nor_an_interrupted_load(tmp_path, sent, code):
+    process = start(tiny.PATH, free_port(), tmp_path / "log")
+    engine = engine_of(process)
+    process.send_signal(sent)
+    assert process.communicate(timeout=15)[0] == ""
+    assert process.returncode == code
+    until(lambda: not alive(engine))
+
+
+def test_an_engine_that_dies_says_why_in_a_sentence(tmp_path, capfd):
+    broken = tmp_path / "model"
+    shutil.copytree(tiny.PATH, broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"]}))
+    with pytest.raises(QrlError, match=r"died while loading the model \(exit code 1\): \w+Error: .*NoSuchModel") as told:
+        serve(broken, free_port())
+    assert told.value.exit_code == 1 and len(str(told.value).splitlines()) == 1
+    assert "has no attribute NoSuchModel\n" in capfd.readouterr().err  # the log's end is there for who wants it
+
+
+def test_the_files_are_read_while_the_engine_loads_and_nothing_answers_before_both_are_done():
+    port, seen = free_port(), []
+
+    def slow() -> None:
+        until(lambda: answers(port), 60)
+        time.sleep(1)  # the engine answers by itself, but what it serves is not verified yet
+        seen.append("verified")
+
+    def ready(_address: str) -> None:
+        seen.append("ready")
+        raise KeyboardInterrupt
+
+    serve(tiny.PATH, port, slow, on_ready=ready)
+    assert seen == ["verified", "ready"]
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_files_that_are_not_the_evaluated_ones_end_the_load_at_once():
+    def refuse() -> None:
+        raise QrlError("The files have changed.")
+
+    began, port = time.monotonic(), free_port()
+    with pytest.raises(QrlError, match="have changed"):
+        serve(tiny.PATH, port, refuse)
+    assert time.monotonic() - began < 6 and not answers(port)
+
+
+def test_the_cause_is_the_first_error_of_a_log_and_no_warning_about_one():
+    core = "(EngineCore pid=7) ERROR 11-21 19:49:15 [core.py:1020]"
+    log = [
+        "(APIServer pid=5) WARNING 11-21 19:49:10 [launcher.py:18] This may fail with `OSError: [Errno 24] Too many open files`.",
+        f"{core} Traceback (most recent call last):",
+        f'{core}   File "linear.py", line 3, in choose',
+        f"{core} ValueError: No kernel for NVFP4 on this CPU.",
+        "(APIServer pid=5) RuntimeError: Engine core initialization failed. See root cause above.",
+    ]
+    assert process.cause(log) == "ValueError: No kernel for NVFP4 on this CPU."
+    assert process.cause(log[:3]) is None
+    told = ["pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig", "  Value error, no such model."]
+    assert process.cause(told) == "ValidationError: 1 validation error for ModelConfig: Value error, no such model."
+    assert process.cause(["NotImplementedError"]) == "NotImplementedError"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qrl-tiny", "qrl-tiny@3"),
+        ("qrl-qwen2.5-1.5b-instruct", "qrl-qwen2.5-1.5b-instruct@3"),
+        ("my model: a/b", "my-model-a-b@3"),
+        ("..odd--name..", "odd-name@3"),
+    ],
+)
+def test_every_registered_name_becomes_an_id_that_the_hub_client_takes(name, expected):
+    from huggingface_hub.utils import validate_repo_id
+
+    served_id = engines.served_id(name, 3)
+    assert served_id == expected
+    validate_repo_id(served_id.split("@")[0])
+
+
+def test_only_formats_that_unpack_to_bf16_leave_the_dtype_of_evaluation_on_a_cpu(tmp_path):
+    def chosen(config: dict, device: str, dtype: str) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        scratch = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        words = engines.arguments("transformers", tmp_path, ["m@1"], ("h", 1), device, dtype, scratch)
+        return words[words.index("--dtype") + 1]
+
+    quantized = {"quantization_config": {"quant_method": "bitsandbytes"}}
+    assert chosen({}, "cpu", "auto") == "float32"
+    assert chosen(quantized, "cpu", "auto") == "bfloat16"
+    for name, dtype in (("nvfp4-pack-quantized", "bfloat16"), ("mxfp4-pack-quantized", "bfloat16"), ("pack-quantized", "float32")):
+        config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"format": name}}}
+        assert chosen({"quantization_config": config}, "cpu", "auto") == dtype
+    assert chosen({}, "cuda", "auto") == "auto"
+    assert chosen(quantized, "cpu", "fp16") == "float16"
+
+
+@pytest.fixture
+def registered(store):
+    """The shipped model as version 1 of a fresh registry, at stage base."""
+    digest = checkpoint.digest(tiny.PATH)
+    cell = {"digest": digest, "variant": "base", "scheme": "fp16"}
+    with runs.step("evaluate"):
+        uri, _ = models.log_checkpoint(tiny.PATH, name="base", task="arithmetic", move=False, **cell)
+    version = registry.register("qrl-tiny", uri, accuracy=0.6, stderr=0.01, n=2000, **cell)
+    return registry.promote("qrl-tiny", "base", version.version, record={"why": "a test says so"})
+
+
+def newest_run():
+    import mlflow
+
+    return mlflow.search_runs(output_format="list", order_by=["attributes.start_time DESC"], max_results=1)[0]
+
+
+def test_a_server_in_another_environment_is_stopped_as_one_in_this(registered, tmp_path):
+    command = f"cd {ROOT} && exec {sys.executable} -m qrl serve"
+    (tmp_path / "MLproject").write_text(
+        json.dumps({"name": "elsewhere", "entry_points": {"serve": {"command": command}}})
+    )
+    port = free_port()
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HAND_OVER, str(tmp_path), str(port)],
+            cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, stdout=subprocess.PIPE, stderr=log, text=True,
+        )  # fmt: skip
+    ready = process.stdout.readline()
+    assert ready.startswith("Serving qrl-tiny version 1"), (tmp_path / "log").read_text()
+    assert ask(f"http://127.0.0.1:{port}/v1", "models")["data"][0]["id"] == "qrl-tiny@1"
+    process.send_signal(signal.SIGTERM)
+    told = process.communicate(timeout=60)[0]
+    assert (process.returncode, told.endswith("ended well\n")) == (0, True), (tmp_path / "log").read_text()
+    socket.create_server(("127.0.0.1", port)).close()
+    run = newest_run()
+    assert (run.info.status, run.data.params["engine"]) == ("FINISHED", "transformers")
+    assert "qrl.reason" not in run.data.tags
+
+
+def test_what_cannot_be_served_is_told_in_a_sentence_and_never_answers(registered):
+    """Without a version, or a gate's consent: before an environment is built. With other weights: while the engine loads, before it answers."""
+    import mlflow
+
+    registry.refuse("qrl-tiny", "grpo", registered.version, record={"why": "it gained nothing"})
+    before = newest_run().info.run_id
+    weights = versions.folder(registered) / "model.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    mlflow.MlflowClient().set_registered_model_alias("qrl-tiny", "grpo", "1")  # by hand, past the gate
+    refused = ("grpo", "vllm", 3, "No gate let")
+    for stage, engine, code, sentence in (("awq", "vllm", 2, "has no version yet"), refused, ("base", "transformers", 1, "have changed")):
+        command = [sys.executable, "-m", "qrl", "serve", "--stage", stage, "--engine", engine, "--port", str(free_port())]
+        done = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout) == (code, "")
+        told = [line for line in done.stderr.splitlines() if line.startswith("qrl: ")]
+        assert len(told) == 1 and sentence in told[0] and "Traceback" not in done.stderr
+    run = newest_run()
+    assert run.info.run_id != before and (run.info.status, run.data.tags["qrl.reason"]) == ("FAILED", told[0].removeprefix("qrl: "))
+
+
+def test_a_key_goes_by_the_environment_and_never_unguarded(tmp_path):
+    with pytest.raises(BadInput, match="knows no API key"):
+        process.Engine("transformers", "s3cret")
+    assert engines.environment("vllm", tmp_path, "s3cret")["VLLM_API_KEY"] == "s3cret"
+
+
+def test_vllm_that_is_not_installed_is_told_in_a_sentence():
+    with pytest.raises(BadInput, match="vLLM is not installed"):
+        process.Engine("vllm")

@@ -1,0 +1,121 @@
+"""Agreement to 1e-9 with statsmodels and scipy, where they have the same test."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+import statsmodels.api as sm
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from statsmodels.stats.contingency_tables import mcnemar
+from statsmodels.stats.multitest import multipletests
+from statsmodels.stats.power import NormalIndPower, TTestPower
+from statsmodels.stats.proportion import proportion_confint
+
+from qrl import stats
+from qrl.plan import Assumptions, power
+from qrl.stats import verdict
+
+CLOSE = {"rel": 1e-9, "abs": 1e-9}
+outcome = st.integers(0, 1)
+slow_at_first = settings(deadline=None)  # statsmodels loads what it needs when it is asked for the first time
+
+
+@slow_at_first
+@given(n=st.integers(2, 5000), share=st.floats(0, 1))
+def test_wilson(n, share):
+    correct = round(share * n)
+    found = stats.accuracy(correct, n)
+    assert (found.low, found.high) == pytest.approx(proportion_confint(correct, n, 0.05, method="wilson"), **CLOSE)
+
+
+@slow_at_first
+@given(st.lists(st.tuples(outcome, outcome), min_size=2, max_size=80))
+def test_exact_mcnemar(pairs):
+    a, b = np.array(pairs).T
+    table = [[np.sum(a & b), np.sum(a & (1 - b))], [np.sum((1 - a) & b), np.sum((1 - a) & (1 - b))]]
+    expected = mcnemar(table, exact=True).pvalue if table[0][1] + table[1][0] else 1.0
+    assert stats.mcnemar(a, b) == pytest.approx(expected, **CLOSE)
+
+
+@slow_at_first
+@given(st.lists(st.tuples(outcome, outcome), min_size=3, max_size=80))
+def test_paired_t(pairs):
+    a, b = np.array(pairs, dtype=float).T
+    assume(np.ptp(a - b) > 0)  # no t otherwise: `test_stats.py` holds what is said then
+    whole, expected = stats.contrast([a, b], (1, -1)), scipy.stats.ttest_rel(a, b)
+    found = dataclasses.replace(whole, tails=None, least=-math.inf, most=math.inf).bounded()  # as t alone has it
+    interval = expected.confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high), **CLOSE)
+    assert found.p_two_sided == pytest.approx(expected.pvalue, **CLOSE)
+    assert found.p_above(0) == pytest.approx(scipy.stats.ttest_rel(a, b, alternative="greater").pvalue, **CLOSE)
+    assert whole.low <= max(-1, interval.low + 1e-12) and whole.high >= min(1, interval.high - 1e-12)  # few changes only widen it
+
+
+@slow_at_first
+@given(st.integers(13, 60), st.integers(0, 500))
+def test_paired_t_where_as_many_answers_change_either_way(changed, same):
+    values = np.repeat([1.0, -1.0, 0.0], [changed, changed, same])
+    found = stats.contrast([values == 1, values == -1], (1, -1))
+    interval = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assume(same >= changed)  # or the usual thing is a change
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high), **CLOSE)
+
+
+@slow_at_first
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_holm(p_values):
+    assert stats.holm(p_values) == pytest.approx(multipletests(p_values, method="holm")[1].tolist(), **CLOSE)
+
+
+@slow_at_first
+@given(st.lists(st.tuples(outcome, outcome, st.integers(0, 5)), min_size=4, max_size=80))
+def test_clustered_stderr_is_that_of_least_squares_on_a_constant(rows):
+    a, b, clusters = np.array(rows).T
+    assume(len(set(clusters)) > 1 and np.ptp(a - b) > 0)
+    values, groups = (a - b).astype(float), len(set(clusters))
+    fit = sm.OLS(values, np.ones(len(values))).fit(cov_type="cluster", cov_kwds={"groups": clusters, "df_correction": True})
+    assume(fit.bse[0] > 1e-9)  # clusters that all have the same mean: `test_stats.py` holds what is said then
+    found = stats.contrast([a, b], (1, -1), clusters)
+    assert found.stderr == pytest.approx(fit.bse[0], **CLOSE)
+    assert found.df == groups - 1
+
+
+@slow_at_first
+@given(st.lists(st.tuples(outcome, st.integers(0, 5)), min_size=4, max_size=80))
+def test_clustered_accuracy_too(rows):
+    correct, clusters = np.array(rows, dtype=float).T
+    assume(len(set(clusters)) > 1 and np.ptp(correct) > 0)
+    fit = sm.OLS(correct, np.ones(len(correct))).fit(cov_type="cluster", cov_kwds={"groups": clusters.astype(int)})
+    assert stats.rate(correct, clusters).stderr == pytest.approx(fit.bse[0], **CLOSE)
+
+
+@slow_at_first
+@given(gain=st.floats(0.02, 0.2), n=st.integers(20, 5000))
+def test_power_of_the_gain_is_the_one_sided_part_of_a_z_test(gain, n):
+    """statsmodels' z test counts both tails; a gain that shows must lie on the right side. Its df are infinite, ours n − 1."""
+    assumed = Assumptions(gain=gain, drop=0.0).checked()
+    sd = math.sqrt(assumed.moments()[0, 0])
+    found = power.chance_shown(assumed, n)
+    alpha = 2 * scipy.stats.norm.sf(scipy.stats.t.ppf(0.975, n - 1))
+    expected = NormalIndPower(ddof=0).power(gain / sd, n, alpha / 2, ratio=0, alternative="larger")
+    assert found == pytest.approx(expected, **CLOSE)
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 10, 20])
+def test_power_over_runs_with_questions_of_their_own_is_the_t_tests(seeds):
+    """To the accuracy of the integral over the spread, 0.003: statsmodels has the noncentral t itself."""
+    assumed = Assumptions(gain=0.05, drop=0.0, between_gain=0.03, own_questions=True).checked()
+    sd = math.sqrt(0.03**2 + assumed.moments()[0, 0] / 2000)
+    expected = TTestPower().power(0.05 / sd, seeds, 0.025, alternative="larger")
+    assert power.chance_shown(assumed, 2000, seeds) == pytest.approx(expected, abs=0.003)
+
+
+@slow_at_first
+@given(stderr=st.floats(0.005, 0.1))
+def test_the_smallest_effect_is_a_z_tests(stderr):
+    estimate = stats.Estimate(0, stderr, 0, 0, 1000)
+    found = verdict.seen(estimate)
+    assert NormalIndPower(ddof=0).power(found / stderr, 1, 0.025, ratio=0, alternative="larger") == pytest.approx(0.8, **CLOSE)

@@ -1,0 +1,89 @@
+"""Where a study's steps run: an environment that nobody builds is missed only by a step that would be launched in it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import mlflow
+import pytest
+
+from qrl import checkpoint, names, process, recipe, tiny
+from qrl.errors import BadInput
+from qrl.study import pipeline
+from qrl.study.launch import Ahead, launch
+from qrl.tracking import keys, models, reuse, runs
+
+DIGEST = checkpoint.digest(tiny.PATH)
+
+
+def finished(step: str, key: str, **tags: str) -> str:
+    """A finished run with this key, whose model is the shipped one; its id."""
+    with runs.step(step, tags={names.TAG_CACHE_KEY: key, **tags}) as run:
+        stored = {"variant": "grpo", "scheme": "fp16", "task": "arithmetic"}
+        uri, _ = models.log_checkpoint(tiny.PATH, name="made", digest=DIGEST, move=False, **stored)
+        reuse.record_outputs(models={"model": uri}, values={"digest": DIGEST})
+        return run.info.run_id
+
+
+@pytest.fixture
+def small() -> recipe.Recipe:
+    return recipe.load("tiny", {"device": "cpu", "quantize.schemes": "nf4,awq"})
+
+
+def study_of(small: recipe.Recipe):
+    return lambda ahead: pipeline.Order(small, ahead, "cpu").cells(DIGEST, None)
+
+
+def test_a_study_needs_awqs_environment_only_while_something_is_to_be_quantized_in_it(store, small):
+    def check() -> None:
+        pipeline.check_environments("study", small, study_of(small))
+
+    with pytest.raises(BadInput, match="needs the environment of projects/awq"):
+        check()
+    finished("train", keys.trained(small, DIGEST, "cpu"))
+    with pytest.raises(BadInput, match="needs the environment of projects/awq"):
+        check()
+    stored = finished("quantize", keys.quantized(small, names.AWQ, DIGEST, "cpu"))  # of base and grpo, alike here
+    check()  # nf4 and every cell are still to be made, here
+    mlflow.delete_run(stored)
+    with pytest.raises(BadInput, match="needs the environment of projects/awq"):
+        check()
+
+
+def test_what_is_missing_is_asked_for_where_it_would_run_and_hides_what_builds_on_it(store, small):
+    finished("quantize", keys.quantized(small, names.AWQ, DIGEST, "cpu"))
+    asked = []
+    study_of(small)(Ahead(asked.append))
+    assert [folder.name for folder in asked] == [keys.ROOT.name] * 2 + ["awq"] + [keys.ROOT.name]  # train, nf4, grpo's awq, cells
+
+
+def test_a_refused_study_makes_no_store(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(keys.ROOT), "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
+    done = subprocess.run([sys.executable, "-m", "qrl", "study", "--device", "cpu"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "projects/awq" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_launched_step_counts_relative_paths_from_where_the_study_was_started(store, tmp_path):
+    project = tmp_path / "project"
+    project.mkdir()
+    program = "from qrl import process; process.settle(); import pathlib; pathlib.Path('here').touch()"
+    command = f'PYTHONPATH={keys.ROOT} python -c \\"{program}\\"'
+    (project / "MLproject").write_text(f'name: one\nentry_points:\n  step:\n    command: "{command}"\n')
+    with runs.step("study") as run:
+        launch(project, "step", {}, parent=run.info.run_id, name="step")
+    assert Path("here").is_file() and not (project / "here").exists()
+    assert process.FOLDER not in os.environ
+
+
+def test_a_model_that_a_scheme_does_not_fit_is_refused_before_it_is_trained(store, tmp_path):
+    odd = shutil.copytree(tiny.PATH, tmp_path / "odd")
+    settings = json.loads((odd / "config.json").read_text()) | {"intermediate_size": 200}
+    (odd / "config.json").write_text(json.dumps(settings))
+    for scheme in ("gptq", "nvfp4"):
+        given = recipe.load("tiny", {"device": "cpu", "model": str(odd), "quantize.schemes": f"nf4,{scheme}"})
+        with pytest.raises(BadInput, match="down_proj has 200 inputs"):
+            pipeline.check_schemes(given, odd)

@@ -1,0 +1,379 @@
+"""Tracking, with the real MLflow on a store in a temporary folder."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlflow
+import pandas as pd
+import pytest
+
+import qrl
+from qrl import checkpoint, names, recipe
+from qrl.errors import BadInput, QrlError
+from qrl.tasks import prompt
+from qrl.tracking import cells, contents, description, models, reuse, runs, signals
+from qrl.tracking import store as stores
+
+ROOT = Path(qrl.__file__).parents[1]
+
+
+def status(run: str | mlflow.ActiveRun) -> str:
+    return mlflow.get_run(run if isinstance(run, str) else run.info.run_id).info.status
+
+
+def reason(run: str | mlflow.ActiveRun) -> str:
+    return mlflow.get_run(run if isinstance(run, str) else run.info.run_id).data.tags[names.TAG_REASON]
+
+
+# store
+
+
+@pytest.mark.parametrize("address", [None, "sqlite:///mlflow.db", "sqlite:///{here}/mlflow.db"])
+def test_prepare_makes_the_address_absolute_for_children(store, monkeypatch, address):
+    here = Path.cwd()
+    mlflow.set_tracking_uri(None)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    if address:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address.format(here=here))
+    assert stores.prepare() == f"sqlite:///{here}/mlflow.db" == os.environ["MLFLOW_TRACKING_URI"]
+    assert mlflow.get_tracking_uri() == f"sqlite:///{here}/mlflow.db"
+
+
+def test_processes_that_race_for_a_cold_store_all_get_it(tmp_path):
+    program = "from qrl.tracking import store; import mlflow; store.prepare(); print(mlflow.get_experiment('0').artifact_location)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": "sqlite:///mlflow.db"}
+    racers = [
+        subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    assert {racer.communicate()[0].strip() for racer in racers} == {str(tmp_path / "mlruns" / "0")}
+
+
+@pytest.mark.parametrize("address", ["./mlruns", "sqlite:////proc/none/mlflow.db", "sqlite:///text.db", "http://127.0.0.1:9"])
+def test_a_store_that_cannot_be_used_gets_a_sentence(store, monkeypatch, address):
+    Path("text.db").write_text("this is no database, only a text that is longer than sqlite's header " * 40)
+    mlflow.set_tracking_uri(None)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    with pytest.raises(BadInput, match="MLFLOW_TRACKING_URI"):
+        stores.prepare()
+
+
+def test_a_full_disk_gets_a_sentence_in_the_middle_of_a_step(store):
+    with pytest.raises(BadInput, match="No space left"), runs.step("train") as run:
+        raise OSError(28, "No space left on device", "/dev/full")
+    assert status(run) == "FAILED" and "No space left" in reason(run)
+    copying = OSError(28, "No space left on device", "from/model.safetensors", None, "to/model.safetensors")
+    assert "to/model.safetensors" in str(stores.sentence(copying))
+
+
+# runs
+
+
+def test_a_step_ends_finished_and_logs_its_recipe(store):
+    with runs.step("train", recipe.load(), sections=("train",), tags={names.TAG_VARIANT: "grpo"}) as run:
+        pass
+    run = mlflow.get_run(run.info.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params == recipe.load().flat("train") | {"prompt_hash": prompt.template_hash("plain")}
+    assert run.data.tags[names.TAG_STEP] == "train" and run.data.tags[names.TAG_VARIANT] == "grpo"
+    assert mlflow.get_experiment(run.info.experiment_id).tags["mlflow.experimentKind"] == "custom_model_development"
+
+
+def test_a_step_joins_the_run_that_mlflow_opened_and_leaves_its_params_alone(store, monkeypatch):
+    client = mlflow.MlflowClient()
+    opened = client.create_run("0").info.run_id
+    client.log_param(opened, "train.learning_rate", "1e-5")
+    monkeypatch.setenv("MLFLOW_RUN_ID", opened)
+    with runs.step("train", recipe.load(overrides={"train.learning_rate": "1e-5"}), sections=("train",)) as run:
+        assert run.info.run_id == opened
+    params = mlflow.get_run(opened).data.params
+    assert params["train.learning_rate"] == "1e-5" and params["train.steps"] == str(recipe.load().train.steps)
+
+
+def test_a_run_that_is_not_there_gets_a_sentence(store, monkeypatch):
+    monkeypatch.setenv("MLFLOW_RUN_ID", "0" * 32)
+    with pytest.raises(BadInput, match="unset it"), runs.step("train"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("error", "ended", "says"),
+    [
+        (QrlError("The cell broke a limit."), "FAILED", "The cell broke a limit."),
+        (ZeroDivisionError("division by zero\nand more"), "FAILED", "ZeroDivisionError: division by zero"),
+        (signals.Stopped(signal.SIGTERM), "KILLED", "Stopped by SIGTERM."),
+    ],
+)
+def test_however_a_step_ends_its_run_says_so(store, error, ended, says):
+    with pytest.raises((type(error), SystemExit)) as raised, runs.step("train") as run:
+        raise error
+    assert status(run) == ended and reason(run) == says
+    if ended == "KILLED":
+        assert raised.value.code == 143
+
+
+def test_a_failing_cell_fails_alone(store):
+    model = mlflow.initialize_logged_model("m")
+    with runs.step("evaluate") as parent:
+        dataset = contents.log_dataset("arithmetic-heldout", digest="d" * 64, context="heldout", n=10, source="generated")
+        for scheme in ("fp16", "nf4"):
+            try:
+                with runs.child(names.cell_name("base", scheme), params={"scheme": scheme}) as cell:
+                    contents.log_scores({names.ACCURACY: 0.5}, model_uri=f"models:/{model.model_id}", dataset=dataset)
+                    if scheme == "nf4":
+                        raise QrlError("Too many answers were cut.")
+            except QrlError:
+                pass
+    assert status(parent) == "FINISHED" and status(cell) == "FAILED" and reason(cell) == "Too many answers were cut."
+    assert mlflow.get_run(cell.info.run_id).data.tags["mlflow.parentRunId"] == parent.info.run_id
+    assert {metric.run_id for metric in mlflow.get_logged_model(model.model_id).metrics} >= {cell.info.run_id}
+    assert mlflow.get_run(parent.info.run_id).inputs.dataset_inputs[0].dataset.name == "arithmetic-heldout"
+
+
+def test_a_run_that_no_step_joined_still_gets_the_reason(store, monkeypatch):
+    opened = mlflow.MlflowClient().create_run("0").info.run_id
+    monkeypatch.setenv("MLFLOW_RUN_ID", opened)
+    runs.close_opened(BadInput("There is no recipe 'x'."))
+    assert status(opened) == "FAILED" and reason(opened) == "There is no recipe 'x'."
+    assert mlflow.get_run(opened).data.tags[names.TAG_EXIT_CODE] == "2"
+
+
+STEP = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs of its background deaf to Ctrl-C
+from qrl.tracking import contents, runs, store
+store.prepare()
+with runs.step("train") as run:
+    print(run.info.run_id, flush=True)
+    time.sleep(600)
+"""
+
+
+def a_step(store: str, shell: bool = False, **environment: str) -> tuple[subprocess.Popen, str]:
+    command = [sys.executable, "-c", STEP]
+    if shell:
+        command = ["sh", "-c", '"$@" & wait', "sh", *command]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": store, **environment}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    return process, process.stdout.readline().strip()
+
+
+def wait_for(wanted: str, run_id: str, seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while status(run_id) != wanted and time.monotonic() < until:
+        time.sleep(0.1)
+    assert status(run_id) == wanted
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
+def test_no_signal_leaves_a_run_running(store):
+    opened = mlflow.MlflowClient().create_run("0").info.run_id
+    ctrl_c, term, kill = (a_step(store) for _ in range(3))
+    orphan = a_step(store, shell=True, MLFLOW_RUN_ID=opened)
+    ctrl_c[0].send_signal(signal.SIGINT)
+    ctrl_c[0].send_signal(signal.SIGTERM)  # as MLflow sends after a Ctrl-C
+    term[0].terminate()
+    kill[0].kill()
+    orphan[0].kill()  # its parent alone, as one would kill `mlflow run`
+    # Minutes, not seconds: a commit waits for the disk, and another job may be filling it.
+    assert [process.wait(120) for process, _ in (ctrl_c, term)] == [130, 143]
+    assert orphan[1] == opened
+    for run_id in (ctrl_c[1], term[1], opened):
+        wait_for("KILLED", run_id)
+    kill[0].wait(120)
+    assert status(kill[1]) == "RUNNING"
+    assert stores.sweep() == [kill[1]]
+    assert status(kill[1]) == "KILLED"
+
+
+def test_a_process_knows_when_it_began():
+    before = time.time()
+    program = "import time; from qrl.tracking import signals; print(signals.started(), time.time())"
+    began, then = map(float, subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True).split())
+    assert before - 0.05 < began < then  # the kernel's clock ticks a hundred times a second; the boot's time is whole seconds
+
+
+def test_sweep_spares_the_living_and_other_hosts(store):
+    client = mlflow.MlflowClient()
+    for owner in (signals.identity(), "elsewhere:1:1"):
+        client.set_tag(client.create_run("0").info.run_id, names.TAG_PID, owner)
+    assert stores.sweep() == []
+
+
+# reuse
+
+
+def a_key(**changes) -> str:
+    given = {"section": {"train.steps": 3}, "inputs": {"base": "a"}, "device": "cpu", "environment": ROOT / "conda.yaml"}
+    return reuse.key("train", **{**given, **changes})
+
+
+def test_a_key_changes_with_everything_that_matters_and_nothing_else(tmp_path):
+    other = tmp_path / "conda.yaml"
+    other.write_text("dependencies: []\n")
+    changes = [{}, {"section": {"train.steps": 4}}, {"inputs": {"base": "b"}}, {"device": "cuda"}, {"environment": other}]
+    assert len({a_key(**change) for change in (*changes, {"sources": [other]})}) == 6
+    assert a_key() == a_key()
+
+
+def test_sources_are_the_room_and_what_it_builds_on():
+    sources = {file.relative_to(ROOT / "qrl").as_posix() for file in reuse.sources_of("evaluate")}
+    assert "names.py" in sources and "evaluate/cells.py" in sources
+    assert not any(name.startswith(("train/", "tracking/", "cli")) or "__pycache__" in name for name in sources)
+
+
+def test_an_artifact_that_is_not_there_gets_a_sentence(store):
+    with runs.step("train") as run:
+        mlflow.log_text("1", "adapter/adapter_config.json")
+    assert (contents.artifact(run.info.run_id, "adapter") / "adapter_config.json").is_file()
+    with pytest.raises(BadInput, match=r"holds no artifact 'table\.md'"):
+        contents.artifact(run.info.run_id, "table.md")
+    with pytest.raises(BadInput, match="There is no run '0123'"):
+        contents.artifact("0123", "table.md")
+
+
+def test_a_finished_step_is_found_until_a_file_of_it_is_gone(store, tmp_path):
+    (tmp_path / "table.md").write_text("a table")
+
+    def do(key: str, fail: bool = False) -> str:
+        with runs.step("compare", tags={names.TAG_CACHE_KEY: key}) as run:
+            mlflow.log_artifact(str(tmp_path / "table.md"))
+            mlflow.log_artifact(str(tmp_path / "table.md"), "figures")
+            reuse.record_outputs(artifacts=["table.md", "figures"], values={"digest": "d"})
+            if fail:
+                raise QrlError("It failed.")
+        return run.info.run_id
+
+    first, second = do("k"), do("k")
+    with pytest.raises(QrlError):
+        do("k", fail=True)
+    assert reuse.find("compare", "k").info.run_id == second
+    assert reuse.find("train", "k") is None and reuse.find("compare", "other") is None
+    assert reuse.outputs(reuse.find("compare", "k")) == reuse.Outputs({}, ["table.md", "figures"], {"digest": "d"})
+    contents.artifact(second, "figures/table.md").unlink()
+    assert reuse.find("compare", "k").info.run_id == first
+    contents.artifact(first, "table.md").write_text("cut")
+    assert reuse.find("compare", "k") is None
+
+
+def test_an_artifact_whose_bytes_changed_is_not_reused_and_its_rows_are_not_read(store, tmp_path):
+    rows = pd.DataFrame({"question": [f"q{i}" for i in range(50)], "correct": [1, 0] * 25})
+    rows.to_parquet(tmp_path / names.QUESTIONS)
+    with runs.step("evaluate", tags={names.TAG_CACHE_KEY: "k"}) as run:
+        mlflow.log_artifact(str(tmp_path / names.QUESTIONS))
+        mlflow.log_artifact(str(tmp_path / names.QUESTIONS), "figures")
+        reuse.record_outputs(artifacts=[names.QUESTIONS, "figures"])
+    run_id = run.info.run_id
+    assert reuse.find("evaluate", "k").info.run_id == run_id and len(cells.rows([run_id])) == 50
+    for place in (names.QUESTIONS, f"figures/{names.QUESTIONS}"):
+        path = contents.artifact(run_id, place)
+        whole = path.read_bytes()
+        path.write_bytes(whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])  # of the same size
+        assert reuse.find("evaluate", "k") is None
+        if place == names.QUESTIONS:
+            with pytest.raises(QrlError, match=rf"{names.QUESTIONS} of run {run_id} is not what was logged"):
+                cells.rows([run_id])
+        path.write_bytes(whole)
+        assert reuse.find("evaluate", "k")
+
+
+def test_rows_that_nobody_recorded_and_nobody_can_read_get_a_sentence(store, tmp_path):
+    (tmp_path / names.QUESTIONS).write_bytes(b"PAR1 and no more")
+    with mlflow.start_run() as run:
+        mlflow.log_artifact(str(tmp_path / names.QUESTIONS))
+    with pytest.raises(QrlError, match=r"cannot be read .*: evaluate the cell again"):
+        cells.rows([run.info.run_id])
+
+
+# models
+
+
+def log(folder: Path, move: bool) -> tuple[str, Path]:
+    return models.log_checkpoint(
+        folder,
+        name="base-fp16",
+        digest=checkpoint.digest(folder),
+        variant="base",
+        scheme="fp16",
+        task="arithmetic",
+        move=move,
+    )
+
+
+def test_a_steps_own_checkpoint_is_linked_and_a_users_is_copied(store, tiny_checkpoint, tmp_path):
+    own = shutil.copytree(tiny_checkpoint, tmp_path / "own")
+    (own / "optimizer.bin").write_bytes(bytes(1000))
+    size = (own / "model.safetensors").stat().st_size
+    with runs.step("train"):
+        uri, stored = log(own, move=True)
+        copied = log(tiny_checkpoint, move=False)[1]
+    assert models.local_path(uri) == stored and checkpoint.digest(stored) == checkpoint.digest(tiny_checkpoint)
+    assert os.path.samefile(stored / "model.safetensors", own / "model.safetensors")
+    assert not os.path.samefile(copied / "model.safetensors", tiny_checkpoint / "model.safetensors")
+    assert not (stored / "optimizer.bin").exists()
+    shutil.rmtree(own)
+    written = {file.stat().st_ino: file.stat().st_size for file in stored.parent.rglob("*") if file.is_file()}
+    assert sum(written.values()) < 1.05 * size
+    logged = mlflow.get_logged_model(uri.removeprefix("models:/"))
+    assert str(logged.status) == "READY" and logged.tags[names.TAG_SCHEME] == "fp16"
+
+
+def test_a_model_whose_weights_were_changed_is_not_reused(store, tiny_checkpoint):
+    digest = checkpoint.digest(tiny_checkpoint)
+    with runs.step("train", tags={names.TAG_CACHE_KEY: "k"}):
+        uri, stored = log(tiny_checkpoint, move=False)
+        reuse.record_outputs(models={"model": uri}, values={"digest": digest})
+    weights = stored / "model.safetensors"
+    later = time.time() + 60
+    os.utime(weights, (later, later))
+    assert reuse.find("train", "k") and models.find(digest) == uri  # touched, but the same
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    os.utime(weights, (later, later))  # of the same size and date
+    assert reuse.find("train", "k") is None and models.find(digest) is None
+
+
+def test_a_logged_checkpoint_loads_as_a_pipeline_and_answers_chats(store, tiny_checkpoint):
+    with runs.step("train"):
+        uri, _ = log(tiny_checkpoint, move=False)
+    pipeline = mlflow.transformers.load_model(uri)
+    assert str(pipeline.model.dtype) == "torch.bfloat16"
+    chat = mlflow.pyfunc.load_model(uri)
+    question = {"messages": [{"role": "user", "content": "How many apples?"}], "max_tokens": 4}
+    first, second = (chat.predict(question)[0]["choices"][0]["message"] for _ in range(2))
+    assert first["role"] == "assistant" and first == second  # greedy
+
+
+def test_what_breaks_in_the_middle_leaves_no_model(store, tiny_checkpoint):
+    with pytest.raises(QrlError, match="changed while it was logged"), runs.step("train") as run:
+        models.log_checkpoint(
+            tiny_checkpoint, name="m", digest="0" * 64, variant="base", scheme="fp16", task="arithmetic", move=False
+        )
+    (model,) = mlflow.search_logged_models(experiment_ids=["0"], output_format="list")
+    assert str(model.status) == "FAILED" and not Path(model.artifact_location).exists()
+    assert status(run) == "FAILED"
+
+
+def test_a_half_made_model_of_a_dead_run_is_discarded(store):
+    client = mlflow.MlflowClient()
+    run = client.create_run("0").info
+    client.set_tag(run.run_id, names.TAG_PID, signals.identity().rpartition(":")[0] + ":1")
+    model = mlflow.initialize_logged_model("m", source_run_id=run.run_id)
+    half = Path(model.artifact_location + ".partial")
+    half.mkdir(parents=True)
+    assert stores.sweep() == [run.run_id]
+    assert not half.exists() and str(mlflow.get_logged_model(model.model_id).status) == "FAILED"
+
+
+def test_requirements_are_the_projects_pins():
+    pins = (ROOT / "conda.yaml").read_text()
+    for scheme, needed in (("fp16", "torch"), ("nf4", "bitsandbytes"), ("awq", "gptqmodel")):
+        found = description.requirements(scheme)
+        assert any(line.startswith(needed + "==") for line in found)
+        assert all(line in pins for line in found)

@@ -1,0 +1,124 @@
+"""On-policy distillation: the divergence is what it says, the student learns, what does not fit is refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from torch.nn.functional import kl_div
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("compressed_tensors")
+
+from qrl import checkpoint, tasks, tiny
+from qrl.errors import BadInput
+from qrl.formats.fakequant import linears
+from qrl.recipe import Rollout, Train, Watch
+from qrl.train import distill
+from qrl.train.rollout import trainer
+
+QUESTIONS = tasks.load("arithmetic", "train", 16, 0)
+FAST = Train(
+    steps=5,
+    prompts_per_step=8,
+    generations=2,
+    micro_batch=16,
+    max_completion_tokens=32,
+    save_every=5,
+    learning_rate=4e-5,
+    qat="int8",
+)
+
+
+def test_the_divergence_over_all_tokens_is_the_plain_kl_and_mixes_linearly():
+    student, teacher = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(0))
+    ours, theirs = student.log_softmax(-1), teacher.log_softmax(-1)
+    forward = kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
+    backward = kl_div(theirs, ours, log_target=True, reduction="none").sum(-1)
+    for weight in (0.0, 0.3, 1.0):
+        found = distill.divergence(student, teacher, top_k=64, reverse=weight)
+        assert torch.allclose(found, (1 - weight) * forward + weight * backward, atol=1e-5)
+
+
+def test_only_the_teachers_likeliest_tokens_count_and_an_equal_student_is_at_zero():
+    student, teacher = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(0))
+    unlikely = teacher.argsort(-1)[:, :36]  # all but the four likeliest
+    changed = student.scatter_add(-1, unlikely, torch.full_like(student, 5.0))
+    kept = {"top_k": 4, "reverse": 0.5}
+    assert torch.allclose(distill.divergence(student, teacher, **kept), distill.divergence(changed, teacher, **kept))
+    assert (distill.divergence(student, teacher, **kept) > 0).all()
+    assert distill.divergence(teacher + 3, teacher, **kept).abs().max() < 1e-6
+
+
+def test_a_quantized_student_comes_closer_to_its_teacher(tmp_path):
+    seen, away = [], tmp_path / "away"
+    shutil.copytree(tiny.PATH, away)
+    model = AutoModelForCausalLM.from_pretrained(tiny.PATH, dtype=torch.float32)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + 0.1 * torch.randn_like(weight))
+    model.save_pretrained(away)
+    given = {"template": "plain", "seed": 0, "device": "cpu", "work": tmp_path / "work", "out": tmp_path / "model"}
+    done = distill.run(
+        away, tiny.PATH, QUESTIONS, FAST, **given, log=lambda metrics, step: seen.append((step, metrics))
+    )
+    assert checkpoint.check(done.path).dtype == "float32"
+    assert list(done.completions) == ["step", "prompt", "completion"]
+    assert done.completions["step"].value_counts().to_dict() == dict.fromkeys(range(1, 6), FAST.completions_logged)
+    assert done.completions["completion"].str.len().max() > 0
+    losses = done.history["loss"].tolist()
+    assert {"train/loss", "train/completion_tokens", "train/truncation_rate"} <= set(seen[-1][1])
+    assert [step for step, _ in seen] == [0, 1, 2, 3, 4, 5] and len(losses) == 5
+    assert 0 < min(losses[1:]) < losses[0]  # the teacher is what the student was before its weights were shaken
+
+
+@pytest.mark.parametrize("name", ["int8", "nvfp4-a4"])
+def test_a_distillation_that_was_killed_goes_on_bit_for_bit(name, tmp_path):
+    settings = FAST.model_copy(update={"qat": name, "steps": 3, "save_every": 1, "temperature": 1.5, "prompts_per_step": 4, "micro_batch": 8, "qat_calibration_samples": 4})
+    given = {"template": "plain", "seed": 0, "device": "cpu"}
+    whole = distill.run(tiny.PATH, tiny.PATH, QUESTIONS, settings, **given, work=tmp_path / "work", out=tmp_path / "whole")
+    shutil.copytree(tmp_path / "work", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoint-3")
+    again = distill.run(tiny.PATH, tiny.PATH, QUESTIONS, settings, **given, work=tmp_path / "again", out=tmp_path / "model")
+    assert (whole.resumed_from, again.resumed_from) == (0, 2)
+    assert checkpoint.digest(again.path) == checkpoint.digest(whole.path)
+    assert again.history["loss"].iloc[-1] == whole.history["loss"].iloc[-1] != 0
+
+
+def test_activation_scales_are_part_of_what_a_checkpoints_digest_names(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.PATH, folder)
+    digests = [checkpoint.digest(folder)]
+    for scale in (1.0, 2.0):
+        linears.write_activation_scales(folder, {"model.layers.0.mlp.up_proj": scale})
+        digests.append(checkpoint.digest(folder))
+    assert len(set(digests)) == 3
+
+
+def test_what_cannot_be_distilled_is_refused(tmp_path):
+    found = checkpoint.check(tiny.PATH)
+    other = tmp_path / "other"
+    shutil.copytree(tiny.PATH, other)
+    wider = AutoModelForCausalLM.from_pretrained(tiny.PATH)
+    wider.resize_token_embeddings(999, mean_resizing=False)
+    wider.save_pretrained(other)
+    with pytest.raises(BadInput, match="a vocabulary of 999"):
+        distill.check(found, checkpoint.check(other), FAST, 16)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(BadInput, match=r"teacher .* is stored in awq"):
+        distill.check(found, checkpoint.check(other), FAST, 16)
+    with pytest.raises(BadInput, match="trains an adapter"):
+        distill.check(found, found, Train(method="lora"), 16)
+    with pytest.raises(BadInput, match=r"train\.base_storage = nf4"):
+        distill.check(found, found, Train(base_storage="nf4"), 16)
+    with pytest.raises(BadInput, match="does not divide"):
+        distill.check(found, found, Train(prompts_per_step=4, generations=4, micro_batch=5), 16)
+    with pytest.raises(BadInput, match="There are 7 training questions"):
+        distill.check(found, found, FAST, 7)
+    with pytest.raises(BadInput, match=r"samples with transformers, but rollout\.engine = vllm"):
+        trainer.check(Rollout(engine="vllm"), "cuda", Train(teacher="qrl-tiny"))
+    for watch in (Watch(stop=("entropy",)), Watch(probe_every=2)):
+        with pytest.raises(BadInput, match="without watchers"):
+            distill.check(found, found, FAST, 16, watch)

@@ -1,0 +1,138 @@
+"""A trained model as a compressed-tensors checkpoint: the same weights bit for bit, the same answers, in transformers."""
+
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("llmcompressor")
+
+from qrl import checkpoint, names, quantize
+from qrl.engine import hf
+from qrl.errors import BadInput
+from qrl.formats.fakequant import linears, values
+from qrl.quantize import compressed
+from qrl.quantize import settings as choices
+from qrl.recipe import Quantize
+from qrl.train.qat import calibration, linear
+
+IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
+BATCH = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+TEXTS = ["Tom has 3 apples and buys 4 more.", "How many does he have? #### 7"]
+BITS = {"int8": 8, "int8-attention": 8, "int4": 4, "nvfp4-a16": 4, "nvfp4-a4": 4, "fp8": 8, "mxfp4": 4}
+
+
+@pytest.fixture(scope="module")
+def masters(tiny_checkpoint, tmp_path_factory):
+    """A checkpoint in float32 whose weights no longer lie on the grid of bfloat16, as a training leaves them."""
+    folder = tmp_path_factory.mktemp("masters") / "model"
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
+    shutil.copytree(tiny_checkpoint, folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+def store(source, out, name):
+    scheme = f"{names.ROUNDED_PREFIX}{name}"
+    settings = choices.of(scheme, Quantize(calibration_samples=2, calibration_max_tokens=64), 0)
+    return quantize.run(
+        scheme, source, out, settings=settings, calibration=TEXTS if scheme in choices.CALIBRATED else ()
+    )
+
+
+def in_training(masters, name):
+    model = AutoModelForCausalLM.from_pretrained(masters, dtype=torch.float32)
+    linear.attach(model, name)
+    return model
+
+
+@pytest.mark.parametrize("name", values.FORMATS)
+def test_stored_weights_and_answers_are_bit_equal_to_the_trained_ones(name, masters, tmp_path):
+    trained, source = in_training(masters, name), tmp_path / "masters"
+    shutil.copytree(masters, source)
+    if linears.needs_calibration(name):
+        linears.write_activation_scales(source, calibration.calibrate(trained, [BATCH]))
+    store(source, tmp_path / "out", name)
+
+    found = checkpoint.check(tmp_path / "out")
+    assert found.quantization == names.STORED_AS[f"rtn-{name}"] == "compressed-tensors"
+    loaded, _ = hf.load(tmp_path / "out", "cpu", torch.float32)  # as a cell is asked
+    stored, wanted = dict(loaded.named_parameters()), dict(linear.folded_parameters(trained))
+    for key, value in wanted.items():
+        assert torch.equal(stored[key], value), key
+    with torch.no_grad():
+        assert torch.equal(loaded(**BATCH).logits, trained(**BATCH).logits)
+
+    entries = checkpoint.entries(tmp_path / "out")
+    assert entries["model.embed_tokens.weight"].dtype == "F32" and "lm_head.weight_packed" not in entries
+    covered = {path for path, module in trained.named_modules() if isinstance(module, linear.QATLinear)}
+    codes = sum(
+        entry.bytes
+        for key, entry in entries.items()
+        if key.rpartition(".")[0] in covered and key.endswith(("weight", "weight_packed"))
+    )
+    assert codes * 8 == BITS[name] * sum(trained.get_submodule(path).weight.numel() for path in covered)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "nvfp4-a16", "fp8", "mxfp4"])
+def test_a_cell_in_bf16_has_the_weights_of_a_training_in_bf16(name, masters, tmp_path):
+    trained = AutoModelForCausalLM.from_pretrained(masters, dtype=torch.float32)
+    linear.attach(trained, name, torch.bfloat16)
+    store(masters, tmp_path / "out", name)
+    stored = dict(hf.load(tmp_path / "out", "cpu", torch.bfloat16)[0].named_parameters())
+    for key, value in linear.folded_parameters(trained):
+        assert torch.equal(stored[key], value.to(torch.bfloat16)), key
+
+
+def test_it_loads_in_transformers_without_being_told_how(masters, tmp_path):
+    store(masters, tmp_path / "out", "int4")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(model(**BATCH).logits, in_training(masters, "int4")(**BATCH).logits)
+
+
+def test_the_trainings_activation_scales_are_stored_where_llm_compressor_has_the_model_offloaded(masters, tmp_path, monkeypatch):
+    """As on a GPU, where what is read of a module is a copy: here it lies on disk."""
+    from compressed_tensors.offload import dispatch_with_map, remove_dispatch
+
+    def quiet_oneshot(given=compressed.quiet_oneshot):
+        def oneshot(model, **settings):
+            given()(model=model, **settings)
+            remove_dispatch(model)
+            places = {path: ("cpu", "disk") for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+            dispatch_with_map(model, places, offload_dir=str(offload), show_progress=False)
+
+        return oneshot
+
+    (offload := tmp_path / "offload").mkdir()
+    source = tmp_path / "masters"
+    shutil.copytree(masters, source)
+    wanted = calibration.calibrate(in_training(masters, "nvfp4-a4"), [BATCH])
+    linears.write_activation_scales(source, wanted)
+    monkeypatch.setattr(compressed, "quiet_oneshot", quiet_oneshot)
+    store(source, tmp_path / "out", "nvfp4-a4")
+    end = ".input_global_scale"
+    assert {key.removesuffix(end): float(value) for key, value in checkpoint.tensors(tmp_path / "out") if key.endswith(end)} == wanted
+
+
+def test_a_model_that_was_never_trained_in_it_is_calibrated_on_texts(tiny_checkpoint, tmp_path):
+    store(tiny_checkpoint, tmp_path / "out", "nvfp4-a4")
+    scales = [float(value) for key, value in checkpoint.tensors(tmp_path / "out") if key.endswith("input_global_scale")]
+    assert len(scales) == 2 * 7 and all(0 < scale < float("inf") for scale in scales)
+
+
+def test_the_masters_stay_and_what_does_not_fit_is_refused_by_name(masters, tmp_path):
+    before = checkpoint.digest(masters)
+    store(masters, tmp_path / "out", "int8")
+    assert checkpoint.digest(masters) == before
+    with pytest.raises(BadInput, match="already quantized"):
+        store(tmp_path / "out", tmp_path / "again", "int8")
+
+
+def test_every_format_that_can_be_trained_in_can_be_stored():
+    assert tuple(f"{names.ROUNDED_PREFIX}{name}" for name in values.FORMATS) == names.ROUNDED

@@ -1,0 +1,155 @@
+"""GRPO with quantized linears: rollouts and loss see Q(W), masters move, the outcome is exported bit for bit."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("compressed_tensors")
+
+from qrl import checkpoint, quantize, tasks, tiny
+from qrl.engine import hf
+from qrl.errors import BadInput
+from qrl.formats.fakequant import linears, values
+from qrl.quantize import settings as choices
+from qrl.recipe import Quantize, Train
+from qrl.tasks import prompt
+from qrl.train import grpo
+from qrl.train.qat import callback
+from qrl.train.qat import linear as qat
+
+QUESTIONS = tasks.load("arithmetic", "train", 16, 0)
+FAST = Train(
+    steps=2,
+    prompts_per_step=4,
+    generations=4,
+    micro_batch=16,
+    max_completion_tokens=64,
+    save_every=1,
+    qat_calibration_samples=8,
+)
+
+
+def train(folder, name="int4", **changes):
+    seen = []
+    settings = FAST.model_copy(update={"qat": name} | changes)
+    given = {"task": "arithmetic", "template": "plain", "seed": 0, "device": "cpu"}
+    done = grpo.run(
+        tiny.PATH,
+        QUESTIONS,
+        settings,
+        **given,
+        work=folder / "work",
+        out=folder / "model",
+        log=lambda m, s: seen.append((s, m)),
+    )
+    return done, seen
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """One training in the format that calibrates activations."""
+    folder = tmp_path_factory.mktemp("trained")
+    return folder, *train(folder, "nvfp4-a4")
+
+
+def test_masters_come_out_in_fp32_with_the_bases_keys_and_have_moved(trained):
+    _, done, _ = trained
+    assert checkpoint.check(done.path).dtype == "float32"
+    before, after = dict(checkpoint.tensors(tiny.PATH)), dict(checkpoint.tensors(done.path))
+    assert list(before) == list(after)
+    assert all(not torch.equal(before[key].float(), after[key]) for key in before if "mlp" in key)
+
+
+def test_the_gap_to_the_unquantized_model_is_logged_before_the_first_step(trained):
+    _, _, seen = trained
+    step, gap = seen[0]
+    assert step == 0 and 0 < gap[callback.GAP] < gap[callback.GAP_LARGEST] < math.inf
+    assert [step for step, _ in seen] == [0, 1, 2]
+
+
+def test_the_stored_model_keeps_the_scales_that_were_calibrated(trained, tmp_path):
+    pytest.importorskip("llmcompressor")
+    folder, done, _ = trained
+    scales = linears.read_activation_scales(done.path)
+    assert scales == linears.read_activation_scales(folder / "work") and len(scales) == 4 * 7
+    settings = choices.of("rtn-nvfp4-a4", Quantize(), 0)
+    texts = [f"{question.question}\n#### {question.answer}" for question in QUESTIONS]  # which a study gives, and nobody looks at
+    quantize.run("rtn-nvfp4-a4", done.path, tmp_path / "codes", settings=settings, calibration=texts)
+    stored = dict(checkpoint.tensors(tmp_path / "codes"))
+    assert {path: float(stored[f"{path}.input_global_scale"]) for path in scales} == scales
+
+
+def test_rollouts_and_loss_compute_with_the_same_q(tmp_path, monkeypatch):
+    """Every matrix that a linear multiplies by between two optimizer steps is one and the same object."""
+    used = {}
+    plain = qat.Fold.standing
+
+    def noted(fold, linear):
+        weight = plain(fold, linear)
+        used.setdefault(id(linear), []).append((torch.is_grad_enabled(), weight.data_ptr(), weight))
+        return weight
+
+    monkeypatch.setattr(qat.Fold, "standing", noted)
+    train(tmp_path, "int4", steps=1)
+    for calls in used.values():
+        assert {place for grad, place, _ in calls if not grad} == {place for grad, place, _ in calls if grad}
+        assert {grad for grad, _, _ in calls} == {True, False} and len({id(weight) for _, _, weight in calls}) == 1
+    assert len(used) == 4 * 7
+
+
+def test_the_same_seed_trains_the_same_masters_and_resuming_changes_none(trained, tmp_path):
+    folder, done, _ = trained
+    shutil.copytree(folder / "work", tmp_path / "work")
+    shutil.rmtree(tmp_path / "work" / "checkpoint-2")
+    again, _ = train(tmp_path, "nvfp4-a4")
+    assert again.resumed_from == 1
+    assert checkpoint.digest(again.path) == checkpoint.digest(done.path)
+
+
+def test_the_reference_policy_stays_in_full_precision(tmp_path, monkeypatch):
+    found = []
+    begin = callback.begin
+
+    def watched(trainer, *given, **named):
+        begin(trainer, *given, **named)
+        found.append((len(qat.folds(trainer.model)), len(qat.folds(trainer.ref_model))))
+
+    monkeypatch.setattr(callback, "begin", watched)
+    done, _ = train(tmp_path, "int4", steps=1, beta=0.05)
+    assert found == [(4 * 4, 0)]
+    assert done.history["kl"][0] > 0  # rounding alone sets the policy apart from it
+
+
+def test_calibration_texts_are_the_renderers_own_and_long_ones_are_refused():
+    settings = FAST.model_copy(update={"qat_calibration_batch": 3})
+    batches = callback.texts(QUESTIONS, settings, base=tiny.PATH, template="plain")
+    rows = [ids[mask.bool()].tolist() for batch in batches for ids, mask in zip(*batch.values(), strict=True)]
+    tokens = hf.tokenizer(tiny.PATH)
+    assert rows == [
+        tokens(prompt.training_text(tokens, each, "plain"), add_special_tokens=False)["input_ids"]
+        for each in QUESTIONS[:8]
+    ]
+    with pytest.raises(BadInput, match=r"above train\.qat_calibration_max_tokens = 5"):
+        callback.texts(
+            QUESTIONS, FAST.model_copy(update={"qat_calibration_max_tokens": 5}), base=tiny.PATH, template="plain"
+        )
+
+
+def test_an_adapter_is_refused_before_any_weight_is_loaded():
+    with pytest.raises(BadInput, match=r"train\.qat = int8 trains all weights, but train\.method = lora"):
+        callback.check(Train(qat="int8", method="lora"), tiny.PATH)
+
+
+def test_a_model_that_the_format_cannot_hold_is_refused_before_any_weight_is_loaded(tmp_path):
+    config = json.loads((tiny.PATH / "config.json").read_text())
+    for changes, says in (({"model_type": "qwen2_moe"}, "mixture of experts"), ({"intermediate_size": 576}, r"mlp\.down_proj .*576")):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(BadInput, match=says):
+            callback.check(Train(qat="int4"), tmp_path)  # there are no weights to load
+
+
+def test_the_recipe_knows_every_format():
+    assert set(Train.model_fields["qat"].annotation.__args__) == {"none", *values.FORMATS}

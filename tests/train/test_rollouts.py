@@ -1,0 +1,346 @@
+"""What a rollout engine is sent, how its gap is measured, and what is refused before it starts; no GPU and no vLLM needed."""
+
+import importlib.util
+import math
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qrl import recipe, tiny
+from qrl.errors import BadInput
+from qrl.recipe import Rollout, Train
+from qrl.study import pipeline
+from qrl.tracking import keys
+from qrl.train import arguments, guard, policy
+from qrl.train.rollout import engine_gap, link, sync, vllm_engine
+from qrl.train.rollout import trainer as rollouts
+
+METHODS = {
+    "full": Train(),
+    "lora": Train(method="lora"),
+    "lora over bf16": Train(method="lora", dtype="bf16"),
+    "qlora": Train(method="qlora"),
+    "lora over int8": Train(method="lora", base_storage="int8"),
+}
+
+
+def adapted(train: Train):
+    """The built-in model as a method holds it, its adapter drawn at random so that it matters."""
+    from peft import get_peft_model
+
+    model = policy.load(tiny.PATH, train, "cpu")
+    if train.adapter:
+        torch.manual_seed(0)
+        model = get_peft_model(model, policy.adapter(train))
+        for name, weight in model.named_parameters():
+            if ".lora_B." in name:
+                torch.nn.init.normal_(weight, std=0.02)
+    return model
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def held(request):
+    return METHODS[request.param], adapted(METHODS[request.param])
+
+
+def stored(model) -> str:
+    """Every weight as it lies in memory, the trained ones too."""
+    state = {name: weight.requires_grad for name, weight in model.named_parameters()}
+    model.requires_grad_(False)
+    found = guard.frozen_digest(model)
+    for name, weight in model.named_parameters():
+        if state[name]:
+            weight.requires_grad_(True)
+    return found
+
+
+def test_what_is_sent_has_the_checkpoints_names_and_shapes_each_once(held):
+    from qrl.checkpoint import entries
+
+    sent = list(sync.named_weights(held[1], torch.bfloat16))
+    wanted = {name: entry.shape for name, entry in entries(tiny.PATH).items()}
+    assert len(sent) == len(wanted) and {name: tuple(weight.shape) for name, weight in sent} == wanted
+    assert {weight.dtype for _, weight in sent} == {torch.bfloat16}
+
+
+def test_what_is_sent_is_the_freshly_dequantized_base_with_the_adapter_merged(held):
+    """PEFT's own merge into an unpacked copy is the other way to the same weights."""
+    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    train, model = held
+    if not train.adapter:
+        wanted = dict(model.named_parameters())
+    else:
+        fresh = policy.load(tiny.PATH, train, "cpu")
+        if train.storage in policy.PACKED:
+            fresh = fresh.dequantize(dtype=torch.bfloat16)
+        copy = get_peft_model(fresh.float(), policy.adapter(train))
+        set_peft_model_state_dict(copy, get_peft_model_state_dict(model))
+        wanted = dict(copy.merge_and_unload().named_parameters())
+    for name, weight in sync.named_weights(model, torch.float32):
+        torch.testing.assert_close(
+            weight, wanted[name].detach(), rtol=2**-7, atol=2**-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_ten_syncs_leave_every_weight_bit_for_bit_and_send_the_same(held):
+    _, model = held
+    before = stored(model)
+    first = {name: weight.clone() for name, weight in sync.named_weights(model, torch.bfloat16)}
+    for _ in range(9):
+        assert all(weight.equal(first[name]) for name, weight in sync.named_weights(model, torch.bfloat16))
+    assert stored(model) == before
+
+
+def test_a_packed_base_is_moved_by_trls_own_way_and_not_by_ours():
+    """Why `sync` exists: merging and unmerging in place rounds the codes anew."""
+    model = adapted(METHODS["qlora"])
+    before = guard.frozen_digest(model)
+    for _ in sync.named_weights(model):
+        pass
+    assert guard.frozen_digest(model) == before
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert guard.frozen_digest(model) != before
+
+
+def test_a_forward_after_syncing_is_what_it_was(held):
+    _, model = held
+    ids = torch.arange(10, 30)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        for _ in sync.named_weights(model, torch.bfloat16):
+            pass
+        assert model(input_ids=ids).logits.equal(before)
+
+
+LOGPS = st.lists(st.floats(-8, -0.01), min_size=1, max_size=24)
+
+
+@given(LOGPS, st.floats(0, 0.5), st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_the_gap_is_its_definition(logps, spread, seed):
+    torch.manual_seed(seed)
+    trainer = torch.tensor([logps, logps])
+    engine = trainer + spread * torch.randn_like(trainer)
+    mask = torch.ones_like(trainer)
+    found = engine_gap.measure(trainer, engine, mask)
+    ratios = [math.exp(p - q) for p, q in zip(trainer.flatten().tolist(), engine.flatten().tolist(), strict=True)]
+    assert found.kl_k1 == pytest.approx(-sum(map(math.log, ratios)) / len(ratios), abs=1e-9)
+    assert (
+        found.kl_k3 == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / len(ratios), abs=1e-9)
+        and found.kl_k3 >= 0
+    )
+    assert found.token_ess == pytest.approx(sum(ratios) ** 2 / len(ratios) / sum(r * r for r in ratios))
+    assert 0 < found.sequence_ess <= 1 + 1e-12 and 0 < found.token_ess <= 1 + 1e-12
+
+
+def test_processes_add_up_and_what_was_not_sampled_or_scored_does_not_count():
+    torch.manual_seed(0)
+    trainer, engine = -torch.rand(4, 6), -torch.rand(4, 6)
+    mask = torch.ones(4, 6)
+    mask[0, 3:] = 0
+    whole = vars(engine_gap.measure(trainer, engine, mask))
+    theirs = []
+    engine_gap.measure(trainer[2:], engine[2:], mask[2:], lambda tensor: theirs.append(tensor) or tensor)
+    ours = engine_gap.measure(trainer[:2], engine[:2], mask[:2], lambda tensor: torch.cat([tensor, theirs.pop(0)]))
+    assert vars(ours) == pytest.approx(whole)
+    unknown = engine.clone()
+    unknown[0, 3:] = math.nan
+    assert vars(engine_gap.measure(trainer, unknown, torch.ones(4, 6))) == pytest.approx(whole)
+    same = engine_gap.measure(trainer, trainer, mask)
+    assert vars(same) == pytest.approx({"kl_k1": 0, "kl_k3": 0, "token_ess": 1, "sequence_ess": 1})
+    with pytest.raises(ValueError, match="no token"):
+        engine_gap.measure(trainer, engine, torch.zeros(4, 6))
+
+
+def test_long_completions_far_apart_still_have_an_effective_size():
+    """Weights of whole completions leave the range of floats; their ratios do not."""
+    logs = torch.tensor([-900.0, -901.0, -905.0], dtype=torch.float64)
+    weights = (logs - logs.max()).exp()
+    assert engine_gap.effective_share(logs) == pytest.approx(float(weights.sum() ** 2 / weights.square().sum() / 3))
+    engine = torch.zeros(3, 2048, dtype=torch.float64)
+    found = engine_gap.measure(engine + (logs / 2048)[:, None], engine, torch.ones_like(engine))
+    assert found.sequence_ess == pytest.approx(engine_gap.effective_share(logs))
+
+
+def test_k1_and_k3_estimate_the_divergence_that_they_are_named_after():
+    torch.manual_seed(0)
+    q, p = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.35, 0.25])
+    drawn = torch.multinomial(q, 200_000, replacement=True)[None]
+    found = engine_gap.measure(p.log()[drawn], q.log()[drawn], torch.ones_like(drawn))
+    wanted = float((q * (q / p).log()).sum())
+    assert found.kl_k1 == pytest.approx(wanted, rel=0.05) and found.kl_k3 == pytest.approx(wanted, rel=0.05)
+
+
+def test_what_an_engine_draws_depends_on_its_seed_alone_and_shifts_nothing_that_training_draws():
+    """torch's numbers, of which vLLM draws tokens on a CPU, and numpy's, of which it draws completions' seeds on a GPU."""
+
+    def drawn() -> tuple[float, float]:
+        return torch.rand(()).item(), numpy.random.random()
+
+    def start() -> None:
+        torch.manual_seed(5)
+        numpy.random.seed(5)
+
+    start()
+    undisturbed = drawn()
+    start()
+    with link.seeded(2**40 + 7):
+        first = drawn()
+    assert drawn() == undisturbed
+    with link.seeded(2**40 + 7):
+        assert drawn() == first
+    with link.seeded(2**40 + 8):
+        other = drawn()
+    assert other[0] != first[0] and other[1] != first[1]
+    start()
+    with pytest.raises(RuntimeError, match="engine"), link.seeded(1):
+        drawn()
+        raise RuntimeError("the engine fell over")
+    assert drawn() == undisturbed
+
+
+def test_an_engine_sleeps_where_memory_asks_for_it():
+    gib = 2**30
+    assert not link.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 140 * gib)  # full, 1.5 B, one H200
+    assert link.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 40 * gib)
+    assert not link.memory_is_short(6 * gib, gib // 50, 0.2, 24 * gib)  # QLoRA, 8 B
+    assert link.asks_for_sleep(Rollout(sleep="on"), None) and not link.asks_for_sleep(
+        Rollout(sleep="off"), None
+    )
+
+
+def test_an_fp8_engine_pads_batches_whose_products_are_slow_to_one_that_it_may_draw():
+    """A graph of more completions than an engine draws at once would not be used for whole steps."""
+    assert vllm_engine._batches(300, fp8=False) == {"max_num_seqs": 300} and vllm_engine._batches(16, fp8=True) == {"max_num_seqs": 16}
+    for sequences, most in [(17, 64), (32, 64), (64, 64), (128, 128), (1000, 1000)]:
+        found = vllm_engine._batches(sequences, fp8=True)
+        sizes = found["compilation_config"]["cudagraph_capture_sizes"]
+        assert found["max_num_seqs"] == most and sizes[:6] == [1, 2, 4, 8, 16, 64] and sizes == sorted(sizes)
+        assert sizes[-1] == min(2 * most, 512)
+
+
+VLLM = Rollout(engine="vllm")
+
+
+def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeypatch):
+    rollouts.check(Rollout(), "cpu", Train())
+    with pytest.raises(BadInput, match="samples on a GPU"):
+        rollouts.check(VLLM, "cpu", Train())
+    with pytest.raises(BadInput, match="nvfp4-a4 quantizes activations too, which vLLM's forward would not"):
+        rollouts.check(VLLM, "cuda", Train(qat="nvfp4-a4"))
+    with pytest.raises(BadInput, match=r"rounds what train\.qat = int4 rounded already"):
+        rollouts.check(Rollout(engine="vllm", quantization="fp8"), "cuda", Train(qat="int4"))
+    rollouts.check(VLLM, "cuda", Train(qat="int4"))
+    with pytest.raises(BadInput, match="No rollout server answers"):
+        rollouts.check(Rollout(engine="vllm", mode="server", server="http://127.0.0.1:9"), "cuda", Train())
+    with pytest.raises(BadInput, match="No rollout server answers"):
+        rollouts.check_server("nonsense")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for partly in (Train(method="lora"), Train(qat="int4")):
+        with pytest.raises(BadInput, match="FSDP"):
+            rollouts.check(VLLM, "cuda", partly)
+    rollouts.check(VLLM, "cuda", Train())
+
+
+UNHEEDED = {
+    "FP8 without an engine": (Rollout(quantization="fp8"), r"rollout\.quantization = fp8 means nothing where rollout\.engine = transformers"),
+    "a server without an engine": (Rollout(mode="server"), r"rollout\.mode = server means nothing .* set rollout\.engine = vllm"),
+    "a correction of nothing": (Rollout(importance_sampling="sequence_mask"), r"rollout\.importance_sampling = sequence_mask means nothing"),
+    "an address, colocated": (Rollout(engine="vllm", server="http://a:1"), r"rollout\.server = http://a:1 .* rollout\.mode = colocate"),
+    "memory of a server": (Rollout(engine="vllm", mode="server", sleep="on"), r"rollout\.sleep = on .* rollout\.mode = server"),
+    "a limit of what is not measured": (Rollout(engine="vllm", importance_sampling="none", max_kl=1), r"rollout\.max_kl = 1.* rollout\.importance_sampling = none"),
+}
+
+
+@pytest.mark.parametrize("name", UNHEEDED)
+def test_a_setting_that_nothing_would_heed_is_refused(name):
+    settings, sentence = UNHEEDED[name]
+    with pytest.raises(BadInput, match=sentence):
+        rollouts.check(settings, "cuda", Train())
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_no_shipped_recipe_sets_what_nothing_heeds(name):
+    rollouts.check_heeded(recipe.load(name).rollout)
+
+
+def test_a_server_that_stores_otherwise_than_the_recipe_says_is_refused():
+    plain = {"model_config": {"quantization": None}, "cache_config": {"cache_dtype": "auto"}}
+    narrow = {"model_config": {"quantization": "fp8_per_tensor"}, "cache_config": {"cache_dtype": "fp8"}}
+    link.check_server(plain, Rollout())
+    link.check_server(narrow, Rollout(quantization="fp8", kv_cache="fp8"))
+    with pytest.raises(BadInput, match="start it with --quantization fp8_per_tensor"):
+        link.check_server(plain, Rollout(quantization="fp8"))
+    with pytest.raises(BadInput, match=r"keys and values as auto, but rollout\.kv_cache = fp8: start it with --kv-cache-dtype fp8"):
+        link.check_server(plain, Rollout(kv_cache="fp8"))
+    with pytest.raises(BadInput, match=r"keys and values as fp8.* without --kv-cache-dtype"):
+        link.check_server(narrow, Rollout(quantization="fp8"))
+
+
+@pytest.mark.parametrize("key", ["quantization", "kv_cache"])
+@pytest.mark.parametrize(
+    ("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)]
+)
+def test_fp8_is_refused_on_gpus_without_it(key, capability, refused):
+    asked = Rollout(engine="vllm", **{key: "fp8"})
+    if refused:
+        with pytest.raises(BadInput, match=rf"rollout\.{key} = fp8 needs a GPU of compute capability 8\.9"):
+            rollouts.check_fp8(asked, capability, "a GPU")
+    else:
+        rollouts.check_fp8(asked, capability, "a GPU")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_vllm_is_missed_in_a_sentence():
+    with pytest.raises(BadInput, match="vLLM is not installed in this environment"):
+        rollouts.trainer_class(VLLM)
+
+
+def test_transformers_rollouts_are_trls_own_trainer():
+    from trl import GRPOTrainer
+
+    assert rollouts.trainer_class(Rollout()) is GRPOTrainer and rollouts.arguments(Rollout()) == {}
+
+
+def test_the_correction_reaches_trl(tmp_path):
+    rollout = Rollout(engine="vllm", importance_sampling="token_mask", importance_sampling_max=1.5)
+    made = arguments.make(Train(), seed=0, device="cpu", work=tmp_path, **rollouts.arguments(rollout))
+    assert made.vllm_importance_sampling_correction and made.vllm_importance_sampling_mode == "token_mask"
+    assert made.vllm_importance_sampling_clip_max == 1.5
+    off = rollouts.arguments(Rollout(engine="vllm", importance_sampling="none"))
+    assert not arguments.make(Train(), seed=0, device="cpu", work=tmp_path, **off).vllm_importance_sampling_correction
+
+
+def test_training_with_vllm_runs_in_its_environment_and_is_another_result(monkeypatch):
+    monkeypatch.delenv(pipeline.PLACE, raising=False)
+    assert pipeline.place("train", "transformers") is None
+    assert pipeline.place("train", "vllm").name == "vllm"
+    monkeypatch.setenv(pipeline.PLACE, "vllm")
+    assert pipeline.place("train", "vllm") is None
+
+    def key(**overrides):
+        return keys.trained(
+            recipe.load("tiny", {f"rollout.{name}": value for name, value in overrides.items()}), "d", "cuda"
+        )
+
+    assert len({key(), key(engine="vllm"), key(engine="vllm", quantization="fp8")}) == 3
+    assert key(engine="vllm", server="http://a:1") == key(engine="vllm", server="http://b:2")
+
+
+def test_a_trainings_key_holds_what_changes_its_weights_and_nothing_else():
+    def key(overrides=None, **more):
+        return keys.trained(recipe.load("tiny", overrides), "d", "cuda", **more)
+
+    plain = key()
+    assert {key({"watch.max_kl": "0.1"}), key({"watch.window": "9"}), key({"rollout.max_kl": "1"})} == {plain}
+    stops = [{"watch.stop": "kl", "train.beta": "0.1", "watch.max_kl": limit} for limit in ("0.1", "0.2")]
+    assert len({plain, key({"watch.probe_every": "2"}), *map(key, stops)}) == 4
+    assert key({"rollout.engine": "vllm"}, processes=2) not in {key({"rollout.engine": "vllm"}), plain}
+    here, there = ({"train.teacher": address} for address in ("here", "there"))
+    assert key(here, teacher="a") == key(there, teacher="a") != key(here, teacher="b")
+    assert key(here, teacher="a") != plain

