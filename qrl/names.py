@@ -5,8 +5,9 @@ BASE, GRPO = "base", "grpo"
 QAD_PREFIX = "qad-"  # distilled on-policy into such linears
 QAT_PREFIX = "qat-"  # GRPO with linears that compute in a format: qat-int4
 
-# Schemes: how the weights are stored. `fp16` is the row's name in the literature; the dtype really used is logged.
-FP16, NF4, INT8, AWQ = "fp16", "nf4", "int8", "awq"
+# Schemes: how the weights are stored. Tables show `full` with the dtype it was computed in: `full (bf16)`.
+FULL, NF4, INT8, AWQ = "full", "nf4", "int8", "awq"
+_FORMER = {"fp16": FULL}  # what older stores and files call it
 AWQ_CT, GPTQ, FP8, NVFP4A16, NVFP4 = "awq-ct", "gptq", "fp8", "nvfp4a16", "nvfp4"
 W8A16, W8A8, MXFP4A16 = "w8a16", "w8a8", "mxfp4a16"
 BITSANDBYTES = (NF4, INT8)
@@ -16,9 +17,9 @@ ROUNDED = tuple(
     f"{ROUNDED_PREFIX}{name}" for name in ("int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4")
 )
 QUANTIZED_SCHEMES = (*BITSANDBYTES, AWQ, *COMPRESSED, *ROUNDED)
-SCHEMES = (FP16, *QUANTIZED_SCHEMES)
+SCHEMES = (FULL, *QUANTIZED_SCHEMES)
 STORED_AS = {  # scheme → quant_method in config.json
-    FP16: None,
+    FULL: None,
     **dict.fromkeys(BITSANDBYTES, "bitsandbytes"),
     AWQ: "awq",
     **dict.fromkeys((*COMPRESSED, *ROUNDED), "compressed-tensors"),
@@ -87,7 +88,6 @@ def pass_at(k: int) -> str:
     return f"eval/pass_at_{k}"
 
 
-
 # Artifacts of a study's run
 TABLE_MD, TABLE_JSON = "table.md", "table.json"
 QUESTIONS = "questions.parquet"
@@ -98,6 +98,11 @@ REPORT = "report.html"  # all of it as one page
 HISTORY = "history.parquet"  # a training's curves
 WEIGHTS, STORED, BEHAVIOUR = "weights.parquet", "schemes.parquet", "behaviour.parquet"  # what diagnose found
 FIGURES = "figures"
+
+
+def scheme(label: str) -> str:
+    """Return the present name of a scheme: stores and files of earlier versions say `fp16` for `full`."""
+    return _FORMER.get(label, label)
 
 
 def cell_name(variant: str, scheme: str) -> str:

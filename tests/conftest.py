@@ -81,7 +81,7 @@ def python_of(tmp_path_factory) -> Callable[[str], str]:
         shutil.copy(project / "conda.yaml", asking)  # MLflow names environments by these lines, so it is the project's own
         command = """python -c 'import sys; open("python", "w").write(sys.executable)'"""
         (asking / "MLproject").write_text(f"name: asking\nconda_env: conda.yaml\nentry_points:\n  main:\n    command: {json.dumps(command)}\n")
-        with launch.overrides(project):
+        with launch.uv_overrides(project):
             run = [sys.executable, "-m", "mlflow", "run", str(asking), "--env-manager", "uv"]
             done = subprocess.run(run, cwd=asking, env=os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{asking}/mlflow.db"}, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-4000:]

@@ -43,14 +43,14 @@ def study_command(ctx: click.Context, settings) -> None:
     """The whole study: train, quantize, evaluate, diagnose, compare, promote. A finished step is reused."""
     from qrl.study import pipeline
 
-    pipeline.study(settings, typed=ctx.obj)
+    pipeline.study(settings, overrides=ctx.obj)
 
 
-@step("methods", *ALL, auto="tiny-ptq")
+@step("sweep", *ALL, auto="tiny-ptq")
 @click.option("--arms", metavar="NAME|FILE.yaml,…", help="Recipes of the methods beside --recipe's; default: QLoRA, QAT and distillation for qrl-tiny.")
 @click.option("--seeds", default="0", show_default=True, metavar="N,…", help="Seeds of training and questions, a study each; what is done is reused.")
 @click.pass_context
-def methods_command(ctx: click.Context, settings, arms: str | None, seeds: str) -> None:
+def sweep_command(ctx: click.Context, settings, arms: str | None, seeds: str) -> None:
     """Ways to a small model side by side: GRPO quantized afterwards, QLoRA, training and distillation with quantized weights.
 
     --recipe is GRPO in full precision with the schemes to quantize it to afterwards. Other options hold for every arm.
@@ -70,7 +70,7 @@ def train_command(ctx: click.Context, settings) -> None:
     from qrl.steps import train
     from qrl.study import pipeline
 
-    if (folder := pipeline.place("train", settings.rollout.engine)) is not None:
+    if (folder := pipeline.environment_for("train", settings.rollout.engine)) is not None:
         train.check_rollouts(settings)  # told before an environment of some GB is built for it
         pipeline.hand_over(folder, "train", ctx.obj)
     else:
@@ -99,7 +99,7 @@ def quantize_command(ctx: click.Context, settings, scheme: str, models: str | No
     choices.of(scheme, settings.quantize, settings.seed)  # told before an environment is built for it
     if not _sent():  # a study has said it of all its schemes
         report.warn(choices.unheeded(settings.quantize, (scheme,), {*ctx.obj, "quantize.schemes"}))
-    if (folder := pipeline.place("quantize", scheme)) is not None:
+    if (folder := pipeline.environment_for("quantize", scheme)) is not None:
         quantize.sources(settings, models)  # so is this
         pipeline.hand_over(folder, "quantize", ctx.obj | {"scheme": scheme} | ({"models": models} if models else {}))
     else:
@@ -107,7 +107,7 @@ def quantize_command(ctx: click.Context, settings, scheme: str, models: str | No
 
 
 @step("evaluate", "evaluate")
-@click.option("--cells", metavar="VARIANT:SCHEME=MODEL,…", help="What to ask; default: base:fp16=<model>.")
+@click.option("--cells", metavar="VARIANT:SCHEME=MODEL,…", help="What to ask; default: base:full=<model>.")
 @click.pass_context
 def evaluate_command(ctx: click.Context, settings, cells: str | None) -> None:
     """Asks every cell the same held-out questions; a run a cell, a row a question. Unhealthy cells fail."""
@@ -117,7 +117,7 @@ def evaluate_command(ctx: click.Context, settings, cells: str | None) -> None:
 
     if not _sent():
         report.warn(room.unheeded(settings.evaluate))
-    if (folder := pipeline.place("evaluate", settings.evaluate.engine, settings.device)) is not None:
+    if (folder := pipeline.environment_for("evaluate", settings.evaluate.engine, settings.device)) is not None:
         evaluate.check(settings, cells)  # told before an environment of some GB is built for it
         pipeline.hand_over(folder, "evaluate", ctx.obj | ({"cells": cells} if cells else {}))
     else:
@@ -138,9 +138,9 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 
 @step("compare", "compare")
 @click.option("--questions", metavar="FILE", help="Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster.")
-@click.option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"fp16": 68, …}, "grpo": {…}}')
+@click.option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"full": 68, …}, "grpo": {…}}')
 @click.option("--cells", metavar="RUN,…", help="Evaluation runs of cells, of one training seed or several.")
-@click.option("--methods", is_flag=True, help="One row a cell, best first, against base and grpo in full precision; no common schemes needed.")
+@click.option("--rank", "methods", is_flag=True, help="One row a cell, best first, against base and grpo in full precision; no common schemes needed.")
 @click.option("--out", metavar="DIR", help="Write files there, and leave MLflow alone; needed with --questions, --counts.")
 def compare_command(settings, questions: str | None, counts: str | None, cells: str | None, methods: bool, out: str | None) -> None:
     """Deltas and gain survival with paired intervals, and the verdict.
@@ -154,7 +154,7 @@ def compare_command(settings, questions: str | None, counts: str | None, cells: 
     if len(given) != 1:
         raise BadInput(f"compare reads one of --questions, --counts or --cells, but got {' and '.join(given) or 'none'}.")
     if methods and counts:
-        raise BadInput("compare --methods pairs answers question by question: give --questions or --cells, not --counts.")
+        raise BadInput("compare --rank pairs answers question by question: give --questions or --cells, not --counts.")
     run_ids = _listed("--cells", cells) if cells else []
     if cells and not out:
         (compare.methods if methods else compare.compare)(settings, run_ids)
@@ -199,7 +199,7 @@ def serve_command(ctx: click.Context, settings, engine: str, api_key: str | None
     from qrl.steps import serve
     from qrl.study import pipeline
 
-    if (folder := pipeline.place("serve", engine, settings.device)) is not None:
+    if (folder := pipeline.environment_for("serve", engine, settings.device)) is not None:
         serve.check_options("vllm", *(given[key] for key in ("stage", "memory", "follow_s", "drain_s")))
         serve.check(settings, given["stage"], host=given["host"], port=given["port"])  # told before an environment of some GB is built for it
         if api_key:
@@ -228,7 +228,7 @@ def benchmark_command(ctx: click.Context, settings, stages: str | None, models: 
     if stages and models:
         raise BadInput("benchmark measures stages or models, but got both: give --stages or --models.")
     given = {"stages": stages, "models": models, "url": url}
-    if (folder := pipeline.place("benchmark", "vllm" if url else settings.evaluate.engine, settings.device)) is not None:
+    if (folder := pipeline.environment_for("benchmark", "vllm" if url else settings.evaluate.engine, settings.device)) is not None:
         benchmark.subjects(settings, stages, models)  # told before an environment of some GB is built for it
         pipeline.hand_over(folder, "benchmark", ctx.obj | {key: value for key, value in given.items() if value})
     else:

@@ -101,7 +101,7 @@ class Comparison:
 
     @property
     def schemes(self) -> tuple[str, ...]:
-        """`fp16` first, then the quantized ones."""
+        """`full` first, then the quantized ones."""
         return tuple(dict.fromkeys(scheme for _, scheme in self.cells))
 
     @cached_property
@@ -147,12 +147,12 @@ class Comparison:
 
     def _row(self, variant: str, scheme: str) -> Row:
         trained, base = (variant, scheme), (names.BASE, scheme)
-        trained_fp, base_fp = (variant, names.FP16), (names.BASE, names.FP16)
+        trained_fp, base_fp = (variant, names.FULL), (names.BASE, names.FULL)
         gain = {trained: 1, base: -1}
         row = Row(variant, scheme, self.difference(trained, base), self.evidence.mcnemar(trained, base))
         if resampled := self.evidence.bootstrap(gain):
             row.bootstrap["delta"] = resampled
-        if scheme == names.FP16:
+        if scheme == names.FULL:
             return row
         survival, kept = (gain | {trained_fp: -share, base_fp: share} for share in (1, 0.5))
         if resampled := self.evidence.bootstrap(survival):
@@ -173,7 +173,7 @@ def from_questions(frame: pd.DataFrame, *, margin: float | None = None) -> Compa
         margin: loss of gain, in accuracy, that still counts as survival.
 
     Raises:
-        BadInput: columns missing, outcomes other than 0 and 1, duplicates, cells on different questions, no base or fp16.
+        BadInput: columns missing, outcomes other than 0 and 1, duplicates, cells on different questions, no base or full.
     """
     evidence = Questions(outcomes(frame))
     cells = {cell: evidence.accuracy(cell) for cell in _ordered(evidence.outcomes.cells)}
@@ -184,7 +184,7 @@ def from_counts(counts: dict[str, Any], *, margin: float | None = None) -> Compa
     """Compares cells of which only the number of right answers is known, as if each had questions of its own.
 
     Args:
-        counts: `{"n": 100, "base": {"fp16": 68, …}, "grpo": {…}}`.
+        counts: `{"n": 100, "base": {"full": 68, …}, "grpo": {…}}`.
         margin: loss of gain, in accuracy, that still counts as survival.
 
     Raises:
@@ -198,13 +198,13 @@ def from_counts(counts: dict[str, Any], *, margin: float | None = None) -> Compa
         if variant == "n":
             continue
         if not isinstance(schemes, dict):
-            raise BadInput(f"'{variant}' is {schemes!r}, but must map schemes to right answers, as in {{\"fp16\": 68}}.")
-        correct |= {(variant, scheme): count for scheme, count in schemes.items()}
+            raise BadInput(f"'{variant}' is {schemes!r}, but must map schemes to right answers, as in {{\"full\": 68}}.")
+        correct |= {(variant, names.scheme(scheme)): count for scheme, count in schemes.items()}
     for cell, count in correct.items():
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= n:
             raise BadInput(f"Cell {names.cell_name(*cell)} has {count!r} right answers, but must have a whole number from 0 to n = {n}.")
     if not correct:
-        raise BadInput('The counts name no cell: expected {"n": 100, "base": {"fp16": 68}, "grpo": {"fp16": 72}}.')
+        raise BadInput('The counts name no cell: expected {"n": 100, "base": {"full": 68}, "grpo": {"full": 72}}.')
     check_grid(correct, n)
     evidence = Counts(correct, n)
     return Comparison({cell: evidence.accuracy(cell) for cell in _ordered(correct)}, evidence, _margin(margin))
@@ -230,7 +230,7 @@ def write(comparison: Comparison, out: str | Path) -> None:
 
 
 def _ordered(cells: dict[Cell, Any]) -> dict[Cell, Any]:
-    """Base before the trained variants, fp16 before the quantized schemes, known ones before the user's own."""
+    """Base before the trained variants, full before the quantized schemes, known ones before the user's own."""
 
     def place(cell: Cell) -> tuple:
         variant, scheme = cell

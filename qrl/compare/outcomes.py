@@ -11,7 +11,7 @@ import pandas as pd
 
 from qrl.compare import compatibility
 from qrl.errors import BadInput
-from qrl.names import BASE, FP16
+from qrl.names import BASE, FULL
 
 COLUMNS = ("variant", "scheme", "question", "correct")
 LABEL = re.compile(r"[\w.+-]+( [\w.+-]+)*")  # goes into metric names and tables
@@ -70,7 +70,7 @@ def outcomes(frame: pd.DataFrame) -> Outcomes:
 
 
 def check_grid(cells: dict[tuple[str, str], Any], n: int) -> None:
-    """Refuses cells that no gain can be computed from: each variant must be under each scheme, base and fp16 among them.
+    """Refuses cells that no gain can be computed from: each variant must be under each scheme, base and full among them.
 
     Raises:
         BadInput: one sentence.
@@ -83,8 +83,8 @@ def check_grid(cells: dict[tuple[str, str], Any], n: int) -> None:
         raise BadInput(f"The variants are {_list(variants)}, but a gain is measured from '{BASE}': name the untrained variant so.")
     if len(variants) == 1:
         raise BadInput(f"'{BASE}' is the only variant: a comparison needs a trained one beside it.")
-    if FP16 not in schemes:
-        raise BadInput(f"The schemes are {_list(schemes)}, but survival is measured from '{FP16}': name the full-precision scheme so.")
+    if FULL not in schemes:
+        raise BadInput(f"The schemes are {_list(schemes)}, but survival is measured from '{FULL}': name the full-precision scheme so.")
     gaps = [f"{variant} · {scheme}" for variant in variants for scheme in schemes if (variant, scheme) not in cells]
     if gaps:
         raise BadInput(f"Cell {gaps[0]} is missing: every variant ({_list(variants)}) is needed under every scheme ({_list(schemes)}).")

@@ -25,7 +25,7 @@ from qrl.compare.text import interval, table
 from qrl.errors import BadInput
 from qrl.stats import LEVEL, Estimate, holm
 
-PLAIN, FULL = (names.BASE, names.FP16), (names.GRPO, names.FP16)  # what a method is measured from, and against
+PLAIN, FULL = (names.BASE, names.FULL), (names.GRPO, names.FULL)  # what a method is measured from, and against
 METHODS_MD, METHODS_JSON = "methods.md", "methods.json"
 HEAD = ("method", "scheme", "accuracy", "gain over base", "error: method − grpo in full precision", "over grpo in its scheme")
 
@@ -87,18 +87,18 @@ def measure(frame: pd.DataFrame) -> Methods:
         if needed not in cells:
             raise BadInput(f"Cell {names.cell_name(*needed)} is missing: methods are measured from it.")
     labels = {cell: names.BASE if cell == PLAIN else " ".join(cell) for cell in cells}
-    alone = frame.assign(variant=[labels[cell] for cell in pairs], scheme=names.FP16)  # one scheme for all: none has to stand under another's
+    alone = frame.assign(variant=[labels[cell] for cell in pairs], scheme=names.FULL)  # one scheme for all: none has to stand under another's
     evidence = Questions(outcomes(alone.drop(columns=names.SETTINGS, errors="ignore")))
 
     def difference(cell: Cell, to: Cell) -> Estimate | None:
-        return None if cell == to or to not in cells else evidence.contrast({(labels[cell], names.FP16): 1, (labels[to], names.FP16): -1})
+        return None if cell == to or to not in cells else evidence.contrast({(labels[cell], names.FULL): 1, (labels[to], names.FULL): -1})
 
     rows = []
     for cell in cells:
         alike = [(variant, cell[1]) for variant in (names.GRPO, names.BASE)]
         trained = cell[0] not in (names.BASE, names.GRPO)
-        beside = [difference(cell, to) if trained and cell[1] != names.FP16 else None for to in alike]
-        rows.append(Method(*cell, evidence.accuracy((labels[cell], names.FP16)), difference(cell, PLAIN), difference(cell, FULL), *beside))
+        beside = [difference(cell, to) if trained and cell[1] != names.FULL else None for to in alike]
+        rows.append(Method(*cell, evidence.accuracy((labels[cell], names.FULL)), difference(cell, PLAIN), difference(cell, FULL), *beside))
     rows.sort(key=lambda row: -row.accuracy.estimate)
     small = [(row.variant, row.scheme) for row in rows if row.quantized]
     pairs = list(combinations(small, 2))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from qrl import names
 from qrl.errors import BadInput
 
 
@@ -29,20 +30,21 @@ def read_questions(path: str | Path) -> pd.DataFrame:
     if not path.is_file():
         raise BadInput(f"There is no file {path}: give the table of per-question outcomes, such as a study's questions.parquet.")
     try:
-        return readers[path.suffix](path)
+        frame = readers[path.suffix](path)
     except (ValueError, OSError, UnicodeDecodeError) as error:  # pyarrow's and pandas' parser errors are ValueErrors
         raise BadInput(f"{path} is not readable as {path.suffix[1:]}: {' '.join(str(error).split())[:200].rstrip('.')}.") from None
+    return frame.assign(scheme=frame["scheme"].map(names.scheme, na_action="ignore")) if "scheme" in frame else frame
 
 
 def read_counts(path: str | Path) -> dict[str, Any]:
-    """Counts alone, from JSON: `{"n": 100, "base": {"fp16": 68, …}, "grpo": {…}}`.
+    """Counts alone, from JSON: `{"n": 100, "base": {"full": 68, …}, "grpo": {…}}`.
 
     Raises:
         BadInput: no such file, or not a JSON object.
     """
     path = Path(path)
     if not path.is_file():
-        raise BadInput(f'There is no file {path}: give a JSON file such as {{"n": 100, "base": {{"fp16": 68}}, "grpo": {{"fp16": 72}}}}.')
+        raise BadInput(f'There is no file {path}: give a JSON file such as {{"n": 100, "base": {{"full": 68}}, "grpo": {{"full": 72}}}}.')
     try:
         counts = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of thousands of digits, brackets without end

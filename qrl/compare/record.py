@@ -17,7 +17,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         scheme → {"trained", "delta", "gain_survival", "verdict", "reason", "margin", "smallest_effect", "n_to_decide",
         "seeds_to_decide", "p_value", "p_holm", "holds_after_holm", "p_delta", "mcnemar", "bootstrap", "loss":
         {variant: …}, "seeds", "between_seed_sd", "within_seed_sd", "per_seed", "paired", "engine", "cells": {variant: {"n", "accuracy",
-        "stderr", "low", "high"}}}. Differences are {"estimate", "stderr", "low", "high"}. Under fp16 gain survival is not
+        "stderr", "low", "high"}}}. Differences are {"estimate", "stderr", "low", "high"}. Under full gain survival is not
         defined: it and what follows from it are null. `seeds` counts training runs, null where only counts are known; with
         one, the spreads are null and `per_seed` is empty; with several, both spreads map "delta" and "gain_survival" to
         standard deviations, and `per_seed` maps each seed to the same two differences, whose errors are its questions'

@@ -87,14 +87,14 @@ def _pass_at(comparison: Comparison) -> list[str]:
 
 
 def _losses(comparison: Comparison) -> list[str]:
-    quantized = [scheme for scheme in comparison.schemes if scheme != names.FP16]
+    quantized = [scheme for scheme in comparison.schemes if scheme != names.FULL]
     if not quantized:
         return []
     rows = []
     for scheme in quantized:
         losses = {variant: loss for row in comparison.rows if row.scheme == scheme for variant, loss in row.losses.items()}
         rows.append((scheme, *(interval(losses[variant]) for variant in comparison.variants)))
-    head = ("scheme − fp16", *comparison.variants)
+    head = ("scheme − full", *comparison.variants)
     return [f"## What quantization costs (n = {comparison.n})", "", *table(head, rows), ""]
 
 
@@ -153,7 +153,7 @@ def _notes(comparison: Comparison) -> list[str]:
         f"{INTERVALS} {pairing}",
         *_unlike(comparison),
         *_bootstrap(comparison),
-        "*delta* = trained − base under one scheme; *gain survival* = that delta minus the delta at full precision (fp16), where it is",
+        "*delta* = trained − base under one scheme; *gain survival* = that delta minus the delta at full precision (full), where it is",
         "therefore not defined. *survives*: its one-sided 95 % lower bound lies above −margin; *lost*: its upper bound lies below.",
         "Each claim errs in at most 5 % of studies by itself; Holm's p-values are for reading several verdicts together.",
         "",

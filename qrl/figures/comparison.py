@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qrl.figures.canvas import FAINT, GREEN, INK, ORANGE, RED, VARIANTS, canvas, finish
-from qrl.names import FP16
+from qrl.names import FULL
 from qrl.stats import signed
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def matrix(comparison: Comparison, path: str | Path) -> None:
     axes.set_ylabel("accuracy")
     axes.grid(axis="x", visible=False)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(comparison.variants), frameon=False, borderaxespad=0.2)
-    gain = comparison.row(FP16)
+    gain = comparison.row(FULL)
     found = _gain_found(gain.variant, gain.delta)
     runs = len(comparison.runs)
     asked = "the same for all" if comparison.paired else "counted per cell"
@@ -68,7 +68,7 @@ def survival(comparison: Comparison, path: str | Path) -> None:
     """
     rows = [row for row in comparison.rows if row.verdict]
     if not rows:
-        raise ValueError("There is no quantized scheme, so gain survival is not defined: expected one beside fp16.")
+        raise ValueError("There is no quantized scheme, so gain survival is not defined: expected one beside full.")
     figure, axes = canvas(7.4, 1.9 + 0.72 * len(rows))
     several = len(comparison.variants) > 2
     each = [abs(alone.estimate) for row in rows if row.gain_survival.runs for alone in row.gain_survival.runs.values]

@@ -12,7 +12,7 @@ from qrl.figures import interactive, page, rewards
 from qrl.figures.canvas import BLUE, INK, RED
 from qrl.figures.comparison import VERDICTS
 from qrl.figures.page import Section, laid, numbers
-from qrl.names import BASE, FP16
+from qrl.names import BASE, FULL
 from qrl.stats import signed
 
 
@@ -61,9 +61,9 @@ def _matrix(table: Mapping[str, Any]) -> dict:
 
 
 def _gain(table: Mapping[str, Any]) -> str:
-    if FP16 not in table:
+    if FULL not in table:
         return ""
-    delta, trained = table[FP16]["delta"], table[FP16]["trained"]
+    delta, trained = table[FULL]["delta"], table[FULL]["trained"]
     return f"{trained} − {BASE} at full precision: {_interval(delta)}"
 
 

@@ -77,7 +77,7 @@ class Assumptions:
         return default_margin(self.gain) if self.margin is None else self.margin
 
     def covariance(self) -> np.ndarray:
-        """(4, 4) covariance of a question's outcomes in the cells base·fp16, trained·fp16, base·q, trained·q."""
+        """(4, 4) covariance of a question's outcomes in the cells base·full, trained·full, base·q, trained·q."""
         base, trained = self.base_accuracy, self.base_accuracy + self.gain
         rates = np.array([base, trained, base, trained - self.drop])
         sd = np.sqrt(np.maximum(0, rates * (1 - rates)))  # of a pilot whose cells are all right, rounding can leave less

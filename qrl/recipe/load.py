@@ -31,6 +31,16 @@ from qrl.recipe.sections import (
 )
 
 NAMED = Path(__file__).parent / "named"  # one YAML file a recipe
+RENAMED = {  # former key → present one
+    "train.importance_sampling": "train.importance_sampling_level",
+    "train.iterations": "train.num_iterations",
+    "train.clip": "train.epsilon",
+    "train.clip_high": "train.epsilon_high",
+    "rollout.importance_sampling": "rollout.is_correction",
+    "rollout.importance_sampling_max": "rollout.is_correction_max",
+    "rollout.max_kl": "rollout.max_engine_kl",
+    "watch.max_kl": "watch.max_reference_kl",
+}
 _INT = "tag:yaml.org,2002:int"
 DEFAULT = "auto"  # `tiny`; where no recipe is named, `math` for that task, `instruct` for a model of the user's or gsm8k
 
@@ -195,6 +205,9 @@ def _parse(text: str, annotation: Any) -> Any:
 
 def _unknown(key: str) -> str:
     import difflib
+
+    if key in RENAMED:
+        return f"'{key}' is now called '{RENAMED[key]}': write that instead."
 
     close = difflib.get_close_matches(key, fields(), n=1, cutoff=0.0)[0]
     section = key.split(".", maxsplit=1)[0]

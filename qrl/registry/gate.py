@@ -73,7 +73,7 @@ def decide_awq(evidence: Evidence, *, parent_digest: str, grpo_digest: str, diff
     Args:
         parent_digest: of the weights that were quantized.
         grpo_digest: of the version at stage grpo.
-        difference: (grpo, awq) − (grpo, fp16), paired.
+        difference: (grpo, awq) − (grpo, full), paired.
         max_loss: accuracy; the lower 95 % bound of `difference` must lie above minus this.
     """
     lineage = _lineage(parent_digest, grpo_digest, "grpo")

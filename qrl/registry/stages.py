@@ -233,8 +233,8 @@ def _versions(client: mlflow.MlflowClient, name: str) -> list[ModelVersion]:
 
 def _version(found: ModelVersion, stage: str | None = None) -> Version:
     tags = found.tags
-    read = (tags.get(key, "") for key in (names.TAG_DIGEST, names.TAG_VARIANT, names.TAG_SCHEME))
-    return Version(found.name, int(found.version), *read, stage=stage, tags=dict(tags))
+    digest, variant, scheme = (tags.get(key, "") for key in (names.TAG_DIGEST, names.TAG_VARIANT, names.TAG_SCHEME))
+    return Version(found.name, int(found.version), digest, variant, names.scheme(scheme), stage=stage, tags=dict(tags))
 
 
 def _aliased(client: mlflow.MlflowClient, name: str, alias: str) -> ModelVersion | None:

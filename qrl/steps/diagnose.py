@@ -92,7 +92,7 @@ def _quantized(text: str | None) -> Quantized:
     found: Quantized = {}
     for cell, address in (inputs.pairs(text, "a cell and its model") if text else {}).items():
         variant, scheme = inputs.cell(cell)
-        if variant not in (names.BASE, names.GRPO) or scheme == names.FP16:
+        if variant not in (names.BASE, names.GRPO) or scheme == names.FULL:
             raise BadInput(f"'{cell}' is no quantized cell of the two checkpoints: expected {names.BASE}:SCHEME or {names.GRPO}:SCHEME.")
         path = checkpoint.check(addresses.folder(address), need_chat_template=False).path
         stored.names(path)

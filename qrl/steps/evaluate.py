@@ -58,7 +58,7 @@ def check(recipe: Recipe, given: str | None) -> tuple[dict[tuple[str, str], str]
     Raises:
         BadInput: not such a list, or weights that are stored otherwise than the cell says.
     """
-    text = given or f"{names.BASE}:{names.FP16}={recipe.model}"
+    text = given or f"{names.BASE}:{names.FULL}={recipe.model}"
     addresses = {inputs.cell(cell): address for cell, address in inputs.pairs(text, "a cell and its model").items()}
     return addresses, {cell: inputs.stored_as(cell, address) for cell, address in addresses.items()}
 

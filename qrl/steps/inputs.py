@@ -44,7 +44,8 @@ def cell(text: str) -> tuple[str, str]:
     """
     variant, colon, scheme = text.partition(":")
     if not colon:
-        raise BadInput(f"'{text}' is no cell: expected VARIANT:SCHEME, such as base:fp16 or grpo:awq.")
+        raise BadInput(f"'{text}' is no cell: expected VARIANT:SCHEME, such as base:full or grpo:awq.")
+    scheme = names.scheme(scheme)
     check_scheme(scheme, names.SCHEMES)
     return check_variant(variant), scheme
 

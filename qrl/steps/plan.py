@@ -62,12 +62,12 @@ def read_pilot(path: str, scheme: str | None) -> tuple[dict[str, float], list[st
     comparison = room.from_questions(room.read_questions(path))
     rows = {row.scheme: row for row in comparison.rows if row.gain_survival and row.variant == comparison.variants[1]}
     if not rows or (scheme and scheme not in rows):
-        raise BadInput(f"The pilot {path} has the quantized schemes {', '.join(rows) or 'none'}, but {scheme or 'one beside fp16'} is needed: name one of its own.")
+        raise BadInput(f"The pilot {path} has the quantized schemes {', '.join(rows) or 'none'}, but {scheme or 'one beside full'} is needed: name one of its own.")
     row = rows[scheme] if scheme else min(rows.values(), key=lambda row: row.gain_survival.estimate)
-    gain = comparison.row(names.FP16, row.variant).delta
+    gain = comparison.row(names.FULL, row.variant).delta
     if not gain.estimate > 0:
         raise BadInput(f"The pilot {path} shows no gain, {interval(gain)} on n = {gain.n}: nothing to plan the survival of; give --gain yourself.")
-    order = [(variant, kind) for kind in (names.FP16, row.scheme) for variant in (names.BASE, row.variant)]
+    order = [(variant, kind) for kind in (names.FULL, row.scheme) for variant in (names.BASE, row.variant)]
     cells = comparison.evidence.outcomes.cells
     each = [plan.of_pilot(*(cells[cell][run] for cell in order)) for run in range(len(comparison.runs))]
     suggested = {key: float(np.mean([values[key] for values in each])) for key in each[0]}

@@ -117,7 +117,7 @@ def merge(recipe: Recipe, adapter: str) -> None:
 
 
 def _tags(recipe: Recipe) -> dict[str, str]:
-    return {names.TAG_VARIANT: recipe.train.variant, names.TAG_SCHEME: names.FP16, names.TAG_TASK: recipe.task}
+    return {names.TAG_VARIANT: recipe.train.variant, names.TAG_SCHEME: names.FULL, names.TAG_TASK: recipe.task}
 
 
 def _log_questions(recipe: Recipe, questions: list, context: str) -> None:
@@ -174,6 +174,6 @@ def _record(recipe: Recipe, path: Path, parent: str, artifacts: list[str], *, ad
         reuse.record_outputs(artifacts=["adapter", *artifacts], values={"parent": parent})
         outcome.adapter(f"runs:/{runs.active_id()}/adapter")
         return
-    uri, digest = record.own(recipe, path, recipe.train.variant, names.FP16, parent=parent)
+    uri, digest = record.own(recipe, path, recipe.train.variant, names.FULL, parent=parent)
     reuse.record_outputs(models={"model": uri}, artifacts=artifacts, values={"digest": digest, "parent": parent})
-    outcome.model(uri, recipe.train.variant, names.FP16)
+    outcome.model(uri, recipe.train.variant, names.FULL)

@@ -35,16 +35,16 @@ class Result:
 class Launcher:
     """Obtains results step by step: found by cache key, or made by launching the step."""
 
-    def __init__(self, typed: dict[str, str], run_id: str, steps: int) -> None:
-        self.typed, self.run_id, self.steps = typed, run_id, steps
+    def __init__(self, overrides: dict[str, str], run_id: str, steps: int) -> None:
+        self.overrides, self.run_id, self.steps = overrides, run_id, steps
         self.results: list[tuple[str, Result]] = []  # what the study's description links
         self.seconds = 0.0  # in launched steps; the rest of the study's time is overhead
         self._numbers = itertools.count(1)
 
-    def typing(self, typed: dict[str, str]) -> Launcher:
+    def with_overrides(self, overrides: dict[str, str]) -> Launcher:
         """The same study's launcher of steps with other settings: it counts on, and adds to the same results."""
         other = copy.copy(self)
-        other.typed = typed
+        other.overrides = overrides
         return other
 
     def obtain(
@@ -108,7 +108,7 @@ class Launcher:
     def _launch(self, folder: Path, step: str, parameters: dict[str, str]) -> None:
         began = time.monotonic()
         try:
-            launch(folder, step, self.typed | parameters, parent=self.run_id, name=step)
+            launch(folder, step, self.overrides | parameters, parent=self.run_id, name=step)
         finally:
             self.seconds += time.monotonic() - began  # of a refused promotion too
 
@@ -117,7 +117,7 @@ class Launcher:
         click.secho(f"[{next(self._numbers)}/{self.steps}] {title}{notes}", bold=True, err=True)
 
 
-class Ahead(Launcher):
+class DryRun(Launcher):
     """Goes through a study's steps before it begins and launches none: what is finished is found, the rest is told to `missing`.
 
     What is missing stands as a result without a model, and so nothing that builds on it is found either.
@@ -167,7 +167,7 @@ def launch(
     if manager == "local":  # a step runs `python`, which is this one only where its environment was activated
         os.environ["PATH"] = local_path()
     try:
-        with overrides(folder), from_here():
+        with uv_overrides(folder), from_here():
             mlflow.projects.run(
                 str(folder), entry_point=step, parameters=parameters, env_manager=manager, run_id=run_id
             )
@@ -199,7 +199,7 @@ def from_here() -> Iterator[None]:
 
 
 @contextmanager
-def overrides(folder: Path) -> Iterator[None]:
+def uv_overrides(folder: Path) -> Iterator[None]:
     """Tells uv what a project's environment replaces or leaves out, by its overrides.txt; a user's own UV_OVERRIDE goes first."""
     file = folder / "overrides.txt"
     if not file.is_file() or "UV_OVERRIDE" in os.environ:

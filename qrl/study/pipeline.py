@@ -13,7 +13,7 @@ from pathlib import Path
 from qrl import names, process, source
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.recipe import Recipe
-from qrl.study.launch import Ahead, Launcher, Result, launch, local_path
+from qrl.study.launch import DryRun, Launcher, Result, launch, local_path
 from qrl.tracking import keys, projects
 from qrl.tracking.keys import ROOT
 
@@ -22,7 +22,7 @@ PLACE = "QRL_PLACE"  # set by the MLproject files under projects/: which environ
 Models = dict[str, tuple[str, str]]  # variant or "variant:scheme" → address and digest
 
 
-def place(step: str, choice: str, device: str = "auto") -> Path | None:
+def environment_for(step: str, choice: str, device: str = "auto") -> Path | None:
     """The folder whose environment a step needs, or None where this process is in it already.
 
     Args:
@@ -51,7 +51,7 @@ def check_reachable(step: str, folder: Path | None) -> None:
 
     Args:
         step: entry point.
-        folder: from `place`.
+        folder: from `environment_for`.
 
     Raises:
         BadInput: this Python lacks what the step needs.
@@ -82,8 +82,8 @@ def check_environments(step: str, recipe: Recipe, walk: Callable[[Launcher], obj
     """
     from qrl.tracking import store
 
-    schemes = (place("quantize", scheme) for scheme in recipe.quantize.schemes)
-    places = {place("train", recipe.rollout.engine), place("evaluate", recipe.evaluate.engine, recipe.device), *schemes}
+    schemes = (environment_for("quantize", scheme) for scheme in recipe.quantize.schemes)
+    places = {environment_for("train", recipe.rollout.engine), environment_for("evaluate", recipe.evaluate.engine, recipe.device), *schemes}
     try:
         for folder in places:
             check_reachable(step, folder)
@@ -91,7 +91,7 @@ def check_environments(step: str, recipe: Recipe, walk: Callable[[Launcher], obj
         if not store.is_there():
             raise
         store.prepare()
-        walk(Ahead(lambda folder: check_reachable(step, folder)))
+        walk(DryRun(lambda folder: check_reachable(step, folder)))
 
 
 def check_schemes(recipe: Recipe, base: Path) -> None:
@@ -123,12 +123,12 @@ def hand_over(folder: Path, step: str, parameters: dict[str, str]) -> None:
     launch(folder, step, parameters, run_id=os.environ.pop("MLFLOW_RUN_ID", None), name=step)
 
 
-def study(recipe: Recipe, typed: dict[str, str]) -> None:
+def study(recipe: Recipe, overrides: dict[str, str]) -> None:
     """Runs the whole study, reusing finished steps, and prints the table, the verdict and what to do next.
 
     Args:
         recipe: the resolved settings.
-        typed: recipe name and overrides as given, handed to every step so that each run says how to repeat it alone.
+        overrides: recipe name and overrides as given, handed to every step so that each run says how to repeat it alone.
     """
     from qrl import checkpoint, registry
     from qrl import evaluate as evaluation
@@ -141,21 +141,21 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
 
     prompt.check(recipe.task, recipe.prompt)
     registry.registered_name(recipe)  # what the last step would refuse
-    report.warn(choices.unheeded(recipe.quantize, recipe.quantize.schemes, typed) + evaluation.unheeded(recipe.evaluate))
+    report.warn(choices.unheeded(recipe.quantize, recipe.quantize.schemes, overrides) + evaluation.unheeded(recipe.evaluate))
     base = checkpoint.check(source.locate(recipe.model))
     check_schemes(recipe, base.path)
     device = devices.choose(recipe.device)
     trainer.check(recipe.rollout, device, recipe.train)
     teacher = checkpoint.check(addresses.folder(recipe.train.teacher)).digest if recipe.train.teacher else None
-    check_environments("study", recipe, lambda ahead: Order(recipe, ahead, device).cells(base.digest, teacher))
+    check_environments("study", recipe, lambda ahead: StudySteps(recipe, ahead, device).cells(base.digest, teacher))
     store.prepare()
     began = time.monotonic()
     with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}) as run:
         steps = 5 + len(recipe.quantize.schemes) + (recipe.train.adapter)
-        launcher = Launcher(typed, run.info.run_id, steps)
-        order = Order(recipe, launcher, device)
+        launcher = Launcher(overrides, run.info.run_id, steps)
+        order = StudySteps(recipe, launcher, device)
         models, cells = order.cells(base.digest, teacher)
-        diagnosed = order.diagnose(base.digest, models[f"{recipe.train.variant}:{names.FP16}"], models)
+        diagnosed = order.diagnose(base.digest, models[f"{recipe.train.variant}:{names.FULL}"], models)
         compared = order.compare(cells)
         report.show(recipe, launcher, compared, diagnosed, order.trained)
         try:
@@ -166,7 +166,7 @@ def study(recipe: Recipe, typed: dict[str, str]) -> None:
         report.close(recipe, launcher, time.monotonic() - began, stage=stage)
 
 
-class Order:
+class StudySteps:
     """What each step of a study needs, and what it gives to the next."""
 
     def __init__(self, recipe: Recipe, launcher: Launcher, device: str) -> None:
@@ -189,7 +189,7 @@ class Order:
         settings = self.recipe.train
         how = ("distillation" if settings.teacher else "GRPO") + ("" if settings.qat == "none" else f" in {settings.qat}")
         title = f"train: {how}, {settings.steps} steps of {settings.prompts_per_step} × {settings.generations} completions"
-        made = self.trained = self._one(title, "train", key, folder=place("train", self.recipe.rollout.engine))
+        made = self.trained = self._one(title, "train", key, folder=environment_for("train", self.recipe.rollout.engine))
         if settings.adapter:
             adapter = f"runs:/{made.run_id}/adapter"
             key = keys.merged(self.recipe, base, adapter, self.device)
@@ -199,7 +199,7 @@ class Order:
 
     def quantize(self, models: Models) -> Models:
         """Every variant under every scheme, full precision included, by `variant:scheme`."""
-        cells = {f"{variant}:{names.FP16}": model for variant, model in models.items()}
+        cells = {f"{variant}:{names.FULL}": model for variant, model in models.items()}
         for scheme in self.recipe.quantize.schemes:
             wanted = {
                 variant: keys.quantized(self.recipe, scheme, digest, self.device)
@@ -213,7 +213,7 @@ class Order:
                     "scheme": scheme,
                     "models": ",".join(f"{variant}={models[variant][0]}" for variant in missing),
                 },
-                place("quantize", scheme) or ROOT,
+                environment_for("quantize", scheme) or ROOT,
             )
             for variant, result in made.items():
                 cells[f"{variant}:{scheme}"] = (result.outputs.models["model"], result.outputs.values["digest"])
@@ -229,7 +229,7 @@ class Order:
             "evaluate",
             wanted,
             lambda missing: {"cells": ",".join(f"{cell}={models[cell][0]}" for cell in missing)},
-            place("evaluate", self.recipe.evaluate.engine, self.device) or ROOT,
+            environment_for("evaluate", self.recipe.evaluate.engine, self.device) or ROOT,
             failed,
         )
 
@@ -238,7 +238,7 @@ class Order:
         quantized = {}
         for cell, model in models.items():
             variant, scheme = cell.split(":")
-            if scheme != names.FP16:
+            if scheme != names.FULL:
                 quantized[f"{variant if variant == names.BASE else names.GRPO}:{scheme}"] = model
         key = keys.diagnosis(self.recipe, base, trained[1], {cell: digest for cell, (_, digest) in quantized.items()})
         parameters = {"base": self.recipe.model, "trained": trained[0]}
@@ -256,7 +256,7 @@ class Order:
 
         Stage awq takes the cell grpo:awq and no other scheme's: in a study without it that stage stays as it was.
         """
-        earned = {"base": f"{names.BASE}:{names.FP16}", "grpo": f"{names.GRPO}:{names.FP16}", "awq": f"{names.GRPO}:{names.AWQ}"}
+        earned = {"base": f"{names.BASE}:{names.FULL}", "grpo": f"{names.GRPO}:{names.FULL}", "awq": f"{names.GRPO}:{names.AWQ}"}
         chosen = {stage: cells[cell].run_id for stage, cell in earned.items() if cell in cells}
         parameters = {"stage": ",".join(chosen), "cell": ",".join(chosen.values())}
         left = "".join(f"; {stage} stays as it is, for there is no cell {cell}" for stage, cell in earned.items() if stage not in chosen)

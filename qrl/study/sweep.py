@@ -17,7 +17,7 @@ from qrl import recipe as recipes
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Recipe
 from qrl.study.launch import Launcher
-from qrl.study.pipeline import Models, Order, check_environments, check_schemes
+from qrl.study.pipeline import Models, StudySteps, check_environments, check_schemes
 from qrl.tracking.keys import SECTIONS
 
 FIRST = "tiny-ptq"
@@ -111,14 +111,14 @@ def study(first: str, others: tuple[str, ...], seeds: tuple[int, ...], given: di
 
     def walk(ahead: Launcher) -> None:
         for (_, grpo), *_ in arms.values():  # the other arms store in formats of the core environment
-            order = Order(grpo, ahead, device)
+            order = StudySteps(grpo, ahead, device)
             order.evaluate(order.quantize({names.GRPO: order.train(base.digest, None)}))
 
-    check_environments("methods", start, walk)
+    check_environments("sweep", start, walk)
     store.prepare()
     began, outcome = time.monotonic(), Outcome()
     params = {"device": device, "seeds": ",".join(map(str, seeds)), "arms": ",".join(label(each) for _, each in arms[seeds[0]])}
-    with runs.step("methods", start, sections=tuple(SECTIONS), params=params) as run:
+    with runs.step("sweep", start, sections=tuple(SECTIONS), params=params) as run:
         launcher = Launcher({}, run.info.run_id, len(seeds) * (2 * len(others) + 2 + len(start.quantize.schemes)))
         for seed, found in arms.items():
             _Seed(seed, found, given, launcher, device, base.digest, outcome).run()
@@ -140,7 +140,7 @@ class _Seed:
         base = (start.model, self.base)
         order = self._order(name, start)
         grpo = self._train(order, start, None)
-        self.models = {f"{names.BASE}:{names.FP16}": base} | order.quantize({names.GRPO: grpo})
+        self.models = {f"{names.BASE}:{names.FULL}": base} | order.quantize({names.GRPO: grpo})
         for name, arm in others:
             try:
                 self._arm(name, arm, base, grpo)
@@ -159,7 +159,7 @@ class _Seed:
         order = self._order(name, arm, more)
         trained = self._train(order, arm, teacher)
         if arm.train.qat == "none":
-            self.models[f"{label(arm)}:{names.FP16}"] = trained
+            self.models[f"{label(arm)}:{names.FULL}"] = trained
             return
         scheme = f"{names.ROUNDED_PREFIX}{arm.train.qat}"
         own = arm.model_copy(update={"quantize": arm.quantize.model_copy(update={"schemes": (scheme,)})})
@@ -167,19 +167,19 @@ class _Seed:
         self.models |= {cell: model for cell, model in stored.items() if cell.endswith(f":{scheme}")}
         self.outcome.schemes[label(arm)] = scheme
 
-    def _train(self, order: Order, arm: Recipe, teacher: tuple[str, str] | None) -> tuple[str, str]:
+    def _train(self, order: StudySteps, arm: Recipe, teacher: tuple[str, str] | None) -> tuple[str, str]:
         trained = order.train(teacher[1] if teacher else self.base, teacher[1] if teacher else None)
         self.outcome.trained.setdefault(label(arm), {})[self.seed] = order.trained.run_id
         return trained
 
-    def _order(self, name: str, arm: Recipe, more: dict[str, str] | None = None) -> Order:
+    def _order(self, name: str, arm: Recipe, more: dict[str, str] | None = None) -> StudySteps:
         """The steps of one arm, launched with its recipe as typed."""
         changed = {"recipe": name, **self.given, "seed": str(self.seed), **(more or {})}
         if more:
             arm = recipes.load(name, {key: text for key, text in changed.items() if key != "recipe"})
-        return Order(arm, self.launcher.typing(changed), self.device)
+        return StudySteps(arm, self.launcher.with_overrides(changed), self.device)
 
-    def _evaluate(self, order: Order) -> None:
+    def _evaluate(self, order: StudySteps) -> None:
         """Asks all cells at once; those that are unhealthy do not count, and are told."""
         for cell, result in order.evaluate(self.models, self._unhealthy).items():
             self.outcome.cells.setdefault(cell, {})[self.seed] = result.run_id

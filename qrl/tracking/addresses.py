@@ -28,4 +28,4 @@ def scheme(address: str) -> str | None:
     if not address.startswith("models:/m-"):
         return None
     found = models.params(address)
-    return found.get("scheme") if names.SETTINGS in found else None
+    return names.scheme(found["scheme"]) if names.SETTINGS in found else None

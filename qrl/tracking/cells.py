@@ -57,7 +57,7 @@ def read(run_id: str) -> Evaluated:
     return Evaluated(
         run_id=run_id,
         variant=tags[names.TAG_VARIANT],
-        scheme=tags[names.TAG_SCHEME],
+        scheme=names.scheme(tags[names.TAG_SCHEME]),
         digest=tags[names.TAG_DIGEST],
         parent=parent,
         model=f"models:/{models[0]}" if models else "",
@@ -90,6 +90,7 @@ def _rows(run_id: str) -> pd.DataFrame:
     path = contents.artifact(run_id, names.QUESTIONS)
     reuse.check_artifact(run_id, names.QUESTIONS)
     try:
-        return pd.read_parquet(path)
+        frame = pd.read_parquet(path)
     except (OSError, ValueError) as error:  # pyarrow's own are both
         raise QrlError(f"{names.QUESTIONS} of run {run_id} cannot be read ({str(error).splitlines()[0][:120]}): evaluate the cell again.") from None
+    return frame.assign(scheme=frame["scheme"].map(names.scheme))

@@ -38,9 +38,9 @@ def check(settings: Train, questions: int) -> None:
             f"train.reward_weights has {len(settings.reward_weights)} numbers for {len(settings.rewards)} rewards "
             f"({', '.join(settings.rewards)}): give one each, or none."
         )
-    if settings.save_every % settings.iterations:
+    if settings.save_every % settings.num_iterations:
         raise BadInput(
-            f"train.save_every = {settings.save_every} is no multiple of train.iterations = {settings.iterations}: a training "
+            f"train.save_every = {settings.save_every} is no multiple of train.num_iterations = {settings.num_iterations}: a training "
             "cannot go on from the middle of a batch of completions; choose a multiple."
         )
 
@@ -54,11 +54,11 @@ def make(settings: Train, *, seed: int, device: str, work: Path, **more):
     return GRPOConfig(
         **common(settings, seed=seed, device=device, work=work),
         num_generations=settings.generations,
-        num_iterations=settings.iterations,
+        num_iterations=settings.num_iterations,
         loss_type=settings.loss,
-        importance_sampling_level=settings.importance_sampling,
-        epsilon=settings.clip,
-        epsilon_high=settings.clip_high,
+        importance_sampling_level=settings.importance_sampling_level,
+        epsilon=settings.epsilon,
+        epsilon_high=settings.epsilon_high,
         scale_rewards=settings.scale_rewards,
         reward_weights=list(settings.reward_weights) or None,
         beta=settings.beta,

@@ -91,10 +91,10 @@ def _check_stop(watch: Watch, settings: Train, rollout: Rollout) -> None:
         raise BadInput("watch.stop = kl needs a reference to measure the KL from: set train.beta above 0, or leave kl out.")
     if "probe" in watch.stop and not watch.probe_every:
         raise BadInput("watch.stop = probe needs a probe: set watch.probe_every to a number of steps, or leave probe out.")
-    if "rollout" in watch.stop and (rollout.engine != rollouts.VLLM or rollout.importance_sampling == "none"):
+    if "rollout" in watch.stop and (rollout.engine != rollouts.VLLM or rollout.is_correction == "none"):
         raise BadInput(
             "watch.stop = rollout needs an engine whose gap to the trained model is measured: set rollout.engine = vllm with a "
-            "rollout.importance_sampling, or leave rollout out."
+            "rollout.is_correction, or leave rollout out."
         )
 
 

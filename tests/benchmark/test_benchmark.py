@@ -17,7 +17,7 @@ from qrl.tasks import load, prompt
 from qrl.tracking import models, runs
 
 SMALL = {"batches": (1, 4), "requests": 4, "rounds": 2, "new_tokens": 5}
-CELLS = [benchmark.Subject("base", "fp16", tiny.PATH), benchmark.Subject("grpo", "fp16", tiny.PATH)]
+CELLS = [benchmark.Subject("base", "full", tiny.PATH), benchmark.Subject("grpo", "full", tiny.PATH)]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_models_take_turns_at_going_first():
             return benchmark.Answered((benchmark.Request(1, 1, 0.1, 0.2),) * len(prompts), 0.2, 0)
 
     benchmark.run(CELLS, [[[1]], [[1]]], Silent, Benchmark(batches=(1,), requests=1, rounds=2, new_tokens=1))
-    assert order[2:] == ["base · fp16", "grpo · fp16", "grpo · fp16", "base · fp16"]  # the first two warm up
+    assert order[2:] == ["base · full", "grpo · full", "grpo · full", "base · full"]  # the first two warm up
 
 
 def test_a_natural_answer_is_the_engines_own_and_ends_where_it_ends(engine, prompts):
@@ -207,8 +207,8 @@ def test_the_step_logs_a_table_a_figure_and_a_run_for_each(store, capsys):
     import mlflow
 
     settings = recipe.load("tiny", {f"benchmark.{key}": ",".join(map(str, value)) if isinstance(value, tuple) else str(value) for key, value in SMALL.items()})
-    step.benchmark(settings, stages=None, models="base:fp16=qrl-tiny,grpo:fp16=qrl-tiny", url=None)
-    assert "| grpo · fp16 | 4 |" in capsys.readouterr().out
+    step.benchmark(settings, stages=None, models="base:full=qrl-tiny,grpo:full=qrl-tiny", url=None)
+    assert "| grpo · full | 4 |" in capsys.readouterr().out
     cells = mlflow.search_runs(filter_string="tags.`qrl.variant` LIKE '%'", output_format="list")
     assert {run.info.run_name for run in cells} == {cell.label for cell in CELLS}
     for run in cells:
@@ -238,18 +238,18 @@ def test_without_names_the_seeds_four_rows_are_measured_as_far_as_they_are_there
         version = registry.register("qrl-tiny", uri, digest=digest, variant=variant, scheme=scheme, accuracy=0.6, stderr=0.01, n=100)
         registry.promote("qrl-tiny", stage, version.version, record={"why": "it was better"})
 
-    base = logged("base", "fp16")
-    promoted("base", "base", "fp16", *base)
+    base = logged("base", "full")
+    promoted("base", "base", "full", *base)
     chosen = recipe.load("tiny")
-    assert [cell.label for cell in step.subjects(chosen, None, None)] == ["base · fp16"]
-    promoted("grpo", "grpo", "fp16", *logged("grpo", "fp16"))
+    assert [cell.label for cell in step.subjects(chosen, None, None)] == ["base · full"]
+    promoted("grpo", "grpo", "full", *logged("grpo", "full"))
     promoted("awq", "grpo", "awq", *logged("grpo", "awq"))
     logged("base", "awq", parent="of another base")
-    assert [cell.label for cell in step.subjects(chosen, None, None)] == ["base · fp16", "grpo · fp16", "grpo · awq"]
+    assert [cell.label for cell in step.subjects(chosen, None, None)] == ["base · full", "grpo · full", "grpo · awq"]
     shutil.rmtree(tmp_path / "base-awq")
     uri, _ = logged("base", "awq", parent=base[1])
     found = step.subjects(chosen, None, None)
-    assert [cell.label for cell in found] == ["base · fp16", "grpo · fp16", "grpo · awq", "base · awq"]
+    assert [cell.label for cell in found] == ["base · full", "grpo · full", "grpo · awq", "base · awq"]
     assert all((cell.path / "model.safetensors").is_file() for cell in found) and uri.removeprefix("models:/") in str(found[-1].path)
 
 

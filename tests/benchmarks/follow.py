@@ -226,7 +226,7 @@ def register(shape: str) -> None:
             if number == 6:
                 config = json.loads((copied / "config.json").read_text())
                 (copied / "config.json").write_text(json.dumps(config | {"intermediate_size": 2 * config["intermediate_size"]}))
-            cell = {"digest": checkpoint.digest(copied), "variant": "base", "scheme": "fp16"}
+            cell = {"digest": checkpoint.digest(copied), "variant": "base", "scheme": "full"}
             uri, stored = models.log_checkpoint(copied, name="base", task="arithmetic", move=True, **cell)
             registry.register(NAME, uri, accuracy=0.6, stderr=0.01, n=2000, **cell)
             shutil.rmtree(copied)

@@ -49,8 +49,8 @@ def registering() -> None:
         there = {file.stat().st_ino for file in own.iterdir()}
         began = time.perf_counter()
         with runs.step("benchmark"):
-            facts = {"variant": "base", "scheme": "fp16", "task": "arithmetic"}
-            models.log_checkpoint(own, name="base-fp16", digest=checkpoint.digest(own), move=True, **facts)
+            facts = {"variant": "base", "scheme": "full", "task": "arithmetic"}
+            models.log_checkpoint(own, name="base-full", digest=checkpoint.digest(own), move=True, **facts)
         took = time.perf_counter() - began
         stored = {file.stat().st_ino: file.stat().st_size for file in Path(folder, "mlruns").rglob("*") if file.is_file()}
         new = sum(bytes_ for inode, bytes_ in stored.items() if inode not in there)

@@ -19,7 +19,7 @@ from qrl.tasks import prompt
 N, TEMPLATE = 1000, "answer-line"
 ASK = {"task": "arithmetic", "template": TEMPLATE, "device": "cpu", "max_new_tokens": 128, "batch_size": 256}
 SCHEMES = (*names.BITSANDBYTES, *names.COMPRESSED)
-HEAD = ("scheme", "bits a weight", "MB on disk", "seconds", "error after the last layer", "accuracy", "− fp16")
+HEAD = ("scheme", "bits a weight", "MB on disk", "seconds", "error after the last layer", "accuracy", "− full")
 
 
 def main(schemes: list[str]) -> None:
@@ -29,8 +29,8 @@ def main(schemes: list[str]) -> None:
     tokens = staging.tokenizer(tiny.PATH)
     texts = [prompt.training_text(tokens, question, TEMPLATE) for question in tasks.load("arithmetic", "train", 128, 0)]
     questions = tasks.load("arithmetic", "heldout", N, 0)
-    reference = correct("fp16", tiny.PATH, questions)
-    print(f"fp16: {reference.mean():.3f}, n = {N}\n\n| {' | '.join(HEAD)} |\n|---{'|---:' * (len(HEAD) - 1)}|")
+    reference = correct("full", tiny.PATH, questions)
+    print(f"full: {reference.mean():.3f}, n = {N}\n\n| {' | '.join(HEAD)} |\n|---{'|---:' * (len(HEAD) - 1)}|")
     for scheme in schemes:
         with tempfile.TemporaryDirectory() as folder:
             made = quantize.run(scheme, tiny.PATH, Path(folder) / scheme, calibration=texts, probe=texts)

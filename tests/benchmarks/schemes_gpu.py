@@ -1,6 +1,6 @@
 """Every scheme at a real model's shape, stored by `quantize` and run by vLLM on one GPU.
 
-    python tests/benchmarks/schemes_gpu.py run 1.5b gptq fp8 --evaluation 1319 --receipts fp16,gptq --out FOLDER
+    python tests/benchmarks/schemes_gpu.py run 1.5b gptq fp8 --evaluation 1319 --receipts full,gptq --out FOLDER
     python tests/benchmarks/schemes_gpu.py print FOLDER                              # the tables, from what those wrote
 
 run stores each scheme in a process of its own and loads each model in another, all at once, bf16 among them; then they take turns
@@ -46,7 +46,7 @@ LONGEST_S = 400  # for one answer of an engine
 def source(args: argparse.Namespace) -> Path:
     """A folder with random bf16 weights of a shape, made by a process of its own, which gives the GPU's memory back."""
     subprocess.run([sys.executable, __file__, "source", args.shape, "--weights", str(args.weights), "--out", str(args.out)], check=True)
-    return args.weights / f"{args.shape}-fp16"
+    return args.weights / f"{args.shape}-full"
 
 
 def make_source(shape: str, weights: Path) -> Path:
@@ -56,7 +56,7 @@ def make_source(shape: str, weights: Path) -> Path:
 
     from qrl import checkpoint, tiny
 
-    folder = weights / f"{shape}-fp16"
+    folder = weights / f"{shape}-full"
     with _alone(folder):
         if folder.is_dir():
             return folder
@@ -88,7 +88,7 @@ def make(shape: str, scheme: str, weights: Path, probe: bool) -> dict:
         if (folder / "made.json").is_file():
             return json.loads((folder / "made.json").read_text())
         shutil.rmtree(folder, ignore_errors=True)
-        origin = weights / f"{shape}-fp16"
+        origin = weights / f"{shape}-full"
         tokens = staging.tokenizer(origin)
         texts = [prompt.training_text(tokens, question, "answer-line") for question in tasks.load("arithmetic", "train", CALIBRATION, 0)]
         chosen = settings.of(scheme, Quantize(calibration_samples=CALIBRATION), 0)
@@ -210,9 +210,9 @@ def run(args: argparse.Namespace) -> None:
     deadline, storing = time.monotonic() + args.patience, threading.BoundedSemaphore(args.storing)
     sizes = _sizes(args)
     evaluates = sizes | {"evaluates": True, "deterministic": False}
-    wanted = {("speed", scheme): ("ours", scheme, sizes) for scheme in dict.fromkeys(("fp16", *args.schemes))} if args.schemes else {}
+    wanted = {("speed", scheme): ("ours", scheme, sizes) for scheme in dict.fromkeys(("full", *args.schemes))} if args.schemes else {}
     if args.evaluation:
-        wanted |= {("default", "fp16"): ("ours", "fp16", evaluates), ("bare", "fp16"): ("bare", "fp16", sizes)}
+        wanted |= {("default", "full"): ("ours", "full", evaluates), ("bare", "full"): ("bare", "full", sizes)}
     for scheme in args.receipts:
         for how, deterministic in (("default", False), ("invariant", True)):
             wanted[how, scheme] = ("ours", scheme, evaluates | {"deterministic": deterministic})
@@ -222,12 +222,12 @@ def run(args: argparse.Namespace) -> None:
     def prepare(role: tuple[str, str]) -> None:
         kind, scheme, sizes = wanted[role]
         try:
-            if scheme != "fp16":
+            if scheme != "full":
                 with storing:
                     made[scheme] = _made(args, scheme, deadline)
             folder = args.weights / f"{args.shape}-{scheme}"
             engines[role] = Remote(kind, folder, sizes)
-            if args.spare_disk and scheme != "fp16":
+            if args.spare_disk and scheme != "full":
                 _hollow(folder)
             print(f"{role}: loaded in {engines[role].facts['load_s']:.1f} s", flush=True)
         except Exception as error:
@@ -244,8 +244,8 @@ def run(args: argparse.Namespace) -> None:
     name = f"{args.shape}-{'-'.join(args.schemes)}"[:120]
     if args.schemes:
         _speed(args, name, {role[1]: engines[role] for role in wanted if role[0] == "speed" and role in engines}, made, failed)
-    if ("bare", "fp16") in engines and ("default", "fp16") in engines:
-        _evaluation(args, name, engines["default", "fp16"], engines["bare", "fp16"])
+    if ("bare", "full") in engines and ("default", "full") in engines:
+        _evaluation(args, name, engines["default", "full"], engines["bare", "full"])
     for scheme in args.receipts:
         for how in ("invariant", "default"):
             if (how, scheme) in engines and (f"{how}, 8", scheme) in engines:
@@ -329,7 +329,7 @@ def _evaluation(args: argparse.Namespace, name: str, ours: Remote, bare: Remote)
     from qrl.tasks import prompt
 
     questions = tasks.load("arithmetic", "heldout", args.evaluation, 0)
-    tokens = hf.tokenizer(args.weights / f"{args.shape}-fp16")
+    tokens = hf.tokenizer(args.weights / f"{args.shape}-full")
     began = time.perf_counter()
     for each in questions:
         prompt.render(tokens, each.question, "answer-line")
@@ -439,7 +439,7 @@ def _show_speed(shape: str, calls: list) -> None:
         times = [" / ".join(f"{1000 * each.estimate:,.1f}" for each in (own[batch].latency_p50_s, own[batch].latency_p95_s, own[batch].first_token_s)) for batch in few]
         made = found["made"].get(scheme, {}).get("seconds")
         print(f"| {scheme} | {line.stored_bytes / 1e6:,.0f} | {line.weights_bytes / 1e6 if line.weights_bytes else float('nan'):,.0f} | {line.cache_bytes / 1e6:,.0f} | {' | '.join(times)} | {f'{made:.0f}' if made else ''} | {found['facts'][scheme]['load_s']:.0f} |")
-    bases = [[line.tokens_per_s.estimate for line in lines if line.scheme == "fp16"] for _, lines in calls]
+    bases = [[line.tokens_per_s.estimate for line in lines if line.scheme == "full"] for _, lines in calls]
     print("\nbf16 of every call: " + "; ".join(", ".join(f"{value:,.0f}" for value in each) for each in bases))
 
 

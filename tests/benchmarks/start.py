@@ -134,7 +134,7 @@ def registered(shape: str) -> tuple[str, str]:
     path = checkpoint_of(shape)
     store.prepare()
     digest = checkpoint.digest(path)
-    cell = {"digest": digest, "variant": "base", "scheme": "fp16"}
+    cell = {"digest": digest, "variant": "base", "scheme": "full"}
     with runs.step("evaluate"):
         uri, _ = models.log_checkpoint(path, name="base", task="arithmetic", move=True, **cell)  # linked: nobody edits the shape
     name = f"qrl-shape-{shape}"

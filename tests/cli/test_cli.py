@@ -66,17 +66,17 @@ BAD = {
     "awq of no model, in whatever environment": (["quantize", "--scheme", "awq", "--models", "base=no/such/folder"], "no model 'no/such/folder'"),
     "awq where nobody builds its environment": (["quantize", "--scheme", "awq"], "mlflow run . -e quantize … --env-manager uv"),
     "a study with awq where nobody builds its environment": (["study", "--device", "cpu"], "mlflow run . -e main … --env-manager uv"),
-    "methods with awq where nobody builds its environment": (["methods", "--device", "cpu"], "mlflow run . -e methods … --env-manager uv"),
+    "methods with awq where nobody builds its environment": (["sweep", "--device", "cpu"], "mlflow run . -e sweep … --env-manager uv"),
     "eight bits of a scheme that has four": (["quantize", "--scheme", "nf4", "--quantize.bits", "8"], "quantize.bits = 8 means nothing to nf4"),
     "a study that no scheme of heeds a choice": (["study", "--quantize.schemes", "nf4,int8", "--quantize.group_size", "64"], "nothing to nf4 and int8"),
     "a cell beside a rollback": (["promote", "--stage", "grpo", "--rollback", "--cell", "0123"], "takes no --cell"),
-    "methods of no arm": (["methods", "--arms", ","], "names nothing"),
+    "methods of no arm": (["sweep", "--arms", ","], "names nothing"),
     "an answering engine where nobody builds its environment": (["evaluate", "--evaluate.engine", "vllm", "--device", "cpu"], "projects/vllm_cpu, but"),
     "unknown scheme of a cell": (["evaluate", "--cells", "base:gguf=qrl-tiny"], "no scheme 'gguf'"),
-    "variant that is a path": (["evaluate", "--cells", "../x:fp16=qrl-tiny"], "no name for a variant"),
+    "variant that is a path": (["evaluate", "--cells", "../x:full=qrl-tiny"], "no name for a variant"),
     "variant without a name": (["quantize", "--models", "a/b=qrl-tiny"], "no name for a variant"),
     "no cell between commas": (["evaluate", "--cells", ","], "names nothing"),
-    "model that the store lacks": (["evaluate", "--cells", "base:fp16=models:/m-none"], "no model 'models:/m-none'"),
+    "model that the store lacks": (["evaluate", "--cells", "base:full=models:/m-none"], "no model 'models:/m-none'"),
     "version that the store lacks": (["diagnose", "--trained", "models:/qrl-tiny/7"], "no model 'models:/qrl-tiny/7'"),
     "adapter that the store lacks": (["merge", "--adapter", "runs:/0123/adapter"], "no run '0123'"),
     "cells between commas and spaces": (["compare", "--cells", " , 0123 ,"], "no run '0123'"),
@@ -87,7 +87,7 @@ BAD = {
         ["diagnose", "--trained", "qrl-tiny", "--quantized", "grpo:nf4=qrl-tiny", "--out", "out"], "full-precision checkpoint, but a quantized one",
     ),
     "cell of no scheme": (
-        ["diagnose", "--trained", "qrl-tiny", "--quantized", "grpo:fp16=qrl-tiny", "--out", "out"], "no quantized cell of the two",
+        ["diagnose", "--trained", "qrl-tiny", "--quantized", "grpo:full=qrl-tiny", "--out", "out"], "no quantized cell of the two",
     ),
     "folder that cannot be made": (["diagnose", "--trained", "qrl-tiny", "--out", "/proc/none"], "cannot be made"),
     "no file to grade": (["grade", "--task", "gsm8k", "--out", "out.jsonl"], "--file"),
@@ -180,12 +180,12 @@ def test_a_full_disk_is_told_whoever_met_it(tmp_path):
 
 
 def test_counts_of_the_seed_study_give_its_deltas_and_no_verdict(tmp_path):
-    counts = {"n": 100, "base": {"fp16": 68, "nf4": 65, "awq": 58}, "grpo": {"fp16": 72, "nf4": 68, "awq": 67}}
+    counts = {"n": 100, "base": {"full": 68, "nf4": 65, "awq": 58}, "grpo": {"full": 72, "nf4": 68, "awq": 67}}
     (tmp_path / "counts.json").write_text(json.dumps(counts))
     done = run("compare", "--counts", "counts.json", "--out", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     table = json.loads((tmp_path / "out" / "table.json").read_text())
-    deltas = [table[scheme]["delta"]["estimate"] for scheme in ("fp16", "nf4", "awq")]
+    deltas = [table[scheme]["delta"]["estimate"] for scheme in ("full", "nf4", "awq")]
     assert deltas == pytest.approx([0.04, 0.03, 0.09])
     assert [table[scheme]["gain_survival"]["estimate"] for scheme in ("nf4", "awq")] == pytest.approx([-0.01, 0.05])
     assert {table[scheme]["verdict"] for scheme in ("nf4", "awq")} == {"inconclusive"}
@@ -193,7 +193,7 @@ def test_counts_of_the_seed_study_give_its_deltas_and_no_verdict(tmp_path):
 
 
 def test_a_terminal_that_knows_no_minus_sign_still_gets_the_table(tmp_path):
-    (tmp_path / "counts.json").write_text('{"n": 100, "base": {"fp16": 68, "nf4": 65}, "grpo": {"fp16": 72, "nf4": 68}}')
+    (tmp_path / "counts.json").write_text('{"n": 100, "base": {"full": 68, "nf4": 65}, "grpo": {"full": 72, "nf4": 68}}')
     words = [sys.executable, "-m", "qrl", "compare", "--counts", "counts.json", "--out", "out"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"}
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, encoding="latin-1", check=False)
@@ -273,7 +273,7 @@ def test_help_of_every_command_shows_its_options():
         assert shown.exit_code == 0 and "--help" in shown.output and cli.cli.commands[name].help.split(".")[0][:30] in shown.output
 
 
-@pytest.mark.parametrize(("command", "auto"), [("train", "tiny"), ("methods", "tiny-ptq")])
+@pytest.mark.parametrize(("command", "auto"), [("train", "tiny"), ("sweep", "tiny-ptq")])
 def test_help_says_what_is_done_where_nothing_is_typed(command, auto):
     from click.testing import CliRunner
 

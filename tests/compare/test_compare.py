@@ -13,8 +13,8 @@ import qrl
 from qrl import compare
 from qrl.errors import BadInput
 
-SEED_000 = {"n": 100, "base": {"fp16": 68, "nf4": 65, "awq": 58}, "grpo": {"fp16": 72, "nf4": 68, "awq": 67}}
-RATES = {("base", "fp16"): 0.65, ("base", "nf4"): 0.63, ("base", "awq"): 0.62, ("grpo", "fp16"): 0.78, ("grpo", "nf4"): 0.76, ("grpo", "awq"): 0.62}
+SEED_000 = {"n": 100, "base": {"full": 68, "nf4": 65, "awq": 58}, "grpo": {"full": 72, "nf4": 68, "awq": 67}}
+RATES = {("base", "full"): 0.65, ("base", "nf4"): 0.63, ("base", "awq"): 0.62, ("grpo", "full"): 0.78, ("grpo", "nf4"): 0.76, ("grpo", "awq"): 0.62}
 
 
 def questions(rates=RATES, n=1000, seed=0):
@@ -40,9 +40,9 @@ def comparison(frame):
 def test_seed_000_from_counts():
     found = compare.from_counts(SEED_000)
     table = found.table_json()
-    assert [table[scheme]["delta"]["estimate"] for scheme in ("fp16", "nf4", "awq")] == pytest.approx([0.04, 0.03, 0.09])
+    assert [table[scheme]["delta"]["estimate"] for scheme in ("full", "nf4", "awq")] == pytest.approx([0.04, 0.03, 0.09])
     assert [table[scheme]["gain_survival"]["estimate"] for scheme in ("nf4", "awq")] == pytest.approx([-0.01, 0.05])
-    assert table["fp16"]["cells"]["base"]["stderr"] == pytest.approx(math.sqrt(0.68 * 0.32 / 100))
+    assert table["full"]["cells"]["base"]["stderr"] == pytest.approx(math.sqrt(0.68 * 0.32 / 100))
     assert table["nf4"]["gain_survival"]["stderr"] == pytest.approx(0.092968, abs=1e-6)
     for scheme in ("nf4", "awq"):
         assert table[scheme]["verdict"] == "inconclusive"
@@ -64,13 +64,13 @@ def test_the_readmes_worked_example_is_what_is_printed():
 
 def test_the_contract_of_table_json(comparison):
     table = json.loads(json.dumps(comparison.table_json(), allow_nan=False))
-    assert list(table) == ["fp16", "nf4", "awq"]
+    assert list(table) == ["full", "nf4", "awq"]
     for scheme, entry in table.items():
         for variant in ("base", "grpo"):
             cell = entry["cells"][variant]
             assert cell["n"] == 1000 and cell["low"] < cell["accuracy"] < cell["high"] and cell["stderr"] > 0
         assert entry["delta"]["low"] < entry["delta"]["estimate"] < entry["delta"]["high"]
-        if scheme == "fp16":  # the reference: survival is not defined
+        if scheme == "full":  # the reference: survival is not defined
             assert entry["gain_survival"] is entry["verdict"] is entry["p_holm"] is None and entry["loss"] == {}
         else:
             assert set(entry["gain_survival"]) == {"estimate", "stderr", "low", "high"}
@@ -81,12 +81,12 @@ def test_the_contract_of_table_json(comparison):
 
 def test_numbers_are_those_of_the_questions(frame, comparison):
     wide = frame.pivot(index="question", columns=["variant", "scheme"], values="correct")
-    values = (wide["grpo", "nf4"] - wide["base", "nf4"]) - (wide["grpo", "fp16"] - wide["base", "fp16"])
+    values = (wide["grpo", "nf4"] - wide["base", "nf4"]) - (wide["grpo", "full"] - wide["base", "full"])
     found = comparison.table_json()["nf4"]["gain_survival"]
     assert found["estimate"] == pytest.approx(values.mean(), rel=1e-9)
     assert found["stderr"] == pytest.approx(values.std(ddof=1) / math.sqrt(1000), rel=1e-9)
-    pair = comparison.difference(("grpo", "awq"), ("grpo", "fp16"))
-    interval = scipy.stats.ttest_rel(wide["grpo", "awq"], wide["grpo", "fp16"]).confidence_interval()
+    pair = comparison.difference(("grpo", "awq"), ("grpo", "full"))
+    interval = scipy.stats.ttest_rel(wide["grpo", "awq"], wide["grpo", "full"]).confidence_interval()
     assert pair.high == pytest.approx(interval.high, rel=1e-9)
     assert interval.low - 3e-4 < pair.low <= interval.low  # losses lean to that side: `test_stats.py` says how far
     assert comparison.row("awq").losses["grpo"] == pair
@@ -99,7 +99,7 @@ def test_verdicts_of_a_clear_study(comparison):
 
 def test_pairing_narrows_what_independence_cannot(frame, comparison):
     sums = frame.groupby(["variant", "scheme"])["correct"].sum()
-    counts = {"n": 1000} | {variant: {scheme: int(sums[variant, scheme]) for scheme in ("fp16", "nf4", "awq")} for variant in ("base", "grpo")}
+    counts = {"n": 1000} | {variant: {scheme: int(sums[variant, scheme]) for scheme in ("full", "nf4", "awq")} for variant in ("base", "grpo")}
     independent = compare.from_counts(counts)
     for row in independent.rows:
         paired = comparison.row(row.scheme)
@@ -113,14 +113,14 @@ def test_order_of_rows_and_columns_does_not_matter(frame, comparison):
 
 
 def test_a_claim_that_holm_does_not_bear_out_is_marked():
-    found = compare.from_counts({"n": 1000, "base": {"fp16": 600, "nf4": 600, "awq": 600}, "grpo": {"fp16": 750, "nf4": 728, "awq": 690}})
+    found = compare.from_counts({"n": 1000, "base": {"full": 600, "nf4": 600, "awq": 600}, "grpo": {"full": 750, "nf4": 728, "awq": 690}})
     nf4, awq = found.row("nf4"), found.row("awq")
     assert (nf4.verdict.verdict, awq.verdict.verdict) == ("survives", "inconclusive")
     assert nf4.verdict.p_value < 0.05 < nf4.p_holm == pytest.approx(2 * nf4.verdict.p_value)
     assert nf4.holds_together is False and awq.holds_together is None
     assert found.markdown().count("corrected for the other schemes it does not") == 1
     assert found.table_json()["nf4"]["holds_after_holm"] is False
-    alone = compare.from_counts({"n": 1000, "base": {"fp16": 600, "nf4": 600}, "grpo": {"fp16": 750, "nf4": 728}})
+    alone = compare.from_counts({"n": 1000, "base": {"full": 600, "nf4": 600}, "grpo": {"full": 750, "nf4": 728}})
     assert alone.row("nf4").holds_together is True and "it does not" not in alone.markdown()
 
 
@@ -139,23 +139,23 @@ def test_the_t_test_and_the_bootstrap_stand_beside_the_closed_form(frame, compar
 
 def test_metrics_have_the_agreed_names(comparison):
     metrics = comparison.metrics()
-    names = [f"compare/delta_{scheme}" for scheme in ("fp16", "nf4", "awq")] + [f"compare/gain_survival_{scheme}" for scheme in ("nf4", "awq")]
+    names = [f"compare/delta_{scheme}" for scheme in ("full", "nf4", "awq")] + [f"compare/gain_survival_{scheme}" for scheme in ("nf4", "awq")]
     assert set(metrics) == {name + end for name in names for end in ("", "_stderr", "_low", "_high")}
     assert all(isinstance(value, float) and math.isfinite(value) for value in metrics.values())
 
 
 def test_no_difference_without_interval_and_no_rate_without_n(comparison):
     for line in comparison.markdown().splitlines():
-        if line.startswith(("| fp16", "| nf4", "| awq")) and "±" in line:
+        if line.startswith(("| full", "| nf4", "| awq")) and "±" in line:
             assert line.count("(n = 1000)") == 2
             assert line.count("[") == (1 if "not defined" in line else 2)
     assert all("[" in line and "n = 1000" in line for line in comparison.sentence().splitlines())
 
 
 def test_more_variants_and_labels_of_ones_own():
-    rates = {(variant, scheme): 0.6 for variant in ("mine", "base", "grpo") for scheme in ("my 2-bit", "fp16", "int8")}
+    rates = {(variant, scheme): 0.6 for variant in ("mine", "base", "grpo") for scheme in ("my 2-bit", "full", "int8")}
     found = compare.from_questions(questions(rates, n=100))
-    assert found.variants == ("base", "grpo", "mine") and found.schemes == ("fp16", "int8", "my 2-bit")
+    assert found.variants == ("base", "grpo", "mine") and found.schemes == ("full", "int8", "my 2-bit")
     assert found.table_json()["int8"]["trained"] == "grpo"
     assert found.table_json()["int8"]["others"]["mine"]["delta"]["estimate"] == found.row("int8", "mine").delta.estimate
     assert "compare/gain_survival_int8_mine" in found.metrics()
@@ -163,9 +163,9 @@ def test_more_variants_and_labels_of_ones_own():
 
 
 def test_full_precision_alone_has_a_gain_but_no_survival():
-    found = compare.from_counts({"n": 100, "base": {"fp16": 60}, "grpo": {"fp16": 80}})
+    found = compare.from_counts({"n": 100, "base": {"full": 60}, "grpo": {"full": 80}})
     assert "gain survival is not defined" in found.sentence() and "[" in found.sentence()
-    assert list(found.metrics()) == [f"compare/delta_fp16{end}" for end in ("", "_stderr", "_low", "_high")]
+    assert list(found.metrics()) == [f"compare/delta_full{end}" for end in ("", "_stderr", "_low", "_high")]
     assert "reference" in found.markdown()
 
 
@@ -210,7 +210,7 @@ def test_write_leaves_tables_and_figures_and_nothing_else(comparison, tmp_path):
         (lambda f: f.assign(correct=f["correct"].where(f.index > 0)), "'correct' has 1 empty"),
         (lambda f: pd.concat([f, f.head(1)]), "more than once"),
         (lambda f: f.iloc[1:], "lacks 1 of 20 questions, 'q0'"),
-        (lambda f: f[f["scheme"] != "fp16"], "name the full-precision scheme so"),
+        (lambda f: f[f["scheme"] != "full"], "name the full-precision scheme so"),
         (lambda f: f[f["variant"] == "base"], "only variant"),
         (lambda f: f[f["variant"] == "grpo"], "name the untrained variant so"),
         (lambda f: f[(f["variant"] == "base") | (f["scheme"] != "awq")], "Cell grpo · awq is missing"),
@@ -233,12 +233,12 @@ def test_outcomes_that_cannot_be_compared_are_refused_in_a_sentence(change, sent
     ("counts", "sentence"),
     [
         ({}, "'n' is None"),
-        ({"n": 1, "base": {"fp16": 1}, "grpo": {"fp16": 1}}, "at least 2"),
+        ({"n": 1, "base": {"full": 1}, "grpo": {"full": 1}}, "at least 2"),
         ({"n": 100}, "name no cell"),
         ({"n": 100, "base": 68}, "must map schemes"),
-        ({"n": 100, "base": {"fp16": 101}, "grpo": {"fp16": 1}}, "from 0 to n = 100"),
-        ({"n": 100, "base": {"fp16": 0.68}, "grpo": {"fp16": 1}}, "whole number"),
-        ({"n": 100, "base": {"fp16": 68}, "grpo": {"nf4": 1}}, "Cell base · nf4 is missing"),
+        ({"n": 100, "base": {"full": 101}, "grpo": {"full": 1}}, "from 0 to n = 100"),
+        ({"n": 100, "base": {"full": 0.68}, "grpo": {"full": 1}}, "whole number"),
+        ({"n": 100, "base": {"full": 68}, "grpo": {"nf4": 1}}, "Cell base · nf4 is missing"),
     ],
 )
 def test_counts_that_cannot_be_compared_are_refused_in_a_sentence(counts, sentence):
@@ -251,8 +251,8 @@ def test_files_that_cannot_be_read_are_refused_in_a_sentence(tmp_path):
     (tmp_path / "empty.csv").write_text("")
     (tmp_path / "c.json").write_text("{")
     (tmp_path / "list.json").write_text("[1]")
-    (tmp_path / "twice.json").write_text('{"n": 100, "base": {"fp16": 68, "fp16": 3}, "grpo": {"fp16": 72}}')
-    with pytest.raises(BadInput, match=r"twice\.json is not valid JSON: 'fp16' is given twice"):
+    (tmp_path / "twice.json").write_text('{"n": 100, "base": {"full": 68, "full": 3}, "grpo": {"full": 72}}')
+    with pytest.raises(BadInput, match=r"twice\.json is not valid JSON: 'full' is given twice"):
         compare.read_counts(tmp_path / "twice.json")
     for read, name in ((compare.read_questions, "q.parquet"), (compare.read_questions, "empty.csv"), (compare.read_questions, "no.csv"), (compare.read_questions, "q.xlsx"), (compare.read_counts, "c.json"), (compare.read_counts, "list.json"), (compare.read_counts, "no.json")):
         with pytest.raises(BadInput, match=name):
@@ -263,4 +263,4 @@ def test_margins_and_cells_out_of_range(comparison):
     with pytest.raises(BadInput, match="between 0 and 1"):
         compare.from_counts(SEED_000, margin=1.5)
     with pytest.raises(BadInput, match="There is no cell grpo · fp8"):
-        comparison.difference(("grpo", "fp8"), ("grpo", "fp16"))
+        comparison.difference(("grpo", "fp8"), ("grpo", "full"))

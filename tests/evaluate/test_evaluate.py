@@ -74,7 +74,7 @@ def test_samples_differ_by_seed_and_come_back_the_same_whatever_was_drawn_before
 
 def asked_thrice(temperature=1.0, samples=3):
     questions = tasks.load("arithmetic", "heldout", 6, 0)
-    cell = cells.Cell("base", "fp16", tiny.PATH)
+    cell = cells.Cell("base", "full", tiny.PATH)
     settings = {"task": "arithmetic", "template": "plain", "device": "cpu", "max_new_tokens": 48, "batch_size": 8}
     return questions, cells.ask(cell, questions, samples=samples, temperature=temperature, seed=3, **settings)
 
@@ -97,7 +97,7 @@ def test_a_prompt_that_fills_all_positions_is_refused_and_copies_of_questions_ar
     settings = {"task": "arithmetic", "template": "plain", "device": "cpu", "max_new_tokens": 4, "batch_size": 8}
     long = replace(questions[1], question="apples " * 600)
     with pytest.raises(BadInput, match=rf"Question {long.id} .* tokens, but the model was made for 512"):
-        cells.ask(cells.Cell("base", "fp16", tiny.PATH), [questions[0], long], **settings)
+        cells.ask(cells.Cell("base", "full", tiny.PATH), [questions[0], long], **settings)
     assert inputs.repeated(questions) == ""
     assert inputs.repeated([*questions, replace(questions[0], id="copy", question=questions[0].question.upper())]).startswith("Of 4 held-out questions 1 repeat others")
 
@@ -166,7 +166,7 @@ def test_rows_of_math_carry_subject_level_and_what_the_grader_could_not_do(monke
     levels = (1, 5, None)
     asked = [tasks.Question(f"math-heldout-{i}", f"{i}?", "", r"\frac{1}{6}", "Algebra", level) for i, level in enumerate(levels)]
     found = cells.ask(
-        cells.Cell("base", "fp16", tiny.PATH), asked, task="math", template="boxed", device="cpu", max_new_tokens=5, batch_size=3
+        cells.Cell("base", "full", tiny.PATH), asked, task="math", template="boxed", device="cpu", max_new_tokens=5, batch_size=3
     )
     assert list(found.frame["correct"]) == [0, 1, 0]
     assert list(found.frame["subject"]) == ["Algebra"] * 3
@@ -178,9 +178,9 @@ def test_rows_of_math_carry_subject_level_and_what_the_grader_could_not_do(monke
 
 def test_accuracy_by_subject_and_level_has_an_interval_and_n_for_each_cell():
     rows = [("Algebra", 1, 1)] * 30 + [("Algebra", 5, 0)] * 10 + [("Geometry", 5, 1)]
-    one = pd.DataFrame(rows, columns=["subject", "level", "correct"]).assign(variant="base", scheme="fp16", question=range(41))
+    one = pd.DataFrame(rows, columns=["subject", "level", "correct"]).assign(variant="base", scheme="full", question=range(41))
     text = groups.markdown(pd.concat([one, one.assign(variant="grpo", correct=1)], ignore_index=True))
-    assert "| subject | base · fp16 | grpo · fp16 |" in text
+    assert "| subject | base · full | grpo · full |" in text
     expected = stats.accuracy(30, 40)
     assert f"| Algebra | 0.750 [{expected.low:.3f}, {expected.high:.3f}] (n = 40) | 1.000 [" in text
     assert "| Geometry | 1 of 1 | 1 of 1 |" in text

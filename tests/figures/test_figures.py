@@ -15,7 +15,7 @@ from qrl.figures import canvas, comparison, heatmaps, rewards
 from qrl.figures import divergence as of_behaviour
 from qrl.figures import weights as of_weights
 
-COUNTS = {"n": 1000, "base": {"fp16": 680, "nf4": 650, "awq": 580}, "grpo": {"fp16": 820, "nf4": 780, "awq": 600}}
+COUNTS = {"n": 1000, "base": {"full": 680, "nf4": 650, "awq": 580}, "grpo": {"full": 820, "nf4": 780, "awq": 600}}
 
 
 def is_picture(path):
@@ -119,7 +119,7 @@ def test_the_report_of_a_study_holds_all_of_it(tmp_path):
     row = next(each for each in drawn["figure1"]["data"] if each["y"] == ["grpo · awq"])
     assert row["x"] == [survival["estimate"]] and "lost, −0.120 [" in row["text"][0]
     assert drawn["figure1"]["layout"]["shapes"][-1]["x0"] == -table["awq"]["others"]["my own"]["margin"]
-    figures.report({"fp16": table["fp16"]}, "none", None, measured(), pd.DataFrame(), pd.DataFrame(), tmp_path / "small.html")
+    figures.report({"full": table["full"]}, "none", None, measured(), pd.DataFrame(), pd.DataFrame(), tmp_path / "small.html")
     assert len(unpacked(tmp_path / "small.html")[0]) == 1 + 5
 
 
@@ -161,7 +161,7 @@ def test_a_plan_is_drawn(tmp_path, asked, between):
 
 def test_survival_needs_a_quantized_scheme(tmp_path):
     with pytest.raises(ValueError, match="not defined"):
-        figures.survival(compare.from_counts({"n": 9, "base": {"fp16": 4}, "grpo": {"fp16": 6}}), tmp_path / "s.png")
+        figures.survival(compare.from_counts({"n": 9, "base": {"full": 4}, "grpo": {"full": 6}}), tmp_path / "s.png")
 
 
 def test_layers_are_drawn_with_and_without_a_trained_variant(tmp_path):
@@ -212,7 +212,7 @@ def test_titles_say_what_the_numbers_say():
     found = compare.from_counts(COUNTS)
     assert [comparison._listed(names) for names in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a and b", "a, b and c"]
     assert comparison._survival_found([row for row in found.rows if row.verdict], False) == "The gain survives nf4; it is lost under awq"
-    assert comparison._gain_found("grpo", found.row("fp16").delta).startswith("grpo gains +0.140 [")
+    assert comparison._gain_found("grpo", found.row("full").delta).startswith("grpo gains +0.140 [")
     assert "loses 1.575 % of the weights' energy after training, 5 % more than before it (1.5 %)" in of_weights._error_found(weights(1.05), ["base", "grpo"])
     assert "2 % less than before" in of_weights._error_found(weights(0.98), ["base", "grpo"])
     assert "as much as before" in of_weights._error_found(weights(1.0001), ["base", "grpo"])

@@ -211,7 +211,7 @@ def test_a_plan_from_a_pilot_takes_its_numbers_and_says_how_sure_they_are(tmp_pa
 
     rng = np.random.default_rng(0)
     cells = np.repeat(PATTERNS, rng.multinomial(800, patterns(Assumptions(gain=0.1, drop=0.01).checked())), axis=0).T
-    names = [("base", "fp16"), ("grpo", "fp16"), ("base", "nf4"), ("grpo", "nf4")]
+    names = [("base", "full"), ("grpo", "full"), ("base", "nf4"), ("grpo", "nf4")]
     pd.concat(
         pd.DataFrame({"variant": variant, "scheme": scheme, "question": range(800), "correct": cell})
         for (variant, scheme), cell in zip(names, cells, strict=True)

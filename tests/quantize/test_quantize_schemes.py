@@ -181,8 +181,8 @@ def cells(**changes) -> pd.DataFrame:
     """Two variants under two schemes, answered alike; changes are column → {(variant, scheme): value}."""
     rows = [
         {"variant": variant, "scheme": scheme, "question": str(i), "correct": i % 2, "engine": "transformers",
-         "settings_digest": "" if scheme == "fp16" else "a"}
-        for variant in ("base", "grpo") for scheme in ("fp16", "gptq") for i in range(4)
+         "settings_digest": "" if scheme == "full" else "a"}
+        for variant in ("base", "grpo") for scheme in ("full", "gptq") for i in range(4)
     ]  # fmt: skip
     for row in rows:
         for column, values in changes.items():
@@ -196,11 +196,11 @@ def test_cells_that_were_stored_or_asked_differently_are_never_subtracted():
         with pytest.raises(BadInput, match="cells of scheme gptq were not stored in the same way"):
             compare.from_questions(cells(settings_digest={("grpo", "gptq"): other}))
     with pytest.raises(BadInput, match=r"different engines \(transformers, vllm\)"):
-        compare.from_questions(cells(engine={("base", "fp16"): "vllm"}))
-    versions = {(variant, scheme): f"vllm 0.{number}" for number, (variant, scheme) in enumerate([("base", "fp16"), ("grpo", "gptq")])}
+        compare.from_questions(cells(engine={("base", "full"): "vllm"}))
+    versions = {(variant, scheme): f"vllm 0.{number}" for number, (variant, scheme) in enumerate([("base", "full"), ("grpo", "gptq")])}
     with pytest.raises(BadInput, match=r"different engines \(transformers, vllm 0.0, vllm 0.1\)"):
         compare.from_questions(cells(engine=versions))
-    both = {(variant, scheme): "vllm 0.1" for variant in ("base", "grpo") for scheme in ("fp16", "gptq")}
+    both = {(variant, scheme): "vllm 0.1" for variant in ("base", "grpo") for scheme in ("full", "gptq")}
     with pytest.raises(BadInput, match=r"different engines \(vllm 0.1, vllm 0.2\)"):  # kernels change with the version
         compare.from_questions(cells(engine=both | {("grpo", "gptq"): "vllm 0.2"}))
     told = compare.from_questions(cells(engine=both))

@@ -82,7 +82,7 @@ def test_seed_002s_recipes_are_its_runs(size):
         ("train.steps", "99999999999999999999", "less than or equal to 1000000"),
         ("train.generations", "100000", "less than or equal to 4096"),
         ("train.micro_batch", "99999999999999999999", "less than 2147483648"),
-        ("watch.max_kl", "nan", "must be a finite number"),
+        ("watch.max_reference_kl", "nan", "must be a finite number"),
         ("quantize.calibration_samples", "999999999", "less than or equal to 100000"),
         ("benchmark.batches", "1,1", "is '1,1', but must name at least one batch"),
         ("train.lora_targets", " ,", "which names nothing"),

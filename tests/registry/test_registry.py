@@ -25,7 +25,7 @@ WHY = {"run": "r", "why": "it was better"}
 def version(store):
     """A maker of versions, each from a model of its own; `weights` stands for what is in them."""
 
-    def make(variant: str = "base", scheme: str = "fp16", weights: str = "") -> versions.Version:
+    def make(variant: str = "base", scheme: str = "full", weights: str = "") -> versions.Version:
         with runs.step("evaluate"):
             model = mlflow.initialize_logged_model(f"{variant}-{scheme}")
         (Path(model.artifact_location) / "model").mkdir(parents=True)
@@ -81,7 +81,7 @@ def test_a_digest_is_registered_once(version):
     found = registry.resolve(NAME, 1)
     assert found == first and found.tags["accuracy"] == "0.6000" and found.tags["n"] == "2000"
     described = mlflow.MlflowClient().get_model_version(NAME, "1")
-    assert described.description.startswith("base · fp16: accuracy 0.600 ± 0.010")
+    assert described.description.startswith("base · full: accuracy 0.600 ± 0.010")
     assert described.run_id and described.source.startswith("models:/m-")
 
 
@@ -176,10 +176,10 @@ def test_what_is_served_is_what_was_measured(store, tiny_checkpoint):
     digest = checkpoint.digest(tiny_checkpoint)
     with runs.step("evaluate"):
         uri, stored = models.log_checkpoint(
-            tiny_checkpoint, name="base", digest=digest, variant="base", scheme="fp16", task="arithmetic", move=False
+            tiny_checkpoint, name="base", digest=digest, variant="base", scheme="full", task="arithmetic", move=False
         )
     numbers = {"accuracy": 0.6, "stderr": 0.01, "n": 2000}
-    made = registry.register(NAME, uri, digest=digest, variant="base", scheme="fp16", **numbers)
+    made = registry.register(NAME, uri, digest=digest, variant="base", scheme="full", **numbers)
     with pytest.raises(GateRefused, match="No gate let"):
         versions.verify(made)
     registry.refuse(NAME, "grpo", 1, record={"why": "it was unhealthy."})
@@ -197,15 +197,15 @@ def test_what_is_served_is_what_was_measured(store, tiny_checkpoint):
     (stored / "config.json").unlink()
     with pytest.raises(QrlError, match="gone"):
         versions.verify(served)
-    assert registry.register(NAME, uri, digest=digest, variant="base", scheme="fp16", **numbers).version == 2
+    assert registry.register(NAME, uri, digest=digest, variant="base", scheme="full", **numbers).version == 2
 
 
 def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
     digest = checkpoint.digest(tiny_checkpoint)
-    tags = {names.TAG_DIGEST: digest, names.TAG_VARIANT: "base", names.TAG_SCHEME: "fp16"}
+    tags = {names.TAG_DIGEST: digest, names.TAG_VARIANT: "base", names.TAG_SCHEME: "full"}
     with runs.step("evaluate", tags=tags) as run:
         uri, stored = models.log_checkpoint(
-            tiny_checkpoint, name="base", digest=digest, variant="base", scheme="fp16", task="arithmetic", move=False
+            tiny_checkpoint, name="base", digest=digest, variant="base", scheme="full", task="arithmetic", move=False
         )
         contents.log_scores({names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 2000}, model_uri=uri)
     promoting.promote(recipe.load(), ["base"], [run.info.run_id])
@@ -216,7 +216,7 @@ def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
     assert pointers() == {"base": "1"} and list(mlflow_stages()) == [1]
     with runs.step("evaluate", tags=tags) as again:
         uri, _ = models.log_checkpoint(
-            tiny_checkpoint, name="base", digest=digest, variant="base", scheme="fp16", task="arithmetic", move=False
+            tiny_checkpoint, name="base", digest=digest, variant="base", scheme="full", task="arithmetic", move=False
         )
         contents.log_scores({names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 2000}, model_uri=uri)
     promoting.promote(recipe.load(), ["base"], [again.info.run_id])
@@ -225,11 +225,11 @@ def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
 
 def test_a_gate_subtracts_no_answers_of_two_engines(store, tmp_path):
     def answered(variant: str, engine: str) -> cells.Evaluated:
-        rows = pd.DataFrame({"question": ["a", "b", "c"], "correct": [0, 1, 1], names.ENGINE: engine}).assign(variant=variant, scheme="fp16")
+        rows = pd.DataFrame({"question": ["a", "b", "c"], "correct": [0, 1, 1], names.ENGINE: engine}).assign(variant=variant, scheme="full")
         rows.to_parquet(tmp_path / names.QUESTIONS)
         with runs.step("evaluate") as run:
             mlflow.log_artifact(str(tmp_path / names.QUESTIONS))
-        return cells.Evaluated(run.info.run_id, variant, "fp16", "", "", "", 2 / 3, 0.3, 3, ())
+        return cells.Evaluated(run.info.run_id, variant, "full", "", "", "", 2 / 3, 0.3, 3, ())
 
     base = answered("base", "transformers")
     assert promoting._difference(answered("grpo", "transformers"), base).estimate == 0

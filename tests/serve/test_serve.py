@@ -268,7 +268,7 @@ def test_only_formats_that_unpack_to_bf16_leave_the_dtype_of_evaluation_on_a_cpu
 def registered(store):
     """The shipped model as version 1 of a fresh registry, at stage base."""
     digest = checkpoint.digest(tiny.PATH)
-    cell = {"digest": digest, "variant": "base", "scheme": "fp16"}
+    cell = {"digest": digest, "variant": "base", "scheme": "full"}
     with runs.step("evaluate"):
         uri, _ = models.log_checkpoint(tiny.PATH, name="base", task="arithmetic", move=False, **cell)
     version = registry.register("qrl-tiny", uri, accuracy=0.6, stderr=0.01, n=2000, **cell)

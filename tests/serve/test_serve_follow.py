@@ -247,7 +247,7 @@ def test_two_promotions_a_rollback_and_versions_that_must_not_take_over_lose_no_
     found = json.loads((tmp_path / "follow.json").read_text())
     print({key: value for key, value in found.items() if key not in ("answers", "log")})
     measured = found["benchmark"]  # the guarded server, by `vllm bench serve`
-    assert measured["exit_code"] == 0 and "| base · fp16 | 4 |" in measured["table"] and "over 3 interleaved rounds, n = 96 requests" in measured["table"]
+    assert measured["exit_code"] == 0 and "| base · full | 4 |" in measured["table"] and "over 3 interleaved rounds, n = 96 requests" in measured["table"]
     assert found["failed"] == [] and 0 < found["streamed"] < found["requests"]
     assert set(found["by_version"]) == {"qrl-moving@1", "qrl-moving@2", "qrl-moving@3"}
     damaged, ungated, unloadable = found["refusals"]  # each told once, however often the registry was looked at

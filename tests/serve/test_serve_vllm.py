@@ -23,7 +23,7 @@ from qrl.tasks import prompt
 from qrl.tracking import models, runs
 
 ROOT = Path(qrl.__file__).parents[1]
-SCHEMES = ("fp16", "awq", "awq-ct", "w8a8", "fp8")
+SCHEMES = ("full", "awq", "awq-ct", "w8a8", "fp8")
 TEMPLATE, MAX_TOKENS, N = "answer-line", 128, 120
 ASK = {"task": "arithmetic", "template": TEMPLATE, "device": "cpu", "max_new_tokens": MAX_TOKENS, "batch_size": 64}
 KEY = "s3cret"
@@ -50,7 +50,7 @@ def stored(tmp_path_factory, python_of):
 
     def made(scheme: str) -> Path:
         out = folder / scheme
-        if scheme == "fp16":
+        if scheme == "full":
             return tiny.PATH
         if scheme != "awq":
             return quantize.run(scheme, tiny.PATH, out, calibration=texts).path
@@ -126,7 +126,7 @@ def free_port() -> int:
 def command(scheme: str, stage: str, port: int, python_of) -> tuple[list[str], dict[str, str]]:
     """Words and variables that serve: one scheme as users do, through `mlflow run`, which hands over to vLLM's environment; the others there at once."""
     chosen = {"stage": stage, "engine": "vllm", "device": "cpu", "port": str(port)}
-    if scheme == "fp16":
+    if scheme == "full":
         python_of("vllm_cpu")  # built here, so that its time is not the server's
         words = [sys.executable, "-m", "mlflow", "run", str(ROOT), "-e", "serve", "--env-manager", "uv"]
         return [*words, *(word for key, value in chosen.items() for word in ("-P", f"{key}={value}"))], {}
@@ -146,7 +146,7 @@ def test_a_served_scheme_answers_as_evaluation_does(scheme, register, stored, qu
         assert served.get("/v1/models")[0] == 401  # nobody gets in without the key
         told = served.get("/metrics")[1]
         assert f'vllm:request_success_total{{engine="0",finished_reason="stop",model_name="{model}"}}' in told
-    assert served.process.returncode == (-15 if scheme == "fp16" else 0)  # MLflow itself dies of a signal; the server ends well
+    assert served.process.returncode == (-15 if scheme == "full" else 0)  # MLflow itself dies of a signal; the server ends well
     ours = cells.ask(cells.Cell("base", scheme, path), questions, **ASK).frame
     correct = [verdict.strict for verdict in tasks.grade_many("arithmetic", texts, [each.answer for each in questions])]
     same = sum(text == other for text, other in zip(texts, ours["completion"], strict=True)) / N

@@ -73,11 +73,11 @@ def test_more_runs_on_the_same_questions_do_not_make_them_more_questions(rng):
 
 def test_copies_of_the_base_that_hardly_change_keep_the_interval_that_questions_support(rng):
     """What quantization costs the base: a difference of no question, or of one, is no certainty, under any number of seeds."""
-    fp16 = (rng.random(size=200) < 0.6).astype(float)
+    full = (rng.random(size=200) < 0.6).astype(float)
     for changed in (0, 1):
-        quantized = fp16.copy()
+        quantized = full.copy()
         quantized[:changed] = 1 - quantized[:changed]
-        once, runs = np.stack([quantized, fp16]), 3
+        once, runs = np.stack([quantized, full]), 3
         found = stats.contrast_over_runs([once] * runs, (1, -1), [np.arange(200)] * runs, list("abc"), 200, vary=False)
         plain = stats.contrast(once, (1, -1))
         assert (found.low, found.high) == pytest.approx((plain.low, plain.high), **CLOSE)

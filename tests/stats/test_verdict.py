@@ -10,7 +10,7 @@ import qrl
 from qrl import stats
 from qrl.stats.verdict import default_margin, judge
 
-MIDDLE = {"base · fp16": 0.65, "grpo · fp16": 0.72, "base · nf4": 0.62, "grpo · nf4": 0.68}
+MIDDLE = {"base · full": 0.65, "grpo · full": 0.72, "base · nf4": 0.62, "grpo · nf4": 0.68}
 LIMIT = 0.05 + 3 * math.sqrt(0.05 * 0.95 / 1000)  # alpha and three Monte Carlo errors of 1,000 studies
 
 

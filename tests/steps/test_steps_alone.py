@@ -25,7 +25,7 @@ def test_from_an_adapter_to_a_stage_by_what_each_step_says(store, capsys):
     variant, address = following(merged, "quantize")[1].split("=")
     assert variant == "grpo" and address.startswith("models:/m-")
     stored = following(say("quantize", "--scheme", "nf4", "--models", f"base=qrl-tiny,{variant}={address}"), "evaluate")
-    full = f"base:fp16=qrl-tiny,grpo:fp16={address}"
+    full = f"base:full=qrl-tiny,grpo:full={address}"
     ids = following(say("evaluate", "--cells", f"{full},{stored[1]}"), "compare")
     assert len(ids[1].split(",")) == 4
     assert "gain survival" in say("compare", *ids)

@@ -13,7 +13,7 @@ import pytest
 from qrl import checkpoint, names, process, recipe, tiny
 from qrl.errors import BadInput
 from qrl.study import pipeline
-from qrl.study.launch import Ahead, launch
+from qrl.study.launch import DryRun, launch
 from qrl.tracking import keys, models, reuse, runs
 
 DIGEST = checkpoint.digest(tiny.PATH)
@@ -22,7 +22,7 @@ DIGEST = checkpoint.digest(tiny.PATH)
 def finished(step: str, key: str, **tags: str) -> str:
     """A finished run with this key, whose model is the shipped one; its id."""
     with runs.step(step, tags={names.TAG_CACHE_KEY: key, **tags}) as run:
-        stored = {"variant": "grpo", "scheme": "fp16", "task": "arithmetic"}
+        stored = {"variant": "grpo", "scheme": "full", "task": "arithmetic"}
         uri, _ = models.log_checkpoint(tiny.PATH, name="made", digest=DIGEST, move=False, **stored)
         reuse.record_outputs(models={"model": uri}, values={"digest": DIGEST})
         return run.info.run_id
@@ -34,7 +34,7 @@ def small() -> recipe.Recipe:
 
 
 def study_of(small: recipe.Recipe):
-    return lambda ahead: pipeline.Order(small, ahead, "cpu").cells(DIGEST, None)
+    return lambda ahead: pipeline.StudySteps(small, ahead, "cpu").cells(DIGEST, None)
 
 
 def test_a_study_needs_awqs_environment_only_while_something_is_to_be_quantized_in_it(store, small):
@@ -56,7 +56,7 @@ def test_a_study_needs_awqs_environment_only_while_something_is_to_be_quantized_
 def test_what_is_missing_is_asked_for_where_it_would_run_and_hides_what_builds_on_it(store, small):
     finished("quantize", keys.quantized(small, names.AWQ, DIGEST, "cpu"))
     asked = []
-    study_of(small)(Ahead(asked.append))
+    study_of(small)(DryRun(asked.append))
     assert [folder.name for folder in asked] == [keys.ROOT.name] * 2 + ["awq"] + [keys.ROOT.name]  # train, nf4, grpo's awq, cells
 
 

@@ -32,7 +32,7 @@ SMALL = {
     "promote.min_gain": "-1",
     "promote.max_loss": "1",
 }
-CELLS = {(variant, scheme) for variant in ("base", "grpo") for scheme in ("fp16", "nf4", "awq")}
+CELLS = {(variant, scheme) for variant in ("base", "grpo") for scheme in ("full", "nf4", "awq")}
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -142,14 +142,14 @@ def test_the_table_follows_from_the_questions(client):
     accuracy = frame.groupby(["variant", "scheme"])["correct"].mean()
     for scheme in ("nf4", "awq"):
         delta = accuracy["grpo", scheme] - accuracy["base", scheme]
-        survival = delta - (accuracy["grpo", "fp16"] - accuracy["base", "fp16"])
+        survival = delta - (accuracy["grpo", "full"] - accuracy["base", "full"])
         assert table[scheme]["delta"]["estimate"] == pytest.approx(delta)
         assert table[scheme]["gain_survival"]["estimate"] == pytest.approx(survival)
 
 
 def test_metrics_carry_their_intervals(client):
     metrics = study_run(client).data.metrics
-    for name in ("delta_fp16", "delta_nf4", "delta_awq", "gain_survival_nf4", "gain_survival_awq"):
+    for name in ("delta_full", "delta_nf4", "delta_awq", "gain_survival_nf4", "gain_survival_awq"):
         for suffix in ("", "_stderr", "_low", "_high"):
             assert f"compare/{name}{suffix}" in metrics
 
@@ -190,7 +190,7 @@ def test_calibration_saw_training_questions_only(client):
 def test_quantized_models_carry_size_bits_and_time(client):
     made = [run for run in runs_of(client, **{names.TAG_STEP: "quantize"}) if names.TAG_VARIANT in run.data.tags]
     assert {(run.data.tags[names.TAG_VARIANT], run.data.tags[names.TAG_SCHEME]) for run in made} == {
-        cell for cell in CELLS if cell[1] != "fp16"
+        cell for cell in CELLS if cell[1] != "full"
     }
     for run in made:
         assert 4 <= run.data.metrics["quantize/bits_per_weight"] < 5
@@ -278,7 +278,7 @@ def test_raw_text_prompts_trip_the_gate_instead_of_giving_a_number(store):
     from qrl.recipe import Evaluate
 
     asked = cells.ask(
-        cells.Cell("base", "fp16", tiny.PATH),
+        cells.Cell("base", "full", tiny.PATH),
         tasks.load("arithmetic", "heldout", 64, 0),
         task="arithmetic",
         template="plain",

@@ -25,7 +25,7 @@ def logged(tmp_path, name, step, *, parent=None, **params):
     with mlflow.start_run(tags={names.TAG_STEP: step}) as run:
         mlflow.log_params(params)
         metadata = {"parent": parent} if parent else {}
-        uri, _ = models.log_checkpoint(folder, name=name, digest=digest, variant="grpo", scheme="fp16", task="arithmetic", move=False, metadata=metadata)
+        uri, _ = models.log_checkpoint(folder, name=name, digest=digest, variant="grpo", scheme="full", task="arithmetic", move=False, metadata=metadata)
     return uri, digest, run.info.run_id
 
 
@@ -49,7 +49,7 @@ def test_a_models_training_is_found_through_quantizing_and_merging_and_a_base_ha
 def test_cells_of_two_trainings_asked_under_one_seed_are_two_seeds_on_the_same_questions(trained):
     import mlflow
 
-    cells = [f"grpo:fp16={trained[3][0]}", f"grpo:fp16={trained[4][0]}", f"base:fp16={tiny.PATH}"]
+    cells = [f"grpo:full={trained[3][0]}", f"grpo:full={trained[4][0]}", f"base:full={tiny.PATH}"]
     for cell in cells:
         done = CliRunner().invoke(cli.cli, ["evaluate", "--cells", cell, "--seed", "7", "--evaluate.samples", "2", *ASKED])
         assert done.exit_code == 0, (done.output, done.exception)

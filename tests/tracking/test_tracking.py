@@ -121,7 +121,7 @@ def test_a_failing_cell_fails_alone(store):
     model = mlflow.initialize_logged_model("m")
     with runs.step("evaluate") as parent:
         dataset = contents.log_dataset("arithmetic-heldout", digest="d" * 64, context="heldout", n=10, source="generated")
-        for scheme in ("fp16", "nf4"):
+        for scheme in ("full", "nf4"):
             try:
                 with runs.child(names.cell_name("base", scheme), params={"scheme": scheme}) as cell:
                     contents.log_scores({names.ACCURACY: 0.5}, model_uri=f"models:/{model.model_id}", dataset=dataset)
@@ -296,10 +296,10 @@ def test_rows_that_nobody_recorded_and_nobody_can_read_get_a_sentence(store, tmp
 def log(folder: Path, move: bool) -> tuple[str, Path]:
     return models.log_checkpoint(
         folder,
-        name="base-fp16",
+        name="base-full",
         digest=checkpoint.digest(folder),
         variant="base",
-        scheme="fp16",
+        scheme="full",
         task="arithmetic",
         move=move,
     )
@@ -320,7 +320,7 @@ def test_a_steps_own_checkpoint_is_linked_and_a_users_is_copied(store, tiny_chec
     written = {file.stat().st_ino: file.stat().st_size for file in stored.parent.rglob("*") if file.is_file()}
     assert sum(written.values()) < 1.05 * size
     logged = mlflow.get_logged_model(uri.removeprefix("models:/"))
-    assert str(logged.status) == "READY" and logged.tags[names.TAG_SCHEME] == "fp16"
+    assert str(logged.status) == "READY" and logged.tags[names.TAG_SCHEME] == "full"
 
 
 def test_a_model_whose_weights_were_changed_is_not_reused(store, tiny_checkpoint):
@@ -353,7 +353,7 @@ def test_a_logged_checkpoint_loads_as_a_pipeline_and_answers_chats(store, tiny_c
 def test_what_breaks_in_the_middle_leaves_no_model(store, tiny_checkpoint):
     with pytest.raises(QrlError, match="changed while it was logged"), runs.step("train") as run:
         models.log_checkpoint(
-            tiny_checkpoint, name="m", digest="0" * 64, variant="base", scheme="fp16", task="arithmetic", move=False
+            tiny_checkpoint, name="m", digest="0" * 64, variant="base", scheme="full", task="arithmetic", move=False
         )
     (model,) = mlflow.search_logged_models(experiment_ids=["0"], output_format="list")
     assert str(model.status) == "FAILED" and not Path(model.artifact_location).exists()
@@ -373,7 +373,7 @@ def test_a_half_made_model_of_a_dead_run_is_discarded(store):
 
 def test_requirements_are_the_projects_pins():
     pins = (ROOT / "conda.yaml").read_text()
-    for scheme, needed in (("fp16", "torch"), ("nf4", "bitsandbytes"), ("awq", "gptqmodel")):
+    for scheme, needed in (("full", "torch"), ("nf4", "bitsandbytes"), ("awq", "gptqmodel")):
         found = description.requirements(scheme)
         assert any(line.startswith(needed + "==") for line in found)
         assert all(line in pins for line in found)

@@ -248,7 +248,7 @@ BATCHES = {
     "micro-batch": (Train(prompts_per_step=4, generations=4, micro_batch=5), 100, "does not divide the 16 completions"),
     "prompts": (Train(prompts_per_step=64), 63, "There are 63 training questions"),
     "weights": (Train(rewards=("correct", "format"), reward_weights=(1,)), 100, "1 numbers for 2 rewards"),
-    "saving within a batch": (Train(iterations=4, save_every=10), 100, r"no multiple of train\.iterations = 4"),
+    "saving within a batch": (Train(num_iterations=4, save_every=10), 100, r"no multiple of train\.num_iterations = 4"),
 }
 
 
@@ -294,7 +294,7 @@ def test_what_is_typed_resolves_to_a_storage_and_a_compute_dtype(typed, storage,
 
 
 def test_full_training_with_beta_keeps_a_reference_of_its_own_and_all_keys_reach_trl(tmp_path):
-    keys = {"loss": "grpo", "importance_sampling": "sequence", "iterations": 2, "clip": 3e-4, "clip_high": 4e-4, "save_every": 2}
+    keys = {"loss": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2, "epsilon": 3e-4, "epsilon_high": 4e-4, "save_every": 2}
     settings = Train(beta=0.1, rewards=("correct", "format"), reward_weights=(1, 0.2), **BATCH | keys)
     rows = [{"prompt": prompt.messages(q.question, "plain"), "answer": q.answer} for q in QUESTIONS]
     trainer = grpo._trainer(tiny.PATH, rows, settings, **GIVEN, work=tmp_path, rollout=Rollout(), log=lambda metrics, step: None)

@@ -250,10 +250,10 @@ def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeyp
 UNHEEDED = {
     "FP8 without an engine": (Rollout(quantization="fp8"), r"rollout\.quantization = fp8 means nothing where rollout\.engine = transformers"),
     "a server without an engine": (Rollout(mode="server"), r"rollout\.mode = server means nothing .* set rollout\.engine = vllm"),
-    "a correction of nothing": (Rollout(importance_sampling="sequence_mask"), r"rollout\.importance_sampling = sequence_mask means nothing"),
+    "a correction of nothing": (Rollout(is_correction="sequence_mask"), r"rollout\.is_correction = sequence_mask means nothing"),
     "an address, colocated": (Rollout(engine="vllm", server="http://a:1"), r"rollout\.server = http://a:1 .* rollout\.mode = colocate"),
     "memory of a server": (Rollout(engine="vllm", mode="server", sleep="on"), r"rollout\.sleep = on .* rollout\.mode = server"),
-    "a limit of what is not measured": (Rollout(engine="vllm", importance_sampling="none", max_kl=1), r"rollout\.max_kl = 1.* rollout\.importance_sampling = none"),
+    "a limit of what is not measured": (Rollout(engine="vllm", is_correction="none", max_engine_kl=1), r"rollout\.max_engine_kl = 1.* rollout\.is_correction = none"),
 }
 
 
@@ -308,20 +308,20 @@ def test_transformers_rollouts_are_trls_own_trainer():
 
 
 def test_the_correction_reaches_trl(tmp_path):
-    rollout = Rollout(engine="vllm", importance_sampling="token_mask", importance_sampling_max=1.5)
+    rollout = Rollout(engine="vllm", is_correction="token_mask", is_correction_max=1.5)
     made = arguments.make(Train(), seed=0, device="cpu", work=tmp_path, **rollouts.arguments(rollout))
     assert made.vllm_importance_sampling_correction and made.vllm_importance_sampling_mode == "token_mask"
     assert made.vllm_importance_sampling_clip_max == 1.5
-    off = rollouts.arguments(Rollout(engine="vllm", importance_sampling="none"))
+    off = rollouts.arguments(Rollout(engine="vllm", is_correction="none"))
     assert not arguments.make(Train(), seed=0, device="cpu", work=tmp_path, **off).vllm_importance_sampling_correction
 
 
 def test_training_with_vllm_runs_in_its_environment_and_is_another_result(monkeypatch):
     monkeypatch.delenv(pipeline.PLACE, raising=False)
-    assert pipeline.place("train", "transformers") is None
-    assert pipeline.place("train", "vllm").name == "vllm"
+    assert pipeline.environment_for("train", "transformers") is None
+    assert pipeline.environment_for("train", "vllm").name == "vllm"
     monkeypatch.setenv(pipeline.PLACE, "vllm")
-    assert pipeline.place("train", "vllm") is None
+    assert pipeline.environment_for("train", "vllm") is None
 
     def key(**overrides):
         return keys.trained(
@@ -337,8 +337,8 @@ def test_a_trainings_key_holds_what_changes_its_weights_and_nothing_else():
         return keys.trained(recipe.load("tiny", overrides), "d", "cuda", **more)
 
     plain = key()
-    assert {key({"watch.max_kl": "0.1"}), key({"watch.window": "9"}), key({"rollout.max_kl": "1"})} == {plain}
-    stops = [{"watch.stop": "kl", "train.beta": "0.1", "watch.max_kl": limit} for limit in ("0.1", "0.2")]
+    assert {key({"watch.max_reference_kl": "0.1"}), key({"watch.window": "9"}), key({"rollout.max_engine_kl": "1"})} == {plain}
+    stops = [{"watch.stop": "kl", "train.beta": "0.1", "watch.max_reference_kl": limit} for limit in ("0.1", "0.2")]
     assert len({plain, key({"watch.probe_every": "2"}), *map(key, stops)}) == 4
     assert key({"rollout.engine": "vllm"}, processes=2) not in {key({"rollout.engine": "vllm"}), plain}
     here, there = ({"train.teacher": address} for address in ("here", "there"))

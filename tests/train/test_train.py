@@ -73,7 +73,7 @@ def test_rollouts_cells_and_calibration_feed_the_weights_the_same_ids(template, 
     settings = FAST.model_copy(update={"steps": 1, "max_completion_tokens": 4})
     given = {"task": "arithmetic", "template": template, "seed": 0, "device": "cpu", "work": tmp_path / "work"}
     grpo.run(tiny.PATH, questions, settings, **given, out=tmp_path / "model")  # TRL's data set, renderer and rollout
-    cell = cells.Cell("base", "fp16", tiny.PATH)
+    cell = cells.Cell("base", "full", tiny.PATH)
     cells.ask(cell, questions, task="arithmetic", template=template, device="cpu", max_new_tokens=1, batch_size=4)
     texts = [prompt.training_text(staging.tokenizer(tiny.PATH), question, template) for question in questions]
     calibrated = calibration.rows(quantize.token_ids(tiny.PATH, texts), 512)

@@ -15,7 +15,7 @@ HEALTHY = {"reward": 0.5, "entropy": 1.0, "frac_reward_zero_std": 0.4, "kl": 0.0
 TROUBLES = {
     "entropy": ({"entropy": 0.05}, r"nats a token over steps 6 to 8, 1 over steps 1 to 3 .*watch\.min_entropy_share"),
     "signal": ({"frac_reward_zero_std": 1.0, "reward": 0.0}, r"every group's completions earned the same .*too hard"),
-    "kl": ({"kl": 3.0}, r"3 nats a token from the reference .*watch\.max_kl"),
+    "kl": ({"kl": 3.0}, r"3 nats a token from the reference .*watch\.max_reference_kl"),
     "truncation": ({"completions/clipped_ratio": 0.9}, r"0\.9 of those of steps 6 to 8 .*watch\.max_truncation"),
 }
 
@@ -44,7 +44,7 @@ def test_a_stop_for_what_is_never_measured_is_refused():
         grpo.check(base, plain, 16, "cpu", Watch(stop=("kl",)))
     with pytest.raises(BadInput, match=r"watch\.stop = probe .*watch\.probe_every"):
         grpo.check(base, plain, 16, "cpu", Watch(stop=("probe",)))
-    for unmeasured in (Rollout(), Rollout(engine="vllm", importance_sampling="none")):
+    for unmeasured in (Rollout(), Rollout(engine="vllm", is_correction="none")):
         with pytest.raises(BadInput, match=r"watch\.stop = rollout needs an engine whose gap"):
             grpo.check(base, plain, 16, "cpu", Watch(stop=("rollout",)), unmeasured)
     grpo.check(base, plain, 16, "cpu", Watch(stop=("rollout",)), Rollout(engine="vllm"))
@@ -56,9 +56,9 @@ def test_an_engine_further_away_than_the_recipe_allows_is_told_at_its_first_step
     for wide in ({"rollout/kl_k3": 0.1}, {"rollout/token_ess": 0.5}):
         _, (alarm,) = seen([near, near | wide, near | wide])
         assert (alarm.watcher, alarm.step) == ("rollout", 2)
-        assert re.search(r"rollout\.max_kl 0\.01.*rollout\.min_effective_sample_size 0\.9", alarm.sentence)
+        assert re.search(r"rollout\.max_engine_kl 0\.01.*rollout\.min_effective_sample_size 0\.9", alarm.sentence)
     assert seen([near] * 4)[1] == [] and seen([HEALTHY | {"rollout/completions_per_s": 9.0}] * 4)[1] == []  # a gap that is not measured
-    fp8 = watchers.Watchers(Watch(stop=("rollout",)), Rollout(engine="vllm", quantization="fp8", max_kl=1))
+    fp8 = watchers.Watchers(Watch(stop=("rollout",)), Rollout(engine="vllm", quantization="fp8", max_engine_kl=1))
     (alarm,) = fp8.see(near | {"step": 1, "rollout/kl_k3": 2.0})
     assert "leave rollout.quantization = fp8 out" in alarm.sentence and fp8.stop([alarm]) is alarm
 

@@ -59,7 +59,7 @@ def callback(settings: Train, log: Log, *, title: str = "GRPO", shown: str = "re
 
     class Live(TrainerCallback):
         def on_train_begin(self, args, state, control, **_):
-            self.seconds = deque(maxlen=settings.iterations)  # completions are sampled once in so many steps
+            self.seconds = deque(maxlen=settings.num_iterations)  # completions are sampled once in so many steps
             self.bar = tqdm(
                 total=state.max_steps,
                 initial=state.global_step,
@@ -78,7 +78,7 @@ def callback(settings: Train, log: Log, *, title: str = "GRPO", shown: str = "re
             self.seconds.append(time.perf_counter() - self.began)
             row = state.log_history[-1]  # `logs` is a copy of what is kept
             row["completions_per_s"] = (
-                settings.prompts_per_step * settings.generations / settings.iterations * len(self.seconds) / sum(self.seconds)
+                settings.prompts_per_step * settings.generations / settings.num_iterations * len(self.seconds) / sum(self.seconds)
             )
             row["peak_memory_gib"] = peak_memory_gib()
             log({ours: float(row[name]) for name, ours in metrics.items() if row.get(name) is not None}, state.global_step)

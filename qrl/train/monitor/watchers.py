@@ -74,7 +74,7 @@ class Watchers:
         return (
             f"Entropy has collapsed: {now:.3g} nats a token over {_steps(last)}, {start:.3g} over {_steps(first)} (below "
             f"watch.min_entropy_share = {self.settings.min_entropy_share:g} of it): completions of a group are becoming alike; "
-            "lower train.learning_rate, or raise train.beta or train.clip_high."
+            "lower train.learning_rate, or raise train.beta or train.epsilon_high."
         )
 
     def _signal(self, last: list[dict]) -> str | None:
@@ -88,12 +88,12 @@ class Watchers:
         )
 
     def _kl(self, last: list[dict]) -> str | None:
-        if not all(row.get("kl", math.nan) > self.settings.max_kl for row in last):
+        if not all(row.get("kl", math.nan) > self.settings.max_reference_kl for row in last):
             return None
         now = _mean(last, "kl")
         return (
-            f"KL is running away: {now:.3g} nats a token from the reference over {_steps(last)}, above watch.max_kl = "
-            f"{self.settings.max_kl:g}: raise train.beta or lower train.learning_rate."
+            f"KL is running away: {now:.3g} nats a token from the reference over {_steps(last)}, above watch.max_reference_kl = "
+            f"{self.settings.max_reference_kl:g}: raise train.beta or lower train.learning_rate."
         )
 
     def _truncation(self, last: list[dict]) -> str | None:
@@ -108,12 +108,12 @@ class Watchers:
     def _rollout(self, row: dict) -> str | None:
         """Whether the engine that samples is further from the trained model than the recipe allows, in this very step."""
         kl, share = (row.get(f"rollout/{name}", math.nan) for name in ("kl_k3", "token_ess"))
-        if not (kl > self.rollout.max_kl or share < self.rollout.min_effective_sample_size):
+        if not (kl > self.rollout.max_engine_kl or share < self.rollout.min_effective_sample_size):
             return None
         fp8 = [key for key in ("quantization", "kv_cache") if getattr(self.rollout, key) == "fp8"]
         return (
             f"The rollout engine samples from another distribution than the one that is trained: KL {kl:.2g} nats a token "
-            f"(rollout.max_kl {self.rollout.max_kl:g}), effective sample size {share:.2f} of the tokens "
+            f"(rollout.max_engine_kl {self.rollout.max_engine_kl:g}), effective sample size {share:.2f} of the tokens "
             f"(rollout.min_effective_sample_size {self.rollout.min_effective_sample_size:g}): "
             f"{f'leave rollout.{fp8[-1]} = fp8 out' if fp8 else 'lower train.learning_rate'}, or watch the reward."
         )

@@ -18,7 +18,7 @@ VLLM = "vllm"
 DEFAULT = Rollout()
 SERVER = ("server", "server_timeout_s", "server_group_port")  # settings of mode server
 COLOCATED = ("gpu_memory_utilization", "max_model_tokens", "sleep")  # settings of mode colocate
-CORRECTION = ("importance_sampling_max", "max_kl", "min_effective_sample_size")  # settings of a gap that is measured
+CORRECTION = ("is_correction_max", "max_engine_kl", "min_effective_sample_size")  # settings of a gap that is measured
 METRICS = ("kl_k1", "kl_k3", "token_ess", "sequence_ess", "sync_s", "generate_s", "completions_per_s", "tokens_per_s")
 PREFIX = "rollout/"  # of their names, as TRL logs them and as MLflow shows them
 
@@ -65,7 +65,7 @@ def check_heeded(settings: Rollout) -> None:
         ("engine", "transformers"): (tuple(Rollout.model_fields), "rollout.engine = vllm"),
         ("mode", "colocate"): (SERVER, "rollout.mode = server"),
         ("mode", "server"): (COLOCATED, "rollout.mode = colocate, or tell the server itself"),
-        ("importance_sampling", "none"): (CORRECTION, "rollout.importance_sampling to a correction, which measures too"),
+        ("is_correction", "none"): (CORRECTION, "rollout.is_correction to a correction, which measures too"),
     }
     for (key, value), (ignored, instead) in unheeded.items():
         if getattr(settings, key) == value and (named := [name for name in changed if name in ignored and name != key]):
@@ -140,11 +140,11 @@ def arguments(settings: Rollout) -> dict:
     """What TRL's own configuration has to know: how much a token counts that the engine drew with another probability."""
     if settings.engine != VLLM:
         return {}
-    corrects = settings.importance_sampling != "none"
+    corrects = settings.is_correction != "none"
     return {
         "vllm_importance_sampling_correction": corrects,
-        "vllm_importance_sampling_clip_max": settings.importance_sampling_max,
-    } | ({"vllm_importance_sampling_mode": settings.importance_sampling} if corrects else {})
+        "vllm_importance_sampling_clip_max": settings.is_correction_max,
+    } | ({"vllm_importance_sampling_mode": settings.is_correction} if corrects else {})
 
 
 def trainer_class(settings: Rollout) -> type:
