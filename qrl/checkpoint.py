@@ -73,7 +73,9 @@ def check(path: Path | str, *, need_chat_template: bool = True) -> Checkpoint:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise BadInput(f"{folder} is not a folder: expected a checkpoint with config.json, *.safetensors and a tokenizer.")
+        raise BadInput(
+            f"{folder} is not a folder: expected a checkpoint with config.json, *.safetensors and a tokenizer."
+        )
     if (folder / "adapter_config.json").is_file():
         raise BadInput(f"{folder} holds a PEFT adapter, not a whole model: fold it into its base with `merge` first.")
     _refuse_code(folder)
@@ -126,7 +128,9 @@ def config(path: Path | str) -> dict:
         raise BadInput(f"{Path(path)} has no config.json: expected a checkpoint as save_pretrained writes it.")
     found = _json(file)
     if not isinstance(found.get("quantization_config") or {}, dict):
-        raise BadInput(f"{file} has a quantization_config that is no object: expected what the quantizing library writes, or none.")
+        raise BadInput(
+            f"{file} has a quantization_config that is no object: expected what the quantizing library writes, or none."
+        )
     return found
 
 

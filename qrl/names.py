@@ -12,7 +12,9 @@ AWQ_CT, GPTQ, FP8, NVFP4A16, NVFP4 = "awq-ct", "gptq", "fp8", "nvfp4a16", "nvfp4
 W8A16, W8A8, MXFP4A16 = "w8a16", "w8a8", "mxfp4a16"
 BITSANDBYTES = (NF4, INT8)
 COMPRESSED = (AWQ_CT, GPTQ, FP8, NVFP4A16, NVFP4, W8A16, W8A8, MXFP4A16)  # made by llm-compressor
-ROUNDED_PREFIX = "rtn-"  # rounded to nearest, nothing searched: the formats of train.qat, its own codes for its own masters
+ROUNDED_PREFIX = (
+    "rtn-"  # rounded to nearest, nothing searched: the formats of train.qat, its own codes for its own masters
+)
 ROUNDED = tuple(
     f"{ROUNDED_PREFIX}{name}" for name in ("int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4")
 )

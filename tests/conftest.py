@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy core is no error
+settings.register_profile(
+    "shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)  # a busy core is no error
 settings.load_profile("shared machine")
 
 # Tests under `mlflow run -e test` would otherwise join the run that MLflow opened for pytest itself.
@@ -78,12 +80,23 @@ def python_of(tmp_path_factory) -> Callable[[str], str]:
             return given
         project = Path(__file__).parents[1] / "projects" / name
         asking = tmp_path_factory.mktemp(name)
-        shutil.copy(project / "conda.yaml", asking)  # MLflow names environments by these lines, so it is the project's own
+        shutil.copy(
+            project / "conda.yaml", asking
+        )  # MLflow names environments by these lines, so it is the project's own
         command = """python -c 'import sys; open("python", "w").write(sys.executable)'"""
-        (asking / "MLproject").write_text(f"name: asking\nconda_env: conda.yaml\nentry_points:\n  main:\n    command: {json.dumps(command)}\n")
+        (asking / "MLproject").write_text(
+            f"name: asking\nconda_env: conda.yaml\nentry_points:\n  main:\n    command: {json.dumps(command)}\n"
+        )
         with launch.uv_overrides(project):
             run = [sys.executable, "-m", "mlflow", "run", str(asking), "--env-manager", "uv"]
-            done = subprocess.run(run, cwd=asking, env=os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{asking}/mlflow.db"}, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                run,
+                cwd=asking,
+                env=os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{asking}/mlflow.db"},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
         assert done.returncode == 0, done.stderr[-4000:]
         return (asking / "python").read_text()
 

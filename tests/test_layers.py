@@ -61,7 +61,9 @@ def files(node: ast.Import | ast.ImportFrom) -> set[Path]:
         return set()
     folder = PACKAGE.joinpath(*node.module.split(".")[1:])
     named = [folder.with_suffix(".py"), folder / "__init__.py"]
-    named += [folder / name.name / "__init__.py" for name in node.names] + [folder / f"{name.name}.py" for name in node.names]
+    named += [folder / name.name / "__init__.py" for name in node.names] + [
+        folder / f"{name.name}.py" for name in node.names
+    ]
     return {path for path in named if path.is_file()} - {PACKAGE / "__init__.py", PACKAGE / "steps" / "__init__.py"}
 
 
@@ -102,4 +104,6 @@ def test_a_cache_key_covers_every_file_that_its_step_imports(step):
     for path in sources:
         reached = set().union(*map(files, statements(ast.parse(path.read_text())))) - sources
         left = {other.relative_to(PACKAGE).as_posix() for other in reached if room(other) not in NO_RESULT}
-        assert left <= {"steps/record.py", "steps/outcome.py", "plan/table.py"}, f"{path} imports what {step}'s key does not cover"
+        assert left <= {"steps/record.py", "steps/outcome.py", "plan/table.py"}, (
+            f"{path} imports what {step}'s key does not cover"
+        )

@@ -68,7 +68,11 @@ def test_environments_hold_exact_pins_and_share_their_tooling():
 
 def test_whatever_grades_answers_has_every_tasks_grader():
     core = pins(ROOT / "conda.yaml")
-    grading = [each for each in FOLDERS if {"evaluate", "train"} & set(yaml.safe_load((each / "MLproject").read_text())["entry_points"])]
+    grading = [
+        each
+        for each in FOLDERS
+        if {"evaluate", "train"} & set(yaml.safe_load((each / "MLproject").read_text())["entry_points"])
+    ]
     assert len(grading) == 2
     for folder in grading:
         theirs = pins(folder / "conda.yaml")
@@ -99,4 +103,6 @@ def test_the_readmes_tree_is_the_tree():
         assert any(file.startswith(path + "/") for file in files), f"the README's tree shows {path}, which is not there"
     opened = {parent for path in shown for parent in map(str, Path(path).parents)}
     for file in files - shown:
-        assert any(file.startswith(path + "/") for path in closed if path not in opened), f"{file} is not in the README's tree"
+        assert any(file.startswith(path + "/") for path in closed if path not in opened), (
+            f"{file} is not in the README's tree"
+        )

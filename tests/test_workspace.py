@@ -50,7 +50,10 @@ def test_the_same_work_is_not_done_twice_at_once():
 def test_what_a_killed_process_left_is_swept_and_a_living_ones_is_not():
     program = "import os\nfrom qrl.workspace import workspace\nwith workspace('quantize-awq', shared=True): os._exit(9)"
     root = str(Path(__file__).parents[1])
-    assert subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": root}, check=False).returncode == 9
+    assert (
+        subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": root}, check=False).returncode
+        == 9
+    )
     (dead,) = (name for name in left() if not name.endswith(".lock"))
     with workspace("quantize-awq", shared=True) as folder, workspace("evaluate-base-nf4", shared=True):
         assert dead not in left() and f"{dead}.lock" not in left()
@@ -69,7 +72,9 @@ def test_a_temporary_folder_goes_with_the_next_one_once_its_process_was_killed(m
     monkeypatch.setattr("tempfile.tempdir", None)
     program = "import os, sys\nfrom qrl.workspace import Scratch\nkept = Scratch('one-')\nprint(kept.path, flush=True)\nsys.stdin.read()\nos._exit(9)"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    with subprocess.Popen([sys.executable, "-c", program], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         theirs = Path(other.stdout.readline().strip())
         (theirs / "weights").write_text("many")
         os.utime(theirs, (0, 0))

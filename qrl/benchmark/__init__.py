@@ -93,7 +93,9 @@ def run(
 
     most = max(settings.batches)
     if any(len(own) < most for own in prompts):
-        raise BadInput(f"There are {min(map(len, prompts))} prompts, but a batch of {most} was asked for: lower benchmark.batches.")
+        raise BadInput(
+            f"There are {min(map(len, prompts))} prompts, but a batch of {most} was asked for: lower benchmark.batches."
+        )
     with ExitStack() as stack:
         engines = []
         for subject in subjects:
@@ -112,10 +114,18 @@ def run(
     return pd.DataFrame(rows)
 
 
-def _turn(subject: Subject, engine: Engine, prompts: Sequence[Sequence[int]], batch: int, number: int, settings: Benchmark) -> list[dict]:
+def _turn(
+    subject: Subject, engine: Engine, prompts: Sequence[Sequence[int]], batch: int, number: int, settings: Benchmark
+) -> list[dict]:
     """One subject's share of a mode in one round: as many whole batches as `requests` needs, prompts in turn."""
     stored = sum(file.stat().st_size for file in subject.path.glob("*.safetensors"))
-    facts = {"variant": subject.variant, "scheme": subject.scheme, "engine": engine.name, "batch": batch, "round": number}
+    facts = {
+        "variant": subject.variant,
+        "scheme": subject.scheme,
+        "engine": engine.name,
+        "batch": batch,
+        "round": number,
+    }
     memory = {"weights_bytes": engine.weights_bytes, "stored_bytes": stored}
     rows = []
     for turn in range(-(-settings.requests // batch)):  # rounded up

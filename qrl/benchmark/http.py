@@ -28,7 +28,9 @@ for options in json.load(sys.stdin):
 """
 
 
-def run(url: str, model: str, prompts: Sequence[str], tokenizer: Path, settings: Benchmark, api_key: str | None = None) -> list[dict]:
+def run(
+    url: str, model: str, prompts: Sequence[str], tokenizer: Path, settings: Benchmark, api_key: str | None = None
+) -> list[dict]:
     """Asks a server with as many clients at once as each batch has prompts, in rounds.
 
     Args:
@@ -56,12 +58,20 @@ def run(url: str, model: str, prompts: Sequence[str], tokenizer: Path, settings:
         file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
         plan = [(number, clients) for number in range(settings.rounds) for clients in settings.batches]
         warm_up = options(url, model, file, tokenizer, max(settings.batches), settings, Path(folder) / "warm-up.json")
-        timed = [options(url, model, file, tokenizer, clients, settings, Path(folder) / f"{number}-{clients}.json") for number, clients in plan]
+        timed = [
+            options(url, model, file, tokenizer, clients, settings, Path(folder) / f"{number}-{clients}.json")
+            for number, clients in plan
+        ]
         _bench([warm_up, *timed], url, {"OPENAI_API_KEY": api_key} if api_key else {})
-        return [{"round": number, "clients": clients} | json.loads((Path(folder) / f"{number}-{clients}.json").read_text()) for number, clients in plan]
+        return [
+            {"round": number, "clients": clients} | json.loads((Path(folder) / f"{number}-{clients}.json").read_text())
+            for number, clients in plan
+        ]
 
 
-def options(url: str, model: str, prompts: Path, tokenizer: Path, clients: int, settings: Benchmark, result: Path) -> list[str]:
+def options(
+    url: str, model: str, prompts: Path, tokenizer: Path, clients: int, settings: Benchmark, result: Path
+) -> list[str]:
     """What vLLM's benchmark is told, for one round and number of clients."""
     given = {
         "backend": "openai", "base-url": url, "endpoint": "/v1/completions", "model": model, "served-model-name": model,
@@ -74,10 +84,22 @@ def options(url: str, model: str, prompts: Path, tokenizer: Path, clients: int, 
 
 
 def _bench(plan: list[list[str]], url: str, environment: dict[str, str]) -> None:
-    done = subprocess.run([sys.executable, "-c", _PROGRAM], input=json.dumps(plan), env=os.environ | environment, capture_output=True, text=True, check=False)
-    if done.returncode or not all((Path(each[each.index("--result-dir") + 1]) / each[each.index("--result-filename") + 1]).is_file() for each in plan):
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        input=json.dumps(plan),
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode or not all(
+        (Path(each[each.index("--result-dir") + 1]) / each[each.index("--result-filename") + 1]).is_file()
+        for each in plan
+    ):
         said = "\n".join(f"  {line}" for line in (done.stdout + done.stderr).splitlines()[-8:])
-        raise QrlError(f"`vllm bench serve` failed against {url} (exit code {done.returncode}). Its last lines:\n{said}")
+        raise QrlError(
+            f"`vllm bench serve` failed against {url} (exit code {done.returncode}). Its last lines:\n{said}"
+        )
 
 
 def lines(found: Sequence[dict], subject: Subject, engine: str) -> list[summary.Line]:
@@ -93,9 +115,14 @@ def lines(found: Sequence[dict], subject: Subject, engine: str) -> list[summary.
     """
     wrong = sum(each.get("failed", 0) for each in found)
     if wrong or not all(each["completed"] for each in found):
-        raise QrlError(f"The server failed {wrong} of {sum(each['num_prompts'] for each in found)} requests, so its speed does not count: its log says why.")
+        raise QrlError(
+            f"The server failed {wrong} of {sum(each['num_prompts'] for each in found)} requests, so its speed does not count: its log says why."
+        )
     stored = sum(file.stat().st_size for file in subject.path.glob("*.safetensors"))
-    return [_line([each for each in found if each["clients"] == clients], subject, engine, stored) for clients in sorted({each["clients"] for each in found})]
+    return [
+        _line([each for each in found if each["clients"] == clients], subject, engine, stored)
+        for clients in sorted({each["clients"] for each in found})
+    ]
 
 
 def _line(rounds: Sequence[dict], subject: Subject, engine: str, stored: int) -> summary.Line:

@@ -44,8 +44,16 @@ class Transformers:
 
         usual = self._model.generation_config
         ends = None if fixed else usual.eos_token_id
-        settings = GenerationConfig(eos_token_id=ends, pad_token_id=usual.pad_token_id, do_sample=False, max_new_tokens=new_tokens, return_dict_in_generate=True)
-        batch = self._tokens.pad({"input_ids": [list(ids) for ids in prompts]}, return_tensors="pt").to(self._model.device)
+        settings = GenerationConfig(
+            eos_token_id=ends,
+            pad_token_id=usual.pad_token_id,
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            return_dict_in_generate=True,
+        )
+        batch = self._tokens.pad({"input_ids": [list(ids) for ids in prompts]}, return_tensors="pt").to(
+            self._model.device
+        )
         times: list[float] = []
 
         def tick(input_ids: torch.Tensor, _scores: object, **_rest: object) -> torch.Tensor:
@@ -71,11 +79,30 @@ class Transformers:
 class Vllm:
     """A checkpoint in vLLM: its own kernels, its own batches, its own times of each request."""
 
-    def __init__(self, path: Path, device: str, dtype: str, *, max_tokens: int, sequences: int, memory: float, cache_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        device: str,
+        dtype: str,
+        *,
+        max_tokens: int,
+        sequences: int,
+        memory: float,
+        cache_bytes: int | None = None,
+    ) -> None:
         from transformers import AutoConfig
 
         self._loaded = vllm.Vllm(
-            path, device, dtype, max_tokens=max_tokens, sequences=sequences, deterministic=False, seed=0, memory=memory, cache_bytes=cache_bytes, timed=True
+            path,
+            device,
+            dtype,
+            max_tokens=max_tokens,
+            sequences=sequences,
+            deterministic=False,
+            seed=0,
+            memory=memory,
+            cache_bytes=cache_bytes,
+            timed=True,
         )
         self.name = self._loaded.name
         self.weights_bytes = self._loaded.weights_bytes
@@ -114,7 +141,10 @@ def token_bytes(config: PretrainedConfig, dtype: str) -> int:
 
 def weights_bytes(model: torch.nn.Module) -> int:
     """Bytes of a model's parameters and buffers in memory; a tied tensor counts once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in (*model.parameters(), *model.buffers())}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in (*model.parameters(), *model.buffers())
+    }
     return sum(storages.values())
 
 

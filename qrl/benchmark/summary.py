@@ -80,7 +80,18 @@ def markdown(found: Sequence[Line], note: str, at_once: str = "batch") -> str:
         note: a sentence below it.
         at_once: what `Line.batch` counts.
     """
-    head = ("model", at_once, "tokens/s", f"× {found[0].label}", "latency p50, s", "p95, s", "first token, s", "weights on disk, MB", "in memory, MB", "KV cache, MB")
+    head = (
+        "model",
+        at_once,
+        "tokens/s",
+        f"× {found[0].label}",
+        "latency p50, s",
+        "p95, s",
+        "first token, s",
+        "weights on disk, MB",
+        "in memory, MB",
+        "KV cache, MB",
+    )
     rows = [
         (
             line.label, str(line.batch), _text(line.tokens_per_s, 1), _text(line.relative, 2) if line.relative else "1",
@@ -107,7 +118,11 @@ def metrics(found: Sequence[Line]) -> dict[tuple[str, str], dict[int, dict[str, 
         }
         flat = {key: value.estimate for key, value in named.items()}
         flat |= {f"{key}_{bound}": getattr(value, bound) for key, value in named.items() for bound in ("low", "high")}
-        sizes = {"stored_bytes": line.stored_bytes, "kv_cache_bytes": line.cache_bytes, "weights_bytes": line.weights_bytes}
+        sizes = {
+            "stored_bytes": line.stored_bytes,
+            "kv_cache_bytes": line.cache_bytes,
+            "weights_bytes": line.weights_bytes,
+        }
         flat |= {f"serve/{key}": size for key, size in sizes.items() if size is not None}
         values.setdefault((line.variant, line.scheme), {})[line.batch] = flat
     return values
@@ -127,7 +142,10 @@ def _line(frame: pd.DataFrame, cell: tuple[str, str], first: tuple[str, str], ba
         latency_p50_s=over_rounds(by_round["latency_s"].quantile(0.5).tolist()),
         latency_p95_s=over_rounds(by_round["latency_s"].quantile(0.95).tolist()),
         first_token_s=over_rounds(by_round["first_token_s"].quantile(0.5).tolist()),
-        **{size: None if rows[size].isna().any() else int(rows[size].max()) for size in ("stored_bytes", "weights_bytes", "cache_bytes")},
+        **{
+            size: None if rows[size].isna().any() else int(rows[size].max())
+            for size in ("stored_bytes", "weights_bytes", "cache_bytes")
+        },
     )
 
 

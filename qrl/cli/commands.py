@@ -47,8 +47,18 @@ def study_command(ctx: click.Context, settings) -> None:
 
 
 @step("sweep", *ALL, auto="tiny-ptq")
-@click.option("--arms", metavar="NAME|FILE.yaml,…", help="Recipes of the methods beside --recipe's; default: QLoRA, QAT and distillation for qrl-tiny.")
-@click.option("--seeds", default="0", show_default=True, metavar="N,…", help="Seeds of training and questions, a study each; what is done is reused.")
+@click.option(
+    "--arms",
+    metavar="NAME|FILE.yaml,…",
+    help="Recipes of the methods beside --recipe's; default: QLoRA, QAT and distillation for qrl-tiny.",
+)
+@click.option(
+    "--seeds",
+    default="0",
+    show_default=True,
+    metavar="N,…",
+    help="Seeds of training and questions, a study each; what is done is reused.",
+)
 @click.pass_context
 def sweep_command(ctx: click.Context, settings, arms: str | None, seeds: str) -> None:
     """Ways to a small model side by side: GRPO quantized afterwards, QLoRA, training and distillation with quantized weights.
@@ -87,7 +97,13 @@ def merge_command(settings, adapter: str) -> None:
 
 
 @step("quantize", "quantize")
-@click.option("--scheme", default="nf4", show_default=True, metavar="SCHEME", help=f"How to store the weights: {', '.join(names.QUANTIZED_SCHEMES)}.")
+@click.option(
+    "--scheme",
+    default="nf4",
+    show_default=True,
+    metavar="SCHEME",
+    help=f"How to store the weights: {', '.join(names.QUANTIZED_SCHEMES)}.",
+)
 @click.option("--models", metavar="VARIANT=MODEL,…", help="What to quantize; default: base=<model>.")
 @click.pass_context
 def quantize_command(ctx: click.Context, settings, scheme: str, models: str | None) -> None:
@@ -127,7 +143,11 @@ def evaluate_command(ctx: click.Context, settings, cells: str | None) -> None:
 @step("diagnose", "diagnose")
 @click.option("--base", metavar="DIR|MODEL", help="Checkpoint before training; default: the recipe's model.")
 @click.option("--trained", required=True, metavar="DIR|MODEL", help="Checkpoint after training.")
-@click.option("--quantized", metavar="VARIANT:SCHEME=MODEL,…", help="The same two, base and grpo, quantized: what do they store of the update?")
+@click.option(
+    "--quantized",
+    metavar="VARIANT:SCHEME=MODEL,…",
+    help="The same two, base and grpo, quantized: what do they store of the update?",
+)
 @click.option("--out", metavar="DIR", help="Write files there, and leave MLflow alone.")
 def diagnose_command(settings, base: str | None, trained: str, quantized: str | None, out: str | None) -> None:
     """Measures two checkpoints' weights layer by layer: outliers, 4-bit error, what training moved and what quantization keeps of it."""
@@ -137,12 +157,25 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 
 
 @step("compare", "compare")
-@click.option("--questions", metavar="FILE", help="Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster.")
+@click.option(
+    "--questions",
+    metavar="FILE",
+    help="Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster.",
+)
 @click.option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"full": 68, …}, "grpo": {…}}')
 @click.option("--cells", metavar="RUN,…", help="Evaluation runs of cells, of one training seed or several.")
-@click.option("--rank", "methods", is_flag=True, help="One row a cell, best first, against base and grpo in full precision; no common schemes needed.")
-@click.option("--out", metavar="DIR", help="Write files there, and leave MLflow alone; needed with --questions, --counts.")
-def compare_command(settings, questions: str | None, counts: str | None, cells: str | None, methods: bool, out: str | None) -> None:
+@click.option(
+    "--rank",
+    "methods",
+    is_flag=True,
+    help="One row a cell, best first, against base and grpo in full precision; no common schemes needed.",
+)
+@click.option(
+    "--out", metavar="DIR", help="Write files there, and leave MLflow alone; needed with --questions, --counts."
+)
+def compare_command(
+    settings, questions: str | None, counts: str | None, cells: str | None, methods: bool, out: str | None
+) -> None:
     """Deltas and gain survival with paired intervals, and the verdict.
 
     Several values of `seed` are training runs: a random effect, never pooled. Several values of `sample` are answers to the
@@ -152,14 +185,18 @@ def compare_command(settings, questions: str | None, counts: str | None, cells: 
 
     given = [name for name, value in (("--questions", questions), ("--counts", counts), ("--cells", cells)) if value]
     if len(given) != 1:
-        raise BadInput(f"compare reads one of --questions, --counts or --cells, but got {' and '.join(given) or 'none'}.")
+        raise BadInput(
+            f"compare reads one of --questions, --counts or --cells, but got {' and '.join(given) or 'none'}."
+        )
     if methods and counts:
         raise BadInput("compare --rank pairs answers question by question: give --questions or --cells, not --counts.")
     run_ids = _listed("--cells", cells) if cells else []
     if cells and not out:
         (compare.methods if methods else compare.compare)(settings, run_ids)
     elif not out:
-        raise BadInput(f"compare {given[0]} needs --out DIR: the folder to write {'methods' if methods else 'table'}.md, .json and figures to.")
+        raise BadInput(
+            f"compare {given[0]} needs --out DIR: the folder to write {'methods' if methods else 'table'}.md, .json and figures to."
+        )
     elif methods:
         compare.methods_files(questions, run_ids, out)
     else:
@@ -167,7 +204,9 @@ def compare_command(settings, questions: str | None, counts: str | None, cells: 
 
 
 @step("promote", "promote")
-@click.option("--stage", required=True, metavar="base|grpo|awq", help="Stage to promote to; several in order, by comma.")
+@click.option(
+    "--stage", required=True, metavar="base|grpo|awq", help="Stage to promote to; several in order, by comma."
+)
 @click.option("--cell", metavar="RUN", help="The candidate's evaluation run; one a stage, by comma.")
 @click.option("--rollback", is_flag=True, help="Return the stage to the version before its last promotion.")
 def promote_command(settings, stage: str, cell: str | None, rollback: bool) -> None:
@@ -175,7 +214,9 @@ def promote_command(settings, stage: str, cell: str | None, rollback: bool) -> N
     from qrl.steps import promote
 
     if rollback and cell:
-        raise BadInput("promote --rollback returns a stage to the version it had before and takes no --cell: leave one of the two out.")
+        raise BadInput(
+            "promote --rollback returns a stage to the version it had before and takes no --cell: leave one of the two out."
+        )
     if rollback:
         promote.rollback(settings, stage)
     elif cell is None:
@@ -188,11 +229,38 @@ def promote_command(settings, stage: str, cell: str | None, rollback: bool) -> N
 @click.option("--stage", required=True, metavar="base|grpo|awq|N", help="Stage or version number to serve.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on.")
-@click.option("--engine", default="auto", show_default=True, metavar="auto|transformers|vllm", help="auto: vllm on a GPU.")
-@click.option("--api-key", envvar="QRL_API_KEY", metavar="KEY", help="What clients must send, with vLLM; better in the variable QRL_API_KEY, for MLflow logs what is given by -P.")
-@click.option("--gpu-memory-utilization", "memory", type=Finite(0, 1, min_open=True), metavar="SHARE", help="Of the GPU's memory, for vLLM. [default: vLLM's own; 0.45 with --follow]")
-@click.option("--follow", "follow_s", is_flag=False, flag_value=5.0, type=Finite(0, min_open=True), metavar="[SECONDS]", help="With vLLM: look every so often whether the stage moved, and turn to its new version without losing a request. [alone: 5]")
-@click.option("--drain", "drain_s", type=Finite(0), metavar="SECONDS", help="With --follow: how long a replaced version may go on answering. [default: 300]")
+@click.option(
+    "--engine", default="auto", show_default=True, metavar="auto|transformers|vllm", help="auto: vllm on a GPU."
+)
+@click.option(
+    "--api-key",
+    envvar="QRL_API_KEY",
+    metavar="KEY",
+    help="What clients must send, with vLLM; better in the variable QRL_API_KEY, for MLflow logs what is given by -P.",
+)
+@click.option(
+    "--gpu-memory-utilization",
+    "memory",
+    type=Finite(0, 1, min_open=True),
+    metavar="SHARE",
+    help="Of the GPU's memory, for vLLM. [default: vLLM's own; 0.45 with --follow]",
+)
+@click.option(
+    "--follow",
+    "follow_s",
+    is_flag=False,
+    flag_value=5.0,
+    type=Finite(0, min_open=True),
+    metavar="[SECONDS]",
+    help="With vLLM: look every so often whether the stage moved, and turn to its new version without losing a request. [alone: 5]",
+)
+@click.option(
+    "--drain",
+    "drain_s",
+    type=Finite(0),
+    metavar="SECONDS",
+    help="With --follow: how long a replaced version may go on answering. [default: 300]",
+)
 @click.pass_context
 def serve_command(ctx: click.Context, settings, engine: str, api_key: str | None, **given) -> None:
     """An OpenAI-compatible server of a registered stage, its gate and digest checked first."""
@@ -201,21 +269,33 @@ def serve_command(ctx: click.Context, settings, engine: str, api_key: str | None
 
     if (folder := pipeline.environment_for("serve", engine, settings.device)) is not None:
         serve.check_options("vllm", *(given[key] for key in ("stage", "memory", "follow_s", "drain_s")))
-        serve.check(settings, given["stage"], host=given["host"], port=given["port"])  # told before an environment of some GB is built for it
+        serve.check(
+            settings, given["stage"], host=given["host"], port=given["port"]
+        )  # told before an environment of some GB is built for it
         if api_key:
             os.environ["QRL_API_KEY"] = api_key  # not a parameter, which the store would keep
         named = {"memory": "gpu-memory-utilization", "follow_s": "follow", "drain_s": "drain"}
         pipeline.hand_over(
-            folder, "serve", ctx.obj | {"engine": engine} | {named.get(key, key): str(value) for key, value in given.items() if value is not None}
+            folder,
+            "serve",
+            ctx.obj
+            | {"engine": engine}
+            | {named.get(key, key): str(value) for key, value in given.items() if value is not None},
         )
     else:
         serve.serve(settings, engine=engine, api_key=api_key, **given)
 
 
 @step("benchmark", "benchmark")
-@click.option("--stages", metavar="STAGE|N,…", help="Stages or versions; default: base, grpo, awq, and base under AWQ, as far as there are any.")
+@click.option(
+    "--stages",
+    metavar="STAGE|N,…",
+    help="Stages or versions; default: base, grpo, awq, and base under AWQ, as far as there are any.",
+)
 @click.option("--models", metavar="VARIANT:SCHEME=MODEL,…", help="Checkpoints instead of stages.")
-@click.option("--url", metavar="URL", help="Measure a running server of the first model with `vllm bench serve` instead.")
+@click.option(
+    "--url", metavar="URL", help="Measure a running server of the first model with `vllm bench serve` instead."
+)
 @click.pass_context
 def benchmark_command(ctx: click.Context, settings, stages: str | None, models: str | None, url: str | None) -> None:
     """Speed, latency and memory of stages side by side: one prompt at a time, and in batches.
@@ -228,7 +308,9 @@ def benchmark_command(ctx: click.Context, settings, stages: str | None, models: 
     if stages and models:
         raise BadInput("benchmark measures stages or models, but got both: give --stages or --models.")
     given = {"stages": stages, "models": models, "url": url}
-    if (folder := pipeline.environment_for("benchmark", "vllm" if url else settings.evaluate.engine, settings.device)) is not None:
+    if (
+        folder := pipeline.environment_for("benchmark", "vllm" if url else settings.evaluate.engine, settings.device)
+    ) is not None:
         benchmark.subjects(settings, stages, models)  # told before an environment of some GB is built for it
         pipeline.hand_over(folder, "benchmark", ctx.obj | {key: value for key, value in given.items() if value})
     else:
@@ -245,28 +327,84 @@ def grade_command(task: str, out: str, named: str | None, file: str | None) -> N
     from qrl.tasks import files
 
     if (file is None) == (named is None):
-        raise BadInput("grade reads one file of completions: give FILE.jsonl, or --file FILE.jsonl, which is -P file=… of `mlflow run`.")
+        raise BadInput(
+            "grade reads one file of completions: give FILE.jsonl, or --file FILE.jsonl, which is -P file=… of `mlflow run`."
+        )
     click.echo(files.grade(task, file or named, out))
 
 
 @cli.command("plan")
 @click.option("--base-accuracy", type=float, metavar="P", help="Accuracy before training. [default: 0.68]")
 @click.option("--gain", type=float, metavar="G", help="Accuracy that training will add. [default: 0.05]")
-@click.option("--drop", type=float, metavar="D", help="How much of the gain quantization will take: gain survival is −D. [default: 0.01]")
-@click.option("--correlation", type=float, metavar="R", help="Of a question's 0/1 outcomes before and after training. [default: 0.2]")
-@click.option("--scheme-correlation", type=float, metavar="R", help="Of its outcomes at full precision and quantized. [default: 0.7]")
-@click.option("--margin", type=float, metavar="M", help="Loss of gain that still counts as survival. [default: half the gain, at least 0.02]")
-@click.option("--power", type=float, default=0.8, show_default=True, metavar="P", help="Wanted chance that the study shows what is there.")
+@click.option(
+    "--drop",
+    type=float,
+    metavar="D",
+    help="How much of the gain quantization will take: gain survival is −D. [default: 0.01]",
+)
+@click.option(
+    "--correlation",
+    type=float,
+    metavar="R",
+    help="Of a question's 0/1 outcomes before and after training. [default: 0.2]",
+)
+@click.option(
+    "--scheme-correlation",
+    type=float,
+    metavar="R",
+    help="Of its outcomes at full precision and quantized. [default: 0.7]",
+)
+@click.option(
+    "--margin",
+    type=float,
+    metavar="M",
+    help="Loss of gain that still counts as survival. [default: half the gain, at least 0.02]",
+)
+@click.option(
+    "--power",
+    type=float,
+    default=0.8,
+    show_default=True,
+    metavar="P",
+    help="Wanted chance that the study shows what is there.",
+)
 @click.option("--n", type=int, metavar="N", help="Questions that you have: what can they show?")
 @click.option("--effect", type=float, metavar="E", help="A gain, or change of the gain: how many questions show it?")
-@click.option("--seeds", type=int, metavar="S", help="Training runs. [default: 1; several to choose from with --between-seed-sd]")
-@click.option("--between-seed-sd", type=float, metavar="SD", help="Of gain survival over training runs: what other seeds would differ by.")
-@click.option("--between-seed-sd-gain", type=float, metavar="SD", help="Of the gain over training runs. [default: --between-seed-sd]")
-@click.option("--own-questions", is_flag=False, flag_value=True, type=bool, metavar="[BOOL]", help="Each seed is asked questions of its own, as `arithmetic` does; else all the same.")
-@click.option("--pilot", metavar="FILE", help="questions.parquet of an earlier study: base accuracy, gain, drop and correlations from there.")
-@click.option("--scheme", metavar="SCHEME", help="Which scheme of the pilot. [default: the one that the gain survives least]")
+@click.option(
+    "--seeds", type=int, metavar="S", help="Training runs. [default: 1; several to choose from with --between-seed-sd]"
+)
+@click.option(
+    "--between-seed-sd",
+    type=float,
+    metavar="SD",
+    help="Of gain survival over training runs: what other seeds would differ by.",
+)
+@click.option(
+    "--between-seed-sd-gain",
+    type=float,
+    metavar="SD",
+    help="Of the gain over training runs. [default: --between-seed-sd]",
+)
+@click.option(
+    "--own-questions",
+    is_flag=False,
+    flag_value=True,
+    type=bool,
+    metavar="[BOOL]",
+    help="Each seed is asked questions of its own, as `arithmetic` does; else all the same.",
+)
+@click.option(
+    "--pilot",
+    metavar="FILE",
+    help="questions.parquet of an earlier study: base accuracy, gain, drop and correlations from there.",
+)
+@click.option(
+    "--scheme", metavar="SCHEME", help="Which scheme of the pilot. [default: the one that the gain survives least]"
+)
 @click.option("--out", metavar="DIR", help="Write table.md, table.json and a figure there.")
-def plan_command(between_seed_sd: float | None, between_seed_sd_gain: float | None, own_questions: bool | None, **given) -> None:
+def plan_command(
+    between_seed_sd: float | None, between_seed_sd_gain: float | None, own_questions: bool | None, **given
+) -> None:
     """How many questions, and seeds, before any GPU time.
 
     \b

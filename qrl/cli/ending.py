@@ -34,18 +34,28 @@ def run(commands: click.Group, arguments: list[str] | None = None) -> None:
         click.echo(shown.format_message(), err=True)
         sys.exit(2)
     except click.ClickException as error:  # an unknown option, a missing one, a port that is no number
-        _end(BadInput(f"{error.format_message().rstrip('.')}; see `{' '.join(filter(None, ('python -m qrl', _command(commands))))} --help`."))
+        _end(
+            BadInput(
+                f"{error.format_message().rstrip('.')}; see `{' '.join(filter(None, ('python -m qrl', _command(commands))))} --help`."
+            )
+        )
     except QrlError as error:
         _end(error)
     except ModuleNotFoundError as error:  # a Python without the project's environment
         if (error.name or "qrl").partition(".")[0] == "qrl":
             raise
         _end(BadInput(_not_installed(error.name, _command(commands))))
-    except OSError as error:  # a full or read-only disk, met before a run began: inside one, the run's own handling says so
+    except (
+        OSError
+    ) as error:  # a full or read-only disk, met before a run began: inside one, the run's own handling says so
         from qrl.tracking import store
 
         if error.errno == errno.ENAMETOOLONG:
-            _end(BadInput(f"'{str(error.filename)[:40]}…' is longer than a path may be: give the path of a file or folder that exists."))
+            _end(
+                BadInput(
+                    f"'{str(error.filename)[:40]}…' is longer than a path may be: give the path of a file or folder that exists."
+                )
+            )
         if (told := store.sentence(error)) is None:
             raise
         _end(told)

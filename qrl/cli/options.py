@@ -40,7 +40,9 @@ class RecipeCommand(click.Command):
             hidden = "." in key and key.split(".", maxsplit=1)[0] not in self.sections
             metavar = recipe.type_name(annotation)
             here = "" if values[key] in ("null", "") else f"  [{self.auto}: {values[key]}]"
-            found.append(click.Option([f"--{key}", _identifier(key)], metavar=metavar, help=description + here, hidden=hidden))
+            found.append(
+                click.Option([f"--{key}", _identifier(key)], metavar=metavar, help=description + here, hidden=hidden)
+            )
         return [*self.params, *found, *super().get_params(ctx)[len(self.params) :]]
 
     def invoke(self, ctx: click.Context):

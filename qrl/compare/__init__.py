@@ -25,6 +25,7 @@ from qrl.stats.verdict import Verdict, judge
 
 __all__ = ["Cell", "Comparison", "Row", "from_counts", "from_questions", "read_counts", "read_questions", "write"]
 
+
 @dataclass(frozen=True)
 class Row:
     """One trained variant under one scheme, against base.
@@ -126,7 +127,9 @@ class Comparison:
         """
         for cell in (a, b):
             if cell not in self.cells:
-                raise BadInput(f"There is no cell {names.cell_name(*cell)}: expected one of {', '.join(names.cell_name(*known) for known in self.cells)}.")
+                raise BadInput(
+                    f"There is no cell {names.cell_name(*cell)}: expected one of {', '.join(names.cell_name(*known) for known in self.cells)}."
+                )
         return self.evidence.contrast({a: 1, b: -1})
 
     def table_json(self) -> dict[str, Any]:
@@ -158,8 +161,12 @@ class Comparison:
         if resampled := self.evidence.bootstrap(survival):
             row.bootstrap["gain_survival"] = resampled
         estimate = self.evidence.contrast(survival)
-        accuracies = {names.cell_name(*cell): self.cells[cell].estimate for cell in (base_fp, trained_fp, base, trained)}
-        verdict = judge(self.difference(trained_fp, base_fp), estimate, self.evidence.contrast(kept), accuracies, self.margin)
+        accuracies = {
+            names.cell_name(*cell): self.cells[cell].estimate for cell in (base_fp, trained_fp, base, trained)
+        }
+        verdict = judge(
+            self.difference(trained_fp, base_fp), estimate, self.evidence.contrast(kept), accuracies, self.margin
+        )
         losses = {names.BASE: self.difference(base, base_fp), variant: self.difference(trained, trained_fp)}
         return replace(row, gain_survival=estimate, verdict=verdict, losses=losses)
 
@@ -198,11 +205,15 @@ def from_counts(counts: dict[str, Any], *, margin: float | None = None) -> Compa
         if variant == "n":
             continue
         if not isinstance(schemes, dict):
-            raise BadInput(f"'{variant}' is {schemes!r}, but must map schemes to right answers, as in {{\"full\": 68}}.")
+            raise BadInput(
+                f"'{variant}' is {schemes!r}, but must map schemes to right answers, as in {{\"full\": 68}}."
+            )
         correct |= {(variant, names.scheme(scheme)): count for scheme, count in schemes.items()}
     for cell, count in correct.items():
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= n:
-            raise BadInput(f"Cell {names.cell_name(*cell)} has {count!r} right answers, but must have a whole number from 0 to n = {n}.")
+            raise BadInput(
+                f"Cell {names.cell_name(*cell)} has {count!r} right answers, but must have a whole number from 0 to n = {n}."
+            )
     if not correct:
         raise BadInput('The counts name no cell: expected {"n": 100, "base": {"full": 68}, "grpo": {"full": 72}}.')
     check_grid(correct, n)
@@ -226,7 +237,9 @@ def write(comparison: Comparison, out: str | Path) -> None:
         if len(comparison.schemes) > 1:
             figures.survival(comparison, out / names.FIGURES / "survival.png")
     except OSError as error:
-        raise BadInput(f"The comparison cannot be written to {out} ({error.strerror or error}): give a folder that is writable and has space.") from None
+        raise BadInput(
+            f"The comparison cannot be written to {out} ({error.strerror or error}): give a folder that is writable and has space."
+        ) from None
 
 
 def _ordered(cells: dict[Cell, Any]) -> dict[Cell, Any]:
@@ -242,5 +255,7 @@ def _ordered(cells: dict[Cell, Any]) -> dict[Cell, Any]:
 
 def _margin(margin: float | None) -> float | None:
     if margin is not None and not 0 < margin < 1:
-        raise BadInput(f"The margin is {margin!r}, but must lie between 0 and 1: the loss of accuracy that still counts as survival.")
+        raise BadInput(
+            f"The margin is {margin!r}, but must lie between 0 and 1: the loss of accuracy that still counts as survival."
+        )
     return margin

@@ -25,7 +25,11 @@ def check(frame: pd.DataFrame) -> None:
     if names.SETTINGS not in frame:
         return
     seeds = frame["seed"].astype(str) if "seed" in frame else pd.Series("", index=frame.index)
-    table = frame[["variant", "scheme"]].assign(settings=frame[names.SETTINGS].fillna("").astype(str), seed=seeds).drop_duplicates()
+    table = (
+        frame[["variant", "scheme"]]
+        .assign(settings=frame[names.SETTINGS].fillna("").astype(str), seed=seeds)
+        .drop_duplicates()
+    )
     for (scheme, seed), trained in table[table["variant"] != names.BASE].groupby(["scheme", "seed"]):
         base = table[(table["variant"] == names.BASE) & (table["scheme"] == scheme)]
         own = base[base["seed"] == seed]
@@ -47,7 +51,10 @@ def engine(frame: pd.DataFrame) -> str:
     if names.ENGINE not in frame:
         return ""
     found = sorted(frame[names.ENGINE].dropna().astype(str).unique())
-    if len({each.partition(" ")[0] for each in found}) > 1 or len({each.partition(" ")[2] for each in found} - {""}) > 1:
+    if (
+        len({each.partition(" ")[0] for each in found}) > 1
+        or len({each.partition(" ")[2] for each in found} - {""}) > 1
+    ):
         raise BadInput(
             f"The cells were answered by different engines ({', '.join(found)}), whose arithmetic differs, so they cannot be "
             "subtracted: evaluate all of them with one evaluate.engine."

@@ -82,12 +82,23 @@ def change(histories: Sequence[Sequence[float]]) -> Estimate | None:
     """
     differences = [fmean(end) - fmean(begin) for begin, end in map(quarters, histories)]
     if len(differences) > 1:
-        return Estimate(fmean(differences), math.sqrt(variance(differences) / len(differences)), 0, 0, len(differences), df=len(differences) - 1).bounded()
+        return Estimate(
+            fmean(differences),
+            math.sqrt(variance(differences) / len(differences)),
+            0,
+            0,
+            len(differences),
+            df=len(differences) - 1,
+        ).bounded()
     ends = quarters(histories[0])
     if len(ends[0]) < 2:
         return None
     errors = [variance(each) / len(each) for each in ends]
-    freedom = sum(errors) ** 2 / sum(error**2 / (len(each) - 1) for error, each in zip(errors, ends, strict=True)) if any(errors) else 1
+    freedom = (
+        sum(errors) ** 2 / sum(error**2 / (len(each) - 1) for error, each in zip(errors, ends, strict=True))
+        if any(errors)
+        else 1
+    )
     return Estimate(differences[0], math.sqrt(sum(errors)), 0, 0, sum(map(len, ends)), df=freedom).bounded()
 
 

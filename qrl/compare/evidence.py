@@ -30,7 +30,9 @@ class Counts:
         return stats.accuracy(self.correct[cell], self.n)
 
     def contrast(self, weights: dict[Cell, float]) -> Estimate:
-        return stats.independent_contrast([self.correct[cell] for cell in weights], [self.n] * len(weights), list(weights.values()))
+        return stats.independent_contrast(
+            [self.correct[cell] for cell in weights], [self.n] * len(weights), list(weights.values())
+        )
 
     def pass_at(self, cell: Cell) -> dict[int, Estimate]:
         return {}
@@ -72,7 +74,12 @@ class Questions:
     def accuracy(self, cell: Cell) -> Estimate:
         """Share right, pass@1 where there are several samples; binomial error where questions are plain and one run answered."""
         correct = self.outcomes.cells[cell]
-        if len(self.runs) == 1 and self.clusters is None and self.samples(cell) == 1 and np.isin(correct[0], (0, 1)).all():
+        if (
+            len(self.runs) == 1
+            and self.clusters is None
+            and self.samples(cell) == 1
+            and np.isin(correct[0], (0, 1)).all()
+        ):
             return stats.accuracy(int(correct[0].sum()), len(correct[0]))
         return self._rate(cell, correct)
 
@@ -80,7 +87,9 @@ class Questions:
         """k → pass@k, for k = 2, 4, 8 … and all of the cell's samples."""
         samples = self.samples(cell)
         right = [np.rint(each * samples) for each in self.outcomes.cells[cell]]
-        return {k: self._rate(cell, [stats.pass_at(k, each, samples) for each in right]) for k in stats.every_k(samples)}
+        return {
+            k: self._rate(cell, [stats.pass_at(k, each, samples) for each in right]) for k in stats.every_k(samples)
+        }
 
     def contrast(self, weights: dict[Cell, float]) -> Estimate:
         """Weighted sum of cells' accuracies: paired by question, averaged over training runs."""

@@ -63,7 +63,9 @@ def outcomes(frame: pd.DataFrame) -> Outcomes:
     groups, clusters = _groups(table, [each.index for each in wide])
     for run, group in zip(runs, groups, strict=True):
         if len(np.unique(group)) < 2:
-            raise BadInput(f"Seed {run} has questions of one group only, which support no error bar: expected at least 2, and hundreds for a verdict.")
+            raise BadInput(
+                f"Seed {run} has questions of one group only, which support no error bar: expected at least 2, and hundreds for a verdict."
+            )
     cells = {cell: tuple(each[cell].to_numpy(dtype=float) for each in wide) for cell in samples}
     n = len(set().union(*(each.index for each in wide)))
     return Outcomes(runs, cells, groups, samples, n, clusters, _unlike(counted))
@@ -78,18 +80,28 @@ def check_grid(cells: dict[tuple[str, str], Any], n: int) -> None:
     variants, schemes = (list(dict.fromkeys(part)) for part in zip(*cells, strict=True))
     for label in (*variants, *schemes):
         if not LABEL.fullmatch(label):
-            raise BadInput(f"'{label}' is no label for a variant or scheme: expected letters, digits, spaces and . _ + -.")
+            raise BadInput(
+                f"'{label}' is no label for a variant or scheme: expected letters, digits, spaces and . _ + -."
+            )
     if BASE not in variants:
-        raise BadInput(f"The variants are {_list(variants)}, but a gain is measured from '{BASE}': name the untrained variant so.")
+        raise BadInput(
+            f"The variants are {_list(variants)}, but a gain is measured from '{BASE}': name the untrained variant so."
+        )
     if len(variants) == 1:
         raise BadInput(f"'{BASE}' is the only variant: a comparison needs a trained one beside it.")
     if FULL not in schemes:
-        raise BadInput(f"The schemes are {_list(schemes)}, but survival is measured from '{FULL}': name the full-precision scheme so.")
+        raise BadInput(
+            f"The schemes are {_list(schemes)}, but survival is measured from '{FULL}': name the full-precision scheme so."
+        )
     gaps = [f"{variant} · {scheme}" for variant in variants for scheme in schemes if (variant, scheme) not in cells]
     if gaps:
-        raise BadInput(f"Cell {gaps[0]} is missing: every variant ({_list(variants)}) is needed under every scheme ({_list(schemes)}).")
+        raise BadInput(
+            f"Cell {gaps[0]} is missing: every variant ({_list(variants)}) is needed under every scheme ({_list(schemes)})."
+        )
     if n < 2:
-        raise BadInput(f"There is {n} question, which supports no error bar: expected at least 2, and hundreds for a verdict.")
+        raise BadInput(
+            f"There is {n} question, which supports no error bar: expected at least 2, and hundreds for a verdict."
+        )
 
 
 def check_columns(frame: pd.DataFrame) -> None:
@@ -100,16 +112,22 @@ def check_columns(frame: pd.DataFrame) -> None:
     """
     missing = [column for column in COLUMNS if column not in frame]
     if missing:
-        raise BadInput(f"The table of outcomes lacks {_list(missing)}: expected the columns {_list(COLUMNS)}, a row per cell and question.")
+        raise BadInput(
+            f"The table of outcomes lacks {_list(missing)}: expected the columns {_list(COLUMNS)}, a row per cell and question."
+        )
     if frame.empty:
         raise BadInput("The table of outcomes is empty: expected a row per cell and question.")
     for column in [column for column in (*COLUMNS, "seed", "cluster", "sample") if column in frame]:
         nested = [value for value in frame[column] if isinstance(value, list | dict | set | tuple | np.ndarray)]
         if nested:
-            raise BadInput(f"The column '{column}' holds {str(nested[0])[:40]!r} and the like, but every value must be one label or number: write it as text.")
+            raise BadInput(
+                f"The column '{column}' holds {str(nested[0])[:40]!r} and the like, but every value must be one label or number: write it as text."
+            )
     empty = [column for column in COLUMNS if frame[column].isna().any()]
     if empty:
-        raise BadInput(f"The column '{empty[0]}' has {int(frame[empty[0]].isna().sum())} empty values: every row needs {_list(COLUMNS)}.")
+        raise BadInput(
+            f"The column '{empty[0]}' has {int(frame[empty[0]].isna().sum())} empty values: every row needs {_list(COLUMNS)}."
+        )
 
 
 def _checked(frame: pd.DataFrame) -> pd.DataFrame:
@@ -117,7 +135,9 @@ def _checked(frame: pd.DataFrame) -> pd.DataFrame:
     check_columns(frame)
     wrong = frame.loc[~frame["correct"].isin([0, 1]), "correct"]
     if len(wrong):
-        raise BadInput(f"'correct' is {wrong.tolist()[0]!r} in {len(wrong)} row(s), but must be 0 or 1: grade the completions first.")
+        raise BadInput(
+            f"'correct' is {wrong.tolist()[0]!r} in {len(wrong)} row(s), but must be 0 or 1: grade the completions first."
+        )
     table = frame[[column for column in (*COLUMNS, "cluster", "sample") if column in frame]].copy()
     for column in ("variant", "scheme", "question"):
         table[column] = table[column].astype(str)
@@ -139,14 +159,18 @@ def _labels(seeds: pd.Series) -> pd.Series:
     """Seeds as text; whole numbers stay whole where empty ones beside them made them floats."""
     numbers = pd.to_numeric(seeds, errors="coerce").astype(float)
     whole = (numbers.abs() < 2**53) & (numbers % 1 == 0)
-    text = seeds.astype(object).where(~whole, numbers.where(whole, 0).astype("int64")).where(seeds.notna(), "").astype(str)
+    text = (
+        seeds.astype(object).where(~whole, numbers.where(whole, 0).astype("int64")).where(seeds.notna(), "").astype(str)
+    )
     written = {label: set() for label in text.unique()}
     for label, raw in set(zip(text, seeds, strict=True)):
         if isinstance(raw, str):
             written[label].add(raw)
     for spellings in written.values():
         if len(spellings) > 1:
-            raise BadInput(f"The seeds {_list(sorted(spellings))} are the same number: write one training run's seed in one way, and two runs' in two.")
+            raise BadInput(
+                f"The seeds {_list(sorted(spellings))} are the same number: write one training run's seed in one way, and two runs' in two."
+            )
     return text
 
 
@@ -172,14 +196,20 @@ def _runs(counted: pd.DataFrame) -> tuple[str, ...]:
     every = set().union(*by_cell.values())
     for (variant, scheme), seeds in by_cell.items():
         if "" in seeds and len(every) > 1:
-            raise BadInput(f"Cell {variant} · {scheme} has answers without a seed beside others with one: say which training run gave each.")
+            raise BadInput(
+                f"Cell {variant} · {scheme} has answers without a seed beside others with one: say which training run gave each."
+            )
         if seeds != every:
             lacking = sorted(every - seeds)
-            raise BadInput(f"Cell {variant} · {scheme} lacks seed {_list(lacking)} of {_list(sorted(every))}: every trained cell is needed for every training run.")
+            raise BadInput(
+                f"Cell {variant} · {scheme} lacks seed {_list(lacking)} of {_list(sorted(every))}: every trained cell is needed for every training run."
+            )
     broken = [label for label in every if label and not LABEL.fullmatch(label)]
     if broken:
         raise BadInput(f"'{broken[0]}' is no label for a seed: expected letters, digits, spaces and . _ + -.")
-    return tuple(sorted(every, key=lambda label: (not label.isdecimal(), int(label) if label.isdecimal() else 0, label)))
+    return tuple(
+        sorted(every, key=lambda label: (not label.isdecimal(), int(label) if label.isdecimal() else 0, label))
+    )
 
 
 def _unlike(counted: pd.DataFrame) -> dict[tuple[str, str], int]:
@@ -197,7 +227,9 @@ def _wide(counted: pd.DataFrame, run: str) -> pd.DataFrame:
     for scheme, base in counted[counted["variant"] == BASE].groupby("scheme"):
         if run in set(base["seed"]):
             continue
-        others = base[base["question"].isin(asked)].drop_duplicates("question")  # sorted: those without a seed come first
+        others = base[base["question"].isin(asked)].drop_duplicates(
+            "question"
+        )  # sorted: those without a seed come first
         parts.append(others.assign(variant=BASE, scheme=scheme))
     cells = counted[["variant", "scheme"]].drop_duplicates()
     wide = pd.concat(parts).pivot(index="question", columns=["variant", "scheme"], values="mean")
@@ -221,9 +253,13 @@ def _groups(table: pd.DataFrame, questions: list[pd.Index]) -> tuple[tuple[np.nd
     labels = table.groupby("question")["cluster"].agg(["nunique", "first", "size", "count"])
     broken = labels[(labels["nunique"] != 1) | (labels["size"] != labels["count"])]
     if len(broken):
-        raise BadInput(f"Question '{broken.index[0]}' has no single cluster: each question belongs to one group, the same in every cell.")
+        raise BadInput(
+            f"Question '{broken.index[0]}' has no single cluster: each question belongs to one group, the same in every cell."
+        )
     if labels["first"].nunique() < 2:
-        raise BadInput("All questions are in one cluster, which supports no error bar: drop the column, or name the real groups.")
+        raise BadInput(
+            "All questions are in one cluster, which supports no error bar: drop the column, or name the real groups."
+        )
     codes, names = pd.factorize(labels["first"].astype(str), sort=True)
     of_question = pd.Series(codes, index=labels.index)
     return tuple(of_question.loc[each].to_numpy() for each in questions), len(names)

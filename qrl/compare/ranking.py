@@ -27,7 +27,14 @@ from qrl.stats import LEVEL, Estimate, holm
 
 PLAIN, FULL = (names.BASE, names.FULL), (names.GRPO, names.FULL)  # what a method is measured from, and against
 METHODS_MD, METHODS_JSON = "methods.md", "methods.json"
-HEAD = ("method", "scheme", "accuracy", "gain over base", "error: method − grpo in full precision", "over grpo in its scheme")
+HEAD = (
+    "method",
+    "scheme",
+    "accuracy",
+    "gain over base",
+    "error: method − grpo in full precision",
+    "over grpo in its scheme",
+)
 
 
 @dataclass(frozen=True)
@@ -87,25 +94,41 @@ def measure(frame: pd.DataFrame) -> Methods:
         if needed not in cells:
             raise BadInput(f"Cell {names.cell_name(*needed)} is missing: methods are measured from it.")
     labels = {cell: names.BASE if cell == PLAIN else " ".join(cell) for cell in cells}
-    alone = frame.assign(variant=[labels[cell] for cell in pairs], scheme=names.FULL)  # one scheme for all: none has to stand under another's
+    alone = frame.assign(
+        variant=[labels[cell] for cell in pairs], scheme=names.FULL
+    )  # one scheme for all: none has to stand under another's
     evidence = Questions(outcomes(alone.drop(columns=names.SETTINGS, errors="ignore")))
 
     def difference(cell: Cell, to: Cell) -> Estimate | None:
-        return None if cell == to or to not in cells else evidence.contrast({(labels[cell], names.FULL): 1, (labels[to], names.FULL): -1})
+        return (
+            None
+            if cell == to or to not in cells
+            else evidence.contrast({(labels[cell], names.FULL): 1, (labels[to], names.FULL): -1})
+        )
 
     rows = []
     for cell in cells:
         alike = [(variant, cell[1]) for variant in (names.GRPO, names.BASE)]
         trained = cell[0] not in (names.BASE, names.GRPO)
         beside = [difference(cell, to) if trained and cell[1] != names.FULL else None for to in alike]
-        rows.append(Method(*cell, evidence.accuracy((labels[cell], names.FULL)), difference(cell, PLAIN), difference(cell, FULL), *beside))
+        rows.append(
+            Method(
+                *cell,
+                evidence.accuracy((labels[cell], names.FULL)),
+                difference(cell, PLAIN),
+                difference(cell, FULL),
+                *beside,
+            )
+        )
     rows.sort(key=lambda row: -row.accuracy.estimate)
     small = [(row.variant, row.scheme) for row in rows if row.quantized]
     pairs = list(combinations(small, 2))
     together = dict(zip(pairs, holm([difference(*pair).p_two_sided for pair in pairs]), strict=True))
     asked = {(row.variant, row.scheme): row.over_grpo.p_two_sided for row in rows if row.over_grpo}
     behind = {cell: together[small[0], cell] for cell in small[1:]}
-    return Methods(tuple(rows), evidence.n, len(evidence.runs), behind, dict(zip(asked, holm(list(asked.values())), strict=True)))
+    return Methods(
+        tuple(rows), evidence.n, len(evidence.runs), behind, dict(zip(asked, holm(list(asked.values())), strict=True))
+    )
 
 
 def markdown(found: Methods, converged: Sequence[Convergence] = (), failed: Sequence[str] = ()) -> str:
@@ -115,14 +138,24 @@ def markdown(found: Methods, converged: Sequence[Convergence] = (), failed: Sequ
         gain, error = (interval(each) if each else "reference" for each in (row.gain, row.error))
         accuracy = f"{row.accuracy.estimate:.3f} ± {row.accuracy.stderr:.3f}"
         body.append((row.variant, row.scheme, accuracy, gain, error, interval(row.over_grpo) if row.over_grpo else ""))
-    runs = f", {found.runs} training runs" if found.runs > 1 else ", one training run each, which speaks for itself only"
+    runs = (
+        f", {found.runs} training runs" if found.runs > 1 else ", one training run each, which speaks for itself only"
+    )
     note = f"n = {found.n} held-out questions{runs}; ± is one standard error, brackets are 95 % intervals, paired."
     lines = ["## Methods", "", *table(HEAD, body), "", note, "", *(f"- {each}" for each in findings(found)), ""]
     if converged:
         over = "seeds" if found.runs > 1 else "the steps of the one seed"
-        head = ("method", "its cell − base in its scheme", "what training optimizes, first quarter → last, difference", "converged")
+        head = (
+            "method",
+            "its cell − base in its scheme",
+            "what training optimizes, first quarter → last, difference",
+            "converged",
+        )
         lines += ["## Converged", "", *table(head, [each.row() for each in converged]), ""]
-        lines += [f"The difference's interval is over {over}; the rule looks at the two means alone, as it was fixed beforehand.", ""]
+        lines += [
+            f"The difference's interval is over {over}; the rule looks at the two means alone, as it was fixed beforehand.",
+            "",
+        ]
     if failed:
         lines += ["## Did not count", "", *(f"- {each}" for each in failed), ""]
     return "\n".join(lines)
@@ -133,7 +166,9 @@ def findings(found: Methods) -> list[str]:
     if found.best is None:
         return []
     told_apart = {cell: p < 1 - LEVEL for cell, p in found.behind.items()}
-    behind, beside = ([names.cell_name(*cell) for cell, apart in told_apart.items() if apart is wanted] for wanted in (True, False))
+    behind, beside = (
+        [names.cell_name(*cell) for cell, apart in told_apart.items() if apart is wanted] for wanted in (True, False)
+    )
     best = names.cell_name(found.best.variant, found.best.scheme)
     told = [f"Of {len(found.behind) + 1} quantized methods {best} scores highest, {found.best.accuracy.estimate:.3f}"]
     told += [f"shown ahead of {', '.join(behind)}"] if behind else []
@@ -144,7 +179,9 @@ def findings(found: Methods) -> list[str]:
             p = found.trained[row.variant, row.scheme]
             word = "beats" if row.over_grpo.estimate > 0 else "is behind"
             says = word if p < 1 - LEVEL else "is not told apart from"
-            lines.append(f"{row.variant} {says} grpo quantized afterwards in {row.scheme}: {interval(row.over_grpo)}, p = {p:.2g} after Holm's correction.")
+            lines.append(
+                f"{row.variant} {says} grpo quantized afterwards in {row.scheme}: {interval(row.over_grpo)}, p = {p:.2g} after Holm's correction."
+            )
     return lines
 
 
@@ -157,15 +194,31 @@ def as_json(found: Methods, converged: Sequence[Convergence] = (), failed: Seque
     rows = [
         {"variant": row.variant, "scheme": row.scheme}
         | {key: numbers(getattr(row, key)) for key in ("accuracy", "gain", "error", "over_grpo", "over_base")}
-        | {"p_behind_best": found.behind.get((row.variant, row.scheme)), "p_over_grpo": found.trained.get((row.variant, row.scheme))}
+        | {
+            "p_behind_best": found.behind.get((row.variant, row.scheme)),
+            "p_over_grpo": found.trained.get((row.variant, row.scheme)),
+        }
         for row in found.rows
     ]
     trained = [
-        {"variant": each.variant, "scheme": each.scheme, "converged": each.converged, "reason": each.reason, "measure": each.measure}
+        {
+            "variant": each.variant,
+            "scheme": each.scheme,
+            "converged": each.converged,
+            "reason": each.reason,
+            "measure": each.measure,
+        }
         | {"first": each.first, "last": each.last, "change": numbers(each.change)}
         for each in converged
     ]
-    return {"n": found.n, "runs": found.runs, "findings": findings(found), "methods": rows, "converged": trained, "failed": list(failed)}
+    return {
+        "n": found.n,
+        "runs": found.runs,
+        "findings": findings(found),
+        "methods": rows,
+        "converged": trained,
+        "failed": list(failed),
+    }
 
 
 def write(found: Methods, out: str | Path, converged: Sequence[Convergence] = (), failed: Sequence[str] = ()) -> str:
@@ -185,7 +238,9 @@ def write(found: Methods, out: str | Path, converged: Sequence[Convergence] = ()
         (out / METHODS_JSON).write_text(document, encoding="utf-8")
         figures.methods(found, finding, out / names.FIGURES / "methods.png")
     except OSError as error:
-        raise BadInput(f"The methods cannot be written to {out} ({error.strerror or error}): give a folder that is writable and has space.") from None
+        raise BadInput(
+            f"The methods cannot be written to {out} ({error.strerror or error}): give a folder that is writable and has space."
+        ) from None
     return text
 
 

@@ -21,18 +21,26 @@ def read_questions(path: str | Path) -> pd.DataFrame:
     path = Path(path)
     readers = {
         ".parquet": pd.read_parquet,
-        ".csv": lambda file: pd.read_csv(file, dtype={"variant": str, "scheme": str, "question": str, "cluster": str, "seed": str}),
+        ".csv": lambda file: pd.read_csv(
+            file, dtype={"variant": str, "scheme": str, "question": str, "cluster": str, "seed": str}
+        ),
         ".json": lambda file: pd.read_json(file, dtype={"question": str}),
         ".jsonl": lambda file: pd.read_json(file, dtype={"question": str}, lines=True),
     }
     if path.suffix not in readers:
-        raise BadInput(f"{path} ends in '{path.suffix}', but per-question outcomes are read from {', '.join(readers)}: rename or convert it.")
+        raise BadInput(
+            f"{path} ends in '{path.suffix}', but per-question outcomes are read from {', '.join(readers)}: rename or convert it."
+        )
     if not path.is_file():
-        raise BadInput(f"There is no file {path}: give the table of per-question outcomes, such as a study's questions.parquet.")
+        raise BadInput(
+            f"There is no file {path}: give the table of per-question outcomes, such as a study's questions.parquet."
+        )
     try:
         frame = readers[path.suffix](path)
     except (ValueError, OSError, UnicodeDecodeError) as error:  # pyarrow's and pandas' parser errors are ValueErrors
-        raise BadInput(f"{path} is not readable as {path.suffix[1:]}: {' '.join(str(error).split())[:200].rstrip('.')}.") from None
+        raise BadInput(
+            f"{path} is not readable as {path.suffix[1:]}: {' '.join(str(error).split())[:200].rstrip('.')}."
+        ) from None
     return frame.assign(scheme=frame["scheme"].map(names.scheme, na_action="ignore")) if "scheme" in frame else frame
 
 
@@ -44,13 +52,20 @@ def read_counts(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     if not path.is_file():
-        raise BadInput(f'There is no file {path}: give a JSON file such as {{"n": 100, "base": {{"full": 68}}, "grpo": {{"full": 72}}}}.')
+        raise BadInput(
+            f'There is no file {path}: give a JSON file such as {{"n": 100, "base": {{"full": 68}}, "grpo": {{"full": 72}}}}.'
+        )
     try:
         counts = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of thousands of digits, brackets without end
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not JSON, not UTF-8, a number of thousands of digits, brackets without end
         raise BadInput(f"{path} is not valid JSON: {str(error)[:200]}.") from None
     if not isinstance(counts, dict):
-        raise BadInput(f"{path} holds a {type(counts).__name__}, but an object with 'n' and a mapping per variant was expected.")
+        raise BadInput(
+            f"{path} holds a {type(counts).__name__}, but an object with 'n' and a mapping per variant was expected."
+        )
     return counts
 
 

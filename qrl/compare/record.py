@@ -27,7 +27,11 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     entries = {}
     for scheme in comparison.schemes:
         first, *others = (row for row in comparison.rows if row.scheme == scheme)
-        entry = _row(first) | {"seeds": len(comparison.runs) or None, "paired": comparison.paired, "engine": comparison.engine or None}
+        entry = _row(first) | {
+            "seeds": len(comparison.runs) or None,
+            "paired": comparison.paired,
+            "engine": comparison.engine or None,
+        }
         entry["cells"] = {variant: _cell(comparison, (variant, scheme)) for variant in comparison.variants}
         if others:
             entry["others"] = {row.variant: _row(row) for row in others}
@@ -42,9 +46,17 @@ def as_metrics(comparison: Comparison) -> dict[str, float]:
         suffix = row.scheme if row.variant == comparison.variants[1] else f"{row.scheme}_{row.variant}"
         for name, value in _differences(row).items():
             key = f"compare/{name}_{suffix}"
-            metrics |= {key: value.estimate, f"{key}_stderr": value.stderr, f"{key}_low": value.low, f"{key}_high": value.high}
+            metrics |= {
+                key: value.estimate,
+                f"{key}_stderr": value.stderr,
+                f"{key}_low": value.low,
+                f"{key}_high": value.high,
+            }
             if value.runs:
-                metrics |= {f"{key}_between_seed_sd": value.runs.between_sd, f"{key}_within_seed_sd": value.runs.within_sd}
+                metrics |= {
+                    f"{key}_between_seed_sd": value.runs.between_sd,
+                    f"{key}_within_seed_sd": value.runs.within_sd,
+                }
     return metrics
 
 
@@ -89,7 +101,10 @@ def _seeds(row: Row) -> dict[str, Any]:
 def _cell(comparison: Comparison, cell: Cell) -> dict[str, Any]:
     found = _share(comparison.cells[cell])
     if by_k := comparison.pass_at.get(cell):
-        found |= {"samples": comparison.evidence.samples(cell), "pass_at": {str(k): _share(value) for k, value in by_k.items()}}
+        found |= {
+            "samples": comparison.evidence.samples(cell),
+            "pass_at": {str(k): _share(value) for k, value in by_k.items()},
+        }
     return found
 
 

@@ -27,7 +27,9 @@ def _alone(rows: list[Row]) -> list[str]:
     for row in rows:
         survival = row.gain_survival.runs.values if row.gain_survival else [None] * len(row.delta.runs.labels)
         for label, delta, survived in zip(row.delta.runs.labels, row.delta.runs.values, survival, strict=True):
-            body.append((row.scheme, label, str(delta.n), interval(delta), interval(survived) if survived else "not defined"))
+            body.append(
+                (row.scheme, label, str(delta.n), interval(delta), interval(survived) if survived else "not defined")
+            )
     return table(("scheme", "seed", "n", "delta", "gain survival"), body)
 
 
@@ -67,5 +69,7 @@ def _notes(comparison: Comparison) -> list[str]:
         )
     if count < 5:
         freedom = "1 degree" if count == 2 else f"{count - 1} degrees"
-        lines.append(f"{count} seeds say little of the spread between seeds (t with {freedom} of freedom), and the intervals are as wide as that asks for.")
+        lines.append(
+            f"{count} seeds say little of the spread between seeds (t with {freedom} of freedom), and the intervals are as wide as that asks for."
+        )
     return lines

@@ -22,7 +22,9 @@ def as_sentence(comparison: Comparison) -> str:
     rows = [row for row in comparison.rows if row.verdict]
     if rows:
         return "\n".join(_verdict(row, several=len(comparison.variants) > 2) for row in rows)
-    gains = "; ".join(f"{row.variant} gains {interval(row.delta)} over base on n = {row.delta.n} questions" for row in comparison.rows)
+    gains = "; ".join(
+        f"{row.variant} gains {interval(row.delta)} over base on n = {row.delta.n} questions" for row in comparison.rows
+    )
     return f"No quantized scheme was evaluated, so gain survival is not defined; at full precision {gains}."
 
 
@@ -34,7 +36,10 @@ def as_markdown(comparison: Comparison) -> str:
 
 def write(comparison: Comparison, out: Path) -> None:
     """table.md and table.json, written beside and renamed, so that no reader sees half a file."""
-    texts = {names.TABLE_MD: as_markdown(comparison), names.TABLE_JSON: json.dumps(record.as_json(comparison), indent=2) + "\n"}
+    texts = {
+        names.TABLE_MD: as_markdown(comparison),
+        names.TABLE_JSON: json.dumps(record.as_json(comparison), indent=2) + "\n",
+    }
     for name, text in texts.items():
         partial = out / f".{name}.partial"
         partial.write_text(text, encoding="utf-8")
@@ -46,7 +51,16 @@ def _cells(comparison: Comparison) -> list[str]:
     for trained in comparison.variants[1:]:
         several = trained_many(comparison, trained)
         tested = "McNemar's p" if not several else "p of delta (t)"
-        head = ("scheme", *(["engine"] if comparison.engine else []), "base", trained, f"delta: {trained} − base", tested, "gain survival", "verdict")
+        head = (
+            "scheme",
+            *(["engine"] if comparison.engine else []),
+            "base",
+            trained,
+            f"delta: {trained} − base",
+            tested,
+            "gain survival",
+            "verdict",
+        )
         rows = []
         for scheme in comparison.schemes:
             row = comparison.row(scheme, trained)
@@ -55,7 +69,17 @@ def _cells(comparison: Comparison) -> list[str]:
             accuracies = (_accuracy(comparison, (variant, scheme)) for variant in (names.BASE, trained))
             p = row.delta.p_two_sided if several else row.mcnemar
             answered = [comparison.engine] if comparison.engine else []
-            rows.append((scheme, *answered, *accuracies, interval(row.delta), "unpaired" if p is None else f"{p:.2g}", survival, verdict))
+            rows.append(
+                (
+                    scheme,
+                    *answered,
+                    *accuracies,
+                    interval(row.delta),
+                    "unpaired" if p is None else f"{p:.2g}",
+                    survival,
+                    verdict,
+                )
+            )
         lines += [f"## Did the gain of {trained} survive?", "", *table(head, rows), ""]
     return [*lines, *_pass_at(comparison)]
 
@@ -80,10 +104,26 @@ def _pass_at(comparison: Comparison) -> list[str]:
     for (variant, scheme), by_k in comparison.pass_at.items():
         first = comparison.cells[variant, scheme]
         shares = {1: first} | by_k
-        texts = (f"{shares[k].estimate:.3f} ± {shares[k].stderr:.3f}" if k in shares else "too few" for k in (1, *every))
-        rows.append((names.cell_name(variant, scheme), str(first.n), str(comparison.evidence.samples((variant, scheme))), *texts))
+        texts = (
+            f"{shares[k].estimate:.3f} ± {shares[k].stderr:.3f}" if k in shares else "too few" for k in (1, *every)
+        )
+        rows.append(
+            (
+                names.cell_name(variant, scheme),
+                str(first.n),
+                str(comparison.evidence.samples((variant, scheme))),
+                *texts,
+            )
+        )
     head = ("cell", "n", "samples per question", *(f"pass@{k}" for k in (1, *every)))
-    return ["## Several samples per question", "", *table(head, rows), "", "Accuracies above are pass@1: the mean over a question's samples, with errors over questions.", ""]
+    return [
+        "## Several samples per question",
+        "",
+        *table(head, rows),
+        "",
+        "Accuracies above are pass@1: the mean over a question's samples, with errors over questions.",
+        "",
+    ]
 
 
 def _losses(comparison: Comparison) -> list[str]:
@@ -92,7 +132,9 @@ def _losses(comparison: Comparison) -> list[str]:
         return []
     rows = []
     for scheme in quantized:
-        losses = {variant: loss for row in comparison.rows if row.scheme == scheme for variant, loss in row.losses.items()}
+        losses = {
+            variant: loss for row in comparison.rows if row.scheme == scheme for variant, loss in row.losses.items()
+        }
         rows.append((scheme, *(interval(losses[variant]) for variant in comparison.variants)))
     head = ("scheme − full", *comparison.variants)
     return [f"## What quantization costs (n = {comparison.n})", "", *table(head, rows), ""]
@@ -128,9 +170,13 @@ def _power(row: Row) -> str:
     if ways:
         parts.append(f"{' or '.join(ways)} would decide, were these estimates the truth")
     if row.p_holm is not None:
-        parts.append(f"p = {verdict.p_value:.2g} against the margin, {row.p_holm:.2g} after Holm's correction over the verdicts")
+        parts.append(
+            f"p = {verdict.p_value:.2g} against the margin, {row.p_holm:.2g} after Holm's correction over the verdicts"
+        )
     if row.holds_together is False:
-        parts.append("**alone it holds, corrected for the other schemes it does not**: take it as a lead, not as a finding")
+        parts.append(
+            "**alone it holds, corrected for the other schemes it does not**: take it as a lead, not as a finding"
+        )
     return "; ".join(parts) + "."
 
 
@@ -144,11 +190,15 @@ def _notes(comparison: Comparison) -> list[str]:
     if not comparison.paired:
         pairing = "Only counts are known, so cells are taken as independent; outcomes per question would mostly narrow the intervals of differences."
     elif comparison.clusters:
-        pairing = f"Differences are paired by question, with errors clustered over {comparison.clusters} groups of questions."
+        pairing = (
+            f"Differences are paired by question, with errors clustered over {comparison.clusters} groups of questions."
+        )
     else:
         pairing = "Differences are paired: every cell answers the same questions."
     if len(comparison.runs) == 1:
-        pairing += " One training run: how much another seed would differ is unknown, and no interval here counts it in."
+        pairing += (
+            " One training run: how much another seed would differ is unknown, and no interval here counts it in."
+        )
     return [
         f"{INTERVALS} {pairing}",
         *_unlike(comparison),
@@ -163,7 +213,9 @@ def _notes(comparison: Comparison) -> list[str]:
 def _unlike(comparison: Comparison) -> list[str]:
     """The base is one model: where its answers depend on the seed they were filed under, the reader must know."""
     found = comparison.evidence.outcomes.unlike if comparison.paired else {}
-    taken = "averaged where a run has its own" if len(comparison.runs) > 1 else "taken from the first seed that has them"
+    taken = (
+        "averaged where a run has its own" if len(comparison.runs) > 1 else "taken from the first seed that has them"
+    )
     return [
         f"The base is one model, yet {names.cell_name(*cell)} answers {count} question(s) otherwise under another seed; its answers are {taken}."
         for cell, count in found.items()
@@ -176,4 +228,6 @@ def _bootstrap(comparison: Comparison) -> list[str]:
     if not pairs:
         return []
     apart = max(max(abs(drawn.low - closed.low), abs(drawn.high - closed.high)) for drawn, closed in pairs)
-    return [f"A paired bootstrap over questions (10,000 resamples, seeded) puts every end within {max(apart, 0.001):.3f} of these intervals' own."]
+    return [
+        f"A paired bootstrap over questions (10,000 resamples, seeded) puts every end within {max(apart, 0.001):.3f} of these intervals' own."
+    ]

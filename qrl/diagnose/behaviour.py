@@ -46,7 +46,9 @@ def against(full: PreTrainedModel, quantized: PreTrainedModel, texts: Sequence[S
     Raises:
         ValueError: fewer than two texts, of which no standard error can be told.
     """
-    return _summed([row for batch in _batches(texts) for row in _sums(_log_probabilities(full, batch), quantized, batch)])
+    return _summed(
+        [row for batch in _batches(texts) for row in _sums(_log_probabilities(full, batch), quantized, batch)]
+    )
 
 
 def sensitivity(
@@ -115,13 +117,17 @@ def _log_probabilities(model: PreTrainedModel, batch: Sequence[Sequence[int]]) -
     return [row[: len(text)].float().log_softmax(-1) for row, text in zip(logits, batch, strict=True)]
 
 
-def _sums(full: list[Tensor], quantized: PreTrainedModel, batch: Sequence[Sequence[int]]) -> list[tuple[float, int, int]]:
+def _sums(
+    full: list[Tensor], quantized: PreTrainedModel, batch: Sequence[Sequence[int]]
+) -> list[tuple[float, int, int]]:
     """Of each text: its divergence summed over positions, positions with one likeliest token, positions."""
     import torch
 
     found = []
     for p, q in zip(full, _log_probabilities(quantized, batch), strict=True):
-        divergence = torch.nn.functional.kl_div(q.double(), p.to(q.device).double(), reduction="sum", log_target=True).item()
+        divergence = torch.nn.functional.kl_div(
+            q.double(), p.to(q.device).double(), reduction="sum", log_target=True
+        ).item()
         found.append((divergence, int((p.to(q.device).argmax(-1) == q.argmax(-1)).sum()), len(q)))
     return found
 

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOLERANCE = 1e-5  # of sparsity
-RANK_NUMEL = 1 << 26  # the largest update whose rank is measured, so that no more lies in memory; heads of large models are above
+RANK_NUMEL = (
+    1 << 26
+)  # the largest update whose rank is measured, so that no more lies in memory; heads of large models are above
 
 
 @dataclass
@@ -132,7 +134,9 @@ def movement(
     rows = []
     for name, change in sweep(pairs, lambda _: Change(), add, device=device):
         if change.broken:
-            raise BadInput(f"{name} of {base} and {trained} holds {change.broken:,} values that are NaN or infinite: the training that wrote it went wrong.")
+            raise BadInput(
+                f"{name} of {base} and {trained} holds {change.broken:,} values that are NaN or infinite: the training that wrote it went wrong."
+            )
         rows.append(weights.place(name) | change.result())
         progress(1)
     if ranks:
@@ -146,11 +150,17 @@ def check_same(base: Path | str, trained: Path | str) -> None:
     for shape, path in zip(shapes, (base, trained), strict=True):  # a tied head may be stored or not
         if weights.HEAD in shape and (checkpoint.config(path).get("tie_word_embeddings")):
             del shape[weights.HEAD]
-    differing = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
+    differing = sorted(
+        name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name)
+    )
     if differing:
-        shown = ", ".join(f"{name} ({_shape(shapes[0].get(name))} and {_shape(shapes[1].get(name))})" for name in differing[:3])
+        shown = ", ".join(
+            f"{name} ({_shape(shapes[0].get(name))} and {_shape(shapes[1].get(name))})" for name in differing[:3]
+        )
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise BadInput(f"{base} and {trained} are not one architecture: {shown}{more} differ; compare a model with its own base.")
+        raise BadInput(
+            f"{base} and {trained} are not one architecture: {shown}{more} differ; compare a model with its own base."
+        )
 
 
 def paired(base: Path | str, trained: Path | str, embeddings: bool = False) -> list:
@@ -170,7 +180,11 @@ def totals(moved: pandas.DataFrame) -> dict[str, float]:
     lengths = float((change**2).sum()) ** 0.5, float((stored**2).sum()) ** 0.5
     product = float((moved["update_cosine"] * stored * change).fillna(0).sum())
     return {
-        **{name: float((moved[name] * share).sum()) for name in ("code_flip_rate", "unchanged_frac", "delta_sparsity") if name in moved},
+        **{
+            name: float((moved[name] * share).sum())
+            for name in ("code_flip_rate", "unchanged_frac", "delta_sparsity")
+            if name in moved
+        },
         "update_survival": lengths[1] / lengths[0] if lengths[0] else math.nan,
         "update_cosine": product / (lengths[0] * lengths[1]) if lengths[0] * lengths[1] else math.nan,
         "update_projection": product / lengths[0] ** 2 if lengths[0] else math.nan,

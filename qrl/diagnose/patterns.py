@@ -36,17 +36,26 @@ class Counts:
         import torch
 
         self.dtype = block.dtype
-        found = torch.empty(block.numel(), dtype=torch.int32, device=block.device) if scratch is None else scratch[: block.numel()]
+        found = (
+            torch.empty(block.numel(), dtype=torch.int32, device=block.device)
+            if scratch is None
+            else scratch[: block.numel()]
+        )
         if self.exact():
             found.copy_(block.view(torch.uint16).flatten())
         else:
-            torch.bitwise_and(block.float().view(torch.int32).flatten(), 0x7FFFFFFF, out=found).bitwise_right_shift_(_SHIFT)
+            torch.bitwise_and(block.float().view(torch.int32).flatten(), 0x7FFFFFFF, out=found).bitwise_right_shift_(
+                _SHIFT
+            )
         counts = torch.bincount(found, minlength=PATTERNS)
         self.of = counts if self.of is None else self.of.add_(counts)
 
     def merge(self, other: Counts) -> None:
         """Takes in what was counted elsewhere."""
-        self.dtype, counts = other.dtype, other.of.cpu()  # each thread has a queue of its own on a GPU: nothing of it is shared
+        self.dtype, counts = (
+            other.dtype,
+            other.of.cpu(),
+        )  # each thread has a queue of its own on a GPU: nothing of it is shared
         self.of = counts if self.of is None else self.of.add_(counts)
 
     def exact(self) -> bool:
@@ -88,7 +97,9 @@ class Sorted:
     def quantiles(self, shares: dict[str, float]) -> dict[str, float]:
         """By name, the smallest |w| that this share of weights does not exceed; of float32 up to 1/256 too small."""
         below = self.counts.cumsum(0)
-        return {name: self.values[_at(below, math.ceil(share * self.n) - 1)].abs().item() for name, share in shares.items()}
+        return {
+            name: self.values[_at(below, math.ceil(share * self.n) - 1)].abs().item() for name, share in shares.items()
+        }
 
 
 def _at(below: Tensor, rank: int) -> int:

@@ -77,7 +77,9 @@ def _quadrature(matrix: Tensor, largest: Tensor) -> Tensor:
             overlap = torch.einsum("jdk,dk->jk", basis[: step + 1], vector)
             vector = vector - torch.einsum("jdk,jk->dk", basis[: step + 1], overlap)
         length = vector.norm(dim=0)
-        length = torch.where(length > 1e-6 * diagonal[: step + 1].amax(0).to(length), length, 0.0)  # the space is exhausted
+        length = torch.where(
+            length > 1e-6 * diagonal[: step + 1].amax(0).to(length), length, 0.0
+        )  # the space is exhausted
         beside[step] = length.double().cpu()
         vector = torch.where(length > 0, vector / length, 0.0)
     inner = torch.diag_embed(diagonal.T) + sum(torch.diag_embed(beside.T[:, :-1], offset=at) for at in (1, -1))

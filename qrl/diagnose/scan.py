@@ -98,7 +98,10 @@ class Scan:
 
         n = self.sizes.n
         if self.exact():
-            median, moments = self.sizes.median_range()[0], Moments.weighted(self.sizes.values, self.sizes.counts.double())
+            median, moments = (
+                self.sizes.median_range()[0],
+                Moments.weighted(self.sizes.values, self.sizes.counts.double()),
+            )
             outliers = self.sizes.above(outlier_multiplier * median)
         else:
             median, moments, outliers = closer.median, self.moments, closer.outliers

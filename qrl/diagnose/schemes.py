@@ -36,12 +36,22 @@ FED_BY = {
 }
 DIVIDED = ("v_proj", "up_proj")  # linears whose rows AWQ divides, for the one that they feed
 BLOCK = 1 << 20  # weights looked at together
-PACKED = ("quant_method", "format", "load_in_8bit", "bnb_4bit_quant_type", "bits", "group_size")  # settings that say what a code is
+PACKED = (
+    "quant_method",
+    "format",
+    "load_in_8bit",
+    "bnb_4bit_quant_type",
+    "bits",
+    "group_size",
+)  # settings that say what a code is
 SAME = 1e-2  # norms that differ by less were rounded, not scaled
 
 
 def measure(
-    full: Mapping[str, Path], quantized: Mapping[str, Path], scheme: str, progress: Callable[[int], object] = lambda n: None
+    full: Mapping[str, Path],
+    quantized: Mapping[str, Path],
+    scheme: str,
+    progress: Callable[[int], object] = lambda n: None,
 ) -> pandas.DataFrame:
     """Error of every matrix that a scheme stores, and what it keeps of the update.
 
@@ -73,7 +83,9 @@ def measure(
     return pandas.DataFrame(rows)
 
 
-def _compared(name: str, sources: Mapping, originals: Mapping, scaled: Mapping, places: tuple[Mapping, Mapping]) -> list[dict]:
+def _compared(
+    name: str, sources: Mapping, originals: Mapping, scaled: Mapping, places: tuple[Mapping, Mapping]
+) -> list[dict]:
     """A matrix's rows, a variant each. What it reads lies in memory no longer than this takes: the next one is as large."""
     found = {variant: next(source)[1] for variant, source in sources.items()}
     true = {variant: next(original)[1] for variant, original in originals.items()}
@@ -93,17 +105,24 @@ def _compared(name: str, sources: Mapping, originals: Mapping, scaled: Mapping, 
         if len({(each.codes.shape, each.codes.dtype) for each in found.values()}) == 2:
             raise _two_packings(places[1], name)
         change, flips = movement.Change(), _flips(*found.values())
-        for first, *parts in zip(count(), *(_blocks(each) for each in (*true.values(), *values.values())), strict=False):
+        for first, *parts in zip(
+            count(), *(_blocks(each) for each in (*true.values(), *values.values())), strict=False
+        ):
             change.add(*parts[:2], tuple(parts[2:]), 0 if first else flips)
         moved = change.result()
-        rows[-1] |= {key: moved[key] for key in ("code_flip_rate", "update_survival", "update_cosine", "update_projection", "change_norm")}
+        rows[-1] |= {
+            key: moved[key]
+            for key in ("code_flip_rate", "update_survival", "update_cosine", "update_projection", "change_norm")
+        }
     return rows
 
 
 def _check_shape(name: str, values: Tensor, original: Tensor, places: list[Path]) -> None:
     if values.shape != original.shape:
         shapes = ("×".join(map(str, each.shape)) for each in (values, original))
-        raise BadInput(f"{name} of {places[1]} stands for {next(shapes)} weights, but {places[0]} has {next(shapes)}: give checkpoints made of the model itself.")
+        raise BadInput(
+            f"{name} of {places[1]} stands for {next(shapes)} weights, but {places[0]} has {next(shapes)}: give checkpoints made of the model itself."
+        )
 
 
 def totals(frame: pandas.DataFrame, variant: str) -> dict[str, float]:
@@ -124,7 +143,9 @@ class _Scaling:
         there = checkpoint.entries(quantized)
         norms = [name for name in norms if name in there]
         self.ratios = {}
-        for (name, before), (_, after) in zip(checkpoint.tensors(full, norms), checkpoint.tensors(quantized, norms), strict=True):
+        for (name, before), (_, after) in zip(
+            checkpoint.tensors(full, norms), checkpoint.tensors(quantized, norms), strict=True
+        ):
             old, new = before.float(), after.float()
             self.ratios[name] = (old / new).where(new != 0, 1.0)
         self.any = any(((ratio - 1).abs() > SAME).any() for ratio in self.ratios.values())
@@ -148,7 +169,9 @@ def _fit(values: Tensor, original: Tensor, dim: int) -> Tensor:
     import torch
 
     pairs = zip(_blocks(values), map(torch.Tensor.float, _blocks(original)), strict=True)
-    parts = [torch.stack([(value * true).sum(dim), true.square().sum(dim)]) for value, true in pairs]  # (2, I), or (2, R) a block
+    parts = [
+        torch.stack([(value * true).sum(dim), true.square().sum(dim)]) for value, true in pairs
+    ]  # (2, I), or (2, R) a block
     along, energy = torch.stack(parts).sum(0) if dim == 0 else torch.cat(parts, 1)
     factor = along / energy
     return factor.where(factor.isfinite() & (factor > 0), 1.0)
@@ -196,7 +219,9 @@ def _wanted(full: Mapping[str, Path], quantized: Mapping[str, Path], variants: l
         strange = sorted(set(listed[variant]) - set(known)) or sorted(set(listed[variant]) ^ set(listed[variants[0]]))
         if strange:
             where = f"{full[variant]} or the other variant"
-            raise BadInput(f"{quantized[variant]} stores {strange[0]}, which {where} does not: give checkpoints made of the model itself.")
+            raise BadInput(
+                f"{quantized[variant]} stores {strange[0]}, which {where} does not: give checkpoints made of the model itself."
+            )
     settings = [checkpoint.config(quantized[variant])["quantization_config"] for variant in variants]
     for key in PACKED:
         if settings[0].get(key) != settings[-1].get(key):
@@ -206,5 +231,6 @@ def _wanted(full: Mapping[str, Path], quantized: Mapping[str, Path], variants: l
 
 def _two_packings(quantized: Mapping[str, Path], where: str) -> BadInput:
     folders = " and ".join(map(str, quantized.values()))
-    return BadInput(f"{folders} are not stored alike ({where} differs), but are given as one scheme: give both variants under one scheme, other schemes under names of their own.")
-
+    return BadInput(
+        f"{folders} are not stored alike ({where} differs), but are given as one scheme: give both variants under one scheme, other schemes under names of their own."
+    )

@@ -25,7 +25,11 @@ GPU_READERS = 4  # threads that feed a GPU
 
 
 def sweep(
-    matrices: Sequence[tuple[str, Sources]], start: Callable[[str], T], add: Callable[..., object], *, device: str = "cpu"
+    matrices: Sequence[tuple[str, Sources]],
+    start: Callable[[str], T],
+    add: Callable[..., object],
+    *,
+    device: str = "cpu",
 ) -> Iterator[tuple[str, T]]:
     """Feeds every matrix, block by block, into an accumulator with a method `merge`. Not to be nested: the inner one has one thread.
 
@@ -47,7 +51,11 @@ def sweep(
             with stream():
                 for first in rows:
                     last = min(first + rows.step, rows.stop)
-                    add(found, first, *(readers(i, folder).read(entry, first, last) for i, (folder, entry) in enumerate(sources)))
+                    add(
+                        found,
+                        first,
+                        *(readers(i, folder).read(entry, first, last) for i, (folder, entry) in enumerate(sources)),
+                    )
             return name, found
 
         for name, parts in groupby(run(work, pieces), key=lambda part: part[0]):

@@ -66,7 +66,9 @@ def measure(
         raise BadInput(f"{path} holds no matrix of floating-point weights: expected the weights of a language model.")
     _check_vectors(path)
     scans, results, scratch = {}, {}, Scratch()
-    for name, scan in sweep(wanted, lambda _: Scan(bits, group_size, scratch), lambda to, first, block: to.add(block, first), device=device):
+    for name, scan in sweep(
+        wanted, lambda _: Scan(bits, group_size, scratch), lambda to, first, block: to.add(block, first), device=device
+    ):
         if scan.sizes.broken:
             raise _broken(name, path, scan.sizes.broken)
         if scan.exact():
@@ -75,9 +77,16 @@ def measure(
             scans[name] = scan
         progress(1)
     again = [(name, sources) for name, sources in wanted if name in scans]
-    for name, closer in sweep(again, lambda name: Closer(scans[name].sizes, outlier_multiplier), lambda to, _, block: to.add(block), device=device):
+    for name, closer in sweep(
+        again,
+        lambda name: Closer(scans[name].sizes, outlier_multiplier),
+        lambda to, _, block: to.add(block),
+        device=device,
+    ):
         results[name] = scans[name].result(outlier_multiplier, closer)
-    return pandas.DataFrame({"variant": variant, **place(name), "proxy_bits": bits, **results[name]} for name, _ in wanted)
+    return pandas.DataFrame(
+        {"variant": variant, **place(name), "proxy_bits": bits, **results[name]} for name, _ in wanted
+    )
 
 
 def describe(weight: Tensor, bits: int = 4, group_size: int = 128, outlier_multiplier: float = 6.0) -> dict[str, float]:
@@ -141,14 +150,20 @@ def summary(frame: pandas.DataFrame) -> dict[str, float]:
 
 def _check_vectors(path: Path | str) -> None:
     """Refuses norms and biases that hold NaN or infinity: they are not measured, but a model is broken by one as well."""
-    vectors = sorted(name for name, entry in checkpoint.entries(path).items() if len(entry.shape) == 1 and entry.dtype in checkpoint.header.FLOATS)
+    vectors = sorted(
+        name
+        for name, entry in checkpoint.entries(path).items()
+        if len(entry.shape) == 1 and entry.dtype in checkpoint.header.FLOATS
+    )
     for name, values in checkpoint.tensors(path, vectors):
         if broken := int((~values.isfinite()).sum()):
             raise _broken(name, path, broken)
 
 
 def _broken(name: str, path: Path | str, count: int) -> BadInput:
-    return BadInput(f"{name} of {path} holds {count:,} values that are NaN or infinite: the training that wrote it went wrong.")
+    return BadInput(
+        f"{name} of {path} holds {count:,} values that are NaN or infinite: the training that wrote it went wrong."
+    )
 
 
 def _names(path: Path | str, embeddings: bool) -> dict[str, str]:
@@ -161,7 +176,9 @@ def _names(path: Path | str, embeddings: bool) -> dict[str, str]:
         if len(entry.shape) == 2 and 0 not in entry.shape and entry.dtype in checkpoint.header.FLOATS
     }
     tables = [name for name in stored if name.endswith(EMBEDDING)]
-    if HEAD not in stored and tables and not embeddings:  # a language model without a head of its own uses the embedding as one
+    if (
+        HEAD not in stored and tables and not embeddings
+    ):  # a language model without a head of its own uses the embedding as one
         stored[HEAD] = tables[0]
     return {name: source for name, source in sorted(stored.items()) if embeddings or name not in tables}
 

@@ -47,7 +47,9 @@ def _attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None
 
     batch, heads, length, size = query.shape
     if length != 1:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest
+        )
     grouped = query.reshape(batch, key.shape[1], -1, size)
     attended = scaled_dot_product_attention(
         grouped, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling

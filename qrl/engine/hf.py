@@ -105,7 +105,9 @@ def simulated(path: Path, device: str) -> str:
     for group in (quantization.get("config_groups") or {}).values():
         rounded = group.get("input_activations")
         if rounded:
-            return f"activations rounded to {rounded['type']}{rounded['num_bits']} in software, products in full precision"
+            return (
+                f"activations rounded to {rounded['type']}{rounded['num_bits']} in software, products in full precision"
+            )
     return ""
 
 
@@ -138,7 +140,11 @@ def generate(
     done: dict[int, Completion] = {}
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        for index, ids in zip(batch, _decode(model, tokens, [prompts[i] for i in batch], max_new_tokens, temperature, (seed, start)), strict=True):
+        for index, ids in zip(
+            batch,
+            _decode(model, tokens, [prompts[i] for i in batch], max_new_tokens, temperature, (seed, start)),
+            strict=True,
+        ):
             done[index] = completion(tokens, ids, _end_ids(model), special)
         progress(len(batch))
     return [done[index] for index in range(len(prompts))]
@@ -148,9 +154,14 @@ def _decompressed(path: Path, device: str, dtype: torch.dtype) -> PreTrainedMode
     """A compressed-tensors checkpoint with its weights as plain matrices; activations are rounded where the scheme says so."""
     from transformers import CompressedTensorsConfig
 
-    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # of a setting that is meant to be overridden; bars that flash
+    with (
+        warnings.catch_warnings(),
+        redirect_stderr(io.StringIO()),
+    ):  # of a setting that is meant to be overridden; bars that flash
         warnings.simplefilter("ignore", UserWarning)
-        model = pretrained.load(path, dtype=dtype, device_map=device, quantization_config=CompressedTensorsConfig(dequantize=True))
+        model = pretrained.load(
+            path, dtype=dtype, device_map=device, quantization_config=CompressedTensorsConfig(dequantize=True)
+        )
     for module in model.modules():
         scheme = getattr(module, "quantization_scheme", None)
         if scheme is None:
@@ -168,9 +179,15 @@ def _decode(
     import torch
 
     padded = tokens.pad({"input_ids": [list(ids) for ids in prompts]}, return_tensors="pt").to(model.device)
-    how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    how = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        if temperature
+        else {"do_sample": False}
+    )
     here = [model.device] if model.device.type == "cuda" else []
-    quiet = torch.no_grad() if process.sharded() else torch.inference_mode()  # FSDP would keep what inference mode gathers
+    quiet = (
+        torch.no_grad() if process.sharded() else torch.inference_mode()
+    )  # FSDP would keep what inference mode gathers
     with quiet, torch.random.fork_rng(devices=here, enabled=bool(temperature)):
         if temperature:  # a batch's draws depend on its own seed alone, not on what was drawn before
             torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1))

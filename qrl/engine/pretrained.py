@@ -10,7 +10,14 @@ from qrl.errors import BadInput
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_UNFIT = (ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError)  # what classes raise over a config that they cannot build
+_UNFIT = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    IndexError,
+    ZeroDivisionError,
+)  # what classes raise over a config that they cannot build
 
 
 def load(path: Path, **given) -> PreTrainedModel:
@@ -29,9 +36,14 @@ def load(path: Path, **given) -> PreTrainedModel:
         AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # each architecture's class judges the file in its own way
         raise BadInput(f"{path / 'config.json'} cannot be loaded by transformers: {_reason(error)}.") from error
-    told = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # told by name below, where transformers prints a table
+    told = {
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+    }  # told by name below, where transformers prints a table
     try:
-        model, read = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, use_safetensors=True, **told, **given)
+        model, read = AutoModelForCausalLM.from_pretrained(
+            path, trust_remote_code=False, use_safetensors=True, **told, **given
+        )
     except _UNFIT as error:
         raise BadInput(f"{path} cannot be loaded by transformers: {_reason(error)}.") from error
     for name, stored, wanted in sorted(read["mismatched_keys"]):
@@ -39,7 +51,9 @@ def load(path: Path, **given) -> PreTrainedModel:
             f"{path} holds {name} as {_shape(stored)}, but its config.json makes it {_shape(wanted)}: copy config.json and weights from the same model."
         )
     for name in sorted(read["missing_keys"]):
-        raise BadInput(f"{path} lacks {name}, which would be filled with random numbers: copy or save the whole model again.")
+        raise BadInput(
+            f"{path} lacks {name}, which would be filled with random numbers: copy or save the whole model again."
+        )
     return model
 
 
@@ -56,7 +70,9 @@ def skeleton(config: dict) -> PreTrainedModel:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), trust_remote_code=False)
     except Exception as error:  # each architecture's class judges its configuration in its own way
-        raise BadInput(f"transformers cannot build a language model '{config.get('model_type')}' from its config.json ({_reason(error)}): give another.") from None
+        raise BadInput(
+            f"transformers cannot build a language model '{config.get('model_type')}' from its config.json ({_reason(error)}): give another."
+        ) from None
 
 
 def _reason(error: Exception) -> str:

@@ -102,10 +102,16 @@ class Vllm:
                 generation_config="vllm",  # a checkpoint's own sampling would colour every accuracy
                 seed=seed,
                 trust_remote_code=False,
-                **({"gpu_memory_utilization": _CPU_SHARE} if device == "cpu" else {"gpu_memory_utilization": memory, "kv_cache_memory_bytes": cache_bytes}),
+                **(
+                    {"gpu_memory_utilization": _CPU_SHARE}
+                    if device == "cpu"
+                    else {"gpu_memory_utilization": memory, "kv_cache_memory_bytes": cache_bytes}
+                ),
             )
         except Exception as error:  # whatever its worker met, told by its own sentence
-            raise QrlError(f"vLLM cannot load {path} ({' '.join(str(error).split())[:400]}): choose another engine or scheme.") from error
+            raise QrlError(
+                f"vLLM cannot load {path} ({' '.join(str(error).split())[:400]}): choose another engine or scheme."
+            ) from error
         self._ends = _end_ids(path)
         self._found = self._llm.apply_model(_inspect)[0]
         self._sequences, self._device = sequences, device
@@ -164,7 +170,9 @@ class Vllm:
         """
         answers = self.ask(prompts, new_tokens=max_new_tokens, fixed=False, temperature=temperature, seed=seed)
         special = set(self.tokens.all_special_ids)
-        done = [hf.completion(self.tokens, list(answer.outputs[0].token_ids), self._ends, special) for answer in answers]
+        done = [
+            hf.completion(self.tokens, list(answer.outputs[0].token_ids), self._ends, special) for answer in answers
+        ]
         progress(len(done))
         return done
 
@@ -239,7 +247,10 @@ def _missing(quantization: dict, device: str, deterministic: bool) -> str:
     method = quantization["quant_method"]
     if method not in methods.QUANTIZATION_METHODS:
         return f"it knows no {method}" + (" without vllm-bnb-plugin" if method == "bitsandbytes" else "")
-    groups = [group | {"format": group.get("format") or quantization.get("format") or ""} for group in (quantization.get("config_groups") or {}).values()]
+    groups = [
+        group | {"format": group.get("format") or quantization.get("format") or ""}
+        for group in (quantization.get("config_groups") or {}).values()
+    ]
     if device == "cpu":
         return _missing_on_cpu(method, groups)
     return _missing_on_gpu(methods.get_quantization_config(method).get_min_capability(), groups, deterministic)
@@ -251,7 +262,9 @@ def _missing_on_gpu(least: int, groups: list[dict], deterministic: bool) -> str:
     found = current_platform.get_device_capability()
     if found and found.to_int() < least:
         return f"it needs compute capability {least / 10:.1f}, and this is {found.to_int() / 10:.1f}"
-    if deterministic and any(group["format"].startswith("nvfp4") and not group.get("input_activations") for group in groups):
+    if deterministic and any(
+        group["format"].startswith("nvfp4") and not group.get("input_activations") for group in groups
+    ):
         return "its batch-invariant kernels for NVFP4 round activations, which this scheme does not (without evaluate.deterministic it runs)"
     return ""
 
@@ -262,7 +275,11 @@ def _missing_on_cpu(method: str, groups: list[dict]) -> str:
     importlib.import_module("vllm._custom_ops")  # loads the kernels of this CPU
     if any(group["format"].startswith(("nvfp4", "mxfp4")) for group in groups):
         return "it has no kernel for 4-bit floats on a CPU"
-    integers = [group["weights"]["num_bits"] for group in groups if group["weights"]["type"] == "int" and not group.get("input_activations")]
+    integers = [
+        group["weights"]["num_bits"]
+        for group in groups
+        if group["weights"]["type"] == "int" and not group.get("input_activations")
+    ]
     if any(bits > 4 for bits in integers):
         return "it has no kernel for 8-bit weights with full-precision activations on a CPU"
     if (integers or method == "awq") and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
@@ -282,7 +299,10 @@ def _inspect(model) -> dict[str, Any]:
         attention = getattr(module, "impl", None)
         if attention is not None:
             kernels[type(attention).__name__] += 1
-    tensors = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in (*model.parameters(), *model.buffers())}
+    tensors = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+        for each in (*model.parameters(), *model.buffers())
+    }
     return {"kernels": dict(kernels), "weights_bytes": sum(tensors.values())}
 
 

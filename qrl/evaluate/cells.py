@@ -87,7 +87,9 @@ def ask(
     asked = [question for question in questions for _ in range(samples)]
     lengths = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
     drawn = {"temperature": temperature if samples > 1 else 0.0, "seed": seed}
-    with _opened(engine, cell.path, device, dtype, prompts, **lengths, deterministic=deterministic, memory=memory, seed=seed) as opened:
+    with _opened(
+        engine, cell.path, device, dtype, prompts, **lengths, deterministic=deterministic, memory=memory, seed=seed
+    ) as opened:
         generate, computed_in, receipt = opened
         generate(prompts[:batch_size], max_new_tokens=2)  # libraries set themselves up
         began = time.perf_counter()
@@ -120,20 +122,44 @@ def _check_lengths(path: Path, questions: Sequence, prompts: Sequence) -> None:
 
 @contextmanager
 def _opened(
-    engine: str, path: Path, device: str, dtype: str, prompts: list, *, max_new_tokens: int, batch_size: int, deterministic: bool, memory: float, seed: int
+    engine: str,
+    path: Path,
+    device: str,
+    dtype: str,
+    prompts: list,
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    deterministic: bool,
+    memory: float,
+    seed: int,
 ) -> Iterator[tuple[Callable, str, dict[str, Any]]]:
     """A loaded engine's `generate`, the dtype of its activations, and its receipt."""
     if engine == hf.NAME:
         import transformers
 
         model, tokens = hf.load(path, device, devices.compute_dtype(dtype, device))
-        receipt = {"engine": f"{hf.NAME} {transformers.__version__}", "attention": model.config._attn_implementation, "batch_size": batch_size}
-        yield partial(hf.generate, model, tokens, batch_size=batch_size), str(model.dtype).removeprefix("torch."), receipt
+        receipt = {
+            "engine": f"{hf.NAME} {transformers.__version__}",
+            "attention": model.config._attn_implementation,
+            "batch_size": batch_size,
+        }
+        yield (
+            partial(hf.generate, model, tokens, batch_size=batch_size),
+            str(model.dtype).removeprefix("torch."),
+            receipt,
+        )
     else:
         from qrl.engine import vllm
 
         longest = max(map(len, prompts)) + max_new_tokens
-        given = {"max_tokens": longest, "sequences": batch_size, "deterministic": deterministic, "memory": memory, "seed": seed}
+        given = {
+            "max_tokens": longest,
+            "sequences": batch_size,
+            "deterministic": deterministic,
+            "memory": memory,
+            "seed": seed,
+        }
         with vllm.Vllm(path, device, dtype, **given) as loaded:
             yield loaded.generate, loaded.dtype, loaded.receipt()
 

@@ -23,13 +23,20 @@ def markdown(frame: pd.DataFrame) -> str:
     Returns:
         Markdown; empty where no question has either.
     """
-    return "\n".join(table for kind in GROUPS if kind in frame and frame[kind].notna().any() for table in _table(frame, kind))
+    return "\n".join(
+        table for kind in GROUPS if kind in frame and frame[kind].notna().any() for table in _table(frame, kind)
+    )
 
 
 def _table(frame: pd.DataFrame, kind: str) -> list[str]:
     known = frame[frame[kind].notna()]
     cells = list(dict.fromkeys(zip(known["variant"], known["scheme"], strict=True)))
-    lines = [f"## By {kind}", "", f"| {kind} | {' | '.join(names.cell_name(*cell) for cell in cells)} |", "|---|" + "---:|" * len(cells)]
+    lines = [
+        f"## By {kind}",
+        "",
+        f"| {kind} | {' | '.join(names.cell_name(*cell) for cell in cells)} |",
+        "|---|" + "---:|" * len(cells),
+    ]
     for group in sorted(known[kind].unique()):
         here = known[known[kind] == group]
         rates = [_rate(here[(here["variant"] == variant) & (here["scheme"] == scheme)]) for variant, scheme in cells]
@@ -38,7 +45,9 @@ def _table(frame: pd.DataFrame, kind: str) -> list[str]:
 
 
 def _rate(rows: pd.DataFrame) -> str:
-    correct = rows.groupby("question")["correct"].mean()  # a question counts once, however many samples or seeds answered it
+    correct = rows.groupby("question")[
+        "correct"
+    ].mean()  # a question counts once, however many samples or seeds answered it
     if len(correct) < 2:
         return f"{correct.sum():g} of {len(correct)}"  # no interval stands on one answer
     if len(correct) < len(rows):

@@ -25,7 +25,9 @@ def rates(frame: pd.DataFrame) -> dict[str, float]:
 
 def problems(found: dict[str, float], limits: Evaluate, n: int) -> list[str]:
     """The limits that a cell broke, a sentence each: the limit, the rate, the likely cause; empty is healthy."""
-    unrendered = "prompts not rendered through the model's chat template, or an end token that the model was not trained on"
+    unrendered = (
+        "prompts not rendered through the model's chat template, or an end token that the model was not trained on"
+    )
     checks = [
         (names.EOS_RATE, "evaluate.min_eos_rate", limits.min_eos_rate, True, unrendered),
         (names.TRUNCATION_RATE, "evaluate.max_truncation_rate", limits.max_truncation_rate, False,

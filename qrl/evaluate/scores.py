@@ -20,7 +20,9 @@ def metrics(asked: Asked) -> dict[str, float]:
     frame: pd.DataFrame = asked.frame
     right = frame.groupby("question", sort=False)["correct"].agg(["sum", "size"])
     samples = int(right["size"].iloc[0])
-    accuracy = stats.accuracy(int(frame["correct"].sum()), len(frame)) if samples == 1 else stats.rate(right["sum"] / samples)
+    accuracy = (
+        stats.accuracy(int(frame["correct"].sum()), len(frame)) if samples == 1 else stats.rate(right["sum"] / samples)
+    )
     return {
         names.ACCURACY: accuracy.estimate,
         names.ACCURACY_STDERR: accuracy.stderr,

@@ -14,4 +14,18 @@ from qrl.figures.rewards import training
 from qrl.figures.study import report, weights_page
 from qrl.figures.weights import layer_error
 
-__all__ = ["behaviour", "chances", "layer_error", "matrix", "methods", "movement", "report", "schemes", "speeds", "spread", "survival", "training", "weights_page"]
+__all__ = [
+    "behaviour",
+    "chances",
+    "layer_error",
+    "matrix",
+    "methods",
+    "movement",
+    "report",
+    "schemes",
+    "speeds",
+    "spread",
+    "survival",
+    "training",
+    "weights_page",
+]

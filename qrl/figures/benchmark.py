@@ -29,16 +29,33 @@ def speeds(lines: Sequence[Line], path: str | Path, at_once: str = "prompts") ->
     labels = list(dict.fromkeys(line.label for line in lines))
     for number, label in enumerate(labels):
         own = [line for line in lines if line.label == label]
-        look = {"color": COLOURS[number % len(COLOURS)], "ls": STYLES[number // len(COLOURS) % len(STYLES)], "marker": "o", "ms": 4}
+        look = {
+            "color": COLOURS[number % len(COLOURS)],
+            "ls": STYLES[number // len(COLOURS) % len(STYLES)],
+            "marker": "o",
+            "ms": 4,
+        }
         for axes, metric in ((above, "tokens_per_s"), (below, "latency_p95_s")):
             values = [getattr(line, metric) for line in own]
-            reach = [[value.estimate - value.low for value in values], [value.high - value.estimate for value in values]]
-            axes.errorbar([line.batch for line in own], [value.estimate for value in values], yerr=reach, label=label, capsize=2, **look)
+            reach = [
+                [value.estimate - value.low for value in values],
+                [value.high - value.estimate for value in values],
+            ]
+            axes.errorbar(
+                [line.batch for line in own],
+                [value.estimate for value in values],
+                yerr=reach,
+                label=label,
+                capsize=2,
+                **look,
+            )
     for axes, name in ((above, "tokens per second"), (below, "latency p95, seconds")):
         axes.set_xscale("log", base=2)
         _plain_numbers(axes)
         axes.set_ylabel(name)
-    below.set_xticks(sorted({line.batch for line in lines}), [str(batch) for batch in sorted({line.batch for line in lines})])
+    below.set_xticks(
+        sorted({line.batch for line in lines}), [str(batch) for batch in sorted({line.batch for line in lines})]
+    )
     below.set_xlabel(f"{at_once} at once")
     above.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
     most = max(lines, key=lambda line: line.tokens_per_s.estimate)

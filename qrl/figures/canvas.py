@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, FAINT, GRID = "#222222", "#6b6b6b", "#e4e4e4"
-GREY, BLUE, ORANGE, GREEN, PURPLE, SKY, RED = "#7f7f7f", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
+GREY, BLUE, ORANGE, GREEN, PURPLE, SKY, RED = (
+    "#7f7f7f",
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+)
 VARIANTS = (GREY, BLUE, ORANGE, GREEN, PURPLE)  # base is grey, the first trained variant blue
 
 
@@ -46,7 +54,9 @@ def wrapped(title: str, width: float) -> str:
         title: in one line.
         width: of the figure, in inches.
     """
-    return textwrap.fill(re.sub(r"\[[^]]*\]", lambda found: found[0].replace(" ", "\u00a0"), title), width=int(9.1 * width))
+    return textwrap.fill(
+        re.sub(r"\[[^]]*\]", lambda found: found[0].replace(" ", "\u00a0"), title), width=int(9.1 * width)
+    )
 
 
 def finish(figure: Figure, axes: Axes, title: str, note: str, path: str | Path) -> None:

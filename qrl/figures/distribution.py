@@ -34,7 +34,15 @@ def spread(weights: pd.DataFrame, path: str | Path, multiplier: float = 6.0) -> 
             _column(axes, rows[rows["projection"] == kind], x + offset, 0.32 / len(variants), colour)
         axes.plot([], [], "s", color=colour, label=variant)
     axes.axhline(multiplier, color=INK, lw=1, ls=(0, (4, 2)))
-    axes.annotate(f"outliers:\nabove {multiplier:g}", (1.01, multiplier), xycoords=("axes fraction", "data"), va="center", size=9, color=INK, annotation_clip=False)
+    axes.annotate(
+        f"outliers:\nabove {multiplier:g}",
+        (1.01, multiplier),
+        xycoords=("axes fraction", "data"),
+        va="center",
+        size=9,
+        color=INK,
+        annotation_clip=False,
+    )
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if x in MINOR else "")

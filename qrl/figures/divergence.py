@@ -31,7 +31,11 @@ def behaviour(said: pd.DataFrame, path: str | Path) -> None:
     schemes = list(dict.fromkeys(whole["scheme"]))
     above = [["kl", "top1_agreement"]] if schemes else []
     below = [["layer", "layer"]] if len(layers) else []
-    figure = Figure(figsize=(max(7.4, 1.1 * len(schemes) + 4), 1.2 + 2.9 * (len(above) + len(below))), layout="constrained", facecolor="white")
+    figure = Figure(
+        figsize=(max(7.4, 1.1 * len(schemes) + 4), 1.2 + 2.9 * (len(above) + len(below))),
+        layout="constrained",
+        facecolor="white",
+    )
     panels = figure.subplot_mosaic([*above, *below])
     for axes in panels.values():
         dress(axes)
@@ -44,7 +48,9 @@ def behaviour(said: pd.DataFrame, path: str | Path) -> None:
         panels["layer"].set_xlabel("this layer alone rounded to the proxy's bits")
         panels["layer"].xaxis.get_major_locator().set_params(integer=True)
     first = next(iter(panels.values()))
-    first.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=said["variant"].nunique(), borderaxespad=0.2)
+    first.legend(
+        frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=said["variant"].nunique(), borderaxespad=0.2
+    )
     note = f"n = {said['n'].min():,} held-out texts, {said['positions'].min():,} tokens; nothing is sampled. Bars: 95 % intervals over texts."
     finish(figure, first, behaviour_found(said), note, path)
 
@@ -62,7 +68,9 @@ def behaviour_found(said: pd.DataFrame) -> str:
     if len(whole):
         most = next(whole.loc[[whole["kl"].idxmax()]].itertuples())
         value, low, high = interval(most, "kl")
-        parts.append(f"Farthest from full precision: {most.variant} under {most.scheme}, KL {value:.2g} [{low:.2g}, {high:.2g}] nats a token")
+        parts.append(
+            f"Farthest from full precision: {most.variant} under {most.scheme}, KL {value:.2g} [{low:.2g}, {high:.2g}] nats a token"
+        )
     if len(layers):
         mean = layers.groupby("layer")["kl"].mean()
         parts.append(f"rounding layer {mean.idxmax()} alone does most")
@@ -78,7 +86,14 @@ def _points(axes: Axes, rows: pd.DataFrame, places: dict, by: str, column: str) 
         values = [interval(row, column) for row in own]
         x = [places[getattr(row, by)] + (i - (len(variants) - 1) / 2) * 0.22 for row in own]
         reach = [[value - low for value, low, _ in values], [high - value for value, _, high in values]]
-        look = {"color": VARIANTS[i % len(VARIANTS)], "fmt": MARKS[i % len(MARKS)], "ms": 6, "lw": 1.8, "capsize": 3, "label": variant}
+        look = {
+            "color": VARIANTS[i % len(VARIANTS)],
+            "fmt": MARKS[i % len(MARKS)],
+            "ms": 6,
+            "lw": 1.8,
+            "capsize": 3,
+            "label": variant,
+        }
         axes.errorbar(x, [value for value, _, _ in values], yerr=reach, **look)
     axes.set_title(AXES[column], loc="left", size=10, pad=20 if by == "scheme" else 4)
     axes.margins(y=0.12)

@@ -49,7 +49,13 @@ def schemes(stored: pd.DataFrame, path: str | Path) -> None:
     """
     few = stored["scheme"].nunique() <= FEW
     panels = scheme_panels(stored) if few else across_panels(stored)
-    draw(panels, schemes_found(stored), "Errors are ‖Q(W) − W‖² / ‖W‖² of the weights that the checkpoints really store.", path, "layer" if few else "projection, mean over layers")
+    draw(
+        panels,
+        schemes_found(stored),
+        "Errors are ‖Q(W) − W‖² / ‖W‖² of the weights that the checkpoints really store.",
+        path,
+        "layer" if few else "projection, mean over layers",
+    )
 
 
 def movement_panels(weights: pd.DataFrame) -> list[Panel]:
@@ -98,7 +104,9 @@ def across_panels(stored: pd.DataFrame) -> list[Panel]:
 
 
 def _across(rows: pd.DataFrame, column: str) -> pd.DataFrame:
-    table = rows.pivot_table(index="scheme", columns="projection", values=column, aggfunc="mean", dropna=False, sort=False)
+    table = rows.pivot_table(
+        index="scheme", columns="projection", values=column, aggfunc="mean", dropna=False, sort=False
+    )
     known = [name for name in ORDER if name in table.columns]
     return table[[*known, *sorted(set(table.columns) - set(known))]]
 
@@ -120,7 +128,11 @@ def movement_found(weights: pd.DataFrame) -> str:
     if not flips:
         return f"Training flipped no {bits(weights)}-bit code: {bits(weights)} bits cannot tell the two models apart"
     inside = trained[trained["layer"] >= 0]
-    most = inside.loc[inside["code_flip_rate"].idxmax()] if len(inside) else trained.loc[trained["code_flip_rate"].idxmax()]
+    most = (
+        inside.loc[inside["code_flip_rate"].idxmax()]
+        if len(inside)
+        else trained.loc[trained["code_flip_rate"].idxmax()]
+    )
     return f"Training flipped {100 * flips:.2g} % of the {bits(weights)}-bit codes, most in layer {most['layer']}'s {most['projection']}: {100 * most['code_flip_rate']:.2g} %"
 
 
@@ -134,8 +146,13 @@ def schemes_found(stored: pd.DataFrame) -> str:
     """The finding, as a title: the energy that each scheme loses of each variant's weights."""
     parts, losses = [], {}
     for scheme, rows in stored.groupby("scheme", sort=False):
-        sums = (rows["relative_mse"] * rows["energy"]).groupby(rows["variant"]).sum() / rows.groupby("variant")["energy"].sum()
-        parts.append(f"{scheme} loses " + " and ".join(f"{100 * sums[name]:.3g} % of {name}'s" for name in dict.fromkeys(rows["variant"])))
+        sums = (rows["relative_mse"] * rows["energy"]).groupby(rows["variant"]).sum() / rows.groupby("variant")[
+            "energy"
+        ].sum()
+        parts.append(
+            f"{scheme} loses "
+            + " and ".join(f"{100 * sums[name]:.3g} % of {name}'s" for name in dict.fromkeys(rows["variant"]))
+        )
         losses[scheme] = 100 * sums.iloc[0]
     if len(parts) > FEW:
         least, most = min(losses, key=losses.get), max(losses, key=losses.get)
@@ -150,11 +167,21 @@ def draw(panels: list[Panel], title: str, note: str, path: str | Path, across: s
     layers = max(panel.values.shape[1] for panel in panels)
     rows = sum(len(panel.values) for panel in panels)
     width = max(7.4, 2.6 + 0.24 * layers)
-    top = 0.66 + 0.22 * max(2, len(wrapped(title, width).splitlines()))  # inches above the maps: a third line of title needs its own
+    top = 0.66 + 0.22 * max(
+        2, len(wrapped(title, width).splitlines())
+    )  # inches above the maps: a third line of title needs its own
     height = 0.9 + top + 0.22 * rows + 0.5 * len(panels)
-    figure = Figure(figsize=(width, height), facecolor="white")  # laid out by hand: the solver takes a second for six panels
+    figure = Figure(
+        figsize=(width, height), facecolor="white"
+    )  # laid out by hand: the solver takes a second for six panels
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[len(panel.values) for panel in panels])[:, 0]
-    figure.subplots_adjust(left=0.75 / width, right=1 - 0.1 / width, top=1 - top / height, bottom=0.85 / height, hspace=0.5 * len(panels) / (0.22 * rows))
+    figure.subplots_adjust(
+        left=0.75 / width,
+        right=1 - 0.1 / width,
+        top=1 - top / height,
+        bottom=0.85 / height,
+        hspace=0.5 * len(panels) / (0.22 * rows),
+    )
     for panel, each in zip(panels, axes, strict=True):
         _panel(figure, each, panel)
     axes[-1].set_xlabel(across)
@@ -165,7 +192,9 @@ def _panel(figure: Figure, axes, panel: Panel) -> None:
     values = panel.values.to_numpy(dtype=float)
     reach = np.nanmax(np.abs(values)) if np.isfinite(values).any() else 1.0
     limits = {"vmin": -reach or -1, "vmax": reach or 1} if panel.signed else {}
-    shown = axes.imshow(values, aspect="auto", cmap=DIFFERENCES if panel.signed else SIZES, interpolation="nearest", **limits)
+    shown = axes.imshow(
+        values, aspect="auto", cmap=DIFFERENCES if panel.signed else SIZES, interpolation="nearest", **limits
+    )
     axes.set_title(panel.title, loc="left", size=10, color=INK, pad=4)
     axes.set_yticks(range(len(panel.values)), [name.removesuffix("_proj") for name in panel.values.index], size=8.5)
     every = -(-values.shape[1] // 16)

@@ -66,7 +66,9 @@ def write(title: str, note: str, sections: Iterable[Section], path: str | Path) 
         for figure in filter(None, section.figures):
             name = f"figure{len(drawn)}"
             drawn[name] = figure
-            body.append(f'<h3>{html.escape(figure["title"])}</h3><div id="{name}" style="min-height:{figure["layout"]["height"]}px"></div>')
+            body.append(
+                f'<h3>{html.escape(figure["title"])}</h3><div id="{name}" style="min-height:{figure["layout"]["height"]}px"></div>'
+            )
     data = json.dumps(drawn, allow_nan=False).replace("</", "<\\/")
     text = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style></head><body>'
@@ -95,4 +97,8 @@ def numbers(values: Iterable[float]) -> list[float | None]:
 def laid(drawn: list[dict], title: str, height: int, **axes: dict) -> dict:
     """A figure as `write` takes it; its title is the page's own text, which wraps in a narrow frame."""
     margin = {"l": 90, "r": 20, "t": 20, "b": 50}
-    return {"title": title, "data": drawn, "layout": {"height": height, "font": {"color": INK}, "margin": margin, **axes}}
+    return {
+        "title": title,
+        "data": drawn,
+        "layout": {"height": height, "font": {"color": INK}, "margin": margin, **axes},
+    }

@@ -11,7 +11,13 @@ from qrl.stats import signed
 if TYPE_CHECKING:
     from qrl.compare.ranking import Methods
 
-COLOURS = (("base", GREY), ("grpo", BLUE), ("qat", GREEN), ("qad", PURPLE), ("", ORANGE))  # by how a method's name begins
+COLOURS = (
+    ("base", GREY),
+    ("grpo", BLUE),
+    ("qat", GREEN),
+    ("qad", PURPLE),
+    ("", ORANGE),
+)  # by how a method's name begins
 
 
 def methods(found: Methods, finding: str, path: str | Path) -> None:
@@ -30,14 +36,29 @@ def methods(found: Methods, finding: str, path: str | Path) -> None:
         axes.plot([value.low, value.high], [y, y], color=colour, lw=2.2, solid_capstyle="butt")
         axes.plot(value.estimate, y, "o", ms=7, color=colour)
         if value.runs:
-            axes.plot([each.estimate for each in value.runs.values], [y + 0.28] * value.runs.count, "|", ms=7, mew=1.4, color=FAINT)
+            axes.plot(
+                [each.estimate for each in value.runs.values],
+                [y + 0.28] * value.runs.count,
+                "|",
+                ms=7,
+                mew=1.4,
+                color=FAINT,
+            )
         text = f"{row.accuracy.estimate:.3f}   {signed(value.estimate)} [{signed(value.low)}, {signed(value.high)}]"
-        axes.annotate(text, (1.02, y), xycoords=("axes fraction", "data"), va="center", color=INK, size=9, annotation_clip=False)
+        axes.annotate(
+            text, (1.02, y), xycoords=("axes fraction", "data"), va="center", color=INK, size=9, annotation_clip=False
+        )
     axes.axvline(0, color=INK, lw=1)
     axes.set_ylim(len(rows) - 0.5, -0.6)
     axes.set_yticks(range(len(rows)), [f"{row.variant} · {row.scheme}" for row in rows], size=10)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("accuracy minus that of grpo in full precision")
-    runs = f"mean of {found.runs} training runs, their spread counted in (ticks: each run)" if found.runs > 1 else "one training run each"
-    note = f"n = {found.n} held-out questions, paired; {runs}. Bars are 95 % intervals; at the right accuracy and error."
+    runs = (
+        f"mean of {found.runs} training runs, their spread counted in (ticks: each run)"
+        if found.runs > 1
+        else "one training run each"
+    )
+    note = (
+        f"n = {found.n} held-out questions, paired; {runs}. Bars are 95 % intervals; at the right accuracy and error."
+    )
     finish(figure, axes, finding, note, path)

@@ -21,7 +21,9 @@ MEASURES = {
 }
 
 
-def training(history: pd.DataFrame, path: str | Path, measure: str = "reward", probes: pd.DataFrame | None = None) -> None:
+def training(
+    history: pd.DataFrame, path: str | Path, measure: str = "reward", probes: pd.DataFrame | None = None
+) -> None:
     """Training curves: reward, held-out accuracy where it was probed, and below them the health of the run.
 
     Args:
@@ -33,7 +35,9 @@ def training(history: pd.DataFrame, path: str | Path, measure: str = "reward", p
     """
     labels = shown(history, measure)
     if "step" not in history or measure not in labels:
-        raise ValueError(f"The history has the columns {list(history)}, but 'step' and a '{measure}' with values were expected.")
+        raise ValueError(
+            f"The history has the columns {list(history)}, but 'step' and a '{measure}' with values were expected."
+        )
     probed = probes is not None and len(probes) > 0
     below = len(labels) - 1 + probed
     figure, grid = canvas(7.4, 2.2 + 1.5 * below + 1.2, rows=1 + below, heights=[2, *[1] * below])
@@ -51,14 +55,26 @@ def training(history: pd.DataFrame, path: str | Path, measure: str = "reward", p
         axes.tick_params(labelbottom=False)
     last.set_xlabel("optimizer step")
     last.xaxis.get_major_locator().set_params(integer=True)
-    finish(figure, first, reward_found(history, measure), "Faint: each logged step; bold: running mean over a tenth of the run.", path)
+    finish(
+        figure,
+        first,
+        reward_found(history, measure),
+        "Faint: each logged step; bold: running mean over a tenth of the run.",
+        path,
+    )
 
 
 def _probe(axes: Axes, probes: pd.DataFrame) -> None:
     """Held-out accuracy over steps, a bar for each look's 95 % interval."""
     reach = [probes["accuracy"] - probes["low"], probes["high"] - probes["accuracy"]]
     axes.errorbar(probes["step"], probes["accuracy"], yerr=reach, fmt="o-", color=RED, lw=1.6, ms=4, capsize=3)
-    axes.set_title(f"held-out accuracy (n = {probes['n'].iloc[0]:,} probe questions; bars: 95 %)", loc="left", size=10, color=INK, pad=4)
+    axes.set_title(
+        f"held-out accuracy (n = {probes['n'].iloc[0]:,} probe questions; bars: 95 %)",
+        loc="left",
+        size=10,
+        color=INK,
+        pad=4,
+    )
     axes.margins(x=0.02, y=0.15)
 
 

@@ -28,7 +28,13 @@ def weights_page(weights: pd.DataFrame, stored: pd.DataFrame, said: pd.DataFrame
 
 
 def report(
-    table: Mapping[str, Any], sentence: str, history: pd.DataFrame | None, weights: pd.DataFrame, stored: pd.DataFrame, said: pd.DataFrame, path: str | Path
+    table: Mapping[str, Any],
+    sentence: str,
+    history: pd.DataFrame | None,
+    weights: pd.DataFrame,
+    stored: pd.DataFrame,
+    said: pd.DataFrame,
+    path: str | Path,
 ) -> None:
     """The whole study.
 
@@ -40,9 +46,18 @@ def report(
         path: the HTML file.
     """
     sections = [Section("Did the gain survive?", sentence, [_matrix(table), _forest(table)])]
-    measure = next((name for name in rewards.MEASURES if history is not None and name in history and history[name].notna().any()), None)
+    measure = next(
+        (name for name in rewards.MEASURES if history is not None and name in history and history[name].notna().any()),
+        None,
+    )
     if measure:
-        sections.append(Section("Training", rewards.reward_found(history, measure), [_curve(history, column, title) for column, title in rewards.shown(history, measure).items()]))
+        sections.append(
+            Section(
+                "Training",
+                rewards.reward_found(history, measure),
+                [_curve(history, column, title) for column, title in rewards.shown(history, measure).items()],
+            )
+        )
     note = f"Bars and brackets are 95 % intervals. {interactive.heatmaps.movement_note(weights)} {interactive.READ}"
     page.write("qrl: study", note, [*sections, *interactive.sections(weights, stored, said)], path)
 
@@ -73,27 +88,52 @@ def _interval(value: Mapping[str, float]) -> str:
 
 def _forest(table: Mapping[str, Any]) -> dict | None:
     """Gain survival of every trained variant and scheme, a row each, and the margin that it must clear."""
-    rows = [(scheme, each) for scheme, entry in table.items() for each in (entry, *entry.get("others", {}).values()) if each.get("gain_survival")]
+    rows = [
+        (scheme, each)
+        for scheme, entry in table.items()
+        for each in (entry, *entry.get("others", {}).values())
+        if each.get("gain_survival")
+    ]
     if not rows:
         return None
     several = len({each["trained"] for _, each in rows}) > 1
-    drawn, shapes = [], [{"type": "line", "x0": 0, "x1": 0, "y0": 0, "y1": 1, "yref": "paper", "line": {"color": INK, "width": 1}}]
+    drawn, shapes = (
+        [],
+        [{"type": "line", "x0": 0, "x1": 0, "y0": 0, "y1": 1, "yref": "paper", "line": {"color": INK, "width": 1}}],
+    )
     for number, (scheme, each) in enumerate(rows):
         value, verdict = each["gain_survival"], each["verdict"]
         name = f"{each['trained']} · {scheme}" if several else scheme
-        reach = {"type": "data", "array": [value["high"] - value["estimate"]], "arrayminus": [value["estimate"] - value["low"]], "thickness": 3}
+        reach = {
+            "type": "data",
+            "array": [value["high"] - value["estimate"]],
+            "arrayminus": [value["estimate"] - value["low"]],
+            "thickness": 3,
+        }
         look = {"color": VERDICTS.get(verdict, INK), "size": 12}
         drawn.append({"type": "scatter", "mode": "markers+text", "x": [value["estimate"]], "y": [name], "error_x": reach, "marker": look, "showlegend": False,
                       "text": [f"{verdict}, {_interval(value)}"], "textposition": "top center", "hovertemplate": f"{name}: {verdict}, {_interval(value)}, margin {each['margin']:.3f}<extra></extra>"})  # fmt: skip
         margin = {"type": "line", "x0": -each["margin"], "x1": -each["margin"], "y0": number - 0.5, "y1": number + 0.5}
         shapes.append(margin | {"line": {"color": RED, "width": 2, "dash": "dash"}})
-    axes = {"yaxis": {"type": "category", "autorange": "reversed"}, "xaxis": {"title": {"text": "gain survival: gain under the scheme minus gain at full precision"}}}
-    return laid(drawn, "Gain survival by scheme; dashed: the margin, right of which the interval must lie", 190 + 70 * len(rows), shapes=shapes, **axes)
+    axes = {
+        "yaxis": {"type": "category", "autorange": "reversed"},
+        "xaxis": {"title": {"text": "gain survival: gain under the scheme minus gain at full precision"}},
+    }
+    return laid(
+        drawn,
+        "Gain survival by scheme; dashed: the margin, right of which the interval must lie",
+        190 + 70 * len(rows),
+        shapes=shapes,
+        **axes,
+    )
 
 
 def _curve(history: pd.DataFrame, column: str, title: str) -> dict:
     """One measure of the training, each logged step and its running mean."""
     part, smooth = rewards.smoothed(history, column)
     look = {"type": "scatter", "x": numbers(part["step"]), "showlegend": False}
-    drawn = [look | {"y": numbers(part[column]), "mode": "markers", "marker": {"color": BLUE, "opacity": 0.4}}, look | {"y": numbers(smooth), "mode": "lines", "line": {"color": BLUE, "width": 3}}]
+    drawn = [
+        look | {"y": numbers(part[column]), "mode": "markers", "marker": {"color": BLUE, "opacity": 0.4}},
+        look | {"y": numbers(smooth), "mode": "lines", "line": {"color": BLUE, "width": 3}},
+    ]
     return laid(drawn, title, 260, xaxis={"title": {"text": "optimizer step"}})

@@ -44,7 +44,9 @@ def layer_error(weights: pd.DataFrame, path: str | Path) -> None:
     layers = [place for place in places if isinstance(place, int)]
     shown = [place for place in places if isinstance(place, str) or layers.index(place) % -(-len(layers) // 12) == 0]
     for axes in (above, *below):
-        axes.set_xticks([x[place] for place in shown], [place if isinstance(place, int) else f"\n{place}" for place in shown])
+        axes.set_xticks(
+            [x[place] for place in shown], [place if isinstance(place, int) else f"\n{place}" for place in shown]
+        )
     axes.set_xlabel("layer")
     note = f"{frame['tensor'].nunique()} tensors of {', '.join(variants)}. Lines: means over a layer, weighted by size{'; dots: single tensors' if below else ''}."
     finish(figure, above, _error_found(frame, variants), note, path)
@@ -62,7 +64,16 @@ def _changes(axes: Axes, frame: pd.DataFrame, variants: list[str], x: dict[int |
             axes.plot(places, change[kinds == kind], mark, color=colour, ms=6, alpha=0.75, mew=0, label=kind)
     axes.axhline(0, color=INK, lw=1)
     axes.set_ylabel(f"{BASE} − {variants[1] if len(variants) == 2 else 'trained'}, % of {BASE}'s")
-    axes.annotate("above 0: smaller after training", (1, 1), (0, 6), xycoords="axes fraction", textcoords="offset points", ha="right", size=9, color=FAINT)
+    axes.annotate(
+        "above 0: smaller after training",
+        (1, 1),
+        (0, 6),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        ha="right",
+        size=9,
+        color=FAINT,
+    )
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(KINDS), borderaxespad=0.2)
 
 
@@ -74,7 +85,11 @@ def bits(frame: pd.DataFrame) -> int:
 def _place(tensor: str) -> int | str:
     """Number of the layer that a tensor belongs to, or the first telling part of its name."""
     layer = re.search(r"\.(\d+)\.", tensor)
-    return int(layer[1]) if layer else tensor.removeprefix("model.").removesuffix(".weight").replace("embed_tokens", "embed")
+    return (
+        int(layer[1])
+        if layer
+        else tensor.removeprefix("model.").removesuffix(".weight").replace("embed_tokens", "embed")
+    )
 
 
 def _order(place: int | str) -> tuple[int, str]:
@@ -91,7 +106,11 @@ def _kind(tensor: str) -> str:
 def _weighted(frame: pd.DataFrame, by: Any) -> pd.Series:
     """Relative error over groups of tensors, weighted by their numbers of weights; one of zeros has none and does not count."""
     known = frame["w4_relative_mse"].notna()
-    sums = frame.assign(error=frame["w4_relative_mse"] * frame["numel"], numel=frame["numel"].where(known)).groupby(by)[["error", "numel"]].sum(min_count=1)
+    sums = (
+        frame.assign(error=frame["w4_relative_mse"] * frame["numel"], numel=frame["numel"].where(known))
+        .groupby(by)[["error", "numel"]]
+        .sum(min_count=1)
+    )
     return sums["error"] / sums["numel"]
 
 

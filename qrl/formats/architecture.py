@@ -10,7 +10,14 @@ from typing import Any
 from qrl.errors import BadInput
 from qrl.formats.header import Entry
 
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 _EMBEDDING = "model.embed_tokens.weight"  # of the decoders that transformers knows, nearly all
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -29,15 +36,24 @@ def check(file: Path, settings: Mapping[str, Any], tensors: Mapping[str, Entry])
     for key in _SIZES:
         value = settings.get(key)
         if value is not None and (type(value) is not int or value < 1):
-            raise BadInput(f"{file} says {key} = {value!r}, but a whole number above 0 was expected: copy it from the model again.")
+            raise BadInput(
+                f"{file} says {key} = {value!r}, but a whole number above 0 was expected: copy it from the model again."
+            )
     if (table := tensors.get(_EMBEDDING)) is not None and len(table.shape) == 2:
         for key, found in zip(("vocab_size", "hidden_size"), table.shape, strict=True):
             _same(file, key, settings.get(key), {found})
     layers = len({match[1] for name in tensors if (match := _LAYER.match(name))})
     if layers:  # layers that predict further tokens are stored behind those that count
-        _same(file, "num_hidden_layers", settings.get("num_hidden_layers"), {layers, layers - (settings.get("num_nextn_predict_layers") or 0)})
+        _same(
+            file,
+            "num_hidden_layers",
+            settings.get("num_hidden_layers"),
+            {layers, layers - (settings.get("num_nextn_predict_layers") or 0)},
+        )
 
 
 def _same(file: Path, key: str, said: int | None, found: set[int]) -> None:
     if said is not None and said not in found:
-        raise BadInput(f"{file} says {key} = {said}, but its weights have {max(found)}: copy config.json and weights from the same model.")
+        raise BadInput(
+            f"{file} says {key} = {said}, but its weights have {max(found)}: copy config.json and weights from the same model."
+        )

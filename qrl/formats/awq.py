@@ -52,7 +52,9 @@ def unpack_checkpoint_state(path: Path | str) -> dict[str, Tensor]:
     settings = checkpoint.config(path).get("quantization_config") or {}
     layout = (settings.get("quant_method"), settings.get("bits"), str(settings.get("version", "gemm")).lower())
     if layout != ("awq", BITS, "gemm"):
-        raise BadInput(f"{path} is not an AWQ checkpoint in 4-bit GEMM layout (found {layout}): quantize it with scheme awq.")
+        raise BadInput(
+            f"{path} is not an AWQ checkpoint in 4-bit GEMM layout (found {layout}): quantize it with scheme awq."
+        )
     packed: dict[str, dict[str, Tensor]] = {}
     state = {}
     for name, tensor in checkpoint.tensors(path):
@@ -105,6 +107,8 @@ def _nibbles(words: Tensor) -> Tensor:
     shifts = torch.empty(len(ORDER), dtype=torch.int32)
     shifts[list(ORDER)] = torch.arange(0, BITS * len(ORDER), BITS, dtype=torch.int32)
     found = torch.empty(*words.shape, len(ORDER), dtype=torch.int8)
-    for place, shift in enumerate(shifts.tolist()):  # one of the eight at a time: all of them as int32 are 32 bits a code
+    for place, shift in enumerate(
+        shifts.tolist()
+    ):  # one of the eight at a time: all of them as int32 are 32 bits a code
         found[:, :, place] = (words >> shift) & (2**BITS - 1)
     return found.flatten(1)

@@ -56,7 +56,11 @@ def read(file: Path) -> dict[str, Entry]:
         spans = {name: value["data_offsets"] for name, value in described.items()}
         found = {
             name: Entry(
-                file.name, value["dtype"], tuple(value["shape"]), spans[name][1] - spans[name][0], 8 + length + spans[name][0]
+                file.name,
+                value["dtype"],
+                tuple(value["shape"]),
+                spans[name][1] - spans[name][0],
+                8 + length + spans[name][0],
             )
             for name, value in described.items()
         }
@@ -65,7 +69,9 @@ def read(file: Path) -> dict[str, Entry]:
         raise BadInput(f"{file} is not safetensors: its header is not the JSON that the format asks for.") from None
     if size != expected:
         state = "truncated" if size < expected else "too long"
-        raise BadInput(f"{file} is {state}: its header describes {expected:,} bytes, but it has {size:,}; copy it again.")
+        raise BadInput(
+            f"{file} is {state}: its header describes {expected:,} bytes, but it has {size:,}; copy it again."
+        )
     _check_places(file, found, 8 + length)
     return found
 
@@ -76,9 +82,13 @@ def _check_places(file: Path, found: dict[str, Entry], at: int) -> None:
         sound = all(type(size) is int and size >= 0 for size in entry.shape)
         if not sound or entry.numel * _bits(entry.dtype) != 8 * entry.bytes:
             shape = "×".join(map(str, entry.shape))
-            raise BadInput(f"{file} is not safetensors: its header gives {name}, {entry.dtype} of shape {shape}, {entry.bytes:,} bytes, which do not fit; write it again.")
+            raise BadInput(
+                f"{file} is not safetensors: its header gives {name}, {entry.dtype} of shape {shape}, {entry.bytes:,} bytes, which do not fit; write it again."
+            )
         if entry.start != at:
-            raise BadInput(f"{file} is not safetensors: in its header {name} does not begin where the tensor before it ends; write it again.")
+            raise BadInput(
+                f"{file} is not safetensors: in its header {name} does not begin where the tensor before it ends; write it again."
+            )
         at += entry.bytes
 
 

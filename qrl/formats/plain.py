@@ -41,12 +41,20 @@ def write(path: Path, out: Path) -> Path:
 
     packed = stored.names(path)
     modules = {name.removesuffix("weight") for name in packed}
-    others = [name for name in checkpoint.entries(path) if name.endswith(".bias") or f"{name.rpartition('.')[0]}." not in modules]
+    others = [
+        name
+        for name in checkpoint.entries(path)
+        if name.endswith(".bias") or f"{name.rpartition('.')[0]}." not in modules
+    ]
     state = {name: tensor.to(torch.float32) for name, tensor in checkpoint.tensors(path, others)}
     state |= {name: matrix.values.contiguous() for name, matrix in stored.matrices(path, packed)}
     out.mkdir()
     save_file(state, out / checkpoint.WEIGHTS, {"format": "pt"})
-    settings = {key: value for key, value in checkpoint.config(path).items() if key not in ("quantization_config", "torch_dtype")}
+    settings = {
+        key: value
+        for key, value in checkpoint.config(path).items()
+        if key not in ("quantization_config", "torch_dtype")
+    }
     (out / "config.json").write_text(json.dumps(settings | {"dtype": "float32"}, indent=1))
     for name in ("generation_config.json", *checkpoint.TOKENIZER_FILES):
         if (path / name).is_file():

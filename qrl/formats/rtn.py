@@ -82,7 +82,9 @@ def scan(
     import torch
 
     top = 2 ** (bits - 1) - 1
-    scaled, rounded = (each.view(groups.shape) for each in scratch or torch.empty(2, groups.numel(), device=groups.device))
+    scaled, rounded = (
+        each.view(groups.shape) for each in scratch or torch.empty(2, groups.numel(), device=groups.device)
+    )
     torch.mul(groups, torch.where(largest == 0, 0.0, top / largest), out=scaled)
     off = torch.linalg.vector_norm(scaled.sub_(torch.round(scaled, out=rounded)), dim=-1)  # in steps of its group
     steps = largest.squeeze(-1).double() / top
@@ -130,4 +132,6 @@ def snr_db(relative_mse: float) -> float:
 
 def _check(weight: Tensor, bits: int, group_size: int) -> None:
     if weight.ndim != 2 or not 2 <= bits <= 8 or group_size < 1:
-        raise ValueError(f"expected a matrix, 2 to 8 bits and groups of at least 1, got {tuple(weight.shape)}, {bits}, {group_size}")
+        raise ValueError(
+            f"expected a matrix, 2 to 8 bits and groups of at least 1, got {tuple(weight.shape)}, {bits}, {group_size}"
+        )

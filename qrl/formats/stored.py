@@ -49,15 +49,21 @@ def names(path: Path | str) -> list[str]:
     """
     settings = checkpoint.config(path).get("quantization_config")
     if not settings:
-        raise BadInput(f"{path} is a full-precision checkpoint, but a quantized one was expected: give what `quantize` wrote.")
+        raise BadInput(
+            f"{path} is a full-precision checkpoint, but a quantized one was expected: give what `quantize` wrote."
+        )
     _reader(path, settings)
     entries = checkpoint.entries(path)
     found = {f"{name.removesuffix(mark)}.weight" for name in entries for mark in MARKS if name.endswith(mark)}
     if not found:
-        raise BadInput(f"{path} says that it is quantized ({settings.get('quant_method')}) but holds no quantized matrix: expected {READ}.")
+        raise BadInput(
+            f"{path} says that it is quantized ({settings.get('quant_method')}) but holds no quantized matrix: expected {READ}."
+        )
     for name, entry in sorted(entries.items()):
         if name.endswith(CODES) and entry.dtype not in FLOATS and f"{name.rpartition('.')[0]}.weight" not in found:
-            raise BadInput(f"{path} holds {name} in {entry.dtype} without the scales or state that say what it stands for: quantize it again.")
+            raise BadInput(
+                f"{path} holds {name} in {entry.dtype} without the scales or state that say what it stands for: quantize it again."
+            )
     return sorted(found)
 
 
@@ -81,7 +87,9 @@ def matrices(path: Path | str, wanted: list[str]) -> Iterator[tuple[str, Stored]
             yield name, read(own, settings, module)
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
             why = f"there is no {error}" if isinstance(error, KeyError) else error
-            raise BadInput(f"{name} of {path} cannot be unpacked ({why}): quantize it again, or name the right folder.") from None
+            raise BadInput(
+                f"{name} of {path} cannot be unpacked ({why}): quantize it again, or name the right folder."
+            ) from None
 
 
 def _parts(path: Path | str) -> dict[str, list[str]]:
@@ -147,18 +155,27 @@ def _compressed(tensors: dict[str, Tensor], settings: dict, module: str) -> Stor
         from compressed_tensors.compressors import BaseCompressor
         from compressed_tensors.quantization import QuantizationScheme
     except ModuleNotFoundError:
-        raise BadInput("Weights in compressed-tensors' formats need that library: install compressed-tensors, or leave them out.") from None
+        raise BadInput(
+            "Weights in compressed-tensors' formats need that library: install compressed-tensors, or leave them out."
+        ) from None
     group = next((group for group in settings["config_groups"].values() if _covers(group, module)), None)
     if group is None:
         raise ValueError("no group of its config covers this module")
     layout = group.get("format") or settings["format"]
-    if layout.startswith("nvfp4") and "weight_global_scale" not in tensors:  # the library would make weights of it, thousands of times too large
+    if (
+        layout.startswith("nvfp4") and "weight_global_scale" not in tensors
+    ):  # the library would make weights of it, thousands of times too large
         raise KeyError("weight_global_scale")
-    wide = {key: value.float() if key == "weight_scale" and value.dtype.itemsize == 2 else value for key, value in tensors.items()}
+    wide = {
+        key: value.float() if key == "weight_scale" and value.dtype.itemsize == 2 else value
+        for key, value in tensors.items()
+    }
     scheme = QuantizationScheme.model_validate({**group, "format": layout})
     packed = tensors.get("weight_packed", tensors.get("weight"))
     unpack, rows, values = BaseCompressor.get_value_from_registry(layout).decompress, len(packed), None
-    for first in range(0, rows, step := _step(packed)):  # their library makes several copies on its way: of a part at a time
+    for first in range(
+        0, rows, step := _step(packed)
+    ):  # their library makes several copies on its way: of a part at a time
         last = min(first + step, rows)
         part = unpack({key: _rows(key, value, first, last, rows) for key, value in wide.items()}, scheme)["weight"]
         values = torch.empty(rows, part.shape[1]) if values is None else values
@@ -175,7 +192,9 @@ def _rows(key: str, tensor: Tensor, first: int, last: int, rows: int) -> Tensor:
     """The part of a tensor that belongs to these rows of its matrix."""
     if key == "weight_shape":
         return tensor.new_tensor([last - first, *tensor[1:].tolist()])
-    if key == "weight_zero_point" and tensor.ndim == 2 and len(tensor) < rows and len(tensor) > 1:  # packed along the rows
+    if (
+        key == "weight_zero_point" and tensor.ndim == 2 and len(tensor) < rows and len(tensor) > 1
+    ):  # packed along the rows
         each = 1 << math.ceil(math.log2(rows / len(tensor)))  # 8 or 4, though the last word may not be full
         return tensor[first // each : -(-last // each)]
     return tensor[first:last] if tensor.ndim and len(tensor) == rows and key != "weight_g_idx" else tensor
@@ -183,4 +202,7 @@ def _rows(key: str, tensor: Tensor, first: int, last: int, rows: int) -> Tensor:
 
 def _covers(group: dict, module: str) -> bool:
     """Whether a group of a compressed-tensors config holds a linear module, by class or by pattern."""
-    return any(target == "Linear" or (target.startswith("re:") and re.match(target[3:], module)) or target == module for target in group["targets"])
+    return any(
+        target == "Linear" or (target.startswith("re:") and re.match(target[3:], module)) or target == module
+        for target in group["targets"]
+    )

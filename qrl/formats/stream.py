@@ -67,7 +67,9 @@ class Rows:
         import torch
 
         if entry.dtype not in DTYPES:
-            raise BadInput(f"{self.folder / entry.file} holds a tensor of {entry.dtype}, which torch cannot read: expected one of {', '.join(DTYPES)}.")
+            raise BadInput(
+                f"{self.folder / entry.file} holds a tensor of {entry.dtype}, which torch cannot read: expected one of {', '.join(DTYPES)}."
+            )
         return getattr(torch, DTYPES[entry.dtype])
 
     def close(self) -> None:
@@ -82,7 +84,9 @@ class Rows:
             while view:
                 got = os.preadv(self._files[name], [view], offset)
                 if not got:
-                    raise BadInput(f"{self.folder / name} ends before its tensors do: it was cut while it was read; copy it again.")
+                    raise BadInput(
+                        f"{self.folder / name} ends before its tensors do: it was cut while it was read; copy it again."
+                    )
                 view, offset = view[got:], offset + got
         except OSError as error:
             raise BadInput(f"{self.folder / name} cannot be read: {error.strerror}.") from None

@@ -1,8 +1,8 @@
 """Before any GPU time: how many questions, and training runs, a verdict will need, or what those at hand can show.
 
-    n       given: what so many questions can see
-    effect  given: how many questions it takes to see it
-    neither        how many it takes to show the gain, and to reach the verdict, that the assumptions expect
+n       given: what so many questions can see
+effect  given: how many questions it takes to see it
+neither        how many it takes to show the gain, and to reach the verdict, that the assumptions expect
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ from qrl.stats.verdict import CEILING, FLOOR, POWER, least
 
 __all__ = ["Assumptions", "Plan", "Row", "make", "of_pilot"]
 
-SEEDS = (2, 3, 4, 5, 6, 8, 10, 15, 20)  # looked at where a spread between runs is expected and no number of runs is given
+SEEDS = (
+    2,
+    3,
+    4,
+    5,
+    6,
+    8,
+    10,
+    15,
+    20,
+)  # looked at where a spread between runs is expected and no number of runs is given
 MOST_QUESTIONS = 10**7
 
 
@@ -72,7 +82,14 @@ class Plan:
         return chance_shown(self.assumed, n, seeds), decided
 
 
-def make(assumed: Assumptions, *, n: int | None = None, effect: float | None = None, power: float = POWER, seeds: int | None = None) -> Plan:
+def make(
+    assumed: Assumptions,
+    *,
+    n: int | None = None,
+    effect: float | None = None,
+    power: float = POWER,
+    seeds: int | None = None,
+) -> Plan:
     """A plan for a study, by the rule that its verdict will follow.
 
     Args:
@@ -87,19 +104,27 @@ def make(assumed: Assumptions, *, n: int | None = None, effect: float | None = N
     """
     assumed = assumed.checked()
     if n is not None and effect is not None:
-        raise BadInput("plan takes --n or --effect, not both: give n to learn which effect it sees, or the effect to learn which n it needs.")
+        raise BadInput(
+            "plan takes --n or --effect, not both: give n to learn which effect it sees, or the effect to learn which n it needs."
+        )
     if n is not None and not 10 <= n <= MOST_QUESTIONS:
         raise BadInput(f"'n' is {n}, but must lie from 10 to {MOST_QUESTIONS:,}: questions of each training run.")
     if not 0.5 <= power <= 0.999:
-        raise BadInput(f"'power' is {power:g}, but must lie from 0.5 to 0.999: the chance that the study shows what is there.")
+        raise BadInput(
+            f"'power' is {power:g}, but must lie from 0.5 to 0.999: the chance that the study shows what is there."
+        )
     room = CEILING - assumed.base_accuracy
     if effect is not None and not 0 < effect <= room:
-        raise BadInput(f"'effect' is {effect:g}, but must lie between 0 and {room:.3g}, what is left to the ceiling: an accuracy.")
+        raise BadInput(
+            f"'effect' is {effect:g}, but must lie between 0 and {room:.3g}, what is left to the ceiling: an accuracy."
+        )
     if seeds is not None and not 1 <= seeds <= 1000:
         raise BadInput(f"'seeds' is {seeds}, but must lie from 1 to 1000: training runs.")
     spread = assumed.between_gain > 0 or assumed.between_survival > 0
     if seeds == 1 and spread:
-        raise BadInput("One training run cannot tell how much runs differ, so --between-seed-sd needs --seeds of 2 or more: leave out one of the two.")
+        raise BadInput(
+            "One training run cannot tell how much runs differ, so --between-seed-sd needs --seeds of 2 or more: leave out one of the two."
+        )
     away = assumed.expected_margin - assumed.drop
     verdict = None if abs(away) < 1e-9 else "survives" if away > 0 else "lost"
     plan = Plan(assumed, power, n, effect, verdict, ())
@@ -118,7 +143,10 @@ def _row(plan: Plan, seeds: int) -> Row:
             power_verdict=decided,
             half_gain=half_width(assumed, plan.n, seeds, 0),
             half_survival=half_width(assumed, plan.n, seeds, 1),
-            least_gain=_edge(lambda gain: chance_shown(_with_gain(assumed, gain), plan.n, seeds) >= power, CEILING - assumed.base_accuracy),
+            least_gain=_edge(
+                lambda gain: chance_shown(_with_gain(assumed, gain), plan.n, seeds) >= power,
+                CEILING - assumed.base_accuracy,
+            ),
             least_change=_edge(lambda change: chance_seen(assumed, plan.n, seeds, change) >= power, 1.0),
             largest_drop=_largest_drop(assumed, plan.n, seeds, power),
         )
@@ -132,7 +160,9 @@ def _row(plan: Plan, seeds: int) -> Row:
     return Row(
         seeds,
         n_gain=_questions(partial(chance_shown, assumed, seeds=seeds), power),
-        n_verdict=_questions(partial(chance_decided, assumed, seeds=seeds, verdict=plan.verdict), power) if plan.verdict else None,
+        n_verdict=_questions(partial(chance_decided, assumed, seeds=seeds, verdict=plan.verdict), power)
+        if plan.verdict
+        else None,
     )
 
 
@@ -143,7 +173,9 @@ def _questions(chance: Callable[[int], float], power: float) -> int | None:
 def _with_gain(assumed: Assumptions, gain: float) -> Assumptions:
     """The same study with another gain, none of it lost; correlations that it cannot have become the largest it can."""
     base, trained = assumed.base_accuracy, assumed.base_accuracy + gain
-    return replace(assumed, gain=gain, drop=0.0, correlation=min(assumed.correlation, 0.999 * largest_correlation(base, trained)))
+    return replace(
+        assumed, gain=gain, drop=0.0, correlation=min(assumed.correlation, 0.999 * largest_correlation(base, trained))
+    )
 
 
 def _largest_drop(assumed: Assumptions, n: int, seeds: int, power: float) -> float | None:

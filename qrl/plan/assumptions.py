@@ -49,25 +49,48 @@ class Assumptions:
         Raises:
             BadInput: a number out of its range, a cell at floor or ceiling, or a correlation that no such cells can have.
         """
-        rates = {"base": self.base_accuracy, "trained": self.base_accuracy + self.gain, "trained and quantized": self.base_accuracy + self.gain - self.drop}
-        _between("base-accuracy", self.base_accuracy, FLOOR, CEILING, "beyond these a cell is at floor or ceiling and every verdict is inconclusive")
+        rates = {
+            "base": self.base_accuracy,
+            "trained": self.base_accuracy + self.gain,
+            "trained and quantized": self.base_accuracy + self.gain - self.drop,
+        }
+        _between(
+            "base-accuracy",
+            self.base_accuracy,
+            FLOOR,
+            CEILING,
+            "beyond these a cell is at floor or ceiling and every verdict is inconclusive",
+        )
         _between("gain", self.gain, 0, 1, "plan for the gain that you hope for", closed=False)
         for cell, rate in rates.items():
             if not FLOOR <= rate <= CEILING:
-                raise BadInput(f"The {cell} cell would have the accuracy {rate:.3f}, outside {FLOOR} to {CEILING}, where every verdict is inconclusive: change base-accuracy, gain or drop.")
+                raise BadInput(
+                    f"The {cell} cell would have the accuracy {rate:.3f}, outside {FLOOR} to {CEILING}, where every verdict is inconclusive: change base-accuracy, gain or drop."
+                )
         if self.margin is not None:
             _between("margin", self.margin, 0, 1, "the loss of gain that still counts as survival", closed=False)
         for name, value in (("between-seed-sd", self.between_survival), ("between-seed-sd-gain", self.between_gain)):
             _between(name, value, 0, 0.5, "the standard deviation of accuracies over training runs")
         bounds = {
             "correlation": (self.correlation, CORRELATION, largest_correlation(rates["base"], rates["trained"])),
-            "scheme-correlation": (self.scheme_correlation, SCHEME_CORRELATION, largest_correlation(rates["trained"], rates["trained and quantized"])),
+            "scheme-correlation": (
+                self.scheme_correlation,
+                SCHEME_CORRELATION,
+                largest_correlation(rates["trained"], rates["trained and quantized"]),
+            ),
         }
         found = {}
         for name, (given, default, largest) in bounds.items():
             least_of_both = min(default, 0.99 * largest)
             value = least_of_both if given is None else given
-            _between(name, value, 0, min(1, largest), f"outcomes with these accuracies cannot be correlated by more than {largest:.3f}", closed=largest < 1)
+            _between(
+                name,
+                value,
+                0,
+                min(1, largest),
+                f"outcomes with these accuracies cannot be correlated by more than {largest:.3f}",
+                closed=largest < 1,
+            )
             found[name.replace("-", "_")] = value
         return replace(self, **found)
 
@@ -80,7 +103,9 @@ class Assumptions:
         """(4, 4) covariance of a question's outcomes in the cells base·full, trained·full, base·q, trained·q."""
         base, trained = self.base_accuracy, self.base_accuracy + self.gain
         rates = np.array([base, trained, base, trained - self.drop])
-        sd = np.sqrt(np.maximum(0, rates * (1 - rates)))  # of a pilot whose cells are all right, rounding can leave less
+        sd = np.sqrt(
+            np.maximum(0, rates * (1 - rates))
+        )  # of a pilot whose cells are all right, rounding can leave less
         of_training = np.array([[1, self.correlation], [self.correlation, 1]])
         of_scheme = np.array([[1, self.scheme_correlation], [self.scheme_correlation, 1]])
         return np.kron(of_scheme, of_training) * np.outer(sd, sd)
@@ -126,10 +151,18 @@ def of_pilot(base_fp: ArrayLike, trained_fp: ArrayLike, base_q: ArrayLike, train
     wanted = float(np.var((cells[3] - cells[2]) - (cells[1] - cells[0])))
     scheme = (free - wanted) / (free - full) if free > full else 0.0
     most = largest_correlation(base + gain, base + gain - drop)
-    return {"base_accuracy": base, "gain": gain, "drop": drop, "correlation": correlation, "scheme_correlation": float(np.clip(scheme, 0, 0.999 * most))}
+    return {
+        "base_accuracy": base,
+        "gain": gain,
+        "drop": drop,
+        "correlation": correlation,
+        "scheme_correlation": float(np.clip(scheme, 0, 0.999 * most)),
+    }
 
 
 def _between(name: str, value: float, low: float, high: float, why: str, *, closed: bool = True) -> None:
     inside = low <= value <= high if closed else low < value < high
     if not (math.isfinite(value) and inside):
-        raise BadInput(f"'{name}' is {value:g}, but must lie {'from' if closed else 'between'} {low:g} {'to' if closed else 'and'} {high:.3g}: {why}.")
+        raise BadInput(
+            f"'{name}' is {value:g}, but must lie {'from' if closed else 'between'} {low:g} {'to' if closed else 'and'} {high:.3g}: {why}."
+        )

@@ -40,7 +40,10 @@ def chance_decided(assumed: Assumptions, n: int, seeds: int = 1, *, verdict: str
     from scipy.special import ndtr
 
     sign = 1.0 if verdict == "survives" else -1.0
-    moments, between = assumed.moments() / n, np.diag([assumed.between_gain**2, assumed.between_survival**2]) if seeds > 1 else np.zeros((2, 2))
+    moments, between = (
+        assumed.moments() / n,
+        np.diag([assumed.between_gain**2, assumed.between_survival**2]) if seeds > 1 else np.zeros((2, 2)),
+    )
     shared = moments[:2, :2] / (seeds if assumed.own_questions else 1) + between / seeds
     stderr_gain = math.sqrt(shared[0, 0])
     slope = shared[0, 1] / shared[0, 0]
@@ -56,7 +59,11 @@ def chance_decided(assumed: Assumptions, n: int, seeds: int = 1, *, verdict: str
     if verdict == "survives":
         shown &= gain > margin  # a smaller gain's survival says nothing
     below, above = gain + gain_reach <= KINK, gain - gain_reach >= KINK
-    regimes = {"fixed": below, "half": above, "either": ~(below | above)} if assumed.margin is None else {"fixed": np.ones_like(shown)}
+    regimes = (
+        {"fixed": below, "half": above, "either": ~(below | above)}
+        if assumed.margin is None
+        else {"fixed": np.ones_like(shown)}
+    )
     expected = -assumed.drop + slope * stderr_gain * z[:, None]
     chance = 0.0
     for regime, where in regimes.items():
@@ -66,7 +73,9 @@ def chance_decided(assumed: Assumptions, n: int, seeds: int = 1, *, verdict: str
     return chance
 
 
-def _bound(assumed: Assumptions, n: int, seeds: int, gain: np.ndarray, margin: np.ndarray, regime: str, sign: float) -> np.ndarray:
+def _bound(
+    assumed: Assumptions, n: int, seeds: int, gain: np.ndarray, margin: np.ndarray, regime: str, sign: float
+) -> np.ndarray:
     """How large estimated gain survival, or for `lost` its negative, must be for the verdict: `verdict._against` the other way round.
 
     Args:
@@ -105,7 +114,11 @@ def _reaches(assumed: Assumptions, n: int, seeds: int, which: int, tail: float) 
     of_questions = quantile(1 - tail, n - 1)
     if seeds == 1:
         return math.sqrt(question), np.array([of_questions * math.sqrt(question)]), np.ones(1)
-    between = (assumed.between_gain**2, assumed.between_survival**2, assumed.between_survival**2 + assumed.between_gain**2 / 4)[which]
+    between = (
+        assumed.between_gain**2,
+        assumed.between_survival**2,
+        assumed.between_survival**2 + assumed.between_gain**2 / 4,
+    )[which]
     own, shared = (question, 0.0) if assumed.own_questions else (0.0, question)
     spread = (between + own) * chdtri(seeds - 1, 1 - (np.arange(NODES) + 0.5) / NODES) / (seeds - 1)
     both = quantile(1 - tail, seeds - 1) ** 2 * spread / seeds + of_questions**2 * shared

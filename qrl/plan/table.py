@@ -11,7 +11,12 @@ from qrl.plan import Plan, Row
 def as_json(plan: Plan) -> dict[str, Any]:
     """Everything that was assumed, asked and found; null where no size, or no effect, does it."""
     given = {"power": plan.power, "n": plan.n, "effect": plan.effect}
-    return {"assumed": asdict(plan.assumed) | {"expected_margin": plan.assumed.expected_margin}, **given, "verdict": plan.verdict, "rows": [asdict(row) for row in plan.rows]}
+    return {
+        "assumed": asdict(plan.assumed) | {"expected_margin": plan.assumed.expected_margin},
+        **given,
+        "verdict": plan.verdict,
+        "rows": [asdict(row) for row in plan.rows],
+    }
 
 
 def as_markdown(plan: Plan) -> str:
@@ -34,7 +39,11 @@ def found(plan: Plan) -> str:
         says += f", and say `{plan.verdict}` with one of {row.power_verdict:.2f}."
         enough = next((row for row in plan.rows if (row.power_verdict or 0) >= plan.power), None)
         if len(plan.rows) > 1:
-            says += f" {enough.seeds} are enough for the verdict." if enough else f" None of these numbers of runs reaches {plan.power:.2f}."
+            says += (
+                f" {enough.seeds} are enough for the verdict."
+                if enough
+                else f" None of these numbers of runs reaches {plan.power:.2f}."
+            )
         return says
     if plan.effect is not None:
         effect = _effect(plan)
@@ -82,22 +91,38 @@ def _columns(plan: Plan) -> list[tuple[str, Any]]:
             (f"n to show a gain of {_effect(plan)}", lambda row: _n(row.n_effect_gain)),
             (f"n to see the gain change by {_effect(plan)}", lambda row: _n(row.n_effect_survival)),
         ]
-    return [seeds, ("n to show the gain", lambda row: _n(row.n_gain)), (f"n for `{plan.verdict or 'a verdict'}`", lambda row: _n(row.n_verdict))]
+    return [
+        seeds,
+        ("n to show the gain", lambda row: _n(row.n_gain)),
+        (f"n for `{plan.verdict or 'a verdict'}`", lambda row: _n(row.n_verdict)),
+    ]
 
 
 def _assumed(plan: Plan) -> list[str]:
     a = plan.assumed
-    margin = f"{a.margin:.3f}, fixed" if a.margin is not None else f"{a.expected_margin:.3f}, half the gain as the study will estimate it (at least 0.02)"
+    margin = (
+        f"{a.margin:.3f}, fixed"
+        if a.margin is not None
+        else f"{a.expected_margin:.3f}, half the gain as the study will estimate it (at least 0.02)"
+    )
     lines = [
         f"Assumed: base {a.base_accuracy:.3f}, gain {a.gain:+.3f}, of which the scheme takes {a.drop:.3f}; margin {margin}; power {plan.power:.2f}.",
         f"A question's outcomes correlate by {a.correlation:.2f} before and after training, and by {a.scheme_correlation:.2f} at full precision and quantized.",
         "Chances follow the verdict's own rule: the gain's 95 % interval above 0, and the one-sided 95 % bound of gain survival beyond −margin.",
     ]
     if plan.rows[0].seeds == 1:
-        lines.append("One training run: the verdict is about this run; how much another seed would differ is left out. See --between-seed-sd.")
+        lines.append(
+            "One training run: the verdict is about this run; how much another seed would differ is left out. See --between-seed-sd."
+        )
     else:
-        asked = "each asked questions of its own" if a.own_questions else "all asked the same questions, whose share in the error does not shrink with them"
-        lines.append(f"Training runs differ by {a.between_gain:.3f} (sd of the true gain) and {a.between_survival:.3f} (of gain survival); {asked}.")
+        asked = (
+            "each asked questions of its own"
+            if a.own_questions
+            else "all asked the same questions, whose share in the error does not shrink with them"
+        )
+        lines.append(
+            f"Training runs differ by {a.between_gain:.3f} (sd of the true gain) and {a.between_survival:.3f} (of gain survival); {asked}."
+        )
     return lines
 
 
@@ -116,5 +141,7 @@ def _accuracy(value: float | None) -> str:
 
 def widest(rows: tuple[Row, ...]) -> int:
     """Questions up to which a figure should reach."""
-    sizes = [n for row in rows for n in (row.n, row.n_gain, row.n_verdict, row.n_effect_gain, row.n_effect_survival) if n]
+    sizes = [
+        n for row in rows for n in (row.n, row.n_gain, row.n_verdict, row.n_effect_gain, row.n_effect_survival) if n
+    ]
     return max([2000, *(4 * n for n in sizes if n < 10**6)])

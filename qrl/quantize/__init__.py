@@ -140,7 +140,9 @@ def check_finite(source: Path) -> None:
     """
     for name, tensor in checkpoint.tensors(source):
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise BadInput(f"{source} holds NaN or infinity in {name}, which every scheme would pass on: give weights that are all numbers.")
+            raise BadInput(
+                f"{source} holds NaN or infinity in {name}, which every scheme would pass on: give weights that are all numbers."
+            )
 
 
 def _store(source: Path, out: Path, settings: Settings, rows: list, probe: list, device: str) -> tuple[float, ...]:
@@ -191,7 +193,9 @@ def stored_bits(source: Path, out: Path) -> tuple[float, float]:
     before, after = checkpoint.entries(source), checkpoint.entries(out)
     quantized = {name for name, entry in before.items() if len(entry.shape) == 2 and not _kept(entry, after.get(name))}
     modules = {name.removesuffix(".weight") for name in quantized}
-    bits = 8 * sum(entry.bytes for name, entry in after.items() if not name.endswith(".bias") and _module(name) in modules)
+    bits = 8 * sum(
+        entry.bytes for name, entry in after.items() if not name.endswith(".bias") and _module(name) in modules
+    )
     weights = sum(before[name].numel for name in quantized)
     parameters = sum(entry.numel for entry in before.values())
     return bits / weights if weights else 0.0, 8 * sum(entry.bytes for entry in after.values()) / parameters

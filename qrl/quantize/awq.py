@@ -101,7 +101,9 @@ def _autoawq() -> tuple[dict[str, type], type, type]:
             from awq.models.auto import AWQ_CAUSAL_LM_MODEL_MAP
             from awq.quantize.quantizer import AwqQuantizer
     except ImportError as error:
-        raise QrlError(f"AutoAWQ cannot be imported here ({error}): run this step in the environment of projects/awq.") from None
+        raise QrlError(
+            f"AutoAWQ cannot be imported here ({error}): run this step in the environment of projects/awq."
+        ) from None
 
     class Quantizer(AwqQuantizer):
         def _compute_best_scale(self, x, w_mean, x_mean, module2inspect, *rest):

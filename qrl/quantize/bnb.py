@@ -42,5 +42,7 @@ def quantize(source: Path, out: Path, *, scheme: str, device: str, seed: int) ->
         settings = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=OUTLIER)
     model = pretrained.load(source, quantization_config=settings, dtype=torch.bfloat16, device_map=device)
     if not any(isinstance(module, Linear4bit | Linear8bitLt) for module in model.modules()):
-        raise BadInput(f"{source} has no linear layer that bitsandbytes quantizes: expected a transformer language model.")
+        raise BadInput(
+            f"{source} has no linear layer that bitsandbytes quantizes: expected a transformer language model."
+        )
     model.save_pretrained(out)

@@ -22,9 +22,13 @@ def read(file: Path, n: int) -> list[str]:
         BadInput: no such file, rows that hold no text, or fewer than n of them.
     """
     try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")  # JSON's strings may hold what splitlines takes for ends of lines
+        lines = file.read_text(encoding="utf-8-sig").split(
+            "\n"
+        )  # JSON's strings may hold what splitlines takes for ends of lines
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"Calibration texts cannot be read from {file} ({error}): expected task, rollouts, or a .jsonl file.") from None
+        raise BadInput(
+            f"Calibration texts cannot be read from {file} ({error}): expected task, rollouts, or a .jsonl file."
+        ) from None
     texts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -132,7 +132,9 @@ def batches(rows: Sequence[Sequence[int]]):
         return None
     import torch
 
-    samples = [{"input_ids": torch.tensor(row), "attention_mask": torch.ones(len(row), dtype=torch.long)} for row in rows]
+    samples = [
+        {"input_ids": torch.tensor(row), "attention_mask": torch.ones(len(row), dtype=torch.long)} for row in rows
+    ]
     return torch.utils.data.DataLoader(samples, batch_size=BATCH)
 
 

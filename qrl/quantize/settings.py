@@ -23,7 +23,12 @@ FIXED_GROUP = {names.NVFP4: 16, names.NVFP4A16: 16, names.MXFP4A16: 32}  # part 
 AWQ_WORD = 8  # outputs that share an int32 of AutoAWQ's codes
 BITS = (names.AWQ_CT, names.GPTQ)  # whose bits are ours to choose
 SYMMETRIC = {names.AWQ_CT: False, names.GPTQ: True, names.W8A16: True}  # each scheme's custom, and ours to choose
-CHOICES = {"bits": BITS, "group_size": GROUPED, "symmetric": tuple(SYMMETRIC), "calibration": CALIBRATED}  # field → who heeds it
+CHOICES = {
+    "bits": BITS,
+    "group_size": GROUPED,
+    "symmetric": tuple(SYMMETRIC),
+    "calibration": CALIBRATED,
+}  # field → who heeds it
 LIBRARIES = {
     **dict.fromkeys(names.BITSANDBYTES, ("bitsandbytes",)),
     names.AWQ: ("autoawq",),
@@ -71,7 +76,9 @@ def of(scheme: str, recipe: Quantize, seed: int) -> Settings:
         BadInput: unknown scheme, or calibration texts that its environment cannot make.
     """
     if scheme not in names.QUANTIZED_SCHEMES:
-        raise BadInput(f"There is no scheme '{scheme}' to quantize to: expected one of {', '.join(names.QUANTIZED_SCHEMES)}.")
+        raise BadInput(
+            f"There is no scheme '{scheme}' to quantize to: expected one of {', '.join(names.QUANTIZED_SCHEMES)}."
+        )
     looks = scheme in CALIBRATED
     if scheme == names.AWQ and recipe.calibration == ROLLOUTS:
         raise BadInput(
@@ -111,7 +118,9 @@ def unheeded(recipe: Quantize, schemes: Sequence[str], typed: Collection[str], b
         means = f"{key} = {value} means nothing to {' and '.join(deaf)}"
         alone = [scheme for scheme in (*schemes, *beside) if scheme in heeding]
         if not alone and (key in typed or "quantize.schemes" not in typed):
-            raise BadInput(f"{means}, whose name or library says it: leave it out, or take a scheme that heeds it ({', '.join(heeding)}).")
+            raise BadInput(
+                f"{means}, whose name or library says it: leave it out, or take a scheme that heeds it ({', '.join(heeding)})."
+            )
         told.append(f"{means}{': ' + ', '.join(alone) + ' alone heeds it' if alone else ', the only ones asked for'}.")
     return told
 

@@ -25,7 +25,11 @@ def check(model: torch.nn.Module, group_size: int, outputs: int = 1) -> None:
     """
     from torch import nn
 
-    linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear) and name.split(".")[-1] != HEAD}
+    linears = {
+        name: each
+        for name, each in model.named_modules()
+        if isinstance(each, nn.Linear) and name.split(".")[-1] != HEAD
+    }
     if not linears:
         raise BadInput("The model has no linear layer to quantize: expected a transformer language model.")
     for name, linear in linears.items():
@@ -35,4 +39,6 @@ def check(model: torch.nn.Module, group_size: int, outputs: int = 1) -> None:
                 "quantize.group_size, or a scheme with a scale a row, such as fp8 or w8a8."
             )
         if linear.out_features % outputs:
-            raise BadInput(f"Layer {name} has {linear.out_features} outputs, but AutoAWQ needs a multiple of {outputs}; use nf4.")
+            raise BadInput(
+                f"Layer {name} has {linear.out_features} outputs, but AutoAWQ needs a multiple of {outputs}; use nf4."
+            )

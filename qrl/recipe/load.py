@@ -42,7 +42,9 @@ RENAMED = {  # former key → present one
     "watch.max_kl": "watch.max_reference_kl",
 }
 _INT = "tag:yaml.org,2002:int"
-DEFAULT = "auto"  # `tiny`; where no recipe is named, `math` for that task, `instruct` for a model of the user's or gsm8k
+DEFAULT = (
+    "auto"  # `tiny`; where no recipe is named, `math` for that task, `instruct` for a model of the user's or gsm8k
+)
 
 
 class Recipe(Section):
@@ -54,7 +56,9 @@ class Recipe(Section):
     data: str | None = Field(None, description="folder with train.jsonl and test.jsonl; default: generated, or the hub")
     prompt: str = Field("answer-line", description="prompt template: answer-line, boxed or plain")
     seed: int = Field(0, ge=0, lt=2**31, description="seed of everything random")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where models run; auto takes a GPU if there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where models run; auto takes a GPU if there is one"
+    )
     train: Train = Train()
     rollout: Rollout = Rollout()
     watch: Watch = Watch()
@@ -117,7 +121,9 @@ def load(name_or_path: str = DEFAULT, overrides: dict[str, str] | None = None) -
     if not path.is_file() and str(name_or_path).endswith((".yaml", ".yml")):
         path = Path(name_or_path)
     if not path.is_file():
-        raise BadInput(f"There is no recipe '{name_or_path}': expected one of {', '.join(names())}, or the path of a .yaml file that exists.")
+        raise BadInput(
+            f"There is no recipe '{name_or_path}': expected one of {', '.join(names())}, or the path of a .yaml file that exists."
+        )
     document = _read(path)
     for key, text in (overrides or {}).items():
         _set(document, key, text)
@@ -131,7 +137,8 @@ class _Once(yaml.SafeLoader):
     """YAML whose keys stand once, where the library silently takes the last of two, and whose numbers are decimal: to it 010 is 8, 1:30 is 90."""
 
     yaml_implicit_resolvers: typing.ClassVar = {
-        first: [(tag, pattern) for tag, pattern in found if tag != _INT] for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        first: [(tag, pattern) for tag, pattern in found if tag != _INT]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
@@ -156,19 +163,27 @@ def _read(path: Path) -> dict:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadInput(f"Recipe {path} is not valid YAML: {' '.join(str(error).split())}.") from None
     except RecursionError:
-        raise BadInput(f"Recipe {path} is nested hundreds deep, but holds sections of keys and values: see qrl/recipe/named.") from None
+        raise BadInput(
+            f"Recipe {path} is nested hundreds deep, but holds sections of keys and values: see qrl/recipe/named."
+        ) from None
     if not isinstance(document, dict):
-        raise BadInput(f"Recipe {path} holds a {type(document).__name__}, but a mapping of keys to values was expected.")
+        raise BadInput(
+            f"Recipe {path} holds a {type(document).__name__}, but a mapping of keys to values was expected."
+        )
     known = fields()
     if dotted := [key for key in document if key in known and "." in str(key)]:
         section, _, name = dotted[0].partition(".")
-        raise BadInput(f"'{dotted[0]}' stands in recipe {path} as it is typed as an option: write '{name}' below '{section}'.")
+        raise BadInput(
+            f"'{dotted[0]}' stands in recipe {path} as it is typed as an option: write '{name}' below '{section}'."
+        )
     for name in known.keys() & document.keys():
         document[name] = _parse(document[name], known[name][0])
     for section in {key.partition(".")[0] for key in known if "." in key} & document.keys():
         values = document[section] = {} if document[section] is None else document[section]
         if not isinstance(values, dict):
-            raise BadInput(f"'{section}' is a section of the recipe, but its value is {values!r}: write its keys below it.")
+            raise BadInput(
+                f"'{section}' is a section of the recipe, but its value is {values!r}: write its keys below it."
+            )
         for name in [name for name in values if f"{section}.{name}" in known]:
             annotation, _ = known[f"{section}.{name}"]
             if isinstance(values[name], bool) and type_name(annotation) in ("int", "float"):
@@ -187,7 +202,9 @@ def _set(document: dict, key: str, text: str) -> None:
     target = document.setdefault(section[0], {}) if section else document
     target[name] = _parse(text, annotations[key][0])
     if target[name] == () and isinstance(text, str) and text.strip():
-        raise BadInput(f"'{key}' is {text!r}, which names nothing: name something, separated by commas, or leave it out.")
+        raise BadInput(
+            f"'{key}' is {text!r}, which names nothing: name something, separated by commas, or leave it out."
+        )
 
 
 def _parse(text: str, annotation: Any) -> Any:
@@ -198,7 +215,9 @@ def _parse(text: str, annotation: Any) -> Any:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if text.lower() in ("null", "none", "") and type(None) in typing.get_args(annotation):
         return None
-    if typing.get_origin(annotation) is Literal and all(isinstance(option, int) for option in typing.get_args(annotation)):
+    if typing.get_origin(annotation) is Literal and all(
+        isinstance(option, int) for option in typing.get_args(annotation)
+    ):
         return int(text) if text.isdigit() else text
     return text
 
@@ -211,7 +230,9 @@ def _unknown(key: str) -> str:
 
     close = difflib.get_close_matches(key, fields(), n=1, cutoff=0.0)[0]
     section = key.split(".", maxsplit=1)[0]
-    siblings = [name for name in fields() if name.startswith(f"{section}.")] or [name for name in fields() if "." not in name]
+    siblings = [name for name in fields() if name.startswith(f"{section}.")] or [
+        name for name in fields() if "." not in name
+    ]
     return f"'{key}' is not a key of a recipe: did you mean '{close}'? Allowed here: {', '.join(siblings)}."
 
 
@@ -220,14 +241,22 @@ def _sentence(error: ValidationError) -> str:
     key = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and part != "tagged-union")
     if first["type"] in ("extra_forbidden", "invalid_key"):  # the latter is a number, say
         return _unknown(".".join(map(str, first["loc"])))
-    given = ",".join(map(str, first["input"])) if isinstance(first["input"], tuple) else first["input"]  # a list, as it was written
+    given = (
+        ",".join(map(str, first["input"])) if isinstance(first["input"], tuple) else first["input"]
+    )  # a list, as it was written
     return f"'{key}' is {given!r}, but {_allowed(key, first)}."
 
 
 def _allowed(key: str, first: dict) -> str:
     message = first["msg"].removeprefix("Value error, ")
     message = (message[0].lower() + message[1:]).partition(", unable")[0]
-    return message.replace("input should be", "must be").replace("input should have", "must have").replace("a valid tuple", "a list").replace("unable to parse string as an", "must be an").replace("unable to parse string as a", "must be a")
+    return (
+        message.replace("input should be", "must be")
+        .replace("input should have", "must have")
+        .replace("a valid tuple", "a list")
+        .replace("unable to parse string as an", "must be an")
+        .replace("unable to parse string as a", "must be a")
+    )
 
 
 def _text(value: Any) -> str:

@@ -54,7 +54,9 @@ def decide_base(evidence: Evidence) -> Decision:
     return _decide("base", _health(evidence), _digest(evidence))
 
 
-def decide_grpo(evidence: Evidence, *, parent_digest: str, base_digest: str, gain: Estimate, min_gain: float) -> Decision:
+def decide_grpo(
+    evidence: Evidence, *, parent_digest: str, base_digest: str, gain: Estimate, min_gain: float
+) -> Decision:
     """GRPO: healthy, measured, descended from the base version, and better than it.
 
     Args:
@@ -64,10 +66,18 @@ def decide_grpo(evidence: Evidence, *, parent_digest: str, base_digest: str, gai
         min_gain: accuracy that the lower 95 % bound of `gain` must lie above.
     """
     lineage = _lineage(parent_digest, base_digest, "base")
-    return _decide("grpo", _health(evidence), _digest(evidence), lineage, _bound("gain", "gain over base", gain, min_gain, min_gain))
+    return _decide(
+        "grpo",
+        _health(evidence),
+        _digest(evidence),
+        lineage,
+        _bound("gain", "gain over base", gain, min_gain, min_gain),
+    )
 
 
-def decide_awq(evidence: Evidence, *, parent_digest: str, grpo_digest: str, difference: Estimate, max_loss: float) -> Decision:
+def decide_awq(
+    evidence: Evidence, *, parent_digest: str, grpo_digest: str, difference: Estimate, max_loss: float
+) -> Decision:
     """AWQ: healthy, measured, quantized from the grpo version, and hardly worse than it.
 
     Args:
@@ -89,7 +99,11 @@ def _decide(stage: str, *checks: Check) -> Decision:
 
 def _health(evidence: Evidence) -> Check:
     broken = list(evidence.broken_limits)
-    reason = f"The evaluation was unhealthy, so its accuracy does not count: {'; '.join(broken)}." if broken else "The evaluation was healthy."
+    reason = (
+        f"The evaluation was unhealthy, so its accuracy does not count: {'; '.join(broken)}."
+        if broken
+        else "The evaluation was healthy."
+    )
     return not broken, reason, {"broken_limits": float(len(broken))}
 
 
@@ -99,7 +113,11 @@ def _digest(evidence: Evidence) -> Check:
     facts = {"evaluated_digest": evaluated, "version_digest": version}
     if passed:
         return True, f"The weights that were evaluated are the version's ({_short(version)}).", facts
-    return False, f"The weights that were evaluated ({_short(evaluated)}) are not the version's ({_short(version)}): evaluate this version.", facts
+    return (
+        False,
+        f"The weights that were evaluated ({_short(evaluated)}) are not the version's ({_short(version)}): evaluate this version.",
+        facts,
+    )
 
 
 def _lineage(parent: str, expected: str, stage: str) -> Check:
@@ -107,7 +125,11 @@ def _lineage(parent: str, expected: str, stage: str) -> Check:
     facts = {"parent_digest": parent, f"{stage}_digest": expected}
     if passed:
         return True, f"It descends from the version at stage {stage} ({_short(expected)}).", facts
-    return False, f"It descends from {_short(parent)}, not from the version at stage {stage} ({_short(expected)}): promote its own parent first.", facts
+    return (
+        False,
+        f"It descends from {_short(parent)}, not from the version at stage {stage} ({_short(expected)}): promote its own parent first.",
+        facts,
+    )
 
 
 def _bound(key: str, name: str, value: Estimate, bound: float, limit: float) -> Check:
@@ -116,7 +138,13 @@ def _bound(key: str, name: str, value: Estimate, bound: float, limit: float) -> 
     where = "lies above" if passed else "does not lie above"
     text = "0" if bound == 0 else signed(bound)
     reason = f"The {name} is {interval} on n = {value.n} questions; its lower 95 % bound {where} {text}."
-    facts = {key: value.estimate, f"{key}_low": value.low, f"{key}_high": value.high, "n": float(value.n), "limit": limit}
+    facts = {
+        key: value.estimate,
+        f"{key}_low": value.low,
+        f"{key}_high": value.high,
+        "n": float(value.n),
+        "limit": limit,
+    }
     return passed, reason, facts
 
 

@@ -46,11 +46,17 @@ def registered_name(recipe: Recipe) -> str:
     """
     if name := recipe.registered_name:
         if not _NAME.fullmatch(name):
-            raise BadInput(f"registered_name is '{name}', but must begin with a letter or digit and hold letters, digits, spaces and . _ + - only.")
+            raise BadInput(
+                f"registered_name is '{name}', but must begin with a letter or digit and hold letters, digits, spaces and . _ + - only."
+            )
         return name
     if recipe.model == "qrl-tiny":
         return recipe.model
-    last = Path(recipe.model).resolve().name if Path(recipe.model).is_dir() else recipe.model.rstrip("/").rpartition("/")[2]
+    last = (
+        Path(recipe.model).resolve().name
+        if Path(recipe.model).is_dir()
+        else recipe.model.rstrip("/").rpartition("/")[2]
+    )
     return "qrl-" + (re.sub(r"[^a-z0-9._-]+", "-", last.lower()).strip("-.") or "model")
 
 
@@ -98,7 +104,9 @@ def register(
         else:
             model_id = model_uri.removeprefix("models:/")
             run_id = client.get_logged_model(model_id).source_run_id
-            found = client.create_model_version(name, model_uri, run_id, tags, description=description, model_id=model_id)
+            found = client.create_model_version(
+                name, model_uri, run_id, tags, description=description, model_id=model_id
+            )
             shown = json.dumps([{"name": name, "version": found.version}])
             client.set_logged_model_tags(model_id, {"mlflow.modelVersions": shown})  # the UI's link back to the version
         return _version(client.get_model_version(name, found.version))
@@ -123,7 +131,9 @@ def resolve(name: str, stage: str | int) -> Version:
     if stage.isdigit():
         by_number = {int(mv.version): mv for mv in _versions(client, name)}
         if int(stage) not in by_number:
-            known = ", ".join(map(str, sorted(by_number))) or "none; `mlflow run .` (or `python -m qrl study`) makes them"
+            known = (
+                ", ".join(map(str, sorted(by_number))) or "none; `mlflow run .` (or `python -m qrl study`) makes them"
+            )
             raise BadInput(f"'{name}' has no version {stage}: registered are {known}.")
         return _version(by_number[int(stage)])
     found = _aliased(client, name, stage)
@@ -132,7 +142,9 @@ def resolve(name: str, stage: str | int) -> Version:
     return _version(found, stage.removesuffix(_PREVIOUS))
 
 
-def promote(name: str, stage: str, version: int, *, record: Mapping[str, Any], expected: int | object | None = _ANY) -> Version:
+def promote(
+    name: str, stage: str, version: int, *, record: Mapping[str, Any], expected: int | object | None = _ANY
+) -> Version:
     """Give a stage to a version whose gate let it in; the stage's former version becomes `<stage>-previous`.
 
     Args:
@@ -153,7 +165,9 @@ def promote(name: str, stage: str, version: int, *, record: Mapping[str, Any], e
         held = _aliased(client, name, stage)
         held_by = int(held.version) if held else None
         if expected is not _ANY and held_by not in (expected, target.version):
-            raise QrlError(f"Stage {stage} of '{name}' moved to version {held_by} while version {version} was judged: run promote again.")
+            raise QrlError(
+                f"Stage {stage} of '{name}' moved to version {held_by} while version {version} was judged: run promote again."
+            )
         _write_gate(client, target, names.gate_tag(stage), "promoted", record)
         if held_by != target.version:
             client.set_registered_model_alias(name, stage, str(target.version))
@@ -212,7 +226,9 @@ def _locked(name: str) -> Iterator[None]:
     if address.startswith("sqlite:///"):
         path = unquote(address.removeprefix("sqlite:///")) + ".registry.lock"
     else:
-        path = str(Path(tempfile.gettempdir()) / f"qrl-registry-{sha256(f'{address} {name}'.encode()).hexdigest()[:16]}.lock")
+        path = str(
+            Path(tempfile.gettempdir()) / f"qrl-registry-{sha256(f'{address} {name}'.encode()).hexdigest()[:16]}.lock"
+        )
     with FileLock(path, timeout=120, mode=0o666):
         yield
 
@@ -255,7 +271,9 @@ def _target(name: str, stage: str, version: int) -> Version:
     return resolve(name, version)
 
 
-def _write_gate(client: mlflow.MlflowClient, version: Version, tag: str, verdict: str, record: Mapping[str, Any]) -> None:
+def _write_gate(
+    client: mlflow.MlflowClient, version: Version, tag: str, verdict: str, record: Mapping[str, Any]
+) -> None:
     at = datetime.now(UTC).isoformat(timespec="seconds")
     entry = {**record, "verdict": verdict, "digest": version.digest, "at": at}
     text = json.dumps(entry, default=str, ensure_ascii=False)

@@ -54,7 +54,9 @@ def folder(version: Version) -> Path:
     try:
         found = Path(mlflow.artifacts.download_artifacts(version.uri)) / "model"
     except (mlflow.MlflowException, OSError) as error:
-        raise QrlError(f"The files of {version} cannot be read ({str(error).splitlines()[0]}): run the study again.") from None
+        raise QrlError(
+            f"The files of {version} cannot be read ({str(error).splitlines()[0]}): run the study again."
+        ) from None
     if not (found / "config.json").is_file():
         raise QrlError(f"The files of {version} are gone from {found}: run the study again.")
     return found
@@ -80,9 +82,13 @@ def admit(version: Version) -> Path:
     if not promoted:
         stage, gate = next(iter(gates.items()), (stages[0], None))  # the one that judged it, if one did
         why = f" ({gate.get('why', 'it was refused').rstrip('.')})" if gate else ""
-        raise GateRefused(f"No gate let {version} in{why}: `python -m qrl promote --stage {stage} --cell RUN` decides on it.")
+        raise GateRefused(
+            f"No gate let {version} in{why}: `python -m qrl promote --stage {stage} --cell RUN` decides on it."
+        )
     if not any(gate.get("digest") == version.digest for gate in promoted):
-        raise GateRefused(f"The gate of {version} judged other weights, digest {str(promoted[0].get('digest'))[:12]}: promote it again.")
+        raise GateRefused(
+            f"The gate of {version} judged other weights, digest {str(promoted[0].get('digest'))[:12]}: promote it again."
+        )
     return folder(version)
 
 
@@ -98,4 +104,6 @@ def whole(version: Version, path: Path) -> None:
     """
     found = checkpoint.digest(path)
     if found != version.digest:
-        raise QrlError(f"The files of {version} have changed, their digest is {found[:12]} now: run the study again, which makes a new version of what was damaged.")
+        raise QrlError(
+            f"The files of {version} have changed, their digest is {found[:12]} now: run the study again, which makes a new version of what was damaged."
+        )

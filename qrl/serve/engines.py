@@ -55,7 +55,9 @@ def check(engine: str, api_key: str | None) -> None:
         BadInput: vLLM is asked for where it is not installed, or a key of an engine that knows none.
     """
     if api_key and engine == TRANSFORMERS:
-        raise BadInput("`transformers serve` knows no API key: serve with --engine vllm, or without --api-key and QRL_API_KEY on loopback.")
+        raise BadInput(
+            "`transformers serve` knows no API key: serve with --engine vllm, or without --api-key and QRL_API_KEY on loopback."
+        )
     if engine == VLLM and importlib.util.find_spec("vllm") is None:
         raise BadInput(
             "vLLM is not installed in this environment: run under `mlflow run . -e serve … --env-manager uv`, which builds one "
@@ -80,7 +82,14 @@ def environment(engine: str, scratch: Path, api_key: str | None, shares: bool = 
 
 
 def arguments(
-    engine: str, path: Path, ids: list[str], listen: tuple[str, int] | Path, device: str, dtype: str, scratch: Path, memory: float | None = None
+    engine: str,
+    path: Path,
+    ids: list[str],
+    listen: tuple[str, int] | Path,
+    device: str,
+    dtype: str,
+    scratch: Path,
+    memory: float | None = None,
 ) -> list[str]:
     """Options that have an engine serve a checkpoint folder, in place.
 
@@ -127,6 +136,8 @@ def _transformers_dtype(path: Path, device: str, dtype: str) -> str:
     stored = json.loads((path / "config.json").read_text()).get("quantization_config", {})
     if dtype == "auto" and device == "cpu":
         formats = {group.get("format") or "" for group in stored.get("config_groups", {}).values()}
-        in_bf16 = stored.get("quant_method") == "bitsandbytes" or any(each.startswith(("nvfp4", "mxfp4")) for each in formats)
+        in_bf16 = stored.get("quant_method") == "bitsandbytes" or any(
+            each.startswith(("nvfp4", "mxfp4")) for each in formats
+        )
         return "bfloat16" if in_bf16 else "float32"
     return _DTYPES.get(dtype, "auto")

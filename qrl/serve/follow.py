@@ -48,11 +48,15 @@ def check(engine: str, memory: float | None) -> float:
     if engine != engines.VLLM:
         raise BadInput("--follow loads the next version beside the old one under vLLM: add --engine vllm.")
     if memory is not None and memory > MEMORY:
-        raise BadInput(f"--follow keeps two engines on one GPU for a while, so each gets at most {MEMORY} of its memory, but --gpu-memory-utilization is {memory}: give {MEMORY} or less.")
+        raise BadInput(
+            f"--follow keeps two engines on one GPU for a while, so each gets at most {MEMORY} of its memory, but --gpu-memory-utilization is {memory}: give {MEMORY} or less."
+        )
     return memory or MEMORY
 
 
-def run(child: Engine, what: Load, host: str, port: int, following: Following, *, on_ready: Callable[[str], None]) -> None:
+def run(
+    child: Engine, what: Load, host: str, port: int, following: Following, *, on_ready: Callable[[str], None]
+) -> None:
     """Serves a stage until it is told to stop.
 
     Args:
@@ -126,7 +130,9 @@ class _Fleet:
             version = self.following.version()
         except Exception as error:  # whatever a store says that is away for a while: what serves is not touched
             if not self.deaf:
-                self.following.said(f"The registry does not say where the stage is ({' '.join(str(error).split())[:300]}); version {self.what.version} serves on, and it is asked again.")
+                self.following.said(
+                    f"The registry does not say where the stage is ({' '.join(str(error).split())[:300]}); version {self.what.version} serves on, and it is asked again."
+                )
             self.deaf = True
             return
         self.deaf = False
@@ -167,14 +173,19 @@ class _Fleet:
         before, self.serving, self.what, self.next = self.what, engine, what, None
         self.old.echo, engine.echo = False, True
         running = proxy.in_flight(self.old.listen)
-        self.following.turned(what, f"{what.served} serves now; {before.served} ends with the {running} requests that it is answering, in {self.following.drain_s:.0f} s at most.")
+        self.following.turned(
+            what,
+            f"{what.served} serves now; {before.served} ends with the {running} requests that it is answering, in {self.following.drain_s:.0f} s at most.",
+        )
 
     def _drain(self, proxy: Proxy) -> None:
         """Ends the old engine once nobody waits for it, or at the limit."""
         now, running = time.monotonic(), proxy.in_flight(self.old.listen)
         if not self.old_stopped and (not running or now >= self.old_until):
             if running:
-                self.following.said(f"The old engine has had its {self.following.drain_s:.0f} s and is stopped; {running} requests that it was answering have {engines.DRAIN_S} s left.")
+                self.following.said(
+                    f"The old engine has had its {self.following.drain_s:.0f} s and is stopped; {running} requests that it was answering have {engines.DRAIN_S} s left."
+                )
             self.old.stop()
             self.old_stopped, self.old_until = True, now + self.old.grace_s
         elif self.old_stopped and (self.old.process.poll() is not None or now >= self.old_until):

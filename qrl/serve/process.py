@@ -41,7 +41,9 @@ class Load:
     name: str  # registered
     version: int | str
     path: Path  # of the checkpoint, opened in place
-    verify: Callable[[], object] = lambda: None  # reads the files while the engine loads them; raises QrlError where they are not the evaluated ones
+    verify: Callable[[], object] = lambda: (
+        None
+    )  # reads the files while the engine loads them; raises QrlError where they are not the evaluated ones
     device: str = "cpu"
     dtype: str = "auto"
     also: tuple[str, ...] = ()  # other ids that clients may ask for
@@ -116,7 +118,16 @@ class Engine:
         """
         self.listen = listen
         self._at["load"] = time.monotonic()
-        words = engines.arguments(self.engine, what.path, [what.served, *what.also], listen, what.device, what.dtype, self.scratch, what.memory)
+        words = engines.arguments(
+            self.engine,
+            what.path,
+            [what.served, *what.also],
+            listen,
+            what.device,
+            what.dtype,
+            self.scratch,
+            what.memory,
+        )
         with contextlib.suppress(BrokenPipeError):  # it died already: `ready` tells how
             self.process.stdin.write(json.dumps(words) + "\n")
             self.process.stdin.close()
@@ -144,7 +155,11 @@ class Engine:
         """
         began, imported = self._at["load"], self._at.get("imported", math.inf)
         load, verify = self._at["healthy"] - began, self._at["verified"] - began
-        return {"load": load, "verify": verify, "added": max(0.0, began - imported) + time.monotonic() - began - max(load, verify)}
+        return {
+            "load": load,
+            "verify": verify,
+            "added": max(0.0, began - imported) + time.monotonic() - began - max(load, verify),
+        }
 
     def healthy(self) -> bool:
         """Whether /health answers 200: both engines listen only once the model is loaded. Asked past any proxy."""
@@ -181,7 +196,13 @@ class Engine:
         how = "" if code is None else f" (exit code {code})"
         if not self.echo:
             sys.stderr.write("".join(f"  {line}\n" for line in list(self._lines)[-LAST_LINES:]))
-        why = f": {said.rstrip('.')[:400]}" if (said := cause(self._lines)) else "; its last lines, above, say why" if self._lines else ", and said nothing"
+        why = (
+            f": {said.rstrip('.')[:400]}"
+            if (said := cause(self._lines))
+            else "; its last lines, above, say why"
+            if self._lines
+            else ", and said nothing"
+        )
         return QrlError(f"The serving engine {what}{how}{why}.")
 
     def _verify(self, verify: Callable[[], object]) -> None:
@@ -189,7 +210,9 @@ class Engine:
             verify()
         except QrlError as error:
             self._refusal = error
-        except Exception as error:  # a disk that fails, say: told where the engine is waited for, not in a thread that nobody sees
+        except (
+            Exception
+        ) as error:  # a disk that fails, say: told where the engine is waited for, not in a thread that nobody sees
             self._refusal = QrlError(f"The files to serve cannot be read ({error}).")
         self._at["verified"] = time.monotonic()
         self._verified.set()
@@ -209,7 +232,9 @@ def cause(log: Iterable[str]) -> str | None:
     lines = list(log)
     for line, after in zip(lines, [*lines[1:], ""], strict=True):
         if (found := _ERROR.match(line)) and "See root cause above" not in line:
-            return f"{found[2]}: {after.strip()}" if "validation error" in found[2] else found[2]  # pydantic's own reason stands below
+            return (
+                f"{found[2]}: {after.strip()}" if "validation error" in found[2] else found[2]
+            )  # pydantic's own reason stands below
     return None
 
 

@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 # What speaks of one connection and not of the message, RFC 9110 section 7.6.1; the client library writes its own.
-_OF_CONNECTION = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding", "upgrade"}
+_OF_CONNECTION = {
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+}
 
 
 class Proxy:
@@ -77,7 +86,11 @@ class Proxy:
         if socket not in self._sessions:
             # A connection a request: an engine closes idle ones after seconds, and a request sent just then would be lost.
             connector = aiohttp.UnixConnector(str(socket), limit=0, force_close=True)
-            given = {"timeout": aiohttp.ClientTimeout(), "auto_decompress": False, "cookie_jar": aiohttp.DummyCookieJar()}
+            given = {
+                "timeout": aiohttp.ClientTimeout(),
+                "auto_decompress": False,
+                "cookie_jar": aiohttp.DummyCookieJar(),
+            }
             self._sessions[socket] = aiohttp.ClientSession(connector=connector, **given)
         first, self._current = self._current is None, socket
         if first:
@@ -89,12 +102,16 @@ class Proxy:
         logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a client that leaves is no error of ours
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._forward)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=self._drain_s, auto_decompress=False)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=self._drain_s, auto_decompress=False
+        )
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, self._host, self._port, backlog=1024).start()
         except OSError as error:
-            raise BadInput(f"Cannot listen on {url(self._host, self._port)} ({error.strerror or error}): choose another port or host.") from None
+            raise BadInput(
+                f"Cannot listen on {url(self._host, self._port)} ({error.strerror or error}): choose another port or host."
+            ) from None
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         import aiohttp
@@ -119,7 +136,12 @@ class Proxy:
         except (aiohttp.ClientError, ConnectionError) as error:
             if answer is not None:
                 raise  # half an answer is out, or the client left: the connection breaks off, as it would without us
-            told = {"message": f"The engine behind this address does not answer ({error}).", "type": "BadGateway", "param": None, "code": 502}
+            told = {
+                "message": f"The engine behind this address does not answer ({error}).",
+                "type": "BadGateway",
+                "param": None,
+                "code": 502,
+            }
             return web.json_response({"error": told}, status=502)
         finally:
             self._in_flight[engine] -= 1

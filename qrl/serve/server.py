@@ -13,7 +13,15 @@ READY_TIMEOUT_S = 900
 LOOK_EVERY_S = 0.05  # whether an engine that loads has come up
 
 
-def run(child: Engine, what: Load, host: str, port: int, *, on_ready: Callable[[str], None], timeout_s: float = READY_TIMEOUT_S) -> None:
+def run(
+    child: Engine,
+    what: Load,
+    host: str,
+    port: int,
+    *,
+    on_ready: Callable[[str], None],
+    timeout_s: float = READY_TIMEOUT_S,
+) -> None:
     """Serves a checkpoint until it is told to stop; Ctrl-C, or a signal that raises KeyboardInterrupt, stops it.
 
     Args:

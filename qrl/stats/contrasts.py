@@ -70,7 +70,12 @@ def independent_contrast(correct: Sequence[int], n: Sequence[int], weights: Sequ
 
 
 def bootstrap(
-    outcomes: ArrayLike, weights: Sequence[float], clusters: ArrayLike | None = None, *, seed: int, samples: int = 10_000
+    outcomes: ArrayLike,
+    weights: Sequence[float],
+    clusters: ArrayLike | None = None,
+    *,
+    seed: int,
+    samples: int = 10_000,
 ) -> Estimate:
     """The same contrast by resampling questions, all cells of a question together: a check of the closed form.
 
@@ -93,7 +98,9 @@ def bootstrap(
         sums, sizes = np.bincount(group, weights=values), np.bincount(group).astype(float)
     kinds, counts = np.unique(np.stack([sums.round(12), sizes]), axis=1, return_counts=True)
     rng, means = np.random.default_rng(seed), []
-    for size in [1000] * (samples // 1000) + [samples % 1000]:  # a few MB at a time, where every question has a value of its own
+    for size in [1000] * (samples // 1000) + [
+        samples % 1000
+    ]:  # a few MB at a time, where every question has a value of its own
         drawn = rng.multinomial(counts.sum(), counts / counts.sum(), size=size)
         means.append((drawn @ kinds[0]) / (drawn @ kinds[1]))
     means = np.concatenate(means)
@@ -105,7 +112,9 @@ def weighted(outcomes: ArrayLike, weights: Sequence[float]) -> np.ndarray:
     """(n,) weighted sum over cells, question by question."""
     outcomes, weights = np.asarray(outcomes, dtype=float), np.asarray(weights, dtype=float)
     if outcomes.ndim != 2 or weights.shape != outcomes.shape[:1]:
-        raise ValueError(f"Outcomes of shape {outcomes.shape} do not fit {weights.shape} weights: expected (cells, n) and (cells,).")
+        raise ValueError(
+            f"Outcomes of shape {outcomes.shape} do not fit {weights.shape} weights: expected (cells, n) and (cells,)."
+        )
     return weights @ outcomes
 
 
@@ -137,7 +146,9 @@ def stderr_of_mean(values: np.ndarray, clusters: ArrayLike | None) -> tuple[floa
     if clusters is not None:
         labels = np.asarray(clusters)
         if labels.shape != values.shape:
-            raise ValueError(f"{labels.shape} clusters do not fit {values.shape} questions: expected one label per question.")
+            raise ValueError(
+                f"{labels.shape} clusters do not fit {values.shape} questions: expected one label per question."
+            )
         distinct, group = np.unique(labels, return_inverse=True)
         groups = len(distinct)
         centred = np.bincount(group, weights=centred, minlength=1)

@@ -67,7 +67,10 @@ class Runs:
         Source: Banerjee, Sankhyā 22 (1960) 357, for variances added; crossed random effects of runs and questions: Clark,
             J. Verbal Learning and Verbal Behavior 12 (1973) 335.
         """
-        of_runs, of_questions = quantile(tail, self.count - 1), quantile(tail, self.groups - 1)  # signs do not matter: squared
+        of_runs, of_questions = (
+            quantile(tail, self.count - 1),
+            quantile(tail, self.groups - 1),
+        )  # signs do not matter: squared
         both = of_runs**2 * self.spread / self.count + of_questions**2 * self.shared
         return math.sqrt(max(both, of_questions**2 * (self.own / self.count + self.shared)))
 

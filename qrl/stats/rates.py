@@ -48,7 +48,12 @@ def rate(values: ArrayLike, clusters: ArrayLike | None = None) -> Estimate:
         raise ValueError(f"Shares lie between {shares.min()} and {shares.max()}: expected 0 to 1.")
     stderr, groups = stderr_of_mean(shares, clusters)
     mean = float(shares.mean())
-    return wilson(mean, stderr, len(shares), effective_n(mean, stderr, groups, binary=bool(np.isin(shares, (0, 1)).all()), n=len(shares)))
+    return wilson(
+        mean,
+        stderr,
+        len(shares),
+        effective_n(mean, stderr, groups, binary=bool(np.isin(shares, (0, 1)).all()), n=len(shares)),
+    )
 
 
 def pass_at(k: int, correct: ArrayLike, samples: int) -> np.ndarray:
@@ -71,7 +76,9 @@ def pass_at(k: int, correct: ArrayLike, samples: int) -> np.ndarray:
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} cannot be told from {samples} samples: expected k from 1 to {samples}.")
     if counts.size and not (counts.min() >= 0 and counts.max() <= samples):
-        raise ValueError(f"Right answers per question lie between {counts.min()} and {counts.max()}: expected 0 to {samples}.")
+        raise ValueError(
+            f"Right answers per question lie between {counts.min()} and {counts.max()}: expected 0 to {samples}."
+        )
     by_count = [1 - math.comb(samples - c, k) / math.comb(samples, k) for c in range(samples + 1)]
     return np.array(by_count)[counts.astype(int)]
 

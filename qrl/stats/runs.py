@@ -52,21 +52,27 @@ def contrast_over_runs(
         Learning and Verbal Behavior 12 (1973) 335.
     """
     if len(outcomes) < 2 or not len(outcomes) == len(groups) == len(labels):
-        raise ValueError(f"{len(outcomes)} runs with {len(groups)} sets of groups and {len(labels)} labels: expected the same number, at least 2.")
+        raise ValueError(
+            f"{len(outcomes)} runs with {len(groups)} sets of groups and {len(labels)} labels: expected the same number, at least 2."
+        )
     values = [weighted(each, weights) for each in outcomes]
     questions = Questions.behind(values, groups)
     means = [float(each.mean()) for each in values]
     if not vary:
         pooled = _pooled(outcomes, weights, groups)
         stderr = questions.stderr if questions.stderr > 1e-12 else pooled.stderr
-        found = Estimate(float(np.mean(means)), stderr, 0, 0, n, df=questions.groups - 1, tails=pooled.tails, **limits(weights))
+        found = Estimate(
+            float(np.mean(means)), stderr, 0, 0, n, df=questions.groups - 1, tails=pooled.tails, **limits(weights)
+        )
         return found.bounded()
     alone = tuple(contrast(outcome, weights, group) for outcome, group in zip(outcomes, groups, strict=True))
     spread, shared = float(np.var(means, ddof=1)), questions.shared
     if max(spread, questions.own + shared) < 1e-24:
         shared = _pooled(outcomes, weights, groups).stderr ** 2
     runs = Runs(tuple(labels), alone, spread, questions.own, shared, questions.groups)
-    return Estimate(float(np.mean(means)), runs.stderr, 0, 0, n, df=len(labels) - 1, runs=runs, **limits(weights)).bounded()
+    return Estimate(
+        float(np.mean(means)), runs.stderr, 0, 0, n, df=len(labels) - 1, runs=runs, **limits(weights)
+    ).bounded()
 
 
 def _pooled(outcomes: Sequence[ArrayLike], weights: Sequence[float], groups: Sequence[ArrayLike]) -> Estimate:
@@ -74,7 +80,9 @@ def _pooled(outcomes: Sequence[ArrayLike], weights: Sequence[float], groups: Seq
     return contrast(np.concatenate(outcomes, axis=1), weights, np.concatenate(groups))
 
 
-def rate_over_runs(values: Sequence[ArrayLike], groups: Sequence[ArrayLike], labels: Sequence[str], n: int, *, vary: bool) -> Estimate:
+def rate_over_runs(
+    values: Sequence[ArrayLike], groups: Sequence[ArrayLike], labels: Sequence[str], n: int, *, vary: bool
+) -> Estimate:
     """Mean of shares per question, averaged over training runs.
 
     Args:
@@ -121,11 +129,15 @@ class Questions:
     def behind(cls, values: Sequence[np.ndarray], groups: Sequence[ArrayLike]) -> Questions:
         """From each run's (n_s,) values and group numbers."""
         size = 1 + max(int(np.max(each)) for each in groups)
-        sums = np.stack([np.bincount(g, weights=v - v.mean(), minlength=size) for v, g in zip(values, groups, strict=True)])
+        sums = np.stack(
+            [np.bincount(g, weights=v - v.mean(), minlength=size) for v, g in zip(values, groups, strict=True)]
+        )
         seen = np.stack([np.bincount(each, minlength=size) > 0 for each in groups])
         counts = seen.sum(axis=1)
         if counts.min() < 2:
-            raise ValueError("A run has questions of one group only, which give no error bar: expected at least 2 groups in each.")
+            raise ValueError(
+                "A run has questions of one group only, which give no error bar: expected at least 2 groups in each."
+            )
         scaled = sums * (np.sqrt(counts / (counts - 1)) / [len(each) for each in values])[:, None]
         covariance = scaled @ scaled.T
         variances, runs = np.diag(covariance), len(values)

@@ -44,7 +44,9 @@ def default_margin(gain: float) -> float:
     return max(MIN_MARGIN, gain / 2)
 
 
-def judge(gain: Estimate, survival: Estimate, kept: Estimate, accuracies: dict[str, float], margin: float | None = None) -> Verdict:
+def judge(
+    gain: Estimate, survival: Estimate, kept: Estimate, accuracies: dict[str, float], margin: float | None = None
+) -> Verdict:
     """The verdict on gain survival under one scheme.
 
     `survives` if the one-sided 95 % lower bound of gain survival lies above −margin, `lost` if the upper bound lies below
@@ -83,7 +85,9 @@ def judge(gain: Estimate, survival: Estimate, kept: Estimate, accuracies: dict[s
     reason = f"the one-sided 95 % bounds of gain survival, {signed(survival.lower)} and {signed(survival.upper)}, lie on both sides of −margin, {signed(-margin)}"
     if not survival.lower <= -margin <= survival.upper:
         reason = f"the margin, {margin:.3f}, follows a gain that is itself estimated, and with that error counted −margin lies within the bounds"
-    return Verdict("inconclusive", reason, margin, smallest, *_to_decide(gain, tested), min(tested.p_survives, tested.p_lost))
+    return Verdict(
+        "inconclusive", reason, margin, smallest, *_to_decide(gain, tested), min(tested.p_survives, tested.p_lost)
+    )
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,9 @@ def seen(contrast: Estimate, tail: float = TAIL, power: float = POWER) -> float:
 def _to_decide(gain: Estimate, tested: _Tested) -> tuple[int | None, int | None]:
     """Questions, and training runs where there are several, at which the gain and the verdict would both be settled with
     `POWER`, if the estimates were the truth; None where no number up to a thousand times the present one would."""
-    settled = [(gain, gain.estimate, TAIL)] + [(test, abs(test.estimate - bound), tested.tail) for test, bound in tested.tests]
+    settled = [(gain, gain.estimate, TAIL)] + [
+        (test, abs(test.estimate - bound), tested.tail) for test, bound in tested.tests
+    ]
     if gain.estimate <= 0 or min(distance for _, distance, _ in settled) < 1e-9:
         return None, None
 

@@ -53,7 +53,10 @@ def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: st
         workspace("benchmark") as work,
         runs.step("benchmark", recipe, sections=("benchmark",), params=params, system_metrics=True),
     ):
-        asked = [[prompt.render(hf.tokenizer(each.path), one.question, recipe.prompt) for one in questions] for each in chosen]
+        asked = [
+            [prompt.render(hf.tokenizer(each.path), one.question, recipe.prompt) for one in questions]
+            for each in chosen
+        ]
         if url:
             _server(recipe, url, chosen[0], asked[0], work)
         else:
@@ -72,11 +75,17 @@ def subjects(recipe: Recipe, stages: str | None, models: str | None) -> list[roo
 
 def _side_by_side(recipe: Recipe, subjects: list[room.Subject], asked: list, device: str, work: Path) -> None:
     settings = recipe.benchmark
-    with tqdm(total=len(subjects) * settings.rounds * len(settings.batches), desc="benchmark", unit="turn", leave=False) as bar:
+    with tqdm(
+        total=len(subjects) * settings.rounds * len(settings.batches), desc="benchmark", unit="turn", leave=False
+    ) as bar:
         frame = room.run(subjects, asked, _opener(recipe, asked, device), settings, bar.update)
     frame.to_parquet(work / ROWS)
     unpacked = recipe.evaluate.engine == hf.NAME
-    note = "This engine unpacks every scheme's codes: it shows what the disk saves, not what a kernel would." if unpacked else ""
+    note = (
+        "This engine unpacks every scheme's codes: it shows what the disk saves, not what a kernel would."
+        if unpacked
+        else ""
+    )
     _log(summary.lines(frame), note, work, ROWS)
 
 
@@ -88,7 +97,11 @@ def _log(found: list[summary.Line], note: str, work: Path, rows: str, at_once: s
     contents.log_folder(work)
     contents.log_params({names.ENGINE: found[0].engine})
     for (variant, scheme), by_batch in summary.metrics(found).items():
-        with runs.child(names.cell_name(variant, scheme), params={"variant": variant, "scheme": scheme}, tags={names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme}):
+        with runs.child(
+            names.cell_name(variant, scheme),
+            params={"variant": variant, "scheme": scheme},
+            tags={names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme},
+        ):
             log = contents.live_log()
             for batch, values in by_batch.items():
                 log(values, batch)
@@ -103,7 +116,11 @@ def _opener(recipe: Recipe, asked: list, device: str) -> Callable[[room.Subject]
     if recipe.evaluate.engine == hf.NAME:
         return lambda subject: local.Transformers(subject.path, device, recipe.evaluate.dtype)
     longest = max(len(prompt) for own in asked for prompt in own) + recipe.benchmark.new_tokens
-    sizes = {"max_tokens": longest, "sequences": max(recipe.benchmark.batches), "memory": recipe.evaluate.gpu_memory_utilization / len(asked)}
+    sizes = {
+        "max_tokens": longest,
+        "sequences": max(recipe.benchmark.batches),
+        "memory": recipe.evaluate.gpu_memory_utilization / len(asked),
+    }
     return lambda subject: local.Vllm(subject.path, device, recipe.evaluate.dtype, **sizes)
 
 
@@ -124,7 +141,9 @@ def _served(url: str) -> str:
     try:
         return _asked(address)["data"][0]["id"]
     except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
-        raise BadInput(f"{address} lists no model ({error}): start a server with `serve` first, and give its address; its key, if it has one, in {API_KEY}.") from None
+        raise BadInput(
+            f"{address} lists no model ({error}): start a server with `serve` first, and give its address; its key, if it has one, in {API_KEY}."
+        ) from None
 
 
 def _engine(url: str) -> str:
@@ -158,10 +177,16 @@ def _stages(recipe: Recipe, stages: str | None) -> list[room.Subject]:
     else:
         chosen = [version for version in (_version(name, stage) for stage in names.STAGES) if version]
     if not chosen:
-        raise BadInput(f"{name} has no version at any of {', '.join(names.STAGES)} yet: run a study, or give --models variant:scheme=MODEL.")
-    found = {(each.variant, each.scheme): room.Subject(each.variant, each.scheme, versions.verify(each)) for each in chosen}
+        raise BadInput(
+            f"{name} has no version at any of {', '.join(names.STAGES)} yet: run a study, or give --models variant:scheme=MODEL."
+        )
+    found = {
+        (each.variant, each.scheme): room.Subject(each.variant, each.scheme, versions.verify(each)) for each in chosen
+    }
     if len(found) < len(chosen):
-        raise BadInput(f"Two of {', '.join(map(str, chosen))} are the same cell, which the table could not tell apart: name each cell once.")
+        raise BadInput(
+            f"Two of {', '.join(map(str, chosen))} are the same cell, which the table could not tell apart: name each cell once."
+        )
     if not stages and (base := next((each for each in chosen if each.stage == "base"), None)) is not None:
         uri = store_models.child(base.digest, names.BASE, names.AWQ)
         if uri:

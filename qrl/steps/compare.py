@@ -41,9 +41,13 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         contents.describe(comparison.markdown())
         if not runs.is_launched():  # a study prints it all at its end
             click.echo((work / names.TABLE_MD).read_text(encoding="utf-8"))
-            click.echo(f"Logged to run {runs.active_id()}: {names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/.", err=True)
+            click.echo(
+                f"Logged to run {runs.active_id()}: {names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/.", err=True
+            )
         made = sorted(path.name for path in work.iterdir())
-        reuse.record_outputs(artifacts=made, values={"sentence": comparison.sentence(), "metrics": comparison.metrics()})
+        reuse.record_outputs(
+            artifacts=made, values={"sentence": comparison.sentence(), "metrics": comparison.metrics()}
+        )
 
 
 def compare_files(recipe: Recipe, *, questions: str | None, counts: str | None, cells: list[str], out: str) -> None:
@@ -68,7 +72,10 @@ def methods(recipe: Recipe, cells: list[str]) -> None:
     store.prepare()
     frame = evaluated.rows(cells)
     found = table.measure(frame)  # what cannot be compared leaves no run
-    with workspace("compare-methods", shared=True) as work, runs.step("compare", recipe, sections=("compare",), run_name="compare methods"):
+    with (
+        workspace("compare-methods", shared=True) as work,
+        runs.step("compare", recipe, sections=("compare",), run_name="compare methods"),
+    ):
         text = table.write(found, work)
         frame.to_parquet(work / names.QUESTIONS)
         contents.log_folder(work)

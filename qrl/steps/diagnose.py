@@ -54,7 +54,11 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, 
         return
     store.prepare()
     digests = {variant: checkpoint.digest(path) for variant, path in found.items()}
-    below = {f"{variant}:{scheme}": checkpoint.digest(path) for scheme, paths in schemes.items() for variant, path in paths.items()}
+    below = {
+        f"{variant}:{scheme}": checkpoint.digest(path)
+        for scheme, paths in schemes.items()
+        for variant, path in paths.items()
+    }
     key = keys.diagnosis(recipe, digests[names.BASE], digests[names.GRPO], below)
     with (
         workspace(f"diagnose-{key[:16]}") as work,
@@ -77,7 +81,9 @@ def _made(folder: Path) -> Path:
 
 
 def _unwritable(folder: Path, why: str) -> BadInput:
-    return BadInput(f"Tables and figures cannot be written to {folder} ({why}): give a folder that is writable, on a disk with room.")
+    return BadInput(
+        f"Tables and figures cannot be written to {folder} ({why}): give a folder that is writable, on a disk with room."
+    )
 
 
 def _checked(address: str) -> Path:
@@ -93,7 +99,9 @@ def _quantized(text: str | None) -> Quantized:
     for cell, address in (inputs.pairs(text, "a cell and its model") if text else {}).items():
         variant, scheme = inputs.cell(cell)
         if variant not in (names.BASE, names.GRPO) or scheme == names.FULL:
-            raise BadInput(f"'{cell}' is no quantized cell of the two checkpoints: expected {names.BASE}:SCHEME or {names.GRPO}:SCHEME.")
+            raise BadInput(
+                f"'{cell}' is no quantized cell of the two checkpoints: expected {names.BASE}:SCHEME or {names.GRPO}:SCHEME."
+            )
         path = checkpoint.check(addresses.folder(address), need_chat_template=False).path
         stored.names(path)
         found.setdefault(scheme, {})[variant] = path
@@ -109,7 +117,9 @@ def _measure(recipe: Recipe, found: dict[str, Path], quantized: Quantized, out: 
     for scheme, table in zip(quantized, rows, strict=True):
         for variant in dict.fromkeys(table["variant"]):
             suffix = f"{scheme}_{names.BASE}" if variant == names.BASE else scheme
-            measured |= {f"weights/{name}_{suffix}": value for name, value in schemes_room.totals(table, variant).items()}
+            measured |= {
+                f"weights/{name}_{suffix}": value for name, value in schemes_room.totals(table, variant).items()
+            }
     _write(frame, out / WEIGHTS)
     if rows:
         _write(every, out / SCHEMES)
@@ -118,7 +128,11 @@ def _measure(recipe: Recipe, found: dict[str, Path], quantized: Quantized, out: 
         _write(said, out / BEHAVIOUR)
         for row in said[said["layer"] < 0].itertuples():
             suffix = f"{row.scheme}_{names.BASE}" if row.variant == names.BASE else row.scheme
-            measured |= {f"behaviour/kl_{suffix}": row.kl, f"behaviour/top1_agreement_{suffix}": row.top1_agreement, "behaviour/n": row.n}
+            measured |= {
+                f"behaviour/kl_{suffix}": row.kl,
+                f"behaviour/top1_agreement_{suffix}": row.top1_agreement,
+                "behaviour/n": row.n,
+            }
     _draw(frame, every, said, recipe, out / names.FIGURES)
     return {name: value for name, value in measured.items() if math.isfinite(value)}
 
@@ -135,9 +149,13 @@ def _full(recipe: Recipe, found: dict[str, Path]) -> tuple[pd.DataFrame, dict[st
     settings = recipe.diagnose
     chosen = {"bits": settings.bits, "group_size": settings.group_size, "embeddings": settings.embeddings}
     chosen["device"] = devices.choose(recipe.device)
-    with tqdm(total=3 * room.count(found[names.BASE], settings.embeddings), desc="weights", unit="matrix", leave=False) as bar:
+    with tqdm(
+        total=3 * room.count(found[names.BASE], settings.embeddings), desc="weights", unit="matrix", leave=False
+    ) as bar:
         frames = {
-            variant: room.measure(path, variant, **chosen, outlier_multiplier=settings.outlier_multiplier, progress=bar.update)
+            variant: room.measure(
+                path, variant, **chosen, outlier_multiplier=settings.outlier_multiplier, progress=bar.update
+            )
             for variant, path in found.items()
         }
         moved = movement.movement(*found.values(), **chosen, ranks=settings.effective_rank, progress=bar.update)
@@ -160,13 +178,23 @@ def _behaviour(recipe: Recipe, full: dict[str, Path], quantized: Quantized) -> p
     rows = []
     for variant, path in full.items():
         model, tokens = hf.load(path, device, devices.compute_dtype(recipe.evaluate.dtype, device))
-        texts = [tokens.encode(prompt.training_text(tokens, question, recipe.prompt), add_special_tokens=False) for question in asked]
+        texts = [
+            tokens.encode(prompt.training_text(tokens, question, recipe.prompt), add_special_tokens=False)
+            for question in asked
+        ]
         alone = behaviour.sensitivity(model, texts, bits=settings.bits, group_size=settings.group_size)
         rows += [{"variant": variant, "scheme": "w4", "layer": layer, **asdict(each)} for layer, each in alone.items()]
         for scheme, paths in quantized.items():
             if variant in paths:
                 other, _ = hf.load(paths[variant], device, devices.compute_dtype(recipe.evaluate.dtype, device))
-                rows.append({"variant": variant, "scheme": scheme, "layer": -1, **asdict(behaviour.against(model, other, texts))})
+                rows.append(
+                    {
+                        "variant": variant,
+                        "scheme": scheme,
+                        "layer": -1,
+                        **asdict(behaviour.against(model, other, texts)),
+                    }
+                )
     return pd.DataFrame(rows)
 
 

@@ -40,7 +40,9 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
         broken, asked = [], {}
         for (variant, scheme), weights in found.items():
             try:
-                asked[f"{variant}:{scheme}"] = _one(recipe, variant, scheme, addresses[variant, scheme], weights, questions, device)
+                asked[f"{variant}:{scheme}"] = _one(
+                    recipe, variant, scheme, addresses[variant, scheme], weights, questions, device
+                )
             except UnhealthyCell as error:
                 click.secho(f"      {error}", fg="red", err=True)
                 broken.append(str(error))
@@ -52,7 +54,9 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
             raise unhealthy
 
 
-def check(recipe: Recipe, given: str | None) -> tuple[dict[tuple[str, str], str], dict[tuple[str, str], checkpoint.Checkpoint]]:
+def check(
+    recipe: Recipe, given: str | None
+) -> tuple[dict[tuple[str, str], str], dict[tuple[str, str], checkpoint.Checkpoint]]:
     """Cells' addresses and checkpoints, by variant and scheme.
 
     Raises:
@@ -64,7 +68,13 @@ def check(recipe: Recipe, given: str | None) -> tuple[dict[tuple[str, str], str]
 
 
 def _one(
-    recipe: Recipe, variant: str, scheme: str, address: str, weights: checkpoint.Checkpoint, questions: list, device: str
+    recipe: Recipe,
+    variant: str,
+    scheme: str,
+    address: str,
+    weights: checkpoint.Checkpoint,
+    questions: list,
+    device: str,
 ) -> str:
     """Asks one cell; the id of its run."""
     settings = recipe.evaluate
@@ -77,7 +87,12 @@ def _one(
         names.TAG_DIGEST: weights.digest,
     }
     name = names.cell_name(variant, scheme)
-    params = {"variant": variant, "scheme": scheme, "task": recipe.task, "prompt_hash": prompt.template_hash(recipe.prompt)}
+    params = {
+        "variant": variant,
+        "scheme": scheme,
+        "task": recipe.task,
+        "prompt_hash": prompt.template_hash(recipe.prompt),
+    }
     with (
         workspace(f"evaluate-{variant}-{scheme}", shared=True) as work,
         runs.child(name, params=params, tags=tags),
@@ -103,7 +118,11 @@ def _one(
         uri = record.given(recipe, address, weights, variant, scheme)
         digest = inputs.digest(questions)
         heldout = contents.log_dataset(
-            f"{recipe.task}-heldout", digest=digest, context="heldout", n=len(questions), source=inputs.source_of(recipe)
+            f"{recipe.task}-heldout",
+            digest=digest,
+            context="heldout",
+            n=len(questions),
+            source=inputs.source_of(recipe),
         )
         found = scores.metrics(asked)
         contents.log_scores(found, model_uri=uri, dataset=heldout)
@@ -111,8 +130,18 @@ def _one(
         unreal = hf.simulated(weights.path, device) if settings.engine == hf.NAME else ""
         trained = lineage.training_seed(uri) if variant != names.BASE else None
         noted = {"simulated": unreal, "training_seed": trained}
-        contents.log_params({"dtype": asked.dtype, names.ENGINE: asked.receipt["engine"], **{key: value for key, value in noted.items() if value not in ("", None)}})
-        receipt = asked.receipt | {"weights": weights.digest, "prompt_hash": prompt.template_hash(recipe.prompt), "questions": digest}
+        contents.log_params(
+            {
+                "dtype": asked.dtype,
+                names.ENGINE: asked.receipt["engine"],
+                **{key: value for key, value in noted.items() if value not in ("", None)},
+            }
+        )
+        receipt = asked.receipt | {
+            "weights": weights.digest,
+            "prompt_hash": prompt.template_hash(recipe.prompt),
+            "questions": digest,
+        }
         (work / names.RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
         _log_rows(asked, recipe, stored_by, work, recipe.seed if trained is None else trained)
         problems = health.problems(found, settings, len(asked.frame))

@@ -59,7 +59,9 @@ def stored_as(cell: tuple[str, str], address: str) -> checkpoint.Checkpoint:
     found = checkpoint.check(addresses.folder(address))
     scheme = cell[1]
     if found.quantization != names.STORED_AS[scheme]:
-        raise _mislabelled(cell, address, found.quantization or "full precision", names.STORED_AS[scheme] or "full precision")
+        raise _mislabelled(
+            cell, address, found.quantization or "full precision", names.STORED_AS[scheme] or "full precision"
+        )
     kinds = kind.of(checkpoint.config(found.path).get("quantization_config") or {})
     if not kinds <= set(kind.KINDS.get(scheme, ())):
         raise _mislabelled(cell, address, " and ".join(sorted(kinds)), " or ".join(kind.KINDS[scheme]))
@@ -69,13 +71,17 @@ def stored_as(cell: tuple[str, str], address: str) -> checkpoint.Checkpoint:
 
 
 def _mislabelled(cell: tuple[str, str], address: str, stored: str, expected: str) -> BadInput:
-    return BadInput(f"Cell {':'.join(cell)} was given {address}, which is stored as {stored}: expected {expected}; correct the label or the model.")
+    return BadInput(
+        f"Cell {':'.join(cell)} was given {address}, which is stored as {stored}: expected {expected}; correct the label or the model."
+    )
 
 
 def check_variant(variant: str) -> str:
     """The variant, if it can be part of a metric's name, a table's column and a folder's name."""
     if not re.fullmatch(r"\w[\w.+-]*", variant):
-        raise BadInput(f"'{variant}' is no name for a variant: expected letters, digits and . _ + -, such as base or grpo.")
+        raise BadInput(
+            f"'{variant}' is no name for a variant: expected letters, digits and . _ + -, such as base or grpo."
+        )
     return variant
 
 
@@ -114,12 +120,16 @@ def source_of(recipe: Recipe) -> str:
 def all_heldout(recipe: Recipe) -> list[tasks.Question]:
     """Every question that the recipe's cells could be asked, whatever `evaluate.n` says; of an endless task, those that they are."""
     endless = recipe.task == "arithmetic" and recipe.data is None
-    return _enough(tasks.load(recipe.task, "heldout", recipe.evaluate.n if endless else None, recipe.seed, recipe.data), recipe)
+    return _enough(
+        tasks.load(recipe.task, "heldout", recipe.evaluate.n if endless else None, recipe.seed, recipe.data), recipe
+    )
 
 
 def _enough(heldout: list[tasks.Question], recipe: Recipe) -> list[tasks.Question]:
     if len(heldout) < 2:  # told before a training, not after it
-        raise BadInput(f"There is {len(heldout)} held-out question in {source_of(recipe)}, which supports no error bar: give at least 2 in test.jsonl, and hundreds for a verdict.")
+        raise BadInput(
+            f"There is {len(heldout)} held-out question in {source_of(recipe)}, which supports no error bar: give at least 2 in test.jsonl, and hundreds for a verdict."
+        )
     return heldout
 
 

@@ -21,7 +21,15 @@ FIGURE = "plan.png"
 
 
 def make(
-    assumed: dict, *, pilot: str | None, scheme: str | None, n: int | None, effect: float | None, power: float, seeds: int | None, out: str | None
+    assumed: dict,
+    *,
+    pilot: str | None,
+    scheme: str | None,
+    n: int | None,
+    effect: float | None,
+    power: float,
+    seeds: int | None,
+    out: str | None,
 ) -> None:
     """Prints the plan; writes it into `out`, and into the MLflow run that `mlflow run` opened, where there is one.
 
@@ -62,11 +70,15 @@ def read_pilot(path: str, scheme: str | None) -> tuple[dict[str, float], list[st
     comparison = room.from_questions(room.read_questions(path))
     rows = {row.scheme: row for row in comparison.rows if row.gain_survival and row.variant == comparison.variants[1]}
     if not rows or (scheme and scheme not in rows):
-        raise BadInput(f"The pilot {path} has the quantized schemes {', '.join(rows) or 'none'}, but {scheme or 'one beside full'} is needed: name one of its own.")
+        raise BadInput(
+            f"The pilot {path} has the quantized schemes {', '.join(rows) or 'none'}, but {scheme or 'one beside full'} is needed: name one of its own."
+        )
     row = rows[scheme] if scheme else min(rows.values(), key=lambda row: row.gain_survival.estimate)
     gain = comparison.row(names.FULL, row.variant).delta
     if not gain.estimate > 0:
-        raise BadInput(f"The pilot {path} shows no gain, {interval(gain)} on n = {gain.n}: nothing to plan the survival of; give --gain yourself.")
+        raise BadInput(
+            f"The pilot {path} shows no gain, {interval(gain)} on n = {gain.n}: nothing to plan the survival of; give --gain yourself."
+        )
     order = [(variant, kind) for kind in (names.FULL, row.scheme) for variant in (names.BASE, row.variant)]
     cells = comparison.evidence.outcomes.cells
     each = [plan.of_pilot(*(cells[cell][run] for cell in order)) for run in range(len(comparison.runs))]
@@ -85,13 +97,20 @@ def _write(made: plan.Plan, text: str, out: Path) -> None:
     try:
         (out / names.FIGURES).mkdir(parents=True, exist_ok=True)
         figures.chances(made, out / names.FIGURES / FIGURE)
-        for name, content in ((names.TABLE_MD, text), (names.TABLE_JSON, json.dumps(table.as_json(made), indent=2) + "\n")):
+        for name, content in (
+            (names.TABLE_MD, text),
+            (names.TABLE_JSON, json.dumps(table.as_json(made), indent=2) + "\n"),
+        ):
             (out / f".{name}.partial").write_text(content, encoding="utf-8")
             os.replace(out / f".{name}.partial", out / name)
     except OSError as error:
-        raise BadInput(f"The plan cannot be written to {out} ({error.strerror or error}): give a folder that is writable and has space.") from None
+        raise BadInput(
+            f"The plan cannot be written to {out} ({error.strerror or error}): give a folder that is writable and has space."
+        ) from None
 
 
 def _params(made: plan.Plan) -> dict[str, object]:
     given = {"power": made.power, "n": made.n, "effect": made.effect}
-    return {f"plan.{key}": value for key, value in (given | table.as_json(made)["assumed"]).items() if value is not None}
+    return {
+        f"plan.{key}": value for key, value in (given | table.as_json(made)["assumed"]).items() if value is not None
+    }

@@ -32,10 +32,15 @@ def sources(recipe: Recipe, given: str | None) -> dict[str, checkpoint.Checkpoin
         BadInput: not such a list, no checkpoint, or one that is quantized already.
     """
     chosen = inputs.pairs(given, "a variant and its model") if given else {names.BASE: recipe.model}
-    found = {inputs.check_variant(variant): checkpoint.check(addresses.folder(address)) for variant, address in chosen.items()}
+    found = {
+        inputs.check_variant(variant): checkpoint.check(addresses.folder(address))
+        for variant, address in chosen.items()
+    }
     for variant, each in found.items():
         if each.quantization:
-            raise BadInput(f"{chosen[variant]} is quantized already ({each.quantization}): give full-precision weights.")
+            raise BadInput(
+                f"{chosen[variant]} is quantized already ({each.quantization}): give full-precision weights."
+            )
     return found
 
 
@@ -70,7 +75,13 @@ def quantize(recipe: Recipe, scheme: str, given: str | None) -> None:
 
 
 def _one(
-    recipe: Recipe, settings: Settings, variant: str, found: checkpoint.Checkpoint, texts: Texts, device: str, work: Path
+    recipe: Recipe,
+    settings: Settings,
+    variant: str,
+    found: checkpoint.Checkpoint,
+    texts: Texts,
+    device: str,
+    work: Path,
 ) -> str:
     """One checkpoint: its own nested run, found again by its own key; the address of what came out."""
     scheme = settings.scheme

@@ -61,17 +61,30 @@ def serve(
         version, what = check(recipe, stage, host=host, port=port)
         what = replace(what, memory=memory, also=_names(version, stage) if follow_s is not None else ())
         unpacked = engines.unpacks(engine, what.path, what.device)
-        params = {"stage": stage, "registered": version.name, "version": version.version, "engine": engine, "device": what.device, "unpacked": unpacked}
+        params = {
+            "stage": stage,
+            "registered": version.name,
+            "version": version.version,
+            "engine": engine,
+            "device": what.device,
+            "unpacked": unpacked,
+        }
 
         def ready(address: str) -> None:
             took = {f"serve/{key}_s": value for key, value in child.seconds().items()}
             took[names.SERVE_READY] = time.time() - signals.started()
             click.echo(f"Serving {version} with {engine} at {address} as model '{what.served}'; Ctrl-C stops it.")
             if unpacked:
-                click.echo("Unpacked  vLLM's 4-bit kernel for CPUs needs AVX512, which this one lacks: it computes with what the codes stand for, in float32.")
+                click.echo(
+                    "Unpacked  vLLM's 4-bit kernel for CPUs needs AVX512, which this one lacks: it computes with what the codes stand for, in float32."
+                )
             if what.also:
-                click.echo(f"Follows   stage {stage}, looked at every {follow_s:g} s; '{what.also[0]}' is whatever stands there.")
-            question = '{"model": "' + (*what.also, what.served)[0] + '", "messages": [{"role": "user", "content": "…"}]}'
+                click.echo(
+                    f"Follows   stage {stage}, looked at every {follow_s:g} s; '{what.also[0]}' is whatever stands there."
+                )
+            question = (
+                '{"model": "' + (*what.also, what.served)[0] + '", "messages": [{"role": "user", "content": "…"}]}'
+            )
             click.echo(f"Ask it    curl {address}/chat/completions -H 'Content-Type: application/json' -d '{question}'")
             contents.note({}, took, step=0)
 
@@ -88,7 +101,9 @@ def _names(version: versions.Version, stage: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(engines.served_id(version.name, each) for each in (version.stage, stage)))
 
 
-def _following(first: versions.Version, what: process.Load, start: Callable[[], process.Engine], every_s: float, drain_s: float) -> follow.Following:
+def _following(
+    first: versions.Version, what: process.Load, start: Callable[[], process.Engine], every_s: float, drain_s: float
+) -> follow.Following:
     """The stage as the registry knows it, and the run that keeps what became of it."""
     switches, digests = itertools.count(1), {first.version: first.digest}
 
@@ -100,7 +115,11 @@ def _following(first: versions.Version, what: process.Load, start: Callable[[], 
 
     def turned(now: process.Load, sentence: str) -> None:
         click.echo(sentence)
-        contents.note({names.TAG_SERVING: now.served, names.TAG_DIGEST: digests[now.version]}, {names.SERVE_VERSION: now.version}, step=next(switches))
+        contents.note(
+            {names.TAG_SERVING: now.served, names.TAG_DIGEST: digests[now.version]},
+            {names.SERVE_VERSION: now.version},
+            step=next(switches),
+        )
 
     def refused(number: int, sentence: str) -> None:
         click.echo(f"qrl: {sentence}", err=True)
@@ -109,23 +128,33 @@ def _following(first: versions.Version, what: process.Load, start: Callable[[], 
     def said(sentence: str) -> None:
         click.echo(f"qrl: {sentence}", err=True)
 
-    return follow.Following(start, lambda: registry.resolve(first.name, first.stage).version, admit, turned, refused, said, every_s, drain_s)
+    return follow.Following(
+        start, lambda: registry.resolve(first.name, first.stage).version, admit, turned, refused, said, every_s, drain_s
+    )
 
 
-def check_options(engine: str, stage: str, memory: float | None, follow_s: float | None, drain_s: float | None) -> float | None:
+def check_options(
+    engine: str, stage: str, memory: float | None, follow_s: float | None, drain_s: float | None
+) -> float | None:
     """The share of a GPU's memory that an engine gets, if what was asked for can be had together; None: vLLM's default.
 
     Raises:
         BadInput: an option that nothing would heed, or to follow what no promotion moves; or `follow.check` refuses.
     """
     if memory is not None and engine != engines.VLLM:
-        raise BadInput(f"--gpu-memory-utilization is vLLM's, and the engine is {engine}: add --engine vllm, or leave it out.")
+        raise BadInput(
+            f"--gpu-memory-utilization is vLLM's, and the engine is {engine}: add --engine vllm, or leave it out."
+        )
     if follow_s is None:
         if drain_s is not None:
-            raise BadInput("--drain says how long a version that --follow replaced may go on answering: add --follow, or leave it out.")
+            raise BadInput(
+                "--drain says how long a version that --follow replaced may go on answering: add --follow, or leave it out."
+            )
         return memory
     if stage.isdigit() or stage.endswith("-previous"):
-        raise BadInput(f"--follow follows a stage that promotions move, and {stage} is none: name base, grpo, awq, Staging or Production.")
+        raise BadInput(
+            f"--follow follows a stage that promotions move, and {stage} is none: name base, grpo, awq, Staging or Production."
+        )
     return follow.check(engine, memory)
 
 
@@ -142,7 +171,12 @@ def check(recipe: Recipe, stage: str, *, host: str, port: int) -> tuple[versions
     path = versions.admit(version)
     server.check_port(host, port)
     what = process.Load(
-        version.name, version.version, path, lambda: versions.whole(version, path), devices.choose(recipe.device), recipe.evaluate.dtype
+        version.name,
+        version.version,
+        path,
+        lambda: versions.whole(version, path),
+        devices.choose(recipe.device),
+        recipe.evaluate.dtype,
     )
     return version, what
 

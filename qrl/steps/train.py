@@ -54,10 +54,17 @@ def train(recipe: Recipe) -> None:
         return
     store.prepare()
     tags = {names.TAG_CACHE_KEY: key, names.TAG_PARENT_DIGEST: found.digest, **_tags(recipe)}
-    params = {"device": device, "processes": world, "base_stored_in": recipe.train.storage, "computed_in": recipe.train.compute}
+    params = {
+        "device": device,
+        "processes": world,
+        "base_stored_in": recipe.train.storage,
+        "computed_in": recipe.train.compute,
+    }
     with (
         workspace(f"train-{key[:16]}", keep_on_error=True) as work,
-        runs.step("train", recipe, sections=("train", "rollout", "watch"), params=params, tags=tags, system_metrics=True),
+        runs.step(
+            "train", recipe, sections=("train", "rollout", "watch"), params=params, tags=tags, system_metrics=True
+        ),
     ):
         _log_questions(recipe, questions, "train")
         if probed:
@@ -105,7 +112,13 @@ def merge(recipe: Recipe, adapter: str) -> None:
         prompts = [prompt.render(tokens, question.question, recipe.prompt) for question in questions]
         limit, into = recipe.merge.max_logit_diff, recipe.merge.into
         merged = merging.run(base, folder, work / "model", prompts, max_logit_diff=limit, into=into, device=device)
-        contents.log_params({"merged_into": "the base in full precision" if merged.into == "full" else f"the base in {merged.into}, unpacked"})
+        contents.log_params(
+            {
+                "merged_into": "the base in full precision"
+                if merged.into == "full"
+                else f"the base in {merged.into}, unpacked"
+            }
+        )
         contents.log_scores(
             {
                 "merge/max_logit_diff": merged.max_logit_diff,

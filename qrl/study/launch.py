@@ -133,7 +133,10 @@ class DryRun(Launcher):
         if None in found.values():
             self.missing(folder)
         unmade = Result("", reuse.Outputs({"model": ""}, values={"digest": ""}), reused=False)
-        return {label: Result(run.info.run_id, reuse.outputs(run), reused=True) if run else unmade for label, run in found.items()}
+        return {
+            label: Result(run.info.run_id, reuse.outputs(run), reused=True) if run else unmade
+            for label, run in found.items()
+        }
 
 
 def launch(
@@ -159,7 +162,9 @@ def launch(
     from mlflow.exceptions import ExecutionException
 
     if not (folder / "MLproject").is_file():
-        raise BadInput(f"{folder} has no MLproject file: run from a checkout of the project, where its environments are.")
+        raise BadInput(
+            f"{folder} has no MLproject file: run from a checkout of the project, where its environments are."
+        )
     logging.getLogger("mlflow.projects").setLevel(logging.WARNING)
     logging.getLogger("mlflow.utils.virtualenv").addFilter(lambda line: "already exists" not in line.getMessage())
     manager = projects.env_manager(parent or run_id)
@@ -177,7 +182,9 @@ def launch(
         raise
     except ExecutionException as error:
         reason, exit_code = projects.told(run_id)
-        failed = ERRORS.get(exit_code, QrlError)(reason or f"Step {step} failed ({error}); its output above says where.")
+        failed = ERRORS.get(exit_code, QrlError)(
+            reason or f"Step {step} failed ({error}); its output above says where."
+        )
         failed.told = bool(reason)
         raise failed from None
     return run_id

@@ -17,7 +17,11 @@ from qrl.study.launch import DryRun, Launcher, Result, launch, local_path
 from qrl.tracking import keys, projects
 from qrl.tracking.keys import ROOT
 
-NEEDS = {"awq": "awq", "vllm": "vllm", "vllm_cpu": "vllm"}  # folder under projects/ → the package that only its environment has
+NEEDS = {
+    "awq": "awq",
+    "vllm": "vllm",
+    "vllm_cpu": "vllm",
+}  # folder under projects/ → the package that only its environment has
 PLACE = "QRL_PLACE"  # set by the MLproject files under projects/: which environment this process runs in
 Models = dict[str, tuple[str, str]]  # variant or "variant:scheme" → address and digest
 
@@ -33,11 +37,18 @@ def environment_for(step: str, choice: str, device: str = "auto") -> Path | None
     wanted = None
     if step == "quantize" and choice == names.AWQ:
         wanted = "awq"
-    if step == "train" and choice == "vllm" and process.world_size() == 1:  # several processes were started where they are to run
+    if (
+        step == "train" and choice == "vllm" and process.world_size() == 1
+    ):  # several processes were started where they are to run
         wanted = "vllm"
     here = os.environ.get(PLACE)
-    engines = here in ("vllm", "vllm_cpu")  # whoever sent us chose for this machine, and asking torch again would take seconds
-    if not engines and ((step == "serve" and choice in ("auto", "vllm")) or (step in ("evaluate", "benchmark") and choice == "vllm")):
+    engines = here in (
+        "vllm",
+        "vllm_cpu",
+    )  # whoever sent us chose for this machine, and asking torch again would take seconds
+    if not engines and (
+        (step == "serve" and choice in ("auto", "vllm")) or (step in ("evaluate", "benchmark") and choice == "vllm")
+    ):
         from qrl.engine import device as devices
 
         on_gpu = devices.choose(device) == "cuda"
@@ -83,7 +94,11 @@ def check_environments(step: str, recipe: Recipe, walk: Callable[[Launcher], obj
     from qrl.tracking import store
 
     schemes = (environment_for("quantize", scheme) for scheme in recipe.quantize.schemes)
-    places = {environment_for("train", recipe.rollout.engine), environment_for("evaluate", recipe.evaluate.engine, recipe.device), *schemes}
+    places = {
+        environment_for("train", recipe.rollout.engine),
+        environment_for("evaluate", recipe.evaluate.engine, recipe.device),
+        *schemes,
+    }
     try:
         for folder in places:
             check_reachable(step, folder)
@@ -109,7 +124,9 @@ def check_schemes(recipe: Recipe, base: Path) -> None:
 
     for scheme in recipe.quantize.schemes:
         settings = choices.of(scheme, recipe.quantize, recipe.seed)
-        if recipe.model not in source.SHIPPED:  # which fits all of them; looking takes the seconds that torch's import does
+        if (
+            recipe.model not in source.SHIPPED
+        ):  # which fits all of them; looking takes the seconds that torch's import does
             quantize.check_fit(base, settings)
 
 
@@ -141,7 +158,9 @@ def study(recipe: Recipe, overrides: dict[str, str]) -> None:
 
     prompt.check(recipe.task, recipe.prompt)
     registry.registered_name(recipe)  # what the last step would refuse
-    report.warn(choices.unheeded(recipe.quantize, recipe.quantize.schemes, overrides) + evaluation.unheeded(recipe.evaluate))
+    report.warn(
+        choices.unheeded(recipe.quantize, recipe.quantize.schemes, overrides) + evaluation.unheeded(recipe.evaluate)
+    )
     base = checkpoint.check(source.locate(recipe.model))
     check_schemes(recipe, base.path)
     device = devices.choose(recipe.device)
@@ -187,9 +206,15 @@ class StudySteps:
         """
         key = keys.trained(self.recipe, base, self.device, teacher=teacher)
         settings = self.recipe.train
-        how = ("distillation" if settings.teacher else "GRPO") + ("" if settings.qat == "none" else f" in {settings.qat}")
-        title = f"train: {how}, {settings.steps} steps of {settings.prompts_per_step} × {settings.generations} completions"
-        made = self.trained = self._one(title, "train", key, folder=environment_for("train", self.recipe.rollout.engine))
+        how = ("distillation" if settings.teacher else "GRPO") + (
+            "" if settings.qat == "none" else f" in {settings.qat}"
+        )
+        title = (
+            f"train: {how}, {settings.steps} steps of {settings.prompts_per_step} × {settings.generations} completions"
+        )
+        made = self.trained = self._one(
+            title, "train", key, folder=environment_for("train", self.recipe.rollout.engine)
+        )
         if settings.adapter:
             adapter = f"runs:/{made.run_id}/adapter"
             key = keys.merged(self.recipe, base, adapter, self.device)
@@ -219,7 +244,9 @@ class StudySteps:
                 cells[f"{variant}:{scheme}"] = (result.outputs.models["model"], result.outputs.values["digest"])
         return cells
 
-    def evaluate(self, models: Models, failed: Callable[[list[str], QrlError], None] | None = None) -> dict[str, Result]:
+    def evaluate(
+        self, models: Models, failed: Callable[[list[str], QrlError], None] | None = None
+    ) -> dict[str, Result]:
         """The evaluation of every cell, by `variant:scheme`; `failed` as `Launcher.obtain` takes it."""
         wanted = {
             cell: keys.cell(self.recipe, *cell.split(":"), digest, self.device) for cell, (_, digest) in models.items()
@@ -256,10 +283,18 @@ class StudySteps:
 
         Stage awq takes the cell grpo:awq and no other scheme's: in a study without it that stage stays as it was.
         """
-        earned = {"base": f"{names.BASE}:{names.FULL}", "grpo": f"{names.GRPO}:{names.FULL}", "awq": f"{names.GRPO}:{names.AWQ}"}
+        earned = {
+            "base": f"{names.BASE}:{names.FULL}",
+            "grpo": f"{names.GRPO}:{names.FULL}",
+            "awq": f"{names.GRPO}:{names.AWQ}",
+        }
         chosen = {stage: cells[cell].run_id for stage, cell in earned.items() if cell in cells}
         parameters = {"stage": ",".join(chosen), "cell": ",".join(chosen.values())}
-        left = "".join(f"; {stage} stays as it is, for there is no cell {cell}" for stage, cell in earned.items() if stage not in chosen)
+        left = "".join(
+            f"; {stage} stays as it is, for there is no cell {cell}"
+            for stage, cell in earned.items()
+            if stage not in chosen
+        )
         self.launcher.run(f"promote: {' → '.join(chosen)}{left}", "promote", parameters)
         return list(chosen)[-1]
 

@@ -58,17 +58,27 @@ def methods(launcher: Launcher, outcome: Outcome, seeds: tuple[int, ...], second
 
     failed = list(outcome.failed)
     whole = {cell: runs_ for cell, runs_ in outcome.cells.items() if len(runs_) == len(seeds)}
-    failed += [f"{cell} has no healthy evaluation under every seed, and is left out." for cell in outcome.cells if cell not in whole]
+    failed += [
+        f"{cell} has no healthy evaluation under every seed, and is left out."
+        for cell in outcome.cells
+        if cell not in whole
+    ]
     frame = cells.rows([run_id for by_seed in whole.values() for run_id in by_seed.values()])
     found = room.measure(frame)
-    convergence = [each for each in (_convergence(found, outcome, variant, scheme) for variant, scheme in outcome.schemes.items()) if each]
+    convergence = [
+        each
+        for each in (_convergence(found, outcome, variant, scheme) for variant, scheme in outcome.schemes.items())
+        if each
+    ]
     with workspace(f"methods-{launcher.run_id}") as work:
         text = room.write(found, work, convergence, failed)
         frame.to_parquet(work / names.QUESTIONS)
         contents.log_folder(work)
     contents.log_scores(room.metrics(found) | {"study/seconds": seconds})
     contents.describe(f"{text}\n\n{_links(launcher)}")
-    click.echo(f"\n{text}\nArtifacts   {projects.artifact_place(launcher.run_id)}: methods.md, methods.json, questions.parquet, figures/")
+    click.echo(
+        f"\n{text}\nArtifacts   {projects.artifact_place(launcher.run_id)}: methods.md, methods.json, questions.parquet, figures/"
+    )
     click.echo(f"Took        {seconds:.0f} s")
 
 
@@ -81,7 +91,9 @@ def _convergence(found: Methods, outcome: Outcome, variant: str, scheme: str) ->
     row = next((row for row in found.rows if (row.variant, row.scheme) == (variant, scheme)), None)
     if row is None or row.over_base is None:
         return None
-    histories = [pd.read_parquet(contents.artifact(run_id, names.HISTORY)) for run_id in outcome.trained[variant].values()]
+    histories = [
+        pd.read_parquet(contents.artifact(run_id, names.HISTORY)) for run_id in outcome.trained[variant].values()
+    ]
     measure = "reward" if "reward" in histories[0] else "loss"
     return convergence.judge(variant, scheme, row.over_base, [each[measure].tolist() for each in histories], measure)
 
@@ -111,7 +123,9 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
             f'Load        python -c \'import qrl; model, tokenizer = qrl.load("{name}", stage="{stage}")\'',
             f"Serve       {_serve(recipe, stage)}",
         ]
-    click.echo("\n".join([*lines, f"Took        {seconds:.0f} s, of which {launcher.seconds:.0f} s in the steps that it ran"]))
+    click.echo(
+        "\n".join([*lines, f"Took        {seconds:.0f} s, of which {launcher.seconds:.0f} s in the steps that it ran"])
+    )
 
 
 def _packed(recipe: Recipe) -> str:
@@ -150,7 +164,12 @@ def _gather(work, compared: Result, diagnosed: Result, trained: Result) -> None:
     for file in (names.TABLE_MD, names.TABLE_JSON, names.QUESTIONS):
         shutil.copy(contents.artifact(compared.run_id, file), work / file)
     for result in (compared, diagnosed, trained):
-        shutil.copytree(contents.artifact(result.run_id, names.FIGURES), work / names.FIGURES, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.html"))
+        shutil.copytree(
+            contents.artifact(result.run_id, names.FIGURES),
+            work / names.FIGURES,
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns("*.html"),
+        )
 
 
 def _page(work: Path, compared: Result, diagnosed: Result, trained: Result) -> None:
@@ -160,7 +179,9 @@ def _page(work: Path, compared: Result, diagnosed: Result, trained: Result) -> N
     from qrl import figures
 
     weights, stored, said = (
-        pd.read_parquet(contents.artifact(diagnosed.run_id, name)) if name in diagnosed.outputs.artifacts else pd.DataFrame()
+        pd.read_parquet(contents.artifact(diagnosed.run_id, name))
+        if name in diagnosed.outputs.artifacts
+        else pd.DataFrame()
         for name in (names.WEIGHTS, names.STORED, names.BEHAVIOUR)
     )
     history = pd.read_parquet(contents.artifact(trained.run_id, names.HISTORY))

@@ -21,8 +21,25 @@ from qrl.study.pipeline import Models, StudySteps, check_environments, check_sch
 from qrl.tracking.keys import SECTIONS
 
 FIRST = "tiny-ptq"
-ARMS = ("tiny-qlora", "qat-int8", "qat-int8-attention", "qat-int4", "qat-nvfp4-a16", "qat-nvfp4-a4", "qad-int4", "qad-nvfp4-a4")
-SHARED = ("model", "task", "data", "prompt", "device", "evaluate", "quantize.calibration_samples")  # what arms must have in common
+ARMS = (
+    "tiny-qlora",
+    "qat-int8",
+    "qat-int8-attention",
+    "qat-int4",
+    "qat-nvfp4-a16",
+    "qat-nvfp4-a4",
+    "qad-int4",
+    "qad-nvfp4-a4",
+)
+SHARED = (
+    "model",
+    "task",
+    "data",
+    "prompt",
+    "device",
+    "evaluate",
+    "quantize.calibration_samples",
+)  # what arms must have in common
 
 
 @dataclass
@@ -51,15 +68,21 @@ def load(first: str, others: tuple[str, ...], given: dict[str, str], seed: int) 
     found = [(name, recipes.load(name, given | {"seed": str(seed)})) for name in (first, *others)]
     start = found[0][1]
     if start.train.variant != names.GRPO or start.train.adapter:
-        raise BadInput(f"Recipe {first} trains {label(start)}, but methods are measured from GRPO in full precision: name such a recipe first.")
+        raise BadInput(
+            f"Recipe {first} trains {label(start)}, but methods are measured from GRPO in full precision: name such a recipe first."
+        )
     seen = {}
     for name, each in found:
         if label(each) in seen:
-            raise BadInput(f"Recipes {seen[label(each)]} and {name} both train {label(each)}: name one recipe a method.")
+            raise BadInput(
+                f"Recipes {seen[label(each)]} and {name} both train {label(each)}: name one recipe a method."
+            )
         seen[label(each)] = name
         for key in SHARED:
             if (one := _value(start, key)) != (other := _value(each, key)):
-                raise BadInput(f"Recipes {first} and {name} differ in {key} ({one!r} and {other!r}): methods are compared on the same questions only.")
+                raise BadInput(
+                    f"Recipes {first} and {name} differ in {key} ({one!r} and {other!r}): methods are compared on the same questions only."
+                )
     return found
 
 
@@ -105,7 +128,9 @@ def study(first: str, others: tuple[str, ...], seeds: tuple[int, ...], given: di
     arms = {seed: load(first, others, given, seed) for seed in seeds}
     start = arms[seeds[0]][0][1]
     rounded = [f"{names.ROUNDED_PREFIX}{each.train.qat}" for _, each in arms[seeds[0]] if each.train.qat != "none"]
-    report.warn(choices.unheeded(start.quantize, start.quantize.schemes, given, rounded) + evaluation.unheeded(start.evaluate))
+    report.warn(
+        choices.unheeded(start.quantize, start.quantize.schemes, given, rounded) + evaluation.unheeded(start.evaluate)
+    )
     device, base = devices.choose(start.device), checkpoint.check(source.locate(start.model))
     check_schemes(start, base.path)
 
@@ -117,7 +142,11 @@ def study(first: str, others: tuple[str, ...], seeds: tuple[int, ...], given: di
     check_environments("sweep", start, walk)
     store.prepare()
     began, outcome = time.monotonic(), Outcome()
-    params = {"device": device, "seeds": ",".join(map(str, seeds)), "arms": ",".join(label(each) for _, each in arms[seeds[0]])}
+    params = {
+        "device": device,
+        "seeds": ",".join(map(str, seeds)),
+        "arms": ",".join(label(each) for _, each in arms[seeds[0]]),
+    }
     with runs.step("sweep", start, sections=tuple(SECTIONS), params=params) as run:
         launcher = Launcher({}, run.info.run_id, len(seeds) * (2 * len(others) + 2 + len(start.quantize.schemes)))
         for seed, found in arms.items():
@@ -129,7 +158,14 @@ class _Seed:
     """All arms under one seed."""
 
     def __init__(
-        self, seed: int, arms: list[tuple[str, Recipe]], given: dict[str, str], launcher: Launcher, device: str, base: str, outcome: Outcome
+        self,
+        seed: int,
+        arms: list[tuple[str, Recipe]],
+        given: dict[str, str],
+        launcher: Launcher,
+        device: str,
+        base: str,
+        outcome: Outcome,
     ) -> None:
         self.seed, self.arms, self.given, self.launcher = seed, arms, given, launcher
         self.device, self.base, self.outcome = device, base, outcome

@@ -25,10 +25,19 @@ OBJECTS = (
 # e: the calculation, `3+4=7`.
 OPENINGS = ("{n} has {b} {o}.", "{n} starts with {b} {o}.", "There are {b} {o} in the bag of {n}.", "{n} owns {b} {o}.")
 GAIN = ("{n} buys {b} more.", "{n} finds {b} more {o}.", "{m} gives {n} {b} {o}.", "Then {n} gets {b} {o} as a gift.")
-LOSE = ("{n} gives {b} {o} to {m}.", "{n} loses {b} of them.", "{n} sells {b} {o}.", "Then {n} throws {b} of the {o} away.")
+LOSE = (
+    "{n} gives {b} {o} to {m}.",
+    "{n} loses {b} of them.",
+    "{n} sells {b} {o}.",
+    "Then {n} throws {b} of the {o} away.",
+)
 MORE = ("{m} has {b} more {o} than {n}.", "{m} owns {b} {o} more than {n}.")
 FEWER = ("{m} has {b} fewer {o} than {n}.", "{n} has {b} more {o} than {m}.")
-TIMES = ("{m} has {b} times as many {o} as {n}.", "{m} owns {b} times the {o} of {n}.", "For each of these {o}, {m} has {b}.")
+TIMES = (
+    "{m} has {b} times as many {o} as {n}.",
+    "{m} owns {b} times the {o} of {n}.",
+    "For each of these {o}, {m} has {b}.",
+)
 SHARE = (
     "{n} shares them equally among {b} friends, and {m} is one of them.",
     "{n} packs the {o} into {b} equal boxes and hands one box to {m}.",

@@ -36,8 +36,14 @@ def load(split: str, n: int | None, seed: int) -> list[Question]:
         except BadInput:
             unread += 1
     if unread:
-        warnings.warn(f"{unread} of {unread + len(found)} rows of {HUB} ({split}) have no answer that the grader reads: left out.", stacklevel=2)
-    named = [Question(f"deepmath-{split}-{i}", q.question, q.solution, q.answer, q.subject, q.level) for i, q in enumerate(found)]
+        warnings.warn(
+            f"{unread} of {unread + len(found)} rows of {HUB} ({split}) have no answer that the grader reads: left out.",
+            stacklevel=2,
+        )
+    named = [
+        Question(f"deepmath-{split}-{i}", q.question, q.solution, q.answer, q.subject, q.level)
+        for i, q in enumerate(found)
+    ]
     return jsonl.subset(named, n, seed, HUB)
 
 

@@ -30,17 +30,23 @@ def grade(task: str, file: str | Path, out: str | Path) -> str:
         raise BadInput(f"{file} holds no rows: expected a JSON object a line, with 'completion' and 'answer'.")
     target = Path(out)
     if target.is_dir() or not target.parent.is_dir():  # told before minutes of grading
-        raise BadInput(f"{out} cannot be written ({'it is a folder' if target.is_dir() else 'there is no such folder'}): give the path of a file, in a folder that exists.")
+        raise BadInput(
+            f"{out} cannot be written ({'it is a folder' if target.is_dir() else 'there is no such folder'}): give the path of a file, in a folder that exists."
+        )
     graded = _graded(task, rows)
     partial = target.with_name(target.name + ".partial")
     try:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in graded)
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # a lone surrogate stays JSON's own escape of it
+        partial.write_text(
+            text, encoding="utf-8", errors="backslashreplace"
+        )  # a lone surrogate stays JSON's own escape of it
         os.replace(partial, target)
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)  # of a full disk
-        raise BadInput(f"{out} cannot be written ({error.strerror}): give a path in a folder that exists, on a disk with room.") from None
+        raise BadInput(
+            f"{out} cannot be written ({error.strerror}): give a path in a folder that exists, on a disk with room."
+        ) from None
     n = len(graded)
     rates = {key: sum(row[key] for row in graded) / n for key in ("strict", "flexible")}
     parsed = sum(row["parsed"] is not None for row in graded) / n
@@ -83,7 +89,9 @@ def _graded(task: str, rows: list[tuple[str, dict]]) -> list[dict]:
         _blame(task, rows)
         raise error
     return [
-        row | {"parsed": each.parsed, "strict": each.strict, "flexible": each.flexible} | ({"fault": each.fault} if each.fault else {})
+        row
+        | {"parsed": each.parsed, "strict": each.strict, "flexible": each.flexible}
+        | ({"fault": each.fault} if each.fault else {})
         for (_, row), each in zip(rows, verdicts, strict=True)
     ]
 

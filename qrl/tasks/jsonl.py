@@ -68,9 +68,13 @@ def _rows(path: Path) -> Iterable[tuple[str, Any]]:
             try:
                 row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
                 if b"\\u" in line:
-                    json.dumps(row, ensure_ascii=False).encode()  # half a character, `\ud800` alone, is no text for a tokenizer
+                    json.dumps(
+                        row, ensure_ascii=False
+                    ).encode()  # half a character, `\ud800` alone, is no text for a tokenizer
             except (ValueError, RecursionError):
-                raise BadInput(f"{where}: not a JSON object in UTF-8, which is what JSONL holds on every line.") from None
+                raise BadInput(
+                    f"{where}: not a JSON object in UTF-8, which is what JSONL holds on every line."
+                ) from None
             yield where, row
 
 

@@ -30,7 +30,8 @@ TEMPLATES = {
         tasks=("arithmetic", "gsm8k"),
     ),
     "boxed": Template(  # as Qwen2.5's instruction-tuned models are asked for MATH by their makers
-        "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}.", tasks=("math", "deepmath")
+        "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}.",
+        tasks=("math", "deepmath"),
     ),
     "plain": Template("{question}"),  # for a model that was trained to answer in the format without being told
 }
@@ -66,7 +67,9 @@ def training_text(tokenizer: Any, question: Question, template: str) -> str:
         BadInput: unknown template, no chat template, or no end token.
     """
     if tokenizer.eos_token is None:
-        raise BadInput("The tokenizer has no end token, so no training text can be written: set eos_token in its config.")
+        raise BadInput(
+            "The tokenizer has no end token, so no training text can be written: set eos_token in its config."
+        )
     return _prompt(tokenizer, question.question, template) + question.solution + tokenizer.eos_token
 
 
@@ -111,6 +114,10 @@ def _prompt(tokenizer: Any, question: str, template: str) -> str:
         )
     try:
         return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a program of the model's own, which transformers runs in Jinja's sandbox: anything can go wrong in it
+    except (
+        Exception
+    ) as error:  # a program of the model's own, which transformers runs in Jinja's sandbox: anything can go wrong in it
         reason = " ".join(str(error).split())[:150]
-        raise BadInput(f"The model's chat template fails on a single question ({type(error).__name__}: {reason}): repair it, or take it from the model's publisher.") from None
+        raise BadInput(
+            f"The model's chat template fails on a single question ({type(error).__name__}: {reason}): repair it, or take it from the model's publisher."
+        ) from None

@@ -83,7 +83,9 @@ def train(model, ids, pad: int, batch: int, learning_rate: float, weight_decay: 
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=device.type == "cuda")
     steps = len(ids) // batch
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, steps, pct_start=0.05, cycle_momentum=False)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, learning_rate, steps, pct_start=0.05, cycle_momentum=False
+    )
     model.train()
     bar = tqdm(range(steps), desc="train", unit="step")
     for step in bar:

@@ -45,7 +45,9 @@ def read(run_id: str) -> Evaluated:
     try:
         run = mlflow.get_run(run_id)
     except mlflow.MlflowException:
-        raise BadInput(f"There is no run '{run_id}' in {mlflow.get_tracking_uri()}: give the id of a cell's evaluation.") from None
+        raise BadInput(
+            f"There is no run '{run_id}' in {mlflow.get_tracking_uri()}: give the id of a cell's evaluation."
+        ) from None
     tags, metrics = run.data.tags, run.data.metrics
     if tags.get(names.TAG_STEP) != "evaluate" or names.TAG_DIGEST not in tags or names.ACCURACY not in metrics:
         raise BadInput(
@@ -92,5 +94,7 @@ def _rows(run_id: str) -> pd.DataFrame:
     try:
         frame = pd.read_parquet(path)
     except (OSError, ValueError) as error:  # pyarrow's own are both
-        raise QrlError(f"{names.QUESTIONS} of run {run_id} cannot be read ({str(error).splitlines()[0][:120]}): evaluate the cell again.") from None
+        raise QrlError(
+            f"{names.QUESTIONS} of run {run_id} cannot be read ({str(error).splitlines()[0][:120]}): evaluate the cell again."
+        ) from None
     return frame.assign(scheme=frame["scheme"].map(names.scheme))

@@ -127,7 +127,9 @@ def artifact(run_id: str, path: str) -> Path:
     try:
         uri = mlflow.get_run(run_id).info.artifact_uri
     except mlflow.MlflowException:
-        raise BadInput(f"There is no run '{run_id}' in {mlflow.get_tracking_uri()}: give the id of one that `mlflow ui` shows.") from None
+        raise BadInput(
+            f"There is no run '{run_id}' in {mlflow.get_tracking_uri()}: give the id of one that `mlflow ui` shows."
+        ) from None
     missing = BadInput(f"Run {run_id} holds no artifact '{path}': give a run that made one, or run its step again.")
     if root := models.local(uri):
         if not (root / path).exists():

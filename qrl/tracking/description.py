@@ -88,7 +88,11 @@ def _write_environment(folder: Path, packages: list[str]) -> None:
     import yaml
 
     python = ".".join(map(str, sys.version_info[:3]))
-    conda = {"name": "mlflow-env", "channels": ["conda-forge"], "dependencies": [f"python={python}", "pip", {"pip": packages}]}
+    conda = {
+        "name": "mlflow-env",
+        "channels": ["conda-forge"],
+        "dependencies": [f"python={python}", "pip", {"pip": packages}],
+    }
     (folder / "conda.yaml").write_text(yaml.safe_dump(conda, sort_keys=False))
     (folder / "python_env.yaml").write_text(yaml.safe_dump({"python": python, "dependencies": ["-r requirements.txt"]}))
     (folder / "requirements.txt").write_text("\n".join(packages) + "\n")

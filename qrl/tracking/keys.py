@@ -33,7 +33,14 @@ def trained(recipe: Recipe, base: str, device: str, *, teacher: str | None = Non
     """
     inputs = {"base": base} | ({"teacher": teacher} if teacher else {})
     environment = VLLM[device] if recipe.rollout.engine == "vllm" else CORE
-    return _key("train", recipe, ("train", "rollout", "watch"), inputs, device if processes == 1 else f"{device} x {processes}", environment)
+    return _key(
+        "train",
+        recipe,
+        ("train", "rollout", "watch"),
+        inputs,
+        device if processes == 1 else f"{device} x {processes}",
+        environment,
+    )
 
 
 def quantized(recipe: Recipe, scheme: str, model: str, device: str) -> str:
@@ -69,17 +76,29 @@ def comparison(recipe: Recipe, cells: list[str]) -> str:
     return _key("compare", recipe, ("compare",), {str(i): run_id for i, run_id in enumerate(cells)}, "any")
 
 
-def _key(step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict, device: str, environment: Path = CORE) -> str:
+def _key(
+    step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict, device: str, environment: Path = CORE
+) -> str:
     flat = recipe.flat(*sections)
     section = {key: value for key, value in flat.items() if "." in key or key in ASKED}
-    section = {key: value for key, value in section.items() if not key.startswith("rollout.server")}  # where it listens is no setting
+    section = {
+        key: value for key, value in section.items() if not key.startswith("rollout.server")
+    }  # where it listens is no setting
     section.pop("evaluate.gpu_memory_utilization", None)  # room for a cache changes no answer
     if flat.get("evaluate.samples") == "1":
         section.pop("evaluate.temperature")  # greedy answers know none
-    if flat.get("watch.stop") == "":  # thresholds that only warn train the same weights; probes are a record that one asks for
-        section = {key: value for key, value in section.items() if not key.startswith("watch.") or key.startswith("watch.probe")}
+    if (
+        flat.get("watch.stop") == ""
+    ):  # thresholds that only warn train the same weights; probes are a record that one asks for
+        section = {
+            key: value
+            for key, value in section.items()
+            if not key.startswith("watch.") or key.startswith("watch.probe")
+        }
     if flat.get("rollout.engine") == "transformers":
-        section = {key: value for key, value in section.items() if not key.startswith("rollout.") or key == "rollout.engine"}
+        section = {
+            key: value for key, value in section.items() if not key.startswith("rollout.") or key == "rollout.engine"
+        }
     if "teacher" in inputs:
         section.pop("train.teacher")  # its digest says more than its address
     section.pop("quantize.schemes", None)  # which schemes a study has does not change what one of them does

@@ -36,13 +36,19 @@ def training_seed(model_uri: str) -> int | None:
             digest = model.params.get("parent")
             if not digest:
                 return None
-            found = client.search_logged_models([model.experiment_id], filter_string=f"tags.`{names.TAG_DIGEST}` = '{digest}'")
+            found = client.search_logged_models(
+                [model.experiment_id], filter_string=f"tags.`{names.TAG_DIGEST}` = '{digest}'"
+            )
             parents = [each for each in found if each.source_run_id and each.model_id != model.model_id]
             if not parents:
                 return None
-            model = min(parents, key=lambda each: each.creation_timestamp)  # the first that was logged was made, not given
+            model = min(
+                parents, key=lambda each: each.creation_timestamp
+            )  # the first that was logged was made, not given
     except mlflow.MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # a store that fails must not make two trainings look like none
+        if (
+            error.error_code != "RESOURCE_DOES_NOT_EXIST"
+        ):  # a store that fails must not make two trainings look like none
             raise
     return None
 

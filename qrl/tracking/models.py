@@ -74,7 +74,9 @@ def log_checkpoint(
             _upload(client, path, model, facts)
         stored = target / "model" if target else path
         if (found := checkpoint.digest(stored)) != digest:
-            raise QrlError(f"The checkpoint {path} changed while it was logged: its digest was {digest[:12]}, now it is {found[:12]}.")
+            raise QrlError(
+                f"The checkpoint {path} changed while it was logged: its digest was {digest[:12]}, now it is {found[:12]}."
+            )
     except BaseException:
         _discard(client, model)
         raise
@@ -105,14 +107,18 @@ def local_path(model_uri: str, into: Path | None = None) -> Path:
             underlying = RunsArtifactRepository.get_underlying_uri(model_uri)
     except mlflow.MlflowException as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise BadInput(f"There is no model '{model_uri}' in {mlflow.get_tracking_uri()} ({reason}): `mlflow ui` shows which there are.") from None
+        raise BadInput(
+            f"There is no model '{model_uri}' in {mlflow.get_tracking_uri()} ({reason}): `mlflow ui` shows which there are."
+        ) from None
     folder = local(underlying)
     if folder is None or not folder.is_dir():
         if into:
             into.mkdir(parents=True, exist_ok=True)
         folder = Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri, dst_path=into and str(into)))
     if not (folder / "model" / "config.json").is_file():
-        raise QrlError(f"The model {model_uri} holds no checkpoint at {folder / 'model'}: log it again with the step that made it.")
+        raise QrlError(
+            f"The model {model_uri} holds no checkpoint at {folder / 'model'}: log it again with the step that made it."
+        )
     return folder / "model"
 
 
@@ -138,7 +144,9 @@ def child(parent: str, variant: str, scheme: str) -> str | None:
     client = mlflow.MlflowClient()
     run = mlflow.active_run()
     query = f"tags.`{names.TAG_VARIANT}` = '{variant}' AND tags.`{names.TAG_SCHEME}` = '{scheme}'"
-    for model in client.search_logged_models([run.info.experiment_id if run else _get_experiment_id()], filter_string=query):
+    for model in client.search_logged_models(
+        [run.info.experiment_id if run else _get_experiment_id()], filter_string=query
+    ):
         if str(model.status) == "READY" and model.params.get("parent") == parent:
             return f"models:/{model.model_id}"
     return None
@@ -173,7 +181,9 @@ def holds(model_uri: str, digest: str) -> bool:
         if place is None:
             return True
         files = sorted((place / "model").iterdir())
-        state = tuple((file.name, (found := file.stat()).st_size, found.st_mtime_ns, found.st_ctime_ns) for file in files)
+        state = tuple(
+            (file.name, (found := file.stat()).st_size, found.st_mtime_ns, found.st_ctime_ns) for file in files
+        )
         return _digest(place / "model", state) == digest
     except (BadInput, OSError, mlflow.MlflowException):
         return False

@@ -99,7 +99,10 @@ def find(step: str, key: str) -> Run | None:
 
 
 def record_outputs(
-    *, models: Mapping[str, str] | None = None, artifacts: list[str] | None = None, values: Mapping[str, Any] | None = None
+    *,
+    models: Mapping[str, str] | None = None,
+    artifacts: list[str] | None = None,
+    values: Mapping[str, Any] | None = None,
 ) -> Outputs:
     """Keep what later steps need in the active run, with every file's size, and an artifact's digest; call it last in the step.
 
@@ -138,7 +141,9 @@ def check_artifact(run_id: str, place: str) -> None:
     except (mlflow.MlflowException, OSError, ValueError):
         return
     if place in recorded and recorded[place] != _digests(_address(run, place)):
-        raise QrlError(f"{place} of run {run_id} is not what was logged: its bytes have changed since. Run its step again; what is damaged is not reused.")
+        raise QrlError(
+            f"{place} of run {run_id} is not what was logged: its bytes have changed since. Run its step again; what is damaged is not reused."
+        )
 
 
 def _is_whole(run: Run) -> bool:
@@ -155,7 +160,9 @@ def _is_whole(run: Run) -> bool:
             if place.startswith("models:/")
         )
         sound = all(sizes and _sizes(_address(run, place)) == sizes for place, sizes in recorded.items())
-        sound = sound and all(_digests(_address(run, place)) == found for place, found in document.get("digests", {}).items())
+        sound = sound and all(
+            _digests(_address(run, place)) == found for place, found in document.get("digests", {}).items()
+        )
         digest = document["values"].get("digest")
         return ready and sound and all(models.holds(uri, digest) for uri in document["models"].values())
     except (mlflow.MlflowException, OSError, ValueError, KeyError):

@@ -66,7 +66,10 @@ def step(
             yield run
             mlflow.log_metrics({names.SECONDS: time.time() - began, "step/startup_s": began - signals.started()})
     except KeyboardInterrupt as stopped:
-        print(f"{stopped or 'Stopped by Ctrl-C.'} The run is ended as KILLED; run the same command again to go on.", file=sys.stderr)
+        print(
+            f"{stopped or 'Stopped by Ctrl-C.'} The run is ended as KILLED; run the same command again to go on.",
+            file=sys.stderr,
+        )
         raise SystemExit(signals.exit_code(stopped)) from None
 
 
@@ -98,7 +101,9 @@ def close_opened(error: BaseException) -> None:
         try:
             _end(mlflow.MlflowClient(), run_id, error)
         except Exception as deaf:  # a stale variable, say; the first error is the one to tell
-            print(f"The run {run_id}, which MLFLOW_RUN_ID names, could not be ended: {first_line(deaf)}", file=sys.stderr)
+            print(
+                f"The run {run_id}, which MLFLOW_RUN_ID names, could not be ended: {first_line(deaf)}", file=sys.stderr
+            )
 
 
 def active_id() -> str:
@@ -197,5 +202,5 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return str(error) or "Stopped by Ctrl-C."
     if isinstance(error, QrlError):
-        return str(error)[:contents.MAX_TAG]
-    return f"{type(error).__name__}: {first_line(error)}"[:contents.MAX_TAG]
+        return str(error)[: contents.MAX_TAG]
+    return f"{type(error).__name__}: {first_line(error)}"[: contents.MAX_TAG]

@@ -91,7 +91,9 @@ def started() -> float:
     import psutil
 
     began = psutil.Process().create_time()
-    if hasattr(time, "CLOCK_BOOTTIME"):  # Linux: psutil adds the boot's time in whole seconds, which is up to one too early
+    if hasattr(
+        time, "CLOCK_BOOTTIME"
+    ):  # Linux: psutil adds the boot's time in whole seconds, which is up to one too early
         began += time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) - psutil.boot_time()
     return began
 

@@ -24,7 +24,13 @@ _SQLITE = "sqlite:///"
 _EXPERIMENT_KIND = "mlflow.experimentKind"
 _FULL_OR_READ_ONLY = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 _RUST_SAYS = re.compile(r"\(os error (\d+)\)")  # safetensors' errors are no OSError
-_DATABASE_SAYS = ("readonly database", "database or disk is full", "unable to open database", "disk I/O error", "not a database")
+_DATABASE_SAYS = (
+    "readonly database",
+    "database or disk is full",
+    "unable to open database",
+    "disk I/O error",
+    "not a database",
+)
 
 
 def prepare() -> str:
@@ -49,7 +55,9 @@ def prepare() -> str:
         os.environ["MLFLOW_REGISTRY_URI"] = _absolute(registry)
     try:
         if database := database_of(address):
-            os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # nothing is downloaded from a folder
+            os.environ.setdefault(
+                "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false"
+            )  # nothing is downloaded from a folder
             _create(address, database)
         elif urlsplit(address).scheme in ("http", "https"):
             _reach(address)
@@ -87,7 +95,9 @@ def sweep() -> list[str]:
     ended = []
     for run in running:
         if _is_abandoned(run):
-            client.set_tag(run.info.run_id, names.TAG_REASON, "Its process died without a word; the next command ended it.")
+            client.set_tag(
+                run.info.run_id, names.TAG_REASON, "Its process died without a word; the next command ended it."
+            )
             client.set_terminated(run.info.run_id, "KILLED")
             models.abandon(run.info.experiment_id, run.info.run_id)
             ended.append(run.info.run_id)
@@ -123,7 +133,9 @@ def sentence(error: BaseException) -> QrlError | None:
         if isinstance(cause, QrlError):
             return cause
         if (number := _number(cause)) in _FULL_OR_READ_ONLY:
-            return _unwritable(number, getattr(cause, "filename2", None) or getattr(cause, "filename", None))  # of a copy, the second was written
+            return _unwritable(
+                number, getattr(cause, "filename2", None) or getattr(cause, "filename", None)
+            )  # of a copy, the second was written
         if any(words in str(cause) for words in _DATABASE_SAYS):
             return _unusable(cause)
         cause = cause.__cause__ or cause.__context__

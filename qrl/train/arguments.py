@@ -21,7 +21,9 @@ def check(settings: Train, questions: int) -> None:
     total, world = settings.prompts_per_step * settings.generations, process.world_size()
     product = f"train.prompts_per_step {settings.prompts_per_step} × train.generations {settings.generations}"
     if total % world:
-        raise BadInput(f"{world} processes do not divide the {total} completions of a step ({product}): choose a multiple of {world}.")
+        raise BadInput(
+            f"{world} processes do not divide the {total} completions of a step ({product}): choose a multiple of {world}."
+        )
     share = total // world
     if settings.micro_batch < share and share % settings.micro_batch:
         raise BadInput(
@@ -49,7 +51,9 @@ def make(settings: Train, *, seed: int, device: str, work: Path, **more):
     """GRPO's configuration; `more` is the rollout engine's part of it."""
     from trl import GRPOConfig
 
-    if process.sharded() and settings.beta and not settings.adapter:  # TRL would spread the reference over the GPUs before FSDP does
+    if (
+        process.sharded() and settings.beta and not settings.adapter
+    ):  # TRL would spread the reference over the GPUs before FSDP does
         more["model_init_kwargs"] = {"device_map": None}
     return GRPOConfig(
         **common(settings, seed=seed, device=device, work=work),

@@ -24,16 +24,24 @@ from qrl.train.qat import callback
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOGGED = ("loss", "entropy", "grad_norm", "learning_rate", "completions/mean_length", "completions/clipped_ratio", "completions_per_s", "peak_memory_gib")
-SHOWN = {"shown": "loss", "metrics": {name: live.METRICS[name] for name in LOGGED}}  # of `live`: what is optimized, TRL's name → ours
+LOGGED = (
+    "loss",
+    "entropy",
+    "grad_norm",
+    "learning_rate",
+    "completions/mean_length",
+    "completions/clipped_ratio",
+    "completions_per_s",
+    "peak_memory_gib",
+)
+SHOWN = {
+    "shown": "loss",
+    "metrics": {name: live.METRICS[name] for name in LOGGED},
+}  # of `live`: what is optimized, TRL's name → ours
 
 
 def check(
-    base: checkpoint.Checkpoint,
-    teacher: checkpoint.Checkpoint,
-    settings: Train,
-    questions: int,
-    watch: Watch = Watch(),
+    base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, settings: Train, questions: int, watch: Watch = Watch()
 ) -> None:
     """Refuses what cannot be distilled, before any weight is loaded.
 
@@ -48,7 +56,9 @@ def check(
             too few questions, or watchers.
     """
     if watch.stop or watch.probe_every:
-        raise BadInput("train.teacher trains without watchers, which read GRPO's rewards: leave watch.stop out, and watch.probe_every at 0.")
+        raise BadInput(
+            "train.teacher trains without watchers, which read GRPO's rewards: leave watch.stop out, and watch.probe_every at 0."
+        )
     for found, role in ((base, "student's base"), (teacher, "teacher")):
         if found.quantization:
             raise BadInput(f"The {role} {found.path} is stored in {found.quantization}: give full-precision weights.")
@@ -102,7 +112,9 @@ def run(
     found = checkpoint.check(base)
     check(found, checkpoint.check(teacher), settings, len(questions))
     process.hush_transformers()
-    trainer = _trainer(base, teacher, questions, settings, template=template, seed=seed, device=device, work=work, log=log)
+    trainer = _trainer(
+        base, teacher, questions, settings, template=template, seed=seed, device=device, work=work, log=log
+    )
     if settings.qat != "none":
         callback.begin(trainer, questions, settings, base=base, template=template, work=work, log=log)
     grpo.note_arguments(trainer, work)
@@ -126,7 +138,16 @@ def run(
 
 
 def _trainer(
-    base: Path, teacher: Path, questions: Sequence[tasks.Question], settings: Train, *, template: str, seed: int, device: str, work: Path, log: live.Log
+    base: Path,
+    teacher: Path,
+    questions: Sequence[tasks.Question],
+    settings: Train,
+    *,
+    template: str,
+    seed: int,
+    device: str,
+    work: Path,
+    log: live.Log,
 ):
     """TRL's trainer with everything of ours plugged in, ready to train."""
     from transformers import PrinterCallback

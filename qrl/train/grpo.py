@@ -75,7 +75,9 @@ def check(
             "where train.base_storage says so. Give the checkpoint that it was made from."
         )
     if process.sharded() and device == "cpu":
-        raise BadInput("FSDP shards a model over GPUs, but this run's device is the CPU: launch without --use_fsdp, or run on GPUs.")
+        raise BadInput(
+            "FSDP shards a model over GPUs, but this run's device is the CPU: launch without --use_fsdp, or run on GPUs."
+        )
     tensors = checkpoint.entries(base.path)
     policy.check(settings, tensors)
     policy.check_reference(settings, tensors, device)
@@ -88,9 +90,13 @@ def check(
 def _check_stop(watch: Watch, settings: Train, rollout: Rollout) -> None:
     """Refuses to stop for what is never measured."""
     if "kl" in watch.stop and not settings.beta:
-        raise BadInput("watch.stop = kl needs a reference to measure the KL from: set train.beta above 0, or leave kl out.")
+        raise BadInput(
+            "watch.stop = kl needs a reference to measure the KL from: set train.beta above 0, or leave kl out."
+        )
     if "probe" in watch.stop and not watch.probe_every:
-        raise BadInput("watch.stop = probe needs a probe: set watch.probe_every to a number of steps, or leave probe out.")
+        raise BadInput(
+            "watch.stop = probe needs a probe: set watch.probe_every to a number of steps, or leave probe out."
+        )
     if "rollout" in watch.stop and (rollout.engine != rollouts.VLLM or rollout.is_correction == "none"):
         raise BadInput(
             "watch.stop = rollout needs an engine whose gap to the trained model is measured: set rollout.engine = vllm with a "
@@ -181,7 +187,18 @@ def _train(trainer, base: checkpoint.Checkpoint, settings: Train, work: Path, ou
     return last, seconds
 
 
-def _trainer(base: Path, rows: list[dict], settings: Train, *, task: str, seed: int, device: str, work: Path, rollout: Rollout, log: live.Log):
+def _trainer(
+    base: Path,
+    rows: list[dict],
+    settings: Train,
+    *,
+    task: str,
+    seed: int,
+    device: str,
+    work: Path,
+    rollout: Rollout,
+    log: live.Log,
+):
     """TRL's trainer with everything of ours plugged in, ready to train."""
     from transformers import PrinterCallback
 
@@ -233,9 +250,18 @@ def _write(trainer, model, state: dict | None, base: checkpoint.Checkpoint, sett
     """The trained weights, written by the first process; `state` has them where several hold parts of the model."""
     if process.rank() == 0:
         if settings.adapter:
-            save.write(model, base.path, out, dtype=None, state=state, note=lambda at: policy.record(at, settings, base.digest))
+            save.write(
+                model, base.path, out, dtype=None, state=state, note=lambda at: policy.record(at, settings, base.digest)
+            )
         elif settings.qat != "none":  # codes of the masters are codes of Q(W) only while nothing rounds them
-            save.write(model, base.path, out, dtype="float32", state=state, note=callback.note_scales(Path(trainer.args.output_dir)))
+            save.write(
+                model,
+                base.path,
+                out,
+                dtype="float32",
+                state=state,
+                note=callback.note_scales(Path(trainer.args.output_dir)),
+            )
         else:
             save.write(model, base.path, out, dtype=base.dtype, state=state)
     trainer.accelerator.wait_for_everyone()

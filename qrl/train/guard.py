@@ -26,7 +26,9 @@ class Guard:
         """
         self.model, self.before = model, ""
         self.names: list[str] = []
-        if not adapter or (process.sharded() and process.rank()):  # under FSDP the first process alone has loaded the weights
+        if not adapter or (
+            process.sharded() and process.rank()
+        ):  # under FSDP the first process alone has loaded the weights
             return
         if process.sharded():
             self.names = frozen_names(model)

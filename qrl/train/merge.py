@@ -30,7 +30,9 @@ class Merged:
     max_logit_diff: float  # largest |logit difference| to the adapter-on model, as it was trained, over the prompts
     merge_residual: float  # ‖stored − exact‖ / ‖exact − base‖ over merged weights: what the base's dtype rounded away
     into: str  # full: the original weights; int8, nf4: what these unpack to
-    base_shift: float  # ‖unpacked − original‖ / ‖original‖ over packed weights: what packing did to the base; 0 for full
+    base_shift: (
+        float  # ‖unpacked − original‖ / ‖original‖ over packed weights: what packing did to the base; 0 for full
+    )
 
 
 def run(
@@ -125,7 +127,11 @@ def _trained_over(adapter: Path, found: checkpoint.Checkpoint, asked: str) -> Tr
             f"{adapter} was trained over the base with digest {note['base_digest'][:12]}…, but {found.path} has "
             f"{found.digest[:12]}…: give the base that it was trained over."
         )
-    return _settings(note["base_storage"], note["compute"]) if note else _settings("full" if asked == "auto" else asked, "auto")
+    return (
+        _settings(note["base_storage"], note["compute"])
+        if note
+        else _settings("full" if asked == "auto" else asked, "auto")
+    )
 
 
 def _settings(storage: str, compute: str) -> Train:

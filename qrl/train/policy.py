@@ -61,7 +61,9 @@ def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
     for target in settings.lora_targets:
         if not any(name == target or name.endswith(f".{target}") for name in linears):
             leaves = sorted({name.rpartition(".")[2] for name in linears})
-            raise BadInput(f"train.lora_targets names '{target}', which is no linear of the model: expected some of {', '.join(leaves)}.")
+            raise BadInput(
+                f"train.lora_targets names '{target}', which is no linear of the model: expected some of {', '.join(leaves)}."
+            )
 
 
 def check_reference(settings: Train, tensors: Mapping[str, Entry], device: str) -> None:
@@ -98,7 +100,11 @@ def _memory_bytes(device: str) -> int:
 
 def _linears(tensors: Mapping[str, Entry]) -> list[str]:
     """Names of the modules with a weight matrix that an adapter can stand beside."""
-    names = [name.removesuffix(".weight") for name, entry in tensors.items() if name.endswith(".weight") and len(entry.shape) == 2]
+    names = [
+        name.removesuffix(".weight")
+        for name, entry in tensors.items()
+        if name.endswith(".weight") and len(entry.shape) == 2
+    ]
     return [name for name in names if name.rpartition(".")[2] not in HEADS and "embed" not in name.rpartition(".")[2]]
 
 
@@ -199,7 +205,9 @@ def recorded(folder: Path) -> dict[str, str]:
         note = json.loads((folder / RECORD).read_text())
         return {key: note[key] for key in ("base_storage", "compute", "base_digest")}
     except (ValueError, KeyError, TypeError):
-        raise BadInput(f"{folder / RECORD} is damaged: expected what `train` wrote there; train again, or delete it and set merge.into.") from None
+        raise BadInput(
+            f"{folder / RECORD} is damaged: expected what `train` wrote there; train again, or delete it and set merge.into."
+        ) from None
 
 
 def packed(model) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -49,7 +49,11 @@ def _broken(path: Path) -> str | None:
         for file in weights:
             if not header.read(file):
                 return f"{file.name} holds no weights"
-        states = [f"rng_state_{rank}.pth" for rank in range(world)] if (world := process.world_size()) > 1 else ["rng_state.pth"]
+        states = (
+            [f"rng_state_{rank}.pth" for rank in range(world)]
+            if (world := process.world_size()) > 1
+            else ["rng_state.pth"]
+        )
         optimizer = "optimizer.bin" if process.sharded() else "optimizer.pt"
         for name in (optimizer, "scheduler.pt", *states):
             if (bad := zipfile.ZipFile(path / name).testzip()) is not None:

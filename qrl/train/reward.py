@@ -25,7 +25,9 @@ def functions(task: str, names: Sequence[str] = ("correct",)) -> list[Callable[.
             graded[texts, answers] = tasks.grade_many(task, texts, answers)
         return graded[texts, answers]
 
-    def correct(completions: list, answer: list[str], log_metric: Callable[[str, float], None] | None = None, **_) -> list[float]:
+    def correct(
+        completions: list, answer: list[str], log_metric: Callable[[str, float], None] | None = None, **_
+    ) -> list[float]:
         found = verdicts(_texts(completions), tuple(answer))
         if log_metric is not None:
             for name, fault in ((TIMEOUTS, "timeout"), (ERRORS, "error")):

@@ -44,8 +44,14 @@ def write(
     shutil.rmtree(partial, ignore_errors=True)
     if dtype is not None and state is None:
         model = model.to(getattr(torch, dtype))
-    elif dtype is not None:  # the model's own weights are parts, laid out for several processes; a tied one is gathered twice
-        state = {name: weight.to(getattr(torch, dtype)) for name, weight in state.items() if name not in model.all_tied_weights_keys}
+    elif (
+        dtype is not None
+    ):  # the model's own weights are parts, laid out for several processes; a tied one is gathered twice
+        state = {
+            name: weight.to(getattr(torch, dtype))
+            for name, weight in state.items()
+            if name not in model.all_tied_weights_keys
+        }
     model.save_pretrained(partial, state_dict=state)
     if dtype is None:
         _settle_adapter(partial)
@@ -63,7 +69,9 @@ def write(
 def _settle_adapter(folder: Path) -> None:
     """Refuses an adapter without weights, and writes the names of its matrices in one order: PEFT keeps a set, which has another in every process."""
     if not header.read(folder / "adapter_model.safetensors"):
-        raise QrlError("The adapter was written without any weight: this is a fault of qrl or of a library; train.method=full is not concerned.")
+        raise QrlError(
+            "The adapter was written without any weight: this is a fault of qrl or of a library; train.method=full is not concerned."
+        )
     config = json.loads((folder / "adapter_config.json").read_text())
     if isinstance(config["target_modules"], list):
         config["target_modules"].sort()

@@ -33,7 +33,9 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def frame(engine, prompts):
-    return benchmark.run(CELLS, [prompts, prompts], lambda subject: local.Transformers(subject.path, "cpu", "auto"), Benchmark(**SMALL))
+    return benchmark.run(
+        CELLS, [prompts, prompts], lambda subject: local.Transformers(subject.path, "cpu", "auto"), Benchmark(**SMALL)
+    )
 
 
 def test_every_model_is_asked_in_every_mode_and_round(frame):
@@ -85,7 +87,9 @@ def test_memory_is_counted_from_shapes(engine, prompts):
     width = config.hidden_size // config.num_attention_heads
     assert answered.cache_bytes == 2 * config.num_hidden_layers * 2 * cached * config.num_key_value_heads * width * 4
     assert local.token_bytes(config, "float32") * 2 * cached == answered.cache_bytes
-    assert engine.weights_bytes == pytest.approx(2 * (tiny.PATH / "model.safetensors").stat().st_size, rel=0.01)  # bf16 there, fp32 here
+    assert engine.weights_bytes == pytest.approx(
+        2 * (tiny.PATH / "model.safetensors").stat().st_size, rel=0.01
+    )  # bf16 there, fp32 here
 
 
 def test_lines_follow_from_the_requests(frame):
@@ -104,7 +108,10 @@ def test_a_time_is_never_below_zero_and_a_ratio_is_the_other_ways_inverse():
     wide = summary.over_rounds([0.01, 0.3])  # an interval on the plain mean would begin at -1.7 s
     assert 0 < wide.low < wide.estimate < wide.high
     ours, theirs = [1.0, 2.0, 4.0], [3.0, 1.0, 5.0]
-    there, back = (summary.over_rounds([a / b for a, b in zip(one, two, strict=True)]) for one, two in ((ours, theirs), (theirs, ours)))
+    there, back = (
+        summary.over_rounds([a / b for a, b in zip(one, two, strict=True)])
+        for one, two in ((ours, theirs), (theirs, ours))
+    )
     assert (there.low, there.estimate, there.high) == pytest.approx((1 / back.high, 1 / back.estimate, 1 / back.low))
     for values, words in (([1.0], "1 round supports no interval"), ([1.0, 0.0], "above 0")):
         with pytest.raises(ValueError, match=words):
@@ -123,7 +130,12 @@ def test_the_table_and_the_figure_state_intervals_and_n(frame, tmp_path):
     assert "over 2 interleaved rounds, n = 8 requests" in text and text.count("[") == 4 * 5 - 2
     unknown = summary.lines(frame.assign(weights_bytes=None))
     assert "| not known |" in summary.markdown(unknown, "")
-    assert not any("weights_bytes" in name for by_batch in summary.metrics(unknown).values() for values in by_batch.values() for name in values)
+    assert not any(
+        "weights_bytes" in name
+        for by_batch in summary.metrics(unknown).values()
+        for values in by_batch.values()
+        for name in values
+    )
     figures.speeds(found, tmp_path / "speeds.png")
     assert (tmp_path / "speeds.png").read_bytes().startswith(b"\x89PNG")
 
@@ -133,12 +145,18 @@ def test_the_figures_axes_read_in_plain_numbers(frame, tmp_path, monkeypatch):
 
     drawn = []
     saved = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *given, **how: (saved(figure, *given, **how), drawn.append(figure)))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *given, **how: (saved(figure, *given, **how), drawn.append(figure))
+    )
     figures.speeds(summary.lines(frame), tmp_path / "speeds.png", "clients")
     above, below = drawn[0].axes
     for axes in (above, below):
         low, high = axes.get_ylim()
-        shown = [label.get_text() for place, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True) if low <= place <= high]
+        shown = [
+            label.get_text()
+            for place, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+            if low <= place <= high
+        ]
         assert shown and all(float(text.replace(",", "")) > 0 for text in shown)  # no powers of ten
         assert len(set(shown)) == len(shown)
     assert below.get_xlabel() == "clients at once" and above.get_ylabel() == "tokens per second"
@@ -146,7 +164,9 @@ def test_the_figures_axes_read_in_plain_numbers(frame, tmp_path, monkeypatch):
 
 def test_requests_are_a_minimum_and_the_tables_n_is_its_smallest_line(prompts):
     settings = Benchmark(**SMALL | {"batches": (4, 5), "requests": 6, "new_tokens": 2})
-    frame = benchmark.run(CELLS[:1], [prompts], lambda subject: local.Transformers(subject.path, "cpu", "auto"), settings)
+    frame = benchmark.run(
+        CELLS[:1], [prompts], lambda subject: local.Transformers(subject.path, "cpu", "auto"), settings
+    )
     found = summary.lines(frame)
     assert [line.requests for line in found] == [2 * 8, 2 * 10]
     assert "n = 16 requests or more a line" in summary.markdown(found[::-1], "")
@@ -206,7 +226,13 @@ def test_too_few_prompts_are_refused(engine, prompts):
 def test_the_step_logs_a_table_a_figure_and_a_run_for_each(store, capsys):
     import mlflow
 
-    settings = recipe.load("tiny", {f"benchmark.{key}": ",".join(map(str, value)) if isinstance(value, tuple) else str(value) for key, value in SMALL.items()})
+    settings = recipe.load(
+        "tiny",
+        {
+            f"benchmark.{key}": ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            for key, value in SMALL.items()
+        },
+    )
     step.benchmark(settings, stages=None, models="base:full=qrl-tiny,grpo:full=qrl-tiny", url=None)
     assert "| grpo · full | 4 |" in capsys.readouterr().out
     cells = mlflow.search_runs(filter_string="tags.`qrl.variant` LIKE '%'", output_format="list")
@@ -216,7 +242,11 @@ def test_the_step_logs_a_table_a_figure_and_a_run_for_each(store, capsys):
         history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "serve/tokens_per_s")
         assert [point.step for point in history] == [1, 4]
     parent = mlflow.get_run(cells[0].data.tags["mlflow.parentRunId"])
-    assert {info.path for info in mlflow.artifacts.list_artifacts(run_id=parent.info.run_id)} >= {"benchmark.md", "benchmark.parquet", "figures"}
+    assert {info.path for info in mlflow.artifacts.list_artifacts(run_id=parent.info.run_id)} >= {
+        "benchmark.md",
+        "benchmark.parquet",
+        "figures",
+    }
 
 
 def test_nothing_to_measure_is_told(store):
@@ -231,11 +261,22 @@ def test_without_names_the_seeds_four_rows_are_measured_as_far_as_they_are_there
         (folder / "config.json").write_text((folder / "config.json").read_text() + " " * len(list(tmp_path.iterdir())))
         digest = checkpoint.digest(folder)
         with runs.step("quantize"):
-            uri, _ = models.log_checkpoint(folder, name=f"{variant}-{scheme}", digest=digest, variant=variant, scheme=scheme, task="arithmetic", move=False, metadata={"parent": parent})
+            uri, _ = models.log_checkpoint(
+                folder,
+                name=f"{variant}-{scheme}",
+                digest=digest,
+                variant=variant,
+                scheme=scheme,
+                task="arithmetic",
+                move=False,
+                metadata={"parent": parent},
+            )
         return uri, digest
 
     def promoted(stage: str, variant: str, scheme: str, uri: str, digest: str) -> None:
-        version = registry.register("qrl-tiny", uri, digest=digest, variant=variant, scheme=scheme, accuracy=0.6, stderr=0.01, n=100)
+        version = registry.register(
+            "qrl-tiny", uri, digest=digest, variant=variant, scheme=scheme, accuracy=0.6, stderr=0.01, n=100
+        )
         registry.promote("qrl-tiny", stage, version.version, record={"why": "it was better"})
 
     base = logged("base", "full")
@@ -250,13 +291,17 @@ def test_without_names_the_seeds_four_rows_are_measured_as_far_as_they_are_there
     uri, _ = logged("base", "awq", parent=base[1])
     found = step.subjects(chosen, None, None)
     assert [cell.label for cell in found] == ["base · full", "grpo · full", "grpo · awq", "base · awq"]
-    assert all((cell.path / "model.safetensors").is_file() for cell in found) and uri.removeprefix("models:/") in str(found[-1].path)
+    assert all((cell.path / "model.safetensors").is_file() for cell in found) and uri.removeprefix("models:/") in str(
+        found[-1].path
+    )
 
 
 def test_a_server_needs_vllm_and_is_asked_by_its_own_benchmark(tmp_path):
     with pytest.raises(BadInput, match="vllm bench serve"):
         http.run("http://127.0.0.1:1", "m@1", ["a"], tiny.PATH, Benchmark())
-    words = http.options("http://h:1", "m@1", tmp_path / "p", tiny.PATH, 16, Benchmark(new_tokens=9, requests=4), tmp_path / "0-16.json")
+    words = http.options(
+        "http://h:1", "m@1", tmp_path / "p", tiny.PATH, 16, Benchmark(new_tokens=9, requests=4), tmp_path / "0-16.json"
+    )
     given = dict(zip(words[:-3:2], words[1:-2:2], strict=True))
     assert (given["--max-concurrency"], given["--num-prompts"], given["--custom-output-len"]) == ("16", "16", "9")
     assert words[-1] == "--ignore-eos" and json.dumps(words)
@@ -266,7 +311,14 @@ def measured(**changes) -> list[dict]:
     """What `vllm bench serve` writes, of three rounds of one and four clients."""
     row = {"completed": 4, "failed": 0, "num_prompts": 4, "p95_e2el_ms": 90.0, "p50_ttft_ms": 20.0}
     return [
-        row | {"round": number, "clients": clients, "output_throughput": 100.0 * clients + number, "p50_e2el_ms": 80.0 + number} | changes
+        row
+        | {
+            "round": number,
+            "clients": clients,
+            "output_throughput": 100.0 * clients + number,
+            "p50_e2el_ms": 80.0 + number,
+        }
+        | changes
         for number in range(3)
         for clients in (4, 1)
     ]

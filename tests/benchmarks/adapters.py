@@ -33,7 +33,9 @@ def main() -> None:
 
     heldout = tasks.load(settings.task, "heldout", settings.evaluate.n, settings.seed)
     how = {"max_new_tokens": settings.evaluate.max_new_tokens, "batch_size": settings.evaluate.batch_size}
-    before, after = (cells.ask(cells.Cell("", "full", each), heldout, **asked, **how).frame["correct"] for each in (tiny.PATH, path))
+    before, after = (
+        cells.ask(cells.Cell("", "full", each), heldout, **asked, **how).frame["correct"] for each in (tiny.PATH, path)
+    )
     gain = stats.contrast([after, before], (1, -1))
     print(
         f"{name}, seed {seed} {' '.join(given)}: {before.mean():.3f} -> {after.mean():.3f}, gain {gain.estimate:+.3f} "

@@ -47,7 +47,10 @@ class Study:
     few: bool = False  # so few answers change that intervals are exact ones, which cover more than they promise
     seeds: int = 1
     crossed: bool = True
-    run_sd: tuple[float, float] = (0.0, 0.0)  # of a run's shift of the trained cells, and of the quantized one alone; latent
+    run_sd: tuple[float, float] = (
+        0.0,
+        0.0,
+    )  # of a run's shift of the trained cells, and of the quantized one alone; latent
 
     def truth(self, weights: tuple[float, ...]) -> float:
         return float(np.dot(weights, self.rates))
@@ -91,7 +94,11 @@ def simulate(study: Study, studies: int, seed: int) -> dict[str, float]:
         runs = answers(study, rng)
 
         def contrast(weights: tuple[float, ...], runs: list[np.ndarray] = runs) -> stats.Estimate:
-            return stats.contrast(runs[0], weights) if study.seeds == 1 else stats.contrast_over_runs(runs, weights, groups, labels, n)
+            return (
+                stats.contrast(runs[0], weights)
+                if study.seeds == 1
+                else stats.contrast_over_runs(runs, weights, groups, labels, n)
+            )
 
         gain, delta, survival, kept = (contrast(weights) for weights in (GAIN, GAIN_Q, SURVIVAL, KEPT))
         for name, value, weights in (("gain", gain, GAIN), ("delta", delta, GAIN_Q), ("survival", survival, SURVIVAL)):
@@ -113,20 +120,55 @@ def rows() -> list[Study]:
         found += [
             Study("nothing gained", (0.65, 0.65, 0.63, 0.63), n),
             Study("gain 0.05, none lost", (0.65, 0.70, 0.64, 0.69), n),
-            Study("gain 0.20, none lost, 1 answer in 70 changes", (0.60, 0.80, 0.60, 0.80), n, question=0.2, variant=0.798, few=True),
+            Study(
+                "gain 0.20, none lost, 1 answer in 70 changes",
+                (0.60, 0.80, 0.60, 0.80),
+                n,
+                question=0.2,
+                variant=0.798,
+                few=True,
+            ),
             Study("gain 0.20, 0.03 lost", (0.60, 0.80, 0.58, 0.75), n),
             Study("at the margin, half the gain", (0.60, 0.80, 0.60, 0.70), n),
-            Study("at the margin, half the gain, few answers change", (0.60, 0.80, 0.60, 0.70), n, question=0.2, variant=0.78),
+            Study(
+                "at the margin, half the gain, few answers change",
+                (0.60, 0.80, 0.60, 0.70),
+                n,
+                question=0.2,
+                variant=0.78,
+            ),
             Study("at the margin, fixed", (0.60, 0.75, 0.58, 0.70), n, margin=0.03),
             Study("at the margin, least, where half the gain begins", (0.60, 0.64, 0.60, 0.62), n),
-            Study("at the margin, the same, few answers change", (0.60, 0.64, 0.60, 0.62), n, question=0.2, variant=0.78),
+            Study(
+                "at the margin, the same, few answers change", (0.60, 0.64, 0.60, 0.62), n, question=0.2, variant=0.78
+            ),
             Study("at the margin, half of a small gain", (0.60, 0.66, 0.60, 0.63), n, question=0.2, variant=0.78),
-            Study("at the margin, fixed, only losses", (0.60, 0.70, 0.60, 0.68), n, margin=0.02, only_losses=True, few=True),
+            Study(
+                "at the margin, fixed, only losses",
+                (0.60, 0.70, 0.60, 0.68),
+                n,
+                margin=0.02,
+                only_losses=True,
+                few=True,
+            ),
             Study("at the margin, least, only losses", (0.60, 0.64, 0.60, 0.62), n, only_losses=True, few=True),
         ]
-    found.append(Study("at the margin, fixed, only losses", (0.60, 0.70, 0.60, 0.68), 300, margin=0.02, only_losses=True, few=True))
+    found.append(
+        Study(
+            "at the margin, fixed, only losses", (0.60, 0.70, 0.60, 0.68), 300, margin=0.02, only_losses=True, few=True
+        )
+    )
     for seeds, crossed in ((2, True), (3, True), (5, True), (3, False)):
-        found.append(Study("at the margin, half the gain", (0.60, 0.80, 0.60, 0.70), 500, seeds=seeds, crossed=crossed, run_sd=(0.08, 0.06)))
+        found.append(
+            Study(
+                "at the margin, half the gain",
+                (0.60, 0.80, 0.60, 0.70),
+                500,
+                seeds=seeds,
+                crossed=crossed,
+                run_sd=(0.08, 0.06),
+            )
+        )
     found.append(Study("at the margin, runs far apart", (0.60, 0.80, 0.60, 0.70), 500, seeds=3, run_sd=(0.3, 0.2)))
     return found
 
@@ -135,10 +177,16 @@ def broken(study: Study, shares: dict[str, float], error: float) -> list[str]:
     """Names of the shares that are outside of their bounds."""
     tolerance = 3 * error
     conservative = study.seeds > 1 or study.few
-    coverages = [name for name in ("gain", "delta", "survival") if shares[name] < 1 - ALPHA - tolerance or (not conservative and shares[name] > 1 - ALPHA + tolerance)]
+    coverages = [
+        name
+        for name in ("gain", "delta", "survival")
+        if shares[name] < 1 - ALPHA - tolerance or (not conservative and shares[name] > 1 - ALPHA + tolerance)
+    ]
     wrong = ("survives", "lost") if "at the margin" in study.name or study.truth(GAIN) == 0 else ()
     claims = [name for name in wrong if shares[name] > ALPHA + tolerance]
-    claims += ["gate"] if shares["gate"] > ALPHA / 2 + tolerance / math.sqrt(2) else []  # its Monte Carlo error is smaller by about √2
+    claims += (
+        ["gate"] if shares["gate"] > ALPHA / 2 + tolerance / math.sqrt(2) else []
+    )  # its Monte Carlo error is smaller by about √2
     size = ["mcnemar"] if study.truth(GAIN) == 0 and shares["mcnemar"] > ALPHA + tolerance else []
     return coverages + claims + size
 
@@ -148,8 +196,12 @@ def main() -> None:
     parser.add_argument("--studies", type=int, default=10_000)
     studies = parser.parse_args().studies
     error, began, failed = math.sqrt(ALPHA * (1 - ALPHA) / studies), time.monotonic(), []
-    print(f"{studies:,} studies a row; one Monte Carlo error of 5 % or 95 % is {100 * error:.2f} points. Coverage of 95 % intervals, shares of verdicts, in %.\n")
-    print(f"{'':50} {'n':>5} {'seeds':>10} | {'gain':>6} {'delta':>6} {'surv.':>6} | {'survives':>8} {'lost':>6} | {'gate':>6} | McNemar")
+    print(
+        f"{studies:,} studies a row; one Monte Carlo error of 5 % or 95 % is {100 * error:.2f} points. Coverage of 95 % intervals, shares of verdicts, in %.\n"
+    )
+    print(
+        f"{'':50} {'n':>5} {'seeds':>10} | {'gain':>6} {'delta':>6} {'surv.':>6} | {'survives':>8} {'lost':>6} | {'gate':>6} | McNemar"
+    )
     for number, study in enumerate(rows()):
         shares = simulate(study, studies, seed=number)
         failed += (problems := broken(study, shares, error))
@@ -162,7 +214,9 @@ def main() -> None:
             f"{numbers['survives']:>8} {numbers['lost']:>6} | {numbers['gate']:>6} | {numbers['mcnemar']:>6} {'BROKEN: ' + ', '.join(problems) if problems else ''}".rstrip(),
             flush=True,
         )
-    print(f"\n{'All bounds hold' if not failed else f'{len(failed)} bounds are broken'}; {time.monotonic() - began:.0f} s.")
+    print(
+        f"\n{'All bounds hold' if not failed else f'{len(failed)} bounds are broken'}; {time.monotonic() - began:.0f} s."
+    )
     sys.exit(bool(failed))
 
 

@@ -28,9 +28,36 @@ ROUNDS = 5
 MEASURES = ("scan", "movement", "ranks")
 SMALL, LARGE = "Qwen2.5-0.5B", "Qwen3-8B"
 SHAPES = {
-    "dry-run": {"vocab": 3000, "hidden": 256, "mlp": 512, "layers": 2, "heads": 4, "kv_heads": 2, "head": 64, "tied": False},
-    "Qwen2.5-0.5B": {"vocab": 151936, "hidden": 896, "mlp": 4864, "layers": 24, "heads": 14, "kv_heads": 2, "head": 64, "tied": True},
-    "Qwen3-8B": {"vocab": 151936, "hidden": 4096, "mlp": 12288, "layers": 36, "heads": 32, "kv_heads": 8, "head": 128, "tied": False},
+    "dry-run": {
+        "vocab": 3000,
+        "hidden": 256,
+        "mlp": 512,
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "head": 64,
+        "tied": False,
+    },
+    "Qwen2.5-0.5B": {
+        "vocab": 151936,
+        "hidden": 896,
+        "mlp": 4864,
+        "layers": 24,
+        "heads": 14,
+        "kv_heads": 2,
+        "head": 64,
+        "tied": True,
+    },
+    "Qwen3-8B": {
+        "vocab": 151936,
+        "hidden": 4096,
+        "mlp": 12288,
+        "layers": 36,
+        "heads": 32,
+        "kv_heads": 8,
+        "head": 128,
+        "tied": False,
+    },
 }
 
 
@@ -58,11 +85,20 @@ def make(folder: Path, name: str, seed: int = 0) -> Path:
     sizes = {"self_attn.q_proj": (wide, h), "self_attn.k_proj": (narrow, h), "self_attn.v_proj": (narrow, h), "self_attn.o_proj": (h, wide),
              "mlp.gate_proj": (shape["mlp"], h), "mlp.up_proj": (shape["mlp"], h), "mlp.down_proj": (h, shape["mlp"])}  # fmt: skip
     for layer in range(shape["layers"]):
-        tensors = {f"model.layers.{layer}.{part}.weight": matrix(*size, 997 * layer + i) for i, (part, size) in enumerate(sizes.items())}
-        tensors |= {f"model.layers.{layer}.{norm}_layernorm.weight": torch.ones(h).bfloat16() for norm in ("input", "post_attention")}
+        tensors = {
+            f"model.layers.{layer}.{part}.weight": matrix(*size, 997 * layer + i)
+            for i, (part, size) in enumerate(sizes.items())
+        }
+        tensors |= {
+            f"model.layers.{layer}.{norm}_layernorm.weight": torch.ones(h).bfloat16()
+            for norm in ("input", "post_attention")
+        }
         if name.startswith("Qwen2"):
             biases = (("q", wide), ("k", narrow), ("v", narrow))
-            tensors |= {f"model.layers.{layer}.self_attn.{part}_proj.bias": torch.zeros(size).bfloat16() for part, size in biases}
+            tensors |= {
+                f"model.layers.{layer}.self_attn.{part}_proj.bias": torch.zeros(size).bfloat16()
+                for part, size in biases
+            }
         shard(layer, tensors)
     tables = {"model.embed_tokens.weight": matrix(shape["vocab"], h, 1), "model.norm.weight": torch.ones(h).bfloat16()}
     shard(shape["layers"], tables)
@@ -137,7 +173,12 @@ def against_the_seed(shape: str, rounds: int) -> None:
     theirs, ours = zip(*rows, strict=True)
     ratios = [a / b for a, b in rows]
     numel = int(found["ours"]["numel"].sum())
-    worst = max(abs(found["ours"].loc[name, key] / value - 1) for name, row in found["seed"].items() for key, value in row.items() if value)
+    worst = max(
+        abs(found["ours"].loc[name, key] / value - 1)
+        for name, row in found["seed"].items()
+        for key, value in row.items()
+        if value
+    )
     print(
         f"{shape}'s shape, {numel:,} weights in {len(found['ours'])} matrices, bf16, {torch.get_num_threads()} threads: "
         f"the seed's approach {_spread(theirs)} s, ours {_spread(ours)} s (medians of {rounds}); "
@@ -156,7 +197,10 @@ def memory(folder: Path, shape: str, device: str, wanted: list[str]) -> None:
         if not (path / "config.json").is_file():
             make(path, shape, seed=i)
     size = sum(file.stat().st_size for file in paths[0].iterdir())
-    print(f"{shape}'s shape: {size / 1e9:.1f} GB in {paths[0]}, as much in {paths[1]}; delete them when you are done", flush=True)
+    print(
+        f"{shape}'s shape: {size / 1e9:.1f} GB in {paths[0]}, as much in {paths[1]}; delete them when you are done",
+        flush=True,
+    )
     for what in (each for each in wanted if each not in STORED):
         _alone(what, paths, device)
     for scheme in (each for each in wanted if each in STORED):
@@ -181,8 +225,15 @@ def peak(what: str, paths: list[Path], device: str) -> None:
     elif what in ("movement", "ranks"):
         rows = movement.movement(*paths, embeddings=True, ranks=what == "ranks", device=device)
     else:
-        rows = schemes.measure(dict(zip(("base", "grpo"), paths[:2], strict=True)), dict(zip(("base", "grpo"), paths[2:], strict=True)), what)
-    print(f"{what}: {len(rows)} rows, {rows['numel'].sum():,} weights in {time.perf_counter() - began:.1f} s; peak memory of the process {_peak_gib():.2f} GiB, {base:.2f} of it before", flush=True)
+        rows = schemes.measure(
+            dict(zip(("base", "grpo"), paths[:2], strict=True)),
+            dict(zip(("base", "grpo"), paths[2:], strict=True)),
+            what,
+        )
+    print(
+        f"{what}: {len(rows)} rows, {rows['numel'].sum():,} weights in {time.perf_counter() - began:.1f} s; peak memory of the process {_peak_gib():.2f} GiB, {base:.2f} of it before",
+        flush=True,
+    )
 
 
 def _peak_gib() -> float:
@@ -205,7 +256,9 @@ def store(full: Path, folder: Path, scheme: str) -> None:
         if "_proj.weight" in name:
             if entry.shape not in made:
                 made[entry.shape] = make_parts(*entry.shape, generator)
-            shards.setdefault(entry.file, {}).update({name.removesuffix(".weight") + part: value.clone() for part, value in made[entry.shape].items()})
+            shards.setdefault(entry.file, {}).update(
+                {name.removesuffix(".weight") + part: value.clone() for part, value in made[entry.shape].items()}
+            )
         elif "norm" in name:
             shards.setdefault(entry.file, {})[name] = torch.ones(entry.shape).bfloat16()
     for file, tensors in shards.items():
@@ -226,7 +279,15 @@ def _nf4_parts(rows: int, columns: int, generator) -> dict:
     import torch
 
     blocks = rows * columns // 64
-    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [rows, columns], "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.05}
+    state = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": "bfloat16",
+        "shape": [rows, columns],
+        "nested_blocksize": 256,
+        "nested_dtype": "float32",
+        "nested_offset": 0.05,
+    }
     return {
         ".weight": _bytes((rows * columns // 2, 1), generator),
         ".weight.absmax": _bytes((blocks,), generator),
@@ -247,33 +308,67 @@ def _awq_parts(rows: int, columns: int, generator) -> dict:
     import torch
 
     words = {".qweight": (columns, rows // 2), ".qzeros": (columns // 128, rows // 2)}
-    return {part: _bytes(shape, generator).view(torch.int32) for part, shape in words.items()} | {".scales": torch.full((columns // 128, rows), 0.01).half()}
+    return {part: _bytes(shape, generator).view(torch.int32) for part, shape in words.items()} | {
+        ".scales": torch.full((columns // 128, rows), 0.01).half()
+    }
 
 
 def _fp8_parts(rows: int, columns: int, generator) -> dict:
     import torch
 
-    return {".weight": torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn), ".weight_scale": torch.full((rows, 1), 0.01).bfloat16()}
+    return {
+        ".weight": torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn),
+        ".weight_scale": torch.full((rows, 1), 0.01).bfloat16(),
+    }
 
 
 def _nvfp4_parts(rows: int, columns: int, generator) -> dict:
     import torch
 
     scales = torch.rand(rows, columns // 16, generator=generator).add_(1).to(torch.float8_e4m3fn)
-    return {".weight_packed": _bytes((rows, columns // 2), generator), ".weight_scale": scales, ".weight_global_scale": torch.tensor([100.0])}
+    return {
+        ".weight_packed": _bytes((rows, columns // 2), generator),
+        ".weight_scale": scales,
+        ".weight_global_scale": torch.tensor([100.0]),
+    }
 
 
 def _group(layout: str, **weights) -> dict:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None, "format": layout}
-    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+        "format": layout,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
 
 
 STORED = {
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, _nf4_parts),
     "int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, _int8_parts),
     "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": 128}, _awq_parts),
-    "fp8": (_group("float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel", dynamic=False), _fp8_parts),
-    "nvfp4a16": (_group("nvfp4-pack-quantized", num_bits=4, type="float", symmetric=True, strategy="tensor_group", group_size=16, dynamic=False), _nvfp4_parts),
+    "fp8": (
+        _group("float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel", dynamic=False),
+        _fp8_parts,
+    ),
+    "nvfp4a16": (
+        _group(
+            "nvfp4-pack-quantized",
+            num_bits=4,
+            type="float",
+            symmetric=True,
+            strategy="tensor_group",
+            group_size=16,
+            dynamic=False,
+        ),
+        _nvfp4_parts,
+    ),
 }
 
 
@@ -299,7 +394,9 @@ def read(folder: Path, device: str, rounds: int) -> None:
                     pass
 
     def carried() -> None:
-        for _ in sweep(weights.matrices(folder, True), lambda _: Nothing(), lambda to, _, block: to.add(block), device=device):
+        for _ in sweep(
+            weights.matrices(folder, True), lambda _: Nothing(), lambda to, _, block: to.add(block), device=device
+        ):
             pass
 
     def measured() -> None:
@@ -343,9 +440,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--memory", type=Path)
     parser.add_argument("--read", type=Path)
-    parser.add_argument("--peak", nargs="+", metavar=("WHAT", "DIR"), help="one measure in this process; --memory calls it")
+    parser.add_argument(
+        "--peak", nargs="+", metavar=("WHAT", "DIR"), help="one measure in this process; --memory calls it"
+    )
     parser.add_argument("--make", type=Path, help="write a checkpoint of the shape there, for --read")
-    parser.add_argument("--only", nargs="+", default=[*MEASURES, *STORED], choices=[*MEASURES, *STORED], help="what --memory measures")
+    parser.add_argument(
+        "--only", nargs="+", default=[*MEASURES, *STORED], choices=[*MEASURES, *STORED], help="what --memory measures"
+    )
     parser.add_argument("--layers", type=int, help="other than the shape's own")
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -364,4 +465,6 @@ if __name__ == "__main__":
     else:
         against_the_seed(given.shape or SMALL, given.rounds)
     if not (given.peak or given.make):
-        print(f"machine: {platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}")
+        print(
+            f"machine: {platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}"
+        )

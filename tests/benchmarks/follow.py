@@ -80,7 +80,13 @@ class Load:
 
     def _once(self, client, stream: bool) -> str:
         """The version that wrote a whole answer."""
-        given = {"model": f"{NAME}@{STAGE}", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": self.tokens, "extra_body": {"ignore_eos": True}}
+        given = {
+            "model": f"{NAME}@{STAGE}",
+            "messages": [{"role": "user", "content": QUESTION}],
+            "temperature": 0,
+            "max_tokens": self.tokens,
+            "extra_body": {"ignore_eos": True},
+        }
         if not stream:
             got = client.chat.completions.create(**given)
             if got.usage.completion_tokens != self.tokens or got.choices[0].finish_reason != "length":
@@ -99,7 +105,12 @@ def main() -> None:
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     given.add_argument("--shape", choices=("tiny", "micro", "1.5b", "8b"), default="tiny")
     given.add_argument("--clients", type=int, default=2)
-    given.add_argument("--pause", type=float, default=0.5, help="seconds between a client's requests; two cores load the next engine meanwhile")
+    given.add_argument(
+        "--pause",
+        type=float,
+        default=0.5,
+        help="seconds between a client's requests; two cores load the next engine meanwhile",
+    )
     given.add_argument("--tokens", type=int, default=64)
     given.add_argument("--memory", default="0.45", help="share of the GPU's memory that each engine gets")
     given.add_argument("--benchmark", metavar="CLIENTS,…", help="clients at once, by comma")
@@ -107,7 +118,11 @@ def main() -> None:
     asked = given.parse_args()
     asked.out = asked.out.resolve()
     with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "QRL_PLACE": "vllm_cpu", "QRL_API_KEY": KEY}
+        os.environ |= {
+            "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
+            "QRL_PLACE": "vllm_cpu",
+            "QRL_API_KEY": KEY,
+        }
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         os.chdir(folder)
         aside(register, asked.shape)
@@ -121,7 +136,24 @@ def story(asked: argparse.Namespace) -> dict:
     import psutil
 
     port = free_port()
-    words = [sys.executable, "-m", "qrl", "serve", "--stage", STAGE, "--engine", "vllm", "--follow", "1", "--gpu-memory-utilization", asked.memory, "--port", str(port), "--registered_name", NAME]
+    words = [
+        sys.executable,
+        "-m",
+        "qrl",
+        "serve",
+        "--stage",
+        STAGE,
+        "--engine",
+        "vllm",
+        "--follow",
+        "1",
+        "--gpu-memory-utilization",
+        asked.memory,
+        "--port",
+        str(port),
+        "--registered_name",
+        NAME,
+    ]
     log = Path("log")
     with log.open("w") as out:
         server = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
@@ -135,13 +167,25 @@ def story(asked: argparse.Namespace) -> dict:
             began = time.monotonic()
             registry("rollback" if what == "rollback" else "promote", version)
             before = len(load.answers)
-            until(lambda version=version, before=before: any(each.model == f"{NAME}@{version}" for each in load.answers[before:]), server, log)
+            until(
+                lambda version=version, before=before: any(
+                    each.model == f"{NAME}@{version}" for each in load.answers[before:]
+                ),
+                server,
+                log,
+            )
             moves[f"{what} to {version}"] = time.monotonic() - began
-            print(f"{what} to {version}: {moves[f'{what} to {version}']:.1f} s, {len(load.answers)} requests, {sum(bool(each.error) for each in load.answers)} failed", flush=True)
+            print(
+                f"{what} to {version}: {moves[f'{what} to {version}']:.1f} s, {len(load.answers)} requests, {sum(bool(each.error) for each in load.answers)} failed",
+                flush=True,
+            )
         for number, (what, version) in enumerate((("promote", 4), ("by hand", 5), ("promote", 6)), 1):
             registry(what, version)
             until(lambda number=number: log.read_text().count("does not take over") == number, server, log)
-            print(f"{what} {version}: refused, {len(load.answers)} requests, {sum(bool(each.error) for each in load.answers)} failed", flush=True)
+            print(
+                f"{what} {version}: refused, {len(load.answers)} requests, {sum(bool(each.error) for each in load.answers)} failed",
+                flush=True,
+            )
         kept = len(load.answers)
         time.sleep(4)  # four looks at the registry
         load.stop()
@@ -170,7 +214,22 @@ def story(asked: argparse.Namespace) -> dict:
 
 def benchmark(clients: str, port: int) -> dict:
     """`benchmark --url` against the server: how it ended, and its table."""
-    words = [sys.executable, "-m", "qrl", "benchmark", "--stages", STAGE, "--url", f"http://127.0.0.1:{port}", "--registered_name", NAME, "--benchmark.batches", clients, "--benchmark.rounds", "3"]
+    words = [
+        sys.executable,
+        "-m",
+        "qrl",
+        "benchmark",
+        "--stages",
+        STAGE,
+        "--url",
+        f"http://127.0.0.1:{port}",
+        "--registered_name",
+        NAME,
+        "--benchmark.batches",
+        clients,
+        "--benchmark.rounds",
+        "3",
+    ]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr[-3000:], flush=True)
     return {"command": words[3:], "exit_code": done.returncode, "table": done.stdout}
@@ -201,7 +260,13 @@ def asides(port: int) -> dict:
     return {
         "models": [each["id"] for each in json.loads(get("/v1/models")[1])["data"]],
         "health": get("/health")[0],
-        "metrics": sorted({line.split("{")[0] for line in get("/metrics")[1].splitlines() if line.startswith("vllm:request_success_total")}),
+        "metrics": sorted(
+            {
+                line.split("{")[0]
+                for line in get("/metrics")[1].splitlines()
+                if line.startswith("vllm:request_success_total")
+            }
+        ),
         "wrong_key": get("/v1/models", "guess")[0],
     }
 
@@ -225,7 +290,9 @@ def register(shape: str) -> None:
             flip(copied / checkpoint.shards(copied)[0], number)
             if number == 6:
                 config = json.loads((copied / "config.json").read_text())
-                (copied / "config.json").write_text(json.dumps(config | {"intermediate_size": 2 * config["intermediate_size"]}))
+                (copied / "config.json").write_text(
+                    json.dumps(config | {"intermediate_size": 2 * config["intermediate_size"]})
+                )
             cell = {"digest": checkpoint.digest(copied), "variant": "base", "scheme": "full"}
             uri, stored = models.log_checkpoint(copied, name="base", task="arithmetic", move=True, **cell)
             registry.register(NAME, uri, accuracy=0.6, stderr=0.01, n=2000, **cell)
@@ -268,7 +335,11 @@ def last_run() -> dict:
     import mlflow
 
     (run,) = mlflow.search_runs(output_format="list", filter_string="tags.`qrl.step` = 'serve'")
-    return {"status": run.info.status, "tags": {key: value for key, value in run.data.tags.items() if key.startswith("qrl.")}, "metrics": run.data.metrics}
+    return {
+        "status": run.info.status,
+        "tags": {key: value for key, value in run.data.tags.items() if key.startswith("qrl.")},
+        "metrics": run.data.metrics,
+    }
 
 
 if __name__ == "__main__":

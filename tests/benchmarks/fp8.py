@@ -36,7 +36,15 @@ KINDS = {  # of kernels, by what their names contain; the first that fits
     "attention": ("flash", "fmha", "attn", "attention"),
     "sampling and log-probabilities": ("gumbel", "log_softmax", "ranks_kernel", "temperature", "argmax", "topk"),
     "linears": ("gemm", "nvjet", "cutlass", "cublas", "splitk", "scaled_mm"),
-    "norms, activations, rounding": ("triton_", "rms_norm", "silu", "rotary", "scaled_fp8", "quant", "reshape_and_cache"),
+    "norms, activations, rounding": (
+        "triton_",
+        "rms_norm",
+        "silu",
+        "rotary",
+        "scaled_fp8",
+        "quant",
+        "reshape_and_cache",
+    ),
     "copies": ("memcpy", "memset", "copy"),
 }
 
@@ -81,11 +89,15 @@ def round_of(made, count: int, tokens: int) -> dict:
     own.speed(torch.ones(1, 1))
     own.sync_weights()
     sync, began = own.seconds["sync"], shapes.finished()
-    drawn, logprobs = vllm_engine.generate(own.llm, [ids] * count, temperature=1.0, max_tokens=tokens, more={"ignore_eos": True})
+    drawn, logprobs = vllm_engine.generate(
+        own.llm, [ids] * count, temperature=1.0, max_tokens=tokens, more={"ignore_eos": True}
+    )
     drew = shapes.finished() - began
     rows = torch.tensor([ids + row for row in drawn[:16]], device=made.accelerator.device)
     with torch.no_grad():
-        scored, _, _ = made._get_per_token_logps_and_entropies(made.model, rows, torch.ones_like(rows), tokens, batch_size=2)
+        scored, _, _ = made._get_per_token_logps_and_entropies(
+            made.model, rows, torch.ones_like(rows), tokens, batch_size=2
+        )
     engine = torch.tensor(logprobs[:16], device=rows.device)
     gap = engine_gap.measure(scored, engine, torch.ones_like(engine))
     return {"sync_s": sync, "generate_s": drew, "completions_per_s": count / (sync + drew), "tokens_per_s": sum(map(len, drawn)) / (sync + drew)} | vars(gap)  # fmt: skip
@@ -163,7 +175,12 @@ def measure(case: str, given) -> None:
     capture_few(sizes, given.kv_gib)
 
     def tell(row: dict) -> None:
-        row = {"case": case, "shape": given.shape, **row, "since_start_s": time.perf_counter() - began} | shapes.versions()
+        row = {
+            "case": case,
+            "shape": given.shape,
+            **row,
+            "since_start_s": time.perf_counter() - began,
+        } | shapes.versions()
         with open(given.out / "fp8.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps({key: value for key, value in row.items() if key != "kernels"}), flush=True)
@@ -196,7 +213,18 @@ def ratios(file: Path, first: str) -> None:
         both = sorted(own.keys() & base.keys())
         if case != first and both:
             said = turns.ratio([[own[number]] for number in both], [[base[number]] for number in both])
-            print(json.dumps({"round": which, "case": case, "over": first, **said, "each": [own[number] / base[number] for number in both]}), flush=True)
+            print(
+                json.dumps(
+                    {
+                        "round": which,
+                        "case": case,
+                        "over": first,
+                        **said,
+                        "each": [own[number] / base[number] for number in both],
+                    }
+                ),
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -221,7 +249,9 @@ def main() -> None:
     options = [word for word in sys.argv[1:] if word not in given.cases]
     commands = [[sys.executable, __file__, case, *options] for case in given.cases]
     if given.beside:
-        turns.run([lambda turn, command=command: [*command, "--turn", f"{turn.take},{turn.give}"] for command in commands])
+        turns.run(
+            [lambda turn, command=command: [*command, "--turn", f"{turn.take},{turn.give}"] for command in commands]
+        )
     else:
         for command in commands:  # an engine's memory comes back only with its process
             subprocess.run(command, check=False)

@@ -52,10 +52,14 @@ def speed(questions) -> None:
             number = question.answer
             grouped = f"{int(number):,}" if number.lstrip("-").isdigit() else number
             pairs.append((style.format(reasoning=reasoning, answer=number, grouped=grouped), number))
-        rates = [(rate(grade, pairs), rate(plain, pairs)) for _ in range(ROUNDS + 1)][1:]  # in turn: a slow machine slows both
+        rates = [(rate(grade, pairs), rate(plain, pairs)) for _ in range(ROUNDS + 1)][
+            1:
+        ]  # in turn: a slow machine slows both
         ours, theirs = (statistics.median(column) for column in zip(*rates, strict=True))
         ratio = statistics.median(a / b for a, b in rates)
-        right = [sum(judge(*pair)[i] for pair in pairs) for i, judge in ((0, lambda c, a: (grade(c, a).strict,)), (0, plain))]
+        right = [
+            sum(judge(*pair)[i] for pair in pairs) for i, judge in ((0, lambda c, a: (grade(c, a).strict,)), (0, plain))
+        ]
         print(
             f"{name:32} {ours:9,.0f} verdicts/s, plain regular expressions {theirs:9,.0f}; ratio {ratio:.2f}; "
             f"strictly right {right[0]} and {right[1]} of {len(pairs)}"

@@ -33,12 +33,16 @@ def main(folder: str) -> None:
     hard = [pair for pair in pairs if rule.by_text(rule.asked(*pair)) is None]
     easy = [pair for pair in pairs if rule.by_text(rule.asked(*pair)) is not None]
     pool = rate(lambda: tasks.grade_many("math", completions, golds), len(pairs))
-    print(f"{len(os.sched_getaffinity(0))} cores, {len(pairs):,} verdicts, {len(hard):,} of them by algebra: {pool:,.0f} a second through the pool")
+    print(
+        f"{len(os.sched_getaffinity(0))} cores, {len(pairs):,} verdicts, {len(hard):,} of them by algebra: {pool:,.0f} a second through the pool"
+    )
     texts = rate(lambda: tasks.grade_many("math", *map(list, zip(*easy, strict=True))), len(easy))
     print(f"the {len(easy):,} that texts decide: {texts:,.0f} a second, in this process")
     algebra = rate(lambda: tasks.grade_many("math", *map(list, zip(*hard, strict=True))), len(hard))
     alone = rate(lambda: judge.judge([rule.asked(*pair) for pair in hard], 0), len(hard))
-    print(f"the {len(hard):,} by algebra: {algebra:,.0f} a second through the pool, {alone:,.0f} in one process; ratio {algebra / alone:.2f}")
+    print(
+        f"the {len(hard):,} by algebra: {algebra:,.0f} a second through the pool, {alone:,.0f} in one process; ratio {algebra / alone:.2f}"
+    )
 
 
 def rate(work, n: int) -> float:

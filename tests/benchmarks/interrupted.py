@@ -103,7 +103,9 @@ def compared(name: str, a: Path, b: Path) -> dict:
     from qrl import tiny
 
     file = "model.safetensors" if name == "full" else "adapter_model.safetensors"
-    ours, theirs = (load_file(each / "work" / f"checkpoint-{BATCH['steps']}" / file) for each in (a, b))  # masters, as they were trained
+    ours, theirs = (
+        load_file(each / "work" / f"checkpoint-{BATCH['steps']}" / file) for each in (a, b)
+    )  # masters, as they were trained
     zero = load_file(tiny.PATH / file) if name == "full" else {}
     difference = sum((ours[key].double() - theirs[key].double()).square().sum() for key in ours)
     update = sum((ours[key].double() - zero.get(key, torch.zeros(1)).double()).square().sum() for key in ours)
@@ -130,7 +132,9 @@ def measure(name: str, device: str, out: Path) -> dict:
     found["resumed_from"] = ended["killed"]["resumed_from"]
     found["base_on_disk_same"] = checkpoint.digest(tiny.PATH) == before
     hashed = {digest for each in ended.values() for digest in each["base_hashed"]}
-    found["base_in_memory"] = f"{len(hashed)} digest over {sum(len(each['base_hashed']) for each in ended.values())} looks"
+    found["base_in_memory"] = (
+        f"{len(hashed)} digest over {sum(len(each['base_hashed']) for each in ended.values())} looks"
+    )
     first = folders["first"]
     found["undisturbed"] = compared(name.split(maxsplit=1)[0], first, folders["second"])
     found["resumed"] = compared(name.split(maxsplit=1)[0], first, folders["killed"])
@@ -139,7 +143,9 @@ def measure(name: str, device: str, out: Path) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(METHODS), help=f"of {', '.join(METHODS)}; with ' vllm' for its rollouts")
+    parser.add_argument(
+        "cases", nargs="*", default=list(METHODS), help=f"of {', '.join(METHODS)}; with ' vllm' for its rollouts"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of interrupted.jsonl, logs and the trainings")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     given = parser.parse_args()

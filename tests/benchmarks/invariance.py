@@ -20,7 +20,39 @@ sys.path.insert(0, str(ROOT))
 
 # Inputs and outputs of the linears of qrl-tiny, then of Qwen2.5-1.5B.
 SHAPES = ((256, 256), (256, 512), (256, 1024), (512, 256), (1536, 2048), (1536, 8960), (8960, 1536))
-ROWS = (1, 2, 4, 8, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 160, 192, 255, 256, 257, 384, 512, 1000, 2048, 4097, 8192, 9000)
+ROWS = (
+    1,
+    2,
+    4,
+    8,
+    15,
+    16,
+    17,
+    24,
+    31,
+    32,
+    33,
+    48,
+    63,
+    64,
+    65,
+    96,
+    127,
+    128,
+    129,
+    160,
+    192,
+    255,
+    256,
+    257,
+    384,
+    512,
+    1000,
+    2048,
+    4097,
+    8192,
+    9000,
+)
 ALONE = 100  # questions
 
 
@@ -35,7 +67,17 @@ def answers(args: argparse.Namespace) -> None:
         vllm.LLM = partial(vllm.LLM, enforce_eager=True)
     settings = recipe.load("tiny")
     questions = tasks.load("arithmetic", "heldout", args.questions, 0)
-    with Vllm(args.model, args.device, "auto", max_tokens=256, sequences=args.sequences, deterministic=True, seed=0, memory=0.1, cache_bytes=1 << 30) as engine:
+    with Vllm(
+        args.model,
+        args.device,
+        "auto",
+        max_tokens=256,
+        sequences=args.sequences,
+        deterministic=True,
+        seed=0,
+        memory=0.1,
+        cache_bytes=1 << 30,
+    ) as engine:
         prompts = [prompt.render(engine.tokens, each.question, settings.prompt) for each in questions]
 
         def ask(given: list) -> list[str]:
@@ -44,10 +86,19 @@ def answers(args: argparse.Namespace) -> None:
         def in_parts(size: int) -> list[str]:
             return [text for start in range(0, len(prompts), size) for text in ask(prompts[start : start + size])]
 
-        found = {"first": ask(prompts), "again": ask(prompts), "in reverse": ask(prompts[::-1])[::-1], "in parts of 32": in_parts(32), "in parts of 200": in_parts(200)}
+        found = {
+            "first": ask(prompts),
+            "again": ask(prompts),
+            "in reverse": ask(prompts[::-1])[::-1],
+            "in parts of 32": in_parts(32),
+            "in parts of 200": in_parts(200),
+        }
         found["alone"] = [text for each in prompts[:ALONE] for text in ask([each])]
     for how, texts in found.items():
-        print(f"{how}: {sum(a != b for a, b in zip(texts, found['first'], strict=False))} of {len(texts)} differ", flush=True)
+        print(
+            f"{how}: {sum(a != b for a, b in zip(texts, found['first'], strict=False))} of {len(texts)} differ",
+            flush=True,
+        )
     if args.out:
         args.out.write_text(json.dumps(found, indent=1))
 
@@ -61,7 +112,10 @@ def rows(_args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float16):
         for width, out in SHAPES:
-            inputs, weights = torch.randn(max(ROWS), width, device="cuda", dtype=dtype), torch.randn(out, width, device="cuda")
+            inputs, weights = (
+                torch.randn(max(ROWS), width, device="cuda", dtype=dtype),
+                torch.randn(out, width, device="cuda"),
+            )
             scales = weights.abs().amax(1, keepdim=True) / 127
             codes = (weights / scales).round().clamp(-128, 127).to(torch.int8)
             whole = ops.scaled_int8_quant(inputs)[:2]
@@ -72,7 +126,10 @@ def rows(_args: argparse.Namespace) -> None:
                     part = ops.scaled_int8_quant(inputs[:n].contiguous())[:2]
                     pairs = ((part[0], whole[0][:n]), (part[1], whole[1][:n]), (product(*part), among_all[:n]))
                     differ += sum(int((one != other).sum()) for one, other in pairs)
-                print(f"{dtype}, {width} to {out}, {'with' if bias is not None else 'without'} bias: {differ} values differ over {len(ROWS)} counts of rows", flush=True)
+                print(
+                    f"{dtype}, {width} to {out}, {'with' if bias is not None else 'without'} bias: {differ} values differ over {len(ROWS)} counts of rows",
+                    flush=True,
+                )
 
 
 def _product(ops, codes, scales, bias, dtype, inputs, input_scales):

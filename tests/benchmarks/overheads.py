@@ -1,7 +1,7 @@
 """What qrl adds to the work itself: starting, registering, launching.
 
-    python tests/benchmarks/overheads.py            # --help against `python -c pass`; bytes written to log a checkpoint
-    python tests/benchmarks/overheads.py RUN_ID     # a study's time outside of its steps' own work
+python tests/benchmarks/overheads.py            # --help against `python -c pass`; bytes written to log a checkpoint
+python tests/benchmarks/overheads.py RUN_ID     # a study's time outside of its steps' own work
 """
 
 import os
@@ -52,10 +52,14 @@ def registering() -> None:
             facts = {"variant": "base", "scheme": "full", "task": "arithmetic"}
             models.log_checkpoint(own, name="base-full", digest=checkpoint.digest(own), move=True, **facts)
         took = time.perf_counter() - began
-        stored = {file.stat().st_ino: file.stat().st_size for file in Path(folder, "mlruns").rglob("*") if file.is_file()}
+        stored = {
+            file.stat().st_ino: file.stat().st_size for file in Path(folder, "mlruns").rglob("*") if file.is_file()
+        }
         new = sum(bytes_ for inode, bytes_ in stored.items() if inode not in there)
         mlflow.set_tracking_uri(None)
-    print(f"logging a checkpoint   of {size:,} bytes writes {new:,} new ones beside its links: with them {1 + new / size:.3f} times its size; {took:.1f} s")
+    print(
+        f"logging a checkpoint   of {size:,} bytes writes {new:,} new ones beside its links: with them {1 + new / size:.3f} times its size; {took:.1f} s"
+    )
 
 
 def launching(run_id: str) -> None:

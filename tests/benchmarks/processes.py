@@ -23,7 +23,11 @@ sys.path.insert(0, str(ROOT))
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "qrl"]
 ACCELERATE = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision", "no"]  # fmt: skip
 DDP, FSDP = [*ACCELERATE, "--multi_gpu"], [*ACCELERATE, "--use_fsdp"]
-LAYERS = [*FSDP, "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]  # else the whole model is one part, gathered at once
+LAYERS = [
+    *FSDP,
+    "--fsdp_auto_wrap_policy",
+    "TRANSFORMER_BASED_WRAP",
+]  # else the whole model is one part, gathered at once
 LORA = ["--train.method", "lora", "--train.learning_rate", "1e-3", "--train.beta", "0.01"]
 CASES = {
     "one GPU, full": (["-m", "qrl"], []),
@@ -32,10 +36,19 @@ CASES = {
     "DDP by accelerate, qlora": (DDP, ["--train.method", "qlora", *LORA[2:]]),
     "FSDP by accelerate, full": (FSDP, []),
     "FSDP by accelerate, full in bf16 with a reference": (FSDP, ["--train.dtype", "bf16", "--train.beta", "0.01"]),
-    "FSDP by accelerate, layer by layer, full in bf16 with a reference": (LAYERS, ["--train.dtype", "bf16", "--train.beta", "0.01"]),
+    "FSDP by accelerate, layer by layer, full in bf16 with a reference": (
+        LAYERS,
+        ["--train.dtype", "bf16", "--train.beta", "0.01"],
+    ),
     "FSDP by accelerate, lora": (FSDP, [*LORA, "--train.dtype", "bf16"]),
-    "FSDP by accelerate, lora, 8 steps": (FSDP, [*LORA, "--train.dtype", "bf16", "--train.steps", "8", "--train.save_every", "2"]),
-    "FSDP by accelerate, lora, killed and run again": (FSDP, [*LORA, "--train.dtype", "bf16", "--train.steps", "8", "--train.save_every", "2"]),
+    "FSDP by accelerate, lora, 8 steps": (
+        FSDP,
+        [*LORA, "--train.dtype", "bf16", "--train.steps", "8", "--train.save_every", "2"],
+    ),
+    "FSDP by accelerate, lora, killed and run again": (
+        FSDP,
+        [*LORA, "--train.dtype", "bf16", "--train.steps", "8", "--train.save_every", "2"],
+    ),
     "FSDP 2 by accelerate, full": ([*FSDP, "--fsdp_version", "2"], []),
     "FSDP by accelerate, qlora (refused)": (FSDP, ["--train.method", "qlora"]),
 }
@@ -56,9 +69,15 @@ def launched(name: str, port: int, out: Path, small: bool) -> dict:
         kill(command, folder, variables)
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
     (folder / "log.txt").write_text(done.stdout + done.stderr)
-    found = {"case": name, "exit": done.returncode, "resumed": [line for line in done.stderr.splitlines() if line.startswith("Went on")]}
+    found = {
+        "case": name,
+        "exit": done.returncode,
+        "resumed": [line for line in done.stderr.splitlines() if line.startswith("Went on")],
+    }
     if done.returncode:
-        return found | {"said": [line for line in done.stderr.splitlines() if line.startswith("qrl:") or "Error" in line][-3:]}
+        return found | {
+            "said": [line for line in done.stderr.splitlines() if line.startswith("qrl:") or "Error" in line][-3:]
+        }
     return found | recorded(folder)
 
 
@@ -89,8 +108,17 @@ def recorded(folder: Path) -> dict:
         made = client.get_logged_model(run.outputs.model_outputs[0].model_id)
         weights = next(Path(made.artifact_location.removeprefix("file://")).rglob("model.safetensors")).parent
     seconds = run.data.metrics["train/seconds"]
-    found = {"processes": run.data.params["processes"], "runs": len(client.search_runs(["0"])), "probe": of["probe/accuracy"], "seconds": seconds}
-    return found | {"reward": [of["train/reward"][0], of["train/reward"][-1]], "peak_gib": max(of["train/peak_memory_gib"]), "weights": str(weights)}
+    found = {
+        "processes": run.data.params["processes"],
+        "runs": len(client.search_runs(["0"])),
+        "probe": of["probe/accuracy"],
+        "seconds": seconds,
+    }
+    return found | {
+        "reward": [of["train/reward"][0], of["train/reward"][-1]],
+        "peak_gib": max(of["train/peak_memory_gib"]),
+        "weights": str(weights),
+    }
 
 
 def gains(rows: list[dict], n: int) -> None:
@@ -110,7 +138,10 @@ def gains(rows: list[dict], n: int) -> None:
 
     def right(model) -> list[int]:
         said = hf.generate(model, tokens, asked, max_new_tokens=96, batch_size=500)
-        return [int(verdict.strict) for verdict in tasks.grade_many("arithmetic", [each.text for each in said], [q.answer for q in questions])]
+        return [
+            int(verdict.strict)
+            for verdict in tasks.grade_many("arithmetic", [each.text for each in said], [q.answer for q in questions])
+        ]
 
     def model_of(weights: Path):
         if not (weights / "adapter_config.json").is_file():
@@ -118,7 +149,11 @@ def gains(rows: list[dict], n: int) -> None:
         from peft import PeftModel
 
         storage = policy.recorded(weights)["base_storage"]
-        given = {"quantization_config": policy.quantization(storage, torch.float32), "device_map": {"": device}} if storage in policy.PACKED else {}
+        given = (
+            {"quantization_config": policy.quantization(storage, torch.float32), "device_map": {"": device}}
+            if storage in policy.PACKED
+            else {}
+        )
         base = AutoModelForCausalLM.from_pretrained(tiny.PATH, dtype=torch.float32, **given).to(device)
         base.generation_config = hf.load(tiny.PATH, device, torch.float32)[0].generation_config
         return PeftModel.from_pretrained(base, weights).eval()
@@ -127,7 +162,14 @@ def gains(rows: list[dict], n: int) -> None:
     for row in (row for row in rows if "weights" in row):
         after = right(model_of(Path(row["weights"])))
         gain = stats.contrast([after, before], (1, -1))
-        row |= {"n": n, "base": sum(before) / n, "trained": sum(after) / n, "gain": gain.estimate, "low": gain.low, "high": gain.high}
+        row |= {
+            "n": n,
+            "base": sum(before) / n,
+            "trained": sum(after) / n,
+            "gain": gain.estimate,
+            "low": gain.low,
+            "high": gain.high,
+        }
 
 
 def compare(rows: list[dict]) -> None:
@@ -150,11 +192,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("cases", nargs="*", default=list(CASES), help="; ".join(CASES))
     parser.add_argument("--out", type=Path, required=True, help="folder of processes.jsonl and of a store a case")
-    parser.add_argument("--small", action="store_true", help="two short steps on a CPU, to see that the commands are right")
+    parser.add_argument(
+        "--small", action="store_true", help="two short steps on a CPU, to see that the commands are right"
+    )
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(1 if given.small else len(given.cases)) as pool:
-        rows = list(pool.map(lambda pair: launched(pair[1], 29600 + pair[0], given.out.resolve(), given.small), enumerate(given.cases)))
+        rows = list(
+            pool.map(
+                lambda pair: launched(pair[1], 29600 + pair[0], given.out.resolve(), given.small),
+                enumerate(given.cases),
+            )
+        )
     compare(rows)
     gains(rows, 40 if given.small else 2000)
     with open(given.out / "processes.jsonl", "a") as file:

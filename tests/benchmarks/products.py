@@ -49,7 +49,10 @@ def layer(batch: int) -> dict[str, float]:
     one = torch.ones(1, device="cuda")
     for inner, outer in SHAPES.values():
         x = torch.randn(batch, inner, device="cuda", dtype=torch.bfloat16)
-        weights = [torch.randn(outer, inner, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(max(2, int(FOOTPRINT // (inner * outer))))]
+        weights = [
+            torch.randn(outer, inner, device="cuda", dtype=torch.bfloat16) * 0.02
+            for _ in range(max(2, int(FOOTPRINT // (inner * outer))))
+        ]
         took = {"bf16": milliseconds(lambda weight, x=x: torch.nn.functional.linear(x, weight), weights)}
         weights = [weight.to(torch.float8_e4m3fn).t() for weight in weights]
         rounded, scales = ops.scaled_fp8_quant(x, None, use_per_token_if_dynamic=True)

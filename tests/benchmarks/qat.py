@@ -34,11 +34,38 @@ from qrl.formats.fakequant import linears as fake_linears
 from qrl.train.qat import calibration
 from qrl.train.qat import linear as qat
 
-LARGE = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2}
-SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+LARGE = {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+}
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 THIN = LARGE | {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
 STEPS, WARM_UP = 15, 3
-HEAD = ("format", "none s", "step s", "ratio", "its 95 %", "none GiB", "peak GiB", "ratio", "fold ms", "eager ms", "fold GB/s", "copy GB/s", "attach s", "equal")
+HEAD = (
+    "format",
+    "none s",
+    "step s",
+    "ratio",
+    "its 95 %",
+    "none GiB",
+    "peak GiB",
+    "ratio",
+    "fold ms",
+    "eager ms",
+    "fold GB/s",
+    "copy GB/s",
+    "attach s",
+    "equal",
+)
 WIDTHS = (14, 8, 8, 6, 14, 8, 8, 6, 8, 8, 9, 9, 8, 10)
 
 
@@ -60,7 +87,9 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = SMALL if given.small else LARGE
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    print(f"{name}, torch {torch.__version__}; {given.rows} × {given.tokens} tokens a step; medians of {given.steps}, in turns with the step without")
+    print(
+        f"{name}, torch {torch.__version__}; {given.rows} × {given.tokens} tokens a step; medians of {given.steps}, in turns with the step without"
+    )
     print(" ".join(f"{head:>{width}}" for head, width in zip(HEAD, WIDTHS, strict=True)))
     found, plain = {}, Arm("none", shape, device, given.rows, given.tokens)
     for name in given.formats.split(","):
@@ -92,13 +121,18 @@ def _thin(formats: list[str], steps: int) -> None:
         arm = Arm(name, THIN, "cpu", 1, 8, compute=torch.bfloat16)
         rounds = _in_turns(lambda: plain.loss().backward(), lambda arm=arm: arm.loss().backward(), "cpu", steps)
         (without, seconds), (low, high) = _medians(rounds), _interval(rounds)
-        print(f"{name:>14} {without:.4f} s without, {seconds:.4f} s, ratio {seconds / without:.3f} [{low:.3f}, {high:.3f}]", flush=True)
+        print(
+            f"{name:>14} {without:.4f} s without, {seconds:.4f} s, ratio {seconds / without:.3f} [{low:.3f}, {high:.3f}]",
+            flush=True,
+        )
 
 
 class Arm:
     """A model with its optimizer, a step of it, and the most memory that a step takes beside what lay there before."""
 
-    def __init__(self, name: str, shape: dict, device: str, rows: int, tokens: int, compute: torch.dtype | None = None) -> None:
+    def __init__(
+        self, name: str, shape: dict, device: str, rows: int, tokens: int, compute: torch.dtype | None = None
+    ) -> None:
         gc.collect()
         torch.manual_seed(0)
         before = torch.cuda.memory_allocated() if device == "cuda" else 0
@@ -167,7 +201,9 @@ def _interval(rounds: list[tuple[float, float]]) -> tuple[float, float]:
 
 def _profile(name: str, step, device: str) -> None:
     """Prints a step's operations, by their time on the host and on the card, and the wall time of the profiled step."""
-    activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else [])
+    activities = [torch.profiler.ProfilerActivity.CPU] + (
+        [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
+    )
     with torch.profiler.profile(activities=activities) as seen:
         began = time.perf_counter()
         step()
@@ -177,7 +213,9 @@ def _profile(name: str, step, device: str) -> None:
     rows = seen.key_averages()
     kernels = [row for row in rows if device == "cuda" and row.device_type == torch.autograd.DeviceType.CUDA]
     on_card = sum(row.self_device_time_total for row in kernels) / 1e6
-    print(f"\n{name}: profiled step {seconds:.4f} s; on the card {on_card:.4f} s; launches {sum(row.count for row in rows if 'LaunchKernel' in row.key)}")
+    print(
+        f"\n{name}: profiled step {seconds:.4f} s; on the card {on_card:.4f} s; launches {sum(row.count for row in rows if 'LaunchKernel' in row.key)}"
+    )
     for key in ("self_cpu_time_total", *(["self_device_time_total"] if device == "cuda" else [])):
         print(rows.table(sort_by=key, row_limit=25, max_name_column_width=60))
 
@@ -196,7 +234,9 @@ def _fold(model, compute: torch.dtype, device: str) -> dict[str, float | str]:
             with torch.no_grad():
                 wanted, largest = values.folded(weights, fold.scheme.weights, fold.dtype)
             alike &= torch.equal(largest, fold.largest)
-            alike &= all(torch.equal(a, fold.weight_of(linear)) for a, linear in zip(wanted, fold.members.values(), strict=True))
+            alike &= all(
+                torch.equal(a, fold.weight_of(linear)) for a, linear in zip(wanted, fold.members.values(), strict=True)
+            )
         return alike
 
     kernels = [good for key, good in fused._proven.items() if key[0] in ("weights", "activations")]
@@ -204,8 +244,16 @@ def _fold(model, compute: torch.dtype, device: str) -> dict[str, float | str]:
     fused._proven.clear()
     slow, fold = _median(eager, device, 3), _median(lambda: qat.refold(model), device)
     targets = [torch.empty_like(each.weight, dtype=compute) for each in linears]
-    copy = _median(lambda: [target.copy_(each.weight.detach()) for target, each in zip(targets, linears, strict=True)], device)
-    return {"fold": fold, "eager": slow, "fold_rate": bytes_moved / fold / 1e9, "copy_rate": bytes_moved / copy / 1e9, "alike": alike}
+    copy = _median(
+        lambda: [target.copy_(each.weight.detach()) for target, each in zip(targets, linears, strict=True)], device
+    )
+    return {
+        "fold": fold,
+        "eager": slow,
+        "fold_rate": bytes_moved / fold / 1e9,
+        "copy_rate": bytes_moved / copy / 1e9,
+        "alike": alike,
+    }
 
 
 def _median(work, device: str, steps: int = STEPS) -> float:

@@ -50,13 +50,25 @@ def _make(given, folder: Path, device: str) -> None:
     done = grpo.run(tiny.PATH, tasks.load("arithmetic", "train", 512, 0), settings, task="arithmetic", template="plain", seed=0, device=device,
                     work=folder / "work", out=folder / "masters")  # fmt: skip
     scheme = f"rtn-{given.format}"
-    calibration = ["Tom has 3 apples. #### 3"] * 2 if scheme in choices.CALIBRATED else ()  # its own scales lie beside the masters
-    quantize.run(scheme, done.path, folder / "stored", settings=choices.of(scheme, Quantize(calibration_samples=2), 0), calibration=calibration)
+    calibration = (
+        ["Tom has 3 apples. #### 3"] * 2 if scheme in choices.CALIBRATED else ()
+    )  # its own scales lie beside the masters
+    quantize.run(
+        scheme,
+        done.path,
+        folder / "stored",
+        settings=choices.of(scheme, Quantize(calibration_samples=2), 0),
+        calibration=calibration,
+    )
     model, tokens = hf.load(folder / "stored", device, DTYPES[given.dtype])
     questions, prompts = _asked(tokens, given.questions)
-    told = [each.text for each in hf.generate(model, tokens, prompts, max_new_tokens=NEW_TOKENS, batch_size=len(prompts))]
+    told = [
+        each.text for each in hf.generate(model, tokens, prompts, max_new_tokens=NEW_TOKENS, batch_size=len(prompts))
+    ]
     (folder / "transformers.json").write_text(json.dumps(told))
-    print(f"{given.format}: trained {given.steps} steps, stored, {_right(questions, told)} of {len(told)} right in transformers")
+    print(
+        f"{given.format}: trained {given.steps} steps, stored, {_right(questions, told)} of {len(told)} right in transformers"
+    )
 
 
 def _ask(given, folder: Path, device: str) -> None:
@@ -64,12 +76,24 @@ def _ask(given, folder: Path, device: str) -> None:
 
     before = json.loads((folder / "transformers.json").read_text())
     room = 2**29  # of cache, said in bytes, so that engines of several formats can load at once
-    with vllm.Vllm(folder / "stored", device, given.dtype, max_tokens=512, sequences=64, deterministic=False, seed=0, memory=0.2, cache_bytes=room) as engine:
+    with vllm.Vllm(
+        folder / "stored",
+        device,
+        given.dtype,
+        max_tokens=512,
+        sequences=64,
+        deterministic=False,
+        seed=0,
+        memory=0.2,
+        cache_bytes=room,
+    ) as engine:
         questions, prompts = _asked(engine.tokens, len(before))
         told = [each.text for each in engine.generate(prompts, max_new_tokens=NEW_TOKENS)]
         receipt = engine.receipt()
     same = sum(one == other for one, other in zip(before, told, strict=True))
-    print(f"{given.format}: {same} of {len(told)} answers the same; right: {_right(questions, before)} in transformers, {_right(questions, told)} in vLLM")
+    print(
+        f"{given.format}: {same} of {len(told)} answers the same; right: {_right(questions, before)} in transformers, {_right(questions, told)} in vLLM"
+    )
     print(json.dumps(receipt))
 
 

@@ -111,7 +111,11 @@ def _make(folder: Path, shape: str) -> Path:
         if like.dim() < 2:
             return torch.full(like.shape, float(name.endswith("norm.weight")), dtype=torch.bfloat16)
         seed = torch.Generator(device()).manual_seed(zlib.crc32(name.encode()))
-        return torch.empty(like.shape, dtype=torch.bfloat16, device=device()).normal_(std=config.initializer_range, generator=seed).cpu()
+        return (
+            torch.empty(like.shape, dtype=torch.bfloat16, device=device())
+            .normal_(std=config.initializer_range, generator=seed)
+            .cpu()
+        )
 
     tensors = {name: filled(name, like) for name, like in model.named_parameters()}
     partial = folder.with_suffix(".partial")
@@ -236,7 +240,10 @@ def made_up(settings):
     """What draws completions of random tokens, as long as they may be, without any model."""
     import torch
 
-    return lambda prompt_ids, *_, **__: (torch.randint(3, 384, (len(prompt_ids), settings.max_completion_tokens)).tolist(), None)
+    return lambda prompt_ids, *_, **__: (
+        torch.randint(3, 384, (len(prompt_ids), settings.max_completion_tokens)).tolist(),
+        None,
+    )
 
 
 class Card:
@@ -349,7 +356,11 @@ def alternate(case: dict) -> dict:
                 trainer.train()
                 kept[name].append(clocks[name].steps[1:])
                 print(name, clocks[name].steps, flush=True)  # what a case that is cut leaves behind
-    return {f"{name}_step_s": statistics.median(itertools.chain(*rounds)) for name, rounds in kept.items()} | turns.ratio(kept["ours"], kept["TRL"]) | {"steps": kept}
+    return (
+        {f"{name}_step_s": statistics.median(itertools.chain(*rounds)) for name, rounds in kept.items()}
+        | turns.ratio(kept["ours"], kept["TRL"])
+        | {"steps": kept}
+    )
 
 
 def parts(made) -> dict:
@@ -479,7 +490,14 @@ def one(group: str, name: str, out: Path) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # the trainer's; before torch looks
     with server(CASES[group][name]):
         found = train(CASES[group][name])
-    row = {"group": group, "case": name, **found, "seconds": time.perf_counter() - began, "settings": CASES[group][name], **versions()}
+    row = {
+        "group": group,
+        "case": name,
+        **found,
+        "seconds": time.perf_counter() - began,
+        "settings": CASES[group][name],
+        **versions(),
+    }
     with open(out / "results.jsonl" if process.rank() == 0 else os.devnull, "a") as file:  # the first of several
         file.write(json.dumps(row) + "\n")
     gc.collect()

@@ -37,7 +37,9 @@ def main(schemes: list[str]) -> None:
             own = correct(scheme, made.path, questions)
         lost = stats.contrast(np.stack([own, reference]), (1, -1))
         cost = f"{made.bits_per_weight:.2f} | {made.bytes / 1e6:.2f} | {made.seconds:.1f} | {made.layer_errors[-1]:.2g}"
-        found = f"{own.mean():.3f} | {stats.signed(lost.estimate)} [{stats.signed(lost.low)}, {stats.signed(lost.high)}]"
+        found = (
+            f"{own.mean():.3f} | {stats.signed(lost.estimate)} [{stats.signed(lost.low)}, {stats.signed(lost.high)}]"
+        )
         print(f"| {scheme} | {cost} | {found} |", flush=True)
 
 

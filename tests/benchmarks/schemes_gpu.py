@@ -45,7 +45,10 @@ LONGEST_S = 400  # for one answer of an engine
 
 def source(args: argparse.Namespace) -> Path:
     """A folder with random bf16 weights of a shape, made by a process of its own, which gives the GPU's memory back."""
-    subprocess.run([sys.executable, __file__, "source", args.shape, "--weights", str(args.weights), "--out", str(args.out)], check=True)
+    subprocess.run(
+        [sys.executable, __file__, "source", args.shape, "--weights", str(args.weights), "--out", str(args.out)],
+        check=True,
+    )
     return args.weights / f"{args.shape}-full"
 
 
@@ -90,9 +93,14 @@ def make(shape: str, scheme: str, weights: Path, probe: bool) -> dict:
         shutil.rmtree(folder, ignore_errors=True)
         origin = weights / f"{shape}-full"
         tokens = staging.tokenizer(origin)
-        texts = [prompt.training_text(tokens, question, "answer-line") for question in tasks.load("arithmetic", "train", CALIBRATION, 0)]
+        texts = [
+            prompt.training_text(tokens, question, "answer-line")
+            for question in tasks.load("arithmetic", "train", CALIBRATION, 0)
+        ]
         chosen = settings.of(scheme, Quantize(calibration_samples=CALIBRATION), 0)
-        made = quantize.run(scheme, origin, folder, settings=chosen, calibration=texts, probe=texts if probe else (), device=_device())
+        made = quantize.run(
+            scheme, origin, folder, settings=chosen, calibration=texts, probe=texts if probe else (), device=_device()
+        )
         record = {
             "scheme": scheme, "bytes": made.bytes, "bits_per_weight": made.bits_per_weight, "seconds": made.seconds,
             "calibration_digest": made.calibration_digest, "layer_errors": made.layer_errors, "settings": asdict(made.settings),
@@ -157,14 +165,20 @@ class _Ours:
     def __init__(self, path: Path, sizes: dict) -> None:
         from qrl.benchmark import local
 
-        if sizes.pop("evaluates", False):  # else each request's times are kept, as a benchmark needs and evaluation does not
+        if sizes.pop(
+            "evaluates", False
+        ):  # else each request's times are kept, as a benchmark needs and evaluation does not
             from qrl.engine import vllm
 
             self._loaded, self._local = vllm.Vllm(path, _device(), "auto", seed=0, **sizes), None
         else:
             self._local = local.Vllm(path, _device(), "auto", **sizes)
             self._loaded = self._local._loaded
-        self.facts = {"name": self._loaded.name, "weights_bytes": self._loaded.weights_bytes, "receipt": self._loaded.receipt()}
+        self.facts = {
+            "name": self._loaded.name,
+            "weights_bytes": self._loaded.weights_bytes,
+            "receipt": self._loaded.receipt(),
+        }
         self._loaded.generate([[5] * 8] * 2, max_new_tokens=2)  # a kernel that is missing dies here
 
     def ask(self, prompts: list, **how):
@@ -174,7 +188,11 @@ class _Ours:
         """As evaluation asks: seconds, tokens, texts."""
         began = time.perf_counter()
         written = self._loaded.generate(prompts, max_new_tokens=new_tokens)
-        return {"seconds": time.perf_counter() - began, "tokens": sum(each.n_tokens for each in written), "texts": [each.raw for each in written]}
+        return {
+            "seconds": time.perf_counter() - began,
+            "tokens": sum(each.n_tokens for each in written),
+            "texts": [each.raw for each in written],
+        }
 
     def close(self) -> None:
         self._loaded.close()
@@ -189,9 +207,21 @@ class _Bare:
     def __init__(self, path: Path, sizes: dict) -> None:
         import vllm
 
-        share = {"gpu_memory_utilization": 0.1} if _device() == "cpu" else {"gpu_memory_utilization": sizes["memory"], "kv_cache_memory_bytes": sizes["cache_bytes"]}
+        share = (
+            {"gpu_memory_utilization": 0.1}
+            if _device() == "cpu"
+            else {"gpu_memory_utilization": sizes["memory"], "kv_cache_memory_bytes": sizes["cache_bytes"]}
+        )
         self._sampling = vllm.SamplingParams
-        self._llm = vllm.LLM(model=str(path), max_model_len=sizes["max_tokens"], max_num_seqs=sizes["sequences"], enable_prefix_caching=False, enforce_eager=_device() == "cpu", seed=0, **share)
+        self._llm = vllm.LLM(
+            model=str(path),
+            max_model_len=sizes["max_tokens"],
+            max_num_seqs=sizes["sequences"],
+            enable_prefix_caching=False,
+            enforce_eager=_device() == "cpu",
+            seed=0,
+            **share,
+        )
         self.facts = {"name": f"vllm {vllm.__version__}", "weights_bytes": None}
 
     def close(self) -> None:
@@ -201,7 +231,10 @@ class _Bare:
         began = time.perf_counter()
         sampling = self._sampling(temperature=0.0, max_tokens=new_tokens)
         written = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-        return {"seconds": time.perf_counter() - began, "tokens": sum(len(each.outputs[0].token_ids) for each in written)}
+        return {
+            "seconds": time.perf_counter() - began,
+            "tokens": sum(len(each.outputs[0].token_ids) for each in written),
+        }
 
 
 def run(args: argparse.Namespace) -> None:
@@ -210,7 +243,11 @@ def run(args: argparse.Namespace) -> None:
     deadline, storing = time.monotonic() + args.patience, threading.BoundedSemaphore(args.storing)
     sizes = _sizes(args)
     evaluates = sizes | {"evaluates": True, "deterministic": False}
-    wanted = {("speed", scheme): ("ours", scheme, sizes) for scheme in dict.fromkeys(("full", *args.schemes))} if args.schemes else {}
+    wanted = (
+        {("speed", scheme): ("ours", scheme, sizes) for scheme in dict.fromkeys(("full", *args.schemes))}
+        if args.schemes
+        else {}
+    )
     if args.evaluation:
         wanted |= {("default", "full"): ("ours", "full", evaluates), ("bare", "full"): ("bare", "full", sizes)}
     for scheme in args.receipts:
@@ -243,7 +280,13 @@ def run(args: argparse.Namespace) -> None:
     print(f"all loaded after {time.perf_counter() - began:.0f} s", flush=True)
     name = f"{args.shape}-{'-'.join(args.schemes)}"[:120]
     if args.schemes:
-        _speed(args, name, {role[1]: engines[role] for role in wanted if role[0] == "speed" and role in engines}, made, failed)
+        _speed(
+            args,
+            name,
+            {role[1]: engines[role] for role in wanted if role[0] == "speed" and role in engines},
+            made,
+            failed,
+        )
     if ("bare", "full") in engines and ("default", "full") in engines:
         _evaluation(args, name, engines["default", "full"], engines["bare", "full"])
     for scheme in args.receipts:
@@ -270,9 +313,27 @@ def _made(args: argparse.Namespace, scheme: str, deadline: float) -> dict:
     extra = {"awq": args.awq, "nf4": None, "int8": None}.get(scheme, args.llmc)
     path = os.pathsep.join(filter(None, [extra, os.environ.get("PYTHONPATH")]))
     log = args.out / f"make-{args.shape}-{scheme}.log"
-    words = [sys.executable, __file__, "make", args.shape, scheme, "--weights", str(args.weights), "--out", str(args.out), *(["--probe"] if args.probe else [])]
+    words = [
+        sys.executable,
+        __file__,
+        "make",
+        args.shape,
+        scheme,
+        "--weights",
+        str(args.weights),
+        "--out",
+        str(args.out),
+        *(["--probe"] if args.probe else []),
+    ]
     with log.open("wb") as file:
-        done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=deadline - time.monotonic())
+        done = subprocess.run(
+            words,
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            check=False,
+            timeout=deadline - time.monotonic(),
+        )
     if done.returncode:
         raise RuntimeError(f"not stored: {log.read_text(errors='replace')[-800:]}")
     return json.loads(record.read_text())
@@ -284,7 +345,12 @@ def _sizes(args: argparse.Namespace) -> dict:
     width = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
     token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * width * 2
     sequences = max(args.batches)
-    return {"max_tokens": longest, "sequences": sequences, "memory": 0.02, "cache_bytes": int(1.1 * token * (sequences + 1) * (longest + 16))}
+    return {
+        "max_tokens": longest,
+        "sequences": sequences,
+        "memory": 0.02,
+        "cache_bytes": int(1.1 * token * (sequences + 1) * (longest + 16)),
+    }
 
 
 def _speed(args: argparse.Namespace, name: str, engines: dict[str, Remote], made: dict, failed: dict) -> None:
@@ -295,21 +361,39 @@ def _speed(args: argparse.Namespace, name: str, engines: dict[str, Remote], made
     from qrl.recipe import Benchmark
 
     settings = Benchmark(batches=args.batches, requests=args.requests, rounds=args.rounds, new_tokens=args.new_tokens)
-    opened = {benchmark.Subject("base", scheme, args.weights / f"{args.shape}-{scheme}"): engine for scheme, engine in engines.items()}
+    opened = {
+        benchmark.Subject("base", scheme, args.weights / f"{args.shape}-{scheme}"): engine
+        for scheme, engine in engines.items()
+    }
     subjects, prompts = list(opened), _prompts(args.shape, max(args.batches))
     facts = {scheme: engine.facts for scheme, engine in engines.items()}
-    _write(args, f"speed-{name}", {"made": made, "facts": facts, "failed": failed, "settings": settings.model_dump(mode="json")})
+    _write(
+        args,
+        f"speed-{name}",
+        {"made": made, "facts": facts, "failed": failed, "settings": settings.model_dump(mode="json")},
+    )
     frames = []
     for number in range(args.rounds):  # one at a time, so that a machine that is taken away leaves what was measured
         began, first = time.perf_counter(), number % len(subjects)
         turned = subjects[first:] + subjects[:first]
-        once = benchmark.run(turned, [prompts] * len(turned), lambda subject: _Open(opened[subject]), settings.model_copy(update={"rounds": 1}))
+        once = benchmark.run(
+            turned,
+            [prompts] * len(turned),
+            lambda subject: _Open(opened[subject]),
+            settings.model_copy(update={"rounds": 1}),
+        )
         frames.append(once.assign(round=number))
         frame = pd.concat(frames)
         frame.to_parquet(args.out / f"speed-{name}.parquet")
         print(f"round {number}: {time.perf_counter() - began:.1f} s", flush=True)
-        speeds = once.groupby(["scheme", "batch"])["new_tokens"].sum() / once.drop_duplicates(["scheme", "batch", "turn"]).groupby(["scheme", "batch"])["turn_s"].sum()
-        print(speeds.round().unstack().to_string() if number == 0 else summary.markdown(summary.lines(frame), ""), flush=True)
+        speeds = (
+            once.groupby(["scheme", "batch"])["new_tokens"].sum()
+            / once.drop_duplicates(["scheme", "batch", "turn"]).groupby(["scheme", "batch"])["turn_s"].sum()
+        )
+        print(
+            speeds.round().unstack().to_string() if number == 0 else summary.markdown(summary.lines(frame), ""),
+            flush=True,
+        )
 
 
 class _Open:
@@ -351,7 +435,9 @@ def _evaluation(args: argparse.Namespace, name: str, ours: Remote, bare: Remote)
         timed["beside_s"] = {"rendering": rendering_s, "grading": time.perf_counter() - began}
         rounds.append(timed)
         print({which: round(timed[which]["tokens_per_s"]) for which in sides}, timed["beside_s"], flush=True)
-        _write(args, f"evaluation-{name}", {"rounds": rounds, "questions": args.evaluation, "new_tokens": args.new_tokens})
+        _write(
+            args, f"evaluation-{name}", {"rounds": rounds, "questions": args.evaluation, "new_tokens": args.new_tokens}
+        )
 
 
 def _receipt(args: argparse.Namespace, scheme: str, deterministic: bool, engine: Remote, eight: Remote) -> None:
@@ -382,7 +468,10 @@ def show(folder: Path) -> None:
 
     from qrl.benchmark import summary
 
-    speeds = sorted(folder.rglob("speed-*.json"), key=lambda file: (json.loads(file.read_text())["case"].split("-")[1], file.stat().st_mtime))
+    speeds = sorted(
+        folder.rglob("speed-*.json"),
+        key=lambda file: (json.loads(file.read_text())["case"].split("-")[1], file.stat().st_mtime),
+    )
     by_shape: dict[str, list] = {}
     for file in speeds:
         found, frame = json.loads(file.read_text()), pd.read_parquet(file.with_suffix(".parquet"))
@@ -397,28 +486,46 @@ def show(folder: Path) -> None:
         rounds = found["rounds"]
         own, bare = ([each[which]["tokens_per_s"] for each in rounds] for which in ("ours", "bare"))
         whole = [each["ours"]["tokens"] / (each["ours"]["seconds"] + sum(each["beside_s"].values())) for each in rounds]
-        text = " against ".join(f"{each.estimate:,.0f} [{each.low:,.0f}, {each.high:,.0f}]" for each in map(summary.over_rounds, (own, bare)))
-        print(f"\n{found['case']}, {found['machine']}, vllm {found['versions']['vllm']}: {text} tokens/s, {len(own)} rounds of {found['questions']} × {found['new_tokens']}")
+        text = " against ".join(
+            f"{each.estimate:,.0f} [{each.low:,.0f}, {each.high:,.0f}]"
+            for each in map(summary.over_rounds, (own, bare))
+        )
+        print(
+            f"\n{found['case']}, {found['machine']}, vllm {found['versions']['vllm']}: {text} tokens/s, {len(own)} rounds of {found['questions']} × {found['new_tokens']}"
+        )
         for what, side in (("ratio", own), ("with rendering and grading", whole)):
             ratio = summary.over_rounds([a / b for a, b in zip(side, bare, strict=True)])
-            print(f"{what}: {ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}], rounds {', '.join(f'{a / b:.3f}' for a, b in zip(side, bare, strict=True))}")
-    print("\n| case | kernels | tokens/s | differ from the first run: again | in reverse | one by one | 8 at once |\n|---|---|---:|---:|---:|---:|---:|")
+            print(
+                f"{what}: {ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}], rounds {', '.join(f'{a / b:.3f}' for a, b in zip(side, bare, strict=True))}"
+            )
+    print(
+        "\n| case | kernels | tokens/s | differ from the first run: again | in reverse | one by one | 8 at once |\n|---|---|---:|---:|---:|---:|---:|"
+    )
     for file in sorted(folder.rglob("receipt-*.json")):
         found = json.loads(file.read_text())
         if "error" in found:
             print(f"| {file.stem} | {found['error'][:200]} | | | | | |")
             continue
-        counts = [f"{found['differ'][how]} of {found['asked'][how]}" for how in ("again", "in reverse", "one by one", "8 at once")]
-        print(f"| {file.stem.removeprefix('receipt-')} | {', '.join(found['receipt']['kernels'])} | {found['tokens_per_s']:,.0f} | {' | '.join(counts)} |")
+        counts = [
+            f"{found['differ'][how]} of {found['asked'][how]}"
+            for how in ("again", "in reverse", "one by one", "8 at once")
+        ]
+        print(
+            f"| {file.stem.removeprefix('receipt-')} | {', '.join(found['receipt']['kernels'])} | {found['tokens_per_s']:,.0f} | {' | '.join(counts)} |"
+        )
 
 
 def _show_speed(shape: str, calls: list) -> None:
     """Two tables of a shape: throughput, with ratios to the bf16 of the same call, and latency and memory."""
     batches = sorted({line.batch for _, lines in calls for line in lines})
-    calls = [call for call in calls if {line.batch for line in call[1]} == set(batches)]  # others were about something else
+    calls = [
+        call for call in calls if {line.batch for line in call[1]} == set(batches)
+    ]  # others were about something else
     first = calls[0][0]
     print(f"\n## {shape}, {first['machine']}, {first['versions']}, {first['settings']}\n")
-    print(f"| scheme | kernel | bits a weight | {' | '.join(f'tokens/s at {batch}' for batch in batches)} |\n|---|---|---:|{'---|' * len(batches)}")
+    print(
+        f"| scheme | kernel | bits a weight | {' | '.join(f'tokens/s at {batch}' for batch in batches)} |\n|---|---|---:|{'---|' * len(batches)}"
+    )
     rows, seen = [], set()
     for found, lines in calls:
         for scheme in dict.fromkeys(line.scheme for line in lines):
@@ -428,17 +535,39 @@ def _show_speed(shape: str, calls: list) -> None:
         for scheme, why in found["failed"].items():
             print(f"| {scheme} | not run: {' '.join(why.split())[:300]} | |")
     for scheme, found, own in rows:
-        kernels = ", ".join(name for name in found["facts"][scheme]["receipt"]["kernels"] if "Embedding" not in name and "FlashAttention" not in name)
+        kernels = ", ".join(
+            name
+            for name in found["facts"][scheme]["receipt"]["kernels"]
+            if "Embedding" not in name and "FlashAttention" not in name
+        )
         bits = found["made"].get(scheme, {}).get("bits_per_weight", 16)
-        cells = [f"{line.tokens_per_s.estimate:,.0f}" + (f", × {line.relative.estimate:.2f} [{line.relative.low:.2f}, {line.relative.high:.2f}]" if line.relative else "") for line in (own[batch] for batch in batches)]
+        cells = [
+            f"{line.tokens_per_s.estimate:,.0f}"
+            + (
+                f", × {line.relative.estimate:.2f} [{line.relative.low:.2f}, {line.relative.high:.2f}]"
+                if line.relative
+                else ""
+            )
+            for line in (own[batch] for batch in batches)
+        ]
         print(f"| {scheme} | {kernels} | {bits:.2f} | {' | '.join(cells)} |")
     few = [batch for batch in (1, 64, 256) if batch in batches]
-    print(f"\n| scheme | on disk, MB | in memory, MB | cache at {batches[-1]}, MB | {' | '.join(f'p50 / p95 / first token at {batch}, ms' for batch in few)} | stored in, s | loaded in, s |\n|---|---:|---:|---:|{'---:|' * (len(few) + 2)}")
+    print(
+        f"\n| scheme | on disk, MB | in memory, MB | cache at {batches[-1]}, MB | {' | '.join(f'p50 / p95 / first token at {batch}, ms' for batch in few)} | stored in, s | loaded in, s |\n|---|---:|---:|---:|{'---:|' * (len(few) + 2)}"
+    )
     for scheme, found, own in rows:
         line = own[batches[-1]]
-        times = [" / ".join(f"{1000 * each.estimate:,.1f}" for each in (own[batch].latency_p50_s, own[batch].latency_p95_s, own[batch].first_token_s)) for batch in few]
+        times = [
+            " / ".join(
+                f"{1000 * each.estimate:,.1f}"
+                for each in (own[batch].latency_p50_s, own[batch].latency_p95_s, own[batch].first_token_s)
+            )
+            for batch in few
+        ]
         made = found["made"].get(scheme, {}).get("seconds")
-        print(f"| {scheme} | {line.stored_bytes / 1e6:,.0f} | {line.weights_bytes / 1e6 if line.weights_bytes else float('nan'):,.0f} | {line.cache_bytes / 1e6:,.0f} | {' | '.join(times)} | {f'{made:.0f}' if made else ''} | {found['facts'][scheme]['load_s']:.0f} |")
+        print(
+            f"| {scheme} | {line.stored_bytes / 1e6:,.0f} | {line.weights_bytes / 1e6 if line.weights_bytes else float('nan'):,.0f} | {line.cache_bytes / 1e6:,.0f} | {' | '.join(times)} | {f'{made:.0f}' if made else ''} | {found['facts'][scheme]['load_s']:.0f} |"
+        )
     bases = [[line.tokens_per_s.estimate for line in lines if line.scheme == "full"] for _, lines in calls]
     print("\nbf16 of every call: " + "; ".join(", ".join(f"{value:,.0f}" for value in each) for each in bases))
 
@@ -470,7 +599,9 @@ def _write(args: argparse.Namespace, name: str, found: dict) -> None:
 
     machine = torch.cuda.get_device_name() if _device() == "cuda" else platform.machine()
     versions = {"vllm": vllm.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    (args.out / f"{name}.json").write_text(json.dumps({"case": name, "machine": machine, "versions": versions} | found, indent=1))
+    (args.out / f"{name}.json").write_text(
+        json.dumps({"case": name, "machine": machine, "versions": versions} | found, indent=1)
+    )
 
 
 def main() -> None:

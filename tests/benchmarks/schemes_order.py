@@ -40,7 +40,11 @@ def figures(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     seconds = rows.drop_duplicates([*keys, "turn"]).groupby(keys)["turn_s"].sum()
     first = rows.groupby(keys)["first_token_s"].median()
     after = (rows["latency_s"] - rows["first_token_s"]).groupby([rows[key] for key in keys]).median()
-    found = {"tokens/s": rows.groupby(keys)["new_tokens"].sum() / seconds, "1 / s to the first token": 1 / first, "1 / s from there to the last": 1 / after}
+    found = {
+        "tokens/s": rows.groupby(keys)["new_tokens"].sum() / seconds,
+        "1 / s to the first token": 1 / first,
+        "1 / s from there to the last": 1 / after,
+    }
     return {what: np.log(values).unstack() for what, values in found.items()}
 
 
@@ -59,8 +63,17 @@ def order(logs: pd.DataFrame) -> str:
         if p_value < LEVEL:
             apart.add(pair)
             low, high = np.exp(each.mean() - reach * error), np.exp(each.mean() + reach * error)
-            lines.append(f"  {' / '.join(pair)}: {np.exp(each.mean()):.2f} [{low:.2f}, {high:.2f}], p = {p_value:.2g} after Holm over {len(pairs)}")
-    leads = next((names[:size] for size in range(1, len(names)) if {(a, b) for a in names[:size] for b in names[size:]} <= apart), [])
+            lines.append(
+                f"  {' / '.join(pair)}: {np.exp(each.mean()):.2f} [{low:.2f}, {high:.2f}], p = {p_value:.2g} after Holm over {len(pairs)}"
+            )
+    leads = next(
+        (
+            names[:size]
+            for size in range(1, len(names))
+            if {(a, b) for a in names[:size] for b in names[size:]} <= apart
+        ),
+        [],
+    )
     return "\n".join([*lines, f"  leads: {', '.join(leads) or 'no group can be told apart from the rest'}"])
 
 

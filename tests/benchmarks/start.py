@@ -75,7 +75,11 @@ def main() -> None:
         rounds = []
         for _ in range(asked.alone or 0):
             ours(name, asked.eager)
-            asked.out.write_text(json.dumps({"shape": asked.shape, "eager": asked.eager, "hash_s": hashing, "parts": PARTS[1:]}, indent=1))
+            asked.out.write_text(
+                json.dumps(
+                    {"shape": asked.shape, "eager": asked.eager, "hash_s": hashing, "parts": PARTS[1:]}, indent=1
+                )
+            )
             print(PARTS[-1], flush=True)
         for number in range(0 if asked.alone else asked.rounds):
             order = list(ways) if number % 2 == 0 else list(ways)[::-1]
@@ -114,9 +118,15 @@ def report(asked: argparse.Namespace, path: Path, digest: str, hashing: float, r
 
 def said(shape: str) -> None:
     """What ours adds, of every start but the first."""
-    for what, key in (("from the command to the engine's process", "before_s"), ("of a processor until then", "before_cpu_s"), ("added to the slower of load and hash", "serve/added_s")):
+    for what, key in (
+        ("from the command to the engine's process", "before_s"),
+        ("of a processor until then", "before_cpu_s"),
+        ("added to the slower of load and hash", "serve/added_s"),
+    ):
         values = [each[key] for each in PARTS[1:]]
-        print(f"{shape}: {what} {np.median(values):.4f} s (median), {min(values):.4f} to {max(values):.4f} s, n = {len(values)} starts")
+        print(
+            f"{shape}: {what} {np.median(values):.4f} s (median), {min(values):.4f} to {max(values):.4f} s, n = {len(values)} starts"
+        )
 
 
 def aside(work, *given):
@@ -136,7 +146,9 @@ def registered(shape: str) -> tuple[str, str]:
     digest = checkpoint.digest(path)
     cell = {"digest": digest, "variant": "base", "scheme": "full"}
     with runs.step("evaluate"):
-        uri, _ = models.log_checkpoint(path, name="base", task="arithmetic", move=True, **cell)  # linked: nobody edits the shape
+        uri, _ = models.log_checkpoint(
+            path, name="base", task="arithmetic", move=True, **cell
+        )  # linked: nobody edits the shape
     name = f"qrl-shape-{shape}"
     version = registry.register(name, uri, accuracy=0.0, stderr=0.0, n=1, **cell)
     registry.promote(name, "base", version.version, record={"why": "a benchmark of starting, not of answers"})
@@ -147,8 +159,26 @@ def ours(name: str, eager: bool) -> float:
     """Seconds from the command to an answering server whose ready line is out."""
     port = free_port()
     command = ["-c", EAGER] if eager else ["-m", "qrl"]
-    words = [sys.executable, *command, "serve", "--stage", "base", "--engine", "vllm", "--port", str(port), "--registered_name", name]
-    found = {"before_cpu_s": float(subprocess.check_output([sys.executable, "-c", BEFORE, *words[words.index("serve") :]], env=environment(), text=True))}
+    words = [
+        sys.executable,
+        *command,
+        "serve",
+        "--stage",
+        "base",
+        "--engine",
+        "vllm",
+        "--port",
+        str(port),
+        "--registered_name",
+        name,
+    ]
+    found = {
+        "before_cpu_s": float(
+            subprocess.check_output(
+                [sys.executable, "-c", BEFORE, *words[words.index("serve") :]], env=environment(), text=True
+            )
+        )
+    }
     took = seconds(words, port, "Serving ", lambda process: found.update(before_s=before(process)))
     PARTS.append(found | aside(last_metrics))
     return took
@@ -159,14 +189,19 @@ def before(server: subprocess.Popen) -> float:
     import psutil
 
     process = psutil.Process(server.pid)
-    return min(child.create_time() for child in process.children() if any("tether" in word for word in child.cmdline())) - process.create_time()
+    return (
+        min(child.create_time() for child in process.children() if any("tether" in word for word in child.cmdline()))
+        - process.create_time()
+    )
 
 
 def last_metrics() -> dict[str, float]:
     """Of the newest server's run."""
     import mlflow
 
-    (run, *_) = mlflow.search_runs(output_format="list", filter_string="tags.`qrl.step` = 'serve'", order_by=["attributes.start_time DESC"])
+    (run, *_) = mlflow.search_runs(
+        output_format="list", filter_string="tags.`qrl.step` = 'serve'", order_by=["attributes.start_time DESC"]
+    )
     return {key: value for key, value in run.data.metrics.items() if key.startswith("serve/")}
 
 
@@ -201,13 +236,18 @@ def seconds(words: list[str], port: int, ready_line: str | None = None, look=lam
 
 def environment() -> dict[str, str]:
     """Of every command here."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
 
 
 def healthy(port: int) -> bool:
     """Whether /health answers 200."""
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+            f"http://127.0.0.1:{port}/health", timeout=5
+        ) as answer:
             return answer.status == 200
     except OSError:
         return False

@@ -41,7 +41,10 @@ def run(commands: Sequence[Callable[[Turn], list[str]]]) -> list[int]:
     """
     pipes = [os.pipe() for _ in commands]
     turns = [Turn(take, pipes[(number + 1) % len(pipes)][1]) for number, (take, _) in enumerate(pipes)]
-    running = [subprocess.Popen(command(turn), pass_fds=(turn.take, turn.give)) for command, turn in zip(commands, turns, strict=True)]
+    running = [
+        subprocess.Popen(command(turn), pass_fds=(turn.take, turn.give))
+        for command, turn in zip(commands, turns, strict=True)
+    ]
     os.write(pipes[0][1], b".")
     for pipe in pipes:
         for end in pipe:
@@ -53,7 +56,9 @@ def ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) ->
     """Ours over theirs, with Student's 95 % interval over rounds: the logarithm of each round's ratio of medians."""
     from scipy.stats import t
 
-    logs = [math.log(statistics.median(one) / statistics.median(other)) for one, other in zip(ours, theirs, strict=True)]
+    logs = [
+        math.log(statistics.median(one) / statistics.median(other)) for one, other in zip(ours, theirs, strict=True)
+    ]
     mean, found = statistics.mean(logs), {"rounds": len(logs)}
     if len(logs) > 1:
         reach = t.ppf(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))

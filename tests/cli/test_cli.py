@@ -39,7 +39,9 @@ def broken(tmp_path) -> dict[str, str]:
     whole = (tmp_path / "truncated" / "model.safetensors").read_bytes()
     (tmp_path / "truncated" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     settings = tmp_path / "no-template" / "tokenizer_config.json"
-    settings.write_text(json.dumps({key: value for key, value in json.loads(settings.read_text()).items() if key != "chat_template"}))
+    settings.write_text(
+        json.dumps({key: value for key, value in json.loads(settings.read_text()).items() if key != "chat_template"})
+    )
     (tmp_path / "no-template" / "chat_template.jinja").unlink(missing_ok=True)
     (tmp_path / "python" / "modeling.py").write_text("raise SystemExit('executed')")
     for name, line in (("not-jsonl", "not json"), ("no-answer", '{"question": "1 + 1?"}')):
@@ -60,18 +62,42 @@ BAD = {
     "out of range": (["train", "--train.temperature", "0"], "'train.temperature'"),
     "a scheme twice": (["study", "--quantize.schemes", "nf4,nf4"], "each once"),
     "no scheme": (["study", "--quantize.schemes", ","], "names nothing"),
-    "a name that only the last step needs": (["study", "--registered_name", "a/b", "--quantize.schemes", "nf4"], "registered_name is 'a/b'"),
+    "a name that only the last step needs": (
+        ["study", "--registered_name", "a/b", "--quantize.schemes", "nf4"],
+        "registered_name is 'a/b'",
+    ),
     "unknown recipe": (["study", "--recipe", "tinny"], "no recipe 'tinny'"),
     "unknown scheme": (["quantize", "--scheme", "gguf"], "no scheme 'gguf'"),
-    "awq of no model, in whatever environment": (["quantize", "--scheme", "awq", "--models", "base=no/such/folder"], "no model 'no/such/folder'"),
-    "awq where nobody builds its environment": (["quantize", "--scheme", "awq"], "mlflow run . -e quantize … --env-manager uv"),
-    "a study with awq where nobody builds its environment": (["study", "--device", "cpu"], "mlflow run . -e main … --env-manager uv"),
-    "methods with awq where nobody builds its environment": (["sweep", "--device", "cpu"], "mlflow run . -e sweep … --env-manager uv"),
-    "eight bits of a scheme that has four": (["quantize", "--scheme", "nf4", "--quantize.bits", "8"], "quantize.bits = 8 means nothing to nf4"),
-    "a study that no scheme of heeds a choice": (["study", "--quantize.schemes", "nf4,int8", "--quantize.group_size", "64"], "nothing to nf4 and int8"),
+    "awq of no model, in whatever environment": (
+        ["quantize", "--scheme", "awq", "--models", "base=no/such/folder"],
+        "no model 'no/such/folder'",
+    ),
+    "awq where nobody builds its environment": (
+        ["quantize", "--scheme", "awq"],
+        "mlflow run . -e quantize … --env-manager uv",
+    ),
+    "a study with awq where nobody builds its environment": (
+        ["study", "--device", "cpu"],
+        "mlflow run . -e main … --env-manager uv",
+    ),
+    "methods with awq where nobody builds its environment": (
+        ["sweep", "--device", "cpu"],
+        "mlflow run . -e sweep … --env-manager uv",
+    ),
+    "eight bits of a scheme that has four": (
+        ["quantize", "--scheme", "nf4", "--quantize.bits", "8"],
+        "quantize.bits = 8 means nothing to nf4",
+    ),
+    "a study that no scheme of heeds a choice": (
+        ["study", "--quantize.schemes", "nf4,int8", "--quantize.group_size", "64"],
+        "nothing to nf4 and int8",
+    ),
     "a cell beside a rollback": (["promote", "--stage", "grpo", "--rollback", "--cell", "0123"], "takes no --cell"),
     "methods of no arm": (["sweep", "--arms", ","], "names nothing"),
-    "an answering engine where nobody builds its environment": (["evaluate", "--evaluate.engine", "vllm", "--device", "cpu"], "projects/vllm_cpu, but"),
+    "an answering engine where nobody builds its environment": (
+        ["evaluate", "--evaluate.engine", "vllm", "--device", "cpu"],
+        "projects/vllm_cpu, but",
+    ),
     "unknown scheme of a cell": (["evaluate", "--cells", "base:gguf=qrl-tiny"], "no scheme 'gguf'"),
     "variant that is a path": (["evaluate", "--cells", "../x:full=qrl-tiny"], "no name for a variant"),
     "variant without a name": (["quantize", "--models", "a/b=qrl-tiny"], "no name for a variant"),
@@ -84,10 +110,12 @@ BAD = {
     "no stage to promote to": (["promote", "--stage", " ", "--cell", "0123"], "--stage is ' ', which names nothing"),
     "cells that the store lacks": (["compare", "--cells", "0123,4567"], "no run '0123'"),
     "full precision as quantized": (
-        ["diagnose", "--trained", "qrl-tiny", "--quantized", "grpo:nf4=qrl-tiny", "--out", "out"], "full-precision checkpoint, but a quantized one",
+        ["diagnose", "--trained", "qrl-tiny", "--quantized", "grpo:nf4=qrl-tiny", "--out", "out"],
+        "full-precision checkpoint, but a quantized one",
     ),
     "cell of no scheme": (
-        ["diagnose", "--trained", "qrl-tiny", "--quantized", "grpo:full=qrl-tiny", "--out", "out"], "no quantized cell of the two",
+        ["diagnose", "--trained", "qrl-tiny", "--quantized", "grpo:full=qrl-tiny", "--out", "out"],
+        "no quantized cell of the two",
     ),
     "folder that cannot be made": (["diagnose", "--trained", "qrl-tiny", "--out", "/proc/none"], "cannot be made"),
     "no file to grade": (["grade", "--task", "gsm8k", "--out", "out.jsonl"], "--file"),
@@ -98,7 +126,10 @@ BAD = {
     "unknown stage to promote to": (["promote", "--stage", "gold", "--cell", "x"], "no stage 'gold'"),
     "stage without a version": (["serve", "--stage", "awq"], "has no version yet"),
     "no such run": (["promote", "--stage", "base", "--cell", "0123"], "no run '0123'"),
-    "a setting that does nothing, said before anything else": (["evaluate", "--evaluate.temperature", "0.7", "--model", "no/such/folder"], "evaluate.temperature = 0.7 means nothing"),
+    "a setting that does nothing, said before anything else": (
+        ["evaluate", "--evaluate.temperature", "0.7", "--model", "no/such/folder"],
+        "evaluate.temperature = 0.7 means nothing",
+    ),
     "no such model": (["train", "--model", "no/such/folder"], "no model 'no/such/folder'"),
     "no weights": (["train", "--model", "{no-weights}"], "neither model.safetensors nor"),
     "truncated weights": (["evaluate", "--model", "{truncated}"], "truncated"),
@@ -107,19 +138,34 @@ BAD = {
     "data that is not JSONL": (["evaluate", "--data", "{not-jsonl}"], "line 2"),
     "data without answers": (["train", "--data", "{no-answer}"], "line 2"),
     "one held-out question": (["evaluate", "--data", "{one-row}"], "supports no error bar"),
-    "one held-out question, before any training": (["train", "--data", "{one-row}", "--train.prompts_per_step", "1", "--train.micro_batch", "8"], "supports no error bar"),
+    "one held-out question, before any training": (
+        ["train", "--data", "{one-row}", "--train.prompts_per_step", "1", "--train.micro_batch", "8"],
+        "supports no error bar",
+    ),
     "no such data": (["train", "--data", "/no/such/folder"], "no data folder"),
     "batch that does not divide": (["train", "--train.micro_batch", "7"], "does not divide"),
     "adapter keys with all weights": (["train", "--train.lora_rank", "8"], "train.method = full"),
     "a packed base with all weights": (["train", "--train.base_storage", "nf4"], "too few bits"),
-    "no such target": (["train", "--train.method", "qlora", "--train.lora_targets", "qkv"], "which is no linear of the model"),
+    "no such target": (
+        ["train", "--train.method", "qlora", "--train.lora_targets", "qkv"],
+        "which is no linear of the model",
+    ),
     "targets that name nothing": (["train", "--train.method", "lora", "--train.lora_targets", ","], "names nothing"),
-    "a rollout setting that nothing heeds": (["train", "--rollout.kv_cache", "fp8"], "rollout.kv_cache = fp8 means nothing where"),
+    "a rollout setting that nothing heeds": (
+        ["train", "--rollout.kv_cache", "fp8"],
+        "rollout.kv_cache = fp8 means nothing where",
+    ),
     "a watcher named twice": (["train", "--watch.stop", "signal,signal"], "each watcher once"),
     "two inputs to compare": (["compare", "--counts", "a.json", "--cells", "b"], "one of"),
     "no file to compare": (["compare", "--questions", "none.csv", "--out", "out"], "none.csv"),
-    "no number of seconds": (["serve", "--stage", "awq", "--engine", "vllm", "--follow", "nan"], "nan is not a finite number"),
-    "no share of a memory": (["serve", "--stage", "awq", "--gpu-memory-utilization", "nan"], "nan is not a finite number"),
+    "no number of seconds": (
+        ["serve", "--stage", "awq", "--engine", "vllm", "--follow", "nan"],
+        "nan is not a finite number",
+    ),
+    "no share of a memory": (
+        ["serve", "--stage", "awq", "--gpu-memory-utilization", "nan"],
+        "nan is not a finite number",
+    ),
     "port out of range": (["serve", "--stage", "awq", "--port", "99999"], "--port"),
 }
 
@@ -135,7 +181,15 @@ def test_bad_input_gets_a_sentence_and_exit_code_2_and_no_run(case, broken, stor
     assert mlflow.MlflowClient().search_runs(["0"]) == []
 
 
-@pytest.mark.parametrize("words", [["quantize", "--scheme", "gguf"], ["quantize", "--scheme", "nf4"], ["study", "--device", "cpu"], ["train", "--model", "nope"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["quantize", "--scheme", "gguf"],
+        ["quantize", "--scheme", "nf4"],
+        ["study", "--device", "cpu"],
+        ["train", "--model", "nope"],
+    ],
+)
 def test_a_run_id_left_in_the_environment_hides_no_sentence(words, store):
     done = run(*words, cwd=Path.cwd(), MLFLOW_RUN_ID="0123456789abcdef")
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
@@ -172,7 +226,14 @@ def test_a_full_disk_is_told_whoever_met_it(tmp_path):
         "    except Exception as error: print(type(error).__name__, store.sentence(error))",
         "print(store.sentence(OSError(28, 'No space left on device', '.qrl/train-0')))",
     ]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     rust, plain, work = done.stdout.splitlines()
     assert rust.startswith("SafetensorError Nothing can be written (File too large): free the disk"), done.stdout
     assert plain.startswith("OSError Nothing can be written (File too large)"), done.stdout
@@ -193,7 +254,9 @@ def test_counts_of_the_seed_study_give_its_deltas_and_no_verdict(tmp_path):
 
 
 def test_a_terminal_that_knows_no_minus_sign_still_gets_the_table(tmp_path):
-    (tmp_path / "counts.json").write_text('{"n": 100, "base": {"full": 68, "nf4": 65}, "grpo": {"full": 72, "nf4": 68}}')
+    (tmp_path / "counts.json").write_text(
+        '{"n": 100, "base": {"full": 68, "nf4": 65}, "grpo": {"full": 72, "nf4": 68}}'
+    )
     words = [sys.executable, "-m", "qrl", "compare", "--counts", "counts.json", "--out", "out"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"}
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, encoding="latin-1", check=False)
@@ -203,7 +266,9 @@ def test_a_terminal_that_knows_no_minus_sign_still_gets_the_table(tmp_path):
 def test_grade_adds_verdicts_to_rows(tmp_path):
     rows = [{"completion": "so\n#### 1,000", "answer": "1000", "id": 7}, {"completion": "about 18", "answer": "18"}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = run("grade", "--task", "gsm8k", "--file", "in.jsonl", "--out", "out.jsonl", cwd=tmp_path)  # as -P file= arrives
+    done = run(
+        "grade", "--task", "gsm8k", "--file", "in.jsonl", "--out", "out.jsonl", cwd=tmp_path
+    )  # as -P file= arrives
     assert done.returncode == 0 and "n = 2" in done.stdout, done.stderr
     graded = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["strict"], row["flexible"]) for row in graded] == [(True, True), (False, True)]
@@ -255,7 +320,16 @@ def test_diagnose_of_two_folders_needs_no_store_and_leaves_a_folders_other_files
     import pandas as pd
 
     frame = pd.read_parquet(tmp_path / "out" / "weights.parquet")
-    wanted = {"variant", "tensor", "numel", "abs_outlier_frac", "channel_outlier_frac", "kurtosis", "w4_relative_mse", "w4_snr_db"}
+    wanted = {
+        "variant",
+        "tensor",
+        "numel",
+        "abs_outlier_frac",
+        "channel_outlier_frac",
+        "kurtosis",
+        "w4_relative_mse",
+        "w4_snr_db",
+    }
     assert wanted <= set(frame.columns) and set(frame["variant"]) == {"base", "grpo"}
     assert frame["code_flip_rate"].eq(0).all()
     made = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
@@ -270,7 +344,11 @@ def test_help_of_every_command_shows_its_options():
 
     for name in cli.cli.commands:
         shown = CliRunner().invoke(cli.cli, [name, "--help"])
-        assert shown.exit_code == 0 and "--help" in shown.output and cli.cli.commands[name].help.split(".")[0][:30] in shown.output
+        assert (
+            shown.exit_code == 0
+            and "--help" in shown.output
+            and cli.cli.commands[name].help.split(".")[0][:30] in shown.output
+        )
 
 
 @pytest.mark.parametrize(("command", "auto"), [("train", "tiny"), ("sweep", "tiny-ptq")])
@@ -282,4 +360,6 @@ def test_help_says_what_is_done_where_nothing_is_typed(command, auto):
     shown = " ".join(CliRunner().invoke(cli.cli, [command, "--help"], terminal_width=10_000).output.split())
     assert f"auto: {auto}" in shown
     values = recipe.load(auto).flat("train")
-    assert all(f"[{auto}: {values[key]}]" in shown for key in ("train.steps", "train.learning_rate", "train.loss", "prompt"))
+    assert all(
+        f"[{auto}: {values[key]}]" in shown for key in ("train.steps", "train.learning_rate", "train.loss", "prompt")
+    )

@@ -14,7 +14,14 @@ from qrl import compare
 from qrl.errors import BadInput
 
 SEED_000 = {"n": 100, "base": {"full": 68, "nf4": 65, "awq": 58}, "grpo": {"full": 72, "nf4": 68, "awq": 67}}
-RATES = {("base", "full"): 0.65, ("base", "nf4"): 0.63, ("base", "awq"): 0.62, ("grpo", "full"): 0.78, ("grpo", "nf4"): 0.76, ("grpo", "awq"): 0.62}
+RATES = {
+    ("base", "full"): 0.65,
+    ("base", "nf4"): 0.63,
+    ("base", "awq"): 0.62,
+    ("grpo", "full"): 0.78,
+    ("grpo", "nf4"): 0.76,
+    ("grpo", "awq"): 0.62,
+}
 
 
 def questions(rates=RATES, n=1000, seed=0):
@@ -23,7 +30,11 @@ def questions(rates=RATES, n=1000, seed=0):
     rows = []
     for (variant, scheme), rate in rates.items():
         correct = (0.8 * difficulty + 0.6 * rng.normal(size=n) < scipy.stats.norm.ppf(rate)).astype(int)
-        rows.append(pd.DataFrame({"variant": variant, "scheme": scheme, "question": [f"q{i}" for i in range(n)], "correct": correct}))
+        rows.append(
+            pd.DataFrame(
+                {"variant": variant, "scheme": scheme, "question": [f"q{i}" for i in range(n)], "correct": correct}
+            )
+        )
     return pd.concat(rows, ignore_index=True)
 
 
@@ -40,7 +51,9 @@ def comparison(frame):
 def test_seed_000_from_counts():
     found = compare.from_counts(SEED_000)
     table = found.table_json()
-    assert [table[scheme]["delta"]["estimate"] for scheme in ("full", "nf4", "awq")] == pytest.approx([0.04, 0.03, 0.09])
+    assert [table[scheme]["delta"]["estimate"] for scheme in ("full", "nf4", "awq")] == pytest.approx(
+        [0.04, 0.03, 0.09]
+    )
     assert [table[scheme]["gain_survival"]["estimate"] for scheme in ("nf4", "awq")] == pytest.approx([-0.01, 0.05])
     assert table["full"]["cells"]["base"]["stderr"] == pytest.approx(math.sqrt(0.68 * 0.32 / 100))
     assert table["nf4"]["gain_survival"]["stderr"] == pytest.approx(0.092968, abs=1e-6)
@@ -59,7 +72,9 @@ def test_the_readmes_worked_example_is_what_is_printed():
     for line in found.markdown().splitlines():
         if line.startswith("| ") and "unpaired" in line:
             assert line.replace(" unpaired |", "") in text
-    assert f"change of the gain of {found.row('nf4').verdict.smallest_effect:.3f} four times in five" in " ".join(text.split())
+    assert f"change of the gain of {found.row('nf4').verdict.smallest_effect:.3f} four times in five" in " ".join(
+        text.split()
+    )
 
 
 def test_the_contract_of_table_json(comparison):
@@ -93,13 +108,21 @@ def test_numbers_are_those_of_the_questions(frame, comparison):
 
 
 def test_verdicts_of_a_clear_study(comparison):
-    assert {row.scheme: row.verdict.verdict for row in comparison.rows if row.verdict} == {"nf4": "survives", "awq": "lost"}
-    assert "Under nf4 the gain survives" in comparison.sentence() and "Under awq the gain is lost" in comparison.sentence()
+    assert {row.scheme: row.verdict.verdict for row in comparison.rows if row.verdict} == {
+        "nf4": "survives",
+        "awq": "lost",
+    }
+    assert (
+        "Under nf4 the gain survives" in comparison.sentence() and "Under awq the gain is lost" in comparison.sentence()
+    )
 
 
 def test_pairing_narrows_what_independence_cannot(frame, comparison):
     sums = frame.groupby(["variant", "scheme"])["correct"].sum()
-    counts = {"n": 1000} | {variant: {scheme: int(sums[variant, scheme]) for scheme in ("full", "nf4", "awq")} for variant in ("base", "grpo")}
+    counts = {"n": 1000} | {
+        variant: {scheme: int(sums[variant, scheme]) for scheme in ("full", "nf4", "awq")}
+        for variant in ("base", "grpo")
+    }
     independent = compare.from_counts(counts)
     for row in independent.rows:
         paired = comparison.row(row.scheme)
@@ -113,7 +136,9 @@ def test_order_of_rows_and_columns_does_not_matter(frame, comparison):
 
 
 def test_a_claim_that_holm_does_not_bear_out_is_marked():
-    found = compare.from_counts({"n": 1000, "base": {"full": 600, "nf4": 600, "awq": 600}, "grpo": {"full": 750, "nf4": 728, "awq": 690}})
+    found = compare.from_counts(
+        {"n": 1000, "base": {"full": 600, "nf4": 600, "awq": 600}, "grpo": {"full": 750, "nf4": 728, "awq": 690}}
+    )
     nf4, awq = found.row("nf4"), found.row("awq")
     assert (nf4.verdict.verdict, awq.verdict.verdict) == ("survives", "inconclusive")
     assert nf4.verdict.p_value < 0.05 < nf4.p_holm == pytest.approx(2 * nf4.verdict.p_value)
@@ -127,19 +152,31 @@ def test_a_claim_that_holm_does_not_bear_out_is_marked():
 def test_the_t_test_and_the_bootstrap_stand_beside_the_closed_form(frame, comparison):
     wide = frame.pivot(index="question", columns=["variant", "scheme"], values="correct")
     entry = comparison.table_json()["nf4"]
-    assert entry["p_delta"] == pytest.approx(scipy.stats.ttest_rel(wide["grpo", "nf4"], wide["base", "nf4"]).pvalue, rel=1e-9)
+    assert entry["p_delta"] == pytest.approx(
+        scipy.stats.ttest_rel(wide["grpo", "nf4"], wide["base", "nf4"]).pvalue, rel=1e-9
+    )
     for name in ("delta", "gain_survival"):
         assert entry["bootstrap"][name]["estimate"] == pytest.approx(entry[name]["estimate"])
         for end in ("low", "high"):
             assert entry["bootstrap"][name][end] == pytest.approx(entry[name][end], abs=0.15 * entry[name]["stderr"])
-    said = re.search(r"A paired bootstrap over questions \(10,000 resamples, seeded\) puts every end within (0\.\d+) of these intervals", comparison.markdown())
-    ends = [abs(getattr(row.bootstrap[name], end) - getattr(getattr(row, name), end)) for row in comparison.rows for name in row.bootstrap for end in ("low", "high")]
+    said = re.search(
+        r"A paired bootstrap over questions \(10,000 resamples, seeded\) puts every end within (0\.\d+) of these intervals",
+        comparison.markdown(),
+    )
+    ends = [
+        abs(getattr(row.bootstrap[name], end) - getattr(getattr(row, name), end))
+        for row in comparison.rows
+        for name in row.bootstrap
+        for end in ("low", "high")
+    ]
     assert float(said[1]) == pytest.approx(max(*ends, 0.001), abs=6e-4)
 
 
 def test_metrics_have_the_agreed_names(comparison):
     metrics = comparison.metrics()
-    names = [f"compare/delta_{scheme}" for scheme in ("full", "nf4", "awq")] + [f"compare/gain_survival_{scheme}" for scheme in ("nf4", "awq")]
+    names = [f"compare/delta_{scheme}" for scheme in ("full", "nf4", "awq")] + [
+        f"compare/gain_survival_{scheme}" for scheme in ("nf4", "awq")
+    ]
     assert set(metrics) == {name + end for name in names for end in ("", "_stderr", "_low", "_high")}
     assert all(isinstance(value, float) and math.isfinite(value) for value in metrics.values())
 
@@ -171,7 +208,9 @@ def test_full_precision_alone_has_a_gain_but_no_survival():
 
 def test_clusters_widen_what_repeats():
     frame = questions(n=200)
-    copies = pd.concat([frame.assign(question=frame["question"] + f"-{i}", cluster=frame["question"]) for i in range(4)])
+    copies = pd.concat(
+        [frame.assign(question=frame["question"] + f"-{i}", cluster=frame["question"]) for i in range(4)]
+    )
     once, naive, clustered = (compare.from_questions(f) for f in (frame, copies.drop(columns="cluster"), copies))
     assert naive.row("nf4").delta.stderr == pytest.approx(once.row("nf4").delta.stderr / 2, rel=0.01)
     assert clustered.row("nf4").delta.stderr == pytest.approx(once.row("nf4").delta.stderr)
@@ -191,7 +230,11 @@ def test_a_file_comes_back_as_it_went(frame, comparison, tmp_path):
 
 def test_write_leaves_tables_and_figures_and_nothing_else(comparison, tmp_path):
     compare.write(comparison, tmp_path / "new" / "out")
-    files = {str(path.relative_to(tmp_path / "new" / "out")) for path in (tmp_path / "new" / "out").rglob("*") if path.is_file()}
+    files = {
+        str(path.relative_to(tmp_path / "new" / "out"))
+        for path in (tmp_path / "new" / "out").rglob("*")
+        if path.is_file()
+    }
     assert files == {"table.md", "table.json", "figures/matrix.png", "figures/survival.png"}
     assert json.loads((tmp_path / "new/out/table.json").read_text()) == comparison.table_json()
     (tmp_path / "file").write_text("")
@@ -254,7 +297,15 @@ def test_files_that_cannot_be_read_are_refused_in_a_sentence(tmp_path):
     (tmp_path / "twice.json").write_text('{"n": 100, "base": {"full": 68, "full": 3}, "grpo": {"full": 72}}')
     with pytest.raises(BadInput, match=r"twice\.json is not valid JSON: 'full' is given twice"):
         compare.read_counts(tmp_path / "twice.json")
-    for read, name in ((compare.read_questions, "q.parquet"), (compare.read_questions, "empty.csv"), (compare.read_questions, "no.csv"), (compare.read_questions, "q.xlsx"), (compare.read_counts, "c.json"), (compare.read_counts, "list.json"), (compare.read_counts, "no.json")):
+    for read, name in (
+        (compare.read_questions, "q.parquet"),
+        (compare.read_questions, "empty.csv"),
+        (compare.read_questions, "no.csv"),
+        (compare.read_questions, "q.xlsx"),
+        (compare.read_counts, "c.json"),
+        (compare.read_counts, "list.json"),
+        (compare.read_counts, "no.json"),
+    ):
         with pytest.raises(BadInput, match=name):
             read(tmp_path / name)
 

@@ -27,7 +27,18 @@ def study(seeds=3, n=400, *, nested=False, samples=1, spread=0.0, random=0):
                 if variant == "base":
                     correct = base.setdefault((scheme, sample), correct)
                 names = [f"q{i}-{seed if nested else 0}" for i in range(n)]
-                rows.append(pd.DataFrame({"variant": variant, "scheme": scheme, "question": names, "correct": correct, "seed": seed, "sample": sample}))
+                rows.append(
+                    pd.DataFrame(
+                        {
+                            "variant": variant,
+                            "scheme": scheme,
+                            "question": names,
+                            "correct": correct,
+                            "seed": seed,
+                            "sample": sample,
+                        }
+                    )
+                )
     frame = pd.concat(rows, ignore_index=True)
     return frame if samples > 1 else frame.drop(columns="sample")
 
@@ -44,7 +55,9 @@ def test_the_mean_over_seeds_is_that_of_each_seed_alone(frame):
         assert entry["seeds"] == 3 and set(entry["per_seed"]) == {"0", "1", "2"} and entry["mcnemar"] is None
         for name in ("delta",) if scheme == "full" else ("delta", "gain_survival"):
             assert set(entry[name]) == {"estimate", "stderr", "low", "high"}
-            alone = [compare.from_questions(frame[frame["seed"] == seed]).table_json()[scheme][name] for seed in range(3)]
+            alone = [
+                compare.from_questions(frame[frame["seed"] == seed]).table_json()[scheme][name] for seed in range(3)
+            ]
             for seed, value in enumerate(alone):
                 assert {key: entry["per_seed"][str(seed)][name][key] for key in value} == pytest.approx(value, rel=1e-9)
             means = [value["estimate"] for value in alone]
@@ -55,7 +68,9 @@ def test_the_mean_over_seeds_is_that_of_each_seed_alone(frame):
             if frame["question"].nunique() > 400:  # questions of their own: the t interval of three numbers
                 interval = scipy.stats.ttest_1samp(means, 0).confidence_interval()
                 if entry["between_seed_sd"][name] > 0:
-                    assert (entry[name]["low"], entry[name]["high"]) == pytest.approx((interval.low, interval.high), rel=1e-9)
+                    assert (entry[name]["low"], entry[name]["high"]) == pytest.approx(
+                        (interval.low, interval.high), rel=1e-9
+                    )
     json.dumps(found, allow_nan=False)
 
 
@@ -64,9 +79,13 @@ def test_seeds_are_never_pooled_as_if_they_were_questions(frame):
     found = compare.from_questions(frame)
     naive = frame.assign(question=frame["question"] + "-" + frame["seed"].astype(str)).drop(columns="seed")
     pooled = compare.from_questions(naive)
-    assert found.row("nf4").delta.high - found.row("nf4").delta.low > 1.3 * (pooled.row("nf4").delta.high - pooled.row("nf4").delta.low)
+    assert found.row("nf4").delta.high - found.row("nf4").delta.low > 1.3 * (
+        pooled.row("nf4").delta.high - pooled.row("nf4").delta.low
+    )
     assert found.cells["base", "nf4"].stderr == pytest.approx(
-        compare.from_questions(frame[frame["seed"] == 0]).cells["base", "nf4"].stderr / np.sqrt(1 if frame["question"].nunique() == 400 else 3), rel=0.05
+        compare.from_questions(frame[frame["seed"] == 0]).cells["base", "nf4"].stderr
+        / np.sqrt(1 if frame["question"].nunique() == 400 else 3),
+        rel=0.05,
     )
 
 
@@ -94,18 +113,33 @@ def test_the_base_is_one_model_however_often_it_was_asked(base):
     whole = compare.from_questions(frame).table_json()
     is_base = frame["variant"] == "base"
     once = frame[~is_base | (frame["seed"] == 0)]
-    named = {"once": lambda f: f, "unnamed": lambda f: f.assign(seed=f["seed"].where(f["variant"] != "base")), "of another seed": lambda f: f.assign(seed=f["seed"].where(f["variant"] != "base", 77))}
+    named = {
+        "once": lambda f: f,
+        "unnamed": lambda f: f.assign(seed=f["seed"].where(f["variant"] != "base")),
+        "of another seed": lambda f: f.assign(seed=f["seed"].where(f["variant"] != "base", 77)),
+    }
     assert compare.from_questions(named[base](once)).table_json() == whole
 
 
 def test_a_base_that_answers_otherwise_under_another_seed_is_said_to():
     frame = study()
     assert "otherwise" not in compare.from_questions(frame).markdown()
-    is_one = (frame["variant"] == "base") & (frame["scheme"] == "nf4") & (frame["seed"] == 1) & frame["question"].isin(["q3-0", "q7-0"])
+    is_one = (
+        (frame["variant"] == "base")
+        & (frame["scheme"] == "nf4")
+        & (frame["seed"] == 1)
+        & frame["question"].isin(["q3-0", "q7-0"])
+    )
     odd = frame.assign(correct=frame["correct"].where(~is_one, 1 - frame["correct"]))
-    assert "base · nf4 answers 2 question(s) otherwise under another seed; its answers are averaged" in compare.from_questions(odd).markdown()
+    assert (
+        "base · nf4 answers 2 question(s) otherwise under another seed; its answers are averaged"
+        in compare.from_questions(odd).markdown()
+    )
     kept = odd[(odd["variant"] == "base") | (odd["seed"] == 0)]
-    assert "its answers are taken from the first seed" in compare.from_questions(kept[kept["seed"].isin([0, 1])]).markdown()
+    assert (
+        "its answers are taken from the first seed"
+        in compare.from_questions(kept[kept["seed"].isin([0, 1])]).markdown()
+    )
 
 
 def test_models_of_several_training_seeds_asked_under_one_question_seed_are_a_random_effect():
@@ -126,12 +160,26 @@ def test_a_base_that_was_not_asked_a_seeds_questions_is_refused():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda f: f[(f["scheme"] != "nf4") | (f["variant"] == "base") | (f["seed"] != 2)], "Cell grpo · nf4 lacks seed '2' of '0', '1', '2'"),
-        (lambda f: f.assign(seed=f["seed"].where((f["variant"] == "base") | (f["seed"] != 2))), "without a seed beside others with one"),
-        (lambda f: f[(f["seed"] != 1) | (f["variant"] == "base") | (f["question"] != "q7-0")], "lacks 1 of 400 questions under seed 1, 'q7-0'"),
+        (
+            lambda f: f[(f["scheme"] != "nf4") | (f["variant"] == "base") | (f["seed"] != 2)],
+            "Cell grpo · nf4 lacks seed '2' of '0', '1', '2'",
+        ),
+        (
+            lambda f: f.assign(seed=f["seed"].where((f["variant"] == "base") | (f["seed"] != 2))),
+            "without a seed beside others with one",
+        ),
+        (
+            lambda f: f[(f["seed"] != 1) | (f["variant"] == "base") | (f["question"] != "q7-0")],
+            "lacks 1 of 400 questions under seed 1, 'q7-0'",
+        ),
         (lambda f: f.assign(seed=f["seed"].map({0: "a|b", 1: "1", 2: "2"})), "no label for a seed"),
         (lambda f: f.drop(columns="seed"), "a column 'seed' tells training runs apart"),
-        (lambda f: f.assign(question=f["question"].where(f["seed"] != 1, "one")).drop_duplicates(["variant", "scheme", "seed", "question"]), "Seed 1 has questions of one group only"),
+        (
+            lambda f: f.assign(question=f["question"].where(f["seed"] != 1, "one")).drop_duplicates(
+                ["variant", "scheme", "seed", "question"]
+            ),
+            "Seed 1 has questions of one group only",
+        ),
     ],
 )
 def test_seeds_that_cannot_be_compared_are_refused_in_a_sentence(change, sentence):
@@ -163,11 +211,19 @@ def test_samples_are_averaged_per_question():
     frame = study(seeds=1, samples=8)
     found = compare.from_questions(frame)
     means = frame.groupby(["variant", "scheme", "question"])["correct"].mean().unstack("question")
-    values = (means.loc["grpo", "nf4"] - means.loc["base", "nf4"]) - (means.loc["grpo", "full"] - means.loc["base", "full"])
+    values = (means.loc["grpo", "nf4"] - means.loc["base", "nf4"]) - (
+        means.loc["grpo", "full"] - means.loc["base", "full"]
+    )
     survival = found.row("nf4").gain_survival
     assert (survival.estimate, survival.stderr) == pytest.approx((values.mean(), values.std(ddof=1) / 20), rel=1e-9)
-    by_question = compare.from_questions(frame.assign(cluster=frame["question"], question=frame["question"] + frame["sample"].astype(str)).drop(columns="sample"))
-    assert by_question.row("nf4").gain_survival.stderr == pytest.approx(survival.stderr, rel=1e-9)  # the same as clustering the samples
+    by_question = compare.from_questions(
+        frame.assign(cluster=frame["question"], question=frame["question"] + frame["sample"].astype(str)).drop(
+            columns="sample"
+        )
+    )
+    assert by_question.row("nf4").gain_survival.stderr == pytest.approx(
+        survival.stderr, rel=1e-9
+    )  # the same as clustering the samples
     assert found.cells["grpo", "nf4"].estimate == pytest.approx(means.loc["grpo", "nf4"].mean())
     assert found.row("nf4").mcnemar is None and "p of delta (t)" in found.markdown()
 
@@ -177,7 +233,9 @@ def test_pass_at_k_stands_in_the_table_only_where_there_are_samples():
     found = compare.from_questions(frame)
     cell = found.table_json()["nf4"]["cells"]["grpo"]
     assert cell["samples"] == 8 and list(cell["pass_at"]) == ["2", "4", "8"]
-    some_right = frame[(frame["variant"] == "grpo") & (frame["scheme"] == "nf4")].groupby("question")["correct"].max().mean()
+    some_right = (
+        frame[(frame["variant"] == "grpo") & (frame["scheme"] == "nf4")].groupby("question")["correct"].max().mean()
+    )
     assert cell["pass_at"]["8"]["accuracy"] == pytest.approx(some_right)
     assert cell["accuracy"] < cell["pass_at"]["2"]["accuracy"] < cell["pass_at"]["4"]["accuracy"]
     assert cell["pass_at"]["4"]["low"] < cell["pass_at"]["4"]["accuracy"] < cell["pass_at"]["4"]["high"]
@@ -195,7 +253,9 @@ def test_a_cell_asked_once_may_stand_beside_one_that_is_sampled():
 def test_questions_with_fewer_samples_than_others_are_refused():
     frame = study(seeds=1, samples=4)
     with pytest.raises(BadInput, match=r"answers question 'q9-0' 3 time\(s\), others 4 times"):
-        compare.from_questions(frame[(frame["question"] != "q9-0") | (frame["sample"] > 0) | (frame["variant"] == "base")])
+        compare.from_questions(
+            frame[(frame["question"] != "q9-0") | (frame["sample"] > 0) | (frame["variant"] == "base")]
+        )
 
 
 def test_files_and_figures_bear_seeds_and_samples(tmp_path):
@@ -225,7 +285,9 @@ def test_evaluations_of_several_seeds_are_compared_from_their_runs(store, tmp_pa
     done = CliRunner().invoke(cli.cli, ["compare", "--cells", ",".join(run_ids)])
     assert done.exit_code == 0, done.output
     made = next(run for run in client.search_runs(["0"]) if run.data.tags.get("qrl.step") == "compare")
-    assert made.data.metrics["compare/delta_nf4"] == pytest.approx(compare.from_questions(frame).row("nf4").delta.estimate)
+    assert made.data.metrics["compare/delta_nf4"] == pytest.approx(
+        compare.from_questions(frame).row("nf4").delta.estimate
+    )
     assert made.data.metrics["compare/delta_nf4_between_seed_sd"] >= 0
     assert "Seed by seed" in made.data.tags["mlflow.note.content"]
 

@@ -40,7 +40,10 @@ def test_methods_need_no_common_scheme_and_stand_best_first_with_paired_interval
 
 
 def test_several_training_runs_are_a_random_effect():
-    one, three = ranking.markdown(ranking.measure(frame())), ranking.markdown(ranking.measure(frame(seeds=("0", "1", "2"))))
+    one, three = (
+        ranking.markdown(ranking.measure(frame())),
+        ranking.markdown(ranking.measure(frame(seeds=("0", "1", "2")))),
+    )
     assert "3 training runs" in three and one != three
 
 
@@ -63,15 +66,24 @@ SMALL = RATES | {("base", "rtn-int4"): 0.3, ("grpo", "rtn-int4"): 0.5, ("qlora",
 def test_training_is_held_against_quantizing_afterwards_in_the_same_scheme():
     found = ranking.measure(frame(SMALL, n=1000))
     row = next(row for row in found.rows if row.variant == "qat-int4")
-    right = {cell: part.sort_values("question")["correct"].to_numpy() for cell, part in frame(SMALL, n=1000).groupby(["variant", "scheme"])}
+    right = {
+        cell: part.sort_values("question")["correct"].to_numpy()
+        for cell, part in frame(SMALL, n=1000).groupby(["variant", "scheme"])
+    }
     for name, against in (("over_grpo", ("grpo", "rtn-int4")), ("over_base", ("base", "rtn-int4"))):
         wanted = stats.contrast(np.stack([right["qat-int4", "rtn-int4"], right[against]]), (1, -1))
         assert getattr(row, name) == wanted
     assert [row for row in found.rows if row.over_grpo] == [row]  # an adapter's merged model has no scheme to share
     text = ranking.findings(found)
-    assert text[0].startswith("Of 4 quantized methods qat-int4 · rtn-int4 scores highest") and "not told apart from qlora · full" in text[0]
+    assert (
+        text[0].startswith("Of 4 quantized methods qat-int4 · rtn-int4 scores highest")
+        and "not told apart from qlora · full" in text[0]
+    )
     assert "shown ahead of grpo · nf4, grpo · rtn-int4" in text[0]
-    assert text[1].startswith("qat-int4 beats grpo quantized afterwards in rtn-int4: +0.") and "after Holm's correction" in text[1]
+    assert (
+        text[1].startswith("qat-int4 beats grpo quantized afterwards in rtn-int4: +0.")
+        and "after Holm's correction" in text[1]
+    )
 
 
 def test_the_best_is_called_ahead_only_where_all_pairs_asked_at_once_bear_it_out():
@@ -82,7 +94,10 @@ def test_the_best_is_called_ahead_only_where_all_pairs_asked_at_once_bear_it_out
         data = frame(equal, n=300, seed=seed)
         found = ranking.measure(data)
         cells = [(row.variant, row.scheme) for row in found.rows if row.quantized]
-        right = {cell: part.sort_values("question")["correct"].to_numpy() for cell, part in data.groupby(["variant", "scheme"])}
+        right = {
+            cell: part.sort_values("question")["correct"].to_numpy()
+            for cell, part in data.groupby(["variant", "scheme"])
+        }
         alone += stats.contrast(np.stack([right[cells[0]], right[cells[-1]]]), (1, -1)).low > 0
         together += "shown ahead" in ranking.findings(found)[0]
     assert alone >= 10 and together <= 3  # P(more than 3 of 20 at 5 %) is 1.6 %, and the data are seeded
@@ -94,7 +109,9 @@ def test_several_seeds_are_seen_in_table_json_metrics_and_figure(tmp_path):
     document = ranking.as_json(found, failed=["qad-int4, seed 1: it failed."])
     assert document["runs"] == 3 and document["failed"] and len(document["methods"]) == len(SMALL)
     scores = ranking.metrics(found)
-    assert scores["methods/error_grpo_nf4_low"] < scores["methods/error_grpo_nf4"] < scores["methods/error_grpo_nf4_high"]
+    assert (
+        scores["methods/error_grpo_nf4_low"] < scores["methods/error_grpo_nf4"] < scores["methods/error_grpo_nf4_high"]
+    )
     assert "methods/error_grpo_full" not in scores and "methods/accuracy_grpo_full" in scores
     figures.methods(found, ranking.findings(found)[0], tmp_path / "methods.png")
     assert (tmp_path / "methods.png").read_bytes().startswith(b"\x89PNG")
@@ -112,7 +129,9 @@ def test_several_seeds_are_seen_in_table_json_metrics_and_figure(tmp_path):
 )
 def test_a_training_converged_by_the_rule_alone(right, values, measure, reason):
     base, own = ((np.random.default_rng(seed).random(2000) < rate).astype(float) for seed, rate in enumerate(right))
-    found = convergence.judge("qat-int4", "rtn-int4", stats.contrast(np.stack([own, base]), (1, -1)), [values, values], measure)
+    found = convergence.judge(
+        "qat-int4", "rtn-int4", stats.contrast(np.stack([own, base]), (1, -1)), [values, values], measure
+    )
     assert found.converged == (not reason) and found.reason == reason
     assert found.row()[-1] == (f"no: {reason}" if reason else "yes")
     shown = found.row()[2].partition(", ")[2]
@@ -155,7 +174,10 @@ def test_compare_methods_says_at_its_end_where_things_are(store, tmp_path, capsy
     text, last = compare("--cells", ",".join(ids))
     run = mlflow.MlflowClient().search_runs(["0"], max_results=1)[0]
     assert f"Logged to run {run.info.run_id}: methods.md" in last and run.info.status == "FINISHED"
-    assert contents.artifact(run.info.run_id, "methods.md").read_text() == text.removesuffix("\n") and run.data.metrics["methods/error_grpo_nf4"] < 0
+    assert (
+        contents.artifact(run.info.run_id, "methods.md").read_text() == text.removesuffix("\n")
+        and run.data.metrics["methods/error_grpo_nf4"] < 0
+    )
     listed = {"methods.md", "methods.json", "questions.parquet", "figures"}
     assert {path.name for path in contents.artifact(run.info.run_id, ".").iterdir()} == listed
     _, last = compare("--cells", ",".join(ids), "--out", str(tmp_path / "out"))

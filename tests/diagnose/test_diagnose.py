@@ -79,7 +79,11 @@ def by_definition(w: np.ndarray, multiplier: float = 6.0, group_size: int = 128)
 @pytest.mark.parametrize("embeddings", [False, True])
 def test_a_sharded_checkpoint_in_any_dtype_gives_the_references_numbers(tmp_path, monkeypatch, dtype, embeddings):
     generator = torch.Generator().manual_seed(3)
-    shapes = {"model.embed_tokens": (301, 200), "model.layers.0.mlp.up_proj": (97, 200), "model.layers.1.mlp.down_proj": (200, 97)}
+    shapes = {
+        "model.embed_tokens": (301, 200),
+        "model.layers.0.mlp.up_proj": (97, 200),
+        "model.layers.1.mlp.down_proj": (200, 97),
+    }
     tensors = {f"{name}.weight": 0.02 * torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
     tensors["model.layers.1.mlp.down_proj.weight"] += 0.3  # a mean far from 0
     for tensor in tensors.values():
@@ -107,7 +111,12 @@ def test_a_sharded_checkpoint_in_any_dtype_gives_the_references_numbers(tmp_path
     alike = found["numel"] / found["numel"].sum()
     total = weights.summary(found)
     assert total["w4_snr_db"] == pytest.approx(found["w4_snr_db"].sum() / 3)
-    for key, column in (("outlier_frac", "abs_outlier_frac"), ("channel_outlier_frac",) * 2, ("kurtosis",) * 2, ("w4_relative_mse",) * 2):
+    for key, column in (
+        ("outlier_frac", "abs_outlier_frac"),
+        ("channel_outlier_frac",) * 2,
+        ("kurtosis",) * 2,
+        ("w4_relative_mse",) * 2,
+    ):
         assert total[key] == pytest.approx((found[column] * alike).sum(), rel=1e-12)
 
 
@@ -213,9 +222,13 @@ def test_movement_follows_its_definitions(tiny_checkpoint, tmp_path):
     assert found["delta_sparsity"] == ((old - new).abs() <= 1e-5).double().mean().item()
     assert found["code_flip_rate"] == (coded[0][0] != coded[1][0]).double().mean().item()
     assert found["update_survival"] == pytest.approx((moved.norm() / (new - old).norm()).item(), rel=1e-6)
-    assert found["update_cosine"] == pytest.approx(((moved * (new - old)).sum() / moved.norm() / (new - old).norm()).item(), rel=1e-6)
+    assert found["update_cosine"] == pytest.approx(
+        ((moved * (new - old)).sum() / moved.norm() / (new - old).norm()).item(), rel=1e-6
+    )
     assert found["effective_rank"] == pytest.approx(torch.exp(-(share * share.log()).sum()).item(), rel=1e-6)
-    assert found["update_projection"] == pytest.approx((moved.mul(new - old).sum() / (new - old).square().sum()).item(), rel=1e-6)
+    assert found["update_projection"] == pytest.approx(
+        (moved.mul(new - old).sum() / (new - old).square().sum()).item(), rel=1e-6
+    )
     total = moving.totals(moving.movement(tiny_checkpoint, trained))
     assert total["update_survival"] == pytest.approx(found["update_survival"])
     assert total["update_cosine"] == pytest.approx(found["update_cosine"])
@@ -230,7 +243,12 @@ def spectrum(values: torch.Tensor, columns: int = 400) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "values",
-    [torch.ones(200), torch.arange(1, 201.0) ** -0.5, torch.exp(-torch.arange(200) / 15), torch.tensor([30.0] + 199 * [1.0])],
+    [
+        torch.ones(200),
+        torch.arange(1, 201.0) ** -0.5,
+        torch.exp(-torch.arange(200) / 15),
+        torch.tensor([30.0] + 199 * [1.0]),
+    ],
     ids=["flat", "power law", "exponential", "one spike"],
 )
 def test_estimated_ranks_lie_within_their_stated_error(values):
@@ -277,7 +295,9 @@ def awq_like(source: Path, folder: Path, seed: int = 0) -> tuple[Path, dict[str,
         step = ((high - low) / 15).half()
         zero = torch.round(-low / step.float()).clamp(0, 15)
         codes = (torch.round(groups / step.float()[..., None]) + zero[..., None]).clamp(0, 15)
-        true[name] = ((codes - zero[..., None]) * step.float()[..., None]).half().float().view(tensor.shape) / by / of[:, None]
+        true[name] = (
+            ((codes - zero[..., None]) * step.float()[..., None]).half().float().view(tensor.shape) / by / of[:, None]
+        )
         prefix = name.removesuffix(".weight")
         parts = {"qweight": packed(codes.view(tensor.shape).T), "qzeros": packed(zero.T), "scales": step.T.contiguous()}
         out |= {f"{prefix}.{part}": value for part, value in parts.items()}
@@ -305,7 +325,9 @@ def test_awqs_error_is_measured_with_its_scales_taken_out(tiny_checkpoint, tmp_p
         off = ((values - original[name].float()).square().sum() / original[name].float().square().sum()).item()
         fitted = any(kind in name for kind in ("v_proj", "o_proj", "up_proj", "down_proj"))
         assert found.loc[name, "relative_mse"] == pytest.approx(off, rel=0.06 if fitted else 1e-3), name
-    assert found["relative_mse"].max() < 0.1  # as far as 4 bits go; with the scales left in, columns are off by their whole size
+    assert (
+        found["relative_mse"].max() < 0.1
+    )  # as far as 4 bits go; with the scales left in, columns are off by their whole size
     assert "code_flip_rate" not in found
 
 
@@ -330,7 +352,9 @@ def test_a_scheme_keeps_what_its_two_checkpoints_say(tiny_checkpoint, tmp_path):
     cosine = torch.nn.functional.cosine_similarity(moved.flatten(), (new - old).flatten(), dim=0).item()
     assert trained.loc[name, "update_cosine"] == pytest.approx(cosine, abs=0.02)
     assert 0.05 < trained.loc[name, "code_flip_rate"] < 1
-    assert schemes.totals(frame, "grpo")["update_cosine"] == pytest.approx(trained.loc[trained.index.str.contains("down_proj"), "update_cosine"].mean(), abs=0.02)
+    assert schemes.totals(frame, "grpo")["update_cosine"] == pytest.approx(
+        trained.loc[trained.index.str.contains("down_proj"), "update_cosine"].mean(), abs=0.02
+    )
 
 
 def test_another_models_quantized_weights_are_refused(tiny_checkpoint, tmp_path):

@@ -48,7 +48,13 @@ def test_divergence_follows_its_definition(model, tiny_checkpoint, tmp_path):
 def test_the_step_tells_and_draws_what_the_models_say(tiny_checkpoint, tmp_path, capsys):
     path = quantize.run("nf4", tiny_checkpoint, tmp_path / "nf4").path
     asked = recipe.load("tiny", {"diagnose.behaviour": "3", "device": "cpu"})
-    step.diagnose(asked, str(tiny_checkpoint), str(tiny_checkpoint), quantized=f"base:nf4={path},grpo:nf4={path}", out=str(tmp_path / "out"))
+    step.diagnose(
+        asked,
+        str(tiny_checkpoint),
+        str(tiny_checkpoint),
+        quantized=f"base:nf4={path},grpo:nf4={path}",
+        out=str(tmp_path / "out"),
+    )
     said = pd.read_parquet(tmp_path / "out" / "behaviour.parquet")
     assert sorted(zip(said["variant"], said["scheme"], said["layer"], strict=True)) == sorted(
         (variant, *row) for variant in ("base", "grpo") for row in (("nf4", -1), ("w4", 0), ("w4", 1))
@@ -56,7 +62,9 @@ def test_the_step_tells_and_draws_what_the_models_say(tiny_checkpoint, tmp_path,
     assert (said["kl"] > 0).all() and (said["n"] == 3).all()
     assert (tmp_path / "out" / "figures" / "behaviour.png").stat().st_size > 10_000
     assert "What the models say" in (tmp_path / "out" / "figures" / "weights.html").read_text()
-    assert {"behaviour/kl_nf4_base", "behaviour/top1_agreement_nf4", "weights/code_flip_rate_nf4"} <= set(capsys.readouterr().out.split())
+    assert {"behaviour/kl_nf4_base", "behaviour/top1_agreement_nf4", "weights/code_flip_rate_nf4"} <= set(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_each_layer_alone_matters_less_than_all_and_is_put_back(model):
@@ -64,7 +72,9 @@ def test_each_layer_alone_matters_less_than_all_and_is_put_back(model):
     found = behaviour.sensitivity(model, TEXTS, bits=3)
     assert sorted(found) == [0, 1] and all(each.kl > 1e-6 for each in found.values())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert max(each.kl for each in behaviour.sensitivity(model, TEXTS, bits=8).values()) < min(each.kl for each in found.values())
+    assert max(each.kl for each in behaviour.sensitivity(model, TEXTS, bits=8).values()) < min(
+        each.kl for each in found.values()
+    )
 
 
 def test_one_text_has_no_standard_error(model):

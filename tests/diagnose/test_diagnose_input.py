@@ -69,8 +69,12 @@ def test_another_shape_or_layer_is_listed(tiny_checkpoint, tmp_path):
     missing = sum("layers.1." in name for name in load_file(tiny_checkpoint / "model.safetensors"))
     said = refused(tiny_checkpoint, changed(tiny_checkpoint, tmp_path / "short", shorter), tmp_path / "out")
     assert "says num_hidden_layers = 2, but its weights have 1" in said
-    said = refused(tiny_checkpoint, changed(tiny_checkpoint, tmp_path / "one", shorter, num_hidden_layers=1), tmp_path / "out")
-    assert "model.layers.1.input_layernorm.weight (256 and missing)" in said and f"and {missing - 3} more differ" in said
+    said = refused(
+        tiny_checkpoint, changed(tiny_checkpoint, tmp_path / "one", shorter, num_hidden_layers=1), tmp_path / "out"
+    )
+    assert (
+        "model.layers.1.input_layernorm.weight (256 and missing)" in said and f"and {missing - 3} more differ" in said
+    )
 
 
 @pytest.mark.parametrize("name", [UP, "model.layers.1.input_layernorm.weight"])
@@ -87,21 +91,30 @@ def test_broken_weights_are_named_and_counted(tiny_checkpoint, tmp_path, value, 
 def test_broken_scales_of_a_quantized_checkpoint_are_named_and_counted(tiny_checkpoint, tmp_path):
     broken = eight_bits(tiny_checkpoint, tmp_path / "int8", float("nan"))
     said = refused(tiny_checkpoint, tiny_checkpoint, tmp_path / "out", f"base:int8={broken}")
-    assert f"model.layers.0.mlp.down_proj.weight of {broken} stands for {256 * 512:,} values that are NaN or infinite" in said
+    assert (
+        f"model.layers.0.mlp.down_proj.weight of {broken} stands for {256 * 512:,} values that are NaN or infinite"
+        in said
+    )
 
 
 def test_a_quantized_checkpoint_is_no_full_precision_one_nor_the_other_way_round(tiny_checkpoint, tmp_path):
     packed = eight_bits(tiny_checkpoint, tmp_path / "int8")
-    assert "is stored in bitsandbytes: diagnose reads full-precision weights" in refused(tiny_checkpoint, packed, tmp_path / "out")
+    assert "is stored in bitsandbytes: diagnose reads full-precision weights" in refused(
+        tiny_checkpoint, packed, tmp_path / "out"
+    )
     assert "is a full-precision checkpoint, but a quantized one was expected" in refused(
         tiny_checkpoint, tiny_checkpoint, tmp_path / "out", f"base:int8={tiny_checkpoint}"
     )
 
 
 def test_truncated_files_are_told_by_their_size(tiny_checkpoint, tmp_path):
-    assert "model.safetensors is truncated" in refused(tiny_checkpoint, cut(changed(tiny_checkpoint, tmp_path / "cut")), tmp_path / "out")
+    assert "model.safetensors is truncated" in refused(
+        tiny_checkpoint, cut(changed(tiny_checkpoint, tmp_path / "cut")), tmp_path / "out"
+    )
     packed = cut(eight_bits(tiny_checkpoint, tmp_path / "int8"))
-    assert "model.safetensors is truncated" in refused(tiny_checkpoint, tiny_checkpoint, tmp_path / "out", f"base:int8={packed}")
+    assert "model.safetensors is truncated" in refused(
+        tiny_checkpoint, tiny_checkpoint, tmp_path / "out", f"base:int8={packed}"
+    )
 
 
 def test_an_unknown_packing_is_named_with_those_that_are_known(tiny_checkpoint, tmp_path):
@@ -123,7 +136,11 @@ def test_two_packings_under_one_name_are_refused(tiny_checkpoint, tmp_path):
     """Their codes would be compared with each other."""
     rows = eight_bits(tiny_checkpoint, tmp_path / "int8")
     cells = f"base:int8={rows},grpo:int8={{}}"
-    other = changed(rows, tmp_path / "other", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"})
+    other = changed(
+        rows,
+        tmp_path / "other",
+        quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    )
     said = refused(tiny_checkpoint, tiny_checkpoint, tmp_path / "out", cells.format(other))
     assert f"{rows} and {other} are not stored alike (load_in_8bit differs), but are given as one scheme" in said
     assert list((tmp_path / "out").glob("schemes*")) == []
@@ -170,8 +187,13 @@ def test_zeros_have_no_error_and_do_not_count_as_none(tiny_checkpoint, tmp_path,
     for key in ("kurtosis", "w4_relative_mse"):
         assert weights.summary(frame)[key] == pytest.approx(weights.summary(rest)[key], rel=1e-12)
     step.diagnose(recipe.load("tiny"), str(none), str(none), quantized=None, out=str(tmp_path / "out"))
-    assert (tmp_path / "out" / "figures" / "weights.html").is_file() and not [each for each in recwarn if each.category is RuntimeWarning]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["figures", "weights.parquet"]  # nothing half-written
+    assert (tmp_path / "out" / "figures" / "weights.html").is_file() and not [
+        each for each in recwarn if each.category is RuntimeWarning
+    ]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "figures",
+        "weights.parquet",
+    ]  # nothing half-written
 
 
 def test_codes_without_scales_are_refused_not_left_out(tiny_checkpoint, tmp_path):
@@ -180,7 +202,9 @@ def test_codes_without_scales_are_refused_not_left_out(tiny_checkpoint, tmp_path
 
     rows = eight_bits(tiny_checkpoint, tmp_path / "int8")
     bare = changed(rows, tmp_path / "bare", forget)
-    assert f"{bare} holds {UP} in I8 without the scales" in refused(tiny_checkpoint, tiny_checkpoint, tmp_path / "out", f"base:int8={bare}")
+    assert f"{bare} holds {UP} in I8 without the scales" in refused(
+        tiny_checkpoint, tiny_checkpoint, tmp_path / "out", f"base:int8={bare}"
+    )
 
 
 def test_nvfp4_without_its_global_scale_is_refused(tiny_checkpoint, tmp_path):
@@ -190,8 +214,15 @@ def test_nvfp4_without_its_global_scale_is_refused(tiny_checkpoint, tmp_path):
             tensors[f"{name}_packed"] = torch.zeros(outputs, inputs // 2, dtype=torch.uint8)
             tensors[f"{name}_scale"] = torch.ones(outputs, inputs // 16).to(torch.float8_e4m3fn)
 
-    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}}
-    config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": group}}
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    }
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {"group_0": group},
+    }
     bare = changed(tiny_checkpoint, tmp_path / "bare", pack, quantization_config=config)
     said = refused(tiny_checkpoint, tiny_checkpoint, tmp_path / "out", f"base:nvfp4={bare}")
     assert "cannot be unpacked (there is no 'weight_global_scale')" in said

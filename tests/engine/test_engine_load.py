@@ -23,14 +23,19 @@ def test_a_weight_that_is_not_there_is_never_made_up(spoilt):
     weights = load_file(spoilt / "model.safetensors")
     del weights["model.layers.1.self_attn.q_proj.weight"]
     save_file(weights, spoilt / "model.safetensors", {"format": "pt"})
-    with pytest.raises(BadInput, match=r"lacks model\.layers\.1\.self_attn\.q_proj\.weight, which would be filled with random numbers"):
+    with pytest.raises(
+        BadInput, match=r"lacks model\.layers\.1\.self_attn\.q_proj\.weight, which would be filled with random numbers"
+    ):
         hf.load(spoilt, "cpu", torch.float32)
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"num_attention_heads": 8, "num_key_value_heads": 8}, r"holds model\.layers\.0\.self_attn\.k_proj\.\w+ as .*, but its config\.json makes it"),
+        (
+            {"num_attention_heads": 8, "num_key_value_heads": 8},
+            r"holds model\.layers\.0\.self_attn\.k_proj\.\w+ as .*, but its config\.json makes it",
+        ),
         ({"model_type": "foo"}, "model type `foo` but Transformers does not recognize"),
         ({"hidden_act": "banana"}, "cannot be loaded by transformers: .*banana"),
         ({"rms_norm_eps": "small"}, r"config\.json cannot be loaded by transformers: .*rms_norm_eps"),

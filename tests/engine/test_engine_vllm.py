@@ -1,6 +1,6 @@
 """vLLM as the engine of evaluation. Its environment is not the core's: real answers come from the one of projects/vllm_cpu.
 
-    QRL_VLLM_PYTHON=…/bin/python pytest tests/test_engine_vllm.py    # one that is there already
+QRL_VLLM_PYTHON=…/bin/python pytest tests/test_engine_vllm.py    # one that is there already
 """
 
 import json
@@ -49,7 +49,15 @@ def test_a_receipt_calls_batch_invariant_what_was_measured_to_be(kernel, invaria
     assert vllm.batch_invariant({"UnquantizedEmbeddingMethod": 1, kernel: 16, "FlashAttentionImpl": 4}) is invariant
 
 
-@pytest.mark.parametrize(("step", "choice", "folder"), [("evaluate", "vllm", "vllm_cpu"), ("evaluate", "transformers", None), ("quantize", "awq", "awq"), ("quantize", "gptq", None)])
+@pytest.mark.parametrize(
+    ("step", "choice", "folder"),
+    [
+        ("evaluate", "vllm", "vllm_cpu"),
+        ("evaluate", "transformers", None),
+        ("quantize", "awq", "awq"),
+        ("quantize", "gptq", None),
+    ],
+)
 def test_a_step_runs_where_its_engine_or_scheme_is(step, choice, folder, monkeypatch):
     monkeypatch.delenv(pipeline.PLACE, raising=False)
     found = pipeline.environment_for(step, choice, "cpu")
@@ -62,7 +70,13 @@ def test_a_step_runs_where_its_engine_or_scheme_is(step, choice, folder, monkeyp
 
 def test_room_for_the_engine_is_no_part_of_what_a_cell_is_found_by():
     def key(**evaluate) -> str:
-        return keys.cell(recipe.load("tiny", {f"evaluate.{name}": value for name, value in evaluate.items()}), "base", "full", "digest", "cuda")
+        return keys.cell(
+            recipe.load("tiny", {f"evaluate.{name}": value for name, value in evaluate.items()}),
+            "base",
+            "full",
+            "digest",
+            "cuda",
+        )
 
     assert key(gpu_memory_utilization="0.2") == key() != key(deterministic="true")
 
@@ -73,7 +87,14 @@ def answered(tmp_path_factory, python_of):
 
     def ask(**given) -> tuple[pd.DataFrame, dict]:
         out = tmp_path_factory.mktemp("vllm")
-        words = [python_of("vllm_cpu"), "-c", PROGRAM, str(out), str(tiny.PATH), json.dumps(ASK | {"n": N, "dtype": "fp32"} | given)]
+        words = [
+            python_of("vllm_cpu"),
+            "-c",
+            PROGRAM,
+            str(out),
+            str(tiny.PATH),
+            json.dumps(ASK | {"n": N, "dtype": "fp32"} | given),
+        ]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]
         return pd.read_parquet(out / "rows.parquet"), json.loads((out / "receipt.json").read_text())
@@ -86,7 +107,11 @@ def test_answers_are_those_of_transformers_on_nearly_all_questions(answered):
     rows, receipt = answered()
     ours = cells.ask(cells.Cell("base", "full", tiny.PATH), load("arithmetic", "heldout", N, 0), dtype="fp32", **ASK)
     assert list(rows.columns) == list(ours.frame.columns)
-    same = (rows["completion"] == ours.frame["completion"]) & (rows["finish_reason"] == ours.frame["finish_reason"]) & (rows["n_tokens"] == ours.frame["n_tokens"])
+    same = (
+        (rows["completion"] == ours.frame["completion"])
+        & (rows["finish_reason"] == ours.frame["finish_reason"])
+        & (rows["n_tokens"] == ours.frame["n_tokens"])
+    )
     assert same.mean() >= 0.95  # float32 in another order: a tie may fall the other way
     assert receipt["engine"].startswith("vllm ") and receipt["kernels"] and receipt["dtype"] == "float32"
     again, repeated = answered(deterministic=True)
@@ -117,12 +142,25 @@ def test_a_scheme_without_a_kernel_is_refused_before_a_weight_is_read(python_of,
     for folder in folders:
         for weights in folder.glob("*.safetensors"):
             weights.write_bytes(b"not to be read")
-    done = subprocess.run([python_of("vllm_cpu"), "-c", FITS, *map(str, (tiny.PATH, *folders))], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        [python_of("vllm_cpu"), "-c", FITS, *map(str, (tiny.PATH, *folders))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split("\t") for line in done.stdout.splitlines() if line.count("\t") == 2]
     said = {name: words for name, device, words in lines if device == "cpu"}
     assert {name for name, words in said.items() if words == "runs"} == {tiny.PATH.name, "fp8", "w8a8"}
     assert "knows no bitsandbytes without vllm-bnb-plugin" in said["nf4"] and "8-bit weights" in said["w8a16"]
-    assert all("4-bit floats" in said[scheme] and "evaluate.engine=transformers" in said[scheme] for scheme in ("nvfp4a16", "mxfp4a16", "nvfp4"))
+    assert all(
+        "4-bit floats" in said[scheme] and "evaluate.engine=transformers" in said[scheme]
+        for scheme in ("nvfp4a16", "mxfp4a16", "nvfp4")
+    )
     invariant = {name: words for name, device, words in lines if device == "cuda"}  # what a GPU of any kind cannot
-    assert {name for name, words in invariant.items() if words != "runs"} == {"nf4", "nvfp4a16"} and "batch-invariant" in invariant["nvfp4a16"]
+    assert {name for name, words in invariant.items() if words != "runs"} == {
+        "nf4",
+        "nvfp4a16",
+    } and "batch-invariant" in invariant["nvfp4a16"]

@@ -27,9 +27,17 @@ def prompts(loaded):
 
 
 def test_what_evaluation_will_not_do_is_said():
-    assert evaluate.unheeded(Evaluate()) == evaluate.unheeded(Evaluate(samples=8, temperature=0.7)) == evaluate.unheeded(Evaluate(engine="vllm", deterministic=True)) == []
+    assert (
+        evaluate.unheeded(Evaluate())
+        == evaluate.unheeded(Evaluate(samples=8, temperature=0.7))
+        == evaluate.unheeded(Evaluate(engine="vllm", deterministic=True))
+        == []
+    )
     told = evaluate.unheeded(Evaluate(temperature=0.7, deterministic=True))
-    assert [line.split(" means nothing")[0] for line in told] == ["evaluate.temperature = 0.7", "evaluate.deterministic"]
+    assert [line.split(" means nothing")[0] for line in told] == [
+        "evaluate.temperature = 0.7",
+        "evaluate.deterministic",
+    ]
 
 
 def test_batches_do_not_change_what_is_written(loaded, prompts):
@@ -65,11 +73,18 @@ def test_a_checkpoints_own_sampling_and_penalties_are_not_used(loaded):
 def test_samples_differ_by_seed_and_come_back_the_same_whatever_was_drawn_before(loaded, prompts):
     def drawn(seed):
         torch.rand(3)
-        return [done.text for done in hf.generate(*loaded, prompts[:4] * 3, max_new_tokens=24, batch_size=5, temperature=1.0, seed=seed)]
+        return [
+            done.text
+            for done in hf.generate(
+                *loaded, prompts[:4] * 3, max_new_tokens=24, batch_size=5, temperature=1.0, seed=seed
+            )
+        ]
 
     first = drawn(1)
     assert drawn(1) == first != drawn(2)
-    assert len({first[i] for i in (0, 4, 8)} | {first[i] for i in (1, 5, 9)}) > 2  # samples of one prompt are not copies
+    assert (
+        len({first[i] for i in (0, 4, 8)} | {first[i] for i in (1, 5, 9)}) > 2
+    )  # samples of one prompt are not copies
 
 
 def asked_thrice(temperature=1.0, samples=3):
@@ -99,7 +114,9 @@ def test_a_prompt_that_fills_all_positions_is_refused_and_copies_of_questions_ar
     with pytest.raises(BadInput, match=rf"Question {long.id} .* tokens, but the model was made for 512"):
         cells.ask(cells.Cell("base", "full", tiny.PATH), [questions[0], long], **settings)
     assert inputs.repeated(questions) == ""
-    assert inputs.repeated([*questions, replace(questions[0], id="copy", question=questions[0].question.upper())]).startswith("Of 4 held-out questions 1 repeat others")
+    assert inputs.repeated(
+        [*questions, replace(questions[0], id="copy", question=questions[0].question.upper())]
+    ).startswith("Of 4 held-out questions 1 repeat others")
 
 
 def test_one_sample_is_greedy_and_has_the_rows_and_metrics_it_always_had():
@@ -164,9 +181,18 @@ def test_rows_of_math_carry_subject_level_and_what_the_grader_could_not_do(monke
     written = [bomb, r"\boxed{\frac{2}{12}}", "no answer"]
     monkeypatch.setattr(hf, "generate", lambda *_, **__: [hf.Completion(text, text, 5, "stop") for text in written])
     levels = (1, 5, None)
-    asked = [tasks.Question(f"math-heldout-{i}", f"{i}?", "", r"\frac{1}{6}", "Algebra", level) for i, level in enumerate(levels)]
+    asked = [
+        tasks.Question(f"math-heldout-{i}", f"{i}?", "", r"\frac{1}{6}", "Algebra", level)
+        for i, level in enumerate(levels)
+    ]
     found = cells.ask(
-        cells.Cell("base", "full", tiny.PATH), asked, task="math", template="boxed", device="cpu", max_new_tokens=5, batch_size=3
+        cells.Cell("base", "full", tiny.PATH),
+        asked,
+        task="math",
+        template="boxed",
+        device="cpu",
+        max_new_tokens=5,
+        batch_size=3,
     )
     assert list(found.frame["correct"]) == [0, 1, 0]
     assert list(found.frame["subject"]) == ["Algebra"] * 3
@@ -178,7 +204,9 @@ def test_rows_of_math_carry_subject_level_and_what_the_grader_could_not_do(monke
 
 def test_accuracy_by_subject_and_level_has_an_interval_and_n_for_each_cell():
     rows = [("Algebra", 1, 1)] * 30 + [("Algebra", 5, 0)] * 10 + [("Geometry", 5, 1)]
-    one = pd.DataFrame(rows, columns=["subject", "level", "correct"]).assign(variant="base", scheme="full", question=range(41))
+    one = pd.DataFrame(rows, columns=["subject", "level", "correct"]).assign(
+        variant="base", scheme="full", question=range(41)
+    )
     text = groups.markdown(pd.concat([one, one.assign(variant="grpo", correct=1)], ignore_index=True))
     assert "| subject | base · full | grpo · full |" in text
     expected = stats.accuracy(30, 40)

@@ -25,10 +25,17 @@ def is_picture(path):
 
 
 def weights(change=1.0):
-    names = [f"model.layers.{layer}.{part}.weight" for layer in range(12) for part in ("self_attn.q_proj", "mlp.up_proj")]
+    names = [
+        f"model.layers.{layer}.{part}.weight" for layer in range(12) for part in ("self_attn.q_proj", "mlp.up_proj")
+    ]
     names += ["model.embed_tokens.weight", "lm_head.weight"]
     return pd.DataFrame(
-        {"variant": variant, "tensor": name, "numel": 1000 + i, "w4_relative_mse": 0.015 * (change if variant == "grpo" else 1)}
+        {
+            "variant": variant,
+            "tensor": name,
+            "numel": 1000 + i,
+            "w4_relative_mse": 0.015 * (change if variant == "grpo" else 1),
+        }
         for variant in ("base", "grpo")
         for i, name in enumerate(names)
     )
@@ -36,7 +43,14 @@ def weights(change=1.0):
 
 def measured(layers=4, flips=0.02):
     """As `diagnose` measures them, with known numbers."""
-    sizes = {"median_abs": 0.01, "abs_q99": 0.04, "abs_q999": 0.05, "abs_q9999": 0.07, "max_abs": 0.2, "abs_outlier_frac": 3e-6}
+    sizes = {
+        "median_abs": 0.01,
+        "abs_q99": 0.04,
+        "abs_q999": 0.05,
+        "abs_q9999": 0.07,
+        "max_abs": 0.2,
+        "abs_outlier_frac": 3e-6,
+    }
     rows = [
         {"variant": variant, "tensor": f"model.layers.{layer}.{part}.weight", "layer": layer, "projection": part.rpartition(".")[2], "numel": 1000,
          "w4_relative_mse": 0.015 + 0.001 * layer, "relative_change": 0.01, "code_flip_rate": flips * (layer == 2), **sizes}
@@ -55,18 +69,29 @@ def test_maps_and_spreads_are_drawn(tmp_path):
     figures.movement(measured(), tmp_path / "movement.png")
     figures.movement(measured(48).query("variant == 'base'"), tmp_path / "base.png")
     figures.schemes(stored(), tmp_path / "schemes.png")
-    figures.schemes(pd.concat([stored().assign(scheme=f"s{i}", relative_mse=10.0**-i) for i in range(6)]), tmp_path / "many.png")
+    figures.schemes(
+        pd.concat([stored().assign(scheme=f"s{i}", relative_mse=10.0**-i) for i in range(6)]), tmp_path / "many.png"
+    )
     figures.spread(measured(), tmp_path / "spread.png")
     assert all(is_picture(tmp_path / f"{name}.png") for name in ("movement", "base", "schemes", "many", "spread"))
 
 
 def test_maps_say_what_they_show():
-    assert heatmaps.movement_found(measured()) == "Training flipped 0.44 % of the 4-bit codes, most in layer 2's q_proj: 2 %"
+    assert (
+        heatmaps.movement_found(measured())
+        == "Training flipped 0.44 % of the 4-bit codes, most in layer 2's q_proj: 2 %"
+    )
     assert "flipped no 4-bit code" in heatmaps.movement_found(measured(flips=0))
     assert "of the 8-bit codes" in heatmaps.movement_found(measured().assign(proxy_bits=8))
-    assert heatmaps.schemes_found(stored()) == "nf4 loses 1 % of base's weights' energy and 1 % of grpo's; awq loses 2 % of base's and 2 % of grpo's"
+    assert (
+        heatmaps.schemes_found(stored())
+        == "nf4 loses 1 % of base's weights' energy and 1 % of grpo's; awq loses 2 % of base's and 2 % of grpo's"
+    )
     many = pd.concat([stored().assign(scheme=f"s{i}", relative_mse=10.0**-i) for i in range(1, 7)])
-    assert heatmaps.schemes_found(many) == "Of 6 schemes s6 loses least of the weights' energy, 0.0001 %, and s1 most, 10 %"
+    assert (
+        heatmaps.schemes_found(many)
+        == "Of 6 schemes s6 loses least of the weights' energy, 0.0001 %, and s1 most, 10 %"
+    )
     table = heatmaps.grid(measured().query("variant == 'base'"), "w4_relative_mse")
     assert table.shape == (2, 4)
     assert table.loc["up_proj", 3] == pytest.approx(0.018)
@@ -75,8 +100,16 @@ def test_maps_say_what_they_show():
 def said(layers=4):
     """As `diagnose` measures what models say, with known numbers."""
     sizes = {"n": 200, "positions": 18000, "top1_agreement": 0.97, "top1_agreement_stderr": 0.001}
-    rows = [{"variant": variant, "scheme": scheme, "layer": -1, "kl": kl, "kl_stderr": kl / 10} for variant in ("base", "grpo") for scheme, kl in (("nf4", 5e-4), ("awq", 7e-4))]
-    rows += [{"variant": variant, "scheme": "w4", "layer": layer, "kl": 1e-4 * (layer + 1), "kl_stderr": 2e-4} for variant in ("base", "grpo") for layer in range(layers)]
+    rows = [
+        {"variant": variant, "scheme": scheme, "layer": -1, "kl": kl, "kl_stderr": kl / 10}
+        for variant in ("base", "grpo")
+        for scheme, kl in (("nf4", 5e-4), ("awq", 7e-4))
+    ]
+    rows += [
+        {"variant": variant, "scheme": "w4", "layer": layer, "kl": 1e-4 * (layer + 1), "kl_stderr": 2e-4}
+        for variant in ("base", "grpo")
+        for layer in range(layers)
+    ]
     return pd.DataFrame([row | sizes for row in rows])
 
 
@@ -108,7 +141,13 @@ def test_the_report_of_a_study_holds_all_of_it(tmp_path):
     figures.report(table, found.sentence(), history, measured(), stored(), said(), tmp_path / "report.html")
     drawn, text, _ = unpacked(tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size < 2.5e6
-    for part in ("Did the gain survive?", "Training", "What training moved", "What the schemes store", "What the models say"):
+    for part in (
+        "Did the gain survive?",
+        "Training",
+        "What training moved",
+        "What the schemes store",
+        "What the models say",
+    ):
         assert f">{part}</h2>" in text
     assert len(drawn) == 2 + 2 + 5 + 7 + 4
     cell = table["nf4"]["cells"]["grpo"]
@@ -119,7 +158,9 @@ def test_the_report_of_a_study_holds_all_of_it(tmp_path):
     row = next(each for each in drawn["figure1"]["data"] if each["y"] == ["grpo · awq"])
     assert row["x"] == [survival["estimate"]] and "lost, −0.120 [" in row["text"][0]
     assert drawn["figure1"]["layout"]["shapes"][-1]["x0"] == -table["awq"]["others"]["my own"]["margin"]
-    figures.report({"full": table["full"]}, "none", None, measured(), pd.DataFrame(), pd.DataFrame(), tmp_path / "small.html")
+    figures.report(
+        {"full": table["full"]}, "none", None, measured(), pd.DataFrame(), pd.DataFrame(), tmp_path / "small.html"
+    )
     assert len(unpacked(tmp_path / "small.html")[0]) == 1 + 5
 
 
@@ -133,7 +174,10 @@ def test_what_models_say_is_drawn_with_its_intervals(tmp_path):
     assert (value, low, high) == (7e-4, pytest.approx(7e-4 - reach), pytest.approx(7e-4 + reach))
     assert of_behaviour.interval(next(said().query("layer == 0").itertuples()), "kl")[1] == 0
     title = of_behaviour.behaviour_found(said())
-    assert title == "Farthest from full precision: base under awq, KL 0.0007 [0.00056, 0.00084] nats a token; rounding layer 3 alone does most"
+    assert (
+        title
+        == "Farthest from full precision: base under awq, KL 0.0007 [0.00056, 0.00084] nats a token; rounding layer 3 alone does most"
+    )
 
 
 def test_a_comparison_is_drawn(tmp_path):
@@ -172,7 +216,9 @@ def test_layers_are_drawn_with_and_without_a_trained_variant(tmp_path):
 
 @pytest.mark.parametrize("steps", [1, 3, 250])
 def test_training_is_drawn_with_whatever_was_logged(tmp_path, steps):
-    history = pd.DataFrame({"step": range(1, steps + 1), "reward": np.linspace(0.6, 0.7, steps), "entropy": 0.5, "kl": np.nan})
+    history = pd.DataFrame(
+        {"step": range(1, steps + 1), "reward": np.linspace(0.6, 0.7, steps), "entropy": 0.5, "kl": np.nan}
+    )
     figures.training(history, tmp_path / "training.png")
     assert is_picture(tmp_path / "training.png")
 
@@ -181,11 +227,16 @@ def test_probes_are_drawn_over_steps_with_their_intervals(tmp_path, monkeypatch)
     drawn, finish = [], rewards.finish
     monkeypatch.setattr(rewards, "finish", lambda figure, *rest: (finish(figure, *rest), drawn.append(figure)))
     history = pd.DataFrame({"step": range(1, 21), "reward": np.linspace(0.6, 0.7, 20)})
-    probes = pd.DataFrame({"step": [0, 10, 20], "accuracy": [0.5, 0.6, 0.7], "low": [0.4, 0.5, 0.6], "high": [0.6, 0.7, 0.8], "n": 96})
+    probes = pd.DataFrame(
+        {"step": [0, 10, 20], "accuracy": [0.5, 0.6, 0.7], "low": [0.4, 0.5, 0.6], "high": [0.6, 0.7, 0.8], "n": 96}
+    )
     figures.training(history, tmp_path / "with.png", probes=probes)
     figures.training(history, tmp_path / "without.png", probes=probes.head(0))
     titles = [[axes.get_title(loc="left") for axes in figure.axes] for figure in drawn]
-    assert titles == [["mean reward (share right)", "held-out accuracy (n = 96 probe questions; bars: 95 %)"], ["mean reward (share right)"]]
+    assert titles == [
+        ["mean reward (share right)", "held-out accuracy (n = 96 probe questions; bars: 95 %)"],
+        ["mean reward (share right)"],
+    ]
     points, (caps, bars) = drawn[0].axes[1].containers[0][0], drawn[0].axes[1].containers[0][1:]
     assert points.get_ydata().tolist() == [0.5, 0.6, 0.7] and len(caps) == 2 and len(bars[0].get_segments()) == 3
 
@@ -198,7 +249,10 @@ def test_training_without_rewards_is_refused(tmp_path):
 def test_a_long_title_stays_above_the_maps(tmp_path, monkeypatch):
     drawn, finish = [], heatmaps.finish
     monkeypatch.setattr(heatmaps, "finish", lambda figure, *rest: (finish(figure, *rest), drawn.append(figure)))
-    figures.schemes(pd.concat([stored(), stored().query("scheme == 'nf4'").assign(scheme="gptq", relative_mse=0.0271)]), tmp_path / "three.png")
+    figures.schemes(
+        pd.concat([stored(), stored().query("scheme == 'nf4'").assign(scheme="gptq", relative_mse=0.0271)]),
+        tmp_path / "three.png",
+    )
     title, below = drawn[0]._suptitle.get_window_extent(), drawn[0].axes[0].title.get_window_extent()
     assert drawn[0]._suptitle.get_text().count("\n") == 2 and title.y0 > below.y1
 
@@ -210,16 +264,30 @@ def test_an_interval_is_never_broken_across_lines():
 
 def test_titles_say_what_the_numbers_say():
     found = compare.from_counts(COUNTS)
-    assert [comparison._listed(names) for names in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a and b", "a, b and c"]
-    assert comparison._survival_found([row for row in found.rows if row.verdict], False) == "The gain survives nf4; it is lost under awq"
+    assert [comparison._listed(names) for names in (["a"], ["a", "b"], ["a", "b", "c"])] == [
+        "a",
+        "a and b",
+        "a, b and c",
+    ]
+    assert (
+        comparison._survival_found([row for row in found.rows if row.verdict], False)
+        == "The gain survives nf4; it is lost under awq"
+    )
     assert comparison._gain_found("grpo", found.row("full").delta).startswith("grpo gains +0.140 [")
-    assert "loses 1.575 % of the weights' energy after training, 5 % more than before it (1.5 %)" in of_weights._error_found(weights(1.05), ["base", "grpo"])
+    assert (
+        "loses 1.575 % of the weights' energy after training, 5 % more than before it (1.5 %)"
+        in of_weights._error_found(weights(1.05), ["base", "grpo"])
+    )
     assert "2 % less than before" in of_weights._error_found(weights(0.98), ["base", "grpo"])
     assert "as much as before" in of_weights._error_found(weights(1.0001), ["base", "grpo"])
     few = pd.DataFrame({"step": [1, 2, 3], "reward": [0.8, 0.45, 0.81]})
     assert rewards.reward_found(few) == "Training reward over 3 steps: too few to say whether it moved"
     noise = np.tile([0.4, 0.6], 8)
-    for shift, verb in ((0.5, "rises: +0.500 [+0.3"), (-0.5, "falls: −0.500 [−0.6"), (0.0, "is not shown to move: 0.000 [−0.1")):
+    for shift, verb in (
+        (0.5, "rises: +0.500 [+0.3"),
+        (-0.5, "falls: −0.500 [−0.6"),
+        (0.0, "is not shown to move: 0.000 [−0.1"),
+    ):
         moved = pd.DataFrame({"step": range(1, 17), "reward": noise + shift * np.repeat([0, 1], 8)})
         assert rewards.reward_found(moved).startswith(f"Training reward {verb}")
     level = pd.DataFrame({"step": range(1, 17), "reward": 0.5})

@@ -9,7 +9,9 @@ from qrl.formats.fakequant import fused, values
 
 SHAPES = ((96, 256), (32, 256))  # that share a scale, where the format has one
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's kernels need a GPU")
-ARITHMETIC = [name for name in values.FORMATS if name not in ("int8-attention", "nvfp4-a4")]  # of weights; the others' is int8's and nvfp4-a16's
+ARITHMETIC = [
+    name for name in values.FORMATS if name not in ("int8-attention", "nvfp4-a4")
+]  # of weights; the others' is int8's and nvfp4-a16's
 
 
 def weights(seed: int, spread: float = 0.02, device: str = "cpu", wide: int = 256) -> list[torch.Tensor]:
@@ -35,11 +37,21 @@ def proven(monkeypatch) -> dict:
 
 @on_gpu
 @pytest.mark.filterwarnings("error")  # a kernel that differs warns
-@pytest.mark.parametrize("masters, dtype", [(torch.float32, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "masters, dtype",
+    [(torch.float32, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)],
+)
 @pytest.mark.parametrize("name", ARITHMETIC)
 def test_a_kernels_fold_is_the_eager_one_bit_for_bit(name, masters, dtype, monkeypatch):
     args, known = values.scheme(name).weights, proven(monkeypatch)
-    for seed, spread, wide in ((0, 0.02, 256), (1, 0.02, 1536), (2, 1e-6, 8960), (3, 300.0, 1536), (4, 1.0, 8960), (5, 3e-3, 256)):
+    for seed, spread, wide in (
+        (0, 0.02, 256),
+        (1, 0.02, 1536),
+        (2, 1e-6, 8960),
+        (3, 300.0, 1536),
+        (4, 1.0, 8960),
+        (5, 3e-3, 256),
+    ):
         given = [each.to(masters) for each in weights(seed, spread, "cuda", wide)]
         for _ in range(2):  # the first time it is checked, and the second time used
             for found in fused.folded([given, given[:1]], args, dtype):
@@ -75,7 +87,16 @@ def test_nan_and_infinity_are_seen_beside_the_kernel_too(name, value):
 def test_largest_weights_and_global_scales_of_many_groups_are_those_of_each():
     groups = [weights(0), weights(1)[:1], [torch.zeros(4, 16)], weights(2, spread=300.0)]
     largest = fused._largest(groups)
-    assert torch.equal(largest, torch.stack([values._largest(*values._extremes(each, values.scheme("int8").weights)) for group in groups for each in group]))
+    assert torch.equal(
+        largest,
+        torch.stack(
+            [
+                values._largest(*values._extremes(each, values.scheme("int8").weights))
+                for group in groups
+                for each in group
+            ]
+        ),
+    )
     scales = fused._global_scales(largest, (2, 1, 1, 2))
     maxima = [max(float(each.abs().max()) for each in group) for group in groups]
     assert torch.equal(scales, torch.cat([values.global_scale(torch.tensor(each)) for each in maxima]))
@@ -115,4 +136,9 @@ def test_a_kernels_values_that_differ_from_eager_ones_are_not_used_but_those_of_
         found = fused.folded([given, given[1:], given[:1]], args, torch.bfloat16)
     for place, group in enumerate((given, given[1:], given[:1])):
         alike(found[place], values.folded(group, args, torch.bfloat16))
-    assert list(known.values()) == [False, True, True] and used == [1, 1, 1, 2]  # each alone at first, then all that hold in one go
+    assert list(known.values()) == [False, True, True] and used == [
+        1,
+        1,
+        1,
+        2,
+    ]  # each alone at first, then all that hold in one go

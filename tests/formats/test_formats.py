@@ -194,7 +194,9 @@ def test_int8_is_read_as_codes_times_row_scales(tiny_checkpoint, tmp_path):
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     settings = BitsAndBytesConfig(load_in_8bit=True)
-    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, quantization_config=settings, dtype=torch.bfloat16, device_map="cpu")
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_checkpoint, quantization_config=settings, dtype=torch.bfloat16, device_map="cpu"
+    )
     model.save_pretrained(tmp_path)
     true = load_file(tiny_checkpoint / "model.safetensors")
     for name, found in stored.matrices(tmp_path, stored.names(tmp_path)[:3]):
@@ -212,10 +214,23 @@ def test_awq_is_read_as_unpacked(awq_folder):
 
 def compressed(folder, tensors, weights, layout):
     """A folder of one linear as compressed-tensors writes it."""
-    save_file({f"model.layers.0.mlp.up_proj.{part}": tensor for part, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {f"model.layers.0.mlp.up_proj.{part}": tensor for part, tensor in tensors.items()}, folder / "model.safetensors"
+    )
     weights = {"symmetric": True, "dynamic": False} | weights
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None, "format": layout}
-    settings = {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+        "format": layout,
+    }
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
     (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
     return dict(stored.matrices(folder, stored.names(folder)))["model.layers.0.mlp.up_proj.weight"].values
 
@@ -237,7 +252,12 @@ def test_compressed_integers_with_zero_points_are_code_less_zero_times_scale(tmp
     generator = torch.Generator().manual_seed(0)
     codes, zeros = (torch.randint(-8, 8, (100, width), generator=generator, dtype=torch.int8) for width in (64, 2))
     scale = torch.rand(100, 2, generator=generator).bfloat16()
-    tensors = {"weight_packed": words(codes), "weight_scale": scale, "weight_shape": torch.tensor([100, 64]), "weight_zero_point": words(zeros.T).T.contiguous()}
+    tensors = {
+        "weight_packed": words(codes),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor([100, 64]),
+        "weight_zero_point": words(zeros.T).T.contiguous(),
+    }
     kind = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
     found = compressed(tmp_path, tensors, kind, "pack-quantized")
     assert torch.equal(found, (codes - zeros.repeat_interleave(32, 1)).float() * scale.float().repeat_interleave(32, 1))

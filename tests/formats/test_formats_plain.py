@@ -9,7 +9,9 @@ from qrl.formats import plain, stored
 def test_a_plain_copy_computes_what_evaluation_computes(tiny_checkpoint, tmp_path):
     from qrl.engine import hf
 
-    made = quantize.run("gptq", tiny_checkpoint, tmp_path / "gptq", calibration=["Tom has 3 apples and buys 4 more."] * 8).path
+    made = quantize.run(
+        "gptq", tiny_checkpoint, tmp_path / "gptq", calibration=["Tom has 3 apples and buys 4 more."] * 8
+    ).path
     copied = plain.write(made, tmp_path / "plain")
     found = checkpoint.check(copied)
     assert (found.quantization, found.dtype) == (None, "float32")

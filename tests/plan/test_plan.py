@@ -46,7 +46,10 @@ def claimed(assumed, n, studies=1500, seed=0):
 CASES = [
     (Assumptions(), 1044),
     (Assumptions(), 3000),
-    (Assumptions(gain=0.04, drop=0.0, scheme_correlation=0.8), 1500),  # the margin is at its least, or half, as the estimate falls
+    (
+        Assumptions(gain=0.04, drop=0.0, scheme_correlation=0.8),
+        1500,
+    ),  # the margin is at its least, or half, as the estimate falls
     (Assumptions(gain=0.15, drop=0.04, base_accuracy=0.5), 1000),
     (Assumptions(gain=0.15, drop=0.04, base_accuracy=0.5, margin=0.06), 1000),
     (Assumptions(gain=0.15, drop=0.12, base_accuracy=0.5), 600),
@@ -59,9 +62,13 @@ def test_chances_are_those_of_simulated_studies(assumed, n):
     """Within three Monte Carlo errors of 1,500 studies and 0.015 for the normal approximation."""
     assumed = assumed.checked()
     shares = claimed(assumed, n)
-    expected = {"shown": power.chance_shown(assumed, n)} | {verdict: power.chance_decided(assumed, n, verdict=verdict) for verdict in ("survives", "lost")}
+    expected = {"shown": power.chance_shown(assumed, n)} | {
+        verdict: power.chance_decided(assumed, n, verdict=verdict) for verdict in ("survives", "lost")
+    }
     for name, chance in expected.items():
-        assert shares[name] == pytest.approx(chance, abs=0.015 + 3 * math.sqrt(max(chance * (1 - chance), 1e-3) / 1500)), name
+        assert shares[name] == pytest.approx(
+            chance, abs=0.015 + 3 * math.sqrt(max(chance * (1 - chance), 1e-3) / 1500)
+        ), name
 
 
 def test_the_n_of_a_plan_reaches_its_power_and_a_smaller_one_does_not():
@@ -79,7 +86,10 @@ def test_the_readmes_numbers_are_a_plans():
     text = (Path(qrl.__file__).parents[1] / "README.md").read_text()
     row = plan.make(Assumptions()).rows[0]
     of_tiny = plan.make(Assumptions(correlation=0.23, scheme_correlation=0.92)).rows[0]
-    assert f"n = {row.n_gain:,} shows the gain, n = {row.n_verdict:,} says `survives`" in text and f"would need {of_tiny.n_verdict:,}" in text
+    assert (
+        f"n = {row.n_gain:,} shows the gain, n = {row.n_verdict:,} says `survives`" in text
+        and f"would need {of_tiny.n_verdict:,}" in text
+    )
 
 
 def simulated_over_runs(assumed, n, seeds, studies=400):
@@ -126,10 +136,16 @@ def test_more_runs_shrink_what_more_questions_cannot():
 
 def test_what_n_can_see_is_what_it_takes_to_see_it():
     seen = plan.make(Assumptions(drop=0.0), n=2000).rows[0]
-    assert plan.make(Assumptions(drop=0.0), effect=seen.least_gain).rows[0].n_effect_gain == pytest.approx(2000, rel=0.01)
-    assert plan.make(Assumptions(drop=0.0), effect=seen.least_change).rows[0].n_effect_survival == pytest.approx(2000, rel=0.01)
+    assert plan.make(Assumptions(drop=0.0), effect=seen.least_gain).rows[0].n_effect_gain == pytest.approx(
+        2000, rel=0.01
+    )
+    assert plan.make(Assumptions(drop=0.0), effect=seen.least_change).rows[0].n_effect_survival == pytest.approx(
+        2000, rel=0.01
+    )
     safe = plan.make(Assumptions(gain=0.2, drop=0.01, base_accuracy=0.5), n=2000).rows[0].largest_drop
-    assert power.chance_decided(Assumptions(gain=0.2, drop=safe, base_accuracy=0.5).checked(), 2000) == pytest.approx(0.8, abs=0.01)
+    assert power.chance_decided(Assumptions(gain=0.2, drop=safe, base_accuracy=0.5).checked(), 2000) == pytest.approx(
+        0.8, abs=0.01
+    )
 
 
 def test_a_loss_beyond_the_margin_plans_for_the_verdict_lost_and_one_at_it_for_none():
@@ -144,7 +160,9 @@ def test_a_pilot_gives_back_what_made_it():
     counts = np.round(patterns(assumed) * 200_000).astype(int)
     cells = np.repeat(PATTERNS, counts, axis=0).T
     found = plan.of_pilot(*cells)
-    assert found == pytest.approx({"base_accuracy": 0.6, "gain": 0.1, "drop": 0.02, "correlation": 0.3, "scheme_correlation": 0.6}, abs=1e-3)
+    assert found == pytest.approx(
+        {"base_accuracy": 0.6, "gain": 0.1, "drop": 0.02, "correlation": 0.3, "scheme_correlation": 0.6}, abs=1e-3
+    )
 
 
 def test_a_pilot_with_a_cell_all_right_is_refused_in_a_sentence():
@@ -194,7 +212,9 @@ def test_the_command_prints_a_table_and_writes_it_with_a_figure(tmp_path):
     assert written["assumed"]["gain"] == 0.05
 
 
-@pytest.mark.parametrize("words", [[], ["--effect", "0.03"], ["--n", "500", "--gain", "0.2"], ["--gain", "0.1", "--between-seed-sd", "0.01"]])
+@pytest.mark.parametrize(
+    "words", [[], ["--effect", "0.03"], ["--n", "500", "--gain", "0.2"], ["--gain", "0.1", "--between-seed-sd", "0.01"]]
+)
 def test_every_way_to_ask_is_answered_in_a_sentence(words):
     done = CliRunner().invoke(cli.cli, ["plan", *words])
     assert done.exit_code == 0 and "training run" in done.output and "Assumed: base 0.680" in done.output

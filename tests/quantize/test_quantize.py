@@ -68,10 +68,18 @@ def test_awq_says_which_environment_it_needs(tiny_checkpoint, tmp_path):
         quantize.run("awq", tiny_checkpoint, tmp_path / "out", calibration=["some text"])
 
 
-@pytest.mark.parametrize(("texts", "words"), [([], "calibration texts"), ([""], "calibration texts"), (["a b " * 99], "tokens")])
+@pytest.mark.parametrize(
+    ("texts", "words"), [([], "calibration texts"), ([""], "calibration texts"), (["a b " * 99], "tokens")]
+)
 def test_awq_refuses_texts_rather_than_dropping_them(tiny_checkpoint, tmp_path, texts, words):
     with pytest.raises(BadInput, match=words):
-        quantize.run("awq", tiny_checkpoint, tmp_path / "out", calibration=texts, settings=chosen("awq", calibration_max_tokens=64))
+        quantize.run(
+            "awq",
+            tiny_checkpoint,
+            tmp_path / "out",
+            calibration=texts,
+            settings=chosen("awq", calibration_max_tokens=64),
+        )
 
 
 def test_every_text_begins_a_row_and_rows_are_as_long_as_the_longest():
@@ -96,7 +104,9 @@ def test_the_calibration_digest_tells_texts_and_their_order_apart():
 
 def test_a_config_of_transformers_5_is_put_in_the_words_of_4():
     rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
-    old = staging.rewrite({"model_type": "qwen2", "dtype": "bfloat16", "rope_parameters": rope, "layer_types": ["full_attention"]})
+    old = staging.rewrite(
+        {"model_type": "qwen2", "dtype": "bfloat16", "rope_parameters": rope, "layer_types": ["full_attention"]}
+    )
     assert old["rope_theta"] == 1e6
     assert old["rope_scaling"] == {"rope_type": "yarn", "factor": 4.0}
     assert old["torch_dtype"] == "bfloat16"
@@ -148,7 +158,9 @@ def test_the_staged_copy_is_the_same_model(stage, tiny_checkpoint):
     staging.verify(model, loading, tiny_checkpoint)
     wanted = logits(AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32))
     assert torch.allclose(logits(model), wanted, atol=1e-4)
-    assert (logits(stage(rms_norm_eps=0.5)[0]) - wanted).norm() > 0.01 * wanted.norm()  # which a wrong setting would show
+    assert (
+        logits(stage(rms_norm_eps=0.5)[0]) - wanted
+    ).norm() > 0.01 * wanted.norm()  # which a wrong setting would show
 
 
 def test_another_rotary_base_or_setting_is_refused(stage, tiny_checkpoint):

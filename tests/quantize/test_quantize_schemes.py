@@ -20,7 +20,17 @@ from qrl.recipe import Quantize
 
 SCHEMES = (names.INT8, *names.COMPRESSED)
 # Bits of a code, and of the scales that a group or a row of at least 128 inputs adds to each: a share of the definition.
-BITS = {"int8": 8, "awq-ct": 4, "gptq": 4, "fp8": 8, "nvfp4a16": 4.5, "nvfp4": 4.5, "w8a16": 8, "w8a8": 8, "mxfp4a16": 4.25}
+BITS = {
+    "int8": 8,
+    "awq-ct": 4,
+    "gptq": 4,
+    "fp8": 8,
+    "nvfp4a16": 4.5,
+    "nvfp4": 4.5,
+    "w8a16": 8,
+    "w8a8": 8,
+    "mxfp4a16": 4.25,
+}
 # Relative squared error of a weight uniform within a step, with room: a grid of 4 bits is 16 × as coarse as one of 8.
 WORST = {scheme: 0.02 if bits < 8 else 0.002 for scheme, bits in BITS.items()}
 TEXTS = [f"Tom has {i} apples and buys {i + 2} more. How many does he have?" for i in range(8)]
@@ -34,7 +44,8 @@ def chosen(scheme: str, **recipe) -> settings.Settings:
 def made(tiny_checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("schemes")
     return {
-        scheme: quantize.run(scheme, tiny_checkpoint, folder / scheme, calibration=TEXTS, probe=TEXTS) for scheme in SCHEMES
+        scheme: quantize.run(scheme, tiny_checkpoint, folder / scheme, calibration=TEXTS, probe=TEXTS)
+        for scheme in SCHEMES
     }
 
 
@@ -52,7 +63,9 @@ def test_bits_are_counted_from_what_is_stored(made, scheme):
 def test_the_engine_runs_it_and_stays_near_the_original(made, tiny_checkpoint, scheme):
     model, _ = hf.load(made[scheme].path, "cpu", torch.float32)
     original, _ = hf.load(tiny_checkpoint, "cpu", torch.float32)
-    assert {parameter.dtype for name, parameter in model.named_parameters() if name.endswith("proj.weight")} == {torch.float32}
+    assert {parameter.dtype for name, parameter in model.named_parameters() if name.endswith("proj.weight")} == {
+        torch.float32
+    }
     weight, stored = (each.model.layers[0].self_attn.q_proj.weight for each in (original, model))
     if scheme != names.AWQ_CT:  # which scales weights, and the norm before them back
         assert 0 < (weight - stored).square().sum() <= WORST[scheme] * weight.square().sum()
@@ -63,8 +76,13 @@ def test_the_engine_runs_it_and_stays_near_the_original(made, tiny_checkpoint, s
 
 
 def test_eight_bits_move_the_model_less_than_four(made):
-    plain = {scheme: bits for scheme, bits in BITS.items() if scheme not in settings.CALIBRATED}  # which know these texts
-    four, eight = ([made[scheme].layer_errors[-1] for scheme, bits in plain.items() if (bits >= 8) == many] for many in (False, True))
+    plain = {
+        scheme: bits for scheme, bits in BITS.items() if scheme not in settings.CALIBRATED
+    }  # which know these texts
+    four, eight = (
+        [made[scheme].layer_errors[-1] for scheme, bits in plain.items() if (bits >= 8) == many]
+        for many in (False, True)
+    )
     assert max(eight) < min(four)
 
 
@@ -109,7 +127,9 @@ def test_what_groups_do_not_divide_is_refused_and_leaves_nothing(tmp_path, tiny_
             quantize.run(scheme, odd, tmp_path / "out", calibration=TEXTS)
         assert not (tmp_path / "out").exists()
     (odd / "config.json").write_text((odd / "config.json").read_text().replace("200", "328"))
-    with pytest.raises(BadInput, match="has 328 inputs"):  # by what it says, before a weight is read: these would not fit
+    with pytest.raises(
+        BadInput, match="has 328 inputs"
+    ):  # by what it says, before a weight is read: these would not fit
         quantize.run("w8a16", odd, tmp_path / "out")
     (odd / "config.json").write_text((odd / "config.json").read_text().replace("328", "200"))
     quantize.run("w8a8", odd, tmp_path / "out")  # a scale a row: no groups
@@ -126,15 +146,26 @@ def test_what_a_scheme_does_not_heed_is_said_and_what_none_heeds_is_refused():
     def unheeded(schemes, *typed, **recipe):
         return settings.unheeded(Quantize(schemes=schemes, **recipe), schemes, typed)
 
-    assert unheeded(("nf4", "int8", "fp8")) == unheeded(("awq-ct", "gptq"), "quantize.bits", bits=8, symmetric=True) == []
-    assert unheeded(("nf4", "gptq", "awq"), "quantize.bits", bits=8) == ["quantize.bits = 8 means nothing to nf4 and awq: gptq alone heeds it."]
-    beside = settings.unheeded(Quantize(calibration="rollouts"), ("nf4",), ("quantize.calibration",), beside=("rtn-int4", "rtn-nvfp4-a4"))
+    assert (
+        unheeded(("nf4", "int8", "fp8")) == unheeded(("awq-ct", "gptq"), "quantize.bits", bits=8, symmetric=True) == []
+    )
+    assert unheeded(("nf4", "gptq", "awq"), "quantize.bits", bits=8) == [
+        "quantize.bits = 8 means nothing to nf4 and awq: gptq alone heeds it."
+    ]
+    beside = settings.unheeded(
+        Quantize(calibration="rollouts"), ("nf4",), ("quantize.calibration",), beside=("rtn-int4", "rtn-nvfp4-a4")
+    )
     assert beside == ["quantize.calibration = rollouts means nothing to nf4: rtn-nvfp4-a4 alone heeds it."]
     for field, value in (("bits", 8), ("group_size", 32), ("symmetric", False), ("calibration", "rollouts")):
         for typed in ((), (f"quantize.{field}", "quantize.schemes")):  # a recipe of one's own, or options
-            with pytest.raises(BadInput, match=rf"quantize\.{field} = {value} means nothing to nf4 and fp8.*leave it out, or take a scheme"):
+            with pytest.raises(
+                BadInput,
+                match=rf"quantize\.{field} = {value} means nothing to nf4 and fp8.*leave it out, or take a scheme",
+            ):
                 unheeded(("nf4", "fp8"), *typed, **{field: value})
-        assert len(unheeded(("nf4", "fp8"), "quantize.schemes", **{field: value})) == 1  # a recipe for other schemes than were typed
+        assert (
+            len(unheeded(("nf4", "fp8"), "quantize.schemes", **{field: value})) == 1
+        )  # a recipe for other schemes than were typed
 
 
 def test_without_llm_compressor_a_sentence_says_what_to_do(monkeypatch, tiny_checkpoint, tmp_path):
@@ -160,7 +191,9 @@ def test_a_settings_digest_is_what_means_something_to_the_scheme():
         assert digest(scheme, **other) != digest(scheme)
     assert len({digest(scheme) for scheme in names.QUANTIZED_SCHEMES}) == len(names.QUANTIZED_SCHEMES)
     assert digest("gptq", "other questions") != digest("gptq")
-    assert digest("gptq", calibration="a.jsonl") == digest("gptq", calibration="moved/b.jsonl")  # known by what they hold
+    assert digest("gptq", calibration="a.jsonl") == digest(
+        "gptq", calibration="moved/b.jsonl"
+    )  # known by what they hold
 
 
 def test_calibration_files_are_read_or_refused_in_a_sentence(tmp_path):
@@ -197,7 +230,10 @@ def test_cells_that_were_stored_or_asked_differently_are_never_subtracted():
             compare.from_questions(cells(settings_digest={("grpo", "gptq"): other}))
     with pytest.raises(BadInput, match=r"different engines \(transformers, vllm\)"):
         compare.from_questions(cells(engine={("base", "full"): "vllm"}))
-    versions = {(variant, scheme): f"vllm 0.{number}" for number, (variant, scheme) in enumerate([("base", "full"), ("grpo", "gptq")])}
+    versions = {
+        (variant, scheme): f"vllm 0.{number}"
+        for number, (variant, scheme) in enumerate([("base", "full"), ("grpo", "gptq")])
+    }
     with pytest.raises(BadInput, match=r"different engines \(transformers, vllm 0.0, vllm 0.1\)"):
         compare.from_questions(cells(engine=versions))
     both = {(variant, scheme): "vllm 0.1" for variant in ("base", "grpo") for scheme in ("full", "gptq")}
@@ -236,7 +272,10 @@ def test_widths_are_checked_on_every_linear_but_the_head():
 def test_a_calibration_file_may_hold_empty_lines_and_whatever_a_string_may_hold(tmp_path):
     file = tmp_path / "texts.jsonl"
     line_end_of_unicode = "one\u2028two\x85three"  # for str.splitlines; JSON and JSONL know "\n" alone
-    file.write_text(f'\n{json.dumps({"text": line_end_of_unicode}, ensure_ascii=False)}\r\n\n\n{{"text": " "}}\n', encoding="utf-8-sig")
+    file.write_text(
+        f'\n{json.dumps({"text": line_end_of_unicode}, ensure_ascii=False)}\r\n\n\n{{"text": " "}}\n',
+        encoding="utf-8-sig",
+    )
     with pytest.raises(BadInput, match=r"Line 5 of .*texts\.jsonl holds no calibration text"):
         calibration.read(file, 1)
     file.write_text(file.read_text(encoding="utf-8").replace('" "', '"four"'), encoding="utf-8")
@@ -270,7 +309,10 @@ def test_what_would_stay_in_full_precision_unseen_is_refused_by_every_scheme(tmp
     sizes = {"vocab_size": 64, "hidden_size": 128, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128}
     unfit = {  # fp8 of GPT-2 stored not one matrix in few bits, and called the checkpoint fp8
-        "mixtral is a mixture of experts": (MixtralConfig(**sizes, **heads, num_local_experts=2), ("nf4", "int8", "fp8", "awq-ct", "awq", "rtn-int8")),
+        "mixtral is a mixture of experts": (
+            MixtralConfig(**sizes, **heads, num_local_experts=2),
+            ("nf4", "int8", "fp8", "awq-ct", "awq", "rtn-int8"),
+        ),
         "mamba has Mamba layers": (MambaConfig(**sizes, state_size=4), ("nf4", "w8a8", "w8a16", "rtn-fp8")),
         "lies in a Conv1D": (GPT2Config(vocab_size=64, n_embd=128, n_layer=1, n_head=2), ("fp8", "gptq", "rtn-int4")),
     }

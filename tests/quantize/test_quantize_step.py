@@ -34,18 +34,24 @@ def other(tmp_path_factory) -> Path:
     weights = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     for name in (name for name in weights if name.endswith("down_proj.weight")):
-        weights[name] += (weights[name].float().std() * torch.randn(weights[name].shape, generator=generator)).to(weights[name].dtype)
+        weights[name] += (weights[name].float().std() * torch.randn(weights[name].shape, generator=generator)).to(
+            weights[name].dtype
+        )
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def settings(**given) -> recipe.Recipe:
-    return recipe.load("tiny", {"quantize.calibration_samples": str(SAMPLES), "evaluate.max_new_tokens": "40", "device": "cpu"} | given)
+    return recipe.load(
+        "tiny", {"quantize.calibration_samples": str(SAMPLES), "evaluate.max_new_tokens": "40", "device": "cpu"} | given
+    )
 
 
 def records() -> dict[str, dict]:
     """Variant → the params of its latest run, metrics beside them."""
-    found = mlflow.search_runs(filter_string="tags.`qrl.variant` LIKE '%'", order_by=["start_time ASC"], output_format="list")
+    found = mlflow.search_runs(
+        filter_string="tags.`qrl.variant` LIKE '%'", order_by=["start_time ASC"], output_format="list"
+    )
     return {run.data.params["variant"]: run.data.params | run.data.metrics for run in found}
 
 
@@ -56,8 +62,14 @@ def own_answers(chosen: recipe.Recipe, model: Path) -> list[str]:
     questions = inputs.questions(chosen, "train", SAMPLES)
     prompts = [prompt.render(tokens, question.question, chosen.prompt) for question in questions]
     written = hf.generate(loaded, tokens, prompts, max_new_tokens=40, batch_size=SAMPLES)
-    texts = [prompt.training_text(staging.tokenizer(model), replace(question, solution=answer.raw), chosen.prompt) for question, answer in zip(questions, written, strict=True)]
-    return [text if answer.finish_reason == "stop" else text.removesuffix(tokens.eos_token) for text, answer in zip(texts, written, strict=True)]
+    texts = [
+        prompt.training_text(staging.tokenizer(model), replace(question, solution=answer.raw), chosen.prompt)
+        for question, answer in zip(questions, written, strict=True)
+    ]
+    return [
+        text if answer.finish_reason == "stop" else text.removesuffix(tokens.eos_token)
+        for text, answer in zip(texts, written, strict=True)
+    ]
 
 
 def test_rollouts_are_each_models_own_answers_to_the_same_questions(store, other):
@@ -67,13 +79,19 @@ def test_rollouts_are_each_models_own_answers_to_the_same_questions(store, other
     for variant, model in (("base", tiny.PATH), ("grpo", other)):
         assert found[variant]["calibration_digest"] == calibration.digest(own_answers(chosen, model))
     assert found["base"]["calibration_digest"] != found["grpo"]["calibration_digest"]
-    assert found["base"][names.SETTINGS] == found["grpo"][names.SETTINGS]  # same questions, so their cells may be compared
-    step.quantize(settings(**{"quantize.calibration": "rollouts", "quantize.calibration_seed": "7"}), "gptq", f"grpo={other}")
+    assert (
+        found["base"][names.SETTINGS] == found["grpo"][names.SETTINGS]
+    )  # same questions, so their cells may be compared
+    step.quantize(
+        settings(**{"quantize.calibration": "rollouts", "quantize.calibration_seed": "7"}), "gptq", f"grpo={other}"
+    )
     assert records()["grpo"][names.SETTINGS] != found["base"][names.SETTINGS]  # other questions: compare refuses them
 
 
 def test_a_file_is_what_every_model_is_calibrated_on_and_the_record_is_whole(store, other, tmp_path):
-    texts = [f"Tom has {i} apples and buys {i + 2} more. How many does he have? #### {2 * i + 2}" for i in range(SAMPLES)]
+    texts = [
+        f"Tom has {i} apples and buys {i + 2} more. How many does he have? #### {2 * i + 2}" for i in range(SAMPLES)
+    ]
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     step.quantize(settings(**{"quantize.calibration": str(file)}), "gptq", f"base={tiny.PATH},grpo={other}")
@@ -82,8 +100,15 @@ def test_a_file_is_what_every_model_is_calibrated_on_and_the_record_is_whole(sto
     assert found["base"][names.SETTINGS] == found["grpo"][names.SETTINGS]
     for record in found.values():
         assert record["scheme"] == "gptq" and record["settings.calibration"] == str(file) and int(record["bytes"]) > 1e6
-        assert 4.1 < record["quantize/bits_per_weight"] < 4.2 and record["quantize/seconds"] > 0 and 0 < record["quantize/layer_error"] < 1
-    history = mlflow.MlflowClient().get_metric_history(mlflow.search_runs(filter_string="params.variant = 'base'", output_format="list")[0].info.run_id, "quantize/layer_error")
+        assert (
+            4.1 < record["quantize/bits_per_weight"] < 4.2
+            and record["quantize/seconds"] > 0
+            and 0 < record["quantize/layer_error"] < 1
+        )
+    history = mlflow.MlflowClient().get_metric_history(
+        mlflow.search_runs(filter_string="params.variant = 'base'", output_format="list")[0].info.run_id,
+        "quantize/layer_error",
+    )
     assert [point.step for point in history] == [0, 1, 2, 3]  # of each layer
 
 
@@ -108,7 +133,10 @@ def test_what_cannot_be_done_is_told_before_a_run_is_opened(store, tmp_path):
 
 
 def test_a_cell_is_not_called_by_another_scheme_than_the_one_its_model_is_stored_in(store):
-    for scheme, other, words in (("nf4", "int8", "stored as 4-bit floats: expected 8-bit integers"), ("rtn-int8", "w8a16", "stored as rtn-int8: expected w8a16")):
+    for scheme, other, words in (
+        ("nf4", "int8", "stored as 4-bit floats: expected 8-bit integers"),
+        ("rtn-int8", "w8a16", "stored as rtn-int8: expected w8a16"),
+    ):
         step.quantize(settings(), scheme, None)
         (model,) = mlflow.search_logged_models(filter_string=f"params.scheme = '{scheme}'", output_format="list")
         address = f"models:/{model.model_id}"
@@ -118,7 +146,18 @@ def test_a_cell_is_not_called_by_another_scheme_than_the_one_its_model_is_stored
 
 
 def test_a_step_killed_outright_leaves_nothing_in_the_store_and_the_next_one_sweeps(store):
-    words = [sys.executable, "-m", "qrl", "quantize", "--scheme", "awq-ct", "--device", "cpu", "--quantize.calibration_samples", "64"]
+    words = [
+        sys.executable,
+        "-m",
+        "qrl",
+        "quantize",
+        "--scheme",
+        "awq-ct",
+        "--device",
+        "cpu",
+        "--quantize.calibration_samples",
+        "64",
+    ]
     root = Path(qrl.__file__).parents[1]
     child = subprocess.Popen(words, env=os.environ | {"PYTHONPATH": str(root)}, stderr=subprocess.PIPE)
     folders = Path(".qrl")

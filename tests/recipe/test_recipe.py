@@ -41,7 +41,12 @@ def test_seed_000s_recipe_is_its_run():
     train = recipe.load("qwen2.5-1.5b-g8-dr100").train
     assert (train.steps * train.prompts_per_step, train.questions) == (2000, 1000)  # two epochs of its 1,000 prompts
     assert (train.generations, train.loss, train.scale_rewards, train.beta) == (8, "dr_grpo", "none", 0)
-    assert (train.learning_rate, train.max_completion_tokens, train.temperature, train.dtype) == (1e-6, 512, 1.0, "bf16")
+    assert (train.learning_rate, train.max_completion_tokens, train.temperature, train.dtype) == (
+        1e-6,
+        512,
+        1.0,
+        "bf16",
+    )
 
 
 def test_seed_001s_recipe_is_its_run():
@@ -49,16 +54,31 @@ def test_seed_001s_recipe_is_its_run():
     train = found.train
     assert (found.model, found.task, train.storage, train.compute) == ("Qwen/Qwen3-8B", "deepmath", "nf4", "bf16")
     assert (train.lora_rank, train.lora_alpha, train.lora_targets) == (16, 32, ("q_proj", "k_proj", "v_proj", "o_proj"))
-    assert (train.generations, train.beta, train.max_completion_tokens, found.rollout.quantization) == (8, 0.01, 2048, "fp8")
+    assert (train.generations, train.beta, train.max_completion_tokens, found.rollout.quantization) == (
+        8,
+        0.01,
+        2048,
+        "fp8",
+    )
     for wider in ("int8", "bf16"):  # a 4-bit base that proves too lossy is exchanged by this key alone
-        assert recipe.load("qwen3-8b-qlora-deepmath", {"train.base_storage": wider}).train == train.model_copy(update={"base_storage": wider})
+        assert recipe.load("qwen3-8b-qlora-deepmath", {"train.base_storage": wider}).train == train.model_copy(
+            update={"base_storage": wider}
+        )
 
 
 @pytest.mark.parametrize("size", ["0.6B", "1.7B", "4B", "8B"])
 def test_seed_002s_recipes_are_its_runs(size):
     model = {"model": f"Qwen/Qwen3-{size}"}
-    adapter, full, quantized = (recipe.load(f"qwen3-math-{name}", model | more) for name, more in (("qlora", {}), ("full", {}), ("full", {"train.qat": "int8-attention"})))
-    assert (adapter.train.method, adapter.train.storage, adapter.train.lora_rank, adapter.train.lora_alpha) == ("qlora", "nf4", 8, 16)
+    adapter, full, quantized = (
+        recipe.load(f"qwen3-math-{name}", model | more)
+        for name, more in (("qlora", {}), ("full", {}), ("full", {"train.qat": "int8-attention"}))
+    )
+    assert (adapter.train.method, adapter.train.storage, adapter.train.lora_rank, adapter.train.lora_alpha) == (
+        "qlora",
+        "nf4",
+        8,
+        16,
+    )
     assert [each.train.learning_rate for each in (adapter, full, quantized)] == [1e-4, 1e-6, 1e-6]
     for each in (adapter, full, quantized):
         assert each.task == "math" and each.model == model["model"]
@@ -129,7 +149,15 @@ def test_a_recipe_file_takes_a_list_as_it_is_typed_and_an_empty_section_as_its_d
 
 
 def test_a_recipe_file_means_what_the_same_words_mean_on_the_command_line(tmp_path):
-    words = {"rollout.sleep": "off", "train.steps": "010", "train.teacher": "none", "data": "none", "seed": "1_000", "quantize.bits": "8", "train.lora_rank": "8"}
+    words = {
+        "rollout.sleep": "off",
+        "train.steps": "010",
+        "train.teacher": "none",
+        "data": "none",
+        "seed": "1_000",
+        "quantize.bits": "8",
+        "train.lora_rank": "8",
+    }
     nested = {}
     for key, text in words.items():
         section, _, name = key.rpartition(".")

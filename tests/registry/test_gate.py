@@ -12,7 +12,13 @@ GOOD = Evidence(broken_limits=(), evaluated_digest="sha256-aaaa", version_digest
 
 def grpo(gain=(0.05, 0.03, 0.07), evidence=GOOD, parent="bbbb", base="bbbb", min_gain=0.0):
     estimate, low, high = gain
-    return decide_grpo(evidence, parent_digest=parent, base_digest=base, gain=Estimate(estimate, 0.01, low, high, 2000), min_gain=min_gain)
+    return decide_grpo(
+        evidence,
+        parent_digest=parent,
+        base_digest=base,
+        gain=Estimate(estimate, 0.01, low, high, 2000),
+        min_gain=min_gain,
+    )
 
 
 def awq(low, evidence=GOOD, parent="cccc", max_loss=0.05):
@@ -23,12 +29,25 @@ def awq(low, evidence=GOOD, parent="cccc", max_loss=0.05):
 def test_a_good_version_passes_with_its_reasons():
     decision = grpo()
     assert decision.passed and decision.stage == "grpo" and len(decision.reasons) == 4
-    assert "The gain over base is +0.050 [+0.030, +0.070] on n = 2000 questions; its lower 95 % bound lies above 0." in decision.reasons
+    assert (
+        "The gain over base is +0.050 [+0.030, +0.070] on n = 2000 questions; its lower 95 % bound lies above 0."
+        in decision.reasons
+    )
     assert decision.facts["gain_low"] == 0.03 and decision.facts["version_digest"] == "sha256-aaaa"
     assert str(decision).startswith("Stage grpo passes: ")
 
 
-@pytest.mark.parametrize(("low", "min_gain", "passed"), [(0.03, 0.0, True), (0.0, 0.0, False), (-0.01, 0.0, False), (0.03, 0.03, False), (0.03, 0.02, True), (math.nan, 0.0, False)])
+@pytest.mark.parametrize(
+    ("low", "min_gain", "passed"),
+    [
+        (0.03, 0.0, True),
+        (0.0, 0.0, False),
+        (-0.01, 0.0, False),
+        (0.03, 0.03, False),
+        (0.03, 0.02, True),
+        (math.nan, 0.0, False),
+    ],
+)
 def test_the_gains_lower_bound_decides(low, min_gain, passed):
     decision = grpo(gain=(0.05, low, 0.07), min_gain=min_gain)
     assert decision.passed is passed
@@ -36,7 +55,10 @@ def test_the_gains_lower_bound_decides(low, min_gain, passed):
         assert "does not lie above" in decision.reasons[0]
 
 
-@pytest.mark.parametrize(("low", "max_loss", "passed"), [(-0.04, 0.05, True), (-0.05, 0.05, False), (-0.06, 0.05, False), (-0.06, 0.07, True), (math.nan, 0.05, False)])
+@pytest.mark.parametrize(
+    ("low", "max_loss", "passed"),
+    [(-0.04, 0.05, True), (-0.05, 0.05, False), (-0.06, 0.05, False), (-0.06, 0.07, True), (math.nan, 0.05, False)],
+)
 def test_the_loss_to_awq_decides(low, max_loss, passed):
     assert awq(low, max_loss=max_loss).passed is passed
 

@@ -105,10 +105,17 @@ def test_stages_are_aliases_and_mlflow_mirrors_them(version):
         assert registry.promote(NAME, stage, number, record=WHY).version == number
     assert pointers() == {"base": "1", "grpo": "2", "awq": "3"}
     assert mlflow_stages() == {1: "None", 2: "Staging", 3: "Production"}
-    asked = {stage: registry.resolve(NAME, stage).version for stage in ("base", "grpo", "awq", "Staging", "Production", "2", 3)}
+    asked = {
+        stage: registry.resolve(NAME, stage).version
+        for stage in ("base", "grpo", "awq", "Staging", "Production", "2", 3)
+    }
     assert asked == {"base": 1, "grpo": 2, "awq": 3, "Staging": 2, "Production": 3, "2": 2, 3: 3}
     gate = registry.resolve(NAME, "grpo").gate("grpo")
-    assert gate["verdict"] == "promoted" and gate["why"] == WHY["why"] and gate["digest"] == registry.resolve(NAME, 2).digest
+    assert (
+        gate["verdict"] == "promoted"
+        and gate["why"] == WHY["why"]
+        and gate["digest"] == registry.resolve(NAME, 2).digest
+    )
 
 
 def test_promotion_remembers_what_was_and_rollback_returns_to_it(version):
@@ -169,7 +176,11 @@ def test_processes_that_promote_at_once_leave_one_version_in_production(version,
     stages = mlflow_stages()
     assert sorted(stages.values()).count("Production") == 1
     assert stages[int(pointers()["awq"])] == "Production"
-    assert set(pointers()) == {"grpo", "awq", "grpo-previous", "awq-previous"} and set(pointers().values()) <= {"1", "2", "3"}
+    assert set(pointers()) == {"grpo", "awq", "grpo-previous", "awq-previous"} and set(pointers().values()) <= {
+        "1",
+        "2",
+        "3",
+    }
 
 
 def test_what_is_served_is_what_was_measured(store, tiny_checkpoint):
@@ -183,7 +194,9 @@ def test_what_is_served_is_what_was_measured(store, tiny_checkpoint):
     with pytest.raises(GateRefused, match="No gate let"):
         versions.verify(made)
     registry.refuse(NAME, "grpo", 1, record={"why": "it was unhealthy."})
-    with pytest.raises(GateRefused, match=r"\(it was unhealthy\): `python -m qrl promote --stage grpo --cell RUN` decides"):
+    with pytest.raises(
+        GateRefused, match=r"\(it was unhealthy\): `python -m qrl promote --stage grpo --cell RUN` decides"
+    ):
         versions.verify(registry.resolve(NAME, 1))
     served = registry.promote(NAME, "base", 1, record=WHY)
     assert versions.verify(served) == versions.verify(registry.resolve(NAME, 1)) == stored
@@ -225,7 +238,9 @@ def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
 
 def test_a_gate_subtracts_no_answers_of_two_engines(store, tmp_path):
     def answered(variant: str, engine: str) -> cells.Evaluated:
-        rows = pd.DataFrame({"question": ["a", "b", "c"], "correct": [0, 1, 1], names.ENGINE: engine}).assign(variant=variant, scheme="full")
+        rows = pd.DataFrame({"question": ["a", "b", "c"], "correct": [0, 1, 1], names.ENGINE: engine}).assign(
+            variant=variant, scheme="full"
+        )
         rows.to_parquet(tmp_path / names.QUESTIONS)
         with runs.step("evaluate") as run:
             mlflow.log_artifact(str(tmp_path / names.QUESTIONS))

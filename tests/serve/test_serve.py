@@ -59,7 +59,14 @@ def start(path: Path, port: int, log: Path) -> subprocess.Popen:
 def serve(path: Path, port: int, verify=lambda: None, **given) -> None:
     """Serves in this very process, until the engine ends."""
     with process.Engine("transformers") as child:
-        server.run(child, process.Load("qrl-tiny", 3, path, verify), "127.0.0.1", port, on_ready=given.pop("on_ready", print), **given)
+        server.run(
+            child,
+            process.Load("qrl-tiny", 3, path, verify),
+            "127.0.0.1",
+            port,
+            on_ready=given.pop("on_ready", print),
+            **given,
+        )
 
 
 def engine_of(process: subprocess.Popen) -> int:
@@ -177,7 +184,9 @@ def test_an_engine_that_dies_says_why_in_a_sentence(tmp_path, capfd):
     shutil.copytree(tiny.PATH, broken)
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"]}))
-    with pytest.raises(QrlError, match=r"died while loading the model \(exit code 1\): \w+Error: .*NoSuchModel") as told:
+    with pytest.raises(
+        QrlError, match=r"died while loading the model \(exit code 1\): \w+Error: .*NoSuchModel"
+    ) as told:
         serve(broken, free_port())
     assert told.value.exit_code == 1 and len(str(told.value).splitlines()) == 1
     assert "has no attribute NoSuchModel\n" in capfd.readouterr().err  # the log's end is there for who wants it
@@ -225,7 +234,10 @@ def test_the_cause_is_the_first_error_of_a_log_and_no_warning_about_one():
     ]
     assert process.cause(log) == "ValueError: No kernel for NVFP4 on this CPU."
     assert process.cause(log[:3]) is None
-    told = ["pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig", "  Value error, no such model."]
+    told = [
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+        "  Value error, no such model.",
+    ]
     assert process.cause(told) == "ValidationError: 1 validation error for ModelConfig: Value error, no such model."
     assert process.cause(["NotImplementedError"]) == "NotImplementedError"
 
@@ -257,7 +269,11 @@ def test_only_formats_that_unpack_to_bf16_leave_the_dtype_of_evaluation_on_a_cpu
     quantized = {"quantization_config": {"quant_method": "bitsandbytes"}}
     assert chosen({}, "cpu", "auto") == "float32"
     assert chosen(quantized, "cpu", "auto") == "bfloat16"
-    for name, dtype in (("nvfp4-pack-quantized", "bfloat16"), ("mxfp4-pack-quantized", "bfloat16"), ("pack-quantized", "float32")):
+    for name, dtype in (
+        ("nvfp4-pack-quantized", "bfloat16"),
+        ("mxfp4-pack-quantized", "bfloat16"),
+        ("pack-quantized", "float32"),
+    ):
         config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"format": name}}}
         assert chosen({"quantization_config": config}, "cpu", "auto") == dtype
     assert chosen({}, "cuda", "auto") == "auto"
@@ -315,8 +331,23 @@ def test_what_cannot_be_served_is_told_in_a_sentence_and_never_answers(registere
     weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
     mlflow.MlflowClient().set_registered_model_alias("qrl-tiny", "grpo", "1")  # by hand, past the gate
     refused = ("grpo", "vllm", 3, "No gate let")
-    for stage, engine, code, sentence in (("awq", "vllm", 2, "has no version yet"), refused, ("base", "transformers", 1, "have changed")):
-        command = [sys.executable, "-m", "qrl", "serve", "--stage", stage, "--engine", engine, "--port", str(free_port())]
+    for stage, engine, code, sentence in (
+        ("awq", "vllm", 2, "has no version yet"),
+        refused,
+        ("base", "transformers", 1, "have changed"),
+    ):
+        command = [
+            sys.executable,
+            "-m",
+            "qrl",
+            "serve",
+            "--stage",
+            stage,
+            "--engine",
+            engine,
+            "--port",
+            str(free_port()),
+        ]
         done = subprocess.run(
             command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
         )
@@ -324,7 +355,10 @@ def test_what_cannot_be_served_is_told_in_a_sentence_and_never_answers(registere
         told = [line for line in done.stderr.splitlines() if line.startswith("qrl: ")]
         assert len(told) == 1 and sentence in told[0] and "Traceback" not in done.stderr
     run = newest_run()
-    assert run.info.run_id != before and (run.info.status, run.data.tags["qrl.reason"]) == ("FAILED", told[0].removeprefix("qrl: "))
+    assert run.info.run_id != before and (run.info.status, run.data.tags["qrl.reason"]) == (
+        "FAILED",
+        told[0].removeprefix("qrl: "),
+    )
 
 
 def test_a_key_goes_by_the_environment_and_never_unguarded(tmp_path):

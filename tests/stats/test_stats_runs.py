@@ -23,14 +23,18 @@ def crossed(rng, runs=4, n=150, between=0.5, shared=1.0, own=1.0):
 def over(values, groups=None, **options):
     runs, n = len(values), values[0].shape[-1]
     groups = groups or [np.arange(n)] * runs
-    return stats.contrast_over_runs(values, (1,), groups, [str(i) for i in range(runs)], len(np.unique(np.concatenate(groups))), **options)
+    return stats.contrast_over_runs(
+        values, (1,), groups, [str(i) for i in range(runs)], len(np.unique(np.concatenate(groups))), **options
+    )
 
 
 def test_the_same_questions_give_clarks_mean_squares(rng):
     values = crossed(rng)
     found = over(values)
     runs, n = len(values), values.shape[-1]
-    frame = pd.DataFrame({"y": values.ravel(), "run": np.repeat(np.arange(runs), n), "question": np.tile(np.arange(n), runs)})
+    frame = pd.DataFrame(
+        {"y": values.ravel(), "run": np.repeat(np.arange(runs), n), "question": np.tile(np.arange(n), runs)}
+    )
     squares = sm.stats.anova_lm(smf.ols("y ~ C(run) + C(question)", frame).fit())
     mean = squares["sum_sq"] / squares["df"]
     expected = (mean["C(run)"] + mean["C(question)"] - mean["Residual"]) / (n * runs)
@@ -57,7 +61,9 @@ def test_each_run_alone_is_its_own_contrast(rng):
     values = crossed(rng)
     for alone, each in zip(over(values).runs.values, values, strict=True):
         expected = stats.contrast(each, (1,))
-        assert (alone.estimate, alone.stderr, alone.low, alone.high) == pytest.approx((expected.estimate, expected.stderr, expected.low, expected.high), **CLOSE)
+        assert (alone.estimate, alone.stderr, alone.low, alone.high) == pytest.approx(
+            (expected.estimate, expected.stderr, expected.low, expected.high), **CLOSE
+        )
 
 
 def test_more_runs_on_the_same_questions_do_not_make_them_more_questions(rng):
@@ -66,7 +72,9 @@ def test_more_runs_on_the_same_questions_do_not_make_them_more_questions(rng):
     copies = np.repeat(once, 5, axis=0).astype(float)
     plain = stats.rate(once[0, 0].astype(float))
     found = stats.rate_over_runs(copies[:, 0], [np.arange(400)] * 5, list("abcde"), 400, vary=False)
-    assert (found.estimate, found.stderr, found.low, found.high) == pytest.approx((plain.estimate, plain.stderr, plain.low, plain.high), **CLOSE)
+    assert (found.estimate, found.stderr, found.low, found.high) == pytest.approx(
+        (plain.estimate, plain.stderr, plain.low, plain.high), **CLOSE
+    )
     assert over(copies).stderr == pytest.approx(plain.stderr, **CLOSE)
     assert over(copies, vary=False).stderr == pytest.approx(plain.stderr, **CLOSE)
 
@@ -135,7 +143,10 @@ def test_satterthwaites_one_t_would_cover_less_than_it_says_for_two_runs():
     assert covered["ours"] / 4000 > 0.95 - 3 * error
 
 
-@pytest.mark.parametrize(("runs", "between", "shared", "own"), [(2, 0.0, 0.0, 1.0), (2, 0.1, 1.0, 1.0), (3, 0.3, 1.0, 0.5), (5, 0.05, 0.5, 1.0)])
+@pytest.mark.parametrize(
+    ("runs", "between", "shared", "own"),
+    [(2, 0.0, 0.0, 1.0), (2, 0.1, 1.0, 1.0), (3, 0.3, 1.0, 0.5), (5, 0.05, 0.5, 1.0)],
+)
 def test_intervals_over_few_runs_cover_at_least_at_their_level(runs, between, shared, own):
     """1,000 studies of each; never less than 95 %, within three Monte Carlo errors."""
     rng = np.random.default_rng(4)

@@ -20,12 +20,21 @@ def estimate(value, stderr, n=1000):
 
 def verdict(survival, stderr=0.01, gain=0.10, gain_stderr=0.01, **options):
     kept = estimate(survival + gain / 2, stderr)
-    return judge(estimate(gain, gain_stderr), estimate(survival, stderr), kept, options.pop("accuracies", MIDDLE), **options)
+    return judge(
+        estimate(gain, gain_stderr), estimate(survival, stderr), kept, options.pop("accuracies", MIDDLE), **options
+    )
 
 
 @pytest.mark.parametrize(
     ("survival", "expected"),
-    [(0.0, "survives"), (-0.033, "survives"), (-0.034, "inconclusive"), (-0.066, "inconclusive"), (-0.067, "lost"), (-0.2, "lost")],
+    [
+        (0.0, "survives"),
+        (-0.033, "survives"),
+        (-0.034, "inconclusive"),
+        (-0.066, "inconclusive"),
+        (-0.067, "lost"),
+        (-0.2, "lost"),
+    ],
 )
 def test_the_one_sided_bound_decides_against_half_the_gain(survival, expected):
     """Margin 0.05, bounds ±1.645 · 0.01: survival is decided at −0.0336 and loss at −0.0664."""
@@ -69,12 +78,20 @@ def test_a_cell_at_the_edge_confounds(rate, place):
 def test_where_either_margin_may_hold_surviving_asks_for_half_the_error_and_losing_for_both():
     """A gain of 0.046 ± 0.01: its interval holds 0.04. The two-sided interval's end decides, not the one-sided bound."""
     wide = {"gain": 0.046, "gain_stderr": 0.01}
-    assert verdict(0.0, stderr=0.0115, **wide).verdict == "survives" and "half the error" in verdict(0.0, stderr=0.0115, **wide).reason
+    assert (
+        verdict(0.0, stderr=0.0115, **wide).verdict == "survives"
+        and "half the error" in verdict(0.0, stderr=0.0115, **wide).reason
+    )
     assert verdict(-0.002, stderr=0.012, **wide).verdict == "inconclusive"
-    assert verdict(-0.002, stderr=0.012, gain=0.046, gain_stderr=0.001).verdict == "survives"  # half the gain for sure: 0.023
+    assert (
+        verdict(-0.002, stderr=0.012, gain=0.046, gain_stderr=0.001).verdict == "survives"
+    )  # half the gain for sure: 0.023
     lost = judge(estimate(0.039, 0.001), estimate(-0.044, 0.01), estimate(-0.0245, 0.016), MIDDLE)
     sure = judge(estimate(0.036, 0.001), estimate(-0.044, 0.01), estimate(-0.0245, 0.016), MIDDLE)
-    assert (lost.verdict, sure.verdict) == ("inconclusive", "lost")  # more than 0.02 is lost, but more than half is not shown
+    assert (lost.verdict, sure.verdict) == (
+        "inconclusive",
+        "lost",
+    )  # more than 0.02 is lost, but more than half is not shown
 
 
 def test_the_n_that_would_decide_does_so_four_times_in_five():
@@ -123,16 +140,30 @@ def test_the_benchmark_of_these_promises_knows_a_broken_one():
     import importlib.util
     from pathlib import Path
 
-    spec = importlib.util.spec_from_file_location("qrl_coverage", Path(qrl.__file__).parents[1] / "tests" / "benchmarks" / "coverage.py")
+    spec = importlib.util.spec_from_file_location(
+        "qrl_coverage", Path(qrl.__file__).parents[1] / "tests" / "benchmarks" / "coverage.py"
+    )
     benchmark = importlib.util.module_from_spec(spec)
     import sys
 
     sys.modules[spec.name] = benchmark  # dataclasses look their module up
     spec.loader.exec_module(benchmark)
     margin = next(study for study in benchmark.rows() if study.name == "at the margin, half the gain")
-    good = {"gain": 0.95, "delta": 0.953, "survival": 0.948, "survives": 0.05, "lost": 0.03, "gate": 0.025, "mcnemar": 1.0}
+    good = {
+        "gain": 0.95,
+        "delta": 0.953,
+        "survival": 0.948,
+        "survives": 0.05,
+        "lost": 0.03,
+        "gate": 0.025,
+        "mcnemar": 1.0,
+    }
     assert benchmark.broken(margin, good, 0.002) == []
-    assert benchmark.broken(margin, good | {"survives": 0.06, "survival": 0.94, "delta": 0.96}, 0.002) == ["delta", "survival", "survives"]
+    assert benchmark.broken(margin, good | {"survives": 0.06, "survival": 0.94, "delta": 0.96}, 0.002) == [
+        "delta",
+        "survival",
+        "survives",
+    ]
     nothing = benchmark.rows()[0]
     assert benchmark.broken(nothing, good | {"mcnemar": 0.06}, 0.002) == ["mcnemar"]
     few = next(study for study in benchmark.rows() if study.few)

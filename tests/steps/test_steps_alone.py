@@ -8,7 +8,20 @@ import pytest
 from qrl import cli
 from qrl.errors import GateRefused
 
-SMALL = ["--device", "cpu", "--train.steps", "1", "--train.prompts_per_step", "2", "--train.questions", "8", "--train.micro_batch", "16", "--evaluate.n", "40"]
+SMALL = [
+    "--device",
+    "cpu",
+    "--train.steps",
+    "1",
+    "--train.prompts_per_step",
+    "2",
+    "--train.questions",
+    "8",
+    "--train.micro_batch",
+    "16",
+    "--evaluate.n",
+    "40",
+]
 
 
 def test_from_an_adapter_to_a_stage_by_what_each_step_says(store, capsys):

@@ -57,12 +57,21 @@ def test_what_is_missing_is_asked_for_where_it_would_run_and_hides_what_builds_o
     finished("quantize", keys.quantized(small, names.AWQ, DIGEST, "cpu"))
     asked = []
     study_of(small)(DryRun(asked.append))
-    assert [folder.name for folder in asked] == [keys.ROOT.name] * 2 + ["awq"] + [keys.ROOT.name]  # train, nf4, grpo's awq, cells
+    assert [folder.name for folder in asked] == [keys.ROOT.name] * 2 + ["awq"] + [
+        keys.ROOT.name
+    ]  # train, nf4, grpo's awq, cells
 
 
 def test_a_refused_study_makes_no_store(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(keys.ROOT), "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
-    done = subprocess.run([sys.executable, "-m", "qrl", "study", "--device", "cpu"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "qrl", "study", "--device", "cpu"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2 and "projects/awq" in done.stderr
     assert not list(tmp_path.iterdir())
 

@@ -10,7 +10,10 @@ from qrl.study import report
     [
         ("sqlite:///{here}/mlflow.db", "mlflow ui, then"),
         ("sqlite:///{here}/%6dlflow.db", "mlflow ui, then"),  # as MLflow itself spells folders with a space
-        ("sqlite:////elsewhere/a b/mlflow.db", "mlflow ui --backend-store-uri 'sqlite:////elsewhere/a b/mlflow.db', then"),
+        (
+            "sqlite:////elsewhere/a b/mlflow.db",
+            "mlflow ui --backend-store-uri 'sqlite:////elsewhere/a b/mlflow.db', then",
+        ),
         ("http://tracking:5000", "http://tracking:5000"),
     ],
 )

@@ -165,7 +165,9 @@ def test_every_cell_is_a_run_of_its_own_with_model_and_data(client):
         ):  # fmt: skip
             assert metric in run.data.metrics
         assert client.get_run(run.info.run_id).inputs.model_inputs
-        assert {tag.value for data in run.inputs.dataset_inputs for tag in data.tags if "context" in tag.key} == {"heldout"}
+        assert {tag.value for data in run.inputs.dataset_inputs for tag in data.tags if "context" in tag.key} == {
+            "heldout"
+        }
 
 
 def test_training_logged_its_health_live_and_a_table_of_completions(client):
@@ -183,7 +185,9 @@ def test_calibration_saw_training_questions_only(client):
     calibration = {question.question for question in tasks.load("arithmetic", "train", 16, 0)}
     assert not heldout & calibration
     made = [run for run in runs_of(client, **{names.TAG_STEP: "quantize"}) if run.inputs.dataset_inputs]
-    contexts = {tag.value for run in made for data in run.inputs.dataset_inputs for tag in data.tags if "context" in tag.key}
+    contexts = {
+        tag.value for run in made for data in run.inputs.dataset_inputs for tag in data.tags if "context" in tag.key
+    }
     assert contexts == {"calibration"}
 
 
@@ -230,7 +234,11 @@ def test_what_is_served_is_what_was_evaluated(client):
     from qrl import checkpoint, registry
     from qrl.registry import versions
 
-    cells = {run.data.tags[names.TAG_DIGEST] for run in runs_of(client, **{names.TAG_STEP: "evaluate"}) if names.TAG_DIGEST in run.data.tags}
+    cells = {
+        run.data.tags[names.TAG_DIGEST]
+        for run in runs_of(client, **{names.TAG_STEP: "evaluate"})
+        if names.TAG_DIGEST in run.data.tags
+    }
     for stage in names.STAGES:
         version = registry.resolve("qrl-tiny", stage)
         assert version.digest in cells
@@ -251,7 +259,9 @@ def test_stages_load_through_mlflow_and_through_qrl(client):
 
 
 def test_the_second_run_reuses_every_step(studied, client):
-    before = {step: len(runs_of(client, **{names.TAG_STEP: step})) for step in ("train", "quantize", "evaluate", "compare")}
+    before = {
+        step: len(runs_of(client, **{names.TAG_STEP: step})) for step in ("train", "quantize", "evaluate", "compare")
+    }
     began = time.monotonic()
     done = mlflow_run(studied)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -304,14 +314,30 @@ def test_an_adapter_is_merged_on_its_way_through_the_study(tmp_path):
     assert 0 <= merge.data.metrics["merge/max_logit_diff"] <= 0.25
     merged = client.get_model_version_by_alias("qrl-tiny", "grpo").tags[names.TAG_DIGEST]
     assert merged != client.get_model_version_by_alias("qrl-tiny", "base").tags[names.TAG_DIGEST]
-    quantized = [run.data.tags[names.TAG_PARENT_DIGEST] for run in runs_of(client, **{names.TAG_STEP: "quantize"}) if run.outputs.model_outputs]
+    quantized = [
+        run.data.tags[names.TAG_PARENT_DIGEST]
+        for run in runs_of(client, **{names.TAG_STEP: "quantize"})
+        if run.outputs.model_outputs
+    ]
     assert merged in quantized  # what was quantized is the merged model, not the adapter
 
 
 def test_sigterm_ends_the_run_and_the_next_try_goes_on_from_the_last_checkpoint(studied, client):
-    words = ["train", "--train.steps", "6", "--train.prompts_per_step", "8", "--train.micro_batch", "64", "--train.save_every", "1"]
+    words = [
+        "train",
+        "--train.steps",
+        "6",
+        "--train.prompts_per_step",
+        "8",
+        "--train.micro_batch",
+        "64",
+        "--train.save_every",
+        "1",
+    ]
     words += ["--seed", "11"]
-    process = subprocess.Popen(command(studied, *words), env=environment(studied), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command(studied, *words), env=environment(studied), cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 240
     while not _steps_done(client, "11") >= 3 and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.2)
@@ -334,15 +360,27 @@ def test_a_stage_is_served_and_answers(studied):
         port = probe.getsockname()[1]
     words = ["serve", "--stage", "awq", "--port", str(port), "--device", "cpu"]
     process = subprocess.Popen(
-        command(studied, *words), env=environment(studied), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(studied, *words),
+        env=environment(studied),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         line = process.stdout.readline()
         assert "qrl-tiny version 3" in line and f"http://127.0.0.1:{port}/v1" in line, process.stderr.read()
         served = re.search(r"model '(.*?)'", line)[1]
-        body = {"model": served, "messages": [{"role": "user", "content": "Tom has 3 apples."}], "max_tokens": 16, "temperature": 0}
+        body = {
+            "model": served,
+            "messages": [{"role": "user", "content": "Tom has 3 apples."}],
+            "max_tokens": 16,
+            "temperature": 0,
+        }
         request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"http://127.0.0.1:{port}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=120) as answer:
             assert isinstance(json.load(answer)["choices"][0]["message"]["content"], str)

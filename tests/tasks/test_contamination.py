@@ -25,7 +25,10 @@ def ask(*texts: str, split: str = "heldout") -> list[Question]:
     return [Question(f"{split}-{i}", text, "#### 1", "1") for i, text in enumerate(texts)]
 
 
-@given(st.lists(st.lists(st.sampled_from("ab"), max_size=16), max_size=4), st.lists(st.lists(st.sampled_from("ab"), max_size=16), min_size=1, max_size=4))
+@given(
+    st.lists(st.lists(st.sampled_from("ab"), max_size=16), max_size=4),
+    st.lists(st.lists(st.sampled_from("ab"), max_size=16), min_size=1, max_size=4),
+)
 def test_counts_agree_with_the_definition_by_another_route(trained, heldout):
     trained, heldout = [" ".join(words) for words in trained], [" ".join(words) for words in heldout]
     found = overlap(ask(*trained), ask(*heldout))
@@ -48,7 +51,9 @@ def test_thirteen_words_count_and_twelve_do_not_whatever_their_case_and_punctuat
 def test_a_question_that_was_trained_on_is_refused_by_name():
     found = overlap(ask("1?", LONG, split="train"), ask("2?", LONG, LONG))
     assert (found.exact, found.shared, found.heldout, found.trained) == (2, 2, 3, 2)
-    with pytest.raises(BadInput, match=r"2 of 3 held-out questions are among .* word for word: the first is heldout-1 .* is train-1"):
+    with pytest.raises(
+        BadInput, match=r"2 of 3 held-out questions are among .* word for word: the first is heldout-1 .* is train-1"
+    ):
         contamination.check(found, "arithmetic", 1.0)
 
 
@@ -58,7 +63,10 @@ def test_the_share_has_a_limit_by_task_or_by_recipe():
     contamination.check(found, "gsm8k")
     contamination.check(found, "arithmetic")
     for task in ("gsm8k", "arithmetic"):
-        with pytest.raises(BadInput, match=r"1 of 100 .*0\.0100.* train\.max_ngram_share = 0\.009 .* heldout-0 and train-0 share 'tom has"):
+        with pytest.raises(
+            BadInput,
+            match=r"1 of 100 .*0\.0100.* train\.max_ngram_share = 0\.009 .* heldout-0 and train-0 share 'tom has",
+        ):
             contamination.check(found, task, 0.009)
 
 
@@ -80,7 +88,9 @@ def test_generated_questions_are_apart_from_training_ones_and_from_qrl_tinys_own
 
 
 def test_qrl_tinys_corpus_is_what_its_making_reads():
-    assert [question.question for question in corpus.sample(50)] == [question.question for question in corpus._chunk((60, 0, 0))][:50]
+    assert [question.question for question in corpus.sample(50)] == [
+        question.question for question in corpus._chunk((60, 0, 0))
+    ][:50]
     assert len({question.id for question in corpus.sample(50)}) == 50
 
 
@@ -101,7 +111,9 @@ def test_what_training_is_checked_against_does_not_depend_on_how_many_are_asked(
     assert len(inputs.all_heldout(recipe.load("tiny", {"evaluate.n": "7"}))) == 7
 
 
-@pytest.mark.parametrize(("held", "limit", "said"), [(LONG, "1", "word for word"), (LONG + " And then?", "0.1", "train.max_ngram_share")])
+@pytest.mark.parametrize(
+    ("held", "limit", "said"), [(LONG, "1", "word for word"), (LONG + " And then?", "0.1", "train.max_ngram_share")]
+)
 def test_a_contaminated_run_fails_before_it_trains_and_shows_the_pairs(store, tmp_path, held, limit, said):
     import mlflow
 
@@ -112,14 +124,23 @@ def test_a_contaminated_run_fails_before_it_trains_and_shows_the_pairs(store, tm
     for name, questions in (("train", ["1?", "2?", LONG]), ("test", ["3?", "4?", held])):
         rows = [json.dumps({"question": question, "answer": "#### 1"}) for question in questions]
         (data / f"{name}.jsonl").write_text("\n".join(rows))
-    given = {"data": str(data), "train.prompts_per_step": "2", "train.max_ngram_share": limit, "evaluate.n": "2", "device": "cpu"}
+    given = {
+        "data": str(data),
+        "train.prompts_per_step": "2",
+        "train.max_ngram_share": limit,
+        "evaluate.n": "2",
+        "device": "cpu",
+    }
     with pytest.raises(BadInput, match=said):
         train.train(recipe.load("tiny", given))
     (run,) = mlflow.search_runs(output_format="list")
     assert run.info.status == "FAILED" and said in run.data.tags["qrl.reason"]
     assert run.data.metrics["contamination/exact"] == (held == LONG) and run.data.metrics["contamination/ngram13"] == 1
     assert run.data.metrics["contamination/ngram13_share"] == pytest.approx(1 / 3)
-    assert run.data.metrics["contamination/base_exact"] == 0 and run.data.metrics["contamination/base_train_n"] == corpus.CHUNK
+    assert (
+        run.data.metrics["contamination/base_exact"] == 0
+        and run.data.metrics["contamination/base_train_n"] == corpus.CHUNK
+    )
     table = json.loads(mlflow.artifacts.load_text(f"{run.info.artifact_uri}/contamination.json"))
     assert LONG in table["data"][0]
     assert "train/reward" not in run.data.metrics
@@ -134,7 +155,9 @@ def test_a_clean_run_logs_its_figures(store):
 
     settings = recipe.load("tiny", {"evaluate.n": "200"})
     with runs.step("train", settings) as run:
-        train._check_contamination(settings, tiny.PATH, inputs.questions(settings, "train", 4096), inputs.all_heldout(settings))
+        train._check_contamination(
+            settings, tiny.PATH, inputs.questions(settings, "train", 4096), inputs.all_heldout(settings)
+        )
     metrics = mlflow.get_run(run.info.run_id).data.metrics
     assert metrics["contamination/exact"] == metrics["contamination/base_exact"] == 0
     assert (metrics["contamination/train_n"], metrics["contamination/heldout_n"]) == (4096, 200)

@@ -8,7 +8,12 @@ from qrl import tasks
 from qrl.errors import BadInput
 from qrl.tasks import deepmath
 
-ROW = {"question": "Evaluate the limit.", "final_answer": "\\dfrac{2}{3}", "difficulty": 5.5, "topic": "Mathematics -> Calculus -> Limits"}
+ROW = {
+    "question": "Evaluate the limit.",
+    "final_answer": "\\dfrac{2}{3}",
+    "difficulty": 5.5,
+    "topic": "Mathematics -> Calculus -> Limits",
+}
 SOLUTIONS = {f"r1_solution_{i}": "Hmm. " * 50 + "\\boxed{9}" for i in (1, 2, 3)}
 
 

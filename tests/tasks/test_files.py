@@ -18,9 +18,15 @@ def test_rows_come_back_with_their_verdicts_whatever_characters_they_hold(tmp_pa
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = files.grade("gsm8k", file, out)
     graded = [json.loads(line) for line in out.read_text(encoding="utf-8").split("\n")[:-1]]
-    assert [{key: row[key] for key in ("completion", "answer")} for row in graded] == [{key: row[key] for key in ("completion", "answer")} for row in rows]
+    assert [{key: row[key] for key in ("completion", "answer")} for row in graded] == [
+        {key: row[key] for key in ("completion", "answer")} for row in rows
+    ]
     assert graded[0]["id"] == rows[0]["id"]
-    assert [(row["parsed"], row["strict"], row["flexible"]) for row in graded] == [("1000", True, True), (None, False, True), (None, False, False)]
+    assert [(row["parsed"], row["strict"], row["flexible"]) for row in graded] == [
+        ("1000", True, True),
+        (None, False, True),
+        (None, False, False),
+    ]
     assert "n = 3: strict 0.3333, flexible 0.6667, parsed 0.3333" in said
 
 
@@ -31,7 +37,9 @@ def test_bytes_that_are_no_utf8_are_graded_as_replaced(tmp_path):
 
 @pytest.mark.parametrize("answer", ["null", "true", "[1]", '{"a": 1}'])
 def test_an_answer_that_is_neither_text_nor_number_is_refused_under_every_task(tmp_path, answer):
-    (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "1"}\n{"completion": "1", "answer": ' + answer + "}\n")
+    (tmp_path / "in.jsonl").write_text(
+        '{"completion": "1", "answer": "1"}\n{"completion": "1", "answer": ' + answer + "}\n"
+    )
     for task in ("gsm8k", "math"):
         with pytest.raises(BadInput, match=r"line 2: 'answer' is .*, but must be a text or a number"):
             files.grade(task, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
@@ -44,7 +52,10 @@ def test_a_place_that_cannot_be_written_to_is_told_before_anything_is_graded(tmp
             files.grade("gsm8k", tmp_path / "in.jsonl", tmp_path / out)
 
 
-@pytest.mark.parametrize("line", ["[" * 100_000, "1", "null", '{"completion": 1, "answer": "1"}', '{"completion": "1", "answer": "one"}', "{"])
+@pytest.mark.parametrize(
+    "line",
+    ["[" * 100_000, "1", "null", '{"completion": 1, "answer": "1"}', '{"completion": "1", "answer": "one"}', "{"],
+)
 def test_a_line_that_cannot_be_graded_is_named_and_nothing_is_written(tmp_path, line):
     (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "1"}\n' + line)
     with pytest.raises(BadInput, match="line 2"):
@@ -55,7 +66,11 @@ def test_a_line_that_cannot_be_graded_is_named_and_nothing_is_written(tmp_path, 
 def test_files_that_cannot_be_read_or_written_are_told(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "1"}\n')
     (tmp_path / "empty.jsonl").write_text("\n")
-    for file, out, said in [("none.jsonl", "out", "cannot be read"), ("in.jsonl", "none/out", "cannot be written"), ("empty.jsonl", "out", "no rows")]:
+    for file, out, said in [
+        ("none.jsonl", "out", "cannot be read"),
+        ("in.jsonl", "none/out", "cannot be written"),
+        ("empty.jsonl", "out", "no rows"),
+    ]:
         with pytest.raises(BadInput, match=said):
             files.grade("gsm8k", tmp_path / file, tmp_path / out)
 

@@ -38,7 +38,9 @@ def test_there_are_enough_cases_of_every_kind_and_each_says_why():
     assert len({case["why"] for case in CASES}) == len(CASES)
     assert {case["kind"] for case in CASES} == KINDS
     for kind in KINDS - {"prose"}:  # strict verdicts both ways; prose has none that is right
-        assert {case["strict"] for case in CASES if case["kind"] == kind} >= ({True} if kind in ("brackets", "gold") else {True, False})
+        assert {case["strict"] for case in CASES if case["kind"] == kind} >= (
+            {True} if kind in ("brackets", "gold") else {True, False}
+        )
 
 
 @given(st.text(max_size=300), st.text(max_size=300))

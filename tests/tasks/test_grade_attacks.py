@@ -62,7 +62,9 @@ def test_nothing_but_one_answer_earns_a_reward(completion):
 
 
 @pytest.mark.parametrize("errors", ["replace", "surrogateescape", "backslashreplace", "ignore"])
-@pytest.mark.parametrize("raw", [b"\xff\xfe\x00", b"#### \xff\xfe", b"\x80" * 1000, bytes(range(256)) * 10, b"####\xc0\xaf\n\xed\xa0\x80"])
+@pytest.mark.parametrize(
+    "raw", [b"\xff\xfe\x00", b"#### \xff\xfe", b"\x80" * 1000, bytes(range(256)) * 10, b"####\xc0\xaf\n\xed\xa0\x80"]
+)
 def test_bytes_that_are_no_text_earn_nothing_and_crash_nothing(raw, errors):
     text = raw.decode("utf-8", errors)
     assert rewarded(text) == []

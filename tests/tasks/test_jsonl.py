@@ -37,7 +37,9 @@ def test_a_subset_is_seeded_and_all_keeps_the_order(hundred):
     assert [found.answer for found in whole] == [str(i) for i in range(100)]
     assert load("gsm8k", "heldout", 100, seed=5, data=hundred) == whole
     some = load("gsm8k", "heldout", 10, seed=5, data=hundred)
-    assert some == load("gsm8k", "heldout", 10, seed=5, data=hundred) != load("gsm8k", "heldout", 10, seed=6, data=hundred)
+    assert (
+        some == load("gsm8k", "heldout", 10, seed=5, data=hundred) != load("gsm8k", "heldout", 10, seed=6, data=hundred)
+    )
     assert set(some) < set(whole)
     assert len(set(some)) == 10
 
@@ -100,8 +102,18 @@ WORKED = "Half of $\\frac{28}{3}$ is $\\boxed{\\frac{14}{3}}$."
 @pytest.mark.parametrize(
     ("row", "answer", "subject", "level"),
     [
-        ({"problem": "a?", "solution": WORKED, "answer": "14/3", "subject": "Algebra", "level": 3}, "14/3", "Algebra", 3),
-        ({"problem": "a?", "solution": WORKED, "type": "Number Theory", "level": "Level 5"}, r"\frac{14}{3}", "Number Theory", 5),
+        (
+            {"problem": "a?", "solution": WORKED, "answer": "14/3", "subject": "Algebra", "level": 3},
+            "14/3",
+            "Algebra",
+            3,
+        ),
+        (
+            {"problem": "a?", "solution": WORKED, "type": "Number Theory", "level": "Level 5"},
+            r"\frac{14}{3}",
+            "Number Theory",
+            5,
+        ),
         ({"problem": "a?", "solution": WORKED, "level": "Level ?"}, r"\frac{14}{3}", None, None),
         ({"problem": "a?", "solution": "It is plain.", "answer": "14/3"}, "14/3", None, None),
         ({"question": "a?", "answer": WORKED}, r"\frac{14}{3}", None, None),
@@ -138,14 +150,26 @@ def test_the_hubs_training_questions_are_the_others(monkeypatch, tmp_path):
 
     heldout, whole = tmp_path / "heldout", tmp_path / "whole"
     heldout.mkdir()
-    write(heldout, json.dumps({"problem": "algebra  test 1?", "solution": "$\\boxed{1}$", "answer": "1", "level": 2}), name="test.jsonl")
+    write(
+        heldout,
+        json.dumps({"problem": "algebra  test 1?", "solution": "$\\boxed{1}$", "answer": "1", "level": 2}),
+        name="test.jsonl",
+    )
     files = []
     for subject in loader.SUBJECTS:
         (whole / subject).mkdir(parents=True)
         splits = [f"{{split: {part}, path: {subject}/{part}.jsonl}}" for part in ("train", "test")]
         files.append(f"- {{config_name: {subject}, data_files: [{', '.join(splits)}]}}")
         for part in ("train", "test"):
-            rows = [{"problem": f"{subject} {part} {i}?", "solution": f"$\\boxed{{{i}}}$", "level": "Level 1", "type": "Algebra"} for i in range(3)]
+            rows = [
+                {
+                    "problem": f"{subject} {part} {i}?",
+                    "solution": f"$\\boxed{{{i}}}$",
+                    "level": "Level 1",
+                    "type": "Algebra",
+                }
+                for i in range(3)
+            ]
             write(whole / subject, *map(json.dumps, rows), name=f"{part}.jsonl")
     (whole / "README.md").write_text("\n".join(["---", "configs:", *files, "---", ""]))
     monkeypatch.setattr(loader, "HELDOUT", str(heldout))
@@ -168,7 +192,11 @@ def test_a_hub_that_cannot_be_reached_is_told(monkeypatch, tmp_path):
 def test_math500_alone_is_enough_to_evaluate():
     folder = real("math500")
     heldout = load("math", "heldout", data=folder)
-    assert (len(heldout), len({found.subject for found in heldout}), {found.level for found in heldout}) == (500, 7, {1, 2, 3, 4, 5})
+    assert (len(heldout), len({found.subject for found in heldout}), {found.level for found in heldout}) == (
+        500,
+        7,
+        {1, 2, 3, 4, 5},
+    )
     with pytest.raises(BadInput, match=r"train\.jsonl"):
         load("math", "train", data=folder)
 

@@ -22,7 +22,14 @@ from qrl.tasks.math import text as math_text
 from qrl.train import reward
 
 CASES = json.loads((Path(qrl.__file__).parents[1] / "tests" / "cases" / "math.json").read_text())
-BOMBS = (r"10^{10^{10}}", r"9^{9^{9^9}}", r"10000000!", r"\binom{10^9}{10^8}", r"(x+1)^{1000}", "(" * 300 + "5" + ")" * 300)
+BOMBS = (
+    r"10^{10^{10}}",
+    r"9^{9^{9^9}}",
+    r"10000000!",
+    r"\binom{10^9}{10^8}",
+    r"(x+1)^{1000}",
+    "(" * 300 + "5" + ")" * 300,
+)
 
 
 def boxed(text: str) -> str:
@@ -32,7 +39,10 @@ def boxed(text: str) -> str:
 def math500() -> list[dict]:
     if "QRL_DATA_DIR" not in os.environ:
         pytest.skip("QRL_DATA_DIR names no folder that holds math500/test.jsonl")
-    return [json.loads(line) for line in (Path(os.environ["QRL_DATA_DIR"]) / "math500" / "test.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (Path(os.environ["QRL_DATA_DIR"]) / "math500" / "test.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +147,9 @@ def test_verdicts_do_not_depend_on_order_or_company(verdicts):
     found = tasks.grade_many("math", [case["completion"] for case in backwards], [case["answer"] for case in backwards])
     assert found[::-1] == verdicts
     some = range(0, len(CASES), 10)
-    assert [tasks.grade("math", CASES[i]["completion"], CASES[i]["answer"]) for i in some] == [verdicts[i] for i in some]
+    assert [tasks.grade("math", CASES[i]["completion"], CASES[i]["answer"]) for i in some] == [
+        verdicts[i] for i in some
+    ]
 
 
 def test_off_the_main_thread_and_as_a_reward():
@@ -156,11 +168,31 @@ def test_off_the_main_thread_and_as_a_reward():
 def test_grader_failures_reach_trainings_metrics(monkeypatch):
     monkeypatch.setattr(math_pool, "CPU_S", 0.5)
     logged = {}
-    assert reward.functions("math")[0]([boxed(BOMBS[0]), boxed("5")], ["5", "5"], log_metric=logged.__setitem__) == [0.0, 1.0]
+    assert reward.functions("math")[0]([boxed(BOMBS[0]), boxed("5")], ["5", "5"], log_metric=logged.__setitem__) == [
+        0.0,
+        1.0,
+    ]
     assert logged == {reward.TIMEOUTS: 0.5, reward.ERRORS: 0.0}
 
 
-UNITS = ["\\boxed{", "\\boxed{5}", "{", "}", "\\boxed{5", "5 ", "$", "\\boxed ", "\\boxed{1}{", "\\\\", "\\frac{1}{", "é", "$5$ ", "\ud800", "(", "^"]
+UNITS = [
+    "\\boxed{",
+    "\\boxed{5}",
+    "{",
+    "}",
+    "\\boxed{5",
+    "5 ",
+    "$",
+    "\\boxed ",
+    "\\boxed{1}{",
+    "\\\\",
+    "\\frac{1}{",
+    "é",
+    "$5$ ",
+    "\ud800",
+    "(",
+    "^",
+]
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -194,7 +226,13 @@ def test_no_text_raises_on_its_way_to_the_pool(text):
 
 @given(st.integers(-(10**12), 10**12))
 def test_every_way_to_write_an_integer_is_the_same_number(number):
-    for written in (f"{number}", f"{number:,}", f"{number}.0", f" {number}. ", f"\\${number}" if number >= 0 else f"{number}"):
+    for written in (
+        f"{number}",
+        f"{number:,}",
+        f"{number}.0",
+        f" {number}. ",
+        f"\\${number}" if number >= 0 else f"{number}",
+    ):
         assert tasks.grade("math", boxed(written), str(number)).strict
 
 
@@ -207,7 +245,14 @@ def test_a_process_ends_and_takes_its_workers_along():
     )
     root = str(Path(qrl.__file__).parents[1])
     for signum in (0, 15, 9):
-        done = subprocess.run([sys.executable, "-c", code, str(signum)], capture_output=True, text=True, timeout=120, cwd=root, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(signum)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=root,
+            check=False,
+        )
         assert done.returncode == -signum, done.stderr
         workers = [int(word) for word in done.stdout.split()]
         assert workers
@@ -218,7 +263,9 @@ def test_a_process_ends_and_takes_its_workers_along():
 
 
 def test_a_command_that_is_told_to_stop_while_it_waits_for_bombs_stops(tmp_path):
-    rows = [{"completion": boxed(f"9^{{9^{{9^{{{i}}}}}}}"), "answer": r"\frac{1}{6}"} for i in range(9, 209)]  # 10 min of CPU
+    rows = [
+        {"completion": boxed(f"9^{{9^{{9^{{{i}}}}}}}"), "answer": r"\frac{1}{6}"} for i in range(9, 209)
+    ]  # 10 min of CPU
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [sys.executable, "-m", "qrl", "grade", "--task", "math", "in.jsonl", "--out", "out.jsonl"]
     environment = os.environ | {"PYTHONPATH": str(Path(qrl.__file__).parents[1])}
@@ -239,7 +286,9 @@ def test_a_script_without_a_guard_is_told(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(r"from qrl import tasks; tasks.grade('math', r'\boxed{\frac{2}{12}}', r'\frac{1}{6}')")
     environment = os.environ | {"PYTHONPATH": str(Path(qrl.__file__).parents[1])}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
     assert done.returncode == 1
     assert "__name__ == '__main__'" in done.stderr.splitlines()[-1]
 

@@ -47,7 +47,16 @@ def test_a_system_turn_comes_first(monkeypatch):
     assert [turn["role"] for turn in prompt.messages("1?", "both")] == ["system", "user"]
 
 
-@pytest.mark.parametrize("broken", ["{{ 1 / 0 }}", "{% if %}", "{{ ''.__class__.__mro__ }}", "{{ raise_exception('no user turns') }}", "{% for i in range(10**9) %}x{% endfor %}"])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "{{ 1 / 0 }}",
+        "{% if %}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ raise_exception('no user turns') }}",
+        "{% for i in range(10**9) %}x{% endfor %}",
+    ],
+)
 def test_a_chat_template_that_fails_is_told_in_a_sentence(broken):
     from transformers import AutoTokenizer
 

@@ -10,7 +10,20 @@ from click.testing import CliRunner
 from qrl import checkpoint, cli, names, tiny
 from qrl.tracking import lineage, models
 
-ASKED = ["--evaluate.n", "6", "--evaluate.max_new_tokens", "48", "--evaluate.min_parse_rate", "0", "--evaluate.min_eos_rate", "0", "--evaluate.max_truncation_rate", "1", "--device", "cpu"]
+ASKED = [
+    "--evaluate.n",
+    "6",
+    "--evaluate.max_new_tokens",
+    "48",
+    "--evaluate.min_parse_rate",
+    "0",
+    "--evaluate.min_eos_rate",
+    "0",
+    "--evaluate.max_truncation_rate",
+    "1",
+    "--device",
+    "cpu",
+]
 
 
 def logged(tmp_path, name, step, *, parent=None, **params):
@@ -25,7 +38,16 @@ def logged(tmp_path, name, step, *, parent=None, **params):
     with mlflow.start_run(tags={names.TAG_STEP: step}) as run:
         mlflow.log_params(params)
         metadata = {"parent": parent} if parent else {}
-        uri, _ = models.log_checkpoint(folder, name=name, digest=digest, variant="grpo", scheme="full", task="arithmetic", move=False, metadata=metadata)
+        uri, _ = models.log_checkpoint(
+            folder,
+            name=name,
+            digest=digest,
+            variant="grpo",
+            scheme="full",
+            task="arithmetic",
+            move=False,
+            metadata=metadata,
+        )
     return uri, digest, run.info.run_id
 
 
@@ -39,7 +61,9 @@ def test_a_models_training_is_found_through_quantizing_and_merging_and_a_base_ha
     assert {lineage.training_seed(uri) for uri, _, _ in trained.values()} == {3, 4}
     quantized, _, _ = logged(tmp_path, "quantized", "quantize", parent=trained[4][1], seed=99)
     assert lineage.training_seed(quantized) == 4
-    merged, _, _ = logged(tmp_path, "merged", "merge", parent="of the base", adapter=f"runs:/{trained[3][2]}/adapter", seed=99)
+    merged, _, _ = logged(
+        tmp_path, "merged", "merge", parent="of the base", adapter=f"runs:/{trained[3][2]}/adapter", seed=99
+    )
     assert lineage.training_seed(merged) == 3
     given, _, _ = logged(tmp_path, "given", "evaluate", seed=99)
     assert lineage.training_seed(given) is None
@@ -51,11 +75,18 @@ def test_cells_of_two_trainings_asked_under_one_seed_are_two_seeds_on_the_same_q
 
     cells = [f"grpo:full={trained[3][0]}", f"grpo:full={trained[4][0]}", f"base:full={tiny.PATH}"]
     for cell in cells:
-        done = CliRunner().invoke(cli.cli, ["evaluate", "--cells", cell, "--seed", "7", "--evaluate.samples", "2", *ASKED])
+        done = CliRunner().invoke(
+            cli.cli, ["evaluate", "--cells", cell, "--seed", "7", "--evaluate.samples", "2", *ASKED]
+        )
         assert done.exit_code == 0, (done.output, done.exception)
     runs = [run for run in mlflow.MlflowClient().search_runs(["0"]) if names.ACCURACY in run.data.metrics]
     assert all(run.data.metrics[names.N] == 6 and "eval/pass_at_2" in run.data.metrics for run in runs)
-    rows = pd.concat([pd.read_parquet(mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path=names.QUESTIONS)) for run in runs])
+    rows = pd.concat(
+        [
+            pd.read_parquet(mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path=names.QUESTIONS))
+            for run in runs
+        ]
+    )
     assert set(rows["question_seed"]) == {7} and len(rows) == 3 * 6 * 2
     assert rows.groupby("variant")["seed"].unique().map(set).to_dict() == {"base": {7}, "grpo": {3, 4}}
     done = CliRunner().invoke(cli.cli, ["compare", "--cells", ",".join(run.info.run_id for run in runs)])

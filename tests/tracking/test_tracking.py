@@ -48,13 +48,17 @@ def test_processes_that_race_for_a_cold_store_all_get_it(tmp_path):
     program = "from qrl.tracking import store; import mlflow; store.prepare(); print(mlflow.get_experiment('0').artifact_location)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": "sqlite:///mlflow.db"}
     racers = [
-        subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", program], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(3)
     ]
     assert {racer.communicate()[0].strip() for racer in racers} == {str(tmp_path / "mlruns" / "0")}
 
 
-@pytest.mark.parametrize("address", ["./mlruns", "sqlite:////proc/none/mlflow.db", "sqlite:///text.db", "http://127.0.0.1:9"])
+@pytest.mark.parametrize(
+    "address", ["./mlruns", "sqlite:////proc/none/mlflow.db", "sqlite:///text.db", "http://127.0.0.1:9"]
+)
 def test_a_store_that_cannot_be_used_gets_a_sentence(store, monkeypatch, address):
     Path("text.db").write_text("this is no database, only a text that is longer than sqlite's header " * 40)
     mlflow.set_tracking_uri(None)
@@ -120,7 +124,9 @@ def test_however_a_step_ends_its_run_says_so(store, error, ended, says):
 def test_a_failing_cell_fails_alone(store):
     model = mlflow.initialize_logged_model("m")
     with runs.step("evaluate") as parent:
-        dataset = contents.log_dataset("arithmetic-heldout", digest="d" * 64, context="heldout", n=10, source="generated")
+        dataset = contents.log_dataset(
+            "arithmetic-heldout", digest="d" * 64, context="heldout", n=10, source="generated"
+        )
         for scheme in ("full", "nf4"):
             try:
                 with runs.child(names.cell_name("base", scheme), params={"scheme": scheme}) as cell:
@@ -195,7 +201,9 @@ def test_a_process_knows_when_it_began():
     before = time.time()
     program = "import time; from qrl.tracking import signals; print(signals.started(), time.time())"
     began, then = map(float, subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True).split())
-    assert before - 0.05 < began < then  # the kernel's clock ticks a hundred times a second; the boot's time is whole seconds
+    assert (
+        before - 0.05 < began < then
+    )  # the kernel's clock ticks a hundred times a second; the boot's time is whole seconds
 
 
 def test_sweep_spares_the_living_and_other_hosts(store):
@@ -209,14 +217,25 @@ def test_sweep_spares_the_living_and_other_hosts(store):
 
 
 def a_key(**changes) -> str:
-    given = {"section": {"train.steps": 3}, "inputs": {"base": "a"}, "device": "cpu", "environment": ROOT / "conda.yaml"}
+    given = {
+        "section": {"train.steps": 3},
+        "inputs": {"base": "a"},
+        "device": "cpu",
+        "environment": ROOT / "conda.yaml",
+    }
     return reuse.key("train", **{**given, **changes})
 
 
 def test_a_key_changes_with_everything_that_matters_and_nothing_else(tmp_path):
     other = tmp_path / "conda.yaml"
     other.write_text("dependencies: []\n")
-    changes = [{}, {"section": {"train.steps": 4}}, {"inputs": {"base": "b"}}, {"device": "cuda"}, {"environment": other}]
+    changes = [
+        {},
+        {"section": {"train.steps": 4}},
+        {"inputs": {"base": "b"}},
+        {"device": "cuda"},
+        {"environment": other},
+    ]
     assert len({a_key(**change) for change in (*changes, {"sources": [other]})}) == 6
     assert a_key() == a_key()
 

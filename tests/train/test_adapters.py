@@ -18,7 +18,14 @@ from qrl.tasks import prompt
 from qrl.train import arguments, grpo, guard, merge, policy, reward
 
 QUESTIONS = tasks.load("arithmetic", "train", 16, 0)
-BATCH = {"steps": 2, "prompts_per_step": 4, "generations": 4, "micro_batch": 16, "max_completion_tokens": 32, "save_every": 1}
+BATCH = {
+    "steps": 2,
+    "prompts_per_step": 4,
+    "generations": 4,
+    "micro_batch": 16,
+    "max_completion_tokens": 32,
+    "save_every": 1,
+}
 BATCH |= {"temperature": 2.0}  # so that a group's completions differ, and there is something to learn
 ADAPTER = {"lora_rank": 4, "lora_targets": ("q_proj", "v_proj"), "learning_rate": 2e-3, "beta": 0.01}
 STORED = {
@@ -64,11 +71,13 @@ def test_the_base_is_the_same_in_memory_and_on_disk_while_its_adapter_moves(ran)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     assert {weight.dtype for weight in trained} == {torch.float32}
     written = load_file(ran.done.path / "adapter_model.safetensors")
-    assert all("lora_" in name for name in written) and any(value.any() for name, value in written.items() if "lora_B" in name)
-    packed = {type(module).__name__ for _, module in policy.packed(model)}
-    assert any(ran.storage == storage and name in packed for storage, name in (("nf4", "Linear4bit"), ("int8", "Linear8bitLt"))) or (
-        ran.storage == "fp32" and not packed
+    assert all("lora_" in name for name in written) and any(
+        value.any() for name, value in written.items() if "lora_B" in name
     )
+    packed = {type(module).__name__ for _, module in policy.packed(model)}
+    assert any(
+        ran.storage == storage and name in packed for storage, name in (("nf4", "Linear4bit"), ("int8", "Linear8bitLt"))
+    ) or (ran.storage == "fp32" and not packed)
 
 
 def test_a_base_that_moved_keeps_nothing(ran):
@@ -146,7 +155,9 @@ with torch.no_grad():
 
 
 def test_an_adapter_that_fsdp_lays_out_is_written_kept_and_gone_on_with_whole(tmp_path):
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", IN_PARTS, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IN_PARTS, str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -158,7 +169,9 @@ def test_fsdp_on_a_cpu_is_refused(monkeypatch):
 
 def test_processes_of_fsdp_share_what_a_reference_takes(monkeypatch):
     settings, here = Train(beta=0.1), policy._memory_bytes("cpu")
-    entry = Entry("model.safetensors", "BF16", (1, here // 15), here // 15 * 2, start=0)  # 20 bytes each: a third too much
+    entry = Entry(
+        "model.safetensors", "BF16", (1, here // 15), here // 15 * 2, start=0
+    )  # 20 bytes each: a third too much
     with pytest.raises(BadInput, match="second copy"):
         policy.check_reference(settings, {"w.weight": entry}, "cpu")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
@@ -227,10 +240,18 @@ REFUSED = {
     "targets, full": (Train(lora_targets=("q_proj",)), TENSORS, r"train\.lora_targets is set"),
     "nf4, full": (Train(base_storage="nf4"), TENSORS, r"base_storage = nf4 stores the base in too few bits"),
     "int8, full": (Train(base_storage="int8"), TENSORS, r"base_storage = int8"),
-    "no such target": (Train(method="lora", lora_targets=("qkv",)), TENSORS, r"names 'qkv', which is no linear .* q_proj"),
+    "no such target": (
+        Train(method="lora", lora_targets=("qkv",)),
+        TENSORS,
+        r"names 'qkv', which is no linear .* q_proj",
+    ),
     "half a name": (Train(method="lora", lora_targets=("proj",)), TENSORS, r"names 'proj'"),
     "an embedding": (Train(method="qlora", lora_targets=("embed_tokens",)), TENSORS, r"names 'embed_tokens'"),
-    "the output head": (Train(method="lora", lora_targets=("lm_head",)), TENSORS | {"lm_head.weight": LARGE["w.weight"]}, "'lm_head'"),
+    "the output head": (
+        Train(method="lora", lora_targets=("lm_head",)),
+        TENSORS | {"lm_head.weight": LARGE["w.weight"]},
+        "'lm_head'",
+    ),
     "bf16 in fp32": (Train(method="lora", base_storage="bf16", dtype="fp32"), TENSORS, r"train\.dtype is fp32"),
     "no room for a reference": (Train(beta=0.1), LARGE, r"second copy: 186265 GiB .* train\.beta=0"),
 }
@@ -271,7 +292,9 @@ def test_processes_share_a_steps_completions(monkeypatch, tmp_path):
 def test_a_quantized_checkpoint_is_not_trained(tmp_path):
     shutil.copytree(tiny.PATH, tmp_path / "quantized")
     config = json.loads((tmp_path / "quantized" / "config.json").read_text())
-    (tmp_path / "quantized" / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    (tmp_path / "quantized" / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "awq"}})
+    )
     with pytest.raises(BadInput, match="stored in awq: training starts from full-precision"):
         grpo.check(checkpoint.check(tmp_path / "quantized"), Train(), 4096, "cpu")
 
@@ -294,10 +317,19 @@ def test_what_is_typed_resolves_to_a_storage_and_a_compute_dtype(typed, storage,
 
 
 def test_full_training_with_beta_keeps_a_reference_of_its_own_and_all_keys_reach_trl(tmp_path):
-    keys = {"loss": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2, "epsilon": 3e-4, "epsilon_high": 4e-4, "save_every": 2}
+    keys = {
+        "loss": "grpo",
+        "importance_sampling_level": "sequence",
+        "num_iterations": 2,
+        "epsilon": 3e-4,
+        "epsilon_high": 4e-4,
+        "save_every": 2,
+    }
     settings = Train(beta=0.1, rewards=("correct", "format"), reward_weights=(1, 0.2), **BATCH | keys)
     rows = [{"prompt": prompt.messages(q.question, "plain"), "answer": q.answer} for q in QUESTIONS]
-    trainer = grpo._trainer(tiny.PATH, rows, settings, **GIVEN, work=tmp_path, rollout=Rollout(), log=lambda metrics, step: None)
+    trainer = grpo._trainer(
+        tiny.PATH, rows, settings, **GIVEN, work=tmp_path, rollout=Rollout(), log=lambda metrics, step: None
+    )
     assert trainer.ref_model is not None and trainer.reward_func_names == ["correct", "format"]
     assert trainer.reward_weights.tolist() == pytest.approx([1, 0.2])
     assert (trainer.importance_sampling_level, trainer.num_iterations) == ("sequence", 2)

@@ -135,7 +135,9 @@ def test_masters_that_are_cast_or_replaced_after_attaching_get_their_gradients()
     linear = model.model.layers[0].mlp.up_proj
     linear.weight = nn.Parameter(linear.weight.detach().clone())
     model(**batch(), labels=batch()["input_ids"]).loss.backward()
-    assert all(each.grad.dtype == torch.bfloat16 and each.grad.abs().max() > 0 for each in model.parameters() if each.ndim > 1)
+    assert all(
+        each.grad.dtype == torch.bfloat16 and each.grad.abs().max() > 0 for each in model.parameters() if each.ndim > 1
+    )
     assert torch.equal(linear.fold.weight_of(linear), values.quantized(linear.weight, values.scheme("int4").weights))
 
 
@@ -222,12 +224,17 @@ def test_a_rollout_engine_is_sent_q_under_the_checkpoints_names():
     assert list(sent) == [name for name, _ in model.named_parameters()]
     linear = model.model.layers[1].mlp.gate_proj
     args = values.scheme("int4").weights
-    assert torch.equal(sent["model.layers.1.mlp.gate_proj.weight"], values.quantized(linear.weight, args, dtype=torch.bfloat16))
+    assert torch.equal(
+        sent["model.layers.1.mlp.gate_proj.weight"], values.quantized(linear.weight, args, dtype=torch.bfloat16)
+    )
     assert torch.equal(sent["model.norm.weight"], model.model.norm.weight.bfloat16())
     with torch.no_grad():
         linear.weight.mul_(1.5)
     qat.refold(model)
-    assert not torch.equal(dict(sync.named_weights(model))["model.layers.1.mlp.gate_proj.weight"], sent["model.layers.1.mlp.gate_proj.weight"])
+    assert not torch.equal(
+        dict(sync.named_weights(model))["model.layers.1.mlp.gate_proj.weight"],
+        sent["model.layers.1.mlp.gate_proj.weight"],
+    )
 
 
 def test_queries_keys_and_values_are_fed_one_and_the_same_tensor(monkeypatch):
@@ -247,7 +254,9 @@ def test_q_is_kept_in_the_dtype_of_the_forward_and_gradients_in_the_masters():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(**batch(), labels=batch()["input_ids"]).loss.backward()
     assert linear.weight.grad.dtype == linear.weight.dtype == torch.float32
-    with torch.no_grad():  # a rollout of TRL's, without autocast: Q(W) in the same dtype, the rest of the model in its own
+    with (
+        torch.no_grad()
+    ):  # a rollout of TRL's, without autocast: Q(W) in the same dtype, the rest of the model in its own
         assert model(**batch()).logits.dtype == torch.float32
 
 

@@ -75,12 +75,26 @@ def test_a_quantized_student_comes_closer_to_its_teacher(tmp_path):
 
 @pytest.mark.parametrize("name", ["int8", "nvfp4-a4"])
 def test_a_distillation_that_was_killed_goes_on_bit_for_bit(name, tmp_path):
-    settings = FAST.model_copy(update={"qat": name, "steps": 3, "save_every": 1, "temperature": 1.5, "prompts_per_step": 4, "micro_batch": 8, "qat_calibration_samples": 4})
+    settings = FAST.model_copy(
+        update={
+            "qat": name,
+            "steps": 3,
+            "save_every": 1,
+            "temperature": 1.5,
+            "prompts_per_step": 4,
+            "micro_batch": 8,
+            "qat_calibration_samples": 4,
+        }
+    )
     given = {"template": "plain", "seed": 0, "device": "cpu"}
-    whole = distill.run(tiny.PATH, tiny.PATH, QUESTIONS, settings, **given, work=tmp_path / "work", out=tmp_path / "whole")
+    whole = distill.run(
+        tiny.PATH, tiny.PATH, QUESTIONS, settings, **given, work=tmp_path / "work", out=tmp_path / "whole"
+    )
     shutil.copytree(tmp_path / "work", tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoint-3")
-    again = distill.run(tiny.PATH, tiny.PATH, QUESTIONS, settings, **given, work=tmp_path / "again", out=tmp_path / "model")
+    again = distill.run(
+        tiny.PATH, tiny.PATH, QUESTIONS, settings, **given, work=tmp_path / "again", out=tmp_path / "model"
+    )
     assert (whole.resumed_from, again.resumed_from) == (0, 2)
     assert checkpoint.digest(again.path) == checkpoint.digest(whole.path)
     assert again.history["loss"].iloc[-1] == whole.history["loss"].iloc[-1] != 0

@@ -96,7 +96,9 @@ def test_it_loads_in_transformers_without_being_told_how(masters, tmp_path):
         assert torch.equal(model(**BATCH).logits, in_training(masters, "int4")(**BATCH).logits)
 
 
-def test_the_trainings_activation_scales_are_stored_where_llm_compressor_has_the_model_offloaded(masters, tmp_path, monkeypatch):
+def test_the_trainings_activation_scales_are_stored_where_llm_compressor_has_the_model_offloaded(
+    masters, tmp_path, monkeypatch
+):
     """As on a GPU, where what is read of a module is a copy: here it lies on disk."""
     from compressed_tensors.offload import dispatch_with_map, remove_dispatch
 
@@ -104,7 +106,9 @@ def test_the_trainings_activation_scales_are_stored_where_llm_compressor_has_the
         def oneshot(model, **settings):
             given()(model=model, **settings)
             remove_dispatch(model)
-            places = {path: ("cpu", "disk") for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+            places = {
+                path: ("cpu", "disk") for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+            }
             dispatch_with_map(model, places, offload_dir=str(offload), show_progress=False)
 
         return oneshot
@@ -117,7 +121,9 @@ def test_the_trainings_activation_scales_are_stored_where_llm_compressor_has_the
     monkeypatch.setattr(compressed, "quiet_oneshot", quiet_oneshot)
     store(source, tmp_path / "out", "nvfp4-a4")
     end = ".input_global_scale"
-    assert {key.removesuffix(end): float(value) for key, value in checkpoint.tensors(tmp_path / "out") if key.endswith(end)} == wanted
+    assert {
+        key.removesuffix(end): float(value) for key, value in checkpoint.tensors(tmp_path / "out") if key.endswith(end)
+    } == wanted
 
 
 def test_a_model_that_was_never_trained_in_it_is_calibrated_on_texts(tiny_checkpoint, tmp_path):

@@ -76,7 +76,9 @@ def test_the_stored_model_keeps_the_scales_that_were_calibrated(trained, tmp_pat
     scales = linears.read_activation_scales(done.path)
     assert scales == linears.read_activation_scales(folder / "work") and len(scales) == 4 * 7
     settings = choices.of("rtn-nvfp4-a4", Quantize(), 0)
-    texts = [f"{question.question}\n#### {question.answer}" for question in QUESTIONS]  # which a study gives, and nobody looks at
+    texts = [
+        f"{question.question}\n#### {question.answer}" for question in QUESTIONS
+    ]  # which a study gives, and nobody looks at
     quantize.run("rtn-nvfp4-a4", done.path, tmp_path / "codes", settings=settings, calibration=texts)
     stored = dict(checkpoint.tensors(tmp_path / "codes"))
     assert {path: float(stored[f"{path}.input_global_scale"]) for path in scales} == scales
@@ -145,7 +147,10 @@ def test_an_adapter_is_refused_before_any_weight_is_loaded():
 
 def test_a_model_that_the_format_cannot_hold_is_refused_before_any_weight_is_loaded(tmp_path):
     config = json.loads((tiny.PATH / "config.json").read_text())
-    for changes, says in (({"model_type": "qwen2_moe"}, "mixture of experts"), ({"intermediate_size": 576}, r"mlp\.down_proj .*576")):
+    for changes, says in (
+        ({"model_type": "qwen2_moe"}, "mixture of experts"),
+        ({"intermediate_size": 576}, r"mlp\.down_proj .*576"),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(BadInput, match=says):
             callback.check(Train(qat="int4"), tmp_path)  # there are no weights to load

@@ -20,9 +20,25 @@ from qrl.recipe import Train
 from qrl.train import grpo
 
 ROOT = Path(qrl.__file__).parents[1]
-SMALL = {"steps": 5, "prompts_per_step": 4, "generations": 4, "micro_batch": 8, "max_completion_tokens": 64, "temperature": 2.0, "save_every": 2}
+SMALL = {
+    "steps": 5,
+    "prompts_per_step": 4,
+    "generations": 4,
+    "micro_batch": 8,
+    "max_completion_tokens": 64,
+    "temperature": 2.0,
+    "save_every": 2,
+}
 KINDS = {
-    "qlora": Train(method="qlora", dtype="fp32", lora_rank=4, lora_targets=("q_proj", "v_proj"), learning_rate=2e-3, beta=0.01, **SMALL),
+    "qlora": Train(
+        method="qlora",
+        dtype="fp32",
+        lora_rank=4,
+        lora_targets=("q_proj", "v_proj"),
+        learning_rate=2e-3,
+        beta=0.01,
+        **SMALL,
+    ),
     "full": Train(learning_rate=4e-5, **SMALL),
 }
 CHILD = """
@@ -56,7 +72,14 @@ def prompts(work):
 
 def alone(folder, settings):
     """The same training in this process, never disturbed."""
-    given = {"task": "arithmetic", "template": "plain", "seed": 0, "device": "cpu", "work": folder / "work", "out": folder / "model"}
+    given = {
+        "task": "arithmetic",
+        "template": "plain",
+        "seed": 0,
+        "device": "cpu",
+        "work": folder / "work",
+        "out": folder / "model",
+    }
     return grpo.run(tiny.PATH, tasks.load("arithmetic", "train", 32, 0), settings, **given)
 
 
@@ -93,7 +116,18 @@ def test_two_processes_go_on_from_a_checkpoint_bit_for_bit(tmp_path):
     variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     def trained(folder, out) -> str:
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", script, folder, out, settings.model_dump_json()]
+        words = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            "2",
+            script,
+            folder,
+            out,
+            settings.model_dump_json(),
+        ]
         done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
@@ -106,21 +140,64 @@ def test_two_processes_go_on_from_a_checkpoint_bit_for_bit(tmp_path):
 
 
 def test_two_processes_train_as_one_and_the_first_alone_logs_and_writes(store, tmp_path):
-    settings = Train(steps=2, prompts_per_step=4, generations=4, micro_batch=4, questions=32, max_completion_tokens=48, completions_logged=16)
-    given = recipe.load("tiny", {f"train.{key}": str(value) for key, value in settings.model_dump(exclude_defaults=True).items()})
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "qrl", "train"]
+    settings = Train(
+        steps=2,
+        prompts_per_step=4,
+        generations=4,
+        micro_batch=4,
+        questions=32,
+        max_completion_tokens=48,
+        completions_logged=16,
+    )
+    given = recipe.load(
+        "tiny", {f"train.{key}": str(value) for key, value in settings.model_dump(exclude_defaults=True).items()}
+    )
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "qrl",
+        "train",
+    ]
     (tmp_path / "recipe.yaml").write_text(given.dump())
-    words += ["--recipe", str(tmp_path / "recipe.yaml"), "--device", "cpu", "--watch.probe_every", "2", "--watch.probe_n", "5"]
+    words += [
+        "--recipe",
+        str(tmp_path / "recipe.yaml"),
+        "--device",
+        "cpu",
+        "--watch.probe_every",
+        "2",
+        "--watch.probe_n",
+        "5",
+    ]
     variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=os.path.dirname(store.removeprefix("sqlite:///")), env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words,
+        cwd=os.path.dirname(store.removeprefix("sqlite:///")),
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     import mlflow
 
     (run,) = mlflow.MlflowClient().search_runs(["0"])
     assert run.info.status == "FINISHED" and run.data.params["processes"] == "2" and run.outputs.model_outputs
-    steps = {name: [p.step for p in mlflow.MlflowClient().get_metric_history(run.info.run_id, name)] for name in ("train/reward", "probe/n")}
+    steps = {
+        name: [p.step for p in mlflow.MlflowClient().get_metric_history(run.info.run_id, name)]
+        for name in ("train/reward", "probe/n")
+    }
     assert steps == {"train/reward": [1, 2], "probe/n": [0, 2]} and run.data.metrics["probe/n"] == 5
     table = json.loads((Path(run.info.artifact_uri.removeprefix("file://")) / "completions.json").read_text())
-    asked = pd.DataFrame(table["data"], columns=table["columns"]).groupby("step")["prompt"].agg(lambda column: sorted(set(column)))
+    asked = (
+        pd.DataFrame(table["data"], columns=table["columns"])
+        .groupby("step")["prompt"]
+        .agg(lambda column: sorted(set(column)))
+    )
     single = alone(tmp_path, settings).completions.groupby("step")["prompt"].agg(lambda column: sorted(set(column)))
     assert asked.to_dict() == single.to_dict() and {len(texts) for texts in single} == {4}

@@ -209,14 +209,14 @@ def test_an_engine_sleeps_where_memory_asks_for_it():
     assert not link.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 140 * gib)  # full, 1.5 B, one H200
     assert link.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 40 * gib)
     assert not link.memory_is_short(6 * gib, gib // 50, 0.2, 24 * gib)  # QLoRA, 8 B
-    assert link.asks_for_sleep(Rollout(sleep="on"), None) and not link.asks_for_sleep(
-        Rollout(sleep="off"), None
-    )
+    assert link.asks_for_sleep(Rollout(sleep="on"), None) and not link.asks_for_sleep(Rollout(sleep="off"), None)
 
 
 def test_an_fp8_engine_pads_batches_whose_products_are_slow_to_one_that_it_may_draw():
     """A graph of more completions than an engine draws at once would not be used for whole steps."""
-    assert vllm_engine._batches(300, fp8=False) == {"max_num_seqs": 300} and vllm_engine._batches(16, fp8=True) == {"max_num_seqs": 16}
+    assert vllm_engine._batches(300, fp8=False) == {"max_num_seqs": 300} and vllm_engine._batches(16, fp8=True) == {
+        "max_num_seqs": 16
+    }
     for sequences, most in [(17, 64), (32, 64), (64, 64), (128, 128), (1000, 1000)]:
         found = vllm_engine._batches(sequences, fp8=True)
         sizes = found["compilation_config"]["cudagraph_capture_sizes"]
@@ -248,12 +248,30 @@ def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeyp
 
 
 UNHEEDED = {
-    "FP8 without an engine": (Rollout(quantization="fp8"), r"rollout\.quantization = fp8 means nothing where rollout\.engine = transformers"),
-    "a server without an engine": (Rollout(mode="server"), r"rollout\.mode = server means nothing .* set rollout\.engine = vllm"),
-    "a correction of nothing": (Rollout(is_correction="sequence_mask"), r"rollout\.is_correction = sequence_mask means nothing"),
-    "an address, colocated": (Rollout(engine="vllm", server="http://a:1"), r"rollout\.server = http://a:1 .* rollout\.mode = colocate"),
-    "memory of a server": (Rollout(engine="vllm", mode="server", sleep="on"), r"rollout\.sleep = on .* rollout\.mode = server"),
-    "a limit of what is not measured": (Rollout(engine="vllm", is_correction="none", max_engine_kl=1), r"rollout\.max_engine_kl = 1.* rollout\.is_correction = none"),
+    "FP8 without an engine": (
+        Rollout(quantization="fp8"),
+        r"rollout\.quantization = fp8 means nothing where rollout\.engine = transformers",
+    ),
+    "a server without an engine": (
+        Rollout(mode="server"),
+        r"rollout\.mode = server means nothing .* set rollout\.engine = vllm",
+    ),
+    "a correction of nothing": (
+        Rollout(is_correction="sequence_mask"),
+        r"rollout\.is_correction = sequence_mask means nothing",
+    ),
+    "an address, colocated": (
+        Rollout(engine="vllm", server="http://a:1"),
+        r"rollout\.server = http://a:1 .* rollout\.mode = colocate",
+    ),
+    "memory of a server": (
+        Rollout(engine="vllm", mode="server", sleep="on"),
+        r"rollout\.sleep = on .* rollout\.mode = server",
+    ),
+    "a limit of what is not measured": (
+        Rollout(engine="vllm", is_correction="none", max_engine_kl=1),
+        r"rollout\.max_engine_kl = 1.* rollout\.is_correction = none",
+    ),
 }
 
 
@@ -276,7 +294,9 @@ def test_a_server_that_stores_otherwise_than_the_recipe_says_is_refused():
     link.check_server(narrow, Rollout(quantization="fp8", kv_cache="fp8"))
     with pytest.raises(BadInput, match="start it with --quantization fp8_per_tensor"):
         link.check_server(plain, Rollout(quantization="fp8"))
-    with pytest.raises(BadInput, match=r"keys and values as auto, but rollout\.kv_cache = fp8: start it with --kv-cache-dtype fp8"):
+    with pytest.raises(
+        BadInput, match=r"keys and values as auto, but rollout\.kv_cache = fp8: start it with --kv-cache-dtype fp8"
+    ):
         link.check_server(plain, Rollout(kv_cache="fp8"))
     with pytest.raises(BadInput, match=r"keys and values as fp8.* without --kv-cache-dtype"):
         link.check_server(narrow, Rollout(quantization="fp8"))
@@ -337,7 +357,11 @@ def test_a_trainings_key_holds_what_changes_its_weights_and_nothing_else():
         return keys.trained(recipe.load("tiny", overrides), "d", "cuda", **more)
 
     plain = key()
-    assert {key({"watch.max_reference_kl": "0.1"}), key({"watch.window": "9"}), key({"rollout.max_engine_kl": "1"})} == {plain}
+    assert {
+        key({"watch.max_reference_kl": "0.1"}),
+        key({"watch.window": "9"}),
+        key({"rollout.max_engine_kl": "1"}),
+    } == {plain}
     stops = [{"watch.stop": "kl", "train.beta": "0.1", "watch.max_reference_kl": limit} for limit in ("0.1", "0.2")]
     assert len({plain, key({"watch.probe_every": "2"}), *map(key, stops)}) == 4
     assert key({"rollout.engine": "vllm"}, processes=2) not in {key({"rollout.engine": "vllm"}), plain}

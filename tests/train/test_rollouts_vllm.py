@@ -1,6 +1,6 @@
 """What a real vLLM says of its samples after each of ten syncs is what the model that is trained says; vLLM runs in its own Python.
 
-    QRL_VLLM_PYTHON=…/bin/python pytest -m slow tests/test_rollouts_vllm.py    # one that is there already
+QRL_VLLM_PYTHON=…/bin/python pytest -m slow tests/test_rollouts_vllm.py    # one that is there already
 """
 
 import json
@@ -69,20 +69,37 @@ def test_after_each_of_ten_syncs_the_engine_says_what_the_trainer_says_and_the_b
     model = get_peft_model(model, policy.adapter(settings)) if settings.adapter else model
     policy.widen(model)
     tokens = hf.tokenizer(tiny.PATH)
-    prompts = [prompt.render(tokens, question.question, "plain") for question in tasks.load("arithmetic", "train", PROMPTS, 0)]
+    prompts = [
+        prompt.render(tokens, question.question, "plain") for question in tasks.load("arithmetic", "train", PROMPTS, 0)
+    ]
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
     before, states, chance = guard.frozen_digest(model), [], torch.Generator().manual_seed(0)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     for number in range(SYNCS):  # an update, of a size that is seen in what is sampled, and a sync
         for weight in trained.values():
-            weight.data += UPDATE[method] * (1 if settings.adapter else weight.std(correction=0)) * torch.randn(weight.shape, generator=chance)
+            weight.data += (
+                UPDATE[method]
+                * (1 if settings.adapter else weight.std(correction=0))
+                * torch.randn(weight.shape, generator=chance)
+            )
         states.append({name: weight.detach().clone() for name, weight in trained.items()})
-        save_file({name: weight.clone() for name, weight in sync.named_weights(model, torch.bfloat16)}, tmp_path / f"{number}.safetensors")
+        save_file(
+            {name: weight.clone() for name, weight in sync.named_weights(model, torch.bfloat16)},
+            tmp_path / f"{number}.safetensors",
+        )
     assert guard.frozen_digest(model) == before
 
     words = [python_of("vllm_cpu"), "-c", ENGINE, str(tiny.PATH), str(tmp_path), str(SYNCS), str(TOKENS)]
     variables = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    done = subprocess.run(words, cwd=Path(qrl.__file__).parents[1], env=variables, capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(
+        words,
+        cwd=Path(qrl.__file__).parents[1],
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
     model.eval()
@@ -94,4 +111,6 @@ def test_after_each_of_ten_syncs_the_engine_says_what_the_trainer_says_and_the_b
         found.append(gap(logps(model, prompts, drawn), logprobs))
     widest = max(each.kl_k3 for each in found)
     assert widest < 1e-3 and min(each.token_ess for each in found) > 0.99, found
-    assert gap(logps(model, prompts, said[0][0]), said[0][1]).kl_k3 > 100 * widest  # had the engine kept its first weights
+    assert (
+        gap(logps(model, prompts, said[0][0]), said[0][1]).kl_k3 > 100 * widest
+    )  # had the engine kept its first weights

@@ -119,9 +119,17 @@ def test_weights_gathered_from_several_processes_are_written_as_those_of_one(tmp
 def test_metrics_come_live_step_by_step(trained):
     _, done, seen = trained
     assert [step for step, _ in seen] == [1, 2] == list(done.history["step"])
-    assert {"train/reward", "train/reward_std", "train/frac_reward_zero_std", "train/entropy", "train/completions_per_s"} <= set(seen[0][1])
+    assert {
+        "train/reward",
+        "train/reward_std",
+        "train/frac_reward_zero_std",
+        "train/entropy",
+        "train/completions_per_s",
+    } <= set(seen[0][1])
     assert seen[0][1]["train/grader_timeout_rate"] == seen[0][1]["train/grader_error_rate"] == 0
-    assert len(done.completions) == 2 * FAST.completions_logged and done.completions["completion"].map(type).eq(str).all()
+    assert (
+        len(done.completions) == 2 * FAST.completions_logged and done.completions["completion"].map(type).eq(str).all()
+    )
 
 
 def test_the_same_seed_trains_the_same_weights_and_resuming_changes_none(trained, tmp_path):
@@ -135,7 +143,9 @@ def test_the_same_seed_trains_the_same_weights_and_resuming_changes_none(trained
 
 def test_bf16_copies_of_weights_are_dropped_after_use_and_no_gradient_changes(tmp_path, monkeypatch):
     settings, ids = FAST.model_copy(update={"dtype": "bf16"}), torch.arange(3, 35)[None]
-    rows = [{"prompt": prompt.messages(question.question, "plain"), "answer": question.answer} for question in QUESTIONS]
+    rows = [
+        {"prompt": prompt.messages(question.question, "plain"), "answer": question.answer} for question in QUESTIONS
+    ]
 
     def gradients() -> tuple[bool, dict]:
         given = {"task": "arithmetic", "seed": 0, "device": "cpu", "work": tmp_path, "log": lambda metrics, step: None}
@@ -167,7 +177,13 @@ def test_a_broken_checkpoint_is_skipped_for_the_one_before_it(trained, tmp_path)
 def test_an_adapter_without_weights_is_neither_written_nor_gone_on_with(trained, tmp_path):
     settings = Train(method="lora", lora_rank=2)
     with pytest.raises(QrlError, match="without any weight"):
-        save.write(get_peft_model(policy.load(tiny.PATH, settings, "cpu"), policy.adapter(settings)), tiny.PATH, tmp_path / "adapter", dtype=None, state={})
+        save.write(
+            get_peft_model(policy.load(tiny.PATH, settings, "cpu"), policy.adapter(settings)),
+            tiny.PATH,
+            tmp_path / "adapter",
+            dtype=None,
+            state={},
+        )
     assert not (tmp_path / "adapter").exists()
     shutil.copytree(trained[0] / "work", tmp_path / "work")
     save_file({}, tmp_path / "work" / "checkpoint-2" / "model.safetensors")
@@ -178,7 +194,12 @@ def test_an_adapter_without_weights_is_neither_written_nor_gone_on_with(trained,
 def test_an_adapter_is_written_alike_by_every_process(tmp_path):
     """PEFT holds the names of the matrices as a set, whose order is drawn anew with every interpreter."""
     settings = Train(method="lora", lora_rank=2)
-    save.write(get_peft_model(policy.load(tiny.PATH, settings, "cpu"), policy.adapter(settings)), tiny.PATH, tmp_path / "adapter", dtype=None)
+    save.write(
+        get_peft_model(policy.load(tiny.PATH, settings, "cpu"), policy.adapter(settings)),
+        tiny.PATH,
+        tmp_path / "adapter",
+        dtype=None,
+    )
     matrices = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
     assert len(matrices) == 7 and matrices == sorted(matrices)
 
@@ -231,7 +252,9 @@ def test_an_adapter_never_merges_into_codes(adapter, tmp_path):
     quantized = tmp_path / "quantized"
     shutil.copytree(tiny.PATH, quantized)
     config = json.loads((quantized / "config.json").read_text())
-    (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}}))
+    (quantized / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}})
+    )
     with pytest.raises(BadInput, match="full precision only"):
         merge.run(quantized, adapter, tmp_path / "merged", prompts(), max_logit_diff=1.0)
 

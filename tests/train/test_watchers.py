@@ -57,7 +57,9 @@ def test_an_engine_further_away_than_the_recipe_allows_is_told_at_its_first_step
         _, (alarm,) = seen([near, near | wide, near | wide])
         assert (alarm.watcher, alarm.step) == ("rollout", 2)
         assert re.search(r"rollout\.max_engine_kl 0\.01.*rollout\.min_effective_sample_size 0\.9", alarm.sentence)
-    assert seen([near] * 4)[1] == [] and seen([HEALTHY | {"rollout/completions_per_s": 9.0}] * 4)[1] == []  # a gap that is not measured
+    assert (
+        seen([near] * 4)[1] == [] and seen([HEALTHY | {"rollout/completions_per_s": 9.0}] * 4)[1] == []
+    )  # a gap that is not measured
     fp8 = watchers.Watchers(Watch(stop=("rollout",)), Rollout(engine="vllm", quantization="fp8", max_engine_kl=1))
     (alarm,) = fp8.see(near | {"step": 1, "rollout/kl_k3": 2.0})
     assert "leave rollout.quantization = fp8 out" in alarm.sentence and fp8.stop([alarm]) is alarm
@@ -107,7 +109,11 @@ def test_a_training_that_learns_nothing_is_warned_of_and_stopped_with_the_weight
     assert [step for step, metrics in logged if metrics.get("watch/signal") == 1] == [2]
     curve = done.probes
     assert curve["step"].tolist() == [0, 1, 2] and set(curve["n"]) == {8}
-    assert (curve["low"] <= curve["accuracy"]).all() and (curve["accuracy"] <= curve["high"]).all() and (curve["low"] < curve["high"]).all()
+    assert (
+        (curve["low"] <= curve["accuracy"]).all()
+        and (curve["accuracy"] <= curve["high"]).all()
+        and (curve["low"] < curve["high"]).all()
+    )
     plain = train(tmp_path / "plain", CUT.model_copy(update={"steps": 2}))
     assert checkpoint.digest(done.path) == checkpoint.digest(plain.path)  # a probe draws no random number
     assert plain.stopped is None

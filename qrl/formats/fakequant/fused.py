@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Folded = tuple[list["Tensor"], "Tensor"]  # as `fake.folded` gives it
-_proven: dict[tuple, bool] = {}  # format, dtypes, shapes and device → whether the kernel gives what eager operations give
+_proven: dict[
+    tuple, bool
+] = {}  # format, dtypes, shapes and device → whether the kernel gives what eager operations give
 
 
 def folded(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: torch.dtype) -> list[Folded]:
@@ -35,9 +37,16 @@ def folded(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: to
     """
     groups = [[weight.detach() for weight in weights] for weights in groups]
     with _exactly(groups[0][0]):
-        fused = [place for place, weights in enumerate(groups) if all(map(_fits, weights)) and _is_proven(weights, args, dtype)]
+        fused = [
+            place
+            for place, weights in enumerate(groups)
+            if all(map(_fits, weights)) and _is_proven(weights, args, dtype)
+        ]
         found = dict(zip(fused, _fused([groups[place] for place in fused], args, dtype), strict=True)) if fused else {}
-        return [found[place] if place in found else values.folded(weights, args, dtype) for place, weights in enumerate(groups)]
+        return [
+            found[place] if place in found else values.folded(weights, args, dtype)
+            for place, weights in enumerate(groups)
+        ]
 
 
 def _fused(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: torch.dtype) -> list[Folded]:
@@ -124,7 +133,10 @@ def _holds(key: tuple, fused: Callable, eager: Callable) -> bool:
     if key not in _proven:
         try:
             with torch.no_grad(), torch.autocast("cuda", enabled=False):
-                alike = all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(_tensors(fused()), _tensors(eager()), strict=True))
+                alike = all(
+                    a.dtype == b.dtype and torch.equal(a, b)
+                    for a, b in zip(_tensors(fused()), _tensors(eager()), strict=True)
+                )
             reason = "" if alike else "the kernel's values differ from eager ones"
         except Exception as error:  # whatever a Triton that is missing, or a card that it does not know, raises
             reason = f"{type(error).__name__}: {str(error).strip()[:200]}".splitlines()[0]

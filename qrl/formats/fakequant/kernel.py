@@ -22,8 +22,21 @@ from torch import Tensor
 INTEGER, EIGHT_BIT_FLOAT, NV_BLOCK, MX_BLOCK = range(4)  # how scales are made, and codes from values
 ALIGNED = tl.constexpr(16)  # values: where a matrix may begin, so that a thread reads and writes several at once
 TILE = 4096  # values that a program holds at least, where a group is smaller
-CONSTANTS = ("SIZE", "ROWS", "BLOCK", "KIND", "EXACT", "OUT", "HALF", "LOW", "HIGH", "TINY")  # in the order of `_inputs`
-_compiled: dict[tuple, object] = {}  # kernels of inputs, by all that they were compiled for: finding one by Triton's own means takes the host longer than the card has work
+CONSTANTS = (
+    "SIZE",
+    "ROWS",
+    "BLOCK",
+    "KIND",
+    "EXACT",
+    "OUT",
+    "HALF",
+    "LOW",
+    "HIGH",
+    "TINY",
+)  # in the order of `_inputs`
+_compiled: dict[
+    tuple, object
+] = {}  # kernels of inputs, by all that they were compiled for: finding one by Triton's own means takes the host longer than the card has work
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -95,7 +108,12 @@ def _matrices(table, owners, made, scales, SIZE: tl.constexpr, ROWS: tl.constexp
     """Of many matrices, each program some groups of one: its address, groups, first program, sixteenth of its place in `made`, place of its scale."""
     about = table + tl.load(owners + tl.program_id(0)) * 5
     given = tl.multiple_of(tl.load(about).to(tl.pointer_type(EXACT)), 16)
-    groups, first, begin, place = tl.load(about + 1), tl.load(about + 2), tl.load(about + 3) * ALIGNED, tl.load(about + 4)
+    groups, first, begin, place = (
+        tl.load(about + 1),
+        tl.load(about + 2),
+        tl.load(about + 3) * ALIGNED,
+        tl.load(about + 4),
+    )
     row = (tl.program_id(0) - first) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     at = row[:, None] * SIZE + column[None, :]
@@ -119,7 +137,14 @@ def activations(given: Tensor, args: QuantizationArgs, dtype: torch.dtype, scale
     settings, rows = _settings(args, size, dtype, dtype, nv=scale is not None)
     groups, told = given.numel() // size, given if scale is None else scale
     grid, constants = (triton.cdiv(groups, rows), 1, 1), [settings[name] for name in CONSTANTS]
-    known = (given.dtype, given.device, given.data_ptr() % ALIGNED.value, told.data_ptr() % ALIGNED.value, groups < 2**31, *constants)
+    known = (
+        given.dtype,
+        given.device,
+        given.data_ptr() % ALIGNED.value,
+        told.data_ptr() % ALIGNED.value,
+        groups < 2**31,
+        *constants,
+    )
     with _on(given):
         if (kernel := _compiled.get(known)) is not None:
             kernel[grid](given, made, told, groups, *constants, False)
@@ -128,7 +153,9 @@ def activations(given: Tensor, args: QuantizationArgs, dtype: torch.dtype, scale
     return made
 
 
-def folded(weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype, scales: Tensor | None, places: Sequence[int]) -> list[Tensor]:
+def folded(
+    weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype, scales: Tensor | None, places: Sequence[int]
+) -> list[Tensor]:
     """Q(W) of matrices of one dtype on one device, views of one block of memory, by one launch for each width that scales have.
 
     Args:
@@ -139,7 +166,9 @@ def folded(weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype
         places: which of them each matrix has.
     """
     step = ALIGNED.value
-    block = torch.empty(sum(-(-weight.numel() // step) * step for weight in weights), dtype=dtype, device=weights[0].device)
+    block = torch.empty(
+        sum(-(-weight.numel() // step) * step for weight in weights), dtype=dtype, device=weights[0].device
+    )
     found, begin, by_size = [], 0, {}
     for weight, place in zip(weights, places, strict=True):
         found.append(block[begin : begin + weight.numel()].view(weight.shape))
@@ -150,7 +179,14 @@ def folded(weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype
         settings, rows = _settings(args, size, weights[0].dtype, dtype, nv=scales is not None)
         table, owners = _table(tuple(matrices), rows, block.device)
         with _on(block):
-            _matrices[(len(owners),)](table, owners, block, block if scales is None else scales, THROUGH_BF16=settings["KIND"] >= NV_BLOCK, **settings)
+            _matrices[(len(owners),)](
+                table,
+                owners,
+                block,
+                block if scales is None else scales,
+                THROUGH_BF16=settings["KIND"] >= NV_BLOCK,
+                **settings,
+            )
     return found
 
 
@@ -159,7 +195,12 @@ def _table(matrices: tuple[tuple[int, int, int, int], ...], rows: int, device: t
     """What `_matrices` reads: address, groups, first program, place in the result and place of the scale of each; whose each program is."""
     programs = torch.tensor([triton.cdiv(groups, rows) for _, groups, _, _ in matrices])
     firsts = (programs.cumsum(0) - programs).tolist()
-    table = torch.tensor([(address, groups, first, begin, place) for (address, groups, begin, place), first in zip(matrices, firsts, strict=True)])
+    table = torch.tensor(
+        [
+            (address, groups, first, begin, place)
+            for (address, groups, begin, place), first in zip(matrices, firsts, strict=True)
+        ]
+    )
     return table.to(device), torch.arange(len(matrices), dtype=torch.int32).repeat_interleave(programs).to(device)
 
 
@@ -174,7 +215,17 @@ def _settings(args: QuantizationArgs, size: int, exact: torch.dtype, out: torch.
         kind, half, low, high = EIGHT_BIT_FLOAT, 448.0, -448.0, 448.0
     else:
         kind, half, low, high = NV_BLOCK if nv else MX_BLOCK, 6.0, -6.0, 6.0
-    found = {"SIZE": size, "ROWS": rows, "BLOCK": block, "KIND": kind, "EXACT": DTYPES[exact], "OUT": DTYPES[out], "HALF": half, "LOW": low, "HIGH": high}
+    found = {
+        "SIZE": size,
+        "ROWS": rows,
+        "BLOCK": block,
+        "KIND": kind,
+        "EXACT": DTYPES[exact],
+        "OUT": DTYPES[out],
+        "HALF": half,
+        "LOW": low,
+        "HIGH": high,
+    }
     return found | {"TINY": torch.finfo(exact).eps, "num_warps": 16 if block > 8192 else 8}, rows
 
 

@@ -70,7 +70,9 @@ def check_architecture(model: PreTrainedModel, *, transposed: bool = False) -> N
         )
     names = {type(module).__name__.lower() for module in model.modules()}
     if any("mamba" in each or "ssm" in each for each in names):
-        raise BadInput(f"{kind} has Mamba layers, which neither training nor storing in few bits covers here: use a transformer.")
+        raise BadInput(
+            f"{kind} has Mamba layers, which neither training nor storing in few bits covers here: use a transformer."
+        )
     for path, module in model.named_modules():
         matrices = [name for name, weight in module.named_parameters(recurse=False) if weight.ndim > 1]
         if matrices and not isinstance(module, held):

@@ -149,7 +149,9 @@ def quantized(
     return values(weight, args, scales(weight, args, largest), dtype)
 
 
-def folded(weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype | None = None) -> tuple[list[Tensor], Tensor]:
+def folded(
+    weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype | None = None
+) -> tuple[list[Tensor], Tensor]:
     """Q(W) of matrices that share NVFP4's global scale.
 
     Args:

@@ -25,7 +25,9 @@ from qrl.tasks.math import text as math_text
 from qrl.tasks.math.rule import Asked, verdict
 
 PLACES = 6  # significant digits, or decimal places, to which a decimal may stand for an exact number
-_NORMAL = NormalizationConfig(basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="last", equations=False)
+_NORMAL = NormalizationConfig(
+    basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="last", equations=False
+)
 
 
 def prepare(memory_bytes: int) -> None:

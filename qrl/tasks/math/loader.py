@@ -59,7 +59,9 @@ def _question(name: str, where: str, row: Any) -> Question:
     if problem is None:
         raise BadInput(f"{where}: 'problem' (or 'question') is missing or not a text: each row needs what is asked.")
     if answer is None and solution is None:
-        raise BadInput(f"{where}: neither 'solution' nor 'answer' is a text: each row needs one from which the gold answer is read.")
+        raise BadInput(
+            f"{where}: neither 'solution' nor 'answer' is a text: each row needs one from which the gold answer is read."
+        )
     worked = _boxed(solution or answer)
     boxed = math_text.boxes(worked)
     if not boxed and answer is None:

@@ -33,6 +33,7 @@ BATCH = 16  # answers that travel together; one of them over its limit is found 
 MOST_WORKERS = 16
 TIMEOUT, ERROR = "timeout", "error"
 
+
 def judge(asked: Sequence[Asked], progress: Callable[[int], object] = lambda n: None) -> list[Verdict]:
     """Verdicts in the order asked; one that cannot be reached is wrong and carries its `fault`.
 
@@ -57,7 +58,9 @@ def judge(asked: Sequence[Asked], progress: Callable[[int], object] = lambda n: 
     return [done[i] for i in range(len(asked))]
 
 
-def _round(asked: Sequence[Asked], batches: list[list[int]], careful: bool) -> Iterator[tuple[list[int], list[Verdict]]]:
+def _round(
+    asked: Sequence[Asked], batches: list[list[int]], careful: bool
+) -> Iterator[tuple[list[int], list[Verdict]]]:
     """Judges each batch once and yields those that came back, or that failed alone.
 
     Args:
@@ -109,7 +112,9 @@ class _Workers:
 
     def pool(self) -> ProcessPool:
         with self.lock:
-            if self.made is None or self.owner != os.getpid():  # a forked child has the pool's object, but not its threads
+            if (
+                self.made is None or self.owner != os.getpid()
+            ):  # a forked child has the pool's object, but not its threads
                 from pebble import ProcessPool
 
                 context = multiprocessing.get_context("forkserver")

@@ -14,11 +14,23 @@ _BRACES = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\[\\{}]|[{}]")
 _BARE = re.compile(r"\\(?:boxed|fbox)\s++([^\s\\{}$]{1,60})")  # TeX's short form, which some of MATH's solutions use
 _SIGNS = str.maketrans(
     dict.fromkeys("\u2212\u2010\u2011\u2013\ufe63\uff0d", "-")
-    | {"\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u00f7": "/", "\u03c0": r"\pi ", "\u221e": r"\infty ", "\u222a": r"\cup "}
+    | {
+        "\u00d7": r"\times ",
+        "\u00b7": r"\cdot ",
+        "\u00f7": "/",
+        "\u03c0": r"\pi ",
+        "\u221e": r"\infty ",
+        "\u222a": r"\cup ",
+    }
     | {"\u2264": r"\le ", "\u2265": r"\ge ", "\u2208": r"\in ", "\u00b1": r"\pm ", "\u00b0": r"^\circ "}
 )
 _SPELLINGS = [
-    (re.compile(r"\\(?:left|right|big|Big|bigg|Bigg)[lrm]?(?![A-Za-z])\.?|\\(?:displaystyle|textstyle)(?![A-Za-z])|\\!"), ""),
+    (
+        re.compile(
+            r"\\(?:left|right|big|Big|bigg|Bigg)[lrm]?(?![A-Za-z])\.?|\\(?:displaystyle|textstyle)(?![A-Za-z])|\\!"
+        ),
+        "",
+    ),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\frac ?(\d) ?(\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\(?:mbox|textbf|textrm|textit|textnormal|textsf)\s*\{"), r"\\text{"),
@@ -43,7 +55,9 @@ _BASED = re.compile(r"(-?[0-9][0-9A-Fa-f]*)_\{?(\d+)\}?")
 _WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|mathit)\{([^{}]*)\}")
 _WORD = re.compile(r"[A-Z]?[a-z]{3,}(?: [a-z]+)*")
 _SIDE_BY_SIDE = re.compile(r"\d \.?\d")
-_ABOUT = re.compile(r"\\(?:approx|simeq|sim|cong|equiv|neq?|not|to|(?:long)?rightarrow|Rightarrow|implies|iff|mapsto)(?![A-Za-z])|≈|≠|→")
+_ABOUT = re.compile(
+    r"\\(?:approx|simeq|sim|cong|equiv|neq?|not|to|(?:long)?rightarrow|Rightarrow|implies|iff|mapsto)(?![A-Za-z])|≈|≠|→"
+)
 _SEPARATOR = re.compile(r",|;|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
 # Words that make another answer of the one beside them, or none.
 _TAKEN_BACK = re.compile(
@@ -51,7 +65,9 @@ _TAKEN_BACK = re.compile(
     r"|less|dozens?|squared|cubed|(?:hundred|thousand|[mb]illion|trillion|lakh|crore)s?"
 )
 
-_SUCH_THAT = re.compile(r":|\\(?:mid|colon|vert)(?![A-Za-z])|\|")  # math-verify takes `\{x:x\}` for 1, for \infty and for \{1\}
+_SUCH_THAT = re.compile(
+    r":|\\(?:mid|colon|vert)(?![A-Za-z])|\|"
+)  # math-verify takes `\{x:x\}` for 1, for \infty and for \{1\}
 _EITHER_SIGN = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 _ONE_SET = re.compile(r"[(\[]|\\mathbb|\\infty")  # an interval, a point, all numbers: nothing that two signs list
 _THOUSANDS = re.compile(r"\d ?\\(?:text|mathrm)\{ ?k ?\}")
@@ -115,7 +131,11 @@ def claims(gold: str, said: str) -> list[str]:
     """What must each equal the gold answer: an answer, or every side of a chain of equations that is a number (`17=18`)."""
     if "=" in gold or "=" not in said:
         return [said]
-    sides = [side for side in said.split("=") if re.search(r"\d", side) and not re.search(r"[A-Za-z]", _COMMANDS.sub("", side))]
+    sides = [
+        side
+        for side in said.split("=")
+        if re.search(r"\d", side) and not re.search(r"[A-Za-z]", _COMMANDS.sub("", side))
+    ]
     return sides if len(sides) > 1 else [said]
 
 

@@ -44,7 +44,9 @@ METRICS = {
 } | {trainer.PREFIX + name: trainer.PREFIX + name for name in trainer.METRICS}
 
 
-def callback(settings: Train, log: Log, *, title: str = "GRPO", shown: str = "reward", metrics: dict[str, str] = METRICS):
+def callback(
+    settings: Train, log: Log, *, title: str = "GRPO", shown: str = "reward", metrics: dict[str, str] = METRICS
+):
     """A callback that hands metrics on as they come, and draws the progress bar; one process of several does both.
 
     Args:
@@ -78,10 +80,17 @@ def callback(settings: Train, log: Log, *, title: str = "GRPO", shown: str = "re
             self.seconds.append(time.perf_counter() - self.began)
             row = state.log_history[-1]  # `logs` is a copy of what is kept
             row["completions_per_s"] = (
-                settings.prompts_per_step * settings.generations / settings.num_iterations * len(self.seconds) / sum(self.seconds)
+                settings.prompts_per_step
+                * settings.generations
+                / settings.num_iterations
+                * len(self.seconds)
+                / sum(self.seconds)
             )
             row["peak_memory_gib"] = peak_memory_gib()
-            log({ours: float(row[name]) for name, ours in metrics.items() if row.get(name) is not None}, state.global_step)
+            log(
+                {ours: float(row[name]) for name, ours in metrics.items() if row.get(name) is not None},
+                state.global_step,
+            )
             self.bar.set_postfix({shown: f"{logs[shown]:.3g}"}, refresh=False)
             self.bar.update(state.global_step - self.bar.n)
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 Warn = Callable[[Alarm], None]
 
 
-def outcomes(trainer, tokens, questions: Sequence[tasks.Question], *, task: str, template: str, max_new_tokens: int) -> list[int]:
+def outcomes(
+    trainer, tokens, questions: Sequence[tasks.Question], *, task: str, template: str, max_new_tokens: int
+) -> list[int]:
     """0 or 1 a question, in order; several processes share the questions, and all know all outcomes.
 
     Args:
@@ -36,9 +38,13 @@ def outcomes(trainer, tokens, questions: Sequence[tasks.Question], *, task: str,
     from trl.models import unwrap_model_for_generation
 
     rank, world = process.rank(), process.world_size()
-    places = [place % len(questions) for place in range(rank, -(-len(questions) // world) * world, world)]  # as many for each process
+    places = [
+        place % len(questions) for place in range(rank, -(-len(questions) // world) * world, world)
+    ]  # as many for each process
     mine = [questions[place] for place in places]
-    whole = trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False)  # of what FSDP wraps in no layer of its own
+    whole = trainer._dist.summon_full_params(
+        trainer.model_wrapped, recurse=False
+    )  # of what FSDP wraps in no layer of its own
     with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model, torch.no_grad(), whole:
         policy = model.module if isinstance(model, FullyShardedDataParallel) else model
         was, training = policy.generation_config, policy.training

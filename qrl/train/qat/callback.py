@@ -75,7 +75,9 @@ def begin(
             if process.rank() == 0:
                 work.mkdir(parents=True, exist_ok=True)
                 linears.write_activation_scales(work, found)
-    with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=dtype is not None):  # as the loss computes, both of them
+    with torch.autocast(
+        model.device.type, dtype=torch.bfloat16, enabled=dtype is not None
+    ):  # as the loss computes, both of them
         mean, largest = calibration.logprob_gap(model, batches)
     log({GAP: mean, GAP_LARGEST: largest}, 0)
     trainer.add_callback(_folding(model))

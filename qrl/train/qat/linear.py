@@ -55,9 +55,15 @@ class QATLinear(nn.Linear):
         kind, dtype = inputs.device.type, self.fold.dtype
         weight, fed = self.fold.standing(self), self.fold.scheme.input_activations is not None
         if torch.is_autocast_enabled(kind):
-            return functional.linear(self.fold.fed(self, inputs, torch.get_autocast_dtype(kind)) if fed else inputs, weight, self.bias)
-        bias = self.bias if self.bias is None else self.bias.to(dtype)  # TRL's rollouts: multiplied as the loss does, without autocast
-        return functional.linear(self.fold.fed(self, inputs, dtype) if fed else inputs.to(dtype), weight, bias).to(inputs.dtype)
+            return functional.linear(
+                self.fold.fed(self, inputs, torch.get_autocast_dtype(kind)) if fed else inputs, weight, self.bias
+            )
+        bias = (
+            self.bias if self.bias is None else self.bias.to(dtype)
+        )  # TRL's rollouts: multiplied as the loss does, without autocast
+        return functional.linear(self.fold.fed(self, inputs, dtype) if fed else inputs.to(dtype), weight, bias).to(
+            inputs.dtype
+        )
 
 
 @dataclass(eq=False)
@@ -72,10 +78,14 @@ class Fold:
     made: int = 0  # how often Q(W) was computed
     state: list | None = None  # of the weights that it was computed from
     kept: dict[int, Tensor] | None = None  # id of a linear → Q(W)
-    stand: dict[int, tuple] = field(default_factory=dict)  # id of a linear → W, what it was like, and Q(W) whose gradient goes to it
+    stand: dict[int, tuple] = field(
+        default_factory=dict
+    )  # id of a linear → W, what it was like, and Q(W) whose gradient goes to it
     largest: Tensor | None = None  # (members,), each one's largest |w|
     final: QATLinear | None = None  # the last member
-    last: tuple | None = None  # of the inputs that a member was fed: key, inputs, what they became; until the last member asked
+    last: tuple | None = (
+        None  # of the inputs that a member was fed: key, inputs, what they became; until the last member asked
+    )
 
     def weight_of(self, linear: QATLinear) -> Tensor:
         """Q(W) of a member, (O, I); computed anew only where a member's weight has changed since."""
@@ -98,7 +108,10 @@ class Fold:
             inputs: (..., I), as the member was called with them.
             dtype: that is multiplied in.
         """
-        version, passed = None if inputs.is_inference() else inputs._version, torch.is_grad_enabled() and inputs.requires_grad
+        version, passed = (
+            None if inputs.is_inference() else inputs._version,
+            torch.is_grad_enabled() and inputs.requires_grad,
+        )
         key = (id(inputs), version, id(linear.input_global_scale), dtype, passed)
         if self.last is None or self.last[0] != key:  # the inputs are held, so that their id is theirs
             done = fake_fused.activations(inputs, self.scheme.input_activations, linear.input_global_scale, dtype)
@@ -131,7 +144,9 @@ class Fold:
                     self.stand[id(linear)] = (exact, kind, _standing(exact, self.dtype))
             stands = self.stand[id(linear)][-1]
             stands.data = self.kept[id(linear)]
-            torch.autograd.graph.increment_version(stands)  # a backward of a forward before this fold is an error, and says so
+            torch.autograd.graph.increment_version(
+                stands
+            )  # a backward of a forward before this fold is an error, and says so
         self.final = linear
         self.largest, self.state = largest, self._state()
         self.made += 1
@@ -152,7 +167,9 @@ class Fold:
         )
 
     def _state(self) -> list[tuple[int, int]]:
-        weights = [linear._parameters["weight"] for linear in self.members.values()]  # asked in every forward: a module's own look-up is slow
+        weights = [
+            linear._parameters["weight"] for linear in self.members.values()
+        ]  # asked in every forward: a module's own look-up is slow
         return [(weight._version, weight.data_ptr()) for weight in weights]
 
 

@@ -36,7 +36,9 @@ def check(settings: Rollout, device: str, train: Train) -> None:
     if train.qat != "none":
         check_qat(settings, train)
     if train.teacher:
-        raise BadInput("train.teacher samples with transformers, but rollout.engine = vllm: set rollout.engine = transformers.")
+        raise BadInput(
+            "train.teacher samples with transformers, but rollout.engine = vllm: set rollout.engine = transformers."
+        )
     if device != "cuda":
         raise BadInput(
             "rollout.engine = vllm samples on a GPU, but this run's device is the CPU: set rollout.engine = transformers, or run on a GPU."

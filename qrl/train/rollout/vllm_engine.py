@@ -59,7 +59,9 @@ def create(
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ.setdefault("LOCAL_RANK", str(rank))
     os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", str(_free_port()))  # TRL takes 29500 while it is free: two that start together met there
+    os.environ.setdefault(
+        "MASTER_PORT", str(_free_port())
+    )  # TRL takes 29500 while it is free: two that start together met there
     return LLM(
         model=model,
         dtype="bfloat16",
@@ -85,7 +87,9 @@ def _batches(sequences: int, *, fp8: bool) -> dict:
     usual = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]  # vLLM's own, up to twice the completions
     return {
         "max_num_seqs": most,
-        "compilation_config": {"cudagraph_capture_sizes": [size for size in usual if size <= 2 * most and size not in SLOW_FP8]},
+        "compilation_config": {
+            "cudagraph_capture_sizes": [size for size in usual if size <= 2 * most and size not in SLOW_FP8]
+        },
     }
 
 
