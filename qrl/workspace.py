@@ -71,6 +71,37 @@ def _sweep(folder: Path) -> None:
             lock.unlink(missing_ok=True)
 
 
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yield a path beside `path` to write to, and rename it to `path` when the block ends without an error.
+
+    A reader, or a process killed half-way, sees the former file or the whole new one.
+
+    Args:
+        path: file or folder to appear; its parent folder is made if need be.
+
+    Yields:
+        A path that does not exist; deleted where the block raises.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    _delete(partial)
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            _delete(partial)
+        raise
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 class Scratch:
     """A temporary folder, held under a lock while its process lives: of one that was killed outright, the next one of its kind deletes it."""
 

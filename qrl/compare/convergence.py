@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
 
-from qrl.compare.text import interval
 from qrl.stats import Estimate
+from qrl.stats.text import interval
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from qrl import names
 from qrl.compare.convergence import Convergence
 from qrl.compare.evidence import Cell, Questions
 from qrl.compare.outcomes import check_columns, outcomes
-from qrl.compare.text import interval, table
 from qrl.errors import BadInput
 from qrl.stats import LEVEL, Estimate, holm
+from qrl.stats.text import interval, table
 
 PLAIN, FULL = (names.BASE, names.FULL), (names.GRPO, names.FULL)  # what a method is measured from, and against
 METHODS_MD, METHODS_JSON = "methods.md", "methods.json"

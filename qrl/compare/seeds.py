@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qrl.compare.text import interval, table
+from qrl.stats.text import interval, table
 
 if TYPE_CHECKING:
     from qrl.compare import Comparison, Row

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from qrl import names
 from qrl.compare import record, seeds
-from qrl.compare.text import interval, table
+from qrl.stats.text import interval, table
 
 if TYPE_CHECKING:
     from qrl.compare import Cell, Comparison, Row

@@ -11,9 +11,9 @@ import numpy as np
 
 from qrl import compare as room
 from qrl import figures, names, plan
-from qrl.compare.text import interval
 from qrl.errors import BadInput
 from qrl.plan import table
+from qrl.stats.text import interval
 from qrl.tracking import contents, runs, store
 from qrl.workspace import workspace
 

@@ -7,8 +7,8 @@ import pytest
 
 from qrl import cli, figures, stats
 from qrl.compare import convergence, ranking
-from qrl.compare.text import interval
 from qrl.errors import BadInput
+from qrl.stats.text import interval
 from qrl.study import sweep as study
 from qrl.tracking import contents
 
