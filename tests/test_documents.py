@@ -121,6 +121,11 @@ def test_a_page_of_the_package_is_short(path):
     assert len((ROOT / path).read_text(encoding="utf-8").splitlines()) <= PAGE_LINES
 
 
+def test_pictures_are_small():
+    pictures = list((ROOT / ".github" / "images").iterdir())
+    assert pictures and all(path.stat().st_size < 200_000 for path in pictures)
+
+
 def test_tables_of_the_readme_are_terse():
     """At most twelve words a cell; the table of commands is read at a glance."""
     rows = re.findall(r"^\| .*\|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
