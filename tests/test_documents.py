@@ -32,7 +32,7 @@ def tracked() -> list[str]:
 
 
 def clause(path: Path) -> str:
-    """A file in a few words: its docstring's first sentence, its page's title, its recipe's first comment."""
+    """Return a file in a few words: a docstring's first sentence, a page's title, a recipe's first comment."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         text = ast.get_docstring(ast.parse(text)) or ""
@@ -53,12 +53,12 @@ def clause(path: Path) -> str:
 
 
 def tree() -> str:
-    """Every tracked file of `SHOWN`, a line each; a package's line is that of its `__init__.py`."""
+    """Return a line for every tracked file of `SHOWN`; a package's line is that of its `__init__.py`."""
     return "\n".join(line for top in SHOWN for line in folder(top, tracked(), 0)) + "\n"
 
 
 def folder(path: str, files: list[str], depth: int) -> Iterator[str]:
-    """The lines of one folder: its own, its files', its folders'."""
+    """Yield the lines of one folder: its own, its files', its folders'."""
     package = f"{path}/__init__.py"
     yield line(Path(path).name + "/", depth, CLOSED.get(path) or (clause(ROOT / package) if package in files else ""))
     if path in CLOSED:
@@ -71,7 +71,7 @@ def folder(path: str, files: list[str], depth: int) -> Iterator[str]:
 
 
 def line(name: str, depth: int, words: str) -> str:
-    """One line of the tree: `  name        clause`."""
+    """Return one line of the tree: `  name        clause`."""
     return ("  " * depth + name).ljust(COLUMN - 1) + f" {words}" if words else "  " * depth + name
 
 
@@ -102,7 +102,7 @@ def test_links_lead_somewhere(path):
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ +(.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
@@ -127,7 +127,7 @@ def test_pictures_are_small():
 
 
 def test_tables_of_the_readme_are_terse():
-    """At most twelve words a cell; the table of commands is read at a glance."""
+    """Check that no cell has more than twelve words: the table of commands is read at a glance."""
     rows = re.findall(r"^\| .*\|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     cells = [re.sub(r"\]\([^)]*\)|[`*\[\]]", "", cell) for row in rows for cell in row.strip("|").split("|")]
     assert [cell for cell in cells if len(cell.split()) > 12] == []
