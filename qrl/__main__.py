@@ -1,3 +1,5 @@
+"""`python -m qrl`."""
+
 from qrl.cli import main
 
 main()

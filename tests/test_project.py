@@ -1,6 +1,5 @@
-"""The project's files keep their promises: entry points, parameters, pins, the README's tree."""
+"""The project's files keep their promises: entry points, parameters, pins."""
 
-import re
 import subprocess
 from pathlib import Path
 
@@ -14,7 +13,8 @@ from qrl import cli, recipe
 ROOT = Path(qrl.__file__).parents[1]
 MLPROJECT = yaml.safe_load((ROOT / "MLproject").read_text())
 FOLDERS = sorted(path.parent for path in (ROOT / "projects").glob("*/MLproject"))
-TOP_LEVEL = {"mlruns", "projects", "qrl", "MLproject", "conda.yaml", "tests", "README.md", "pyproject.toml"}
+TOP_LEVEL = {"mlruns", "projects", "qrl", "tests", "MLproject", "conda.yaml", "pyproject.toml"}
+TOP_LEVEL |= {"README.md", "CHANGELOG.md", "LICENSE"}
 
 
 def pins(path: Path) -> dict[str, str]:
@@ -84,25 +84,3 @@ def test_nothing_else_lies_at_the_top_level():
     top = {path.split("/")[0] for path in tracked()}
     assert {name for name in top if not name.startswith(".")} <= TOP_LEVEL
     assert "uv.lock" not in top  # it would switch MLflow's uv manager to `uv sync`
-
-
-def test_the_readmes_tree_is_the_tree():
-    text = (ROOT / "README.md").read_text()
-    block = re.search(r"<!-- tree -->\n+```\n(.*?)```", text, re.S)[1]
-    listed, folders = set(), []
-    for line in block.splitlines():
-        indent, name = re.match(r"( *)(\S+)", line).groups()
-        folders = folders[: len(indent) // 2]
-        listed.add("/".join([*folders, name.rstrip("/")]))
-        if name.endswith("/"):
-            folders.append(name.rstrip("/"))
-    files = {path for path in tracked() if not path.split("/")[0].startswith(".")}
-    shown = {path for path in listed if path in files}
-    closed = {path for path in listed if path not in files}  # folders that are shown without their files
-    for path in closed:
-        assert any(file.startswith(path + "/") for file in files), f"the README's tree shows {path}, which is not there"
-    opened = {parent for path in shown for parent in map(str, Path(path).parents)}
-    for file in files - shown:
-        assert any(file.startswith(path + "/") for path in closed if path not in opened), (
-            f"{file} is not in the README's tree"
-        )
