@@ -12,7 +12,7 @@ import pytest
 
 from qrl import checkpoint, names, process, recipe, tiny
 from qrl.errors import BadInput
-from qrl.study import pipeline
+from qrl.study import environments, pipeline, preflight
 from qrl.study.launch import DryRun, launch
 from qrl.tracking import keys, models, reuse, runs
 
@@ -39,7 +39,7 @@ def study_of(small: recipe.Recipe):
 
 def test_a_study_needs_awqs_environment_only_while_something_is_to_be_quantized_in_it(store, small):
     def check() -> None:
-        pipeline.check_environments("study", small, study_of(small))
+        environments.check_environments("study", small, study_of(small))
 
     with pytest.raises(BadInput, match="needs the environment of projects/awq"):
         check()
@@ -95,4 +95,4 @@ def test_a_model_that_a_scheme_does_not_fit_is_refused_before_it_is_trained(stor
     for scheme in ("gptq", "nvfp4"):
         given = recipe.load("tiny", {"device": "cpu", "model": str(odd), "quantize.schemes": f"nf4,{scheme}"})
         with pytest.raises(BadInput, match="down_proj has 200 inputs"):
-            pipeline.check_schemes(given, odd)
+            preflight.check_schemes(given, odd)
