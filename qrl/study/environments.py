@@ -126,10 +126,9 @@ def run(
     step: str,
     choice: str,
     device: str,
-    *,
     options: dict[str, str],
     check: Callable[[], object],
-    here: Callable[[], None],
+    here: Callable[[], object],
 ) -> None:
     """Run a step in this process, or hand it over to the environment that its scheme or engine needs.
 
@@ -156,3 +155,10 @@ def hand_over(folder: Path, step: str, parameters: dict[str, str]) -> None:
     signals.guard()
     store.prepare()
     launch(folder, step, parameters, run_id=os.environ.pop("MLFLOW_RUN_ID", None), name=step)
+
+
+def is_relaunched() -> bool:
+    """Return whether this process was launched by a study or by its own command, which has printed the warnings."""
+    from qrl.tracking import runs
+
+    return PLACE in os.environ or runs.is_launched()

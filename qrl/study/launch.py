@@ -181,7 +181,7 @@ def launch(
     except ExecutionException as error:
         reason, exit_code = projects.told(run_id)
         failure = ERRORS.get(exit_code, QrlError)(reason or f"Step {step} failed ({error}); see its output above.")
-        failure.told = bool(reason)
+        failure.printed = bool(reason)
         raise failure from None
     return run_id
 

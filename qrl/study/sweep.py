@@ -1,4 +1,4 @@
-"""Several training methods side by side, under several seeds. Every method is a recipe; all share prompts and questions.
+"""Train several methods under several seeds, and rank them. Every method is a recipe; all share prompts and questions.
 
 The first recipe is GRPO in full precision, quantized afterwards under its own schemes. The others train with QLoRA,
 with quantized weights (QAT) or by distillation, which starts from the first recipe's model of the same seed and has it
@@ -74,7 +74,7 @@ def load(first: str, others: tuple[str, ...], overrides: dict[str, str], seed: i
     return arms
 
 
-def numbers(text: str, seed: str | None) -> tuple[int, ...]:
+def parse_seeds(text: str, seed: str | None) -> tuple[int, ...]:
     """Return the seeds that `--seeds` lists by comma.
 
     Args:

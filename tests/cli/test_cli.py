@@ -54,9 +54,11 @@ def broken(tmp_path) -> dict[str, str]:
 
 BAD = {
     "unknown step": (["trian"], "No such command"),
-    "no step": ([], "Commands:\n  benchmark"),
+    "no step": ([], "Commands:\n  study"),
     "a model whose name no folder can have": (["train", "--model", "a" * 5000], "longer than a path may be"),
     "a recipe whose name no file can have": (["train", "--recipe", "a" * 5000 + ".yaml"], "longer than a path may be"),
+    "the former name of sweep": (["methods", "--seeds", "0,1"], "`sweep`"),
+    "the former name of --rank": (["compare", "--methods", "--cells", "0123"], "`compare --rank`"),
     "unknown option": (["train", "--train.stpes", "3"], "--train.stpes"),
     "wrong type": (["train", "--train.steps", "banana"], "'train.steps' is 'banana'"),
     "out of range": (["train", "--train.temperature", "0"], "'train.temperature'"),
@@ -80,7 +82,7 @@ BAD = {
         ["study", "--device", "cpu"],
         "mlflow run . -e main … --env-manager uv",
     ),
-    "methods with awq where nobody builds its environment": (
+    "a sweep with awq where nobody builds its environment": (
         ["sweep", "--device", "cpu"],
         "mlflow run . -e sweep … --env-manager uv",
     ),
@@ -93,7 +95,7 @@ BAD = {
         "nothing to nf4 and int8",
     ),
     "a cell beside a rollback": (["promote", "--stage", "grpo", "--rollback", "--cell", "0123"], "takes no --cell"),
-    "methods of no arm": (["sweep", "--arms", ","], "names nothing"),
+    "a sweep of no arm": (["sweep", "--arms", ","], "names nothing"),
     "an answering engine where nobody builds its environment": (
         ["evaluate", "--evaluate.engine", "vllm", "--device", "cpu"],
         "projects/vllm_cpu, but",
@@ -221,7 +223,9 @@ def test_a_full_disk_is_told_whoever_met_it(tmp_path):
         "import resource, numpy, pathlib, safetensors.numpy",
         "from qrl.tracking import store",
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))",
-        "for write in (lambda: safetensors.numpy.save_file({'a': numpy.zeros(9999)}, 'a.safetensors'), lambda: pathlib.Path('.qrl').write_bytes(bytes(9999))):",
+        "def rust(): safetensors.numpy.save_file({'a': numpy.zeros(9999)}, 'a.safetensors')",
+        "def plain(): pathlib.Path('.qrl').write_bytes(bytes(9999))",
+        "for write in (rust, plain):",
         "    try: write()",
         "    except Exception as error: print(type(error).__name__, store.sentence(error))",
         "print(store.sentence(OSError(28, 'No space left on device', '.qrl/train-0')))",
