@@ -1,7 +1,7 @@
 """A checkpoint folder: checked to be safe and complete, and identified by a digest.
 
-Nothing in a checkpoint is ever executed: weights must be safetensors, which hold numbers only, and folders with pickles,
-Python files or a pointer to remote code are refused. Checks read headers only; `digest` alone reads every byte.
+Nothing in a checkpoint is ever executed: weights must be safetensors, which hold numbers only, and folders with
+pickles, Python files or a pointer to remote code are refused. Checks read headers; `digest` alone reads every byte.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ def _refuse_code(folder: Path) -> None:
     for file in sorted(folder.rglob("*")):
         if file.suffix.lower() in _UNSAFE and file.is_file():
             raise BadInput(
-                f"{file} is {_UNSAFE[file.suffix.lower()]}, which could run code when loaded: delete it or move it out of "
-                "the folder, since only safetensors are read."
+                f"{file} is {_UNSAFE[file.suffix.lower()]}, which could run code when loaded: delete it or move it "
+                "out of the folder, since only safetensors are read."
             )
     for name in ("config.json", "tokenizer_config.json"):
         if (folder / name).is_file() and "auto_map" in _json(folder / name):

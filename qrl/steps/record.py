@@ -13,10 +13,6 @@ def own(recipe: Recipe, path: Path, variant: str, scheme: str, *, parent: str, *
     """Log a step's own checkpoint by hard links; the step deletes its folder afterwards.
 
     Args:
-        recipe: names the task.
-        path: the checkpoint's folder.
-        variant: which training made the weights.
-        scheme: how they are stored.
         parent: digest of the weights that these were made from; a gate checks the lineage by it.
         facts: further facts, kept with the model.
 
