@@ -52,8 +52,8 @@ def test_mlproject_declares_no_field_of_a_recipe():
 
 @pytest.mark.parametrize("command", sorted(set(cli.cli.commands) - {"grade", "plan"}))
 def test_every_field_of_a_recipe_is_an_option_of_every_step(command):
-    found = cli.cli.commands[command]
-    options = {option for parameter in found.get_params(click.Context(found)) for option in parameter.opts}
+    parameters = cli.cli.commands[command].get_params(click.Context(cli.cli.commands[command]))
+    options = {option for parameter in parameters for option in parameter.opts}
     assert {f"--{key}" for key in recipe.fields()} <= options
 
 

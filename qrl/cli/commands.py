@@ -19,6 +19,7 @@ from qrl.cli.standalone import grade_command, plan_command
 from qrl.errors import BadInput
 
 ALL = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
+SCHEMES = ", ".join(names.QUANTIZED_SCHEMES)
 RENAMED = "was renamed: `sweep` trains several methods and ranks them, `compare --rank` ranks cells already evaluated."
 
 
@@ -106,13 +107,7 @@ def merge_command(settings, adapter: str) -> None:
 
 
 @step("quantize", "quantize", checkout=True)
-@click.option(
-    "--scheme",
-    default="nf4",
-    show_default=True,
-    metavar="SCHEME",
-    help=f"How to store the weights: {', '.join(names.QUANTIZED_SCHEMES)}.",
-)
+@click.option("--scheme", default="nf4", show_default=True, metavar="SCHEME", help=f"One of {SCHEMES}.")
 @click.option("--models", metavar="VARIANT=MODEL,…", help="Models to quantize. [default: base=<model>]")
 @click.pass_obj
 def quantize_command(typed: Typed, settings, scheme: str, models: str | None) -> None:
@@ -252,7 +247,11 @@ def promote_command(settings, stage: str, cell: str | None, rollback: bool) -> N
     help="With vLLM: check every so often whether the stage moved, and switch without losing a request. [alone: 5]",
 )
 @click.option(
-    "--drain", "drain_s", type=Finite(0), metavar="SECONDS", help="Of --follow: limit for old requests. [default: 300]"
+    "--drain",
+    "drain_s",
+    type=Finite(0),
+    metavar="SECONDS",
+    help="With --follow: how long a replaced version may finish its requests. [default: 300]",
 )
 @click.pass_obj
 def serve_command(typed: Typed, settings, **options) -> None:

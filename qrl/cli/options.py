@@ -52,8 +52,8 @@ class RecipeCommand(click.Command):
         """Return the command's own options, `--recipe`, and every field with its value in the recipe `auto`."""
         from qrl import recipe  # takes longer than the rest of `--help`
 
-        others = ", instruct for a model of yours, math for that task" if self.auto == "tiny" else ""
-        which = f"Recipe to start from: {', '.join(recipe.names())}, or a YAML file. auto: {self.auto}{others}."
+        others = ", or instruct for another model, or math for a task of that kind" if self.auto == "tiny" else ""
+        which = f"Recipe to start from: {', '.join(recipe.names())}, or a YAML file; auto: {self.auto}{others}."
         options = [
             click.Option(
                 ["--recipe", "recipe_name"], default="auto", show_default=True, metavar="NAME|FILE.yaml", help=which

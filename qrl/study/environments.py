@@ -33,7 +33,7 @@ PACKAGES = {"awq": "awq", "vllm": "vllm", "vllm_cpu": "vllm"}  # folder → a pa
 
 
 def environment_for(step: str, choice: str, device: str = "auto") -> Path | None:
-    """Return the folder whose environment a step needs, or None if this process can run it.
+    """Return the folder whose environment a step needs, or None if this process runs it; a wheel has no such folders.
 
     Args:
         step: entry point.
@@ -42,7 +42,7 @@ def environment_for(step: str, choice: str, device: str = "auto") -> Path | None
     """
     on_gpu, on_cpu = FOLDERS.get((step, choice), (None, None))
     here = os.environ.get(PLACE)
-    if on_gpu is None or here in (on_gpu, on_cpu or on_gpu):
+    if on_gpu is None or here in (on_gpu, on_cpu or on_gpu) or not (ROOT / "MLproject").is_file():
         return None
     if step == "train" and process.world_size() > 1:  # torchrun has started every process in its environment already
         return None

@@ -1,4 +1,4 @@
-"""The command line: bad input gets one sentence, exit code 2, and leaves no run behind."""
+"""The command line: bad input gets a sentence and exit code 2, and leaves no run behind."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import pytest
 
 import qrl
 from qrl import cli, tasks, tiny
+from qrl.errors import BadInput
 
 ROOT = Path(qrl.__file__).parents[1]
 ROW = {"question": "1 + 1?", "answer": "1 + 1 = 2\n#### 2"}
@@ -29,7 +30,7 @@ def run(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.Completed
 
 @pytest.fixture
 def broken(tmp_path) -> dict[str, str]:
-    """Folders that each have one thing wrong, by name."""
+    """Make folders with one defect each, and return them by name."""
     folders = {}
     for name in ("no-weights", "truncated", "no-template", "python", "not-jsonl", "no-answer", "one-row"):
         folder = tmp_path / name
@@ -128,7 +129,7 @@ BAD = {
     "unknown stage to promote to": (["promote", "--stage", "gold", "--cell", "x"], "no stage 'gold'"),
     "stage without a version": (["serve", "--stage", "awq"], "has no version yet"),
     "no such run": (["promote", "--stage", "base", "--cell", "0123"], "no run '0123'"),
-    "a setting that does nothing, said before anything else": (
+    "a setting without effect, reported before anything else": (
         ["evaluate", "--evaluate.temperature", "0.7", "--model", "no/such/folder"],
         "evaluate.temperature = 0.7 means nothing",
     ),
@@ -207,7 +208,7 @@ def test_cuda_on_a_machine_without_one_is_bad_input(store):
     assert done.returncode == 2 and "no GPU" in done.stderr
 
 
-def test_a_read_only_store_is_told_before_the_work(tmp_path):
+def test_a_read_only_store_is_refused_before_the_work(tmp_path):
     if os.geteuid() == 0:
         uri = "sqlite:////proc/qrl/mlflow.db"  # root writes anywhere but here
     else:
@@ -217,8 +218,8 @@ def test_a_read_only_store_is_told_before_the_work(tmp_path):
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
 
 
-def test_a_full_disk_is_told_whoever_met_it(tmp_path):
-    """safetensors' error is no OSError, and work in progress lies where no tracking URI moves it."""
+def test_a_full_disk_gets_a_sentence_whichever_library_meets_it(tmp_path):
+    """The error of safetensors is no OSError, and no tracking URI moves the folder of work in progress."""
     lines = [
         "import resource, numpy, pathlib, safetensors.numpy",
         "from qrl.tracking import store",
@@ -300,7 +301,9 @@ def test_grade_of_math_names_the_line_without_an_answer(tmp_path):
 
 
 def test_grades_help_names_every_task():
-    assert ", ".join(tasks.TASKS) in next(each.help for each in cli.cli.commands["grade"].params if each.name == "task")
+    assert ", ".join(tasks.TASKS) in next(
+        option.help for option in cli.cli.commands["grade"].params if option.name == "task"
+    )
 
 
 def test_a_prompt_of_another_form_is_refused_before_anything_runs(tmp_path):
@@ -367,3 +370,55 @@ def test_help_says_what_is_done_where_nothing_is_typed(command, auto):
     assert all(
         f"[{auto}: {values[key]}]" in shown for key in ("train.steps", "train.learning_rate", "train.loss", "prompt")
     )
+
+
+@pytest.mark.parametrize("model", ["./trained", "runs/trained"])
+def test_a_relative_model_of_mlflow_run_gets_the_absolute_path_to_try(model, tmp_path, monkeypatch):
+    """MLflow starts a step in the project's folder and itself stays in the user's: this process plays MLflow."""
+    monkeypatch.chdir(tmp_path)
+    program = f"from qrl import source\ntry: source.locate({model!r})\nexcept Exception as error: print(error)"
+    variables = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "MLFLOW_RUN_ID": "0123"}
+
+    def sentence() -> str:
+        words = [sys.executable, "-c", program]
+        done = subprocess.run(words, env=os.environ | variables, cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    assert f"counts from {ROOT}" in sentence() and f"{tmp_path / model}, if you meant that" in sentence()
+    (tmp_path / model).mkdir(parents=True)
+    assert f"{tmp_path / model}, which exists" in sentence()
+    variables.pop("MLFLOW_RUN_ID")
+    assert "absolute" not in sentence()
+
+
+def test_a_step_is_handed_over_with_its_options_as_typed_after_a_check(monkeypatch, tmp_path):
+    from qrl.steps import serve
+    from qrl.study import environments
+
+    done = []
+    monkeypatch.setenv("QRL_API_KEY", "")
+    monkeypatch.setattr(environments, "environment_for", lambda *_: tmp_path)
+    monkeypatch.setattr(environments, "hand_over", lambda *arguments: done.append(arguments))
+    monkeypatch.setattr(serve, "check", lambda *_, **where: done.append(where))
+    words = ["serve", "--stage", "base", "--engine", "vllm", "--follow", "--api-key", "secret", "--device", "cuda"]
+    cli.cli.main([*words, "--gpu-memory-utilization", "0.3"], standalone_mode=False)
+    checked, (folder, step, options) = done
+    assert checked == {"host": "127.0.0.1", "port": 8000} and (folder, step) == (tmp_path, "serve")
+    assert options == {
+        "recipe": "auto",
+        "device": "cuda",
+        "stage": "base",
+        "engine": "vllm",
+        "follow": "5.0",
+        "gpu-memory-utilization": "0.3",
+    }
+    assert os.environ["QRL_API_KEY"] == "secret"  # not a parameter, which the run would keep
+
+
+def test_a_package_without_its_checkout_says_what_it_lacks(monkeypatch, tmp_path):
+    from qrl.study import environments
+
+    monkeypatch.setattr(environments, "ROOT", tmp_path)
+    for words in (["train"], ["sweep"], ["evaluate"], ["diagnose", "--trained", "x"], ["compare", "--cells", "0123"]):
+        with pytest.raises(BadInput, match=f"`{words[0]}` needs MLproject"):
+            cli.cli.main(words, standalone_mode=False)
