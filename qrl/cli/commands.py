@@ -14,7 +14,7 @@ import click
 import qrl
 from qrl import names
 from qrl.cli import ending
-from qrl.cli.options import Finite, RecipeCommand, Typed, listed
+from qrl.cli.options import SWITCH, Finite, RecipeCommand, Typed, listed
 from qrl.cli.standalone import grade_command, plan_command
 from qrl.errors import BadInput
 
@@ -164,10 +164,10 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 )
 @click.option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"full": 68, …}, "grpo": {…}}')
 @click.option("--cells", metavar="RUN,…", help="Evaluation runs of cells, under one training seed or several.")
-@click.option("--rank", is_flag=True, help="Rank cells by accuracy, against base and grpo in full precision.")
-@click.option("--methods", is_flag=True, hidden=True)
+@click.option("--rank", **SWITCH, help="Rank cells by accuracy, against base and grpo in full precision.")
+@click.option("--methods", **SWITCH, hidden=True)
 @click.option("--out", metavar="DIR", help="Write files there, without MLflow; needed with --questions and --counts.")
-def compare_command(settings, rank: bool, methods: bool, out: str | None, **inputs: str | None) -> None:
+def compare_command(settings, rank: bool | None, methods: bool | None, out: str | None, **inputs: str | None) -> None:
     """Compute deltas and gain survival with paired intervals.
 
     `seed` numbers training runs: a random effect, never pooled. `sample` numbers answers to the same question: averaged
@@ -202,8 +202,8 @@ def compare_command(settings, rank: bool, methods: bool, out: str | None, **inpu
     "--stage", required=True, metavar="base|grpo|awq", help="Stage to promote to; several by comma, in order."
 )
 @click.option("--cell", metavar="RUN", help="Evaluation run of the candidate; one per stage, by comma.")
-@click.option("--rollback", is_flag=True, help="Return the stage to the version before its last promotion.")
-def promote_command(settings, stage: str, cell: str | None, rollback: bool) -> None:
+@click.option("--rollback", **SWITCH, help="Return the stage to the version before its last promotion.")
+def promote_command(settings, stage: str, cell: str | None, rollback: bool | None) -> None:
     """Move a stage to an evaluated model, if its gate admits it. A refusal moves nothing and gives the reason."""
     from qrl.steps import promote
 

@@ -26,7 +26,8 @@ def run(commands: click.Group, arguments: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):  # an encoding without − or ± gets an escape, not a traceback
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    command = next((word for word in sys.argv[1:] if word in commands.commands), "")
+    words = sys.argv[1:] if arguments is None else arguments
+    command = next((word for word in words if word in commands.commands), "")
     try:
         if os.environ.get("MLFLOW_RUN_ID"):
             signals.import_mlflow()

@@ -12,6 +12,9 @@ from click.core import ParameterSource
 
 from qrl.errors import BadInput
 
+# A flag that can have a value too, since `mlflow run` passes -P rank=true on as `--rank true`.
+SWITCH = {"is_flag": False, "flag_value": True, "type": bool, "metavar": "[BOOL]"}
+
 
 @dataclass(frozen=True)
 class Typed:

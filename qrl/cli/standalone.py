@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from qrl.cli.options import SWITCH
 from qrl.errors import BadInput
 
 
@@ -28,7 +29,7 @@ from qrl.errors import BadInput
 @click.option("--between-seed-sd-gain", type=float, metavar="SD", help="The same of the gain. [default: as above]")
 @click.option(
     "--own-questions",
-    **{"is_flag": False, "flag_value": True, "type": bool, "metavar": "[BOOL]"},
+    **SWITCH,
     help="Every seed draws its own questions, as the task arithmetic does; otherwise all seeds share them.",
 )
 @click.option("--pilot", metavar="FILE", help="questions.parquet of an earlier study, to estimate the numbers above.")

@@ -45,9 +45,9 @@ def cell(text: str) -> tuple[str, str]:
     variant, colon, scheme = text.partition(":")
     if not colon:
         raise BadInput(f"'{text}' is not a cell: expected VARIANT:SCHEME, such as base:full or grpo:awq.")
-    scheme = names.scheme(scheme)
-    check_scheme(scheme, names.SCHEMES)
-    return check_variant(variant), scheme
+    if (present := names.scheme(scheme)) not in names.SCHEMES:
+        raise BadInput(f"There is no scheme '{scheme}': expected one of {', '.join(names.SCHEMES)}.")
+    return check_variant(variant), present
 
 
 def stored_as(cell: tuple[str, str], address: str) -> checkpoint.Checkpoint:
@@ -78,12 +78,6 @@ def check_variant(variant: str) -> str:
     if not re.fullmatch(r"\w[\w.+-]*", variant):
         raise BadInput(f"'{variant}' is no name for a variant: expected letters, digits and . _ + -, such as base.")
     return variant
-
-
-def check_scheme(scheme: str, known: Sequence[str]) -> None:
-    """Raise BadInput, with the list of known schemes, if a scheme is unknown."""
-    if scheme not in known:
-        raise BadInput(f"There is no scheme '{scheme}': expected one of {', '.join(known)}.")
 
 
 def questions(recipe: Recipe, split: tasks.Split, n: int) -> list[tasks.Question]:
