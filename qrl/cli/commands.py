@@ -178,13 +178,13 @@ def compare_command(settings, rank: bool | None, methods: bool | None, out: str 
 
     if methods:
         raise BadInput(f"The option `compare --methods` {RENAMED}")
-    given = [f"--{name}" for name in ("questions", "counts", "cells") if inputs[name]]
-    if len(given) != 1:
-        raise BadInput(f"compare needs one of --questions, --counts or --cells, not {' and '.join(given) or 'none'}.")
-    if rank and given == ["--counts"]:
+    options = [f"--{name}" for name in ("questions", "counts", "cells") if inputs[name]]
+    if len(options) != 1:
+        raise BadInput(f"compare needs one of --questions, --counts or --cells, not {' and '.join(options) or 'none'}.")
+    if rank and options == ["--counts"]:
         raise BadInput("compare --rank pairs answers question by question: give --questions or --cells, not --counts.")
-    if not out and given != ["--cells"]:
-        raise BadInput(f"compare {given[0]} needs --out DIR: the folder for the table and the figures.")
+    if not out and options != ["--cells"]:
+        raise BadInput(f"compare {options[0]} needs --out DIR: the folder for the table and the figures.")
     run_ids = listed("--cells", inputs["cells"]) if inputs["cells"] else []
     if rank and out:
         compare.methods_files(inputs["questions"], run_ids, out)
