@@ -50,11 +50,12 @@ class Checkpoint:
     quantization: str | None  # "bitsandbytes", "awq", "compressed-tensors", …; None: full precision
 
 
-def check(path: Path | str, *, need_chat_template: bool = True) -> Checkpoint:
+def check(path: Path | str, *, need_tokenizer: bool = True, need_chat_template: bool = True) -> Checkpoint:
     """Check that a folder is a safe, complete and usable checkpoint, and return its description.
 
     Args:
         path: a folder with config.json, *.safetensors and a tokenizer.
+        need_tokenizer: refuse a folder without a tokenizer; weights alone can be measured without one.
         need_chat_template: also refuse a tokenizer without a chat template.
 
     Raises:
@@ -68,7 +69,8 @@ def check(path: Path | str, *, need_chat_template: bool = True) -> Checkpoint:
     _refuse_code(folder)
     settings, tensors_ = config(folder), entries(folder)
     architecture.check(folder / "config.json", settings, tensors_)
-    _check_tokenizer(folder, need_chat_template)
+    if need_tokenizer:
+        _check_tokenizer(folder, need_chat_template)
     files = tuple(shards(folder))
     return Checkpoint(
         path=folder,

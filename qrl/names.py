@@ -52,7 +52,7 @@ def watch_tag(watcher: str) -> str:
 
 
 def gate_tag(stage: str) -> str:
-    """Return the tag that records a gate's decision on a version for `stage`."""
+    """Return the tag of a version that holds the verdict of a stage's gate: `passed` or `refused`."""
     return f"qrl.gate.{stage}"
 
 

@@ -99,6 +99,11 @@ def test_a_chat_template_is_required_only_where_it_is_needed(folder):
     checkpoint.check(folder)
 
 
+def test_weights_alone_need_no_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+    assert checkpoint.check(folder, need_tokenizer=False).bytes > 0
+
+
 @pytest.mark.parametrize("left", [0, 4, 8, 300, -1])
 def test_a_truncated_file_is_reported_with_its_size(folder, left):
     file = folder / "model.safetensors"

@@ -1,4 +1,4 @@
-"""What a sweep leaves behind, for its report."""
+"""What a sweep over methods and seeds leaves behind for its table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class SweepOutcome:
-    """The runs of all methods under all seeds."""
+    """The runs that a sweep's arms made under all seeds, and what failed."""
 
     cells: dict[str, dict[int, str]] = field(default_factory=dict)  # variant:scheme → seed → run of its evaluation
     trained: dict[str, dict[int, str]] = field(default_factory=dict)  # variant → seed → run of its training
