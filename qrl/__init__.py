@@ -2,11 +2,11 @@
 
     import qrl
 
-    model, tokenizer = qrl.load("qrl-tiny", stage="awq")  # gate and digest checked
+    model, tokenizer = qrl.load("qrl-tiny", stage="awq")  # a transformers model; gate and digest are checked
     version = qrl.resolve("qrl-tiny", stage="Production")  # number, digest, address; nothing is loaded
-    qrl.study("tiny")  # what `mlflow run .` does
+    qrl.study("tiny")  # train, quantize, evaluate, compare: what `mlflow run .` does
 
-Importing this imports nothing heavy.
+Importing the package imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ __all__ = ["load", "resolve", "study"]
 def load(
     name: str, stage: str | int, *, device: str = "auto", dtype: str = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A registered version as a transformers model and its tokenizer, after its gate and digest were checked.
+    """Load a registered version as a transformers model and its tokenizer, after checking its gate and its digest.
 
     Args:
-        name: the registered model, "qrl-tiny" say.
+        name: name of the registered model, such as "qrl-tiny".
         stage: base, grpo, awq, Staging, Production, or a version number.
         device: auto, cpu or cuda.
-        dtype: of activations; auto is bf16 on a GPU and fp32 on a CPU.
+        dtype: dtype of activations; auto is bf16 on a GPU and fp32 on a CPU.
 
     Raises:
-        BadInput: unknown stage, or a stage without a version.
-        GateRefused: no gate let the version in.
-        QrlError: its files are not those that were evaluated.
+        BadInput: the stage is unknown or has no version.
+        GateRefused: no gate admitted the version.
+        QrlError: its files differ from those that were evaluated.
     """
     from qrl.engine import device as devices
     from qrl.engine import hf
@@ -47,7 +47,7 @@ def load(
 
 
 def resolve(name: str, stage: str | int) -> Version:
-    """The version behind a stage, resolved once; nothing is loaded."""
+    """Return the version that a stage points to now; nothing is loaded. Arguments and errors as in `load`."""
     from qrl import registry
     from qrl.tracking import store
 
@@ -55,15 +55,18 @@ def resolve(name: str, stage: str | int) -> Version:
     return registry.resolve(name, stage)
 
 
-def study(recipe: str = "auto", **overrides: str) -> None:
-    """Runs a whole study in this process's environment, as `python -m qrl study` does.
+def study(recipe: str = "auto", **overrides: object) -> None:
+    """Run a whole study in this process's environment, as `python -m qrl study` does.
 
     Args:
-        recipe: a recipe's name or file.
-        overrides: recipe fields by dotted key, `**{"train.steps": "50"}`.
+        recipe: name or file of a recipe.
+        overrides: recipe fields by dotted key, such as `**{"train.steps": 50}`.
+
+    Raises:
+        QrlError: a step failed, an input is wrong, or a gate refused a promotion; see `qrl.errors`.
     """
     from qrl import recipe as recipes
     from qrl.study import pipeline
 
-    given = {key: str(value) for key, value in overrides.items()}
-    pipeline.study(recipes.load(recipe, given), {"recipe": recipe, **given})
+    typed = {key: str(value) for key, value in overrides.items()}
+    pipeline.study(recipes.load(recipe, typed), {"recipe": recipe, **typed})

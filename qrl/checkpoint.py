@@ -1,7 +1,7 @@
-"""What a checkpoint folder is: safe to read, whole, and named by its digest.
+"""A checkpoint folder: checked to be safe and complete, and identified by a digest.
 
-Nothing in a checkpoint is ever executed: weights are safetensors, which hold numbers only, and folders with pickles, Python
-files or a pointer to remote code are refused. The checks read headers, never weights; only `digest` reads every byte.
+Nothing in a checkpoint is ever executed: weights must be safetensors, which hold numbers only, and folders with
+pickles, Python files or a pointer to remote code are refused. Checks read headers; `digest` alone reads every byte.
 """
 
 from __future__ import annotations
@@ -26,27 +26,16 @@ if TYPE_CHECKING:
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
-# Everything that decides what a model writes: weights, configuration, and how text becomes tokens and back. A model card,
-# MLflow's MLmodel or a trainer's leftovers decide nothing, so they do not count.
-TOKENIZER_FILES = (
-    *TOKENIZERS,
-    "merges.txt",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    *CHAT_TEMPLATES,
+SCALES = (
+    "activation_scales.json"  # of a model trained with quantized activations: a linear's name → scale of its inputs
 )
-SCALES = "activation_scales.json"  # beside masters that were trained with quantized activations: linear's name → scale of its inputs
+# The digest covers everything that decides what a model writes: weights, configuration, and how text becomes tokens and
+# back. A model card, MLflow's MLmodel and a trainer's leftovers decide nothing.
 CONFIG_FILES = ("config.json", "generation_config.json", INDEX, SCALES)
-_UNSAFE = {
-    ".py": "Python code",
-    ".bin": "pickled weights",
-    ".pt": "a pickle",
-    ".pth": "a pickle",
-    ".ckpt": "a pickle",
-    ".pkl": "a pickle",
-    ".pickle": "a pickle",
-}
+_MAPS = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER_FILES = (*TOKENIZERS, *_MAPS, *CHAT_TEMPLATES)
+_PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_UNSAFE = {".py": "Python code", ".bin": "pickled weights", **dict.fromkeys(_PICKLES, "a pickle")}
 
 
 @dataclass(frozen=True)
@@ -55,49 +44,49 @@ class Checkpoint:
 
     path: Path
     digest: str  # sha256, as `digest` computes it
-    bytes: int  # of weights on disk
-    dtype: str  # of most of its floating-point weights, "bfloat16" say
+    bytes: int  # size of the weight files
+    dtype: str  # of most floating-point weights, such as "bfloat16"
     shards: tuple[str, ...]  # names of the weight files
     quantization: str | None  # "bitsandbytes", "awq", "compressed-tensors", …; None: full precision
 
 
-def check(path: Path | str, *, need_chat_template: bool = True) -> Checkpoint:
-    """A checkpoint folder, after every check that it is safe, whole and usable.
+def check(path: Path | str, *, need_tokenizer: bool = True, need_chat_template: bool = True) -> Checkpoint:
+    """Check that a folder is a safe, complete and usable checkpoint, and return its description.
 
     Args:
         path: a folder with config.json, *.safetensors and a tokenizer.
-        need_chat_template: refuse a tokenizer without a chat template, too.
+        need_tokenizer: refuse a folder without a tokenizer; weights alone can be measured without one.
+        need_chat_template: also refuse a tokenizer without a chat template.
 
     Raises:
-        BadInput: anything is missing, truncated or unsafe; one sentence names the file.
+        BadInput: a part is missing, truncated or unsafe; the sentence names the file.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise BadInput(
-            f"{folder} is not a folder: expected a checkpoint with config.json, *.safetensors and a tokenizer."
-        )
+        raise BadInput(f"{folder} is not a folder: expected one with config.json, *.safetensors and a tokenizer.")
     if (folder / "adapter_config.json").is_file():
-        raise BadInput(f"{folder} holds a PEFT adapter, not a whole model: fold it into its base with `merge` first.")
+        raise BadInput(f"{folder} holds a PEFT adapter, not a model: merge it into its base with `merge` first.")
     _refuse_code(folder)
-    settings = config(folder)
-    found = entries(folder)
-    architecture.check(folder / "config.json", settings, found)
-    _check_tokenizer(folder, need_chat_template)
+    settings, tensors_ = config(folder), entries(folder)
+    architecture.check(folder / "config.json", settings, tensors_)
+    if need_tokenizer:
+        _check_tokenizer(folder, need_chat_template)
+    files = tuple(shards(folder))
     return Checkpoint(
         path=folder,
         digest=digest(folder),
-        bytes=sum((folder / name).stat().st_size for name in shards(folder)),
-        dtype=main_dtype(found),
-        shards=tuple(shards(folder)),
+        bytes=sum((folder / name).stat().st_size for name in files),
+        dtype=main_dtype(tensors_),
+        shards=files,
         quantization=(settings.get("quantization_config") or {}).get("quant_method"),
     )
 
 
 def digest(path: Path | str) -> str:
-    """sha256 that names a checkpoint: the same after copying, hard-linking or adding a README.
+    """Return the sha256 that identifies a checkpoint; copying, hard-linking or adding a README does not change it.
 
-    It is the sha256 of a manifest in sha256sum's format ("<sha256 of the file>  <name>", a line per file, sorted by name)
-    of the weight, configuration, tokenizer and activation-scale files in the folder; other files and subfolders do not count.
+    It is the sha256 of a manifest in sha256sum's format ("<sha256 of the file>  <name>", one line per file, sorted by
+    name) of the weight, configuration, tokenizer and activation-scale files. Other files and subfolders do not count.
 
     Returns:
         64 hexadecimal digits.
@@ -118,7 +107,7 @@ def digest(path: Path | str) -> str:
 
 
 def config(path: Path | str) -> dict:
-    """config.json as a mapping.
+    """Return config.json as a mapping.
 
     Raises:
         BadInput: it is missing, or it or its quantization_config is not a JSON object.
@@ -126,19 +115,17 @@ def config(path: Path | str) -> dict:
     file = Path(path) / "config.json"
     if not file.is_file():
         raise BadInput(f"{Path(path)} has no config.json: expected a checkpoint as save_pretrained writes it.")
-    found = _json(file)
-    if not isinstance(found.get("quantization_config") or {}, dict):
-        raise BadInput(
-            f"{file} has a quantization_config that is no object: expected what the quantizing library writes, or none."
-        )
-    return found
+    settings = _json(file)
+    if not isinstance(settings.get("quantization_config") or {}, dict):
+        raise BadInput(f"{file} has a quantization_config that is not an object: expected an object, or none.")
+    return settings
 
 
 def shards(path: Path | str) -> list[str]:
-    """Names of the weight files, as transformers looks for them: model.safetensors, or else those that the index lists.
+    """Return the names of the weight files: model.safetensors, or else, as in transformers, those that the index lists.
 
     Raises:
-        BadInput: there is none, or the index lists one that is not there.
+        BadInput: there is none, or the index lists one that is missing.
     """
     folder = Path(path)
     if (folder / WEIGHTS).is_file():
@@ -152,7 +139,7 @@ def shards(path: Path | str) -> list[str]:
     names = sorted(set(map(str, listed.values())))
     outside = [name for name in names if Path(name).name != name]
     if outside:
-        raise BadInput(f"{index} names {outside[0]}, which lies elsewhere: shards must lie beside the index.")
+        raise BadInput(f"{index} names {outside[0]}, which is in another folder: shards must be beside the index.")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise BadInput(f"{folder} lacks {', '.join(missing)}, which {INDEX} lists: copy or download the folder again.")
@@ -160,47 +147,47 @@ def shards(path: Path | str) -> list[str]:
 
 
 def entries(path: Path | str) -> dict[str, Entry]:
-    """Every tensor by name, as the headers of the weight files describe it.
+    """Return the header entry of every tensor, by name.
 
     Raises:
         BadInput: a file is truncated or not safetensors, or the index lists a tensor that no file holds.
     """
     folder = Path(path)
     names = shards(folder)
-    found = {}
+    by_name: dict[str, Entry] = {}
     for name in names:
-        found |= header.read(folder / name)
-    absent = set() if names == [WEIGHTS] else set(_json(folder / INDEX)["weight_map"]) - set(found)
+        by_name |= header.read(folder / name)
+    absent = set() if names == [WEIGHTS] else set(_json(folder / INDEX)["weight_map"]) - set(by_name)
     if absent:
         raise BadInput(f"{folder} lacks the tensor {min(absent)}, which {INDEX} lists: copy the folder again.")
-    return found
+    return by_name
 
 
 def tensors(path: Path | str, wanted: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors by name on the CPU, one at a time, so that a large checkpoint never lies in memory as a whole.
+    """Yield names and tensors on the CPU, one at a time, so that a large checkpoint is never in memory as a whole.
 
     Args:
         path: checkpoint folder.
-        wanted: names of the tensors, in the order they are to come; None: all, by name.
+        wanted: names of the tensors, in the order to yield them; None: all, sorted by name.
     """
-    found = entries(path)
+    by_name = entries(path)
     with closing(Rows(path)) as rows:
-        for key in sorted(found) if wanted is None else wanted:
-            yield key, rows.whole(found[key])
+        for name in sorted(by_name) if wanted is None else wanted:
+            yield name, rows.whole(by_name[name])
 
 
 def _refuse_code(folder: Path) -> None:
     for file in sorted(folder.rglob("*")):
         if file.suffix.lower() in _UNSAFE and file.is_file():
             raise BadInput(
-                f"{file} is {_UNSAFE[file.suffix.lower()]}, which could run when loaded: only safetensors are read, so delete it "
-                "or move it out of the folder."
+                f"{file} is {_UNSAFE[file.suffix.lower()]}, which could run code when loaded: delete it or move it "
+                "out of the folder, since only safetensors are read."
             )
     for name in ("config.json", "tokenizer_config.json"):
         if (folder / name).is_file() and "auto_map" in _json(folder / name):
             raise BadInput(
-                f"{folder / name} asks for code of the checkpoint's own (auto_map): only architectures that transformers "
-                "itself knows are loaded."
+                f"{folder / name} refers to the checkpoint's own code (auto_map), which is never run: expected an "
+                "architecture that transformers itself knows."
             )
 
 
@@ -216,14 +203,14 @@ def _check_tokenizer(folder: Path, need_chat_template: bool) -> None:
         )
 
 
-def main_dtype(found: dict[str, Entry]) -> str:
-    """Dtype of most floating-point weights, "bfloat16" say.
+def main_dtype(by_name: dict[str, Entry]) -> str:
+    """Return the dtype of most floating-point weights, such as "bfloat16".
 
     Raises:
         BadInput: there is none.
     """
     counts: Counter[str] = Counter()
-    for entry in found.values():
+    for entry in by_name.values():
         if entry.dtype in header.FLOATS:
             counts[header.FLOATS[entry.dtype]] += entry.numel
     if not counts:

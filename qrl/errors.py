@@ -1,19 +1,19 @@
-"""What can go wrong, and the exit code that says so.
+"""Errors that carry a sentence for the user, and the exit code of each.
 
     QrlError            1  a step failed
-    ├── UnhealthyCell   1  a cell broke a limit of the recipe; its accuracy does not count
-    ├── BadInput        2  the user can mend it: the sentence says what was wrong, expected, and to do
-    └── GateRefused     3  a promotion was decided against; the pointers stand where they stood
+    ├── UnhealthyCell   1  a cell broke a health limit of the recipe; its accuracy does not count
+    ├── BadInput        2  the user can correct it: the sentence says what was wrong, what was expected, and what to do
+    └── GateRefused     3  a gate refused a promotion; every stage stays where it was
 
-Each carries one sentence; the command line prints it without a traceback, and the run keeps it in the tag `qrl.reason`.
+The command line prints the sentence without a traceback, and the run keeps it in the tag `qrl.reason`.
 """
 
 
 class QrlError(Exception):
-    """A step failed for a reason that a sentence can tell."""
+    """A step failed for a reason that one sentence explains."""
 
     exit_code = 1
-    told = False  # set where a launched step has printed the sentence already
+    printed = False  # whether the launched step has printed the sentence already
 
 
 class UnhealthyCell(QrlError):
@@ -21,17 +21,17 @@ class UnhealthyCell(QrlError):
 
 
 class BadInput(QrlError):
-    """Something the user gave is wrong; nothing was changed."""
+    """The user's input is wrong; nothing was changed."""
 
     exit_code = 2
 
 
 class GateRefused(QrlError):
-    """A gate decided against a promotion."""
+    """A gate refused a promotion."""
 
     exit_code = 3
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, which may be many lines or nothing."""
+    """Return the first line of an error's message, or "no message" if it is empty."""
     return (str(error).strip() or "no message").splitlines()[0]

@@ -1,20 +1,18 @@
-"""The names that others rely on, written once: variants, schemes, stages, metrics, tags, artifacts."""
+"""Names that users and other tools rely on: variants, schemes, stages, metrics, tags, artifacts."""
 
 # Variants: which training made the weights.
 BASE, GRPO = "base", "grpo"
-QAD_PREFIX = "qad-"  # distilled on-policy into such linears
 QAT_PREFIX = "qat-"  # GRPO with linears that compute in a format: qat-int4
+QAD_PREFIX = "qad-"  # on-policy distillation into such linears
 
 # Schemes: how the weights are stored. Tables show `full` with the dtype it was computed in: `full (bf16)`.
 FULL, NF4, INT8, AWQ = "full", "nf4", "int8", "awq"
-_FORMER = {"fp16": FULL}  # what older stores and files call it
+_FORMER = {"fp16": FULL}  # in older stores and files
 AWQ_CT, GPTQ, FP8, NVFP4A16, NVFP4 = "awq-ct", "gptq", "fp8", "nvfp4a16", "nvfp4"
 W8A16, W8A8, MXFP4A16 = "w8a16", "w8a8", "mxfp4a16"
 BITSANDBYTES = (NF4, INT8)
 COMPRESSED = (AWQ_CT, GPTQ, FP8, NVFP4A16, NVFP4, W8A16, W8A8, MXFP4A16)  # made by llm-compressor
-ROUNDED_PREFIX = (
-    "rtn-"  # rounded to nearest, nothing searched: the formats of train.qat, its own codes for its own masters
-)
+ROUNDED_PREFIX = "rtn-"  # round-to-nearest without a search, in a format of train.qat
 ROUNDED = tuple(
     f"{ROUNDED_PREFIX}{name}" for name in ("int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4")
 )
@@ -27,7 +25,7 @@ STORED_AS = {  # scheme → quant_method in config.json
     **dict.fromkeys((*COMPRESSED, *ROUNDED), "compressed-tensors"),
 }
 
-# Stages: the user's names, each an alias; MLflow's own stages are mirrored from them.
+# Stages: each is an alias in the registry, mirrored to one of MLflow's own stages.
 STAGES = ("base", "grpo", "awq")
 MLFLOW_STAGE = {"base": "None", "grpo": "Staging", "awq": "Production"}
 
@@ -42,20 +40,19 @@ TAG_PARENT_DIGEST = "qrl.parent_digest"
 TAG_PARENT_VERSION = "qrl.parent_version"
 TAG_REASON = "qrl.reason"
 TAG_EXIT_CODE = "qrl.exit_code"
-TAG_PID = "qrl.pid"  # host:pid:start of the process that owns the run, so that a dead one can be told
-
-TAG_SERVING = "qrl.serving"  # of a server that follows a stage: what it turned to last, `qrl-tiny@3`
-TAG_REFUSED = "qrl.follow.refused"  # why a version that the stage moved to did not take over
-TAG_STOPPED = "qrl.stopped"  # of a training that a watcher ended early: which one, at which step
+TAG_PID = "qrl.pid"  # host:pid:start of the run's process, to recognize a run whose process is dead
+TAG_SERVING = "qrl.serving"  # the version that a following server serves now, `qrl-tiny@3`
+TAG_REFUSED = "qrl.follow.refused"  # why a following server did not switch to a version
+TAG_STOPPED = "qrl.stopped"  # the watcher that ended a training early, and the step
 
 
 def watch_tag(watcher: str) -> str:
-    """The tag of a training run that keeps a watcher's warning."""
+    """Return the tag that keeps a watcher's warning in a training run."""
     return f"qrl.watch.{watcher}"
 
 
 def gate_tag(stage: str) -> str:
-    """The tag of a version that records its gate's decision for `stage`."""
+    """Return the tag of a version that holds the verdict of a stage's gate: `passed` or `refused`."""
     return f"qrl.gate.{stage}"
 
 
@@ -68,7 +65,7 @@ PARSE_RATE = "eval/parse_rate"
 EOS_RATE = "eval/eos_rate"
 TRUNCATION_RATE = "eval/truncation_rate"
 PROMPT_LEAK_RATE = "eval/prompt_leak_rate"
-GRADER_TIMEOUTS = "eval/grader_timeouts"  # answers of a cell that the grader gave up on
+GRADER_TIMEOUTS = "eval/grader_timeouts"  # answers on which the grader ran out of time
 GRADER_ERRORS = "eval/grader_errors"
 GRADER_FAULT_RATE = "eval/grader_fault_rate"  # both, over n
 TOKENS_PER_S = "eval/tokens_per_s"
@@ -76,17 +73,17 @@ SERVE_TOKENS_PER_S = "serve/tokens_per_s"
 SERVE_LATENCY_P50 = "serve/latency_p50_s"
 SERVE_LATENCY_P95 = "serve/latency_p95_s"
 SERVE_FIRST_TOKEN = "serve/first_token_s"
-SERVE_READY = "serve/ready_s"  # from the command's start to a server that answers; beside it serve/load_s, verify_s, added_s of the engine
-SERVE_VERSION, SERVE_REFUSED = "serve/version", "serve/refused_version"  # of a server that follows a stage, by move
-SECONDS = "step/seconds"  # logged by a step that ends well, and by no other
+SERVE_READY = "serve/ready_s"  # from the command's start to the first answer; serve/load_s, verify_s, added_s are parts
+SERVE_VERSION, SERVE_REFUSED = "serve/version", "serve/refused_version"  # of a server that follows a stage, by switch
+SECONDS = "step/seconds"  # logged only by a step that succeeds
 
-# How a cell came to be, in its rows and its model's params: cells that differ in one of these are never subtracted.
-ENGINE = "engine"  # what answered
+# Provenance of a cell, in its rows and its model's params: `compare` rejects cells that differ in one of these.
+ENGINE = "engine"  # that generated the answers
 SETTINGS = "settings_digest"  # sha256 over a scheme's settings, libraries and calibration questions
 
 
 def pass_at(k: int) -> str:
-    """The metric of pass@k; MLflow's names have no `@`."""
+    """Return the name of the metric pass@k; MLflow allows no `@` in it."""
     return f"eval/pass_at_{k}"
 
 
@@ -94,19 +91,19 @@ def pass_at(k: int) -> str:
 TABLE_MD, TABLE_JSON = "table.md", "table.json"
 QUESTIONS = "questions.parquet"
 GROUPS_MD = "groups.md"  # a cell's accuracy by subject and level
-RECEIPT = "receipt.json"  # what answered a cell: engine, version, kernels, digests
+RECEIPT = "receipt.json"  # of a cell: engine, version, kernels, digests
 RECIPE = "recipe.yaml"
-REPORT = "report.html"  # all of it as one page
-HISTORY = "history.parquet"  # a training's curves
-WEIGHTS, STORED, BEHAVIOUR = "weights.parquet", "schemes.parquet", "behaviour.parquet"  # what diagnose found
+REPORT = "report.html"
+HISTORY = "history.parquet"  # training curves
+WEIGHTS, STORED, BEHAVIOUR = "weights.parquet", "schemes.parquet", "behaviour.parquet"  # of diagnose
 FIGURES = "figures"
 
 
 def scheme(label: str) -> str:
-    """Return the present name of a scheme: stores and files of earlier versions say `fp16` for `full`."""
+    """Return the present name of a scheme: older stores and files say `fp16` for `full`."""
     return _FORMER.get(label, label)
 
 
 def cell_name(variant: str, scheme: str) -> str:
-    """How the UI shows a cell: `grpo · awq`."""
+    """Return a cell's name in the UI: `grpo · awq`."""
     return f"{variant} · {scheme}"

@@ -1,4 +1,4 @@
-"""How a process of ours behaves: its libraries are quiet, its threads do not spin, its memory is kept."""
+"""Settings of this process: quiet libraries, threads that do not spin, an allocator that keeps its memory."""
 
 from __future__ import annotations
 
@@ -11,65 +11,61 @@ import os
 import warnings
 
 CHATTY = ("torchao", "torch.utils._pytree", "bitsandbytes", "torch.distributed.elastic", "torch.fx", "alembic")
-FOLDER = "QRL_FOLDER"  # where the command was given that launched this process, which MLflow starts in the project's own folder
+FOLDER = "QRL_FOLDER"  # the folder in which the launching command was typed; MLflow starts us in the project's own
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _NEVER = -1, -3, 1 << 30  # glibc's mallopt
 
 
 def settle() -> None:
-    """Sets working folder, environment, log levels and the allocator; to be called before torch or transformers is imported."""
+    """Set working folder, environment, log levels and the allocator; call it before torch is imported."""
     if folder := os.environ.pop(FOLDER, None):
-        os.chdir(folder)  # a relative path means what it meant to whoever gave it, and work in progress stays there
+        os.chdir(folder)  # relative paths and work in progress belong to the folder of the launching command
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Threads that wait for each other by spinning take the processor from those they wait for, once anybody else wants
-    # it too: on two busy cores decoding took 5.8 s instead of 1.5 s in one trial.
+    # OpenMP threads that spin while they wait take the processor from the threads they wait for, if others want it too:
+    # on two busy cores decoding took 5.8 s instead of 1.5 s in one trial.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", message=".*MatMul8bitLt.*")  # INT8 warns once a matrix product
-    _keep_memory()
-
-
-def hush_transformers() -> None:
-    """Turns off transformers' own bars, which flash for every load and save of a small model."""
-    from transformers.utils import logging as theirs
-
-    theirs.disable_progress_bar()
-    theirs.set_verbosity_error()
-
-
-def hush_gptqmodel() -> None:
-    """Imports GPTQModel, where it is installed, without its banner and advice: PEFT does so for every adapter, of any base."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(ImportError):
-        importlib.import_module("gptqmodel")
-
-
-def _keep_memory() -> None:
-    """Lets glibc keep what large tensors free: else each one is mapped and faulted in anew, a third of decoding's time."""
+    warnings.filterwarnings("ignore", message=".*MatMul8bitLt.*")  # INT8 warns at every matrix product
     with contextlib.suppress(OSError, AttributeError):  # not Linux, or not glibc
+        # glibc keeps the memory of freed tensors: mapping each one anew costs a third of decoding's time.
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _NEVER)
         libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
 
 
+def hush_transformers() -> None:
+    """Turn off transformers' progress bars and warnings, which flash at every load and save of a small model."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+
+
+def hush_gptqmodel() -> None:
+    """Import GPTQModel, if installed, without its banner: PEFT imports it for every adapter, whatever the base."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(ImportError):
+        importlib.import_module("gptqmodel")
+
+
 def rank() -> int:
-    """Which of several processes of one training this is, as `torchrun` and `accelerate launch` say; 0 writes and logs."""
+    """Return this process's number in a training of several, as `torchrun` sets it; process 0 writes and logs."""
     return int(os.environ.get("RANK", "0"))
 
 
 def local_rank() -> int:
-    """Which of them on this machine: the number of its GPU."""
+    """Return this process's number on this machine, which is the number of its GPU."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def world_size() -> int:
-    """How many processes train together."""
+    """Return how many processes train together."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def sharded() -> bool:
-    """Whether each process holds a part of the weights only, as `accelerate launch --use_fsdp` arranges."""
+    """Return whether each process holds only a part of the weights, as with `accelerate launch --use_fsdp`."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -13,13 +14,13 @@ HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "merges.txt"
 
 
 def locate(model: str) -> Path:
-    """The folder of a model; a hub id is downloaded into the hub's own cache, weights as safetensors only.
+    """Return the folder of a model; a hub id is downloaded into the hub's own cache, weights as safetensors only.
 
     Args:
-        model: `qrl-tiny`, the path of a folder (relative ones count from the working directory), or `owner/name`.
+        model: `qrl-tiny`, the path of a folder (a relative one counts from the working directory), or `owner/name`.
 
     Raises:
-        BadInput: no such folder, or the hub has no such model or cannot be reached.
+        BadInput: there is no such folder, or the hub has no such model or cannot be reached.
     """
     if model in SHIPPED:
         return SHIPPED[model]
@@ -27,10 +28,25 @@ def locate(model: str) -> Path:
         return Path(model).resolve()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith((".", "/")):
         raise BadInput(
-            f"There is no model '{model}': expected {', '.join(SHIPPED)}, a folder that holds a checkpoint, "
-            "or a hub id such as Qwen/Qwen2.5-1.5B-Instruct."
+            f"There is no model '{model}': expected {', '.join(SHIPPED)}, a folder that holds a checkpoint, or a hub "
+            f"id such as Qwen/Qwen2.5-1.5B-Instruct.{_absolute(model)}"
         )
     return _download(model)
+
+
+def _absolute(model: str) -> str:
+    """Return a sentence with the absolute path to try: `mlflow run FOLDER` starts steps in FOLDER."""
+    if Path(model).is_absolute() or not os.environ.get("MLFLOW_RUN_ID"):
+        return ""
+    try:
+        typed_in = Path(f"/proc/{os.getppid()}/cwd").resolve(strict=True)  # MLflow's own folder; Linux only
+    except OSError:
+        typed_in = None
+    here = f" Under `mlflow run`, a relative path counts from {Path.cwd()}"
+    if typed_in is None or typed_in == Path.cwd():
+        return f"{here}: give an absolute path."
+    path = Path(os.path.normpath(typed_in / model))
+    return f"{here}: give the absolute path, {path}{', which exists' if path.is_dir() else ', if you meant that'}."
 
 
 def _download(model: str) -> Path:
@@ -42,6 +58,6 @@ def _download(model: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise BadInput(
-            f"'{model}' is no folder here and could not be had from the hub ({reason}): check its spelling, "
-            "the network, and `hf auth login` for gated models."
+            f"'{model}' is not a folder, and the hub did not provide it ({reason}): check its spelling, the network, "
+            f"and `hf auth login` for gated models.{_absolute(model)}"
         ) from None

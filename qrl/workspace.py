@@ -1,4 +1,4 @@
-"""A folder to work in, held under a lock, deleted when the work is done."""
+"""Folders to work in, held under a lock and deleted afterwards; files and folders that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from pathlib import Path
 
 from qrl.errors import BadInput
 
-_YOUNG_S = 60  # a temporary folder may not be held yet
-WORK = Path(".qrl")  # on the store's file system, as a rule, so that finished weights can be linked into it
+_YOUNG_S = 60  # a younger temporary folder may not be locked yet
+WORK = Path(".qrl")  # normally on the store's file system, so that finished weights can be linked into the store
 
 
 @contextmanager
 def workspace(name: str, *, keep_on_error: bool = False, shared: bool = False) -> Iterator[Path]:
-    """A folder of a step's own, held under a lock and deleted afterwards.
+    """Yield a folder for one step, held under a lock and deleted afterwards.
 
     Args:
-        name: the same for a step and its second try.
-        keep_on_error: leave it for the second try to go on from, where the step ends early.
-        shared: several processes may be at such work at once: each gets a folder of its own, named by its pid.
+        name: the same for a step and its retry.
+        keep_on_error: keep the folder if the step fails, for a retry to resume from.
+        shared: several processes may do such work at once; each gets a folder of its own, named by its pid.
 
     Raises:
-        BadInput: another process is at this very work, or the place to work in is a file.
+        BadInput: another process does this very work, or the folder to work in is a file.
     """
     from filelock import FileLock, Timeout
 
@@ -45,23 +45,21 @@ def workspace(name: str, *, keep_on_error: bool = False, shared: bool = False) -
             if not keep_on_error:
                 shutil.rmtree(path, ignore_errors=True)
             path.mkdir(exist_ok=True)
-            kept = keep_on_error
+            keep = keep_on_error
             try:
                 yield path
-                kept = False
+                keep = False
             finally:
-                if not kept:
+                if not (keep and path.is_dir() and any(path.iterdir())):  # an empty one has nothing to resume from
                     shutil.rmtree(path, ignore_errors=True)
-                elif path.is_dir() and not any(path.iterdir()):
-                    path.rmdir()  # it ended before there was anything to go on from
                 if not path.exists():
                     lock.unlink(missing_ok=True)
     except Timeout:
-        raise BadInput(f"Another process is at this very work ({path.name}): wait for it, or stop it.") from None
+        raise BadInput(f"Another process is doing this very work ({path.name}): wait for it, or stop it.") from None
 
 
 def _sweep(folder: Path) -> None:
-    """Deletes what processes left behind that were killed outright; what a second try goes on from has no pid in its name."""
+    """Delete what killed processes left behind; a folder kept for a retry has no pid in its name."""
     import psutil
 
     for lock in folder.glob("*-pid*.lock"):
@@ -81,7 +79,7 @@ def written_whole(path: Path) -> Iterator[Path]:
         path: file or folder to appear; its parent folder is made if need be.
 
     Yields:
-        A path that does not exist; deleted where the block raises.
+        A path that does not exist; deleted if the block raises.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
@@ -103,30 +101,30 @@ def _delete(path: Path) -> None:
 
 
 class Scratch:
-    """A temporary folder, held under a lock while its process lives: of one that was killed outright, the next one of its kind deletes it."""
+    """A temporary folder, locked while its process lives; the next of its kind deletes what killed processes left."""
 
     def __init__(self, prefix: str) -> None:
-        """Args: how the names of such folders begin, and of no others."""
+        """Make the folder; `prefix` starts the names of this kind of folder, and of no other."""
         self._folder = tempfile.TemporaryDirectory(prefix=prefix)
         self.path = Path(self._folder.name)
-        self._held = os.open(self.path, os.O_RDONLY)
-        fcntl.flock(self._held, fcntl.LOCK_EX)
+        self._lock = os.open(self.path, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         for other in self.path.parent.glob(f"{prefix}*"):
-            with contextlib.suppress(OSError):  # held, somebody else's, or gone by now
+            with contextlib.suppress(OSError):  # locked, another user's, or gone by now
                 _delete_if_dead(other)
 
     def cleanup(self) -> None:
-        """Deletes it."""
+        """Delete the folder."""
         self._folder.cleanup()
-        os.close(self._held)
+        os.close(self._lock)
 
 
 def _delete_if_dead(folder: Path) -> None:
     if time.time() - folder.stat().st_mtime < _YOUNG_S:
         return
-    held = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
     finally:
-        os.close(held)
+        os.close(lock)

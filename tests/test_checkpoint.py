@@ -1,4 +1,4 @@
-"""A checkpoint folder is taken when it is safe and whole, and refused in a sentence that names the file otherwise."""
+"""A checkpoint folder is accepted if it is safe and complete; otherwise a sentence names the file that is not."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from qrl.errors import BadInput
 
 @pytest.fixture
 def folder(tiny_checkpoint, tmp_path) -> Path:
-    """A copy that a test may spoil."""
+    """Return a copy that a test may damage."""
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
 
 
@@ -25,11 +25,11 @@ def edit(file: Path, **changes) -> None:
 
 
 def test_a_whole_checkpoint_is_described(folder):
-    found = checkpoint.check(folder)
-    assert (found.dtype, found.shards, found.quantization) == ("bfloat16", ("model.safetensors",), None)
-    assert found.bytes == (folder / "model.safetensors").stat().st_size
-    assert found.digest == checkpoint.digest(folder)
-    assert len(found.digest) == 64
+    checked = checkpoint.check(folder)
+    assert (checked.dtype, checked.shards, checked.quantization) == ("bfloat16", ("model.safetensors",), None)
+    assert checked.bytes == (folder / "model.safetensors").stat().st_size
+    assert checked.digest == checkpoint.digest(folder)
+    assert len(checked.digest) == 64
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,13 @@ def test_a_config_that_is_no_object_is_refused(folder, text):
         checkpoint.check(folder)
 
 
-def test_an_adapter_is_told_to_merge(folder):
+def test_an_adapter_is_refused_with_advice_to_merge_it(folder):
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(BadInput, match="merge"):
         checkpoint.check(folder)
 
 
-def test_a_chat_template_is_asked_for_only_where_needed(folder):
+def test_a_chat_template_is_required_only_where_it_is_needed(folder):
     edit(folder / "tokenizer_config.json", chat_template=None)
     checkpoint.check(folder, need_chat_template=False)
     with pytest.raises(BadInput, match="chat template"):
@@ -99,8 +99,13 @@ def test_a_chat_template_is_asked_for_only_where_needed(folder):
     checkpoint.check(folder)
 
 
+def test_weights_alone_need_no_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+    assert checkpoint.check(folder, need_tokenizer=False).bytes > 0
+
+
 @pytest.mark.parametrize("left", [0, 4, 8, 300, -1])
-def test_a_truncated_file_is_told_by_its_size(folder, left):
+def test_a_truncated_file_is_reported_with_its_size(folder, left):
     file = folder / "model.safetensors"
     size = file.stat().st_size
     os.truncate(file, left % size)
@@ -120,7 +125,7 @@ def test_bytes_too_many_and_headers_of_nonsense_are_refused(folder):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "says"),
     [
         ({"shape": [8, 256]}, "do not fit"),
         ({"shape": [-256, 256]}, "do not fit"),
@@ -129,7 +134,7 @@ def test_bytes_too_many_and_headers_of_nonsense_are_refused(folder):
         ({"data_offsets": [0, 256 * 256 * 2]}, "does not begin where the tensor before it ends"),
     ],
 )
-def test_a_header_that_would_read_anothers_bytes_is_refused(folder, change, said):
+def test_a_header_that_would_read_anothers_bytes_is_refused(folder, change, says):
     file = folder / "model.safetensors"
     whole = file.read_bytes()
     end = 8 + int.from_bytes(whole[:8], "little")
@@ -137,12 +142,12 @@ def test_a_header_that_would_read_anothers_bytes_is_refused(folder, change, said
     header["model.layers.1.self_attn.q_proj.weight"] |= change
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + whole[end:])
-    with pytest.raises(BadInput, match=rf"model\.safetensors is not safetensors.*{said}"):
+    with pytest.raises(BadInput, match=rf"model\.safetensors is not safetensors.*{says}"):
         checkpoint.check(folder)
 
 
 def split(folder: Path) -> list[str]:
-    """Turn the one weight file into two and an index, and give their names."""
+    """Split the weight file into two with an index, and return their names."""
     tensors = load_file(folder / "model.safetensors")
     names = sorted(tensors)
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -178,7 +183,7 @@ def test_a_missing_shard_or_tensor_is_named(folder):
 def test_an_index_may_not_point_out_of_the_folder(folder):
     split(folder)
     (folder / checkpoint.INDEX).write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
-    with pytest.raises(BadInput, match="lies elsewhere"):
+    with pytest.raises(BadInput, match=r"\.\./model\.safetensors.*beside the index"):
         checkpoint.check(folder)
 
 

@@ -1,11 +1,13 @@
 """The project's files keep their promises: entry points, parameters, pins."""
 
 import subprocess
+import tomllib
 from pathlib import Path
 
 import click
 import pytest
 import yaml
+from click.testing import CliRunner
 
 import qrl
 from qrl import cli, recipe
@@ -29,7 +31,9 @@ def tracked() -> list[str]:
     return listed.stdout.splitlines()
 
 
-def test_every_entry_point_is_a_command():
+def test_every_entry_point_is_a_command_in_the_order_of_the_command_line():
+    entry_points = [{"main": "study"}.get(name, name) for name in MLPROJECT["entry_points"]]
+    assert entry_points == [name for name in cli.cli.list_commands(None) if name in entry_points] + ["test"]
     known = set(cli.cli.commands) | {"main", "test"}
     assert set(MLPROJECT["entry_points"]) <= known
     for name, entry in MLPROJECT["entry_points"].items():
@@ -48,9 +52,27 @@ def test_mlproject_declares_no_field_of_a_recipe():
 
 @pytest.mark.parametrize("command", sorted(set(cli.cli.commands) - {"grade", "plan"}))
 def test_every_field_of_a_recipe_is_an_option_of_every_step(command):
-    found = cli.cli.commands[command]
-    options = {option for parameter in found.get_params(click.Context(found)) for option in parameter.opts}
+    parameters = cli.cli.commands[command].get_params(click.Context(cli.cli.commands[command]))
+    options = {option for parameter in parameters for option in parameter.opts}
     assert {f"--{key}" for key in recipe.fields()} <= options
+
+
+def test_pip_installs_the_core_environment_and_the_tests_packages_as_an_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    installed, extra = (
+        dict(line.split("==") for line in lines)
+        for lines in (project["dependencies"], project["optional-dependencies"]["test"])
+    )
+    assert not set(installed) & set(extra)
+    assert installed | extra == pins(ROOT / "conda.yaml")
+    assert set(extra) == {"pytest", "pytest-xdist", "hypothesis", "statsmodels"}
+
+
+def test_the_version_is_written_once():
+    metadata = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in metadata["project"]["dynamic"] and "version" not in metadata["project"]
+    assert metadata["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "qrl.__version__"}
+    assert CliRunner().invoke(cli.cli, ["--version"]).output.strip() == f"qrl, version {qrl.__version__}"
 
 
 def test_environments_hold_exact_pins_and_share_their_tooling():

@@ -1,4 +1,4 @@
-"""Folders to work in: one process at a time, and nothing left behind by the dead."""
+"""Folders to work in: one process at a time, and nothing stays of killed processes."""
 
 import os
 import subprocess
@@ -61,7 +61,7 @@ def test_what_a_killed_process_left_is_swept_and_a_living_ones_is_not():
     assert not left()
 
 
-def test_a_file_in_its_place_is_told():
+def test_a_file_in_its_place_is_refused():
     WORK.write_text("not a folder")
     with pytest.raises(BadInput, match="a folder to work in was expected"), workspace("compare-1"):
         pass
@@ -70,7 +70,10 @@ def test_a_file_in_its_place_is_told():
 def test_a_temporary_folder_goes_with_the_next_one_once_its_process_was_killed(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    program = "import os, sys\nfrom qrl.workspace import Scratch\nkept = Scratch('one-')\nprint(kept.path, flush=True)\nsys.stdin.read()\nos._exit(9)"
+    program = (
+        "import os, sys\nfrom qrl.workspace import Scratch\nkept = Scratch('one-')\nprint(kept.path, flush=True)\n"
+        "sys.stdin.read()\nos._exit(9)"
+    )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     with subprocess.Popen(
         [sys.executable, "-c", program], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

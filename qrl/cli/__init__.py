@@ -1,4 +1,4 @@
-"""The command line: a command a step, options made from the recipe, exit codes."""
+"""The command line: one command per step, options made from the recipe, exit codes."""
 
 from qrl.cli.commands import cli, main
 

@@ -1,4 +1,4 @@
-"""How a command ends: every error in a sentence, its exit code, and the run that `mlflow run` opened ended with it."""
+"""How a command ends: every error in a sentence, its exit code, and the end of the run that `mlflow run` opened."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from qrl.tracking import signals
 
 
 def run(commands: click.Group, arguments: list[str] | None = None) -> None:
-    """Runs the command that is asked for, and ends the process with its exit code.
+    """Run a command and end the process with its exit code.
 
     Args:
         commands: the command line.
-        arguments: instead of the process's own.
+        arguments: default: the process's own.
     """
     process.settle()
     signals.guard()
-    _escape()
+    for stream in (sys.stdout, sys.stderr):  # an encoding without − or ± gets an escape, not a traceback
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    words = sys.argv[1:] if arguments is None else arguments
+    command = next((word for word in words if word in commands.commands), "")
     try:
         if os.environ.get("MLFLOW_RUN_ID"):
             signals.import_mlflow()
@@ -33,67 +37,46 @@ def run(commands: click.Group, arguments: list[str] | None = None) -> None:
     except click.exceptions.NoArgsIsHelpError as shown:  # no command at all
         click.echo(shown.format_message(), err=True)
         sys.exit(2)
-    except click.ClickException as error:  # an unknown option, a missing one, a port that is no number
-        _end(
-            BadInput(
-                f"{error.format_message().rstrip('.')}; see `{' '.join(filter(None, ('python -m qrl', _command(commands))))} --help`."
-            )
-        )
-    except QrlError as error:
-        _end(error)
-    except ModuleNotFoundError as error:  # a Python without the project's environment
-        if (error.name or "qrl").partition(".")[0] == "qrl":
+    except (KeyboardInterrupt, click.Abort) as error:  # a signal before any step began; Abort is click's name for it
+        causes = (error, error.__cause__, error.__context__)
+        stopped = next((cause for cause in causes if isinstance(cause, KeyboardInterrupt)), KeyboardInterrupt())
+        _close_run(stopped)
+        sys.exit(signals.exit_code(stopped))
+    except Exception as error:
+        failure = _explained(error, command)
+        if failure is None:
             raise
-        _end(BadInput(_not_installed(error.name, _command(commands))))
-    except (
-        OSError
-    ) as error:  # a full or read-only disk, met before a run began: inside one, the run's own handling says so
+        if not failure.printed:
+            click.echo(f"qrl: {failure}", err=True)
+        _close_run(failure)
+        sys.exit(failure.exit_code)
+
+
+def _explained(error: Exception, command: str) -> QrlError | None:
+    """Return an error as one that carries a sentence; None for a defect of ours, which keeps its traceback."""
+    if isinstance(error, QrlError):
+        return error
+    if isinstance(error, click.ClickException):  # an unknown option, a missing one, a port that is not a number
+        words = " ".join(filter(None, ("python -m qrl", command, "--help")))
+        return BadInput(f"{error.format_message().rstrip('.')}; see `{words}`.")
+    if isinstance(error, ModuleNotFoundError) and (error.name or "qrl").partition(".")[0] != "qrl":
+        return BadInput(
+            f"The package '{error.name}' is not installed for {sys.executable}: run the step as "
+            f"`mlflow run . -e {command or 'main'} --env-manager uv`, or activate the environment that a study prints."
+        )
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        path = str(error.filename)[:40]
+        return BadInput(f"'{path}…' is longer than a path may be: give the path of a file or folder that exists.")
+    if isinstance(error, OSError):  # a full or read-only disk, before a run began; inside one, the run explains it
         from qrl.tracking import store
 
-        if error.errno == errno.ENAMETOOLONG:
-            _end(
-                BadInput(
-                    f"'{str(error.filename)[:40]}…' is longer than a path may be: give the path of a file or folder that exists."
-                )
-            )
-        if (told := store.sentence(error)) is None:
-            raise
-        _end(told)
-    except (KeyboardInterrupt, click.Abort) as error:  # a signal before any step began; Abort is click's name for it
-        found = (error, error.__cause__, error.__context__)
-        stopped = next((each for each in found if isinstance(each, KeyboardInterrupt)), KeyboardInterrupt())
-        _tell_run(stopped)
-        sys.exit(signals.exit_code(stopped))
+        return store.sentence(error)
+    return None
 
 
-def _escape() -> None:
-    """Gives a terminal or pipe whose encoding knows no − or ± an escape of it, not a traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
-def _not_installed(package: str, command: str) -> str:
-    return (
-        f"The package '{package}' is not installed for {sys.executable}: run the step as `mlflow run . -e {command or 'main'} "
-        "--env-manager uv`, or activate the environment whose path a study prints at its end."
-    )
-
-
-def _end(error: QrlError) -> None:
-    if not error.told:
-        click.echo(f"qrl: {error}", err=True)
-    _tell_run(error)
-    sys.exit(error.exit_code)
-
-
-def _tell_run(error: BaseException) -> None:
-    """Where `mlflow run` opened a run for us, it learns the reason: MLflow itself turns every failure into exit code 1."""
+def _close_run(error: BaseException) -> None:
+    """End the run that `mlflow run` opened with the reason: MLflow itself turns every failure into exit code 1."""
     if os.environ.get("MLFLOW_RUN_ID"):
         from qrl.tracking import runs
 
         runs.close_opened(error)
-
-
-def _command(commands: click.Group) -> str:
-    return next((word for word in sys.argv[1:] if word in commands.commands), "")

@@ -1,14 +1,38 @@
-"""A recipe's fields as options of the command line: what is typed for one overrides the recipe."""
+"""A recipe's fields as options of the command line: what is typed for a field overrides the recipe."""
 
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import click
+from click.core import ParameterSource
+
+from qrl.errors import BadInput
+
+# A flag that can have a value too, since `mlflow run` passes -P rank=true on as `--rank true`.
+SWITCH = {"is_flag": False, "flag_value": True, "type": bool, "metavar": "[BOOL]"}
+
+
+@dataclass(frozen=True)
+class Typed:
+    """What the user typed, to be repeated in the steps that a command launches."""
+
+    overrides: dict[str, str]  # `recipe`, and fields of the recipe
+    options: dict[str, str]  # the command's own options
+    device: str  # of the resolved recipe
+
+    def run(self, step: str, choice: str, check: Callable[[], object], here: Callable[[], object]) -> None:
+        """Run a step here or in the environment that its scheme or engine needs; arguments as in `environments.run`."""
+        from qrl.study import environments
+
+        environments.run(step, choice, self.device, self.overrides | self.options, check, here)
 
 
 class Finite(click.FloatRange):
-    """A number within bounds; click's own takes NaN, which lies within any, and infinity."""
+    """A number within bounds; click's own type accepts NaN, which is within any bounds, and infinity."""
 
     def convert(self, value, param, ctx) -> float:
         number = super().convert(value, param, ctx)
@@ -18,42 +42,72 @@ class Finite(click.FloatRange):
 
 
 class RecipeCommand(click.Command):
-    """A command whose options are its own inputs plus the fields of the recipe's sections that it reads.
+    """A command with its own options and, made when the command is used, one option per field of the recipe.
 
-    They are made when the command is asked for them: reading recipes takes longer than the rest of `--help`.
+    Every command accepts every field, since a study hands all of them to every step; `--help` shows those it reads.
     """
 
-    def __init__(self, *args, sections: tuple[str, ...] = (), auto: str = "tiny", **kwargs):
+    def __init__(self, *args, sections: tuple[str, ...] = (), auto: str = "tiny", checkout: bool = False, **kwargs):
         super().__init__(*args, **kwargs)
-        self.sections, self.auto = sections, auto  # auto: the recipe that is started from where nothing is named
+        self.sections, self.auto, self.checkout = sections, auto, checkout  # auto: the recipe where none is named
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Its own inputs, `--recipe`, and every field with its value in the recipe that `auto` means: accepted everywhere, shown where it matters."""
-        from qrl import recipe
+        """Return the command's own options, `--recipe`, and every field with its value in the recipe `auto`."""
+        from qrl import recipe  # takes longer than the rest of `--help`
 
-        other = ", instruct for a model of yours, math for such a task" if self.auto == "tiny" else ""
-        which = f"Settings to start from: {', '.join(recipe.names())}, or a YAML file; auto: {self.auto}{other}."
+        others = ", or instruct for another model, or math for a task of that kind" if self.auto == "tiny" else ""
+        which = f"Recipe to start from: {', '.join(recipe.names())}, or a YAML file; auto: {self.auto}{others}."
+        options = [
+            click.Option(
+                ["--recipe", "recipe_name"], default="auto", show_default=True, metavar="NAME|FILE.yaml", help=which
+            )
+        ]
         values = recipe.load(self.auto).flat()
-        options = ["--recipe", "recipe_name"]
-        found = [click.Option(options, default=recipe.DEFAULT, show_default=True, metavar="NAME|FILE.yaml", help=which)]
         for key, (annotation, description) in recipe.fields().items():
             hidden = "." in key and key.split(".", maxsplit=1)[0] not in self.sections
-            metavar = recipe.type_name(annotation)
-            here = "" if values[key] in ("null", "") else f"  [{self.auto}: {values[key]}]"
-            found.append(
-                click.Option([f"--{key}", _identifier(key)], metavar=metavar, help=description + here, hidden=hidden)
-            )
-        return [*self.params, *found, *super().get_params(ctx)[len(self.params) :]]
+            value = "" if values[key] in ("null", "") else f"  [{self.auto}: {values[key]}]"
+            words = {"metavar": recipe.type_name(annotation), "help": description + value, "hidden": hidden}
+            options.append(click.Option([f"--{key}", _identifier(key)], **words))
+        return [*self.params, *options, *super().get_params(ctx)[len(self.params) :]]
 
     def invoke(self, ctx: click.Context):
+        """Call the command with the resolved recipe as `settings`, and with `Typed` as the context's object."""
         from qrl import recipe
 
-        given = {key: ctx.params.pop(_identifier(key)) for key in recipe.fields()}
-        overrides = {key: text for key, text in given.items() if text is not None}
+        own = self._own(ctx)
+        fields = {key: ctx.params.pop(_identifier(key)) for key in recipe.fields()}
+        overrides = {key: text for key, text in fields.items() if text is not None}
         name = ctx.params.pop("recipe_name")
-        ctx.params["settings"] = recipe.load(name, overrides)
-        ctx.obj = {"recipe": name, **overrides}  # as typed, to hand on to the steps of a study
+        if self.checkout and not ctx.params.get("out"):
+            from qrl.study import environments
+
+            environments.check_checkout(self.name)
+        settings = ctx.params["settings"] = recipe.load(name, overrides)
+        ctx.obj = Typed({"recipe": name, **overrides}, own, settings.device)
         return super().invoke(ctx)
+
+    def _own(self, ctx: click.Context) -> dict[str, str]:
+        """Return the command's own options as typed; a secret goes on in its variable, since runs log parameters."""
+        own = {}
+        for option in self.params:
+            value = ctx.params.get(option.name)
+            if option.envvar and value:
+                os.environ[option.envvar] = value
+            elif ctx.get_parameter_source(option.name) is ParameterSource.COMMANDLINE and value not in (None, ""):
+                own[option.opts[0].lstrip("-")] = str(value)
+        return own
+
+
+def listed(option: str, text: str) -> list[str]:
+    """Return the items of a comma-separated list; spaces and a trailing comma, as copying leaves them, are ignored.
+
+    Raises:
+        BadInput: there is no item.
+    """
+    items = [part.strip() for part in text.split(",") if part.strip()]
+    if not items:
+        raise BadInput(f"{option} is '{text}', which names nothing: give one name, or several by comma.")
+    return items
 
 
 def _identifier(key: str) -> str:

@@ -1,4 +1,4 @@
-"""A file a step: inputs → room → record. What a step makes is in its MLflow run; nothing meets through Python objects.
+"""One file per step: check the inputs, compute, record. Steps meet in MLflow runs only, not through Python objects.
 
-Inputs are checked before a run is made, so that bad input leaves none behind.
+Inputs are checked before a run starts, so bad input leaves no run behind.
 """

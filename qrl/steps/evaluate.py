@@ -50,7 +50,7 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
             outcome.evaluated(asked)
         if broken:
             unhealthy = UnhealthyCell(" ".join(broken))
-            unhealthy.told = True  # cell by cell, above
+            unhealthy.printed = True  # cell by cell, above
             raise unhealthy
 
 

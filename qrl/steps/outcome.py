@@ -1,4 +1,4 @@
-"""What a step that was asked for alone says at its end: where its outcome is, as the next step takes it."""
+"""What a step prints at its end: where its result is, and the command that uses it next. Silent within a study."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ SAME = "with the same recipe"
 
 
 def model(address: str, variant: str, scheme: str) -> None:
-    """A model in full precision: it can be stored in few bits, and asked."""
+    """Print a full-precision model, which can be quantized and evaluated."""
     then = f"`evaluate --cells {variant}:{scheme}={address}` or `quantize --models {variant}={address}`, {SAME}"
-    _tell({"Model": f"{address}, {variant} in full precision", "Next": then})
+    _print({"Model": f"{address}, {variant} in full precision", "Next": then})
 
 
 def adapter(address: str) -> None:
-    """An adapter, which is no model yet."""
-    _tell({"Adapter": address, "Next": f"`merge --adapter {address}`, {SAME}"})
+    """Print an adapter, which is to be merged first."""
+    _print({"Adapter": address, "Next": f"`merge --adapter {address}`, {SAME}"})
 
 
 def cells(stored: Mapping[str, str]) -> None:
-    """Models by `variant:scheme`."""
+    """Print quantized models by `variant:scheme`."""
     listed = ",".join(f"{cell}={address}" for cell, address in stored.items())
-    _tell({"Models": listed, "Next": f"`evaluate --cells {listed}`, {SAME}"})
+    _print({"Models": listed, "Next": f"`evaluate --cells {listed}`, {SAME}"})
 
 
-def evaluated(asked: Mapping[str, str]) -> None:
-    """Evaluation runs by `variant:scheme`."""
-    first, *more = asked.values()
-    then = f"`compare --cells {','.join(asked.values())}`" if more else f"`promote --stage STAGE --cell {first}`"
-    if more and len({cell.partition(":")[0] for cell in asked}) == 1:  # nothing to compare with
-        then += ", the runs of another variant beside them"
-    _tell({"Runs": ", ".join(f"{cell} {run_id}" for cell, run_id in asked.items()), "Next": then})
+def evaluated(run_ids: Mapping[str, str]) -> None:
+    """Print evaluation runs by `variant:scheme`."""
+    first, *more = run_ids.values()
+    then = f"`compare --cells {','.join(run_ids.values())}`" if more else f"`promote --stage STAGE --cell {first}`"
+    if more and len({cell.partition(":")[0] for cell in run_ids}) == 1:
+        then += ", with the runs of another variant to compare with"
+    _print({"Runs": ", ".join(f"{cell} {run_id}" for cell, run_id in run_ids.items()), "Next": then})
 
 
-def _tell(said: Mapping[str, str]) -> None:
-    if not runs.is_launched():  # a study hands it on by itself
-        click.echo("\n".join(f"{label:8}{text}" for label, text in said.items()))
+def _print(lines: Mapping[str, str]) -> None:
+    if not runs.is_launched():
+        click.echo("\n".join(f"{label:8}{text}" for label, text in lines.items()))

@@ -1,4 +1,4 @@
-"""A checkpoint in the store: logged once, found again by its digest."""
+"""A checkpoint in the store: logged once, and found by its digest from then on."""
 
 from __future__ import annotations
 
@@ -10,43 +10,29 @@ from qrl.tracking import models
 
 
 def own(recipe: Recipe, path: Path, variant: str, scheme: str, *, parent: str, **facts: object) -> tuple[str, str]:
-    """Logs a step's own checkpoint, whose folder is deleted afterwards, by hard links.
+    """Log a step's own checkpoint by hard links; the step deletes its folder afterwards.
 
     Args:
-        parent: digest of the weights that these were made from, which a gate's lineage check reads.
+        parent: digest of the weights that these were made from; a gate checks the lineage by it.
         facts: further facts, kept with the model.
 
     Returns:
         "models:/m-…" and the digest.
     """
     digest = checkpoint.digest(path)
-    uri, _ = models.log_checkpoint(
-        path,
-        name=f"{variant}-{scheme}",
-        digest=digest,
-        variant=variant,
-        scheme=scheme,
-        task=recipe.task,
-        move=True,
-        metadata={"parent": parent, **facts},
-    )
-    return uri, digest
+    return _log(recipe, path, digest, variant, scheme, move=True, metadata={"parent": parent, **facts}), digest
 
 
-def given(recipe: Recipe, address: str, found: checkpoint.Checkpoint, variant: str, scheme: str) -> str:
-    """The address in the store of somebody else's checkpoint: copied there once, found by its digest from then on."""
+def given(recipe: Recipe, address: str, weights: checkpoint.Checkpoint, variant: str, scheme: str) -> str:
+    """Return the store's address of a user's checkpoint, which is copied there unless it is known by its digest."""
     if address.startswith("models:/m-"):
         return address
-    if (known := models.find(found.digest)) is not None:
+    if (known := models.find(weights.digest)) is not None:
         return known
-    uri, _ = models.log_checkpoint(
-        found.path,
-        name=f"{variant}-{scheme}",
-        digest=found.digest,
-        variant=variant,
-        scheme=scheme,
-        task=recipe.task,
-        move=False,
-        metadata={"source": address},
-    )
+    return _log(recipe, weights.path, weights.digest, variant, scheme, move=False, metadata={"source": address})
+
+
+def _log(recipe: Recipe, path: Path, digest: str, variant: str, scheme: str, **how: object) -> str:
+    facts = {"digest": digest, "variant": variant, "scheme": scheme, "task": recipe.task}
+    uri, _ = models.log_checkpoint(path, name=f"{variant}-{scheme}", **facts, **how)
     return uri

@@ -1,1 +1,1 @@
-"""The study: the order of its steps, the environments they run in, the sweep over methods, and what is reported at the end."""
+"""The study: the order of its steps, the environments they run in, the sweep over methods, and the final report."""

@@ -1,7 +1,8 @@
-"""Launching a step as a project run of its own, below the study's run, unless its result is there already."""
+"""Launch a step as a project run of its own, below the study's run, unless its result is in the store already."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -9,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,150 +21,148 @@ from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.tracking import projects, reuse
 from qrl.tracking.keys import ROOT
 
-ERRORS = {2: BadInput, 3: GateRefused}
+ERRORS = {2: BadInput, 3: GateRefused}  # exit code of a launched step → the error to raise here
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a step made: the run that holds it, and what it left for later steps."""
+    """The run that holds a step's result, and what it left for later steps."""
 
     run_id: str
     outputs: reuse.Outputs
     reused: bool
 
 
+@dataclass(frozen=True)
+class Step:
+    """A step of a study, and the results that are wanted from it."""
+
+    name: str  # entry point
+    title: str  # for the reader of the terminal
+    keys: dict[str, str]  # label of a result → cache key
+    parameters: Callable[[list[str]], dict[str, str]]  # labels still to make → the step's inputs, beside the recipe
+    folder: Path | None = None  # the project to run it in, from `environment_for`; None: the checkout itself
+
+
 class Launcher:
-    """Obtains results step by step: found by cache key, or made by launching the step."""
+    """Obtain results step by step: find each one by its cache key, or launch the step that makes it."""
 
     def __init__(self, overrides: dict[str, str], run_id: str, steps: int) -> None:
         self.overrides, self.run_id, self.steps = overrides, run_id, steps
-        self.results: list[tuple[str, Result]] = []  # what the study's description links
+        self.results: list[tuple[str, Result]] = []  # linked in the study's description
         self.seconds = 0.0  # in launched steps; the rest of the study's time is overhead
         self._numbers = itertools.count(1)
 
     def with_overrides(self, overrides: dict[str, str]) -> Launcher:
-        """The same study's launcher of steps with other settings: it counts on, and adds to the same results."""
+        """Return this launcher with other settings for its steps; it shares the count of steps and the results."""
         other = copy.copy(self)
         other.overrides = overrides
         return other
 
-    def obtain(
-        self,
-        title: str,
-        step: str,
-        wanted: dict[str, str],
-        parameters: Callable[[list[str]], dict[str, str]],
-        folder: Path = ROOT,
-        failed: Callable[[list[str], QrlError], None] | None = None,
-    ) -> dict[str, Result]:
-        """Results by label; what has no finished run is made by one launch of the step.
+    def obtain(self, step: Step, failed: Callable[[list[str], QrlError], None] | None = None) -> dict[str, Result]:
+        """Return results by label; one launch of the step makes all that are missing.
 
         Args:
-            title: what the step does, for the reader of the terminal.
-            step: entry point.
-            wanted: label → cache key.
-            parameters: the labels still to make → the step's inputs, beside the recipe.
-            folder: the project to run it in.
-            failed: takes the labels that a failing step left without a result, and its error, and the others are returned;
-                default: the error is raised.
+            step: what is wanted.
+            failed: gets the labels that a failing step left without a result, and its error, and the other results
+                are returned; default: raise the error.
 
         Raises:
-            QrlError: the step failed, with its reason and its exit code.
+            QrlError: the step failed; it carries the step's own sentence and exit code.
         """
-        found = {label: reuse.find(step, key) for label, key in wanted.items()}
-        missing = [label for label, run in found.items() if run is None]
-        self._say(title, [label for label in wanted if label not in missing], missing)
+        runs = {label: reuse.find(step.name, key) for label, key in step.keys.items()}
+        missing = [label for label, run in runs.items() if run is None]
+        self._announce(step.title, [label for label in runs if label not in missing], missing)
         if missing:
-            error = self._try(folder, step, parameters(missing))
-            found |= {label: reuse.find(step, wanted[label]) for label in missing}
-            lost = [label for label in missing if found[label] is None]
-            if error and (failed is None or len(lost) == len(wanted)):
+            error = None
+            try:
+                self._launch(step.folder, step.name, step.parameters(missing))
+            except QrlError as failure:
+                error = failure
+            runs |= {label: reuse.find(step.name, step.keys[label]) for label in missing}
+            lost = [label for label in missing if runs[label] is None]
+            if error and (failed is None or len(lost) == len(runs)):
                 raise error
             if error:
                 failed(lost, error)
-                found = {label: run for label, run in found.items() if run is not None}
-        results = {}
-        for label, run in found.items():
-            if run is None:
+            elif lost:
                 raise QrlError(
-                    f"Step {step} ended well, but its result '{label}' is not in the store under the key that was looked for: "
+                    f"Step {step.name} ended well, but the store has no result '{lost[0]}' under the expected key: "
                     "sources, data or settings changed while it ran. Run the study again."
                 )
-            results[label] = Result(run.info.run_id, reuse.outputs(run), label not in missing)
-            self.results.append((f"{step} {label}", results[label]))
+        results = {
+            label: Result(run.info.run_id, reuse.outputs(run), label not in missing)
+            for label, run in runs.items()
+            if run
+        }
+        self.results += [(f"{step.name} {label}", result) for label, result in results.items()]
         return results
 
     def run(self, title: str, step: str, parameters: dict[str, str]) -> None:
-        """Launches a step that is never reused."""
-        self._say(title, [], [step])
-        self._launch(ROOT, step, parameters)
+        """Launch a step whose result is never reused."""
+        self._announce(title, [], [step])
+        self._launch(None, step, parameters)
 
-    def _try(self, folder: Path, step: str, parameters: dict[str, str]) -> QrlError | None:
-        try:
-            self._launch(folder, step, parameters)
-        except QrlError as error:
-            return error
-        return None
-
-    def _launch(self, folder: Path, step: str, parameters: dict[str, str]) -> None:
+    def _launch(self, folder: Path | None, step: str, parameters: dict[str, str]) -> None:
         began = time.monotonic()
         try:
-            launch(folder, step, self.overrides | parameters, parent=self.run_id, name=step)
+            launch(folder or ROOT, step, self.overrides | parameters, parent=self.run_id, name=step)
         finally:
             self.seconds += time.monotonic() - began  # of a refused promotion too
 
-    def _say(self, title: str, reused: list[str], missing: list[str]) -> None:
+    def _announce(self, title: str, reused: list[str], missing: list[str]) -> None:
         notes = f" (reused: {', '.join(reused)})" if reused and missing else " (reused)" if reused else ""
         click.secho(f"[{next(self._numbers)}/{self.steps}] {title}{notes}", bold=True, err=True)
 
 
 class DryRun(Launcher):
-    """Goes through a study's steps before it begins and launches none: what is finished is found, the rest is told to `missing`.
+    """A launcher that launches nothing: it finds finished results and reports the folders of steps still to run.
 
-    What is missing stands as a result without a model, and so nothing that builds on it is found either.
+    A missing result is replaced by one without a model, so nothing that builds on it is found either.
     """
 
     def __init__(self, missing: Callable[[Path], None]) -> None:
         super().__init__({}, "", 0)
         self.missing = missing
 
-    def obtain(self, title, step, wanted, parameters, folder=ROOT, failed=None) -> dict[str, Result]:
-        """As `Launcher.obtain`; `missing` gets the folder of a step that would be launched, and may raise."""
-        found = {label: reuse.find(step, key) for label, key in wanted.items()}
-        if None in found.values():
-            self.missing(folder)
+    def obtain(self, step: Step, failed: Callable[[list[str], QrlError], None] | None = None) -> dict[str, Result]:
+        """Return results as `Launcher.obtain` does; `missing` gets the folder of a step to launch, and may raise."""
+        runs = {label: reuse.find(step.name, key) for label, key in step.keys.items()}
+        if None in runs.values():
+            self.missing(step.folder or ROOT)
         unmade = Result("", reuse.Outputs({"model": ""}, values={"digest": ""}), reused=False)
         return {
             label: Result(run.info.run_id, reuse.outputs(run), reused=True) if run else unmade
-            for label, run in found.items()
+            for label, run in runs.items()
         }
 
 
 def launch(
     folder: Path, step: str, parameters: dict[str, str], *, run_id: str | None = None, parent: str = "", name: str = ""
 ) -> str:
-    """Runs an entry point of a project as MLflow does, with the environment manager that we ran under, and waits.
+    """Run an entry point as MLflow does, with the environment manager that this process was started with, and wait.
 
     Args:
-        folder: with an MLproject file.
+        folder: a folder with an MLproject file.
         step: entry point.
         parameters: as `-P` takes them.
-        run_id: the run to work under; None begins one below `parent`.
+        run_id: the run to work under; None starts one below `parent`.
         parent: id of the study's run.
-        name: of a run that is begun here.
+        name: name of a run that is started here.
 
     Returns:
         The run's id.
 
     Raises:
-        QrlError: it failed; the kind of error, its sentence and its exit code are the step's own.
+        BadInput: the folder has no MLproject file.
+        QrlError: the step failed; the kind of error, its sentence and its exit code are the step's own.
     """
     import mlflow
     from mlflow.exceptions import ExecutionException
 
     if not (folder / "MLproject").is_file():
         raise BadInput(
-            f"{folder} has no MLproject file: run from a checkout of the project, where its environments are."
+            f"{folder} has no MLproject file: run from a checkout of the project, which has its environments."
         )
     logging.getLogger("mlflow.projects").setLevel(logging.WARNING)
     logging.getLogger("mlflow.utils.virtualenv").addFilter(lambda line: "already exists" not in line.getMessage())
@@ -171,49 +170,39 @@ def launch(
     run_id = run_id or projects.open_child(parent, name)
     if manager == "local":  # a step runs `python`, which is this one only where its environment was activated
         os.environ["PATH"] = local_path()
+    how = {"entry_point": step, "parameters": parameters, "env_manager": manager, "run_id": run_id}
     try:
-        with uv_overrides(folder), from_here():
-            mlflow.projects.run(
-                str(folder), entry_point=step, parameters=parameters, env_manager=manager, run_id=run_id
-            )
+        with uv_overrides(folder), _variable(process.FOLDER, os.getcwd()):  # relative paths count from our folder
+            mlflow.projects.run(str(folder), **how)
     except KeyboardInterrupt as stopped:
         if projects.mark_stopped(run_id, stopped) and not parent:
-            return run_id  # a server that was told to stop has done its work, handed over or not
+            return run_id  # a server that was stopped has done its work, handed over or not
         raise
     except ExecutionException as error:
         reason, exit_code = projects.told(run_id)
-        failed = ERRORS.get(exit_code, QrlError)(
-            reason or f"Step {step} failed ({error}); its output above says where."
-        )
-        failed.told = bool(reason)
-        raise failed from None
+        failure = ERRORS.get(exit_code, QrlError)(reason or f"Step {step} failed ({error}); see its output above.")
+        failure.printed = bool(reason)
+        raise failure from None
     return run_id
 
 
 def local_path() -> str:
-    """PATH with this Python's folder first: where a step that shares its environment finds `python`."""
+    """Return PATH with this Python's folder first, where a step that shares its environment finds `python`."""
     return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
 
 
-@contextmanager
-def from_here() -> Iterator[None]:
-    """Has launched steps work in our folder, which relative paths are counted from."""
-    os.environ[process.FOLDER] = os.getcwd()
-    try:
-        yield
-    finally:
-        del os.environ[process.FOLDER]
-
-
-@contextmanager
-def uv_overrides(folder: Path) -> Iterator[None]:
-    """Tells uv what a project's environment replaces or leaves out, by its overrides.txt; a user's own UV_OVERRIDE goes first."""
+def uv_overrides(folder: Path) -> AbstractContextManager[None]:
+    """Point uv at the project's overrides.txt, which replaces requirements; a user's own UV_OVERRIDE has precedence."""
     file = folder / "overrides.txt"
     if not file.is_file() or "UV_OVERRIDE" in os.environ:
-        yield
-        return
-    os.environ["UV_OVERRIDE"] = str(file.resolve())
+        return contextlib.nullcontext()
+    return _variable("UV_OVERRIDE", str(file.resolve()))
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    os.environ[name] = value
     try:
         yield
     finally:
-        del os.environ["UV_OVERRIDE"]
+        del os.environ[name]

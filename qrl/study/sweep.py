@@ -1,8 +1,8 @@
-"""Ways to a small model, side by side: seed 002's study. Every arm is a recipe; arms meet on the same prompts and questions.
+"""Train several methods under several seeds, and rank them. Every method is a recipe; all share prompts and questions.
 
-The first recipe is GRPO in full precision, which its own schemes quantize afterwards. QLoRA, quantization-aware training and
-distillation follow; a distillation's teacher, and what its student begins as, is the first recipe's model of the same seed.
-Each step is launched below the study's run and found again by its key, as in `pipeline.study`.
+The first recipe is GRPO in full precision, quantized afterwards under its own schemes. The others train with QLoRA,
+with quantized weights (QAT) or by distillation, which starts from the first recipe's model of the same seed and has it
+for a teacher. Each step is launched below the sweep's run and reused by its key, as in `pipeline.study`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 
 import click
 
-from qrl import names, source
+from qrl import names
 from qrl import recipe as recipes
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Recipe
+from qrl.study import preflight
+from qrl.study.environments import check_checkout, check_environments
 from qrl.study.launch import Launcher
-from qrl.study.pipeline import Models, StudySteps, check_environments, check_schemes
+from qrl.study.outcome import SweepOutcome
+from qrl.study.pipeline import Model, Models, StudySteps
 from qrl.tracking.keys import SECTIONS
 
 FIRST = "tiny-ptq"
@@ -31,73 +34,58 @@ ARMS = (
     "qad-int4",
     "qad-nvfp4-a4",
 )
-SHARED = (
-    "model",
-    "task",
-    "data",
-    "prompt",
-    "device",
-    "evaluate",
-    "quantize.calibration_samples",
-)  # what arms must have in common
+SHARED = ("model", "task", "data", "prompt", "device", "evaluate", "quantize.calibration_samples")  # by all methods
+Arm = tuple[str, Recipe]  # a method: the recipe's name or file, and the recipe
 
 
-@dataclass
-class Outcome:
-    """What the arms of all seeds left behind."""
-
-    cells: dict[str, dict[int, str]] = field(default_factory=dict)  # variant:scheme → seed → run of its evaluation
-    trained: dict[str, dict[int, str]] = field(default_factory=dict)  # variant → seed → run of its training
-    schemes: dict[str, str] = field(default_factory=dict)  # variant → the scheme of its own codes
-    failed: list[str] = field(default_factory=list)  # sentences
-
-
-def load(first: str, others: tuple[str, ...], given: dict[str, str], seed: int) -> list[tuple[str, Recipe]]:
-    """The arms' recipes under one seed, by name, the first one first.
+def load(first: str, others: tuple[str, ...], overrides: dict[str, str], seed: int) -> list[Arm]:
+    """Return the methods' recipes under one seed, the first one first.
 
     Args:
         first: recipe of GRPO in full precision.
-        others: recipes of the arms beside it.
-        given: overrides as typed, for every arm.
+        others: recipes of the other methods.
+        overrides: as typed, for every method.
         seed: of all of them.
 
     Raises:
-        BadInput: a recipe that does not load, a first one that is no full-precision GRPO, two arms of one name, or arms that
-            differ in what they must share.
+        BadInput: a recipe does not load, the first one is not full-precision GRPO, two train a variant of one name, or
+            recipes differ in a setting that all must share.
     """
-    found = [(name, recipes.load(name, given | {"seed": str(seed)})) for name in (first, *others)]
-    start = found[0][1]
+    arms = [(name, recipes.load(name, overrides | {"seed": str(seed)})) for name in (first, *others)]
+    start = arms[0][1]
     if start.train.variant != names.GRPO or start.train.adapter:
         raise BadInput(
-            f"Recipe {first} trains {label(start)}, but methods are measured from GRPO in full precision: name such a recipe first."
+            f"Recipe {first} trains {label(start)}, but methods are measured from GRPO in full precision: "
+            "give such a recipe as --recipe."
         )
-    seen = {}
-    for name, each in found:
-        if label(each) in seen:
+    trained_by: dict[str, str] = {}
+    for name, arm in arms:
+        if label(arm) in trained_by:
             raise BadInput(
-                f"Recipes {seen[label(each)]} and {name} both train {label(each)}: name one recipe a method."
+                f"Recipes {trained_by[label(arm)]} and {name} both train {label(arm)}: name one recipe per method."
             )
-        seen[label(each)] = name
+        trained_by[label(arm)] = name
         for key in SHARED:
-            if (one := _value(start, key)) != (other := _value(each, key)):
+            if (expected := _value(start, key)) != (value := _value(arm, key)):
                 raise BadInput(
-                    f"Recipes {first} and {name} differ in {key} ({one!r} and {other!r}): methods are compared on the same questions only."
+                    f"Recipes {first} and {name} differ in {key} ({expected!r} and {value!r}): methods are compared on "
+                    "the same questions only."
                 )
-    return found
+    return arms
 
 
-def numbers(text: str, seed: str | None) -> tuple[int, ...]:
-    """Seeds by comma.
+def parse_seeds(text: str, seed: str | None) -> tuple[int, ...]:
+    """Return the seeds that `--seeds` lists by comma.
 
     Args:
-        text: of `--seeds`.
-        seed: of `--seed`, which methods do not take.
+        text: the value of `--seeds`.
+        seed: the value of `--seed`, which a sweep does not accept.
 
     Raises:
-        BadInput: not whole numbers, one twice, or `--seed` given.
+        BadInput: an item is not a whole number or is repeated, or `--seed` is present.
     """
     if seed is not None:
-        raise BadInput("methods takes --seeds 0,1,2: give the seed there.")
+        raise BadInput("sweep has no --seed, but --seeds 0,1,2: give the seed there.")
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
         raise BadInput(f"--seeds is '{text}', but must be whole numbers by comma, each once, such as 0,1,2.")
@@ -105,126 +93,113 @@ def numbers(text: str, seed: str | None) -> tuple[int, ...]:
 
 
 def label(recipe: Recipe) -> str:
-    """What an arm's weights are called: the variant, or the adapter's method, which a study calls grpo."""
+    """Return the name of a method's weights: the variant, or the adapter's method, which a study calls grpo."""
     return recipe.train.method if recipe.train.adapter else recipe.train.variant
 
 
-def study(first: str, others: tuple[str, ...], seeds: tuple[int, ...], given: dict[str, str]) -> None:
-    """Runs every arm under every seed, prints and logs the table of methods. Arms that fail are told, and the rest goes on.
+def study(first: str, others: tuple[str, ...], seeds: tuple[int, ...], overrides: dict[str, str]) -> None:
+    """Run every method under every seed, and print and log the table that ranks them.
+
+    A method that fails is reported in the table, and the others continue.
 
     Args:
         first: recipe of GRPO in full precision.
-        others: recipes of the arms beside it.
-        seeds: of training and questions, one study each.
-        given: overrides as typed, for every arm.
+        others: recipes of the other methods.
+        seeds: of training and questions.
+        overrides: as typed, for every method.
     """
-    from qrl import checkpoint
-    from qrl import evaluate as evaluation
-    from qrl.engine import device as devices
-    from qrl.quantize import settings as choices
     from qrl.study import report
     from qrl.tracking import runs, store
 
-    arms = {seed: load(first, others, given, seed) for seed in seeds}
-    start = arms[seeds[0]][0][1]
-    rounded = [f"{names.ROUNDED_PREFIX}{each.train.qat}" for _, each in arms[seeds[0]] if each.train.qat != "none"]
-    report.warn(
-        choices.unheeded(start.quantize, start.quantize.schemes, given, rounded) + evaluation.unheeded(start.evaluate)
-    )
-    device, base = devices.choose(start.device), checkpoint.check(source.locate(start.model))
-    check_schemes(start, base.path)
+    check_checkout("sweep")
+    arms = {seed: load(first, others, overrides, seed) for seed in seeds}
+    methods = [recipe for _, recipe in arms[seeds[0]]]
+    own_schemes = [_scheme(recipe) for recipe in methods if recipe.train.qat != "none"]
+    start = preflight.check(methods[0], overrides, beside=own_schemes)
+    device, base = start.device, start.base.digest
 
-    def walk(ahead: Launcher) -> None:
-        for (_, grpo), *_ in arms.values():  # the other arms store in formats of the core environment
-            order = StudySteps(grpo, ahead, device)
-            order.evaluate(order.quantize({names.GRPO: order.train(base.digest, None)}))
+    def walk(dry_run: Launcher) -> None:
+        for (_, grpo), *_ in arms.values():  # the other methods use the core environment's formats
+            steps = StudySteps(grpo, dry_run, device)
+            steps.evaluate(steps.quantize({names.GRPO: steps.train(base, None)}))
 
-    check_environments("sweep", start, walk)
+    check_environments("sweep", methods[0], walk)
     store.prepare()
-    began, outcome = time.monotonic(), Outcome()
-    params = {
-        "device": device,
-        "seeds": ",".join(map(str, seeds)),
-        "arms": ",".join(label(each) for _, each in arms[seeds[0]]),
-    }
-    with runs.step("sweep", start, sections=tuple(SECTIONS), params=params) as run:
-        launcher = Launcher({}, run.info.run_id, len(seeds) * (2 * len(others) + 2 + len(start.quantize.schemes)))
-        for seed, found in arms.items():
-            _Seed(seed, found, given, launcher, device, base.digest, outcome).run()
+    began, outcome = time.monotonic(), SweepOutcome()
+    params = {"device": device, "seeds": ",".join(map(str, seeds)), "arms": ",".join(map(label, methods))}
+    with runs.step("sweep", methods[0], sections=tuple(SECTIONS), params=params) as run:
+        count = len(seeds) * (2 * len(others) + 2 + len(methods[0].quantize.schemes))
+        launcher = Launcher({}, run.info.run_id, count)
+        for seed, of_seed in arms.items():
+            _Seed(seed, of_seed, overrides, launcher, device, base, outcome).run()
         report.methods(launcher, outcome, seeds, time.monotonic() - began)
 
 
+@dataclass
 class _Seed:
-    """All arms under one seed."""
+    """All methods under one seed."""
 
-    def __init__(
-        self,
-        seed: int,
-        arms: list[tuple[str, Recipe]],
-        given: dict[str, str],
-        launcher: Launcher,
-        device: str,
-        base: str,
-        outcome: Outcome,
-    ) -> None:
-        self.seed, self.arms, self.given, self.launcher = seed, arms, given, launcher
-        self.device, self.base, self.outcome = device, base, outcome
-        self.models: Models = {}  # what is asked, by variant:scheme
+    seed: int
+    arms: list[Arm]
+    overrides: dict[str, str]
+    launcher: Launcher
+    device: str
+    base: str  # digest
+    outcome: SweepOutcome
+    models: Models = field(default_factory=dict)  # to evaluate, by variant:scheme
 
     def run(self) -> None:
         (name, start), *others = self.arms
-        base = (start.model, self.base)
-        order = self._order(name, start)
-        grpo = self._train(order, start, None)
-        self.models = {f"{names.BASE}:{names.FULL}": base} | order.quantize({names.GRPO: grpo})
+        steps = self._steps(name, start)
+        base, grpo = (start.model, self.base), self._train(steps, start, None)
+        self.models = {f"{names.BASE}:{names.FULL}": base} | steps.quantize({names.GRPO: grpo})
         for name, arm in others:
             try:
                 self._arm(name, arm, base, grpo)
-            except QrlError as error:  # a method that cannot be trained is a finding
+            except QrlError as error:  # a method that cannot be trained is a result too
                 self.outcome.failed.append(f"{label(arm)}, seed {self.seed}: {error}")
                 click.secho(f"      {label(arm)}: {error}", fg="red", err=True)
-        self._evaluate(self._order(*self.arms[0]))
+        for cell, result in steps.evaluate(self.models, self._unhealthy).items():
+            self.outcome.cells.setdefault(cell, {})[self.seed] = result.run_id
 
-    def _arm(self, name: str, arm: Recipe, base: tuple[str, str], grpo: tuple[str, str]) -> None:
-        """Trains an arm, and stores what came out, base and GRPO in the arm's own format."""
+    def _arm(self, name: str, arm: Recipe, base: Model, grpo: Model) -> None:
+        """Train one method; with QAT, store its model, base and GRPO in the format that it trained in."""
         from qrl.tracking import addresses
 
         teacher, more = None, {}
-        if arm.train.teacher:  # a study's own teacher stands where a recipe names a place for one
+        if arm.train.teacher:  # the sweep's own GRPO model replaces the recipe's teacher
             teacher, more = grpo, {"model": str(addresses.folder(grpo[0])), "train.teacher": grpo[0]}
-        order = self._order(name, arm, more)
-        trained = self._train(order, arm, teacher)
+        trained = self._train(self._steps(name, arm, more), arm, teacher)
         if arm.train.qat == "none":
             self.models[f"{label(arm)}:{names.FULL}"] = trained
             return
-        scheme = f"{names.ROUNDED_PREFIX}{arm.train.qat}"
+        scheme = _scheme(arm)
         own = arm.model_copy(update={"quantize": arm.quantize.model_copy(update={"schemes": (scheme,)})})
-        stored = self._order(name, own).quantize({names.BASE: base, names.GRPO: grpo, label(arm): trained})
+        stored = self._steps(name, own).quantize({names.BASE: base, names.GRPO: grpo, label(arm): trained})
         self.models |= {cell: model for cell, model in stored.items() if cell.endswith(f":{scheme}")}
         self.outcome.schemes[label(arm)] = scheme
 
-    def _train(self, order: StudySteps, arm: Recipe, teacher: tuple[str, str] | None) -> tuple[str, str]:
-        trained = order.train(teacher[1] if teacher else self.base, teacher[1] if teacher else None)
-        self.outcome.trained.setdefault(label(arm), {})[self.seed] = order.trained.run_id
+    def _train(self, steps: StudySteps, arm: Recipe, teacher: Model | None) -> Model:
+        trained = steps.train(teacher[1] if teacher else self.base, teacher[1] if teacher else None)
+        self.outcome.trained.setdefault(label(arm), {})[self.seed] = steps.trained.run_id
         return trained
 
-    def _order(self, name: str, arm: Recipe, more: dict[str, str] | None = None) -> StudySteps:
-        """The steps of one arm, launched with its recipe as typed."""
-        changed = {"recipe": name, **self.given, "seed": str(self.seed), **(more or {})}
+    def _steps(self, name: str, arm: Recipe, more: dict[str, str] | None = None) -> StudySteps:
+        """Return one method's steps, launched with its recipe as typed."""
+        changed = {"recipe": name, **self.overrides, "seed": str(self.seed), **(more or {})}
         if more:
             arm = recipes.load(name, {key: text for key, text in changed.items() if key != "recipe"})
         return StudySteps(arm, self.launcher.with_overrides(changed), self.device)
-
-    def _evaluate(self, order: StudySteps) -> None:
-        """Asks all cells at once; those that are unhealthy do not count, and are told."""
-        for cell, result in order.evaluate(self.models, self._unhealthy).items():
-            self.outcome.cells.setdefault(cell, {})[self.seed] = result.run_id
 
     def _unhealthy(self, cells: list[str], error: QrlError) -> None:
         self.outcome.failed.append(f"{', '.join(cells)}, seed {self.seed}: {error}")
 
 
-def _value(recipe: Recipe, key: str):
+def _scheme(arm: Recipe) -> str:
+    return f"{names.ROUNDED_PREFIX}{arm.train.qat}"
+
+
+def _value(recipe: Recipe, key: str) -> object:
     for part in key.split("."):
         recipe = getattr(recipe, part)
     return recipe

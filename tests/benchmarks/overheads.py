@@ -1,4 +1,4 @@
-"""What qrl adds to the work itself: starting, registering, launching.
+"""Measure what qrl adds to the work itself: starting, registering, launching.
 
 python tests/benchmarks/overheads.py            # --help against `python -c pass`; bytes written to log a checkpoint
 python tests/benchmarks/overheads.py RUN_ID     # a study's time outside of its steps' own work
@@ -24,7 +24,7 @@ def seconds(*words: str) -> float:
 
 
 def starting() -> None:
-    """The two commands in turn, so that a machine that slows down slows both."""
+    """Time both commands in turn, so that a slow phase of the machine slows both."""
     rows = [(seconds("-m", "qrl", "--help"), seconds("-c", "pass")) for _ in range(ROUNDS + 1)][1:]
     ours, bare = (statistics.median(column) for column in zip(*rows, strict=True))
     ratio = statistics.median(a / b for a, b in rows)
@@ -32,7 +32,7 @@ def starting() -> None:
 
 
 def registering() -> None:
-    """Bytes of files that logging the shipped model brings into being; hard links bring none."""
+    """Count the bytes that logging the shipped model writes; hard links write none."""
     import shutil
 
     import mlflow
@@ -58,12 +58,13 @@ def registering() -> None:
         new = sum(bytes_ for inode, bytes_ in stored.items() if inode not in there)
         mlflow.set_tracking_uri(None)
     print(
-        f"logging a checkpoint   of {size:,} bytes writes {new:,} new ones beside its links: with them {1 + new / size:.3f} times its size; {took:.1f} s"
+        f"logging a checkpoint   of {size:,} bytes writes {new:,} new ones beside its links: with them "
+        f"{1 + new / size:.3f} times its size; {took:.1f} s"
     )
 
 
 def launching(run_id: str) -> None:
-    """The study's wall time, less what its steps say of themselves."""
+    """Print a study's wall time, and the part that its steps do not account for."""
     import mlflow
 
     from qrl.tracking import store
@@ -76,8 +77,8 @@ def launching(run_id: str) -> None:
     startup = sum(run.data.metrics["step/startup_s"] for run in below)
     whole = study.data.metrics["study/seconds"]
     print(
-        f"study {run_id[:8]}         {whole:.1f} s in {len(below)} steps: work {work:.1f} s, interpreters and imports {startup:.1f} s, "
-        f"the rest, launching and records, {whole - work - startup:.1f} s"
+        f"study {run_id[:8]}         {whole:.1f} s in {len(below)} steps: work {work:.1f} s, interpreters and imports "
+        f"{startup:.1f} s, launching and records {whole - work - startup:.1f} s"
     )
 
 

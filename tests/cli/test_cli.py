@@ -1,4 +1,4 @@
-"""The command line: bad input gets one sentence, exit code 2, and leaves no run behind."""
+"""The command line: bad input gets a sentence and exit code 2, and leaves no run behind."""
 
 import json
 import os
@@ -11,6 +11,8 @@ import pytest
 
 import qrl
 from qrl import cli, tasks, tiny
+from qrl.cli import ending
+from qrl.errors import BadInput
 
 ROOT = Path(qrl.__file__).parents[1]
 ROW = {"question": "1 + 1?", "answer": "1 + 1 = 2\n#### 2"}
@@ -28,8 +30,23 @@ def run(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.Completed
 
 
 @pytest.fixture
+def here(monkeypatch, capsys):
+    """Run a command in this process, whose signals and libraries keep their settings; exit code and stderr."""
+    monkeypatch.setattr(ending.process, "settle", lambda: None)
+    monkeypatch.setattr(ending.signals, "guard", lambda: None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def command(*words: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(list(words))
+        return ended.value.code, capsys.readouterr().err
+
+    return command
+
+
+@pytest.fixture
 def broken(tmp_path) -> dict[str, str]:
-    """Folders that each have one thing wrong, by name."""
+    """Make folders with one defect each, and return them by name."""
     folders = {}
     for name in ("no-weights", "truncated", "no-template", "python", "not-jsonl", "no-answer", "one-row"):
         folder = tmp_path / name
@@ -54,9 +71,16 @@ def broken(tmp_path) -> dict[str, str]:
 
 BAD = {
     "unknown step": (["trian"], "No such command"),
-    "no step": ([], "Commands:\n  benchmark"),
+    "no step": ([], "Commands:\n  study"),
     "a model whose name no folder can have": (["train", "--model", "a" * 5000], "longer than a path may be"),
     "a recipe whose name no file can have": (["train", "--recipe", "a" * 5000 + ".yaml"], "longer than a path may be"),
+    "the former name of sweep": (["methods", "--seeds", "0,1"], "`sweep`"),
+    "the former name of --rank": (["compare", "--methods", "--cells", "0123"], "`compare --rank`"),
+    "the same as -P methods=true arrives": (["compare", "--methods", "true", "--cells", "0123"], "`compare --rank`"),
+    "a flag as -P rank=true arrives": (
+        ["compare", "--rank", "true", "--counts", "a.json", "--out", "out"],
+        "not --counts",
+    ),
     "unknown option": (["train", "--train.stpes", "3"], "--train.stpes"),
     "wrong type": (["train", "--train.steps", "banana"], "'train.steps' is 'banana'"),
     "out of range": (["train", "--train.temperature", "0"], "'train.temperature'"),
@@ -80,7 +104,7 @@ BAD = {
         ["study", "--device", "cpu"],
         "mlflow run . -e main … --env-manager uv",
     ),
-    "methods with awq where nobody builds its environment": (
+    "a sweep with awq where nobody builds its environment": (
         ["sweep", "--device", "cpu"],
         "mlflow run . -e sweep … --env-manager uv",
     ),
@@ -93,7 +117,7 @@ BAD = {
         "nothing to nf4 and int8",
     ),
     "a cell beside a rollback": (["promote", "--stage", "grpo", "--rollback", "--cell", "0123"], "takes no --cell"),
-    "methods of no arm": (["sweep", "--arms", ","], "names nothing"),
+    "a sweep of no arm": (["sweep", "--arms", ","], "names nothing"),
     "an answering engine where nobody builds its environment": (
         ["evaluate", "--evaluate.engine", "vllm", "--device", "cpu"],
         "projects/vllm_cpu, but",
@@ -126,7 +150,7 @@ BAD = {
     "unknown stage to promote to": (["promote", "--stage", "gold", "--cell", "x"], "no stage 'gold'"),
     "stage without a version": (["serve", "--stage", "awq"], "has no version yet"),
     "no such run": (["promote", "--stage", "base", "--cell", "0123"], "no run '0123'"),
-    "a setting that does nothing, said before anything else": (
+    "a setting without effect, reported before anything else": (
         ["evaluate", "--evaluate.temperature", "0.7", "--model", "no/such/folder"],
         "evaluate.temperature = 0.7 means nothing",
     ),
@@ -170,8 +194,27 @@ BAD = {
 }
 
 
+AS_A_PROCESS = {
+    "no step",
+    "unknown option",
+    "truncated weights",
+    "awq where nobody builds its environment",
+    "cells that the store lacks",
+}
+
+
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_gets_a_sentence_and_exit_code_2_and_no_run(case, broken, store):
+def test_bad_input_gets_a_sentence_and_exit_code_2_and_no_run(case, broken, store, here):
+    words, says = BAD[case]
+    code, stderr = here(*(word.format(**broken) for word in words))
+    assert code == 2 and says in stderr, stderr
+    import mlflow
+
+    assert mlflow.MlflowClient().search_runs(["0"]) == []
+
+
+@pytest.mark.parametrize("case", sorted(AS_A_PROCESS))
+def test_bad_input_of_a_process_gets_no_traceback(case, broken, store):
     words, says = BAD[case]
     done = run(*(word.format(**broken) for word in words), cwd=Path.cwd())
     assert done.returncode == 2, done.stderr
@@ -190,22 +233,22 @@ def test_bad_input_gets_a_sentence_and_exit_code_2_and_no_run(case, broken, stor
         ["train", "--model", "nope"],
     ],
 )
-def test_a_run_id_left_in_the_environment_hides_no_sentence(words, store):
-    done = run(*words, cwd=Path.cwd(), MLFLOW_RUN_ID="0123456789abcdef")
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert "qrl: " in done.stderr and "0123456789abcdef" in done.stderr
+def test_a_run_id_left_in_the_environment_hides_no_sentence(words, store, here, monkeypatch):
+    monkeypatch.setenv("MLFLOW_RUN_ID", "0123456789abcdef")
+    code, stderr = here(*words)
+    assert code == 2 and "qrl: " in stderr and "0123456789abcdef" in stderr, stderr
 
 
-def test_cuda_on_a_machine_without_one_is_bad_input(store):
+def test_cuda_on_a_machine_without_one_is_bad_input(store, here):
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    done = run("evaluate", "--device", "cuda", cwd=Path.cwd())
-    assert done.returncode == 2 and "no GPU" in done.stderr
+    code, stderr = here("evaluate", "--device", "cuda")
+    assert code == 2 and "no GPU" in stderr
 
 
-def test_a_read_only_store_is_told_before_the_work(tmp_path):
+def test_a_read_only_store_is_refused_before_the_work(tmp_path):
     if os.geteuid() == 0:
         uri = "sqlite:////proc/qrl/mlflow.db"  # root writes anywhere but here
     else:
@@ -215,13 +258,15 @@ def test_a_read_only_store_is_told_before_the_work(tmp_path):
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
 
 
-def test_a_full_disk_is_told_whoever_met_it(tmp_path):
-    """safetensors' error is no OSError, and work in progress lies where no tracking URI moves it."""
+def test_a_full_disk_gets_a_sentence_whichever_library_meets_it(tmp_path):
+    """The error of safetensors is no OSError, and no tracking URI moves the folder of work in progress."""
     lines = [
         "import resource, numpy, pathlib, safetensors.numpy",
         "from qrl.tracking import store",
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))",
-        "for write in (lambda: safetensors.numpy.save_file({'a': numpy.zeros(9999)}, 'a.safetensors'), lambda: pathlib.Path('.qrl').write_bytes(bytes(9999))):",
+        "def rust(): safetensors.numpy.save_file({'a': numpy.zeros(9999)}, 'a.safetensors')",
+        "def plain(): pathlib.Path('.qrl').write_bytes(bytes(9999))",
+        "for write in (rust, plain):",
         "    try: write()",
         "    except Exception as error: print(type(error).__name__, store.sentence(error))",
         "print(store.sentence(OSError(28, 'No space left on device', '.qrl/train-0')))",
@@ -281,7 +326,7 @@ def test_grade_of_math_judges_boxes_and_tells_what_it_could_not(tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = run("grade", "--task", "math", "in.jsonl", "--out", "out.jsonl", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "n = 4, 1 of them unreached" in done.stdout
+    assert "n = 4, 1 of them" in done.stdout
     graded = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["strict"], row["flexible"], row.get("fault")) for row in graded] == [
         (True, True, None), (False, False, "timeout"), (False, True, None), (False, False, None),
@@ -289,26 +334,29 @@ def test_grade_of_math_judges_boxes_and_tells_what_it_could_not(tmp_path):
     assert graded[2]["completion"] == "\ud800 1/6"
 
 
-def test_grade_of_math_names_the_line_without_an_answer(tmp_path):
+def test_grade_of_math_names_the_line_without_an_answer(tmp_path, here):
     (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "1"}\n{"completion": "2", "answer": " "}\n')
-    done = run("grade", "--task", "math", "in.jsonl", "--out", "out.jsonl", cwd=tmp_path)
-    assert done.returncode == 2 and "line 2" in done.stderr and "empty" in done.stderr
+    code, stderr = here("grade", "--task", "math", f"{tmp_path}/in.jsonl", "--out", f"{tmp_path}/out.jsonl")
+    assert code == 2 and "line 2" in stderr and "empty" in stderr
 
 
 def test_grades_help_names_every_task():
-    assert ", ".join(tasks.TASKS) in next(each.help for each in cli.cli.commands["grade"].params if each.name == "task")
+    assert ", ".join(tasks.TASKS) in next(
+        option.help for option in cli.cli.commands["grade"].params if option.name == "task"
+    )
 
 
-def test_a_prompt_of_another_form_is_refused_before_anything_runs(tmp_path):
-    done = run("train", "--task", "math", "--prompt", "answer-line", "--model", str(tiny.PATH), cwd=tmp_path)
-    assert done.returncode == 2 and "prompt=boxed" in done.stderr
+def test_a_prompt_of_another_form_is_refused_before_anything_runs(tmp_path, here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, stderr = here("train", "--task", "math", "--prompt", "answer-line", "--model", str(tiny.PATH))
+    assert code == 2 and "prompt=boxed" in stderr
     assert not (tmp_path / "mlflow.db").exists()
 
 
-def test_grade_names_the_line_that_is_wrong(tmp_path):
+def test_grade_names_the_line_that_is_wrong(tmp_path, here):
     (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "1"}\n{"completion": "2"}\n')
-    done = run("grade", "--task", "gsm8k", "in.jsonl", "--out", "out.jsonl", cwd=tmp_path)
-    assert done.returncode == 2 and "line 2" in done.stderr
+    code, stderr = here("grade", "--task", "gsm8k", f"{tmp_path}/in.jsonl", "--out", f"{tmp_path}/out.jsonl")
+    assert code == 2 and "line 2" in stderr
     assert not (tmp_path / "out.jsonl").exists()
 
 
@@ -363,3 +411,55 @@ def test_help_says_what_is_done_where_nothing_is_typed(command, auto):
     assert all(
         f"[{auto}: {values[key]}]" in shown for key in ("train.steps", "train.learning_rate", "train.loss", "prompt")
     )
+
+
+@pytest.mark.parametrize("model", ["./trained", "runs/trained"])
+def test_a_relative_model_of_mlflow_run_gets_the_absolute_path_to_try(model, tmp_path, monkeypatch):
+    """MLflow starts a step in the project's folder and itself stays in the user's: this process plays MLflow."""
+    monkeypatch.chdir(tmp_path)
+    program = f"from qrl import source\ntry: source.locate({model!r})\nexcept Exception as error: print(error)"
+    variables = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "MLFLOW_RUN_ID": "0123"}
+
+    def sentence() -> str:
+        words = [sys.executable, "-c", program]
+        done = subprocess.run(words, env=os.environ | variables, cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    assert f"counts from {ROOT}" in sentence() and f"{tmp_path / model}, if you meant that" in sentence()
+    (tmp_path / model).mkdir(parents=True)
+    assert f"{tmp_path / model}, which exists" in sentence()
+    variables.pop("MLFLOW_RUN_ID")
+    assert "absolute" not in sentence()
+
+
+def test_a_step_is_handed_over_with_its_options_as_typed_after_a_check(monkeypatch, tmp_path):
+    from qrl.steps import serve
+    from qrl.study import environments
+
+    done = []
+    monkeypatch.setenv("QRL_API_KEY", "")
+    monkeypatch.setattr(environments, "environment_for", lambda *_: tmp_path)
+    monkeypatch.setattr(environments, "hand_over", lambda *arguments: done.append(arguments))
+    monkeypatch.setattr(serve, "check", lambda *_, **where: done.append(where))
+    words = ["serve", "--stage", "base", "--engine", "vllm", "--follow", "--api-key", "secret", "--device", "cuda"]
+    cli.cli.main([*words, "--gpu-memory-utilization", "0.3"], standalone_mode=False)
+    checked, (folder, step, options) = done
+    assert checked == {"host": "127.0.0.1", "port": 8000} and (folder, step) == (tmp_path, "serve")
+    assert options == {
+        "recipe": "auto",
+        "device": "cuda",
+        "stage": "base",
+        "engine": "vllm",
+        "follow": "5.0",
+        "gpu-memory-utilization": "0.3",
+    }
+    assert os.environ["QRL_API_KEY"] == "secret"  # not a parameter, which the run would keep
+
+
+def test_a_package_without_its_checkout_says_what_it_lacks(monkeypatch, tmp_path):
+    from qrl.study import environments
+
+    monkeypatch.setattr(environments, "ROOT", tmp_path)
+    for words in (["train"], ["sweep"], ["evaluate"], ["diagnose", "--trained", "x"], ["compare", "--cells", "0123"]):
+        with pytest.raises(BadInput, match=f"`{words[0]}` needs MLproject"):
+            cli.cli.main(words, standalone_mode=False)

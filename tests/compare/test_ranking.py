@@ -208,9 +208,9 @@ def test_arms_are_recipes_that_meet_on_the_same_questions(tmp_path):
 
 
 def test_seeds_are_whole_numbers_each_once():
-    assert study.numbers("0, 2,1", None) == (0, 2, 1)
+    assert study.parse_seeds("0, 2,1", None) == (0, 2, 1)
     for text in ("", "a", "1,1", "-1", "1.5"):
         with pytest.raises(BadInput, match="must be whole numbers by comma"):
-            study.numbers(text, None)
+            study.parse_seeds(text, None)
     with pytest.raises(BadInput, match="give the seed there"):
-        study.numbers("0", "3")
+        study.parse_seeds("0", "3")

@@ -15,7 +15,7 @@ from qrl import names, quantize, recipe, tiny
 from qrl.engine import vllm
 from qrl.errors import BadInput
 from qrl.evaluate import cells
-from qrl.study import pipeline
+from qrl.study import environments
 from qrl.tasks import load
 from qrl.tracking import keys
 
@@ -59,13 +59,13 @@ def test_a_receipt_calls_batch_invariant_what_was_measured_to_be(kernel, invaria
     ],
 )
 def test_a_step_runs_where_its_engine_or_scheme_is(step, choice, folder, monkeypatch):
-    monkeypatch.delenv(pipeline.PLACE, raising=False)
-    found = pipeline.environment_for(step, choice, "cpu")
+    monkeypatch.delenv(environments.PLACE, raising=False)
+    found = environments.environment_for(step, choice, "cpu")
     assert found == (ROOT / "projects" / folder if folder else None)
     if folder:
         assert f"  {step}:" in (found / "MLproject").read_text()
-        monkeypatch.setenv(pipeline.PLACE, folder)
-        assert pipeline.environment_for(step, choice, "cpu") is None
+        monkeypatch.setenv(environments.PLACE, folder)
+        assert environments.environment_for(step, choice, "cpu") is None
 
 
 def test_room_for_the_engine_is_no_part_of_what_a_cell_is_found_by():

@@ -39,8 +39,8 @@ print("stopped", flush=True)
 HAND_OVER = """
 import sys
 from pathlib import Path
-from qrl import pipeline
-pipeline.hand_over(Path(sys.argv[1]), "serve", {"stage": "base", "engine": "transformers", "port": sys.argv[2]})
+from qrl.study import environments
+environments.hand_over(Path(sys.argv[1]), "serve", {"stage": "base", "engine": "transformers", "port": sys.argv[2]})
 print("ended well", flush=True)
 """
 

@@ -1,4 +1,4 @@
-"""Steps asked for one by one: each says at its end what the next one takes, so that nobody has to look it up."""
+"""Steps run one by one: each prints at its end the command for the next, with its inputs."""
 
 import re
 
@@ -29,9 +29,9 @@ def test_from_an_adapter_to_a_stage_by_what_each_step_says(store, capsys):
         cli.cli.main([step, "--recipe", "tiny-lora", *SMALL, *words], standalone_mode=False)
         return capsys.readouterr().out
 
-    def following(said: str, step: str) -> list[str]:
-        """The command that the step before named, as words."""
-        return re.search(rf"^Next .*`{step} ([^`]+)`", said, re.MULTILINE)[1].split()
+    def following(output: str, step: str) -> list[str]:
+        """Return the words of the next command, as the previous step printed it."""
+        return re.search(rf"^Next .*`{step} ([^`]+)`", output, re.MULTILINE)[1].split()
 
     merge = following(say("train"), "merge")
     merged = say("merge", *merge)

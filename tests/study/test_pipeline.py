@@ -1,4 +1,4 @@
-"""Where a study's steps run: an environment that nobody builds is missed only by a step that would be launched in it."""
+"""Where a study's steps run: a missing environment matters only if a step is still to be launched in it."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 
 from qrl import checkpoint, names, process, recipe, tiny
 from qrl.errors import BadInput
-from qrl.study import pipeline
+from qrl.study import environments, pipeline, preflight
 from qrl.study.launch import DryRun, launch
 from qrl.tracking import keys, models, reuse, runs
 
@@ -20,7 +20,7 @@ DIGEST = checkpoint.digest(tiny.PATH)
 
 
 def finished(step: str, key: str, **tags: str) -> str:
-    """A finished run with this key, whose model is the shipped one; its id."""
+    """Record a finished run with this key and the shipped model, and return its id."""
     with runs.step(step, tags={names.TAG_CACHE_KEY: key, **tags}) as run:
         stored = {"variant": "grpo", "scheme": "full", "task": "arithmetic"}
         uri, _ = models.log_checkpoint(tiny.PATH, name="made", digest=DIGEST, move=False, **stored)
@@ -39,7 +39,7 @@ def study_of(small: recipe.Recipe):
 
 def test_a_study_needs_awqs_environment_only_while_something_is_to_be_quantized_in_it(store, small):
     def check() -> None:
-        pipeline.check_environments("study", small, study_of(small))
+        environments.check_environments("study", small, study_of(small))
 
     with pytest.raises(BadInput, match="needs the environment of projects/awq"):
         check()
@@ -53,13 +53,12 @@ def test_a_study_needs_awqs_environment_only_while_something_is_to_be_quantized_
         check()
 
 
-def test_what_is_missing_is_asked_for_where_it_would_run_and_hides_what_builds_on_it(store, small):
+def test_a_dry_run_reports_the_folder_of_each_missing_step_and_finds_nothing_that_builds_on_it(store, small):
     finished("quantize", keys.quantized(small, names.AWQ, DIGEST, "cpu"))
-    asked = []
-    study_of(small)(DryRun(asked.append))
-    assert [folder.name for folder in asked] == [keys.ROOT.name] * 2 + ["awq"] + [
-        keys.ROOT.name
-    ]  # train, nf4, grpo's awq, cells
+    folders = []
+    study_of(small)(DryRun(folders.append))
+    core = keys.ROOT.name
+    assert [folder.name for folder in folders] == [core, core, "awq", core]  # train, nf4, grpo's awq, cells
 
 
 def test_a_refused_study_makes_no_store(tmp_path):
@@ -93,6 +92,6 @@ def test_a_model_that_a_scheme_does_not_fit_is_refused_before_it_is_trained(stor
     settings = json.loads((odd / "config.json").read_text()) | {"intermediate_size": 200}
     (odd / "config.json").write_text(json.dumps(settings))
     for scheme in ("gptq", "nvfp4"):
-        given = recipe.load("tiny", {"device": "cpu", "model": str(odd), "quantize.schemes": f"nf4,{scheme}"})
+        overrides = {"device": "cpu", "model": str(odd), "quantize.schemes": f"nf4,{scheme}"}
         with pytest.raises(BadInput, match="down_proj has 200 inputs"):
-            pipeline.check_schemes(given, odd)
+            preflight.check_schemes(recipe.load("tiny", overrides), odd)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from qrl import recipe, tiny
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train
-from qrl.study import pipeline
+from qrl.study import environments
 from qrl.tracking import keys
 from qrl.train import arguments, guard, policy
 from qrl.train.rollout import engine_gap, link, sync, vllm_engine
@@ -337,11 +337,11 @@ def test_the_correction_reaches_trl(tmp_path):
 
 
 def test_training_with_vllm_runs_in_its_environment_and_is_another_result(monkeypatch):
-    monkeypatch.delenv(pipeline.PLACE, raising=False)
-    assert pipeline.environment_for("train", "transformers") is None
-    assert pipeline.environment_for("train", "vllm").name == "vllm"
-    monkeypatch.setenv(pipeline.PLACE, "vllm")
-    assert pipeline.environment_for("train", "vllm") is None
+    monkeypatch.delenv(environments.PLACE, raising=False)
+    assert environments.environment_for("train", "transformers") is None
+    assert environments.environment_for("train", "vllm").name == "vllm"
+    monkeypatch.setenv(environments.PLACE, "vllm")
+    assert environments.environment_for("train", "vllm") is None
 
     def key(**overrides):
         return keys.trained(

@@ -1,0 +1,72 @@
+"""Commands that need neither a recipe nor a store: `plan` and `grade`."""
+
+from __future__ import annotations
+
+import click
+
+from qrl.cli.options import SWITCH
+from qrl.errors import BadInput
+
+
+@click.command("plan")
+@click.option("--base-accuracy", type=float, metavar="P", help="Accuracy before training. [default: 0.68]")
+@click.option("--gain", type=float, metavar="G", help="Expected gain in accuracy from training. [default: 0.05]")
+@click.option("--drop", type=float, metavar="D", help="Accuracy that quantization takes from the gain. [default: 0.01]")
+@click.option("--correlation", type=float, metavar="R", help="Of answers before and after training. [default: 0.2]")
+@click.option("--scheme-correlation", type=float, metavar="R", help="Full precision against quantized. [default: 0.7]")
+@click.option("--margin", type=float, metavar="M", help="Loss that still counts as survival. [default: gain/2, ≥ 0.02]")
+@click.option(
+    "--power", type=float, default=0.8, show_default=True, metavar="P", help="Wanted chance to show a true effect."
+)
+@click.option("--n", type=int, metavar="N", help="Number of questions that you have: show what they can detect.")
+@click.option(
+    "--effect", type=float, metavar="E", help="A gain, or a change in gain: show how many questions detect it."
+)
+@click.option(
+    "--seeds", type=int, metavar="S", help="Training runs. [default: 1; with --between-seed-sd, several to choose from]"
+)
+@click.option("--between-seed-sd", type=float, metavar="SD", help="Standard deviation of gain survival between seeds.")
+@click.option("--between-seed-sd-gain", type=float, metavar="SD", help="The same of the gain. [default: as above]")
+@click.option(
+    "--own-questions",
+    **SWITCH,
+    help="Every seed draws its own questions, as the task arithmetic does; otherwise all seeds share them.",
+)
+@click.option("--pilot", metavar="FILE", help="questions.parquet of an earlier study, to estimate the numbers above.")
+@click.option("--scheme", metavar="SCHEME", help="Scheme of the pilot. [default: the one that loses most of the gain]")
+@click.option("--out", metavar="DIR", help="Write table.md, table.json and a figure there.")
+def plan_command(
+    between_seed_sd: float | None, between_seed_sd_gain: float | None, own_questions: bool | None, **options
+) -> None:
+    """Compute how many questions and training seeds a study needs.
+
+    \b
+    qrl plan --gain 0.05 --drop 0.01            n for a verdict, and n to show the gain itself
+    qrl plan --n 1000                           what 1,000 questions can detect
+    qrl plan --effect 0.03                      n that detects a gain, or a change in gain, of 0.03
+    qrl plan --pilot questions.parquet          the same, with the numbers of an earlier study
+    qrl plan --gain 0.1 --between-seed-sd 0.01  training seeds too, if their results differ
+
+    Every cell answers the same questions. The more two cells agree on them (correlation), the fewer are needed.
+    Chances follow the verdict's own rule, margin included. No store is needed.
+    """
+    from qrl.steps import plan
+
+    requested = {key: options.pop(key) for key in ("pilot", "scheme", "n", "effect", "power", "seeds", "out")}
+    options["between_survival"], options["own_questions"] = between_seed_sd, own_questions
+    options["between_gain"] = between_seed_sd if between_seed_sd_gain is None else between_seed_sd_gain
+    plan.make({key: value for key, value in options.items() if value is not None}, **requested)
+
+
+@click.command("grade")
+@click.option("--task", required=True, metavar="TASK", help="Grader to use: arithmetic, gsm8k, math, deepmath.")
+@click.option("--out", required=True, metavar="OUT.jsonl", help="File for the graded rows.")
+@click.option("--file", "option", metavar="FILE.jsonl", help="The same as the argument, for `mlflow run … -P file=…`.")
+@click.argument("file", metavar="FILE.jsonl", required=False)
+def grade_command(task: str, out: str, option: str | None, file: str | None) -> None:
+    """Grade your own completions. Rows with `completion` and `answer` get `parsed`, `strict` and `flexible`."""
+    from qrl.tasks import files
+
+    if (file is None) == (option is None):
+        raise BadInput("grade reads one file of completions: give it as FILE.jsonl or as --file FILE.jsonl.")
+    click.echo(files.grade(task, file or option, out))

@@ -1,0 +1,164 @@
+"""Which environment a step runs in, and how it gets there: the same rules for a command and for a study's steps.
+
+Most steps run in the core environment (conda.yaml). FOLDERS lists the others: folders under projects/, each with an
+environment of several gigabytes that MLflow builds. Bad input is therefore refused before a step is handed over.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from qrl import names, process
+from qrl.errors import BadInput
+from qrl.recipe import Recipe
+from qrl.study.launch import DryRun, Launcher, launch, local_path
+from qrl.tracking import projects
+from qrl.tracking.keys import ROOT
+
+PLACE = "QRL_PLACE"  # set by projects/*/MLproject: the folder whose environment this process runs in
+FOLDERS = {  # step, scheme or engine → folder on a GPU, folder on a CPU; None: the core environment
+    ("train", "vllm"): ("vllm", "vllm"),
+    ("quantize", names.AWQ): ("awq", "awq"),
+    ("evaluate", "vllm"): ("vllm", "vllm_cpu"),
+    ("benchmark", "vllm"): ("vllm", "vllm_cpu"),
+    ("serve", "vllm"): ("vllm", "vllm_cpu"),
+    ("serve", "auto"): ("vllm", None),
+}
+PACKAGES = {"awq": "awq", "vllm": "vllm", "vllm_cpu": "vllm"}  # folder → a package that only its environment has
+
+
+def environment_for(step: str, choice: str, device: str = "auto") -> Path | None:
+    """Return the folder whose environment a step needs, or None if this process runs it; a wheel has no such folders.
+
+    Args:
+        step: entry point.
+        choice: the scheme (`quantize`) or the engine (other steps).
+        device: the recipe's device; it decides between vLLM's two environments.
+    """
+    on_gpu, on_cpu = FOLDERS.get((step, choice), (None, None))
+    here = os.environ.get(PLACE)
+    if on_gpu is None or here in (on_gpu, on_cpu or on_gpu) or not (ROOT / "MLproject").is_file():
+        return None
+    if step == "train" and process.world_size() > 1:  # torchrun has started every process in its environment already
+        return None
+    folder = on_gpu
+    if on_gpu != on_cpu:
+        from qrl.engine import device as devices  # imports torch, which takes seconds
+
+        folder = on_gpu if devices.choose(device) == "cuda" else on_cpu
+    return ROOT / "projects" / folder if folder else None
+
+
+def check_reachable(step: str, folder: Path | None) -> None:
+    """Check that a step's environment will be built: without `mlflow run --env-manager`, all steps share one Python.
+
+    Args:
+        step: entry point that the user started.
+        folder: from `environment_for`.
+
+    Raises:
+        BadInput: this Python lacks the environment's package.
+    """
+    if (
+        folder is None
+        or folder.name not in PACKAGES
+        or projects.env_manager(os.environ.get("MLFLOW_RUN_ID")) != "local"
+    ):
+        return
+    package, python = PACKAGES[folder.name], shutil.which("python", path=local_path()) or sys.executable
+    program = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
+    if subprocess.run([python, "-c", program], env=os.environ | {PLACE: folder.name}, check=False).returncode:
+        raise BadInput(
+            f"`{step}` needs the environment of projects/{folder.name}, but {python} has no package {package}: "
+            f"run `mlflow run . -e {'main' if step == 'study' else step} … --env-manager uv`, which builds that "
+            "environment, or choose a scheme or an engine that needs none."
+        )
+
+
+def check_environments(step: str, recipe: Recipe, walk: Callable[[Launcher], object]) -> None:
+    """Check, before a study begins, that every environment its unfinished steps need can be built.
+
+    Finished steps need none. The store is searched for them only where an environment is missing.
+
+    Args:
+        step: entry point that the user started.
+        recipe: settings that decide where steps run.
+        walk: obtains the study's results from the launcher it is given, here a `DryRun`.
+
+    Raises:
+        BadInput: an environment is missing, as in `check_reachable`.
+    """
+    from qrl.tracking import store
+
+    folders = {environment_for("quantize", scheme) for scheme in recipe.quantize.schemes}
+    folders.add(environment_for("train", recipe.rollout.engine))
+    folders.add(environment_for("evaluate", recipe.evaluate.engine, recipe.device))
+    try:
+        for folder in folders:
+            check_reachable(step, folder)
+    except BadInput:
+        if not store.is_there():
+            raise
+        store.prepare()
+        walk(DryRun(lambda folder: check_reachable(step, folder)))
+
+
+def check_checkout(step: str) -> None:
+    """Check that this package lies in a checkout: a wheel has neither MLproject nor the environments' files.
+
+    Raises:
+        BadInput: it was installed from a wheel.
+    """
+    if not (ROOT / "MLproject").is_file():
+        raise BadInput(
+            f"`{step}` needs MLproject, conda.yaml and projects/, which only a checkout of the project has, but this "
+            f"qrl is installed in {ROOT}: clone the project and run `python -m qrl {step}` in its folder, or install "
+            "it from there with `pip install -e .`."
+        )
+
+
+def run(
+    step: str,
+    choice: str,
+    device: str,
+    options: dict[str, str],
+    check: Callable[[], object],
+    here: Callable[[], object],
+) -> None:
+    """Run a step in this process, or hand it over to the environment that its scheme or engine needs.
+
+    Args:
+        step: entry point.
+        choice: the scheme or the engine.
+        device: the recipe's device.
+        options: every option as typed, to repeat in the other environment.
+        check: raises on bad input; called before an environment is built.
+        here: does the work in this process.
+    """
+    if folder := environment_for(step, choice, device):
+        check()
+        hand_over(folder, step, options)
+    else:
+        here()
+
+
+def hand_over(folder: Path, step: str, parameters: dict[str, str]) -> None:
+    """Run this very step in another environment, under the run that it already has, if it has one."""
+    from qrl.tracking import signals, store
+
+    check_reachable(step, folder)
+    signals.guard()
+    store.prepare()
+    launch(folder, step, parameters, run_id=os.environ.pop("MLFLOW_RUN_ID", None), name=step)
+
+
+def is_relaunched() -> bool:
+    """Return whether this process was launched by a study or by its own command, which has printed the warnings."""
+    from qrl.tracking import runs
+
+    return PLACE in os.environ or runs.is_launched()
