@@ -1,6 +1,7 @@
-"""Every plot. A title states the finding, colours are Okabe and Ito's (safe for the colour-blind), and n is on the page.
+"""Every plot. A title states the finding, colours are Okabe and Ito's (safe for the colour-blind), n is given.
 
-matplotlib is loaded on first use, without pyplot, and so without a display or global state. PNGs appear whole or not at all.
+matplotlib is loaded on first use, without pyplot, and so without a display or global state. PNGs appear whole or
+not at all.
 """
 
 from qrl.figures.benchmark import speeds

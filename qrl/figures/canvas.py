@@ -1,4 +1,4 @@
-"""The canvas of every PNG: titles that state the finding, colours safe for the colour-blind, files that appear whole."""
+"""The canvas of PNGs: titles that state the finding, colours safe for the colour-blind, files that appear whole."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ LEVELS = (("abs_q99", "99 %", 0.9), ("abs_q999", "99.9 %", 0.6), ("abs_q9999", "
 
 
 def spread(weights: pd.DataFrame, path: str | Path, multiplier: float = 6.0) -> None:
-    """Draw quantiles of |w| over its median by projection, base beside the trained variant; dots are the largest weights.
+    """Draw quantiles of |w| over its median by projection, base beside the trained variant; dots: the largest weights.
 
     Args:
         weights: a row per variant and tensor, with `median_abs`, `abs_q99`, `abs_q999`, `abs_q9999` and `max_abs`.
@@ -48,7 +48,7 @@ def spread(weights: pd.DataFrame, path: str | Path, multiplier: float = 6.0) -> 
     axes.legend(ncols=len(variants), **LEGEND)
     shares = ", ".join(name for _, name, _ in LEVELS)
     note = (
-        f"{weights['tensor'].nunique()} matrices. Bars end where {shares} of the weights are smaller, from dark to light\n"
+        f"{weights['tensor'].nunique()} matrices. Bars end where {shares} of weights are smaller, from dark to light\n"
         "(quantiles of |w|, mean over layers). Dots: the largest weight of each matrix."
     )
     finish(figure, axes, spread_finding(weights, variants, multiplier), note, path)

@@ -18,7 +18,7 @@ MARKS = "os^Dv"  # variants differ by shape too, not by colour alone
 
 
 def behaviour(rows: pd.DataFrame, path: str | Path) -> None:
-    """Draw per-token divergence and top-1 agreement of every scheme, and of each layer rounded alone, with 95 % intervals.
+    """Draw per-token divergence and top-1 agreement by scheme, and of each layer rounded alone, with 95 % intervals.
 
     Args:
         rows: a row per variant and scheme, as `diagnose` writes them; rows with a layer ≥ 0 are of that layer alone.

@@ -1,4 +1,4 @@
-"""Layer × projection: where quantization errs, which codes changed, and where training made the error larger or smaller."""
+"""Layer × projection: where quantization errs, which codes changed, and how training moved the error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Both are safe for the colour-blind and readable by lightness alone: cividis for sizes, PuOr for differences, white at 0.
+# Both are safe for the colour-blind and readable by lightness alone; PuOr is white at 0.
 SIZES, DIFFERENCES = "cividis", "PuOr_r"
 SIGN = " (above 0: smaller after training)"
 FEW = 4  # schemes for which a page shows every layer

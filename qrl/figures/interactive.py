@@ -1,4 +1,4 @@
-"""plotly's figures of weights and next-token distributions, as plain mappings: a pointer shows each matrix and its value."""
+"""plotly's figures of weights and next-token distributions, as plain mappings; pointing shows matrix and value."""
 
 from __future__ import annotations
 
@@ -57,10 +57,7 @@ def _outliers(weights: pd.DataFrame) -> dict:
         place["text"] = rows["tensor"].tolist()
         hover = f"%{{text}}<br>outliers %{{x:.3g}}, {proxy} error %{{y:.4g}}<extra>{variant}</extra>"
         drawn.append(_dots(variant, number, hover, place))
-    axes = {
-        "xaxis": {"title": {"text": "share of outliers"}},
-        "yaxis": {"title": {"text": f"relative {proxy} error"}},
-    }
+    axes = {"xaxis": {"title": {"text": "share of outliers"}}, "yaxis": {"title": {"text": f"relative {proxy} error"}}}
     return laid(drawn, f"Outliers and {proxy} error of each matrix", 420, **axes)
 
 

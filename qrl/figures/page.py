@@ -1,7 +1,7 @@
 """Self-contained HTML pages with plotly's figures: they open from MLflow's artifacts, from a mail or from a disk.
 
-plotly's JavaScript is embedded, compressed, which makes a page of 2 MB instead of 5; browsers since 2023 unpack it. Nothing is fetched,
-so a page also works inside the sandboxed frame in which MLflow shows artifacts.
+plotly's JavaScript is embedded, compressed, which makes a page of 2 MB instead of 5; browsers since 2023 unpack it.
+Nothing is fetched, so a page also works inside the sandboxed frame in which MLflow shows artifacts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def write(title: str, head: str, sections: Sequence[Section], path: str | Path, 
     body = "".join(_section(number, section, figures) for number, section in enumerate(sections))
     links = "".join(f'<a href="#part{number}">{escape(part.title)}</a>' for number, part in enumerate(sections))
     data = json.dumps(figures, allow_nan=False).replace("</", "<\\/")
-    style, script = (files("qrl.figures").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style, script = (
+        files("qrl.figures").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+    )
     text = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -78,13 +80,10 @@ def _section(number: int, section: Section, figures: dict[str, dict]) -> str:
     return f'<section id="part{number}">{head}{finding}{content}</section>'
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]], *, text: int | None = None) -> str:
-    """Return an HTML table, its cells escaped; the column with number `text` holds sentences and wraps."""
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return an HTML table, its cells escaped; it scrolls on a narrow screen."""
     top = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = ""
-    for row in rows:
-        cells = ((' class="text"' if i == text else "", escape(cell)) for i, cell in enumerate(row))
-        body += f"<tr>{''.join(f'<td{style}>{cell}</td>' for style, cell in cells)}</tr>"
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
@@ -109,5 +108,5 @@ def laid(drawn: list[dict], title: str, height: int, **layout: object) -> dict:
     return {
         "title": title,
         "data": drawn,
-        "layout": {"height": height, "font": {"color": INK}, "margin": margin, **layout},
+        "layout": {"height": height, "font": {"color": INK, "size": 13}, "margin": margin, **layout},
     }

@@ -19,11 +19,11 @@ from qrl.names import BASE, FULL, scheme
 from qrl.stats import signed
 
 HOW_TO_READ = (
-    "Square brackets and bars are 95 % intervals. Accuracy is the share of held-out questions answered correctly. The gain is the "
-    "accuracy of the trained model minus that of the base model. Gain survival is the gain under a quantization scheme minus the gain "
-    "at full precision: 0 means that quantization leaves the gain intact, below 0 that it costs some of it. The gain survives where "
-    "the one-sided 95 % lower bound of gain survival lies above minus the margin, and is lost where the upper bound lies below; "
-    "otherwise the sample is too small to decide."
+    "Square brackets and bars are 95 % intervals. Accuracy is the share of held-out questions answered correctly. "
+    "The gain is the accuracy of the trained model minus that of the base model. Gain survival is the gain under a "
+    "quantization scheme minus the gain at full precision: 0 means that quantization leaves the gain intact, below 0 "
+    "that it costs some of it. The gain survives where the one-sided 95 % lower bound of gain survival lies above minus the "
+    "margin, and is lost where the upper bound lies below; otherwise the sample is too small to decide."
 )
 
 
@@ -43,7 +43,8 @@ class Study:
     """What the page shows. Whatever is missing or empty is left out.
 
     `table` is as `table.json` holds it; `facts` is the head of the page, label → text; `sizes` are bytes of weights by
-    `variant:scheme`. `history` has a row per training step; `weights`, `stored` and `behaviour` are as `diagnose` writes them.
+    `variant:scheme`. `history` has a row per training step; `weights`, `stored` and `behaviour` are what `diagnose`
+    writes.
     """
 
     table: Mapping[str, Any]
@@ -95,7 +96,8 @@ def report(study: Study, path: str | Path) -> None:
         Section("Cells", "", [_cells_table(table, rows, study.sizes), _forest(quantized)]),
     ]
     if study.gates:
-        sections.append(Section("Gates and versions", _gates_finding(study.gates), [_gates_table(study.gates)]))
+        decisions = f'<div class="cards">{"".join(map(_gate, study.gates))}</div>'
+        sections.append(Section("Gates and versions", _gates_finding(study.gates), [decisions]))
     sections += [Section("Accuracy of every cell", "", [_matrix(table)], folded=True), *_training(study.history)]
     if len(study.weights):
         parts = interactive.sections(study.weights, study.stored, study.behaviour)
@@ -148,8 +150,8 @@ def _head(table: Mapping[str, Any], facts: Mapping[str, str]) -> str:
         before, after = (cells[variant]["accuracy"] for variant in (BASE, entry["trained"]))
         verb = "raises" if delta["low"] > 0 else "lowers" if delta["high"] < 0 else "does not significantly change"
         lead = (
-            f"At full precision, training ({entry['trained']}) {verb} held-out accuracy: {before:.3f} before, {after:.3f} after, "
-            f"a difference of {_interval(delta)} on {cells[BASE]['n']:,} questions."
+            f"At full precision, training ({entry['trained']}) {verb} held-out accuracy: {before:.3f} before, "
+            f"{after:.3f} after, a difference of {_interval(delta)} on {cells[BASE]['n']:,} questions."
         )
     shown = "".join(
         f"<div{' class=wide' if len(text) > 40 else ''}><dt>{escape(label)}</dt><dd>{escape(text)}</dd></div>"
@@ -157,7 +159,7 @@ def _head(table: Mapping[str, Any], facts: Mapping[str, str]) -> str:
         if text
     )
     return (
-        f'<header><div class="faint">qrl study</div><h1>{escape(headline(table))}</h1>'
+        f'<header><p class="faint">qrl: does RL training survive quantization?</p><h1>{escape(headline(table))}</h1>'
         f'<p class="lead">{escape(lead)}</p><dl class="facts">{shown}</dl></header>'
     )
 
@@ -169,7 +171,8 @@ def _card(row: _Row, sizes: Mapping[str, int]) -> str:
     return (
         f'<article class="card {escape(verdict)}"><h3><span>{escape(row.name)}</span>'
         f'<span class="verdict">{escape(verdict)}</span></h3>'
-        f'<p class="number">{signed(value["estimate"])} <small>[{signed(value["low"])}, {signed(value["high"])}]</small></p>'
+        f'<p class="number">{signed(value["estimate"])} '
+        f"<small>[{signed(value['low'])}, {signed(value['high'])}]</small></p>"
         f'<div class="faint small">gain survival, 95 % interval</div>'
         f"{f'<p>{escape(size)}</p>' if size else ''}<p>{escape(_meaning(row))}</p></article>"
     )
@@ -194,9 +197,12 @@ def _meaning(row: _Row) -> str:
     entry, name = row.entry, row.scheme.upper()
     gain = f"the gain over the base model is {signed(entry['delta']['estimate'])} under {name}"
     if entry["verdict"] == "survives":
-        return f"Quantizing to {name} keeps what training gave: {gain}. Any loss is smaller than the margin, {entry['margin']:.3f}."
+        return (
+            f"Quantizing to {name} keeps what training gave: {gain}. "
+            f"With 95 % confidence, any loss is below the margin, {entry['margin']:.3f}."
+        )
     if entry["verdict"] == "lost":
-        return f"Quantizing to {name} costs more of the gain than the margin, {entry['margin']:.3f}, allows: {gain}."
+        return f"Quantizing to {name} costs more of the gain than the margin, {entry['margin']:.3f}: {gain}."
     more = f" About {entry['n_to_decide']:,} questions would decide." if entry.get("n_to_decide") else ""
     return f"This study cannot decide: {entry['reason']}.{more}"
 
@@ -209,7 +215,9 @@ def _cells_table(table: Mapping[str, Any], rows: list[_Row], sizes: Mapping[str,
     body = []
     for row in rows:
         entry, cells = row.entry, table[row.scheme]["cells"]
-        accuracies = (f"{cells[name]['accuracy']:.3f} ± {cells[name]['stderr']:.3f}" for name in (BASE, entry["trained"]))
+        accuracies = (
+            f"{cells[name]['accuracy']:.3f} ± {cells[name]['stderr']:.3f}" for name in (BASE, entry["trained"])
+        )
         survival, size = entry.get("gain_survival"), sizes.get(f"{entry['trained']}:{row.scheme}")
         body.append(
             (
@@ -232,9 +240,14 @@ def _gates_finding(gates: Sequence[Gate]) -> str:
     return "Every candidate passed its gate."
 
 
-def _gates_table(gates: Sequence[Gate]) -> str:
-    rows = [(gate.stage, gate.version, gate.cell, gate.decision, gate.reason) for gate in gates]
-    return page.table(("stage", "version", "cell", "gate", "reasons"), rows, text=4)
+def _gate(gate: Gate) -> str:
+    """Return the card of one stage."""
+    holder = f"version {gate.version}, {gate.cell}" if gate.version else gate.cell
+    return (
+        f'<article class="card {escape(gate.decision)}"><h3><span>{escape(gate.stage)}</span>'
+        f'<span class="verdict">{escape(gate.decision)}</span></h3>'
+        f"<p>{escape(holder)}</p><p class='small'>{escape(gate.reason)}</p></article>"
+    )
 
 
 def _matrix(table: Mapping[str, Any]) -> dict:

@@ -176,13 +176,13 @@ def study(recipe: Recipe, overrides: dict[str, str]) -> None:
         models, cells = order.cells(base.digest, teacher)
         diagnosed = order.diagnose(base.digest, models[f"{recipe.train.variant}:{names.FULL}"], models)
         compared = order.compare(cells)
-        report.show(recipe, launcher, compared, diagnosed, order.trained)
+        shown = report.show(recipe, launcher, compared, diagnosed, order.trained)
         try:
             stage = order.promote(cells)
-        except GateRefused:
-            report.close(recipe, launcher, time.monotonic() - began, stage=None)
+        except GateRefused as refused:
+            report.close(shown, time.monotonic() - began, refused=str(refused))
             raise
-        report.close(recipe, launcher, time.monotonic() - began, stage=stage)
+        report.close(shown, time.monotonic() - began, stage=stage)
 
 
 class StudySteps:

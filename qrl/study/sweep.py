@@ -8,7 +8,6 @@ Each step is launched below the study's run and found again by its key, as in `p
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 
 import click
 
@@ -17,6 +16,7 @@ from qrl import recipe as recipes
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Recipe
 from qrl.study.launch import Launcher
+from qrl.study.outcome import SweepOutcome
 from qrl.study.pipeline import Models, StudySteps, check_environments, check_schemes
 from qrl.tracking.keys import SECTIONS
 
@@ -40,16 +40,6 @@ SHARED = (
     "evaluate",
     "quantize.calibration_samples",
 )  # what arms must have in common
-
-
-@dataclass
-class Outcome:
-    """What the arms of all seeds left behind."""
-
-    cells: dict[str, dict[int, str]] = field(default_factory=dict)  # variant:scheme → seed → run of its evaluation
-    trained: dict[str, dict[int, str]] = field(default_factory=dict)  # variant → seed → run of its training
-    schemes: dict[str, str] = field(default_factory=dict)  # variant → the scheme of its own codes
-    failed: list[str] = field(default_factory=list)  # sentences
 
 
 def load(first: str, others: tuple[str, ...], given: dict[str, str], seed: int) -> list[tuple[str, Recipe]]:
@@ -141,7 +131,7 @@ def study(first: str, others: tuple[str, ...], seeds: tuple[int, ...], given: di
 
     check_environments("sweep", start, walk)
     store.prepare()
-    began, outcome = time.monotonic(), Outcome()
+    began, outcome = time.monotonic(), SweepOutcome()
     params = {
         "device": device,
         "seeds": ",".join(map(str, seeds)),
@@ -151,7 +141,7 @@ def study(first: str, others: tuple[str, ...], seeds: tuple[int, ...], given: di
         launcher = Launcher({}, run.info.run_id, len(seeds) * (2 * len(others) + 2 + len(start.quantize.schemes)))
         for seed, found in arms.items():
             _Seed(seed, found, given, launcher, device, base.digest, outcome).run()
-        report.methods(launcher, outcome, seeds, time.monotonic() - began)
+        report.sweep_table(launcher, outcome, seeds, time.monotonic() - began)
 
 
 class _Seed:
@@ -165,7 +155,7 @@ class _Seed:
         launcher: Launcher,
         device: str,
         base: str,
-        outcome: Outcome,
+        outcome: SweepOutcome,
     ) -> None:
         self.seed, self.arms, self.given, self.launcher = seed, arms, given, launcher
         self.device, self.base, self.outcome = device, base, outcome
