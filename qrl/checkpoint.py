@@ -61,11 +61,12 @@ class Checkpoint:
     quantization: str | None  # "bitsandbytes", "awq", "compressed-tensors", …; None: full precision
 
 
-def check(path: Path | str, *, need_chat_template: bool = True) -> Checkpoint:
+def check(path: Path | str, *, need_tokenizer: bool = True, need_chat_template: bool = True) -> Checkpoint:
     """A checkpoint folder, after every check that it is safe, whole and usable.
 
     Args:
         path: a folder with config.json, *.safetensors and a tokenizer.
+        need_tokenizer: refuse a folder without a tokenizer; weights alone can be measured without one.
         need_chat_template: refuse a tokenizer without a chat template, too.
 
     Raises:
@@ -82,7 +83,8 @@ def check(path: Path | str, *, need_chat_template: bool = True) -> Checkpoint:
     settings = config(folder)
     found = entries(folder)
     architecture.check(folder / "config.json", settings, found)
-    _check_tokenizer(folder, need_chat_template)
+    if need_tokenizer:
+        _check_tokenizer(folder, need_chat_template)
     return Checkpoint(
         path=folder,
         digest=digest(folder),
