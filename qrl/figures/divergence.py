@@ -66,14 +66,13 @@ def behaviour_finding(rows: pd.DataFrame) -> str:
         most = next(whole.loc[[whole["kl"].idxmax()]].itertuples())
         value, low, high = interval(most, "kl")
         parts.append(
-            f"{most.variant} under {most.scheme} diverges most from full precision: "
+            f"Largest divergence from full precision: {most.variant} under {most.scheme}, "
             f"KL {value:.2g} [{low:.2g}, {high:.2g}] nats per token"
         )
     if len(layers):
         mean = layers.groupby("layer")["kl"].mean()
-        parts.append(f"of single layers, rounding layer {mean.idxmax()} has the largest effect")
-    title = "; ".join(parts)
-    return title if len(whole) else title[0].upper() + title[1:]
+        parts.append(f"{'of' if parts else 'Of'} single layers, rounding layer {mean.idxmax()} has the largest effect")
+    return "; ".join(parts)
 
 
 def _points(axes: Axes, rows: pd.DataFrame, places: dict, by: str, column: str) -> None:

@@ -109,9 +109,18 @@ def report(study: Study, path: str | Path) -> None:
 
 def headline(table: Mapping[str, Any]) -> str:
     """Return the study's finding as a title: `The gain survives nf4; it is lost under awq`."""
+    table = {scheme(name): entry for name, entry in table.items()}
     rows = [row for row in _rows(table) if row.entry.get("verdict")]
     if not rows:
-        return "What training gained"
+        return (
+            f"Accuracy changes by {_interval(table[FULL]['delta'])} at full precision"
+            if FULL in table
+            else "No verdict"
+        )
+    if len({row.entry["trained"] for row in rows}) > 1:
+        counts = ((verdict, sum(row.entry["verdict"] == verdict for row in rows)) for verdict in VERDICTS)
+        listed = ", ".join(f"{verdict} in {number}" for verdict, number in counts if number)
+        return f"The gain under {len(rows)} variants and schemes: {listed}"
     says = {
         "survives": "{} survives {}",
         "lost": "{} is lost under {}",
@@ -211,7 +220,15 @@ def _cells_table(table: Mapping[str, Any], rows: list[_Row], sizes: Mapping[str,
     """Return the table of cells, a row per trained variant and scheme."""
     n = [cell["n"] for entry in table.values() for cell in entry["cells"].values()]
     asked = f"{n[0]:,}" if min(n) == max(n) else f"{min(n):,} to {max(n):,}"
-    head = ("scheme", "base", "trained", "gain: trained − base", "gain survival", "verdict", "weights")
+    head = [
+        "scheme",
+        "base",
+        "trained",
+        "gain: trained − base",
+        "gain survival",
+        "verdict",
+        *(["weights"] if sizes else []),
+    ]
     body = []
     for row in rows:
         entry, cells = row.entry, table[row.scheme]["cells"]
@@ -226,7 +243,7 @@ def _cells_table(table: Mapping[str, Any], rows: list[_Row], sizes: Mapping[str,
                 _interval(entry["delta"]),
                 _interval(survival) if survival else "reference",
                 entry.get("verdict") or "",
-                _bytes(size) if size else "",
+                *([_bytes(size) if size else ""] if sizes else []),
             )
         )
     note = f"n = {asked} held-out questions per cell. ± is one standard error, brackets are 95 % intervals."

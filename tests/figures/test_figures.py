@@ -207,7 +207,7 @@ def test_a_table_from_before_the_renaming_is_reported(tmp_path, table):
     [
         ({"full": 820, "nf4": 780, "awq": 600}, ("gain survives nf4", "is lost under awq")),
         ({"full": 684, "nf4": 660, "awq": 590}, ("nf4 and awq is open",)),
-        ({"full": 680}, ("What training gained",)),
+        ({"full": 680}, ("changes by 0.000 [",)),
     ],
 )
 def test_the_headline_states_the_verdicts(tmp_path, counts, parts):
@@ -215,6 +215,10 @@ def test_the_headline_states_the_verdicts(tmp_path, counts, parts):
     compare.write(compare.from_counts({"n": 1000, "base": before, "grpo": counts}), tmp_path)
     title = page_of_study.headline(json.loads((tmp_path / "table.json").read_text()))
     assert all(part in title for part in parts)
+
+
+def test_the_headline_counts_verdicts_of_several_variants(table):
+    assert page_of_study.headline(table).endswith("survives in 2, lost in 2")
 
 
 def test_divergence_is_drawn_with_its_intervals(tmp_path):

@@ -71,9 +71,7 @@ def test_a_studys_page_links_its_report_and_figures_and_marks_reused_steps(study
         assert f"({place}/{file})" in text and contents.artifact(launcher.run_id, file).is_file()
     assert contents.artifact(launcher.run_id, names.TABLE_MD).read_text().strip() in text
     assert f"[diagnose](#/experiments/{run.info.experiment_id}/runs/{steps[1].run_id}) (reused)" in text
-    assert (
-        f"[train](#/experiments/{run.info.experiment_id}/runs/{steps[2].run_id})\n" not in text.partition("(reused)")[0]
-    )
+    assert steps[2].run_id in text and text.count("(reused)") == 1
     assert run.data.metrics["study/seconds"] == 60
     html = contents.artifact(launcher.run_id, names.REPORT).read_text()
     for part in ("qrl-tiny", "arithmetic", "1,000 held-out", "mlflow 3", "Verdicts</h2>", "Training</h2>"):
