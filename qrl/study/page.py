@@ -93,7 +93,7 @@ def gates(name: str, launcher: Launcher, refused: str) -> list[Gate]:
 
 def description(shown: Shown, text: str, figures: list[str]) -> str:
     """Return the run's description: the finding and links first, since MLflow's UI folds it after a few lines."""
-    from qrl.figures.study import headline
+    from qrl.figures.cards import headline
 
     launcher = shown.launcher
     place = f"#/experiments/{projects.experiment_id(launcher.run_id)}/runs/{launcher.run_id}/artifacts"

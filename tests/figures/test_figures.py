@@ -11,9 +11,8 @@ import pytest
 import scipy.stats
 
 from qrl import compare, figures, plan
-from qrl.figures import canvas, comparison, heatmaps, rewards
+from qrl.figures import canvas, cards, comparison, heatmaps, rewards
 from qrl.figures import divergence as of_behaviour
-from qrl.figures import study as page_of_study
 from qrl.figures import weights as of_weights
 
 COUNTS = {"n": 1000, "base": {"full": 680, "nf4": 650, "awq": 580}, "grpo": {"full": 820, "nf4": 780, "awq": 600}}
@@ -213,12 +212,12 @@ def test_a_table_from_before_the_renaming_is_reported(tmp_path, table):
 def test_the_headline_states_the_verdicts(tmp_path, counts, parts):
     before = {scheme: COUNTS["base"][scheme] for scheme in counts}
     compare.write(compare.from_counts({"n": 1000, "base": before, "grpo": counts}), tmp_path)
-    title = page_of_study.headline(json.loads((tmp_path / "table.json").read_text()))
+    title = cards.headline(json.loads((tmp_path / "table.json").read_text()))
     assert all(part in title for part in parts)
 
 
 def test_the_headline_counts_verdicts_of_several_variants(table):
-    assert page_of_study.headline(table).endswith("survives in 2, lost in 2")
+    assert cards.headline(table).endswith("survives in 2, lost in 2")
 
 
 def test_divergence_is_drawn_with_its_intervals(tmp_path):
