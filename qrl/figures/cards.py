@@ -73,7 +73,7 @@ def rows_of(table: Mapping[str, Any]) -> list[Row]:
 
 def _label(name: str, entry: Mapping[str, Any]) -> str:
     """Return a scheme as tables show it: full precision with its dtype, where that is known."""
-    return f"{name} ({entry['dtype']})" if name == FULL and entry.get("dtype") else name
+    return entry.get("label") or name
 
 
 def heading(table: Mapping[str, Any], facts: Mapping[str, str]) -> str:

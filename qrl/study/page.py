@@ -73,22 +73,26 @@ def gates(name: str, launcher: Launcher, refused: str) -> list[Gate]:
     from qrl.figures import Gate
 
     began = runs.opened(launcher.run_id).info.start_time // 1000
-    gates = []
+    decided = []
     for stage in names.STAGES:
         try:
             version = registry.resolve(name, stage)
         except BadInput:
             continue
-        record = version.gate(stage) or {}
-        if datetime.fromisoformat(record.get("at", "1970-01-01T00:00:00+00:00")).timestamp() >= began:
-            reason = re.sub(r"^Stage \S+ passes: ", "", str(record.get("why", "")))
+        record = version.gate(stage)
+        if isinstance(record, dict):
+            time, reasons = record.get("at"), (record.get("why", ""),)
+        else:
+            time, reasons = (record.time, record.reasons) if record else ("", ())
+        if time and datetime.fromisoformat(time).timestamp() >= began:  # else it was decided in an earlier study
+            reason = re.sub(r"^Stage \S+ passes: ", "", " ".join(reasons))
             cell = names.cell_name(version.variant, version.scheme)
-            gates.append(Gate(stage, str(version.version), cell, "passed", reason))
+            decided.append(Gate(stage, str(version.version), cell, "passed", reason))
     if refused:
         stage = re.match(r"Stage (\S+) is refused: ", refused)
         reason = refused[stage.end() :] if stage else refused
-        gates.append(Gate(stage[1] if stage else "gate", "", "", "refused", reason))
-    return gates
+        decided.append(Gate(stage[1] if stage else "gate", "", "", "refused", reason))
+    return decided
 
 
 def description(shown: Shown, text: str, figures: list[str]) -> str:

@@ -1,10 +1,14 @@
 """What a study reports at its end: in the terminal, on its page and in its run's description."""
 
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+
 import mlflow
 import pandas as pd
 import pytest
 
-from qrl import compare, names, recipe
+from qrl import compare, names, recipe, registry
+from qrl.errors import BadInput
 from qrl.study import page, report
 from qrl.study.launch import Launcher, Result
 from qrl.tracking import contents
@@ -86,6 +90,25 @@ def test_a_refusal_is_on_the_page_and_nothing_is_offered_to_load(study, capsys):
     html = contents.artifact(launcher.run_id, names.REPORT).read_text()
     assert "The gate refused grpo" in html and "No gain. The stage stays as it was." in html
     assert "Load " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", [dict, SimpleNamespace], ids=["record of an older store", "record"])
+def test_gates_of_this_study_are_on_its_page_and_those_of_earlier_ones_are_not(study, monkeypatch, form):
+    launcher, *_ = study
+
+    def resolve(name, stage):
+        if stage == "awq":
+            raise BadInput("There is no version.")
+        at = (datetime.now(UTC) - timedelta(days=stage == "base")).isoformat(timespec="seconds")
+        reasons = {"at": at, "why": "Stage grpo passes: It gains."}
+        record = reasons if form is dict else form(time=at, reasons=("It gains.",))
+        return SimpleNamespace(version=4, variant="grpo", scheme="full", gate=lambda stage: record)
+
+    monkeypatch.setattr(registry, "resolve", resolve)
+    decided = page.gates("qrl-tiny", launcher, "")
+    assert [(gate.stage, gate.version, gate.cell, gate.decision, gate.reason) for gate in decided] == [
+        ("grpo", "4", "grpo · full", "passed", "It gains.")
+    ]
 
 
 def test_a_description_that_would_be_cut_keeps_its_tables_and_steps(study, monkeypatch):
