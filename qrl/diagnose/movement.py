@@ -107,11 +107,8 @@ def movement(
 
     Args:
         base, trained: full-precision checkpoint folders of one architecture.
-        bits, group_size: of the proxy; each checkpoint is coded under its own scales.
-        embeddings: as in `weights.measure`.
+        bits, group_size, embeddings, device, progress: as in `weights.measure`; each checkpoint has its own scales.
         ranks: measure effective ranks too, which takes longer than all the rest.
-        device: "cpu" or "cuda".
-        progress: called with 1 after each pair of matrices.
 
     Returns:
         A row per matrix: tensor, layer, projection, and `Change.result`; with `ranks` effective_rank and its stderr.

@@ -87,10 +87,10 @@ class Sorted:
         """Return low and high with low ≤ lower median of |w| < high, and how many weights are below low."""
         at = _at(self.counts.cumsum(0), (self.n - 1) // 2)
         low = self.values[at].abs().item()
-        return low, low if self.exact else _end_of_range(low), int(self.counts[:at].sum())
+        return low, low if self.exact else _next_range(low), int(self.counts[:at].sum())
 
     def quantiles(self, shares: dict[str, float]) -> dict[str, float]:
-        """Return by name the smallest |w| that this share of weights does not exceed; float32: up to 1/256 too small."""
+        """Return by name the smallest |w| that this share of weights does not exceed; of float32 1/256 too small."""
         below = self.counts.cumsum(0)
         ranks = {name: math.ceil(share * self.n) - 1 for name, share in shares.items()}
         return {name: self.values[_at(below, rank)].abs().item() for name, rank in ranks.items()}
@@ -117,7 +117,7 @@ def _by_size(dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
     return values[order], order, int(torch.isfinite(values).sum())
 
 
-def _end_of_range(low: float) -> float:
+def _next_range(low: float) -> float:
     """Return the size at which the next range of float32 begins."""
     import torch
 

@@ -162,12 +162,8 @@ class Scan:
             outliers = self.sizes.above(outlier_multiplier * median)
         peaks = torch.cat([part for _, part in sorted(self.peaks, key=lambda part: part[0])]).double()
         power = moments.m2 / n + moments.mean**2
-        relative = self.squared_error / n / power if power else math.nan
-        error = {
-            "relative_mse": relative,
-            "snr_db": rtn.snr_db(relative),
-            "max_error": self.max_error if power else math.nan,
-        }
+        relative, worst = (self.squared_error / n / power, self.max_error) if power else (math.nan, math.nan)
+        error = {"relative_mse": relative, "snr_db": rtn.snr_db(relative), "max_error": worst}
         return {
             "numel": n,
             "max_abs": abs(peaks.max().item()),  # -0 of a matrix of zeros is 0

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,8 +61,9 @@ def measure(
         max_error; with both variants, the trained one's rows also have code_flip_rate and what is stored of the update
         (see `movement`).
 
-    Raises: BadInput: a checkpoint is in full precision or in an unknown packing, the two differ in packing, or their
-        matrices are not those of `full`.
+    Raises:
+        BadInput: a checkpoint is in full precision or an unknown packing, the two are packed differently, or their
+            matrices are not those of `full`.
     """
     import pandas
 
@@ -107,10 +107,9 @@ def _compared(
     if len(rows) == 2:
         if len({(coded.codes.shape, coded.codes.dtype) for coded in codes.values()}) == 2:
             raise _two_packings(folders[1], name)
-        change, flips = movement.Change(), _flips(*codes.values())
-        blocks = (_blocks(matrix) for matrix in (*true.values(), *values.values()))
-        for first, old, new, *parts in zip(count(), *blocks, strict=False):
-            change.add(old, new, tuple(parts), 0 if first else flips)
+        change = movement.Change(flips=_flips(*codes.values()))
+        for old, new, *parts in zip(*map(_blocks, (*true.values(), *values.values())), strict=True):
+            change.add(old, new, tuple(parts), 0)
         moved = change.result()
         rows[-1] |= {key: moved[key] for key in OF_UPDATE}
     return rows
@@ -119,8 +118,7 @@ def _compared(
 def totals(frame: pandas.DataFrame, variant: str) -> dict[str, float]:
     """Summarize one scheme's rows of one variant: relative_mse of all weights together, and `movement.totals`."""
     rows = frame[frame["variant"] == variant]
-    energy = rows["energy"]
-    total = {"relative_mse": float((rows["relative_mse"] * energy).sum() / energy.sum())}
+    total = {"relative_mse": float((rows["relative_mse"] * rows["energy"]).sum() / rows["energy"].sum())}
     updated = "change_norm" in rows and rows["change_norm"].notna().all()
     return total | (movement.totals(rows) if updated else {})
 

@@ -42,20 +42,19 @@ def measure(
     Args:
         path: checkpoint folder.
         variant: label of the rows.
-        bits: of the round-to-nearest proxy.
-        group_size: input channels that share a scale of the proxy.
+        bits, group_size: of the round-to-nearest proxy; `group_size` input channels share a scale.
         outlier_multiplier: an outlier is larger than this times the median.
         embeddings: measure embedding tables too. An output head always counts, as in the seed study; one that is tied
             to the embedding is the row lm_head.weight, or with embeddings the embedding's row, never both.
         device: "cpu" or "cuda".
-        progress: called with 1 after each matrix; `count` gives the total.
+        progress: called with 1 after each of `matrices`.
 
     Returns:
         A row per matrix: variant, tensor, layer (-1 outside of the layers), projection, proxy_bits, and the columns of
         `describe`.
 
-    Raises: BadInput: the checkpoint is quantized or has no matrix of floats, or a matrix or vector contains NaN or
-        infinity.
+    Raises:
+        BadInput: the checkpoint is quantized or has no matrix of floats, or a tensor contains NaN or infinity.
     """
     import pandas
 
@@ -108,11 +107,6 @@ def describe(weight: Tensor, bits: int = 4, group_size: int = 128, outlier_multi
     return scan.result(outlier_multiplier, second)
 
 
-def count(path: Path | str, embeddings: bool = False) -> int:
-    """Return how many matrices `measure` will read, from headers only."""
-    return len(matrices(path, embeddings))
-
-
 def summary(frame: pandas.DataFrame) -> dict[str, float]:
     """Summarize the rows of one variant from `measure`, as the seed study does.
 
@@ -155,7 +149,7 @@ def _is_float(entry: checkpoint.Entry, dimensions: int) -> bool:
 
 
 def matrices(path: Path | str, embeddings: bool = False) -> list[tuple[str, Sources]]:
-    """Return the matrices to measure, as `sweep` expects them: the name to report, and where it is stored."""
+    """Return the matrices to measure, from headers only: the name to report, and where it is stored, for `sweep`."""
     if method := (checkpoint.config(path).get("quantization_config") or {}).get("quant_method"):
         raise BadInput(f"{path} is quantized ({method}): weight statistics need a full-precision checkpoint.")
     entries = checkpoint.entries(path)
@@ -169,8 +163,5 @@ def matrices(path: Path | str, embeddings: bool = False) -> list[tuple[str, Sour
 def place(name: str) -> dict[str, object]:
     """Return a tensor's name, its layer (-1: none) and its projection."""
     layer = re.search(r"layers\.(\d+)\.", name)
-    return {
-        "tensor": name,
-        "layer": int(layer[1]) if layer else -1,
-        "projection": name.removesuffix(".weight").rpartition(".")[2],
-    }
+    projection = name.removesuffix(".weight").rpartition(".")[2]
+    return {"tensor": name, "layer": int(layer[1]) if layer else -1, "projection": projection}

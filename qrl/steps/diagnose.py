@@ -155,7 +155,7 @@ def _weights(recipe: Recipe, full: dict[str, Path]) -> tuple[pd.DataFrame, dict[
     settings = recipe.diagnose
     chosen = {"bits": settings.bits, "group_size": settings.group_size, "embeddings": settings.embeddings}
     chosen["device"] = devices.choose(recipe.device)
-    total = 3 * weights.count(full[names.BASE], settings.embeddings)
+    total = 3 * len(weights.matrices(full[names.BASE], settings.embeddings))
     with tqdm(total=total, desc="weights", unit="matrix", leave=False) as bar:
         chosen["progress"] = bar.update
         multiplier = settings.outlier_multiplier

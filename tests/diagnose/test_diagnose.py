@@ -148,7 +148,7 @@ def test_a_matrix_of_zeros_is_described_without_a_crash():
 def test_every_matrix_of_the_layers_and_the_tied_head_have_a_row(frame, tiny_checkpoint):
     stored = {name for name, entry in checkpoint.entries(tiny_checkpoint).items() if len(entry.shape) == 2}
     assert set(frame["tensor"]) == stored - {"model.embed_tokens.weight"} | {"lm_head.weight"}
-    assert len(frame) == weights.count(tiny_checkpoint)
+    assert len(frame) == len(weights.matrices(tiny_checkpoint))
     row = frame.set_index("tensor").loc["model.layers.1.mlp.down_proj.weight"]
     assert (row["variant"], row["layer"], row["projection"], row["numel"]) == ("base", 1, "down_proj", 256 * 512)
     assert frame.set_index("tensor").loc["lm_head.weight", "layer"] == -1
@@ -170,7 +170,7 @@ def test_the_summary_weighs_by_size_but_takes_the_mean_snr(frame):
 def test_progress_counts_every_matrix(tiny_checkpoint):
     steps = []
     weights.measure(tiny_checkpoint, "base", progress=steps.append)
-    assert sum(steps) == weights.count(tiny_checkpoint)
+    assert sum(steps) == len(weights.matrices(tiny_checkpoint))
 
 
 def test_columns_of_the_proxy_say_w4_for_four_bits_only(tiny_checkpoint, frame):
