@@ -90,7 +90,7 @@ class Sorted:
         return low, low if self.exact else _next_range(low), int(self.counts[:at].sum())
 
     def quantiles(self, shares: dict[str, float]) -> dict[str, float]:
-        """Return by name the smallest |w| that this share of weights does not exceed; of float32 1/256 too small."""
+        """Return by name the |w| that this share of weights does not exceed; of float32 up to 1/256 too small."""
         below = self.counts.cumsum(0)
         ranks = {name: math.ceil(share * self.n) - 1 for name, share in shares.items()}
         return {name: self.values[_at(below, rank)].abs().item() for name, rank in ranks.items()}

@@ -48,7 +48,7 @@ def headline(table: Mapping[str, Any]) -> str:
     says = {
         "survives": "{} survives {}",
         "lost": "{} is lost under {}",
-        "inconclusive": "whether {} survives {} is open",
+        "inconclusive": "whether {} survives {} is inconclusive",
     }
     parts = []
     for verdict, sentence in says.items():
@@ -138,7 +138,8 @@ def _meaning(row: Row) -> str:
         )
     if entry["verdict"] == "lost":
         return f"Quantizing to {name} costs more of the gain than the margin, {entry['margin']:.3f}: {gain}."
-    more = f" About {entry['n_to_decide']:,} questions would decide." if entry.get("n_to_decide") else ""
+    n = entry.get("n_to_decide")
+    more = f" About {float(f'{n:.2g}'):,.0f} questions would decide." if n else ""
     return f"This study cannot decide: {entry['reason']}.{more}"
 
 
