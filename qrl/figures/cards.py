@@ -146,7 +146,7 @@ def _meaning(row: Row) -> str:
 def cells_table(table: Mapping[str, Any], rows: list[Row], sizes: Mapping[str, int]) -> str:
     """Return the table of cells, a row per trained variant and scheme."""
     n = [cell["n"] for entry in table.values() for cell in entry["cells"].values()]
-    asked = f"{n[0]:,}" if min(n) == max(n) else f"{min(n):,} to {max(n):,}"
+    questions = f"{n[0]:,}" if min(n) == max(n) else f"{min(n):,} to {max(n):,}"
     head = [
         "scheme",
         "base",
@@ -173,7 +173,7 @@ def cells_table(table: Mapping[str, Any], rows: list[Row], sizes: Mapping[str, i
                 *([_bytes(size) if size else ""] if sizes else []),
             )
         )
-    note = f"n = {asked} held-out questions per cell. ± is one standard error, brackets are 95 % intervals."
+    note = f"n = {questions} held-out questions per cell. ± is one standard error, brackets are 95 % intervals."
     return f'{page.table(head, body)}<p class="faint small">{note}</p>'
 
 

@@ -27,7 +27,7 @@ LINKED = (names.REPORT, names.TABLE_MD, names.TABLE_JSON, names.QUESTIONS, names
 
 @dataclass(frozen=True)
 class Shown:
-    """A study whose table is printed: what `close` needs to finish its page."""
+    """A study after `show`: what `close` needs to finish its page."""
 
     recipe: Recipe
     launcher: Launcher
