@@ -1,1 +1,1 @@
-"""What the weights look like, and how far training moved them."""
+"""What the weights look like, how far training moved them, and what quantization does to them and to the outputs."""

@@ -1,8 +1,9 @@
-"""What quantization does to what a model says: next-token distributions, position by position, against full precision.
+"""How quantization moves next-token distributions, position by position, against full precision.
 
-Both models read the same held-out texts, question and worked solution, and nothing is sampled. At a position with next-token
-distributions p (full precision) and q (quantized): KL(p ‖ q) = Σ p ln(p / q) in nats, 0 where they agree, and whether their likeliest
-tokens are the same. Positions of one text depend on each other, so standard errors are those of a ratio over texts, not over positions.
+Both models read the same held-out texts, question and worked solution, and nothing is sampled. At a position with
+next-token distributions p (full precision) and q (quantized), KL(p ‖ q) = Σ p ln(p / q) in nats, 0 where they agree;
+top-1 agreement is whether their likeliest tokens are the same. Positions of one text depend on each other, so standard
+errors are those of a ratio over texts, not over positions.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LAYER = re.compile(r"layers\.(\d+)\.")
-POSITIONS = 2048  # looked at together, at most, so that logits fit into memory
+POSITIONS = 2048  # at most, in one batch, so that logits fit into memory
+Texts = Sequence[Sequence[int]]  # token ids
+Sums = tuple[float, int, int]  # of one text: summed divergence, positions with the same top token, positions
 
 
 @dataclass(frozen=True)
 class Behaviour:
-    """How far a model's next-token distributions are from another's."""
+    """The distance of a model's next-token distributions from another's."""
 
-    kl: float  # nats a token, mean over positions
+    kl: float  # nats per token, mean over positions
     kl_stderr: float
     top1_agreement: float  # share of positions
     top1_agreement_stderr: float
@@ -36,33 +39,33 @@ class Behaviour:
     positions: int
 
 
-def against(full: PreTrainedModel, quantized: PreTrainedModel, texts: Sequence[Sequence[int]]) -> Behaviour:
-    """A quantized model against its full-precision one, both in memory, a batch of logits at a time.
+def against(full: PreTrainedModel, quantized: PreTrainedModel, texts: Texts) -> Behaviour:
+    """Compare a quantized model with its full-precision one, both in memory, a batch of logits at a time.
 
     Args:
         full, quantized: causal language models with one vocabulary.
         texts: two lists of token ids at least.
 
     Raises:
-        ValueError: fewer than two texts, of which no standard error can be told.
+        ValueError: there are fewer than two texts, so that there is no standard error.
     """
-    return _summed(
-        [row for batch in _batches(texts) for row in _sums(_log_probabilities(full, batch), quantized, batch)]
+    return _summary(
+        [sums for batch in _batches(texts) for sums in _compare(_log_probabilities(full, batch), quantized, batch)]
     )
 
 
 def sensitivity(
     model: PreTrainedModel,
-    texts: Sequence[Sequence[int]],
+    texts: Texts,
     *,
     bits: int = 4,
     group_size: int = 128,
     progress: Callable[[int], object] = lambda n: None,
 ) -> dict[int, Behaviour]:
-    """Behaviour with the linears of one layer rounded to nearest and all others left alone, by layer.
+    """Return by layer what rounding the linears of that layer alone does.
 
     Args:
-        model: in full precision; it is as it was afterwards.
+        model: in full precision; its weights are restored afterwards.
         texts: as in `against`.
         bits, group_size: of the rounding.
         progress: called with 1 after each layer and batch.
@@ -71,42 +74,42 @@ def sensitivity(
 
     layers: dict[int, list] = {}
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and (found := LAYER.search(name)):
-            layers.setdefault(int(found[1]), []).append(module)
-    rows: dict[int, list] = {layer: [] for layer in sorted(layers)}
+        if isinstance(module, torch.nn.Linear) and (layer := LAYER.search(name)):
+            layers.setdefault(int(layer[1]), []).append(module)
+    sums: dict[int, list[Sums]] = {layer: [] for layer in sorted(layers)}
     for batch in _batches(texts):
         full = _log_probabilities(model, batch)
-        for layer, found in rows.items():
+        for layer, of_texts in sums.items():
             with _rounded(layers[layer], bits, group_size):
-                found.extend(_sums(full, model, batch))
+                of_texts.extend(_compare(full, model, batch))
             progress(1)
-    return {layer: _summed(found) for layer, found in rows.items()}
+    return {layer: _summary(of_texts) for layer, of_texts in sums.items()}
 
 
 @contextmanager
 def _rounded(modules: list, bits: int, group_size: int) -> Iterator[None]:
-    """These linears with rounded weights, for a while."""
-    kept = [module.weight.data for module in modules]
+    """Round the weights of these linears inside the block."""
+    originals = [module.weight.data for module in modules]
     try:
-        for module, weight in zip(modules, kept, strict=True):
+        for module, weight in zip(modules, originals, strict=True):
             module.weight.data = rtn.decode(*rtn.encode(weight, bits, group_size), weight.shape[1]).to(weight)
         yield
     finally:
-        for module, weight in zip(modules, kept, strict=True):
+        for module, weight in zip(modules, originals, strict=True):
             module.weight.data = weight
 
 
-def _batches(texts: Sequence[Sequence[int]]) -> Iterator[Sequence[Sequence[int]]]:
-    """Texts in order, so many at a time that their logits fit into memory."""
-    at = 0
-    while at < len(texts):
-        batch = texts[at : at + max(1, POSITIONS // max(map(len, texts[at : at + 64])))][:64]
+def _batches(texts: Texts) -> Iterator[Texts]:
+    """Yield the texts in order, as many at a time as have logits that fit into memory."""
+    first = 0
+    while first < len(texts):
+        batch = texts[first : first + max(1, POSITIONS // max(map(len, texts[first : first + 64])))][:64]
         yield batch
-        at += len(batch)
+        first += len(batch)
 
 
-def _log_probabilities(model: PreTrainedModel, batch: Sequence[Sequence[int]]) -> list[Tensor]:
-    """(T, V) float32 for each text. Texts are padded on the right, where causal attention does not look."""
+def _log_probabilities(model: PreTrainedModel, batch: Texts) -> list[Tensor]:
+    """Return (T, V) float32 for each text. Texts are padded on the right, which causal attention does not see."""
     import torch
 
     width = max(map(len, batch))
@@ -117,30 +120,27 @@ def _log_probabilities(model: PreTrainedModel, batch: Sequence[Sequence[int]]) -
     return [row[: len(text)].float().log_softmax(-1) for row, text in zip(logits, batch, strict=True)]
 
 
-def _sums(
-    full: list[Tensor], quantized: PreTrainedModel, batch: Sequence[Sequence[int]]
-) -> list[tuple[float, int, int]]:
-    """Of each text: its divergence summed over positions, positions with one likeliest token, positions."""
+def _compare(full: list[Tensor], quantized: PreTrainedModel, batch: Texts) -> Iterator[Sums]:
     import torch
 
-    found = []
-    for p, q in zip(full, _log_probabilities(quantized, batch), strict=True):
-        divergence = torch.nn.functional.kl_div(
-            q.double(), p.to(q.device).double(), reduction="sum", log_target=True
-        ).item()
-        found.append((divergence, int((p.to(q.device).argmax(-1) == q.argmax(-1)).sum()), len(q)))
-    return found
+    answers = _log_probabilities(quantized, batch)
+    for p, q in zip((values.to(quantized.device) for values in full), answers, strict=True):
+        divergence = torch.nn.functional.kl_div(q.double(), p.double(), reduction="sum", log_target=True).item()
+        yield divergence, int((p.argmax(-1) == q.argmax(-1)).sum()), len(q)
 
 
-def _summed(rows: list[tuple[float, int, int]]) -> Behaviour:
+def _summary(rows: list[Sums]) -> Behaviour:
     if len(rows) < 2:
-        raise ValueError(f"got {len(rows)} texts, but two are needed for a standard error")
+        raise ValueError(f"A standard error needs two texts, but there are {len(rows)}.")
     kl, agreement = (_ratio([row[i] for row in rows], [row[2] for row in rows]) for i in (0, 1))
     return Behaviour(*kl, *agreement, len(rows), sum(row[2] for row in rows))
 
 
 def _ratio(sums: list[float], sizes: list[int]) -> tuple[float, float]:
-    """Mean over positions and its standard error over texts. Source: Cochran, Sampling Techniques, 3rd ed., equation 6.13."""
+    """Return the mean over positions and its standard error over texts.
+
+    Source: Cochran, Sampling Techniques, 3rd ed., equation 6.13.
+    """
     n, mean = len(sums), sum(sums) / sum(sizes)
     spread = sum((part - mean * size) ** 2 for part, size in zip(sums, sizes, strict=True)) / (n - 1)
     return mean, math.sqrt(spread / n) / (sum(sizes) / n)

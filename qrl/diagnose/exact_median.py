@@ -1,4 +1,7 @@
-"""The second look at a float32 matrix, whose patterns are ranges: at sizes near its median and near the outliers' threshold only."""
+"""The second pass over a float32 matrix, for sizes near its median and near the outliers' threshold only.
+
+The first pass counts float32 weights in ranges of sizes (`patterns`), which brackets both without giving them.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ if TYPE_CHECKING:
     from qrl.diagnose.patterns import Sorted
 
 
-class Closer:
-    """Median and outliers of a float32 matrix, exactly; looks at different rows add up by `merge`.
+class ExactMedian:
+    """Median and outliers of a float32 matrix, exact; passes over different rows add up by `merge`.
 
     Args:
         sizes: of the whole matrix.
@@ -28,14 +31,14 @@ class Closer:
         self.above = 0
 
     def add(self, block: Tensor) -> None:
-        """Takes in rows (R, I), each row of the matrix once."""
+        """Add rows (R, I), each row of the matrix once."""
         sizes = block.float().abs().flatten()
         self.middle.append(sizes[(sizes >= self.low) & (sizes < self.high)].cpu())
         self.near.append(sizes[(sizes >= self.edges[0]) & (sizes < self.edges[1])].cpu())
         self.above += int((sizes >= self.edges[1]).sum())
 
-    def merge(self, other: Closer) -> None:
-        """Takes in what another look at the same matrix has seen."""
+    def merge(self, other: ExactMedian) -> None:
+        """Add the rows of another pass over the same matrix."""
         self.middle += other.middle
         self.near += other.near
         self.above += other.above

@@ -1,16 +1,17 @@
-"""How far training moved the weights, and whether a storage in few bits can see it.
+"""How far training moved the weights, and whether a storage in few bits can represent the move.
 
-W is a matrix before training, W' after it, Δ = W' - W its *update*. Q(W) is what a scheme stores of W, as a matrix again.
+W is a matrix before training, W' after it, Δ = W' - W its *update*. Q(W) is what a scheme stores of W, as a matrix.
 
 - relative change: ‖Δ‖ / ‖W‖, Frobenius norms.
-- unchanged: the share of weights that training left bit for bit as they were; sparsity: those with |Δ| ≤ 1e-5, the tolerance of
-  Mukherjee et al. (arXiv 2505.11711), who found that RL changes a small part of the weights only.
+- unchanged: the share of weights that training left bit for bit as they were; sparsity: the share with |Δ| ≤ 1e-5, the
+  tolerance of Mukherjee et al. (arXiv 2505.11711), who found that RL changes only a small part of the weights.
 - effective rank of Δ: see `rank`.
-- code-flip rate: the share of codes that differ between Q(W) and Q(W'), each quantized on its own, scales and all.
-- update survival: ‖Q(W') - Q(W)‖ / ‖Δ‖. 0 means that both are stored as the same matrix; 1 that the stored update is as long as the
-  true one. It can be far above 1: two roundings are noise of their own, as long as a step of the grid, however small the update.
-- update cosine: of the angle between Q(W') - Q(W) and Δ. This is what tells an update that is stored from noise that is as long.
-- update projection: their product, <Q(W') - Q(W), Δ> / ‖Δ‖²: 1 where the update is stored in full, whatever noise lies about it.
+- code-flip rate: the share of codes that differ between Q(W) and Q(W'), each quantized on its own, scales included.
+- update survival: ‖Q(W') - Q(W)‖ / ‖Δ‖. 0 means that both are stored as the same matrix; 1 that the stored update is as
+  long as the true one. It can be far above 1: two roundings add noise as long as a step of the grid, however small the
+  update.
+- update cosine: of the angle between Q(W') - Q(W) and Δ. It separates a stored update from noise of the same length.
+- update projection: their product, <Q(W') - Q(W), Δ> / ‖Δ‖²: 1 where the update is stored in full, whatever the noise.
 
 The last four have no source: they are this project's own.
 """
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from qrl import checkpoint
 from qrl.diagnose import rank, weights
-from qrl.diagnose.sweep import BLOCK, sweep
+from qrl.diagnose.sweep import BLOCK, Sources, sweep
 from qrl.errors import BadInput
 from qrl.formats import rtn
 from qrl.formats.stream import Rows
@@ -36,9 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOLERANCE = 1e-5  # of sparsity
-RANK_NUMEL = (
-    1 << 26
-)  # the largest update whose rank is measured, so that no more lies in memory; heads of large models are above
+RANK_NUMEL = 1 << 26  # the largest update with a measured rank, which limits memory; heads of large models exceed it
 
 
 @dataclass
@@ -56,7 +55,7 @@ class Change:
     broken: int = 0  # NaN or infinite, in both together
 
     def add(self, before: Tensor, after: Tensor, stored: tuple[Tensor, Tensor], flips: int) -> None:
-        """Takes in rows (R, I) of W and W', of Q(W) and Q(W'), and how many of their codes differ."""
+        """Add rows (R, I) of W and W', of Q(W) and Q(W'), and how many of their codes differ."""
         import torch
 
         old, new = before.float(), after.float()
@@ -73,12 +72,12 @@ class Change:
             self.broken += sum(values.numel() - int(values.isfinite().sum()) for values in (old, new))
 
     def merge(self, other: Change) -> None:
-        """Takes in other rows of the same matrix."""
+        """Add other rows of the same matrix."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def result(self) -> dict[str, float]:
-        """The measures above; NaN where nothing moved that could survive."""
+        """Return the measures above, NaN where they would divide by zero."""
         lengths = math.sqrt(self.stored) * math.sqrt(self.change)
         return {
             "numel": self.numel,
@@ -104,39 +103,33 @@ def movement(
     device: str = "cpu",
     progress: Callable[[int], object] = lambda n: None,
 ) -> pandas.DataFrame:
-    """How far training moved every weight matrix, and what the round-to-nearest proxy sees of it.
+    """Measure how far training moved every weight matrix, and what the round-to-nearest proxy stores of that.
 
     Args:
         base, trained: full-precision checkpoint folders of one architecture.
-        bits, group_size: of the proxy; each checkpoint is coded under its own scales.
-        embeddings: as in `weights.measure`.
-        ranks: measure effective ranks, too, which takes longer than all the rest.
-        device: "cpu" or "cuda".
-        progress: called with 1 after each pair of matrices.
+        bits, group_size, embeddings, device, progress: as in `weights.measure`; each checkpoint has its own scales.
+        ranks: measure effective ranks too, which takes longer than all the rest.
 
     Returns:
         A row per matrix: tensor, layer, projection, and `Change.result`; with `ranks` effective_rank and its stderr.
 
     Raises:
-        BadInput: a quantized checkpoint, or two that differ in tensors or shapes; the sentence lists the difference; or a matrix
-            holds NaN or infinity.
+        BadInput: a checkpoint is quantized, the two differ in tensors or shapes, or a matrix contains NaN or infinity.
     """
     import pandas
 
     check_same(base, trained)
-    pairs = paired(base, trained, embeddings)
+    after = dict(weights.matrices(trained, embeddings))
+    pairs = [(name, [*own, *after[name]]) for name, own in weights.matrices(base, embeddings) if name in after]
 
-    def add(found: Change, _: int, before: Tensor, after: Tensor) -> None:
-        codes = [rtn.encode(block, bits, group_size) for block in (before, after)]
-        stored = tuple(rtn.decode(*coded, before.shape[1]) for coded in codes)
-        found.add(before, after, stored, int((codes[0][0] != codes[1][0]).sum()))
+    def add(change: Change, _: int, *blocks: Tensor) -> None:
+        codes = [rtn.encode(block, bits, group_size) for block in blocks]
+        stored = tuple(rtn.decode(*coded, blocks[0].shape[1]) for coded in codes)
+        change.add(*blocks, stored, int((codes[0][0] != codes[1][0]).sum()))
 
     rows = []
     for name, change in sweep(pairs, lambda _: Change(), add, device=device):
-        if change.broken:
-            raise BadInput(
-                f"{name} of {base} and {trained} holds {change.broken:,} values that are NaN or infinite: the training that wrote it went wrong."
-            )
+        weights.check_finite(name, f"{base} and {trained}", change.broken)
         rows.append(weights.place(name) | change.result())
         progress(1)
     if ranks:
@@ -145,68 +138,54 @@ def movement(
 
 
 def check_same(base: Path | str, trained: Path | str) -> None:
-    """Refuses two checkpoints that differ in tensors or shapes, and lists the difference."""
+    """Raise BadInput if two checkpoints differ in tensors or shapes; the sentence lists the difference."""
     shapes = [{name: entry.shape for name, entry in checkpoint.entries(path).items()} for path in (base, trained)]
     for shape, path in zip(shapes, (base, trained), strict=True):  # a tied head may be stored or not
-        if weights.HEAD in shape and (checkpoint.config(path).get("tie_word_embeddings")):
-            del shape[weights.HEAD]
-    differing = sorted(
-        name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name)
-    )
+        if checkpoint.config(path).get("tie_word_embeddings"):
+            shape.pop(weights.HEAD, None)
+    pairs = {name: [shape.get(name) for shape in shapes] for name in sorted(shapes[0].keys() | shapes[1].keys())}
+    differing = [f"{name} ({_shape(old)} and {_shape(new)})" for name, (old, new) in pairs.items() if old != new]
     if differing:
-        shown = ", ".join(
-            f"{name} ({_shape(shapes[0].get(name))} and {_shape(shapes[1].get(name))})" for name in differing[:3]
-        )
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise BadInput(
-            f"{base} and {trained} are not one architecture: {shown}{more} differ; compare a model with its own base."
+            f"{base} and {trained} do not have the same architecture: {', '.join(differing[:3])}{more} differ. "
+            "Compare a model with its own base."
         )
-
-
-def paired(base: Path | str, trained: Path | str, embeddings: bool = False) -> list:
-    """The matrices of two checkpoints side by side, as `sweep` takes them."""
-    after = dict(weights.matrices(trained, embeddings))
-    return [(name, [*sources, *after[name]]) for name, sources in weights.matrices(base, embeddings) if name in after]
 
 
 def totals(moved: pandas.DataFrame) -> dict[str, float]:
-    """What all rows of `movement` say together: the shares, and survival, cosine and projection of the update.
+    """Summarize the rows of `movement`: shares of weights, and survival, cosine and projection of the whole update.
 
     Shares count every weight alike; norms are those of all matrices as one long vector.
     """
-    share = moved["numel"] / moved["numel"].sum()
-    change = moved["change_norm"]
+    share, change = moved["numel"] / moved["numel"].sum(), moved["change_norm"]
+    shares = [name for name in ("code_flip_rate", "unchanged_frac", "delta_sparsity") if name in moved]
     stored = (moved["update_survival"] * change).fillna(0)
-    lengths = float((change**2).sum()) ** 0.5, float((stored**2).sum()) ** 0.5
     product = float((moved["update_cosine"] * stored * change).fillna(0).sum())
-    return {
-        **{
-            name: float((moved[name] * share).sum())
-            for name in ("code_flip_rate", "unchanged_frac", "delta_sparsity")
-            if name in moved
-        },
-        "update_survival": lengths[1] / lengths[0] if lengths[0] else math.nan,
-        "update_cosine": product / (lengths[0] * lengths[1]) if lengths[0] * lengths[1] else math.nan,
-        "update_projection": product / lengths[0] ** 2 if lengths[0] else math.nan,
+    true_length, stored_length = float((change**2).sum()) ** 0.5, float((stored**2).sum()) ** 0.5
+    lengths = true_length * stored_length
+    return {name: float((moved[name] * share).sum()) for name in shares} | {
+        "update_survival": stored_length / true_length if true_length else math.nan,
+        "update_cosine": product / lengths if lengths else math.nan,
+        "update_projection": product / true_length**2 if true_length else math.nan,
     }
 
 
-def _rank(sources: list, device: str) -> dict[str, float]:
+def _rank(sources: Sources, device: str) -> dict[str, float]:
     import torch
 
     entry = sources[0][1]
     if entry.numel > RANK_NUMEL:
         return {"effective_rank": math.nan, "effective_rank_stderr": math.nan}
     delta, first = torch.empty(entry.shape, dtype=torch.float32, device=device), 0
-    step = max(1, BLOCK["cpu"] // entry.shape[1])
     with ExitStack() as opened:
-        readers = [(opened.enter_context(closing(Rows(folder, device))), each) for folder, each in sources]
-        for part in delta.split(step):  # filled block by block, so that neither matrix lies beside it
-            before, after = (rows.read(each, first, first + len(part)).float() for rows, each in readers)
+        readers = [(opened.enter_context(closing(Rows(folder, device))), stored) for folder, stored in sources]
+        # Filled block by block, so that neither matrix is in memory beside it.
+        for part in delta.split(max(1, BLOCK["cpu"] // entry.shape[1])):
+            before, after = (rows.read(stored, first, first + len(part)).float() for rows, stored in readers)
             torch.sub(after, before, out=part)
             first += len(part)
-    found, stderr = rank.effective(delta)
-    return {"effective_rank": found, "effective_rank_stderr": stderr}
+    return dict(zip(("effective_rank", "effective_rank_stderr"), rank.effective(delta), strict=True))
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
@@ -214,7 +193,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def _sum_of_squares(values: Tensor) -> float:
-    """In float64, from sums over rows in float32, which is a tenth of the time of converting every weight."""
+    """Return Σ v² in float64 from sums over rows in float32, in a tenth of the time of converting every weight."""
     import torch
 
     return torch.linalg.vector_norm(values, dim=-1).double().square().sum().item()

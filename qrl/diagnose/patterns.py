@@ -1,7 +1,7 @@
-"""How often each pattern of bits occurs among the weights of a matrix.
+"""Counts of the bit patterns among the weights of a matrix.
 
-Sixteen bits have 65,536 patterns, so their counts say all there is to say of single weights, exactly: mean, median, quantiles,
-kurtosis, outliers. Of float32 the upper sixteen bits of |w| are counted: ranges of sizes, each 1/256 wide.
+Sixteen bits have 65,536 patterns, so their counts determine every statistic of single weights exactly: mean, median,
+quantiles, kurtosis, outliers. Of float32 the upper sixteen bits of |w| are counted: ranges of sizes, each 1/256 wide.
 """
 
 from __future__ import annotations
@@ -27,43 +27,38 @@ class Counts:
         self.of: Tensor | None = None  # (65536,) int64
 
     def add(self, block: Tensor, scratch: Tensor | None = None) -> None:
-        """Takes in weights as stored.
+        """Count weights as stored.
 
         Args:
             block: any shape.
-            scratch: int32, as many at least: where patterns are written, so that no memory is asked for.
+            scratch: int32, at least as many elements, to write patterns to without allocating memory.
         """
         import torch
 
         self.dtype = block.dtype
-        found = (
-            torch.empty(block.numel(), dtype=torch.int32, device=block.device)
-            if scratch is None
-            else scratch[: block.numel()]
-        )
+        if scratch is None:
+            scratch = torch.empty(block.numel(), dtype=torch.int32, device=block.device)
+        patterns = scratch[: block.numel()]
         if self.exact():
-            found.copy_(block.view(torch.uint16).flatten())
+            patterns.copy_(block.view(torch.uint16).flatten())
         else:
-            torch.bitwise_and(block.float().view(torch.int32).flatten(), 0x7FFFFFFF, out=found).bitwise_right_shift_(
-                _SHIFT
-            )
-        counts = torch.bincount(found, minlength=PATTERNS)
+            bits = block.float().view(torch.int32).flatten()
+            torch.bitwise_and(bits, 0x7FFFFFFF, out=patterns).bitwise_right_shift_(_SHIFT)
+        counts = torch.bincount(patterns, minlength=PATTERNS)
         self.of = counts if self.of is None else self.of.add_(counts)
 
     def merge(self, other: Counts) -> None:
-        """Takes in what was counted elsewhere."""
-        self.dtype, counts = (
-            other.dtype,
-            other.of.cpu(),
-        )  # each thread has a queue of its own on a GPU: nothing of it is shared
+        """Add counts of other rows."""
+        self.dtype = other.dtype
+        counts = other.of.cpu()  # on a GPU each thread has a queue of its own, and tensors are not shared
         self.of = counts if self.of is None else self.of.add_(counts)
 
     def exact(self) -> bool:
-        """Whether a pattern is one weight, not a range of them."""
+        """Return whether a pattern is one weight, not a range of them."""
         return self.dtype.itemsize == 2
 
     def sorted(self) -> Sorted:
-        """What was counted, by size."""
+        """Return the weights that occur, by size."""
         values, order, finite = _by_size(self.dtype)
         counts = self.of.cpu()[order]
         there = counts.nonzero().flatten()
@@ -81,25 +76,24 @@ class Sorted:
 
     @property
     def n(self) -> int:
-        """Weights in all."""
+        """The number of weights."""
         return int(self.counts.sum())
 
     def above(self, size: float) -> int:
-        """How many |w| are larger; a range counts by its lower end."""
+        """Return how many |w| are larger; a range counts by its lower end."""
         return int(self.counts[self.values.abs() > size].sum())
 
     def median_range(self) -> tuple[float, float, int]:
-        """Sizes between which the lower median of |w| lies, low ≤ median < high, and how many weights are below low."""
+        """Return low and high with low ≤ lower median of |w| < high, and how many weights are below low."""
         at = _at(self.counts.cumsum(0), (self.n - 1) // 2)
         low = self.values[at].abs().item()
-        return low, low if self.exact else _end_of_range(low), int(self.counts[:at].sum())
+        return low, low if self.exact else _next_range(low), int(self.counts[:at].sum())
 
     def quantiles(self, shares: dict[str, float]) -> dict[str, float]:
-        """By name, the smallest |w| that this share of weights does not exceed; of float32 up to 1/256 too small."""
+        """Return by name the |w| that this share of weights does not exceed; of float32 up to 1/256 too small."""
         below = self.counts.cumsum(0)
-        return {
-            name: self.values[_at(below, math.ceil(share * self.n) - 1)].abs().item() for name, share in shares.items()
-        }
+        ranks = {name: math.ceil(share * self.n) - 1 for name, share in shares.items()}
+        return {name: self.values[_at(below, rank)].abs().item() for name, rank in ranks.items()}
 
 
 def _at(below: Tensor, rank: int) -> int:
@@ -109,28 +103,22 @@ def _at(below: Tensor, rank: int) -> int:
 
 
 @cache
-def values_of(dtype: torch.dtype) -> Tensor:
-    """(65536,) float64: the weight that each pattern stands for; of float32 the smallest |w| of each range."""
-    import torch
-
-    every = torch.arange(PATTERNS, dtype=torch.int32)
-    if dtype.itemsize == 2:
-        return every.to(torch.int16).view(dtype).double()
-    return (every << _SHIFT).view(torch.float32).double()
-
-
-@cache
 def _by_size(dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
-    """Values by size, those that are no numbers last; which pattern each is of; how many are numbers: (65536,) and (65536,)."""
+    """Return the weight of each pattern by size, NaN and infinity last; its pattern; and how many are finite.
+
+    The first two are (65536,), float64 and int64; of float32 a weight is the smallest |w| of its range.
+    """
     import torch
 
-    values = values_of(dtype)
+    patterns = torch.arange(PATTERNS, dtype=torch.int32)
+    stored = patterns.to(torch.int16).view(dtype) if dtype.itemsize == 2 else (patterns << _SHIFT).view(torch.float32)
+    values = stored.double()
     order = values.abs().nan_to_num(math.inf, posinf=math.inf).sort(stable=True).indices
     return values[order], order, int(torch.isfinite(values).sum())
 
 
-def _end_of_range(low: float) -> float:
-    """The size at which the next range of float32 begins."""
+def _next_range(low: float) -> float:
+    """Return the size at which the next range of float32 begins."""
     import torch
 
     bits = torch.tensor(low, dtype=torch.float32).view(torch.int32) + (1 << _SHIFT)

@@ -1,12 +1,14 @@
 """Effective rank: over how many directions the energy of a matrix spreads.
 
-With singular values σ_i and p_i = σ_i² / Σσ² it is exp(-Σ p_i ln p_i): 1 for an outer product, n where n singular values are equal and
-the others 0. Source: Roy & Vetterli, EUSIPCO 2007, definition 1, there with σ_i in place of σ_i²; with squares it is the exponential
-of the von Neumann entropy of ΔΔᵀ / tr ΔΔᵀ, and can be estimated where a decomposition would take minutes a matrix.
+With singular values σ_i and p_i = σ_i² / Σσ² it is exp(-Σ p_i ln p_i): 1 for an outer product, n where n singular
+values are equal and the others 0. Source: Roy & Vetterli, EUSIPCO 2007, definition 1, there with σ_i in place of σ_i².
+With squares it is the exponential of the von Neumann entropy of ΔΔᵀ / tr ΔΔᵀ, and can be estimated where a
+decomposition would take minutes per matrix.
 
-Small matrices are taken apart exactly. For larger ones Σσ² and Σσ² ln σ², traces of functions of ΔΔᵀ, are estimated by stochastic
-Lanczos quadrature (Ubaru, Chen & Saad, SIAM J. Matrix Anal. Appl. 38(4), 2017): 16 random vectors, 24 steps. The standard error
-over the vectors is given beside the estimate; tests hold it within 3 of them plus 1 % of the exact value.
+Small matrices are decomposed exactly. For larger ones Σσ² and Σσ² ln σ², traces of functions of ΔΔᵀ, are estimated by
+stochastic Lanczos quadrature (Ubaru, Chen & Saad, SIAM J. Matrix Anal. Appl. 38(4), 2017) with 16 random vectors and 24
+steps. The standard error over the vectors comes with the estimate; tests check that the estimate is within 3 of them
+plus 1 % of the exact value.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-EXACT = 512  # the smaller side up to which a matrix is taken apart
+EXACT = 512  # the smaller side up to which a matrix is decomposed
 VECTORS, STEPS = 16, 24
 
 
 def effective(matrix: Tensor, exact: int = EXACT) -> tuple[float, float]:
-    """Effective rank of a matrix, and its standard error.
+    """Return the effective rank of a matrix, and its standard error.
 
     Args:
         matrix: (O, I) float32.
-        exact: the smaller side up to which the answer is exact, with standard error 0.
+        exact: the smaller side up to which the result is exact, with standard error 0.
 
     Returns:
         Between 1 and min(O, I), give or take the standard error; 0 for a matrix of zeros.
@@ -34,7 +36,7 @@ def effective(matrix: Tensor, exact: int = EXACT) -> tuple[float, float]:
     import torch
 
     matrix = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    largest = max(each.abs() for each in torch.aminmax(matrix))
+    largest = max(end.abs() for end in torch.aminmax(matrix))
     if largest == 0:
         return 0.0, 0.0
     if matrix.shape[0] <= exact:
@@ -45,23 +47,24 @@ def effective(matrix: Tensor, exact: int = EXACT) -> tuple[float, float]:
     whole = _from_sums(*sums.mean(1).tolist())
     without = [_from_sums(*((sums.sum(1) - sums[:, i]) / (VECTORS - 1)).tolist()) for i in range(VECTORS)]
     middle = sum(without) / VECTORS
-    return whole, math.sqrt((VECTORS - 1) / VECTORS * sum((each - middle) ** 2 for each in without))  # the jackknife's
+    jackknife = (VECTORS - 1) / VECTORS * sum((value - middle) ** 2 for value in without)
+    return whole, math.sqrt(jackknife)
 
 
 def _from_sums(power: float, weighted: float) -> float:
-    """exp of the entropy from Σσ² and Σσ² ln σ²."""
+    """Return exp of the entropy from Σσ² and Σσ² ln σ²."""
     return math.exp(math.log(power) - weighted / power)
 
 
 def _integrands(squares: Tensor) -> Tensor:
-    """σ² and σ² ln σ², as (2, …); both are 0 at 0."""
+    """Return σ² and σ² ln σ², as (2, …); both are 0 at 0."""
     import torch
 
     return torch.stack([squares, torch.special.xlogy(squares, squares)])
 
 
 def _quadrature(matrix: Tensor, largest: Tensor) -> Tensor:
-    """Each vector's estimate of Σσ² and Σσ² ln σ² of the matrix over its largest entry: (2, VECTORS) float64."""
+    """Return each vector's estimate of Σσ² and Σσ² ln σ² of the matrix over its largest entry: (2, VECTORS) float64."""
     import torch
 
     side = matrix.shape[0]
@@ -73,13 +76,12 @@ def _quadrature(matrix: Tensor, largest: Tensor) -> Tensor:
         basis[step] = vector
         vector = matrix @ (matrix.T @ vector / largest) / largest
         diagonal[step] = (basis[step] * vector).sum(0).double().cpu()
-        for _ in range(2):  # against every vector so far, twice: float32 forgets that they are orthogonal
+        for _ in range(2):  # orthogonalized twice: in float32 once is not enough
             overlap = torch.einsum("jdk,dk->jk", basis[: step + 1], vector)
             vector = vector - torch.einsum("jdk,jk->dk", basis[: step + 1], overlap)
         length = vector.norm(dim=0)
-        length = torch.where(
-            length > 1e-6 * diagonal[: step + 1].amax(0).to(length), length, 0.0
-        )  # the space is exhausted
+        smallest = 1e-6 * diagonal[: step + 1].amax(0).to(length)  # below it the space is exhausted
+        length = torch.where(length > smallest, length, 0.0)
         beside[step] = length.double().cpu()
         vector = torch.where(length > 0, vector / length, 0.0)
     inner = torch.diag_embed(diagonal.T) + sum(torch.diag_embed(beside.T[:, :-1], offset=at) for at in (1, -1))

@@ -1,7 +1,7 @@
-"""Walks through the matrices of checkpoints in blocks of rows, on every thread that torch would use.
+"""A walk through the matrices of checkpoints in blocks of rows, on as many threads as torch would use.
 
-Each thread works on rows of its own with operations that are not split any further: blocks are small enough for a
-processor's cache, and an operation on one is over before a second thread could be told of it.
+Each thread works on rows of its own with operations that are not split further: a block fits into a processor's cache,
+and an operation on one ends before a second thread could be woken for it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from qrl.formats.stream import Rows
 
 T = TypeVar("T")
 Sources = Sequence[tuple[Path | str, Entry]]  # the same matrix in one or more checkpoints
-BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # weights looked at together
-PIECE = 1 << 23  # weights, at most, that one thread takes at a time
+BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # weights processed together
+PIECE = 1 << 23  # weights, at most, in one thread's share
 GPU_READERS = 4  # threads that feed a GPU
 
 
@@ -31,32 +31,32 @@ def sweep(
     *,
     device: str = "cpu",
 ) -> Iterator[tuple[str, T]]:
-    """Feeds every matrix, block by block, into an accumulator with a method `merge`. Not to be nested: the inner one has one thread.
+    """Feed every matrix, block by block, into an accumulator with a method `merge`.
+
+    Do not nest two sweeps: the inner one has one thread.
 
     Args:
         matrices: name and, for each checkpoint, folder and entry of the matrix (O, I).
         start: makes an empty accumulator for a name.
-        add: called with an accumulator, the number of the first row, and the rows (R, I) from each checkpoint, as stored.
-        device: where rows are handed over.
+        add: called with an accumulator, the number of the first row, and the rows (R, I) from each checkpoint, as
+            stored.
+        device: where the rows are to be.
 
     Yields:
-        Each name with its accumulator, complete, in the order given.
+        Each name with its complete accumulator, in the order of `matrices`.
     """
     pieces = [(name, sources, rows) for name, sources in matrices for rows in _pieces(sources[0][1], BLOCK[device])]
-    with _pool(device) as (run, readers, stream):
+    with _pool(device) as (run, reader, stream):
 
         def work(piece: tuple[str, Sources, range]) -> tuple[str, T]:
             name, sources, rows = piece
-            found = start(name)
+            accumulator = start(name)
             with stream():
                 for first in rows:
                     last = min(first + rows.step, rows.stop)
-                    add(
-                        found,
-                        first,
-                        *(readers(i, folder).read(entry, first, last) for i, (folder, entry) in enumerate(sources)),
-                    )
-            return name, found
+                    blocks = (reader(i, folder).read(entry, first, last) for i, (folder, entry) in enumerate(sources))
+                    add(accumulator, first, *blocks)
+            return name, accumulator
 
         for name, parts in groupby(run(work, pieces), key=lambda part: part[0]):
             whole = start(name)
@@ -66,7 +66,7 @@ def sweep(
 
 
 def _pieces(entry: Entry, block: int) -> Iterator[range]:
-    """Ranges of rows, a thread's share each, whose step is the rows of a block."""
+    """Yield each thread's share as a range of rows, in steps of a block's rows."""
     rows, width = entry.shape
     step = max(1, block // max(width, 1))
     share = step * max(1, PIECE // max(step * width, 1))
@@ -76,20 +76,20 @@ def _pieces(entry: Entry, block: int) -> Iterator[range]:
 
 @contextmanager
 def _pool(device: str) -> Iterator[tuple[Callable, Callable, Callable]]:
-    """A way to run work on all threads in order, and the calling thread's own: its reader of a folder, and its queue on a GPU."""
+    """Yield a `map` over all threads, and each thread's own reader of a folder and queue on a GPU."""
     import torch
 
     own, opened = threading.local(), []
 
-    def readers(which: int, folder: Path | str) -> Rows:
-        found = own.__dict__.setdefault("readers", {})
-        if (which, folder) not in found:
-            found[which, folder] = Rows(folder, device)
-            opened.append(found[which, folder])
-        return found[which, folder]
+    def reader(which: int, folder: Path | str) -> Rows:
+        readers = own.__dict__.setdefault("readers", {})
+        if (which, folder) not in readers:
+            readers[which, folder] = Rows(folder, device)
+            opened.append(readers[which, folder])
+        return readers[which, folder]
 
     def stream() -> AbstractContextManager:
-        """Work of other threads is not waited for: while one thread's block is measured, another's is read."""
+        """Let one thread's block be measured while another's is read."""
         if device == "cpu":
             return nullcontext()
         if "stream" not in own.__dict__:
@@ -98,13 +98,13 @@ def _pool(device: str) -> Iterator[tuple[Callable, Callable, Callable]]:
 
     before = torch.get_num_threads()
     threads = GPU_READERS if device == "cuda" else before
-    torch.set_num_threads(1)  # here, too: torch's own second thread would spin on a processor that a reader could use
+    torch.set_num_threads(1)  # here too: a second thread of torch's would occupy a core that a reader could use
     executor = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) if threads > 1 else None
     try:
-        yield (executor.map if executor else map), readers, stream
+        yield (executor.map if executor else map), reader, stream
     finally:
         if executor:
             executor.shutdown(cancel_futures=True)
         torch.set_num_threads(before)
-        for reader in opened:
-            reader.close()
+        for rows in opened:
+            rows.close()

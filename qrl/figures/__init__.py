@@ -1,9 +1,11 @@
-"""Every plot. A title states what was found; colours are Okabe and Ito's, told apart by the colour-blind; n is on the page.
+"""Every plot. A title states the finding, colours are Okabe and Ito's (safe for the colour-blind), n is given.
 
-matplotlib is loaded on first use, without pyplot and so without a display or global state. PNGs appear whole or not at all.
+matplotlib is loaded on first use, without pyplot, and so without a display or global state. PNGs appear whole or
+not at all.
 """
 
 from qrl.figures.benchmark import speeds
+from qrl.figures.cards import Gate
 from qrl.figures.comparison import matrix, survival
 from qrl.figures.distribution import spread
 from qrl.figures.divergence import behaviour
@@ -11,10 +13,12 @@ from qrl.figures.heatmaps import movement, schemes
 from qrl.figures.plan import chances
 from qrl.figures.ranking import methods
 from qrl.figures.rewards import training
-from qrl.figures.study import report, weights_page
+from qrl.figures.study import Study, report, weights_page
 from qrl.figures.weights import layer_error
 
 __all__ = [
+    "Gate",
+    "Study",
     "behaviour",
     "chances",
     "layer_error",

@@ -1,34 +1,31 @@
-"""A page to draw on: titles that state what was found, colours that the colour-blind tell apart, files that appear whole."""
+"""The canvas of PNGs: titles that state the finding, colours safe for the colour-blind, files that appear whole."""
 
 from __future__ import annotations
 
-import os
 import re
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from qrl.names import BASE
+from qrl.workspace import written_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INK, FAINT, GRID = "#222222", "#6b6b6b", "#e4e4e4"
-GREY, BLUE, ORANGE, GREEN, PURPLE, SKY, RED = (
-    "#7f7f7f",
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-)
+GREY, BLUE, ORANGE, GREEN = "#7f7f7f", "#0072B2", "#E69F00", "#009E73"
+PURPLE, SKY, RED = "#CC79A7", "#56B4E9", "#D55E00"
 VARIANTS = (GREY, BLUE, ORANGE, GREEN, PURPLE)  # base is grey, the first trained variant blue
+LEGEND = {"frameon": False, "loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}  # above the panel
 
 
 def canvas(width: float, height: float, rows: int = 1, heights: list[float] | None = None) -> tuple[Figure, Any]:
-    """A figure with one panel above the other, and its axes."""
+    """Return a figure with one panel above the other, and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
@@ -39,7 +36,7 @@ def canvas(width: float, height: float, rows: int = 1, heights: list[float] | No
 
 
 def dress(axes: Axes) -> None:
-    """The look of every panel."""
+    """Give a panel the look that all panels share."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(colors=INK, length=3)
@@ -47,25 +44,26 @@ def dress(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
+def base_first(variants: Iterable[str]) -> list[str]:
+    """Return the variants in the order of their colours: base, then the others by name."""
+    return [BASE, *sorted(set(variants) - {BASE})]
+
+
 def wrapped(title: str, width: float) -> str:
-    """A title in lines that fit, its intervals whole.
+    """Break a title into lines that fit, and keep its intervals whole.
 
     Args:
         title: in one line.
         width: of the figure, in inches.
     """
-    return textwrap.fill(
-        re.sub(r"\[[^]]*\]", lambda found: found[0].replace(" ", "\u00a0"), title), width=int(9.1 * width)
-    )
+    unbroken = re.sub(r"\[[^]]*\]", lambda interval: interval[0].replace(" ", "\u00a0"), title)
+    return textwrap.fill(unbroken, width=int(9.1 * width))
 
 
 def finish(figure: Figure, axes: Axes, title: str, note: str, path: str | Path) -> None:
-    """Title above, note below, file by rename."""
+    """Put the title above and the note below, and write the file, whole or not at all."""
     title = wrapped(title, figure.get_figwidth())
     figure.suptitle(title, x=0.01, ha="left", size=13, weight="bold", color=INK)
     figure.supxlabel(note, x=0.01, ha="left", size=8.5, color=FAINT)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, format="png", dpi=150)
-    os.replace(partial, path)
+    with written_whole(Path(path)) as partial:
+        figure.savefig(partial, format="png", dpi=150)

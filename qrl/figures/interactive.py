@@ -1,135 +1,103 @@
-"""plotly's figures of weights and of what models say, as plain mappings: maps to point at, dots that tell their matrix."""
+"""plotly's figures of weights and next-token distributions, as plain mappings; pointing shows matrix and value."""
 
 from __future__ import annotations
 
 import pandas as pd
 
-from qrl.figures import divergence as speech
-from qrl.figures import heatmaps
-from qrl.figures.canvas import VARIANTS
+from qrl.figures import divergence, heatmaps
+from qrl.figures.canvas import VARIANTS, base_first
 from qrl.figures.page import Section, laid, numbers
-from qrl.figures.weights import bits
-from qrl.names import BASE
+from qrl.figures.weights import bits, error_column
 
-DIFFERENCES = [
-    [0, "#2d004b"],
-    [0.25, "#998ec3"],
-    [0.5, "#f7f7f7"],
-    [0.75, "#f1a340"],
-    [1, "#7f3b08"],
-]  # PuOr, as in the PNGs
+DIFFERENCES = [[0, "#2d004b"], [0.25, "#998ec3"], [0.5, "#f7f7f7"], [0.75, "#f1a340"], [1, "#7f3b08"]]  # PuOr
 SYMBOLS = ("circle", "square", "triangle-up", "diamond", "cross")
-READ = "Point at a cell for its matrix and value; drag to enlarge, double-click to return."
+READ = "In the figures, point at a mark for its values; drag to enlarge, double-click to go back."
 
 
-def sections(weights: pd.DataFrame, stored: pd.DataFrame, said: pd.DataFrame) -> list[Section]:
-    """The parts of a page that `diagnose` knows of.
+def sections(weights: pd.DataFrame, stored: pd.DataFrame, behaviour: pd.DataFrame) -> list[Section]:
+    """Return the parts of a page that show what `diagnose` measured.
 
     Args:
         weights: a row per variant and tensor, as `diagnose` writes them.
         stored: a row per scheme, variant and tensor; may be empty.
-        said: a row per variant and scheme or layer; may be empty.
+        behaviour: a row per variant and scheme or layer; may be empty.
     """
-    moved = [*map(_map, heatmaps.movement_panels(weights)), _outliers(weights)]
-    found = [Section("What training moved", heatmaps.movement_found(weights), moved)]
+    maps = [*map(_map, heatmaps.movement_panels(weights)), _outliers(weights)]
+    parts = [Section("Weights", heatmaps.movement_finding(weights), maps)]
     if len(stored):
-        found.append(
-            Section(
-                "What the schemes store",
-                heatmaps.schemes_found(stored),
-                [_survival(stored), *map(_map, heatmaps.scheme_panels(stored))],
-            )
-        )
-    if len(said):
-        found.append(Section("What the models say", speech.behaviour_found(said), _said(said)))
-    return found
+        maps = [_update_survival(stored), *map(_map, heatmaps.scheme_panels(stored))]
+        parts.append(Section("Schemes", heatmaps.schemes_finding(stored), maps))
+    if len(behaviour):
+        title = divergence.behaviour_finding(behaviour)
+        parts.append(Section("Next-token distributions", title, _divergence(behaviour)))
+    return parts
 
 
 def _map(panel: heatmaps.Panel) -> dict:
     values = panel.values
-    colours = {"colorscale": DIFFERENCES, "zmid": 0} if panel.signed else {"colorscale": "Cividis"}
-    hover = "layer %{x}, %{y}: %{z:.4g}<extra></extra>"
-    rows = [numbers(row) for row in values.to_numpy(dtype=float)]
     drawn = {
         "type": "heatmap",
-        "z": rows,
+        "z": [numbers(row) for row in values.to_numpy(dtype=float)],
         "x": [str(layer) for layer in values.columns],
         "y": list(values.index),
-        "hovertemplate": hover,
-        **colours,
+        "hovertemplate": "layer %{x}, %{y}: %{z:.4g}<extra></extra>",
+        **({"colorscale": DIFFERENCES, "zmid": 0} if panel.signed else {"colorscale": "Cividis"}),
     }
-    return laid(
-        [drawn],
-        panel.title,
-        150 + 24 * len(values),
-        yaxis={"autorange": "reversed"},
-        xaxis={"title": {"text": "layer"}, "type": "category"},
-    )
+    axes = {"yaxis": {"autorange": "reversed"}, "xaxis": {"title": {"text": "layer"}, "type": "category"}}
+    return laid([drawn], panel.title, 150 + 24 * len(values), **axes)
 
 
 def _outliers(weights: pd.DataFrame) -> dict:
-    """Every matrix: its outliers against the proxy's error."""
-    few = bits(weights)
-    variants = [BASE, *sorted(set(weights["variant"]) - {BASE})]
+    """Return every matrix: its outliers against the proxy's error."""
+    proxy = f"{bits(weights)}-bit"
     drawn = []
-    for number, variant in enumerate(variants):
+    for number, variant in enumerate(base_first(weights["variant"])):
         rows = weights[weights["variant"] == variant]
-        place = {
-            "x": numbers(rows["abs_outlier_frac"]),
-            "y": numbers(rows["w4_relative_mse"]),
-            "text": rows["tensor"].tolist(),
-        }
-        hover = f"%{{text}}<br>outliers %{{x:.3g}}, {few}-bit error %{{y:.4g}}<extra>{variant}</extra>"
+        place = {"x": numbers(rows["abs_outlier_frac"]), "y": numbers(rows[error_column(weights)])}
+        place["text"] = rows["tensor"].tolist()
+        hover = f"%{{text}}<br>outliers %{{x:.3g}}, {proxy} error %{{y:.4g}}<extra>{variant}</extra>"
         drawn.append(_dots(variant, number, hover, place))
-    axes = {
-        "xaxis": {"title": {"text": "share of outliers"}},
-        "yaxis": {"title": {"text": f"relative error of {few} bits"}},
-    }
-    return laid(drawn, f"Each matrix: outliers and {few}-bit error", 420, **axes)
+    axes = {"xaxis": {"title": {"text": "share of outliers"}}, "yaxis": {"title": {"text": f"relative {proxy} error"}}}
+    return laid(drawn, f"Outliers and {proxy} error of each matrix", 420, **axes)
 
 
-def _survival(stored: pd.DataFrame) -> dict | None:
-    """Update survival and cosine of every matrix, by scheme."""
+def _update_survival(stored: pd.DataFrame) -> dict | None:
+    """Return update survival and cosine of every matrix, by scheme."""
     if "update_cosine" not in stored or stored["update_cosine"].notna().sum() == 0:
         return None
     drawn = []
     for number, (scheme, rows) in enumerate(stored.dropna(subset="update_cosine").groupby("scheme", sort=False)):
-        place = {
-            "x": numbers(rows["update_survival"]),
-            "y": numbers(rows["update_cosine"]),
-            "text": rows["tensor"].tolist(),
-        }
+        place = {"x": numbers(rows["update_survival"]), "y": numbers(rows["update_cosine"])}
+        place["text"] = rows["tensor"].tolist()
         hover = "%{text}<br>length %{x:.3g}, cosine %{y:.3f}<extra>" + str(scheme) + "</extra>"
         drawn.append(_dots(str(scheme), number + 1, hover, place))
     axes = {
         "xaxis": {"title": {"text": "length of the stored update over the true one"}, "type": "log"},
-        "yaxis": {"title": {"text": "its cosine with the true one"}, "range": [-0.05, 1.05]},
+        "yaxis": {"title": {"text": "cosine with the true update"}, "range": [-0.05, 1.05]},
     }
-    return laid(drawn, "What each scheme stores of the update, matrix by matrix (1, 1: all of it)", 420, **axes)
+    return laid(drawn, "How much of the update each scheme stores, by matrix (1, 1: all of it)", 420, **axes)
 
 
-def _said(said: pd.DataFrame) -> list[dict]:
-    """Divergence and agreement by scheme, and divergence by layer, with 95 % intervals over texts."""
-    found = []
-    for rows, by, where in (
-        (said[said["layer"] < 0], "scheme", "scheme"),
-        (said[said["layer"] >= 0], "layer", "this layer alone rounded"),
-    ):
-        for column in ("kl", "top1_agreement") if len(rows) else ():
+def _divergence(behaviour: pd.DataFrame) -> list[dict]:
+    """Return divergence and agreement by scheme, and divergence by layer, with 95 % intervals over texts."""
+    figures = []
+    whole, layers = behaviour[behaviour["layer"] < 0], behaviour[behaviour["layer"] >= 0]
+    for rows, by, where in ((whole, "scheme", "scheme"), (layers, "layer", "the only layer that is rounded")):
+        for column in divergence.AXES if len(rows) else ():
             drawn = []
             for number, (variant, own) in enumerate(rows.groupby("variant", sort=False)):
-                ends = [speech.interval(row, column) for row in own.itertuples()]
+                ends = [divergence.interval(row, column) for row in own.itertuples()]
                 drawn.append(bars(variant, number, [str(place) for place in own[by]], ends))
             axes = {
                 "xaxis": {"title": {"text": where}, "type": "category"},
                 "yaxis": {"rangemode": "tozero" if column == "kl" else "normal"},
             }
-            found.append(laid(drawn, f"{speech.AXES[column]}; n = {rows['n'].min():,} texts", 360, **axes))
-    return found
+            figures.append(laid(drawn, f"{divergence.AXES[column]}; n = {rows['n'].min():,} texts", 360, **axes))
+    return figures
 
 
 def bars(name: str, number: int, x: list, ends: list[tuple[float, float, float]]) -> dict:
-    """Points with their intervals, a place on a category axis each, variants beside each other.
+    """Return points with their intervals on a category axis, variants beside each other.
 
     Args:
         name: in the legend.
@@ -149,10 +117,6 @@ def bars(name: str, number: int, x: list, ends: list[tuple[float, float, float]]
 
 
 def _dots(name: str, number: int, hover: str, place: dict) -> dict:
-    marker = {
-        "color": VARIANTS[number % len(VARIANTS)],
-        "symbol": SYMBOLS[number % len(SYMBOLS)],
-        "size": 9,
-        "opacity": 0.8,
-    }
+    look = {"color": VARIANTS[number % len(VARIANTS)], "symbol": SYMBOLS[number % len(SYMBOLS)]}
+    marker = {**look, "size": 9, "opacity": 0.8}
     return {"type": "scatter", "mode": "markers", "name": name, "marker": marker, "hovertemplate": hover, **place}

@@ -1,104 +1,112 @@
-"""One HTML page that needs nothing else, made of plotly's figures: it opens from MLflow's artifacts, from a mail or from a disk.
+"""Self-contained HTML pages with plotly's figures: they open from MLflow's artifacts, from a mail or from a disk.
 
-plotly's JavaScript lies inside, compressed, which makes a page of 2 MB out of 5; browsers since 2023 unpack it themselves. Nothing is
-fetched, so the page works in the frame without rights in which MLflow shows artifacts.
+plotly's JavaScript is embedded, compressed, which makes a page of 2 MB instead of 5; browsers since 2023 unpack it.
+Nothing is fetched, so a page also works inside the sandboxed frame in which MLflow shows artifacts.
 """
 
 from __future__ import annotations
 
 import base64
 import gzip
-import html
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
+from functools import cache
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
 from qrl.figures.canvas import INK
+from qrl.workspace import written_whole
 
 CONFIG = {"displaylogo": False, "displayModeBar": False, "responsive": True}
-STYLE = (
-    "body{font:15px/1.5 sans-serif;color:#222;max-width:1100px;margin:2em auto;padding:0 1em}h1{font-size:1.5em;margin-top:0}h3{font-size:1em;font-weight:normal;margin:1.5em 0 0}"
-    "h2{font-size:1.05em;margin:2.5em 0 0;color:#6b6b6b;font-weight:normal}p,nav{color:#6b6b6b}nav a{margin-right:1.2em;color:#0072B2}"
-)
-SCRIPT = """
-(async () => {
-  const say = (text) => { document.getElementById("state").textContent = text; };
-  try {
-    const packed = Uint8Array.from(atob(document.getElementById("library").textContent), (letter) => letter.charCodeAt(0));
-    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-    const script = document.createElement("script");
-    script.textContent = await new Response(stream).text();
-    document.head.append(script);
-    const drawn = JSON.parse(document.getElementById("drawn").textContent);
-    for (const [name, figure] of Object.entries(drawn)) Plotly.newPlot(name, figure.data, figure.layout, CONFIG);
-    say("");
-  } catch (error) { say(`The figures cannot be drawn (${error}): open this page in a browser of 2023 or newer.`); }
-})();
-"""
 
 
 class Section(NamedTuple):
     """A part of the page."""
 
     title: str
-    found: str  # the finding, in a sentence
-    figures: Sequence[dict | None]  # of `laid`; None is left out
+    finding: str  # one sentence; may be empty
+    content: Sequence[str | dict | None]  # HTML as it is to appear, or figures of `laid`; None is left out
+    folded: bool = False  # shown as a line that opens
 
 
-def write(title: str, note: str, sections: Iterable[Section], path: str | Path) -> None:
-    """Writes the page, whole or not at all.
+def write(title: str, head: str, sections: Sequence[Section], path: str | Path, foot: str = "") -> None:
+    """Write the page, whole or not at all.
 
     Args:
         title: of the browser's tab.
-        note: how to read it, at the top.
+        head: HTML above the sections.
         sections: in order.
         path: the HTML file.
+        foot: HTML below the sections.
     """
-    drawn: dict[str, dict] = {}
-    links, body = [], []
-    for number, section in enumerate(sections):
-        links.append(f'<a href="#part{number}">{html.escape(section.title)}</a>')
-        body.append(f'<h2 id="part{number}">{html.escape(section.title)}</h2><h1>{html.escape(section.found)}</h1>')
-        for figure in filter(None, section.figures):
-            name = f"figure{len(drawn)}"
-            drawn[name] = figure
-            body.append(
-                f'<h3>{html.escape(figure["title"])}</h3><div id="{name}" style="min-height:{figure["layout"]["height"]}px"></div>'
-            )
-    data = json.dumps(drawn, allow_nan=False).replace("</", "<\\/")
-    text = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style></head><body>'
-        f'<p>{html.escape(note)}</p><nav>{"".join(links)}</nav><p id="state">Drawing…</p>{"".join(body)}'
-        f'<script id="drawn" type="application/json">{data}</script><script id="library" type="text/plain">{_javascript()}</script>'
-        f"<script>const CONFIG = {json.dumps(CONFIG)};{SCRIPT}</script></body></html>"
+    figures: dict[str, dict] = {}
+    body = "".join(_section(number, section, figures) for number, section in enumerate(sections))
+    links = "".join(f'<a href="#part{number}">{escape(part.title)}</a>' for number, part in enumerate(sections))
+    data = json.dumps(figures, allow_nan=False).replace("</", "<\\/")
+    style, script = (
+        files("qrl.figures").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
     )
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    text = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{style}</style></head><body>"
+        f'{head}<nav>{links}</nav><p id="state" class="faint">Drawing the figures…</p>{body}{foot}'
+        f'<script id="drawn" type="application/json">{data}</script>'
+        f'<script id="library" type="text/plain">{_plotly()}</script>'
+        f"<script>const CONFIG = {json.dumps(CONFIG)};{script}</script></body></html>"
+    )
+    with written_whole(Path(path)) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
-def _javascript() -> str:
-    """plotly's own, from its package, packed; the rest of that package takes a second to import and is not needed."""
+def _section(number: int, section: Section, figures: dict[str, dict]) -> str:
+    """Return a section's HTML, and add its figures to `figures` under the ids that the HTML uses."""
+    content = ""
+    for item in section.content:
+        if isinstance(item, dict):
+            name, height = f"figure{len(figures)}", item["layout"]["height"]
+            figures[name] = item
+            content += f"<h3>{escape(item['title'])}</h3>"
+            content += f'<div id="{name}" data-figure style="height:{height}px"></div>'
+        else:
+            content += item or ""
+    head = f"<h2>{escape(section.title)}</h2>"
+    finding = f"<p>{escape(section.finding)}</p>" if section.finding else ""
+    if section.folded:
+        return f'<details id="part{number}"><summary>{head}{finding}</summary>{content}</details>'
+    return f'<section id="part{number}">{head}{finding}{content}</section>'
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return an HTML table, its cells escaped; it scrolls on a narrow screen."""
+    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+@cache
+def _plotly() -> str:
+    """Return plotly's JavaScript, packed. Its Python package takes a second to import and is not needed."""
     whole = (files("plotly") / "package_data" / "plotly.min.js").read_bytes()
     return base64.b64encode(gzip.compress(whole, mtime=0)).decode()
 
 
 def numbers(values: Iterable[float]) -> list[float | None]:
-    """As JSON knows them: NaN and infinity are null."""
+    """Return values as JSON knows them: NaN and infinity become null."""
     return [float(value) if math.isfinite(value) else None for value in values]
 
 
-def laid(drawn: list[dict], title: str, height: int, **axes: dict) -> dict:
-    """A figure as `write` takes it; its title is the page's own text, which wraps in a narrow frame."""
-    margin = {"l": 90, "r": 20, "t": 20, "b": 50}
+def laid(drawn: list[dict], title: str, height: int, **layout: object) -> dict:
+    """Return a figure as `write` expects it; its title becomes text of the page, which wraps on a narrow screen.
+
+    The page's script replaces the colours `INK`, blue and grey where the reader prefers a dark page.
+    """
+    margin = {"l": 60, "r": 15, "t": 20, "b": 50}
     return {
         "title": title,
         "data": drawn,
-        "layout": {"height": height, "font": {"color": INK}, "margin": margin, **axes},
+        "layout": {"height": height, "font": {"color": INK, "size": 13}, "margin": margin, **layout},
     }

@@ -1,135 +1,145 @@
-"""A study as one page: does the gain survive, how training went, what it moved, what the schemes store."""
+"""A study as one page to send to a colleague: does the gain survive, at what size, and how do we know?"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from qrl.figures import interactive, page, rewards
+from qrl.figures import cards, interactive, page, rewards
 from qrl.figures.canvas import BLUE, INK, RED
+from qrl.figures.cards import Gate, Row
 from qrl.figures.comparison import VERDICTS
+from qrl.figures.heatmaps import movement_note
 from qrl.figures.page import Section, laid, numbers
-from qrl.names import BASE, FULL
-from qrl.stats import signed
+from qrl.names import scheme
+
+HOW_TO_READ = (
+    "Square brackets and bars are 95 % intervals. Accuracy is the share of held-out questions answered correctly. "
+    "The gain is the accuracy of the trained model minus that of the base model. Gain survival is the gain under a "
+    "quantization scheme minus the gain at full precision: 0 means that quantization leaves the gain intact, below 0 "
+    "that it costs some of it. The gain survives where the one-sided 95 % lower bound of gain survival lies above "
+    "minus the margin, and is lost where the upper bound lies below; otherwise the sample is too small to decide."
+)
 
 
-def weights_page(weights: pd.DataFrame, stored: pd.DataFrame, said: pd.DataFrame, path: str | Path) -> None:
-    """What `diagnose` found, alone.
+@dataclass(frozen=True)
+class Study:
+    """What the page shows. Whatever is missing or empty is left out.
+
+    `table` is as `table.json` holds it; `facts` is the head of the page, label → text; `sizes` are bytes of weights by
+    `variant:scheme`. `history` has a row per training step; `weights`, `stored` and `behaviour` are what `diagnose`
+    writes.
+    """
+
+    table: Mapping[str, Any]
+    facts: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    gates: Sequence[Gate] = ()
+    history: pd.DataFrame = field(default_factory=pd.DataFrame)
+    weights: pd.DataFrame = field(default_factory=pd.DataFrame)
+    stored: pd.DataFrame = field(default_factory=pd.DataFrame)
+    behaviour: pd.DataFrame = field(default_factory=pd.DataFrame)
+
+
+def weights_page(weights: pd.DataFrame, stored: pd.DataFrame, behaviour: pd.DataFrame, path: str | Path) -> None:
+    """Write what `diagnose` measured as a page of its own.
 
     Args:
-        weights, stored, said: as in `interactive.sections`.
+        weights, stored, behaviour: as in `interactive.sections`.
         path: the HTML file.
     """
-    note = f"{interactive.heatmaps.movement_note(weights)} {interactive.READ}"
-    page.write("qrl: weights", note, interactive.sections(weights, stored, said), path)
+    head = f'<h1>What training and quantization did to the weights</h1><p class="faint">{movement_note(weights)}</p>'
+    foot = f'<p class="faint small">{interactive.READ}</p>'
+    page.write("qrl: weights", head, interactive.sections(weights, stored, behaviour), path, foot)
 
 
-def report(
-    table: Mapping[str, Any],
-    sentence: str,
-    history: pd.DataFrame | None,
-    weights: pd.DataFrame,
-    stored: pd.DataFrame,
-    said: pd.DataFrame,
-    path: str | Path,
-) -> None:
-    """The whole study.
+def report(study: Study, path: str | Path) -> None:
+    """Write the page of a whole study.
 
     Args:
-        table: as `table.json` holds it.
-        sentence: the verdict.
-        history: of the training, a row per step; None: there is none.
-        weights, stored, said: as in `interactive.sections`.
+        study: what is known of it.
         path: the HTML file.
     """
-    sections = [Section("Did the gain survive?", sentence, [_matrix(table), _forest(table)])]
-    measure = next(
-        (name for name in rewards.MEASURES if history is not None and name in history and history[name].notna().any()),
-        None,
+    table = {scheme(name): entry for name, entry in study.table.items()}  # older tables say fp16
+    rows = cards.rows_of(table)
+    quantized = [row for row in rows if row.entry.get("gain_survival")]
+    verdicts = "".join(cards.card(row, study.sizes) for row in quantized) or (
+        "<p>This study has no quantized scheme, so gain survival is not defined.</p>"
     )
-    if measure:
-        sections.append(
-            Section(
-                "Training",
-                rewards.reward_found(history, measure),
-                [_curve(history, column, title) for column, title in rewards.shown(history, measure).items()],
-            )
-        )
-    note = f"Bars and brackets are 95 % intervals. {interactive.heatmaps.movement_note(weights)} {interactive.READ}"
-    page.write("qrl: study", note, [*sections, *interactive.sections(weights, stored, said)], path)
+    sections = [
+        Section("Verdicts", "", [f'<div class="cards">{verdicts}</div>']),
+        Section("Cells", "", [cards.cells_table(table, rows, study.sizes), _forest(quantized)]),
+    ]
+    if study.gates:
+        decisions = f'<div class="cards">{"".join(map(cards.gate_card, study.gates))}</div>'
+        sections.append(Section("Gates and versions", cards.gates_finding(study.gates), [decisions]))
+    sections += [Section("Accuracy of every cell", "", [_matrix(table)], folded=True), *_training(study.history)]
+    if len(study.weights):
+        parts = interactive.sections(study.weights, study.stored, study.behaviour)
+        sections += [part._replace(folded=True) for part in parts]
+    note = f"{movement_note(study.weights)} {interactive.READ}" if len(study.weights) else interactive.READ
+    foot = f'<h2>How to read this page</h2><p>{HOW_TO_READ}</p><p class="faint small">{escape(note)}</p>'
+    page.write(f"qrl: {cards.headline(table)}", cards.heading(table, study.facts), sections, path, foot)
 
 
 def _matrix(table: Mapping[str, Any]) -> dict:
-    """Accuracy of every cell with its interval."""
-    cells = {scheme: entry["cells"] for scheme, entry in table.items()}
-    variants = list(next(iter(cells.values())))
+    """Return accuracy of every cell with its interval."""
+    cells = {name: entry["cells"] for name, entry in table.items()}
     drawn = []
-    for number, variant in enumerate(variants):
+    for number, variant in enumerate(next(iter(cells.values()))):
         ends = [(cell[variant]["accuracy"], cell[variant]["low"], cell[variant]["high"]) for cell in cells.values()]
         drawn.append(interactive.bars(variant, number, list(cells), ends))
     n = min(cell["n"] for by_variant in cells.values() for cell in by_variant.values())
     axes = {"xaxis": {"type": "category"}, "yaxis": {"title": {"text": "accuracy"}}, "scattermode": "group"}
-    return laid(drawn, f"Accuracy of every cell; n = {n:,} questions a cell. {_gain(table)}", 420, **axes)
+    return laid(drawn, f"Accuracy with its 95 % interval; n = {n:,} questions per cell", 420, **axes)
 
 
-def _gain(table: Mapping[str, Any]) -> str:
-    if FULL not in table:
-        return ""
-    delta, trained = table[FULL]["delta"], table[FULL]["trained"]
-    return f"{trained} − {BASE} at full precision: {_interval(delta)}"
-
-
-def _interval(value: Mapping[str, float]) -> str:
-    return f"{signed(value['estimate'])} [{signed(value['low'])}, {signed(value['high'])}]"
-
-
-def _forest(table: Mapping[str, Any]) -> dict | None:
-    """Gain survival of every trained variant and scheme, a row each, and the margin that it must clear."""
-    rows = [
-        (scheme, each)
-        for scheme, entry in table.items()
-        for each in (entry, *entry.get("others", {}).values())
-        if each.get("gain_survival")
-    ]
+def _forest(rows: list[Row]) -> dict | None:
+    """Return gain survival of every quantized row, and the margin that its interval must clear."""
     if not rows:
         return None
-    several = len({each["trained"] for _, each in rows}) > 1
-    drawn, shapes = (
-        [],
-        [{"type": "line", "x0": 0, "x1": 0, "y0": 0, "y1": 1, "yref": "paper", "line": {"color": INK, "width": 1}}],
-    )
-    for number, (scheme, each) in enumerate(rows):
-        value, verdict = each["gain_survival"], each["verdict"]
-        name = f"{each['trained']} · {scheme}" if several else scheme
-        reach = {
+    zero = {"type": "line", "x0": 0, "x1": 0, "y0": 0, "y1": 1, "yref": "paper", "line": {"color": INK, "width": 1}}
+    drawn, shapes, notes = [], [zero], []
+    for number, row in enumerate(rows):
+        value, verdict, margin = row.entry["gain_survival"], row.entry["verdict"], row.entry["margin"]
+        text = f"{verdict}, {cards.interval(value)}"
+        dot = {"type": "scatter", "mode": "markers", "x": [value["estimate"]], "y": [row.name], "text": [text]}
+        dot |= {"showlegend": False, "marker": {"color": VERDICTS.get(verdict, INK), "size": 12}}
+        dot["error_x"] = {
             "type": "data",
             "array": [value["high"] - value["estimate"]],
             "arrayminus": [value["estimate"] - value["low"]],
             "thickness": 3,
         }
-        look = {"color": VERDICTS.get(verdict, INK), "size": 12}
-        drawn.append({"type": "scatter", "mode": "markers+text", "x": [value["estimate"]], "y": [name], "error_x": reach, "marker": look, "showlegend": False,
-                      "text": [f"{verdict}, {_interval(value)}"], "textposition": "top center", "hovertemplate": f"{name}: {verdict}, {_interval(value)}, margin {each['margin']:.3f}<extra></extra>"})  # fmt: skip
-        margin = {"type": "line", "x0": -each["margin"], "x1": -each["margin"], "y0": number - 0.5, "y1": number + 0.5}
-        shapes.append(margin | {"line": {"color": RED, "width": 2, "dash": "dash"}})
+        drawn.append(dot | {"hovertemplate": f"{row.name}: {text}, margin {margin:.3f}<extra></extra>"})
+        line = {"type": "line", "x0": -margin, "x1": -margin, "y0": number - 0.5, "y1": number + 0.5}
+        shapes.append(line | {"line": {"color": RED, "width": 2, "dash": "dash"}})
+        place = {"xref": "paper", "x": 0.02, "xanchor": "left", "y": row.name, "yshift": 20, "showarrow": False}
+        notes.append(place | {"text": f"<b>{row.name}</b>: {text}"})
+    title = "Gain survival with its 95 % interval. Dashed: minus the margin; the gain survives to the right of it"
     axes = {
-        "yaxis": {"type": "category", "autorange": "reversed"},
-        "xaxis": {"title": {"text": "gain survival: gain under the scheme minus gain at full precision"}},
+        "yaxis": {"type": "category", "autorange": "reversed", "showticklabels": False},
+        "xaxis": {"title": {"text": "gain survival (accuracy)"}, "nticks": 6},
+        "margin": {"l": 15, "r": 15, "t": 20, "b": 50},
     }
-    return laid(
-        drawn,
-        "Gain survival by scheme; dashed: the margin, right of which the interval must lie",
-        190 + 70 * len(rows),
-        shapes=shapes,
-        **axes,
-    )
+    return laid(drawn, title, 120 + 80 * len(rows), shapes=shapes, annotations=notes, **axes)
+
+
+def _training(history: pd.DataFrame) -> list[Section]:
+    measure = next((name for name in rewards.MEASURES if name in history and history[name].notna().any()), None)
+    if not measure:
+        return []
+    curves = [_curve(history, column, title) for column, title in rewards.shown(history, measure).items()]
+    return [Section("Training", rewards.reward_found(history, measure), curves, folded=True)]
 
 
 def _curve(history: pd.DataFrame, column: str, title: str) -> dict:
-    """One measure of the training, each logged step and its running mean."""
+    """Return one measure of the training, each logged step and its running mean."""
     part, smooth = rewards.smoothed(history, column)
     look = {"type": "scatter", "x": numbers(part["step"]), "showlegend": False}
     drawn = [

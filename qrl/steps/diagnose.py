@@ -1,4 +1,4 @@
-"""Diagnose: what training did to the weights, layer by layer."""
+"""Diagnose: what training and quantization did to the weights, layer by layer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from qrl import checkpoint, figures, names
-from qrl.diagnose import behaviour, movement
-from qrl.diagnose import schemes as schemes_room
-from qrl.diagnose import weights as room
+from qrl.diagnose import behaviour, movement, scan, schemes, weights
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import BadInput
@@ -23,7 +21,7 @@ from qrl.recipe import Recipe
 from qrl.steps import inputs
 from qrl.tasks import prompt
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
-from qrl.workspace import workspace
+from qrl.workspace import workspace, written_whole
 
 WEIGHTS, SCHEMES, BEHAVIOUR = names.WEIGHTS, names.STORED, names.BEHAVIOUR
 PAGE = "weights.html"
@@ -31,180 +29,180 @@ Quantized = dict[str, dict[str, Path]]  # scheme → variant → checkpoint
 
 
 def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, out: str | None) -> None:
-    """Measures both checkpoints' weights, how far training moved them and what quantized ones kept of it; draws what it found.
+    """Measure both checkpoints' weights, how far training moved them and what quantized ones keep of it; draw figures.
 
     Args:
         recipe: the section `diagnose`.
         base: folder or model address, before training.
         trained: the same, after training.
-        quantized: the same models quantized, `base:nf4=MODEL,grpo:nf4=MODEL,…`; None: the 4-bit proxy only.
+        quantized: the same models quantized, `base:nf4=MODEL,grpo:nf4=MODEL,…`; None: the round-to-nearest proxy only.
         out: write the tables and figures there and touch no store; None logs them to MLflow.
     """
-    found = {variant: _checked(address) for variant, address in ((names.BASE, base), (names.GRPO, trained))}
-    schemes = _quantized(quantized)
+    full = {variant: _full(recipe, address) for variant, address in ((names.BASE, base), (names.GRPO, trained))}
+    below = _quantized(recipe, quantized)
     if out is not None:
-        folder = _made(Path(out))
+        folder = _writable(Path(out))
         try:
-            measured = _measure(recipe, found, schemes, folder)
-        except OSError as error:  # inputs' own are told where they are read
-            raise _unwritable(folder, error.strerror or str(error)) from None
-        click.echo("\n".join(f"{name:36} {value:.6g}" for name, value in measured.items()))
-        tables = [WEIGHTS, *([SCHEMES] if schemes else []), *([BEHAVIOUR] if recipe.diagnose.behaviour else [])]
+            metrics = _measure(recipe, full, below, folder)
+        except OSError as error:  # errors of the inputs are BadInput already
+            raise _not_writable(folder, error.strerror or str(error)) from None
+        click.echo("\n".join(f"{name:36} {value:.6g}" for name, value in metrics.items()))
+        tables = [WEIGHTS, *([SCHEMES] if below else []), *([BEHAVIOUR] if recipe.diagnose.behaviour else [])]
         click.echo(f"Written to {out}: {', '.join(tables)}, {names.FIGURES}/.", err=True)
         return
     store.prepare()
-    digests = {variant: checkpoint.digest(path) for variant, path in found.items()}
-    below = {
+    digests = {variant: checkpoint.digest(path) for variant, path in full.items()}
+    cells = {
         f"{variant}:{scheme}": checkpoint.digest(path)
-        for scheme, paths in schemes.items()
+        for scheme, paths in below.items()
         for variant, path in paths.items()
     }
-    key = keys.diagnosis(recipe, digests[names.BASE], digests[names.GRPO], below)
+    key = keys.diagnosis(recipe, digests[names.BASE], digests[names.GRPO], cells)
     with (
         workspace(f"diagnose-{key[:16]}") as work,
         runs.step("diagnose", recipe, sections=("diagnose",), tags={names.TAG_CACHE_KEY: key}),
     ):
-        measured = _measure(recipe, found, schemes, work)
-        contents.log_scores(measured)
+        metrics = _measure(recipe, full, below, work)
+        contents.log_scores(metrics)
         contents.log_folder(work)
-        reuse.record_outputs(artifacts=sorted(path.name for path in work.iterdir()), values={"metrics": measured})
+        reuse.record_outputs(artifacts=sorted(path.name for path in work.iterdir()), values={"metrics": metrics})
 
 
-def _made(folder: Path) -> Path:
+def _writable(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"The folder {folder} cannot be made ({error.strerror}): give one that is writable.") from None
-    if not os.access(folder, os.W_OK):  # told before minutes of work
-        raise _unwritable(folder, "no permission")
+    if not os.access(folder, os.W_OK):  # before minutes of work
+        raise _not_writable(folder, "no permission")
     return folder
 
 
-def _unwritable(folder: Path, why: str) -> BadInput:
+def _not_writable(folder: Path, why: str) -> BadInput:
     return BadInput(
-        f"Tables and figures cannot be written to {folder} ({why}): give a folder that is writable, on a disk with room."
+        f"Tables and figures cannot be written to {folder} ({why}): give a writable folder, on a disk with free space."
     )
 
 
-def _checked(address: str) -> Path:
-    found = checkpoint.check(addresses.folder(address), need_chat_template=False)
-    if found.quantization:
-        raise BadInput(f"{address} is stored in {found.quantization}: diagnose reads full-precision weights.")
-    return found.path
+def _check(recipe: Recipe, address: str) -> checkpoint.Checkpoint:
+    """Return a checkpoint after its checks; its tokenizer matters only where models read texts."""
+    folder = addresses.folder(address)
+    return checkpoint.check(folder, need_tokenizer=recipe.diagnose.behaviour > 0, need_chat_template=False)
 
 
-def _quantized(text: str | None) -> Quantized:
-    """The checkpoints of `variant:scheme=model,…`, by scheme."""
-    found: Quantized = {}
+def _full(recipe: Recipe, address: str) -> Path:
+    checked = _check(recipe, address)
+    if checked.quantization:
+        raise BadInput(
+            f"{address} is quantized ({checked.quantization}), but a full-precision checkpoint was expected: "
+            "give quantized ones with --quantized."
+        )
+    return checked.path
+
+
+def _quantized(recipe: Recipe, text: str | None) -> Quantized:
+    """Return the checkpoints of `variant:scheme=model,…`, by scheme."""
+    by_scheme: Quantized = {}
     for cell, address in (inputs.pairs(text, "a cell and its model") if text else {}).items():
         variant, scheme = inputs.cell(cell)
         if variant not in (names.BASE, names.GRPO) or scheme == names.FULL:
             raise BadInput(
-                f"'{cell}' is no quantized cell of the two checkpoints: expected {names.BASE}:SCHEME or {names.GRPO}:SCHEME."
+                f"'{cell}' is no quantized cell of the two checkpoints: "
+                f"expected {names.BASE}:SCHEME or {names.GRPO}:SCHEME."
             )
-        path = checkpoint.check(addresses.folder(address), need_chat_template=False).path
+        path = _check(recipe, address).path
         stored.names(path)
-        found.setdefault(scheme, {})[variant] = path
-    return found
+        by_scheme.setdefault(scheme, {})[variant] = path
+    return by_scheme
 
 
-def _measure(recipe: Recipe, found: dict[str, Path], quantized: Quantized, out: Path) -> dict[str, float]:
-    """Writes tables and figures; returns metrics by name, the base's under `weights/…_base`, a scheme's under `weights/…_<scheme>`."""
-    movement.check_same(*found.values())
-    frame, measured = _full(recipe, found)
-    rows = [_scheme(scheme, found, paths) for scheme, paths in quantized.items()]
-    every = pd.concat(rows, ignore_index=True) if rows else pd.DataFrame()
-    for scheme, table in zip(quantized, rows, strict=True):
-        for variant in dict.fromkeys(table["variant"]):
-            suffix = f"{scheme}_{names.BASE}" if variant == names.BASE else scheme
-            measured |= {
-                f"weights/{name}_{suffix}": value for name, value in schemes_room.totals(table, variant).items()
-            }
+def _measure(recipe: Recipe, full: dict[str, Path], quantized: Quantized, out: Path) -> dict[str, float]:
+    """Write tables and figures; return metrics, the base's as `weights/…_base`, a scheme's as `weights/…_<scheme>`."""
+    movement.check_same(*full.values())
+    frame, metrics = _weights(recipe, full)
     _write(frame, out / WEIGHTS)
-    if rows:
-        _write(every, out / SCHEMES)
-    said = _behaviour(recipe, found, quantized) if recipe.diagnose.behaviour else pd.DataFrame()
-    if len(said):
-        _write(said, out / BEHAVIOUR)
-        for row in said[said["layer"] < 0].itertuples():
-            suffix = f"{row.scheme}_{names.BASE}" if row.variant == names.BASE else row.scheme
-            measured |= {
-                f"behaviour/kl_{suffix}": row.kl,
-                f"behaviour/top1_agreement_{suffix}": row.top1_agreement,
-                "behaviour/n": row.n,
-            }
-    _draw(frame, every, said, recipe, out / names.FIGURES)
-    return {name: value for name, value in measured.items() if math.isfinite(value)}
+    tables = [_scheme(scheme, full, paths) for scheme, paths in quantized.items()]
+    for scheme, table in zip(quantized, tables, strict=True):
+        for variant in dict.fromkeys(table["variant"]):
+            totals = schemes.totals(table, variant)
+            metrics |= {f"weights/{name}_{_suffix(scheme, variant)}": value for name, value in totals.items()}
+    of_schemes = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+    if tables:
+        _write(of_schemes, out / SCHEMES)
+    of_models = _behaviour(recipe, full, quantized) if recipe.diagnose.behaviour else pd.DataFrame()
+    if len(of_models):
+        _write(of_models, out / BEHAVIOUR)
+        for row in of_models[of_models["layer"] < 0].itertuples():
+            suffix = _suffix(row.scheme, row.variant)
+            metrics[f"behaviour/kl_{suffix}"] = row.kl
+            metrics[f"behaviour/top1_agreement_{suffix}"] = row.top1_agreement
+            metrics["behaviour/n"] = row.n
+    _draw(frame, of_schemes, of_models, recipe, out / names.FIGURES)
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _suffix(scheme: str, variant: str) -> str:
+    return f"{scheme}_{names.BASE}" if variant == names.BASE else scheme
 
 
 def _write(frame: pd.DataFrame, path: Path) -> None:
-    """By rename: whoever kills this leaves the table that was there, or none, never half of one."""
-    partial = path.with_name(f".{path.name}.partial")
-    frame.to_parquet(partial)
-    os.replace(partial, path)
+    with written_whole(path) as partial:
+        frame.to_parquet(partial)
 
 
-def _full(recipe: Recipe, found: dict[str, Path]) -> tuple[pd.DataFrame, dict[str, float]]:
-    """The table of the full-precision weights, and their metrics."""
+def _weights(recipe: Recipe, full: dict[str, Path]) -> tuple[pd.DataFrame, dict[str, float]]:
+    """Return the table of the full-precision weights, and their metrics."""
     settings = recipe.diagnose
     chosen = {"bits": settings.bits, "group_size": settings.group_size, "embeddings": settings.embeddings}
     chosen["device"] = devices.choose(recipe.device)
-    with tqdm(
-        total=3 * room.count(found[names.BASE], settings.embeddings), desc="weights", unit="matrix", leave=False
-    ) as bar:
+    total = 3 * len(weights.matrices(full[names.BASE], settings.embeddings))
+    with tqdm(total=total, desc="weights", unit="matrix", leave=False) as bar:
+        chosen["progress"] = bar.update
+        multiplier = settings.outlier_multiplier
         frames = {
-            variant: room.measure(
-                path, variant, **chosen, outlier_multiplier=settings.outlier_multiplier, progress=bar.update
-            )
-            for variant, path in found.items()
+            variant: weights.measure(path, variant, **chosen, outlier_multiplier=multiplier)
+            for variant, path in full.items()
         }
-        moved = movement.movement(*found.values(), **chosen, ranks=settings.effective_rank, progress=bar.update)
+        moved = movement.movement(*full.values(), **chosen, ranks=settings.effective_rank)
     both = pd.concat(frames.values(), ignore_index=True)
     frame = both.merge(moved.drop(columns=["layer", "projection", "numel"]), on="tensor", how="left")
-    measured = {f"weights/{name}": value for name, value in room.summary(frames[names.GRPO]).items()}
-    measured |= {f"weights/{name}_{names.BASE}": value for name, value in room.summary(frames[names.BASE]).items()}
-    return frame, measured | {f"weights/{name}": value for name, value in movement.totals(moved).items()}
+    metrics = {f"weights/{name}": value for name, value in weights.summary(frames[names.GRPO]).items()}
+    metrics |= {f"weights/{name}_{names.BASE}": value for name, value in weights.summary(frames[names.BASE]).items()}
+    return frame, metrics | {f"weights/{name}": value for name, value in movement.totals(moved).items()}
 
 
 def _scheme(scheme: str, full: dict[str, Path], quantized: dict[str, Path]) -> pd.DataFrame:
     with tqdm(total=len(stored.names(next(iter(quantized.values())))), desc=scheme, unit="matrix", leave=False) as bar:
-        return schemes_room.measure(full, quantized, scheme, progress=bar.update)
+        return schemes.measure(full, quantized, scheme, progress=bar.update)
 
 
 def _behaviour(recipe: Recipe, full: dict[str, Path], quantized: Quantized) -> pd.DataFrame:
-    """Next-token distributions of every scheme against full precision, and of full precision with one layer rounded (layer ≥ 0)."""
+    """Compare next-token distributions: every scheme, and full precision with one layer rounded (layer ≥ 0)."""
     settings, device = recipe.diagnose, devices.choose(recipe.device)
-    asked = inputs.questions(recipe, "heldout", max(2, settings.behaviour))
+    dtype = devices.compute_dtype(recipe.evaluate.dtype, device)
+    questions = inputs.questions(recipe, "heldout", max(2, settings.behaviour))
     rows = []
     for variant, path in full.items():
-        model, tokens = hf.load(path, device, devices.compute_dtype(recipe.evaluate.dtype, device))
-        texts = [
-            tokens.encode(prompt.training_text(tokens, question, recipe.prompt), add_special_tokens=False)
-            for question in asked
-        ]
-        alone = behaviour.sensitivity(model, texts, bits=settings.bits, group_size=settings.group_size)
-        rows += [{"variant": variant, "scheme": "w4", "layer": layer, **asdict(each)} for layer, each in alone.items()]
+        model, tokens = hf.load(path, device, dtype)
+        rendered = (prompt.training_text(tokens, question, recipe.prompt) for question in questions)
+        texts = [tokens.encode(text, add_special_tokens=False) for text in rendered]
+        layers = behaviour.sensitivity(model, texts, bits=settings.bits, group_size=settings.group_size)
+        own = {"variant": variant, "scheme": scan.proxy(settings.bits)}
+        rows += [own | {"layer": layer} | asdict(measured) for layer, measured in layers.items()]
         for scheme, paths in quantized.items():
             if variant in paths:
-                other, _ = hf.load(paths[variant], device, devices.compute_dtype(recipe.evaluate.dtype, device))
-                rows.append(
-                    {
-                        "variant": variant,
-                        "scheme": scheme,
-                        "layer": -1,
-                        **asdict(behaviour.against(model, other, texts)),
-                    }
-                )
+                other, _ = hf.load(paths[variant], device, dtype)
+                measured = behaviour.against(model, other, texts)
+                rows.append({"variant": variant, "scheme": scheme, "layer": -1, **asdict(measured)})
     return pd.DataFrame(rows)
 
 
-def _draw(frame: pd.DataFrame, every: pd.DataFrame, said: pd.DataFrame, recipe: Recipe, folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
+def _draw(frame: pd.DataFrame, of_schemes: pd.DataFrame, of_models: pd.DataFrame, recipe: Recipe, folder: Path) -> None:
     figures.layer_error(frame, folder / "layer_error.png")
     figures.movement(frame, folder / "weights_moved.png")
     figures.spread(frame, folder / "weights_spread.png", recipe.diagnose.outlier_multiplier)
-    if len(every):
-        figures.schemes(every, folder / "schemes_stored.png")
-    if len(said):
-        figures.behaviour(said, folder / "behaviour.png")
-    figures.weights_page(frame, every, said, folder / PAGE)
+    if len(of_schemes):
+        figures.schemes(of_schemes, folder / "schemes_stored.png")
+    if len(of_models):
+        figures.behaviour(of_models, folder / "behaviour.png")
+    figures.weights_page(frame, of_schemes, of_models, folder / PAGE)

@@ -47,13 +47,13 @@ def study(recipe: Recipe, overrides: dict[str, str]) -> None:
         models, cells = steps.cells(base, teacher)
         diagnosed = steps.diagnose(base, models[f"{recipe.train.variant}:{names.FULL}"], models)
         compared = steps.compare(cells)
-        report.show(recipe, launcher, compared, diagnosed, steps.trained)
+        shown = report.show(recipe, launcher, compared, diagnosed, steps.trained)
         try:
             stage = steps.promote(cells)
-        except GateRefused:
-            report.close(recipe, launcher, time.monotonic() - began, stage=None)
+        except GateRefused as refused:
+            report.close(shown, time.monotonic() - began, refused=str(refused))
             raise
-        report.close(recipe, launcher, time.monotonic() - began, stage=stage)
+        report.close(shown, time.monotonic() - began, stage=stage)
 
 
 class StudySteps:

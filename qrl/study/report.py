@@ -1,8 +1,7 @@
-"""What a study tells at its end: in the terminal, in its run's artifacts, metrics and description."""
+"""What a study reports at its end: in the terminal, and in its run's artifacts, metrics and description."""
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -14,107 +13,62 @@ import click
 
 from qrl import names
 from qrl.recipe import Recipe
+from qrl.study import page
 from qrl.study.launch import Launcher, Result
+from qrl.study.outcome import SweepOutcome
+from qrl.study.page import Shown
 from qrl.tracking import contents, projects, store
 from qrl.workspace import workspace
 
 if TYPE_CHECKING:
     from qrl.compare.convergence import Convergence
     from qrl.compare.ranking import Methods
-    from qrl.study.sweep import Outcome
 
 
 def warn(sentences: list[str]) -> None:
-    """Says on the terminal what was asked for and is not quite what will be done."""
+    """Print warnings about settings that have no effect or were changed."""
     for sentence in sentences:
         click.secho(f"qrl: {sentence}", fg="yellow", err=True)
 
 
-def show(recipe: Recipe, launcher: Launcher, compared: Result, diagnosed: Result, trained: Result) -> None:
-    """Gathers the study's artifacts from its steps' runs, and prints the table and the verdict."""
+def show(recipe: Recipe, launcher: Launcher, compared: Result, diagnosed: Result, trained: Result) -> Shown:
+    """Gather the study's artifacts from its steps' runs, and print the table and the verdict."""
+    shown = Shown(recipe, launcher, compared, diagnosed, trained)
     with workspace(f"study-{launcher.run_id}") as work:
-        _gather(work, compared, diagnosed, trained)
-        _page(work, compared, diagnosed, trained)
+        _gather(work, shown)
+        figures = sorted(path.name for path in (work / names.FIGURES).iterdir())
+        page.write(work / names.REPORT, shown, [])
         (work / names.RECIPE).write_text(recipe.dump())
         table = (work / names.TABLE_MD).read_text()
         contents.log_folder(work)
     contents.log_scores(compared.outputs.values["metrics"])
-    told = f"{table}\n{_packed(recipe)}".rstrip()  # the verdicts are a section of the table
-    contents.describe(f"{told}\n\n{_links(launcher)}")
-    click.echo(f"\n{told}\n")
+    text = f"{table}\n{_packed(recipe)}".rstrip()
+    contents.describe(page.description(shown, text, figures))
+    click.echo(f"\n{text}\n")
+    return shown
 
 
-def methods(launcher: Launcher, outcome: Outcome, seeds: tuple[int, ...], seconds: float) -> None:
-    """Logs and prints the table of methods: methods.md, methods.json, questions.parquet, a figure, metrics.
-
-    Args:
-        launcher: of the study's steps.
-        outcome: what they left.
-        seeds: that were to be run.
-        seconds: that the study took.
-    """
-    from qrl.compare import ranking as room
-    from qrl.tracking import cells
-
-    failed = list(outcome.failed)
-    whole = {cell: runs_ for cell, runs_ in outcome.cells.items() if len(runs_) == len(seeds)}
-    failed += [
-        f"{cell} has no healthy evaluation under every seed, and is left out."
-        for cell in outcome.cells
-        if cell not in whole
-    ]
-    frame = cells.rows([run_id for by_seed in whole.values() for run_id in by_seed.values()])
-    found = room.measure(frame)
-    convergence = [
-        each
-        for each in (_convergence(found, outcome, variant, scheme) for variant, scheme in outcome.schemes.items())
-        if each
-    ]
-    with workspace(f"methods-{launcher.run_id}") as work:
-        text = room.write(found, work, convergence, failed)
-        frame.to_parquet(work / names.QUESTIONS)
-        contents.log_folder(work)
-    contents.log_scores(room.metrics(found) | {"study/seconds": seconds})
-    contents.describe(f"{text}\n\n{_links(launcher)}")
-    click.echo(
-        f"\n{text}\nArtifacts   {projects.artifact_place(launcher.run_id)}: methods.md, methods.json, questions.parquet, figures/"
-    )
-    click.echo(f"Took        {seconds:.0f} s")
-
-
-def _convergence(found: Methods, outcome: Outcome, variant: str, scheme: str) -> Convergence | None:
-    """The rule's word on one method, where its cell and base's in its scheme were evaluated."""
-    import pandas as pd
-
-    from qrl.compare import convergence
-
-    row = next((row for row in found.rows if (row.variant, row.scheme) == (variant, scheme)), None)
-    if row is None or row.over_base is None:
-        return None
-    histories = [
-        pd.read_parquet(contents.artifact(run_id, names.HISTORY)) for run_id in outcome.trained[variant].values()
-    ]
-    measure = "reward" if "reward" in histories[0] else "loss"
-    return convergence.judge(variant, scheme, row.over_base, [each[measure].tolist() for each in histories], measure)
-
-
-def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | None) -> None:
-    """Says where things lie, what to type next, and what the time went into.
+def close(shown: Shown, seconds: float, *, stage: str | None = None, refused: str = "") -> None:
+    """Complete the page with gates and versions; print where everything is, what to run next, and how long it took.
 
     Args:
-        recipe: names the registered model.
-        launcher: of the study's steps.
+        shown: from `show`.
         seconds: that the study took.
-        stage: the last one that was earned; None where a gate refused one, so that nothing is there to load.
+        stage: the last one that a version earned; None where a gate refused one, so that nothing can be loaded.
+        refused: the gate's reason, where it refused a stage.
     """
     from qrl import registry
 
+    recipe, launcher = shown.recipe, shown.launcher
     name = registry.registered_name(recipe)
+    with workspace(f"study-{launcher.run_id}") as work:
+        page.write(work / names.REPORT, shown, page.gates(name, launcher, refused))
+        contents.log_folder(work)
     overhead = seconds - launcher.seconds
     contents.log_scores({"study/seconds": seconds, "study/outside_steps_s": overhead})
-    here = projects.artifact_place(launcher.run_id)
+    folder = projects.artifact_place(launcher.run_id)
     lines = [
-        f"Artifacts   {here}: table.md, table.json, questions.parquet, recipe.yaml, {names.REPORT}, figures/",
+        f"Artifacts   {folder}: {', '.join(page.LINKED)}, {names.FIGURES}/",
         f"Environment {_activate()}",
         f"Look        {look(os.environ['MLFLOW_TRACKING_URI'])}",
     ]
@@ -124,34 +78,80 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
             f"Serve       {_serve(recipe, stage)}",
         ]
     click.echo(
-        "\n".join([*lines, f"Took        {seconds:.0f} s, of which {launcher.seconds:.0f} s in the steps that it ran"])
+        "\n".join([*lines, f"Took        {seconds:.0f} s, {launcher.seconds:.0f} s of it in the steps that ran"])
     )
 
 
+def sweep_table(launcher: Launcher, outcome: SweepOutcome, seeds: tuple[int, ...], seconds: float) -> None:
+    """Log and print a sweep's table of methods: methods.md, methods.json, questions.parquet, a figure, metrics.
+
+    Args:
+        launcher: of the sweep's steps.
+        outcome: what they left.
+        seeds: that were to be run.
+        seconds: that the sweep took.
+    """
+    from qrl.compare import ranking
+    from qrl.tracking import cells
+
+    whole = {cell: by_seed for cell, by_seed in outcome.cells.items() if len(by_seed) == len(seeds)}
+    failed = [*outcome.failed]
+    failed += [
+        f"{cell} has no healthy evaluation under every seed, and is left out."
+        for cell in outcome.cells
+        if cell not in whole
+    ]
+    frame = cells.rows([run_id for by_seed in whole.values() for run_id in by_seed.values()])
+    methods = ranking.measure(frame)
+    judged = (_convergence(methods, outcome, variant, scheme) for variant, scheme in outcome.schemes.items())
+    with workspace(f"methods-{launcher.run_id}") as work:
+        text = ranking.write(methods, work, [convergence for convergence in judged if convergence], failed)
+        frame.to_parquet(work / names.QUESTIONS)
+        contents.log_folder(work)
+    contents.log_scores(ranking.metrics(methods) | {"study/seconds": seconds})
+    contents.describe(f"{text}\n\n{page.steps(launcher)}")
+    folder = projects.artifact_place(launcher.run_id)
+    click.echo(f"\n{text}\nArtifacts   {folder}: methods.md, methods.json, {names.QUESTIONS}, {names.FIGURES}/")
+    click.echo(f"Took        {seconds:.0f} s")
+
+
+def _convergence(methods: Methods, outcome: SweepOutcome, variant: str, scheme: str) -> Convergence | None:
+    """Judge whether one method converged, where its cell and base's in its scheme were evaluated."""
+    from qrl.compare import convergence
+
+    row = next((row for row in methods.rows if (row.variant, row.scheme) == (variant, scheme)), None)
+    if row is None or row.over_base is None:
+        return None
+    histories = [page.frame(run_id, names.HISTORY) for run_id in outcome.trained[variant].values()]
+    measure = "reward" if "reward" in histories[0] else "loss"
+    curves = [history[measure].tolist() for history in histories]
+    return convergence.judge(variant, scheme, row.over_base, curves, measure)
+
+
 def _packed(recipe: Recipe) -> str:
-    """What `base` means where the policy was trained over a packed one."""
+    """Return what `base` means where the policy was trained over a packed one."""
     if not recipe.train.packed:
         return ""
     return (
-        f"The adapter was trained over a base in {recipe.train.storage} and merged into what that unpacks to; `base` in every delta is "
-        "the original model, so the gain includes what packing took from it."
+        f"The adapter was trained over a base in {recipe.train.storage} and merged into the dequantized base. "
+        "`base` is the original model in every delta, so the gain includes the cost of packing."
     )
 
 
 def _activate() -> str:
-    """How to get a shell in which the commands below are found."""
+    """Return how to get a shell that finds the commands below."""
     if sys.prefix == sys.base_prefix:
-        return f"{sys.executable}, to run the commands below in"
-    return f"source {shlex.quote(str(Path(sys.prefix) / 'bin' / 'activate'))}, to run the commands below in"
+        return f"{sys.executable}, for the commands below"
+    return f"source {shlex.quote(str(Path(sys.prefix) / 'bin' / 'activate'))}, before the commands below"
 
 
 def look(address: str) -> str:
-    """How to see the store at this absolute address; a bare `mlflow ui` knows its own default only."""
+    """Return how to see the store at this absolute address; a bare `mlflow ui` shows its own default only."""
     if not address.startswith("sqlite:"):
         return address
     default = Path.cwd() / "mlflow.db"  # an address may spell its path with %20
-    given = "" if store.database_of(address) == default else f" --backend-store-uri {shlex.quote(address)}"
-    return f"mlflow ui{given}, then http://127.0.0.1:5000"
+    option = "" if store.database_of(address) == default else f" --backend-store-uri {shlex.quote(address)}"
+    return f"mlflow ui{option}, then http://127.0.0.1:5000"
 
 
 def _serve(recipe: Recipe, stage: str) -> str:
@@ -160,40 +160,11 @@ def _serve(recipe: Recipe, stage: str) -> str:
     return f"mlflow run . -e serve -P stage={stage}{model}{name} --env-manager uv"
 
 
-def _gather(work, compared: Result, diagnosed: Result, trained: Result) -> None:
+def _gather(work: Path, shown: Shown) -> None:
+    """Copy the tables and figures of the study's steps into one folder."""
     for file in (names.TABLE_MD, names.TABLE_JSON, names.QUESTIONS):
-        shutil.copy(contents.artifact(compared.run_id, file), work / file)
-    for result in (compared, diagnosed, trained):
-        shutil.copytree(
-            contents.artifact(result.run_id, names.FIGURES),
-            work / names.FIGURES,
-            dirs_exist_ok=True,
-            ignore=shutil.ignore_patterns("*.html"),
-        )
-
-
-def _page(work: Path, compared: Result, diagnosed: Result, trained: Result) -> None:
-    """The study as one page."""
-    import pandas as pd
-
-    from qrl import figures
-
-    weights, stored, said = (
-        pd.read_parquet(contents.artifact(diagnosed.run_id, name))
-        if name in diagnosed.outputs.artifacts
-        else pd.DataFrame()
-        for name in (names.WEIGHTS, names.STORED, names.BEHAVIOUR)
-    )
-    history = pd.read_parquet(contents.artifact(trained.run_id, names.HISTORY))
-    table = json.loads((work / names.TABLE_JSON).read_text(encoding="utf-8"))
-    figures.report(table, compared.outputs.values["sentence"], history, weights, stored, said, work / names.REPORT)
-
-
-def _links(launcher: Launcher) -> str:
-    """A list of the steps' runs, the reused ones marked."""
-    experiment = projects.experiment_id(launcher.run_id)
-    lines = [
-        f"- [{label}](#/experiments/{experiment}/runs/{result.run_id}){' (reused)' if result.reused else ''}"
-        for label, result in launcher.results
-    ]
-    return "Steps:\n\n" + "\n".join(lines)
+        shutil.copy(contents.artifact(shown.compared.run_id, file), work / file)
+    for result in (shown.compared, shown.diagnosed, shown.trained):
+        source = contents.artifact(result.run_id, names.FIGURES)
+        pictures = shutil.ignore_patterns("*.html")
+        shutil.copytree(source, work / names.FIGURES, dirs_exist_ok=True, ignore=pictures)

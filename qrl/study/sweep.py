@@ -132,7 +132,7 @@ def study(first: str, others: tuple[str, ...], seeds: tuple[int, ...], overrides
         launcher = Launcher({}, run.info.run_id, count)
         for seed, of_seed in arms.items():
             _Seed(seed, of_seed, overrides, launcher, device, base, outcome).run()
-        report.methods(launcher, outcome, seeds, time.monotonic() - began)
+        report.sweep_table(launcher, outcome, seeds, time.monotonic() - began)
 
 
 @dataclass

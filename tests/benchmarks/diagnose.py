@@ -1,11 +1,11 @@
 """How fast weights are measured, and in how much memory.
 
     python tests/benchmarks/diagnose.py                        # Qwen2.5-0.5B's shape, against the seed study's approach
-    python tests/benchmarks/diagnose.py --memory DIR           # peak memory at Qwen3-8B's shape, measure by measure; writes 90 GB to DIR
+    python tests/benchmarks/diagnose.py --memory DIR           # peak memory at Qwen3-8B's shape; writes 90 GB to DIR
     python tests/benchmarks/diagnose.py --make DIR             # a checkpoint of that shape, 16.4 GB, for:
     python tests/benchmarks/diagnose.py --read DIR --device cuda   # time over that of reading the file, on a GPU
 
-The checkpoints are random: what is measured does not depend on what the weights say.
+The checkpoints are random: time and memory do not depend on the values of the weights.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ SHAPES = {
 
 
 def make(folder: Path, name: str, seed: int = 0) -> Path:
-    """A random bf16 checkpoint of this shape, a shard for every few layers; the values of a layer are those of the first, shifted."""
+    """Write a random bf16 checkpoint of this shape in shards; a layer's values are those of the first, shifted."""
     import torch
     from safetensors.torch import save_file
 
@@ -82,8 +82,15 @@ def make(folder: Path, name: str, seed: int = 0) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     h, wide, narrow, index = shape["hidden"], shape["heads"] * shape["head"], shape["kv_heads"] * shape["head"], {}
-    sizes = {"self_attn.q_proj": (wide, h), "self_attn.k_proj": (narrow, h), "self_attn.v_proj": (narrow, h), "self_attn.o_proj": (h, wide),
-             "mlp.gate_proj": (shape["mlp"], h), "mlp.up_proj": (shape["mlp"], h), "mlp.down_proj": (h, shape["mlp"])}  # fmt: skip
+    sizes = {
+        "self_attn.q_proj": (wide, h),
+        "self_attn.k_proj": (narrow, h),
+        "self_attn.v_proj": (narrow, h),
+        "self_attn.o_proj": (h, wide),
+        "mlp.gate_proj": (shape["mlp"], h),
+        "mlp.up_proj": (shape["mlp"], h),
+        "mlp.down_proj": (h, shape["mlp"]),
+    }
     for layer in range(shape["layers"]):
         tensors = {
             f"model.layers.{layer}.{part}.weight": matrix(*size, 997 * layer + i)
@@ -106,30 +113,37 @@ def make(folder: Path, name: str, seed: int = 0) -> Path:
         shard(shape["layers"] + 1, {"lm_head.weight": matrix(shape["vocab"], h, 2)})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     config = {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": h, "intermediate_size": shape["mlp"],
-        "num_hidden_layers": shape["layers"], "num_attention_heads": shape["heads"], "num_key_value_heads": shape["kv_heads"],
-        "vocab_size": shape["vocab"], "tie_word_embeddings": shape["tied"], "torch_dtype": "bfloat16",
-    }  # fmt: skip
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": h,
+        "intermediate_size": shape["mlp"],
+        "num_hidden_layers": shape["layers"],
+        "num_attention_heads": shape["heads"],
+        "num_key_value_heads": shape["kv_heads"],
+        "vocab_size": shape["vocab"],
+        "tie_word_embeddings": shape["tied"],
+        "torch_dtype": "bfloat16",
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def seeds_way(folder: Path) -> dict[str, dict[str, float]]:
-    """The seed study's approach: the whole model through transformers, then a pass over each matrix for each statistic."""
+def as_in_the_seed(folder: Path) -> dict[str, dict[str, float]]:
+    """Measure as the seed study did: load the model with transformers, then pass over each matrix per statistic."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    found = {}
+    rows = {}
     for name, parameter in [*model.named_parameters(), ("lm_head.weight", model.lm_head.weight)]:
         if parameter.ndim == 2 and "embed_tokens" not in name:
             with torch.no_grad():
-                found[name] = one_statistic_a_pass(parameter.detach().float())
-    return found
+                rows[name] = one_statistic_a_pass(parameter.detach().float())
+    return rows
 
 
 def one_statistic_a_pass(w) -> dict[str, float]:
-    """The measures as their definitions read, in torch's float32."""
+    """Compute the statistics by their definitions, in torch's float32."""
     import torch
 
     size = w.abs()
@@ -155,32 +169,33 @@ def one_statistic_a_pass(w) -> dict[str, float]:
 
 
 def against_the_seed(shape: str, rounds: int) -> None:
-    """Both in turn on the same checkpoint, read once before, so that neither waits for the disk."""
+    """Time both in turn on the same checkpoint, read once before, so that neither waits for the disk."""
     import torch
 
     from qrl.diagnose import weights
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = make(Path(temporary), shape)
-        rows, found = [], {}
+        times, results = [], {}
         for i in range(rounds + 1):
             began = time.perf_counter()
-            found["seed"] = seeds_way(folder)
+            results["seed"] = as_in_the_seed(folder)
             middle = time.perf_counter()
-            found["ours"] = weights.measure(folder, "base").set_index("tensor")
+            results["ours"] = weights.measure(folder, "base").set_index("tensor")
             if i:  # the first one warms up
-                rows.append((middle - began, time.perf_counter() - middle))
-    theirs, ours = zip(*rows, strict=True)
-    ratios = [a / b for a, b in rows]
-    numel = int(found["ours"]["numel"].sum())
+                times.append((middle - began, time.perf_counter() - middle))
+    theirs, ours = zip(*times, strict=True)
+    ratios = [a / b for a, b in times]
+    numel = int(results["ours"]["numel"].sum())
     worst = max(
-        abs(found["ours"].loc[name, key] / value - 1)
-        for name, row in found["seed"].items()
+        abs(results["ours"].loc[name, key] / value - 1)
+        for name, row in results["seed"].items()
         for key, value in row.items()
         if value
     )
     print(
-        f"{shape}'s shape, {numel:,} weights in {len(found['ours'])} matrices, bf16, {torch.get_num_threads()} threads: "
+        f"{shape}'s shape, {numel:,} weights in {len(results['ours'])} matrices, bf16, "
+        f"{torch.get_num_threads()} threads: "
         f"the seed's approach {_spread(theirs)} s, ours {_spread(ours)} s (medians of {rounds}); "
         f"ratio {_spread(ratios, 1)}; largest relative difference of a measure {worst:.1e}"
     )
@@ -191,7 +206,7 @@ def _spread(values: list[float], digits: int = 2) -> str:
 
 
 def memory(folder: Path, shape: str, device: str, wanted: list[str]) -> None:
-    """Peaks at the larger shape, each measure in a process of its own: the scan, movement, ranks, and what schemes store."""
+    """Print peaks at the larger shape, each measure in a process of its own."""
     paths = [folder / f"qrl-{shape}-{i}" for i in range(2)]
     for i, path in enumerate(paths):
         if not (path / "config.json").is_file():
@@ -216,7 +231,7 @@ def _alone(what: str, paths: list[Path], device: str) -> None:
 
 
 def peak(what: str, paths: list[Path], device: str) -> None:
-    """One measure, its time, and the most memory that this process has held."""
+    """Run one measure; print its time and this process's peak memory."""
     from qrl.diagnose import movement, schemes, weights
 
     began, base = time.perf_counter(), _peak_gib()
@@ -231,18 +246,19 @@ def peak(what: str, paths: list[Path], device: str) -> None:
             what,
         )
     print(
-        f"{what}: {len(rows)} rows, {rows['numel'].sum():,} weights in {time.perf_counter() - began:.1f} s; peak memory of the process {_peak_gib():.2f} GiB, {base:.2f} of it before",
+        f"{what}: {len(rows)} rows, {rows['numel'].sum():,} weights in {time.perf_counter() - began:.1f} s; "
+        f"peak memory of the process {_peak_gib():.2f} GiB, {base:.2f} of it before",
         flush=True,
     )
 
 
 def _peak_gib() -> float:
-    """Of this process; getrusage's counts its parent's, too."""
+    """Return this process's peak; getrusage includes its parent's."""
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20
 
 
 def store(full: Path, folder: Path, scheme: str) -> None:
-    """A checkpoint in a scheme's layout with as many bytes as a real one; a matrix's codes are random, those of a shape are alike."""
+    """Write a checkpoint in a scheme's layout and size; codes are random, and the same for matrices of one shape."""
     import torch
     from safetensors.torch import save_file
 
@@ -373,18 +389,18 @@ STORED = {
 
 
 def read(folder: Path, device: str, rounds: int) -> None:
-    """Time of measuring over that of reading: plainly into host memory, and by the same readers to where the measuring is done."""
+    """Compare the time of measuring with that of a plain read, and of a read by the same threads to the device."""
     from qrl.diagnose import weights
     from qrl.diagnose.sweep import sweep
 
     class Nothing:
-        """Takes rows in and keeps nothing of them."""
+        """An accumulator that keeps nothing."""
 
         def add(self, block) -> None:
-            """The rows have arrived when this is called."""
+            """Do nothing: the rows have arrived when this is called."""
 
         def merge(self, other) -> None:
-            """Nothing to add up."""
+            """Do nothing."""
 
     def plain() -> None:
         buffer = bytearray(1 << 24)
@@ -400,9 +416,9 @@ def read(folder: Path, device: str, rounds: int) -> None:
             pass
 
     def measured() -> None:
-        found["rows"] = weights.measure(folder, "base", embeddings=True, device=device)
+        results["rows"] = weights.measure(folder, "base", embeddings=True, device=device)
 
-    found: dict = {}
+    results: dict = {}
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     for cache in ("warm", "cold"):
         took = {each: [] for each in (plain, carried, measured)}
@@ -416,16 +432,18 @@ def read(folder: Path, device: str, rounds: int) -> None:
                     times.append(time.perf_counter() - began)
         against = {each: [a / b for a, b in zip(took[measured], took[each], strict=True)] for each in (plain, carried)}
         print(
-            f"{folder.name} on {device}, page cache {cache}: {found['rows']['numel'].sum():,} weights, {size / 1e9:.1f} GB; measured in {_spread(took[measured])} s; "
+            f"{folder.name} on {device}, page cache {cache}: {results['rows']['numel'].sum():,} weights, "
+            f"{size / 1e9:.1f} GB; measured in {_spread(took[measured])} s; "
             f"a plain read into host memory {_spread(took[plain])} s, ratio {_spread(against[plain], 1)}; "
-            f"a read to the {device} by the same threads {_spread(took[carried])} s, ratio {_spread(against[carried], 1)} (medians of {rounds}); "
+            f"a read to the {device} by the same threads {_spread(took[carried])} s, "
+            f"ratio {_spread(against[carried], 1)} (medians of {rounds}); "
             f"peak memory of the process {_peak_gib():.2f} GiB",
             flush=True,
         )
 
 
 def _forget(folder: Path) -> None:
-    """Takes the files out of the page cache, as far as the kernel is willing."""
+    """Drop the files from the page cache, as far as the kernel does."""
     for file in folder.glob("*.safetensors"):
         handle = os.open(file, os.O_RDONLY)
         os.fsync(handle)
@@ -451,20 +469,22 @@ if __name__ == "__main__":
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    given = parser.parse_args()
-    if given.layers:
-        SHAPES[given.shape or LARGE]["layers"] = given.layers
-    if given.make:
-        make(given.make, given.shape or LARGE)
-    elif given.memory:
-        memory(given.memory, given.shape or LARGE, given.device, given.only)
-    elif given.peak:
-        peak(given.peak[0], [Path(each) for each in given.peak[1:]], given.device)
-    elif given.read:
-        read(given.read, given.device, given.rounds)
+    options = parser.parse_args()
+    if options.layers:
+        SHAPES[options.shape or LARGE]["layers"] = options.layers
+    if options.make:
+        make(options.make, options.shape or LARGE)
+    elif options.memory:
+        memory(options.memory, options.shape or LARGE, options.device, options.only)
+    elif options.peak:
+        peak(options.peak[0], [Path(each) for each in options.peak[1:]], options.device)
+    elif options.read:
+        read(options.read, options.device, options.rounds)
     else:
-        against_the_seed(given.shape or SMALL, given.rounds)
-    if not (given.peak or given.make):
+        against_the_seed(options.shape or SMALL, options.rounds)
+    if not (options.peak or options.make):
         print(
-            f"machine: {platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}"
+            f"machine: {platform.processor() or platform.machine()}, "
+            f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
+            f"Python {platform.python_version()}"
         )

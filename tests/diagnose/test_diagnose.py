@@ -18,7 +18,7 @@ from qrl.formats import rtn
 
 
 def change(source: Path, folder: Path, edit) -> Path:
-    """A copy of a checkpoint with `edit` applied to its tensors."""
+    """Return a copy of a checkpoint with `edit` applied to its tensors."""
     shutil.copytree(source, folder)
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
@@ -34,21 +34,21 @@ def frame(tiny_checkpoint):
 def test_measures_follow_their_definitions():
     matrix = torch.randn(32, 200, generator=torch.Generator().manual_seed(0))
     matrix[3, 5], matrix[7, 0] = 9.0, -11.0
-    found, w = weights.describe(matrix, outlier_multiplier=5.0), matrix.numpy().astype(np.float64)
+    measured, w = weights.describe(matrix, outlier_multiplier=5.0), matrix.numpy().astype(np.float64)
     lower = np.sort(np.abs(w), axis=None)[(w.size - 1) // 2]
     peaks = np.abs(w).max(1)
-    assert found["median_abs"] == pytest.approx(lower)
-    assert found["kurtosis"] == pytest.approx(scipy.stats.kurtosis(w, axis=None, fisher=False), rel=1e-5)
-    assert found["std"] == pytest.approx(w.std(), rel=1e-6)
-    assert found["rms"] == pytest.approx(np.sqrt((w**2).mean()), rel=1e-6)
-    assert found["max_abs"] == 11.0
-    assert found["abs_outlier_frac"] == pytest.approx((np.abs(w) > 5 * lower).mean())
-    assert found["channel_outlier_frac"] == pytest.approx((peaks > 5 * np.sort(peaks)[15]).mean())
-    assert found["w4_snr_db"] == pytest.approx(rtn.error(matrix).snr_db, rel=1e-12)
+    assert measured["median_abs"] == pytest.approx(lower)
+    assert measured["kurtosis"] == pytest.approx(scipy.stats.kurtosis(w, axis=None, fisher=False), rel=1e-5)
+    assert measured["std"] == pytest.approx(w.std(), rel=1e-6)
+    assert measured["rms"] == pytest.approx(np.sqrt((w**2).mean()), rel=1e-6)
+    assert measured["max_abs"] == 11.0
+    assert measured["abs_outlier_frac"] == pytest.approx((np.abs(w) > 5 * lower).mean())
+    assert measured["channel_outlier_frac"] == pytest.approx((peaks > 5 * np.sort(peaks)[15]).mean())
+    assert measured["w4_snr_db"] == pytest.approx(rtn.error(matrix).snr_db, rel=1e-12)
 
 
 def by_definition(w: np.ndarray, multiplier: float = 6.0, group_size: int = 128) -> dict[str, float]:
-    """Every measure from its definition in float64, by other means than ours: sorting, numpy, a loop over groups."""
+    """Compute every measure from its definition in float64, by another route: sorting, numpy, a loop over groups."""
     size, peaks = np.abs(w), np.abs(w).max(1)
     median, middle = np.sort(size, axis=None)[(w.size - 1) // 2], np.sort(peaks)[(len(peaks) - 1) // 2]
     errors = []
@@ -97,27 +97,27 @@ def test_a_sharded_checkpoint_in_any_dtype_gives_the_references_numbers(tmp_path
     (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
     monkeypatch.setitem(sweep.BLOCK, "cpu", 1500)  # blocks and pieces that do not come out even
     monkeypatch.setattr(sweep, "PIECE", 7000)
-    found = weights.measure(tmp_path, "base", embeddings=embeddings).set_index("tensor")
+    measured = weights.measure(tmp_path, "base", embeddings=embeddings).set_index("tensor")
     table = "model.embed_tokens.weight" if embeddings else "lm_head.weight"
-    assert set(found.index) == {table, *list(tensors)[1:]}
+    assert set(measured.index) == {table, *list(tensors)[1:]}
     for name, tensor in tensors.items():
-        row = found.loc[table if "embed" in name else name]
+        row = measured.loc[table if "embed" in name else name]
         for key, value in by_definition(tensor.double().numpy()).items():
             assert row[key] == pytest.approx(value, rel=1e-6, abs=1e-12), (name, key)
         sizes = np.sort(np.abs(tensor.double().numpy()), axis=None)
         for key, share in (("abs_q99", 0.99), ("abs_q999", 0.999), ("abs_q9999", 0.9999)):
             exact = sizes[int(np.ceil(share * sizes.size)) - 1]
             assert exact * (1 - (dtype == torch.float32) / 256) <= row[key] <= exact, (name, key)
-    alike = found["numel"] / found["numel"].sum()
-    total = weights.summary(found)
-    assert total["w4_snr_db"] == pytest.approx(found["w4_snr_db"].sum() / 3)
+    alike = measured["numel"] / measured["numel"].sum()
+    total = weights.summary(measured)
+    assert total["w4_snr_db"] == pytest.approx(measured["w4_snr_db"].sum() / 3)
     for key, column in (
         ("outlier_frac", "abs_outlier_frac"),
         ("channel_outlier_frac",) * 2,
         ("kurtosis",) * 2,
         ("w4_relative_mse",) * 2,
     ):
-        assert total[key] == pytest.approx((found[column] * alike).sum(), rel=1e-12)
+        assert total[key] == pytest.approx((measured[column] * alike).sum(), rel=1e-12)
 
 
 def test_threads_change_nothing(tiny_checkpoint, frame):
@@ -134,21 +134,21 @@ def test_threads_change_nothing(tiny_checkpoint, frame):
 def test_a_planted_outlier_counts_once_and_a_planted_channel_too():
     matrix = torch.ones(16, 64)
     matrix[2, 9] = 100.0
-    found = weights.describe(matrix, outlier_multiplier=6.0)
-    assert found["abs_outlier_frac"] == 1 / matrix.numel()
-    assert found["channel_outlier_frac"] == 1 / 16
+    measured = weights.describe(matrix, outlier_multiplier=6.0)
+    assert measured["abs_outlier_frac"] == 1 / matrix.numel()
+    assert measured["channel_outlier_frac"] == 1 / 16
 
 
 def test_a_matrix_of_zeros_is_described_without_a_crash():
-    found = weights.describe(torch.zeros(4, 8))
-    assert found["max_abs"] == 0
-    assert np.isnan(found["w4_relative_mse"])
+    measured = weights.describe(torch.zeros(4, 8))
+    assert measured["max_abs"] == 0
+    assert np.isnan(measured["w4_relative_mse"])
 
 
 def test_every_matrix_of_the_layers_and_the_tied_head_have_a_row(frame, tiny_checkpoint):
     stored = {name for name, entry in checkpoint.entries(tiny_checkpoint).items() if len(entry.shape) == 2}
     assert set(frame["tensor"]) == stored - {"model.embed_tokens.weight"} | {"lm_head.weight"}
-    assert len(frame) == weights.count(tiny_checkpoint)
+    assert len(frame) == len(weights.matrices(tiny_checkpoint))
     row = frame.set_index("tensor").loc["model.layers.1.mlp.down_proj.weight"]
     assert (row["variant"], row["layer"], row["projection"], row["numel"]) == ("base", 1, "down_proj", 256 * 512)
     assert frame.set_index("tensor").loc["lm_head.weight", "layer"] == -1
@@ -161,16 +161,28 @@ def test_embeddings_on_request_and_a_tied_table_once(frame, tiny_checkpoint):
 
 
 def test_the_summary_weighs_by_size_but_takes_the_mean_snr(frame):
-    found = weights.summary(frame)
-    assert found["w4_relative_mse"] == pytest.approx(np.average(frame["w4_relative_mse"], weights=frame["numel"]))
-    assert found["outlier_frac"] == pytest.approx(np.average(frame["abs_outlier_frac"], weights=frame["numel"]))
-    assert found["w4_snr_db"] == pytest.approx(frame["w4_snr_db"].mean())
+    measured = weights.summary(frame)
+    assert measured["w4_relative_mse"] == pytest.approx(np.average(frame["w4_relative_mse"], weights=frame["numel"]))
+    assert measured["outlier_frac"] == pytest.approx(np.average(frame["abs_outlier_frac"], weights=frame["numel"]))
+    assert measured["w4_snr_db"] == pytest.approx(frame["w4_snr_db"].mean())
 
 
-def test_progress_is_told_of_every_matrix(tiny_checkpoint):
-    told = []
-    weights.measure(tiny_checkpoint, "base", progress=told.append)
-    assert sum(told) == weights.count(tiny_checkpoint)
+def test_progress_counts_every_matrix(tiny_checkpoint):
+    steps = []
+    weights.measure(tiny_checkpoint, "base", progress=steps.append)
+    assert sum(steps) == len(weights.matrices(tiny_checkpoint))
+
+
+def test_columns_of_the_proxy_say_w4_for_four_bits_only(tiny_checkpoint, frame):
+    three = weights.measure(tiny_checkpoint, "base", bits=3)
+    assert not any("w4" in name for name in [*three, *weights.summary(three)])
+    assert not any("rtn" in name for name in [*frame, *weights.summary(frame)])
+    for name in ("relative_mse", "max_error"):
+        assert (three[f"rtn_{name}"] > frame[f"w4_{name}"]).all()
+    assert weights.summary(three)["rtn_relative_mse"] == pytest.approx(
+        np.average(three["rtn_relative_mse"], weights=three["numel"])
+    )
+    assert weights.summary(three)["rtn_snr_db"] == pytest.approx(three["rtn_snr_db"].mean())
 
 
 def test_nothing_moves_between_a_checkpoint_and_itself(tiny_checkpoint):
@@ -212,27 +224,27 @@ def test_movement_follows_its_definitions(tiny_checkpoint, tmp_path):
         tensors[name] = (tensors[name].float() + 0.004 * noise).bfloat16()
 
     trained = change(tiny_checkpoint, tmp_path / "trained", train)
-    found = moving.movement(tiny_checkpoint, trained).set_index("tensor").loc[name]
+    measured = moving.movement(tiny_checkpoint, trained).set_index("tensor").loc[name]
     old, new = (dict(checkpoint.tensors(path))[name].double() for path in (tiny_checkpoint, trained))
     coded = [rtn.encode(matrix) for matrix in (old, new)]
     moved = rtn.decode(*coded[1], 512).double() - rtn.decode(*coded[0], 512).double()
     energy = torch.linalg.svdvals(new - old).square()
     share = (energy / energy.sum())[energy > 0]
-    assert found["unchanged_frac"] == (old == new).double().mean().item() > 0.74
-    assert found["delta_sparsity"] == ((old - new).abs() <= 1e-5).double().mean().item()
-    assert found["code_flip_rate"] == (coded[0][0] != coded[1][0]).double().mean().item()
-    assert found["update_survival"] == pytest.approx((moved.norm() / (new - old).norm()).item(), rel=1e-6)
-    assert found["update_cosine"] == pytest.approx(
+    assert measured["unchanged_frac"] == (old == new).double().mean().item() > 0.74
+    assert measured["delta_sparsity"] == ((old - new).abs() <= 1e-5).double().mean().item()
+    assert measured["code_flip_rate"] == (coded[0][0] != coded[1][0]).double().mean().item()
+    assert measured["update_survival"] == pytest.approx((moved.norm() / (new - old).norm()).item(), rel=1e-6)
+    assert measured["update_cosine"] == pytest.approx(
         ((moved * (new - old)).sum() / moved.norm() / (new - old).norm()).item(), rel=1e-6
     )
-    assert found["effective_rank"] == pytest.approx(torch.exp(-(share * share.log()).sum()).item(), rel=1e-6)
-    assert found["update_projection"] == pytest.approx(
+    assert measured["effective_rank"] == pytest.approx(torch.exp(-(share * share.log()).sum()).item(), rel=1e-6)
+    assert measured["update_projection"] == pytest.approx(
         (moved.mul(new - old).sum() / (new - old).square().sum()).item(), rel=1e-6
     )
     total = moving.totals(moving.movement(tiny_checkpoint, trained))
-    assert total["update_survival"] == pytest.approx(found["update_survival"])
-    assert total["update_cosine"] == pytest.approx(found["update_cosine"])
-    assert total["update_projection"] == pytest.approx(found["update_projection"])
+    assert total["update_survival"] == pytest.approx(measured["update_survival"])
+    assert total["update_cosine"] == pytest.approx(measured["update_cosine"])
+    assert total["update_projection"] == pytest.approx(measured["update_projection"])
 
 
 def spectrum(values: torch.Tensor, columns: int = 400) -> torch.Tensor:
@@ -268,9 +280,9 @@ def test_ranks_of_low_rank_and_of_nothing():
 
 
 def awq_like(source: Path, folder: Path, seed: int = 0) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A checkpoint in AutoAWQ's layout made by its recipe: scales folded into norms and linears, then rounding with zero points.
+    """Make a checkpoint in AutoAWQ's layout: scales folded into norms and linears, then rounding with zero points.
 
-    Returns the folder and, by matrix, what its codes stand for with the scales that were folded taken out again.
+    Returns the folder and, by matrix, the values of its codes with the folded scales removed.
     """
     generator = torch.Generator().manual_seed(seed)
     state = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
@@ -310,28 +322,28 @@ def awq_like(source: Path, folder: Path, seed: int = 0) -> tuple[Path, dict[str,
 
 
 def packed(values: torch.Tensor) -> torch.Tensor:
-    """AutoAWQ's packing: nibble i of a word holds column (0, 2, 4, 6, 1, 3, 5, 7)[i] of eight."""
+    """Pack as AutoAWQ does: nibble i of a word holds column (0, 2, 4, 6, 1, 3, 5, 7)[i] of eight."""
     eight = values.to(torch.int64).view(values.shape[0], -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]]
     words = (eight << torch.arange(0, 32, 4)).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-def test_awqs_error_is_measured_with_its_scales_taken_out(tiny_checkpoint, tmp_path):
+def test_awqs_error_is_measured_with_its_scales_removed(tiny_checkpoint, tmp_path):
     folder, true = awq_like(tiny_checkpoint, tmp_path / "awq")
-    found = schemes.measure({"base": tiny_checkpoint}, {"base": folder}, "awq").set_index("tensor")
+    measured = schemes.measure({"base": tiny_checkpoint}, {"base": folder}, "awq").set_index("tensor")
     original = load_file(tiny_checkpoint / "model.safetensors")
-    assert set(found.index) == set(true)
+    assert set(measured.index) == set(true)
     for name, values in true.items():
         off = ((values - original[name].float()).square().sum() / original[name].float().square().sum()).item()
         fitted = any(kind in name for kind in ("v_proj", "o_proj", "up_proj", "down_proj"))
-        assert found.loc[name, "relative_mse"] == pytest.approx(off, rel=0.06 if fitted else 1e-3), name
+        assert measured.loc[name, "relative_mse"] == pytest.approx(off, rel=0.06 if fitted else 1e-3), name
     assert (
-        found["relative_mse"].max() < 0.1
-    )  # as far as 4 bits go; with the scales left in, columns are off by their whole size
-    assert "code_flip_rate" not in found
+        measured["relative_mse"].max() < 0.1
+    )  # of 4 bits; with the scales left in, columns are off by their whole size
+    assert "code_flip_rate" not in measured
 
 
-def test_a_scheme_keeps_what_its_two_checkpoints_say(tiny_checkpoint, tmp_path):
+def test_a_scheme_keeps_what_its_two_checkpoints_store(tiny_checkpoint, tmp_path):
     def train(tensors):
         for name in tensors:
             if "down_proj" in name:
@@ -364,7 +376,7 @@ def test_another_models_quantized_weights_are_refused(tiny_checkpoint, tmp_path)
         del tensors["model.layers.1.mlp.up_proj.weight"]
 
     smaller = change(tiny_checkpoint, tmp_path / "smaller", forget)
-    with pytest.raises(BadInput, match=r"stores model\.layers\.1\.mlp\.up_proj\.weight, which .* does not"):
+    with pytest.raises(BadInput, match=r"model\.layers\.1\.mlp\.up_proj\.weight, which .* does not"):
         schemes.measure({"base": smaller}, {"base": folder}, "awq")
     with pytest.raises(BadInput, match="quantized"):
         weights.measure(folder, "base")

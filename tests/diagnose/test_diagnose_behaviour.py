@@ -18,9 +18,9 @@ def model(tiny_checkpoint):
 
 
 def test_a_model_agrees_with_itself(model):
-    found = behaviour.against(model, model, TEXTS)
-    assert found.kl == pytest.approx(0, abs=1e-6)
-    assert (found.top1_agreement, found.n, found.positions) == (1, 3, 19)
+    measured = behaviour.against(model, model, TEXTS)
+    assert measured.kl == pytest.approx(0, abs=1e-6)
+    assert (measured.top1_agreement, measured.n, measured.positions) == (1, 3, 19)
 
 
 def test_batches_change_nothing(model, monkeypatch):
@@ -33,35 +33,35 @@ def test_batches_change_nothing(model, monkeypatch):
 def test_divergence_follows_its_definition(model, tiny_checkpoint, tmp_path):
     path = quantize.run("nf4", tiny_checkpoint, tmp_path / "nf4").path
     quantized = hf.load(path, "cpu", torch.float32)[0]
-    found = behaviour.against(model, quantized, TEXTS)
+    measured = behaviour.against(model, quantized, TEXTS)
     divergences, agreements = [], []
     for text in TEXTS:
         with torch.inference_mode():
             p, q = (each(torch.tensor([text])).logits[0].double().softmax(-1) for each in (model, quantized))
         divergences.append((p * (p / q).log()).sum(-1))
         agreements.append((p.argmax(-1) == q.argmax(-1)).double())
-    assert found.kl == pytest.approx(torch.cat(divergences).mean().item(), rel=1e-3)
-    assert found.top1_agreement == pytest.approx(torch.cat(agreements).mean().item())
-    assert 0 < found.kl_stderr < found.kl
+    assert measured.kl == pytest.approx(torch.cat(divergences).mean().item(), rel=1e-3)
+    assert measured.top1_agreement == pytest.approx(torch.cat(agreements).mean().item())
+    assert 0 < measured.kl_stderr < measured.kl
 
 
-def test_the_step_tells_and_draws_what_the_models_say(tiny_checkpoint, tmp_path, capsys):
+def test_the_step_compares_and_draws_next_token_distributions(tiny_checkpoint, tmp_path, capsys):
     path = quantize.run("nf4", tiny_checkpoint, tmp_path / "nf4").path
-    asked = recipe.load("tiny", {"diagnose.behaviour": "3", "device": "cpu"})
+    settings = recipe.load("tiny", {"diagnose.behaviour": "3", "device": "cpu"})
     step.diagnose(
-        asked,
+        settings,
         str(tiny_checkpoint),
         str(tiny_checkpoint),
         quantized=f"base:nf4={path},grpo:nf4={path}",
         out=str(tmp_path / "out"),
     )
-    said = pd.read_parquet(tmp_path / "out" / "behaviour.parquet")
-    assert sorted(zip(said["variant"], said["scheme"], said["layer"], strict=True)) == sorted(
+    rows = pd.read_parquet(tmp_path / "out" / "behaviour.parquet")
+    assert sorted(zip(rows["variant"], rows["scheme"], rows["layer"], strict=True)) == sorted(
         (variant, *row) for variant in ("base", "grpo") for row in (("nf4", -1), ("w4", 0), ("w4", 1))
     )
-    assert (said["kl"] > 0).all() and (said["n"] == 3).all()
+    assert (rows["kl"] > 0).all() and (rows["n"] == 3).all()
     assert (tmp_path / "out" / "figures" / "behaviour.png").stat().st_size > 10_000
-    assert "What the models say" in (tmp_path / "out" / "figures" / "weights.html").read_text()
+    assert "Next-token distributions" in (tmp_path / "out" / "figures" / "weights.html").read_text()
     assert {"behaviour/kl_nf4_base", "behaviour/top1_agreement_nf4", "weights/code_flip_rate_nf4"} <= set(
         capsys.readouterr().out.split()
     )
@@ -69,14 +69,14 @@ def test_the_step_tells_and_draws_what_the_models_say(tiny_checkpoint, tmp_path,
 
 def test_each_layer_alone_matters_less_than_all_and_is_put_back(model):
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    found = behaviour.sensitivity(model, TEXTS, bits=3)
-    assert sorted(found) == [0, 1] and all(each.kl > 1e-6 for each in found.values())
+    measured = behaviour.sensitivity(model, TEXTS, bits=3)
+    assert sorted(measured) == [0, 1] and all(each.kl > 1e-6 for each in measured.values())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert max(each.kl for each in behaviour.sensitivity(model, TEXTS, bits=8).values()) < min(
-        each.kl for each in found.values()
+        each.kl for each in measured.values()
     )
 
 
 def test_one_text_has_no_standard_error(model):
-    with pytest.raises(ValueError, match="two are needed"):
+    with pytest.raises(ValueError, match="two texts"):
         behaviour.against(model, model, TEXTS[:1])

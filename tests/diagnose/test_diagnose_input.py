@@ -1,4 +1,4 @@
-"""What `diagnose` is given and cannot use: a sentence each, naming what is wrong and where."""
+"""Input that `diagnose` cannot use: one sentence for each, which names what is wrong and where."""
 
 import json
 import math
@@ -18,7 +18,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
 
 
 def changed(source: Path, folder: Path, edit=lambda tensors: None, **config) -> Path:
-    """A copy of a checkpoint with `edit` applied to its tensors and these keys in its config."""
+    """Return a copy of a checkpoint with `edit` applied to its tensors and these keys in its config."""
     shutil.copytree(source, folder)
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
@@ -29,7 +29,7 @@ def changed(source: Path, folder: Path, edit=lambda tensors: None, **config) -> 
 
 
 def eight_bits(source: Path, folder: Path, scale: float = 1.0) -> Path:
-    """A checkpoint in bitsandbytes' INT8, by its definition."""
+    """Make a checkpoint in bitsandbytes' INT8, by its definition."""
 
     def store(tensors):
         for name in [name for name in tensors if "_proj.weight" in name]:
@@ -42,7 +42,7 @@ def eight_bits(source: Path, folder: Path, scale: float = 1.0) -> Path:
 
 
 def cut(folder: Path) -> Path:
-    """The same folder, its weights half as long."""
+    """Cut the folder's weight file to half its length."""
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     return folder
@@ -51,9 +51,9 @@ def cut(folder: Path) -> Path:
 def refused(base, trained, out, quantized=None) -> str:
     with pytest.raises(BadInput) as raised:
         step.diagnose(recipe.load("tiny"), str(base), str(trained), quantized=quantized, out=str(out))
-    said = str(raised.value)
-    assert said.endswith(".") and "\n" not in said
-    return said
+    sentence = str(raised.value)
+    assert sentence.endswith(".") and "\n" not in sentence
+    return sentence
 
 
 def test_another_shape_or_layer_is_listed(tiny_checkpoint, tmp_path):
@@ -64,16 +64,17 @@ def test_another_shape_or_layer_is_listed(tiny_checkpoint, tmp_path):
         for name in [name for name in tensors if "layers.1." in name]:
             del tensors[name]
 
-    said = refused(tiny_checkpoint, changed(tiny_checkpoint, tmp_path / "narrow", narrower), tmp_path / "out")
-    assert "are not one architecture: model.norm.weight (256 and 100) differ" in said
+    sentence = refused(tiny_checkpoint, changed(tiny_checkpoint, tmp_path / "narrow", narrower), tmp_path / "out")
+    assert "the same architecture: model.norm.weight (256 and 100) differ" in sentence
     missing = sum("layers.1." in name for name in load_file(tiny_checkpoint / "model.safetensors"))
-    said = refused(tiny_checkpoint, changed(tiny_checkpoint, tmp_path / "short", shorter), tmp_path / "out")
-    assert "says num_hidden_layers = 2, but its weights have 1" in said
-    said = refused(
+    sentence = refused(tiny_checkpoint, changed(tiny_checkpoint, tmp_path / "short", shorter), tmp_path / "out")
+    assert "says num_hidden_layers = 2, but its weights have 1" in sentence
+    sentence = refused(
         tiny_checkpoint, changed(tiny_checkpoint, tmp_path / "one", shorter, num_hidden_layers=1), tmp_path / "out"
     )
     assert (
-        "model.layers.1.input_layernorm.weight (256 and missing)" in said and f"and {missing - 3} more differ" in said
+        "model.layers.1.input_layernorm.weight (256 and missing)" in sentence
+        and f"and {missing - 3} more differ" in sentence
     )
 
 
@@ -84,22 +85,22 @@ def test_broken_weights_are_named_and_counted(tiny_checkpoint, tmp_path, value, 
         tensors[name].view(-1)[:3] = value
 
     broken = changed(tiny_checkpoint, tmp_path / "broken", spoil)
-    said = refused(tiny_checkpoint, broken, tmp_path / "out")
-    assert f"{name} of {broken} holds 3 values that are NaN or infinite" in said
+    sentence = refused(tiny_checkpoint, broken, tmp_path / "out")
+    assert f"{name} of {broken} holds 3 values that are NaN or infinite" in sentence
 
 
 def test_broken_scales_of_a_quantized_checkpoint_are_named_and_counted(tiny_checkpoint, tmp_path):
     broken = eight_bits(tiny_checkpoint, tmp_path / "int8", float("nan"))
-    said = refused(tiny_checkpoint, tiny_checkpoint, tmp_path / "out", f"base:int8={broken}")
+    sentence = refused(tiny_checkpoint, tiny_checkpoint, tmp_path / "out", f"base:int8={broken}")
     assert (
         f"model.layers.0.mlp.down_proj.weight of {broken} stands for {256 * 512:,} values that are NaN or infinite"
-        in said
+        in sentence
     )
 
 
 def test_a_quantized_checkpoint_is_no_full_precision_one_nor_the_other_way_round(tiny_checkpoint, tmp_path):
     packed = eight_bits(tiny_checkpoint, tmp_path / "int8")
-    assert "is stored in bitsandbytes: diagnose reads full-precision weights" in refused(
+    assert "is quantized (bitsandbytes), but a full-precision checkpoint was expected" in refused(
         tiny_checkpoint, packed, tmp_path / "out"
     )
     assert "is a full-precision checkpoint, but a quantized one was expected" in refused(
@@ -107,7 +108,7 @@ def test_a_quantized_checkpoint_is_no_full_precision_one_nor_the_other_way_round
     )
 
 
-def test_truncated_files_are_told_by_their_size(tiny_checkpoint, tmp_path):
+def test_truncated_files_are_named(tiny_checkpoint, tmp_path):
     assert "model.safetensors is truncated" in refused(
         tiny_checkpoint, cut(changed(tiny_checkpoint, tmp_path / "cut")), tmp_path / "out"
     )
@@ -119,8 +120,8 @@ def test_truncated_files_are_told_by_their_size(tiny_checkpoint, tmp_path):
 
 def test_an_unknown_packing_is_named_with_those_that_are_known(tiny_checkpoint, tmp_path):
     strange = changed(tiny_checkpoint, tmp_path / "strange", quantization_config={"quant_method": "aqlm"})
-    said = refused(tiny_checkpoint, tiny_checkpoint, tmp_path / "out", f"base:int8={strange}")
-    assert "a packing that is not known here (aqlm): expected bitsandbytes" in said
+    sentence = refused(tiny_checkpoint, tiny_checkpoint, tmp_path / "out", f"base:int8={strange}")
+    assert "a packing that is not known here (aqlm): expected bitsandbytes" in sentence
 
 
 def test_another_models_quantized_weights_are_refused(tiny_checkpoint, tmp_path):
@@ -128,8 +129,8 @@ def test_another_models_quantized_weights_are_refused(tiny_checkpoint, tmp_path)
         tensors[UP] = torch.zeros(600, 256, dtype=torch.bfloat16)
 
     other = eight_bits(changed(tiny_checkpoint, tmp_path / "wide", widen), tmp_path / "int8")
-    said = refused(tiny_checkpoint, tiny_checkpoint, tmp_path / "out", f"base:int8={other}")
-    assert f"{UP} of {other} stands for 600×256 weights, but {tiny_checkpoint} has 512×256" in said
+    sentence = refused(tiny_checkpoint, tiny_checkpoint, tmp_path / "out", f"base:int8={other}")
+    assert f"{UP} of {other} stands for 600×256 weights, but {tiny_checkpoint} has 512×256" in sentence
 
 
 def test_two_packings_under_one_name_are_refused(tiny_checkpoint, tmp_path):
@@ -141,8 +142,8 @@ def test_two_packings_under_one_name_are_refused(tiny_checkpoint, tmp_path):
         tmp_path / "other",
         quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     )
-    said = refused(tiny_checkpoint, tiny_checkpoint, tmp_path / "out", cells.format(other))
-    assert f"{rows} and {other} are not stored alike (load_in_8bit differs), but are given as one scheme" in said
+    sentence = refused(tiny_checkpoint, tiny_checkpoint, tmp_path / "out", cells.format(other))
+    assert f"{rows} and {other} are packed differently (load_in_8bit differs)" in sentence
     assert list((tmp_path / "out").glob("schemes*")) == []
 
 
@@ -169,8 +170,8 @@ def test_a_place_that_cannot_be_written_is_named(tiny_checkpoint, tmp_path):
         assert f"cannot be written to {taken.parent} (" in refused(tiny_checkpoint, tiny_checkpoint, taken.parent)
 
 
-def test_zeros_have_no_error_and_do_not_count_as_none(tiny_checkpoint, tmp_path, recwarn):
-    """A matrix of zeros leaves the means over the others as they are; a model of nothing else is drawn all the same."""
+def test_zeros_have_no_error_and_do_not_count(tiny_checkpoint, tmp_path, recwarn):
+    """A matrix of zeros does not change the means over the others; a model of zeros only is still drawn."""
 
     def silent(tensors):
         tensors[UP].zero_()
@@ -190,10 +191,21 @@ def test_zeros_have_no_error_and_do_not_count_as_none(tiny_checkpoint, tmp_path,
     assert (tmp_path / "out" / "figures" / "weights.html").is_file() and not [
         each for each in recwarn if each.category is RuntimeWarning
     ]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "figures",
-        "weights.parquet",
-    ]  # nothing half-written
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["figures", "weights.parquet"]
+
+
+def test_weights_need_no_tokenizer_but_texts_do(tiny_checkpoint, tmp_path):
+    bare, packed = changed(tiny_checkpoint, tmp_path / "bare"), eight_bits(tiny_checkpoint, tmp_path / "int8")
+    for folder in (bare, packed):
+        for file in folder.glob("*token*"):
+            file.unlink()
+    out = tmp_path / "out"
+    step.diagnose(recipe.load("tiny"), str(bare), str(bare), quantized=f"base:int8={packed}", out=str(out))
+    assert {path.name for path in out.iterdir()} == {"figures", "weights.parquet", "schemes.parquet"}
+    with pytest.raises(BadInput, match=f"{bare} has no tokenizer"):
+        step.diagnose(
+            recipe.load("tiny", {"diagnose.behaviour": "2"}), str(bare), str(bare), quantized=None, out=str(out)
+        )
 
 
 def test_codes_without_scales_are_refused_not_left_out(tiny_checkpoint, tmp_path):
@@ -224,5 +236,5 @@ def test_nvfp4_without_its_global_scale_is_refused(tiny_checkpoint, tmp_path):
         "config_groups": {"group_0": group},
     }
     bare = changed(tiny_checkpoint, tmp_path / "bare", pack, quantization_config=config)
-    said = refused(tiny_checkpoint, tiny_checkpoint, tmp_path / "out", f"base:nvfp4={bare}")
-    assert "cannot be unpacked (there is no 'weight_global_scale')" in said
+    sentence = refused(tiny_checkpoint, tiny_checkpoint, tmp_path / "out", f"base:nvfp4={bare}")
+    assert "cannot be unpacked (there is no 'weight_global_scale')" in sentence

@@ -1,4 +1,4 @@
-"""Figures: whole PNGs, titles that state what the numbers say, nothing left behind."""
+"""Figures: whole PNGs, titles that state the finding, nothing left behind."""
 
 import base64
 import gzip
@@ -11,7 +11,7 @@ import pytest
 import scipy.stats
 
 from qrl import compare, figures, plan
-from qrl.figures import canvas, comparison, heatmaps, rewards
+from qrl.figures import canvas, cards, comparison, heatmaps, rewards
 from qrl.figures import divergence as of_behaviour
 from qrl.figures import weights as of_weights
 
@@ -19,7 +19,7 @@ COUNTS = {"n": 1000, "base": {"full": 680, "nf4": 650, "awq": 580}, "grpo": {"fu
 
 
 def is_picture(path):
-    """Reads back, at a legible size, with ink on it."""
+    """Return whether a PNG can be read, is of a legible size, and has ink on it."""
     pixels = matplotlib.image.imread(path)
     return pixels.shape[0] > 300 and pixels.shape[1] > 800 and 0.005 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.9
 
@@ -42,7 +42,7 @@ def weights(change=1.0):
 
 
 def measured(layers=4, flips=0.02):
-    """As `diagnose` measures them, with known numbers."""
+    """Return weights as `diagnose` measures them, with known numbers."""
     sizes = {
         "median_abs": 0.01,
         "abs_q99": 0.04,
@@ -52,10 +52,21 @@ def measured(layers=4, flips=0.02):
         "abs_outlier_frac": 3e-6,
     }
     rows = [
-        {"variant": variant, "tensor": f"model.layers.{layer}.{part}.weight", "layer": layer, "projection": part.rpartition(".")[2], "numel": 1000,
-         "w4_relative_mse": 0.015 + 0.001 * layer, "relative_change": 0.01, "code_flip_rate": flips * (layer == 2), **sizes}
-        for variant in ("base", "grpo") for layer in range(layers) for part in ("self_attn.q_proj", "mlp.up_proj")
-    ]  # fmt: skip
+        {
+            "variant": variant,
+            "tensor": f"model.layers.{layer}.{part}.weight",
+            "layer": layer,
+            "projection": part.rpartition(".")[2],
+            "numel": 1000,
+            "w4_relative_mse": 0.015 + 0.001 * layer,
+            "relative_change": 0.01,
+            "code_flip_rate": flips * (layer == 2),
+            **sizes,
+        }
+        for variant in ("base", "grpo")
+        for layer in range(layers)
+        for part in ("self_attn.q_proj", "mlp.up_proj")
+    ]
     head = {"tensor": "lm_head.weight", "layer": -1, "projection": "lm_head"}
     return pd.DataFrame([*rows, *(rows[i] | head | {"code_flip_rate": 0.0} for i in (0, -1))])
 
@@ -76,29 +87,35 @@ def test_maps_and_spreads_are_drawn(tmp_path):
     assert all(is_picture(tmp_path / f"{name}.png") for name in ("movement", "base", "schemes", "many", "spread"))
 
 
-def test_maps_say_what_they_show():
-    assert (
-        heatmaps.movement_found(measured())
-        == "Training flipped 0.44 % of the 4-bit codes, most in layer 2's q_proj: 2 %"
-    )
-    assert "flipped no 4-bit code" in heatmaps.movement_found(measured(flips=0))
-    assert "of the 8-bit codes" in heatmaps.movement_found(measured().assign(proxy_bits=8))
-    assert (
-        heatmaps.schemes_found(stored())
-        == "nf4 loses 1 % of base's weights' energy and 1 % of grpo's; awq loses 2 % of base's and 2 % of grpo's"
-    )
+def test_titles_of_maps_state_the_finding():
+    title = heatmaps.movement_finding(measured())
+    assert "0.44 % of the 4-bit codes" in title and "q_proj of layer 2 (2 %)" in title
+    assert "no 4-bit code" in heatmaps.movement_finding(measured(flips=0))
+    assert "of the 8-bit codes" in heatmaps.movement_finding(measured().assign(proxy_bits=8))
+    title = heatmaps.schemes_finding(stored())
+    assert "nf4 1 % (base) and 1 % (grpo); awq 2 % (base) and 2 % (grpo)" in title
     many = pd.concat([stored().assign(scheme=f"s{i}", relative_mse=10.0**-i) for i in range(1, 7)])
-    assert (
-        heatmaps.schemes_found(many)
-        == "Of 6 schemes s6 loses least of the weights' energy, 0.0001 %, and s1 most, 10 %"
+    title = heatmaps.schemes_finding(many)
+    assert "Of 6 schemes" in title and title.index("s6") < title.index("0.0001 %") < title.index("s1") < title.index(
+        "10 %"
     )
     table = heatmaps.grid(measured().query("variant == 'base'"), "w4_relative_mse")
     assert table.shape == (2, 4)
     assert table.loc["up_proj", 3] == pytest.approx(0.018)
 
 
-def said(layers=4):
-    """As `diagnose` measures what models say, with known numbers."""
+def test_the_proxys_error_is_read_by_either_name(tmp_path):
+    other = measured().rename(columns={"w4_relative_mse": "rtn_relative_mse"}).assign(proxy_bits=3)
+    figures.layer_error(other, tmp_path / "error.png")
+    figures.movement(other, tmp_path / "movement.png")
+    figures.weights_page(other, pd.DataFrame(), pd.DataFrame(), tmp_path / "weights.html")
+    drawn, _, _ = unpacked(tmp_path / "weights.html")
+    assert drawn["figure0"]["title"].startswith("3-bit error") and drawn["figure0"]["data"][0]["z"][0][0] == 1.5
+    assert "3 bits" in of_weights.error_finding(other, ["base", "grpo"])
+
+
+def divergences(layers=4):
+    """Return next-token divergences as `diagnose` measures them, with known numbers."""
     sizes = {"n": 200, "positions": 18000, "top1_agreement": 0.97, "top1_agreement_stderr": 0.001}
     rows = [
         {"variant": variant, "scheme": scheme, "layer": -1, "kl": kl, "kl_stderr": kl / 10}
@@ -114,7 +131,7 @@ def said(layers=4):
 
 
 def unpacked(path):
-    """A page's figures by name, its text, and the library that lies in it."""
+    """Return a page's figures by name, its text, and the library embedded in it."""
     text = path.read_text()
     drawn = json.loads(text.partition('type="application/json">')[2].partition("</script>")[0])
     packed = text.partition('type="text/plain">')[2].partition("</script>")[0]
@@ -126,58 +143,94 @@ def test_the_page_needs_nothing_else_and_holds_the_numbers(tmp_path):
     drawn, text, library = unpacked(tmp_path / "weights.html")
     assert len(library) > 1e6 and "newPlot" in library
     assert "src=" not in text and "<link" not in text and "http" not in text
-    assert len(drawn) == 4 + 1 + 1 + 6 and all(f'<div id="{name}"' in text for name in drawn)
+    assert len(drawn) == 4 + 1 + 1 + 6 and all(f'<div id="{name}" data-figure' in text for name in drawn)
     titles = [figure["title"] for figure in drawn.values()]
-    assert "nf4: codes that flipped, %" in titles
+    assert "nf4: codes that changed, %" in titles
     assert "model.layers.2.mlp.up_proj.weight" in drawn["figure4"]["data"][0]["text"]
     assert [path.name for path in tmp_path.iterdir()] == ["weights.html"]
 
 
-def test_the_report_of_a_study_holds_all_of_it(tmp_path):
-    found = compare.from_counts(COUNTS | {"my own": COUNTS["grpo"]})
-    compare.write(found, tmp_path)
-    table = json.loads((tmp_path / "table.json").read_text())
+@pytest.fixture
+def table(tmp_path):
+    """table.json of two trained variants under three schemes."""
+    compare.write(compare.from_counts(COUNTS | {"my own": COUNTS["grpo"]}), tmp_path / "table")
+    return json.loads((tmp_path / "table" / "table.json").read_text())
+
+
+def test_the_report_of_a_study_holds_all_of_it(tmp_path, table):
     history = pd.DataFrame({"step": range(1, 17), "reward": np.linspace(0.5, 0.9, 16), "entropy": 0.5, "kl": np.nan})
-    figures.report(table, found.sentence(), history, measured(), stored(), said(), tmp_path / "report.html")
+    sizes = {"grpo:full": 4_000_000, "grpo:nf4": 1_000_000}
+    gates = [
+        figures.Gate("base", "7", "base · full", "passed", "Healthy."),
+        figures.Gate("awq", "", "", "refused", "Lost."),
+    ]
+    tables = {"history": history, "weights": measured(), "stored": stored(), "behaviour": divergences()}
+    study = figures.Study(table, {"Model": "<b>mine</b>", "Commit": ""}, sizes, gates, **tables)
+    figures.report(study, tmp_path / "report.html")
     drawn, text, _ = unpacked(tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size < 2.5e6
-    for part in (
-        "Did the gain survive?",
-        "Training",
-        "What training moved",
-        "What the schemes store",
-        "What the models say",
-    ):
-        assert f">{part}</h2>" in text
+    parts = ("Verdicts", "Cells", "Gates and versions", "Training", "Weights", "Schemes", "Next-token distributions")
+    assert all(f">{part}</h2>" in text for part in parts)
+    assert text.count("<details") == 5 and text.index("Gates and versions</h2>") < text.index("<details")
+    assert "<h1>" in text and "&lt;b&gt;mine&lt;/b&gt;" in text and "Commit" not in text
+    assert "75 % saved" in text and "version 7, base · full" in text and "refused awq" in text
+    assert text.count('<article class="card') == 4 + 2  # two variants under two quantized schemes, two gates
     assert len(drawn) == 2 + 2 + 5 + 7 + 4
     cell = table["nf4"]["cells"]["grpo"]
-    dots = next(each for each in drawn["figure0"]["data"] if each["name"] == "grpo")
+    dots = next(trace for trace in drawn["figure1"]["data"] if trace["name"] == "grpo")
     assert dots["y"][dots["x"].index("nf4")] == cell["accuracy"]
     assert dots["error_y"]["array"][dots["x"].index("nf4")] == pytest.approx(cell["high"] - cell["accuracy"])
     survival = table["awq"]["gain_survival"]
-    row = next(each for each in drawn["figure1"]["data"] if each["y"] == ["grpo · awq"])
+    row = next(trace for trace in drawn["figure0"]["data"] if trace["y"] == ["grpo · awq"])
     assert row["x"] == [survival["estimate"]] and "lost, −0.120 [" in row["text"][0]
-    assert drawn["figure1"]["layout"]["shapes"][-1]["x0"] == -table["awq"]["others"]["my own"]["margin"]
-    figures.report(
-        {"full": table["full"]}, "none", None, measured(), pd.DataFrame(), pd.DataFrame(), tmp_path / "small.html"
-    )
-    assert len(unpacked(tmp_path / "small.html")[0]) == 1 + 5
+    assert drawn["figure0"]["layout"]["shapes"][-1]["x0"] == -table["awq"]["others"]["my own"]["margin"]
 
 
-def test_what_models_say_is_drawn_with_its_intervals(tmp_path):
-    figures.behaviour(said(), tmp_path / "behaviour.png")
-    figures.behaviour(said(28).query("layer >= 0"), tmp_path / "layers.png")
-    figures.behaviour(said(0), tmp_path / "schemes.png")
+def test_a_report_leaves_out_what_is_missing(tmp_path, table):
+    figures.report(figures.Study({"full": table["full"]}), tmp_path / "small.html")
+    drawn, text, _ = unpacked(tmp_path / "small.html")
+    assert len(drawn) == 1 and "no quantized scheme" in text and "Gates" not in text
+    figures.report(figures.Study(table, weights=measured()), tmp_path / "weights.html")
+    assert len(unpacked(tmp_path / "weights.html")[0]) == 2 + 5
+
+
+def test_a_table_from_before_the_renaming_is_reported(tmp_path, table):
+    table["fp16"] = table.pop("full")
+    figures.report(figures.Study(table), tmp_path / "old.html")
+    text = unpacked(tmp_path / "old.html")[1]
+    assert "<td>grpo · full</td>" in text and "fp16" not in text and "raises held-out accuracy" in text
+
+
+@pytest.mark.parametrize(
+    ("counts", "parts"),
+    [
+        ({"full": 820, "nf4": 780, "awq": 600}, ("gain survives nf4", "is lost under awq")),
+        ({"full": 684, "nf4": 660, "awq": 590}, ("nf4 and awq is inconclusive",)),
+        ({"full": 680}, ("changes by 0.000 [",)),
+    ],
+)
+def test_the_headline_states_the_verdicts(tmp_path, counts, parts):
+    before = {scheme: COUNTS["base"][scheme] for scheme in counts}
+    compare.write(compare.from_counts({"n": 1000, "base": before, "grpo": counts}), tmp_path)
+    title = cards.headline(json.loads((tmp_path / "table.json").read_text()))
+    assert all(part in title for part in parts)
+
+
+def test_the_headline_counts_verdicts_of_several_variants(table):
+    assert cards.headline(table).endswith("survives in 2, lost in 2")
+
+
+def test_divergence_is_drawn_with_its_intervals(tmp_path):
+    figures.behaviour(divergences(), tmp_path / "behaviour.png")
+    figures.behaviour(divergences(28).query("layer >= 0"), tmp_path / "layers.png")
+    figures.behaviour(divergences(0), tmp_path / "schemes.png")
     assert all(is_picture(tmp_path / f"{name}.png") for name in ("behaviour", "layers", "schemes"))
     reach = scipy.stats.t.ppf(0.975, 199) * 7e-5
-    value, low, high = of_behaviour.interval(next(said().query("scheme == 'awq'").itertuples()), "kl")
+    value, low, high = of_behaviour.interval(next(divergences().query("scheme == 'awq'").itertuples()), "kl")
     assert (value, low, high) == (7e-4, pytest.approx(7e-4 - reach), pytest.approx(7e-4 + reach))
-    assert of_behaviour.interval(next(said().query("layer == 0").itertuples()), "kl")[1] == 0
-    title = of_behaviour.behaviour_found(said())
-    assert (
-        title
-        == "Farthest from full precision: base under awq, KL 0.0007 [0.00056, 0.00084] nats a token; rounding layer 3 alone does most"
-    )
+    assert of_behaviour.interval(next(divergences().query("layer == 0").itertuples()), "kl")[1] == 0
+    title = of_behaviour.behaviour_finding(divergences())
+    assert "base under awq" in title and "KL 0.0007 [0.00056, 0.00084]" in title and "rounding layer 3" in title
 
 
 def test_a_comparison_is_drawn(tmp_path):
@@ -275,11 +328,11 @@ def test_titles_say_what_the_numbers_say():
     )
     assert comparison._gain_found("grpo", found.row("full").delta).startswith("grpo gains +0.140 [")
     assert (
-        "loses 1.575 % of the weights' energy after training, 5 % more than before it (1.5 %)"
-        in of_weights._error_found(weights(1.05), ["base", "grpo"])
+        "loses 1.575 % of the weights' energy after training, 5 % more than before (1.5 %)"
+        in of_weights.error_finding(weights(1.05), ["base", "grpo"])
     )
-    assert "2 % less than before" in of_weights._error_found(weights(0.98), ["base", "grpo"])
-    assert "as much as before" in of_weights._error_found(weights(1.0001), ["base", "grpo"])
+    assert "2 % less than before" in of_weights.error_finding(weights(0.98), ["base", "grpo"])
+    assert "as much as before" in of_weights.error_finding(weights(1.0001), ["base", "grpo"])
     few = pd.DataFrame({"step": [1, 2, 3], "reward": [0.8, 0.45, 0.81]})
     assert rewards.reward_found(few) == "Training reward over 3 steps: too few to say whether it moved"
     noise = np.tile([0.4, 0.6], 8)

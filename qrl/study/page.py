@@ -1,0 +1,124 @@
+"""The page of a study: report.html, and the description that MLflow's UI shows above the run."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qrl import names
+from qrl.errors import BadInput
+from qrl.recipe import Recipe
+from qrl.study import facts
+from qrl.study.launch import Launcher, Result
+from qrl.tracking import contents, projects, runs
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from qrl.figures import Gate
+
+MAX_DESCRIPTION = 7900  # characters; MLflow cuts what is longer
+LINKED = (names.REPORT, names.TABLE_MD, names.TABLE_JSON, names.QUESTIONS, names.RECIPE)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A study after `show`: what `close` needs to finish its page."""
+
+    recipe: Recipe
+    launcher: Launcher
+    compared: Result
+    diagnosed: Result
+    trained: Result
+
+
+def write(path: Path, shown: Shown, gates: list[Gate]) -> None:
+    """Write the study as one page."""
+    from qrl import figures
+
+    table = _read_table(shown)
+    diagnosed = shown.diagnosed.run_id if shown.diagnosed else ""
+    study = figures.Study(
+        table,
+        facts.head(shown.recipe, shown.launcher.run_id, table),
+        {cell: size for cell, size in facts.cells(shown.launcher).values() if size},
+        gates,
+        frame(shown.trained.run_id, names.HISTORY),
+        *(frame(diagnosed, name) for name in (names.WEIGHTS, names.STORED, names.BEHAVIOUR)),
+    )
+    figures.report(study, path)
+
+
+def _read_table(shown: Shown) -> dict[str, Any]:
+    return json.loads(contents.artifact(shown.compared.run_id, names.TABLE_JSON).read_text(encoding="utf-8"))
+
+
+def frame(run_id: str, name: str) -> pd.DataFrame:
+    """Return a table among a run's artifacts, empty where the run made none."""
+    import pandas as pd
+
+    try:
+        return pd.read_parquet(contents.artifact(run_id, name))
+    except BadInput:
+        return pd.DataFrame()
+
+
+def gates(name: str, launcher: Launcher, refused: str) -> list[Gate]:
+    """Return what the gates decided in this study, in the order of the stages."""
+    from qrl import registry
+    from qrl.figures import Gate
+
+    began = runs.opened(launcher.run_id).info.start_time // 1000
+    decided = []
+    for stage in names.STAGES:
+        try:
+            version = registry.resolve(name, stage)
+        except BadInput:
+            continue
+        record = version.gate(stage)
+        if isinstance(record, dict):
+            time, reasons = record.get("at"), (record.get("why", ""),)
+        else:
+            time, reasons = (record.time, record.reasons) if record else ("", ())
+        if time and datetime.fromisoformat(time).timestamp() >= began:  # else it was decided in an earlier study
+            reason = re.sub(r"^Stage \S+ passes: ", "", " ".join(reasons))
+            cell = names.cell_name(version.variant, version.scheme)
+            decided.append(Gate(stage, str(version.version), cell, "passed", reason))
+    if refused:
+        stage = re.match(r"Stage (\S+) is refused: ", refused)
+        reason = refused[stage.end() :] if stage else refused
+        decided.append(Gate(stage[1] if stage else "gate", "", "", "refused", reason))
+    return decided
+
+
+def description(shown: Shown, text: str, figures: list[str]) -> str:
+    """Return the run's description: the finding and links first, since MLflow's UI folds it after a few lines."""
+    from qrl.figures.cards import headline
+
+    launcher = shown.launcher
+    place = f"#/experiments/{projects.experiment_id(launcher.run_id)}/runs/{launcher.run_id}/artifacts"
+    pictures = [f"{names.FIGURES}/{name}" for name in figures]
+    links = [f"[{Path(file).stem if file in pictures else file}]({place}/{file})" for file in (*LINKED, *pictures)]
+    files, drawn = (" · ".join(part) for part in (links[: len(LINKED)], links[len(LINKED) :]))
+    top = f"**{headline(_read_table(shown))}.**\n\n{files}\n\nFigures: {drawn}"
+    runs_made = steps(launcher)
+    if len(top) + len(text) + len(runs_made) > MAX_DESCRIPTION:  # the tables stay whole; the sentences are in table.md
+        text = f"{text.partition('## Verdict')[0]}[{names.TABLE_MD}]({place}/{names.TABLE_MD}) gives the reasons."
+    return f"{top}\n\n{text}\n\n{runs_made}"
+
+
+def steps(launcher: Launcher) -> str:
+    """Return a list of the steps' runs, the reused ones marked."""
+    experiment, models = projects.experiment_id(launcher.run_id), facts.cells(launcher)
+    lines = []
+    for label, result in launcher.results:
+        step, _, of = label.partition(" ")
+        cell = models.get(result.outputs.models.get("model", ""), ("", None))[0] if step == "quantize" else ""
+        title = step if of == step else f"{step} {cell or of}"
+        reused = " (reused)" if result.reused else ""
+        lines.append(f"- [{title}](#/experiments/{experiment}/runs/{result.run_id}){reused}")
+    return "\n".join(["## Steps", "", *lines])
