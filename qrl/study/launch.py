@@ -181,7 +181,7 @@ def launch(
             return run_id  # a server that was told to stop has done its work, handed over or not
         raise
     except ExecutionException as error:
-        reason, exit_code = projects.told(run_id)
+        reason, exit_code = projects.failure(run_id)
         failed = ERRORS.get(exit_code, QrlError)(
             reason or f"Step {step} failed ({error}); its output above says where."
         )
