@@ -55,8 +55,13 @@ def watch_tag(watcher: str) -> str:
 
 
 def gate_tag(stage: str) -> str:
-    """The tag of a version that records its gate's decision for `stage`."""
+    """Return the tag of a version that holds the verdict of a stage's gate: `passed` or `refused`."""
     return f"qrl.gate.{stage}"
+
+
+def gate_record_tag(stage: str) -> str:
+    """Return the tag of a version that holds the reasons for that verdict, as JSON."""
+    return f"{gate_tag(stage)}.record"
 
 
 # Metrics
