@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from urllib.parse import quote
 
 from qrl import names
 from qrl.registry.client import as_version, client, versions_of
 from qrl.registry.versions import Record, Version
 from qrl.stats import Estimate
-from qrl.stats import text as markdown
+from qrl.stats.text import interval
 
 _MAX = 5000  # characters that every registry accepts
-_MODEL = "Versions of one base model, each with the evaluation and the gate that let it in."
+_HEAD = (
+    "Versions of one base model. A stage is an alias: a version that passes the gate gets it, until another one does."
+)
+_STAGES = f"""{_HEAD}
+
+- **`base`**: the base in full precision. Its evaluation must be healthy, and of the very weights that are served.
+- **`grpo`** (MLflow stage Staging): trained, in full precision. It must also be made from `base`, and the lower 95 % \
+bound of its gain must be above `promote.min_gain`.
+- **`awq`** (MLflow stage Production): trained, under AWQ. It must also be made from `grpo`, and the lower 95 % bound \
+of the difference to it must be above minus `promote.max_loss`.
+
+`promote --stage STAGE --rollback` returns a stage to the version before, `STAGE-previous`.
+"""
 _TABLE = "### Newest table of cells"
-_STAGES = {  # stage → cell, gate
-    "base": ("base, full precision", "healthy evaluation, of these very weights"),
-    "grpo": ("trained, full precision", "also made from `base`; lower 95 % bound of its gain above `promote.min_gain`"),
-    "awq": ("trained, AWQ", "also made from `grpo`; its loss surely smaller than `promote.max_loss`"),
-}
-
-
 _USE = (
     *("**Load**", "", "```python", "import qrl", 'model, tokenizer = qrl.load("{name}", {number})', "```", ""),
     *("**Serve**", "", "```sh"),
@@ -43,16 +49,10 @@ def publish(name: str, table: str = "") -> None:
         former = client().get_registered_model(name).description or ""
     except MlflowException:
         return
-    if former and not former.startswith(_MODEL):
+    if former and not former.startswith(_HEAD):
         return
-    rows = [(f"`{stage}`", *_STAGES[stage], names.MLFLOW_STAGE[stage]) for stage in names.STAGES]
-    lines = [
-        *(_MODEL, "A stage is an alias: a version gets it by passing its gate, and keeps it until another one does."),
-        f"`promote --stage STAGE --rollback` returns it to `STAGE{'-previous'}`.\n",
-        *markdown.table(["stage", "cell", "gate", "MLflow stage"], rows),
-    ]
     table = table.replace("\n## ", "\n#### ").removeprefix("## ").strip() or former.partition(_TABLE)[2].strip()
-    client().update_registered_model(name, _cut("\n".join([*lines, *(["", _TABLE, "", table] if table else [])])))
+    client().update_registered_model(name, _cut(f"{_STAGES}\n{_TABLE}\n\n{table}" if table else _STAGES))
 
 
 def refresh(name: str, number: int) -> None:
@@ -76,14 +76,15 @@ def certificate(version: Version, children: list[int]) -> str:
     verdicts = [f"{'passed' if record.passed else 'refused by'} gate `{record.stage}`" for record in records]
     cell = names.cell_name(version.variant, version.scheme)
     accuracy, stderr = (float(version.tags.get(key, "nan")) for key in ("accuracy", "stderr"))
-    row = (cell, f"{accuracy:.3f} ± {stderr:.3f}", version.tags.get("n", "unknown"), _delta(records))
     lineage = [f"Made from {_link(version.name, parent)}."] if parent else []
     lineage += [f"Parent of {', '.join(_link(version.name, child) for child in children)}."] if children else []
     use = _USE if any(record.passed for record in records) else _NO_USE
     lines = [
-        f"## {cell}: {', '.join(verdicts) or 'not judged by a gate'}",
+        f"{cell}: {', '.join(verdicts) or 'not judged by a gate'}.",  # plain: a list of versions shows it unrendered
         "",
-        *markdown.table(["cell", "accuracy ± stderr", "n", "delta [95 % interval]"], [row]),
+        # Not a table: the UI draws the columns of narrow ones without space between them.
+        f"- accuracy **{accuracy:.3f} ± {stderr:.3f}** (± one standard error), n = {version.tags.get('n')} questions",
+        *(f"- delta **{delta}** (95 % interval)" for delta in _deltas(records)),
         "",
         *(line for record in records for line in _gate(record)),
         " ".join([f"**Weights**: digest `{version.digest}`.", *lineage]),
@@ -101,13 +102,12 @@ def _link(name: str, number: int) -> str:
     return f"[version {number}](#/models/{quote(name, safe='')}/versions/{number})"
 
 
-def _delta(records: list[Record]) -> str:
+def _deltas(records: list[Record]) -> Iterator[str]:
     for record in records:
         for key, other in (("gain", "base"), ("difference", "grpo")):
             if {"n", key, f"{key}_low", f"{key}_high"} <= record.bounds.keys():
                 estimate, low, high = (float(record.bounds[name]) for name in (key, f"{key}_low", f"{key}_high"))
-                return f"{markdown.interval(Estimate(estimate, 0.0, low, high, int(record.bounds['n'])))} to `{other}`"
-    return "compared with none"
+                yield f"{interval(Estimate(estimate, 0.0, low, high, int(record.bounds['n'])))} to `{other}`"
 
 
 def _gate(record: Record) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -75,44 +74,13 @@ def comparison(recipe: Recipe, cells: list[str]) -> str:
 def _key(
     step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict[str, str], device: str, environment: Path = CORE
 ) -> str:
-    return key(
-        step,
-        section=recipe.key_settings(*sections),
-        inputs=inputs | {"data": data_digest(recipe.data)},
-        device=device,
-        environment=environment,
-    )
-
-
-def key(
-    step: str,
-    *,
-    section: Mapping[str, str],
-    inputs: Mapping[str, str],
-    device: str,
-    environment: Path,
-    package: Path = sources.PACKAGE,
-) -> str:
-    """Return the name under which a step's result is found again.
-
-    Args:
-        step: its name.
-        section: the settings that it reads, by dotted key.
-        inputs: name → digest.
-        device: device class, `cpu` or `cuda`.
-        environment: its conda.yaml.
-        package: folder of the sources.
-
-    Returns:
-        64 hexadecimal digits.
-    """
     document = {
         "step": step,
-        "section": dict(section),
-        "inputs": dict(inputs),
+        "section": recipe.key_settings(*sections),
+        "inputs": inputs | {"data": data_digest(recipe.data)},
         "device": device,
         "environment": hashlib.sha256(environment.read_bytes()).hexdigest(),
-        "sources": sources.digest(step, package),
+        "sources": sources.digest(step),
     }
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 

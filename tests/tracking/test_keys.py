@@ -11,27 +11,31 @@ from qrl.tracking import keys, sources
 
 PACKAGE = Path(qrl.__file__).parent
 STEPS = ("train", "merge", "quantize", "evaluate", "diagnose", "compare")
-QAT = "train.qat"
 
 
-def a_key(**changes) -> str:
-    inputs = {"section": {"train.steps": "3"}, "inputs": {"base": "a"}, "device": "cpu", "environment": keys.CORE}
-    return keys.key("train", **{**inputs, **changes})
+def test_a_key_changes_with_everything_that_matters_and_nothing_else(tmp_path, monkeypatch):
+    tiny, longer = recipe.load("tiny"), recipe.load("tiny", {"train.steps": "17"})
+    (tmp_path / "train.jsonl").write_text("{}")
+    other_data = recipe.load("tiny", {"data": str(tmp_path)})
+    made = [keys.trained(tiny, "a", "cpu") for _ in range(2)]
+    made += [keys.trained(longer, "a", "cpu"), keys.trained(tiny, "b", "cpu"), keys.trained(tiny, "a", "cuda")]
+    made += [keys.trained(other_data, "a", "cpu"), keys.trained(tiny, "a", "cpu", processes=2)]
+    made += [keys.merged(tiny, "a", "b", "cpu"), keys.comparison(tiny, ["a"]), keys.comparison(tiny, ["b"])]
+    made += [keys.cell(tiny, *cell, "d", "cpu") for cell in (("base", "full"), ("grpo", "full"), ("base", "nf4"))]
+    vllm = recipe.load("tiny", {"evaluate.engine": "vllm"})
+    made += [keys.cell(vllm, "base", "full", "d", device) for device in ("cpu", "cuda")]
+    monkeypatch.setattr(sources, "digest", lambda step: "other sources")
+    made += [keys.trained(tiny, "a", "cpu")]
+    assert len(set(made)) == len(made) - 1 and made[0] == made[1]
 
 
-def test_a_key_changes_with_everything_that_matters_and_nothing_else(tmp_path):
-    other = tmp_path / "conda.yaml"
-    other.write_text("dependencies: []\n")
-    changes = [
-        {},
-        {"section": {"train.steps": "4"}},
-        {"inputs": {"base": "b"}},
-        {"device": "cuda"},
-        {"environment": other},
-        {"package": tmp_path},
-    ]
-    assert len({a_key(**change) for change in changes}) == len(changes)
-    assert a_key() == a_key()
+def test_a_changed_environment_file_changes_the_key(tmp_path, monkeypatch):
+    before = evaluated()
+    monkeypatch.setattr(keys, "VLLM", {"cpu": tmp_path / "conda.yaml"})
+    for pins in ("dependencies: []", "dependencies: [vllm]"):
+        (tmp_path / "conda.yaml").write_text(pins)
+        before, former = evaluated(evaluate__engine="vllm"), before
+        assert before != former
 
 
 # settings
