@@ -26,6 +26,9 @@ class NotInKey:
         return not self.field or getattr(section, self.field) == self.value
 
 
+NO_KEY = NotInKey()
+
+
 class Section(BaseModel):
     """Fields that are checked, known by name, and never change."""
 

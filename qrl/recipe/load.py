@@ -229,13 +229,9 @@ def _sentence(error: ValidationError) -> str:
 
 def _allowed(message: str) -> str:
     message = message.removeprefix("Value error, ")
-    message = (message[0].lower() + message[1:]).partition(", unable")[0]
-    return (
-        message.replace("input should be", "must be")
-        .replace("input should have", "must have")
-        .replace("a valid tuple", "a list")
-        .replace("unable to parse string as an", "must be an")
-        .replace("unable to parse string as a", "must be a")
+    message = (message[0].lower() + message[1:]).partition(", unable")[0].replace("a valid tuple", "a list")
+    return re.sub(
+        r"unable to parse string as (an?)", r"must be \1", re.sub(r"input should (be|have)", r"must \1", message)
     )
 
 

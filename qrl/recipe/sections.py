@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
-from qrl.recipe.base import Count, Fraction, NotInKey, Section, once, option
+from qrl.recipe.base import NO_KEY, Count, Fraction, NotInKey, Section, once, option
 from qrl.recipe.training import Merge, Rollout, Train, Watch
 
 Scheme = Literal[
@@ -23,16 +23,14 @@ class Quantize(Section):
     """Post-training quantization."""
 
     # A key covers one scheme and what applies to it, whichever schemes a study has.
-    schemes: Annotated[tuple[Scheme, ...], once("scheme", at_least_one=True), NotInKey()] = option(
+    schemes: Annotated[tuple[Scheme, ...], once("scheme", at_least_one=True), NO_KEY] = option(
         ("nf4", "awq"), "schemes of the study, comma-separated"
     )
     group_size: Literal[32, 64, 128] = option(
         128, "input channels per scale, for awq, awq-ct, gptq and w8a16; other formats have a fixed size"
     )
     bits: Literal[4, 8] = option(4, "bits per weight for awq-ct and gptq; other schemes have them in their names")
-    symmetric: bool | None = option(
-        None, "no zero points, for awq-ct, gptq and w8a16; default: false for awq-ct, true for the others"
-    )
+    symmetric: bool | None = option(None, "no zero points, for awq-ct, gptq and w8a16; default: only awq-ct has them")
     calibration: str = option(
         "task",
         "calibration texts of awq, awq-ct, gptq and nvfp4: task, rollouts (the policy's own answers), or a .jsonl file",
@@ -53,13 +51,13 @@ class Evaluate(Section):
         False,
         "vLLM: batch-invariant kernels on a GPU (for w8a8, one or two answers of 1,000 may still depend on the batch)",
     )
-    gpu_memory_utilization: Annotated[float, NotInKey()] = option(
+    gpu_memory_utilization: Annotated[float, NO_KEY] = option(
         0.9, "vLLM: share of GPU memory for all engines together, weights and KV cache", gt=0, lt=1
     )
     n: int = option(2000, "held-out questions, at most; the same for every cell", ge=2, le=1_000_000)
     samples: int = option(1, "answers to each question; 1 is greedy, more are sampled", ge=1, le=1000)
     temperature: Annotated[float, NotInKey("samples", 1)] = option(
-        1.0, "sampling temperature if evaluate.samples is above 1", gt=0
+        1.0, "sampling temperature if samples is above 1", gt=0
     )
     batch_size: Count = option(256, "prompts decoded together")
     max_new_tokens: Count = option(128, "longest answer, in tokens")
@@ -69,7 +67,7 @@ class Evaluate(Section):
     min_parse_rate: Fraction = option(0.90, "smallest share of answers in the required format")
     max_prompt_leak_rate: Fraction = option(0.01, "largest share of answers that repeat chat markers or the question")
     max_grader_fault_rate: Fraction = option(
-        0.01, "largest share of answers for which the grader ran out of time or memory"
+        0.01, "largest share of answers that cost the grader too much time or memory"
     )
     samples_logged: Count = option(20, "completions in the table of each cell's run")
 
@@ -81,9 +79,7 @@ class Diagnose(Section):
     group_size: Count = option(128, "input channels per scale of the proxy")
     outlier_multiplier: float = option(6.0, "a weight is an outlier above this multiple of the median |w|", gt=1)
     embeddings: bool = option(False, "measure embedding tables too")
-    effective_rank: bool = option(
-        True, "measure the effective rank of every update: the slowest measure on large models"
-    )
+    effective_rank: bool = option(True, "measure the effective rank of every update: slowest on large models")
     behaviour: int = option(
         0,
         "held-out texts to compare the next-token distributions of quantized and full-precision models on; 0: none",
@@ -104,9 +100,7 @@ class Promote(Section):
     """The bounds of the promotion gates."""
 
     min_gain: float = option(0.0, "grpo: the lower 95 % bound of the paired gain must be above this", ge=-1, lt=1)
-    max_loss: float = option(
-        0.05, "awq: the lower 95 % bound of awq − full precision must be above minus this", gt=0, le=1
-    )
+    max_loss: float = option(0.05, "awq: the lower 95 % bound of awq − full must be above minus this", gt=0, le=1)
 
 
 class Benchmark(Section):
@@ -118,32 +112,22 @@ class Benchmark(Section):
     requests: Count = option(32, "prompts per model, mode and round, at least; rounded up to whole batches")
     rounds: int = option(5, "rounds, each of which measures every model in every mode; intervals are over rounds", ge=2)
     new_tokens: Count = option(64, "length of an answer, in tokens; its upper limit with benchmark.length=natural")
-    length: Literal["fixed", "natural"] = option(
-        "fixed", "fixed: every answer has new_tokens; natural: it ends at the end token"
-    )
+    length: Literal["fixed", "natural"] = option("fixed", "fixed: all have new_tokens; natural: the end token ends it")
 
 
 class Recipe(Section):
     """A whole study: one model, one task, and the settings of every step."""
 
     # Keys cover the digests of model and data instead of their addresses, and the device class that was chosen.
-    model: Annotated[str, NotInKey()] = option(
-        "qrl-tiny", "qrl-tiny (shipped), a checkpoint folder, or a hub id", min_length=1
-    )
-    registered_name: Annotated[str | None, NotInKey()] = option(
-        None, "name in the registry; default: made from the model's name"
-    )
-    task: Literal["arithmetic", "gsm8k", "math", "deepmath"] = option(
-        "arithmetic", "the set of questions, and how answers are graded"
-    )
-    data: Annotated[str | None, NotInKey()] = option(
+    model: Annotated[str, NO_KEY] = option("qrl-tiny", "qrl-tiny (shipped), a folder, or a hub id", min_length=1)
+    registered_name: Annotated[str | None, NO_KEY] = option(None, "name in the registry; default: by the model's name")
+    task: Literal["arithmetic", "gsm8k", "math", "deepmath"] = option("arithmetic", "the questions and their grading")
+    data: Annotated[str | None, NO_KEY] = option(
         None, "folder with train.jsonl and test.jsonl; default: generated, or from the hub"
     )
     prompt: str = option("answer-line", "prompt template: answer-line, boxed or plain")
     seed: int = option(0, "seed of everything random", ge=0, lt=2**31)
-    device: Annotated[Literal["auto", "cpu", "cuda"], NotInKey()] = option(
-        "auto", "where models run; auto uses a GPU if there is one"
-    )
+    device: Annotated[Literal["auto", "cpu", "cuda"], NO_KEY] = option("auto", "auto uses a GPU if there is one")
     train: Train = Train()
     rollout: Rollout = Rollout()
     watch: Watch = Watch()

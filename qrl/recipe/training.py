@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import field_validator
 
 from qrl import names as known
-from qrl.recipe.base import Count, Fraction, NotInKey, Section, once, option
+from qrl.recipe.base import NO_KEY, Count, Fraction, NotInKey, Section, once, option
 
 PACKED = ("int8", "nf4")  # ways to store a base as bitsandbytes codes
 _UNLESS_VLLM = NotInKey("engine", "transformers")  # settings of an engine that does not run
@@ -68,15 +68,11 @@ class Train(Section):
         "quantization-aware training (QAT): the format that linears compute in; its codes become a checkpoint too",
     )
     # Its digest is an input of the key: an address may come to hold another model.
-    teacher: Annotated[str | None, NotInKey()] = option(
+    teacher: Annotated[str | None, NO_KEY] = option(
         None, "distil on-policy from this model instead of GRPO: the student samples, the teacher scores"
     )
-    distill_top_k: Count = option(
-        64, "distillation: number of the teacher's top tokens that are compared, re-normalized"
-    )
-    distill_reverse: Fraction = option(
-        0.5, "distillation: weight of reverse KL; 0: forward KL only, 1: reverse KL only"
-    )
+    distill_top_k: Count = option(64, "distillation: number of the teacher's top tokens to compare, re-normalized")
+    distill_reverse: Fraction = option(0.5, "distillation: weight of reverse KL; 0: forward only, 1: reverse only")
     qat_calibration_samples: int = option(
         128, "training texts that calibrate activation scales and measure the error of Q(W)", ge=1, le=100_000
     )
@@ -124,9 +120,7 @@ class Train(Section):
 class Rollout(Section):
     """The engine that samples completions, and how far it may differ from the model that is trained."""
 
-    engine: Literal["transformers", "vllm"] = option(
-        "transformers", "what samples; vllm needs a GPU and runs the step in projects/vllm"
-    )
+    engine: Literal["transformers", "vllm"] = option("transformers", "what samples; vllm needs a GPU and projects/vllm")
     mode: Annotated[Literal["colocate", "server"], _UNLESS_VLLM] = option(
         "colocate", "vLLM inside the training process, or a server on other GPUs"
     )
@@ -145,13 +139,9 @@ class Rollout(Section):
     sleep: Annotated[Literal["auto", "on", "off"], _UNLESS_VLLM] = option(
         "auto", "release a colocated engine's memory while training; auto: if memory is short"
     )
-    server: Annotated[str, NotInKey()] = option(
-        "http://127.0.0.1:8000", "address of the server, with rollout.mode=server"
-    )
-    server_timeout_s: Annotated[float, NotInKey()] = option(240.0, "longest wait for the server, in seconds", gt=0)
-    server_group_port: Annotated[int, NotInKey()] = option(
-        51216, "port that weights are sent to the server over", ge=1, le=65535
-    )
+    server: Annotated[str, NO_KEY] = option("http://127.0.0.1:8000", "server's address, with rollout.mode=server")
+    server_timeout_s: Annotated[float, NO_KEY] = option(240.0, "longest wait for the server, in seconds", gt=0)
+    server_group_port: Annotated[int, NO_KEY] = option(51216, "port for sending it weights", ge=1, le=65535)
     is_correction: Annotated[
         Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"], _UNLESS_VLLM
     ] = option(
@@ -162,7 +152,7 @@ class Rollout(Section):
         2.0, "weight above which a token or completion is truncated or masked", gt=0
     )
     max_engine_kl: Annotated[float, _UNLESS_VLLM] = option(
-        0.01, "warn above this KL from engine to trainer (k3, nats per token)", gt=0
+        0.01, "warn above this engine-to-trainer KL (k3, nats/token)", gt=0
     )
     min_effective_sample_size: Annotated[Fraction, _UNLESS_VLLM] = option(
         0.9, "warn below this effective sample size, as a share of the tokens"
@@ -189,7 +179,7 @@ class Watch(Section):
     )
     probe_every: int = option(0, "probe: optimizer steps between checks of held-out accuracy; 0: none", ge=0)
     probe_n: int = option(
-        128, "probe: questions of the training split that are neither prompts nor held out", ge=2, le=100_000
+        128, "probe: training-split questions that are neither prompts nor held out", ge=2, le=100_000
     )
 
 
