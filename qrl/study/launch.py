@@ -73,6 +73,9 @@ class Launcher:
         found = {label: reuse.find(step, key) for label, key in wanted.items()}
         missing = [label for label, run in found.items() if run is None]
         self._say(title, [label for label in wanted if label not in missing], missing)
+        for label in missing:
+            if changed := reuse.changes(step, wanted[label]):
+                click.echo(f"      {label} is not reused: {', '.join(changed)} changed", err=True)
         if missing:
             error = self._try(folder, step, parameters(missing))
             found |= {label: reuse.find(step, wanted[label]) for label in missing}

@@ -23,6 +23,7 @@ ENVIRONMENTS = {names.AWQ: ROOT / "projects" / "awq" / "conda.yaml"}
 CORE = ROOT / "conda.yaml"
 VLLM = {"cpu": ROOT / "projects" / "vllm_cpu" / "conda.yaml", "cuda": ROOT / "projects" / "vllm" / "conda.yaml"}
 SECTIONS = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
+PARTS: dict[str, dict[str, str]] = {}  # of the keys that this process made, to say why a finished step is not reused
 
 
 def trained(recipe: Recipe, base: str, device: str, *, teacher: str | None = None, processes: int = 1) -> str:
@@ -74,15 +75,18 @@ def comparison(recipe: Recipe, cells: list[str]) -> str:
 def _key(
     step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict[str, str], device: str, environment: Path = CORE
 ) -> str:
-    document = {
+    parts = {
         "step": step,
-        "section": recipe.key_settings(*sections),
-        "inputs": inputs | {"data": data_digest(recipe.data)},
+        **recipe.key_settings(*sections),
+        **{f"input {name}": digest for name, digest in inputs.items()},
+        "data": data_digest(recipe.data),
         "device": device,
         "environment": hashlib.sha256(environment.read_bytes()).hexdigest(),
         "sources": sources.digest(step),
     }
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    PARTS[key] = parts
+    return key
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qrl import names
 from qrl.errors import QrlError
-from qrl.tracking import active, models
+from qrl.tracking import active, keys, models
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -41,6 +41,22 @@ def find(step: str, key: str) -> Run | None:
     return next((run for run in runs if _is_intact(run)), None)
 
 
+def changes(step: str, key: str) -> list[str]:
+    """Return what a key differs in from that of the most similar finished run of the step; empty if there is none."""
+    import mlflow
+
+    query = f"attributes.status = 'FINISHED' and tags.`{names.TAG_STEP}` = '{step}'"
+    runs = mlflow.search_runs(filter_string=query, max_results=20, output_format="list")
+    wanted, differences = keys.PARTS.get(key, {}), []
+    for run in runs:
+        try:
+            parts = _document(run).get("parts") or wanted  # a run of an earlier version
+        except (mlflow.MlflowException, OSError, ValueError):
+            continue
+        differences.append(sorted(name for name in parts | wanted if parts.get(name) != wanted.get(name)))
+    return min(filter(None, differences), key=len, default=[])
+
+
 def record_outputs(
     *,
     models: Mapping[str, str] | None = None,
@@ -60,7 +76,9 @@ def record_outputs(
     outputs = Outputs(dict(models or {}), list(artifacts or []), dict(values or {}))
     sizes = {place: _sizes(_address(run, place)) for place in (*outputs.models.values(), *outputs.artifacts)}
     digests = {place: _digests(_address(run, place)) for place in outputs.artifacts}
-    mlflow.log_dict({**vars(outputs), "sizes": sizes, "digests": digests}, _OUTPUTS)
+    key = mlflow.get_run(run.info.run_id).data.tags.get(names.TAG_CACHE_KEY, "")
+    document = {**vars(outputs), "sizes": sizes, "digests": digests, "parts": keys.PARTS.get(key, {})}
+    mlflow.log_dict(document, _OUTPUTS)
     return outputs
 
 

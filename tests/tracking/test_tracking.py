@@ -16,7 +16,7 @@ import qrl
 from qrl import checkpoint, names, recipe
 from qrl.errors import BadInput, QrlError
 from qrl.tasks import prompt
-from qrl.tracking import cells, contents, description, models, reuse, runs, signals
+from qrl.tracking import cells, contents, description, keys, models, reuse, runs, signals
 from qrl.tracking import store as stores
 
 ROOT = Path(qrl.__file__).parents[1]
@@ -251,6 +251,21 @@ def test_a_finished_step_is_found_until_a_file_of_it_is_gone(store, tmp_path):
     assert reuse.find("compare", "k").info.run_id == first
     contents.artifact(first, "table.md").write_text("cut")
     assert reuse.find("compare", "k") is None
+
+
+def test_a_step_that_is_not_reused_names_what_changed(store):
+    def key(**overrides: str) -> str:
+        return keys.trained(
+            recipe.load("tiny", {f"train.{name}": text for name, text in overrides.items()}), "d", "cpu"
+        )
+
+    assert reuse.changes("train", key()) == []
+    for made in (key(), key(steps="17", loss="grpo")):
+        with runs.step("train", tags={names.TAG_CACHE_KEY: made}):
+            reuse.record_outputs()
+    assert reuse.changes("train", key(steps="18")) == ["train.steps"]
+    assert reuse.changes("train", key(loss="grpo", steps="18")) == ["train.steps"]
+    assert reuse.changes("merge", key(steps="18")) == []
 
 
 def test_an_artifact_whose_bytes_changed_is_not_reused_and_its_rows_are_not_read(store, tmp_path):
