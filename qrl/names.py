@@ -56,6 +56,11 @@ def gate_tag(stage: str) -> str:
     return f"qrl.gate.{stage}"
 
 
+def gate_record_tag(stage: str) -> str:
+    """Return the tag of a version that holds the reasons for that verdict, as JSON."""
+    return f"{gate_tag(stage)}.record"
+
+
 # Metrics
 ACCURACY = "eval/accuracy"
 ACCURACY_STDERR = "eval/accuracy_stderr"

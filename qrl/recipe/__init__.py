@@ -1,35 +1,17 @@
-"""Typed recipes, the one source of parameters: their sections, their files, and the loader that checks both."""
+"""Typed recipes, the one source of parameters: their sections, and the loader that reads and checks their files."""
 
-from qrl.recipe.load import DEFAULT, NAMED, Recipe, fields, load, names, type_name
-from qrl.recipe.sections import (
-    PACKED,
-    Benchmark,
-    Compare,
-    Diagnose,
-    Evaluate,
-    Merge,
-    Promote,
-    Quantize,
-    Rollout,
-    Section,
-    Train,
-    Watch,
-)
+from qrl.recipe.load import DEFAULT, fields, load, names, type_name
+from qrl.recipe.sections import Benchmark, Evaluate, Quantize, Recipe
+from qrl.recipe.training import PACKED, Rollout, Train, Watch
 
 __all__ = [
     "DEFAULT",
-    "NAMED",
     "PACKED",
     "Benchmark",
-    "Compare",
-    "Diagnose",
     "Evaluate",
-    "Merge",
-    "Promote",
     "Quantize",
     "Recipe",
     "Rollout",
-    "Section",
     "Train",
     "Watch",
     "fields",

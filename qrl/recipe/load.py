@@ -1,37 +1,30 @@
-"""Typed recipes: the one source of parameters.
+"""Recipes by name or path: YAML files, what they extend, and overrides as typed on the command line.
 
-A field of these models, say `train.learning_rate`, *is* the command-line option, MLflow's `-P` key and the logged
-parameter. A recipe is a YAML file of this package (by name) or of the user's (by path); options override it.
+A recipe is a YAML file of this package (by name) or of the user (by path). With the key `extends`, the name or path of
+another recipe, it holds only what differs.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from qrl.errors import BadInput
-from qrl.recipe.sections import (
-    Benchmark,
-    Compare,
-    Diagnose,
-    Evaluate,
-    Merge,
-    Promote,
-    Quantize,
-    Rollout,
-    Section,
-    Train,
-    Watch,
-)
+from qrl.recipe.base import Section
+from qrl.recipe.sections import Recipe
 
-NAMED = Path(__file__).parent / "named"  # one YAML file a recipe
-RENAMED = {  # former key → present one
+NAMED = Path(__file__).parent / "named"  # a YAML file per recipe
+DEFAULT = "auto"  # `tiny`; with no recipe named, `math` for such a task, `instruct` for a model of the user's or gsm8k
+EXTENDS = "extends"
+RENAMED = {  # former key → present key
     "train.importance_sampling": "train.importance_sampling_level",
     "train.iterations": "train.num_iterations",
     "train.clip": "train.epsilon",
@@ -42,90 +35,47 @@ RENAMED = {  # former key → present one
     "watch.max_kl": "watch.max_reference_kl",
 }
 _INT = "tag:yaml.org,2002:int"
-DEFAULT = (
-    "auto"  # `tiny`; where no recipe is named, `math` for that task, `instruct` for a model of the user's or gsm8k
-)
-
-
-class Recipe(Section):
-    """A whole study: one model, one task, every step's settings."""
-
-    model: str = Field("qrl-tiny", min_length=1, description="qrl-tiny (shipped), a checkpoint folder, or a hub id")
-    registered_name: str | None = Field(None, description="name in the registry; default: from the model's name")
-    task: Literal["arithmetic", "gsm8k", "math", "deepmath"] = Field("arithmetic", description="what is asked")
-    data: str | None = Field(None, description="folder with train.jsonl and test.jsonl; default: generated, or the hub")
-    prompt: str = Field("answer-line", description="prompt template: answer-line, boxed or plain")
-    seed: int = Field(0, ge=0, lt=2**31, description="seed of everything random")
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="where models run; auto takes a GPU if there is one"
-    )
-    train: Train = Train()
-    rollout: Rollout = Rollout()
-    watch: Watch = Watch()
-    merge: Merge = Merge()
-    quantize: Quantize = Quantize()
-    evaluate: Evaluate = Evaluate()
-    diagnose: Diagnose = Diagnose()
-    compare: Compare = Compare()
-    promote: Promote = Promote()
-    benchmark: Benchmark = Benchmark()
-
-    def dump(self) -> str:
-        """The resolved recipe as YAML, which `load` reads back to an equal recipe."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-    def flat(self, *sections: str) -> dict[str, str]:
-        """Dotted key → value as text, as `-P` takes it; all sections, or the top level and those named."""
-        values = {}
-        for key, value in self.model_dump(mode="json").items():
-            if isinstance(value, dict):
-                if not sections or key in sections:
-                    values |= {f"{key}.{name}": _text(inner) for name, inner in value.items()}
-            else:
-                values[key] = _text(value)
-        return values
 
 
 def fields() -> dict[str, tuple[Any, str]]:
-    """Every recipe field as dotted key → (type annotation, description); options are made from it."""
-    found = {}
+    """Return every recipe field as dotted key → (type annotation, description); options are made from it."""
+    known = {}
     for key, field in Recipe.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             for name, inner in field.annotation.model_fields.items():
-                found[f"{key}.{name}"] = (inner.annotation, inner.description or "")
+                known[f"{key}.{name}"] = (inner.annotation, inner.description or "")
         else:
-            found[key] = (field.annotation, field.description or "")
-    return found
+            known[key] = (field.annotation, field.description or "")
+    return known
 
 
 def names() -> list[str]:
-    """Names of the recipes that ship with the package."""
+    """Return the names of the recipes that ship with the package."""
     return sorted(path.stem for path in NAMED.glob("*.yaml"))
 
 
-def load(name_or_path: str = DEFAULT, overrides: dict[str, str] | None = None) -> Recipe:
-    """A recipe by name or path, with dotted overrides applied and everything validated.
+def load(name_or_path: str = DEFAULT, overrides: Mapping[str, str] | None = None) -> Recipe:
+    """Return a recipe by name or path, with dotted overrides applied and everything validated.
 
     Args:
         name_or_path: a name from `names()`, a path ending in .yaml, or `auto`.
         overrides: dotted key → text, as typed on the command line; values are read as YAML scalars.
 
     Raises:
-        BadInput: unknown recipe or key, a wrong type or a number out of range; one sentence naming key and allowed values.
+        BadInput: the recipe or a key is unknown, a type is wrong or a number out of range.
     """
+    overrides = overrides or {}
     if name_or_path == DEFAULT:
-        task = (overrides or {}).get("task")
-        own = (overrides or {}).get("model", "qrl-tiny") != "qrl-tiny" or task == "gsm8k"
+        task = overrides.get("task")
+        own = overrides.get("model", "qrl-tiny") != "qrl-tiny" or task == "gsm8k"
         name_or_path = "math" if task in ("math", "deepmath") else "instruct" if own else "tiny"
-    path = NAMED / f"{name_or_path}.yaml"
-    if not path.is_file() and str(name_or_path).endswith((".yaml", ".yml")):
-        path = Path(name_or_path)
-    if not path.is_file():
+    path = _locate(name_or_path, Path())
+    if path is None:
         raise BadInput(
-            f"There is no recipe '{name_or_path}': expected one of {', '.join(names())}, or the path of a .yaml file that exists."
+            f"There is no recipe '{name_or_path}': expected one of {', '.join(names())}, or the path of a .yaml file."
         )
     document = _read(path)
-    for key, text in (overrides or {}).items():
+    for key, text in overrides.items():
         _set(document, key, text)
     try:
         return Recipe.model_validate(document)
@@ -133,12 +83,20 @@ def load(name_or_path: str = DEFAULT, overrides: dict[str, str] | None = None) -
         raise BadInput(_sentence(error)) from None
 
 
-class _Once(yaml.SafeLoader):
-    """YAML whose keys stand once, where the library silently takes the last of two, and whose numbers are decimal: to it 010 is 8, 1:30 is 90."""
+def _locate(name_or_path: str, folder: Path) -> Path | None:
+    """Return the file of a recipe, relative paths counted from `folder`, or None if there is none."""
+    path = NAMED / f"{name_or_path}.yaml"
+    if not path.is_file() and name_or_path.endswith((".yaml", ".yml")):
+        path = folder / name_or_path
+    return path if path.is_file() else None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with unique keys and decimal numbers; the library keeps the last of two keys, and reads 010 as 8."""
 
     yaml_implicit_resolvers: typing.ClassVar = {
-        first: [(tag, pattern) for tag, pattern in found if tag != _INT]
-        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != _INT]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
@@ -149,49 +107,80 @@ class _Once(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Once.add_implicit_resolver(_INT, re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
 
 
-def _read(path: Path) -> dict:
-    """A recipe file as sections of keys and values; a section left empty is its defaults, and a list may stand as it is typed.
+def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict:
+    """Return a recipe file as sections of keys and values, on top of the recipe that it extends.
+
+    An empty section holds the defaults, and a list may be written as it is typed.
+
+    Args:
+        path: the file.
+        extending: the files that led to this one by `extends`.
 
     Raises:
-        BadInput: it is no such YAML.
+        BadInput: it is no such YAML, or what it extends is unknown or extends it in turn.
     """
+    document = _parse_file(path)
+    known = fields()
+    parent = _parent(document.pop(EXTENDS, None), path, (*extending, path.resolve()))
+    if dotted := [key for key in document if key in known and "." in str(key)]:
+        section, _, name = dotted[0].partition(".")
+        raise BadInput(f"Recipe {path} holds '{dotted[0]}', an option's name: write '{name}' below '{section}'.")
+    for key in known.keys() & document.keys():
+        document[key] = _parse(document[key], known[key][0])
+    for section in {key.partition(".")[0] for key in known if "." in key} & document.keys():
+        values = {} if document[section] is None else document[section]
+        if not isinstance(values, dict):
+            raise BadInput(
+                f"'{section}' is a section of the recipe, but its value is {values!r}: write its keys below it."
+            )
+        parsed = {name: _value(f"{section}.{name}", value, known) for name, value in values.items()}
+        document[section] = parent.get(section, {}) | parsed
+    return parent | document
+
+
+def _parse_file(path: Path) -> dict:
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), _Once) or {}
+        document = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadInput(f"Recipe {path} is not valid YAML: {' '.join(str(error).split())}.") from None
     except RecursionError:
         raise BadInput(
-            f"Recipe {path} is nested hundreds deep, but holds sections of keys and values: see qrl/recipe/named."
+            f"Recipe {path} is nested hundreds deep, but sections of keys were expected: see qrl/recipe/named."
         ) from None
     if not isinstance(document, dict):
         raise BadInput(
             f"Recipe {path} holds a {type(document).__name__}, but a mapping of keys to values was expected."
         )
-    known = fields()
-    if dotted := [key for key in document if key in known and "." in str(key)]:
-        section, _, name = dotted[0].partition(".")
-        raise BadInput(
-            f"'{dotted[0]}' stands in recipe {path} as it is typed as an option: write '{name}' below '{section}'."
-        )
-    for name in known.keys() & document.keys():
-        document[name] = _parse(document[name], known[name][0])
-    for section in {key.partition(".")[0] for key in known if "." in key} & document.keys():
-        values = document[section] = {} if document[section] is None else document[section]
-        if not isinstance(values, dict):
-            raise BadInput(
-                f"'{section}' is a section of the recipe, but its value is {values!r}: write its keys below it."
-            )
-        for name in [name for name in values if f"{section}.{name}" in known]:
-            annotation, _ = known[f"{section}.{name}"]
-            if isinstance(values[name], bool) and type_name(annotation) in ("int", "float"):
-                raise BadInput(f"'{section}.{name}' is {values[name]}, but a number was expected.")
-            if isinstance(values[name], bool) and "on" in typing.get_args(annotation):
-                values[name] = "on" if values[name] else "off"  # which YAML takes for booleans
-            values[name] = _parse(values[name], annotation)
     return document
+
+
+def _parent(extends: object, path: Path, chain: tuple[Path, ...]) -> dict:
+    if extends is None:
+        return {}
+    parent = _locate(extends, path.parent) if isinstance(extends, str) else None
+    if parent is None:
+        raise BadInput(
+            f"Recipe {path} extends {extends!r}, which does not exist: expected one of {', '.join(names())}, "
+            f"or the path of a .yaml file relative to {path.parent}."
+        )
+    if parent.resolve() in chain:
+        cycle = " → ".join(file.name for file in (*chain, parent))
+        raise BadInput(f"Recipe {path} extends itself ({cycle}): take one `extends` out.")
+    return _read(parent, chain)
+
+
+def _value(key: str, value: Any, known: dict[str, tuple[Any, str]]) -> Any:
+    if key not in known:
+        return value  # pydantic refuses it, with its siblings' names
+    annotation = known[key][0]
+    if isinstance(value, bool) and type_name(annotation) in ("int", "float"):
+        raise BadInput(f"'{key}' is {value}, but a number was expected.")
+    if isinstance(value, bool) and "on" in typing.get_args(annotation):
+        value = "on" if value else "off"  # YAML reads both as booleans
+    return _parse(value, annotation)
 
 
 def _set(document: dict, key: str, text: str) -> None:
@@ -202,71 +191,52 @@ def _set(document: dict, key: str, text: str) -> None:
     target = document.setdefault(section[0], {}) if section else document
     target[name] = _parse(text, annotations[key][0])
     if target[name] == () and isinstance(text, str) and text.strip():
-        raise BadInput(
-            f"'{key}' is {text!r}, which names nothing: name something, separated by commas, or leave it out."
-        )
+        raise BadInput(f"'{key}' is {text!r}, which names nothing: name something, separated by commas, or omit it.")
 
 
-def _parse(text: str, annotation: Any) -> Any:
-    """Text to what pydantic should judge: lists by comma, null, booleans; numbers are left to pydantic's own reading."""
+def _parse(text: Any, annotation: Any) -> Any:
+    """Return a value for pydantic to judge: lists are split at commas, null and integers of a choice are read here."""
     if not isinstance(text, str):
         return text
+    options = typing.get_args(annotation)
     if typing.get_origin(annotation) is tuple:
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    if text.lower() in ("null", "none", "") and type(None) in typing.get_args(annotation):
+    if text.lower() in ("null", "none", "") and type(None) in options:
         return None
-    if typing.get_origin(annotation) is Literal and all(
-        isinstance(option, int) for option in typing.get_args(annotation)
-    ):
+    if typing.get_origin(annotation) is Literal and all(isinstance(option, int) for option in options):
         return int(text) if text.isdigit() else text
     return text
 
 
 def _unknown(key: str) -> str:
-    import difflib
-
     if key in RENAMED:
         return f"'{key}' is now called '{RENAMED[key]}': write that instead."
-
     close = difflib.get_close_matches(key, fields(), n=1, cutoff=0.0)[0]
-    section = key.split(".", maxsplit=1)[0]
-    siblings = [name for name in fields() if name.startswith(f"{section}.")] or [
-        name for name in fields() if "." not in name
-    ]
+    section = f"{key.partition('.')[0]}."
+    siblings = [name for name in fields() if name.startswith(section)] or [name for name in fields() if "." not in name]
     return f"'{key}' is not a key of a recipe: did you mean '{close}'? Allowed here: {', '.join(siblings)}."
 
 
 def _sentence(error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and part != "tagged-union")
-    if first["type"] in ("extra_forbidden", "invalid_key"):  # the latter is a number, say
+    if first["type"] in ("extra_forbidden", "invalid_key"):  # an invalid key is a number, say
         return _unknown(".".join(map(str, first["loc"])))
-    given = (
-        ",".join(map(str, first["input"])) if isinstance(first["input"], tuple) else first["input"]
-    )  # a list, as it was written
-    return f"'{key}' is {given!r}, but {_allowed(key, first)}."
+    value = first["input"]
+    shown = ",".join(map(str, value)) if isinstance(value, tuple) else value  # a list, as it was typed
+    return f"'{key}' is {shown!r}, but {_allowed(first['msg'])}."
 
 
-def _allowed(key: str, first: dict) -> str:
-    message = first["msg"].removeprefix("Value error, ")
-    message = (message[0].lower() + message[1:]).partition(", unable")[0]
-    return (
-        message.replace("input should be", "must be")
-        .replace("input should have", "must have")
-        .replace("a valid tuple", "a list")
-        .replace("unable to parse string as an", "must be an")
-        .replace("unable to parse string as a", "must be a")
+def _allowed(message: str) -> str:
+    message = message.removeprefix("Value error, ")
+    message = (message[0].lower() + message[1:]).partition(", unable")[0].replace("a valid tuple", "a list")
+    return re.sub(
+        r"unable to parse string as (an?)", r"must be \1", re.sub(r"input should (be|have)", r"must \1", message)
     )
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return ",".join(map(str, value))
-    return "null" if value is None else str(value)
-
-
 def type_name(annotation: Any) -> str:
-    """How `--help` shows a field's type: `int`, `float`, `a|b`, `text`."""
+    """Return how `--help` shows a field's type: `int`, `float`, `a|b`, `text`."""
     origin = typing.get_origin(annotation)
     if origin is Literal:
         return "|".join(map(str, typing.get_args(annotation)))

@@ -1,5 +1,7 @@
-"""Registered models: versions, aliases and stages, the gates between them, promotion and rollback."""
+"""The model registry: versions, aliases and stages, the gates between them, promotion and rollback."""
 
-from qrl.registry.stages import promote, refuse, register, registered_name, resolve, rollback
+from qrl.registry.pages import publish
+from qrl.registry.registering import register, registered_name
+from qrl.registry.stages import promote, refuse, resolve, rollback
 
-__all__ = ["promote", "refuse", "register", "registered_name", "resolve", "rollback"]
+__all__ = ["promote", "publish", "refuse", "register", "registered_name", "resolve", "rollback"]

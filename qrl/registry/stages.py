@@ -1,197 +1,112 @@
-"""Versions, aliases and stages: the only room that knows MLflow's stages.
+"""Stages: resolved once to a version, moved by promotion and rollback.
 
-An alias is the truth: a stage of ours (`base`, `grpo`, `awq`) is the alias of that name, `<stage>-previous` is what a rollback
-returns to, and MLflow's stage is mirrored from the aliases. Pointers move under a lock, alias first: three racing
-transitions left two versions in Production, aliases never did (ran). The lock is a file beside the database, or in the
-temporary folder for a remote registry, where it holds off the processes of this machine only.
+An alias is the truth. A stage of ours (`base`, `grpo`, `awq`) is the alias of that name, `<stage>-previous` is the
+version that a rollback returns to, and MLflow's own stages are mirrored from the aliases. Pointers move under a lock,
+the alias first: three racing transitions left two versions in Production, aliases never did (tried).
 """
 
 from __future__ import annotations
 
 import json
 import re
-import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from hashlib import sha256
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
+from typing import Any
 
 from qrl import names
 from qrl.errors import BadInput, QrlError
-from qrl.recipe import Recipe
-from qrl.registry import versions
-from qrl.registry.versions import Version
-from qrl.tracking import models
-
-if TYPE_CHECKING:
-    import mlflow
-    from mlflow.entities.model_registry import ModelVersion
+from qrl.registry import pages, versions
+from qrl.registry.client import aliased, as_version, client, locked, versions_of
+from qrl.registry.versions import PASSED, REFUSED, Version
 
 _PREVIOUS = "-previous"
 _BY_MLFLOW_STAGE = {mirrored: stage for stage, mirrored in names.MLFLOW_STAGE.items() if mirrored != "None"}
 ADDRESSES = (*names.STAGES, *_BY_MLFLOW_STAGE, "a version number", *(stage + _PREVIOUS for stage in names.STAGES))
 _ANY = object()
-_NAME = re.compile(r"\w[\w .+-]*")  # MLflow takes no / and no :, and its search no quotes
-
-
-def registered_name(recipe: Recipe) -> str:
-    """The registered model of a recipe: `qrl-tiny`, `qrl-qwen2.5-1.5b-instruct`, `qrl-<folder>`.
-
-    Raises:
-        BadInput: `registered_name` of the recipe holds what MLflow cannot keep in a name.
-    """
-    if name := recipe.registered_name:
-        if not _NAME.fullmatch(name):
-            raise BadInput(
-                f"registered_name is '{name}', but must begin with a letter or digit and hold letters, digits, spaces and . _ + - only."
-            )
-        return name
-    if recipe.model == "qrl-tiny":
-        return recipe.model
-    last = (
-        Path(recipe.model).resolve().name
-        if Path(recipe.model).is_dir()
-        else recipe.model.rstrip("/").rpartition("/")[2]
-    )
-    return "qrl-" + (re.sub(r"[^a-z0-9._-]+", "-", last.lower()).strip("-.") or "model")
-
-
-def register(
-    name: str,
-    model_uri: str,
-    *,
-    digest: str,
-    variant: str,
-    scheme: str,
-    accuracy: float,
-    stderr: float,
-    n: int,
-    parent_version: int | None = None,
-) -> Version:
-    """The version with this digest: found where there is one whose files are whole, else made from the logged model.
-
-    Args:
-        name: the registered model, from `registered_name`.
-        model_uri: "models:/m-…".
-        digest: of the weights that were evaluated.
-        accuracy, stderr, n: of that evaluation; the newest ones stand on the version.
-        parent_version: the version whose weights these were made from.
-    """
-    client = _client()
-    tags = {
-        names.TAG_DIGEST: digest,
-        names.TAG_VARIANT: variant,
-        names.TAG_SCHEME: scheme,
-        "accuracy": f"{accuracy:.4f}",
-        "stderr": f"{stderr:.4f}",
-        "n": str(n),
-        **({names.TAG_PARENT_VERSION: str(parent_version)} if parent_version else {}),
-    }
-    cell = names.cell_name(variant, scheme)
-    description = f"{cell}: accuracy {accuracy:.3f} ± {stderr:.3f} (standard error) on n = {n} held-out questions. Digest {digest[:12]}."
-    with _locked(name):
-        _make_model(client, name)
-        known = (mv for mv in _versions(client, name) if mv.tags.get(names.TAG_DIGEST) == digest and _exists(mv))
-        found = next((mv for mv in known if mv.source == model_uri or models.holds(mv.source, digest)), None)
-        if found:
-            for key, value in tags.items():
-                client.set_model_version_tag(name, found.version, key, value)
-            client.update_model_version(name, found.version, description)
-        else:
-            model_id = model_uri.removeprefix("models:/")
-            run_id = client.get_logged_model(model_id).source_run_id
-            found = client.create_model_version(
-                name, model_uri, run_id, tags, description=description, model_id=model_id
-            )
-            shown = json.dumps([{"name": name, "version": found.version}])
-            client.set_logged_model_tags(model_id, {"mlflow.modelVersions": shown})  # the UI's link back to the version
-        return _version(client.get_model_version(name, found.version))
 
 
 def resolve(name: str, stage: str | int) -> Version:
-    """The version behind a stage, resolved once.
+    """Return the version behind a stage, resolved once.
 
     Args:
         name: the registered model.
         stage: base, grpo, awq, one of them with `-previous`, Staging, Production, or a version number.
 
     Raises:
-        BadInput: no such stage, model or version; the sentence says which command makes one.
+        BadInput: the stage, model or version is unknown.
     """
-    asked = str(stage)
-    stage = _BY_MLFLOW_STAGE.get(asked.capitalize(), asked)
-    if stage.removesuffix(_PREVIOUS) not in names.STAGES and not re.fullmatch(r"[1-9][0-9]*", stage):
-        hint = " (the base model's stage is `base`)" if asked.lower() == "none" else ""
-        raise BadInput(f"There is no stage '{asked}'{hint}: expected one of {', '.join(ADDRESSES)}.")
-    client = _client()
-    if stage.isdigit():
-        by_number = {int(mv.version): mv for mv in _versions(client, name)}
-        if int(stage) not in by_number:
-            known = (
-                ", ".join(map(str, sorted(by_number))) or "none; `mlflow run .` (or `python -m qrl study`) makes them"
-            )
-            raise BadInput(f"'{name}' has no version {stage}: registered are {known}.")
-        return _version(by_number[int(stage)])
-    found = _aliased(client, name, stage)
-    if found is None:
-        raise BadInput(_no_version(client, name, stage))
-    return _version(found, stage.removesuffix(_PREVIOUS))
+    address = str(stage)
+    alias = _BY_MLFLOW_STAGE.get(address.capitalize(), address)
+    if re.fullmatch(r"[1-9][0-9]*", alias):
+        by_number = {int(entry.version): entry for entry in versions_of(name)}
+        if int(alias) in by_number:
+            return as_version(by_number[int(alias)])
+        known = ", ".join(map(str, sorted(by_number))) or "none; `mlflow run .` or `python -m qrl study` makes them"
+        raise BadInput(f"'{name}' has no version {alias}: registered are {known}.")
+    own = alias.removesuffix(_PREVIOUS)
+    if own not in names.STAGES:
+        hint = " (the base model's stage is `base`)" if address.lower() == "none" else ""
+        raise BadInput(f"There is no stage '{address}'{hint}: expected one of {', '.join(ADDRESSES)}.")
+    if entry := aliased(name, alias):
+        return as_version(entry, own)
+    if alias != own:
+        raise BadInput(f"Stage {own} of '{name}' has had no other version, so there is no {alias}.")
+    known = ", ".join(sorted(model.name for model in client().search_registered_models())) or "none"
+    raise BadInput(
+        f"Stage {alias} of '{name}' has no version yet (registered models here: {known}): `mlflow run .` makes all, "
+        f"`python -m qrl promote --stage {alias} --cell RUN` makes this one from an evaluation."
+    )
 
 
 def promote(
     name: str, stage: str, version: int, *, record: Mapping[str, Any], expected: int | object | None = _ANY
 ) -> Version:
-    """Give a stage to a version whose gate let it in; the stage's former version becomes `<stage>-previous`.
+    """Give a stage to a version that passed its gate; the stage's former version becomes `<stage>-previous`.
 
     Args:
         name: the registered model.
         stage: base, grpo or awq.
         version: the version number.
-        record: why, for the tag `qrl.gate.<stage>`: run, bounds, reasons; whatever JSON holds. The digest is added.
-        expected: the version that held the stage when the gate decided (None: none did); where another one holds it by
-            now, nothing is moved. Left out, it is not looked at.
+        record: why: `run`, `reasons`, `bounds`, and anything else that JSON holds; digest and time are added.
+        expected: the version that held the stage when the gate decided (None: none did); if another one holds it by
+            now, nothing is moved. By default it is not checked.
 
     Raises:
-        BadInput: unknown stage or version.
+        BadInput: the stage or version is unknown.
         QrlError: the stage moved since the gate decided.
     """
-    client = _client()
-    with _locked(name):
+    with locked(name):
         target = _target(name, stage, version)
-        held = _aliased(client, name, stage)
-        held_by = int(held.version) if held else None
-        if expected is not _ANY and held_by not in (expected, target.version):
+        held_by = _holder(name, stage)
+        if expected is not _ANY and held_by not in (expected, version):
             raise QrlError(
-                f"Stage {stage} of '{name}' moved to version {held_by} while version {version} was judged: run promote again."
+                f"Stage {stage} of '{name}' moved to version {held_by} while version {version} was judged: "
+                "run promote again."
             )
-        _write_gate(client, target, names.gate_tag(stage), "promoted", record)
-        if held_by != target.version:
-            client.set_registered_model_alias(name, stage, str(target.version))
+        _write_gate(target, stage, PASSED, record)
+        if held_by != version:
+            client().set_registered_model_alias(name, stage, str(version))
             if held_by:
-                client.set_registered_model_alias(name, stage + _PREVIOUS, str(held_by))
-        _mirror(client, name)
+                client().set_registered_model_alias(name, stage + _PREVIOUS, str(held_by))
+        _mirror(name)
+        pages.refresh(name, version)
     return resolve(name, stage)
 
 
 def refuse(name: str, stage: str, version: int, *, record: Mapping[str, Any]) -> None:
-    """Record why a version was not let in; no pointer moves.
+    """Record why a version was refused; no pointer moves.
 
-    A version that was promoted to this stage earlier keeps that record, and gets the refusal beside it, in
-    `qrl.gate.<stage>.refused`.
+    A version that passed this gate earlier keeps that record; the refusal goes to `qrl.gate.<stage>.refused`.
     """
-    client = _client()
-    with _locked(name):
+    with locked(name):
         target = _target(name, stage, version)
-        promoted = (target.gate(stage) or {}).get("verdict") == "promoted"
-        _write_gate(client, target, names.gate_tag(stage) + (".refused" if promoted else ""), "refused", record)
+        _write_gate(target, stage, REFUSED, record)
+        pages.refresh(name, version)
 
 
 def rollback(name: str, stage: str) -> Version:
-    """Swap a stage with `<stage>-previous`; again, and it swaps back.
+    """Swap a stage with `<stage>-previous`; a second rollback swaps back.
 
     Raises:
         BadInput: the stage had no other version before.
@@ -199,70 +114,20 @@ def rollback(name: str, stage: str) -> Version:
     """
     if stage not in names.STAGES:
         raise BadInput(f"There is no stage '{stage}' to roll back: expected one of {', '.join(names.STAGES)}.")
-    client = _client()
-    with _locked(name):
-        now, before = _aliased(client, name, stage), _aliased(client, name, stage + _PREVIOUS)
-        if now is None or before is None or int(now.version) == int(before.version):
+    with locked(name):
+        now, before = _holder(name, stage), aliased(name, stage + _PREVIOUS)
+        if now is None or before is None or now == int(before.version):
             raise BadInput(f"Stage {stage} of '{name}' has had no other version, so there is nothing to roll back to.")
-        versions.verify(_version(before, stage))  # never onto a version that could not be served
-        client.set_registered_model_alias(name, stage, str(before.version))
-        client.set_registered_model_alias(name, stage + _PREVIOUS, str(now.version))
-        _mirror(client, name)
+        versions.verify(as_version(before, stage))  # never to a version that could not be served
+        client().set_registered_model_alias(name, stage, str(before.version))
+        client().set_registered_model_alias(name, stage + _PREVIOUS, str(now))
+        _mirror(name)
     return resolve(name, stage)
 
 
-def _client() -> mlflow.MlflowClient:
-    import mlflow
-
-    return mlflow.MlflowClient()
-
-
-@contextmanager
-def _locked(name: str) -> Iterator[None]:
-    import mlflow
-    from filelock import FileLock
-
-    address = mlflow.get_registry_uri()
-    if address.startswith("sqlite:///"):
-        path = unquote(address.removeprefix("sqlite:///")) + ".registry.lock"
-    else:
-        path = str(
-            Path(tempfile.gettempdir()) / f"qrl-registry-{sha256(f'{address} {name}'.encode()).hexdigest()[:16]}.lock"
-        )
-    with FileLock(path, timeout=120, mode=0o666):
-        yield
-
-
-def _make_model(client: mlflow.MlflowClient, name: str) -> None:
-    from mlflow import MlflowException
-
-    try:
-        client.create_registered_model(name)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
-
-
-def _versions(client: mlflow.MlflowClient, name: str) -> list[ModelVersion]:
-    return list(client.search_model_versions(f"name = '{name}'", max_results=10_000))
-
-
-def _version(found: ModelVersion, stage: str | None = None) -> Version:
-    tags = found.tags
-    digest, variant, scheme = (tags.get(key, "") for key in (names.TAG_DIGEST, names.TAG_VARIANT, names.TAG_SCHEME))
-    return Version(found.name, int(found.version), digest, variant, names.scheme(scheme), stage=stage, tags=dict(tags))
-
-
-def _aliased(client: mlflow.MlflowClient, name: str, alias: str) -> ModelVersion | None:
-    """The version behind an alias; a search gives no aliases, so each is asked for."""
-    from mlflow import MlflowException
-
-    try:
-        return client.get_model_version_by_alias(name, alias)
-    except MlflowException as error:
-        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-            return None
-        raise
+def _holder(name: str, stage: str) -> int | None:
+    entry = aliased(name, stage)
+    return int(entry.version) if entry else None
 
 
 def _target(name: str, stage: str, version: int) -> Version:
@@ -271,47 +136,28 @@ def _target(name: str, stage: str, version: int) -> Version:
     return resolve(name, version)
 
 
-def _write_gate(
-    client: mlflow.MlflowClient, version: Version, tag: str, verdict: str, record: Mapping[str, Any]
-) -> None:
+def _write_gate(version: Version, stage: str, verdict: str, record: Mapping[str, Any]) -> None:
+    """Write the record first, then the word that refers to it."""
     at = datetime.now(UTC).isoformat(timespec="seconds")
-    entry = {**record, "verdict": verdict, "digest": version.digest, "at": at}
-    text = json.dumps(entry, default=str, ensure_ascii=False)
-    client.set_model_version_tag(version.name, str(version.version), tag, text)
+    entry = json.dumps({**record, "digest": version.digest, "time": at}, default=str, ensure_ascii=False)
+    former = version.gate(stage)
+    tags = {names.gate_record_tag(stage): entry, names.gate_tag(stage): verdict}
+    if verdict == REFUSED and former and former.passed:
+        tags = {f"{names.gate_tag(stage)}.{REFUSED}": entry}
+    for key, value in tags.items():
+        client().set_model_version_tag(version.name, str(version.version), key, value)
 
 
-def _mirror(client: mlflow.MlflowClient, name: str) -> None:
-    """Bring MLflow's stages in line with the aliases, whatever an earlier process left half done."""
+def _mirror(name: str) -> None:
+    """Bring MLflow's stages in line with the aliases, also after a process that was killed half-way."""
     wanted = {}
-    for stage, mirrored in names.MLFLOW_STAGE.items():  # later stages win where one version holds two
-        if held := _aliased(client, name, stage):
-            wanted[int(held.version)] = mirrored
+    for stage, mirrored in names.MLFLOW_STAGE.items():  # if one version holds two stages, the later one counts
+        if holder := _holder(name, stage):
+            wanted[holder] = mirrored
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        for found in sorted(_versions(client, name), key=lambda mv: int(mv.version) not in wanted):
-            stage = wanted.get(int(found.version), "None" if found.current_stage == "None" else "Archived")
-            if found.current_stage != stage:
-                # Archiving in the same transaction: a reader sees the old version or the new one, never none and never two.
-                client.transition_model_version_stage(name, found.version, stage, stage in _BY_MLFLOW_STAGE)
-
-
-def _exists(found: ModelVersion) -> bool:
-    """Whether the version's checkpoint is still in the store; lists, and downloads nothing."""
-    from mlflow import MlflowException
-    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-
-    try:
-        listed = get_artifact_repository(_version(found).uri).list_artifacts("model")
-    except (MlflowException, OSError):
-        return False
-    return any(file.path == "model/config.json" for file in listed)
-
-
-def _no_version(client: mlflow.MlflowClient, name: str, stage: str) -> str:
-    if stage.endswith(_PREVIOUS):
-        return f"Stage {stage.removesuffix(_PREVIOUS)} of '{name}' has had no other version, so there is no {stage}."
-    known = ", ".join(sorted(model.name for model in client.search_registered_models())) or "none"
-    return (
-        f"Stage {stage} of '{name}' has no version yet (registered models here: {known}): "
-        f"`mlflow run .` makes them all, `python -m qrl promote --stage {stage} --cell RUN` this one from an evaluation."
-    )
+        for entry in sorted(versions_of(name), key=lambda entry: int(entry.version) not in wanted):
+            stage = wanted.get(int(entry.version), "None" if entry.current_stage == "None" else "Archived")
+            if entry.current_stage != stage:
+                # Archiving in the same transaction: a reader sees the old version or the new one, never none or both.
+                client().transition_model_version_stage(name, entry.version, stage, stage in _BY_MLFLOW_STAGE)

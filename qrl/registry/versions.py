@@ -1,8 +1,8 @@
-"""One registered version: what it says of itself, and whether it may be served.
+"""One registered version: what it is, what its gates decided, and whether it may be served.
 
-A version says by itself what it is: tags name its variant, scheme, digest, accuracy, stderr and n, and `qrl.gate.<stage>`
-the decision that let it in, for the weights with that digest. It may be served where a gate let it in and its files are
-still those that were judged.
+Tags name a version's variant, scheme, digest, accuracy, stderr and n. `qrl.gate.<stage>` is `passed` or `refused`, and
+`qrl.gate.<stage>.record` says why, for the weights with the version's digest. A version may be served if a gate let it
+in and its files are still those that were judged.
 """
 
 from __future__ import annotations
@@ -14,12 +14,40 @@ from pathlib import Path
 from typing import Any
 
 from qrl import checkpoint, names
-from qrl.errors import GateRefused, QrlError
+from qrl.errors import GateRefused, QrlError, first_line
+
+PASSED, REFUSED = "passed", "refused"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A gate's recorded decision."""
+
+    stage: str
+    passed: bool
+    run: str  # of the evaluation that was judged
+    digest: str  # of the weights that were judged
+    reasons: tuple[str, ...]
+    bounds: Mapping[str, Any]  # the numbers and digests that were compared
+    time: str  # ISO 8601, UTC
+
+    @classmethod
+    def read(cls, stage: str, verdict: str, entry: Mapping[str, Any]) -> Record:
+        """Return a record from its JSON, in the present form or the one of stores before it (`cell`, `why`, `at`)."""
+        return cls(
+            stage,
+            passed=verdict in (PASSED, "promoted"),
+            run=entry.get("run") or entry.get("cell", ""),
+            digest=entry.get("digest", ""),
+            reasons=tuple(entry.get("reasons") or filter(None, [entry.get("why")])),
+            bounds=entry.get("bounds") or entry.get("facts", {}),
+            time=entry.get("time") or entry.get("at", ""),
+        )
 
 
 @dataclass(frozen=True)
 class Version:
-    """One registered version, and the stage by which it was asked for (None: by number)."""
+    """One registered version, and the stage that it was resolved from (None: by number)."""
 
     name: str
     version: int
@@ -34,76 +62,86 @@ class Version:
         """The address that MLflow loads."""
         return f"models:/{self.name}/{self.version}"
 
-    def gate(self, stage: str) -> dict[str, Any] | None:
-        """The recorded decision on this version for a stage, or None where there was none."""
-        text = self.tags.get(names.gate_tag(stage))
-        return json.loads(text) if text else None
+    def gate(self, stage: str) -> Record | None:
+        """Return the recorded decision on this version for a stage, or None without one."""
+        verdict = self.tags.get(names.gate_tag(stage))
+        if verdict in (PASSED, REFUSED):
+            return Record.read(stage, verdict, json.loads(self.tags.get(names.gate_record_tag(stage), "{}")))
+        if verdict is None:
+            return None
+        entry = json.loads(verdict)  # a version of an earlier store holds the record in the tag itself
+        return Record.read(stage, entry.get("verdict", REFUSED), entry)
+
+    def gates(self) -> list[Record]:
+        """Return the decisions on this version, in the order of the stages."""
+        return [record for stage in names.STAGES if (record := self.gate(stage))]
 
     def __str__(self) -> str:
-        return f"{self.name} version {self.version} ({names.cell_name(self.variant, self.scheme)}, digest {self.digest[:12]})"
+        cell = names.cell_name(self.variant, self.scheme)
+        return f"{self.name} version {self.version} ({cell}, digest {self.digest[:12]})"
 
 
 def folder(version: Version) -> Path:
-    """The version's checkpoint folder, in place where the store is local.
+    """Return the version's checkpoint folder, in place if the store is local.
 
     Raises:
         QrlError: its files are gone.
     """
-    import mlflow
+    from mlflow import MlflowException
+    from mlflow.artifacts import download_artifacts
 
     try:
-        found = Path(mlflow.artifacts.download_artifacts(version.uri)) / "model"
-    except (mlflow.MlflowException, OSError) as error:
-        raise QrlError(
-            f"The files of {version} cannot be read ({str(error).splitlines()[0]}): run the study again."
-        ) from None
-    if not (found / "config.json").is_file():
-        raise QrlError(f"The files of {version} are gone from {found}: run the study again.")
-    return found
+        path = Path(download_artifacts(version.uri)) / "model"
+    except (MlflowException, OSError) as error:
+        raise QrlError(f"The files of {version} cannot be read ({first_line(error)}): run the study again.") from None
+    if not (path / "config.json").is_file():
+        raise QrlError(f"The files of {version} are gone from {path}: run the study again.")
+    return path
 
 
 def verify(version: Version) -> Path:
-    """The version's checkpoint folder, after its gate and its digest were found to hold; raises as `admit` and `whole` do."""
+    """Return the version's checkpoint folder after checking gate and digest; raises as `admit` and `whole` do."""
     path = admit(version)
     whole(version, path)
     return path
 
 
 def admit(version: Version) -> Path:
-    """The version's checkpoint folder, after its gate was found to hold; its weights are not read.
+    """Return the version's checkpoint folder after checking its gate; its weights are not read.
 
     Raises:
         GateRefused: no gate let it in, or the gate judged other weights.
         QrlError: the files are gone.
     """
-    stages = [version.stage] if version.stage else names.STAGES
-    gates = {stage: gate for stage in stages if (gate := version.gate(stage))}
-    promoted = [gate for gate in gates.values() if gate.get("verdict") == "promoted"]
-    if not promoted:
-        stage, gate = next(iter(gates.items()), (stages[0], None))  # the one that judged it, if one did
-        why = f" ({gate.get('why', 'it was refused').rstrip('.')})" if gate else ""
+    records = [record for record in version.gates() if version.stage in (None, record.stage)]
+    passed = [record for record in records if record.passed]
+    if not passed:
+        stage = records[0].stage if records else version.stage or names.STAGES[0]
+        why = " ".join(records[0].reasons).rstrip(".") or "it was refused" if records else ""
         raise GateRefused(
-            f"No gate let {version} in{why}: `python -m qrl promote --stage {stage} --cell RUN` decides on it."
+            f"No gate let {version} in{f' ({why})' if why else ''}: `python -m qrl promote --stage {stage} --cell RUN` "
+            "decides on it."
         )
-    if not any(gate.get("digest") == version.digest for gate in promoted):
+    if version.digest not in [record.digest for record in passed]:
         raise GateRefused(
-            f"The gate of {version} judged other weights, digest {str(promoted[0].get('digest'))[:12]}: promote it again."
+            f"The gate of {version} judged other weights, digest {passed[0].digest[:12]}: promote it again."
         )
     return folder(version)
 
 
 def whole(version: Version, path: Path) -> None:
-    """Reads every file of a version.
+    """Check the digest of a version's files, which reads them all.
 
     Args:
-        version: whose digest they must have.
+        version: gives the digest that was evaluated.
         path: its folder, from `admit`.
 
     Raises:
-        QrlError: the files are no longer those that were evaluated.
+        QrlError: the files have changed since.
     """
-    found = checkpoint.digest(path)
-    if found != version.digest:
+    digest = checkpoint.digest(path)
+    if digest != version.digest:
         raise QrlError(
-            f"The files of {version} have changed, their digest is {found[:12]} now: run the study again, which makes a new version of what was damaged."
+            f"The files of {version} have changed, their digest is {digest[:12]} now: run the study again, which makes "
+            "a new version."
         )

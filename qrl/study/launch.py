@@ -73,6 +73,9 @@ class Launcher:
         runs = {label: reuse.find(step.name, key) for label, key in step.keys.items()}
         missing = [label for label, run in runs.items() if run is None]
         self._announce(step.title, [label for label in runs if label not in missing], missing)
+        for label in missing:
+            if changed := reuse.changes(step.name, step.keys[label]):
+                click.echo(f"      {label} is not reused: {', '.join(changed)} changed", err=True)
         if missing:
             error = None
             try:
@@ -179,7 +182,7 @@ def launch(
             return run_id  # a server that was stopped has done its work, handed over or not
         raise
     except ExecutionException as error:
-        reason, exit_code = projects.told(run_id)
+        reason, exit_code = projects.failure(run_id)
         failure = ERRORS.get(exit_code, QrlError)(reason or f"Step {step} failed ({error}); see its output above.")
         failure.printed = bool(reason)
         raise failure from None

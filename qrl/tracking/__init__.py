@@ -1,1 +1,1 @@
-"""MLflow's tracking as this house uses it: the store, runs that always end, reuse, hard-linked checkpoints."""
+"""MLflow tracking: the store, runs that always end, logged checkpoints, cache keys and reuse of finished steps."""

@@ -9,7 +9,7 @@ from qrl.tracking import contents, models, store
 
 
 def folder(address: str) -> Path:
-    """The folder of a model or an adapter: `models:/…` and `runs:/RUN/PATH` in place, else as `source.locate` finds it.
+    """Return the folder of a model or an adapter: `models:/…`, `runs:/RUN/PATH`, or what `source.locate` finds.
 
     Raises:
         BadInput: nothing is there, or the store cannot be used.
@@ -24,8 +24,8 @@ def folder(address: str) -> Path:
 
 
 def scheme(address: str) -> str | None:
-    """The scheme that `quantize` stored a model of the store under; None for models that it did not make, and for other addresses."""
+    """Return the scheme of a model in the store that `quantize` made; None for any other address."""
     if not address.startswith("models:/m-"):
         return None
-    found = models.params(address)
-    return names.scheme(found["scheme"]) if names.SETTINGS in found else None
+    params = models.params(address)
+    return names.scheme(params["scheme"]) if names.SETTINGS in params else None

@@ -1,4 +1,4 @@
-"""An evaluated cell, read back from its run: what a gate looks at."""
+"""Evaluated cells, read back from their runs: what a gate and a comparison look at."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qrl import names
-from qrl.errors import BadInput, QrlError
+from qrl.errors import BadInput, QrlError, first_line
 from qrl.tracking import contents, reuse, store
 
 if TYPE_CHECKING:
@@ -23,22 +23,22 @@ class Evaluated:
     scheme: str
     digest: str  # of the weights that answered
     parent: str  # digest of the weights that they were made from; empty for a base
-    model: str  # "models:/m-…"; empty where the evaluation did not finish
+    model: str  # "models:/m-…"; empty if the evaluation did not finish
     accuracy: float
     stderr: float
     n: int
-    broken: tuple[str, ...]  # sentences of limits that it broke, or why it ended early; empty is healthy
+    broken: tuple[str, ...]  # sentences on the limits that it broke, or why it ended early; empty if healthy
 
     def rows(self) -> pd.DataFrame:
-        """A row per question; raises as `rows` does."""
+        """Return a row per question; raises as `rows` does."""
         return _rows(self.run_id)
 
 
 def read(run_id: str) -> Evaluated:
-    """The evaluation that a run holds.
+    """Return the evaluation that a run holds.
 
     Raises:
-        BadInput: no such run, or it is not a cell's evaluation.
+        BadInput: the run does not exist, or is not a cell's evaluation.
     """
     import mlflow
 
@@ -51,17 +51,16 @@ def read(run_id: str) -> Evaluated:
     tags, metrics = run.data.tags, run.data.metrics
     if tags.get(names.TAG_STEP) != "evaluate" or names.TAG_DIGEST not in tags or names.ACCURACY not in metrics:
         raise BadInput(
-            f"Run '{run_id}' ({run.info.run_name}) is no evaluation of a cell: give one of the runs below an `evaluate` step."
+            f"Run '{run_id}' ({run.info.run_name}) is not a cell's evaluation: give a run below an `evaluate` step."
         )
-    models = [model.model_id for model in run.inputs.model_inputs]
-    parent = mlflow.get_logged_model(models[0]).params.get("parent", "") if models else ""
+    models = [model.model_id for model in run.inputs.model_inputs] if run.inputs else []
     healthy = run.info.status == "FINISHED"
     return Evaluated(
         run_id=run_id,
         variant=tags[names.TAG_VARIANT],
         scheme=names.scheme(tags[names.TAG_SCHEME]),
         digest=tags[names.TAG_DIGEST],
-        parent=parent,
+        parent=mlflow.get_logged_model(models[0]).params.get("parent", "") if models else "",
         model=f"models:/{models[0]}" if models else "",
         accuracy=metrics[names.ACCURACY],
         stderr=metrics[names.ACCURACY_STDERR],
@@ -71,14 +70,14 @@ def read(run_id: str) -> Evaluated:
 
 
 def rows(run_ids: Sequence[str]) -> pd.DataFrame:
-    """The rows of evaluated cells, one after the other: a row per cell and question.
+    """Return the rows of evaluated cells: one per cell and question.
 
     Args:
         run_ids: of their evaluations.
 
     Raises:
-        BadInput: no such run, or one without rows.
-        QrlError: rows that are not those that were logged, or cannot be read.
+        BadInput: a run does not exist, or has no rows.
+        QrlError: rows have changed since they were logged, or cannot be read.
     """
     import pandas as pd
 
@@ -93,8 +92,8 @@ def _rows(run_id: str) -> pd.DataFrame:
     reuse.check_artifact(run_id, names.QUESTIONS)
     try:
         frame = pd.read_parquet(path)
-    except (OSError, ValueError) as error:  # pyarrow's own are both
+    except (OSError, ValueError) as error:  # pyarrow's errors are both
         raise QrlError(
-            f"{names.QUESTIONS} of run {run_id} cannot be read ({str(error).splitlines()[0][:120]}): evaluate the cell again."
+            f"{names.QUESTIONS} of run {run_id} cannot be read ({first_line(error)[:120]}): evaluate the cell again."
         ) from None
     return frame.assign(scheme=frame["scheme"].map(names.scheme))

@@ -8,28 +8,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl.errors import BadInput, first_line
-from qrl.tracking import models
+from qrl.tracking import active, models
 
 if TYPE_CHECKING:
     import pandas as pd
     from mlflow.data.dataset import Dataset
 
-MAX_TAG = 5000  # characters that every store takes
+MAX_TAG = 5000  # characters that every store accepts
 
 
 def log_params(params: Mapping[str, object]) -> None:
     """Log params of the active run under keys that it does not hold yet: MLflow refuses `1e-6` after `1e-06`."""
     import mlflow
 
-    known = mlflow.get_run(mlflow.active_run().info.run_id).data.params
+    known = mlflow.get_run(active.run_id()).data.params
     mlflow.log_params({key: value for key, value in params.items() if key not in known})
 
 
 def live_log() -> Callable[[Mapping[str, float], int], None]:
-    """A `log(metrics, step)` into the active run, for rooms that know no MLflow; it works from any thread."""
+    """Return a `log(metrics, step)` into the active run, for rooms that know no MLflow; it works from any thread."""
     import mlflow
 
-    run_id = mlflow.active_run().info.run_id
+    run_id = active.run_id()
 
     def log(metrics: Mapping[str, float], step: int) -> None:
         mlflow.log_metrics({key: float(value) for key, value in metrics.items()}, step=step, run_id=run_id)
@@ -38,35 +38,31 @@ def live_log() -> Callable[[Mapping[str, float], int], None]:
 
 
 def log_scores(metrics: Mapping[str, float], *, model_uri: str | None = None, dataset: Dataset | None = None) -> None:
-    """Log metrics that belong to a model and a data set, so that the UI shows them beside both.
+    """Log metrics of a model on a data set, so that the UI shows them beside both.
 
     Args:
         metrics: name → value.
-        model_uri: "models:/m-…", as `models.log_checkpoint` gave it; becomes an input of the active run.
-        dataset: as `log_dataset` gave it.
+        model_uri: "models:/m-…", from `models.log_checkpoint`; becomes an input of the active run.
+        dataset: from `log_dataset`.
     """
     import mlflow
     from mlflow.entities import LoggedModelInput
 
     model_id = model_uri.removeprefix("models:/") if model_uri else None
     if model_id:
-        run_id = mlflow.active_run().info.run_id
-        mlflow.MlflowClient().log_inputs(run_id, models=[LoggedModelInput(model_id=model_id)])
+        mlflow.MlflowClient().log_inputs(active.run_id(), models=[LoggedModelInput(model_id=model_id)])
     mlflow.log_metrics({key: float(value) for key, value in metrics.items()}, model_id=model_id, dataset=dataset)
 
 
 def log_dataset(name: str, *, digest: str, context: str, n: int, source: str) -> Dataset:
-    """Record a set of questions as an input of the active run.
+    """Record a set of questions as an input of the active run, and return what `log_scores` accepts.
 
     Args:
-        name: the task and split, `arithmetic-heldout` say.
+        name: the task and split, e.g. `arithmetic-heldout`.
         digest: sha256 of the questions; MLflow keeps its first 36 characters, the tag `digest` all of it.
         context: `train`, `calibration` or `heldout`.
-        n: questions.
+        n: number of questions.
         source: where they come from, in words or as an address.
-
-    Returns:
-        What `log_scores` takes.
     """
     import mlflow
     from mlflow.data.code_dataset_source import CodeDatasetSource
@@ -78,7 +74,7 @@ def log_dataset(name: str, *, digest: str, context: str, n: int, source: str) ->
 
 
 def log_table(frame: pd.DataFrame, name: str) -> None:
-    """Show a table of samples in the UI; `name` without its ending."""
+    """Log a table of samples for the UI; `name` has no suffix."""
     import mlflow
 
     mlflow.log_table(frame, f"{name}.json")
@@ -92,43 +88,44 @@ def log_folder(folder: Path, into: str | None = None) -> None:
 
 
 def tag(key: str, text: str) -> None:
-    """A tag of the active run."""
+    """Set a tag of the active run."""
     import mlflow
 
     mlflow.set_tag(key, text[:MAX_TAG])
 
 
 def note(tags: Mapping[str, str], metrics: Mapping[str, float], *, step: int) -> None:
-    """Tags and metrics of the active run, of something that goes on whether the store takes them or not; it is said if not."""
+    """Log tags and metrics of something that must continue if the store fails; print the failure instead."""
     import mlflow
 
     try:
         mlflow.set_tags({key: text[:MAX_TAG] for key, text in tags.items()})
         mlflow.log_metrics(dict(metrics), step=step)
-    except Exception as deaf:
-        print(f"The store did not take what happened: {first_line(deaf)}", file=sys.stderr)
+    except Exception as failure:
+        print(f"The store did not record what happened: {first_line(failure)}", file=sys.stderr)
 
 
 def describe(markdown: str) -> None:
-    """The description that the UI shows above the active run."""
+    """Set the description that the UI shows above the active run."""
     import mlflow
 
     mlflow.set_tag("mlflow.note.content", markdown)
 
 
 def artifact(run_id: str, path: str) -> Path:
-    """A run's artifact as a local path: in place where the store is local, else downloaded.
+    """Return a run's artifact as a local path: in place if the store is local, else downloaded.
 
     Raises:
-        BadInput: there is no such run, or it holds no such artifact.
+        BadInput: the run does not exist, or has no such artifact.
     """
     import mlflow
+    from mlflow.artifacts import download_artifacts
 
     try:
         uri = mlflow.get_run(run_id).info.artifact_uri
     except mlflow.MlflowException:
         raise BadInput(
-            f"There is no run '{run_id}' in {mlflow.get_tracking_uri()}: give the id of one that `mlflow ui` shows."
+            f"There is no run '{run_id}' in {mlflow.get_tracking_uri()}: give the id of a run that `mlflow ui` shows."
         ) from None
     missing = BadInput(f"Run {run_id} holds no artifact '{path}': give a run that made one, or run its step again.")
     if root := models.local(uri):
@@ -136,6 +133,6 @@ def artifact(run_id: str, path: str) -> Path:
             raise missing
         return root / path
     try:
-        return Path(mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=path))
+        return Path(download_artifacts(run_id=run_id, artifact_path=path))
     except (mlflow.MlflowException, OSError):
         raise missing from None

@@ -1,4 +1,4 @@
-"""What MLflow reads beside a checkpoint's folder: MLmodel, the environment's files, the tokenizer where its flavor looks for it."""
+"""What MLflow reads beside a checkpoint: MLmodel, the environment's files, and the tokenizer for MLflow's flavor."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _NEEDS = {
     names.AWQ: ("gptqmodel",),
     **dict.fromkeys((*names.COMPRESSED, *names.ROUNDED), ("compressed-tensors",)),
 }
-_MAX_NEW_TOKENS = 512  # of a chat answer through pyfunc, where the caller does not say
+_MAX_NEW_TOKENS = 512  # of a chat answer through pyfunc, unless the caller sets it
 
 
 def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any], size: int | None = None) -> None:
-    """MLmodel and its environment files beside `model/`, and the tokenizer where the flavor looks for it."""
+    """Write MLmodel and its environment files beside `model/`, and the tokenizer where the flavor looks for it."""
     from mlflow import pyfunc
     from mlflow.models import Model, ModelSignature
     from mlflow.types.llm import CHAT_MODEL_INPUT_SCHEMA, CHAT_MODEL_OUTPUT_SCHEMA
@@ -45,7 +45,7 @@ def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any], size: int 
         metadata={"task": _CHAT, "qrl": dict(facts)},
         model_size_bytes=size or sum(file.stat().st_size for file in (folder / "model").iterdir()),
     )
-    # Auto classes, so that any transformers picks its own class by config.json, and none runs code from the folder.
+    # With Auto classes, any version of transformers picks its own class by config.json; none runs code from the folder.
     packages = requirements(str(facts["scheme"]))
     described.add_flavor(
         "transformers",
@@ -72,34 +72,20 @@ def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any], size: int 
 
 
 def requirements(scheme: str) -> list[str]:
-    """Pip requirements of a model: the pins of the project's conda.yaml, or what is installed where there is none."""
+    """Return a model's pip requirements: the pins of the project's conda.yaml, or what is installed without one."""
     import yaml
 
     pins = {}
     if _ENVIRONMENT.is_file():
-        parts = yaml.safe_load(_ENVIRONMENT.read_text())["dependencies"]
-        lines = next(part["pip"] for part in parts if isinstance(part, dict))
+        dependencies = yaml.safe_load(_ENVIRONMENT.read_text())["dependencies"]
+        lines = next(part["pip"] for part in dependencies if isinstance(part, dict))
         pins = {line.partition("==")[0]: line for line in lines}
     wanted = ("mlflow", "torch", "transformers", "accelerate", *_NEEDS.get(scheme, ()))
     return [pins.get(package) or _installed(package) for package in wanted]
 
 
-def _write_environment(folder: Path, packages: list[str]) -> None:
-    import yaml
-
-    python = ".".join(map(str, sys.version_info[:3]))
-    conda = {
-        "name": "mlflow-env",
-        "channels": ["conda-forge"],
-        "dependencies": [f"python={python}", "pip", {"pip": packages}],
-    }
-    (folder / "conda.yaml").write_text(yaml.safe_dump(conda, sort_keys=False))
-    (folder / "python_env.yaml").write_text(yaml.safe_dump({"python": python, "dependencies": ["-r requirements.txt"]}))
-    (folder / "requirements.txt").write_text("\n".join(packages) + "\n")
-
-
 def put(source: Path, target: Path, *, link: bool) -> None:
-    """A file at another place, by hard link where asked for and possible, else by copy."""
+    """Put a file at another place, by hard link if wanted and possible, else by copy."""
     source = source.resolve()  # the hub's cache holds links
     if link:
         try:
@@ -110,8 +96,19 @@ def put(source: Path, target: Path, *, link: bool) -> None:
     shutil.copyfile(source, target)
 
 
+def _write_environment(folder: Path, packages: list[str]) -> None:
+    import yaml
+
+    python = ".".join(map(str, sys.version_info[:3]))
+    dependencies = [f"python={python}", "pip", {"pip": packages}]
+    conda = {"name": "mlflow-env", "channels": ["conda-forge"], "dependencies": dependencies}
+    (folder / "conda.yaml").write_text(yaml.safe_dump(conda, sort_keys=False))
+    (folder / "python_env.yaml").write_text(yaml.safe_dump({"python": python, "dependencies": ["-r requirements.txt"]}))
+    (folder / "requirements.txt").write_text("\n".join(packages) + "\n")
+
+
 def _installed(package: str) -> str:
     try:
-        return f"{package}=={version(package).partition('+')[0]}"  # 2.13.0+cpu is on no index
+        return f"{package}=={version(package).partition('+')[0]}"  # no index has 2.13.0+cpu
     except PackageNotFoundError:
         return package

@@ -1,30 +1,19 @@
-"""Checkpoints as MLflow models, without writing their weights twice.
-
-`transformers.log_model` writes a checkpoint two times over. Here the files of a step's own temporary folder are hard-linked
-into the model's artifact folder; a user's files are copied once, for an edit in a linked folder would change the store.
-
-    <artifacts>/MLmodel, requirements.txt, conda.yaml, python_env.yaml   what MLflow reads
-    <artifacts>/model/                  the checkpoint: a plain folder that transformers and vLLM open in place
-    <artifacts>/components/tokenizer/   the tokenizer's files once more, by hard link: where MLflow's flavor looks for them
-"""
+"""Checkpoints as MLflow models: logged, found again by digest, and opened in place."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qrl import checkpoint, names
-from qrl.errors import BadInput, QrlError
-from qrl.tracking import description
+from qrl.errors import BadInput, QrlError, first_line
+from qrl.tracking import active, model_files
+from qrl.tracking.model_files import local
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
-
-_CARDS = ("README.md", "LICENSE", "LICENSE.txt")
 
 
 def log_checkpoint(
@@ -38,64 +27,61 @@ def log_checkpoint(
     move: bool,
     metadata: Mapping[str, Any] | None = None,
 ) -> tuple[str, Path]:
-    """Log a checkpoint folder as a model of the active run.
-
-    Killed at any moment, it leaves no model that counts as READY.
+    """Log a checkpoint folder as a model of the active run; if killed at any moment, it leaves no READY model.
 
     Args:
         path: a folder that `checkpoint.check` accepts.
-        name: the model's name in the UI, `grpo-awq` say.
+        name: the model's name in the UI, e.g. `grpo-awq`.
         digest: `checkpoint.digest(path)`.
         variant, scheme, task: tags and params of the model.
         move: the folder is a step's own and is deleted afterwards, so its files may be linked; else they are copied.
-        metadata: further facts (bytes, bits per weight, seconds), kept as params of the model and in its MLmodel.
+        metadata: further facts (bytes, bits per weight, seconds) for the model's params and its MLmodel.
 
     Returns:
         "models:/m-…", and the folder that holds the weights now (for a remote store, `path` itself).
 
     Raises:
-        QrlError: what arrived in the store does not have the digest.
+        QrlError: the files in the store do not have the digest.
     """
     import mlflow
+    from mlflow.entities import LoggedModelOutput
 
     client = mlflow.MlflowClient()
-    run = mlflow.active_run()
     facts = {"variant": variant, "scheme": scheme, "task": task, "digest": digest, **(metadata or {})}
-    tags = {names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme, names.TAG_TASK: task, names.TAG_DIGEST: digest}
     model = mlflow.initialize_logged_model(
-        name=name, source_run_id=run.info.run_id, tags=tags, params={key: str(value) for key, value in facts.items()}
+        name=name,
+        source_run_id=active.run_id(),
+        tags={names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme, names.TAG_TASK: task, names.TAG_DIGEST: digest},
+        params={key: str(value) for key, value in facts.items()},
     )
-    mlflow.log_outputs(models=[mlflow.entities.LoggedModelOutput(model.model_id, step=0)])
+    mlflow.log_outputs(models=[LoggedModelOutput(model.model_id, step=0)])
     try:
-        target = local(model.artifact_location)
-        if target:
-            _write_in_place(path, target, model, facts, link=move)
-        else:
-            _upload(client, path, model, facts)
-        stored = target / "model" if target else path
-        if (found := checkpoint.digest(stored)) != digest:
+        stored = model_files.write(client, path, model, facts, link=move)
+        if (written := checkpoint.digest(stored)) != digest:
             raise QrlError(
-                f"The checkpoint {path} changed while it was logged: its digest was {digest[:12]}, now it is {found[:12]}."
+                f"The checkpoint {path} changed while it was logged: its digest was {digest[:12]}, now it is "
+                f"{written[:12]}. Run the step again."
             )
     except BaseException:
-        _discard(client, model)
+        model_files.discard(client, model)
         raise
     client.finalize_logged_model(model.model_id, "READY")
     return f"models:/{model.model_id}", stored
 
 
 def local_path(model_uri: str, into: Path | None = None) -> Path:
-    """The checkpoint folder behind a model's address, in place where the store is local.
+    """Return the checkpoint folder behind a model's address, in place if the store is local.
 
     Args:
         model_uri: "models:/m-…", "models:/name/3", "models:/name@alias" or "runs:/…".
         into: where remote files are downloaded to; default: a new temporary folder.
 
     Raises:
-        BadInput: there is no such model.
+        BadInput: the model does not exist.
         QrlError: the model holds no checkpoint.
     """
     import mlflow
+    from mlflow.artifacts import download_artifacts
     from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
     from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
 
@@ -106,15 +92,15 @@ def local_path(model_uri: str, into: Path | None = None) -> Path:
         elif model_uri.startswith("runs:/"):
             underlying = RunsArtifactRepository.get_underlying_uri(model_uri)
     except mlflow.MlflowException as error:
-        reason = str(error).splitlines()[0].rstrip(".")
         raise BadInput(
-            f"There is no model '{model_uri}' in {mlflow.get_tracking_uri()} ({reason}): `mlflow ui` shows which there are."
+            f"There is no model '{model_uri}' in {mlflow.get_tracking_uri()} ({first_line(error).rstrip('.')}): "
+            "give one that `mlflow ui` shows."
         ) from None
-    folder = local(underlying)
+    folder = local(str(underlying))
     if folder is None or not folder.is_dir():
         if into:
             into.mkdir(parents=True, exist_ok=True)
-        folder = Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri, dst_path=into and str(into)))
+        folder = Path(download_artifacts(artifact_uri=model_uri, dst_path=str(into) if into else None))
     if not (folder / "model" / "config.json").is_file():
         raise QrlError(
             f"The model {model_uri} holds no checkpoint at {folder / 'model'}: log it again with the step that made it."
@@ -123,37 +109,28 @@ def local_path(model_uri: str, into: Path | None = None) -> Path:
 
 
 def find(digest: str) -> str | None:
-    """Address of a model in the active experiment that holds the checkpoint with this digest, files and all, or None."""
-    import mlflow
-    from mlflow.tracking.fluent import _get_experiment_id
-
-    client = mlflow.MlflowClient()
-    run = mlflow.active_run()
-    experiment = run.info.experiment_id if run else _get_experiment_id()
-    for model in client.search_logged_models([experiment], filter_string=f"tags.`{names.TAG_DIGEST}` = '{digest}'"):
-        if str(model.status) == "READY" and holds(f"models:/{model.model_id}", digest):
-            return f"models:/{model.model_id}"
-    return None
+    """Return the address of a model in the active experiment with this digest and intact files, or None."""
+    ready = (f"models:/{model.model_id}" for model in _ready(**{names.TAG_DIGEST: digest}))
+    return next((uri for uri in ready if holds(uri, digest)), None)
 
 
 def child(parent: str, variant: str, scheme: str) -> str | None:
-    """Address of a model in the active experiment that was made from the checkpoint with digest `parent`, or None."""
-    import mlflow
-    from mlflow.tracking.fluent import _get_experiment_id
+    """Return the address of a model in the active experiment made from the checkpoint with digest `parent`, or None."""
+    ready = _ready(**{names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme})
+    return next((f"models:/{model.model_id}" for model in ready if model.params.get("parent") == parent), None)
 
-    client = mlflow.MlflowClient()
-    run = mlflow.active_run()
-    query = f"tags.`{names.TAG_VARIANT}` = '{variant}' AND tags.`{names.TAG_SCHEME}` = '{scheme}'"
-    for model in client.search_logged_models(
-        [run.info.experiment_id if run else _get_experiment_id()], filter_string=query
-    ):
-        if str(model.status) == "READY" and model.params.get("parent") == parent:
-            return f"models:/{model.model_id}"
-    return None
+
+def _ready(**tags: str) -> Iterator[LoggedModel]:
+    """Yield the finished models of the active experiment that have these tags."""
+    import mlflow
+
+    query = " AND ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+    models = mlflow.MlflowClient().search_logged_models([active.experiment()], filter_string=query)
+    return (model for model in models if str(model.status) == "READY")
 
 
 def params(model_uri: str) -> dict[str, str]:
-    """What was logged with a model: variant, scheme, digest, and the facts of the step that made it.
+    """Return what was logged with a model: variant, scheme, digest, and the facts of the step that made it.
 
     Args:
         model_uri: "models:/m-…".
@@ -164,34 +141,32 @@ def params(model_uri: str) -> dict[str, str]:
 
 
 def holds(model_uri: str, digest: str) -> bool:
-    """Whether a model's files are those that were logged; they are read, since disks rot without changing a date.
+    """Return whether a model's files have this digest; they are read, since disks rot without changing a date.
 
     Args:
         model_uri: "models:/…".
         digest: of the checkpoint that was logged.
 
     Returns:
-        True for a remote store, whose files would have to be fetched first: they are checked when they are.
+        True for a remote store: files are checked when they are fetched.
     """
     import mlflow
 
     try:
         model = mlflow.MlflowClient().get_logged_model(model_uri.removeprefix("models:/"))
-        place = local(model.artifact_location)
-        if place is None:
+        folder = local(model.artifact_location)
+        if folder is None:
             return True
-        files = sorted((place / "model").iterdir())
-        state = tuple(
-            (file.name, (found := file.stat()).st_size, found.st_mtime_ns, found.st_ctime_ns) for file in files
-        )
-        return _digest(place / "model", state) == digest
+        stats = [(file.name, file.stat()) for file in sorted((folder / "model").iterdir())]
+        state = tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats)
+        return _digest(folder / "model", state) == digest
     except (BadInput, OSError, mlflow.MlflowException):
         return False
 
 
 @cache
-def _digest(folder: Path, state: tuple) -> str:
-    """A checkpoint's digest; a study asks for the same one several times. `state`: names, sizes and dates of its files."""
+def _digest(folder: Path, _state: tuple) -> str:
+    """Return a checkpoint's digest; cached, since a study needs the same one several times."""
     return checkpoint.digest(folder)
 
 
@@ -202,57 +177,4 @@ def abandon(experiment_id: str, run_id: str) -> None:
     client = mlflow.MlflowClient()
     for model in client.search_logged_models([experiment_id], filter_string=f"source_run_id = '{run_id}'"):
         if str(model.status) == "PENDING":
-            _discard(client, model)
-
-
-def local(uri: str) -> Path | None:
-    """The path behind an artifact address, or None where it is on another machine."""
-    from mlflow.utils.file_utils import local_file_uri_to_path
-    from mlflow.utils.uri import is_local_uri
-
-    return Path(local_file_uri_to_path(uri)) if is_local_uri(uri) else None
-
-
-def _write_in_place(source: Path, target: Path, model: LoggedModel, facts: Mapping[str, Any], *, link: bool) -> None:
-    """Build the folder under another name and rename it, so that it is there whole or not at all."""
-    partial = _partial(target)
-    shutil.rmtree(partial, ignore_errors=True)
-    (partial / "model").mkdir(parents=True)
-    for file in _files(source):
-        description.put(file, partial / "model" / file.name, link=link)
-    description.write(partial, model, facts)
-    if target.is_dir():
-        target.rmdir()  # MLflow may have made it already, empty
-    partial.rename(target)
-
-
-def _upload(client, source: Path, model: LoggedModel, facts: Mapping[str, Any]) -> None:
-    """Send the weights from where they lie; only the small files are put together first."""
-    for file in _files(source):
-        client.log_model_artifact(model.model_id, str(file.resolve()), "model")
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "model").mkdir()
-        for file in _files(source):
-            if file.suffix != ".safetensors":
-                description.put(file, Path(folder) / "model" / file.name, link=False)
-        size = sum(file.stat().st_size for file in _files(source))
-        description.write(Path(folder), model, facts, size=size)
-        client.log_model_artifacts(model.model_id, folder)
-
-
-def _files(folder: Path) -> list[Path]:
-    """What makes the checkpoint, and what says whose it is; a trainer's leftovers stay behind."""
-    wanted = (*checkpoint.shards(folder), *checkpoint.CONFIG_FILES, *checkpoint.TOKENIZER_FILES, *_CARDS)
-    return [folder / file for file in dict.fromkeys(wanted) if (folder / file).is_file()]
-
-
-def _discard(client, model: LoggedModel) -> None:
-    """Mark a half-made model FAILED and remove its files."""
-    if target := local(model.artifact_location):
-        shutil.rmtree(_partial(target), ignore_errors=True)
-        shutil.rmtree(target, ignore_errors=True)
-    client.finalize_logged_model(model.model_id, "FAILED")
-
-
-def _partial(target: Path) -> Path:
-    return target.with_name(target.name + ".partial")
+            model_files.discard(client, model)

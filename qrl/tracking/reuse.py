@@ -1,39 +1,22 @@
-"""A finished step is found again, never done twice.
-
-Its key is the sha256 of its name, the recipe section it reads, its inputs' digests, the device class, its environment file
-and the sources that could change its result. Not the commit: a change of README must not retrain.
-"""
+"""Finished steps are found again by their key, if everything that they left is still there and unchanged."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qrl import names
 from qrl.errors import QrlError
-from qrl.tracking import models
+from qrl.tracking import active, keys, models
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-_PACKAGE = Path(__file__).parents[1]
 _OUTPUTS = "outputs.json"
-
-# What each step runs: its command and room, and what every room builds on (design: the layers above it). A test follows the
-# imports of these files and asks that none leads out of the list, but to what keeps and finds results.
-_ROOMS = {
-    "train": ("steps/train.py", "train", "tiny/__init__.py", "tiny/corpus.py"),
-    "merge": ("steps/train.py", "train", "tiny/__init__.py", "tiny/corpus.py"),
-    "quantize": ("steps/quantize.py", "quantize"),
-    "evaluate": ("steps/evaluate.py", "evaluate"),
-    "diagnose": ("steps/diagnose.py", "diagnose"),
-    "compare": ("steps/compare.py", "compare", "evaluate/__init__.py", "evaluate/groups.py"),
-}
-_ABOVE = ("names.py", "stats", "recipe", "tasks", "checkpoint.py", "formats", "engine", "figures", "steps/inputs.py")
 
 
 @dataclass(frozen=True)
@@ -45,57 +28,33 @@ class Outputs:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-def sources_of(step: str) -> list[Path]:
-    """Every source file that could change the step's result."""
-    files: list[Path] = []
-    for name in (*_ABOVE, *_ROOMS[step]):
-        path = _PACKAGE / name
-        files += [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return sorted(file for file in files if "__pycache__" not in file.parts)
-
-
-def key(
-    step: str,
-    *,
-    section: Mapping[str, Any],
-    inputs: Mapping[str, str],
-    device: str,
-    environment: Path,
-    sources: list[Path] | None = None,
-) -> str:
-    """The name under which a step's result is found again.
-
-    Args:
-        step: its name.
-        section: the recipe's values that it reads.
-        inputs: name → digest of what goes in.
-        device: `cpu` or `cuda`.
-        environment: its conda.yaml.
-        sources: default: `sources_of(step)`.
-
-    Returns:
-        64 hexadecimal digits.
-    """
-    files = sources_of(step) if sources is None else sources
-    document = {
-        "step": step,
-        "section": dict(section),
-        "inputs": dict(inputs),
-        "device": device,
-        "environment": _sha256(environment),
-        "sources": sorted((_name(file), _sha256(file)) for file in files),
-    }
-    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
 def find(step: str, key: str) -> Run | None:
-    """The newest finished run with this key in the active experiment whose outputs all still exist, or None."""
+    """Return the newest finished run with this key in the active experiment, or None if its outputs are not intact."""
     import mlflow
 
-    wanted = f"attributes.status = 'FINISHED' and tags.`{names.TAG_CACHE_KEY}` = '{key}' and tags.`{names.TAG_STEP}` = '{step}'"
-    runs = mlflow.search_runs(filter_string=wanted, order_by=["attributes.start_time DESC"], output_format="list")
-    return next((run for run in runs if _is_whole(run)), None)
+    query = f"attributes.status = 'FINISHED' and tags.`{names.TAG_CACHE_KEY}` = '{key}'"
+    runs = mlflow.search_runs(
+        filter_string=f"{query} and tags.`{names.TAG_STEP}` = '{step}'",
+        order_by=["attributes.start_time DESC"],
+        output_format="list",
+    )
+    return next((run for run in runs if _is_intact(run)), None)
+
+
+def changes(step: str, key: str) -> list[str]:
+    """Return what a key differs in from that of the most similar finished run of the step; empty if there is none."""
+    import mlflow
+
+    query = f"attributes.status = 'FINISHED' and tags.`{names.TAG_STEP}` = '{step}'"
+    runs = mlflow.search_runs(filter_string=query, max_results=20, output_format="list")
+    wanted, differences = keys.PARTS.get(key, {}), []
+    for run in runs:
+        try:
+            parts = _document(run).get("parts") or wanted  # a run of an earlier version
+        except (mlflow.MlflowException, OSError, ValueError):
+            continue
+        differences.append(sorted(name for name in parts | wanted if parts.get(name) != wanted.get(name)))
+    return min(filter(None, differences), key=len, default=[])
 
 
 def record_outputs(
@@ -104,31 +63,33 @@ def record_outputs(
     artifacts: list[str] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> Outputs:
-    """Keep what later steps need in the active run, with every file's size, and an artifact's digest; call it last in the step.
+    """Record in the active run what later steps need, with file sizes and artifact digests; the last call of a step.
 
     Args:
         models: label → "models:/m-…".
         artifacts: paths in the active run, files or folders.
-        values: whatever JSON holds.
+        values: anything that JSON holds.
     """
     import mlflow
 
-    run = mlflow.active_run()
-    found = Outputs(dict(models or {}), list(artifacts or []), dict(values or {}))
-    sizes = {place: _sizes(_address(run, place)) for place in (*found.models.values(), *found.artifacts)}
-    digests = {place: _digests(_address(run, place)) for place in found.artifacts}
-    mlflow.log_dict({**vars(found), "sizes": sizes, "digests": digests}, _OUTPUTS)
-    return found
+    run = active.run()
+    outputs = Outputs(dict(models or {}), list(artifacts or []), dict(values or {}))
+    sizes = {place: _sizes(_address(run, place)) for place in (*outputs.models.values(), *outputs.artifacts)}
+    digests = {place: _digests(_address(run, place)) for place in outputs.artifacts}
+    key = mlflow.get_run(run.info.run_id).data.tags.get(names.TAG_CACHE_KEY, "")
+    document = {**vars(outputs), "sizes": sizes, "digests": digests, "parts": keys.PARTS.get(key, {})}
+    mlflow.log_dict(document, _OUTPUTS)
+    return outputs
 
 
 def outputs(run: Run) -> Outputs:
-    """What `record_outputs` kept in a run."""
+    """Return what `record_outputs` recorded in a run."""
     document = _document(run)
     return Outputs(document["models"], document["artifacts"], document["values"])
 
 
 def check_artifact(run_id: str, place: str) -> None:
-    """Refuses an artifact that is not what its step recorded; one that no step recorded is taken as it is.
+    """Check an artifact against what its step recorded; an artifact without a record passes.
 
     Raises:
         QrlError: its bytes have changed since.
@@ -142,45 +103,45 @@ def check_artifact(run_id: str, place: str) -> None:
         return
     if place in recorded and recorded[place] != _digests(_address(run, place)):
         raise QrlError(
-            f"{place} of run {run_id} is not what was logged: its bytes have changed since. Run its step again; what is damaged is not reused."
+            f"{place} of run {run_id} is not what was logged: its bytes have changed. Run its step again; damaged "
+            "results are not reused."
         )
 
 
-def _is_whole(run: Run) -> bool:
+def _is_intact(run: Run) -> bool:
     """Whether every recorded file is there with its size, and weights and artifacts with their digests."""
     import mlflow
 
     try:
         document = _document(run)
-        recorded = document["sizes"]
-        client = mlflow.MlflowClient()
-        ready = all(
-            str(client.get_logged_model(place.removeprefix("models:/")).status) == "READY"
-            for place in recorded
-            if place.startswith("models:/")
+        return (
+            all(sizes and _sizes(_address(run, place)) == sizes for place, sizes in document["sizes"].items())
+            and all(_digests(_address(run, place)) == digests for place, digests in document.get("digests", {}).items())
+            and all(_is_ready(uri, document["values"].get("digest")) for uri in document["models"].values())
         )
-        sound = all(sizes and _sizes(_address(run, place)) == sizes for place, sizes in recorded.items())
-        sound = sound and all(
-            _digests(_address(run, place)) == found for place, found in document.get("digests", {}).items()
-        )
-        digest = document["values"].get("digest")
-        return ready and sound and all(models.holds(uri, digest) for uri in document["models"].values())
     except (mlflow.MlflowException, OSError, ValueError, KeyError):
-        return False  # whatever cannot be read cannot be reused
+        return False  # what cannot be read cannot be reused
+
+
+def _is_ready(model_uri: str, digest: str) -> bool:
+    import mlflow
+
+    model = mlflow.MlflowClient().get_logged_model(model_uri.removeprefix("models:/"))
+    return str(model.status) == "READY" and models.holds(model_uri, digest)
 
 
 def _document(run: Run) -> dict:
-    import mlflow
+    from mlflow.artifacts import load_text
 
-    return json.loads(mlflow.artifacts.load_text(f"{run.info.artifact_uri}/{_OUTPUTS}"))
+    return json.loads(load_text(f"{run.info.artifact_uri}/{_OUTPUTS}"))
 
 
 def _address(run: Run, place: str) -> str:
     return place if place.startswith("models:/") else f"{run.info.artifact_uri}/{place}"
 
 
-def _sizes(address: str) -> dict[str, int]:
-    """Path below the address → bytes, for every file; MLflow's own note of a download, which comes and goes, left out."""
+def _sizes(address: str) -> dict[str, int | None]:
+    """Return path below the address → bytes, for every file except MLflow's own note of a download."""
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
     parent, _, name = address.rpartition("/")
@@ -189,7 +150,8 @@ def _sizes(address: str) -> dict[str, int]:
         if name in siblings and not siblings[name].is_dir:
             return {name: siblings[name].file_size}
     repository = get_artifact_repository(address)
-    sizes, folders = {}, [None]
+    sizes: dict[str, int | None] = {}
+    folders: list[str | None] = [None]
     while folders:
         for info in repository.list_artifacts(folders.pop()):
             if info.is_dir:
@@ -200,17 +162,9 @@ def _sizes(address: str) -> dict[str, int]:
 
 
 def _digests(address: str) -> dict[str, str]:
-    """Path below the address → sha256, for every file of a local artifact; none where the store is on another machine."""
+    """Return path below the address → sha256, for every file of a local artifact; nothing for a remote store."""
     place = models.local(address)
     if place is None:
         return {}
     files = [place] if place.is_file() else sorted(file for file in place.rglob("*") if file.is_file())
-    return {file.relative_to(place.parent).as_posix(): _sha256(file) for file in files}
-
-
-def _name(file: Path) -> str:
-    return file.relative_to(_PACKAGE).as_posix() if file.is_relative_to(_PACKAGE) else file.name
-
-
-def _sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    return {file.relative_to(place.parent).as_posix(): sha256(file.read_bytes()).hexdigest() for file in files}

@@ -1,7 +1,7 @@
-"""A process that is told to stop unwinds, so that its run can be ended; imports nothing heavy.
+"""A process that receives a stop signal unwinds, so that its run can be ended; imports nothing heavy.
 
-SIGINT, SIGTERM and SIGHUP become the exception `Stopped`. A process that `mlflow run` started also asks the kernel for
-SIGTERM at its parent's death, because MLflow dies of a signal without passing it on.
+SIGINT, SIGTERM and SIGHUP become the exception `Stopped`. A process that `mlflow run` started also requests SIGTERM
+from the kernel for its parent's death, because MLflow dies of a signal without passing it on.
 """
 
 import ctypes
@@ -18,10 +18,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked this process to stop.
-
-    It is a KeyboardInterrupt because `mlflow.projects.run` then stops its own child and waits for it.
-    """
+    """A stop signal; a KeyboardInterrupt, so that `mlflow.projects.run` stops its own child and waits for it."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"Stopped by {signal.Signals(signum).name}.")
@@ -29,12 +26,12 @@ class Stopped(KeyboardInterrupt):
 
 
 def exit_code(error: KeyboardInterrupt) -> int:
-    """128 + the signal's number: 130 for Ctrl-C, 143 for SIGTERM."""
+    """Return 128 + the signal's number: 130 for Ctrl-C, 143 for SIGTERM."""
     return getattr(error, "code", 128 + signal.SIGINT)
 
 
 def guard() -> None:
-    """Turn stop signals into `Stopped`; call it early, more than once does no harm, and off the main thread it is nothing."""
+    """Turn stop signals into `Stopped`; call it early. It may be called again, and does nothing off the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return
     owner, stopping = os.getpid(), False
@@ -45,8 +42,8 @@ def guard() -> None:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
-        # Ctrl-C reaches a whole process group, and MLflow then sends SIGTERM as well: unwind once, undisturbed. The second
-        # may come while the first is dealt with here, since `signal.signal` runs the handlers of what is pending.
+        # Ctrl-C reaches a whole process group, and MLflow then sends SIGTERM as well: unwind once, undisturbed. The
+        # second signal may arrive during this handler, since `signal.signal` runs the handlers of pending signals.
         if stopping:
             return
         stopping = True
@@ -63,7 +60,7 @@ def guard() -> None:
 
 
 def import_mlflow() -> None:
-    """Imports MLflow with stop signals held back until it is whole: half of it could not end the run that waits for us."""
+    """Import MLflow with stop signals blocked: a half-imported MLflow could not end the run that waits for us."""
     numbers = {getattr(signal, name) for name in _SIGNALS}
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -75,31 +72,29 @@ def import_mlflow() -> None:
 def _die_with_parent() -> None:
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before the request
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def identity() -> str:
-    """host:pid:start of this process, in whole seconds since the epoch."""
+    """Return host:pid:start of this process, in whole seconds since the epoch."""
     import psutil
 
     return f"{socket.gethostname()}:{os.getpid()}:{psutil.Process().create_time():.0f}"
 
 
 def started() -> float:
-    """When this process began, in seconds since the epoch: interpreter and imports lie between then and its work."""
+    """Return when this process began, in seconds since the epoch, before interpreter and imports were loaded."""
     import psutil
 
     began = psutil.Process().create_time()
-    if hasattr(
-        time, "CLOCK_BOOTTIME"
-    ):  # Linux: psutil adds the boot's time in whole seconds, which is up to one too early
+    if hasattr(time, "CLOCK_BOOTTIME"):  # Linux: psutil adds the boot time in whole seconds, up to one second too early
         began += time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) - psutil.boot_time()
     return began
 
 
 def is_dead(identity: str) -> bool:
-    """True where a process of this host is surely gone; False for living ones, other hosts and what cannot be read."""
+    """Return True if a process of this host is surely gone; False if it lives, is elsewhere or cannot be read."""
     import psutil
 
     host, _, rest = identity.rpartition(":")[0].rpartition(":")
@@ -113,11 +108,11 @@ def is_dead(identity: str) -> bool:
         return True
     except psutil.Error:
         return False
-    return status == psutil.STATUS_ZOMBIE or abs(started - int(start)) > 2  # the clock may be slewed; pids return later
+    return status == psutil.STATUS_ZOMBIE or abs(started - int(start)) > 2  # the clock may be slewed; pids are reused
 
 
 def launcher_alive(started: float) -> bool:
-    """True where a process that could have opened a run at `started` (seconds since the epoch) still lives on this host."""
+    """Return whether a process of this host could have opened a run at `started` (seconds since the epoch)."""
     import psutil
 
     for process in psutil.process_iter(["cmdline", "create_time"]):

@@ -7,9 +7,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qrl import recipe, tasks
+from qrl import names, recipe, tasks
 from qrl.errors import BadInput
-from qrl.recipe import Train
+from qrl.recipe import Train, sections
+from qrl.recipe.load import RENAMED
 from qrl.tasks import prompt
 
 
@@ -50,11 +51,11 @@ def test_seed_000s_recipe_is_its_run():
 
 
 def test_seed_001s_recipe_is_its_run():
-    found = recipe.load("qwen3-8b-qlora-deepmath")
-    train = found.train
-    assert (found.model, found.task, train.storage, train.compute) == ("Qwen/Qwen3-8B", "deepmath", "nf4", "bf16")
+    loaded = recipe.load("qwen3-8b-qlora-deepmath")
+    train = loaded.train
+    assert (loaded.model, loaded.task, train.storage, train.compute) == ("Qwen/Qwen3-8B", "deepmath", "nf4", "bf16")
     assert (train.lora_rank, train.lora_alpha, train.lora_targets) == (16, 32, ("q_proj", "k_proj", "v_proj", "o_proj"))
-    assert (train.generations, train.beta, train.max_completion_tokens, found.rollout.quantization) == (
+    assert (train.generations, train.beta, train.max_completion_tokens, loaded.rollout.quantization) == (
         8,
         0.01,
         2048,
@@ -135,14 +136,14 @@ def test_bad_values_are_refused_in_one_sentence_that_names_key_and_allowed_value
         ("{a: " * 3000 + "1" + "}" * 3000, "is nested hundreds deep"),
     ],
 )
-def test_what_a_recipe_file_cannot_mean_is_told_in_one_sentence(document, says, tmp_path):
+def test_a_recipe_file_that_means_nothing_is_refused_in_one_sentence(document, says, tmp_path):
     (tmp_path / "own.yaml").write_text(document)
     with pytest.raises(BadInput) as refused:
         recipe.load(str(tmp_path / "own.yaml"))
     assert says in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_recipe_file_takes_a_list_as_it_is_typed_and_an_empty_section_as_its_defaults(tmp_path):
+def test_in_a_recipe_file_a_list_is_written_as_it_is_typed_and_an_empty_section_has_its_defaults(tmp_path):
     (tmp_path / "own.yaml").write_text("train:\nquantize:\n  schemes: nf4, int8\n")
     loaded = recipe.load(str(tmp_path / "own.yaml"), {"train.steps": "7"})
     assert loaded.quantize.schemes == ("nf4", "int8") and loaded.train == Train(steps=7)
@@ -171,7 +172,7 @@ def test_a_recipe_file_means_what_the_same_words_mean_on_the_command_line(tmp_pa
 
 
 @pytest.mark.parametrize("document", ["- a list", "a: [", "train: 3", "train: {stepz: 3}", "stepz: 3"])
-def test_a_recipe_file_that_is_none_is_refused(document, tmp_path):
+def test_a_file_that_is_no_recipe_is_refused(document, tmp_path):
     path = tmp_path / "broken.yaml"
     path.write_text(document)
     with pytest.raises(BadInput):
@@ -193,12 +194,53 @@ def test_any_text_for_any_field_gives_a_recipe_or_a_sentence(key, text):
         assert yaml.safe_load(loaded.dump())
 
 
+def test_the_schemes_to_choose_from_are_those_of_the_package():
+    assert typing.get_args(sections.Scheme) == names.QUANTIZED_SCHEMES
+
+
+def test_a_recipe_that_extends_another_holds_only_what_differs(tmp_path):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "parent.yaml").write_text("extends: tiny\ntrain: {steps: 7, qat: int4}\nseed: 3")
+    (tmp_path / "more" / "own.yaml").write_text("extends: ../parent.yaml\ntrain: {steps: 9}\nquantize:\n")
+    loaded = recipe.load(str(tmp_path / "more" / "own.yaml"), {"quantize.bits": "8"})
+    changed = {"train.steps": "9", "train.qat": "int4", "seed": "3", "quantize.bits": "8"}
+    assert loaded == recipe.load("tiny", changed)
+    assert "extends" not in loaded.dump()
+
+
+@pytest.mark.parametrize(
+    ("extends", "says"),
+    [
+        ("tinny", ("'tinny'", "expected one of", "tiny-lora", ".yaml")),
+        ("absent.yaml", ("'absent.yaml'", "relative to")),
+        ("[tiny]", ("['tiny']", "expected one of")),
+        ("own.yaml", ("extends itself", "own.yaml → own.yaml")),
+        ("other.yaml", ("extends itself", "own.yaml → other.yaml → own.yaml")),
+    ],
+)
+def test_a_recipe_that_extends_itself_or_nothing_is_refused(extends, says, tmp_path):
+    (tmp_path / "own.yaml").write_text(f"extends: {extends}")
+    (tmp_path / "other.yaml").write_text("extends: own.yaml")
+    with pytest.raises(BadInput) as refused:
+        recipe.load(str(tmp_path / "own.yaml"))
+    assert all(part in str(refused.value) for part in says) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("former", "present"), RENAMED.items())
+def test_a_former_key_names_the_present_one_in_options_and_files(former, present, tmp_path):
+    section, name = former.split(".")
+    (tmp_path / "own.yaml").write_text(f"{section}: {{{name}: 1}}")
+    for name_or_path, overrides in (("tiny", {former: "1"}), (str(tmp_path / "own.yaml"), {})):
+        with pytest.raises(BadInput, match=f"'{former}' is now called '{present}'"):
+            recipe.load(name_or_path, overrides)
+
+
 def test_the_prompts_description_names_every_template():
     assert all(name in recipe.fields()["prompt"][1] for name in prompt.TEMPLATES)
 
 
-def test_every_task_is_a_choice_and_every_recipe_asks_for_the_form_that_its_task_grades():
+def test_every_task_is_a_choice_and_every_recipes_prompt_asks_for_the_form_that_its_task_grades():
     assert typing.get_args(recipe.fields()["task"][0]) == tasks.TASKS
     for name in recipe.names():
-        found = recipe.load(name)
-        prompt.check(found.task, found.prompt)
+        loaded = recipe.load(name)
+        prompt.check(loaded.task, loaded.prompt)

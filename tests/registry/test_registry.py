@@ -1,5 +1,6 @@
 """The registry, with the real MLflow on a store in a temporary folder."""
 
+import json
 import os
 import subprocess
 import sys
@@ -18,14 +19,16 @@ from qrl.tracking import cells, contents, models, runs
 
 ROOT = Path(qrl.__file__).parents[1]
 NAME = "qrl-tiny"
-WHY = {"run": "r", "why": "it was better"}
+WHY = {"run": "r", "reasons": ["it was better."], "bounds": {"gain": 0.1}}
 
 
 @pytest.fixture
 def version(store):
-    """A maker of versions, each from a model of its own; `weights` stands for what is in them."""
+    """Return a maker of versions, each from a model of its own; `weights` is the content of its weight file."""
 
-    def make(variant: str = "base", scheme: str = "full", weights: str = "") -> versions.Version:
+    def make(
+        variant: str = "base", scheme: str = "full", weights: str = "", parent: int | None = None
+    ) -> versions.Version:
         with runs.step("evaluate"):
             model = mlflow.initialize_logged_model(f"{variant}-{scheme}")
         (Path(model.artifact_location) / "model").mkdir(parents=True)
@@ -42,6 +45,7 @@ def version(store):
             accuracy=0.6,
             stderr=0.01,
             n=2000,
+            parent_version=parent,
         )
 
     return make
@@ -78,11 +82,11 @@ def test_a_name_of_ones_own_is_taken_or_refused():
 def test_a_digest_is_registered_once(version):
     first, again, other = version(weights="a"), version(weights="a"), version(weights="b")
     assert (first.version, again.version, other.version) == (1, 1, 2)
-    found = registry.resolve(NAME, 1)
-    assert found == first and found.tags["accuracy"] == "0.6000" and found.tags["n"] == "2000"
-    described = mlflow.MlflowClient().get_model_version(NAME, "1")
-    assert described.description.startswith("base · full: accuracy 0.600 ± 0.010")
-    assert described.run_id and described.source.startswith("models:/m-")
+    resolved = registry.resolve(NAME, 1)
+    assert resolved == first and resolved.tags["accuracy"] == "0.6000" and resolved.tags["n"] == "2000"
+    entry = mlflow.MlflowClient().get_model_version(NAME, "1")
+    assert "**0.600 ± 0.010**" in entry.description and "n = 2000" in entry.description
+    assert entry.run_id and entry.source.startswith("models:/m-")
 
 
 @pytest.mark.parametrize("stage", ["nope", "None", "Archived", "v3", "latest", "0", "-1", "", "base-previous-previous"])
@@ -110,12 +114,12 @@ def test_stages_are_aliases_and_mlflow_mirrors_them(version):
         for stage in ("base", "grpo", "awq", "Staging", "Production", "2", 3)
     }
     assert asked == {"base": 1, "grpo": 2, "awq": 3, "Staging": 2, "Production": 3, "2": 2, 3: 3}
-    gate = registry.resolve(NAME, "grpo").gate("grpo")
-    assert (
-        gate["verdict"] == "promoted"
-        and gate["why"] == WHY["why"]
-        and gate["digest"] == registry.resolve(NAME, 2).digest
-    )
+    version = registry.resolve(NAME, "grpo")
+    assert version.tags["qrl.gate.grpo"] == "passed"
+    record = json.loads(version.tags["qrl.gate.grpo.record"])
+    assert record.pop("time") and record == {**WHY, "digest": version.digest}
+    gate = version.gate("grpo")
+    assert gate.passed and (gate.run, gate.reasons, gate.bounds) == ("r", ("it was better.",), {"gain": 0.1})
 
 
 def test_promotion_remembers_what_was_and_rollback_returns_to_it(version):
@@ -137,14 +141,11 @@ def test_a_refusal_moves_nothing_and_says_why(version):
     for number in (1, 2):
         registry.refuse(NAME, "grpo", number, record={"why": "the gain is not above 0"})
     assert pointers() == {"grpo": "1"} and mlflow_stages() == {1: "Staging", 2: "None"}
-    assert registry.resolve(NAME, "grpo").gate("grpo")["verdict"] == "promoted"
-    assert registry.resolve(NAME, 2).gate("grpo") | {"at": None, "digest": None} == {
-        "verdict": "refused",
-        "why": "the gain is not above 0",
-        "digest": None,
-        "at": None,
-    }
-    assert "refused" in registry.resolve(NAME, 1).tags["qrl.gate.grpo.refused"]
+    assert registry.resolve(NAME, "grpo").gate("grpo").passed
+    other = registry.resolve(NAME, 2)
+    assert other.tags["qrl.gate.grpo"] == "refused" and not other.gate("grpo").passed
+    assert other.gate("grpo").reasons == ("the gain is not above 0",)
+    assert "not above 0" in json.loads(registry.resolve(NAME, 1).tags["qrl.gate.grpo.refused"])["why"]
 
 
 def test_a_decision_about_a_stage_that_moved_meanwhile_moves_nothing(version):
@@ -260,3 +261,76 @@ def test_a_stage_is_never_rolled_back_onto_damaged_weights(version):
     with pytest.raises(QrlError, match="have changed"):
         registry.rollback(NAME, "grpo")
     assert pointers() == {"grpo": "2", "grpo-previous": "1"}
+
+
+def judged(stage: str, client: mlflow.MlflowClient, number: str, **bounds: float) -> None:
+    """Give version `number` the gate of a store before the verdict was one word."""
+    digest = client.get_model_version(NAME, number).tags[names.TAG_DIGEST]
+    record = {"cell": f"run-{stage}", "why": f"Stage {stage} passes.", "facts": bounds, "verdict": "promoted"}
+    entry = json.dumps({**record, "digest": digest, "at": "2026-11-01T00:00:00+00:00"})
+    client.set_model_version_tag(NAME, number, f"qrl.gate.{stage}", entry)
+    client.delete_model_version_tag(NAME, number, f"qrl.gate.{stage}.record")
+
+
+def test_versions_of_former_stores_are_served_rolled_back_and_promoted(version):
+    client = mlflow.MlflowClient()
+    for number in ("1", "2"):
+        registry.promote(NAME, "grpo", version("grpo").version, record=WHY)
+        judged("grpo", client, number, gain=0.2, gain_low=0.1, gain_high=0.3, n=2000.0)
+    former = registry.resolve(NAME, "grpo")
+    assert "record" not in str(former.tags) and versions.verify(former)
+    gate = former.gate("grpo")
+    assert gate.passed and (gate.run, gate.reasons) == ("run-grpo", ("Stage grpo passes.",))
+    assert registry.rollback(NAME, "grpo").version == 1 and registry.rollback(NAME, "grpo").version == 2
+    registry.refuse(NAME, "grpo", 2, record={"reasons": ["it gained nothing."]})
+    assert registry.resolve(NAME, "grpo").gate("grpo") == gate  # a refusal beside a former promotion
+    registry.promote(NAME, "grpo", 2, record=WHY)
+    assert registry.resolve(NAME, 2).tags["qrl.gate.grpo"] == "passed"
+    refused = json.dumps({"why": "it gained nothing", "verdict": "refused", "digest": "d", "at": "2026"})
+    client.set_model_version_tag(NAME, "1", "qrl.gate.awq", refused)
+    assert not registry.resolve(NAME, 1).gate("awq").passed
+
+
+def test_a_versions_page_is_a_certificate(version):
+    client = mlflow.MlflowClient()
+    base = version("base")
+    assert "not judged" in client.get_model_version(NAME, "1").description
+    bounds = {"gain": 0.2, "gain_low": 0.1, "gain_high": 0.3, "n": 2000.0}
+    reasons = ("The evaluation was healthy.", "The gain over base is +0.200.")
+    registry.promote(NAME, "base", base.version, record=WHY)
+    child = version("grpo", parent=1)
+    registry.promote(NAME, "grpo", child.version, record={"run": "r2", "reasons": reasons, "bounds": bounds})
+    page = client.get_model_version(NAME, "2").description
+    assert page.startswith("grpo · full: passed gate `grpo`.")
+    assert "0.600 ± 0.010" in page and "n = 2000" in page and "+0.200 [+0.100, +0.300] to `base`" in page
+    assert all(f"\n- {reason}" in page for reason in reasons) and "`r2`" in page
+    assert child.digest in page and "Made from [version 1](#/models/qrl-tiny/versions/1)" in page
+    assert f'qrl.load("{NAME}", 2)' in page and "-e serve" in page and "-P stage=2" in page
+    assert "Parent of [version 2](#/models/qrl-tiny/versions/2)." in client.get_model_version(NAME, "1").description
+    registry.refuse(NAME, "awq", 2, record={"reasons": ["It was made from {1234}."]})
+    page = client.get_model_version(NAME, "2").description
+    assert "passed gate `grpo`, refused by gate `awq`" in page and "- It was made from {1234}." in page
+    assert all(0 < len(client.get_model_version(NAME, number).description) <= 5000 for number in ("1", "2"))
+
+
+def test_a_refused_version_says_that_it_cannot_be_loaded(version):
+    registry.refuse(NAME, "base", version().version, record={"reasons": ["it was unhealthy."]})
+    page = mlflow.MlflowClient().get_model_version(NAME, "1").description
+    assert "refused by gate `base`" in page and "qrl.load" not in page
+
+
+def test_a_models_page_explains_its_stages_and_keeps_the_newest_table(version):
+    client = mlflow.MlflowClient()
+    registry.publish(NAME, "nothing is there to describe")
+    version()
+    registry.publish(NAME)
+    assert all(f"**`{stage}`**" in client.get_registered_model(NAME).description for stage in names.STAGES)
+    registry.publish(NAME, "## Did it survive?\n\n| scheme |\n| --- |\n| nf4 |\n")
+    registry.publish(NAME)  # a promotion outside of a study
+    page = client.get_registered_model(NAME).description
+    assert page.count("| nf4 |") == 1 and page.count("Newest table") == 1 and page.count("**`awq`**") == 1
+    registry.publish(NAME, "| nf4 |\n" * 5000)
+    assert len(client.get_registered_model(NAME).description) <= 5000
+    client.update_registered_model(NAME, "Mine.")
+    registry.publish(NAME, "| nf4 |")
+    assert client.get_registered_model(NAME).description == "Mine."

@@ -217,14 +217,14 @@ def test_three_versions_stand_at_their_stages(client):
     assert [int(version.version) for version in versions.values()] == [1, 2, 3]
     assert [version.current_stage for version in versions.values()] == ["None", "Staging", "Production"]
     for stage, version in versions.items():
-        gate = json.loads(version.tags[names.gate_tag(stage)])
-        assert gate["verdict"] == "promoted" and gate["digest"] == version.tags[names.TAG_DIGEST]
+        gate = json.loads(version.tags[names.gate_record_tag(stage)])
+        assert version.tags[names.gate_tag(stage)] == "passed" and gate["digest"] == version.tags[names.TAG_DIGEST]
     assert versions["awq"].tags[names.TAG_PARENT_VERSION] == "2"
 
 
 def test_a_digest_that_is_registered_is_never_registered_again(studied, client):
     base = client.get_model_version_by_alias("qrl-tiny", "base")
-    cell = json.loads(base.tags[names.gate_tag("base")])["cell"]
+    cell = json.loads(base.tags[names.gate_record_tag("base")])["run"]
     done = python_m_qrl(studied, "promote", "--stage", "base", "--cell", cell)
     assert done.returncode == 0, done.stderr
     assert len(client.search_model_versions("name = 'qrl-tiny'")) == 3
@@ -272,10 +272,10 @@ def test_the_second_run_reuses_every_step(studied, client):
 
 def test_a_refused_gate_moves_nothing_and_says_why(studied, client):
     before = {stage: client.get_model_version_by_alias("qrl-tiny", stage).version for stage in names.STAGES}
-    cell = json.loads(client.get_model_version_by_alias("qrl-tiny", "grpo").tags[names.gate_tag("grpo")])["cell"]
+    cell = json.loads(client.get_model_version_by_alias("qrl-tiny", "grpo").tags[names.gate_record_tag("grpo")])["run"]
     done = python_m_qrl(studied, "promote", "--stage", "grpo", "--cell", cell, "--promote.min_gain", "0.99")
     assert done.returncode == 3
-    assert "lower 95 % bound does not lie above" in done.stderr and "Traceback" not in done.stderr
+    assert "lower 95 % bound is not above" in done.stderr and "Traceback" not in done.stderr
     assert {stage: client.get_model_version_by_alias("qrl-tiny", stage).version for stage in names.STAGES} == before
     newest = runs_of(client, **{names.TAG_STEP: "promote"})[0]
     assert newest.info.status == "FAILED" and "0.990" in newest.data.tags[names.TAG_REASON]

@@ -1,4 +1,4 @@
-"""Cells of models from several trainings, asked under one seed, say which training each was; with the real MLflow and qrl-tiny."""
+"""Cells record which training made their model, also if one seed evaluates several; with the real MLflow."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ ASKED = [
 
 
 def logged(tmp_path, name, step, *, parent=None, **params):
-    """qrl-tiny's weights under a config of their own, so with a digest of their own, as a step's model."""
+    """Log qrl-tiny's weights with a changed config, and so a digest of its own, as the model of a step."""
     import mlflow
 
     folder = tmp_path / name
@@ -70,7 +70,7 @@ def test_a_models_training_is_found_through_quantizing_and_merging_and_a_base_ha
     assert lineage.training_seed("models:/m-none") is None
 
 
-def test_cells_of_two_trainings_asked_under_one_seed_are_two_seeds_on_the_same_questions(trained):
+def test_cells_of_two_trainings_evaluated_under_one_seed_are_two_seeds_on_the_same_questions(trained):
     import mlflow
 
     cells = [f"grpo:full={trained[3][0]}", f"grpo:full={trained[4][0]}", f"base:full={tiny.PATH}"]

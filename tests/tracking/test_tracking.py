@@ -16,7 +16,7 @@ import qrl
 from qrl import checkpoint, names, recipe
 from qrl.errors import BadInput, QrlError
 from qrl.tasks import prompt
-from qrl.tracking import cells, contents, description, models, reuse, runs, signals
+from qrl.tracking import cells, contents, description, keys, models, reuse, runs, signals
 from qrl.tracking import store as stores
 
 ROOT = Path(qrl.__file__).parents[1]
@@ -45,7 +45,10 @@ def test_prepare_makes_the_address_absolute_for_children(store, monkeypatch, add
 
 
 def test_processes_that_race_for_a_cold_store_all_get_it(tmp_path):
-    program = "from qrl.tracking import store; import mlflow; store.prepare(); print(mlflow.get_experiment('0').artifact_location)"
+    program = (
+        "from qrl.tracking import store; import mlflow; store.prepare();"
+        "print(mlflow.get_experiment('0').artifact_location)"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": "sqlite:///mlflow.db"}
     racers = [
         subprocess.Popen(
@@ -216,36 +219,6 @@ def test_sweep_spares_the_living_and_other_hosts(store):
 # reuse
 
 
-def a_key(**changes) -> str:
-    given = {
-        "section": {"train.steps": 3},
-        "inputs": {"base": "a"},
-        "device": "cpu",
-        "environment": ROOT / "conda.yaml",
-    }
-    return reuse.key("train", **{**given, **changes})
-
-
-def test_a_key_changes_with_everything_that_matters_and_nothing_else(tmp_path):
-    other = tmp_path / "conda.yaml"
-    other.write_text("dependencies: []\n")
-    changes = [
-        {},
-        {"section": {"train.steps": 4}},
-        {"inputs": {"base": "b"}},
-        {"device": "cuda"},
-        {"environment": other},
-    ]
-    assert len({a_key(**change) for change in (*changes, {"sources": [other]})}) == 6
-    assert a_key() == a_key()
-
-
-def test_sources_are_the_room_and_what_it_builds_on():
-    sources = {file.relative_to(ROOT / "qrl").as_posix() for file in reuse.sources_of("evaluate")}
-    assert "names.py" in sources and "evaluate/cells.py" in sources
-    assert not any(name.startswith(("train/", "tracking/", "cli")) or "__pycache__" in name for name in sources)
-
-
 def test_an_artifact_that_is_not_there_gets_a_sentence(store):
     with runs.step("train") as run:
         mlflow.log_text("1", "adapter/adapter_config.json")
@@ -280,8 +253,23 @@ def test_a_finished_step_is_found_until_a_file_of_it_is_gone(store, tmp_path):
     assert reuse.find("compare", "k") is None
 
 
+def test_a_step_that_is_not_reused_names_what_changed(store):
+    def key(**overrides: str) -> str:
+        return keys.trained(
+            recipe.load("tiny", {f"train.{name}": text for name, text in overrides.items()}), "d", "cpu"
+        )
+
+    assert reuse.changes("train", key()) == []
+    for made in (key(), key(steps="17", loss="grpo")):
+        with runs.step("train", tags={names.TAG_CACHE_KEY: made}):
+            reuse.record_outputs()
+    assert reuse.changes("train", key(steps="18")) == ["train.steps"]
+    assert reuse.changes("train", key(loss="grpo", steps="18")) == ["train.steps"]
+    assert reuse.changes("merge", key(steps="18")) == []
+
+
 def test_an_artifact_whose_bytes_changed_is_not_reused_and_its_rows_are_not_read(store, tmp_path):
-    rows = pd.DataFrame({"question": [f"q{i}" for i in range(50)], "correct": [1, 0] * 25})
+    rows = pd.DataFrame({"question": [f"q{i}" for i in range(50)], "correct": [1, 0] * 25, "scheme": "full"})
     rows.to_parquet(tmp_path / names.QUESTIONS)
     with runs.step("evaluate", tags={names.TAG_CACHE_KEY: "k"}) as run:
         mlflow.log_artifact(str(tmp_path / names.QUESTIONS))
@@ -384,7 +372,8 @@ def test_a_half_made_model_of_a_dead_run_is_discarded(store):
     run = client.create_run("0").info
     client.set_tag(run.run_id, names.TAG_PID, signals.identity().rpartition(":")[0] + ":1")
     model = mlflow.initialize_logged_model("m", source_run_id=run.run_id)
-    half = Path(model.artifact_location + ".partial")
+    place = Path(model.artifact_location)
+    half = place.with_name(f".{place.name}.partial")
     half.mkdir(parents=True)
     assert stores.sweep() == [run.run_id]
     assert not half.exists() and str(mlflow.get_logged_model(model.model_id).status) == "FAILED"
@@ -393,6 +382,6 @@ def test_a_half_made_model_of_a_dead_run_is_discarded(store):
 def test_requirements_are_the_projects_pins():
     pins = (ROOT / "conda.yaml").read_text()
     for scheme, needed in (("full", "torch"), ("nf4", "bitsandbytes"), ("awq", "gptqmodel")):
-        found = description.requirements(scheme)
-        assert any(line.startswith(needed + "==") for line in found)
-        assert all(line in pins for line in found)
+        required = description.requirements(scheme)
+        assert any(line.startswith(needed + "==") for line in required)
+        assert all(line in pins for line in required)

@@ -1,0 +1,60 @@
+"""What every section of a recipe is built on: checked, frozen fields, and a mark for those that no cache key covers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+@dataclass(frozen=True)
+class NotInKey:
+    """A mark on a field that cannot change a step's result, so that no cache key covers it.
+
+    `NotInKey()` always applies; `NotInKey("samples", 1)` applies while the section's field `samples` is 1.
+    """
+
+    field: str = ""
+    value: object = None
+
+    def applies(self, section: Section) -> bool:
+        """Return whether the mark holds for a section's present values."""
+        return not self.field or getattr(section, self.field) == self.value
+
+
+NO_KEY = NotInKey()
+
+
+class Section(BaseModel):
+    """Fields that are checked, known by name, and never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    def in_key(self) -> list[str]:
+        """Return the names of the fields that a cache key covers."""
+        return [
+            name
+            for name, field in type(self).model_fields.items()
+            if not any(mark.applies(self) for mark in field.metadata if isinstance(mark, NotInKey))
+        ]
+
+
+def option(default: Any, description: str, **bounds: Any) -> Any:
+    """Return a field with a default, the help text of its option, and pydantic's bounds."""
+    return Field(default=default, description=description, **bounds)
+
+
+def once(what: str, *, at_least_one: bool = False) -> AfterValidator:
+    """Return a validator of a tuple that names each value once; `what` is the value's name in the error."""
+    rule = f"must name at least one {what}, and each once" if at_least_one else f"must name each {what} once"
+
+    def check(values: tuple) -> tuple:
+        if len(values) < at_least_one or len(set(values)) < len(values):
+            raise ValueError(rule)
+        return values
+
+    return AfterValidator(check)

@@ -1,0 +1,192 @@
+"""The recipe's sections on training: the policy, its rollouts, what is watched, and merging an adapter.
+
+A field is a command-line option, MLflow's `-P` key and a logged parameter under `section.field`. Its description is the
+option's help.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import field_validator
+
+from qrl import names as known
+from qrl.recipe.base import NO_KEY, Count, Fraction, NotInKey, Section, once, option
+
+PACKED = ("int8", "nf4")  # ways to store a base as bitsandbytes codes
+_UNLESS_VLLM = NotInKey("engine", "transformers")  # settings of an engine that does not run
+_UNLESS_STOPPING = NotInKey("stop", ())  # a watcher that only warns trains the same weights
+
+
+class Train(Section):
+    """GRPO or distillation: how the policy is trained."""
+
+    steps: int = option(20, "optimizer steps", ge=1, le=1_000_000)
+    prompts_per_step: Count = option(64, "distinct questions in one optimizer step")
+    generations: int = option(8, "completions sampled per question: the size of GRPO's group", ge=2, le=4096)
+    micro_batch: Count = option(512, "completions in one forward and backward pass")
+    questions: int = option(4096, "training questions to draw prompts from, at most", ge=1, le=1_000_000)
+    max_ngram_share: Fraction | None = option(
+        None, "largest share of held-out questions with 13 words in a row from a training question; default: by task"
+    )
+    learning_rate: float = option(3e-5, "peak learning rate of AdamW", gt=0, le=1)
+    warmup_steps: int = option(0, "optimizer steps of linear warm-up", ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = option("constant", "learning-rate schedule after warm-up")
+    temperature: float = option(1.0, "sampling temperature of rollouts", gt=0)
+    max_completion_tokens: Count = option(80, "longest sampled completion, in tokens")
+    loss: Literal["grpo", "dr_grpo", "dapo", "bnpo"] = option("dr_grpo", "how the token losses are averaged")
+    importance_sampling_level: Literal["token", "sequence"] = option(
+        "token", "which ratio is clipped: of each token (GRPO) or of the sequence (GSPO)"
+    )
+    num_iterations: Count = option(1, "optimizer steps on each batch of completions; clipping has an effect above 1")
+    epsilon: float = option(0.2, "ratios are clipped to 1 − epsilon … 1 + epsilon_high", gt=0, lt=1)
+    epsilon_high: float | None = option(None, "upper clip range; default: epsilon", gt=0)
+    scale_rewards: Literal["none", "group", "batch"] = option("none", "whose standard deviation divides the rewards")
+    rewards: Annotated[tuple[Literal["correct", "format"], ...], once("reward", at_least_one=True)] = option(
+        ("correct",), "correct: the strict verdict; format: the answer has the form that the prompt requires"
+    )
+    reward_weights: tuple[float, ...] = option((), "one weight per reward, in order; default: all 1")
+    beta: float = option(0.0, "weight of the KL term to the reference policy; 0 keeps no reference", ge=0)
+    method: Literal["full", "lora", "qlora"] = option(
+        "full", "train all weights, or a low-rank adapter that `merge` folds in; qlora: over a base in nf4"
+    )
+    base_storage: Literal["auto", "fp32", "bf16", "int8", "nf4"] = option(
+        "auto", "how the base is stored in memory; auto: fp32 for full, train.dtype for lora, nf4 for qlora"
+    )
+    lora_rank: Count | None = option(None, "rank of the adapter; default: 16")
+    lora_alpha: Count | None = option(None, "scale of the adapter, divided by its rank; default: twice the rank")
+    lora_targets: Annotated[tuple[str, ...], once("linear")] = option(
+        (), "linears that get an adapter, e.g. q_proj,k_proj; default: all but the output head"
+    )
+    dtype: Literal["auto", "fp32", "bf16"] = option(
+        "auto", "dtype of both passes; auto: bf16 over a base in bf16, int8 or nf4, else fp32; master weights are fp32"
+    )
+    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
+    save_every: Count = option(10, "optimizer steps between checkpoints to resume from")
+    qat: Literal["none", "int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4"] = option(
+        "none",
+        "quantization-aware training (QAT): the format that linears compute in; its codes become a checkpoint too",
+    )
+    # Its digest is an input of the key: an address may come to hold another model.
+    teacher: Annotated[str | None, NO_KEY] = option(
+        None, "distil on-policy from this model instead of GRPO: the student samples, the teacher scores"
+    )
+    distill_top_k: Count = option(64, "distillation: number of the teacher's top tokens to compare, re-normalized")
+    distill_reverse: Fraction = option(0.5, "distillation: weight of reverse KL; 0: forward only, 1: reverse only")
+    qat_calibration_samples: int = option(
+        128, "training texts that calibrate activation scales and measure the error of Q(W)", ge=1, le=100_000
+    )
+    qat_calibration_batch: Count = option(16, "calibration texts in one forward pass")
+    qat_calibration_max_tokens: Count = option(1024, "longest calibration text, in tokens; a longer one is an error")
+    completions_logged: Count = option(8, "completions that each logged step adds to the table of samples")
+
+    @field_validator("reward_weights")
+    @classmethod
+    def _not_all_zero(cls, weights: tuple[float, ...]) -> tuple[float, ...]:
+        if weights and not any(weights):
+            raise ValueError("must hold a number other than 0: no completion would earn more than another")
+        return weights
+
+    @property
+    def adapter(self) -> bool:
+        """Whether a low-rank adapter is trained over a frozen base."""
+        return self.method != "full"
+
+    @property
+    def storage(self) -> str:
+        """How the base is stored in memory: `base_storage`, with `auto` resolved."""
+        if self.base_storage != "auto":
+            return self.base_storage
+        return {"full": "fp32", "lora": "bf16" if self.dtype == "bf16" else "fp32", "qlora": "nf4"}[self.method]
+
+    @property
+    def variant(self) -> str:
+        """The variant of the trained weights: `grpo`, `qat-int4` with QAT, `distilled`, or `qad-int4` with both."""
+        if self.teacher:
+            return "distilled" if self.qat == "none" else f"{known.QAD_PREFIX}{self.qat}"
+        return known.GRPO if self.qat == "none" else f"{known.QAT_PREFIX}{self.qat}"
+
+    @property
+    def packed(self) -> bool:
+        """Whether the base is stored in memory as bitsandbytes codes."""
+        return self.storage in PACKED
+
+    @property
+    def compute(self) -> str:
+        """Dtype of forward and backward passes: `dtype`, with `auto` resolved."""
+        return self.dtype if self.dtype != "auto" else "fp32" if self.storage == "fp32" else "bf16"
+
+
+class Rollout(Section):
+    """The engine that samples completions, and how far it may differ from the model that is trained."""
+
+    engine: Literal["transformers", "vllm"] = option("transformers", "what samples; vllm needs a GPU and projects/vllm")
+    mode: Annotated[Literal["colocate", "server"], _UNLESS_VLLM] = option(
+        "colocate", "vLLM inside the training process, or a server on other GPUs"
+    )
+    quantization: Annotated[Literal["none", "fp8"], _UNLESS_VLLM] = option(
+        "none", "how vLLM stores its weights; quantized again from bf16 at every step"
+    )
+    kv_cache: Annotated[Literal["auto", "fp8"], _UNLESS_VLLM] = option(
+        "auto", "how vLLM stores keys and values; auto: bf16, as it computes"
+    )
+    gpu_memory_utilization: Annotated[float, _UNLESS_VLLM] = option(
+        0.3, "share of GPU memory for a colocated engine, weights and KV cache", gt=0, lt=1
+    )
+    max_model_tokens: Annotated[Count | None, _UNLESS_VLLM] = option(
+        None, "longest prompt plus completion, in tokens; default: the checkpoint's limit"
+    )
+    sleep: Annotated[Literal["auto", "on", "off"], _UNLESS_VLLM] = option(
+        "auto", "release a colocated engine's memory while training; auto: if memory is short"
+    )
+    server: Annotated[str, NO_KEY] = option("http://127.0.0.1:8000", "server's address, with rollout.mode=server")
+    server_timeout_s: Annotated[float, NO_KEY] = option(240.0, "longest wait for the server, in seconds", gt=0)
+    server_group_port: Annotated[int, NO_KEY] = option(51216, "port for sending it weights", ge=1, le=65535)
+    is_correction: Annotated[
+        Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"], _UNLESS_VLLM
+    ] = option(
+        "token_truncate",
+        "importance-sampling correction between engine and trainer; none neither corrects nor measures",
+    )
+    is_correction_max: Annotated[float, _UNLESS_VLLM] = option(
+        2.0, "weight above which a token or completion is truncated or masked", gt=0
+    )
+    max_engine_kl: Annotated[float, _UNLESS_VLLM] = option(
+        0.01, "warn above this engine-to-trainer KL (k3, nats/token)", gt=0
+    )
+    min_effective_sample_size: Annotated[Fraction, _UNLESS_VLLM] = option(
+        0.9, "warn below this effective sample size, as a share of the tokens"
+    )
+
+
+class Watch(Section):
+    """What training warns about, and which warnings end it."""
+
+    stop: Annotated[
+        tuple[Literal["entropy", "signal", "kl", "truncation", "probe", "rollout"], ...],
+        once("watcher"),
+        _UNLESS_STOPPING,
+    ] = option((), "watchers that end training early and keep the weights; default: all only warn")
+    window: Annotated[Count, _UNLESS_STOPPING] = option(5, "consecutive optimizer steps that a watcher looks at")
+    min_entropy_share: Annotated[Fraction, _UNLESS_STOPPING] = option(
+        0.1, "entropy: smallest share of the first window's entropy, nats per token"
+    )
+    max_reference_kl: Annotated[float, _UNLESS_STOPPING] = option(
+        0.5, "kl: largest KL to the reference, nats per token; needs train.beta above 0", gt=0
+    )
+    max_truncation: Annotated[Fraction, _UNLESS_STOPPING] = option(
+        0.5, "truncation: largest share of completions cut at train.max_completion_tokens"
+    )
+    probe_every: int = option(0, "probe: optimizer steps between checks of held-out accuracy; 0: none", ge=0)
+    probe_n: int = option(
+        128, "probe: training-split questions that are neither prompts nor held out", ge=2, le=100_000
+    )
+
+
+class Merge(Section):
+    """Folding an adapter into its base."""
+
+    max_logit_diff: float = option(0.25, "largest difference allowed between merged and adapter-on logits", gt=0)
+    into: Literal["auto", "full", "int8", "nf4"] = option(
+        "auto", "the original weights, or the dequantized int8 or nf4 base; auto: what the adapter was trained over"
+    )

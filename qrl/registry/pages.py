@@ -1,0 +1,125 @@
+"""What MLflow's UI shows of a registered model and its versions: descriptions in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import quote
+
+from qrl import names
+from qrl.registry.client import as_version, client, versions_of
+from qrl.registry.versions import Record, Version
+from qrl.stats import Estimate
+from qrl.stats.text import interval
+
+_MAX = 5000  # characters that every registry accepts
+_HEAD = (
+    "Versions of one base model. A stage is an alias: a version that passes the gate gets it, until another one does."
+)
+_STAGES = f"""{_HEAD}
+
+- **`base`**: the base in full precision. Its evaluation must be healthy, and of the very weights that are served.
+- **`grpo`** (MLflow stage Staging): trained, in full precision. It must also be made from `base`, and the lower 95 % \
+bound of its gain must be above `promote.min_gain`.
+- **`awq`** (MLflow stage Production): trained, under AWQ. It must also be made from `grpo`, and the lower 95 % bound \
+of the difference to it must be above minus `promote.max_loss`.
+
+`promote --stage STAGE --rollback` returns a stage to the version before, `STAGE-previous`.
+"""
+_TABLE = "### Newest table of cells"
+_USE = (
+    *("**Load**", "", "```python", "import qrl", 'model, tokenizer = qrl.load("{name}", {number})', "```", ""),
+    *("**Serve**", "", "```sh"),
+    *('mlflow run . -e serve -P registered_name="{name}" -P stage={number} --env-manager uv', "```"),
+)
+_NO_USE = ("`qrl` neither loads nor serves it: no gate let it in.",)
+
+
+def publish(name: str, table: str = "") -> None:
+    """Write a registered model's description: what its stages mean, and the newest table of cells.
+
+    A description that somebody else wrote stays as it is, and a model that does not exist is left out.
+
+    Args:
+        name: the registered model.
+        table: a study's table.md; empty keeps the table that is there.
+    """
+    from mlflow import MlflowException
+
+    try:
+        former = client().get_registered_model(name).description or ""
+    except MlflowException:
+        return
+    if former and not former.startswith(_HEAD):
+        return
+    table = table.replace("\n## ", "\n#### ").removeprefix("## ").strip() or former.partition(_TABLE)[2].strip()
+    client().update_registered_model(name, _cut(f"{_STAGES}\n{_TABLE}\n\n{table}" if table else _STAGES))
+
+
+def refresh(name: str, number: int) -> None:
+    """Write the descriptions of a version and of its parent, which lists it."""
+    versions = {int(entry.version): as_version(entry) for entry in versions_of(name)}
+    for version in (versions[number], versions.get(_parent(versions[number]))):
+        if version:
+            children = [other.version for other in versions.values() if _parent(other) == version.version]
+            page = _cut(certificate(version, sorted(children)))
+            client().update_model_version(name, str(version.version), page)
+
+
+def certificate(version: Version, children: list[int]) -> str:
+    """Return a version's description: verdict and reasons, table row, weights and lineage, how to load and serve it.
+
+    Args:
+        version: with its tags.
+        children: numbers of the versions that were made from it.
+    """
+    records, parent = version.gates(), _parent(version)
+    verdicts = [f"{'passed' if record.passed else 'refused by'} gate `{record.stage}`" for record in records]
+    cell = names.cell_name(version.variant, version.scheme)
+    accuracy, stderr = (float(version.tags.get(key, "nan")) for key in ("accuracy", "stderr"))
+    lineage = [f"Made from {_link(version.name, parent)}."] if parent else []
+    lineage += [f"Parent of {', '.join(_link(version.name, child) for child in children)}."] if children else []
+    use = _USE if any(record.passed for record in records) else _NO_USE
+    lines = [
+        f"{cell}: {', '.join(verdicts) or 'not judged by a gate'}.",  # plain: a list of versions shows it unrendered
+        "",
+        # Not a table: the UI draws the columns of narrow ones without space between them.
+        f"- accuracy **{accuracy:.3f} ± {stderr:.3f}** (± one standard error), n = {version.tags.get('n')} questions",
+        *(f"- delta **{delta}** (95 % interval)" for delta in _deltas(records)),
+        "",
+        *(line for record in records for line in _gate(record)),
+        " ".join([f"**Weights**: digest `{version.digest}`.", *lineage]),
+        "",
+        *(line.format(name=version.name, number=version.version) for line in use),
+    ]
+    return "\n".join(lines)
+
+
+def _parent(version: Version) -> int:
+    return int(version.tags.get(names.TAG_PARENT_VERSION, 0))
+
+
+def _link(name: str, number: int) -> str:
+    return f"[version {number}](#/models/{quote(name, safe='')}/versions/{number})"
+
+
+def _deltas(records: list[Record]) -> Iterator[str]:
+    for record in records:
+        for key, other in (("gain", "base"), ("difference", "grpo")):
+            if {"n", key, f"{key}_low", f"{key}_high"} <= record.bounds.keys():
+                estimate, low, high = (float(record.bounds[name]) for name in (key, f"{key}_low", f"{key}_high"))
+                yield f"{interval(Estimate(estimate, 0.0, low, high, int(record.bounds['n'])))} to `{other}`"
+
+
+def _gate(record: Record) -> list[str]:
+    head = f"**Gate `{record.stage}`: {'passed' if record.passed else 'refused'}**"
+    return [
+        f"{head}, {record.time}, on evaluation run `{record.run}`",
+        "",
+        *(f"- {text}" for text in record.reasons),
+        "",
+    ]
+
+
+def _cut(text: str) -> str:
+    """Return a text that every registry accepts, cut at a line's end."""
+    return text if len(text) <= _MAX else text[:_MAX].rpartition("\n")[0] + "\n"

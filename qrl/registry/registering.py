@@ -1,0 +1,121 @@
+"""Registered models by name, and versions made from logged models: one per digest."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qrl import names
+from qrl.errors import BadInput
+from qrl.recipe import Recipe
+from qrl.registry import pages
+from qrl.registry.client import as_version, client, locked, versions_of
+from qrl.registry.versions import Version
+from qrl.tracking import models
+
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
+
+_NAME = re.compile(r"\w[\w .+-]*")  # MLflow allows no / and no :, its search no quotes
+
+
+def registered_name(recipe: Recipe) -> str:
+    """Return the registered model of a recipe: `qrl-tiny`, `qrl-qwen2.5-1.5b-instruct`, `qrl-<folder>`.
+
+    Raises:
+        BadInput: `registered_name` of the recipe has characters that MLflow does not allow.
+    """
+    if name := recipe.registered_name:
+        if not _NAME.fullmatch(name):
+            raise BadInput(
+                f"registered_name is '{name}', but must begin with a letter or digit and hold only letters, digits, "
+                "spaces and . _ + -."
+            )
+        return name
+    if recipe.model == "qrl-tiny":
+        return recipe.model
+    path = Path(recipe.model)
+    last = path.resolve().name if path.is_dir() else recipe.model.rstrip("/").rpartition("/")[2]
+    return "qrl-" + (re.sub(r"[^a-z0-9._-]+", "-", last.lower()).strip("-.") or "model")
+
+
+def register(
+    name: str,
+    model_uri: str,
+    *,
+    digest: str,
+    variant: str,
+    scheme: str,
+    accuracy: float,
+    stderr: float,
+    n: int,
+    parent_version: int | None = None,
+) -> Version:
+    """Return the version with this digest: an existing one with intact files, else a new one from the logged model.
+
+    Args:
+        name: the registered model, from `registered_name`.
+        model_uri: "models:/m-…".
+        digest: of the weights that were evaluated.
+        variant, scheme: the cell.
+        accuracy, stderr, n: of the newest evaluation; tags of the version.
+        parent_version: the version that these weights were made from.
+    """
+    tags = {
+        names.TAG_DIGEST: digest,
+        names.TAG_VARIANT: variant,
+        names.TAG_SCHEME: scheme,
+        "accuracy": f"{accuracy:.4f}",
+        "stderr": f"{stderr:.4f}",
+        "n": str(n),
+        **({names.TAG_PARENT_VERSION: str(parent_version)} if parent_version else {}),
+    }
+    with locked(name):
+        _make_model(name)
+        number = _existing(name, model_uri, digest) or _new(name, model_uri, tags)
+        for key, value in tags.items():
+            client().set_model_version_tag(name, number, key, value)
+        pages.refresh(name, int(number))
+        return as_version(client().get_model_version(name, number))
+
+
+def _make_model(name: str) -> None:
+    from mlflow import MlflowException
+
+    try:
+        client().create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+def _existing(name: str, model_uri: str, digest: str) -> str | None:
+    for entry in versions_of(name):
+        if entry.tags.get(names.TAG_DIGEST) == digest and _exists(entry):
+            source = str(entry.source)
+            if source == model_uri or models.holds(source, digest):
+                return entry.version
+    return None
+
+
+def _new(name: str, model_uri: str, tags: dict[str, str]) -> str:
+    model_id = model_uri.removeprefix("models:/")
+    run_id = client().get_logged_model(model_id).source_run_id
+    number = client().create_model_version(name, model_uri, run_id, tags, model_id=model_id).version
+    shown = json.dumps([{"name": name, "version": number}])
+    client().set_logged_model_tags(model_id, {"mlflow.modelVersions": shown})  # the UI's link back to the version
+    return number
+
+
+def _exists(entry: ModelVersion) -> bool:
+    """Whether the version's checkpoint is still in the store; lists, and downloads nothing."""
+    from mlflow import MlflowException
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    try:
+        files = get_artifact_repository(as_version(entry).uri).list_artifacts("model")
+    except (MlflowException, OSError):
+        return False
+    return any(file.path == "model/config.json" for file in files)

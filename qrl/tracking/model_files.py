@@ -1,0 +1,81 @@
+"""The files of a logged model: linked, copied or uploaded, and removed if the model stays half-made.
+
+`transformers.log_model` writes a checkpoint twice. Here the files of a step's own temporary folder are hard-linked into
+the model's artifact folder. A user's files are copied once, since an edit in a linked folder would change the store.
+
+    <artifacts>/MLmodel, requirements.txt, conda.yaml, python_env.yaml   what MLflow reads
+    <artifacts>/model/                  the checkpoint: a plain folder that transformers and vLLM open in place
+    <artifacts>/components/tokenizer/   the tokenizer's files again, by hard link: where MLflow's flavor looks for them
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qrl import checkpoint
+from qrl.tracking import description
+from qrl.workspace import written_whole
+
+if TYPE_CHECKING:
+    import mlflow
+    from mlflow.entities import LoggedModel
+
+_CARDS = ("README.md", "LICENSE", "LICENSE.txt")
+
+
+def local(uri: str | None) -> Path | None:
+    """Return the path behind an artifact address, or None if it is on another machine."""
+    from mlflow.utils.file_utils import local_file_uri_to_path
+    from mlflow.utils.uri import is_local_uri
+
+    return Path(local_file_uri_to_path(uri)) if uri and is_local_uri(uri) else None
+
+
+def write(
+    client: mlflow.MlflowClient, source: Path, model: LoggedModel, facts: Mapping[str, Any], *, link: bool
+) -> Path:
+    """Write a checkpoint and MLflow's files about it into the store, and return the folder that holds the weights.
+
+    Args:
+        client: of the store.
+        source: the checkpoint's folder.
+        model: initialized, not finalized.
+        facts: for MLmodel.
+        link: hard-link the files of a local store if possible, else copy them.
+    """
+    files = _files(source)
+    if target := local(model.artifact_location):
+        with written_whole(target) as partial:  # replaces the empty folder that MLflow may have made
+            (partial / "model").mkdir(parents=True)
+            for file in files:
+                description.put(file, partial / "model" / file.name, link=link)
+            description.write(partial, model, facts)
+        return target / "model"
+    for file in files:
+        client.log_model_artifact(model.model_id, str(file.resolve()), "model")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "model").mkdir()
+        for file in files:
+            if file.suffix != ".safetensors":
+                description.put(file, Path(folder) / "model" / file.name, link=False)
+        description.write(Path(folder), model, facts, size=sum(file.stat().st_size for file in files))
+        client.log_model_artifacts(model.model_id, folder)
+    return source
+
+
+def discard(client: mlflow.MlflowClient, model: LoggedModel) -> None:
+    """Mark a half-made model FAILED and remove its files."""
+    if target := local(model.artifact_location):
+        for folder in (target, *target.parent.glob(f".{target.name}.partial")):  # as `written_whole` names it
+            shutil.rmtree(folder, ignore_errors=True)
+    client.finalize_logged_model(model.model_id, "FAILED")
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of the checkpoint, its card and its licence; a trainer's leftovers stay behind."""
+    wanted = (*checkpoint.shards(folder), *checkpoint.CONFIG_FILES, *checkpoint.TOKENIZER_FILES, *_CARDS)
+    return [folder / file for file in dict.fromkeys(wanted) if (folder / file).is_file()]

@@ -1,0 +1,91 @@
+"""The sources that can change a step's result, as one digest.
+
+They are the step's file and all that it imports from this package, at whatever depth. Python is compared as parsed
+code without comments and docstrings, so that wording and layout never retrain, and a changed number does. Data beside a
+source (a kernel, a template) is compared byte by byte; Markdown is ignored.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+_SAME_FILE = {"merge": "train"}  # step → the step whose file it is in, where the name differs
+NO_RESULT = (
+    *("figures", "steps/record.py", "steps/outcome.py"),  # draw, log and report results
+    *("tracking", "registry", "study", "cli", "__init__.py"),  # store, find and launch them
+    *("workspace.py", "process.py", "errors.py", "source.py"),  # where a step works, how it fails, which files it finds
+    *(
+        f"recipe/{name}.py" for name in ("__init__", "base", "load", "sections")
+    ),  # define settings; a key has their values
+)
+_MODULE = re.compile(r"qrl(\.\w+)+")
+
+
+def digest(step: str, package: Path = PACKAGE) -> str:
+    """Return the sha256 over all sources that can change a step's result; edits while this process runs count."""
+    total = sha256()
+    for file in files(step, package):
+        content = _parsed(file.read_bytes())[0] if file.suffix == ".py" else sha256(file.read_bytes()).hexdigest()
+        total.update(f"{file.relative_to(package).as_posix()}\0{content}\0".encode())
+    return total.hexdigest()
+
+
+def files(step: str, package: Path = PACKAGE) -> list[Path]:
+    """Return the sources that can change a step's result, sorted."""
+    left_out = [package / name for name in NO_RESULT]
+    reached, pending = set(), [package / "steps" / f"{_SAME_FILE.get(step, step)}.py"]
+    while pending:
+        file = pending.pop()
+        if file in reached or not file.is_file() or any(path in (file, *file.parents) for path in left_out):
+            continue
+        reached.add(file)
+        for module in _parsed(file.read_bytes())[1]:
+            parts = module.split(".")[1:]
+            pending += [package.joinpath(*parts[: i + 1]).with_suffix(".py") for i in range(len(parts))]
+            pending += [package.joinpath(*parts[: i + 1], "__init__.py") for i in range(len(parts))]
+    beside = (path for folder in {file.parent for file in reached} - {package} for path in folder.iterdir())
+    return sorted(reached | {path for path in beside if path.is_file() and path.suffix not in (".py", ".md")})
+
+
+@lru_cache(maxsize=1024)
+def _parsed(source: bytes) -> tuple[str, frozenset[str]]:
+    """Return the digest of a file's code, and the modules of this package that it imports or names in a string."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and _has_docstring(
+            node
+        ):
+            del node.body[0]
+    return sha256(repr(_structure(tree)).encode()).hexdigest(), frozenset(_modules(tree))
+
+
+def _has_docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    first = node.body[0] if node.body else None
+    return isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+
+
+def _structure(node: object) -> object:
+    """Return a tree as nested tuples without empty fields, which differ between versions of Python."""
+    if isinstance(node, ast.AST):
+        fields = ((name, value) for name, value in ast.iter_fields(node) if value is not None and value != [])
+        return (type(node).__name__, *((name, _structure(value)) for name, value in fields))
+    return tuple(map(_structure, node)) if isinstance(node, list) else node
+
+
+def _modules(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        return  # does not run
+    if isinstance(node, ast.Import):
+        yield from (name.name for name in node.names if _MODULE.fullmatch(name.name))
+    elif isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "qrl":
+        yield from (f"{node.module}.{name.name}" for name in node.names)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _MODULE.fullmatch(node.value):
+        yield node.value
+    for child in ast.iter_child_nodes(node):
+        yield from _modules(child)

@@ -1,0 +1,179 @@
+"""A key changes with everything that can change a result, and with nothing else."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import qrl
+from qrl import recipe
+from qrl.tracking import keys, sources
+
+PACKAGE = Path(qrl.__file__).parent
+STEPS = ("train", "merge", "quantize", "evaluate", "diagnose", "compare")
+
+
+def test_a_key_changes_with_everything_that_matters_and_nothing_else(tmp_path, monkeypatch):
+    tiny, longer = recipe.load("tiny"), recipe.load("tiny", {"train.steps": "17"})
+    (tmp_path / "train.jsonl").write_text("{}")
+    other_data = recipe.load("tiny", {"data": str(tmp_path)})
+    made = [keys.trained(tiny, "a", "cpu") for _ in range(2)]
+    made += [keys.trained(longer, "a", "cpu"), keys.trained(tiny, "b", "cpu"), keys.trained(tiny, "a", "cuda")]
+    made += [keys.trained(other_data, "a", "cpu"), keys.trained(tiny, "a", "cpu", processes=2)]
+    made += [keys.merged(tiny, "a", "b", "cpu"), keys.comparison(tiny, ["a"]), keys.comparison(tiny, ["b"])]
+    made += [keys.cell(tiny, *cell, "d", "cpu") for cell in (("base", "full"), ("grpo", "full"), ("base", "nf4"))]
+    vllm = recipe.load("tiny", {"evaluate.engine": "vllm"})
+    made += [keys.cell(vllm, "base", "full", "d", device) for device in ("cpu", "cuda")]
+    monkeypatch.setattr(sources, "digest", lambda step: "other sources")
+    made += [keys.trained(tiny, "a", "cpu")]
+    assert len(set(made)) == len(made) - 1 and made[0] == made[1]
+
+
+def test_a_changed_environment_file_changes_the_key(tmp_path, monkeypatch):
+    before = evaluated()
+    monkeypatch.setattr(keys, "VLLM", {"cpu": tmp_path / "conda.yaml"})
+    for pins in ("dependencies: []", "dependencies: [vllm]"):
+        (tmp_path / "conda.yaml").write_text(pins)
+        before, former = evaluated(evaluate__engine="vllm"), before
+        assert before != former
+
+
+# settings
+
+
+def trained(recipe_name: str = "tiny", teacher: str | None = None, **overrides: str) -> str:
+    changed = {key.replace("__", "."): text for key, text in overrides.items()}
+    return keys.trained(recipe.load(recipe_name, changed), "digest", "cpu", teacher=teacher)
+
+
+def evaluated(**overrides: str) -> str:
+    changed = {key.replace("__", "."): text for key, text in overrides.items()}
+    return keys.cell(recipe.load("tiny", changed), "base", "full", "digest", "cpu")
+
+
+def test_addresses_names_and_settings_of_other_steps_are_in_no_key():
+    free = {
+        "registered_name": "mine",
+        "model": "elsewhere",
+        "device": "cpu",
+        "evaluate__n": "7",
+        "promote__max_loss": "1",
+    }
+    assert trained() == trained(**free)
+    assert evaluated() == evaluated(registered_name="mine", train__steps="3", benchmark__rounds="9")
+    for setting in ({"task": "gsm8k"}, {"prompt": "boxed"}, {"seed": "1"}):
+        assert trained() != trained(**setting) and evaluated() != evaluated(**setting)
+
+
+def test_the_temperature_of_greedy_answers_is_in_no_key():
+    assert evaluated() == evaluated(evaluate__temperature="0.5")
+    sampled = evaluated(evaluate__samples="2")
+    assert evaluated() != sampled != evaluated(evaluate__samples="2", evaluate__temperature="0.5")
+
+
+def test_the_memory_of_an_engine_that_answers_is_in_no_key():
+    assert evaluated() == evaluated(evaluate__gpu_memory_utilization="0.5")
+    assert evaluated() != evaluated(evaluate__batch_size="7")
+
+
+def test_thresholds_that_only_warn_are_in_no_key_and_probes_always_are():
+    for threshold in ({"watch__window": "9"}, {"watch__max_truncation": "0.1"}, {"watch__max_reference_kl": "0.1"}):
+        assert trained() == trained(**threshold)
+        assert trained(watch__stop="entropy") != trained(watch__stop="entropy", **threshold)
+    assert len({trained(), trained(watch__stop="entropy"), trained(watch__probe_every="2")}) == 3
+
+
+def test_settings_of_an_engine_that_does_not_run_are_in_no_key():
+    for setting in ({"rollout__sleep": "off"}, {"rollout__max_engine_kl": "0.5"}, {"rollout__is_correction": "none"}):
+        assert trained() == trained(**setting)
+    for name in recipe.Rollout.model_fields:
+        assert (f"rollout.{name}" in recipe.load("tiny").key_settings("rollout")) is (name == "engine")
+
+
+def test_where_a_server_listens_is_in_no_key():
+    covered = recipe.load("tiny", {"rollout.engine": "vllm"}).key_settings("rollout")
+    assert {f"rollout.{name}" for name in recipe.Rollout.model_fields} - set(covered) == {
+        "rollout.server",
+        "rollout.server_timeout_s",
+        "rollout.server_group_port",
+    }
+
+
+def test_a_teacher_counts_by_its_digest_and_not_by_its_address():
+    assert trained(teacher="a", train__teacher="one") == trained(teacher="a", train__teacher="other")
+    assert trained(teacher="a", train__teacher="one") != trained(teacher="b", train__teacher="one")
+
+
+def test_a_scheme_is_stored_alike_whichever_other_schemes_a_study_has():
+    one, both = (recipe.load("tiny", {"quantize.schemes": schemes}) for schemes in ("nf4", "nf4,awq"))
+    assert keys.quantized(one, "nf4", "digest", "cpu") == keys.quantized(both, "nf4", "digest", "cpu")
+    assert "quantize.schemes" not in both.key_settings("quantize")
+
+
+# sources
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A copy of the package that a test may change."""
+    return shutil.copytree(PACKAGE, tmp_path / "qrl", ignore=shutil.ignore_patterns("__pycache__", "model"))
+
+
+def digests(package: Path) -> dict[str, str]:
+    return {step: sources.digest(step, package) for step in STEPS}
+
+
+def change(file: Path, former: str, present: str) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert former in text, f"{file} has changed: choose another line"
+    file.write_text(text.replace(former, present, 1), encoding="utf-8")
+
+
+def test_a_copy_of_the_package_has_the_same_digests(package):
+    assert digests(package) == digests(PACKAGE)
+
+
+def test_comments_docstrings_layout_figures_and_markdown_change_no_key(package):
+    before = digests(package)
+    reward = package / "train" / "reward.py"
+    change(reward, '"""', '"""Another beginning. ')  # the module's docstring
+    change(reward, "\ndef ", "\n# a comment\n\n\n\ndef ")
+    reward.write_text(reward.read_text() + "\n\n# the end\n")
+    change(package / "train" / "README.md", "#", "# Another title:")
+    change(package / "figures" / "canvas.py", "\nimport", "\nANOTHER = 1\nimport")
+    change(package / "tracking" / "runs.py", "_SYSTEM_METRICS_EVERY = 5", "_SYSTEM_METRICS_EVERY = 6")
+    assert digests(package) == before
+
+
+@pytest.mark.parametrize(
+    ("file", "steps"),
+    [
+        ("train/grpo.py", {"train", "merge"}),
+        ("steps/train.py", {"train", "merge"}),
+        ("quantize/settings.py", {"quantize"}),
+        ("compare/outcomes.py", {"compare"}),
+        ("diagnose/weights.py", {"diagnose"}),
+        ("evaluate/cells.py", {"evaluate"}),
+        ("names.py", set(STEPS)),
+    ],
+)
+def test_a_changed_number_changes_the_keys_of_the_steps_that_it_can_change(package, file, steps):
+    before = digests(package)
+    path = package / file
+    path.write_text(path.read_text(encoding="utf-8") + "\nADDED = 1\n", encoding="utf-8")
+    added = digests(package)
+    assert {step for step in STEPS if added[step] != before[step]} == steps
+    change(path, "ADDED = 1", "ADDED = 2")
+    assert {step for step, digest in digests(package).items() if digest != added[step]} == steps
+
+
+def test_data_beside_a_source_counts_byte_by_byte(package):
+    before = digests(package)
+    (package / "train" / "template.jinja").write_text("{{ question }}")
+    assert {step for step, digest in digests(package).items() if digest != before[step]} == {"train", "merge"}
+
+
+def test_sources_are_found_through_late_imports_and_modules_named_in_strings():
+    found = {file.relative_to(PACKAGE).as_posix() for file in sources.files("evaluate")}
+    assert {"names.py", "evaluate/cells.py", "engine/vllm.py", "tasks/math/judge.py"} <= found
+    assert not any(name.startswith(("train/", "tracking/", "cli", "figures")) or name.endswith(".md") for name in found)
