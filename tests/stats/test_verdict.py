@@ -55,7 +55,7 @@ def test_a_margin_of_ones_own_and_the_least_one():
 def test_where_nothing_was_gained_nothing_survives(survival):
     found = verdict(survival, gain=0.015)
     assert found.verdict == "inconclusive"
-    assert "no gain, nothing to survive" in found.reason and "[" in found.reason
+    assert "nothing to survive" in found.reason and "[" in found.reason
     assert found.p_value is None
     assert verdict(survival, gain=-0.01).n_to_decide is None
 
@@ -63,7 +63,7 @@ def test_where_nothing_was_gained_nothing_survives(survival):
 def test_a_gain_within_the_margin_cannot_be_said_to_survive():
     """A gain of 0.008 that is lost whole leaves gain survival at −0.008, above −0.02."""
     found = verdict(-0.008, stderr=0.002, gain=0.008, gain_stderr=0.002)
-    assert found.verdict == "inconclusive" and "losing all of it would pass for survival" in found.reason
+    assert found.verdict == "inconclusive" and "losing all of it" in found.reason
     assert verdict(-0.05, stderr=0.002, gain=0.008, gain_stderr=0.002).verdict == "lost"
     assert verdict(0.0, stderr=0.002, gain=0.03, gain_stderr=0.002, margin=0.03).verdict == "inconclusive"
 
