@@ -1,5 +1,7 @@
 """The names that others rely on, written once: variants, schemes, stages, metrics, tags, artifacts."""
 
+from collections.abc import Iterable
+
 # Variants: which training made the weights.
 BASE, GRPO = "base", "grpo"
 QAD_PREFIX = "qad-"  # distilled on-policy into such linears
@@ -83,6 +85,8 @@ SECONDS = "step/seconds"  # logged by a step that ends well, and by no other
 # How a cell came to be, in its rows and its model's params: cells that differ in one of these are never subtracted.
 ENGINE = "engine"  # what answered
 SETTINGS = "settings_digest"  # sha256 over a scheme's settings, libraries and calibration questions
+DTYPE = "dtype"  # of activations; tables show `full` with it
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def pass_at(k: int) -> str:
@@ -105,6 +109,18 @@ FIGURES = "figures"
 def scheme(label: str) -> str:
     """Return the present name of a scheme: stores and files of earlier versions say `fp16` for `full`."""
     return _FORMER.get(label, label)
+
+
+def shown(scheme: str, dtypes: Iterable[object]) -> str:
+    """Return a scheme as tables show it: `full (bf16)` if all its answers were computed in one dtype.
+
+    Args:
+        scheme: as cells are labelled.
+        dtypes: of the answers, torch's names; anything but one name leaves the scheme as it is.
+    """
+    distinct = set(dtypes)
+    dtype = distinct.pop() if len(distinct) == 1 else None
+    return f"{scheme} ({_SHORT.get(dtype, dtype)})" if scheme == FULL and isinstance(dtype, str) and dtype else scheme
 
 
 def cell_name(variant: str, scheme: str) -> str:

@@ -54,6 +54,7 @@ def methods(launcher: Launcher, outcome: Outcome, seeds: tuple[int, ...], second
         seconds: that the study took.
     """
     from qrl.compare import ranking as room
+    from qrl.steps.compare import write_methods
     from qrl.tracking import cells
 
     failed = list(outcome.failed)
@@ -71,7 +72,7 @@ def methods(launcher: Launcher, outcome: Outcome, seeds: tuple[int, ...], second
         if each
     ]
     with workspace(f"methods-{launcher.run_id}") as work:
-        text = room.write(found, work, convergence, failed)
+        text = write_methods(found, work, convergence, failed)
         frame.to_parquet(work / names.QUESTIONS)
         contents.log_folder(work)
     contents.log_scores(room.metrics(found) | {"study/seconds": seconds})

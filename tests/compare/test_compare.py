@@ -12,6 +12,7 @@ import scipy.stats
 import qrl
 from qrl import compare
 from qrl.errors import BadInput
+from qrl.steps import compare as steps
 
 SEED_000 = {"n": 100, "base": {"full": 68, "nf4": 65, "awq": 58}, "grpo": {"full": 72, "nf4": 68, "awq": 67}}
 RATES = {
@@ -143,10 +144,10 @@ def test_a_claim_that_holm_does_not_bear_out_is_marked():
     assert (nf4.verdict.verdict, awq.verdict.verdict) == ("survives", "inconclusive")
     assert nf4.verdict.p_value < 0.05 < nf4.p_holm == pytest.approx(2 * nf4.verdict.p_value)
     assert nf4.holds_together is False and awq.holds_together is None
-    assert found.markdown().count("corrected for the other schemes it does not") == 1
+    assert found.markdown().count("but not after Holm's correction") == 1
     assert found.table_json()["nf4"]["holds_after_holm"] is False
     alone = compare.from_counts({"n": 1000, "base": {"full": 600, "nf4": 600}, "grpo": {"full": 750, "nf4": 728}})
-    assert alone.row("nf4").holds_together is True and "it does not" not in alone.markdown()
+    assert alone.row("nf4").holds_together is True and "but not after Holm's correction" not in alone.markdown()
 
 
 def test_the_t_test_and_the_bootstrap_stand_beside_the_closed_form(frame, comparison):
@@ -160,7 +161,7 @@ def test_the_t_test_and_the_bootstrap_stand_beside_the_closed_form(frame, compar
         for end in ("low", "high"):
             assert entry["bootstrap"][name][end] == pytest.approx(entry[name][end], abs=0.15 * entry[name]["stderr"])
     said = re.search(
-        r"A paired bootstrap over questions \(10,000 resamples, seeded\) puts every end within (0\.\d+) of these intervals",
+        r"A paired bootstrap over questions \(10,000 resamples, seeded\) agrees .* within (0\.\d+)\.",
         comparison.markdown(),
     )
     ends = [
@@ -229,7 +230,7 @@ def test_a_file_comes_back_as_it_went(frame, comparison, tmp_path):
 
 
 def test_write_leaves_tables_and_figures_and_nothing_else(comparison, tmp_path):
-    compare.write(comparison, tmp_path / "new" / "out")
+    steps.write(comparison, tmp_path / "new" / "out")
     files = {
         str(path.relative_to(tmp_path / "new" / "out"))
         for path in (tmp_path / "new" / "out").rglob("*")
@@ -239,7 +240,7 @@ def test_write_leaves_tables_and_figures_and_nothing_else(comparison, tmp_path):
     assert json.loads((tmp_path / "new/out/table.json").read_text()) == comparison.table_json()
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="cannot be written"):
-        compare.write(comparison, tmp_path / "file" / "out")
+        steps.write(comparison, tmp_path / "file" / "out")
 
 
 @pytest.mark.parametrize(
@@ -253,12 +254,12 @@ def test_write_leaves_tables_and_figures_and_nothing_else(comparison, tmp_path):
         (lambda f: f.assign(correct=f["correct"].where(f.index > 0)), "'correct' has 1 empty"),
         (lambda f: pd.concat([f, f.head(1)]), "more than once"),
         (lambda f: f.iloc[1:], "lacks 1 of 20 questions, 'q0'"),
-        (lambda f: f[f["scheme"] != "full"], "name the full-precision scheme so"),
+        (lambda f: f[f["scheme"] != "full"], "measured from 'full'"),
         (lambda f: f[f["variant"] == "base"], "only variant"),
-        (lambda f: f[f["variant"] == "grpo"], "name the untrained variant so"),
+        (lambda f: f[f["variant"] == "grpo"], "measured from 'base'"),
         (lambda f: f[(f["variant"] == "base") | (f["scheme"] != "awq")], "Cell grpo · awq is missing"),
         (lambda f: f[f["question"] == "q0"], "There is 1 question"),
-        (lambda f: f.assign(scheme=f["scheme"].replace("awq", "a|q")), "'a|q' is no label"),
+        (lambda f: f.assign(scheme=f["scheme"].replace("awq", "a|q")), "'a|q' is not a valid label"),
         (lambda f: f.assign(cluster=f.index % 3), "has no single cluster"),
         (lambda f: f.assign(cluster="all"), "All questions are in one cluster"),
         (lambda f: f.assign(cluster=[[1, 2]] * len(f)), "The column 'cluster' holds"),

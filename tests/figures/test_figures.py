@@ -14,6 +14,7 @@ from qrl import compare, figures, plan
 from qrl.figures import canvas, comparison, heatmaps, rewards
 from qrl.figures import divergence as of_behaviour
 from qrl.figures import weights as of_weights
+from qrl.steps import compare as steps_compare
 
 COUNTS = {"n": 1000, "base": {"full": 680, "nf4": 650, "awq": 580}, "grpo": {"full": 820, "nf4": 780, "awq": 600}}
 
@@ -135,7 +136,7 @@ def test_the_page_needs_nothing_else_and_holds_the_numbers(tmp_path):
 
 def test_the_report_of_a_study_holds_all_of_it(tmp_path):
     found = compare.from_counts(COUNTS | {"my own": COUNTS["grpo"]})
-    compare.write(found, tmp_path)
+    steps_compare.write(found, tmp_path)
     table = json.loads((tmp_path / "table.json").read_text())
     history = pd.DataFrame({"step": range(1, 17), "reward": np.linspace(0.5, 0.9, 16), "entropy": 0.5, "kl": np.nan})
     figures.report(table, found.sentence(), history, measured(), stored(), said(), tmp_path / "report.html")
@@ -269,11 +270,8 @@ def test_titles_say_what_the_numbers_say():
         "a and b",
         "a, b and c",
     ]
-    assert (
-        comparison._survival_found([row for row in found.rows if row.verdict], False)
-        == "The gain survives nf4; it is lost under awq"
-    )
-    assert comparison._gain_found("grpo", found.row("full").delta).startswith("grpo gains +0.140 [")
+    assert comparison._survival_title(found.judged(), False) == "The gain survives nf4; it is lost under awq"
+    assert comparison._gain_title("grpo", found.row("full").delta).startswith("grpo gains +0.140 [")
     assert (
         "loses 1.575 % of the weights' energy after training, 5 % more than before it (1.5 %)"
         in of_weights._error_found(weights(1.05), ["base", "grpo"])

@@ -192,7 +192,7 @@ def test_pass_at_k_is_unbiased(rng):
 
 
 def test_pass_at_more_than_was_sampled_is_refused():
-    with pytest.raises(ValueError, match="pass@3 .* 2 samples"):
+    with pytest.raises(ValueError, match=r"pass@3 .* 2 samples"):
         stats.pass_at(3, [1], 2)
     with pytest.raises(ValueError, match="expected 0 to 2"):
         stats.pass_at(1, [3], 2)
