@@ -14,13 +14,13 @@ GROUPS = ("subject", "level")
 
 
 def markdown(frame: pd.DataFrame) -> str:
-    """Return a table per kind of group: a row per group, a column per cell, each rate with its 95 % interval and n.
+    """Return a table per kind of group: a row per group, a column per cell, rates with 95 % interval and n.
 
     Several samples or training seeds are averaged per question; the intervals then cover question sampling only.
 
     Args:
-        frame: a row per cell and question, with variant, scheme, question and correct (0/1), and optionally subject, level
-            and dtype.
+        frame: a row per cell and question, with variant, scheme, question and correct (0/1), and optionally subject,
+            level and dtype.
 
     Returns:
         Markdown; empty if no question has a subject or level.
@@ -30,14 +30,15 @@ def markdown(frame: pd.DataFrame) -> str:
 
 
 def _table(frame: pd.DataFrame, kind: str) -> list[str]:
-    cells = {(variant, scheme): rows for (variant, scheme), rows in frame.groupby(["variant", "scheme"], sort=False)}
+    known = frame[frame[kind].notna()]
+    cells = dict(iter(known.groupby(["variant", "scheme"], sort=False)))
     head = [
         names.cell_name(variant, names.shown(scheme, rows.get(names.DTYPE, ())))
         for (variant, scheme), rows in cells.items()
     ]
     body = [
         (f"{group:g}" if kind == "level" else group, *(_rate(rows[rows[kind] == group]) for rows in cells.values()))
-        for group in sorted(frame[kind].dropna().unique())
+        for group in sorted(known[kind].unique())
     ]
     return table((kind, *head), body)
 
