@@ -68,12 +68,12 @@ def test_seed_000_from_counts():
 def test_the_readmes_worked_example_is_what_is_printed():
     from pathlib import Path
 
-    text, found = (Path(qrl.__file__).parents[1] / "README.md").read_text(), compare.from_counts(SEED_000)
+    text, found = (Path(compare.__file__).parent / "README.md").read_text(), compare.from_counts(SEED_000)
     assert json.dumps(SEED_000) in text
     for line in found.markdown().splitlines():
         if line.startswith("| ") and "unpaired" in line:
             assert line.replace(" unpaired |", "") in text
-    assert f"change of the gain of {found.row('nf4').verdict.smallest_effect:.3f} four times in five" in " ".join(
+    assert f"change of the gain of {found.row('nf4').verdict.smallest_effect:.3f} with 80 % power" in " ".join(
         text.split()
     )
 
