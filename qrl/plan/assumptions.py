@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike
 from qrl.errors import BadInput
 from qrl.stats.verdict import CEILING, FLOOR, default_margin
 
-# Defaults. Accuracy and gain are the seed study's (68 of 100, and about its gain); the correlations are conservative beside
-# those of qrl-tiny's seed 0, 0.23 and 0.92.
+# Defaults. Accuracy and gain are the seed study's (68 of 100, and about its gain); the correlations are conservative
+# compared with those of qrl-tiny's seed 0, 0.23 and 0.92.
 BASE_ACCURACY, GAIN, DROP, CORRELATION, SCHEME_CORRELATION = 0.68, 0.05, 0.01, 0.2, 0.7
 
 
@@ -90,13 +90,13 @@ class Assumptions:
         return np.kron(of_scheme, of_training) * np.outer(sd, sd)
 
     def moments(self) -> np.ndarray:
-        """Return the (3, 3) covariance, per question, of gain, gain survival, and gain kept (survival + half the gain)."""
+        """Return the (3, 3) covariance, per question, of gain, gain survival and gain kept (survival + gain / 2)."""
         weights = np.array([[-1, 1, 0, 0], [1, -1, -1, 1], [0.5, -0.5, -1, 1]])
         return weights @ self.covariance() @ weights.T
 
 
 def _correlation(name: str, value: float | None, default: float, a: float, b: float) -> float:
-    """Return the correlation, checked against the largest that outcomes with rates a and b can have; None: the default."""
+    """Return the correlation, or its default, checked against the largest that rates a and b allow."""
     largest = largest_correlation(a, b)
     value = min(default, 0.99 * largest) if value is None else value
     why = f"outcomes with these accuracies cannot be correlated by more than {largest:.3f}"

@@ -76,7 +76,7 @@ def chance_decided(assumed: Assumptions, n: int, seeds: int = 1, *, verdict: str
 def _bound(
     assumed: Assumptions, n: int, seeds: int, gain: np.ndarray, margin: np.ndarray, regime: str, sign: float
 ) -> np.ndarray:
-    """Return (GRID, NODES) how large estimated gain survival must be for the verdict: the inverse of `verdict._against`.
+    """Return (GRID, NODES) the estimated gain survival that gives the verdict: the inverse of `verdict._against`.
 
     Args:
         gain, margin: (GRID, 1) as estimated.

@@ -200,6 +200,31 @@ def test_more_variants_and_labels_of_ones_own():
     assert found.sentence().count("For mine, ") == 2
 
 
+def test_full_is_shown_with_the_dtype_it_was_computed_in_and_called_full_everywhere_else(frame, comparison):
+    named = compare.from_questions(frame.assign(dtype="bfloat16"))
+    table = named.table_json()
+    assert list(table) == ["full", "nf4", "awq"] and named.metrics() == comparison.metrics()
+    assert [entry["label"] for entry in table.values()] == ["full (bf16)", "nf4", "awq"]
+    assert "| full (bf16) | 0." in named.markdown() and "| scheme − full (bf16) |" in named.markdown()
+    assert "full (" not in comparison.markdown() and comparison.table_json()["full"]["label"] == "full"
+    for mixed in (
+        frame["variant"].map({"base": "float32", "grpo": "float16"}),
+        frame["variant"].map({"base": "float32"}),
+    ):
+        assert compare.from_questions(frame.assign(dtype=mixed)).shown("full") == "full"
+    quantized = frame["scheme"].map({"full": "float32", "nf4": "float16", "awq": "float16"})
+    assert compare.from_questions(frame.assign(dtype=quantized)).shown("full") == "full (fp32)"
+
+
+def test_gain_survival_is_a_difference_of_two_gains(comparison):
+    cells = comparison.cells
+    found = compare.gain_survival(
+        lambda weights: sum(w * cells[cell].estimate for cell, w in weights.items()), "grpo", "nf4"
+    )
+    assert found == pytest.approx(comparison.row("nf4").gain_survival.estimate)
+    assert found == pytest.approx(comparison.row("nf4").delta.estimate - comparison.row("full").delta.estimate)
+
+
 def test_full_precision_alone_has_a_gain_but_no_survival():
     found = compare.from_counts({"n": 100, "base": {"full": 60}, "grpo": {"full": 80}})
     assert "gain survival is not defined" in found.sentence() and "[" in found.sentence()

@@ -39,6 +39,12 @@ def test_methods_need_no_common_scheme_and_stand_best_first_with_paired_interval
     assert "n = 400 held-out questions, one training run each" in text
 
 
+def test_full_is_shown_with_its_dtype_where_rows_name_one():
+    text = ranking.markdown(ranking.measure(frame().assign(dtype="float32")))
+    assert "| grpo | full (fp32) |" in text and "method − grpo · full (fp32)" in text and "| nf4 |" in text
+    assert "full (" not in ranking.markdown(ranking.measure(frame()))
+
+
 def test_several_training_runs_are_a_random_effect():
     one, three = (
         ranking.markdown(ranking.measure(frame())),
