@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pandas as pd
 
 from qrl import names
@@ -27,7 +30,7 @@ def check(frame: pd.DataFrame) -> None:
     cells = frame[["variant", "scheme"]].assign(settings=frame[names.SETTINGS].fillna("").astype(str), seed=seeds)
     cells = cells.drop_duplicates()
     is_base = cells["variant"] == names.BASE
-    for (scheme, seed), trained in cells[~is_base].groupby(["scheme", "seed"]):
+    for (scheme, seed), trained in parts(pd.DataFrame(cells[~is_base]), ["scheme", "seed"]):
         base = cells[is_base & (cells["scheme"] == scheme)]
         own = base[base["seed"] == seed]
         if len(set(trained["settings"]) | set((own if len(own) else base)["settings"])) > 1:
@@ -59,7 +62,12 @@ def engine(frame: pd.DataFrame) -> str:
             f"The cells were answered by different engines ({', '.join(engines)}) with different arithmetic, so they "
             "cannot be compared: evaluate all of them with one evaluate.engine."
         )
-    return max(engines, key=len, default="") if frame[names.ENGINE].notna().all() else ""
+    return max(engines, key=len, default="") if bool(frame[names.ENGINE].notna().all()) else ""
+
+
+def parts(frame: pd.DataFrame, columns: list[str]) -> Iterator[tuple[Any, pd.DataFrame]]:
+    """Yield the values of these columns, and the rows that have them."""
+    yield from frame.groupby(columns)
 
 
 def full_with_dtype(frame: pd.DataFrame) -> str:

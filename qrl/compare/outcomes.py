@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
 
+from qrl.compare.compatibility import parts
 from qrl.compare.validate import LABEL, LABEL_RULE, check_grid, checked, quoted
 from qrl.errors import BadInput
 from qrl.names import BASE, cell_name
@@ -53,7 +55,7 @@ def outcomes(frame: pd.DataFrame) -> Outcomes:
         BadInput: the cells are not comparable.
     """
     table = checked(frame)
-    check_grid(dict.fromkeys(zip(table["variant"], table["scheme"], strict=True)), table["question"].nunique())
+    check_grid(dict.fromkeys(zip(table["variant"], table["scheme"], strict=True)), len(set(table["question"])))
     counted = table.groupby([*CELL, "seed", "question"], sort=True)["correct"].agg(["mean", "size"]).reset_index()
     samples = _samples(counted)
     runs = _runs(counted)
@@ -73,8 +75,8 @@ def outcomes(frame: pd.DataFrame) -> Outcomes:
 def _samples(counted: pd.DataFrame) -> dict[tuple[str, str], int]:
     """Return each cell's answers per question, the same for all its questions."""
     samples = {}
-    for (variant, scheme), part in counted.groupby(CELL):
-        most = int(part["size"].max())
+    for (variant, scheme), part in parts(counted, CELL):
+        most = max(part["size"])
         short = part[part["size"] != most]
         if len(short):
             row = short.iloc[0]
@@ -88,8 +90,8 @@ def _samples(counted: pd.DataFrame) -> dict[tuple[str, str], int]:
 
 def _runs(counted: pd.DataFrame) -> tuple[str, ...]:
     """Return the seeds of the trained variants, the same in each of their cells; one empty label if there are none."""
-    trained = counted[counted["variant"] != BASE]
-    by_cell = {cell: set(part["seed"]) for cell, part in trained.groupby(CELL)}
+    trained = pd.DataFrame(counted[counted["variant"] != BASE])
+    by_cell = {cell: set(part["seed"]) for cell, part in parts(trained, CELL)}
     every = set().union(*by_cell.values())
     for cell, seeds in by_cell.items():
         if "" in seeds and len(every) > 1:
@@ -111,27 +113,28 @@ def _runs(counted: pd.DataFrame) -> tuple[str, ...]:
 
 def _differing(counted: pd.DataFrame) -> dict[tuple[str, str], int]:
     of_base = counted[counted["variant"] == BASE]
-    differs = of_base.groupby([*CELL, "question"])["mean"].nunique() > 1
-    return {cell: int(count) for cell, count in differs.groupby(CELL).sum().items() if count}
+    ends = of_base.groupby([*CELL, "question"])["mean"].agg(["min", "max"])
+    differing = pd.DataFrame(ends[ends["min"] != ends["max"]]).index
+    return dict(Counter(zip(*(differing.get_level_values(column) for column in CELL), strict=True)))
 
 
 def _wide(counted: pd.DataFrame, run: str) -> pd.DataFrame:
     """Return one run's outcomes: a row per question, a column per cell, all cells on the same questions."""
-    own = counted[counted["seed"] == run]
-    parts = [own]
-    for scheme, base in counted[counted["variant"] == BASE].groupby("scheme"):
+    rows = [pd.DataFrame(counted[counted["seed"] == run])]
+    questions = list(rows[0]["question"])
+    for _, base in parts(pd.DataFrame(counted[counted["variant"] == BASE]), ["scheme"]):
         if run not in set(base["seed"]):
-            others = base[base["question"].isin(own["question"])]
-            others = others.drop_duplicates("question")  # sorted: rows without a seed come first
-            parts.append(others.assign(variant=BASE, scheme=scheme))
-    wide = pd.concat(parts).pivot(index="question", columns=CELL, values="mean")
-    wide = wide.reindex(columns=pd.MultiIndex.from_frame(counted[CELL].drop_duplicates())).sort_index()
-    gaps = wide.isna().sum()
+            others = pd.DataFrame(base[base["question"].isin(questions)])
+            rows.append(others.drop_duplicates(["question"]))  # sorted: rows without a seed come first
+    wide = pd.concat(rows).pivot(index="question", columns=CELL, values="mean")
+    cells = pd.MultiIndex.from_frame(pd.DataFrame(counted[CELL]).drop_duplicates())
+    wide = wide.reindex(columns=cells).sort_index()
+    gaps = wide.isna().to_numpy()  # (questions, cells)
     if gaps.any():
-        cell = gaps.idxmax()
-        question = wide.index[wide[cell].isna()][0]
+        worst = int(gaps.sum(axis=0).argmax())
+        cell, question = cells[worst], wide.index[int(gaps[:, worst].argmax())]
         raise BadInput(
-            f"Cell {cell_name(*cell)} lacks {gaps.max()} of {len(wide)} "
+            f"Cell {cell_name(*cell)} lacks {gaps[:, worst].sum()} of {len(wide)} "
             f"questions{f' under seed {run}' if run else ''}, "
             f"'{question}' first: cells are compared on the same questions only."
         )
@@ -141,16 +144,16 @@ def _wide(counted: pd.DataFrame, run: str) -> pd.DataFrame:
 def _groups(table: pd.DataFrame, questions: list[pd.Index]) -> tuple[tuple[np.ndarray, ...], int | None]:
     """Return a number for each question of each run, or for its cluster; and how many clusters there are."""
     every = pd.Index(sorted(set().union(*questions)))
-    if "cluster" not in table or table["cluster"].isna().all():
+    if "cluster" not in table or bool(table["cluster"].isna().all()):
         return tuple(every.get_indexer(run) for run in questions), None
-    labels = table.groupby("question")["cluster"].agg(["nunique", "first", "size", "count"])
-    broken = labels[(labels["nunique"] != 1) | (labels["size"] != labels["count"])]
+    labels = pd.DataFrame(table.groupby("question")["cluster"].agg(["nunique", "first", "size", "count"]))
+    broken = pd.DataFrame(labels[(labels["nunique"] != 1) | (labels["size"] != labels["count"])])
     if len(broken):
         raise BadInput(
             f"Question '{broken.index[0]}' has no single cluster: "
             "each question belongs to one group, the same in every cell."
         )
-    if labels["first"].nunique() < 2:
+    if len(set(labels["first"])) < 2:
         raise BadInput(
             "All questions are in one cluster, which gives no error bar: drop the column, or name the real groups."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ def read_questions(path: str | Path) -> pd.DataFrame:
         BadInput: the file is missing, or is not in the format that its name says.
     """
     path = Path(path)
-    labels = dict.fromkeys(("variant", "scheme", "question", "cluster", "seed"), str)
+    labels: dict[Hashable, type[str]] = dict.fromkeys(("variant", "scheme", "question", "cluster", "seed"), str)
     readers = {
         ".parquet": pd.read_parquet,
         ".csv": lambda file: pd.read_csv(file, dtype=labels),

@@ -25,10 +25,10 @@ def sections(comparison: Comparison) -> list[str]:
 def _alone(comparison: Comparison, rows: list[Row]) -> list[str]:
     body = []
     for row in rows:
-        runs, survival = row.delta.runs, row.gain_survival.runs if row.gain_survival else None
-        for i, label in enumerate(comparison.runs if runs else ()):
-            delta, survived = runs.values[i], interval(survival.values[i]) if survival else "not defined"
-            body.append((comparison.shown(row.scheme), label, str(delta.n), interval(delta), survived))
+        survival = row.gain_survival.runs.values if row.gain_survival and row.gain_survival.runs else ()
+        for i, delta in enumerate(row.delta.runs.values if row.delta.runs else ()):
+            survived = interval(survival[i]) if survival else "not defined"
+            body.append((comparison.shown(row.scheme), comparison.runs[i], str(delta.n), interval(delta), survived))
     return table(("scheme", "seed", "n", "delta", "gain survival"), body)
 
 

@@ -76,7 +76,7 @@ def check_columns(frame: pd.DataFrame) -> None:
                 "or number: write it as text."
             )
     for column in COLUMNS:
-        if empty := int(frame[column].isna().sum()):
+        if empty := np.count_nonzero(frame[column].isna()):
             raise BadInput(f"The column '{column}' has {empty} empty values: every row needs {quoted(COLUMNS)}.")
 
 
@@ -92,14 +92,14 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
         raise BadInput(
             f"'correct' is {wrong[0]!r} in {len(wrong)} row(s), but must be 0 or 1: grade the completions first."
         )
-    table = frame[[column for column in (*COLUMNS, "cluster", "sample") if column in frame]].copy()
+    table = frame.filter(items=[*COLUMNS, "cluster", "sample"]).copy()
     for column in ("variant", "scheme", "question"):
         table[column] = table[column].astype(str)
     compatibility.check(frame)
     table["correct"] = table["correct"].astype(float)
-    table["seed"] = _seed_labels(frame["seed"]) if "seed" in frame else ""
+    table["seed"] = _seed_labels(pd.Series(frame["seed"])) if "seed" in frame else ""
     key = [column for column in ("variant", "scheme", "seed", "question", "sample") if column in table]
-    twice = table[table.duplicated(key)]
+    twice = pd.DataFrame(table[table.duplicated(subset=key)])
     if len(twice):
         row = twice.iloc[0]
         raise BadInput(
@@ -113,7 +113,7 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _seed_labels(seeds: pd.Series) -> pd.Series:
     """Return seeds as text; whole numbers stay whole even if empty values made the column float."""
-    numbers = pd.to_numeric(seeds, errors="coerce").astype(float)
+    numbers = pd.Series(pd.to_numeric(seeds, errors="coerce"), dtype=float)
     whole = (numbers.abs() < 2**53) & (numbers % 1 == 0)
     integers = numbers.where(whole, 0).astype("int64")
     text = seeds.astype(object).where(~whole, integers).where(seeds.notna(), "").astype(str)
