@@ -35,7 +35,7 @@ def check(frame: pd.DataFrame) -> None:
         own = base[base["seed"] == seed]
         if len(set(trained["settings"]) | set((own if len(own) else base)["settings"])) > 1:
             raise BadInput(
-                f"The cells of scheme {scheme}{f' and seed {seed}' if seed else ''} were not quantized in the same "
+                f"The cells of scheme {scheme}{f' and seed {seed}' if seed else ''} were not stored in the same "
                 "way: "
                 "settings, libraries or calibration questions differ, or are unknown for one of them, so their "
                 "difference "

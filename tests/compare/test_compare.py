@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 import scipy.stats
 
-import qrl
 from qrl import compare
 from qrl.errors import BadInput
 from qrl.steps import compare as steps

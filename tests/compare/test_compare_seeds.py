@@ -144,7 +144,7 @@ def test_a_base_that_answers_otherwise_under_another_seed_is_said_to():
 
 
 def test_models_of_several_training_seeds_asked_under_one_question_seed_are_a_random_effect():
-    """As `evaluate --seed 7` writes them: `seed` is the training's, `question_seed` the questions', the base's answers lie under 7."""
+    """As `evaluate --seed 7` writes them: `seed` is the training's, `question_seed` is 7, and so is the base's seed."""
     frame = study()
     whole = compare.from_questions(frame).table_json()
     asked = frame[(frame["variant"] != "base") | (frame["seed"] == 0)].assign(question_seed=7)

@@ -8,7 +8,6 @@ import pytest
 import scipy.optimize
 from click.testing import CliRunner
 
-import qrl
 from qrl import cli, plan, stats
 from qrl.errors import BadInput
 from qrl.plan import Assumptions, power, table
@@ -18,7 +17,7 @@ PATTERNS = np.array([[i >> cell & 1 for cell in range(4)] for i in range(16)])
 
 
 def patterns(assumed):
-    """(16,) chances of a question's outcomes in the four cells, with exactly the rates and correlations that are assumed."""
+    """Return (16,) probabilities of a question's outcomes in four cells, with the assumed rates and correlations."""
     rates = assumed.base_accuracy + np.array([0, assumed.gain, 0, assumed.gain - assumed.drop])
     second = assumed.covariance() + np.outer(rates, rates)
     pairs = [(i, j) for i in range(4) for j in range(i + 1, 4)]
@@ -30,7 +29,7 @@ def patterns(assumed):
 
 
 def claimed(assumed, n, studies=1500, seed=0):
-    """Shares of simulated studies in which the gain shows, and in which each verdict is given, by `stats` and `judge`."""
+    """Return the shares of simulated studies that show the gain, and that give each verdict, by `judge` itself."""
     rng, chances = np.random.default_rng(seed), patterns(assumed)
     shares = {"shown": 0.0, "survives": 0.0, "lost": 0.0, "inconclusive": 0.0}
     for counts in rng.multinomial(n, chances, size=studies):

@@ -101,7 +101,7 @@ def test_clustered_accuracy_too(rows):
 @slow_at_first
 @given(gain=st.floats(0.02, 0.2), n=st.integers(20, 5000))
 def test_power_of_the_gain_is_the_one_sided_part_of_a_z_test(gain, n):
-    """statsmodels' z test counts both tails; a gain that shows must lie on the right side. Its df are infinite, ours n − 1."""
+    """One-sided, because a gain must be above 0; statsmodels' z test has infinite df, ours n − 1."""
     assumed = Assumptions(gain=gain, drop=0.0).checked()
     sd = math.sqrt(assumed.moments()[0, 0])
     found = power.chance_shown(assumed, n)
