@@ -35,12 +35,10 @@ def check(frame: pd.DataFrame) -> None:
         own = base[base["seed"] == seed]
         if len(set(trained["settings"]) | set((own if len(own) else base)["settings"])) > 1:
             raise BadInput(
-                f"The cells of scheme {scheme}{f' and seed {seed}' if seed else ''} were not stored in the same "
-                "way: "
+                f"The cells of scheme {scheme}{f' and seed {seed}' if seed else ''} were not stored in the same way: "
                 "settings, libraries or calibration questions differ, or are unknown for one of them, so their "
-                "difference "
-                "would not measure training alone. Quantize all variants in one "
-                "`quantize --scheme … --models base=…,grpo=…` and evaluate again."
+                "difference would not measure training alone. Quantize all variants in one `quantize --scheme … "
+                "--models base=…,grpo=…` and evaluate again."
             )
 
 

@@ -63,15 +63,13 @@ def _notes(comparison: Comparison) -> list[str]:
         "The interval of a single seed covers question sampling only. The mean treats the training run as a random "
         f"effect. {design}",
         "*between-seed sd*: standard deviation of the runs' true values (method of moments); *within-seed sd*: one "
-        "run's standard "
-        "error from its questions.",
+        "run's standard error from its questions.",
     ]
     estimates = [value for row in comparison.rows for value in (row.delta, row.gain_survival)]
     if any(value and value.runs and value.runs.between_variance < 0 for value in estimates):
         lines.append(
             "*truncated*: the runs differ less than their questions alone would explain, so the variance estimate is "
-            "set to 0; "
-            f"{seeds} seeds cannot show that it is 0."
+            f"set to 0; {seeds} seeds cannot show that it is 0."
         )
     if seeds < 5:
         freedom = "1 degree" if seeds == 2 else f"{seeds - 1} degrees"

@@ -179,8 +179,7 @@ def _differing(comparison: Comparison) -> list[str]:
     used = "averaged over the runs that have their own" if len(comparison.runs) > 1 else "taken from the first seed"
     return [
         f"The base is one model, but {names.cell_name(*cell)} answers {count} question(s) differently under another "
-        "seed; "
-        f"its answers are {used}."
+        f"seed; its answers are {used}."
         for cell, count in comparison.evidence.differing.items()
     ]
 

@@ -72,8 +72,7 @@ def check_columns(frame: pd.DataFrame) -> None:
         if nested:
             raise BadInput(
                 f"The column '{column}' holds values such as {str(nested[0])[:40]!r}, but every value must be one "
-                "label "
-                "or number: write it as text."
+                "label or number: write it as text."
             )
     for column in COLUMNS:
         if empty := np.count_nonzero(frame[column].isna()):
@@ -104,9 +103,8 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
         row = twice.iloc[0]
         raise BadInput(
             f"Cell {cell_name(row.variant, row.scheme)} answers question '{row.question}' more than once ({len(twice)} "
-            "such "
-            "rows in all): expected one row per cell and question. Mark training runs in a column 'seed', and several "
-            "answers to one question in a column 'sample'."
+            "such rows in all): expected one row per cell and question. Mark training runs in a column 'seed', and "
+            "several answers to one question in a column 'sample'."
         )
     return table
 

@@ -49,13 +49,11 @@ def summary(plan: Plan) -> str:
     if plan.verdict == "survives" and gain <= margin:
         return (
             f"No n gives `survives`: a gain of {gain:.3f} is no larger than the margin, {margin:.3f}, so losing all of "
-            "it "
-            "would count as survival. Plan for a larger gain, or set a smaller margin."
+            "it would count as survival. Plan for a larger gain, or set a smaller margin."
         )
     return (
         f"No n gives `{plan.verdict}` with a probability of {plan.power:.2f}: the spread between training runs alone "
-        "is too "
-        "wide. Plan for more seeds."
+        "is too wide. Plan for more seeds."
     )
 
 
@@ -115,8 +113,7 @@ def _assumed(plan: Plan) -> list[str]:
         f"Correlation of a question's outcomes: {a.correlation:.2f} before and after training, "
         f"{a.scheme_correlation:.2f} at full precision and quantized.",
         "Probabilities follow the rule of the verdict: the gain's 95 % interval above 0, and the one-sided 95 % bound "
-        "of "
-        "gain survival beyond −margin.",
+        "of gain survival beyond −margin.",
     ]
     if plan.rows[0].seeds == 1:
         return [*lines, "One training run: the spread between seeds is not included. See --between-seed-sd."]

@@ -1,4 +1,4 @@
-"""Several training runs: compared with analyses of variance, with definitions written out, and by simulated coverage."""
+"""Several training runs: compared with analyses of variance, definitions written out, and simulated coverage."""
 
 import math
 
