@@ -154,22 +154,21 @@ def _notes(comparison: Comparison) -> list[str]:
         pairing = "Differences are paired by question: every cell answered the same questions."
     if len(comparison.runs) == 1:
         pairing += " There is one training run, so no interval includes the variation between training seeds."
-    margin = "half the full-precision gain, and at least 0.02"
+    margin = "half the full-precision gain, at least 0.02"
     if comparison.margin is not None:
         margin = f"{comparison.margin:g}, set by `compare.margin`"
     return [
         f"Brackets are 95 % confidence intervals (CI); ± is one standard error. {pairing}",
         *_differing(comparison),
         *_bootstrap(comparison),
-        "*delta* = trained − base under one scheme. *gain survival* = delta under the scheme − delta at full "
-        "precision;",
-        "0 means that quantization costs none of the gain. The verdict is a non-inferiority test against −margin.",
-        "*survives*: the one-sided 95 % lower bound of gain survival is above −margin. *lost*: the upper bound is "
-        "below it.",
-        f"*inconclusive*: neither, so the sample is too small to decide. The margin is {margin}.",
-        "*survives* and *lost* are each wrong in at most 5 % of studies. For several schemes, use the Holm-corrected "
-        "p-values:",
-        "they limit the chance of any wrong claim to 5 %.",
+        "",
+        "- *delta* = trained − base under one scheme.",
+        "- *gain survival* = delta under the scheme − delta at full precision; at 0 quantization costs no gain.",
+        f"- The verdict is a non-inferiority test; the margin is {margin}. *survives*: the one-sided 95 % lower",
+        "  bound of gain survival is above −margin. *lost*: the upper bound is below −margin. *inconclusive*: neither, or",
+        "  there is no significant gain to lose.",
+        "- *survives* and *lost* are each wrong in at most 5 % of studies. For several schemes, use the Holm-corrected",
+        "  p-values: they limit the chance of any wrong claim to 5 %.",
         "",
     ]
 
