@@ -5,10 +5,10 @@
 
 A question has a difficulty that all cells share, one that a variant's cells share, and noise per cell: a Gaussian
 copula with exactly the given accuracies, so the true gain and gain survival are known. In the rows "only losses",
-quantization turns some of the trained cell's right answers wrong and changes nothing else. Bounds, each with a tolerance of
-three Monte Carlo errors: 95 % intervals cover in 95 % of studies (at least that over several runs or if few answers
-change, where they are conservative); a wrong verdict at the margin, and McNemar's test under no difference, in at most
-5 %; the bound of the awq gate (trained: quantized − full precision) is wrong in at most 2.5 %.
+quantization turns some of the trained cell's right answers wrong and changes nothing else. Bounds, each with a
+tolerance of three Monte Carlo errors: 95 % intervals cover in 95 % of studies (at least that over several runs or if
+few answers change, where they are conservative); a wrong verdict at the margin, and McNemar's test under no
+difference, in at most 5 %; the bound of the awq gate (trained: quantized − full precision) is wrong in at most 2.5 %.
 """
 
 import argparse
