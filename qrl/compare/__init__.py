@@ -6,7 +6,8 @@ are compared by their mean, and the spread between them is part of every error. 
 definition.
 """
 
-from qrl.compare.comparison import Comparison, Row, from_counts, from_questions, gain_survival
+from qrl.compare.build import from_counts, from_questions
+from qrl.compare.comparison import Comparison, Row, gain_survival
 from qrl.compare.evidence import Cell
 from qrl.compare.read import read_counts, read_questions
 

@@ -163,7 +163,7 @@ def _notes(comparison: Comparison) -> list[str]:
         *_bootstrap(comparison),
         "",
         "- *delta* = trained − base under one scheme.",
-        "- *gain survival* = delta under the scheme − delta at full precision; at 0 quantization costs no gain.",
+        "- *gain survival* = delta under the scheme − delta at full precision; 0 means that no gain is lost.",
         f"- The verdict is a non-inferiority test; the margin is {margin}. *survives*: the one-sided 95 %",
         "  lower bound of gain survival is above −margin. *lost*: the upper bound is below −margin. *inconclusive*:",
         "  neither, or there is no significant gain to lose.",
