@@ -191,24 +191,24 @@ def findings(methods: Methods) -> list[str]:
 
 def as_json(methods: Methods, converged: Sequence[Convergence] = (), failed: Sequence[str] = ()) -> dict[str, Any]:
     """Return the table as a document."""
-    differences = ("accuracy", "gain", "error", "over_grpo", "over_base")
-    rows = []
-    for row in methods.rows:
-        values = {key: getattr(row, key) for key in differences}
-        p_values = {"p_behind_best": methods.behind.get(row.cell), "p_over_grpo": methods.trained.get(row.cell)}
-        estimates = {key: value and numbers(value) for key, value in values.items()}
-        rows.append({"variant": row.variant, "scheme": row.scheme} | estimates | p_values)
-    keys = ("variant", "scheme", "converged", "reason", "measure", "first", "last")
-    trainings = [
-        {key: getattr(training, key) for key in keys} | {"change": training.change and numbers(training.change)}
-        for training in converged
+
+    def document(row: Method | Convergence, keys: Sequence[str]) -> dict[str, Any]:
+        values = {key: getattr(row, key) for key in keys}
+        return {key: numbers(value) if isinstance(value, Estimate) else value for key, value in values.items()}
+
+    of_method = ("variant", "scheme", "accuracy", "gain", "error", "over_grpo", "over_base")
+    of_training = ("variant", "scheme", "converged", "reason", "measure", "first", "last", "change")
+    rows = [
+        document(row, of_method)
+        | {"p_behind_best": methods.behind.get(row.cell), "p_over_grpo": methods.trained.get(row.cell)}
+        for row in methods.rows
     ]
     return {
         "n": methods.n,
         "runs": methods.runs,
         "findings": findings(methods),
         "methods": rows,
-        "converged": trainings,
+        "converged": [document(training, of_training) for training in converged],
         "failed": list(failed),
     }
 
