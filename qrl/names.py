@@ -1,5 +1,7 @@
 """Names that users and other tools rely on: variants, schemes, stages, metrics, tags, artifacts."""
 
+from collections.abc import Iterable
+
 # Variants: which training made the weights.
 BASE, GRPO = "base", "grpo"
 QAT_PREFIX = "qat-"  # GRPO with linears that compute in a format: qat-int4
@@ -85,6 +87,8 @@ SECONDS = "step/seconds"  # logged only by a step that succeeds
 # Provenance of a cell, in its rows and its model's params: `compare` rejects cells that differ in one of these.
 ENGINE = "engine"  # that generated the answers
 SETTINGS = "settings_digest"  # sha256 over a scheme's settings, libraries and calibration questions
+DTYPE = "dtype"  # of activations; tables show `full` with it
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def pass_at(k: int) -> str:
@@ -107,6 +111,18 @@ FIGURES = "figures"
 def scheme(label: str) -> str:
     """Return the present name of a scheme: older stores and files say `fp16` for `full`."""
     return _FORMER.get(label, label)
+
+
+def shown(scheme: str, dtypes: Iterable[object]) -> str:
+    """Return a scheme as tables show it: `full (bf16)` if all its answers were computed in one dtype.
+
+    Args:
+        scheme: as cells are labelled.
+        dtypes: of the answers, torch's names; anything but one name leaves the scheme as it is.
+    """
+    distinct = set(dtypes)
+    dtype = distinct.pop() if len(distinct) == 1 else None
+    return f"{scheme} ({_SHORT.get(dtype, dtype)})" if scheme == FULL and isinstance(dtype, str) and dtype else scheme
 
 
 def cell_name(variant: str, scheme: str) -> str:

@@ -71,7 +71,7 @@ def test_imports_go_up_only(path):
 
 
 def test_the_pipeline_launches_steps_and_never_imports_them():
-    for path in (PACKAGE / "study").glob("*.py"):
+    for path in (PACKAGE / "study" / f"{name}.py" for name in ("pipeline", "launch", "sweep")):
         assert not [name for name in imports(ast.parse(path.read_text())) if name.startswith("qrl.steps")], path
 
 

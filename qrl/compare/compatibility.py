@@ -1,10 +1,12 @@
-"""Which cells may be subtracted from each other: those that one engine answered, from weights stored in one way.
+"""Which cells may be subtracted from each other: those that one engine answered, with weights quantized in one way.
 
-A table of answers says so in two columns that `evaluate` writes, `engine` and `settings_digest`; tables without them are
-taken at their word.
+`evaluate` records both in two columns, `engine` and `settings_digest`; tables without them are not checked.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import pandas as pd
 
@@ -13,50 +15,60 @@ from qrl.errors import BadInput
 
 
 def check(frame: pd.DataFrame) -> None:
-    """Refuses cells whose difference would not be their weights' alone.
+    """Reject cells that differ in more than their training.
 
     Args:
         frame: columns variant, scheme, and optionally seed, engine, settings_digest.
 
     Raises:
-        BadInput: two engines, or a scheme that was applied in two ways within one training run.
+        BadInput: there are two engines, or a scheme was applied in two ways within one training run.
     """
     engine(frame)
     if names.SETTINGS not in frame:
         return
     seeds = frame["seed"].astype(str) if "seed" in frame else pd.Series("", index=frame.index)
-    table = (
-        frame[["variant", "scheme"]]
-        .assign(settings=frame[names.SETTINGS].fillna("").astype(str), seed=seeds)
-        .drop_duplicates()
-    )
-    for (scheme, seed), trained in table[table["variant"] != names.BASE].groupby(["scheme", "seed"]):
-        base = table[(table["variant"] == names.BASE) & (table["scheme"] == scheme)]
+    cells = frame[["variant", "scheme"]].assign(settings=frame[names.SETTINGS].fillna("").astype(str), seed=seeds)
+    cells = cells.drop_duplicates()
+    is_base = cells["variant"] == names.BASE
+    for (scheme, seed), trained in parts(pd.DataFrame(cells[~is_base]), ["scheme", "seed"]):
+        base = cells[is_base & (cells["scheme"] == scheme)]
         own = base[base["seed"] == seed]
-        ways = set(trained["settings"]) | set((own if len(own) else base)["settings"])
-        if len(ways) > 1:
+        if len(set(trained["settings"]) | set((own if len(own) else base)["settings"])) > 1:
             raise BadInput(
-                f"The cells of scheme {scheme}{f' and seed {seed}' if seed else ''} were not stored in the same way: settings, "
-                "libraries or calibration questions differ, or are not known of one of them, so their difference would not be "
-                "training's alone. Quantize all variants in one `quantize --scheme … --models base=…,grpo=…` and evaluate again."
+                f"The cells of scheme {scheme}{f' and seed {seed}' if seed else ''} were not stored in the same way: "
+                "settings, libraries or calibration questions differ, or are unknown for one of them, so their "
+                "difference would not measure training alone. Quantize all variants in one `quantize --scheme … "
+                "--models base=…,grpo=…` and evaluate again."
             )
 
 
 def engine(frame: pd.DataFrame) -> str:
-    """The one engine that answered every row, "vllm 0.31.0" say; empty where the rows do not tell.
+    """Return the engine that answered every row, such as "vllm 0.31.0"; empty if that is unknown for some rows.
 
     Raises:
-        BadInput: there are several, or several versions of one: their arithmetic differs. Rows that name no version agree with any.
+        BadInput: there are several engines, or several versions of one: their arithmetic differs. Rows without a
+            version match any version.
     """
     if names.ENGINE not in frame:
         return ""
-    found = sorted(frame[names.ENGINE].dropna().astype(str).unique())
-    if (
-        len({each.partition(" ")[0] for each in found}) > 1
-        or len({each.partition(" ")[2] for each in found} - {""}) > 1
-    ):
+    engines = sorted(frame[names.ENGINE].dropna().astype(str).unique())
+    programs, _, versions = (
+        zip(*(engine.partition(" ") for engine in engines), strict=True) if engines else ((), (), ())
+    )
+    if len(set(programs)) > 1 or len(set(versions) - {""}) > 1:
         raise BadInput(
-            f"The cells were answered by different engines ({', '.join(found)}), whose arithmetic differs, so they cannot be "
-            "subtracted: evaluate all of them with one evaluate.engine."
+            f"The cells were answered by different engines ({', '.join(engines)}) with different arithmetic, so they "
+            "cannot be compared: evaluate all of them with one evaluate.engine."
         )
-    return max(found, key=len, default="") if frame[names.ENGINE].notna().all() else ""
+    return max(engines, key=len, default="") if bool(frame[names.ENGINE].notna().all()) else ""
+
+
+def parts(frame: pd.DataFrame, columns: list[str]) -> Iterator[tuple[Any, pd.DataFrame]]:
+    """Yield the values of these columns, and the rows that have them."""
+    yield from frame.groupby(columns)
+
+
+def full_with_dtype(frame: pd.DataFrame) -> str:
+    """Return how tables show the scheme `full`: `full (fp32)` if all its rows name that one dtype, else `full`."""
+    dtypes = frame.loc[frame["scheme"] == names.FULL, names.DTYPE] if names.DTYPE in frame else ()
+    return names.shown(names.FULL, dtypes)

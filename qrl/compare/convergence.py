@@ -1,9 +1,9 @@
-"""Whether a training with quantized weights converged, by a rule that was fixed before any was run.
+"""Whether a training with quantized weights converged, by a rule that was fixed before the first of them ran.
 
-Converged: over its training seeds, the 95 % interval of the method's own cell minus base under the same scheme lies above 0,
-and what the training optimizes did not get worse: the mean reward of the last quarter of its steps is not below that of the
-first quarter; for a distillation, the mean loss is not above. The rule looks at these means alone; how sure their difference
-is stands beside the verdict, as an interval over seeds, or, where there is one, over its steps.
+Converged: over the training seeds, the 95 % interval of the method's own cell − base under the same scheme is above 0,
+and the training objective did not get worse. For a reward, the mean over the last quarter of steps is not below that
+over the first quarter; for a distillation loss, it is not above. The rule uses these means alone; the interval of their
+difference, over seeds or over the steps of a single seed, is reported beside the verdict.
 """
 
 from __future__ import annotations
@@ -23,42 +23,46 @@ class Convergence:
 
     variant: str
     scheme: str
-    gain: Estimate  # its own cell minus base under the same scheme, accuracy
-    measure: str  # "reward", or "loss" of a distillation
-    first: float  # its mean over the first quarter of steps, and over seeds
-    last: float  # over the last quarter
-    change: Estimate | None  # last − first; None where one seed has one step a quarter
+    gain: Estimate  # its own cell − base under the same scheme, accuracy
+    measure: str  # "reward", or "loss" for a distillation
+    first: float  # mean over the first quarter of steps, and over seeds
+    last: float  # mean over the last quarter
+    change: Estimate | None  # last − first; None for one seed with one step per quarter
 
     @property
     def improved(self) -> bool:
-        """Whether what is optimized is no worse at the end."""
+        """Whether the objective is no worse at the end."""
         return self.last >= self.first if self.measure == "reward" else self.last <= self.first
 
     @property
     def converged(self) -> bool:
-        """The rule's word."""
+        """Whether both conditions of the rule are met."""
         return self.gain.low > 0 and self.improved
 
     @property
     def reason(self) -> str:
-        """Why not, or an empty text."""
-        parts = [] if self.gain.low > 0 else ["no gain over base in its scheme is shown"]
+        """The conditions that are not met; empty if the training converged."""
+        parts = [] if self.gain.low > 0 else ["no significant gain over base in the same scheme"]
         parts += [] if self.improved else [f"the {self.measure} got worse"]
         return " and ".join(parts)
 
     def row(self) -> tuple[str, str, str, str]:
-        """Of a table."""
-        said = "yes" if self.converged else f"no: {self.reason}"
-        ends = f"{self.measure} {self.first:.3g} → {self.last:.3g}" + (f", {_said(self.change)}" if self.change else "")
-        return f"{self.variant} · {self.scheme}", interval(self.gain), ends, said
+        """Return the cells of a table row."""
+        result = "yes" if self.converged else f"no: {self.reason}"
+        ends = f"{self.measure} {self.first:.3g} → {self.last:.3g}"
+        if self.change:  # two significant digits, since losses are small
+            low, high = self.change.low, self.change.high
+            ends += f", {self.change.estimate:+.2g} [{low:+.2g}, {high:+.2g}]".replace("-", "−")
+        return f"{self.variant} · {self.scheme}", interval(self.gain), ends, result
 
 
 def judge(variant: str, scheme: str, gain: Estimate, histories: Sequence[Sequence[float]], measure: str) -> Convergence:
-    """Applies the rule.
+    """Apply the rule.
 
     Args:
-        gain: the method's own cell minus base under the same scheme.
-        histories: a seed's values of what is optimized, a number a step.
+        variant, scheme: the method's own cell.
+        gain: that cell − base under the same scheme.
+        histories: per seed, the objective at every step.
         measure: "reward" or "loss".
     """
     ends = [(fmean(begin), fmean(end)) for begin, end in map(quarters, histories)]
@@ -67,47 +71,33 @@ def judge(variant: str, scheme: str, gain: Estimate, histories: Sequence[Sequenc
 
 
 def change(histories: Sequence[Sequence[float]]) -> Estimate | None:
-    """The last quarter's mean minus the first's, with its 95 % interval.
+    """Return the last quarter's mean − the first quarter's, with its 95 % interval.
 
-    Of several seeds it is over seeds, each counting once. Of one it is over steps, which had other prompts each: a second
-    training of the same recipe may differ by more.
+    With several seeds the interval is over seeds, each counting once. With one it is over steps, which used different
+    prompts; a second training of the same recipe may differ by more.
 
     Args:
-        histories: a seed's values, a number a step.
+        histories: per seed, one value per step.
 
     Returns:
-        None where one seed has one step a quarter.
+        None for one seed with one step per quarter.
 
     Source: t with S − 1 degrees of freedom; Welch, Biometrika 34 (1947) 28, for two quarters of one seed.
     """
     differences = [fmean(end) - fmean(begin) for begin, end in map(quarters, histories)]
-    if len(differences) > 1:
-        return Estimate(
-            fmean(differences),
-            math.sqrt(variance(differences) / len(differences)),
-            0,
-            0,
-            len(differences),
-            df=len(differences) - 1,
-        ).bounded()
+    if (seeds := len(differences)) > 1:
+        stderr = math.sqrt(variance(differences) / seeds)
+        return Estimate(fmean(differences), stderr, 0, 0, seeds, df=seeds - 1).bounded()
     ends = quarters(histories[0])
     if len(ends[0]) < 2:
         return None
-    errors = [variance(each) / len(each) for each in ends]
-    freedom = (
-        sum(errors) ** 2 / sum(error**2 / (len(each) - 1) for error, each in zip(errors, ends, strict=True))
-        if any(errors)
-        else 1
-    )
-    return Estimate(differences[0], math.sqrt(sum(errors)), 0, 0, sum(map(len, ends)), df=freedom).bounded()
+    errors = [variance(quarter) / len(quarter) for quarter in ends]
+    by_quarter = (error**2 / (len(quarter) - 1) for error, quarter in zip(errors, ends, strict=True))
+    df = sum(errors) ** 2 / sum(by_quarter) if any(errors) else 1
+    return Estimate(differences[0], math.sqrt(sum(errors)), 0, 0, sum(map(len, ends)), df=df).bounded()
 
 
 def quarters(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """The first and the last quarter of steps, at least one step each."""
+    """Return the first and the last quarter of steps, at least one step each."""
     count = max(1, len(values) // 4)
     return values[:count], values[-count:]
-
-
-def _said(value: Estimate) -> str:
-    """With three digits, since losses are small."""
-    return f"{value.estimate:+.2g} [{value.low:+.2g}, {value.high:+.2g}]".replace("-", "−")

@@ -1,9 +1,10 @@
-"""What a comparison rests on: outcomes question by question, or counts alone. Contrasts of cells are asked of it."""
+"""What a comparison is computed from: outcomes per question, or counts alone. Both compute contrasts of cells."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from qrl import stats
 from qrl.compare.outcomes import Outcomes
 from qrl.names import BASE
 from qrl.stats import Estimate
+from qrl.stats.rates import is_binary
 
 Cell = tuple[str, str]  # (variant, scheme)
 BOOTSTRAP_SEED = 0
@@ -18,21 +20,22 @@ BOOTSTRAP_SEED = 0
 
 @dataclass(frozen=True)
 class Counts:
-    """Right answers of each cell, as if every cell had questions of its own."""
+    """Right answers per cell, as if every cell had its own questions."""
 
     correct: dict[Cell, int]
     n: int
     paired = False
-    runs: tuple[str, ...] = ()
-    clusters: int | None = None
+    runs: ClassVar[tuple[str, ...]] = ()
+    clusters: ClassVar[int | None] = None
+    differing: ClassVar[Mapping[Cell, int]] = {}
+    answered: ClassVar[int] = 0
 
     def accuracy(self, cell: Cell) -> Estimate:
         return stats.accuracy(self.correct[cell], self.n)
 
-    def contrast(self, weights: dict[Cell, float]) -> Estimate:
-        return stats.independent_contrast(
-            [self.correct[cell] for cell in weights], [self.n] * len(weights), list(weights.values())
-        )
+    def contrast(self, weights: Mapping[Cell, float]) -> Estimate:
+        correct = [self.correct[cell] for cell in weights]
+        return stats.independent_contrast(correct, [self.n] * len(weights), list(weights.values()))
 
     def pass_at(self, cell: Cell) -> dict[int, Estimate]:
         return {}
@@ -43,20 +46,20 @@ class Counts:
     def mcnemar(self, a: Cell, b: Cell) -> None:
         return None
 
-    def bootstrap(self, weights: dict[Cell, float]) -> None:
+    def bootstrap(self, weights: Mapping[Cell, float]) -> None:
         return None
 
 
 @dataclass(frozen=True)
 class Questions:
-    """Outcomes per question: everything is paired, training runs are a random effect, samples are averaged per question."""
+    """Outcomes per question: paired by question, training runs as a random effect, samples averaged per question."""
 
     outcomes: Outcomes
     paired = True
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """Labels of the training runs."""
+        """Seeds of the training runs."""
         return self.outcomes.runs
 
     @property
@@ -67,32 +70,38 @@ class Questions:
     def clusters(self) -> int | None:
         return self.outcomes.clusters
 
+    @property
+    def differing(self) -> Mapping[Cell, int]:
+        """Cell of the base → questions that it answers differently under different seeds."""
+        return self.outcomes.differing
+
+    @property
+    def answered(self) -> int:
+        """Questions summed over runs."""
+        return sum(len(groups) for groups in self.outcomes.groups)
+
     def samples(self, cell: Cell) -> int:
-        """Answers to each question."""
+        """Return the number of answers to each question."""
         return self.outcomes.samples[cell]
 
     def accuracy(self, cell: Cell) -> Estimate:
-        """Share right, pass@1 where there are several samples; binomial error where questions are plain and one run answered."""
+        """Return the share of right answers; pass@1 if there are several samples.
+
+        The error is binomial for independent questions, one run and one sample.
+        """
         correct = self.outcomes.cells[cell]
-        if (
-            len(self.runs) == 1
-            and self.clusters is None
-            and self.samples(cell) == 1
-            and np.isin(correct[0], (0, 1)).all()
-        ):
+        if len(self.runs) == 1 and self.clusters is None and self.samples(cell) == 1 and is_binary(correct[0]):
             return stats.accuracy(int(correct[0].sum()), len(correct[0]))
         return self._rate(cell, correct)
 
     def pass_at(self, cell: Cell) -> dict[int, Estimate]:
-        """k → pass@k, for k = 2, 4, 8 … and all of the cell's samples."""
+        """Return k → pass@k, for k = 2, 4, 8 … and all of the cell's samples."""
         samples = self.samples(cell)
-        right = [np.rint(each * samples) for each in self.outcomes.cells[cell]]
-        return {
-            k: self._rate(cell, [stats.pass_at(k, each, samples) for each in right]) for k in stats.every_k(samples)
-        }
+        right = [np.rint(run * samples) for run in self.outcomes.cells[cell]]
+        return {k: self._rate(cell, [stats.pass_at(k, run, samples) for run in right]) for k in stats.every_k(samples)}
 
-    def contrast(self, weights: dict[Cell, float]) -> Estimate:
-        """Weighted sum of cells' accuracies: paired by question, averaged over training runs."""
+    def contrast(self, weights: Mapping[Cell, float]) -> Estimate:
+        """Return a weighted sum of cells' accuracies: paired by question, averaged over training runs."""
         signs = list(weights.values())
         if len(self.runs) == 1:
             return stats.contrast(self._stacked(weights, 0), signs, self._clusters)
@@ -101,13 +110,13 @@ class Questions:
         return stats.contrast_over_runs(stacked, signs, self.outcomes.groups, self.runs, self.n, vary=vary)
 
     def mcnemar(self, a: Cell, b: Cell) -> float | None:
-        """Exact p of two cells' disagreements; None where it is not defined: several runs, or several samples."""
+        """Return McNemar's exact p of two cells; None for several runs or samples, where it is not defined."""
         if len(self.runs) > 1 or max(self.samples(a), self.samples(b)) > 1:
             return None
         return stats.mcnemar(self.outcomes.cells[a][0], self.outcomes.cells[b][0])
 
-    def bootstrap(self, weights: dict[Cell, float]) -> Estimate | None:
-        """The contrast by resampling questions; None where there are several runs, whose effects questions do not carry."""
+    def bootstrap(self, weights: Mapping[Cell, float]) -> Estimate | None:
+        """Return the contrast by resampling questions; None for several runs, whose effects questions do not carry."""
         if len(self.runs) > 1:
             return None
         return stats.bootstrap(self._stacked(weights, 0), list(weights.values()), self._clusters, seed=BOOTSTRAP_SEED)
@@ -116,7 +125,7 @@ class Questions:
     def _clusters(self) -> np.ndarray | None:
         return None if self.clusters is None else self.outcomes.groups[0]
 
-    def _stacked(self, weights: dict[Cell, float], run: int) -> np.ndarray:
+    def _stacked(self, weights: Mapping[Cell, float], run: int) -> np.ndarray:
         return np.stack([self.outcomes.cells[cell][run] for cell in weights])
 
     def _rate(self, cell: Cell, values: Sequence[np.ndarray]) -> Estimate:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import names
-from qrl.compare import record, seeds
+from qrl.compare import seeds
 from qrl.stats.text import interval, table
 
 if TYPE_CHECKING:
-    from qrl.compare import Cell, Comparison, Row
+    from qrl.compare.comparison import Comparison, Row
+    from qrl.compare.evidence import Cell
+    from qrl.stats import Estimate
+    from qrl.stats.verdict import Verdict
 
-INTERVALS = "Square brackets are 95 % intervals; ± is one standard error."
+_SENTENCES = {
+    "survives": "under {} the gain survives",
+    "lost": "under {} the gain is lost",
+    "inconclusive": "whether the gain survives {} is inconclusive",
+}
 
 
 def as_sentence(comparison: Comparison) -> str:
-    """One sentence per trained variant and quantized scheme; where there is none, one that says so."""
-    rows = [row for row in comparison.rows if row.verdict]
-    if rows:
-        return "\n".join(_verdict(row, several=len(comparison.variants) > 2) for row in rows)
+    """Return one sentence per trained variant and quantized scheme, or the gains if there is no quantized scheme."""
+    judged = comparison.judged()
+    if judged:
+        return "\n".join(_verdict(comparison, *row) for row in judged)
     gains = "; ".join(
         f"{row.variant} gains {interval(row.delta)} over base on n = {row.delta.n} questions" for row in comparison.rows
     )
@@ -29,205 +33,163 @@ def as_sentence(comparison: Comparison) -> str:
 
 
 def as_markdown(comparison: Comparison) -> str:
-    """Cells, gains and verdicts; seed by seed where there are several; losses; then how to read them."""
+    """Return cells, gains and verdicts; per seed if there are several; losses; then how to read them."""
     parts = (_cells, seeds.sections, _losses, _verdicts, _notes)
     return "\n".join(line for part in parts for line in part(comparison))
 
 
-def write(comparison: Comparison, out: Path) -> None:
-    """table.md and table.json, written beside and renamed, so that no reader sees half a file."""
-    texts = {
-        names.TABLE_MD: as_markdown(comparison),
-        names.TABLE_JSON: json.dumps(record.as_json(comparison), indent=2) + "\n",
-    }
-    for name, text in texts.items():
-        partial = out / f".{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, out / name)
-
-
 def _cells(comparison: Comparison) -> list[str]:
-    lines = []
+    lines, engine = [], [comparison.engine] if comparison.engine else []
     for trained in comparison.variants[1:]:
-        several = trained_many(comparison, trained)
-        tested = "McNemar's p" if not several else "p of delta (t)"
-        head = (
-            "scheme",
-            *(["engine"] if comparison.engine else []),
-            "base",
-            trained,
-            f"delta: {trained} − base",
-            tested,
-            "gain survival",
-            "verdict",
-        )
-        rows = []
-        for scheme in comparison.schemes:
-            row = comparison.row(scheme, trained)
-            survival = interval(row.gain_survival) if row.gain_survival else "not defined"
-            verdict = f"**{row.verdict.verdict}**" if row.verdict else "reference"
-            accuracies = (_accuracy(comparison, (variant, scheme)) for variant in (names.BASE, trained))
-            p = row.delta.p_two_sided if several else row.mcnemar
-            answered = [comparison.engine] if comparison.engine else []
-            rows.append(
-                (
-                    scheme,
-                    *answered,
-                    *accuracies,
-                    interval(row.delta),
-                    "unpaired" if p is None else f"{p:.2g}",
-                    survival,
-                    verdict,
-                )
-            )
-        lines += [f"## Did the gain of {trained} survive?", "", *table(head, rows), ""]
+        rows = [row for row in comparison.rows if row.variant == trained]
+        t_test = comparison.paired and all(row.mcnemar is None for row in rows)  # several runs or samples
+        head = ["scheme", *(["engine"] if engine else []), names.BASE, trained, f"delta: {trained} − base"]
+        head += ["p of delta (t)" if t_test else "McNemar's p", "gain survival", "verdict"]
+        body = []
+        for row in rows:
+            accuracies = [_accuracy(comparison, (variant, row.scheme)) for variant in (names.BASE, trained)]
+            p = row.delta.p_two_sided if t_test else row.mcnemar
+            body.append((
+                comparison.shown(row.scheme),
+                *engine,
+                *accuracies,
+                interval(row.delta),
+                "unpaired" if p is None else f"{p:.2g}",
+                interval(row.gain_survival) if row.gain_survival else "not defined",
+                f"**{row.verdict.verdict}**" if row.verdict else "reference",
+            ))  # fmt: skip
+        lines += [f"## Did the gain of {trained} survive?", "", *table(head, body), ""]
     return [*lines, *_pass_at(comparison)]
 
 
-def trained_many(comparison: Comparison, trained: str) -> bool:
-    """Whether McNemar's test is not defined: several runs, or several samples of a question."""
-    return comparison.paired and all(row.mcnemar is None for row in comparison.rows if row.variant == trained)
-
-
 def _accuracy(comparison: Comparison, cell: Cell) -> str:
-    found, runs = comparison.cells[cell], len(comparison.runs)
-    seeds_of = f", {runs} seeds" if runs > 1 and cell[0] != names.BASE else ""
-    return f"{found.estimate:.3f} ± {found.stderr:.3f} (n = {found.n}{seeds_of})"
+    value, runs = comparison.cells[cell], len(comparison.runs)
+    of_seeds = f", {runs} seeds" if runs > 1 and cell[0] != names.BASE else ""
+    return f"{_with_error(value)} (n = {value.n}{of_seeds})"
+
+
+def _with_error(value: Estimate) -> str:
+    return f"{value.estimate:.3f} ± {value.stderr:.3f}"
 
 
 def _pass_at(comparison: Comparison) -> list[str]:
-    """pass@k of the cells that have several samples per question."""
+    """Return a table of pass@k for the cells that have several samples per question."""
     if not comparison.pass_at:
         return []
-    every = sorted({k for by_k in comparison.pass_at.values() for k in by_k})
-    rows = []
+    every = (1, *sorted({k for by_k in comparison.pass_at.values() for k in by_k}))
+    body = []
     for (variant, scheme), by_k in comparison.pass_at.items():
         first = comparison.cells[variant, scheme]
         shares = {1: first} | by_k
-        texts = (
-            f"{shares[k].estimate:.3f} ± {shares[k].stderr:.3f}" if k in shares else "too few" for k in (1, *every)
+        name, samples = (
+            names.cell_name(variant, comparison.shown(scheme)),
+            comparison.evidence.samples((variant, scheme)),
         )
-        rows.append(
-            (
-                names.cell_name(variant, scheme),
-                str(first.n),
-                str(comparison.evidence.samples((variant, scheme))),
-                *texts,
-            )
-        )
-    head = ("cell", "n", "samples per question", *(f"pass@{k}" for k in (1, *every)))
-    return [
-        "## Several samples per question",
-        "",
-        *table(head, rows),
-        "",
-        "Accuracies above are pass@1: the mean over a question's samples, with errors over questions.",
-        "",
-    ]
+        texts = (_with_error(shares[k]) if k in shares else "too few" for k in every)
+        body.append((name, str(first.n), str(samples), *texts))
+    head = ("cell", "n", "samples per question", *(f"pass@{k}" for k in every))
+    note = "Accuracies above are pass@1: the mean over a question's samples, with errors over questions."
+    return ["## Several samples per question", "", *table(head, body), "", note, ""]
 
 
 def _losses(comparison: Comparison) -> list[str]:
-    quantized = [scheme for scheme in comparison.schemes if scheme != names.FULL]
-    if not quantized:
-        return []
-    rows = []
-    for scheme in quantized:
-        losses = {
-            variant: loss for row in comparison.rows if row.scheme == scheme for variant, loss in row.losses.items()
-        }
-        rows.append((scheme, *(interval(losses[variant]) for variant in comparison.variants)))
-    head = ("scheme − full", *comparison.variants)
-    return [f"## What quantization costs (n = {comparison.n})", "", *table(head, rows), ""]
+    body = []
+    for scheme in comparison.schemes[1:]:
+        losses = {name: loss for row in comparison.rows if row.scheme == scheme for name, loss in row.losses.items()}
+        body.append((scheme, *(interval(losses[variant]) for variant in comparison.variants)))
+    head = (f"scheme − {comparison.full}", *comparison.variants)
+    return [f"## What quantization costs (n = {comparison.n})", "", *table(head, body), ""] if body else []
 
 
 def _verdicts(comparison: Comparison) -> list[str]:
+    sentences = [f"{_verdict(comparison, *row)} {_power(*row[:2])}" for row in comparison.judged()]
+    return ["## Verdict", "", *(f"- {sentence}" for sentence in sentences or [as_sentence(comparison)]), ""]
+
+
+def _verdict(comparison: Comparison, row: Row, verdict: Verdict, survival: Estimate) -> str:
+    conclusion = _SENTENCES[verdict.verdict].format(row.scheme)
     several = len(comparison.variants) > 2
-    lines = ["## Verdict", ""]
-    if not any(row.verdict for row in comparison.rows):
-        return [*lines, f"- {as_sentence(comparison)}", ""]
-    for row in comparison.rows:
-        if row.verdict:
-            lines.append(f"- {_verdict(row, several)} {_power(row)}")
-    return [*lines, ""]
+    conclusion = f"For {row.variant}, {conclusion}" if several else conclusion[0].upper() + conclusion[1:]
+    of_seeds = f" and {survival.runs.count} seeds" if survival.runs else ""
+    where = f"on n = {survival.n} questions{of_seeds}"
+    return f"{conclusion}: gain survival is {interval(survival)} {where}; {verdict.reason}."
 
 
-def _verdict(row: Row, several: bool) -> str:
-    says = {
-        "survives": f"under {row.scheme} the gain survives",
-        "lost": f"under {row.scheme} the gain is lost",
-        "inconclusive": f"whether the gain survives {row.scheme} is inconclusive",
-    }[row.verdict.verdict]
-    of_seeds = f" and {row.gain_survival.runs.count} seeds" if row.gain_survival.runs else ""
-    says = f"For {row.variant}, {says}" if several else says[0].upper() + says[1:]
-    return f"{says}: gain survival is {interval(row.gain_survival)} on n = {row.gain_survival.n} questions{of_seeds}; {row.verdict.reason}."
-
-
-def _power(row: Row) -> str:
-    verdict = row.verdict
-    parts = [f"This n would have seen a change of the gain of {verdict.smallest_effect:.3f} four times in five"]
-    ways = [f"about {_rounded(verdict.n_to_decide):,} questions"] if verdict.n_to_decide else []
+def _power(row: Row, verdict: Verdict) -> str:
+    """Return sentences on power, on the sample that would decide, and on Holm's correction."""
+    sentences = [f"This n detects a change of the gain of {verdict.smallest_effect:.3f} with 80 % power."]
+    ways = [f"about {_rounded_up(verdict.n_to_decide):,} questions"] if verdict.n_to_decide else []
     ways += [f"{verdict.seeds_to_decide} seeds"] if verdict.seeds_to_decide else []
     if ways:
-        parts.append(f"{' or '.join(ways)} would decide, were these estimates the truth")
+        decided = " or ".join(ways)
+        sentences.append(f"If these estimates are the truth, {decided} would decide with the same power.")
     if row.p_holm is not None:
-        parts.append(
-            f"p = {verdict.p_value:.2g} against the margin, {row.p_holm:.2g} after Holm's correction over the verdicts"
-        )
+        sentences.append(f"One-sided p against the margin: {verdict.p_value:.2g}, Holm-corrected {row.p_holm:.2g}.")
     if row.holds_together is False:
-        parts.append(
-            "**alone it holds, corrected for the other schemes it does not**: take it as a lead, not as a finding"
+        sentences.append(
+            "**Significant alone, but not after Holm's correction for the other schemes**: a lead, not a result."
         )
-    return "; ".join(parts) + "."
+    return " ".join(sentences)
 
 
-def _rounded(n: int) -> int:
-    """Two significant digits, upwards: more would claim to know."""
+def _rounded_up(n: int) -> int:
+    """Return n with two significant digits, rounded up: the estimate is no more precise."""
     unit = 10 ** max(0, len(str(n)) - 2)
     return -(-n // unit) * unit
 
 
 def _notes(comparison: Comparison) -> list[str]:
+    """Return how to read the tables."""
     if not comparison.paired:
-        pairing = "Only counts are known, so cells are taken as independent; outcomes per question would mostly narrow the intervals of differences."
-    elif comparison.clusters:
         pairing = (
-            f"Differences are paired by question, with errors clustered over {comparison.clusters} groups of questions."
+            "Only counts are known, so cells are compared as independent samples; "
+            "outcomes per question would make most intervals narrower."
+        )
+    elif comparison.evidence.clusters:
+        groups = comparison.evidence.clusters
+        pairing = (
+            f"Differences are paired by question, with standard errors clustered over {groups} groups of questions."
         )
     else:
-        pairing = "Differences are paired: every cell answers the same questions."
+        pairing = "Differences are paired by question: every cell answered the same questions."
     if len(comparison.runs) == 1:
-        pairing += (
-            " One training run: how much another seed would differ is unknown, and no interval here counts it in."
-        )
+        pairing += " There is one training run, so no interval includes the variation between training seeds."
+    margin = "half the full-precision gain, at least 0.02"
+    if comparison.margin is not None:
+        margin = f"{comparison.margin:g}, set by `compare.margin`"
     return [
-        f"{INTERVALS} {pairing}",
-        *_unlike(comparison),
+        f"Brackets are 95 % confidence intervals (CI); ± is one standard error. {pairing}",
+        *_differing(comparison),
         *_bootstrap(comparison),
-        "*delta* = trained − base under one scheme; *gain survival* = that delta minus the delta at full precision (full), where it is",
-        "therefore not defined. *survives*: its one-sided 95 % lower bound lies above −margin; *lost*: its upper bound lies below.",
-        "Each claim errs in at most 5 % of studies by itself; Holm's p-values are for reading several verdicts together.",
+        "",
+        "- *delta* = trained − base under one scheme.",
+        "- *gain survival* = delta under the scheme − delta at full precision; 0 means that no gain is lost.",
+        f"- The verdict is a non-inferiority test; the margin is {margin}. *survives*: the one-sided 95 %",
+        "  lower bound of gain survival is above −margin. *lost*: the upper bound is below −margin. *inconclusive*:",
+        "  neither, or there is no significant gain to lose.",
+        "- *survives* and *lost* are each wrong in at most 5 % of studies. For several schemes, use the Holm-corrected",
+        "  p-values: they limit the chance of any wrong claim to 5 %.",
         "",
     ]
 
 
-def _unlike(comparison: Comparison) -> list[str]:
-    """The base is one model: where its answers depend on the seed they were filed under, the reader must know."""
-    found = comparison.evidence.outcomes.unlike if comparison.paired else {}
-    taken = (
-        "averaged where a run has its own" if len(comparison.runs) > 1 else "taken from the first seed that has them"
-    )
+def _differing(comparison: Comparison) -> list[str]:
+    """Return a warning for each cell of the base that answers differently under different seeds."""
+    used = "averaged over the runs that have their own" if len(comparison.runs) > 1 else "taken from the first seed"
     return [
-        f"The base is one model, yet {names.cell_name(*cell)} answers {count} question(s) otherwise under another seed; its answers are {taken}."
-        for cell, count in found.items()
+        f"The base is one model, but {names.cell_name(*cell)} answers {count} question(s) differently under another "
+        f"seed; its answers are {used}."
+        for cell, count in comparison.evidence.differing.items()
     ]
 
 
 def _bootstrap(comparison: Comparison) -> list[str]:
-    """How far the closed form is from resampling the questions."""
+    """Return how far the bootstrap's interval ends are from the closed form's."""
     pairs = [(row.bootstrap[name], getattr(row, name)) for row in comparison.rows for name in row.bootstrap]
     if not pairs:
         return []
     apart = max(max(abs(drawn.low - closed.low), abs(drawn.high - closed.high)) for drawn, closed in pairs)
     return [
-        f"A paired bootstrap over questions (10,000 resamples, seeded) puts every end within {max(apart, 0.001):.3f} of these intervals' own."
+        f"A paired bootstrap over questions (10,000 resamples, seeded) agrees with every interval end to within "
+        f"{max(apart, 0.001):.3f}."
     ]

@@ -4,14 +4,15 @@ from qrl.recipe import Evaluate
 
 
 def unheeded(settings: Evaluate) -> list[str]:
-    """What a section asks for and will not be done, a sentence each."""
-    told = []
+    """Return a sentence for each setting that has no effect."""
+    sentences = []
     if settings.samples == 1 and settings.temperature != Evaluate.model_fields["temperature"].default:
-        told.append(
-            f"evaluate.temperature = {settings.temperature:g} means nothing where evaluate.samples = 1: one answer is greedy, more are sampled."
+        sentences.append(
+            f"evaluate.temperature = {settings.temperature:g} means nothing with evaluate.samples = 1: "
+            "a single answer is greedy, only several are sampled."
         )
     if settings.deterministic and settings.engine != "vllm":
-        told.append(
-            f"evaluate.deterministic means nothing where evaluate.engine = {settings.engine}: it chooses vLLM's kernels."
+        sentences.append(
+            f"evaluate.deterministic means nothing with evaluate.engine = {settings.engine}: it selects vLLM's kernels."
         )
-    return told
+    return sentences

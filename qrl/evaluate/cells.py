@@ -1,4 +1,4 @@
-"""A cell: one variant under one scheme, asked every held-out question; a row per question."""
+"""Evaluate a cell, one variant under one scheme: every held-out question, a row per answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cell:
-    """Which weights are asked, and what they are called in the table."""
+    """The checkpoint to evaluate, and its labels in the table."""
 
     variant: str
     scheme: str
@@ -32,15 +32,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Asked:
-    """A cell's answers: a row per question, or per sample of one, and how fast they were written."""
+    """A cell's answers, a row per question or per sample of one, and how fast they were generated."""
 
-    # variant, scheme, question, correct, correct_flexible, parsed, answer, completion, leaked, n_tokens, finish_reason, fault;
-    # subject and level where the questions have them; sample where there are several
+    # variant, scheme, dtype, question, correct, correct_flexible, parsed, answer, completion, leaked, n_tokens,
+    # finish_reason, fault; subject and level if the questions have them; sample if there are several
     frame: pd.DataFrame
     tokens_per_s: float  # generated tokens over the wall time of decoding, batches padded
-    seconds: float  # decoding alone; loading apart
+    seconds: float  # decoding alone, without loading
     dtype: str  # of activations
-    receipt: dict[str, Any]  # which engine, of which version, wrote them, and how
+    receipt: dict[str, Any]  # engine, version and settings that generated them
 
 
 def ask(
@@ -62,51 +62,55 @@ def ask(
     render: Callable = prompt.render,
     progress: Callable[[int], object] = lambda n: None,
 ) -> Asked:
-    """Asks a cell every question, greedily or several times, and grades the answers.
+    """Generate a cell's answer to every question, greedily or several times, and grade it.
 
     Args:
-        cell: the checkpoint to ask.
+        cell: the checkpoint to evaluate.
         questions: N held-out questions.
-        samples: answers to each, S; 1 is greedy, more are drawn.
-        temperature: of the draws, where there are several.
+        samples: answers per question, S; 1 is greedy, more are sampled.
+        temperature: of the sampling, if there are several samples.
         engine: "transformers", or "vllm" in its environment.
-        deterministic: of vLLM: batch-invariant kernels, where the device has them.
-        memory: of vLLM: the share of a GPU's memory that it may take.
-        seed: of the draws, and of vLLM's engine.
+        deterministic: for vLLM: batch-invariant kernels, if the device has them.
+        memory: for vLLM: the share of a GPU's memory that it may use.
+        seed: of the sampling, and of vLLM's engine.
         render: (tokenizer, question text, template) → prompt ids; the one renderer, unless a test breaks it on purpose.
         progress: called with the number of answers that each batch finished.
 
     Returns:
-        N × S rows in the order of `questions`, a question's samples together, with the decoding speed.
+        N × S rows in the order of `questions`, the samples of a question together, and the decoding speed.
     """
     import pandas as pd
 
     tokens = hf.tokenizer(cell.path)
     prompts = [ids for question in questions for ids in [render(tokens, question.question, template)] * samples]
     _check_lengths(cell.path, questions, prompts[::samples])
-    asked = [question for question in questions for _ in range(samples)]
-    lengths = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
-    drawn = {"temperature": temperature if samples > 1 else 0.0, "seed": seed}
-    with _opened(
-        engine, cell.path, device, dtype, prompts, **lengths, deterministic=deterministic, memory=memory, seed=seed
-    ) as opened:
-        generate, computed_in, receipt = opened
-        generate(prompts[:batch_size], max_new_tokens=2)  # libraries set themselves up
+    repeated = [question for question in questions for _ in range(samples)]
+    if engine == hf.NAME:
+        opened = _transformers(cell.path, device, dtype, batch_size)
+    else:
+        longest = max(map(len, prompts)) + max_new_tokens
+        limits = {"max_tokens": longest, "sequences": batch_size, "memory": memory}
+        opened = _vllm(cell.path, device, dtype, **limits, deterministic=deterministic, seed=seed)
+    with opened as (generate, computed_in, receipt):
+        generate(prompts[:batch_size], max_new_tokens=2)  # warm-up: libraries initialize themselves
         began = time.perf_counter()
+        drawn = {"temperature": temperature if samples > 1 else 0.0, "seed": seed}
         completions = generate(prompts, max_new_tokens=max_new_tokens, **drawn, progress=progress)
         seconds = time.perf_counter() - began
     receipt |= {"completions": _digest(completions)}
     markers = [token for token in tokens.all_special_tokens if token]
-    verdicts = tasks.grade_many(task, [each.text for each in completions], [each.answer for each in asked])
-    rows = [_row(cell, markers, *each) for each in zip(asked, completions, verdicts, strict=True)]
+    texts, answers = [completion.text for completion in completions], [question.answer for question in repeated]
+    verdicts = tasks.grade_many(task, texts, answers)
+    labels = {"variant": cell.variant, "scheme": cell.scheme, "dtype": computed_in}
+    rows = [labels | _row(markers, *answer) for answer in zip(repeated, completions, verdicts, strict=True)]
     if samples > 1:
         rows = [row | {"sample": number % samples} for number, row in enumerate(rows)]
-    written = sum(completion.n_tokens for completion in completions)
-    return Asked(pd.DataFrame(rows), written / seconds, seconds, computed_in, receipt)
+    generated = sum(completion.n_tokens for completion in completions)
+    return Asked(pd.DataFrame(rows), generated / seconds, seconds, computed_in, receipt)
 
 
 def _check_lengths(path: Path, questions: Sequence, prompts: Sequence) -> None:
-    """Refuses a prompt that fills all positions that a model was made for; it would answer, out of its depth."""
+    """Reject a prompt that fills all of the model's positions: it would answer, but beyond what it was trained for."""
     config = checkpoint.config(path)
     positions = config.get("max_position_embeddings")
     scaled = "factor" in (config.get("rope_scaling") or config.get("rope_parameters") or {})
@@ -115,67 +119,44 @@ def _check_lengths(path: Path, questions: Sequence, prompts: Sequence) -> None:
     for question, ids in zip(questions, prompts, strict=True):
         if len(ids) >= positions:
             raise BadInput(
-                f"Question {question.id} ('{question.question[:40]}…') is a prompt of {len(ids):,} tokens, but the model was made for {positions:,}: "
-                "take it out of the held-out questions."
+                f"Question {question.id} ('{question.question[:40]}…') is a prompt of {len(ids):,} tokens, "
+                f"but the model was made for {positions:,}: remove it from the held-out questions."
             )
 
 
 @contextmanager
-def _opened(
-    engine: str,
-    path: Path,
-    device: str,
-    dtype: str,
-    prompts: list,
-    *,
-    max_new_tokens: int,
-    batch_size: int,
-    deterministic: bool,
-    memory: float,
-    seed: int,
-) -> Iterator[tuple[Callable, str, dict[str, Any]]]:
-    """A loaded engine's `generate`, the dtype of its activations, and its receipt."""
-    if engine == hf.NAME:
-        import transformers
+def _transformers(path: Path, device: str, dtype: str, batch_size: int) -> Iterator[tuple[Callable, str, dict]]:
+    """Yield a loaded engine's `generate`, the dtype of its activations, and its receipt."""
+    import transformers
 
-        model, tokens = hf.load(path, device, devices.compute_dtype(dtype, device))
-        receipt = {
-            "engine": f"{hf.NAME} {transformers.__version__}",
-            "attention": model.config._attn_implementation,
-            "batch_size": batch_size,
-        }
-        yield (
-            partial(hf.generate, model, tokens, batch_size=batch_size),
-            str(model.dtype).removeprefix("torch."),
-            receipt,
-        )
-    else:
-        from qrl.engine import vllm
+    model, tokens = hf.load(path, device, devices.compute_dtype(dtype, device))
+    receipt = {
+        "engine": f"{hf.NAME} {transformers.__version__}",
+        "attention": model.config._attn_implementation,
+        "batch_size": batch_size,
+    }
+    generate = partial(hf.generate, model, tokens, batch_size=batch_size)
+    yield generate, str(model.dtype).removeprefix("torch."), receipt
 
-        longest = max(map(len, prompts)) + max_new_tokens
-        given = {
-            "max_tokens": longest,
-            "sequences": batch_size,
-            "deterministic": deterministic,
-            "memory": memory,
-            "seed": seed,
-        }
-        with vllm.Vllm(path, device, dtype, **given) as loaded:
-            yield loaded.generate, loaded.dtype, loaded.receipt()
+
+@contextmanager
+def _vllm(path: Path, device: str, dtype: str, **settings: Any) -> Iterator[tuple[Callable, str, dict]]:
+    """Yield what `_transformers` yields, from vLLM."""
+    from qrl.engine import vllm
+
+    with vllm.Vllm(path, device, dtype, **settings) as loaded:
+        yield loaded.generate, loaded.dtype, loaded.receipt()
 
 
 def _digest(completions: Sequence[hf.Completion]) -> str:
-    """sha256 over what was written, in order: equal where a run was repeated to the letter."""
-    return sha256("".join(f"{each.raw}\0{each.finish_reason}\0" for each in completions).encode()).hexdigest()
+    """Return the sha256 of all completions in order: equal if a run repeats exactly."""
+    parts = (f"{completion.raw}\0{completion.finish_reason}\0" for completion in completions)
+    return sha256("".join(parts).encode()).hexdigest()
 
 
-def _row(
-    cell: Cell, markers: list[str], question: tasks.Question, completion: hf.Completion, verdict: tasks.Verdict
-) -> dict:
+def _row(markers: list[str], question: tasks.Question, completion: hf.Completion, verdict: tasks.Verdict) -> dict:
     groups = {"subject": question.subject, "level": question.level}
     return {
-        "variant": cell.variant,
-        "scheme": cell.scheme,
         "question": question.id,
         "correct": int(verdict.strict),
         "correct_flexible": int(verdict.flexible),
@@ -191,5 +172,5 @@ def _row(
 
 
 def _leaked(question: str, completion: hf.Completion, markers: list[str]) -> bool:
-    """Whether the answer holds chat markers or says the question again: signs of a prompt that was not rendered right."""
+    """Return whether the answer contains chat markers or repeats the question: signs of a wrongly rendered prompt."""
     return any(marker in completion.raw for marker in markers) or question.strip() in completion.text

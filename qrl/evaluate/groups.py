@@ -1,10 +1,11 @@
-"""Accuracy by subject and level, where the questions say what they are about and how hard they are."""
+"""Accuracy by subject and level, if the questions have them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from qrl import names, stats
+from qrl.stats.text import table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -13,47 +14,39 @@ GROUPS = ("subject", "level")
 
 
 def markdown(frame: pd.DataFrame) -> str:
-    """A table per kind of group: a row a group, a column a cell, each rate with its 95 % interval and its n.
+    """Return a table per kind of group: a row per group, a column per cell, rates with 95 % interval and n.
 
-    Several samples or training seeds are averaged question by question; the intervals are then those of the questions alone.
+    Several samples or training seeds are averaged per question; the intervals then cover question sampling only.
 
     Args:
-        frame: a row per cell and question, with variant, scheme, question and correct (0/1); `subject` and `level` where known.
+        frame: a row per cell and question, with variant, scheme, question and correct (0/1), and optionally subject,
+            level and dtype.
 
     Returns:
-        Markdown; empty where no question has either.
+        Markdown; empty if no question has a subject or level.
     """
-    return "\n".join(
-        table for kind in GROUPS if kind in frame and frame[kind].notna().any() for table in _table(frame, kind)
-    )
+    kinds = [kind for kind in GROUPS if kind in frame and frame[kind].notna().any()]
+    return "\n".join(line for kind in kinds for line in (f"## By {kind}", "", *_table(frame, kind), ""))
 
 
 def _table(frame: pd.DataFrame, kind: str) -> list[str]:
     known = frame[frame[kind].notna()]
-    cells = list(dict.fromkeys(zip(known["variant"], known["scheme"], strict=True)))
-    lines = [
-        f"## By {kind}",
-        "",
-        f"| {kind} | {' | '.join(names.cell_name(*cell) for cell in cells)} |",
-        "|---|" + "---:|" * len(cells),
+    cells = dict(iter(known.groupby(["variant", "scheme"], sort=False)))
+    head = [
+        names.cell_name(variant, names.shown(scheme, rows.get(names.DTYPE, ())))
+        for (variant, scheme), rows in cells.items()
     ]
-    for group in sorted(known[kind].unique()):
-        here = known[known[kind] == group]
-        rates = [_rate(here[(here["variant"] == variant) & (here["scheme"] == scheme)]) for variant, scheme in cells]
-        lines.append(f"| {f'{group:g}' if kind == 'level' else group} | {' | '.join(rates)} |")
-    return [*lines, ""]
+    body = [
+        (f"{group:g}" if kind == "level" else group, *(_rate(rows[rows[kind] == group]) for rows in cells.values()))
+        for group in sorted(known[kind].unique())
+    ]
+    return table((kind, *head), body)
 
 
 def _rate(rows: pd.DataFrame) -> str:
-    correct = rows.groupby("question")[
-        "correct"
-    ].mean()  # a question counts once, however many samples or seeds answered it
-    if len(correct) < 2:
-        return f"{correct.sum():g} of {len(correct)}"  # no interval stands on one answer
-    if len(correct) < len(rows):
-        return _shown(stats.rate(correct))
-    return _shown(stats.accuracy(int(correct.sum()), len(correct)))
-
-
-def _shown(found: stats.Estimate) -> str:
-    return f"{found.estimate:.3f} [{found.low:.3f}, {found.high:.3f}] (n = {found.n})"
+    correct = rows.groupby("question")["correct"].mean()  # a question counts once, whatever its samples or seeds
+    n = len(correct)
+    if n < 2:
+        return f"{correct.sum():g} of {n}"  # no interval from one answer
+    rate = stats.rate(correct) if n < len(rows) else stats.accuracy(int(correct.sum()), n)
+    return f"{rate.estimate:.3f} [{rate.low:.3f}, {rate.high:.3f}] (n = {n})"

@@ -1,4 +1,4 @@
-"""When an accuracy counts. The seed study's first table was void: every answer had been cut, and nothing stopped it."""
+"""Whether a cell's accuracy counts. In the first study every answer was truncated, and nothing stopped its table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def rates(frame: pd.DataFrame) -> dict[str, float]:
-    """Shares of a cell's N answers that parse, end, are cut, leak, and that the grader failed on; each in 0..1, by metric name."""
+    """Return the shares of answers that parse, end, are truncated, leak or break the grader, in 0..1 by metric name."""
     stopped = frame["finish_reason"] == "stop"
     return {
         names.PARSE_RATE: float(frame["parsed"].notna().mean()),
@@ -23,25 +23,32 @@ def rates(frame: pd.DataFrame) -> dict[str, float]:
     }
 
 
-def problems(found: dict[str, float], limits: Evaluate, n: int) -> list[str]:
-    """The limits that a cell broke, a sentence each: the limit, the rate, the likely cause; empty is healthy."""
+def problems(metrics: dict[str, float], limits: Evaluate, n: int) -> list[str]:
+    """Return a sentence for each broken limit, with the rate, the limit and the likely cause; empty if healthy."""
     unrendered = (
-        "prompts not rendered through the model's chat template, or an end token that the model was not trained on"
+        "prompts not rendered with the model's chat template, or an end token that the model was not trained on"
     )
-    checks = [
-        (names.EOS_RATE, "evaluate.min_eos_rate", limits.min_eos_rate, True, unrendered),
-        (names.TRUNCATION_RATE, "evaluate.max_truncation_rate", limits.max_truncation_rate, False,
-         "evaluate.max_new_tokens too small for this model, or answers that never end"),
-        (names.PARSE_RATE, "evaluate.min_parse_rate", limits.min_parse_rate, True,
-         "prompts not rendered through the model's chat template or not asking for the format that the task grades, or "
-         "weights damaged by quantization"),
-        (names.PROMPT_LEAK_RATE, "evaluate.max_prompt_leak_rate", limits.max_prompt_leak_rate, False, unrendered),
-        (names.GRADER_FAULT_RATE, "evaluate.max_grader_fault_rate", limits.max_grader_fault_rate, False,
-         "answers that are expressions without end, from weights damaged by training or quantization"),
-    ]  # fmt: skip
-    return [
-        f"{metric} is {found[metric]:.3f} (n = {n}), {'below' if least else 'above'} the limit {key} = {limit:g}; "
-        f"likely cause: {cause}."
-        for metric, key, limit, least, cause in checks
-        if (found[metric] < limit if least else found[metric] > limit)
-    ]
+    unparsed = (
+        "prompts not rendered with the model's chat template, or not asking for the format that the task grades, "
+        "or weights damaged by quantization"
+    )
+    endless = "expressions that the grader cannot evaluate, from weights damaged by training or quantization"
+    checks = {
+        names.EOS_RATE: ("min_eos_rate", unrendered),
+        names.TRUNCATION_RATE: (
+            "max_truncation_rate",
+            "evaluate.max_new_tokens is too small for this model, or answers never end",
+        ),
+        names.PARSE_RATE: ("min_parse_rate", unparsed),
+        names.PROMPT_LEAK_RATE: ("max_prompt_leak_rate", unrendered),
+        names.GRADER_FAULT_RATE: ("max_grader_fault_rate", endless),
+    }
+    sentences = []
+    for metric, (setting, cause) in checks.items():
+        rate, limit, least = metrics[metric], getattr(limits, setting), setting.startswith("min_")
+        if (rate < limit) if least else (rate > limit):
+            sentences.append(
+                f"{metric} is {rate:.3f} (n = {n}), {'below' if least else 'above'} the limit "
+                f"evaluate.{setting} = {limit:g}; likely cause: {cause}."
+            )
+    return sentences

@@ -1,4 +1,4 @@
-"""A plan as curves: the chance of a verdict over the number of questions."""
+"""A plan as curves: the probability of a verdict over the number of questions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qrl.figures.canvas import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PURPLE, SKY, canvas, finish
-from qrl.plan.table import found, widest
+from qrl.plan.table import summary, widest
 
 if TYPE_CHECKING:
     from qrl.plan import Plan
@@ -17,7 +17,7 @@ COLOURS = (BLUE, GREEN, ORANGE, PURPLE, SKY)
 
 
 def chances(plan: Plan, path: str | Path) -> None:
-    """Chance to show the gain (dashed) and of the expected verdict (solid), a colour per number of training runs.
+    """Draw the probability to show the gain (dashed) and of the verdict (solid), a colour per number of training runs.
 
     Args:
         plan: of `qrl.plan.make`.
@@ -28,10 +28,10 @@ def chances(plan: Plan, path: str | Path) -> None:
     sizes = np.unique(np.geomspace(20, widest(plan.rows), 60).astype(int))
     for row, colour in zip(rows, COLOURS, strict=False):
         shown, decided = zip(*(plan.chances(int(n), row.seeds) for n in sizes), strict=True)
-        of = f", {row.seeds} runs" if row.seeds > 1 else ""
-        axes.plot(sizes, shown, color=colour, lw=1.6, ls=(0, (4, 2)), label=f"gain shown{of}")
+        runs = f", {row.seeds} runs" if row.seeds > 1 else ""
+        axes.plot(sizes, shown, color=colour, lw=1.6, ls=(0, (4, 2)), label=f"gain shown{runs}")
         if plan.verdict:
-            axes.plot(sizes, decided, color=colour, lw=2.6, label=f"{plan.verdict}{of}")
+            axes.plot(sizes, decided, color=colour, lw=2.6, label=f"{plan.verdict}{runs}")
     axes.axhline(plan.power, color=INK, lw=1)
     if plan.n is not None:
         axes.axvline(plan.n, color=GREY, lw=1.4)
@@ -39,11 +39,12 @@ def chances(plan: Plan, path: str | Path) -> None:
     axes.set_xscale("log")
     axes.set_ylim(0, 1.02)
     axes.set_xlabel("questions of each training run")
-    axes.set_ylabel("chance")
+    axes.set_ylabel("probability")
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    assumed = plan.assumed
+    a = plan.assumed
     note = (
-        f"Assumed: base {assumed.base_accuracy:.2f}, gain {assumed.gain:.3f}, loss of gain {assumed.drop:.3f}, margin {assumed.expected_margin:.3f}, "
-        f"correlations {assumed.correlation:.2f} and {assumed.scheme_correlation:.2f}.\nSolid line across: the wanted power, {plan.power:.2f}."
+        f"Assumed: base {a.base_accuracy:.2f}, gain {a.gain:.3f}, loss of gain {a.drop:.3f}, "
+        f"margin {a.expected_margin:.3f}, correlations {a.correlation:.2f} and {a.scheme_correlation:.2f}.\n"
+        f"Horizontal line: the wanted power, {plan.power:.2f}."
     )
-    finish(figure, axes, found(plan).replace("`", ""), note, path)
+    finish(figure, axes, summary(plan).replace("`", ""), note, path)

@@ -1,8 +1,7 @@
-"""Before any GPU time: how many questions, and training runs, a verdict will need, or what those at hand can show.
+"""Planning before any GPU time: the questions and training runs that a verdict needs, or what a given number can show.
 
-n       given: what so many questions can see
-effect  given: how many questions it takes to see it
-neither        how many it takes to show the gain, and to reach the verdict, that the assumptions expect
+With `n`: what n questions can show. With `effect`: how many questions show an effect of that size. With neither: how
+many questions show the gain, and give the verdict, that the assumptions expect.
 """
 
 from __future__ import annotations
@@ -12,39 +11,29 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from qrl.errors import BadInput
-from qrl.plan.assumptions import Assumptions, largest_correlation, of_pilot
-from qrl.plan.power import chance_decided, chance_seen, chance_shown, half_width
+from qrl.plan.assumptions import Assumptions, check_range, largest_correlation, of_pilot
+from qrl.plan.power import GAIN, SURVIVAL, chance_decided, chance_seen, chance_shown, half_width
 from qrl.stats.verdict import CEILING, FLOOR, POWER, least
 
 __all__ = ["Assumptions", "Plan", "Row", "make", "of_pilot"]
 
-SEEDS = (
-    2,
-    3,
-    4,
-    5,
-    6,
-    8,
-    10,
-    15,
-    20,
-)  # looked at where a spread between runs is expected and no number of runs is given
+SEEDS = (2, 3, 4, 5, 6, 8, 10, 15, 20)  # tried if a spread between runs is expected and no number of runs is given
 MOST_QUESTIONS = 10**7
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a number of training runs means for the plan; numbers are None where no size, or no effect, does it.
+    """The plan for one number of training runs; a number is None if nothing up to the limit reaches the power.
 
     Attributes:
         seeds: training runs.
-        n: questions of each run; None where it is asked for.
-        n_gain, n_verdict: questions that show the gain, and that reach the expected verdict, with the wanted power.
-        n_effect_gain, n_effect_survival: questions that show a gain, and a change of the gain, of the wanted effect.
-        power_gain, power_verdict: the chances of both at n.
-        half_gain, half_survival: half of the 95 % interval that each will typically have at n, accuracy.
-        least_gain, least_change, largest_drop: smallest gain and change of the gain that n shows, largest loss of gain under
-            which it still says `survives`, with the wanted power, accuracy.
+        n: questions of each run; None if that is what is computed.
+        n_gain, n_verdict: questions that show the gain, and that give the expected verdict, with the wanted power.
+        n_effect_gain, n_effect_survival: questions that show a gain, and a change of the gain, of the given effect.
+        power_gain, power_verdict: probability of each at n.
+        half_gain, half_survival: typical half-width of their 95 % intervals at n, accuracy.
+        least_gain, least_change, largest_drop: smallest gain and smallest change of the gain that n shows, and the
+            largest loss of gain with the verdict `survives`, with the wanted power, accuracy.
     """
 
     seeds: int
@@ -64,9 +53,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """The assumptions, what was asked, and a row per number of training runs.
+    """The assumptions, the given n or effect, and a row per number of training runs.
 
-    `verdict` is the one that the assumptions lead to, `survives` or `lost`; None where the loss is the margin itself.
+    `verdict` is the one that the assumptions lead to, `survives` or `lost`; None if the expected loss equals the
+    margin.
     """
 
     assumed: Assumptions
@@ -77,7 +67,7 @@ class Plan:
     rows: tuple[Row, ...]
 
     def chances(self, n: int, seeds: int) -> tuple[float, float]:
-        """Chance that the gain shows, and of the expected verdict."""
+        """Return the probability that the gain shows, and that of the expected verdict."""
         decided = chance_decided(self.assumed, n, seeds, verdict=self.verdict) if self.verdict else 0.0
         return chance_shown(self.assumed, n, seeds), decided
 
@@ -90,80 +80,68 @@ def make(
     power: float = POWER,
     seeds: int | None = None,
 ) -> Plan:
-    """A plan for a study, by the rule that its verdict will follow.
+    """Return a plan for a study, by the rule that its verdict will follow.
 
     Args:
         assumed: the study as it is expected to be.
-        n: questions of each training run, if they are given.
-        effect: a gain, or a change of the gain, to be seen; accuracy.
-        power: wanted chance.
-        seeds: training runs; None is one, or several numbers to choose from where a spread between runs is expected.
+        n: questions of each training run, if given.
+        effect: a gain, or a change of the gain, to be shown; accuracy.
+        power: wanted probability.
+        seeds: training runs; None for one, or for several numbers to choose from if runs are expected to differ.
 
     Raises:
-        BadInput: a number out of its range, or both n and effect.
+        BadInput: a number is out of range, or both n and effect are given.
     """
     assumed = assumed.checked()
     if n is not None and effect is not None:
         raise BadInput(
-            "plan takes --n or --effect, not both: give n to learn which effect it sees, or the effect to learn which n it needs."
+            "plan accepts --n or --effect, not both: give n to learn which effect it shows, "
+            "or the effect to learn which n it needs."
         )
     if n is not None and not 10 <= n <= MOST_QUESTIONS:
-        raise BadInput(f"'n' is {n}, but must lie from 10 to {MOST_QUESTIONS:,}: questions of each training run.")
-    if not 0.5 <= power <= 0.999:
-        raise BadInput(
-            f"'power' is {power:g}, but must lie from 0.5 to 0.999: the chance that the study shows what is there."
-        )
-    room = CEILING - assumed.base_accuracy
-    if effect is not None and not 0 < effect <= room:
-        raise BadInput(
-            f"'effect' is {effect:g}, but must lie between 0 and {room:.3g}, what is left to the ceiling: an accuracy."
-        )
+        raise BadInput(f"'n' is {n}, but must be from 10 to {MOST_QUESTIONS:,}: questions of each training run.")
+    check_range("power", power, 0.5, 0.999, "the probability that the study shows a true effect")
+    left = CEILING - assumed.base_accuracy
+    if effect is not None and not 0 < effect <= left:
+        raise BadInput(f"'effect' is {effect:g}, but must be above 0 and at most {left:.3g}, the room to the ceiling.")
     if seeds is not None and not 1 <= seeds <= 1000:
-        raise BadInput(f"'seeds' is {seeds}, but must lie from 1 to 1000: training runs.")
+        raise BadInput(f"'seeds' is {seeds}, but must be from 1 to 1000: training runs.")
     spread = assumed.between_gain > 0 or assumed.between_survival > 0
     if seeds == 1 and spread:
         raise BadInput(
-            "One training run cannot tell how much runs differ, so --between-seed-sd needs --seeds of 2 or more: leave out one of the two."
+            "One training run cannot measure the spread between runs, so --between-seed-sd needs --seeds of 2 or more: "
+            "omit one of the two."
         )
-    away = assumed.expected_margin - assumed.drop
-    verdict = None if abs(away) < 1e-9 else "survives" if away > 0 else "lost"
+    distance = assumed.expected_margin - assumed.drop
+    verdict = None if abs(distance) < 1e-9 else "survives" if distance > 0 else "lost"
     plan = Plan(assumed, power, n, effect, verdict, ())
     counts = (seeds,) if seeds else SEEDS if spread else (1,)
     return replace(plan, rows=tuple(_row(plan, count) for count in counts))
 
 
 def _row(plan: Plan, seeds: int) -> Row:
-    assumed, power = plan.assumed, plan.power
-    if plan.n is not None:
-        shown, decided = plan.chances(plan.n, seeds)
+    assumed, power, n, effect = plan.assumed, plan.power, plan.n, plan.effect
+    if n is not None:
+        shown, decided = plan.chances(n, seeds)
+        left = CEILING - assumed.base_accuracy
         return Row(
             seeds,
-            plan.n,
+            n,
             power_gain=shown,
             power_verdict=decided,
-            half_gain=half_width(assumed, plan.n, seeds, 0),
-            half_survival=half_width(assumed, plan.n, seeds, 1),
-            least_gain=_edge(
-                lambda gain: chance_shown(_with_gain(assumed, gain), plan.n, seeds) >= power,
-                CEILING - assumed.base_accuracy,
-            ),
-            least_change=_edge(lambda change: chance_seen(assumed, plan.n, seeds, change) >= power, 1.0),
-            largest_drop=_largest_drop(assumed, plan.n, seeds, power),
+            half_gain=half_width(assumed, n, seeds, GAIN),
+            half_survival=half_width(assumed, n, seeds, SURVIVAL),
+            least_gain=_smallest(lambda gain: chance_shown(_with_gain(assumed, gain), n, seeds) >= power, left),
+            least_change=_smallest(lambda change: chance_seen(assumed, n, seeds, change) >= power, 1.0),
+            largest_drop=_largest_drop(assumed, n, seeds, power),
         )
-    if plan.effect is not None:
-        of_effect = _with_gain(assumed, plan.effect)
-        return Row(
-            seeds,
-            n_effect_gain=_questions(partial(chance_shown, of_effect, seeds=seeds), power),
-            n_effect_survival=_questions(lambda n: chance_seen(assumed, n, seeds, plan.effect), power),
-        )
-    return Row(
-        seeds,
-        n_gain=_questions(partial(chance_shown, assumed, seeds=seeds), power),
-        n_verdict=_questions(partial(chance_decided, assumed, seeds=seeds, verdict=plan.verdict), power)
-        if plan.verdict
-        else None,
-    )
+    if effect is not None:
+        n_gain = _questions(partial(chance_shown, _with_gain(assumed, effect), seeds=seeds), power)
+        n_survival = _questions(partial(chance_seen, assumed, seeds=seeds, effect=effect), power)
+        return Row(seeds, n_effect_gain=n_gain, n_effect_survival=n_survival)
+    decides = partial(chance_decided, assumed, seeds=seeds, verdict=plan.verdict)
+    n_verdict = _questions(decides, power) if plan.verdict else None
+    return Row(seeds, n_gain=_questions(partial(chance_shown, assumed, seeds=seeds), power), n_verdict=n_verdict)
 
 
 def _questions(chance: Callable[[int], float], power: float) -> int | None:
@@ -171,15 +149,13 @@ def _questions(chance: Callable[[int], float], power: float) -> int | None:
 
 
 def _with_gain(assumed: Assumptions, gain: float) -> Assumptions:
-    """The same study with another gain, none of it lost; correlations that it cannot have become the largest it can."""
-    base, trained = assumed.base_accuracy, assumed.base_accuracy + gain
-    return replace(
-        assumed, gain=gain, drop=0.0, correlation=min(assumed.correlation, 0.999 * largest_correlation(base, trained))
-    )
+    """Return the same study with another gain, none of it lost, and at most the correlation that it can have."""
+    most = 0.999 * largest_correlation(assumed.base_accuracy, assumed.base_accuracy + gain)
+    return replace(assumed, gain=gain, drop=0.0, correlation=min(assumed.correlation, most))
 
 
 def _largest_drop(assumed: Assumptions, n: int, seeds: int, power: float) -> float | None:
-    """The largest loss of gain under which `survives` still has this power; None where not even no loss has it."""
+    """Return the largest loss of gain with which `survives` still has this power; None if no loss has it."""
 
     def with_drop(drop: float) -> Assumptions:
         trained = assumed.base_accuracy + assumed.gain
@@ -187,11 +163,11 @@ def _largest_drop(assumed: Assumptions, n: int, seeds: int, power: float) -> flo
         return replace(assumed, drop=drop, scheme_correlation=min(assumed.scheme_correlation, most))
 
     top = min(assumed.expected_margin, assumed.base_accuracy + assumed.gain - FLOOR)
-    left = _edge(lambda less: chance_decided(with_drop(top - less), n, seeds) >= power, top)
+    left = _smallest(lambda less: chance_decided(with_drop(top - less), n, seeds) >= power, top)
     return None if left is None else top - left
 
 
-def _edge(holds: Callable[[float], bool], top: float, digits: float = 1e-4) -> float | None:
-    """The smallest number up to `top` at which something that stays true becomes true, to four decimals."""
-    found = least(lambda step: holds(min(top, step * digits)), 1, round(top / digits))
-    return None if found is None else min(top, found * digits)
+def _smallest(holds: Callable[[float], bool], top: float, digits: float = 1e-4) -> float | None:
+    """Return the smallest number up to `top`, to four decimals, for which a monotone condition holds."""
+    step = least(lambda step: holds(min(top, step * digits)), 1, round(top / digits))
+    return None if step is None else min(top, step * digits)

@@ -1,10 +1,10 @@
-"""How likely a study of a given size is to reach its verdict, by the rule of `verdict.judge` itself.
+"""The probability that a study of a given size reaches its verdict, by the rule of `verdict.judge`.
 
-Estimated gain and gain survival are taken as jointly normal, which they are from a few hundred questions on. The rule asks
-for two things at once, a gain shown to be above 0 and a bound on the right side of −margin, where the margin may be half
-of that same estimated gain; so the chance is an integral over the estimated gain, and, where several training runs are
-planned, over how large the spread between runs happens to be estimated. What `stats.tails` adds where few answers change is
-left out: it is small in studies that are large enough for a verdict.
+Estimated gain and gain survival are treated as jointly normal, which holds from a few hundred questions on. The rule
+has two conditions, a gain significantly above 0 and a bound on the right side of −margin, and the margin may be half of
+the same estimated gain. So the probability is an integral over the estimated gain and, with several training runs, over
+the estimated spread between runs. The corrections of `stats.tails` for few changes are left out: they are small in
+studies that are large enough for a verdict.
 """
 
 from __future__ import annotations
@@ -15,55 +15,55 @@ import numpy as np
 
 from qrl.plan.assumptions import Assumptions
 from qrl.stats import LEVEL, quantile
-from qrl.stats.verdict import KINK, MIN_MARGIN, TAIL
+from qrl.stats.estimate import TAIL
+from qrl.stats.verdict import KINK, MIN_MARGIN
+
+GAIN, SURVIVAL, KEPT = range(3)  # contrasts, in the order of `Assumptions.moments`
 
 NODES = 48  # of the integral over the estimated spread between runs
 GRID = 2001  # of the integral over the estimated gain
 
 
 def chance_shown(assumed: Assumptions, n: int, seeds: int = 1) -> float:
-    """Chance that the full-precision gain's 95 % interval lies above 0."""
+    """Return the probability that the 95 % interval of the full-precision gain is above 0."""
     from scipy.special import ndtr
 
-    stderr, reach, weights = _reaches(assumed, n, seeds, 0, TAIL)
+    stderr, reach, weights = _reaches(assumed, n, seeds, GAIN, TAIL)
     return float(weights @ ndtr((assumed.gain - reach) / stderr))
 
 
 def chance_decided(assumed: Assumptions, n: int, seeds: int = 1, *, verdict: str = "survives") -> float:
-    """Chance of the verdict `survives`, or `lost`.
+    """Return the probability of the verdict `survives`, or `lost`.
 
     Args:
         assumed: the study as it is expected to be.
         n: questions of every training run.
-        seeds: training runs; 1 speaks of this one run, and leaves out what runs differ by.
+        seeds: training runs; 1 is about that run alone, without the spread between runs.
+        verdict: `survives` or `lost`.
     """
     from scipy.special import ndtr
 
     sign = 1.0 if verdict == "survives" else -1.0
-    moments, between = (
-        assumed.moments() / n,
-        np.diag([assumed.between_gain**2, assumed.between_survival**2]) if seeds > 1 else np.zeros((2, 2)),
-    )
+    moments = assumed.moments() / n
+    between = np.diag([assumed.between_gain**2, assumed.between_survival**2]) * (seeds > 1)
     shared = moments[:2, :2] / (seeds if assumed.own_questions else 1) + between / seeds
     stderr_gain = math.sqrt(shared[0, 0])
     slope = shared[0, 1] / shared[0, 0]
     stderr_rest = math.sqrt(max(shared[1, 1] - slope * shared[0, 1], 1e-18))
-    _, gain_reach, gain_weights = _reaches(assumed, n, seeds, 0, TAIL)
-    _, _, weights = _reaches(assumed, n, seeds, 1, TAIL)
+    _, gain_reach, gain_weights = _reaches(assumed, n, seeds, GAIN, TAIL)
+    _, _, weights = _reaches(assumed, n, seeds, SURVIVAL, TAIL)
     z = np.linspace(-6, 6, GRID)
     density = np.exp(-(z**2) / 2)
     density /= density.sum()
-    gain = (assumed.gain + stderr_gain * z)[:, None]  # (GRID, 1), beside the nodes of a spread: (GRID, NODES)
+    gain = (assumed.gain + stderr_gain * z)[:, None]  # (GRID, 1); with the nodes of a spread (GRID, NODES)
     margin = np.maximum(MIN_MARGIN, gain / 2) if assumed.margin is None else np.full_like(gain, assumed.margin)
     shown = gain > gain_reach
     if verdict == "survives":
-        shown &= gain > margin  # a smaller gain's survival says nothing
+        shown &= gain > margin  # survival of a smaller gain means nothing
     below, above = gain + gain_reach <= KINK, gain - gain_reach >= KINK
-    regimes = (
-        {"fixed": below, "half": above, "either": ~(below | above)}
-        if assumed.margin is None
-        else {"fixed": np.ones_like(shown)}
-    )
+    regimes = {"fixed": below, "half": above, "either": ~(below | above)}
+    if assumed.margin is not None:
+        regimes = {"fixed": np.ones_like(shown)}
     expected = -assumed.drop + slope * stderr_gain * z[:, None]
     chance = 0.0
     for regime, where in regimes.items():
@@ -76,35 +76,32 @@ def chance_decided(assumed: Assumptions, n: int, seeds: int = 1, *, verdict: str
 def _bound(
     assumed: Assumptions, n: int, seeds: int, gain: np.ndarray, margin: np.ndarray, regime: str, sign: float
 ) -> np.ndarray:
-    """How large estimated gain survival, or for `lost` its negative, must be for the verdict: `verdict._against` the other way round.
+    """Return (GRID, NODES) the estimated gain survival that gives the verdict: the inverse of `verdict._against`.
 
     Args:
         gain, margin: (GRID, 1) as estimated.
-        regime: whether the gain's interval leaves the margin `fixed` at its least, makes it `half` the gain, or holds both.
-        sign: 1 for `survives`, −1 for `lost`.
-
-    Returns:
-        (GRID, NODES).
+        regime: by the gain's interval the margin is `fixed`, `half` the gain, or `either`.
+        sign: 1 for `survives`; −1 for `lost`, where the result is for the negative of gain survival.
     """
     tail = TAIL if (regime, sign) == ("either", 1.0) else 1 - LEVEL
-    _, of_survival, _ = _reaches(assumed, n, seeds, 1, tail)
+    _, of_survival, _ = _reaches(assumed, n, seeds, SURVIVAL, tail)
     fixed = of_survival - sign * margin
     if regime == "fixed":
         return fixed
-    _, of_kept, _ = _reaches(assumed, n, seeds, 2, tail)
+    _, of_kept, _ = _reaches(assumed, n, seeds, KEPT, tail)
     both = np.maximum(fixed, of_kept - sign * gain / 2)
     return np.minimum(both, of_survival - MIN_MARGIN) if (regime, sign) == ("either", 1.0) else both
 
 
 def _reaches(assumed: Assumptions, n: int, seeds: int, which: int, tail: float) -> tuple[float, np.ndarray, np.ndarray]:
-    """Standard error of a contrast, and how far its bound will lie from it, at nodes of the spread between runs.
+    """Return a contrast's standard error and the distances to its bound, at nodes of the estimated spread between runs.
 
     Args:
-        which: 0 the gain, 1 gain survival, 2 the gain kept.
+        which: `GAIN`, `SURVIVAL` or `KEPT`.
         tail: error of the bound.
 
     Returns:
-        The standard error; (NODES,) distances, as `stats.Runs.reach` has them; (NODES,) their weights. One run has one.
+        The standard error; (NODES,) distances, as in `stats.Runs.reach`; (NODES,) their weights. One run has one node.
 
     Source: the spread's degrees of freedom times its ratio to the truth follow χ² with S − 1 degrees of freedom.
     """
@@ -114,11 +111,8 @@ def _reaches(assumed: Assumptions, n: int, seeds: int, which: int, tail: float) 
     of_questions = quantile(1 - tail, n - 1)
     if seeds == 1:
         return math.sqrt(question), np.array([of_questions * math.sqrt(question)]), np.ones(1)
-    between = (
-        assumed.between_gain**2,
-        assumed.between_survival**2,
-        assumed.between_survival**2 + assumed.between_gain**2 / 4,
-    )[which]
+    of_gain, of_survival = assumed.between_gain**2, assumed.between_survival**2
+    between = (of_gain, of_survival, of_survival + of_gain / 4)[which]
     own, shared = (question, 0.0) if assumed.own_questions else (0.0, question)
     spread = (between + own) * chdtri(seeds - 1, 1 - (np.arange(NODES) + 0.5) / NODES) / (seeds - 1)
     both = quantile(1 - tail, seeds - 1) ** 2 * spread / seeds + of_questions**2 * shared
@@ -127,14 +121,14 @@ def _reaches(assumed: Assumptions, n: int, seeds: int, which: int, tail: float) 
 
 
 def chance_seen(assumed: Assumptions, n: int, seeds: int, effect: float) -> float:
-    """Chance that a change of the gain of this size shows: that the 95 % interval of gain survival leaves out 0."""
+    """Return the probability that a change of the gain shows: that the 95 % interval of gain survival excludes 0."""
     from scipy.special import ndtr
 
-    stderr, reach, weights = _reaches(assumed, n, seeds, 1, TAIL)
+    stderr, reach, weights = _reaches(assumed, n, seeds, SURVIVAL, TAIL)
     return float(weights @ ndtr((abs(effect) - reach) / stderr))
 
 
 def half_width(assumed: Assumptions, n: int, seeds: int, which: int) -> float:
-    """Half of the 95 % interval that the gain (0) or gain survival (1) will typically have: the median over estimated spreads."""
+    """Return the typical half-width of a contrast's 95 % interval: the median over estimated spreads."""
     _, reach, _ = _reaches(assumed, n, seeds, which, TAIL)
     return float(np.median(reach))

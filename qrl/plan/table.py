@@ -2,133 +2,130 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from qrl.plan import Plan, Row
+from qrl.stats.text import table
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Everything that was assumed, asked and found; null where no size, or no effect, does it."""
-    given = {"power": plan.power, "n": plan.n, "effect": plan.effect}
+    """Return all assumptions, the given numbers and the results; null if no size, or no effect, reaches the power."""
     return {
         "assumed": asdict(plan.assumed) | {"expected_margin": plan.assumed.expected_margin},
-        **given,
+        "power": plan.power,
+        "n": plan.n,
+        "effect": plan.effect,
         "verdict": plan.verdict,
         "rows": [asdict(row) for row in plan.rows],
     }
 
 
 def as_markdown(plan: Plan) -> str:
-    """What was found, then what it rests on."""
-    columns = _columns(plan)
-    rows = [[show(row) for _, show in columns] for row in plan.rows]
-    lines = [[name for name, _ in columns], ["---:"] * len(columns), *rows]
-    table = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join((f"## {_title(plan)}", "", *table, "", found(plan), "", *_assumed(plan), ""))
+    """Return the results, then the assumptions."""
+    title, columns = _title(plan), {"seeds": lambda row: str(row.seeds)} | _columns(plan)
+    body = ([show(row) for show in columns.values()] for row in plan.rows)
+    return "\n".join((f"## {title}", "", *table(columns, body), "", summary(plan), "", *_assumed(plan), ""))
 
 
-def found(plan: Plan) -> str:
-    """The plan in a sentence or two."""
-    row = plan.rows[0]
-    runs = "One training run" if row.seeds == 1 else f"{row.seeds} training runs"
+def summary(plan: Plan) -> str:
+    """Return the plan in a sentence or two."""
+    row, power = plan.rows[0], f"each with a probability of {plan.power:.2f}"
     if plan.n is not None:
-        says = f"{runs} on n = {plan.n:,} questions will show the gain with a chance of {row.power_gain:.2f}"
-        if plan.verdict is None:
-            return f"{says}; the loss that is expected is the margin itself, so no n decides on which side it lies."
-        says += f", and say `{plan.verdict}` with one of {row.power_verdict:.2f}."
-        enough = next((row for row in plan.rows if (row.power_verdict or 0) >= plan.power), None)
-        if len(plan.rows) > 1:
-            says += (
-                f" {enough.seeds} are enough for the verdict."
-                if enough
-                else f" None of these numbers of runs reaches {plan.power:.2f}."
-            )
-        return says
+        return _of_n(plan, row, plan.n)
     if plan.effect is not None:
-        effect = _effect(plan)
+        effect = _effect(plan.effect)
         sizes = {f"a gain of {effect}": row.n_effect_gain, f"a change of the gain by {effect}": row.n_effect_survival}
-        return f"{runs}: {', '.join(f'n = {_n(n)} shows {what}' if n else f'no n shows {what}' for what, n in sizes.items())}, each with a chance of {plan.power:.2f}."
+        shows = ", ".join(f"n = {_n(n)} shows {what}" if n else f"no n shows {what}" for what, n in sizes.items())
+        return f"{_runs(row)}: {shows}, {power}."
     if plan.verdict is None:
-        return "The loss that is expected is the margin itself: no n decides on which side it lies."
+        return "The expected loss equals the margin: no n decides on which side of it the truth is."
     best = next((row for row in plan.rows if row.n_verdict), None)
-    if best is None:
-        return _never(plan)
-    runs = "One training run" if best.seeds == 1 else f"{best.seeds} training runs"
-    shows = f"n = {_n(best.n_gain)} shows the gain" if best.n_gain else "no n shows the gain"
-    return f"{runs}: {shows}, n = {_n(best.n_verdict)} says `{plan.verdict}`, each with a chance of {plan.power:.2f}."
+    if best is not None:
+        shows = f"n = {_n(best.n_gain)} shows the gain" if best.n_gain else "no n shows the gain"
+        return f"{_runs(best)}: {shows}, n = {_n(best.n_verdict)} gives `{plan.verdict}`, {power}."
+    gain, margin = plan.assumed.gain, plan.assumed.expected_margin
+    if plan.verdict == "survives" and gain <= margin:
+        return (
+            f"No n gives `survives`: a gain of {gain:.3f} is no larger than the margin, {margin:.3f}, so losing all of "
+            "it would count as survival. Plan for a larger gain, or set a smaller margin."
+        )
+    return (
+        f"No n gives `{plan.verdict}` with a probability of {plan.power:.2f}: the spread between training runs alone "
+        "is too wide. Plan for more seeds."
+    )
 
 
-def _never(plan: Plan) -> str:
-    assumed = plan.assumed
-    if plan.verdict == "survives" and assumed.gain <= assumed.expected_margin:
-        return f"No n says `survives`: a gain of {assumed.gain:.3f} is no larger than the margin, {assumed.expected_margin:.3f}, so losing all of it would pass; plan for a larger gain, or set a smaller margin."
-    return f"No n reaches `{plan.verdict}` with a chance of {plan.power:.2f}: the spread between training runs alone is too wide; plan for more seeds."
+def _of_n(plan: Plan, row: Row, n: int) -> str:
+    sentence = f"{_runs(row)} on n = {n:,} questions will show the gain with a probability of {row.power_gain:.2f}"
+    if plan.verdict is None:
+        return f"{sentence}; the expected loss equals the margin, so no n decides on which side of it the truth is."
+    sentence += f", and give `{plan.verdict}` with a probability of {row.power_verdict:.2f}."
+    if len(plan.rows) == 1:
+        return sentence
+    enough = next((row for row in plan.rows if (row.power_verdict or 0) >= plan.power), None)
+    if enough is None:
+        return f"{sentence} None of these numbers of runs reaches {plan.power:.2f}."
+    return f"{sentence} {enough.seeds} runs are enough for the verdict."
+
+
+def _runs(row: Row) -> str:
+    return "One training run" if row.seeds == 1 else f"{row.seeds} training runs"
 
 
 def _title(plan: Plan) -> str:
     if plan.n is not None:
         return f"What n = {plan.n:,} questions can show"
-    return f"What it takes to see {_effect(plan)}" if plan.effect is not None else "What it takes"
+    return "Required sample size" if plan.effect is None else f"Required sample size for {_effect(plan.effect)}"
 
 
-def _columns(plan: Plan) -> list[tuple[str, Any]]:
-    seeds = ("seeds", lambda row: str(row.seeds))
+def _columns(plan: Plan) -> dict[str, Callable[[Row], str]]:
+    """Return head → cell of a row, for the columns after the seeds."""
+    verdict = plan.verdict or "a verdict"
     if plan.n is not None:
-        return [
-            seeds,
-            ("gain, ± half its 95 % interval", lambda row: f"{plan.assumed.gain:+.3f} ± {row.half_gain:.3f}"),
-            ("chance to show it", lambda row: f"{row.power_gain:.2f}"),
-            ("gain survival", lambda row: f"{-plan.assumed.drop:+.3f} ± {row.half_survival:.3f}".replace("-", "−")),
-            (f"chance of `{plan.verdict or 'a verdict'}`", lambda row: f"{row.power_verdict:.2f}"),
-            ("smallest gain shown", lambda row: _accuracy(row.least_gain)),
-            ("smallest change of it seen", lambda row: _accuracy(row.least_change)),
-            ("largest loss that `survives`", lambda row: _accuracy(row.largest_drop)),
-        ]
+        gain, survival = f"{plan.assumed.gain:+.3f}", f"{-plan.assumed.drop:+.3f}".replace("-", "−")
+        return {
+            "gain, ± half its 95 % interval": lambda row: f"{gain} ± {row.half_gain:.3f}",
+            "probability to show it": lambda row: f"{row.power_gain:.2f}",
+            "gain survival": lambda row: f"{survival} ± {row.half_survival:.3f}",
+            f"probability of `{verdict}`": lambda row: f"{row.power_verdict:.2f}",
+            "smallest gain shown": lambda row: _accuracy(row.least_gain),
+            "smallest change of it shown": lambda row: _accuracy(row.least_change),
+            "largest loss with `survives`": lambda row: _accuracy(row.largest_drop),
+        }
     if plan.effect is not None:
-        return [
-            seeds,
-            (f"n to show a gain of {_effect(plan)}", lambda row: _n(row.n_effect_gain)),
-            (f"n to see the gain change by {_effect(plan)}", lambda row: _n(row.n_effect_survival)),
-        ]
-    return [
-        seeds,
-        ("n to show the gain", lambda row: _n(row.n_gain)),
-        (f"n for `{plan.verdict or 'a verdict'}`", lambda row: _n(row.n_verdict)),
-    ]
+        return {
+            f"n to show a gain of {_effect(plan.effect)}": lambda row: _n(row.n_effect_gain),
+            f"n to show a change of the gain by {_effect(plan.effect)}": lambda row: _n(row.n_effect_survival),
+        }
+    return {"n to show the gain": lambda row: _n(row.n_gain), f"n for `{verdict}`": lambda row: _n(row.n_verdict)}
 
 
 def _assumed(plan: Plan) -> list[str]:
     a = plan.assumed
-    margin = (
-        f"{a.margin:.3f}, fixed"
-        if a.margin is not None
-        else f"{a.expected_margin:.3f}, half the gain as the study will estimate it (at least 0.02)"
-    )
+    margin = f"{a.expected_margin:.3f}, half the gain as the study will estimate it (at least 0.02)"
+    if a.margin is not None:
+        margin = f"{a.margin:.3f}, fixed"
     lines = [
-        f"Assumed: base {a.base_accuracy:.3f}, gain {a.gain:+.3f}, of which the scheme takes {a.drop:.3f}; margin {margin}; power {plan.power:.2f}.",
-        f"A question's outcomes correlate by {a.correlation:.2f} before and after training, and by {a.scheme_correlation:.2f} at full precision and quantized.",
-        "Chances follow the verdict's own rule: the gain's 95 % interval above 0, and the one-sided 95 % bound of gain survival beyond −margin.",
+        f"Assumed: base {a.base_accuracy:.3f}, gain {a.gain:+.3f}, loss of gain {a.drop:.3f}; margin {margin}; "
+        f"power {plan.power:.2f}.",
+        f"Correlation of a question's outcomes: {a.correlation:.2f} before and after training, "
+        f"{a.scheme_correlation:.2f} at full precision and quantized.",
+        "Probabilities follow the rule of the verdict: the gain's 95 % interval above 0, and the one-sided 95 % bound "
+        "of gain survival beyond −margin.",
     ]
     if plan.rows[0].seeds == 1:
-        lines.append(
-            "One training run: the verdict is about this run; how much another seed would differ is left out. See --between-seed-sd."
-        )
-    else:
-        asked = (
-            "each asked questions of its own"
-            if a.own_questions
-            else "all asked the same questions, whose share in the error does not shrink with them"
-        )
-        lines.append(
-            f"Training runs differ by {a.between_gain:.3f} (sd of the true gain) and {a.between_survival:.3f} (of gain survival); {asked}."
-        )
-    return lines
+        return [*lines, "One training run: the spread between seeds is not included. See --between-seed-sd."]
+    questions = "all on the same questions, so the error from questions does not shrink with more runs"
+    questions = "each on its own questions" if a.own_questions else questions
+    sds = f"{a.between_gain:.3f} (true gain) and {a.between_survival:.3f} (gain survival)"
+    return [*lines, f"Standard deviation between training runs: {sds}; {questions}."]
 
 
-def _effect(plan: Plan) -> str:
-    """The effect as it was asked for: 0.0004 is not 0.000."""
-    return f"{plan.effect:.3f}" if plan.effect >= 0.001 else f"{plan.effect:g}"
+def _effect(effect: float) -> str:
+    """Return the effect as it was given: 0.0004 is not 0.000."""
+    return f"{effect:.3f}" if effect >= 0.001 else f"{effect:g}"
 
 
 def _n(n: int | None) -> str:
@@ -140,8 +137,6 @@ def _accuracy(value: float | None) -> str:
 
 
 def widest(rows: tuple[Row, ...]) -> int:
-    """Questions up to which a figure should reach."""
-    sizes = [
-        n for row in rows for n in (row.n, row.n_gain, row.n_verdict, row.n_effect_gain, row.n_effect_survival) if n
-    ]
-    return max([2000, *(4 * n for n in sizes if n < 10**6)])
+    """Return the number of questions up to which a figure should reach."""
+    sizes = [(row.n, row.n_gain, row.n_verdict, row.n_effect_gain, row.n_effect_survival) for row in rows]
+    return max([2000, *(4 * n for row in sizes for n in row if n and n < 10**6)])

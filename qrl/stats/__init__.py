@@ -1,10 +1,10 @@
-"""Intervals that can carry a verdict: accuracies, paired differences, gain survival, over one training run or several.
+"""Intervals for accuracies, paired differences and gain survival, over one training run or several.
 
-Everything a study claims is a *contrast*: a weighted sum of cells' accuracies. One cell has the weight 1; a gain is
-grpo − base; gain survival is a difference of two gains. All cells answer the same questions, so a contrast is
-computed per question and then averaged, and what the questions share cancels. Where only counts exist, cells are taken
-as independent, which costs width but invents nothing. Where there are several training runs, each has a contrast of its
-own, and the spread between them enters the error as a random effect (`runs`): they are never pooled as more questions.
+Every claim of a study is a *contrast*: a weighted sum of cells' accuracies. A single cell has the weight 1, a gain is
+trained − base, and gain survival is a difference of two gains. All cells answer the same questions, so a contrast is
+computed per question and then averaged: the difficulty that cells share cancels. Where only counts are known, cells
+count as independent, which makes the intervals wider. Several training runs are a random effect (`runs`): each run has
+its own contrast, and the spread between runs enters the error. Runs are never pooled as if they were more questions.
 """
 
 from qrl.stats.contrasts import bootstrap, contrast, independent_contrast

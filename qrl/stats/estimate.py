@@ -1,4 +1,4 @@
-"""A number with its uncertainty, and what several training runs say of theirs."""
+"""An estimate with its uncertainty, and the training runs behind it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from functools import lru_cache
 
 from qrl.stats.tails import Tails
 
-LEVEL = 0.95  # of every interval, and of the one-sided bounds that verdicts look at
+LEVEL = 0.95  # of every interval, and of the one-sided bounds that verdicts use
+TAIL = (1 - LEVEL) / 2  # on either side of a two-sided interval
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The training runs behind an estimate: a run's value is the recipe's, plus the run's own effect, plus its questions' error.
+    """The training runs behind an estimate: a run's value is the recipe's, plus a run effect, plus its question error.
 
     Attributes:
-        labels: of the runs, their seeds.
-        values: each run's own estimate, whose error is that of its questions alone.
-        spread: sample variance of these estimates, S − 1 degrees of freedom.
-        own: mean variance that a run's estimate owes to questions and is not shared with the other runs.
-        shared: what it owes to questions that all runs have in common; no further run makes it smaller. 0 where each run
-            has questions of its own.
+        labels: the runs' seeds.
+        values: each run's own estimate; its error comes from the questions alone.
+        spread: sample variance of these estimates, with S − 1 degrees of freedom.
+        own: mean variance of a run's estimate that comes from questions and is not shared with the other runs.
+        shared: variance that comes from questions which all runs have in common; more runs do not reduce it. 0 if each
+            run has its own questions.
         groups: independent groups of questions.
     """
 
@@ -38,7 +39,7 @@ class Runs:
 
     @property
     def between_variance(self) -> float:
-        """Of the runs' true values, by the method of moments: what their spread has over their questions' error. May be negative."""
+        """Variance of the runs' true values by the method of moments: spread minus question error. May be negative."""
         return self.spread - self.own
 
     @property
@@ -48,34 +49,31 @@ class Runs:
 
     @property
     def within_sd(self) -> float:
-        """Standard error that one run's estimate has from its questions."""
+        """Standard error of one run's estimate that comes from its questions."""
         return math.sqrt(self.own + self.shared)
 
     @property
     def stderr(self) -> float:
-        """Of the mean over runs: between-run variance and own error shrink with the runs, the shared error does not."""
+        """Standard error of the mean over runs; more runs reduce all of it but the shared part."""
         return math.sqrt(max(self.spread, self.own) / self.count + self.shared)
 
     def reach(self, tail: float) -> float:
-        """Distance from the mean over runs to its one-sided bound with error `tail`.
+        """Return the distance from the mean over runs to its one-sided bound with error `tail`.
 
-        Each variance takes the t quantile of its own degrees of freedom, and they add in quadrature: at no ratio of the two
-        does this cover less than it says, while Satterthwaite's one t with pooled degrees of freedom covers down to 88 % of
-        studies of two runs (`tests/test_stats_runs.py`). Where every run has questions of its own it is the t interval of
-        the runs' estimates. Never narrower than the questions alone make it.
+        Each variance is scaled by the t quantile of its own degrees of freedom, and the two add in quadrature. At any
+        ratio of the two this covers at least its level, while Satterthwaite's single t with pooled degrees of freedom
+        covers as little as 88 % of studies of two runs (`tests/stats/test_stats_runs.py`). If every run has its own
+        questions, this is the t interval of the runs' estimates. It is never narrower than the questions alone make it.
 
-        Source: Banerjee, Sankhyā 22 (1960) 357, for variances added; crossed random effects of runs and questions: Clark,
-            J. Verbal Learning and Verbal Behavior 12 (1973) 335.
+        Source: Banerjee, Sankhyā 22 (1960) 357, for variances added; crossed random effects of runs and questions:
+            Clark, J. Verbal Learning and Verbal Behavior 12 (1973) 335.
         """
-        of_runs, of_questions = (
-            quantile(tail, self.count - 1),
-            quantile(tail, self.groups - 1),
-        )  # signs do not matter: squared
+        of_runs, of_questions = quantile(tail, self.count - 1), quantile(tail, self.groups - 1)  # squared: signs cancel
         both = of_runs**2 * self.spread / self.count + of_questions**2 * self.shared
         return math.sqrt(max(both, of_questions**2 * (self.own / self.count + self.shared)))
 
     def projected(self, questions: float, runs: int) -> Runs:
-        """What these variances would be with so many times the questions and with so many runs, were they the truth."""
+        """Return the runs expected with `questions` times the questions and `runs` runs, if the variances are true."""
         between = max(0.0, self.between_variance)
         own, shared = self.own / questions, self.shared / questions
         groups = max(2, round(self.groups * questions))
@@ -87,9 +85,9 @@ class Estimate:
     """A number with its uncertainty.
 
     `low` and `high` bound the two-sided 95 % interval; `n` counts questions; `df` are the degrees of freedom of the t
-    distribution behind the interval, infinite where it is the normal one. `runs` is there where several training runs are
-    behind it: then they, not `df`, say how far the interval reaches. `tails` is what few or lopsided changes add to it, and
-    `least` and `most` are what the number can be: an interval of a difference never leaves ±1.
+    distribution behind the interval, infinite for a normal one. With several training runs, `runs` replaces `df`.
+    `tails` widens the interval where few answers change, or most in one direction. `least` and `most` are what the
+    number can be: the interval of a difference never leaves ±1.
     """
 
     estimate: float
@@ -103,6 +101,11 @@ class Estimate:
     least: float = -math.inf
     most: float = math.inf
 
+    def bounded(self) -> Estimate:
+        """Return the estimate with the two-sided 95 % interval that its error gives, cut at `least` and `most`."""
+        low, high = self.estimate - self.reach(TAIL, upwards=False), self.estimate + self.reach(TAIL, upwards=True)
+        return replace(self, low=max(self.least, low), high=min(self.most, high))
+
     @property
     def lower(self) -> float:
         """One-sided 95 % lower bound."""
@@ -114,37 +117,31 @@ class Estimate:
         return min(self.most, self.estimate + self.reach(1 - LEVEL, upwards=True))
 
     def reach(self, tail: float, *, upwards: bool) -> float:
-        """Distance from the estimate to its one-sided bound with error `tail`, above or below."""
+        """Return the distance from the estimate to its one-sided bound with error `tail`, above or below."""
         if self.runs:
             return self.runs.reach(tail)
         reach = -quantile(tail, self.df) * self.stderr
         return self.tails.reach(tail, reach, upwards=upwards) if self.tails else reach
 
-    def bounded(self) -> Estimate:
-        """The estimate with its two-sided 95 % interval, within what is possible."""
-        tail = (1 - LEVEL) / 2
-        low, high = self.estimate - self.reach(tail, upwards=False), self.estimate + self.reach(tail, upwards=True)
-        return replace(self, low=max(self.least, low), high=min(self.most, high))
-
     def p_above(self, bound: float) -> float:
-        """One-sided p-value of "the true value is not above `bound`"."""
-        below = self.estimate > bound
-        tail = self._tail(abs(self.estimate - bound), upwards=not below)
-        return tail if below else 1 - tail
+        """Return the one-sided p-value of "the true value is at most `bound`"."""
+        above = self.estimate > bound
+        tail = self._tail(abs(self.estimate - bound), upwards=not above)
+        return tail if above else 1 - tail
 
     @property
     def p_two_sided(self) -> float:
-        """Two-sided p-value of "the true value is 0"; on one run's paired outcomes that of the paired t test."""
+        """Two-sided p-value of "the true value is 0"; for one run's paired outcomes, the paired t test's."""
         return 2 * self._tail(abs(self.estimate), upwards=self.estimate < 0)
 
     def _tail(self, distance: float, *, upwards: bool) -> float:
-        """The error at which a one-sided bound lies this far from the estimate; by search where it is not t's alone."""
+        """Return the error of a one-sided bound at this distance: closed form for a plain t, root finding otherwise."""
         from scipy.special import ndtr, stdtr
 
         if self.runs is None and self.tails is None:
             t = -distance / self.stderr
             return float(ndtr(t) if math.isinf(self.df) else stdtr(self.df, t))
-        from scipy.optimize import brentq
+        from scipy.optimize import root_scalar
 
         def beyond(log_tail: float) -> float:
             return self.reach(math.exp(log_tail), upwards=upwards) - distance
@@ -152,23 +149,31 @@ class Estimate:
         least, most = math.log(1e-100), math.log(0.5)
         if beyond(least) <= 0:
             return 0.0
-        return math.exp(brentq(beyond, least, most, xtol=1e-12)) if beyond(most) < 0 else 0.5
+        if beyond(most) >= 0:
+            return 0.5
+        return math.exp(root_scalar(beyond, method="brentq", bracket=(least, most), xtol=1e-12).root)
 
     def projected(self, questions: float = 1.0, runs: int | None = None) -> Estimate:
-        """This estimate, of several runs, with so many times the questions and with so many runs."""
+        """Return this estimate with `questions` times the questions and `runs` training runs.
+
+        Raises:
+            ValueError: the estimate does not rest on several runs.
+        """
+        if self.runs is None:
+            raise ValueError("An estimate from one training run has no spread between runs to project.")
         expected = self.runs.projected(questions, runs or self.runs.count)
         return replace(self, stderr=expected.stderr, n=max(2, round(self.n * questions)), runs=expected)
 
 
-@lru_cache(maxsize=1024)  # the same few are asked for again and again
+@lru_cache(maxsize=1024)  # a few arguments recur many times
 def quantile(probability: float, df: float = math.inf) -> float:
-    """Quantile of the t distribution with `df` degrees of freedom; of the normal one where they are infinite."""
+    """Return a quantile of the t distribution with `df` degrees of freedom; of the normal one if `df` is infinite."""
     from scipy.special import ndtri, stdtrit
 
     return float(ndtri(probability) if math.isinf(df) else stdtrit(df, probability))
 
 
 def signed(value: float) -> str:
-    """A difference as text: sign and three decimals, `+0.040`; what rounds to nothing is `0.000`."""
+    """Return a difference as text with sign and three decimals: `+0.040`, and `0.000` if it rounds to zero."""
     text = f"{value:+.3f}".replace("-", "−")
     return text[1:] if float(f"{value:.3f}") == 0 else text

@@ -7,65 +7,60 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
-from qrl.stats.contrasts import stderr_of_mean
-from qrl.stats.estimate import LEVEL, Estimate, quantile
+from qrl.stats.contrasts import check_count, stderr_of_mean
+from qrl.stats.estimate import TAIL, Estimate, quantile
 
 
 def accuracy(correct: int, n: int) -> Estimate:
-    """Share of right answers, with binomial standard error and Wilson interval.
+    """Return the share of right answers, with binomial standard error and Wilson interval.
 
     Args:
         correct: right answers, 0..n.
-        n: questions asked.
+        n: questions.
 
     Raises:
         ValueError: n < 2, which supports no error bar, or `correct` outside 0..n.
 
-    Source: Wilson, JASA 22 (1927) 209; the stderr is √(p(1 − p)/n), which is 0 at p = 0 and 1, where the interval is not.
+    Source: Wilson, JASA 22 (1927) 209; the stderr is √(p(1 − p)/n), which is 0 at p = 0 and 1, where the interval is
+        not.
     """
-    if n < 2 or not 0 <= correct <= n:
-        raise ValueError(f"{correct} right of {n} gives no accuracy: expected n >= 2 and 0 <= correct <= n.")
+    check_count(correct, n)
     share = correct / n
     return wilson(share, math.sqrt(share * (1 - share) / n), n, effective=n)
 
 
 def rate(values: ArrayLike, clusters: ArrayLike | None = None) -> Estimate:
-    """Mean of shares per question, with the stderr of questions or of groups of them, and Wilson's interval at the effective n.
+    """Return the mean of shares per question, with clustered stderr and Wilson's interval at the effective n.
 
     Args:
         values: (n,) in 0..1 per question: 0 or 1, the mean over a question's samples, or its pass@k.
-        clusters: (n,) label of each question's group, or None where questions are independent.
+        clusters: (n,) label of each question's group; None if questions are independent.
 
     Raises:
         ValueError: fewer than two questions or two groups, or a value outside 0..1.
 
-    Source: Miller, arXiv 2411.00640, equation 4, times G/(G − 1) for G groups, so that groups of one give the usual error.
-        Averaging a question's samples first is the same as clustering the samples by question. Effective n, shortened
-        for the t distribution of few groups: Korn and Graubard, Survey Methodology 24 (1998) 193.
+    Source: Miller, arXiv 2411.00640, equation 4, times G/(G − 1) for G groups, so that groups of one give the usual
+        error. Averaging a question's samples first is the same as clustering the samples by question. Effective n,
+        shortened for the t distribution of few groups: Korn and Graubard, Survey Methodology 24 (1998) 193.
     """
     shares = np.asarray(values, dtype=float)
     if shares.size and not (shares.min() >= 0 and shares.max() <= 1):
-        raise ValueError(f"Shares lie between {shares.min()} and {shares.max()}: expected 0 to 1.")
+        raise ValueError(f"Shares range from {shares.min()} to {shares.max()}: expected 0 to 1.")
     stderr, groups = stderr_of_mean(shares, clusters)
-    mean = float(shares.mean())
-    return wilson(
-        mean,
-        stderr,
-        len(shares),
-        effective_n(mean, stderr, groups, binary=bool(np.isin(shares, (0, 1)).all()), n=len(shares)),
-    )
+    mean, n = float(shares.mean()), len(shares)
+    return wilson(mean, stderr, n, effective_n(mean, stderr, groups, binary=is_binary(shares), n=n))
 
 
 def pass_at(k: int, correct: ArrayLike, samples: int) -> np.ndarray:
-    """Chance that at least one of k answers to a question is right, without bias, from `samples` answers to it.
+    """Return an unbiased estimate of the chance that at least one of k answers to a question is right.
 
     Args:
         k: answers that a user would draw, 1..samples.
-        correct: (n,) right ones of each question's samples.
+        correct: (n,) right answers among each question's samples.
         samples: answers to each question.
 
     Returns:
-        (n,) 1 − C(samples − c, k) / C(samples, k); its mean is pass@k, its stderr that of questions (`rate`).
+        (n,) 1 − C(samples − c, k) / C(samples, k); its mean is pass@k, and `rate` gives the stderr over questions.
 
     Raises:
         ValueError: k outside 1..samples, or a count outside 0..samples.
@@ -74,32 +69,37 @@ def pass_at(k: int, correct: ArrayLike, samples: int) -> np.ndarray:
     """
     counts = np.asarray(correct)
     if not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} cannot be told from {samples} samples: expected k from 1 to {samples}.")
+        raise ValueError(f"pass@{k} cannot be estimated from {samples} samples: expected k from 1 to {samples}.")
     if counts.size and not (counts.min() >= 0 and counts.max() <= samples):
         raise ValueError(
-            f"Right answers per question lie between {counts.min()} and {counts.max()}: expected 0 to {samples}."
+            f"Right answers per question range from {counts.min()} to {counts.max()}: expected 0 to {samples}."
         )
     by_count = [1 - math.comb(samples - c, k) / math.comb(samples, k) for c in range(samples + 1)]
     return np.array(by_count)[counts.astype(int)]
 
 
 def every_k(samples: int) -> list[int]:
-    """The k of pass@k that are shown: 2, 4, 8 … and all samples; none for one sample."""
+    """Return the k of pass@k to report: 2, 4, 8 … and all samples; none for one sample."""
     return sorted({2**i for i in range(1, samples.bit_length()) if 2**i <= samples} | {samples}) if samples > 1 else []
 
 
+def is_binary(shares: np.ndarray) -> bool:
+    """Return whether every share is 0 or 1."""
+    return bool(np.isin(shares, (0, 1)).all())
+
+
 def effective_n(mean: float, stderr: float, groups: int, *, binary: bool, n: int) -> float:
-    """Independent questions that would have this stderr; outcomes of 0 and 1 are never taken for more than they are."""
+    """Return how many independent questions would have this stderr; at most n for outcomes of 0 and 1."""
     if stderr <= 0:
         return groups
     size = mean * (1 - mean) / stderr**2
-    size *= (quantile((1 + LEVEL) / 2) / quantile((1 + LEVEL) / 2, groups - 1)) ** 2
+    size *= (quantile(1 - TAIL) / quantile(1 - TAIL, groups - 1)) ** 2
     return min(size, n) if binary else size
 
 
 def wilson(share: float, stderr: float, n: int, effective: float) -> Estimate:
-    """A share with Wilson's interval at `effective` questions."""
-    z = quantile((1 + LEVEL) / 2)
+    """Return a share with Wilson's interval at `effective` questions."""
+    z = quantile(1 - TAIL)
     shrink = 1 + z**2 / effective
     centre = (share + z**2 / (2 * effective)) / shrink
     half = z / shrink * math.sqrt(share * (1 - share) / effective + z**2 / (4 * effective**2))

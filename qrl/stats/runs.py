@@ -1,22 +1,21 @@
 """Several training runs of one recipe: the run is a random effect, beside the questions.
 
-A run's contrast is θ + aₛ + (its questions' error): θ is the recipe's, aₛ the run's own. Two runs' errors are correlated as
-far as they answered the same questions (crossed: all of them; nested: none; or in between), and that part no further run
-makes smaller. What is reported for θ is the plain mean over runs, each counting once.
+A run's contrast is θ + aₛ + (its question error): θ is the recipe's value, aₛ the run's own effect. The errors of two
+runs are correlated to the extent that they answered the same questions: all of them (crossed), none (nested), or some.
+More runs do not reduce that shared part. The estimate of θ is the plain mean over runs, each counting once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from qrl.stats.contrasts import contrast, limits, weighted
 from qrl.stats.estimate import Estimate, Runs
-from qrl.stats.rates import effective_n, wilson
+from qrl.stats.rates import effective_n, is_binary, wilson
 
 
 def contrast_over_runs(
@@ -27,120 +26,102 @@ def contrast_over_runs(
     n: int,
     *,
     vary: bool = True,
+    within: tuple[float, float] | None = None,
 ) -> Estimate:
-    """Weighted sum of cells' accuracies, averaged over training runs, with the spread between runs in its error.
+    """Return a contrast averaged over training runs, with the spread between runs in its error.
 
     Args:
         outcomes: per run s, (cells, n_s) in 0..1, column j being the same question in every row.
-        weights: (cells,) such as (1, −1) for a difference.
-        groups: per run, (n_s,) whole numbers naming each question, or the group of questions that it belongs to, the same
-            number in every run that asked it.
-        labels: of the runs.
-        n: different questions in all.
-        vary: whether runs have weights of their own; False where all cells are the base's, one model however often it was
-            asked: then the error is that of the questions, with what few changes add to it, as in `contrast`.
+        weights: (cells,), such as (1, −1) for a difference.
+        groups: per run, (n_s,) whole numbers that identify each question, or its group of questions; the same number in
+            every run that answered it.
+        labels: one label per run.
+        n: distinct questions over all runs.
+        vary: whether runs have weights of their own. False if all cells are the base's, which is one model under every
+            seed: the error is then that of the questions, with the corrections of `contrast`.
+        within: the least and the most that the estimate can be; None derives both from the weights.
 
     Returns:
-        Estimate with `runs`, where they vary. Where no question and no run deviates from any other, the error is the one that `contrast`
-        gives in that case.
+        Estimate, with `runs` if they vary. If no question and no run deviates from any other, the error is the one that
+        `contrast` gives in that case.
 
     Raises:
-        ValueError: fewer than two runs, or shapes that do not fit.
+        ValueError: fewer than two runs, or shapes that do not match.
 
-    Source: E[spread of the runs' estimates] = between + own, and the mean's variance = (between + own)/S + shared, by the
-        method of moments; on the same questions this is Clark's (MS_runs + MS_questions − MS_residual)/(nS), J. Verbal
-        Learning and Verbal Behavior 12 (1973) 335.
+    Source: E[spread of the runs' estimates] = between + own, and the mean's variance = (between + own)/S + shared, by
+        the method of moments; on the same questions this is Clark's (MS_runs + MS_questions − MS_residual)/(nS), J.
+        Verbal Learning and Verbal Behavior 12 (1973) 335.
     """
     if len(outcomes) < 2 or not len(outcomes) == len(groups) == len(labels):
         raise ValueError(
-            f"{len(outcomes)} runs with {len(groups)} sets of groups and {len(labels)} labels: expected the same number, at least 2."
+            f"Got {len(outcomes)} runs, {len(groups)} sets of groups and {len(labels)} labels: "
+            "expected the same number of each, at least 2."
         )
-    values = [weighted(each, weights) for each in outcomes]
-    questions = Questions.behind(values, groups)
-    means = [float(each.mean()) for each in values]
+    within = within or limits(weights)
+    values = [weighted(run, weights) for run in outcomes]
+    own, shared, distinct = question_variance(values, groups)
+    means = [float(run.mean()) for run in values]
+    mean = float(np.mean(means))
     if not vary:
-        pooled = _pooled(outcomes, weights, groups)
-        stderr = questions.stderr if questions.stderr > 1e-12 else pooled.stderr
-        found = Estimate(
-            float(np.mean(means)), stderr, 0, 0, n, df=questions.groups - 1, tails=pooled.tails, **limits(weights)
-        )
-        return found.bounded()
+        pooled, stderr = _pooled(outcomes, weights, groups), math.sqrt(own / len(values) + shared)
+        stderr = stderr if stderr > 1e-12 else pooled.stderr
+        return Estimate(mean, stderr, 0, 0, n, distinct - 1, None, pooled.tails, *within).bounded()
     alone = tuple(contrast(outcome, weights, group) for outcome, group in zip(outcomes, groups, strict=True))
-    spread, shared = float(np.var(means, ddof=1)), questions.shared
-    if max(spread, questions.own + shared) < 1e-24:
+    spread = float(np.var(means, ddof=1))
+    if max(spread, own + shared) < 1e-24:
         shared = _pooled(outcomes, weights, groups).stderr ** 2
-    runs = Runs(tuple(labels), alone, spread, questions.own, shared, questions.groups)
-    return Estimate(
-        float(np.mean(means)), runs.stderr, 0, 0, n, df=len(labels) - 1, runs=runs, **limits(weights)
-    ).bounded()
+    runs = Runs(tuple(labels), alone, spread, own, shared, distinct)
+    return Estimate(mean, runs.stderr, 0, 0, n, len(labels) - 1, runs, None, *within).bounded()
 
 
 def _pooled(outcomes: Sequence[ArrayLike], weights: Sequence[float], groups: Sequence[ArrayLike]) -> Estimate:
-    """All runs' answers as one run's, those to one question or group of them kept together."""
-    return contrast(np.concatenate(outcomes, axis=1), weights, np.concatenate(groups))
+    """Return the contrast of all runs' answers as if one run gave them, clustered by question or group of questions."""
+    return contrast(np.concatenate([np.asarray(run) for run in outcomes], axis=1), weights, np.concatenate(groups))
 
 
 def rate_over_runs(
     values: Sequence[ArrayLike], groups: Sequence[ArrayLike], labels: Sequence[str], n: int, *, vary: bool
 ) -> Estimate:
-    """Mean of shares per question, averaged over training runs.
+    """Return the mean of shares per question, averaged over training runs.
 
     Args:
         values: per run s, (n_s,) in 0..1 per question.
         groups: per run, as for `contrast_over_runs`.
-        labels: of the runs.
-        n: different questions in all.
-        vary: whether each run has weights of its own; False for the base, which is one model however often it was asked:
-            its error is that of its questions, and its interval Wilson's.
+        labels: one label per run.
+        n: distinct questions over all runs.
+        vary: whether each run has weights of its own. False for the base, which is one model under every seed: its
+            error is that of its questions, and its interval is Wilson's.
     """
+    shares = [np.asarray(run, dtype=float) for run in values]
     if vary:
-        found = contrast_over_runs([np.asarray(each)[None] for each in values], (1,), groups, labels, n)
-        return replace(found, least=0.0, most=1.0).bounded()
-    arrays = [np.asarray(each, dtype=float) for each in values]
-    questions = Questions.behind(arrays, groups)
-    mean = float(np.mean([each.mean() for each in arrays]))
-    binary = all(np.isin(each, (0, 1)).all() for each in arrays)
-    return wilson(mean, questions.stderr, n, effective_n(mean, questions.stderr, questions.groups, binary=binary, n=n))
+        return contrast_over_runs([run[None] for run in shares], (1,), groups, labels, n, within=(0.0, 1.0))
+    own, shared, distinct = question_variance(shares, groups)
+    mean, stderr = float(np.mean([run.mean() for run in shares])), math.sqrt(own / len(shares) + shared)
+    binary = all(map(is_binary, shares))
+    return wilson(mean, stderr, n, effective_n(mean, stderr, distinct, binary=binary, n=n))
 
 
-@dataclass(frozen=True)
-class Questions:
-    """What runs' means owe to their questions.
+def question_variance(values: Sequence[np.ndarray], groups: Sequence[ArrayLike]) -> tuple[float, float, int]:
+    """Return what the runs' means owe to their questions.
 
-    Attributes:
-        variances: (S,) of each run's mean.
-        own: mean variance of a run that is not shared with the others.
-        shared: covariance of two runs' means, from the groups of questions that both answered. It cannot be negative where
-            runs of one recipe are exchangeable, so an estimate below 0 counts as 0.
-        groups: in all.
+    Args:
+        values: per run, (n_s,).
+        groups: per run, as for `contrast_over_runs`.
+
+    Returns:
+        The mean variance of a run that is not shared with the others; the covariance of two runs' means, from the
+        groups of questions that both answered, at least 0 since runs of one recipe are exchangeable; the groups over
+        all runs.
     """
-
-    variances: np.ndarray
-    own: float
-    shared: float
-    groups: int
-
-    @property
-    def stderr(self) -> float:
-        """Of the mean over runs, were the runs all there are: questions alone."""
-        return math.sqrt(self.own / len(self.variances) + self.shared)
-
-    @classmethod
-    def behind(cls, values: Sequence[np.ndarray], groups: Sequence[ArrayLike]) -> Questions:
-        """From each run's (n_s,) values and group numbers."""
-        size = 1 + max(int(np.max(each)) for each in groups)
-        sums = np.stack(
-            [np.bincount(g, weights=v - v.mean(), minlength=size) for v, g in zip(values, groups, strict=True)]
-        )
-        seen = np.stack([np.bincount(each, minlength=size) > 0 for each in groups])
-        counts = seen.sum(axis=1)
-        if counts.min() < 2:
-            raise ValueError(
-                "A run has questions of one group only, which give no error bar: expected at least 2 groups in each."
-            )
-        scaled = sums * (np.sqrt(counts / (counts - 1)) / [len(each) for each in values])[:, None]
-        covariance = scaled @ scaled.T
-        variances, runs = np.diag(covariance), len(values)
-        within = float(variances.mean())
-        shared = min(within, max(0.0, float(covariance.sum() - variances.sum()) / (runs * (runs - 1))))
-        return cls(variances, within - shared, shared, int(seen.any(axis=0).sum()))
+    size = 1 + max(int(np.max(run)) for run in groups)
+    sums = np.stack([np.bincount(g, weights=v - v.mean(), minlength=size) for v, g in zip(values, groups, strict=True)])
+    seen = np.stack([np.bincount(run, minlength=size) > 0 for run in groups])
+    counts = seen.sum(axis=1)
+    if counts.min() < 2:
+        raise ValueError("A run has questions of one group only, which give no error bar: expected at least 2 groups.")
+    scaled = sums * (np.sqrt(counts / (counts - 1)) / [len(run) for run in values])[:, None]
+    covariance = scaled @ scaled.T
+    variances, runs = np.diag(covariance), len(values)
+    within = float(variances.mean())
+    shared = min(within, max(0.0, float(covariance.sum() - variances.sum()) / (runs * (runs - 1))))
+    return within - shared, shared, int(seen.any(axis=0).sum())

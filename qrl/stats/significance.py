@@ -1,4 +1,4 @@
-"""P-values: of two cells' disagreements, and of several questions asked at once."""
+"""P-values: McNemar's test of two cells, and Holm's correction for several tests."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from numpy.typing import ArrayLike
 
 
 def mcnemar(a: ArrayLike, b: ArrayLike) -> float:
-    """Exact two-sided p-value of "both cells are equally accurate", from the questions on which they disagree.
+    """Return the exact two-sided p-value of "both cells are equally accurate", from the questions where they disagree.
 
     Args:
         a, b: (n,) 0 or 1, the same questions in the same order.
 
     Returns:
-        p in (0, 1]; 1 where the cells agree everywhere.
+        p in (0, 1]; 1 if the cells agree everywhere.
 
     Source: McNemar, Psychometrika 12 (1947) 153, with the binomial distribution in place of chi squared.
     """
     from scipy.special import bdtr
 
-    a, b = np.asarray(a, dtype=bool), np.asarray(b, dtype=bool)
-    only_a, only_b = int((a & ~b).sum()), int((b & ~a).sum())
+    first, second = np.asarray(a, dtype=bool), np.asarray(b, dtype=bool)
+    only_a, only_b = int((first & ~second).sum()), int((second & ~first).sum())
     disagreements = only_a + only_b
     return min(1.0, 2 * float(bdtr(min(only_a, only_b), disagreements, 0.5))) if disagreements else 1.0
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values corrected for having asked several questions at once.
+    """Return the p-values corrected for multiple tests.
 
-    Source: Holm, Scand. J. Stat. 6 (1979) 65: the k-th smallest of m is multiplied by m − k + 1, and never falls below the one before.
+    Source: Holm, Scand. J. Stat. 6 (1979) 65: the k-th smallest of m is multiplied by m − k + 1, and is never smaller
+        than the one before.
     """
     order = np.argsort(p_values, kind="stable")
     steps = np.asarray(p_values, dtype=float)[order] * np.arange(len(order), 0, -1)

@@ -1,9 +1,9 @@
-"""How far a contrast's bounds reach where few answers change, or where nearly all changes go one way.
+"""Wider bounds for contrasts in which few answers change, or nearly all changes go one way.
 
-Quantization changes few answers, and mostly for the worse. The t interval then ends too early on the side where the changes
-lie: at a true loss of 20 questions in 1,000, all in one direction, its 5 % bound errs in 6.4 % of studies, and a single
-change gave a *narrower* interval than none. Two corrections, both outwards only; where as many answers change for the better
-as for the worse, and not few, neither moves the t interval.
+Quantization changes few answers, and mostly for the worse. The t interval is then too short on the side of the changes:
+at a true loss of 20 questions in 1,000, all in one direction, its 5 % bound errs in 6.4 % of studies, and a single
+change gives a *narrower* interval than none. Both corrections here only widen. Where many answers change, as many for
+the better as for the worse, neither moves the t interval.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FEW = 25  # changes: below, exact bounds, as is the custom for McNemar's test
+FEW = 25  # changes: below this, bounds are exact, as is usual for McNemar's test
 
 
 @dataclass(frozen=True)
@@ -33,44 +33,46 @@ class Side:
     n: int
 
     def upper(self, tail: float) -> float:
-        """Upper bound of the mean change: what was seen with its exact error, and never less than room for changes not seen."""
+        """Return the exact upper bound of the mean change; at least the observed mean plus the bound of unseen ones."""
         from scipy.special import betaincinv
 
         unseen = self.most * (1 - tail ** (1 / self.n))
         if not self.total:
             return unseen
-        worth = self.squares / self.total
-        count = self.n * self.total / worth
-        return max(self.total + unseen, worth * float(betaincinv(count + 1, self.n - count, 1 - tail)))
+        size, count = self._equal_changes()
+        return max(self.total + unseen, size * float(betaincinv(count + 1, self.n - count, 1 - tail)))
 
     def lower(self, tail: float) -> float:
-        """Lower bound of the mean change."""
+        """Return the exact lower bound of the mean change."""
         from scipy.special import betaincinv
 
         if not self.total:
             return 0.0
-        worth = self.squares / self.total
-        count = self.n * self.total / worth
-        return worth * float(betaincinv(count, self.n - count + 1, tail))
+        size, count = self._equal_changes()
+        return size * float(betaincinv(count, self.n - count + 1, tail))
+
+    def _equal_changes(self) -> tuple[float, float]:
+        """Return size and number of the equal changes that have the same mean and mean square."""
+        size = self.squares / self.total
+        return size, self.n * self.total / size
 
 
 @dataclass(frozen=True)
 class Tails:
-    """What the t interval of a mean leaves out.
+    """The corrections to the t interval of a mean.
 
     Attributes:
-        lean: third central moment over the second, over n: how far one change of the longer tail moves the mean; above 0
-            where that tail lies above.
-        up, down: changes in either direction, where they are fewer than `FEW` in all; else None.
+        lean: third central moment over the second, over n: how far one change of the longer tail moves the mean;
+            positive if that tail is above.
+        changes: changes upwards and downwards, if there are fewer than `FEW`; else None.
     """
 
     lean: float
-    up: Side | None = None
-    down: Side | None = None
+    changes: tuple[Side, Side] | None = None
 
     @classmethod
     def of(cls, values: np.ndarray, least: float, most: float) -> Tails:
-        """From a mean's independent values.
+        """Return the corrections for a mean of independent values.
 
         Args:
             values: (n,) one per question, or per group of questions.
@@ -83,32 +85,33 @@ class Tails:
         if n - counts.max() >= FEW:
             return cls(lean)
         often = kinds[counts == counts.max()]
-        usual = float(often[0]) if len(often) == 1 else 0.0  # of two values as frequent neither is the usual one
+        usual = float(often[0]) if len(often) == 1 else 0.0  # a tie has no usual value
+
+        def side(part: np.ndarray, allowed: float) -> Side:
+            return Side(float(part.mean()), float((part**2).mean()), max(allowed, float(part.max())), n)
+
         changes = values.round(12) - usual
-        sides = [
-            Side(float(part.mean()), float((part**2).mean()), max(room, float(part.max())), n)
-            for part, room in ((np.maximum(changes, 0), most - usual), (np.maximum(-changes, 0), usual - least))
-        ]
-        return cls(lean, *sides)
+        return cls(lean, (side(np.maximum(changes, 0), most - usual), side(np.maximum(-changes, 0), usual - least)))
 
     def reach(self, tail: float, t_reach: float, *, upwards: bool) -> float:
-        """Distance from the mean to its one-sided bound with error `tail`.
+        """Return the distance from the mean to its one-sided bound with error `tail`.
 
         Args:
             tail: error of the bound, at most 0.5.
             t_reach: the t interval's distance.
-            upwards: whether the upper bound is asked for.
+            upwards: True for the upper bound.
 
-        Source: skewness moves a mean's bound by lean (2z² + 1)/6 (Johnson, JASA 73 (1978) 536), and by lean (z² + 2)/3 with the
-            half change that an exact bound of a count adds: its Cornish-Fisher expansion. Few changes: Clopper and Pearson,
-            Biometrika 26 (1934) 404, at the number of equal changes that has the same mean and variance (Korn and Graubard,
-            Survey Methodology 24 (1998) 193); both directions put together as in Zou and Donner, Stat. Med. 27 (2008) 1693.
+        Source: skewness moves a mean's bound by lean (2z² + 1)/6 (Johnson, JASA 73 (1978) 536), and by lean (z² + 2)/3
+            with the half change that an exact bound of a count adds: its Cornish-Fisher expansion. Few changes: Clopper
+            and Pearson, Biometrika 26 (1934) 404, at the number of equal changes with the same mean and variance (Korn
+            and Graubard, Survey Methodology 24 (1998) 193); both directions combined as in Zou and Donner, Stat. Med.
+            27 (2008) 1693.
         """
         from scipy.special import ndtri
 
         lean = max(0.0, self.lean if upwards else -self.lean)
-        found = t_reach + lean * (float(ndtri(tail)) ** 2 + 2) / 3
-        if self.up is None:
-            return found
-        out, back = (self.up, self.down) if upwards else (self.down, self.up)
-        return max(found, math.hypot(out.upper(tail) - out.total, back.total - back.lower(tail)))
+        skewed = t_reach + lean * (float(ndtri(tail)) ** 2 + 2) / 3
+        if self.changes is None:
+            return skewed
+        out, back = self.changes if upwards else self.changes[::-1]
+        return max(skewed, math.hypot(out.upper(tail) - out.total, back.total - back.lower(tail)))

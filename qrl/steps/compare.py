@@ -2,92 +2,160 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from qrl import compare as room
-from qrl import names
-from qrl.compare import ranking as table
+from qrl import figures, names
+from qrl.compare import ranking
+from qrl.errors import BadInput
 from qrl.evaluate import groups
 from qrl.recipe import Recipe
 from qrl.tracking import cells as evaluated
 from qrl.tracking import contents, keys, reuse, runs, store
-from qrl.workspace import workspace
+from qrl.workspace import workspace, written_whole
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from qrl.compare.convergence import Convergence
+
+TABLE_FILES = f"{names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/"
+METHODS_FILES = f"{ranking.METHODS_MD}, {ranking.METHODS_JSON}, {names.FIGURES}/"
 
 
 def compare(recipe: Recipe, cells: list[str]) -> None:
-    """Logs the table of evaluated cells: table.md, table.json, questions.parquet, figures, metrics with intervals.
+    """Log the table of evaluated cells: table.md, table.json, questions.parquet, figures, metrics with intervals.
 
     Args:
-        recipe: `compare.margin` decides what counts as survival.
+        recipe: its `compare.margin` decides what counts as survival.
         cells: run ids of the cells' evaluations.
     """
     store.prepare()
     frame = evaluated.rows(cells)
-    comparison = room.from_questions(frame, margin=recipe.compare.margin)  # what cannot be compared leaves no run
+    comparison = room.from_questions(frame, margin=recipe.compare.margin)  # raises before a run is opened
     key = keys.comparison(recipe, cells)
     with (
         workspace(f"compare-{key[:16]}") as work,
         runs.step("compare", recipe, sections=("compare",), tags={names.TAG_CACHE_KEY: key}),
     ):
         frame.to_parquet(work / names.QUESTIONS)
-        room.write(comparison, work)
-        if by_group := groups.markdown(frame):
-            with (work / names.TABLE_MD).open("a", encoding="utf-8") as file:
-                file.write(f"\n{by_group}")
+        text = write(comparison, work, appendix=groups.markdown(frame))
         contents.log_folder(work)
         contents.log_scores(comparison.metrics())
         contents.describe(comparison.markdown())
-        if not runs.is_launched():  # a study prints it all at its end
-            click.echo((work / names.TABLE_MD).read_text(encoding="utf-8"))
-            click.echo(
-                f"Logged to run {runs.active_id()}: {names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/.", err=True
-            )
-        made = sorted(path.name for path in work.iterdir())
-        reuse.record_outputs(
-            artifacts=made, values={"sentence": comparison.sentence(), "metrics": comparison.metrics()}
-        )
+        if not runs.is_launched():  # a study prints the table at its end
+            click.echo(text)
+            click.echo(f"Logged to run {runs.active_id()}: {TABLE_FILES}.", err=True)
+        artifacts = sorted(path.name for path in work.iterdir())
+        values = {"sentence": comparison.sentence(), "metrics": comparison.metrics()}
+        reuse.record_outputs(artifacts=artifacts, values=values)
 
 
 def compare_files(recipe: Recipe, *, questions: str | None, counts: str | None, cells: list[str], out: str) -> None:
-    """The same table into a folder, for outcomes or counts of one's own or cells of the store; nothing is logged."""
+    """Write the same table into a folder, for files of the user or cells of the store; log nothing."""
     margin = recipe.compare.margin
-    if questions or cells:
-        frame = room.read_questions(questions) if questions else evaluated.rows(cells)
-        comparison = room.from_questions(frame, margin=margin)
-    else:
+    if counts:
         comparison = room.from_counts(room.read_counts(counts), margin=margin)
-    room.write(comparison, Path(out))
-    click.echo(comparison.markdown())
-    click.echo(f"Written to {out}: {names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/.", err=True)
+    else:
+        comparison = room.from_questions(_rows(questions, cells), margin=margin)
+    click.echo(write(comparison, Path(out)))
+    click.echo(f"Written to {out}: {TABLE_FILES}.", err=True)
 
 
 def methods(recipe: Recipe, cells: list[str]) -> None:
-    """Logs one row a cell against base and full precision: methods.md, methods.json, questions.parquet, a figure, metrics.
+    """Log one row per cell against base and full precision: methods.md, methods.json, questions.parquet, a figure.
 
     Args:
+        recipe: logged with the run.
         cells: run ids of the cells' evaluations.
     """
     store.prepare()
     frame = evaluated.rows(cells)
-    found = table.measure(frame)  # what cannot be compared leaves no run
+    measured = ranking.measure(frame)  # raises before a run is opened
     with (
         workspace("compare-methods", shared=True) as work,
         runs.step("compare", recipe, sections=("compare",), run_name="compare methods"),
     ):
-        text = table.write(found, work)
+        text = write_methods(measured, work)
         frame.to_parquet(work / names.QUESTIONS)
         contents.log_folder(work)
-        contents.log_scores(table.metrics(found))
+        contents.log_scores(ranking.metrics(measured))
         contents.describe(text)
         click.echo(text)
-        files = f"{table.METHODS_MD}, {table.METHODS_JSON}, {names.QUESTIONS}, {names.FIGURES}/"
-        click.echo(f"Logged to run {runs.active_id()}: {files}.", err=True)
+        click.echo(f"Logged to run {runs.active_id()}: {METHODS_FILES}, {names.QUESTIONS}.", err=True)
 
 
 def methods_files(questions: str | None, cells: list[str], out: str) -> None:
-    """The same table into a folder, for outcomes of one's own or cells of the store; nothing is logged."""
-    frame = room.read_questions(questions) if questions else evaluated.rows(cells)
-    click.echo(table.write(table.measure(frame), out))
-    click.echo(f"Written to {out}: {table.METHODS_MD}, {table.METHODS_JSON}, {names.FIGURES}/.", err=True)
+    """Write the same table into a folder, for a file of the user or cells of the store; log nothing."""
+    click.echo(write_methods(ranking.measure(_rows(questions, cells)), Path(out)))
+    click.echo(f"Written to {out}: {METHODS_FILES}.", err=True)
+
+
+def write(comparison: room.Comparison, out: Path, *, appendix: str = "") -> str:
+    """Write table.md, table.json and figures/*.png into a folder.
+
+    Args:
+        comparison: of `qrl.compare`.
+        out: the folder, made if need be.
+        appendix: Markdown to add at the end of table.md.
+
+    Returns:
+        The text of table.md.
+
+    Raises:
+        BadInput: `out` cannot be written to.
+    """
+    text = f"{comparison.markdown()}\n{appendix}" if appendix else comparison.markdown()
+    with writable(out, "comparison"):
+        write_texts(out, {names.TABLE_MD: text, names.TABLE_JSON: json.dumps(comparison.table_json(), indent=2) + "\n"})
+        figures.matrix(comparison, out / names.FIGURES / "matrix.png")
+        if len(comparison.schemes) > 1:
+            figures.survival(comparison, out / names.FIGURES / "survival.png")
+    return text
+
+
+def write_methods(
+    measured: ranking.Methods, out: Path, converged: Sequence[Convergence] = (), failed: Sequence[str] = ()
+) -> str:
+    """Write methods.md, methods.json and figures/methods.png into a folder; return the text of the first.
+
+    Raises:
+        BadInput: `out` cannot be written to.
+    """
+    text = ranking.markdown(measured, converged, failed)
+    document = json.dumps(ranking.as_json(measured, converged, failed), indent=1) + "\n"
+    title = ranking.findings(measured)[0] if measured.best else "No quantized method"
+    with writable(out, "methods"):
+        write_texts(out, {ranking.METHODS_MD: text, ranking.METHODS_JSON: document})
+        figures.methods(measured, title, out / names.FIGURES / "methods.png")
+    return text
+
+
+def _rows(questions: str | None, cells: list[str]) -> pd.DataFrame:
+    return room.read_questions(questions) if questions else evaluated.rows(cells)
+
+
+@contextmanager
+def writable(out: Path, what: str) -> Iterator[None]:
+    """Make the folder for figures, and turn errors of the file system into BadInput."""
+    try:
+        (out / names.FIGURES).mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise BadInput(
+            f"The {what} cannot be written to {out} ({error.strerror or error}): "
+            "give a folder that is writable and has space."
+        ) from None
+
+
+def write_texts(out: Path, texts: dict[str, str]) -> None:
+    """Write each text to its file in a folder, whole or not at all."""
+    for name, text in texts.items():
+        with written_whole(out / name) as path:
+            path.write_text(text, encoding="utf-8")

@@ -92,6 +92,7 @@ def sweep_table(launcher: Launcher, outcome: SweepOutcome, seeds: tuple[int, ...
         seconds: that the sweep took.
     """
     from qrl.compare import ranking
+    from qrl.steps.compare import write_methods
     from qrl.tracking import cells
 
     whole = {cell: by_seed for cell, by_seed in outcome.cells.items() if len(by_seed) == len(seeds)}
@@ -105,7 +106,7 @@ def sweep_table(launcher: Launcher, outcome: SweepOutcome, seeds: tuple[int, ...
     methods = ranking.measure(frame)
     judged = (_convergence(methods, outcome, variant, scheme) for variant, scheme in outcome.schemes.items())
     with workspace(f"methods-{launcher.run_id}") as work:
-        text = ranking.write(methods, work, [convergence for convergence in judged if convergence], failed)
+        text = write_methods(methods, work, [convergence for convergence in judged if convergence], failed)
         frame.to_parquet(work / names.QUESTIONS)
         contents.log_folder(work)
     contents.log_scores(ranking.metrics(methods) | {"study/seconds": seconds})

@@ -1,15 +1,14 @@
-"""Do the statistics keep their promises? 10,000 simulated studies a row, through the code that judges real ones.
+"""Do the intervals keep their level? 10,000 simulated studies per row, judged by the code that judges real ones.
 
-    python tests/benchmarks/coverage.py              # the table; exit code 1 where a bound is broken
+    python tests/benchmarks/coverage.py              # the table; exit code 1 if a bound is broken
     python tests/benchmarks/coverage.py --studies 2000
 
-A question has a difficulty that all cells share, one that a variant's cells share, and luck of each cell's own: a Gaussian
-copula, whose cells have exactly the accuracies that are put in, so that the true gain and gain survival are known. Where
-quantization only takes answers away, some of the trained cell's right ones turn wrong and the base's stay. Bounds: 95 %
-intervals cover within three Monte Carlo errors (over several training runs, and where few answers change, at least that much:
-their interval is made not to cover less); a verdict that is wrong at the margin, and McNemar's test where nothing differs,
-err in no more than 5 % of studies and three Monte Carlo errors, the awq gate's bound (trained, quantized − full precision)
-in no more than 2.5 % and three.
+A question has a difficulty that all cells share, one that a variant's cells share, and noise per cell: a Gaussian
+copula with exactly the given accuracies, so the true gain and gain survival are known. In the rows "only losses",
+quantization turns some of the trained cell's right answers wrong and changes nothing else. Bounds, each with a
+tolerance of three Monte Carlo errors: 95 % intervals cover in 95 % of studies (at least that over several runs or if
+few answers change, where they are conservative); a wrong verdict at the margin, and McNemar's test under no
+difference, in at most 5 %; the bound of the awq gate (trained: quantized − full precision) is wrong in at most 2.5 %.
 """
 
 import argparse
@@ -35,7 +34,7 @@ SURVIVAL, KEPT, LOSS = (1, -1, -1, 1), (0.5, -0.5, -1, 1), (0, -1, 0, 1)
 
 @dataclass(frozen=True)
 class Study:
-    """Cells' true accuracies (base, trained, each quantized), how alike their answers are, and the margin."""
+    """True accuracies (base, trained, then both quantized), the correlation of answers, and the margin."""
 
     name: str
     rates: tuple[float, float, float, float]
@@ -50,14 +49,14 @@ class Study:
     run_sd: tuple[float, float] = (
         0.0,
         0.0,
-    )  # of a run's shift of the trained cells, and of the quantized one alone; latent
+    )  # latent sd of a run's shift of both trained cells, and of the quantized one
 
     def truth(self, weights: tuple[float, ...]) -> float:
         return float(np.dot(weights, self.rates))
 
 
 def answers(study: Study, rng: np.random.Generator) -> list[np.ndarray]:
-    """Per run (4, n) outcomes; on the same questions the base's are the same in every run."""
+    """Return (4, n) outcomes per run; on the same questions the base's are the same in every run."""
     spread = np.array([0, study.run_sd[0], 0, math.hypot(*study.run_sd)])
     thresholds = ndtri(study.rates) * np.sqrt(1 + spread**2)  # so that the mean over runs is the rate that was put in
     shared = base = None
@@ -77,14 +76,14 @@ def answers(study: Study, rng: np.random.Generator) -> list[np.ndarray]:
 
 
 def _cells(study: Study, rng: np.random.Generator, thresholds: np.ndarray, shared: np.ndarray) -> np.ndarray:
-    """(2, n) a variant's outcomes at full precision and quantized."""
+    """Return (2, n) a variant's outcomes at full precision and quantized."""
     both = shared + math.sqrt(study.variant) * rng.standard_normal(study.n)
     own = math.sqrt(1 - study.question - study.variant) * rng.standard_normal((2, study.n))
     return (both + own < thresholds[:, None]).astype(float)
 
 
 def simulate(study: Study, studies: int, seed: int) -> dict[str, float]:
-    """Shares of studies in which each interval covers, each verdict is given, the gate's bound is wrong, and McNemar rejects."""
+    """Return the shares of studies with covering intervals, each verdict, a wrong gate bound, and McNemar rejecting."""
     rng = np.random.default_rng(seed)
     groups = [np.arange(study.n) + (0 if study.crossed else study.n * run) for run in range(study.seeds)]
     labels = [str(run) for run in range(study.seeds)]
@@ -114,7 +113,7 @@ def simulate(study: Study, studies: int, seed: int) -> dict[str, float]:
 
 
 def rows() -> list[Study]:
-    """Effects of several sizes; `at the margin` is where either claim is wrong."""
+    """Return effects of several sizes; `at the margin` either claim is wrong."""
     found = []
     for n in (500, 1000):
         found += [
@@ -174,7 +173,7 @@ def rows() -> list[Study]:
 
 
 def broken(study: Study, shares: dict[str, float], error: float) -> list[str]:
-    """Names of the shares that are outside of their bounds."""
+    """Return the names of the shares that are outside their bounds."""
     tolerance = 3 * error
     conservative = study.seeds > 1 or study.few
     coverages = [
@@ -197,10 +196,12 @@ def main() -> None:
     studies = parser.parse_args().studies
     error, began, failed = math.sqrt(ALPHA * (1 - ALPHA) / studies), time.monotonic(), []
     print(
-        f"{studies:,} studies a row; one Monte Carlo error of 5 % or 95 % is {100 * error:.2f} points. Coverage of 95 % intervals, shares of verdicts, in %.\n"
+        f"{studies:,} studies a row; one Monte Carlo error of 5 % or 95 % is {100 * error:.2f} points. "
+        "Coverage of 95 % intervals, shares of verdicts, in %.\n"
     )
     print(
-        f"{'':50} {'n':>5} {'seeds':>10} | {'gain':>6} {'delta':>6} {'surv.':>6} | {'survives':>8} {'lost':>6} | {'gate':>6} | McNemar"
+        f"{'':50} {'n':>5} {'seeds':>10} | {'gain':>6} {'delta':>6} {'surv.':>6} | "
+        f"{'survives':>8} {'lost':>6} | {'gate':>6} | McNemar"
     )
     for number, study in enumerate(rows()):
         shares = simulate(study, studies, seed=number)
@@ -209,14 +210,15 @@ def main() -> None:
         numbers = {name: f"{100 * share:.2f}" for name, share in shares.items()}
         if study.seeds > 1:
             numbers |= dict.fromkeys(("gate", "mcnemar"), "-")
+        marks = f" BROKEN: {', '.join(problems)}" if problems else ""
         print(
-            f"{study.name:50} {study.n:>5} {runs:>10} | {numbers['gain']:>6} {numbers['delta']:>6} {numbers['survival']:>6} | "
-            f"{numbers['survives']:>8} {numbers['lost']:>6} | {numbers['gate']:>6} | {numbers['mcnemar']:>6} {'BROKEN: ' + ', '.join(problems) if problems else ''}".rstrip(),
+            f"{study.name:50} {study.n:>5} {runs:>10} | "
+            f"{numbers['gain']:>6} {numbers['delta']:>6} {numbers['survival']:>6} | "
+            f"{numbers['survives']:>8} {numbers['lost']:>6} | {numbers['gate']:>6} | {numbers['mcnemar']:>6}{marks}",
             flush=True,
         )
-    print(
-        f"\n{'All bounds hold' if not failed else f'{len(failed)} bounds are broken'}; {time.monotonic() - began:.0f} s."
-    )
+    result = f"{len(failed)} bounds are broken" if failed else "All bounds hold"
+    print(f"\n{result}; {time.monotonic() - began:.0f} s.")
     sys.exit(bool(failed))
 
 

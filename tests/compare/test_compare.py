@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 import scipy.stats
 
-import qrl
 from qrl import compare
 from qrl.errors import BadInput
+from qrl.steps import compare as steps
 
 SEED_000 = {"n": 100, "base": {"full": 68, "nf4": 65, "awq": 58}, "grpo": {"full": 72, "nf4": 68, "awq": 67}}
 RATES = {
@@ -67,12 +67,12 @@ def test_seed_000_from_counts():
 def test_the_readmes_worked_example_is_what_is_printed():
     from pathlib import Path
 
-    text, found = (Path(qrl.__file__).parents[1] / "README.md").read_text(), compare.from_counts(SEED_000)
+    text, found = (Path(compare.__file__).parent / "README.md").read_text(), compare.from_counts(SEED_000)
     assert json.dumps(SEED_000) in text
     for line in found.markdown().splitlines():
         if line.startswith("| ") and "unpaired" in line:
             assert line.replace(" unpaired |", "") in text
-    assert f"change of the gain of {found.row('nf4').verdict.smallest_effect:.3f} four times in five" in " ".join(
+    assert f"change of the gain of {found.row('nf4').verdict.smallest_effect:.3f} with 80 % power" in " ".join(
         text.split()
     )
 
@@ -143,10 +143,10 @@ def test_a_claim_that_holm_does_not_bear_out_is_marked():
     assert (nf4.verdict.verdict, awq.verdict.verdict) == ("survives", "inconclusive")
     assert nf4.verdict.p_value < 0.05 < nf4.p_holm == pytest.approx(2 * nf4.verdict.p_value)
     assert nf4.holds_together is False and awq.holds_together is None
-    assert found.markdown().count("corrected for the other schemes it does not") == 1
+    assert found.markdown().count("but not after Holm's correction") == 1
     assert found.table_json()["nf4"]["holds_after_holm"] is False
     alone = compare.from_counts({"n": 1000, "base": {"full": 600, "nf4": 600}, "grpo": {"full": 750, "nf4": 728}})
-    assert alone.row("nf4").holds_together is True and "it does not" not in alone.markdown()
+    assert alone.row("nf4").holds_together is True and "but not after Holm's correction" not in alone.markdown()
 
 
 def test_the_t_test_and_the_bootstrap_stand_beside_the_closed_form(frame, comparison):
@@ -160,7 +160,7 @@ def test_the_t_test_and_the_bootstrap_stand_beside_the_closed_form(frame, compar
         for end in ("low", "high"):
             assert entry["bootstrap"][name][end] == pytest.approx(entry[name][end], abs=0.15 * entry[name]["stderr"])
     said = re.search(
-        r"A paired bootstrap over questions \(10,000 resamples, seeded\) puts every end within (0\.\d+) of these intervals",
+        r"A paired bootstrap over questions \(10,000 resamples, seeded\) agrees .* within (0\.\d+)\.",
         comparison.markdown(),
     )
     ends = [
@@ -199,6 +199,31 @@ def test_more_variants_and_labels_of_ones_own():
     assert found.sentence().count("For mine, ") == 2
 
 
+def test_full_is_shown_with_the_dtype_it_was_computed_in_and_called_full_everywhere_else(frame, comparison):
+    named = compare.from_questions(frame.assign(dtype="bfloat16"))
+    table = named.table_json()
+    assert list(table) == ["full", "nf4", "awq"] and named.metrics() == comparison.metrics()
+    assert [entry["label"] for entry in table.values()] == ["full (bf16)", "nf4", "awq"]
+    assert "| full (bf16) | 0." in named.markdown() and "| scheme − full (bf16) |" in named.markdown()
+    assert "full (" not in comparison.markdown() and comparison.table_json()["full"]["label"] == "full"
+    for mixed in (
+        frame["variant"].map({"base": "float32", "grpo": "float16"}),
+        frame["variant"].map({"base": "float32"}),
+    ):
+        assert compare.from_questions(frame.assign(dtype=mixed)).shown("full") == "full"
+    quantized = frame["scheme"].map({"full": "float32", "nf4": "float16", "awq": "float16"})
+    assert compare.from_questions(frame.assign(dtype=quantized)).shown("full") == "full (fp32)"
+
+
+def test_gain_survival_is_a_difference_of_two_gains(comparison):
+    cells = comparison.cells
+    found = compare.gain_survival(
+        lambda weights: sum(w * cells[cell].estimate for cell, w in weights.items()), "grpo", "nf4"
+    )
+    assert found == pytest.approx(comparison.row("nf4").gain_survival.estimate)
+    assert found == pytest.approx(comparison.row("nf4").delta.estimate - comparison.row("full").delta.estimate)
+
+
 def test_full_precision_alone_has_a_gain_but_no_survival():
     found = compare.from_counts({"n": 100, "base": {"full": 60}, "grpo": {"full": 80}})
     assert "gain survival is not defined" in found.sentence() and "[" in found.sentence()
@@ -229,7 +254,7 @@ def test_a_file_comes_back_as_it_went(frame, comparison, tmp_path):
 
 
 def test_write_leaves_tables_and_figures_and_nothing_else(comparison, tmp_path):
-    compare.write(comparison, tmp_path / "new" / "out")
+    steps.write(comparison, tmp_path / "new" / "out")
     files = {
         str(path.relative_to(tmp_path / "new" / "out"))
         for path in (tmp_path / "new" / "out").rglob("*")
@@ -239,7 +264,7 @@ def test_write_leaves_tables_and_figures_and_nothing_else(comparison, tmp_path):
     assert json.loads((tmp_path / "new/out/table.json").read_text()) == comparison.table_json()
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="cannot be written"):
-        compare.write(comparison, tmp_path / "file" / "out")
+        steps.write(comparison, tmp_path / "file" / "out")
 
 
 @pytest.mark.parametrize(
@@ -253,12 +278,12 @@ def test_write_leaves_tables_and_figures_and_nothing_else(comparison, tmp_path):
         (lambda f: f.assign(correct=f["correct"].where(f.index > 0)), "'correct' has 1 empty"),
         (lambda f: pd.concat([f, f.head(1)]), "more than once"),
         (lambda f: f.iloc[1:], "lacks 1 of 20 questions, 'q0'"),
-        (lambda f: f[f["scheme"] != "full"], "name the full-precision scheme so"),
+        (lambda f: f[f["scheme"] != "full"], "measured from 'full'"),
         (lambda f: f[f["variant"] == "base"], "only variant"),
-        (lambda f: f[f["variant"] == "grpo"], "name the untrained variant so"),
+        (lambda f: f[f["variant"] == "grpo"], "measured from 'base'"),
         (lambda f: f[(f["variant"] == "base") | (f["scheme"] != "awq")], "Cell grpo · awq is missing"),
         (lambda f: f[f["question"] == "q0"], "There is 1 question"),
-        (lambda f: f.assign(scheme=f["scheme"].replace("awq", "a|q")), "'a|q' is no label"),
+        (lambda f: f.assign(scheme=f["scheme"].replace("awq", "a|q")), "'a|q' is not a valid label"),
         (lambda f: f.assign(cluster=f.index % 3), "has no single cluster"),
         (lambda f: f.assign(cluster="all"), "All questions are in one cluster"),
         (lambda f: f.assign(cluster=[[1, 2]] * len(f)), "The column 'cluster' holds"),

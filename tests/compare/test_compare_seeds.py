@@ -9,6 +9,7 @@ import scipy.stats
 
 from qrl import compare, figures
 from qrl.errors import BadInput
+from qrl.steps import compare as steps
 
 RATES = {("base", "full"): 0.65, ("base", "nf4"): 0.63, ("grpo", "full"): 0.80, ("grpo", "nf4"): 0.78}
 
@@ -101,7 +102,7 @@ def test_the_table_shows_each_seed_both_spreads_and_the_counts(frame):
 
 def test_one_seed_says_that_the_spread_between_seeds_is_unknown():
     found = compare.from_questions(study(seeds=1))
-    assert "how much another seed would differ is unknown" in found.markdown()
+    assert "no interval includes the variation between training seeds" in found.markdown()
     entry = found.table_json()["nf4"]
     assert (entry["seeds"], entry["between_seed_sd"], entry["per_seed"]) == (1, None, {})
     assert compare.from_questions(study(seeds=1).drop(columns="seed")).table_json() == found.table_json()
@@ -123,7 +124,7 @@ def test_the_base_is_one_model_however_often_it_was_asked(base):
 
 def test_a_base_that_answers_otherwise_under_another_seed_is_said_to():
     frame = study()
-    assert "otherwise" not in compare.from_questions(frame).markdown()
+    assert "differently under another seed" not in compare.from_questions(frame).markdown()
     is_one = (
         (frame["variant"] == "base")
         & (frame["scheme"] == "nf4")
@@ -132,7 +133,7 @@ def test_a_base_that_answers_otherwise_under_another_seed_is_said_to():
     )
     odd = frame.assign(correct=frame["correct"].where(~is_one, 1 - frame["correct"]))
     assert (
-        "base · nf4 answers 2 question(s) otherwise under another seed; its answers are averaged"
+        "base · nf4 answers 2 question(s) differently under another seed; its answers are averaged"
         in compare.from_questions(odd).markdown()
     )
     kept = odd[(odd["variant"] == "base") | (odd["seed"] == 0)]
@@ -143,7 +144,7 @@ def test_a_base_that_answers_otherwise_under_another_seed_is_said_to():
 
 
 def test_models_of_several_training_seeds_asked_under_one_question_seed_are_a_random_effect():
-    """As `evaluate --seed 7` writes them: `seed` is the training's, `question_seed` the questions', the base's answers lie under 7."""
+    """As `evaluate --seed 7` writes them: `seed` is the training's, `question_seed` is 7, and so is the base's seed."""
     frame = study()
     whole = compare.from_questions(frame).table_json()
     asked = frame[(frame["variant"] != "base") | (frame["seed"] == 0)].assign(question_seed=7)
@@ -173,7 +174,7 @@ def test_a_base_that_was_not_asked_a_seeds_questions_is_refused():
             "lacks 1 of 400 questions under seed 1, 'q7-0'",
         ),
         (lambda f: f.assign(seed=f["seed"].map({0: "a|b", 1: "1", 2: "2"})), "no label for a seed"),
-        (lambda f: f.drop(columns="seed"), "a column 'seed' tells training runs apart"),
+        (lambda f: f.drop(columns="seed"), "training runs in a column 'seed'"),
         (
             lambda f: f.assign(question=f["question"].where(f["seed"] != 1, "one")).drop_duplicates(
                 ["variant", "scheme", "seed", "question"]
@@ -263,7 +264,7 @@ def test_files_and_figures_bear_seeds_and_samples(tmp_path):
     frame.to_csv(tmp_path / "q.csv", index=False)
     found = compare.from_questions(compare.read_questions(tmp_path / "q.csv"))
     assert found.table_json() == compare.from_questions(frame).table_json()
-    compare.write(found, tmp_path / "out")
+    steps.write(found, tmp_path / "out")
     figures.survival(found, tmp_path / "survival.png")
     assert (tmp_path / "out" / "figures" / "survival.png").stat().st_size > 10_000
 

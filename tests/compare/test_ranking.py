@@ -39,6 +39,12 @@ def test_methods_need_no_common_scheme_and_stand_best_first_with_paired_interval
     assert "n = 400 held-out questions, one training run each" in text
 
 
+def test_full_is_shown_with_its_dtype_where_rows_name_one():
+    text = ranking.markdown(ranking.measure(frame().assign(dtype="float32")))
+    assert "| grpo | full (fp32) |" in text and "method − grpo · full (fp32)" in text and "| nf4 |" in text
+    assert "full (" not in ranking.markdown(ranking.measure(frame()))
+
+
 def test_several_training_runs_are_a_random_effect():
     one, three = (
         ranking.markdown(ranking.measure(frame())),
@@ -77,17 +83,17 @@ def test_training_is_held_against_quantizing_afterwards_in_the_same_scheme():
     text = ranking.findings(found)
     assert (
         text[0].startswith("Of 4 quantized methods qat-int4 · rtn-int4 scores highest")
-        and "not told apart from qlora · full" in text[0]
+        and "not significantly better than qlora · full" in text[0]
     )
-    assert "shown ahead of grpo · nf4, grpo · rtn-int4" in text[0]
+    assert "significantly better than grpo · nf4, grpo · rtn-int4" in text[0]
     assert (
-        text[1].startswith("qat-int4 beats grpo quantized afterwards in rtn-int4: +0.")
-        and "after Holm's correction" in text[1]
+        text[1].startswith("qat-int4 is significantly better than grpo quantized to rtn-int4 after training: +0.")
+        and "Holm-corrected p" in text[1]
     )
 
 
 def test_the_best_is_called_ahead_only_where_all_pairs_asked_at_once_bear_it_out():
-    """Of many equal methods the highest is ahead of the lowest by its own interval in many studies, by Holm's in at most 5 %."""
+    """Of many equal methods, the best beats the worst often by its plain interval, and after Holm in at most 5 %."""
     equal = {("base", "full"): 0.5, ("grpo", "full"): 0.6} | {("grpo", f"scheme{k}"): 0.6 for k in range(12)}
     alone = together = 0
     for seed in range(20):
@@ -99,7 +105,7 @@ def test_the_best_is_called_ahead_only_where_all_pairs_asked_at_once_bear_it_out
             for cell, part in data.groupby(["variant", "scheme"])
         }
         alone += stats.contrast(np.stack([right[cells[0]], right[cells[-1]]]), (1, -1)).low > 0
-        together += "shown ahead" in ranking.findings(found)[0]
+        together += "; significantly better" in ranking.findings(found)[0]
     assert alone >= 10 and together <= 3  # P(more than 3 of 20 at 5 %) is 1.6 %, and the data are seeded
 
 
@@ -123,8 +129,8 @@ def test_several_seeds_are_seen_in_table_json_metrics_and_figure(tmp_path):
         ((0.5, 0.8), [0.4, 0.5, 0.6, 0.7], "reward", ""),
         ((0.5, 0.8), [0.7, 0.5, 0.6, 0.4], "reward", "the reward got worse"),
         ((0.5, 0.8), [0.7, 0.5, 0.6, 0.4], "loss", ""),
-        ((0.5, 0.5), [0.4, 0.5, 0.6, 0.7], "reward", "no gain over base in its scheme is shown"),
-        ((0.8, 0.5), [0.7, 0.5], "reward", "no gain over base in its scheme is shown and the reward got worse"),
+        ((0.5, 0.5), [0.4, 0.5, 0.6, 0.7], "reward", "no significant gain over base in the same scheme"),
+        ((0.8, 0.5), [0.7, 0.5], "reward", "no significant gain over base in the same scheme and the reward got worse"),
     ],
 )
 def test_a_training_converged_by_the_rule_alone(right, values, measure, reason):

@@ -122,6 +122,7 @@ def test_a_prompt_that_fills_all_positions_is_refused_and_copies_of_questions_ar
 def test_one_sample_is_greedy_and_has_the_rows_and_metrics_it_always_had():
     _, found = asked_thrice(temperature=9.0, samples=1)
     _, again = asked_thrice(temperature=0.1, samples=1)
+    assert set(found.frame["dtype"]) == {found.dtype} == {"float32"}
     assert "sample" not in found.frame and list(found.frame["completion"]) == list(again.frame["completion"])
     assert not any("pass_at" in name for name in scores.metrics(found))
 
@@ -214,6 +215,7 @@ def test_accuracy_by_subject_and_level_has_an_interval_and_n_for_each_cell():
     assert "| Geometry | 1 of 1 | 1 of 1 |" in text
     assert text.index("| 1 |") < text.index("| 5 |")
     assert groups.markdown(one.drop(columns=["subject", "level"])) == ""
+    assert "| subject | base · full (fp32) |" in groups.markdown(one.assign(dtype="float32"))
     for label in ("sample", "seed"):  # neither several samples nor several trainings are more questions
         twice = groups.markdown(pd.concat([one.assign(**{label: 0}), one.assign(**{label: 1}, correct=1)]))
         assert "| Algebra | 0.875 [" in twice and "(n = 40)" in twice and "| 1 of 1 |" in twice

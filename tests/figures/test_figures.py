@@ -14,6 +14,7 @@ from qrl import compare, figures, plan
 from qrl.figures import canvas, cards, comparison, heatmaps, rewards
 from qrl.figures import divergence as of_behaviour
 from qrl.figures import weights as of_weights
+from qrl.steps import compare as steps_compare
 
 COUNTS = {"n": 1000, "base": {"full": 680, "nf4": 650, "awq": 580}, "grpo": {"full": 820, "nf4": 780, "awq": 600}}
 
@@ -153,7 +154,7 @@ def test_the_page_needs_nothing_else_and_holds_the_numbers(tmp_path):
 @pytest.fixture
 def table(tmp_path):
     """table.json of two trained variants under three schemes."""
-    compare.write(compare.from_counts(COUNTS | {"my own": COUNTS["grpo"]}), tmp_path / "table")
+    steps_compare.write(compare.from_counts(COUNTS | {"my own": COUNTS["grpo"]}), tmp_path / "table")
     return json.loads((tmp_path / "table" / "table.json").read_text())
 
 
@@ -211,7 +212,7 @@ def test_a_table_from_before_the_renaming_is_reported(tmp_path, table):
 )
 def test_the_headline_states_the_verdicts(tmp_path, counts, parts):
     before = {scheme: COUNTS["base"][scheme] for scheme in counts}
-    compare.write(compare.from_counts({"n": 1000, "base": before, "grpo": counts}), tmp_path)
+    steps_compare.write(compare.from_counts({"n": 1000, "base": before, "grpo": counts}), tmp_path)
     title = cards.headline(json.loads((tmp_path / "table.json").read_text()))
     assert all(part in title for part in parts)
 
@@ -322,11 +323,8 @@ def test_titles_say_what_the_numbers_say():
         "a and b",
         "a, b and c",
     ]
-    assert (
-        comparison._survival_found([row for row in found.rows if row.verdict], False)
-        == "The gain survives nf4; it is lost under awq"
-    )
-    assert comparison._gain_found("grpo", found.row("full").delta).startswith("grpo gains +0.140 [")
+    assert comparison._survival_title(found.judged(), False) == "The gain survives nf4; it is lost under awq"
+    assert comparison._gain_title("grpo", found.row("full").delta).startswith("grpo gains +0.140 [")
     assert (
         "loses 1.575 % of the weights' energy after training, 5 % more than before (1.5 %)"
         in of_weights.error_finding(weights(1.05), ["base", "grpo"])

@@ -70,7 +70,7 @@ def test_gain_survival_is_a_one_sample_t_test_of_the_difference_of_differences(r
 
 
 def changed(better, worse, n):
-    """Two cells of which the first is right where the second is not in `better` questions, and wrong where it is right in `worse`."""
+    """Return the contrast of two cells: the first alone is right on `better` questions, the second on `worse`."""
     a, b = np.zeros(n), np.zeros(n)
     a[:better], b[better : better + worse] = 1, 1
     return stats.contrast([a, b], (1, -1))
@@ -159,7 +159,7 @@ def test_clusters_of_one_question_change_nothing_and_repeated_questions_add_noth
 
 
 def test_few_clusters_are_not_taken_for_more_than_they_are(rng):
-    """Groups of equal questions: the interval is that of the groups, widened by t, and never that of more questions than asked."""
+    """Groups of equal questions: the interval is that of the groups, widened by t, never that of more questions."""
     values = np.repeat([0, 1, 1, 0, 1], 40)
     found, groups = stats.rate(values, np.repeat(np.arange(5), 40)), stats.accuracy(3, 5)
     assert found.stderr == pytest.approx(groups.stderr * math.sqrt(5 / 4), **CLOSE)
@@ -192,7 +192,7 @@ def test_pass_at_k_is_unbiased(rng):
 
 
 def test_pass_at_more_than_was_sampled_is_refused():
-    with pytest.raises(ValueError, match="pass@3 cannot be told from 2 samples"):
+    with pytest.raises(ValueError, match=r"pass@3 .* 2 samples"):
         stats.pass_at(3, [1], 2)
     with pytest.raises(ValueError, match="expected 0 to 2"):
         stats.pass_at(1, [3], 2)

@@ -46,7 +46,9 @@ def test_paired_t(pairs):
     a, b = np.array(pairs, dtype=float).T
     assume(np.ptp(a - b) > 0)  # no t otherwise: `test_stats.py` holds what is said then
     whole, expected = stats.contrast([a, b], (1, -1)), scipy.stats.ttest_rel(a, b)
-    found = dataclasses.replace(whole, tails=None, least=-math.inf, most=math.inf).bounded()  # as t alone has it
+    found = dataclasses.replace(
+        whole, tails=None, least=-math.inf, most=math.inf
+    ).bounded()  # t alone  # as t alone has it
     interval = expected.confidence_interval(0.95)
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high), **CLOSE)
     assert found.p_two_sided == pytest.approx(expected.pvalue, **CLOSE)
@@ -99,7 +101,7 @@ def test_clustered_accuracy_too(rows):
 @slow_at_first
 @given(gain=st.floats(0.02, 0.2), n=st.integers(20, 5000))
 def test_power_of_the_gain_is_the_one_sided_part_of_a_z_test(gain, n):
-    """statsmodels' z test counts both tails; a gain that shows must lie on the right side. Its df are infinite, ours n − 1."""
+    """One-sided, because a gain must be above 0; statsmodels' z test has infinite df, ours n − 1."""
     assumed = Assumptions(gain=gain, drop=0.0).checked()
     sd = math.sqrt(assumed.moments()[0, 0])
     found = power.chance_shown(assumed, n)
@@ -121,7 +123,7 @@ def test_power_over_runs_with_questions_of_their_own_is_the_t_tests(seeds):
 @given(stderr=st.floats(0.005, 0.1))
 def test_the_smallest_effect_is_a_z_tests(stderr):
     estimate = stats.Estimate(0, stderr, 0, 0, 1000)
-    found = verdict.seen(estimate)
+    found = verdict.smallest_detectable(estimate)
     assert NormalIndPower(ddof=0).power(found / stderr, 1, 0.025, ratio=0, alternative="larger") == pytest.approx(
         0.8, **CLOSE
     )

@@ -1,4 +1,4 @@
-"""Several training runs: against analyses of variance by another route, definitions written out, and simulated coverage."""
+"""Several training runs: compared with analyses of variance, definitions written out, and simulated coverage."""
 
 import math
 
@@ -80,7 +80,7 @@ def test_more_runs_on_the_same_questions_do_not_make_them_more_questions(rng):
 
 
 def test_copies_of_the_base_that_hardly_change_keep_the_interval_that_questions_support(rng):
-    """What quantization costs the base: a difference of no question, or of one, is no certainty, under any number of seeds."""
+    """The base's loss from quantization: a change of no question, or of one, is uncertain under any number of seeds."""
     full = (rng.random(size=200) < 0.6).astype(float)
     for changed in (0, 1):
         quantized = full.copy()
@@ -128,7 +128,7 @@ def test_clusters_that_runs_share_are_shared(rng):
 
 
 def test_satterthwaites_one_t_would_cover_less_than_it_says_for_two_runs():
-    """Why `Runs.reach` adds in quadrature: the runs' own variance eleven times the shared one, known but for its estimate."""
+    """Why `Runs.reach` adds in quadrature: here the runs' own variance is eleven times the shared one."""
     rng, covered = np.random.default_rng(0), {"ours": 0, "satterthwaite": 0}
     for _ in range(4000):
         values = rng.normal(scale=math.sqrt(11), size=2)

@@ -1,0 +1,181 @@
+"""A comparison: every cell's accuracy, and the gains, losses and verdicts that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from qrl import names, stats
+from qrl.compare import record, table
+from qrl.compare.evidence import Cell, Counts, Questions
+from qrl.errors import BadInput
+from qrl.names import BASE, FULL
+from qrl.stats import Estimate
+from qrl.stats.verdict import Verdict, judge
+
+T = TypeVar("T")
+
+
+def gain_survival(contrast: Callable[[dict[Cell, float]], T], variant: str, scheme: str, share: float = 1.0) -> T:
+    """Return gain survival: (trained − base) under q, minus (trained − base) under full. 0: no gain is lost.
+
+    Args:
+        contrast: computes a weighted sum of cells' accuracies, such as `Questions.contrast`.
+        variant: the trained variant.
+        scheme: the quantized scheme q.
+        share: of the full-precision gain to subtract; with ½ the result is above 0 if more than half of the gain is
+            kept.
+
+    Source: a difference in differences; over paired questions its stderr is that of Miller, arXiv 2411.00640, section
+        4.
+    """
+    return contrast({(variant, scheme): 1, (BASE, scheme): -1, (variant, FULL): -share, (BASE, FULL): share})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trained variant under one scheme, compared with base.
+
+    `delta` is trained − base. `losses` maps base and the variant to their difference under this scheme − full. For
+    `full` there are no losses, and neither gain survival nor a verdict is defined. `mcnemar` tests `delta`; it is None
+    unless outcomes are paired, from one run and one answer per question. `bootstrap` repeats `delta` and gain survival
+    by resampling. `p_holm` is the verdict's p-value, corrected for all verdicts of the study.
+    """
+
+    variant: str
+    scheme: str
+    delta: Estimate
+    mcnemar: float | None = None
+    gain_survival: Estimate | None = None
+    verdict: Verdict | None = None
+    p_holm: float | None = None
+    losses: dict[str, Estimate] = field(default_factory=dict)
+    bootstrap: dict[str, Estimate] = field(default_factory=dict)
+
+    @property
+    def holds_together(self) -> bool | None:
+        """Whether the verdict remains significant after Holm's correction; None if it is inconclusive."""
+        if self.verdict is None or self.verdict.verdict == "inconclusive" or self.p_holm is None:
+            return None
+        return self.p_holm < 1 - stats.LEVEL
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All cells and what follows from them.
+
+    Attributes:
+        cells: (variant, scheme) → accuracy with binomial (or clustered) stderr and Wilson interval; `base` and `full`
+            first.
+        evidence: outcomes or counts, from which contrasts are computed.
+        margin: loss of gain that counts as survival; None for half the full-precision gain, at least 0.02.
+        engine: the engine and version that answered every cell; empty if unknown.
+        full: how tables show the scheme `full`, with the dtype it was computed in if that is known: `full (bf16)`.
+    """
+
+    cells: dict[Cell, Estimate]
+    evidence: Questions | Counts = field(repr=False)
+    margin: float | None
+    engine: str = ""
+    full: str = FULL
+
+    @property
+    def n(self) -> int:
+        """Distinct questions that every cell answered."""
+        return self.evidence.n
+
+    @property
+    def paired(self) -> bool:
+        """Whether outcomes are known per question, or only counts."""
+        return self.evidence.paired
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Seeds of the training runs; none if only counts are known."""
+        return self.evidence.runs
+
+    @cached_property
+    def pass_at(self) -> dict[Cell, dict[int, Estimate]]:
+        """Cell → k → pass@k, for cells with several samples per question."""
+        by_cell = {cell: self.evidence.pass_at(cell) for cell in self.cells}
+        return {cell: by_k for cell, by_k in by_cell.items() if by_k}
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """`base` first, then the trained ones."""
+        return tuple(dict.fromkeys(variant for variant, _ in self.cells))
+
+    @property
+    def schemes(self) -> tuple[str, ...]:
+        """`full` first, then the quantized ones."""
+        return tuple(dict.fromkeys(scheme for _, scheme in self.cells))
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """Every trained variant under every scheme, with Holm's correction over all verdicts."""
+        rows = [self._row(variant, scheme) for variant in self.variants[1:] for scheme in self.schemes]
+        tested = {
+            i: row.verdict.p_value for i, row in enumerate(rows) if row.verdict and row.verdict.p_value is not None
+        }
+        for i, p in zip(tested, stats.holm(list(tested.values())), strict=True):
+            rows[i] = replace(rows[i], p_holm=p)
+        return tuple(rows)
+
+    def row(self, scheme: str, variant: str | None = None) -> Row:
+        """Return the row of a scheme; of the first trained variant by default."""
+        variant = variant or self.variants[1]
+        return next(row for row in self.rows if (row.variant, row.scheme) == (variant, scheme))
+
+    def judged(self) -> list[tuple[Row, Verdict, Estimate]]:
+        """Return each quantized scheme's row with its verdict and gain survival."""
+        return [(row, row.verdict, row.gain_survival) for row in self.rows if row.verdict and row.gain_survival]
+
+    def difference(self, a: Cell, b: Cell) -> Estimate:
+        """Return accuracy(a) − accuracy(b) with its 95 % interval, paired if outcomes are.
+
+        Raises:
+            BadInput: a cell was not evaluated.
+        """
+        for cell in (a, b):
+            if cell not in self.cells:
+                known = ", ".join(names.cell_name(*known) for known in self.cells)
+                raise BadInput(f"There is no cell {names.cell_name(*cell)}: expected one of {known}.")
+        return self.evidence.contrast({a: 1, b: -1})
+
+    def shown(self, scheme: str) -> str:
+        """Return the scheme as tables and figures show it."""
+        return self.full if scheme == FULL else scheme
+
+    def table_json(self) -> dict[str, Any]:
+        """Return the contract `table.json`; see `record.as_json`."""
+        return record.as_json(self)
+
+    def markdown(self) -> str:
+        """Return the study as Markdown tables and sentences."""
+        return table.as_markdown(self)
+
+    def sentence(self) -> str:
+        """Return the verdict on gain survival, one sentence per quantized scheme."""
+        return table.as_sentence(self)
+
+    def metrics(self) -> dict[str, float]:
+        """Return `compare/delta_<scheme>`, `compare/gain_survival_<scheme>`, and their `_stderr`, `_low`, `_high`."""
+        return record.as_metrics(self)
+
+    def _row(self, variant: str, scheme: str) -> Row:
+        base, trained, base_full, trained_full = ((v, s) for s in (scheme, FULL) for v in (BASE, variant))
+        contrast, bootstrap = self.evidence.contrast, self.evidence.bootstrap
+        resampled = {"delta": bootstrap({trained: 1, base: -1})}
+        row = Row(variant, scheme, self.difference(trained, base), self.evidence.mcnemar(trained, base))
+        if scheme != FULL:
+            resampled["gain_survival"] = gain_survival(bootstrap, variant, scheme)
+            survival, kept = (gain_survival(contrast, variant, scheme, share) for share in (1, 0.5))
+            four = {
+                names.cell_name(*cell): self.cells[cell].estimate for cell in (base_full, trained_full, base, trained)
+            }
+            verdict = judge(self.difference(trained_full, base_full), survival, kept, four, self.margin)
+            losses = {BASE: self.difference(base, base_full), variant: self.difference(trained, trained_full)}
+            row = replace(row, gain_survival=survival, verdict=verdict, losses=losses)
+        return replace(row, bootstrap={name: value for name, value in resampled.items() if value})

@@ -1,0 +1,133 @@
+"""What a table of outcomes must hold before any statistic is computed from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from qrl.compare import compatibility
+from qrl.errors import BadInput
+from qrl.names import BASE, FULL, cell_name
+
+COLUMNS = ("variant", "scheme", "question", "correct")
+LABEL = re.compile(r"[\w.+-]+( [\w.+-]+)*")  # labels appear in metric names and tables
+LABEL_RULE = "expected letters, digits, spaces and . _ + -"
+
+
+def check_grid(cells: Mapping[tuple[str, str], Any], n: int) -> None:
+    """Reject cells that no gain can be computed from: each variant is needed under each scheme, with base and full.
+
+    Raises:
+        BadInput: a label is malformed, a cell is missing, or n < 2.
+    """
+    variants, schemes = (list(dict.fromkeys(part)) for part in zip(*cells, strict=True))
+    for label in (*variants, *schemes):
+        if not LABEL.fullmatch(label):
+            raise BadInput(f"'{label}' is not a valid label for a variant or scheme: {LABEL_RULE}.")
+    if BASE not in variants:
+        raise BadInput(
+            f"The variants are {quoted(variants)}, but gains are measured from '{BASE}': give the untrained variant "
+            "that name."
+        )
+    if len(variants) == 1:
+        raise BadInput(f"'{BASE}' is the only variant: a comparison needs a trained one beside it.")
+    if FULL not in schemes:
+        raise BadInput(
+            f"The schemes are {quoted(schemes)}, but gain survival is measured from '{FULL}': "
+            "give the full-precision scheme that name."
+        )
+    for variant in variants:
+        for scheme in schemes:
+            if (variant, scheme) not in cells:
+                raise BadInput(
+                    f"Cell {cell_name(variant, scheme)} is missing: every variant ({quoted(variants)}) is needed "
+                    f"under every scheme ({quoted(schemes)})."
+                )
+    if n < 2:
+        raise BadInput(
+            f"There is {n} question, which gives no error bar: expected at least 2, and hundreds for a verdict."
+        )
+
+
+def check_columns(frame: pd.DataFrame) -> None:
+    """Reject a table that lacks the columns every comparison reads, or has empty values in them.
+
+    Raises:
+        BadInput: a column is missing, a required value is empty, or a value is a list or an object.
+    """
+    missing = [column for column in COLUMNS if column not in frame]
+    if missing:
+        raise BadInput(
+            f"The table of outcomes lacks {quoted(missing)}: expected the columns {quoted(COLUMNS)}, "
+            "a row per cell and question."
+        )
+    if frame.empty:
+        raise BadInput("The table of outcomes is empty: expected a row per cell and question.")
+    for column in (column for column in (*COLUMNS, "seed", "cluster", "sample") if column in frame):
+        nested = [value for value in frame[column] if isinstance(value, list | dict | set | tuple | np.ndarray)]
+        if nested:
+            raise BadInput(
+                f"The column '{column}' holds values such as {str(nested[0])[:40]!r}, but every value must be one "
+                "label or number: write it as text."
+            )
+    for column in COLUMNS:
+        if empty := np.count_nonzero(frame[column].isna()):
+            raise BadInput(f"The column '{column}' has {empty} empty values: every row needs {quoted(COLUMNS)}.")
+
+
+def checked(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the columns that outcomes are read from, labels as text; `seed` is empty if there is none.
+
+    Raises:
+        BadInput: as `check_columns` and `compatibility.check`; an outcome is not 0 or 1, or a row is duplicated.
+    """
+    check_columns(frame)
+    wrong = frame.loc[~frame["correct"].isin([0, 1]), "correct"].tolist()
+    if wrong:
+        raise BadInput(
+            f"'correct' is {wrong[0]!r} in {len(wrong)} row(s), but must be 0 or 1: grade the completions first."
+        )
+    table = frame.filter(items=[*COLUMNS, "cluster", "sample"]).copy()
+    for column in ("variant", "scheme", "question"):
+        table[column] = table[column].astype(str)
+    compatibility.check(frame)
+    table["correct"] = table["correct"].astype(float)
+    table["seed"] = _seed_labels(pd.Series(frame["seed"])) if "seed" in frame else ""
+    key = [column for column in ("variant", "scheme", "seed", "question", "sample") if column in table]
+    twice = pd.DataFrame(table[table.duplicated(subset=key)])
+    if len(twice):
+        row = twice.iloc[0]
+        raise BadInput(
+            f"Cell {cell_name(row.variant, row.scheme)} answers question '{row.question}' more than once ({len(twice)} "
+            "such rows in all): expected one row per cell and question. Mark training runs in a column 'seed', and "
+            "several answers to one question in a column 'sample'."
+        )
+    return table
+
+
+def _seed_labels(seeds: pd.Series) -> pd.Series:
+    """Return seeds as text; whole numbers stay whole even if empty values made the column float."""
+    numbers = pd.Series(pd.to_numeric(seeds, errors="coerce"), dtype=float)
+    whole = (numbers.abs() < 2**53) & (numbers % 1 == 0)
+    integers = numbers.where(whole, 0).astype("int64")
+    text = seeds.astype(object).where(~whole, integers).where(seeds.notna(), "").astype(str)
+    spellings: dict[str, set[str]] = {}
+    for label, raw in set(zip(text, seeds, strict=True)):
+        if isinstance(raw, str):
+            spellings.setdefault(label, set()).add(raw)
+    for written in spellings.values():
+        if len(written) > 1:
+            raise BadInput(
+                f"The seeds {quoted(sorted(written))} are the same number: use one spelling for one training run, and "
+                "different numbers for different runs."
+            )
+    return text
+
+
+def quoted(words: Iterable[str]) -> str:
+    """Return words as a list for an error sentence: `'a', 'b'`."""
+    return ", ".join(f"'{word}'" for word in words)
