@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from qrl.tasks import contamination, load
-from qrl.tasks.grade import grade
+from qrl.tasks.numeric import grade
 from qrl.tiny import corpus
 
 ROUNDS = 9

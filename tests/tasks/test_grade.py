@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import qrl
 from qrl import tasks
 from qrl.errors import BadInput
-from qrl.tasks.grade import flexible, grade, strict
+from qrl.tasks.numeric import flexible, grade, strict
 from qrl.tasks.number import numbers, text, tidy
 
 CASES = json.loads((Path(qrl.__file__).parents[1] / "tests" / "cases" / "grade.json").read_text(encoding="utf-8"))
@@ -23,7 +23,7 @@ KINDS = {
     "format", "prose", "sign", "thousands", "decimals", "units", "currency", "percent", "latex", "fractions", "equation",
     "full stop", "brackets", "boxed", "markdown", "several answers", "end token", "prompt leak", "unicode", "gold",
 }  # fmt: skip
-MODULE = importlib.import_module("qrl.tasks.grade")  # `qrl.tasks.grade` is the function of that name
+MODULE = importlib.import_module("qrl.tasks.numeric")
 NASTY = st.text(alphabet="0123456789 .,-+#/=$%\\{}()*^xe\n\u2009\u202f½−", max_size=40)
 
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from qrl.tasks.grade import grade
+from qrl.tasks.numeric import grade
 from qrl.train import reward
 
 ANSWERS = ("0", "1", "7", "18", "100", "-5", "0.5", "99999")

@@ -8,7 +8,7 @@ import pytest
 
 from qrl.errors import BadInput
 from qrl.tasks import TASKS, grade, load
-from qrl.tasks.math import loader
+from qrl.tasks.math import dataset
 
 ROW = {"question": "1 + 1?", "answer": "It is 1+1=<<1+1=2>>2.\n#### 2"}
 
@@ -156,7 +156,7 @@ def test_the_hubs_training_questions_are_the_others(monkeypatch, tmp_path):
         name="test.jsonl",
     )
     files = []
-    for subject in loader.SUBJECTS:
+    for subject in dataset.SUBJECTS:
         (whole / subject).mkdir(parents=True)
         splits = [f"{{split: {part}, path: {subject}/{part}.jsonl}}" for part in ("train", "test")]
         files.append(f"- {{config_name: {subject}, data_files: [{', '.join(splits)}]}}")
@@ -172,8 +172,8 @@ def test_the_hubs_training_questions_are_the_others(monkeypatch, tmp_path):
             ]
             write(whole / subject, *map(json.dumps, rows), name=f"{part}.jsonl")
     (whole / "README.md").write_text("\n".join(["---", "configs:", *files, "---", ""]))
-    monkeypatch.setattr(loader, "HELDOUT", str(heldout))
-    monkeypatch.setattr(loader, "WHOLE", str(whole))
+    monkeypatch.setattr(dataset, "HELDOUT", str(heldout))
+    monkeypatch.setattr(dataset, "WHOLE", str(whole))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (asked,) = load("math", "heldout")
     train = load("math", "train")
@@ -184,7 +184,7 @@ def test_the_hubs_training_questions_are_the_others(monkeypatch, tmp_path):
 
 
 def test_a_hub_that_cannot_be_reached_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(loader, "HELDOUT", str(tmp_path / "none"))
+    monkeypatch.setattr(dataset, "HELDOUT", str(tmp_path / "none"))
     with pytest.raises(BadInput, match=r"could not be loaded from the hub .*: connect to it, or name a folder"):
         load("math", "heldout")
 

@@ -18,7 +18,7 @@ import qrl
 from qrl import tasks
 from qrl.errors import BadInput
 from qrl.tasks.math import pool as math_pool
-from qrl.tasks.math import text as math_text
+from qrl.tasks.math import latex
 from qrl.train import reward
 
 CASES = json.loads((Path(qrl.__file__).parents[1] / "tests" / "cases" / "math.json").read_text())
@@ -129,16 +129,16 @@ def test_answers_that_never_end_are_counted_and_do_not_hold_up_the_others(monkey
 
 
 def test_memory_is_bounded_and_a_worker_that_dies_is_replaced():
-    from qrl.tasks.math import judge
+    from qrl.tasks.math import worker
 
-    pool = math_pool._workers.pool()
+    pool = math_pool._workers.get()
     with pytest.raises(MemoryError):
         pool.schedule(bytearray, args=(math_pool.MEMORY_BYTES,)).result()
     with pytest.raises(OSError, match="termination"):
         pool.schedule(os._exit, args=(7,)).result()
     assert tasks.grade("math", boxed(r"\frac{2}{12}"), r"\frac{1}{6}").strict
     modules = pool.schedule(eval, args=("set(__import__('sys').modules)",)).result()
-    assert judge.__name__ in modules
+    assert worker.__name__ in modules
     assert not {"torch", "transformers", "mlflow"} & modules
 
 
@@ -218,10 +218,10 @@ def test_ten_thousand_boxes_and_ten_thousand_nested_ones():
 @example("}{\\boxed{}}")
 @example("\\boxed{\ud800}")
 def test_no_text_raises_on_its_way_to_the_pool(text):
-    for content in [*math_text.boxes(text), text]:
-        once = math_text.normal(content)
-        assert math_text.same(once, once)
-        math_text.same("5", once)
+    for content in [*latex.boxes(text), text]:
+        once = latex.normal(content)
+        assert latex.same(once, once)
+        latex.same("5", once)
 
 
 @given(st.integers(-(10**12), 10**12))
@@ -238,9 +238,9 @@ def test_every_way_to_write_an_integer_is_the_same_number(number):
 
 def test_a_process_ends_and_takes_its_workers_along():
     code = (
-        "import os, signal, sys\nfrom qrl import tasks\nfrom qrl.tasks import math_pool\n"
+        "import os, signal, sys\nfrom qrl import tasks\nfrom qrl.tasks.math import pool as math_pool\n"
         "assert tasks.grade('math', r'\\boxed{\\frac{2}{12}}', r'\\frac{1}{6}').strict\n"
-        "print(*math_pool._workers.made._pool_manager.worker_manager.workers, flush=True)\n"
+        "print(*math_pool._workers.pool._pool_manager.worker_manager.workers, flush=True)\n"
         "os.kill(os.getpid(), int(sys.argv[1])) if int(sys.argv[1]) else None\n"
     )
     root = str(Path(qrl.__file__).parents[1])

@@ -1,6 +1,6 @@
-"""MATH's answers as text: the boxes of a completion, their normal form, and what can be told without algebra.
+"""Answers as LaTeX: the boxes of a completion, their normal form, and comparisons that need no algebra.
 
-Time is linear in a completion's length; only short texts, one box's content each, are looked at more closely.
+Time is linear in a completion's length; only short texts, the content of one box, are examined more closely.
 """
 
 from __future__ import annotations
@@ -8,45 +8,35 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-LONGEST_ANSWER = 1000  # characters in a box: a longer one is no answer
+LONGEST_ANSWER = 1000  # characters in a box; a longer content is not an answer
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\[\\{}]|[{}]")
-_BARE = re.compile(r"\\(?:boxed|fbox)\s++([^\s\\{}$]{1,60})")  # TeX's short form, which some of MATH's solutions use
+_BARE = re.compile(r"\\(?:boxed|fbox)\s++([^\s\\{}$]{1,60})")  # TeX's short form, used in some of MATH's solutions
 _SIGNS = str.maketrans(
     dict.fromkeys("\u2212\u2010\u2011\u2013\ufe63\uff0d", "-")
-    | {
-        "\u00d7": r"\times ",
-        "\u00b7": r"\cdot ",
-        "\u00f7": "/",
-        "\u03c0": r"\pi ",
-        "\u221e": r"\infty ",
-        "\u222a": r"\cup ",
-    }
-    | {"\u2264": r"\le ", "\u2265": r"\ge ", "\u2208": r"\in ", "\u00b1": r"\pm ", "\u00b0": r"^\circ "}
+    | {"\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u00f7": "/", "\u03c0": r"\pi ", "\u221e": r"\infty "}
+    | {"\u222a": r"\cup ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2208": r"\in ", "\u00b1": r"\pm "}
+    | {"\u00b0": r"^\circ "}
 )
 _SPELLINGS = [
-    (
-        re.compile(
-            r"\\(?:left|right|big|Big|bigg|Bigg)[lrm]?(?![A-Za-z])\.?|\\(?:displaystyle|textstyle)(?![A-Za-z])|\\!"
-        ),
-        "",
-    ),
-    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
-    (re.compile(r"\\frac ?(\d) ?(\d)"), r"\\frac{\1}{\2}"),
-    (re.compile(r"\\(?:mbox|textbf|textrm|textit|textnormal|textsf)\s*\{"), r"\\text{"),
-    (re.compile(r"\{,\}"), ","),
-    (re.compile(r"(?<!\\)\\(?:[,;: >]|q?quad(?![A-Za-z]))|~|\s"), " "),
-    (re.compile(r"\^ ?\{ ?\\circ ?\}|\^ ?\\circ(?![A-Za-z]) ?"), r"^\\circ "),
-    (re.compile(r"\\?\$"), ""),
-    (re.compile(r"\\langle(?![A-Za-z])|\\lparen(?![A-Za-z])"), "("),
-    (re.compile(r"\\rangle(?![A-Za-z])|\\rparen(?![A-Za-z])"), ")"),
-    (re.compile(r"\\(?:lbrace)(?![A-Za-z])"), r"\\{"),
-    (re.compile(r"\\(?:rbrace)(?![A-Za-z])"), r"\\}"),
-    (re.compile(r"(?<![\w.])(\d{1,3}(?: \d{3})+)(?![\w ])"), lambda match: match[1].replace(" ", "")),  # `58\,500`
-    (re.compile(r"(\d) (\d+)/(\d+)"), r"\1\\frac{\2}{\3}"),  # a mixed number
-    (re.compile(r" +"), " "),
-    (re.compile(r" ?([^\w\s\\{}]) ?"), r"\1"),
+    (r"\\(?:left|right|big|Big|bigg|Bigg)[lrm]?(?![A-Za-z])\.?|\\(?:displaystyle|textstyle)(?![A-Za-z])|\\!", ""),
+    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+    (r"\\frac ?(\d) ?(\d)", r"\\frac{\1}{\2}"),
+    (r"\\(?:mbox|textbf|textrm|textit|textnormal|textsf)\s*\{", r"\\text{"),
+    (r"\{,\}", ","),
+    (r"(?<!\\)\\(?:[,;: >]|q?quad(?![A-Za-z]))|~|\s", " "),
+    (r"\^ ?\{ ?\\circ ?\}|\^ ?\\circ(?![A-Za-z]) ?", r"^\\circ "),
+    (r"\\?\$", ""),
+    (r"\\langle(?![A-Za-z])|\\lparen(?![A-Za-z])", "("),
+    (r"\\rangle(?![A-Za-z])|\\rparen(?![A-Za-z])", ")"),
+    (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
+    (r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
+    (r"(?<![\w.])(\d{1,3}(?: \d{3})+)(?![\w ])", lambda match: match[1].replace(" ", "")),  # `58\,500`
+    (r"(\d) (\d+)/(\d+)", r"\1\\frac{\2}{\3}"),  # a mixed number
+    (r" +", " "),
+    (r" ?([^\w\s\\{}]) ?", r"\1"),
 ]
+_SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in _SPELLINGS]
 _NESTED = re.compile(r"\\(?:boxed|fbox) ?\{(.*)\}")
 
 _DECIMAL = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
@@ -59,39 +49,39 @@ _ABOUT = re.compile(
     r"\\(?:approx|simeq|sim|cong|equiv|neq?|not|to|(?:long)?rightarrow|Rightarrow|implies|iff|mapsto)(?![A-Za-z])|≈|≠|→"
 )
 _SEPARATOR = re.compile(r",|;|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
-# Words that make another answer of the one beside them, or none.
-_TAKEN_BACK = re.compile(
+# Words that change or retract the answer beside them.
+_RETRACTS = re.compile(
     r"not?|never|isn't|is|are|was|wrong|incorrect|false|neither|nor|unknown|maybe|perhaps|plus|minus|times|half|twice|double|triple"
     r"|less|dozens?|squared|cubed|(?:hundred|thousand|[mb]illion|trillion|lakh|crore)s?"
 )
 
 _SUCH_THAT = re.compile(
     r":|\\(?:mid|colon|vert)(?![A-Za-z])|\|"
-)  # math-verify takes `\{x:x\}` for 1, for \infty and for \{1\}
+)  # math-verify equates `\{x:x\}` with 1, \infty and \{1\}
 _EITHER_SIGN = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
-_ONE_SET = re.compile(r"[(\[]|\\mathbb|\\infty")  # an interval, a point, all numbers: nothing that two signs list
+_ONE_SET = re.compile(r"[(\[]|\\mathbb|\\infty")  # an interval, a point, all numbers: not a list of two signs
 _THOUSANDS = re.compile(r"\d ?\\(?:text|mathrm)\{ ?k ?\}")
 _COMMANDS = re.compile(r"\\(?:text|mathrm|mathbf)\{[^{}]*\}|\\[A-Za-z]+")
 
 
 def boxes(text: str) -> list[str]:
-    r"""The contents of all \boxed{} of a text, in order, outermost only; a box that is never closed is none."""
-    opened: list[tuple[int, int] | None] = []  # a brace that is open: where its box and its content begin, or no box
-    found: list[tuple[int, int, int]] = []  # box, content, end
+    r"""Return the contents of all \boxed{} of a text, in order, outermost only; an unclosed box is ignored."""
+    opened: list[tuple[int, int] | None] = []  # for each open brace: where its box and its content begin, or no box
+    closed: list[tuple[int, int, int]] = []  # start of the box, start of its content, end
     for token in _BRACES.finditer(text):
         mark = token.group()
         if mark[-1] == "{" and len(mark) != 2:
             opened.append(token.span() if len(mark) > 2 else None)
         elif mark == "}" and opened and (box := opened.pop()):
-            while found and found[-1][0] > box[0]:
-                found.pop()
-            found.append((*box, token.start()))
-    found += [(match.start(), *match.span(1)) for match in _BARE.finditer(text)]
-    return [text[start : min(end, start + LONGEST_ANSWER + 1)] for _, start, end in sorted(found)]
+            while closed and closed[-1][0] > box[0]:
+                closed.pop()
+            closed.append((*box, token.start()))
+    closed += [(match.start(), *match.span(1)) for match in _BARE.finditer(text)]
+    return [text[start : min(end, start + LONGEST_ANSWER + 1)] for _, start, end in sorted(closed)]
 
 
 def normal(text: str) -> str:
-    """One spelling of an answer's LaTeX: no sizes, no dollar signs, no spaces that mean nothing, no full stop behind it.
+    """Return an answer's LaTeX in one spelling: without sizes, dollar signs, meaningless spaces and a final full stop.
 
     Args:
         text: an answer of at most `LONGEST_ANSWER` characters.
@@ -105,10 +95,10 @@ def normal(text: str) -> str:
 
 
 def same(gold: str, said: str) -> bool | None:
-    """Whether two normal texts say the same, as far as texts and plain numbers can tell; None leaves it to algebra.
+    """Return whether two normal texts are equal, as far as texts and plain numbers decide; None leaves it to algebra.
 
-    These rules come before math-verify's own, where it errs: it drops the base of `52_8`, takes `R` for `r`, adds up two
-    numbers that stand side by side, and takes `[15,-29]` or a set for the point `(15,-29)`.
+    These rules precede math-verify's where those err: it drops the base of `52_8`, confuses `R` with `r`, adds up two
+    adjacent numbers, and accepts `[15,-29]` or a set for the point `(15,-29)`.
     """
     if gold == said:
         return True
@@ -120,34 +110,33 @@ def same(gold: str, said: str) -> bool | None:
         return _same_in_base(gold, said, *bases)
     if words := _words(gold):
         return words == _squeezed(said)
-    if _says_otherwise(gold, said) or not _comparable(gold, said):
+    if _adds_or_retracts(gold, said) or not _comparable(gold, said):
         return False
-    stated = claims(gold, said)
-    told = [same(gold, claim) for claim in stated] if len(stated) > 1 else [None]
-    return False if False in told else None if None in told else True
+    sides = claims(gold, said)
+    equal = [same(gold, side) for side in sides] if len(sides) > 1 else [None]
+    return False if False in equal else None if None in equal else True
 
 
 def claims(gold: str, said: str) -> list[str]:
-    """What must each equal the gold answer: an answer, or every side of a chain of equations that is a number (`17=18`)."""
+    """Return the texts that must all equal the gold answer: the answer, or each numeric side of equations (`17=18`)."""
     if "=" in gold or "=" not in said:
         return [said]
-    sides = [
-        side
-        for side in said.split("=")
-        if re.search(r"\d", side) and not re.search(r"[A-Za-z]", _COMMANDS.sub("", side))
-    ]
+    with_digits = [side for side in said.split("=") if re.search(r"\d", side)]
+    sides = [side for side in with_digits if not re.search(r"[A-Za-z]", _COMMANDS.sub("", side))]
     return sides if len(sides) > 1 else [said]
 
 
-def _says_otherwise(gold: str, said: str) -> bool:
-    r"""Whether an answer takes back what it says, or says more: `18\text{ is wrong}`, `18\text{ or 19}`, `17\approx18`, `1,1,2`, `\{x:x\}`."""
-    for mark in (_ABOUT, _SUCH_THAT, _THOUSANDS):
-        if mark.search(said) and not mark.search(gold):
-            return True
+def _adds_or_retracts(gold: str, said: str) -> bool:
+    r"""Return whether an answer retracts itself or says more than one thing.
+
+    Examples: `18\text{ is wrong}`, `18\text{ or 19}`, `17\approx18`, `1,1,2`, `\{x:x\}`.
+    """
+    if any(mark.search(said) and not mark.search(gold) for mark in (_ABOUT, _SUCH_THAT, _THOUSANDS)):
+        return True
     if _EITHER_SIGN.search(said) and not _EITHER_SIGN.search(gold) and _ONE_SET.search(gold):
         return True
     new = set(_plain_words(said)) - set(_plain_words(gold))
-    if any(map(_TAKEN_BACK.fullmatch, new)) or ("or" in new and not re.search(r",|\\(?:pm|cup)(?![A-Za-z])", gold)):
+    if any(map(_RETRACTS.fullmatch, new)) or ("or" in new and not re.search(r",|\\(?:pm|cup)(?![A-Za-z])", gold)):
         return True
     return _brackets(said) is None and _repeats(said) and not _repeats(gold)
 
@@ -157,15 +146,15 @@ def _plain_words(text: str) -> list[str]:
 
 
 def _repeats(text: str) -> bool:
-    """Whether a list has an item twice."""
-    plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", _WRAPPED.sub(r" \1 ", text))  # `1,000,000` lists nothing twice
+    """Return whether a list has an item twice."""
+    plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", _WRAPPED.sub(r" \1 ", text))  # `1,000,000` is not a list
     items = [item.strip() for item in _SEPARATOR.split(plain)]
     values = [_number(item) or item for item in items if item]
     return len(set(values)) < len(values)
 
 
 def _comparable(gold: str, said: str) -> bool:
-    """Whether math-verify may be asked: not about numbers side by side, which are neither sum nor product."""
+    """Return whether math-verify can compare them; it misreads adjacent numbers, which are neither sum nor product."""
     kinds = _brackets(gold), _brackets(said)
     return (
         not (_SIDE_BY_SIDE.search(said) or _SIDE_BY_SIDE.search(gold))
@@ -180,7 +169,7 @@ def _number(text: str) -> Fraction | None:
 
 
 def _same_in_base(gold: str, said: str, gold_base: re.Match | None, said_base: re.Match | None) -> bool:
-    """`52_8` is itself, or the bare digits; bare digits are base ten where somebody else names a base."""
+    """Compare `52_8` with itself or its bare digits; bare digits are base ten if only the other answer has a base."""
     if gold_base and said_base:
         return int(gold_base[2]) == int(said_base[2]) and gold_base[1].lower() == said_base[1].lower()
     if gold_base:
@@ -189,7 +178,7 @@ def _same_in_base(gold: str, said: str, gold_base: re.Match | None, said_base: r
 
 
 def _words(text: str) -> str | None:
-    r"""The letters of an answer in words (`\text{Evelyn}`, `(C)` in \text, `no solution`); None for mathematics."""
+    r"""Return the letters of an answer in words (`\text{Evelyn}`, `(C)` in \text, `no solution`); None for mathematics."""
     wrapped = _WRAPPED.fullmatch(text)
     if wrapped and not re.search(r"\d", wrapped[1]):
         return _squeezed(wrapped[1])
@@ -201,7 +190,7 @@ def _squeezed(text: str) -> str:
 
 
 def _same_case(gold: str, said: str) -> bool:
-    """False where letters agree but for their case (`3R^2`, `3r^2`), or where the gold answer has one letter in both."""
+    """Return False if letters differ only in case (`3R^2`, `3r^2`), or if the gold answer has a letter in both cases."""
     letters = [set(re.findall(r"[A-Za-z]", _COMMANDS.sub(" ", text))) for text in (gold, said)]
     lower = [{letter.lower() for letter in found} for found in letters]
     if len(gold) > 1 and len(lower[0]) < len(letters[0]):
@@ -210,7 +199,7 @@ def _same_case(gold: str, said: str) -> bool:
 
 
 def _brackets(text: str) -> str | None:
-    r"""`()`, `(]`, `{}`… around a list, interval or point; None for anything else, such as `(a+5)(b+2)`."""
+    r"""Return the brackets `()`, `(]`, `{}`… around a list, interval or point; None for others, like `(a+5)(b+2)`."""
     text = text.replace(r"\{", "\x01").replace(r"\}", "\x02")
     pairs = {"(": ")", "[": "]", "\x01": "\x02"}
     if len(text) < 3 or text[0] not in pairs or text[-1] not in pairs.values():

@@ -1,0 +1,31 @@
+"""Grading many answers at once: most by comparing texts, the rest by algebra in the worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from qrl.tasks.math import pool, verdict
+from qrl.tasks.question import Verdict
+
+
+def grade_many(
+    completions: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = lambda n: None
+) -> list[Verdict]:
+    """Return a verdict on each completion; it depends neither on their order nor on the other completions.
+
+    Args:
+        completions: N texts of a model.
+        answers: N gold answers, or worked solutions with a boxed answer.
+        progress: called with the number of verdicts since the last call.
+
+    Raises:
+        BadInput: a gold answer is empty or too long.
+        QrlError: the worker processes do not start.
+    """
+    claims = [verdict.claim(*pair) for pair in zip(completions, answers, strict=True)]
+    verdicts = {claim: verdict.by_text(claim) for claim in dict.fromkeys(claims)}  # completions often repeat a claim
+    hard = [claim for claim, by_text in verdicts.items() if by_text is None]
+    progress(len(claims) - len(hard))
+    if hard:
+        verdicts |= zip(hard, pool.grade(hard, progress), strict=True)
+    return [verdicts[claim] for claim in claims]
