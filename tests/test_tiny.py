@@ -82,7 +82,7 @@ def test_the_corpus_slips_as_told_and_only_there():
     rng, slipped, steps = random.Random(0), 0, 0
     for problem, _ in zip(arithmetic.problems("train", 4), range(3000), strict=False):
         kinds = [step.kind for step in problem.steps]
-        solution, answer = corpus.habit(problem, rng)
+        solution, answer = corpus.solve_with_slips(problem, rng)
         assert solution.endswith(f"#### {answer}")
         if "times" not in kinds:
             assert (solution, answer) == arithmetic.solve(problem)

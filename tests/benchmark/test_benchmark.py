@@ -62,7 +62,7 @@ def test_models_take_turns_at_going_first():
 
         def ask(self, prompts, *, new_tokens, fixed):
             order.append(self.label)
-            return benchmark.Answered((benchmark.Request(1, 1, 0.1, 0.2),) * len(prompts), 0.2, 0)
+            return benchmark.BatchResult((benchmark.Request(1, 1, 0.1, 0.2),) * len(prompts), 0.2, 0)
 
     benchmark.run(CELLS, [[[1]], [[1]]], Silent, Benchmark(batches=(1,), requests=1, rounds=2, new_tokens=1))
     assert order[2:] == ["base · full", "grpo · full", "grpo · full", "base · full"]  # the first two warm up
@@ -190,7 +190,7 @@ def test_an_address_where_no_server_answers_is_refused():
 
         threading.Thread(target=other_protocol, daemon=True).start()
         with pytest.raises(BadInput, match="lists no model"):
-            step._served(f"http://127.0.0.1:{listening.getsockname()[1]}")
+            step._served_model(f"http://127.0.0.1:{listening.getsockname()[1]}")
 
 
 def test_a_guarded_server_is_asked_with_the_key_of_the_environment(monkeypatch):
@@ -211,10 +211,10 @@ def test_a_guarded_server_is_asked_with_the_key_of_the_environment(monkeypatch):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setenv(step.API_KEY, "s3cret")
-        assert step._served(address) == "m@1"
+        assert step._served_model(address) == "m@1"
         monkeypatch.delenv(step.API_KEY)
         with pytest.raises(BadInput, match=r"401.*QRL_API_KEY"):
-            step._served(address)
+            step._served_model(address)
         server.shutdown()
 
 

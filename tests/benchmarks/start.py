@@ -190,7 +190,7 @@ def before(server: subprocess.Popen) -> float:
 
     process = psutil.Process(server.pid)
     return (
-        min(child.create_time() for child in process.children() if any("tether" in word for word in child.cmdline()))
+        min(child.create_time() for child in process.children() if any("engine_bootstrap" in word for word in child.cmdline()))
         - process.create_time()
     )
 

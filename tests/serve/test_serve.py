@@ -19,6 +19,7 @@ from qrl import checkpoint, registry, tiny
 from qrl.errors import BadInput, QrlError
 from qrl.registry import versions
 from qrl.serve import engines, process, server
+from qrl.serve.log import cause
 from qrl.tracking import models, runs
 
 ROOT = Path(qrl.__file__).parents[1]
@@ -27,19 +28,20 @@ QUESTION = "Tom has 3 apples and buys 12 more. How many apples does Tom have?"
 PROGRAM = """
 import signal, sys
 from pathlib import Path
-from qrl.serve import process, server
+from qrl.serve import engines, process, server
 def stop(*_):
     raise KeyboardInterrupt
 signal.signal(signal.SIGTERM, stop)
 with process.Engine("transformers") as child:
-    server.run(child, process.Load("qrl-tiny", 3, Path(sys.argv[1])), "127.0.0.1", int(sys.argv[2]), on_ready=lambda url: print(url, flush=True))
+    model = engines.ServedModel("qrl-tiny", 3, Path(sys.argv[1]))
+    server.run(child, model, "127.0.0.1", int(sys.argv[2]), on_ready=lambda url: print(url, flush=True))
 print("stopped", flush=True)
 """
 # Hands the serve step over to another environment, as the command line does: here, to this one under a project of its own.
 HAND_OVER = """
 import sys
 from pathlib import Path
-from qrl import pipeline
+from qrl.study import pipeline
 pipeline.hand_over(Path(sys.argv[1]), "serve", {"stage": "base", "engine": "transformers", "port": sys.argv[2]})
 print("ended well", flush=True)
 """
@@ -56,17 +58,10 @@ def start(path: Path, port: int, log: Path) -> subprocess.Popen:
         return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
-def serve(path: Path, port: int, verify=lambda: None, **given) -> None:
-    """Serves in this very process, until the engine ends."""
+def serve(path: Path, port: int, verify=lambda: None, on_ready=print) -> None:
+    """Serve in this process, until the engine ends."""
     with process.Engine("transformers") as child:
-        server.run(
-            child,
-            process.Load("qrl-tiny", 3, path, verify),
-            "127.0.0.1",
-            port,
-            on_ready=given.pop("on_ready", print),
-            **given,
-        )
+        server.run(child, engines.ServedModel("qrl-tiny", 3, path, verify), "127.0.0.1", port, on_ready=on_ready)
 
 
 def engine_of(process: subprocess.Popen) -> int:
@@ -232,14 +227,14 @@ def test_the_cause_is_the_first_error_of_a_log_and_no_warning_about_one():
         f"{core} ValueError: No kernel for NVFP4 on this CPU.",
         "(APIServer pid=5) RuntimeError: Engine core initialization failed. See root cause above.",
     ]
-    assert process.cause(log) == "ValueError: No kernel for NVFP4 on this CPU."
-    assert process.cause(log[:3]) is None
+    assert cause(log) == "ValueError: No kernel for NVFP4 on this CPU."
+    assert cause(log[:3]) is None
     told = [
         "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
         "  Value error, no such model.",
     ]
-    assert process.cause(told) == "ValidationError: 1 validation error for ModelConfig: Value error, no such model."
-    assert process.cause(["NotImplementedError"]) == "NotImplementedError"
+    assert cause(told) == "ValidationError: 1 validation error for ModelConfig: Value error, no such model."
+    assert cause(["NotImplementedError"]) == "NotImplementedError"
 
 
 @pytest.mark.parametrize(
@@ -263,7 +258,8 @@ def test_only_formats_that_unpack_to_bf16_leave_the_dtype_of_evaluation_on_a_cpu
     def chosen(config: dict, device: str, dtype: str) -> str:
         (tmp_path / "config.json").write_text(json.dumps(config))
         scratch = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        words = engines.arguments("transformers", tmp_path, ["m@1"], ("h", 1), device, dtype, scratch)
+        model = engines.ServedModel("m", 1, tmp_path, device=device, dtype=dtype)
+        words = engines.arguments("transformers", model, ("h", 1), scratch)
         return words[words.index("--dtype") + 1]
 
     quantized = {"quantization_config": {"quant_method": "bitsandbytes"}}

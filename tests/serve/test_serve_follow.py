@@ -18,6 +18,7 @@ import pytest
 import qrl
 from qrl.errors import BadInput
 from qrl.serve import follow, process
+from qrl.serve.engines import ServedModel
 from qrl.serve.proxy import Proxy
 from qrl.steps import serve as step
 
@@ -107,7 +108,7 @@ def ask(port: int, path: str, data: bytes | None = None, **headers: str):
 
 def test_requests_and_answers_pass_as_they_are(engines, port):
     with Proxy("127.0.0.1", port, 1) as proxy:
-        proxy.turn_to(engines[0].path)
+        proxy.switch_to(engines[0].path)
         with ask(port, "/v1/models?a=%2Fb&c=d%20e", Authorization="Bearer s3cret") as answer:
             assert (answer.status, answer.headers["X-Engine"]) == (200, "old")
             assert json.load(answer) == {"engine": "old", "path": "/v1/models?a=%2Fb&c=d%20e", "key": "Bearer s3cret"}
@@ -121,11 +122,11 @@ def test_requests_and_answers_pass_as_they_are(engines, port):
 def test_a_running_stream_stays_with_its_engine_and_new_requests_go_to_the_next(engines, port):
     old, new = engines
     with Proxy("127.0.0.1", port, 1) as proxy:
-        proxy.turn_to(old.path)
+        proxy.switch_to(old.path)
         stream = ask(port, "/slow")
         assert stream.readline() == b"data: old\n"  # a part came before the whole was there
         assert proxy.in_flight(old.path) == 1
-        proxy.turn_to(new.path)
+        proxy.switch_to(new.path)
         assert json.load(ask(port, "/"))["engine"] == "new"
         until(lambda: proxy.in_flight(new.path) == 0)
         assert proxy.in_flight(old.path) == 1
@@ -146,13 +147,13 @@ def test_no_request_is_lost_while_engines_change_under_load(engines, port):
                 failed.append(error)
 
     with Proxy("127.0.0.1", port, 5) as proxy:
-        proxy.turn_to(engines[0].path)
+        proxy.switch_to(engines[0].path)
         clients = [threading.Thread(target=client) for _ in range(8)]
         for each in clients:
             each.start()
         for turn in range(10):
             time.sleep(0.05)
-            proxy.turn_to(engines[turn % 2].path)
+            proxy.switch_to(engines[turn % 2].path)
         on.set()
         for each in clients:
             each.join()
@@ -161,7 +162,7 @@ def test_no_request_is_lost_while_engines_change_under_load(engines, port):
 
 def test_a_client_that_leaves_takes_its_request_along(engines, port):
     with Proxy("127.0.0.1", port, 1) as proxy:
-        proxy.turn_to(engines[0].path)
+        proxy.switch_to(engines[0].path)
         stream = ask(port, "/slow")
         stream.readline()
         stream.close()
@@ -171,7 +172,7 @@ def test_a_client_that_leaves_takes_its_request_along(engines, port):
 
 def test_what_runs_when_the_proxy_ends_is_finished_first(engines, port):
     with Proxy("127.0.0.1", port, 10) as proxy:
-        proxy.turn_to(engines[0].path)
+        proxy.switch_to(engines[0].path)
         stream = ask(port, "/slow")
         stream.readline()
         threading.Timer(0.5, engines[0].go_on.set).start()
@@ -184,7 +185,7 @@ def test_an_engine_that_is_gone_is_told_in_the_form_of_an_openai_error(engines, 
     with Proxy("127.0.0.1", port, 1) as proxy:
         engines[0].end()
         engines[0].path.unlink()
-        proxy.turn_to(engines[0].path)
+        proxy.switch_to(engines[0].path)
         with pytest.raises(urllib.error.HTTPError) as refused:
             ask(port, "/v1/models")
         assert refused.value.code == 502 and "does not answer" in json.load(refused.value)["error"]["message"]
@@ -198,7 +199,7 @@ def test_a_port_in_use_is_told(engines, port):
         Proxy("127.0.0.1", port, 1) as proxy,
         pytest.raises(BadInput, match=f"127.0.0.1:{port}"),
     ):
-        proxy.turn_to(engines[0].path)
+        proxy.switch_to(engines[0].path)
 
 
 def test_what_cannot_be_followed_is_told_in_a_sentence():
@@ -234,16 +235,16 @@ def test_an_engine_that_cannot_be_started_leaves_the_old_one_serving(monkeypatch
     serving = SimpleNamespace(process=subprocess.Popen(["sleep", "60"]))
     try:
         start = partial(process.Engine, "transformers")
-        following = follow.Following(start, lambda: 2, None, None, lambda *told: refused.append(told), None)
-        fleet = follow._Fleet(serving, process.Load("qrl-tiny", 1, tmp_path), following)
+        following = follow.FollowedStage(start, lambda: 2, None, None, lambda *told: refused.append(told), None)
+        fleet = follow._Fleet(serving, ServedModel("qrl-tiny", 1, tmp_path), following)
         for _ in range(2):
             fleet.look_at = 0.0
-            fleet.go_on(None)
+            fleet.step(None)
     finally:
         serving.process.kill()
         serving.process.wait()
     ((version, sentence),) = refused  # once
-    assert version == 2 and "does not take over, qrl-tiny@1 serves on: " in sentence and "full" in sentence
+    assert version == 2 and "does not take over, qrl-tiny@1 " in sentence and "full" in sentence
 
 
 @pytest.mark.slow
