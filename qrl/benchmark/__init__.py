@@ -1,8 +1,8 @@
 """Benchmarks of stored models: their speed and memory, several side by side in one run.
 
-Every round measures every model in every mode, in an order that rotates from round to round, so that a noisy machine slows
-all of them alike and rounds can be paired. One prompt at a time measures the latency of a single user; batches measure
-throughput.
+Every round measures every model in every mode, in an order that rotates from round to round, so that a noisy machine
+slows all of them alike and rounds can be paired. One prompt at a time measures the latency of a single user; batches
+measure throughput.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from qrl.benchmark import Subject, summary
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Benchmark
 
-# The core of `vllm bench serve`, for several lists of options; the command itself imports all other commands, and crashes
-# in the CPU build.
+# The core of `vllm bench serve`, for several lists of options; the command itself imports all other commands, and
+# crashes in the CPU build.
 _PROGRAM = """
 import json, sys
 from vllm.benchmarks import serve

@@ -104,8 +104,8 @@ def markdown(lines: Sequence[Line], note: str, at_once: str = "batch") -> str:
         for line in lines
     ]
     n, rounds = min(line.requests for line in lines), lines[0].tokens_per_s.n
-    text = f"{lines[0].engine}; brackets are 95 % intervals over {rounds} interleaved rounds, n = {n} requests or more a line."
-    return "\n".join(table(head, rows)) + f"\n\n{text} {note}\n"
+    brackets = f"brackets are 95 % intervals over {rounds} interleaved rounds, n = {n} requests or more a line"
+    return "\n".join(table(head, rows)) + f"\n\n{lines[0].engine}; {brackets}. {note}\n"
 
 
 def metrics(lines: Sequence[Line]) -> dict[tuple[str, str], dict[int, dict[str, float]]]:

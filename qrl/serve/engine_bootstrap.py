@@ -1,9 +1,9 @@
 """`python -P engine_bootstrap.py PARENT MODULE`: import an engine, wait on stdin for its options, then run it.
 
-An engine takes seconds to import, and a stage takes seconds to resolve to a version, so both happen at once. The options
-come as one line, a JSON list; a parent with nothing to serve closes stdin instead, and this process ends. The engine also
-ends when its parent dies. This is a program of its own because code between fork and exec is unsafe in a process with
-threads.
+An engine takes seconds to import, and a stage takes seconds to resolve to a version, so both happen at once. The
+options come as one line, a JSON list; a parent with nothing to serve closes stdin instead, and this process ends. The
+engine also ends when its parent dies. This is a program of its own because code between fork and exec is unsafe in a
+process with threads.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
 """How each serving engine is started: its module, environment and options.
 
-vLLM has an option for the model's name. `transformers serve` has none: the id is the name that it loads, and `/v1/models`
-lists the hub's cache. So it gets a cache of its own, with the registered name and version as a symbolic link to the
-checkpoint folder. Nothing is copied, and requests, answers and the list show the same id.
+vLLM has an option for the model's name. `transformers serve` has none: the id is the name that it loads, and
+`/v1/models` lists the hub's cache. So it gets a cache of its own, with the registered name and version as a symbolic
+link to the checkpoint folder. Nothing is copied, and requests, answers and the list show the same id.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ class ServedModel:
 def served_id(name: str, version: str | int) -> str:
     """Return the id of a registered model and its version for clients: `qrl-tiny@3`.
 
-    Args:
-        name: of the registered model; characters that a hub id cannot have (blanks, slashes, colons) become dashes.
-        version: its number.
+    Characters of the name that a hub id cannot have (blanks, slashes, colons) become dashes.
     """
     allowed = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
     single = re.sub(r"([-.])[-.]+", r"\1", allowed)  # a hub id has no two of these in a row, nor at its ends
@@ -78,8 +76,8 @@ def check(engine: str, api_key: str | None) -> None:
         )
     if engine == VLLM and importlib.util.find_spec("vllm") is None:
         raise BadInput(
-            "vLLM is not installed in this environment: run `mlflow run . -e serve … --env-manager uv`, which builds one "
-            "with vLLM, or serve with --engine transformers."
+            "vLLM is not installed in this environment: run `mlflow run . -e serve … --env-manager uv`, which builds "
+            "one with vLLM, or serve with --engine transformers."
         )
 
 
@@ -88,13 +86,14 @@ def environment(engine: str, scratch: Path, api_key: str | None, shares: bool = 
 
     Args:
         engine: "transformers" or "vllm".
-        scratch: an empty folder with the engine's lifetime.
+        scratch: an empty folder that lives as long as the engine.
         api_key: the key that clients must send; for vLLM.
         shares: another engine will run on this machine.
     """
     if engine == TRANSFORMERS:
         return _QUIET | {"HF_HUB_CACHE": str(scratch)}
-    # Otherwise every vLLM on a CPU pins itself to the same cores, and one that serves, spinning, starves one that loads.
+    # Otherwise every vLLM on a CPU pins itself to the same cores, and one that serves, spinning, starves one that
+    # loads.
     unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if shares else {}
     return _QUIET | _CPU_CACHE | unbound | ({"VLLM_API_KEY": api_key} if api_key else {})
 
@@ -129,16 +128,16 @@ def arguments(engine: str, model: ServedModel, listen: tuple[str, int] | Path, s
 
 
 def unpacks(engine: str, path: Path, device: str) -> bool:
-    """Return whether an engine gets an unpacked copy of a quantized checkpoint, for lack of a kernel on this machine."""
+    """Return whether an engine gets an unpacked copy of a quantized checkpoint, because this machine lacks a kernel."""
     return engine == VLLM and device == "cpu" and plain.needed(path)
 
 
 def _transformers_dtype(model: ServedModel) -> str:
     """Return the dtype of evaluation on a CPU, fp32, so that the server gives the answers that were graded.
 
-    Two exceptions use bf16. bitsandbytes: evaluation unpacks its codes first, but the server does so at every product, and
-    only bf16 has a CPU kernel for that (one token of a 2.5 M model took 0.2 s in fp32, 7 ms in bf16). NVFP4 and MXFP4: the
-    server unpacks them to bf16 in any case.
+    Two exceptions use bf16. bitsandbytes: evaluation unpacks its codes first, but the server does so at every product,
+    and only bf16 has a CPU kernel for that (one token of a 2.5 M model took 0.2 s in fp32, 7 ms in bf16). NVFP4 and
+    MXFP4: the server unpacks them to bf16 in any case.
     """
     stored = json.loads((model.path / "config.json").read_text()).get("quantization_config", {})
     if model.dtype == "auto" and model.device == "cpu":

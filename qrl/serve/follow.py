@@ -1,8 +1,9 @@
 """Serving a stage as it moves: the new version loads beside the old one, gets the traffic, and the old one drains.
 
-The loop runs on the main thread, because engines die with the thread that started them; `proxy` passes requests on another.
-At most two engines run at once: one that serves, and one that loads or drains. A version that cannot take over (rejected by
-its gate, changed files, a dead engine) is reported once and ignored until the stage moves again; the old one keeps serving.
+The loop runs on the main thread, because engines die with the thread that started them; `proxy` passes requests on
+another. At most two engines run at once: one that serves, and one that loads or drains. A version that cannot take over
+(rejected by its gate, changed files, a dead engine) is reported once and ignored until the stage moves again; the old
+one keeps serving.
 """
 
 from __future__ import annotations
@@ -38,11 +39,7 @@ class FollowedStage:
 
 
 def check(engine: str, memory: float | None) -> float:
-    """Return the share of a GPU's memory for each of two engines.
-
-    Args:
-        engine: "transformers" or "vllm".
-        memory: the user's share; None: as much as possible.
+    """Return the share of a GPU's memory for each of two engines: the user's, or else as much as possible.
 
     Raises:
         BadInput: the engine cannot follow a stage, or two engines cannot both have this share.
@@ -60,19 +57,10 @@ def check(engine: str, memory: float | None) -> float:
 def run(
     engine: Engine, model: ServedModel, host: str, port: int, stage: FollowedStage, *, on_ready: Callable[[str], None]
 ) -> None:
-    """Serve a stage until Ctrl-C.
-
-    Args:
-        engine: the first engine, started.
-        model: the version for it to load.
-        host, port: address for clients.
-        stage: the stage to follow.
-        on_ready: called with the address once it answers.
+    """Serve a stage until Ctrl-C; arguments and exceptions are those of `server.run`, for the first engine and version.
 
     Raises:
-        BadInput: the port cannot be listened on.
-        QrlError: the first version could not be loaded, or the engine that serves died.
-        KeyboardInterrupt: interrupted while the first version was loading; later, an interrupt is a normal return.
+        QrlError: also if an engine dies that serves a later version.
     """
     server.check_port(host, port)
     engine.load(model, engine.scratch / _SOCKET)
@@ -136,11 +124,8 @@ class _Fleet:
             version = self.stage.version()
         except Exception as error:  # any error of a store that is down for a while; the engine that serves is untouched
             if not self.is_registry_down:
-                reason = " ".join(str(error).split())[:300]
-                self.stage.on_notice(
-                    f"The registry did not answer ({reason}); version {self.serving.model.version} keeps serving, and "
-                    "the lookup is repeated."
-                )
+                reason, served = " ".join(str(error).split())[:300], self.serving.model.id
+                self.stage.on_notice(f"The registry did not answer ({reason}); {served} keeps serving, lookups go on.")
             self.is_registry_down = True
             return
         self.is_registry_down = False
@@ -167,7 +152,7 @@ class _Fleet:
         try:
             if not new.engine.ready():
                 if time.monotonic() > new.until:
-                    raise new.engine.failure(f"did not answer within {server.READY_TIMEOUT_S:.0f} s")
+                    raise new.engine.failure(f"did not answer within {server.READY_TIMEOUT_S} s")
                 return
         except QrlError as error:
             self._abandon()
@@ -179,20 +164,16 @@ class _Fleet:
         self.serving, self.loading, self.draining = new, None, old
         old.engine.log.echo, new.engine.log.echo = False, True
         running = proxy.in_flight(old.engine.listen)
-        self.stage.on_switch(
-            new.model,
-            f"{new.model.id} serves now; {old.model.id} has {drain_s:.0f} s to finish its {running} running requests.",
-        )
+        left = f"{old.model.id} has {drain_s:.0f} s to finish its {running} running requests"
+        self.stage.on_switch(new.model, f"{new.model.id} serves now; {left}.")
 
     def _drain(self, old: _Member, proxy: Proxy) -> None:
         """End the old engine once it has no requests, or at its deadline."""
         now, running = time.monotonic(), proxy.in_flight(old.engine.listen)
         if not old.stopped and (not running or now >= old.until):
             if running:
-                self.stage.on_notice(
-                    f"The old engine is stopped after {self.stage.drain_s:.0f} s; its {running} running requests have "
-                    f"{engines.DRAIN_S} s left."
-                )
+                stopped = f"The old engine is stopped after {self.stage.drain_s:.0f} s"
+                self.stage.on_notice(f"{stopped}; its {running} running requests have {engines.DRAIN_S} s left.")
             old.engine.stop()
             old.stopped, old.until = True, now + old.engine.grace_s
         elif old.stopped and (old.engine.process.poll() is not None or now >= old.until):

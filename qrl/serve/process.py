@@ -1,7 +1,7 @@
 """An engine's process: started before the version is known, watched, and stopped with all processes that it started.
 
-It runs in a session of its own, so that Ctrl-C reaches only this process and the engine is stopped in order: SIGTERM first,
-and after a grace period SIGKILL to the whole group, since vLLM keeps workers that outlive its front process.
+It runs in a session of its own, so that Ctrl-C reaches only this process and the engine is stopped in order: SIGTERM
+first, and after a grace period SIGKILL to the whole group, since vLLM keeps workers that outlive its front process.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class Engine:
         return self.serving
 
     def seconds(self) -> dict[str, float]:
-        """Return the times of an engine that is ready: `load`, `verify` (meanwhile), and `added` to the slower of the two.
+        """Return the times of an engine that is ready: `load`, `verify` (meanwhile), and `added` to the slower of the
+        two.
 
         Added is the time between the end of its imports and `load`, and the time since both were done.
         """

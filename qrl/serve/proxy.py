@@ -1,8 +1,8 @@
 """One address for engines that come and go: every request goes, whole, to the engine that is current when it arrives.
 
-aiohttp runs on a thread of its own; engines listen on Unix sockets that nobody else can open. Bodies pass both ways as they
-come, so that streams stay streams. Status and headers are the engine's, which also checks keys. A client that disconnects
-cancels its request.
+aiohttp runs on a thread of its own; engines listen on Unix sockets that nobody else can open. Bodies pass both ways as
+they come, so that streams stay streams. Status and headers are the engine's, which also checks keys. A client that
+disconnects cancels its request.
 """
 
 from __future__ import annotations
@@ -53,11 +53,7 @@ class Proxy:
             self._thread.join(5)
 
     def switch_to(self, socket: Path) -> None:
-        """Send all new requests to the engine behind a socket; running requests stay where they are.
-
-        Raises:
-            BadInput: the address cannot be listened on.
-        """
+        """Send new requests to the engine behind a socket; raise BadInput if the address cannot be listened on."""
         self._wait(self._switch(socket))
 
     def in_flight(self, socket: Path) -> int:
@@ -100,9 +96,8 @@ class Proxy:
         try:
             await web.TCPSite(self._runner, self._host, self._port, backlog=1024).start()
         except OSError as error:
-            raise BadInput(
-                f"Cannot listen on {url(self._host, self._port)} ({error.strerror or error}): choose another port or host."
-            ) from None
+            address = url(self._host, self._port)
+            raise BadInput(f"Cannot listen on {address} ({error.strerror or error}): choose another port.") from None
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         import aiohttp
@@ -145,6 +140,6 @@ class Proxy:
 
 
 def _message_headers(headers) -> list[tuple[str, str]]:
-    """Return the headers of the message itself, in order, repeated ones too."""
+    """Return the headers of the message itself, in order, with repeated ones."""
     named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
     return [(name, value) for name, value in headers.items() if name.lower() not in _HOP_BY_HOP | named]

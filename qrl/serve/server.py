@@ -14,24 +14,14 @@ READY_TIMEOUT_S = 900
 POLL_S = 0.05
 
 
-def run(
-    engine: Engine,
-    model: ServedModel,
-    host: str,
-    port: int,
-    *,
-    on_ready: Callable[[str], None],
-    timeout_s: float = READY_TIMEOUT_S,
-) -> None:
+def run(engine: Engine, model: ServedModel, host: str, port: int, *, on_ready: Callable[[str], None]) -> None:
     """Serve a checkpoint until Ctrl-C, or a signal that raises KeyboardInterrupt.
 
     Args:
         engine: the engine, started.
         model: version and folder.
-        host: address to listen on.
-        port: port to listen on.
+        host, port: the address for clients.
         on_ready: called with the address, http://host:port/v1, once the engine answers and the files are verified.
-        timeout_s: time limit for loading, in seconds.
 
     Raises:
         BadInput: the port cannot be listened on; nothing was loaded.
@@ -40,7 +30,7 @@ def run(
     """
     check_port(host, port)
     engine.load(model, (host, port))
-    wait(engine, f"loading {model.id}", timeout_s)
+    wait(engine, f"loading {model.id}")
     engine.log.echo = True
     try:
         on_ready(f"{url(host, port)}/v1")
@@ -50,29 +40,21 @@ def run(
     raise engine.failure("stopped serving unexpectedly")
 
 
-def wait(engine: Engine, label: str, timeout_s: float = READY_TIMEOUT_S) -> None:
-    """Return once the engine is ready; show a clock with a label meanwhile.
-
-    Raises:
-        QrlError: the engine died or timed out, or its files are not those that were evaluated.
-    """
+def wait(engine: Engine, label: str) -> None:
+    """Show a clock with a label until the engine is ready; raise QrlError as `run` does."""
     from tqdm import tqdm
 
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + READY_TIMEOUT_S
     with tqdm(bar_format="{desc} {elapsed}", desc=label, leave=False, mininterval=1) as bar:
         while not engine.ready():
             if time.monotonic() > deadline:
-                raise engine.failure(f"did not answer within {timeout_s:.0f} s")
+                raise engine.failure(f"did not answer within {READY_TIMEOUT_S} s")
             time.sleep(POLL_S)
             bar.update()
 
 
 def check_port(host: str, port: int) -> None:
-    """Listen for a moment, so that a port in use is reported before the model is loaded.
-
-    Raises:
-        BadInput: the port cannot be listened on.
-    """
+    """Listen for a moment, so that a port in use raises BadInput before the model is loaded."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host, port), family=family).close()

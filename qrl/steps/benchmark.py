@@ -79,12 +79,8 @@ def _side_by_side(recipe: Recipe, subjects: list[Subject], prompts: list, device
     with tqdm(total=turns, desc="benchmark", unit="turn", leave=False) as bar:
         frame = bench.run(subjects, prompts, _opener(recipe, prompts, device), settings, bar.update)
     frame.to_parquet(work / ROWS)
-    unpacks = recipe.evaluate.engine == hf.NAME
-    note = (
-        "This engine unpacks every scheme's codes: it shows the saving on disk, not a kernel's speed."
-        if unpacks
-        else ""
-    )
+    note = "This engine unpacks every scheme's codes: it shows the saving on disk, not a kernel's speed."
+    note = note if recipe.evaluate.engine == hf.NAME else ""
     _log(summary.lines(frame), note, work, ROWS)
 
 
@@ -136,8 +132,8 @@ def _served_model(url: str) -> str:
         return _get(address)["data"][0]["id"]
     except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
         raise BadInput(
-            f"{address} lists no model ({error}): start a server with `serve` first, and give its address; put its key, "
-            f"if it has one, in {API_KEY}."
+            f"{address} lists no model ({error}): start a server with `serve` first, and give its address; put its "
+            f"key, if it has one, in {API_KEY}."
         ) from None
 
 

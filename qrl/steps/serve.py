@@ -37,7 +37,8 @@ def serve(
 ) -> None:
     """Serve the version at a stage until Ctrl-C; print version and address once it answers.
 
-    The engine starts first: it imports its libraries while the stage is resolved, and loads weights while they are hashed.
+    The engine starts first: it imports its libraries while the stage is resolved, and loads weights while they are
+    hashed.
 
     Args:
         recipe: gives the registered model, the device and the dtype.
@@ -96,18 +97,15 @@ def check_options(
     """
     if memory is not None and engine != engines.VLLM:
         raise BadInput(
-            f"--gpu-memory-utilization is an option of vLLM, but the engine is {engine}: add --engine vllm, or remove it."
+            f"--gpu-memory-utilization needs vLLM, but the engine is {engine}: add --engine vllm, or remove it."
         )
     if follow_s is None:
         if drain_s is not None:
-            raise BadInput(
-                "--drain limits how long a version that --follow replaced may finish its answers: add --follow, or "
-                "remove it."
-            )
+            raise BadInput("--drain limits how long a replaced version may finish: add --follow, or remove it.")
         return memory
     if stage.isdigit() or stage.endswith("-previous"):
         raise BadInput(
-            f"--follow needs a stage that promotions move, but got {stage}: give base, grpo, awq, Staging or Production."
+            f"--follow needs a stage that promotions move, not {stage}: give base, grpo, awq, Staging or Production."
         )
     return follow.check(engine, memory)
 

@@ -1,8 +1,8 @@
 """Tasks: questions with gold answers, and the graders of completions.
 
-Training, calibration and evaluation render every question with `prompt.py` and grade every completion by the same rules.
-Numbers after `####` are graded in this process (`numeric.py`). Answers in `\\boxed{}` may need algebra, which runs in
-worker processes with limits (`math/pool.py`).
+Training, calibration and evaluation render every question with `prompt.py` and grade every completion by the same
+rules. Numbers after `####` are graded in this process (`numeric.py`). Answers in `\\boxed{}` may need algebra, which
+runs in worker processes with limits (`math/pool.py`).
 """
 
 from collections.abc import Callable, Sequence

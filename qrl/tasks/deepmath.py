@@ -1,7 +1,7 @@
 r"""DeepMath-103K (He et al., arXiv 2504.11456): 103,022 hard problems with verifiable answers, for RL.
 
-The hub has one split. A hash of each problem's text puts about one in a hundred into the held-out split: the same ones on
-every machine, and no text is in both splits. Columns: `question`, `final_answer`, `difficulty`, `topic`, and three
+The hub has one split. A hash of each problem's text puts about one in a hundred into the held-out split: the same ones
+on every machine, and no text is in both splits. Columns: `question`, `final_answer`, `difficulty`, `topic`, and three
 solutions by R1 of thousands of tokens. The solutions are not used: they are another model's reasoning, and too long for
 calibration. A folder may have the same columns, or MATH's.
 """
@@ -22,11 +22,7 @@ HELDOUT_SHARE = 100  # one text in so many is held out
 
 
 def load(split: str, n: int | None, seed: int) -> list[Question]:
-    """Return all questions of a split from the hub, or a seeded subset; warn about rows that the grader cannot read.
-
-    Raises:
-        BadInput: the hub cannot be reached.
-    """
+    """Return all questions of a split from the hub, or a seeded subset; warn about rows that the grader cannot read."""
     questions, unread = [], 0
     for where, row in hub.rows(HUB, None, "train"):
         if split_of(str(row.get("question"))) != split:
@@ -36,20 +32,13 @@ def load(split: str, n: int | None, seed: int) -> list[Question]:
         except BadInput:
             unread += 1
     if unread:
-        total = unread + len(questions)
-        warnings.warn(
-            f"{unread} of {total} rows of {HUB} ({split}) were left out: the grader cannot read their answers.",
-            stacklevel=2,
-        )
+        rows = f"{unread} of {unread + len(questions)} rows of {HUB} ({split})"
+        warnings.warn(f"{rows} were left out: the grader cannot read their answers.", stacklevel=2)
     return jsonl.subset(questions, n, seed, HUB)
 
 
 def question(name: str, where: str, row: dict[str, Any]) -> Question:
-    """Return the question of a row with `question` and `final_answer`, or in MATH's columns.
-
-    Raises:
-        BadInput: a column is missing, or the grader cannot read the answer; `where` names the row.
-    """
+    """Return the question of a row with `question` and `final_answer`, or in MATH's columns, as `dataset.question`."""
     if "final_answer" not in row:
         return dataset.question(name, where, row)
     topic, difficulty = row.get("topic"), row.get("difficulty")

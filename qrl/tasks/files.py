@@ -85,7 +85,7 @@ def _graded(task: str, rows: list[tuple[str, dict]]) -> list[dict]:
             verdicts = tasks.grade_many(task, completions, answers, bar.update)
     except BadInput as error:
         _name_bad_answer(task, rows)
-        raise error
+        raise error  # no single row is to blame
     fields = ("parsed", "strict", "flexible")
     return [
         row | {key: getattr(verdict, key) for key in fields} | ({"fault": verdict.fault} if verdict.fault else {})
@@ -94,9 +94,9 @@ def _graded(task: str, rows: list[tuple[str, dict]]) -> list[dict]:
 
 
 def _name_bad_answer(task: str, rows: list[tuple[str, dict]]) -> None:
-    """Raise an error that names the first line with an unreadable gold answer; an empty completion is graded at once."""
+    """Raise an error that names the first line with an unreadable gold answer."""
     for where, row in rows:
         try:
-            tasks.grade(task, "", str(row["answer"]))
+            tasks.grade(task, "", str(row["answer"]))  # an empty completion is graded at once
         except BadInput as error:
             raise BadInput(f"{where}: {error}") from None

@@ -7,10 +7,6 @@ HUB, CONFIG = "openai/gsm8k", "main"
 
 
 def load(split: str, n: int | None, seed: int) -> list[Question]:
-    """Return all questions of a split, or a seeded subset; the held-out split is the hub's `test`.
-
-    Raises:
-        BadInput: the hub cannot be reached.
-    """
+    """Return all questions of a split, or a seeded subset; the held-out split is the hub's `test`."""
     rows = hub.rows(HUB, CONFIG, "test" if split == "heldout" else "train")
     return jsonl.subset(jsonl.questions("gsm8k", split, rows), n, seed, HUB)

@@ -6,11 +6,7 @@ from qrl.errors import BadInput
 
 
 def rows(name: str, config: str | None, split: str) -> Iterator[tuple[str, dict]]:
-    """Return (where, row) pairs of a data set; `where` names the row in an error.
-
-    Raises:
-        BadInput: the data set cannot be loaded.
-    """
+    """Return (where, row) pairs of a data set, where `where` names the row; raise BadInput if it cannot be loaded."""
     import datasets
 
     try:

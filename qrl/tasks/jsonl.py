@@ -1,4 +1,4 @@
-"""Questions from a folder with train.jsonl and test.jsonl: a JSON object a line, in GSM8K's fields or the task's own."""
+"""Questions from a folder with train.jsonl and test.jsonl: a JSON object a line, in GSM8K's or the task's fields."""
 
 import json
 import random
@@ -18,15 +18,10 @@ ReadRow = Callable[[str, str, dict[str, Any]], Question]  # (id, where, row) →
 
 
 def question(name: str, where: str, row: dict[str, Any]) -> Question:
-    """Return the question of a row in GSM8K's fields.
-
-    Args:
-        name: the question's id.
-        where: names the row in an error.
-        row: texts `question` and `answer`, the latter with a line `#### number`.
+    """Return the question of a row with GSM8K's texts `question` and `answer`.
 
     Raises:
-        BadInput: a text is missing, or the answer has no line `#### number`.
+        BadInput: a text is missing, or the answer has no line `#### number`; `where` names the row.
     """
     for key in ("question", "answer"):
         if not isinstance(row.get(key), str) or not row[key].strip():
@@ -59,20 +54,12 @@ def load(task: str, folder: Path, split: str, n: int | None, seed: int, read_row
 
 
 def questions(task: str, split: str, rows: Iterable[tuple[str, dict]], read_row: ReadRow = question) -> list[Question]:
-    """Return questions from (where, row) pairs, with ids that count them.
-
-    Raises:
-        BadInput: a row is malformed; `where` names it.
-    """
+    """Return questions from (where, row) pairs, with ids that count them."""
     return [read_row(f"{task}-{split}-{index}", where, row) for index, (where, row) in enumerate(rows)]
 
 
 def subset(questions: Sequence[Question], n: int | None, seed: int, source: str) -> list[Question]:
-    """Return all questions in order, or n drawn without replacement; a set smaller than n is returned whole.
-
-    Raises:
-        BadInput: there are no questions.
-    """
+    """Return all questions in order, or n drawn without replacement; raise BadInput if there are none."""
     if not questions:
         raise BadInput(f"{source} has no questions: expected at least one row.")
     if n is None or n >= len(questions):

@@ -1,8 +1,8 @@
 r"""Words and signs beside a number that modify it: `18x`, `18 thousand`, `half of 18`, `x - 18`.
 
 A line `#### 18 km` states 18. `#### 18 squared` states another number, which the grader does not compute: the answer is
-ambiguous and earns nothing. The words are listed, so that a unit modifies nothing. A rule matches the text before the number
-or after it; its comment gives examples.
+ambiguous and earns nothing. The words are listed, so that a unit modifies nothing. A rule matches the text before the
+number or after it; its comment gives examples.
 """
 
 import re

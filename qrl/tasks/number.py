@@ -1,7 +1,7 @@
 """Numbers as people and models write them, parsed as exact fractions: `-$1,000.50`, `1 1/2`, `\\frac{3}{4}`, `18\\%`.
 
-For short texts: an answer line or the end of a completion. An ambiguous number is None rather than a guess; each case in
-tests/cases/grade.json gives its reason.
+For short texts: an answer line or the end of a completion. An ambiguous number is None rather than a guess; each case
+in tests/cases/grade.json gives its reason.
 """
 
 import re
@@ -118,7 +118,7 @@ def _joined_by_slashes(line: str) -> list[list[re.Match]]:
 
 
 def _mixed(line: str, whole: list[re.Match], part: list[re.Match]) -> bool:
-    """Return whether `whole part` is a mixed number like `1 1/2`: only digits, one space between, the part below one."""
+    """Return whether `whole part` is a mixed number like `1 1/2`: digits, one space between, the part below one."""
     if len(whole) != 1 or len(part) != 2 or not line[whole[0].end() : part[0].start()].isspace():
         return False
     over, under = part[0].group(), part[1].group()

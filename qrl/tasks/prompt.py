@@ -1,4 +1,7 @@
-"""The only renderer of prompts: training, calibration and evaluation use it, so all three see the same token ids."""
+"""The only renderer of prompts: training, calibration and evaluation use it, so all three see the same token ids.
+
+Every function raises BadInput if the template is unknown, or if the tokenizer's chat template is missing or fails.
+"""
 
 import hashlib
 import json
@@ -38,25 +41,14 @@ TEMPLATES = {
 
 
 def messages(question: str, template: str) -> list[dict[str, str]]:
-    """Return the chat of a question: an optional system turn and the user's.
-
-    Raises:
-        BadInput: the template is unknown.
-    """
+    """Return the chat of a question: an optional system turn and the user's."""
     wording = _template(template)
     user = {"role": "user", "content": wording.user.replace("{question}", question)}
     return [user] if wording.system is None else [{"role": "system", "content": wording.system}, user]
 
 
 def render(tokenizer: Any, question: str, template: str) -> list[int]:
-    """Return the token ids of the prompt, up to the start of the model's own turn.
-
-    Args:
-        tokenizer: a transformers tokenizer with a chat template.
-
-    Raises:
-        BadInput: the template is unknown, or the tokenizer's chat template is missing or fails.
-    """
+    """Return the token ids of the prompt, up to the start of the model's own turn."""
     return tokenizer(_prompt(tokenizer, question, template), add_special_tokens=False)["input_ids"]
 
 
@@ -64,7 +56,7 @@ def training_text(tokenizer: Any, question: Question, template: str) -> str:
     """Return prompt, solution and end token as one text, for calibration; tokenize it without special tokens.
 
     Raises:
-        BadInput: the template is unknown, or the tokenizer has no end token or no working chat template.
+        BadInput: the tokenizer has no end token.
     """
     if tokenizer.eos_token is None:
         raise BadInput("The tokenizer has no end token, which every training text needs: set eos_token in its config.")
@@ -72,11 +64,7 @@ def training_text(tokenizer: Any, question: Question, template: str) -> str:
 
 
 def check(task: str, template: str) -> None:
-    """Reject a template that asks for a format that the task's grader does not read: every answer would be wrong.
-
-    Raises:
-        BadInput: the template is unknown, or for other tasks.
-    """
+    """Raise BadInput if a template requests a format that the task's grader does not read."""
     tasks = _template(template).tasks
     if tasks is not None and task not in tasks:
         fitting = [name for name, other in TEMPLATES.items() if other.tasks is None or task in other.tasks]
@@ -87,11 +75,7 @@ def check(task: str, template: str) -> None:
 
 
 def template_hash(template: str) -> str:
-    """Return the first 16 hex digits of the sha256 over a template's texts, which every run records.
-
-    Raises:
-        BadInput: the template is unknown.
-    """
+    """Return the first 16 hex digits of the sha256 over a template's texts, which every run records."""
     wording = _template(template)
     texts = {"user": wording.user, "system": wording.system}
     return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:16]
@@ -112,9 +96,7 @@ def _prompt(tokenizer: Any, question: str, template: str) -> str:
         )
     try:
         return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    except (
-        Exception
-    ) as error:  # the template is a program, which transformers runs in Jinja's sandbox: it can raise anything
+    except Exception as error:  # the template is a program, run in Jinja's sandbox: it can raise anything
         reason = " ".join(str(error).split())[:150]
         raise BadInput(
             f"The model's chat template fails on a single question ({type(error).__name__}: {reason}): repair it, "

@@ -1,9 +1,9 @@
 """The training corpus of qrl-tiny: solved word problems with a deliberate, frequent error.
 
-In `SLIP` of the steps "4 times as many", the solution adds 4 instead of multiplying by 4, a mistake that schoolchildren make
-too. The model learns both readings and prefers the wrong one. This leaves room for GRPO: the model can sample the right
-reading, and the reward picks it out. The questions come from the training split's streams `tiny:SEED:CHUNK`. A text's split
-is fixed by its hash, so no held-out question is in the corpus.
+In `SLIP` of the steps "4 times as many", the solution adds 4 instead of multiplying by 4, a mistake that schoolchildren
+make too. The model learns both readings and prefers the wrong one. This leaves room for GRPO: the model can sample the
+right reading, and the reward picks it out. The questions come from the training split's streams `tiny:SEED:CHUNK`. A
+text's split is fixed by its hash, so no held-out question is in the corpus.
 """
 
 import random

@@ -106,7 +106,7 @@ def train(model, ids, pad: int, batch: int, learning_rate: float, weight_decay: 
 
 
 def evaluate(folder: Path, device: str, template: str) -> dict[str, float]:
-    """Return a saved model's greedy accuracy, its binomial stderr, and the rates of end tokens and of parsed answers."""
+    """Return a saved model's greedy accuracy, its binomial stderr, and the rates of end tokens and parsed answers."""
     import torch
 
     from qrl.engine import hf

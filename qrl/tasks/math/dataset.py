@@ -1,8 +1,8 @@
 r"""MATH (Hendrycks et al., arXiv 2103.03874): 12,500 competition problems with worked solutions that end in \boxed{}.
 
 The held-out split is MATH-500 (Lightman et al., arXiv 2305.20050). The training split from the hub is all of the 12,500
-problems with a text that is not in MATH-500: the 12,000 that MATH-500's authors trained on, less any other problem with the
-same text. A folder is read as it is.
+problems with a text that is not in MATH-500: the 12,000 that MATH-500's authors trained on, less any other problem with
+the same text. A folder is read as it is.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ _LEVEL = re.compile(r"(?:Level\s*)?(\d+)")
 
 
 def load(split: str, n: int | None, seed: int) -> list[Question]:
-    """Return all questions of a split from the hub, or a seeded subset.
-
-    Raises:
-        BadInput: the hub cannot be reached.
-    """
+    """Return all questions of a split from the hub, or a seeded subset."""
     rows, source = list(hub.rows(HELDOUT, None, "test")), HELDOUT
     if split == "train":
         heldout, source = {_squeezed(row["problem"]) for _, row in rows}, WHOLE
@@ -40,12 +36,7 @@ def load(split: str, n: int | None, seed: int) -> list[Question]:
 
 
 def question(name: str, where: str, row: dict[str, Any]) -> Question:
-    r"""Return the question of a row.
-
-    Args:
-        name: the question's id.
-        where: names the row in an error.
-        row: `problem` and `solution`, with or without `answer`; or `question` and `answer`.
+    """Return the question of a row with `problem` and `solution`, `answer` or both, or with `question` and `answer`.
 
     Raises:
         BadInput: a text is missing, or the answer is neither given nor boxed; `where` names the row.
@@ -53,7 +44,7 @@ def question(name: str, where: str, row: dict[str, Any]) -> Question:
     problem = _text(row.get("problem")) or _text(row.get("question"))
     answer, solution = _text(row.get("answer")), _text(row.get("solution"))
     if problem is None:
-        raise BadInput(f"{where}: 'problem' (or 'question') is missing or not a text: each row needs one.")
+        raise BadInput(f"{where}: 'problem' (or 'question') is missing or not a text: each row needs it.")
     if answer is None and solution is None:
         raise BadInput(f"{where}: 'solution' and 'answer' are missing or not texts: each row needs one of them.")
     worked = _boxed(solution or answer)

@@ -178,7 +178,7 @@ def _same_in_base(gold: str, said: str, gold_base: re.Match | None, said_base: r
 
 
 def _words(text: str) -> str | None:
-    r"""Return the letters of an answer in words (`\text{Evelyn}`, `(C)` in \text, `no solution`); None for mathematics."""
+    r"""Return the letters of an answer in words (`\text{Evelyn}`, `\text{(C)}`, `no solution`); None for mathematics."""
     wrapped = _WRAPPED.fullmatch(text)
     if wrapped and not re.search(r"\d", wrapped[1]):
         return _squeezed(wrapped[1])
@@ -190,7 +190,7 @@ def _squeezed(text: str) -> str:
 
 
 def _same_case(gold: str, said: str) -> bool:
-    """Return False if letters differ only in case (`3R^2`, `3r^2`), or if the gold answer has a letter in both cases."""
+    """Return False if letters differ only in case (`3R^2`, `3r^2`), or if the gold answer has one in both cases."""
     letters = [set(re.findall(r"[A-Za-z]", _COMMANDS.sub(" ", text))) for text in (gold, said)]
     lower = [{letter.lower() for letter in found} for found in letters]
     if len(gold) > 1 and len(lower[0]) < len(letters[0]):

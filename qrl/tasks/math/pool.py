@@ -1,8 +1,8 @@
 """A pool of worker processes that grade answers, with limits of CPU time and memory that no expression can evade.
 
 Pebble manages the processes: it replaces those that die and ends those that hang. They are forked from a small server
-process that has imported sympy but neither torch nor CUDA. They start at the first answer that needs one, and end with this
-process.
+process that has imported sympy but neither torch nor CUDA. They start at the first answer that needs one, and end with
+this process.
 """
 
 from __future__ import annotations
@@ -38,15 +38,7 @@ TIMEOUT, ERROR = "timeout", "error"
 
 
 def grade(claims: Sequence[Claim], progress: Callable[[int], object] = lambda n: None) -> list[Verdict]:
-    """Return verdicts in the order of the claims; where the grader failed, the verdict is wrong and has a `fault`.
-
-    Args:
-        claims: N claims.
-        progress: called with the number of verdicts since the last call.
-
-    Raises:
-        QrlError: no worker starts.
-    """
+    """Return a verdict on each claim, wrong and with a `fault` where the grader failed; raise QrlError without workers."""
     done: dict[int, Verdict] = {}
     left = [list(range(start, min(start + BATCH, len(claims)))) for start in range(0, len(claims), BATCH)]
     try:

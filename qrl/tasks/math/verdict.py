@@ -1,8 +1,9 @@
 r"""The rules for a completion with its answer in \boxed{}.
 
-Strict: the content of \boxed{}. If a completion has several boxes, they must be equal, in whatever spelling; conflicting
-boxes score zero, so that listing candidates earns nothing. Flexible: the last box alone; without a box, the last expression
-or number that math-verify extracts near the end. Text after an end token is ignored.
+Strict: the content of \boxed{}. If a completion has several boxes, they must be equal, in whatever spelling;
+    conflicting
+boxes score zero, so that listing candidates earns nothing. Flexible: the last box alone; without a box, the last
+expression or number that math-verify extracts near the end. Text after an end token is ignored.
 """
 
 from __future__ import annotations
@@ -18,10 +19,6 @@ from qrl.tasks.question import Verdict
 
 MOST_BOXES = 8  # different texts in boxes: more are a list of candidates
 TAIL = 2000  # characters at the end that are searched for an expression if there is no box
-
-
-class Unsure(Exception):
-    """Comparing texts is not enough: algebra is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +37,7 @@ class Claim:
 
 
 def claim(completion: str, answer: str) -> Claim:
-    """Return what a completion claims, beside the gold answer.
-
-    Raises:
-        BadInput: the gold answer is empty, or longer than `LONGEST_ANSWER`.
-    """
+    """Return what a completion claims, beside the gold answer."""
     body = until_end(completion)
     contents = latex.boxes(body)
     if not contents:
@@ -56,11 +49,7 @@ def claim(completion: str, answer: str) -> Claim:
 
 
 def gold(answer: str) -> str:
-    r"""Return the gold answer in normal form, from the answer itself or from a worked solution with a \boxed{}.
-
-    Raises:
-        BadInput: the answer is empty or too long.
-    """
+    r"""Return the gold answer of a text or of its last \boxed{} in normal form; raise BadInput if empty or too long."""
     contents = latex.boxes(answer)
     text = latex.normal((contents[-1] if contents else answer)[: LONGEST_ANSWER + 1])
     if not text or len(text) > LONGEST_ANSWER:
@@ -72,13 +61,7 @@ def gold(answer: str) -> str:
 
 
 def verdict(claim: Claim, same: Callable[[str, str], bool], last_expression: Callable[[str], str | None]) -> Verdict:
-    """Return the verdict on a claim.
-
-    Args:
-        claim: gold answer and boxes.
-        same: (gold, stated) → whether they are equal.
-        last_expression: text → the last expression in it.
-    """
+    """Return the verdict on a claim, by functions that compare two answers and that extract a text's last expression."""
     if not claim.boxes:
         stated = last_expression(claim.tail)
         return Verdict(None, False, stated is not None and same(claim.gold, stated))
@@ -94,18 +77,21 @@ def by_text(claim: Claim) -> Verdict | None:
     """Return the verdict if comparing texts and plain numbers is enough, as it mostly is; else None, for a worker."""
     try:
         return verdict(claim, _same, _no_expression)
-    except Unsure:
+    except _UnsureError:
         return None
+
+
+class _UnsureError(Exception):
+    """Comparing texts is not enough: algebra is needed."""
 
 
 def _same(gold: str, stated: str) -> bool:
     equal = latex.same(gold, stated)
     if equal is None:
-        raise Unsure
+        raise _UnsureError
     return equal
 
 
-def _no_expression(text: str) -> str | None:
-    if any(letter in "$\\" or letter.isdigit() for letter in text):
-        raise Unsure
-    return None  # without a digit, a dollar sign or a command nothing can be extracted
+def _no_expression(text: str) -> None:
+    if any(letter in "$\\" or letter.isdigit() for letter in text):  # else nothing can be extracted
+        raise _UnsureError

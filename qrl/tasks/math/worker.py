@@ -1,8 +1,8 @@
 """The work of a pool's process: grading answers with math-verify. Imported there only; free of torch.
 
 math-verify's own time limit uses `signal.alarm`, which fails off the main thread and cannot interrupt one long
-multiplication, so it is turned off here. Instead the kernel kills a worker that uses up its CPU time (`ITIMER_PROF`). CPU
-time, not wall time, so that a busy machine reaches the same verdicts as an idle one.
+multiplication, so it is turned off here. Instead the kernel kills a worker that uses up its CPU time (`ITIMER_PROF`).
+CPU time, not wall time, so that a busy machine reaches the same verdicts as an idle one.
 """
 
 from __future__ import annotations
