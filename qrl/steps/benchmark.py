@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -70,7 +71,10 @@ def subjects(recipe: Recipe, stages: str | None, models: str | None) -> list[Sub
         BadInput: a stage or model does not exist, or there is nothing to measure.
     """
     store.prepare()
-    return _checkpoints(models) if models else _stages(recipe, stages)
+    if not models:
+        return _stages(recipe, stages)
+    cells = [(inputs.cell(name), model) for name, model in inputs.pairs(models, "a cell and its model").items()]
+    return [Subject(*cell, inputs.stored_as(cell, model).path) for cell, model in cells]
 
 
 def _side_by_side(recipe: Recipe, subjects: list[Subject], prompts: list, device: str, work: Path) -> None:
@@ -152,18 +156,13 @@ def _get(address: str) -> dict:
         return json.load(answer)
 
 
-def _checkpoints(models: str) -> list[Subject]:
-    cells = [(inputs.cell(name), model) for name, model in inputs.pairs(models, "a cell and its model").items()]
-    return [Subject(*cell, inputs.stored_as(cell, model).path) for cell, model in cells]
-
-
 def _stages(recipe: Recipe, stages: str | None) -> list[Subject]:
     """Return the versions at stages, verified; by default base, grpo, awq and base's AWQ, as far as they exist."""
     name = registry.registered_name(recipe)
-    if stages:
-        chosen = [registry.resolve(name, stage.strip()) for stage in stages.split(",")]
-    else:
-        chosen = [version for version in (_version(name, stage) for stage in names.STAGES) if version]
+    chosen = [registry.resolve(name, stage.strip()) for stage in stages.split(",")] if stages else []
+    for stage in () if stages else names.STAGES:
+        with contextlib.suppress(BadInput):  # no version there yet
+            chosen.append(registry.resolve(name, stage))
     if not chosen:
         raise BadInput(
             f"{name} has no version at any of {', '.join(names.STAGES)} yet: run a study, or give --models "
@@ -177,10 +176,3 @@ def _stages(recipe: Recipe, stages: str | None) -> list[Subject]:
     if not stages and base and (uri := store_models.child(base.digest, names.BASE, names.AWQ)):
         paths[names.BASE, names.AWQ] = store_models.local_path(uri)
     return [Subject(*cell, path) for cell, path in paths.items()]
-
-
-def _version(name: str, stage: str) -> versions.Version | None:
-    try:
-        return registry.resolve(name, stage)
-    except BadInput:
-        return None

@@ -82,8 +82,8 @@ def serve(
             if follow_s is None:
                 server.run(child, model, host, port, on_ready=ready)
             else:
-                followed = _followed(version, model, start)
-                followed = replace(followed, every_s=follow_s, drain_s=follow.DRAIN_S if drain_s is None else drain_s)
+                limits = {"every_s": follow_s, "drain_s": follow.DRAIN_S if drain_s is None else drain_s}
+                followed = replace(_followed(version, model, start), **limits)
                 follow.run(child, model, host, port, followed, on_ready=ready)
 
 
@@ -115,8 +115,7 @@ def check(recipe: Recipe, stage: str, *, host: str, port: int) -> tuple[versions
 
     Raises:
         BadInput: the stage is unknown or has no version, or the port is in use.
-        GateRefused: the version did not pass its gate.
-        QrlError: its files are gone.
+        GateRefused, QrlError: the version did not pass its gate, or its files are gone.
     """
     store.prepare()
     version = registry.resolve(registry.registered_name(recipe), stage)

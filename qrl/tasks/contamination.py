@@ -101,9 +101,9 @@ def check(overlap: Overlap, task: str, limit: float | None = None, *, of: str = 
             "from the training set measures nothing: remove them from one of the two sets."
         )
     raise BadInput(
-        f"{overlap.shared} of {overlap.heldout:,} held-out questions ({overlap.share:.4f}) share {WORDS} words in a row "
-        f"with {of}, more than train.max_ngram_share = {limit:g} allows: {pair['heldout']} and {pair['train']} share "
-        f"{pair['words']!r}. Remove such questions from one of the two sets, or raise train.max_ngram_share if only "
+        f"{overlap.shared} of {overlap.heldout:,} held-out questions ({overlap.share:.4f}) share {WORDS} words in a "
+        f"row with {of}, more than train.max_ngram_share = {limit:g} allows: {pair['heldout']} and {pair['train']} "
+        f"share {pair['words']!r}. Remove such questions from one of the two sets, or raise train.max_ngram_share if only "
         "their wording is alike."
     )
 

@@ -51,13 +51,11 @@ _ABOUT = re.compile(
 _SEPARATOR = re.compile(r",|;|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
 # Words that change or retract the answer beside them.
 _RETRACTS = re.compile(
-    r"not?|never|isn't|is|are|was|wrong|incorrect|false|neither|nor|unknown|maybe|perhaps|plus|minus|times|half|twice|double|triple"
-    r"|less|dozens?|squared|cubed|(?:hundred|thousand|[mb]illion|trillion|lakh|crore)s?"
+    r"not?|never|isn't|is|are|was|wrong|incorrect|false|neither|nor|unknown|maybe|perhaps|plus|minus|times|half|twice"
+    r"|double|triple|less|dozens?|squared|cubed|(?:hundred|thousand|[mb]illion|trillion|lakh|crore)s?"
 )
 
-_SUCH_THAT = re.compile(
-    r":|\\(?:mid|colon|vert)(?![A-Za-z])|\|"
-)  # math-verify equates `\{x:x\}` with 1, \infty and \{1\}
+_SUCH_THAT = re.compile(r":|\\(?:mid|colon|vert)(?![A-Za-z])|\|")  # math-verify equates `\{x:x\}` with 1 and \infty
 _EITHER_SIGN = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 _ONE_SET = re.compile(r"[(\[]|\\mathbb|\\infty")  # an interval, a point, all numbers: not a list of two signs
 _THOUSANDS = re.compile(r"\d ?\\(?:text|mathrm)\{ ?k ?\}")
@@ -94,51 +92,51 @@ def normal(text: str) -> str:
     return text.strip().rstrip(".,;:").strip()
 
 
-def same(gold: str, said: str) -> bool | None:
+def same(gold: str, stated: str) -> bool | None:
     """Return whether two normal texts are equal, as far as texts and plain numbers decide; None leaves it to algebra.
 
     These rules precede math-verify's where those err: it drops the base of `52_8`, confuses `R` with `r`, adds up two
     adjacent numbers, and accepts `[15,-29]` or a set for the point `(15,-29)`.
     """
-    if gold == said:
+    if gold == stated:
         return True
-    numbers = _number(gold), _number(said)
+    numbers = _number(gold), _number(stated)
     if None not in numbers:
         return numbers[0] == numbers[1]
-    bases = _BASED.fullmatch(gold), _BASED.fullmatch(said)
+    bases = _BASED.fullmatch(gold), _BASED.fullmatch(stated)
     if any(bases):
-        return _same_in_base(gold, said, *bases)
+        return _same_in_base(gold, stated, *bases)
     if words := _words(gold):
-        return words == _squeezed(said)
-    if _adds_or_retracts(gold, said) or not _comparable(gold, said):
+        return words == _squeezed(stated)
+    if _adds_or_retracts(gold, stated) or not _comparable(gold, stated):
         return False
-    sides = claims(gold, said)
+    sides = claims(gold, stated)
     equal = [same(gold, side) for side in sides] if len(sides) > 1 else [None]
     return False if False in equal else None if None in equal else True
 
 
-def claims(gold: str, said: str) -> list[str]:
+def claims(gold: str, stated: str) -> list[str]:
     """Return the texts that must all equal the gold answer: the answer, or each numeric side of equations (`17=18`)."""
-    if "=" in gold or "=" not in said:
-        return [said]
-    with_digits = [side for side in said.split("=") if re.search(r"\d", side)]
+    if "=" in gold or "=" not in stated:
+        return [stated]
+    with_digits = [side for side in stated.split("=") if re.search(r"\d", side)]
     sides = [side for side in with_digits if not re.search(r"[A-Za-z]", _COMMANDS.sub("", side))]
-    return sides if len(sides) > 1 else [said]
+    return sides if len(sides) > 1 else [stated]
 
 
-def _adds_or_retracts(gold: str, said: str) -> bool:
+def _adds_or_retracts(gold: str, stated: str) -> bool:
     r"""Return whether an answer retracts itself or says more than one thing.
 
     Examples: `18\text{ is wrong}`, `18\text{ or 19}`, `17\approx18`, `1,1,2`, `\{x:x\}`.
     """
-    if any(mark.search(said) and not mark.search(gold) for mark in (_ABOUT, _SUCH_THAT, _THOUSANDS)):
+    if any(mark.search(stated) and not mark.search(gold) for mark in (_ABOUT, _SUCH_THAT, _THOUSANDS)):
         return True
-    if _EITHER_SIGN.search(said) and not _EITHER_SIGN.search(gold) and _ONE_SET.search(gold):
+    if _EITHER_SIGN.search(stated) and not _EITHER_SIGN.search(gold) and _ONE_SET.search(gold):
         return True
-    new = set(_plain_words(said)) - set(_plain_words(gold))
+    new = set(_plain_words(stated)) - set(_plain_words(gold))
     if any(map(_RETRACTS.fullmatch, new)) or ("or" in new and not re.search(r",|\\(?:pm|cup)(?![A-Za-z])", gold)):
         return True
-    return _brackets(said) is None and _repeats(said) and not _repeats(gold)
+    return _brackets(stated) is None and _repeats(stated) and not _repeats(gold)
 
 
 def _plain_words(text: str) -> list[str]:
@@ -153,12 +151,12 @@ def _repeats(text: str) -> bool:
     return len(set(values)) < len(values)
 
 
-def _comparable(gold: str, said: str) -> bool:
+def _comparable(gold: str, stated: str) -> bool:
     """Return whether math-verify can compare them; it misreads adjacent numbers, which are neither sum nor product."""
-    kinds = _brackets(gold), _brackets(said)
+    kinds = _brackets(gold), _brackets(stated)
     return (
-        not (_SIDE_BY_SIDE.search(said) or _SIDE_BY_SIDE.search(gold))
-        and _same_case(gold, said)
+        not (_SIDE_BY_SIDE.search(stated) or _SIDE_BY_SIDE.search(gold))
+        and _same_case(gold, stated)
         and (None in kinds or kinds[0] == kinds[1])
     )
 
@@ -168,17 +166,17 @@ def _number(text: str) -> Fraction | None:
     return Fraction(text) if _DECIMAL.fullmatch(text) else None
 
 
-def _same_in_base(gold: str, said: str, gold_base: re.Match | None, said_base: re.Match | None) -> bool:
+def _same_in_base(gold: str, stated: str, gold_base: re.Match | None, stated_base: re.Match | None) -> bool:
     """Compare `52_8` with itself or its bare digits; bare digits are base ten if only the other answer has a base."""
-    if gold_base and said_base:
-        return int(gold_base[2]) == int(said_base[2]) and gold_base[1].lower() == said_base[1].lower()
+    if gold_base and stated_base:
+        return int(gold_base[2]) == int(stated_base[2]) and gold_base[1].lower() == stated_base[1].lower()
     if gold_base:
-        return said.lower() == gold_base[1].lower()
-    return int(said_base[2]) == 10 and said_base[1] == gold
+        return stated.lower() == gold_base[1].lower()
+    return int(stated_base[2]) == 10 and stated_base[1] == gold
 
 
 def _words(text: str) -> str | None:
-    r"""Return the letters of an answer in words (`\text{Evelyn}`, `\text{(C)}`, `no solution`); None for mathematics."""
+    r"""Return the letters of an answer in words (`\text{Evelyn}`, `\text{(C)}`, `no solution`), None for others."""
     wrapped = _WRAPPED.fullmatch(text)
     if wrapped and not re.search(r"\d", wrapped[1]):
         return _squeezed(wrapped[1])
@@ -189,10 +187,10 @@ def _squeezed(text: str) -> str:
     return re.sub(r"[\s()'\"]", "", _WRAPPED.sub(r"\1", text)).casefold()
 
 
-def _same_case(gold: str, said: str) -> bool:
+def _same_case(gold: str, stated: str) -> bool:
     """Return False if letters differ only in case (`3R^2`, `3r^2`), or if the gold answer has one in both cases."""
-    letters = [set(re.findall(r"[A-Za-z]", _COMMANDS.sub(" ", text))) for text in (gold, said)]
-    lower = [{letter.lower() for letter in found} for found in letters]
+    letters = [set(re.findall(r"[A-Za-z]", _COMMANDS.sub(" ", text))) for text in (gold, stated)]
+    lower = [{letter.lower() for letter in both} for both in letters]
     if len(gold) > 1 and len(lower[0]) < len(letters[0]):
         return False
     return len(gold) == 1 or lower[0] != lower[1] or letters[0] == letters[1]

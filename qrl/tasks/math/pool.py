@@ -38,7 +38,7 @@ TIMEOUT, ERROR = "timeout", "error"
 
 
 def grade(claims: Sequence[Claim], progress: Callable[[int], object] = lambda n: None) -> list[Verdict]:
-    """Return a verdict on each claim, wrong and with a `fault` where the grader failed; raise QrlError without workers."""
+    """Return a verdict on each claim; where the grader failed, it is wrong and has a `fault`."""
     done: dict[int, Verdict] = {}
     left = [list(range(start, min(start + BATCH, len(claims)))) for start in range(0, len(claims), BATCH)]
     try:

@@ -61,7 +61,7 @@ def gold(answer: str) -> str:
 
 
 def verdict(claim: Claim, same: Callable[[str, str], bool], last_expression: Callable[[str], str | None]) -> Verdict:
-    """Return the verdict on a claim, by functions that compare two answers and that extract a text's last expression."""
+    """Return the verdict on a claim, with functions that compare answers and extract a text's last expression."""
     if not claim.boxes:
         stated = last_expression(claim.tail)
         return Verdict(None, False, stated is not None and same(claim.gold, stated))
