@@ -93,12 +93,7 @@ def _bench(commands: list[list[str]], results: list[Path], url: str, environment
 
 
 def lines(results: Sequence[dict], subject: Subject, engine: str) -> list[summary.Line]:
-    """Return a line per number of clients, over rounds.
-
-    Args:
-        results: from `run`.
-        subject: the served model.
-        engine: the server's name and version.
+    """Return a line per number of clients, over the rounds of `run`.
 
     Raises:
         QrlError: the server failed requests, or completed none: its speed would be that of errors.
@@ -124,11 +119,8 @@ def _line(rounds: Sequence[dict], subject: Subject, engine: str) -> summary.Line
         batch=rounds[0]["clients"],
         requests=sum(result["completed"] for result in rounds),
         tokens_per_s=estimate("output_throughput", per=1),
-        relative=None,
         latency_p50_s=estimate("p50_e2el_ms"),
         latency_p95_s=estimate("p95_e2el_ms"),
         first_token_s=estimate("p50_ttft_ms"),
         stored_bytes=subject.stored_bytes,
-        weights_bytes=None,
-        cache_bytes=None,
     )

@@ -44,13 +44,8 @@ class Transformers:
 
         defaults = self._model.generation_config
         ends = None if fixed else defaults.eos_token_id
-        settings = GenerationConfig(
-            eos_token_id=ends,
-            pad_token_id=defaults.pad_token_id,
-            do_sample=False,
-            max_new_tokens=new_tokens,
-            return_dict_in_generate=True,
-        )
+        special = {"eos_token_id": ends, "pad_token_id": defaults.pad_token_id}
+        settings = GenerationConfig(**special, do_sample=False, max_new_tokens=new_tokens, return_dict_in_generate=True)
         batch = self._tokens.pad({"input_ids": [list(ids) for ids in prompts]}, return_tensors="pt")
         batch = batch.to(self._model.device)
         times: list[float] = []
@@ -109,12 +104,7 @@ class Vllm:
 
 
 def token_bytes(config: PretrainedConfig, dtype: str) -> int:
-    """Return the bytes of one token's keys and values in all layers.
-
-    Args:
-        config: of a model with grouped-query attention.
-        dtype: of the cache, such as "bfloat16".
-    """
+    """Return the bytes of one token's keys and values in all layers, for a cache in a dtype such as "bfloat16"."""
     import torch
 
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

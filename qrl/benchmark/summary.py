@@ -27,13 +27,13 @@ class Line:
     batch: int
     requests: int  # in all rounds
     tokens_per_s: Estimate  # of all prompts of a batch together
-    relative: Estimate | None  # tokens per second over the first model's, paired by round; None for the first model
     latency_p50_s: Estimate
     latency_p95_s: Estimate
     first_token_s: Estimate  # median
     stored_bytes: int  # of weights on disk
-    weights_bytes: int | None  # of weights in the engine's memory; None: unknown
-    cache_bytes: int | None  # largest size of keys and values; None: unknown, as for a server
+    relative: Estimate | None = None  # tokens per second over the first model's, paired by round; None for the first
+    weights_bytes: int | None = None  # of weights in the engine's memory; None: unknown
+    cache_bytes: int | None = None  # largest size of keys and values; None: unknown, as for a server
 
     @property
     def label(self) -> str:
@@ -42,11 +42,7 @@ class Line:
 
 
 def lines(frame: pd.DataFrame) -> list[Line]:
-    """Return a line per model and mode: models in the order of their first rows, modes by batch.
-
-    Args:
-        frame: from `benchmark.run`.
-    """
+    """Return a line per model and mode of `benchmark.run`: models in the order of their first rows, modes by batch."""
     groups = dict(iter(frame.groupby(["variant", "scheme", "batch"])))
     cells = list(dict.fromkeys(zip(frame["variant"], frame["scheme"], strict=True)))
     return [
@@ -81,13 +77,7 @@ def over_rounds(values: Sequence[float]) -> Estimate:
 
 
 def markdown(lines: Sequence[Line], note: str, at_once: str = "batch") -> str:
-    """Return the table in Markdown.
-
-    Args:
-        lines: from `lines`, or `http.lines`.
-        note: a sentence below it.
-        at_once: heading of the column `Line.batch`.
-    """
+    """Return the table in Markdown, with a note below it; `at_once` is the heading of the column `Line.batch`."""
     head = [
         "model", at_once, "tokens/s", f"× {lines[0].label}", "latency p50, s", "p95, s", "first token, s",
         "weights on disk, MB", "in memory, MB", "KV cache, MB",

@@ -70,9 +70,7 @@ class Engine:
 
     def __exit__(self, *_error: object) -> None:
         self.stop()
-        with contextlib.suppress(
-            subprocess.TimeoutExpired, KeyboardInterrupt
-        ):  # a second Ctrl-C skips the grace period
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C ends the grace period
             self.process.wait(self.grace_s)
         self.reap()
 
@@ -82,12 +80,7 @@ class Engine:
         return GRACE_SERVING_S if self.serving else GRACE_LOADING_S
 
     def load(self, model: ServedModel, listen: tuple[str, int] | Path) -> None:
-        """Make it load a checkpoint, and verify the files meanwhile.
-
-        Args:
-            model: the version.
-            listen: host and port, or the path of a Unix socket (vLLM).
-        """
+        """Make it load a checkpoint, and verify the files meanwhile; vLLM can listen on a Unix socket's path."""
         self.listen = listen
         self._at["load"] = time.monotonic()
         options = engines.arguments(self.engine, model, listen, self.scratch)

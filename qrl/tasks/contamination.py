@@ -103,8 +103,8 @@ def check(overlap: Overlap, task: str, limit: float | None = None, *, of: str = 
     raise BadInput(
         f"{overlap.shared} of {overlap.heldout:,} held-out questions ({overlap.share:.4f}) share {WORDS} words in a "
         f"row with {of}, more than train.max_ngram_share = {limit:g} allows: {pair['heldout']} and {pair['train']} "
-        f"share {pair['words']!r}. Remove such questions from one of the two sets, or raise train.max_ngram_share if only "
-        "their wording is alike."
+        f"share {pair['words']!r}. Remove such questions from one of the two sets, or raise train.max_ngram_share if "
+        "only their wording is alike."
     )
 
 

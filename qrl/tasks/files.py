@@ -36,10 +36,8 @@ def grade(task: str, file: str | Path, out: str | Path) -> str:
     graded = _graded(task, rows)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in graded)
     try:
-        with written_whole(target) as partial:
-            partial.write_text(
-                text, encoding="utf-8", errors="backslashreplace"
-            )  # writes `\ud800` as JSON's own escape
+        with written_whole(target) as partial:  # a lone surrogate is written as JSON's own escape, `\ud800`
+            partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise BadInput(
             f"{out} cannot be written ({error.strerror}): give a path in a folder that exists, on a disk with space."

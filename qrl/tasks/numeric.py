@@ -18,9 +18,8 @@ from qrl.tasks.question import Verdict
 ENDS = re.compile(r"<(?:\|(?:im_end|endoftext|eot_id|end_of_text|end)\||/s|end_of_turn|eos)>")
 LONGEST_LINE = 200  # characters after `####`; a longer line is prose, not an answer
 
-_MARKER = re.compile(
-    r"####(#*+)([^\n\r#]*+)"
-)  # more than four hashes are a heading; the literal prefix makes the search fast
+# More than four hashes are a heading; the literal prefix makes the search fast.
+_MARKER = re.compile(r"####(#*+)([^\n\r#]*+)")
 _SIMPLE = re.compile(r"[ \t]*+(-?[0-9]{1,18})[ \t\n]*+")  # most answers: they skip the other rules
 _LAST_DIGIT = re.compile(r".*[0-9½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", re.DOTALL)
 _BEFORE, _AFTER = 200, 20  # characters around the last digit that can belong to its number

@@ -22,13 +22,9 @@ CHUNK = 20_000
 
 
 def texts(tokenizer, n: int, seed: int, workers: int) -> Iterator[str]:
-    """Yield n texts rendered as chats: prompt, solution and end token; worker processes make chunks, in order.
+    """Yield n texts rendered as chats: prompt, solution and end token.
 
-    Args:
-        tokenizer: renders the chat.
-        n: number of texts.
-        seed: selects the streams of problems, one a chunk.
-        workers: number of processes.
+    Worker processes make them in chunks, in order; `seed` selects the streams of problems, one a chunk.
     """
     chunks = [(min(CHUNK, n - first), seed, first // CHUNK) for first in range(0, n, CHUNK)]
     with ProcessPoolExecutor(workers) as pool:

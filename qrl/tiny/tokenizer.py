@@ -16,11 +16,7 @@ SPLIT = (
 
 
 def make(texts: Iterable[str], folder: Path):
-    """Learn merges from texts, save the tokenizer into a folder, and load it.
-
-    Args:
-        texts: plain prose; merges are learned from it and from the names of the chat's roles.
-        folder: where tokenizer.json and tokenizer_config.json are written.
+    """Learn merges from prose and from the names of the chat's roles, and save the tokenizer into a folder.
 
     Returns:
         The transformers tokenizer, as `AutoTokenizer` reads it from the folder.
@@ -41,12 +37,10 @@ def make(texts: Iterable[str], folder: Path):
         show_progress=False,
     )
     bpe.train_from_iterator((f"user\n{text}\nassistant\n" for text in texts), trainer)
+    special = {"eos_token": END, "pad_token": PAD, "unk_token": None, "bos_token": None}
     tokenizer = Qwen2Tokenizer(
         tokenizer_object=bpe,
-        eos_token=END,
-        pad_token=PAD,
-        unk_token=None,
-        bos_token=None,
+        **special,
         additional_special_tokens=[START],
         chat_template=CHAT_TEMPLATE,
         model_max_length=512,

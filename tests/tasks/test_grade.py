@@ -61,9 +61,8 @@ def test_no_text_raises_and_strict_implies_that_the_answer_was_stated(before, af
 def test_the_short_cut_for_plain_answers_changes_no_verdict(line):
     for body in (line, f"#### {line}", f"10\n####{line}"):
         short = strict(body), flexible(body)
-        with mock.patch.object(
-            MODULE, "_SIMPLE", re.compile("(?!)")
-        ):  # matches nothing: every text uses the full rules
+        # A pattern that matches nothing sends every text through the full rules.
+        with mock.patch.object(MODULE, "_SIMPLE", re.compile("(?!)")):
             assert (strict(body), flexible(body)) == short
 
 

@@ -131,7 +131,7 @@ def test_answers_that_never_end_are_counted_and_do_not_delay_the_others(monkeypa
 def test_memory_is_bounded_and_a_worker_that_dies_is_replaced():
     from qrl.tasks.math import worker
 
-    pool = math_pool._workers.get()
+    pool = math_pool._pool()
     with pytest.raises(MemoryError):
         pool.schedule(bytearray, args=(math_pool.MEMORY_BYTES,)).result()
     with pytest.raises(OSError, match="termination"):
@@ -242,7 +242,7 @@ def test_workers_end_with_their_process():
     code = (
         "import os, signal, sys\nfrom qrl import tasks\nfrom qrl.tasks.math import pool as math_pool\n"
         "assert tasks.grade('math', r'\\boxed{\\frac{2}{12}}', r'\\frac{1}{6}').strict\n"
-        "print(*math_pool._workers.pool._pool_manager.worker_manager.workers, flush=True)\n"
+        "print(*math_pool._pool()._pool_manager.worker_manager.workers, flush=True)\n"
         "os.kill(os.getpid(), int(sys.argv[1])) if int(sys.argv[1]) else None\n"
     )
     root = str(Path(qrl.__file__).parents[1])

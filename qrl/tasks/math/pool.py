@@ -36,6 +36,9 @@ BATCH = 16  # answers sent together; if one exceeds its limit, the batch is grad
 MOST_WORKERS = 16
 TIMEOUT, ERROR = "timeout", "error"
 
+_lock = threading.Lock()
+_pools: dict[int, ProcessPool] = {}  # by process id: a forked child has its parent's pool object, but not its threads
+
 
 def grade(claims: Sequence[Claim], progress: Callable[[int], object] = lambda n: None) -> list[Verdict]:
     """Return a verdict on each claim; where the grader failed, it is wrong and has a `fault`."""
@@ -86,45 +89,33 @@ def _in_worker(function: str, *args: object) -> object:
 
 
 def _schedule(batch: list[Claim]) -> Future[list[Verdict | None]]:
-    return _workers.get().schedule(_in_worker, args=("grade", batch, CPU_S), timeout=WALL_S)
+    return _pool().schedule(_in_worker, args=("grade", batch, CPU_S), timeout=WALL_S)
 
 
-class _Workers:
-    """The pool of this process, created on first use."""
+def _pool() -> ProcessPool:
+    """Return this process's pool, created on first use."""
+    with _lock:
+        if os.getpid() not in _pools:
+            from pebble import ProcessPool
 
-    def __init__(self) -> None:
-        self.lock, self.pool, self.owner = threading.Lock(), None, 0
-
-    def get(self) -> ProcessPool:
-        with self.lock:
-            if self.pool is None or self.owner != os.getpid():  # a forked child has the pool's object, not its threads
-                from pebble import ProcessPool
-
-                context = multiprocessing.get_context("forkserver")
-                context.set_forkserver_preload([WORKER])
-                count = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
-                limits = ("prepare", MEMORY_BYTES)
-                self.pool = ProcessPool(count, initializer=_in_worker, initargs=limits, context=context)
-                self.owner = os.getpid()
-                with _environment():
-                    self.pool.schedule(_in_worker, args=("grade", [], CPU_S))  # starts the server and the workers
-            return self.pool
-
-    def close(self) -> None:
-        with self.lock:
-            pool, self.pool = self.pool, None
-        if pool is not None and self.owner == os.getpid():
-            pool.stop()
-            pool.join()
-
-
-_workers = _Workers()
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([WORKER])
+            count, limits = min(len(os.sched_getaffinity(0)), MOST_WORKERS), ("prepare", MEMORY_BYTES)
+            pool = ProcessPool(count, initializer=_in_worker, initargs=limits, context=context)
+            with _environment():
+                pool.schedule(_in_worker, args=("grade", [], CPU_S))  # starts the server and the workers
+            _pools[os.getpid()] = pool
+        return _pools[os.getpid()]
 
 
 @atexit.register
 def close() -> None:
     """End the workers; the next answer that needs one starts new ones."""
-    _workers.close()
+    with _lock:
+        pool = _pools.pop(os.getpid(), None)
+    if pool is not None:
+        pool.stop()
+        pool.join()
 
 
 @contextlib.contextmanager
