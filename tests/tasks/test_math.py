@@ -284,7 +284,7 @@ def test_a_command_that_waits_for_bombs_stops_on_sigterm(tmp_path):
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_script_without_a_guard_is_told(tmp_path):
+def test_a_script_without_a_guard_gets_a_sentence(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(r"from qrl import tasks; tasks.grade('math', r'\boxed{\frac{2}{12}}', r'\frac{1}{6}')")
     environment = os.environ | {"PYTHONPATH": str(Path(qrl.__file__).parents[1])}
@@ -292,7 +292,9 @@ def test_a_script_without_a_guard_is_told(tmp_path):
         [sys.executable, script], capture_output=True, text=True, timeout=120, env=environment, check=False
     )
     assert done.returncode == 1
-    assert "__name__ == '__main__'" in done.stderr.splitlines()[-1]
+    # Python's resource tracker, a process of its own, may write after the error.
+    errors = [line for line in done.stderr.splitlines() if line.startswith("qrl.errors.QrlError: ")]
+    assert len(errors) == 1 and "__name__ == '__main__'" in errors[0]
 
 
 def test_an_empty_or_too_long_gold_answer_is_rejected():
