@@ -85,15 +85,12 @@ def environment(engine: str, scratch: Path, api_key: str | None, shares: bool = 
     """Return the environment variables of an engine.
 
     Args:
-        engine: "transformers" or "vllm".
         scratch: an empty folder that lives as long as the engine.
-        api_key: the key that clients must send; for vLLM.
         shares: another engine will run on this machine.
     """
     if engine == TRANSFORMERS:
         return _QUIET | {"HF_HUB_CACHE": str(scratch)}
-    # Otherwise every vLLM on a CPU pins itself to the same cores, and one that serves, spinning, starves one that
-    # loads.
+    # Otherwise every vLLM on a CPU pins itself to the same cores, and the serving engine, spinning, starves the other.
     unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if shares else {}
     return _QUIET | _CPU_CACHE | unbound | ({"VLLM_API_KEY": api_key} if api_key else {})
 
@@ -102,10 +99,8 @@ def arguments(engine: str, model: ServedModel, listen: tuple[str, int] | Path, s
     """Return the options for an engine to serve a checkpoint folder, in place.
 
     Args:
-        engine: "transformers" or "vllm".
-        model: the version.
         listen: host and port, or the path of a Unix socket (vLLM).
-        scratch: the folder that `environment` got.
+        scratch: the same folder as for `environment`.
     """
     address = ["--uds", str(listen)] if isinstance(listen, Path) else ["--host", listen[0], "--port", str(listen[1])]
     if engine == VLLM:

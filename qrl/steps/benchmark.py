@@ -65,11 +65,7 @@ def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: st
 
 
 def subjects(recipe: Recipe, stages: str | None, models: str | None) -> list[Subject]:
-    """Return the models to measure, checked.
-
-    Raises:
-        BadInput: a stage or model does not exist, or there is nothing to measure.
-    """
+    """Return the models to measure, verified; raise BadInput if one does not exist, or if there are none."""
     store.prepare()
     if not models:
         return _stages(recipe, stages)

@@ -50,11 +50,7 @@ def load(task: str, split: Split, n: int | None = None, seed: int = 0, data: str
 
 
 def grade(task: str, completion: str, answer: str) -> Verdict:
-    """Return the verdict on one completion; `grade_many` is faster for many.
-
-    Raises:
-        BadInput: the task is unknown, or the gold answer cannot be read.
-    """
+    """Return the verdict on one completion, as `grade_many` does for many, which is faster."""
     return grade_many(task, [completion], [answer])[0]
 
 
