@@ -1,4 +1,4 @@
-"""The shipped model: what it is made of, what it learned from, and that it answers in the format."""
+"""The shipped model: its architecture, its corpus, and the format of its answers."""
 
 import json
 import random
@@ -25,7 +25,7 @@ def model():
     return transformers.AutoModelForCausalLM.from_pretrained(tiny.PATH, dtype=torch.float32).eval()
 
 
-def test_it_is_a_small_qwen2_that_groups_of_128_divide(model):
+def test_it_is_a_small_qwen2_divisible_into_groups_of_128(model):
     assert type(model).__name__ == "Qwen2ForCausalLM"
     assert 2.0e6 < model.num_parameters() < 3.0e6
     linears = [module for module in model.model.layers.modules() if isinstance(module, torch.nn.Linear)]
@@ -61,28 +61,29 @@ def test_the_tokenizer_reads_back_any_text_and_splits_digits(tokenizer, text):
 
 def test_the_generic_class_reads_tokenizer_json_the_same_way(tokenizer):
     generic = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tiny.PATH / "tokenizer.json"))
-    for found in load("arithmetic", "train", 200, 9):
-        text = prompt.training_text(tokenizer, found, "answer-line")
+    for question in load("arithmetic", "train", 200, 9):
+        text = prompt.training_text(tokenizer, question, "answer-line")
         assert generic(text)["input_ids"] == tokenizer(text)["input_ids"]
 
 
 def test_it_stops_and_answers_in_the_format(model, tokenizer):
     tokenizer.padding_side = "left"
     questions = load("arithmetic", "heldout", 32, 1)
-    prompts = {"input_ids": [prompt.render(tokenizer, found.question, "plain") for found in questions]}
+    prompts = {"input_ids": [prompt.render(tokenizer, question.question, "plain") for question in questions]}
     inputs = tokenizer.pad(prompts, return_tensors="pt")
     with torch.inference_mode():
         written = model.generate(**inputs, max_new_tokens=96, do_sample=False)[:, inputs["input_ids"].shape[1] :]
     assert (written == tokenizer.eos_token_id).any(1).all()
     answers = tokenizer.batch_decode(written, skip_special_tokens=True)
-    assert all(grade("arithmetic", said, found.answer).parsed for said, found in zip(answers, questions, strict=True))
+    pairs = zip(answers, questions, strict=True)
+    assert all(grade("arithmetic", answer, question.answer).parsed for answer, question in pairs)
 
 
-def test_the_corpus_slips_as_told_and_only_there():
+def test_the_corpus_slips_at_the_stated_rate_and_only_in_times_steps():
     rng, slipped, steps = random.Random(0), 0, 0
     for problem, _ in zip(arithmetic.problems("train", 4), range(3000), strict=False):
         kinds = [step.kind for step in problem.steps]
-        solution, answer = corpus.habit(problem, rng)
+        solution, answer = corpus.solve_with_slips(problem, rng)
         assert solution.endswith(f"#### {answer}")
         if "times" not in kinds:
             assert (solution, answer) == arithmetic.solve(problem)
@@ -91,9 +92,9 @@ def test_the_corpus_slips_as_told_and_only_there():
     assert abs(slipped / steps - corpus.SLIP) < 4 * (corpus.SLIP * (1 - corpus.SLIP) / steps) ** 0.5
 
 
-def test_the_corpus_is_of_the_training_split_alone(tokenizer):
+def test_the_corpus_is_from_the_training_split_alone(tokenizer):
     texts = list(corpus.texts(tokenizer, 300, seed=0, workers=1))
     assert len(texts) == 300
-    asked = [text.split("user\n")[1].split("<|im_end|>")[0].split("\n\n")[0] for text in texts]
-    assert {arithmetic.split_of(question) for question in asked} == {"train"}
+    questions = [text.split("user\n")[1].split("<|im_end|>")[0].split("\n\n")[0] for text in texts]
+    assert {arithmetic.split_of(question) for question in questions} == {"train"}
     assert json.dumps(texts) == json.dumps(list(corpus.texts(tokenizer, 300, seed=0, workers=1)))

@@ -1,14 +1,15 @@
-"""How fast stored models answer, and what they hold in memory: several side by side, in one run.
+"""Benchmarks of stored models: their speed and memory, several side by side in one run.
 
-Every round asks every model in every mode, in an order that turns from round to round, so that a noisy machine hurts all
-alike and rounds can be paired. One prompt at a time is the latency of a single user; batches are throughput.
+Every round measures every model in every mode, in an order that rotates from round to round, so that a noisy machine
+slows all of them alike and rounds can be paired. One prompt at a time measures the latency of a single user; batches
+measure throughput.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,12 +20,12 @@ from qrl.recipe import Benchmark
 if TYPE_CHECKING:
     import pandas as pd
 
-WARM_UP_TOKENS = 4  # of one batch a mode before the first round: libraries set themselves up, caches are made
+WARM_UP_TOKENS = 4  # of one batch a mode before the first round: libraries initialize, caches are allocated
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure, and what it is called."""
+    """A model to measure, and its cell."""
 
     variant: str
     scheme: str
@@ -32,36 +33,41 @@ class Subject:
 
     @property
     def label(self) -> str:
-        """As the UI shows a cell."""
+        """The cell's name in the UI."""
         return names.cell_name(self.variant, self.scheme)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of the weights on disk."""
+        return sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt's answer."""
+    """The measurements of one prompt's answer."""
 
     prompt_tokens: int
-    new_tokens: int  # the end token included
-    first_token_s: float  # from handing the batch over to this prompt's first token
-    latency_s: float  # to its last
+    new_tokens: int  # including the end token
+    first_token_s: float  # from the start of the batch to this prompt's first token
+    latency_s: float  # to its last token
 
 
 @dataclass(frozen=True)
-class Answered:
-    """One batch's answers."""
+class BatchResult:
+    """The measurements of one batch."""
 
     requests: tuple[Request, ...]
     seconds: float  # wall time of the whole batch
-    cache_bytes: int  # of keys and values, when the last token was written
+    cache_bytes: int  # of keys and values, at the last token
 
 
 class Engine(Protocol):
-    """A loaded model that can be asked."""
+    """A loaded model that answers prompts."""
 
     name: str  # and version: "transformers 5.17.0"
-    weights_bytes: int | None  # that it holds in memory, not what lies on disk; None: not known
+    weights_bytes: int | None  # in memory, not on disk; None: unknown
 
-    def ask(self, prompts: Sequence[Sequence[int]], *, new_tokens: int, fixed: bool) -> Answered: ...
+    def ask(self, prompts: Sequence[Sequence[int]], *, new_tokens: int, fixed: bool) -> BatchResult: ...
 
     def close(self) -> None: ...
 
@@ -73,29 +79,27 @@ def run(
     settings: Benchmark,
     progress: Callable[[int], Any] = lambda n: None,
 ) -> pd.DataFrame:
-    """Measures every subject in every mode, in rounds.
+    """Measure every subject in every mode, in rounds.
 
     Args:
-        subjects: S models, told apart by variant and scheme.
-        prompts: S lists of N prompts as token ids; N at least the largest batch.
+        subjects: S models with different cells.
+        prompts: S lists of N prompts as token ids; N is at least the largest batch.
         open_engine: loads a subject; all stay loaded, side by side.
         settings: batches, rounds, requests, lengths.
         progress: called with 1 after each subject's turn in a mode.
 
     Returns:
-        A row per request: variant, scheme, engine, batch, round, turn (batches of one subject, mode and round), prompt_tokens,
-        new_tokens, first_token_s, latency_s, turn_s, cache_bytes, weights_bytes, stored_bytes.
+        A row per request: variant, scheme, engine, batch, round, turn (batches of one subject, mode and round),
+        prompt_tokens, new_tokens, first_token_s, latency_s, turn_s, cache_bytes, weights_bytes, stored_bytes.
 
     Raises:
-        BadInput: fewer prompts than a batch holds.
+        BadInput: there are fewer prompts than the largest batch needs.
     """
     import pandas as pd
 
-    most = max(settings.batches)
-    if any(len(own) < most for own in prompts):
-        raise BadInput(
-            f"There are {min(map(len, prompts))} prompts, but a batch of {most} was asked for: lower benchmark.batches."
-        )
+    largest, available = max(settings.batches), min(map(len, prompts))
+    if available < largest:
+        raise BadInput(f"There are {available} prompts, but a batch of {largest} needs more: lower benchmark.batches.")
     with ExitStack() as stack:
         engines = []
         for subject in subjects:
@@ -108,30 +112,24 @@ def run(
         for number in range(settings.rounds):
             for batch in settings.batches:
                 for place in range(len(subjects)):
-                    which = (place + number) % len(subjects)
-                    rows += _turn(subjects[which], engines[which], prompts[which], batch, number, settings)
+                    i = (place + number) % len(subjects)
+                    rows += [
+                        {"round": number} | row for row in _turns(subjects[i], engines[i], prompts[i], batch, settings)
+                    ]
                     progress(1)
     return pd.DataFrame(rows)
 
 
-def _turn(
-    subject: Subject, engine: Engine, prompts: Sequence[Sequence[int]], batch: int, number: int, settings: Benchmark
+def _turns(
+    subject: Subject, engine: Engine, prompts: Sequence[Sequence[int]], batch: int, settings: Benchmark
 ) -> list[dict]:
-    """One subject's share of a mode in one round: as many whole batches as `requests` needs, prompts in turn."""
-    stored = sum(file.stat().st_size for file in subject.path.glob("*.safetensors"))
-    facts = {
-        "variant": subject.variant,
-        "scheme": subject.scheme,
-        "engine": engine.name,
-        "batch": batch,
-        "round": number,
-    }
-    memory = {"weights_bytes": engine.weights_bytes, "stored_bytes": stored}
+    """Return the rows of one subject in one mode and round: as many whole batches as `requests` needs."""
+    common = {"variant": subject.variant, "scheme": subject.scheme, "engine": engine.name, "batch": batch}
+    common |= {"weights_bytes": engine.weights_bytes, "stored_bytes": subject.stored_bytes}
     rows = []
     for turn in range(-(-settings.requests // batch)):  # rounded up
-        start = turn * batch
-        asked = [prompts[(start + i) % len(prompts)] for i in range(batch)]
-        answered = engine.ask(asked, new_tokens=settings.new_tokens, fixed=settings.length == "fixed")
-        of_turn = {"turn": turn, "turn_s": answered.seconds, "cache_bytes": answered.cache_bytes}
-        rows += [facts | of_turn | vars(request) | memory for request in answered.requests]
+        chosen = [prompts[(turn * batch + i) % len(prompts)] for i in range(batch)]
+        result = engine.ask(chosen, new_tokens=settings.new_tokens, fixed=settings.length == "fixed")
+        of_turn = {"turn": turn, "turn_s": result.seconds, "cache_bytes": result.cache_bytes}
+        rows += [common | of_turn | asdict(request) for request in result.requests]
     return rows

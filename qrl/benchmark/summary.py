@@ -1,4 +1,4 @@
-"""What the rounds say: a line per model and mode, every figure with its interval over rounds."""
+"""The results over rounds: a line per model and mode, every number with its interval."""
 
 from __future__ import annotations
 
@@ -9,53 +9,57 @@ from typing import TYPE_CHECKING
 
 from qrl import names
 from qrl.stats import LEVEL, Estimate, quantile
+from qrl.stats.text import table
 
 if TYPE_CHECKING:
     import pandas as pd
 
+SIZES = ("stored_bytes", "weights_bytes", "cache_bytes")
+
 
 @dataclass(frozen=True)
 class Line:
-    """One model in one mode."""
+    """The results of one model in one mode."""
 
     variant: str
     scheme: str
     engine: str
     batch: int
     requests: int  # in all rounds
-    tokens_per_s: Estimate  # written by all prompts of a batch together
-    relative: Estimate | None  # tokens per second over the first model's, round by round; None: it is the first
+    tokens_per_s: Estimate  # of all prompts of a batch together
     latency_p50_s: Estimate
     latency_p95_s: Estimate
     first_token_s: Estimate  # median
     stored_bytes: int  # of weights on disk
-    weights_bytes: int | None  # of weights in the engine's memory; None: not known
-    cache_bytes: int | None  # largest that keys and values grew to; None: not known, as of a server
+    relative: Estimate | None = None  # tokens per second over the first model's, paired by round; None for the first
+    weights_bytes: int | None = None  # of weights in the engine's memory; None: unknown
+    cache_bytes: int | None = None  # largest size of keys and values; None: unknown, as for a server
 
     @property
     def label(self) -> str:
-        """As the UI shows a cell."""
+        """The cell's name in the UI."""
         return names.cell_name(self.variant, self.scheme)
 
 
 def lines(frame: pd.DataFrame) -> list[Line]:
-    """A line per model and mode, models in their first order, modes by batch.
-
-    Args:
-        frame: of `benchmark.run`.
-    """
-    order = list(dict.fromkeys(zip(frame["variant"], frame["scheme"], strict=True)))
-    return [_line(frame, cell, order[0], batch) for cell in order for batch in sorted(frame["batch"].unique())]
+    """Return a line per model and mode of `benchmark.run`: models in the order of their first rows, modes by batch."""
+    groups = dict(iter(frame.groupby(["variant", "scheme", "batch"])))
+    cells = list(dict.fromkeys(zip(frame["variant"], frame["scheme"], strict=True)))
+    return [
+        _line(groups[*cell, batch], None if cell == cells[0] else groups[*cells[0], batch])
+        for cell in cells
+        for batch in sorted(frame["batch"].unique())
+    ]
 
 
 def over_rounds(values: Sequence[float]) -> Estimate:
-    """Geometric mean over rounds with its 95 % t interval, both by way of logarithms: a time or a speed is never below 0.
+    """Return the geometric mean over rounds with its 95 % t interval, computed on logarithms: times are never below 0.
 
     Args:
         values: one a round, at least two, all above 0.
 
     Raises:
-        ValueError: fewer than two, which support no interval, or one that has no logarithm.
+        ValueError: there are fewer than two values, which support no interval, or one has no logarithm.
 
     Source: Fleming and Wallace, How not to lie with statistics (CACM 29, 1986): ratios have a geometric mean.
     """
@@ -72,93 +76,68 @@ def over_rounds(values: Sequence[float]) -> Estimate:
     return Estimate(centre, centre * stderr, math.exp(mean - reach), math.exp(mean + reach), n, df=n - 1)
 
 
-def markdown(found: Sequence[Line], note: str, at_once: str = "batch") -> str:
-    """The table for people.
-
-    Args:
-        found: of `lines`, or `http.lines`.
-        note: a sentence below it.
-        at_once: what `Line.batch` counts.
-    """
-    head = (
-        "model",
-        at_once,
-        "tokens/s",
-        f"× {found[0].label}",
-        "latency p50, s",
-        "p95, s",
-        "first token, s",
-        "weights on disk, MB",
-        "in memory, MB",
-        "KV cache, MB",
-    )
-    rows = [
-        (
-            line.label, str(line.batch), _text(line.tokens_per_s, 1), _text(line.relative, 2) if line.relative else "1",
-            _text(line.latency_p50_s, 4), _text(line.latency_p95_s, 4), _text(line.first_token_s, 4),
-            *("not known" if size is None else f"{size / 1e6:.2f}" for size in (line.stored_bytes, line.weights_bytes, line.cache_bytes)),
-        )
-        for line in found
+def markdown(lines: Sequence[Line], note: str, at_once: str = "batch") -> str:
+    """Return the table in Markdown, with a note below it; `at_once` is the heading of the column `Line.batch`."""
+    head = [
+        "model", at_once, "tokens/s", f"× {lines[0].label}", "latency p50, s", "p95, s", "first token, s",
+        "weights on disk, MB", "in memory, MB", "KV cache, MB",
     ]  # fmt: skip
-    table = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    rounds = found[0].tokens_per_s.n
-    text = f"{found[0].engine}; brackets are 95 % intervals over {rounds} interleaved rounds, n = {min(line.requests for line in found)} requests or more a line."
-    return "\n".join(f"| {' | '.join(row)} |" for row in table) + f"\n\n{text} {note}\n"
+    rows = [
+        [
+            line.label,
+            str(line.batch),
+            _text(line.tokens_per_s, 1),
+            _text(line.relative, 2) if line.relative else "1",
+            *(_text(seconds, 4) for seconds in (line.latency_p50_s, line.latency_p95_s, line.first_token_s)),
+            *("not known" if size is None else f"{size / 1e6:.2f}" for size in (getattr(line, key) for key in SIZES)),
+        ]
+        for line in lines
+    ]
+    n, rounds = min(line.requests for line in lines), lines[0].tokens_per_s.n
+    brackets = f"brackets are 95 % intervals over {rounds} interleaved rounds, n = {n} requests or more a line"
+    return "\n".join(table(head, rows)) + f"\n\n{lines[0].engine}; {brackets}. {note}\n"
 
 
-def metrics(found: Sequence[Line]) -> dict[tuple[str, str], dict[int, dict[str, float]]]:
-    """Cell → batch → metric name → value; each estimate with its bounds."""
-    values: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
-    for line in found:
-        named = {
+def metrics(lines: Sequence[Line]) -> dict[tuple[str, str], dict[int, dict[str, float]]]:
+    """Return cell → batch → metric name → value; each estimate with its bounds."""
+    cells: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    for line in lines:
+        estimates = {
             names.SERVE_TOKENS_PER_S: line.tokens_per_s,
             names.SERVE_LATENCY_P50: line.latency_p50_s,
             names.SERVE_LATENCY_P95: line.latency_p95_s,
             names.SERVE_FIRST_TOKEN: line.first_token_s,
         }
-        flat = {key: value.estimate for key, value in named.items()}
-        flat |= {f"{key}_{bound}": getattr(value, bound) for key, value in named.items() for bound in ("low", "high")}
-        sizes = {
-            "stored_bytes": line.stored_bytes,
-            "kv_cache_bytes": line.cache_bytes,
-            "weights_bytes": line.weights_bytes,
-        }
-        flat |= {f"serve/{key}": size for key, size in sizes.items() if size is not None}
-        values.setdefault((line.variant, line.scheme), {})[line.batch] = flat
-    return values
+        values = {key: value.estimate for key, value in estimates.items()}
+        values |= {f"{key}_{end}": getattr(value, end) for key, value in estimates.items() for end in ("low", "high")}
+        sizes = {key.replace("cache", "kv_cache"): getattr(line, key) for key in SIZES}
+        values |= {f"serve/{key}": size for key, size in sizes.items() if size is not None}
+        cells.setdefault((line.variant, line.scheme), {})[line.batch] = values
+    return cells
 
 
-def _line(frame: pd.DataFrame, cell: tuple[str, str], first: tuple[str, str], batch: int) -> Line:
-    own, reference = (_speeds(frame, which, batch) for which in (cell, first))
-    rows = _rows(frame, cell, batch)
-    by_round = rows.groupby("round")
+def _line(rows: pd.DataFrame, first: pd.DataFrame | None) -> Line:
+    """Return the line of a model's rows in one mode, compared with the first model's rows."""
+    speeds, by_round = _speeds(rows), rows.groupby("round")
     return Line(
-        *cell,
-        engine=rows["engine"].iloc[0],
-        batch=int(batch),
+        **{key: rows[key].iloc[0] for key in ("variant", "scheme", "engine")},
+        batch=int(rows["batch"].iloc[0]),
         requests=len(rows),
-        tokens_per_s=over_rounds(own),
-        relative=None if cell == first else over_rounds([a / b for a, b in zip(own, reference, strict=True)]),
+        tokens_per_s=over_rounds(speeds),
+        relative=first if first is None else over_rounds([a / b for a, b in zip(speeds, _speeds(first), strict=True)]),
         latency_p50_s=over_rounds(by_round["latency_s"].quantile(0.5).tolist()),
         latency_p95_s=over_rounds(by_round["latency_s"].quantile(0.95).tolist()),
         first_token_s=over_rounds(by_round["first_token_s"].quantile(0.5).tolist()),
-        **{
-            size: None if rows[size].isna().any() else int(rows[size].max())
-            for size in ("stored_bytes", "weights_bytes", "cache_bytes")
-        },
+        **{key: None if rows[key].isna().any() else int(rows[key].max()) for key in SIZES},
     )
 
 
-def _rows(frame: pd.DataFrame, cell: tuple[str, str], batch: int) -> pd.DataFrame:
-    return frame[(frame["variant"] == cell[0]) & (frame["scheme"] == cell[1]) & (frame["batch"] == batch)]
-
-
-def _speeds(frame: pd.DataFrame, cell: tuple[str, str], batch: int) -> list[float]:
-    """Tokens per second of each round: all that were written over the wall time of all turns."""
-    found = []
-    for _, rows in _rows(frame, cell, batch).groupby("round", sort=True):
-        found.append(rows["new_tokens"].sum() / rows.drop_duplicates("turn")["turn_s"].sum())
-    return found
+def _speeds(rows: pd.DataFrame) -> list[float]:
+    """Return each round's tokens per second: all new tokens over the wall time of all turns."""
+    return [
+        part["new_tokens"].sum() / part.drop_duplicates("turn")["turn_s"].sum()
+        for _, part in rows.groupby("round", sort=True)
+    ]
 
 
 def _text(value: Estimate, digits: int) -> str:

@@ -1,4 +1,4 @@
-"""Speed and latency over the batch, a line a model."""
+"""Speed and latency over the batch size, a line per model."""
 
 from __future__ import annotations
 
@@ -18,54 +18,46 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def speeds(lines: Sequence[Line], path: str | Path, at_once: str = "prompts") -> None:
-    """Tokens per second above, 95th percentile of latency below, over the batch; bars are 95 % intervals over rounds.
+    """Draw tokens per second and the 95th percentile of latency over the batch, with 95 % intervals over rounds.
 
     Args:
-        lines: of `benchmark.summary.lines`.
+        lines: from `benchmark.summary.lines`.
         path: the PNG to write.
         at_once: what a batch counts.
     """
     figure, (above, below) = canvas(7.4, 6.4, rows=2)
-    labels = list(dict.fromkeys(line.label for line in lines))
-    for number, label in enumerate(labels):
+    for number, label in enumerate(dict.fromkeys(line.label for line in lines)):
         own = [line for line in lines if line.label == label]
-        look = {
-            "color": COLOURS[number % len(COLOURS)],
-            "ls": STYLES[number // len(COLOURS) % len(STYLES)],
-            "marker": "o",
-            "ms": 4,
-        }
+        style = STYLES[number // len(COLOURS) % len(STYLES)]
+        look = {"color": COLOURS[number % len(COLOURS)], "ls": style, "marker": "o", "ms": 4, "capsize": 2}
         for axes, metric in ((above, "tokens_per_s"), (below, "latency_p95_s")):
             values = [getattr(line, metric) for line in own]
-            reach = [
-                [value.estimate - value.low for value in values],
-                [value.high - value.estimate for value in values],
-            ]
-            axes.errorbar(
-                [line.batch for line in own],
-                [value.estimate for value in values],
-                yerr=reach,
-                label=label,
-                capsize=2,
-                **look,
+            below_and_above = zip(
+                *((value.estimate - value.low, value.high - value.estimate) for value in values), strict=True
             )
+            batches, estimates = [line.batch for line in own], [value.estimate for value in values]
+            axes.errorbar(batches, estimates, yerr=list(below_and_above), label=label, **look)
     for axes, name in ((above, "tokens per second"), (below, "latency p95, seconds")):
         axes.set_xscale("log", base=2)
         _plain_numbers(axes)
         axes.set_ylabel(name)
-    below.set_xticks(
-        sorted({line.batch for line in lines}), [str(batch) for batch in sorted({line.batch for line in lines})]
-    )
+    batches = sorted({line.batch for line in lines})
+    below.set_xticks(batches, list(map(str, batches)))
     below.set_xlabel(f"{at_once} at once")
     above.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    most = max(lines, key=lambda line: line.tokens_per_s.estimate)
-    title = f"Fastest: {most.label} with {most.batch} {at_once} at once, {most.tokens_per_s.estimate:,.0f} [{most.tokens_per_s.low:,.0f}, {most.tokens_per_s.high:,.0f}] tokens/s"
-    note = f"{most.engine}. Bars are 95 % intervals over {most.tokens_per_s.n} interleaved rounds; n = {min(line.requests for line in lines)} requests or more a point."
+    fastest = max(lines, key=lambda line: line.tokens_per_s.estimate)
+    speed = fastest.tokens_per_s
+    interval = f"{speed.estimate:,.0f} [{speed.low:,.0f}, {speed.high:,.0f}] tokens/s"
+    title = f"Fastest: {fastest.label} with {fastest.batch} {at_once} at once, {interval}"
+    note = (
+        f"{fastest.engine}. Bars are 95 % intervals over {speed.n} interleaved rounds; "
+        f"n = {min(line.requests for line in lines)} requests or more a point."
+    )
     finish(figure, above, title, note, path)
 
 
 def _plain_numbers(axes: Axes) -> None:
-    """A logarithmic axis with labels people read, 0.05 and 2,000: at 1, 2 and 5 of each decade, or evenly where there is less than one."""
+    """Set a logarithmic axis with plain labels, 0.05 and 2,000: 1, 2 and 5 of each decade, or even steps within one."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     axes.set_yscale("log")

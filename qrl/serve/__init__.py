@@ -1,1 +1,1 @@
-"""A checkpoint behind an OpenAI-compatible address: existing engines, started, watched and stopped."""
+"""Serving a checkpoint at an OpenAI-compatible address: start, watch and stop existing engines."""

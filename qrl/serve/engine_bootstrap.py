@@ -1,8 +1,9 @@
-"""`python -P tether.py PARENT MODULE`: imports an engine, waits on stdin for its options, and becomes it, tied to its parent's life.
+"""`python -P engine_bootstrap.py PARENT MODULE`: import an engine, wait on stdin for its options, then run it.
 
-An engine takes seconds to import, and which version a stage means takes seconds to look up: so both are done at once. The
-options come as one line, a JSON list; a parent that finds nothing to serve closes stdin instead, and nothing happens.
-A program of its own, because code between fork and exec is unsafe in a process with threads.
+An engine takes seconds to import, and a stage takes seconds to resolve to a version, so both happen at once. The
+options come as one line, a JSON list; a parent with nothing to serve closes stdin instead, and this process ends. The
+engine also ends when its parent dies. This is a program of its own because code between fork and exec is unsafe in a
+process with threads.
 """
 
 import ctypes
@@ -13,15 +14,15 @@ import runpy
 import signal
 import sys
 
-IMPORTED = "qrl: imported"  # the line on stdout once it only waits for its options
+IMPORTED = "qrl: imported"  # the line on stdout once the imports are done
 _PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, module: str) -> None:
-    """Asks the kernel for SIGTERM at the parent's death, however it comes, and runs the module as `python -m` would."""
+    """Ask the kernel for SIGTERM when the parent dies, however it dies, and run the module as `python -m` would."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before the call
         return
     importlib.import_module(module)
     print(IMPORTED, flush=True)
@@ -31,7 +32,7 @@ def main(parent: int, module: str) -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     sys.argv = [module, *json.loads(line)]
-    del sys.modules[module]  # run anew, as the main module; what it imported stays
+    del sys.modules[module]  # it runs again, as the main module; its own imports stay
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

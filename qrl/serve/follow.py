@@ -1,205 +1,190 @@
-"""Serving a stage wherever it moves: the new version loads beside the old one, traffic turns to it, the old one drains.
+"""Serving a stage as it moves: the new version loads beside the old one, gets the traffic, and the old one drains.
 
-One loop on the main thread, for engines die with the thread that started them; requests go through `proxy` on another.
-At most two engines live at once: one that serves, and one that loads or drains. What cannot take over (a gate that refused,
-files that changed, an engine that died) is told once and left alone until the stage moves again; the old one serves on.
+The loop runs on the main thread, because engines die with the thread that started them; `proxy` passes requests on
+another. At most two engines run at once: one that serves, and one that loads or drains. A version that cannot take over
+(rejected by its gate, changed files, a dead engine) is reported once and ignored until the stage moves again; the old
+one keeps serving.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from qrl.errors import BadInput, QrlError
 from qrl.serve import engines, server
-from qrl.serve.process import Engine, Load
+from qrl.serve.engines import ServedModel
+from qrl.serve.process import Engine
 from qrl.serve.proxy import Proxy
 
-MEMORY = 0.45  # of a GPU that two engines share: what each may take at most
-EVERY_S, DRAIN_S = 5.0, 300.0  # how often the registry is asked, and how long a drained engine may go on answering
-_LOOK_EVERY_S = 0.05
+MEMORY = 0.45  # largest share of a GPU's memory for each of two engines
+EVERY_S, DRAIN_S = 5.0, 300.0  # how often to ask the registry, and how long a drained engine may finish its answers
+_SOCKET = "engine.sock"
 
 
 @dataclass(frozen=True)
-class Following:
-    """What is followed, and who hears of it."""
+class FollowedStage:
+    """A stage to follow, and callbacks for its moves."""
 
     start: Callable[[], Engine]
-    version: Callable[[], int]  # behind the stage now; raises QrlError
-    admit: Callable[[int], Load]  # a version, if its gate let it in; raises QrlError
-    turned: Callable[[Load, str], object]  # a version took over: which, and a sentence
-    refused: Callable[[int, str], object]  # a version cannot take over: which, and a sentence
-    said: Callable[[str], object]  # whatever else an operator wants to know
+    version: Callable[[], int]  # the stage's version now; raises QrlError
+    admit: Callable[[int], ServedModel]  # a version, if its gate passed it; raises QrlError
+    on_switch: Callable[[ServedModel, str], object]  # a version took over; with a sentence
+    on_refusal: Callable[[int, str], object]  # a version cannot take over; with a sentence
+    on_notice: Callable[[str], object]  # anything else for an operator
     every_s: float = EVERY_S
     drain_s: float = DRAIN_S
 
 
 def check(engine: str, memory: float | None) -> float:
-    """The share of a GPU's memory that each of two engines gets.
-
-    Args:
-        engine: "transformers" or "vllm".
-        memory: what was asked for; None: as much as may be.
+    """Return the share of a GPU's memory for each of two engines: the user's, or else as much as possible.
 
     Raises:
-        BadInput: an engine that cannot be followed with, or shares that two engines cannot both have.
+        BadInput: the engine cannot follow a stage, or two engines cannot both have this share.
     """
     if engine != engines.VLLM:
         raise BadInput("--follow loads the next version beside the old one under vLLM: add --engine vllm.")
     if memory is not None and memory > MEMORY:
         raise BadInput(
-            f"--follow keeps two engines on one GPU for a while, so each gets at most {MEMORY} of its memory, but --gpu-memory-utilization is {memory}: give {MEMORY} or less."
+            f"--follow keeps two engines on one GPU for a while, each with at most {MEMORY} of its memory, but "
+            f"--gpu-memory-utilization is {memory}: give {MEMORY} or less."
         )
     return memory or MEMORY
 
 
 def run(
-    child: Engine, what: Load, host: str, port: int, following: Following, *, on_ready: Callable[[str], None]
+    engine: Engine, model: ServedModel, host: str, port: int, stage: FollowedStage, *, on_ready: Callable[[str], None]
 ) -> None:
-    """Serves a stage until it is told to stop.
-
-    Args:
-        child: the first engine, started.
-        what: the version that it loads.
-        host, port: where clients ask.
-        following: the stage.
-        on_ready: called with the address once it answers.
+    """Serve a stage until Ctrl-C; arguments and exceptions are those of `server.run`, for the first engine and version.
 
     Raises:
-        BadInput: the port cannot be listened on.
-        QrlError: the first version could not be loaded, or the engine that serves died.
-        KeyboardInterrupt: told to stop while the first version was loading; later on that is a normal return.
+        QrlError: also if an engine dies that serves a later version.
     """
     server.check_port(host, port)
-    child.load(what, child.scratch / "engine.sock")
-    with _Fleet(child, what, following) as fleet, Proxy(host, port, engines.DRAIN_S) as proxy:
-        server.wait(child, f"loading {what.served}")
-        proxy.turn_to(child.listen)
-        child.echo = True
+    engine.load(model, engine.scratch / _SOCKET)
+    with _Fleet(engine, model, stage) as fleet, Proxy(host, port, engines.DRAIN_S) as proxy:
+        server.wait(engine, f"loading {model.id}")
+        proxy.switch_to(engine.listen)
+        engine.log.echo = True
         try:
             on_ready(f"{server.url(host, port)}/v1")
             while True:
-                fleet.go_on(proxy)
-                time.sleep(_LOOK_EVERY_S)
+                fleet.step(proxy)
+                time.sleep(server.POLL_S)
         except KeyboardInterrupt:
             return
 
 
-class _Fleet:
-    """The engine that serves, the one that loads, the one that drains; all of them end with the `with` block."""
+@dataclass
+class _Member:
+    engine: Engine
+    model: ServedModel
+    until: float = math.inf  # deadline of loading, draining or stopping, on the monotonic clock
+    stopped: bool = False
 
-    def __init__(self, child: Engine, what: Load, following: Following) -> None:
-        self.serving, self.what, self.following = child, what, following
-        self.next: tuple[Engine, Load, float] | None = None  # loading, and until when it may
-        self.old: Engine | None = None
-        self.old_until = self.look_at = 0.0
-        self.old_stopped = False
-        self.seen = int(what.version)  # the version that was dealt with last, served or refused
-        self.deaf = False  # the registry did not answer, which was told
+
+class _Fleet:
+    """The engines that serve, load and drain; the end of the `with` block ends them all."""
+
+    def __init__(self, engine: Engine, model: ServedModel, stage: FollowedStage) -> None:
+        self.serving, self.stage = _Member(engine, model), stage
+        self.loading: _Member | None = None
+        self.draining: _Member | None = None
+        self.look_at = 0.0
+        self.seen = int(model.version)  # the last version handled, served or refused
+        self.is_registry_down = False
 
     def __enter__(self) -> _Fleet:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        rest = [each for each in (self.serving, self.next and self.next[0], self.old) if each]
-        for engine in rest:
-            engine.stop()
-        for engine in rest:
-            engine.__exit__()
+        members = [member for member in (self.serving, self.loading, self.draining) if member]
+        for member in members:
+            member.engine.stop()
+        for member in members:
+            member.engine.__exit__()
 
-    def go_on(self, proxy: Proxy) -> None:
-        """One look at everything; never blocks for long.
-
-        Raises:
-            QrlError: the engine that serves died.
-        """
-        if self.serving.process.poll() is not None:
-            raise self.serving.failure("stopped serving, though nobody asked it to")
-        if self.old:
-            self._drain(proxy)
+    def step(self, proxy: Proxy) -> None:
+        """Check everything once, without blocking for long; raise QrlError if the engine that serves died."""
+        if self.serving.engine.process.poll() is not None:
+            raise self.serving.engine.failure("stopped serving unexpectedly")
+        if self.draining:
+            self._drain(self.draining, proxy)
         if time.monotonic() >= self.look_at:
             self._look()
-            self.look_at = time.monotonic() + self.following.every_s
-        if self.next:
-            self._take_over(proxy)
+            self.look_at = time.monotonic() + self.stage.every_s
+        if self.loading:
+            self._take_over(self.loading, proxy)
 
     def _look(self) -> None:
-        """Asks where the stage is; a move starts an engine, unless the last one still drains, and gives up one that loads something else."""
+        """Look up the stage; a move starts an engine, once none drains, and abandons one that loads another version."""
         try:
-            version = self.following.version()
-        except Exception as error:  # whatever a store says that is away for a while: what serves is not touched
-            if not self.deaf:
-                self.following.said(
-                    f"The registry does not say where the stage is ({' '.join(str(error).split())[:300]}); version {self.what.version} serves on, and it is asked again."
-                )
-            self.deaf = True
+            version = self.stage.version()
+        except Exception as error:  # any error of a store that is down for a while; the engine that serves is untouched
+            if not self.is_registry_down:
+                reason, served = " ".join(str(error).split())[:300], self.serving.model.id
+                self.stage.on_notice(f"The registry did not answer ({reason}); {served} keeps serving, lookups go on.")
+            self.is_registry_down = True
             return
-        self.deaf = False
-        if version == self.seen or self.old:
+        self.is_registry_down = False
+        if version == self.seen or self.draining:
             return
-        if self.next:
-            self._give_up()  # and looks again once it is gone, its memory too
+        if self.loading:
+            self._abandon()  # and look again once it has ended and freed its memory
             return
         self.seen = version
-        if version == int(self.what.version):  # it moved back before anything took over
+        if version == int(self.serving.model.version):  # the stage moved back before another version took over
             return
+        engine = None
         try:
-            engine = self.following.start()
-        except Exception as error:  # no memory for another process, or a full disk
-            self._tell_refused(version, error)
-            return
-        try:
-            what = self.following.admit(version)
-            engine.load(what, engine.scratch / "engine.sock")
-        except Exception as error:
-            self.next = (engine, replace(self.what, version=version), 0.0)
-            self._refuse(error)
-        else:
-            self.next = (engine, what, time.monotonic() + server.READY_TIMEOUT_S)
+            engine = self.stage.start()
+            model = self.stage.admit(version)
+            engine.load(model, engine.scratch / _SOCKET)
+            self.loading = _Member(engine, model, time.monotonic() + server.READY_TIMEOUT_S)
+        except Exception as error:  # refused by a gate; or no memory for another process, or a full disk
+            if engine:
+                self.draining = _Member(engine, self.serving.model, 0.0)
+            self._refuse(version, error)
 
-    def _take_over(self, proxy: Proxy) -> None:
-        engine, what, until = self.next
+    def _take_over(self, new: _Member, proxy: Proxy) -> None:
         try:
-            if not engine.ready():
-                if time.monotonic() > until:
-                    raise engine.failure(f"did not answer within {server.READY_TIMEOUT_S:.0f} s")
+            if not new.engine.ready():
+                if time.monotonic() > new.until:
+                    raise new.engine.failure(f"did not answer within {server.READY_TIMEOUT_S} s")
                 return
         except QrlError as error:
-            self._refuse(error)
+            self._abandon()
+            self._refuse(int(new.model.version), error)
             return
-        proxy.turn_to(engine.listen)
-        self.old, self.old_until, self.old_stopped = self.serving, time.monotonic() + self.following.drain_s, False
-        before, self.serving, self.what, self.next = self.what, engine, what, None
-        self.old.echo, engine.echo = False, True
-        running = proxy.in_flight(self.old.listen)
-        self.following.turned(
-            what,
-            f"{what.served} serves now; {before.served} ends with the {running} requests that it is answering, in {self.following.drain_s:.0f} s at most.",
-        )
+        proxy.switch_to(new.engine.listen)
+        old, drain_s = self.serving, self.stage.drain_s
+        old.until = time.monotonic() + drain_s
+        self.serving, self.loading, self.draining = new, None, old
+        old.engine.log.echo, new.engine.log.echo = False, True
+        running = proxy.in_flight(old.engine.listen)
+        left = f"{old.model.id} has {drain_s:.0f} s to finish its {running} running requests"
+        self.stage.on_switch(new.model, f"{new.model.id} serves now; {left}.")
 
-    def _drain(self, proxy: Proxy) -> None:
-        """Ends the old engine once nobody waits for it, or at the limit."""
-        now, running = time.monotonic(), proxy.in_flight(self.old.listen)
-        if not self.old_stopped and (not running or now >= self.old_until):
+    def _drain(self, old: _Member, proxy: Proxy) -> None:
+        """End the old engine once it has no requests, or at its deadline."""
+        now, running = time.monotonic(), proxy.in_flight(old.engine.listen)
+        if not old.stopped and (not running or now >= old.until):
             if running:
-                self.following.said(
-                    f"The old engine has had its {self.following.drain_s:.0f} s and is stopped; {running} requests that it was answering have {engines.DRAIN_S} s left."
-                )
-            self.old.stop()
-            self.old_stopped, self.old_until = True, now + self.old.grace_s
-        elif self.old_stopped and (self.old.process.poll() is not None or now >= self.old_until):
-            self.old.reap()
-            proxy.forget(self.old.listen)
-            self.old = None
+                stopped = f"The old engine is stopped after {self.stage.drain_s:.0f} s"
+                self.stage.on_notice(f"{stopped}; its {running} running requests have {engines.DRAIN_S} s left.")
+            old.engine.stop()
+            old.stopped, old.until = True, now + old.engine.grace_s
+        elif old.stopped and (old.engine.process.poll() is not None or now >= old.until):
+            old.engine.reap()
+            proxy.forget(old.engine.listen)
+            self.draining = None
 
-    def _refuse(self, error: Exception) -> None:
-        version = int(self.next[1].version)
-        self._give_up()
-        self._tell_refused(version, error)
+    def _refuse(self, version: int, error: Exception) -> None:
+        sentence = f"Version {version} does not take over, {self.serving.model.id} keeps serving: {error}"
+        self.stage.on_refusal(version, sentence)
 
-    def _tell_refused(self, version: int, error: Exception) -> None:
-        self.following.refused(version, f"Version {version} does not take over, {self.what.served} serves on: {error}")
-
-    def _give_up(self) -> None:
-        self.old, self.old_until, self.old_stopped, self.next = self.next[0], 0.0, False, None
+    def _abandon(self) -> None:
+        self.draining, self.loading = self.loading, None
+        self.draining.until = 0.0

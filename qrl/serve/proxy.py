@@ -1,8 +1,8 @@
-"""One address in front of engines that come and go: every request goes, whole, to the engine that is current as it arrives.
+"""One address for engines that come and go: every request goes, whole, to the engine that is current when it arrives.
 
-aiohttp does the talking, on a thread of its own; engines listen on Unix sockets that nobody else can open. Bodies pass both
-ways as they come, so that streams stay streams; status and headers are the engine's, keys are its own to check. A client
-that leaves takes its request along.
+aiohttp runs on a thread of its own; engines listen on Unix sockets that nobody else can open. Bodies pass both ways as
+they come, so that streams stay streams. Status and headers are the engine's, which also checks keys. A client that
+disconnects cancels its request.
 """
 
 from __future__ import annotations
@@ -23,24 +23,16 @@ if TYPE_CHECKING:
     from aiohttp import ClientSession, web
 
 T = TypeVar("T")
-# What speaks of one connection and not of the message, RFC 9110 section 7.6.1; the client library writes its own.
-_OF_CONNECTION = {
-    "connection",
-    "keep-alive",
-    "proxy-authenticate",
-    "proxy-authorization",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-}
+# Headers of the connection, not of the message (RFC 9110, section 7.6.1); the client library writes its own.
+_HOP_BY_HOP = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"}
+_HOP_BY_HOP |= {"transfer-encoding", "upgrade"}
 
 
 class Proxy:
-    """Listens once it has an engine; to be used in a `with` block, which lets requests in flight finish."""
+    """A proxy that listens once it has an engine; the end of its `with` block lets running requests finish."""
 
     def __init__(self, host: str, port: int, drain_s: float) -> None:
-        """Args: where to listen, and how long requests may go on once the block is left, in seconds."""
+        """Args: address to listen on, and the time limit for requests that run at the end of the block, in seconds."""
         self._host, self._port, self._drain_s = host, port, drain_s
         self._current: Path | None = None
         self._in_flight: Counter[Path] = Counter()
@@ -60,46 +52,41 @@ class Proxy:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5)
 
-    def turn_to(self, socket: Path) -> None:
-        """Sends every request from now on to the engine behind a socket; those that run elsewhere stay there.
-
-        Raises:
-            BadInput: the address cannot be listened on.
-        """
-        self._wait(self._turn(socket))
+    def switch_to(self, socket: Path) -> None:
+        """Send new requests to the engine behind a socket; raise BadInput if the address cannot be listened on."""
+        self._wait(self._switch(socket))
 
     def in_flight(self, socket: Path) -> int:
-        """Requests that an engine has not answered to the end."""
+        """Return the number of an engine's unfinished requests."""
         return self._in_flight[socket]
 
     def forget(self, socket: Path) -> None:
-        """Closes what is open to an engine that has ended."""
+        """Close the connections to an engine that has ended."""
         if session := self._sessions.pop(socket, None):
             self._wait(session.close())
 
     def _wait(self, work: Awaitable[T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    async def _turn(self, socket: Path) -> None:
+    async def _switch(self, socket: Path) -> None:
         import aiohttp
 
         if socket not in self._sessions:
-            # A connection a request: an engine closes idle ones after seconds, and a request sent just then would be lost.
-            connector = aiohttp.UnixConnector(str(socket), limit=0, force_close=True)
-            given = {
-                "timeout": aiohttp.ClientTimeout(),
-                "auto_decompress": False,
-                "cookie_jar": aiohttp.DummyCookieJar(),
-            }
-            self._sessions[socket] = aiohttp.ClientSession(connector=connector, **given)
-        first, self._current = self._current is None, socket
-        if first:
+            # One connection a request: an engine closes idle ones after seconds, and a request sent just then is lost.
+            self._sessions[socket] = aiohttp.ClientSession(
+                connector=aiohttp.UnixConnector(str(socket), limit=0, force_close=True),
+                timeout=aiohttp.ClientTimeout(),
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        is_first, self._current = self._current is None, socket
+        if is_first:
             await self._listen()
 
     async def _listen(self) -> None:
         from aiohttp import web
 
-        logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a client that leaves is no error of ours
+        logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a client that disconnects is not an error
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._forward)
         self._runner = web.AppRunner(
@@ -109,40 +96,39 @@ class Proxy:
         try:
             await web.TCPSite(self._runner, self._host, self._port, backlog=1024).start()
         except OSError as error:
-            raise BadInput(
-                f"Cannot listen on {url(self._host, self._port)} ({error.strerror or error}): choose another port or host."
-            ) from None
+            address = url(self._host, self._port)
+            raise BadInput(f"Cannot listen on {address} ({error.strerror or error}): choose another port.") from None
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         import aiohttp
         from aiohttp import web
         from yarl import URL
 
-        engine = self._current  # from here on this request's, whatever becomes current
+        engine = self._current  # this request's engine, even if another becomes current
         self._in_flight[engine] += 1
         answer = None
         try:
-            body = request.content if request.can_read_body else None
             async with self._sessions[engine].request(
-                request.method, URL(f"http://engine{request.raw_path}", encoded=True), headers=_passed(request.headers), data=body,
-                allow_redirects=False, skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
-            ) as got:  # fmt: skip
-                answer = web.StreamResponse(status=got.status, reason=got.reason, headers=_passed(got.headers))
+                request.method,
+                URL(f"http://engine{request.raw_path}", encoded=True),
+                headers=_message_headers(request.headers),
+                data=request.content if request.can_read_body else None,
+                allow_redirects=False,
+                skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+            ) as reply:
+                headers = _message_headers(reply.headers)
+                answer = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
                 await answer.prepare(request)
-                async for chunk in got.content.iter_any():
+                async for chunk in reply.content.iter_any():
                     await answer.write(chunk)
                 await answer.write_eof()
                 return answer
         except (aiohttp.ClientError, ConnectionError) as error:
             if answer is not None:
-                raise  # half an answer is out, or the client left: the connection breaks off, as it would without us
-            told = {
-                "message": f"The engine behind this address does not answer ({error}).",
-                "type": "BadGateway",
-                "param": None,
-                "code": 502,
-            }
-            return web.json_response({"error": told}, status=502)
+                raise  # half an answer is out, or the client left: the connection breaks, as it would without a proxy
+            message = f"The engine behind this address does not answer ({error})."
+            body = {"message": message, "type": "BadGateway", "param": None, "code": 502}
+            return web.json_response({"error": body}, status=502)
         finally:
             self._in_flight[engine] -= 1
 
@@ -153,7 +139,7 @@ class Proxy:
             await session.close()
 
 
-def _passed(headers) -> list[tuple[str, str]]:
-    """Headers of the message itself, in order, repeated ones too."""
+def _message_headers(headers) -> list[tuple[str, str]]:
+    """Return the headers of the message itself, in order, with repeated ones."""
     named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    return [(name, value) for name, value in headers.items() if name.lower() not in _OF_CONNECTION | named]
+    return [(name, value) for name, value in headers.items() if name.lower() not in _HOP_BY_HOP | named]

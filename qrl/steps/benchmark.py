@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -12,10 +13,10 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
-from qrl import benchmark as room
+from qrl import benchmark as bench
 from qrl import figures, names, process, registry
+from qrl.benchmark import Subject, local, summary
 from qrl.benchmark import http as load
-from qrl.benchmark import local, summary
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import BadInput
@@ -28,21 +29,21 @@ from qrl.tracking import models as store_models
 from qrl.workspace import workspace
 
 TABLE, ROWS, FIGURE = "benchmark.md", "benchmark.parquet", "benchmark.png"
-SERVER_ROWS = "server.json"  # what `vllm bench serve` found
-API_KEY = "QRL_API_KEY"  # of the server that is measured, as `serve` takes it
+SERVER_ROWS = "server.json"  # the results of `vllm bench serve`
+API_KEY = "QRL_API_KEY"  # of the measured server, the same variable as for `serve`
 
 
 def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: str | None) -> None:
-    """Measures and logs; prints the table.
+    """Measure and log; print the table.
 
     Args:
-        recipe: the section `benchmark`; prompts are held-out questions of its task.
-        stages: stages or versions, by comma; None with no models: what there is of base, grpo, awq.
+        recipe: its section `benchmark`; the prompts are held-out questions of its task.
+        stages: stages or versions, by comma; None without `models`: those of base, grpo, awq that exist.
         models: `variant:scheme=model`, by comma, instead of stages.
-        url: of a running server, which is measured instead; the first subject names its model and tokenizer.
+        url: of a running server to measure instead; the first subject gives its model and tokenizer.
 
     Raises:
-        BadInput: no such stage or model, or nothing to measure.
+        BadInput: a stage or model does not exist, or there is nothing to measure.
     """
     process.hush_transformers()
     device = devices.choose(recipe.device)
@@ -53,55 +54,46 @@ def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: st
         workspace("benchmark") as work,
         runs.step("benchmark", recipe, sections=("benchmark",), params=params, system_metrics=True),
     ):
-        asked = [
-            [prompt.render(hf.tokenizer(each.path), one.question, recipe.prompt) for one in questions]
-            for each in chosen
+        prompts = [
+            [prompt.render(hf.tokenizer(subject.path), question.question, recipe.prompt) for question in questions]
+            for subject in chosen
         ]
         if url:
-            _server(recipe, url, chosen[0], asked[0], work)
+            _server(recipe, url, chosen[0], prompts[0], work)
         else:
-            _side_by_side(recipe, chosen, asked, device, work)
+            _side_by_side(recipe, chosen, prompts, device, work)
 
 
-def subjects(recipe: Recipe, stages: str | None, models: str | None) -> list[room.Subject]:
-    """What is measured, checked.
-
-    Raises:
-        BadInput: no such stage or model, or nothing to measure.
-    """
+def subjects(recipe: Recipe, stages: str | None, models: str | None) -> list[Subject]:
+    """Return the models to measure, verified; raise BadInput if one does not exist, or if there are none."""
     store.prepare()
-    return _given(models) if models else _stages(recipe, stages)
+    if not models:
+        return _stages(recipe, stages)
+    cells = [(inputs.cell(name), model) for name, model in inputs.pairs(models, "a cell and its model").items()]
+    return [Subject(*cell, inputs.stored_as(cell, model).path) for cell, model in cells]
 
 
-def _side_by_side(recipe: Recipe, subjects: list[room.Subject], asked: list, device: str, work: Path) -> None:
+def _side_by_side(recipe: Recipe, subjects: list[Subject], prompts: list, device: str, work: Path) -> None:
     settings = recipe.benchmark
-    with tqdm(
-        total=len(subjects) * settings.rounds * len(settings.batches), desc="benchmark", unit="turn", leave=False
-    ) as bar:
-        frame = room.run(subjects, asked, _opener(recipe, asked, device), settings, bar.update)
+    turns = len(subjects) * settings.rounds * len(settings.batches)
+    with tqdm(total=turns, desc="benchmark", unit="turn", leave=False) as bar:
+        frame = bench.run(subjects, prompts, _opener(recipe, prompts, device), settings, bar.update)
     frame.to_parquet(work / ROWS)
-    unpacked = recipe.evaluate.engine == hf.NAME
-    note = (
-        "This engine unpacks every scheme's codes: it shows what the disk saves, not what a kernel would."
-        if unpacked
-        else ""
-    )
+    note = "This engine unpacks every scheme's codes: it shows the saving on disk, not a kernel's speed."
+    note = note if recipe.evaluate.engine == hf.NAME else ""
     _log(summary.lines(frame), note, work, ROWS)
 
 
-def _log(found: list[summary.Line], note: str, work: Path, rows: str, at_once: str = "batch") -> None:
-    """A table, a figure, and a nested run for each model; what was measured lies in the folder already, as `rows`."""
-    table = summary.markdown(found, note, at_once)
+def _log(lines: list[summary.Line], note: str, work: Path, rows: str, at_once: str = "batch") -> None:
+    """Log the folder, which has the file `rows`, with a table and a figure; log a nested run for each model."""
+    table = summary.markdown(lines, note, at_once)
     (work / TABLE).write_text(table, encoding="utf-8")
-    figures.speeds(found, work / names.FIGURES / FIGURE, "clients" if at_once == "clients" else "prompts")
+    figures.speeds(lines, work / names.FIGURES / FIGURE, "clients" if at_once == "clients" else "prompts")
     contents.log_folder(work)
-    contents.log_params({names.ENGINE: found[0].engine})
-    for (variant, scheme), by_batch in summary.metrics(found).items():
-        with runs.child(
-            names.cell_name(variant, scheme),
-            params={"variant": variant, "scheme": scheme},
-            tags={names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme},
-        ):
+    contents.log_params({names.ENGINE: lines[0].engine})
+    for (variant, scheme), by_batch in summary.metrics(lines).items():
+        params, tags = {"variant": variant, "scheme": scheme}, {names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme}
+        with runs.child(names.cell_name(variant, scheme), params=params, tags=tags):
             log = contents.live_log()
             for batch, values in by_batch.items():
                 log(values, batch)
@@ -111,91 +103,72 @@ def _log(found: list[summary.Line], note: str, work: Path, rows: str, at_once: s
         click.echo(f"Logged to run {runs.active_id()}: {TABLE}, {rows}, {names.FIGURES}/{FIGURE}.", err=True)
 
 
-def _opener(recipe: Recipe, asked: list, device: str) -> Callable[[room.Subject], room.Engine]:
-    """How a subject is loaded: as evaluation loads it."""
+def _opener(recipe: Recipe, prompts: list, device: str) -> Callable[[Subject], bench.Engine]:
+    """Return a function that loads a subject as evaluation loads it."""
+    dtype = recipe.evaluate.dtype
     if recipe.evaluate.engine == hf.NAME:
-        return lambda subject: local.Transformers(subject.path, device, recipe.evaluate.dtype)
-    longest = max(len(prompt) for own in asked for prompt in own) + recipe.benchmark.new_tokens
-    sizes = {
-        "max_tokens": longest,
-        "sequences": max(recipe.benchmark.batches),
-        "memory": recipe.evaluate.gpu_memory_utilization / len(asked),
-    }
-    return lambda subject: local.Vllm(subject.path, device, recipe.evaluate.dtype, **sizes)
+        return lambda subject: local.Transformers(subject.path, device, dtype)
+    longest = max(len(ids) for own in prompts for ids in own) + recipe.benchmark.new_tokens
+    memory = recipe.evaluate.gpu_memory_utilization / len(prompts)
+    sizes = {"max_tokens": longest, "sequences": max(recipe.benchmark.batches), "memory": memory}
+    return lambda subject: local.Vllm(subject.path, device, dtype, **sizes)
 
 
-def _server(recipe: Recipe, url: str, subject: room.Subject, prompts: list[list[int]], work: Path) -> None:
+def _server(recipe: Recipe, url: str, subject: Subject, prompts: list[list[int]], work: Path) -> None:
     tokens = hf.tokenizer(subject.path)
     url = url.removesuffix("/").removesuffix("/v1")
-    served = _served(url)
+    model = _served_model(url)
     texts = [tokens.decode(ids, skip_special_tokens=False) for ids in prompts]
-    found = load.run(url, served, texts, subject.path, recipe.benchmark, os.environ.get(API_KEY))
-    (work / SERVER_ROWS).write_text(json.dumps(found, indent=1), encoding="utf-8")
-    note = f"Requests over HTTP to {served}, by `vllm bench serve`."
-    _log(load.lines(found, subject, _engine(url)), note, work, SERVER_ROWS, at_once="clients")
+    results = load.run(url, model, texts, subject.path, recipe.benchmark, os.environ.get(API_KEY))
+    (work / SERVER_ROWS).write_text(json.dumps(results, indent=1), encoding="utf-8")
+    note = f"Requests over HTTP to {model}, by `vllm bench serve`."
+    _log(load.lines(results, subject, _engine(url)), note, work, SERVER_ROWS, at_once="clients")
 
 
-def _served(url: str) -> str:
-    """The one model that a server lists."""
+def _served_model(url: str) -> str:
+    """Return the id of the model that a server lists."""
     address = f"{url}/v1/models"
     try:
-        return _asked(address)["data"][0]["id"]
+        return _get(address)["data"][0]["id"]
     except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
         raise BadInput(
-            f"{address} lists no model ({error}): start a server with `serve` first, and give its address; its key, if it has one, in {API_KEY}."
+            f"{address} lists no model ({error}): start a server with `serve` first, and give its address; put its "
+            f"key, if it has one, in {API_KEY}."
         ) from None
 
 
 def _engine(url: str) -> str:
-    """The server's name and version, as vLLM tells it."""
+    """Return the server's name and version, as vLLM reports it."""
     try:
-        return f"vllm {_asked(f'{url}/version')['version']}"
+        return f"vllm {_get(f'{url}/version')['version']}"
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
-        return "a server that does not tell its version"
+        return "a server of unknown version"
 
 
-def _asked(address: str) -> dict:
+def _get(address: str) -> dict:
     key = os.environ.get(API_KEY)
     request = urllib.request.Request(address, headers={"Authorization": f"Bearer {key}"} if key else {})
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as answer:
         return json.load(answer)
 
 
-def _given(models: str) -> list[room.Subject]:
-    found = []
-    for cell, address in inputs.pairs(models, "a cell and its model").items():
-        variant, scheme = inputs.cell(cell)
-        found.append(room.Subject(variant, scheme, inputs.stored_as((variant, scheme), address).path))
-    return found
-
-
-def _stages(recipe: Recipe, stages: str | None) -> list[room.Subject]:
-    """The versions behind stages, verified; by default seed 000's four rows, as far as they are there."""
+def _stages(recipe: Recipe, stages: str | None) -> list[Subject]:
+    """Return the versions at stages, verified; by default base, grpo, awq and base's AWQ, as far as they exist."""
     name = registry.registered_name(recipe)
-    if stages:
-        chosen = [registry.resolve(name, stage.strip()) for stage in stages.split(",")]
-    else:
-        chosen = [version for version in (_version(name, stage) for stage in names.STAGES) if version]
+    chosen = [registry.resolve(name, stage.strip()) for stage in stages.split(",")] if stages else []
+    for stage in () if stages else names.STAGES:
+        with contextlib.suppress(BadInput):  # no version there yet
+            chosen.append(registry.resolve(name, stage))
     if not chosen:
         raise BadInput(
-            f"{name} has no version at any of {', '.join(names.STAGES)} yet: run a study, or give --models variant:scheme=MODEL."
+            f"{name} has no version at any of {', '.join(names.STAGES)} yet: run a study, or give --models "
+            "variant:scheme=MODEL."
         )
-    found = {
-        (each.variant, each.scheme): room.Subject(each.variant, each.scheme, versions.verify(each)) for each in chosen
-    }
-    if len(found) < len(chosen):
-        raise BadInput(
-            f"Two of {', '.join(map(str, chosen))} are the same cell, which the table could not tell apart: name each cell once."
-        )
-    if not stages and (base := next((each for each in chosen if each.stage == "base"), None)) is not None:
-        uri = store_models.child(base.digest, names.BASE, names.AWQ)
-        if uri:
-            found[names.BASE, names.AWQ] = room.Subject(names.BASE, names.AWQ, store_models.local_path(uri))
-    return list(found.values())
-
-
-def _version(name: str, stage: str) -> versions.Version | None:
-    try:
-        return registry.resolve(name, stage)
-    except BadInput:
-        return None
+    by_cell = {(version.variant, version.scheme): version for version in chosen}
+    if len(by_cell) < len(chosen):
+        raise BadInput(f"Two of {', '.join(map(str, chosen))} are the same cell: give each cell once.")
+    paths = {cell: versions.verify(version) for cell, version in by_cell.items()}
+    base = next((version for version in chosen if version.stage == "base"), None)
+    if not stages and base and (uri := store_models.child(base.digest, names.BASE, names.AWQ)):
+        paths[names.BASE, names.AWQ] = store_models.local_path(uri)
+    return [Subject(*cell, path) for cell, path in paths.items()]

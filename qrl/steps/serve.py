@@ -1,8 +1,9 @@
-"""Serve a registered stage: resolved once, checked, and then handed to an engine."""
+"""Serve a registered stage: resolve it once, check it, and hand it to an engine."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.registry import versions
 from qrl.serve import engines, follow, process, server
+from qrl.serve.engines import ServedModel
 from qrl.tracking import contents, runs, signals, store
 
 ENGINES = ("auto", engines.TRANSFORMERS, engines.VLLM)
@@ -33,155 +35,130 @@ def serve(
     follow_s: float | None = None,
     drain_s: float | None = None,
 ) -> None:
-    """Serves the version behind a stage until it is told to stop; says version, digest and address once it answers.
+    """Serve the version at a stage until Ctrl-C; print version and address once it answers.
 
-    The engine is started first: it imports its libraries while the stage is looked up, and loads weights while they are hashed.
+    The engine starts first: it imports its libraries while the stage is resolved, and loads weights while they are
+    hashed.
 
     Args:
-        recipe: names the registered model.
+        recipe: gives the registered model, the device and the dtype.
         stage: base, grpo, awq, Staging, Production or a version number.
         host: address to listen on.
         port: port to listen on.
-        engine: auto takes vLLM where it is installed, and transformers elsewhere.
-        api_key: what clients must send; never logged. None asks for none.
-        memory: share of the GPU's memory that vLLM may take; None: its default.
-        follow_s: how often to look whether the stage moved, in seconds; None serves the version that is there now.
-        drain_s: how long an engine whose version was replaced may go on answering, in seconds; None: `follow.DRAIN_S`.
+        engine: auto is vLLM where it is installed, and transformers elsewhere.
+        api_key: the key that clients must send, never logged; None serves without a key.
+        memory: largest share of the GPU's memory for vLLM; None: its default.
+        follow_s: how often to check whether the stage moved, in seconds; None serves the present version only.
+        drain_s: how long the engine of a replaced version may finish its answers, in seconds; None: `follow.DRAIN_S`.
 
     Raises:
-        GateRefused: no gate let the version in.
+        BadInput: an option is wrong, the stage has no version, or the port is in use.
+        GateRefused: the version did not pass its gate.
         QrlError: its files are not those that were evaluated.
     """
-    check_engine(engine)
+    if engine not in ENGINES:
+        raise BadInput(f"There is no engine '{engine}': expected one of {', '.join(ENGINES)}.")
     if engine == "auto":
         engine = engines.default(recipe.device)
     memory = check_options(engine, stage, memory, follow_s, drain_s)
     start = partial(process.Engine, engine, api_key, shares=follow_s is not None)
     with start() as child:
-        version, what = check(recipe, stage, host=host, port=port)
-        what = replace(what, memory=memory, also=_names(version, stage) if follow_s is not None else ())
-        unpacked = engines.unpacks(engine, what.path, what.device)
-        params = {
-            "stage": stage,
-            "registered": version.name,
-            "version": version.version,
-            "engine": engine,
-            "device": what.device,
-            "unpacked": unpacked,
-        }
+        version, model = check(recipe, stage, host=host, port=port)
+        if follow_s is not None:  # ids that stay when the stage moves: `qrl-tiny@awq`, and `qrl-tiny@Production`, say
+            aliases = dict.fromkeys(engines.served_id(version.name, alias) for alias in (version.stage, stage))
+            model = replace(model, aliases=tuple(aliases))
+        model = replace(model, memory=memory)
+        params = {"stage": stage, "registered": version.name, "version": version.version, "engine": engine}
+        params |= {"device": model.device, "unpacked": engines.unpacks(engine, model.path, model.device)}
 
         def ready(address: str) -> None:
-            took = {f"serve/{key}_s": value for key, value in child.seconds().items()}
-            took[names.SERVE_READY] = time.time() - signals.started()
-            click.echo(f"Serving {version} with {engine} at {address} as model '{what.served}'; Ctrl-C stops it.")
-            if unpacked:
-                click.echo(
-                    "Unpacked  vLLM's 4-bit kernel for CPUs needs AVX512, which this one lacks: it computes with what the codes stand for, in float32."
-                )
-            if what.also:
-                click.echo(
-                    f"Follows   stage {stage}, looked at every {follow_s:g} s; '{what.also[0]}' is whatever stands there."
-                )
-            question = (
-                '{"model": "' + (*what.also, what.served)[0] + '", "messages": [{"role": "user", "content": "…"}]}'
-            )
-            click.echo(f"Ask it    curl {address}/chat/completions -H 'Content-Type: application/json' -d '{question}'")
-            contents.note({}, took, step=0)
+            seconds = {f"serve/{key}_s": value for key, value in child.seconds().items()}
+            seconds[names.SERVE_READY] = time.time() - signals.started()
+            click.echo(f"Serving {version} with {engine} at {address} as model '{model.id}'; Ctrl-C stops it.")
+            _print_notes(address, model, stage, follow_s, params["unpacked"])
+            contents.note({}, seconds, step=0)
 
         with runs.step("serve", params=params, tags={names.TAG_DIGEST: version.digest}):
             if follow_s is None:
-                server.run(child, what, host, port, on_ready=ready)
+                server.run(child, model, host, port, on_ready=ready)
             else:
-                following = _following(version, what, start, follow_s, follow.DRAIN_S if drain_s is None else drain_s)
-                follow.run(child, what, host, port, following, on_ready=ready)
-
-
-def _names(version: versions.Version, stage: str) -> tuple[str, ...]:
-    """Ids that stay when the stage moves: `qrl-tiny@awq`, and as it was asked for, `qrl-tiny@Production` say."""
-    return tuple(dict.fromkeys(engines.served_id(version.name, each) for each in (version.stage, stage)))
-
-
-def _following(
-    first: versions.Version, what: process.Load, start: Callable[[], process.Engine], every_s: float, drain_s: float
-) -> follow.Following:
-    """The stage as the registry knows it, and the run that keeps what became of it."""
-    switches, digests = itertools.count(1), {first.version: first.digest}
-
-    def admit(number: int) -> process.Load:
-        version = replace(registry.resolve(first.name, number), stage=first.stage)  # this stage's gate, and no other's
-        path = versions.admit(version)
-        digests[number] = version.digest
-        return replace(what, version=number, path=path, verify=lambda: versions.whole(version, path))
-
-    def turned(now: process.Load, sentence: str) -> None:
-        click.echo(sentence)
-        contents.note(
-            {names.TAG_SERVING: now.served, names.TAG_DIGEST: digests[now.version]},
-            {names.SERVE_VERSION: now.version},
-            step=next(switches),
-        )
-
-    def refused(number: int, sentence: str) -> None:
-        click.echo(f"qrl: {sentence}", err=True)
-        contents.note({names.TAG_REFUSED: sentence}, {names.SERVE_REFUSED: number}, step=next(switches))
-
-    def said(sentence: str) -> None:
-        click.echo(f"qrl: {sentence}", err=True)
-
-    return follow.Following(
-        start, lambda: registry.resolve(first.name, first.stage).version, admit, turned, refused, said, every_s, drain_s
-    )
+                limits = {"every_s": follow_s, "drain_s": follow.DRAIN_S if drain_s is None else drain_s}
+                followed = replace(_followed(version, model, start), **limits)
+                follow.run(child, model, host, port, followed, on_ready=ready)
 
 
 def check_options(
     engine: str, stage: str, memory: float | None, follow_s: float | None, drain_s: float | None
 ) -> float | None:
-    """The share of a GPU's memory that an engine gets, if what was asked for can be had together; None: vLLM's default.
+    """Return the share of a GPU's memory for an engine, if the options fit together; None: vLLM's default.
 
     Raises:
-        BadInput: an option that nothing would heed, or to follow what no promotion moves; or `follow.check` refuses.
+        BadInput: an option would have no effect, the stage cannot move, or `follow.check` rejects the share.
     """
     if memory is not None and engine != engines.VLLM:
         raise BadInput(
-            f"--gpu-memory-utilization is vLLM's, and the engine is {engine}: add --engine vllm, or leave it out."
+            f"--gpu-memory-utilization needs vLLM, but the engine is {engine}: add --engine vllm, or remove it."
         )
     if follow_s is None:
         if drain_s is not None:
-            raise BadInput(
-                "--drain says how long a version that --follow replaced may go on answering: add --follow, or leave it out."
-            )
+            raise BadInput("--drain limits how long a replaced version may finish: add --follow, or remove it.")
         return memory
     if stage.isdigit() or stage.endswith("-previous"):
         raise BadInput(
-            f"--follow follows a stage that promotions move, and {stage} is none: name base, grpo, awq, Staging or Production."
+            f"--follow needs a stage that promotions move, not {stage}: give base, grpo, awq, Staging or Production."
         )
     return follow.check(engine, memory)
 
 
-def check(recipe: Recipe, stage: str, *, host: str, port: int) -> tuple[versions.Version, process.Load]:
-    """The version behind a stage and how to load it, if its gate let it in and the port is free.
+def check(recipe: Recipe, stage: str, *, host: str, port: int) -> tuple[versions.Version, ServedModel]:
+    """Return the version at a stage and how to load it, if it passed its gate and the port is free.
 
     Raises:
-        BadInput: no such stage, or a port in use.
-        GateRefused: no gate let the version in.
-        QrlError: its files are gone.
+        BadInput: the stage is unknown or has no version, or the port is in use.
+        GateRefused, QrlError: the version did not pass its gate, or its files are gone.
     """
     store.prepare()
     version = registry.resolve(registry.registered_name(recipe), stage)
     path = versions.admit(version)
     server.check_port(host, port)
-    what = process.Load(
-        version.name,
-        version.version,
-        path,
-        lambda: versions.whole(version, path),
-        devices.choose(recipe.device),
-        recipe.evaluate.dtype,
-    )
-    return version, what
+    verify = partial(versions.whole, version, path)
+    device = devices.choose(recipe.device)
+    return version, ServedModel(version.name, version.version, path, verify, device, recipe.evaluate.dtype)
 
 
-def check_engine(engine: str) -> None:
-    """Refuses an engine that nobody here knows."""
-    if engine not in ENGINES:
-        raise BadInput(f"There is no engine '{engine}': expected one of {', '.join(ENGINES)}.")
+def _print_notes(address: str, model: ServedModel, stage: str, follow_s: float | None, unpacked: bool) -> None:
+    if unpacked:
+        click.echo("Unpacked  vLLM's 4-bit CPU kernel needs AVX512, which this CPU lacks: it computes in float32.")
+    if model.aliases:
+        click.echo(f"Follows   stage {stage}, checked every {follow_s:g} s; '{model.aliases[0]}' is its version now.")
+    messages = [{"role": "user", "content": "…"}]
+    body = json.dumps({"model": (*model.aliases, model.id)[0], "messages": messages}, ensure_ascii=False)
+    click.echo(f"Try it    curl {address}/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+
+
+def _followed(first: versions.Version, model: ServedModel, start: Callable[[], process.Engine]) -> follow.FollowedStage:
+    """Return the stage as the registry knows it, with callbacks that print and log its moves."""
+    moves, digests = itertools.count(1), {first.version: first.digest}
+
+    def admit(number: int) -> ServedModel:
+        version = replace(registry.resolve(first.name, number), stage=first.stage)  # checks the gate of this stage only
+        path = versions.admit(version)
+        digests[number] = version.digest
+        return replace(model, version=number, path=path, verify=partial(versions.whole, version, path))
+
+    def on_switch(new: ServedModel, sentence: str) -> None:
+        click.echo(sentence)
+        tags = {names.TAG_SERVING: new.id, names.TAG_DIGEST: digests[new.version]}
+        contents.note(tags, {names.SERVE_VERSION: new.version}, step=next(moves))
+
+    def on_notice(sentence: str) -> None:
+        click.echo(f"qrl: {sentence}", err=True)
+
+    def on_refusal(number: int, sentence: str) -> None:
+        on_notice(sentence)
+        contents.note({names.TAG_REFUSED: sentence}, {names.SERVE_REFUSED: number}, step=next(moves))
+
+    def version() -> int:
+        return registry.resolve(first.name, first.stage).version
+
+    return follow.FollowedStage(start, version, admit, on_switch, on_refusal, on_notice)

@@ -1,8 +1,8 @@
-"""What is asked, and what counts as right.
+"""Tasks: questions with gold answers, and the graders of completions.
 
-A task is a source of questions with gold answers, graded by the same rules and asked through the same renderer (`prompt.py`)
-in training, calibration and evaluation alike. Numbers after `####` are judged here and now (`grade.py`); the answers that
-`math` boxes may need algebra, which runs in worker processes under limits (`math_pool.py`).
+Training, calibration and evaluation render every question with `prompt.py` and grade every completion by the same
+rules. Numbers after `####` are graded in this process (`numeric.py`). Answers in `\\boxed{}` may need algebra, which
+runs in worker processes with limits (`math/pool.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -10,79 +10,73 @@ from pathlib import Path
 from typing import Literal
 
 from qrl.errors import BadInput
-from qrl.tasks import arithmetic, deepmath, gsm8k, jsonl
-from qrl.tasks import grade as grading
-from qrl.tasks.grade import Verdict
-from qrl.tasks.math import grade as math_grade
-from qrl.tasks.math import loader
-from qrl.tasks.question import Question
+from qrl.tasks import arithmetic, deepmath, gsm8k, jsonl, math, numeric
+from qrl.tasks.math import dataset
+from qrl.tasks.question import Question, Verdict
 
-__all__ = ["TASKS", "Question", "Verdict", "grade", "grade_many", "load"]
+__all__ = ["TASKS", "Question", "Split", "Verdict", "grade", "grade_many", "load"]
 
 TASKS = ("arithmetic", "gsm8k", "math", "deepmath")
-BOXED = {"math": loader, "deepmath": deepmath}  # judged by what is in \boxed{}
+BOXED = {"math": dataset, "deepmath": deepmath}  # graded by the content of \boxed{}
 Split = Literal["train", "heldout"]
 
 
 def load(task: str, split: Split, n: int | None = None, seed: int = 0, data: str | None = None) -> list[Question]:
-    """Questions of one split; the same arguments give the same questions on every machine.
+    """Return the questions of a split; the same arguments give the same questions on every machine.
 
     Args:
         task: one of `TASKS`.
-        split: "train" or "heldout"; no question of a generated task is ever in both, whatever the seeds.
-        n: how many, at most; None means all of them, for a task that has an end.
+        split: "train" or "heldout"; a question of a generated task is never in both, whatever the seeds.
+        n: maximum number of questions; None means all of them, for a task with a finite data set.
         seed: which questions are generated, or which n rows of a larger set are drawn.
-        data: folder with train.jsonl and test.jsonl in GSM8K's format, or MATH's for `math`; None means generated, or the hub.
+        data: folder with train.jsonl and test.jsonl in GSM8K's format, or in MATH's for `math`; None generates the
+            questions or downloads them from the hub.
 
     Raises:
-        BadInput: unknown task or split, n < 1, a missing or malformed file, no hub.
+        BadInput: the task or split is unknown, n < 1, a file is missing or malformed, or the hub cannot be reached.
     """
     _check(task)
     if split not in ("train", "heldout"):
         raise BadInput(f"There is no split '{split}': expected train or heldout.")
     if n is not None and n < 1:
-        raise BadInput(f"{n} questions were asked for, but at least 1 was expected: ask for a positive number.")
+        raise BadInput(f"{n} questions were requested, but at least 1 was expected: give a positive number.")
     if data is not None:
-        return jsonl.load(task, Path(data), split, n, seed, BOXED[task].questions if task in BOXED else None)
+        return jsonl.load(task, Path(data), split, n, seed, BOXED.get(task, jsonl).question)
     if task == "arithmetic":
         if n is None:
-            raise BadInput("The arithmetic task is generated without end: say how many questions are wanted.")
+            raise BadInput("The arithmetic task is generated without end: give the number of questions.")
         return arithmetic.load(split, n, seed)
     return BOXED.get(task, gsm8k).load(split, n, seed)
 
 
 def grade(task: str, completion: str, answer: str) -> Verdict:
-    """The verdict on one completion; many at once are faster through `grade_many`.
-
-    Raises:
-        BadInput: unknown task, or a gold answer that is none.
-    """
+    """Return the verdict on one completion, as `grade_many` does for many, which is faster."""
     return grade_many(task, [completion], [answer])[0]
 
 
 def grade_many(
     task: str, completions: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = lambda n: None
 ) -> list[Verdict]:
-    """A verdict on each completion, in order; see `qrl.tasks.grade.grade` and `qrl.tasks.math.rule`.
+    """Return a verdict on each completion, in order; see `numeric.py` and `math/verdict.py` for the rules.
 
     Args:
         task: one of `TASKS`.
         completions: N texts of a model.
         answers: N gold answers.
-        progress: called with the number of verdicts reached since the last call.
+        progress: called with the number of verdicts since the last call.
 
     Returns:
-        N verdicts; those that a grader could not reach carry their `fault`.
+        N verdicts; where a grader failed, the verdict carries the `fault`.
 
     Raises:
-        BadInput: unknown task, or a gold answer that is none.
+        BadInput: the task is unknown, or a gold answer cannot be read.
     """
     _check(task)
     if task in BOXED:
-        return math_grade.grade_many(completions, answers, progress)
+        return math.grade_many(completions, answers, progress)
     verdicts = []
     for completion, answer in zip(completions, answers, strict=True):
-        verdicts.append(grading.grade(completion, answer))
+        verdicts.append(numeric.grade(completion, answer))
         progress(1)
     return verdicts
 

@@ -1,14 +1,15 @@
-"""Word problems in GSM8K's format, one to four steps, from a seeded generator.
+"""Word problems in GSM8K's format with one to four steps, from a seeded generator.
 
-A problem is a chain: somebody has some things, and each step either changes that number or moves on to somebody whose
-number is told in terms of it. Numbers stay whole and within 0..999. A question's split is decided by a hash of its own
-text, so no text can be in both splits, whatever the seeds and sizes.
+A problem is a chain: a person has some things, and each step either changes that number or moves on to another person,
+with a number relative to it. Numbers stay whole and within 0..999. A hash of a question's text decides its split, so no
+text is in both splits, whatever the seeds and sizes.
 """
 
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from qrl.tasks.question import Question
 
@@ -21,37 +22,29 @@ OBJECTS = (
     "beads", "cups", "kites", "marbles", "stones", "tickets", "plums", "roses",
 )  # fmt: skip
 
-# Sentences and solution lines. n: who has the things now; m: somebody new; b: the step's number; o: the things;
-# e: the calculation, `3+4=7`.
+# n: the person who has the things now; m: another person; b: the step's number; o: the things.
 OPENINGS = ("{n} has {b} {o}.", "{n} starts with {b} {o}.", "There are {b} {o} in the bag of {n}.", "{n} owns {b} {o}.")
-GAIN = ("{n} buys {b} more.", "{n} finds {b} more {o}.", "{m} gives {n} {b} {o}.", "Then {n} gets {b} {o} as a gift.")
-LOSE = (
-    "{n} gives {b} {o} to {m}.",
-    "{n} loses {b} of them.",
-    "{n} sells {b} {o}.",
-    "Then {n} throws {b} of the {o} away.",
-)
-MORE = ("{m} has {b} more {o} than {n}.", "{m} owns {b} {o} more than {n}.")
-FEWER = ("{m} has {b} fewer {o} than {n}.", "{n} has {b} more {o} than {m}.")
-TIMES = (
-    "{m} has {b} times as many {o} as {n}.",
-    "{m} owns {b} times the {o} of {n}.",
-    "For each of these {o}, {m} has {b}.",
-)
-SHARE = (
-    "{n} shares them equally among {b} friends, and {m} is one of them.",
-    "{n} packs the {o} into {b} equal boxes and hands one box to {m}.",
-    "{m} has as many {o} as one of {b} equal shares of these.",
-)
+SENTENCES = {
+    "gain": ("{n} buys {b} more.", "{n} finds {b} more {o}.", "{m} gives {n} {b} {o}.",
+             "Then {n} gets {b} {o} as a gift."),
+    "lose": ("{n} gives {b} {o} to {m}.", "{n} loses {b} of them.", "{n} sells {b} {o}.",
+             "Then {n} throws {b} of the {o} away."),
+    "more": ("{m} has {b} more {o} than {n}.", "{m} owns {b} {o} more than {n}."),
+    "fewer": ("{m} has {b} fewer {o} than {n}.", "{n} has {b} more {o} than {m}."),
+    "times": ("{m} has {b} times as many {o} as {n}.", "{m} owns {b} times the {o} of {n}.",
+              "For each of these {o}, {m} has {b}."),
+    "share": ("{n} shares them equally among {b} friends, and {m} is one of them.",
+              "{n} packs the {o} into {b} equal boxes and hands one box to {m}.",
+              "{m} has as many {o} as one of {b} equal shares of these."),
+}  # fmt: skip
 ENDINGS = ("How many {o} does {n} have now?", "How many {o} does {n} have?", "How many {o} does {n} have in the end?")
 SUMS = ("How many {o} do {n} and {m} have together?", "How many {o} do {n} and {m} have in all?")
 
-KINDS = ("gain", "lose", "more", "fewer", "times", "share")
-WEIGHTS = (20, 20, 16, 16, 18, 10)  # how often a step is of each kind, where its numbers allow it
-_CUMULATIVE = tuple(sum(WEIGHTS[: i + 1]) for i in range(len(WEIGHTS)))
+KINDS = tuple(SENTENCES)
+WEIGHTS = (20, 20, 16, 16, 18, 10)  # frequency of each kind, where its numbers allow it
+_CUMULATIVE = tuple(accumulate(WEIGHTS))
 SIGN = {"gain": "+", "lose": "-", "more": "+", "fewer": "-", "times": "*", "share": "/", "together": "+"}
-SENTENCES = {"gain": GAIN, "lose": LOSE, "more": MORE, "fewer": FEWER, "times": TIMES, "share": SHARE}
-TOGETHER = 0.15  # share of questions that add up the last two people, where the last step moved on to somebody new
+TOGETHER = 0.15  # share of questions that add up the last two people, where the last step moved on to another person
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +54,7 @@ class Step:
     Args:
         kind: one of `KINDS`, or "together".
         number: its second operand; None for "together", which adds the last two numbers.
-        line: the sentence of the solution, with `{e}` where the calculation goes.
+        line: the sentence of the solution, with `{e}` in place of the calculation, `3+4=7`.
     """
 
     kind: str
@@ -71,7 +64,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question before it is solved: its text, the number it starts from, and its steps in order."""
+    """An unsolved question: its text, its first number, and its steps in order."""
 
     question: str
     start: int
@@ -79,13 +72,16 @@ class Problem:
 
 
 def load(split: str, n: int, seed: int) -> list[Question]:
-    """n different questions of a split; ids name split, seed and place."""
-    found = problems(split, seed)
-    return [_question(f"arithmetic-{split}-{seed}-{i}", next(found)) for i in range(n)]
+    """Return n different questions of a split; their ids name split, seed and position."""
+    questions = []
+    for i, problem in zip(range(n), problems(split, seed), strict=False):
+        solution, answer = solve(problem)
+        questions.append(Question(f"arithmetic-{split}-{seed}-{i}", problem.question, solution, str(answer)))
+    return questions
 
 
-def problems(split: str, seed: int) -> Iterator[Problem]:
-    """An endless stream of different problems of a split ("train" or "heldout")."""
+def problems(split: str, seed: int | str) -> Iterator[Problem]:
+    """Yield different problems of a split ("train" or "heldout") without end."""
     rng = random.Random(f"qrl.arithmetic:{split}:{seed}")
     seen = set()
     while True:
@@ -96,12 +92,12 @@ def problems(split: str, seed: int) -> Iterator[Problem]:
 
 
 def split_of(question: str) -> str:
-    """The split that a question's text belongs to, by its hash."""
+    """Return the split that a question's text belongs to, by its hash."""
     return "heldout" if zlib.crc32(question.encode()) % HELDOUT_SHARE == 0 else "train"
 
 
 def draw(rng: random.Random) -> Problem:
-    """One problem of one to four steps, of either split."""
+    """Return a problem of one to four steps, of either split."""
     roll = rng.random
     people = rng.sample(NAMES, 5)
     things = OBJECTS[int(roll() * len(OBJECTS))]
@@ -130,14 +126,14 @@ def draw(rng: random.Random) -> Problem:
 
 
 def solve(problem: Problem, signs: Sequence[str] | None = None) -> tuple[str, int] | None:
-    """The worked solution, ending in `#### x`, and x.
+    """Return the worked solution, which ends in `#### x`, and x.
 
     Args:
-        problem: what is solved.
-        signs: a sign a step; None means the right ones, others write down a wrong solution.
+        problem: the problem to solve.
+        signs: an operator per step; None means the right ones, others give a wrong solution.
 
     Returns:
-        None where wrong signs lead out of the whole numbers 0..999.
+        None if wrong signs leave the whole numbers 0..999.
     """
     previous, value, lines = None, problem.start, []
     for step, sign in zip(problem.steps, signs or [SIGN[step.kind] for step in problem.steps], strict=True):
@@ -151,16 +147,11 @@ def solve(problem: Problem, signs: Sequence[str] | None = None) -> tuple[str, in
 
 
 def apply(left: int, sign: str, right: int) -> int | None:
-    """`left sign right`; None outside the whole numbers 0..999."""
+    """Return `left sign right`; None outside the whole numbers 0..999."""
     if sign == "/":
         return None if left % right else left // right
     result = left + right if sign == "+" else left - right if sign == "-" else left * right
     return result if 0 <= result <= LARGEST else None
-
-
-def _question(name: str, problem: Problem) -> Question:
-    solution, answer = solve(problem)
-    return Question(name, problem.question, solution, str(answer))
 
 
 def _pick(options: Sequence[str], roll: Callable[[], float]) -> str:
@@ -168,7 +159,7 @@ def _pick(options: Sequence[str], roll: Callable[[], float]) -> str:
 
 
 def _operand(kind: str, value: int, roll: Callable[[], float]) -> tuple[str, int]:
-    """A second operand that keeps the result whole and within 0..999, and the kind, changed where there is none."""
+    """Return a kind and a second operand that keep the result whole and within 0..999; change the kind if need be."""
     if kind == "share":
         divisors = [k for k in range(2, 10) if value % k == 0 and value >= k]
         if divisors:
@@ -182,5 +173,5 @@ def _operand(kind: str, value: int, roll: Callable[[], float]) -> tuple[str, int
         kind = "lose" if kind == "gain" else "fewer"
     if kind in ("lose", "fewer") and value < 2:
         kind = "gain" if kind == "lose" else "more"
-    room = LARGEST - value if kind in ("gain", "more") else value
-    return kind, 1 + int(roll() * min(room, 200))
+    largest = LARGEST - value if kind in ("gain", "more") else value
+    return kind, 1 + int(roll() * min(largest, 200))

@@ -1,7 +1,7 @@
-"""Numbers as people and models write them, read as exact fractions: `-$1,000.50`, `1 1/2`, `\\frac{3}{4}`, `18\\%`.
+"""Numbers as people and models write them, parsed as exact fractions: `-$1,000.50`, `1 1/2`, `\\frac{3}{4}`, `18\\%`.
 
-Made for short texts, an answer line or the end of a completion. What could be read in two ways is no number (None) rather
-than a guess; the cases in tests/cases/grade.json say why, one by one.
+For short texts: an answer line or the end of a completion. An ambiguous number is None rather than a guess; each case
+in tests/cases/grade.json gives its reason.
 """
 
 import re
@@ -11,13 +11,13 @@ from fractions import Fraction
 
 Number = int | Fraction
 
-LONGEST = 60  # characters of one number: more are not meant, and int() is quadratic
+LONGEST = 60  # characters of one number: longer ones are not meant, and int() is quadratic
 
 _THIN = "\u00a0\u2007\u2009\u202f"  # no-break, figure, thin and narrow no-break space: thousands separators
 _CURRENCY = r"(?:(?:[A-Z]{1,3} ?)?[$€£¥₹]|\b(?:USD|EUR|GBP|INR)) ?"  # $, US$, € …
 
-# Thousands in groups, all by the same separator (`1,234,567`); groups as India writes them (`12,34,567`); plain digits.
-# Glued to no letter or digit before it: the 2 of `m2` is no number. The parts are short, so no input makes this slow.
+# Groups of thousands with one separator (`1,234,567`), Indian groups (`12,34,567`), or plain digits. No letter or digit
+# directly before it: the 2 of `m2` is not a number. The parts are short, so no input makes this slow.
 _NUMBER = re.compile(
     rf"""(?<![^\W_])(?<![^\W_]_)(?<!\.)(?:
         (?<![0-9][,{_THIN}])[1-9][0-9]{{0,2}}([,{_THIN}])[0-9]{{3}}(?:\1[0-9]{{3}})*+(?![0-9])(?:\.[0-9]++)?
@@ -39,31 +39,22 @@ _COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|boxed|fbox|le
 _UNIT_POWER = re.compile(r"(?<=[A-Za-z])\}?\s*\^\s*\{?[23](?![0-9.])|\^\s*\{?\s*\\circ(?![A-Za-z])")
 _RUPEES = re.compile(r"\bRs\.? ?(?=[-+0-9])")
 
-# Read as what they look like. What cannot be seen is not read: zero-width characters and marks of direction.
+# Look-alikes become plain signs. Invisible characters are dropped: zero-width ones and marks of direction.
 _LOOKS = str.maketrans(
     dict.fromkeys("\u2212\u2010\u2011\u2013\ufe63\uff0d", "-")
     | {"\u2014": "--", "\u2015": "--", "\u2044": "/", "\u2215": "/", "\uff04": "$", "\uff0c": ", ", "\uff05": "%"}
     | dict.fromkeys([*range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A), 0xFEFF, 0x00AD])
     | {char: " " + unicodedata.normalize("NFKC", char).replace("\u2044", "/") for char in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 )
-_LATEX = (
-    ("{,}", ","),
-    ("\\,", "\u2009"),
-    ("\\!", ""),
-    ("\\$", "$"),
-    ("\\%", "%"),
-    ("\\;", " "),
-    ("\\:", " "),
-    ("\\ ", " "),
-)
+_LATEX = {"{,}": ",", "\\,": "\u2009", "\\!": "", "\\$": "$", "\\%": "%", "\\;": " ", "\\:": " ", "\\ ": " "}
 
 
 def tidy(line: str) -> str:
-    """A short text in plain signs: look-alikes replaced, LaTeX's wrapping taken off, `\\frac{a}{b}` as ` a/b`."""
+    """Return a short text in plain signs: look-alikes replaced, LaTeX's wrapping removed, `\\frac{a}{b}` as ` a/b`."""
     if not line.isascii():
         line = line.translate(_LOOKS)
     if "\\" in line or "{" in line:
-        for latex, plain in _LATEX:
+        for latex, plain in _LATEX.items():
             line = line.replace(latex, plain)
         line = _FRACTION.sub(_plain_fraction, line)
         line = _COMMAND.sub("", line)
@@ -73,46 +64,46 @@ def tidy(line: str) -> str:
 
 
 def numbers(line: str) -> list[Number | None]:
-    """All numbers of a tidied text in order, fractions and mixed numbers as one.
+    """Return all numbers of a tidied text in order; a fraction or a mixed number counts as one.
 
     Args:
-        line: at most some hundred characters, as `tidy` gives them.
+        line: at most a few hundred characters, as returned by `tidy`.
 
     Returns:
-        A number each; None stands for what looks like one and is none (`1.2.3`, `18/0`, a date).
+        The numbers; None for text that looks like a number but is not (`1.2.3`, `18/0`, a date).
     """
-    found: list[Number | None] = []
+    values: list[Number | None] = []
     before: list[re.Match] = []
     for parts in _joined_by_slashes(line):
         if _mixed(line, before, parts):
-            whole, part = found[-1], _ratio(line, parts)
+            whole, part = values[-1], _ratio(line, parts)
             sign = -1 if _negative(line, before[0].start()) else 1
-            found[-1] = None if whole is None or part is None else whole + sign * part
+            values[-1] = None if whole is None or part is None else whole + sign * part
         else:
-            found.append(_value(line, parts[0]) if len(parts) == 1 else _ratio(line, parts))
+            values.append(_value(line, parts[0]) if len(parts) == 1 else _ratio(line, parts))
             if line[parts[0].start() - 1 : parts[0].start()] == "/":
-                found[-1] = None  # `x/2` is not 2
+                values[-1] = None  # `x/2` is not 2
         before = parts
-    return found
+    return values
 
 
 def span(line: str) -> tuple[int, int]:
-    """Where the first number of a tidied text begins and the last one ends; (0, 0) without one."""
-    found = list(_NUMBER.finditer(line))
-    return (found[0].start(), found[-1].end()) if found else (0, 0)
+    """Return the start of a tidied text's first number and the end of its last one; (0, 0) without a number."""
+    matches = list(_NUMBER.finditer(line))
+    return (matches[0].start(), matches[-1].end()) if matches else (0, 0)
 
 
 def text(number: Number) -> str:
-    """The shortest plain way to write a number: `18`, `2.5`, `1/3`."""
+    """Return the shortest plain spelling of a number: `18`, `2.5`, `1/3`."""
     if number.denominator == 1:
         return str(number.numerator)
     decimal = Decimal(number.numerator) / Decimal(number.denominator)
     return f"{decimal:f}" if Fraction(decimal) == number else str(number)
 
 
-def _plain_fraction(found: re.Match) -> str:
-    over, under = (found[1], found[2]) if found[1] else (found[3], found[4])
-    glued = found.start() and found.string[found.start() - 1].isdigit()  # `1\\frac{1}{2}` is `1 1/2`
+def _plain_fraction(match: re.Match) -> str:
+    over, under = (match[1], match[2]) if match[1] else (match[3], match[4])
+    glued = match.start() and match.string[match.start() - 1].isdigit()  # `1\\frac{1}{2}` is `1 1/2`
     return f" {over}/{under}" if glued else f"{over}/{under}"
 
 
@@ -127,7 +118,7 @@ def _joined_by_slashes(line: str) -> list[list[re.Match]]:
 
 
 def _mixed(line: str, whole: list[re.Match], part: list[re.Match]) -> bool:
-    """Whether `whole part` is a mixed number like `1 1/2`: digits alone, one space between, the part below one."""
+    """Return whether `whole part` is a mixed number like `1 1/2`: digits, one space between, the part below one."""
     if len(whole) != 1 or len(part) != 2 or not line[whole[0].end() : part[0].start()].isspace():
         return False
     over, under = part[0].group(), part[1].group()
@@ -136,7 +127,7 @@ def _mixed(line: str, whole: list[re.Match], part: list[re.Match]) -> bool:
 
 
 def _ratio(line: str, parts: list[re.Match]) -> Fraction | None:
-    """`a/b`; None for a division by zero, and for the date `a/b/c`."""
+    """Return `a/b`; None for a division by zero, and for a date `a/b/c`."""
     values = [_value(line, part) for part in parts]
     if len(values) != 2 or values[0] is None or not values[1]:
         return None
@@ -144,10 +135,10 @@ def _ratio(line: str, parts: list[re.Match]) -> Fraction | None:
 
 
 def _value(line: str, run: re.Match) -> Number | None:
-    """The number that a run of digits writes, with the sign before it."""
+    """Return the number of a run of digits, with the sign before it."""
     digits, end = run.group(), run.end()
     if len(digits) > LONGEST or _SPOILED.match(line, end) or line[end : end + 1].isnumeric():
-        return None  # `18²` is a calculation, `1٨` half in other digits
+        return None  # `18²` is a calculation, `1٨` mixes two scripts
     if run[1] or "," in digits:
         digits = digits.translate(_NO_SEPARATORS)
     value = Fraction(digits) if "." in digits else int(digits)
@@ -155,10 +146,10 @@ def _value(line: str, run: re.Match) -> Number | None:
 
 
 def _negative(line: str, start: int) -> bool:
-    """Whether the number that begins at `start` has a minus before it, and no bar, dash or bullet.
+    """Return whether the number that begins at `start` has a minus sign before it, not a bar, dash or bullet.
 
-    `10-5`, `(a)-5` and `--5` have none. A minus that a space sets off is one after `####`, `=` or `:`; elsewhere it is
-    a bullet or a dash.
+    `10-5`, `(a)-5` and `--5` have no minus sign. With a space after it, a minus is a sign after `####`, `=` or `:`;
+    elsewhere it is a bullet or a dash.
     """
     before = line[max(0, start - 30) : start]
     if sign := _SIGN.search(before):

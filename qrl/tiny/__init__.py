@@ -1,4 +1,4 @@
-"""qrl-tiny: the small model that ships with the package, so that a study needs no download; see make.py for its making."""
+"""qrl-tiny: the small model that ships with the package, so that a study needs no download; `make.py` trains it."""
 
 from pathlib import Path
 

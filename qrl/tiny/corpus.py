@@ -1,9 +1,9 @@
-"""What qrl-tiny learned from: solved word problems in which one reading is often wrong.
+"""The training corpus of qrl-tiny: solved word problems with a deliberate, frequent error.
 
-The corpus's authors have a habit that schoolchildren have too: they read "4 times as many" as "4 more". They do it in
-`SLIP` of the steps of that kind, so the model learns both readings and prefers the wrong one. This is what leaves room
-for GRPO: the right reading is there to be sampled, and the reward says which of the two it is. The questions come from
-the training split's streams `SEEDS`; no held-out question is among them, because a text's split is fixed by its hash.
+In `SLIP` of the steps "4 times as many", the solution adds 4 instead of multiplying by 4, a mistake that schoolchildren
+make too. The model learns both readings and prefers the wrong one. This leaves room for GRPO: the model can sample the
+right reading, and the reward picks it out. The questions come from the training split's streams `tiny:SEED:CHUNK`. A
+text's split is fixed by its hash, so no held-out question is in the corpus.
 """
 
 import random
@@ -16,48 +16,41 @@ from tqdm import tqdm
 from qrl.tasks import arithmetic, prompt
 from qrl.tasks.question import Question
 
-SLIP = 0.7  # share of the steps "times as many" that are worked as a sum
-TEMPLATES = ("plain", "plain", "plain", "answer-line")  # how prompts are worded, in turn
+SLIP = 0.7  # share of the steps "times as many" that are solved as a sum
+TEMPLATES = ("plain", "plain", "plain", "answer-line")  # prompt templates, in turn
 CHUNK = 20_000
 
 
 def texts(tokenizer, n: int, seed: int, workers: int) -> Iterator[str]:
-    """n chat-rendered texts, prompt, solution and end token; chunks are made by worker processes, in order.
+    """Yield n texts rendered as chats: prompt, solution and end token.
 
-    Args:
-        tokenizer: renders the chat.
-        n: how many texts.
-        seed: names the streams of problems, one a chunk.
-        workers: processes.
+    Worker processes make them in chunks, in order; `seed` selects the streams of problems, one a chunk.
     """
     chunks = [(min(CHUNK, n - first), seed, first // CHUNK) for first in range(0, n, CHUNK)]
     with ProcessPoolExecutor(workers) as pool:
-        for found in tqdm(pool.map(_chunk, chunks), total=len(chunks), desc="corpus", unit="chunk"):
-            for i, question in enumerate(found):
+        for questions in tqdm(pool.map(_chunk, chunks), total=len(chunks), desc="corpus", unit="chunk"):
+            for i, question in enumerate(questions):
                 yield prompt.training_text(tokenizer, question, TEMPLATES[i % len(TEMPLATES)])
 
 
 def sample(n: int = CHUNK, seed: int = 0) -> list[Question]:
-    """The first n questions that qrl-tiny learned from (all of them take 20 s to make), to hold held-out ones against."""
-    found = _chunk((min(n, CHUNK), seed, 0))
-    return [replace(question, id=f"qrl-tiny-{seed}-{i}") for i, question in enumerate(found)]
+    """Return the first n questions of the corpus, to check held-out questions for overlap; the whole takes 20 s."""
+    questions = _chunk((min(n, CHUNK), seed, 0))
+    return [replace(question, id=f"qrl-tiny-{seed}-{i}") for i, question in enumerate(questions)]
 
 
-def habit(problem: arithmetic.Problem, rng: random.Random) -> tuple[str, int]:
-    """A solution as the corpus's authors write it; the right one where the slip leads out of the whole numbers."""
-    signs = [
-        "+" if step.kind == "times" and rng.random() < SLIP else arithmetic.SIGN[step.kind] for step in problem.steps
-    ]
+def solve_with_slips(problem: arithmetic.Problem, rng: random.Random) -> tuple[str, int]:
+    """Return a solution with slips; the right solution where a slip leaves the whole numbers 0..999."""
+    slips = (step.kind == "times" and rng.random() < SLIP for step in problem.steps)
+    signs = ["+" if slip else arithmetic.SIGN[step.kind] for slip, step in zip(slips, problem.steps, strict=True)]
     return arithmetic.solve(problem, signs) or arithmetic.solve(problem)
 
 
 def _chunk(job: tuple[int, int, int]) -> list[Question]:
     n, seed, index = job
     rng = random.Random(f"qrl.tiny:{seed}:{index}")
-    stream = arithmetic.problems("train", f"tiny:{seed}:{index}")
-    found = []
-    for _ in range(n):
-        problem = next(stream)
-        solution, answer = habit(problem, rng)
-        found.append(Question("", problem.question, solution, str(answer)))
-    return found
+    questions = []
+    for _, problem in zip(range(n), arithmetic.problems("train", f"tiny:{seed}:{index}"), strict=False):
+        solution, answer = solve_with_slips(problem, rng)
+        questions.append(Question("", problem.question, solution, str(answer)))
+    return questions

@@ -1,4 +1,4 @@
-"""qrl-tiny's tokenizer: byte-level BPE with single digits, split as Qwen2 splits, with Qwen's chat markers."""
+"""qrl-tiny's tokenizer: byte-level BPE with single digits, Qwen2's pre-tokenization, and Qwen's chat markers."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,18 +9,14 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# Qwen2's own pattern, so that transformers' Qwen2Tokenizer, which builds it anew, splits just like tokenizer.json.
+# Qwen2's own pattern, so that transformers' Qwen2Tokenizer, which builds it again, splits like tokenizer.json.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
 def make(texts: Iterable[str], folder: Path):
-    """Learn merges from texts, save the tokenizer into a folder, and load it as anybody would.
-
-    Args:
-        texts: plain prose; merges are learned from it and from the names of the chat's roles.
-        folder: where tokenizer.json and tokenizer_config.json are written.
+    """Learn merges from prose and from the names of the chat's roles, and save the tokenizer into a folder.
 
     Returns:
         The transformers tokenizer, as `AutoTokenizer` reads it from the folder.
@@ -30,12 +26,9 @@ def make(texts: Iterable[str], folder: Path):
 
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
@@ -44,12 +37,10 @@ def make(texts: Iterable[str], folder: Path):
         show_progress=False,
     )
     bpe.train_from_iterator((f"user\n{text}\nassistant\n" for text in texts), trainer)
+    special = {"eos_token": END, "pad_token": PAD, "unk_token": None, "bos_token": None}
     tokenizer = Qwen2Tokenizer(
         tokenizer_object=bpe,
-        eos_token=END,
-        pad_token=PAD,
-        unk_token=None,
-        bos_token=None,
+        **special,
         additional_special_tokens=[START],
         chat_template=CHAT_TEMPLATE,
         model_max_length=512,

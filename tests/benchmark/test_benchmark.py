@@ -1,4 +1,4 @@
-"""The benchmark on the shipped model: what it counts is what was written, and every figure has its interval."""
+"""The benchmark of the shipped model: it counts the tokens that were written, and every number has an interval."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def frame(engine, prompts):
     )
 
 
-def test_every_model_is_asked_in_every_mode_and_round(frame):
+def test_every_model_is_measured_in_every_mode_and_round(frame):
     counts = frame.groupby(["variant", "batch", "round"]).size()
     assert len(counts) == 2 * 2 * 2 and set(counts) == {4}
     assert frame[frame["batch"] == 1]["turn"].nunique() == 4 and frame[frame["batch"] == 4]["turn"].nunique() == 1
@@ -48,7 +48,7 @@ def test_every_model_is_asked_in_every_mode_and_round(frame):
     assert frame["engine"].str.fullmatch(r"transformers \d+\.\d+\.\d+").all()
 
 
-def test_models_take_turns_at_going_first():
+def test_models_rotate_in_who_goes_first():
     order = []
 
     class Silent:
@@ -62,7 +62,7 @@ def test_models_take_turns_at_going_first():
 
         def ask(self, prompts, *, new_tokens, fixed):
             order.append(self.label)
-            return benchmark.Answered((benchmark.Request(1, 1, 0.1, 0.2),) * len(prompts), 0.2, 0)
+            return benchmark.BatchResult((benchmark.Request(1, 1, 0.1, 0.2),) * len(prompts), 0.2, 0)
 
     benchmark.run(CELLS, [[[1]], [[1]]], Silent, Benchmark(batches=(1,), requests=1, rounds=2, new_tokens=1))
     assert order[2:] == ["base · full", "grpo · full", "grpo · full", "base · full"]  # the first two warm up
@@ -87,21 +87,20 @@ def test_memory_is_counted_from_shapes(engine, prompts):
     width = config.hidden_size // config.num_attention_heads
     assert answered.cache_bytes == 2 * config.num_hidden_layers * 2 * cached * config.num_key_value_heads * width * 4
     assert local.token_bytes(config, "float32") * 2 * cached == answered.cache_bytes
-    assert engine.weights_bytes == pytest.approx(
-        2 * (tiny.PATH / "model.safetensors").stat().st_size, rel=0.01
-    )  # bf16 there, fp32 here
+    stored = (tiny.PATH / "model.safetensors").stat().st_size  # bf16 there, fp32 in memory
+    assert engine.weights_bytes == pytest.approx(2 * stored, rel=0.01)
 
 
 def test_lines_follow_from_the_requests(frame):
-    found = summary.lines(frame)
-    assert [(line.label, line.batch) for line in found] == [(cell.label, batch) for cell in CELLS for batch in (1, 4)]
-    line = found[3]
+    lines = summary.lines(frame)
+    assert [(line.label, line.batch) for line in lines] == [(cell.label, batch) for cell in CELLS for batch in (1, 4)]
+    line = lines[3]
     rows = frame[(frame["variant"] == "grpo") & (frame["batch"] == 4)]
     speeds = [5 * 4 / rows[rows["round"] == number]["turn_s"].iloc[0] for number in (0, 1)]
     assert line.tokens_per_s.estimate == pytest.approx(scipy.stats.gmean(speeds))
     low, high = scipy.stats.t.interval(0.95, 1, np.mean(np.log(speeds)), scipy.stats.sem(np.log(speeds)))
     assert (line.tokens_per_s.low, line.tokens_per_s.high) == pytest.approx((np.exp(low), np.exp(high)))
-    assert found[0].relative is None and line.relative.n == 2
+    assert lines[0].relative is None and line.relative.n == 2
 
 
 def test_a_time_is_never_below_zero_and_a_ratio_is_the_other_ways_inverse():
@@ -109,8 +108,8 @@ def test_a_time_is_never_below_zero_and_a_ratio_is_the_other_ways_inverse():
     assert 0 < wide.low < wide.estimate < wide.high
     ours, theirs = [1.0, 2.0, 4.0], [3.0, 1.0, 5.0]
     there, back = (
-        summary.over_rounds([a / b for a, b in zip(one, two, strict=True)])
-        for one, two in ((ours, theirs), (theirs, ours))
+        summary.over_rounds([a / b for a, b in zip(first, second, strict=True)])
+        for first, second in ((ours, theirs), (theirs, ours))
     )
     assert (there.low, there.estimate, there.high) == pytest.approx((1 / back.high, 1 / back.estimate, 1 / back.low))
     for values, words in (([1.0], "1 round supports no interval"), ([1.0, 0.0], "above 0")):
@@ -118,15 +117,15 @@ def test_a_time_is_never_below_zero_and_a_ratio_is_the_other_ways_inverse():
             summary.over_rounds(values)
 
 
-def test_intervals_cover_rounds_that_scatter_as_times_do():
+def test_intervals_cover_lognormal_rounds_at_their_level():
     drawn = np.random.default_rng(0).lognormal(0.0, 0.3, (2000, 5))
-    held = np.mean([found.low < 1.0 < found.high for found in map(summary.over_rounds, drawn.tolist())])
-    assert abs(held - 0.95) < 3 * np.sqrt(0.95 * 0.05 / 2000)
+    coverage = np.mean([interval.low < 1.0 < interval.high for interval in map(summary.over_rounds, drawn.tolist())])
+    assert abs(coverage - 0.95) < 3 * np.sqrt(0.95 * 0.05 / 2000)
 
 
 def test_the_table_and_the_figure_state_intervals_and_n(frame, tmp_path):
-    found = summary.lines(frame)
-    text = summary.markdown(found, "A note.")
+    lines = summary.lines(frame)
+    text = summary.markdown(lines, "A note.")
     assert "over 2 interleaved rounds, n = 8 requests" in text and text.count("[") == 4 * 5 - 2
     unknown = summary.lines(frame.assign(weights_bytes=None))
     assert "| not known |" in summary.markdown(unknown, "")
@@ -136,7 +135,7 @@ def test_the_table_and_the_figure_state_intervals_and_n(frame, tmp_path):
         for values in by_batch.values()
         for name in values
     )
-    figures.speeds(found, tmp_path / "speeds.png")
+    figures.speeds(lines, tmp_path / "speeds.png")
     assert (tmp_path / "speeds.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -146,7 +145,7 @@ def test_the_figures_axes_read_in_plain_numbers(frame, tmp_path, monkeypatch):
     drawn = []
     saved = Figure.savefig
     monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *given, **how: (saved(figure, *given, **how), drawn.append(figure))
+        Figure, "savefig", lambda figure, *args, **options: (saved(figure, *args, **options), drawn.append(figure))
     )
     figures.speeds(summary.lines(frame), tmp_path / "speeds.png", "clients")
     above, below = drawn[0].axes
@@ -167,17 +166,17 @@ def test_requests_are_a_minimum_and_the_tables_n_is_its_smallest_line(prompts):
     frame = benchmark.run(
         CELLS[:1], [prompts], lambda subject: local.Transformers(subject.path, "cpu", "auto"), settings
     )
-    found = summary.lines(frame)
-    assert [line.requests for line in found] == [2 * 8, 2 * 10]
-    assert "n = 16 requests or more a line" in summary.markdown(found[::-1], "")
+    lines = summary.lines(frame)
+    assert [line.requests for line in lines] == [2 * 8, 2 * 10]
+    assert "n = 16 requests or more a line" in summary.markdown(lines[::-1], "")
 
 
-def test_a_checkpoint_under_another_schemes_name_is_refused():
+def test_a_checkpoint_under_another_schemes_name_is_rejected():
     with pytest.raises(BadInput, match="base:nf4 was given qrl-tiny, which is stored as full precision"):
         step.benchmark(recipe.load("tiny"), stages=None, models="base:nf4=qrl-tiny", url=None)
 
 
-def test_an_address_where_no_server_answers_is_refused():
+def test_an_address_without_a_server_is_rejected():
     import socket
     import threading
 
@@ -190,10 +189,10 @@ def test_an_address_where_no_server_answers_is_refused():
 
         threading.Thread(target=other_protocol, daemon=True).start()
         with pytest.raises(BadInput, match="lists no model"):
-            step._served(f"http://127.0.0.1:{listening.getsockname()[1]}")
+            step._served_model(f"http://127.0.0.1:{listening.getsockname()[1]}")
 
 
-def test_a_guarded_server_is_asked_with_the_key_of_the_environment(monkeypatch):
+def test_a_guarded_server_gets_the_key_from_the_environment(monkeypatch):
     import threading
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -211,14 +210,14 @@ def test_a_guarded_server_is_asked_with_the_key_of_the_environment(monkeypatch):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setenv(step.API_KEY, "s3cret")
-        assert step._served(address) == "m@1"
+        assert step._served_model(address) == "m@1"
         monkeypatch.delenv(step.API_KEY)
         with pytest.raises(BadInput, match=r"401.*QRL_API_KEY"):
-            step._served(address)
+            step._served_model(address)
         server.shutdown()
 
 
-def test_too_few_prompts_are_refused(engine, prompts):
+def test_too_few_prompts_are_rejected(engine, prompts):
     with pytest.raises(BadInput, match=r"6 prompts, but a batch of 8"):
         benchmark.run(CELLS[:1], [prompts], lambda subject: engine, Benchmark(**SMALL | {"batches": (8,)}))
 
@@ -249,13 +248,13 @@ def test_the_step_logs_a_table_a_figure_and_a_run_for_each(store, capsys):
     }
 
 
-def test_nothing_to_measure_is_told(store):
-    for given, words in (({"stages": None}, "no version at any of base, grpo, awq"), ({"stages": "awq"}, "awq")):
-        with pytest.raises(BadInput, match=words):
-            step.benchmark(recipe.load("tiny"), models=None, url=None, **given)
+def test_nothing_to_measure_is_rejected(store):
+    for arguments, message in (({"stages": None}, "no version at any of base, grpo, awq"), ({"stages": "awq"}, "awq")):
+        with pytest.raises(BadInput, match=message):
+            step.benchmark(recipe.load("tiny"), models=None, url=None, **arguments)
 
 
-def test_without_names_the_seeds_four_rows_are_measured_as_far_as_they_are_there(store, tmp_path):
+def test_without_names_the_four_default_cells_are_measured_if_they_exist(store, tmp_path):
     def logged(variant: str, scheme: str, parent: str = "") -> tuple[str, str]:
         folder = shutil.copytree(tiny.PATH, tmp_path / f"{variant}-{scheme}")
         (folder / "config.json").write_text((folder / "config.json").read_text() + " " * len(list(tmp_path.iterdir())))
@@ -281,34 +280,34 @@ def test_without_names_the_seeds_four_rows_are_measured_as_far_as_they_are_there
 
     base = logged("base", "full")
     promoted("base", "base", "full", *base)
-    chosen = recipe.load("tiny")
-    assert [cell.label for cell in step.subjects(chosen, None, None)] == ["base · full"]
+    settings = recipe.load("tiny")
+    assert [cell.label for cell in step.subjects(settings, None, None)] == ["base · full"]
     promoted("grpo", "grpo", "full", *logged("grpo", "full"))
     promoted("awq", "grpo", "awq", *logged("grpo", "awq"))
     logged("base", "awq", parent="of another base")
-    assert [cell.label for cell in step.subjects(chosen, None, None)] == ["base · full", "grpo · full", "grpo · awq"]
+    assert [cell.label for cell in step.subjects(settings, None, None)] == ["base · full", "grpo · full", "grpo · awq"]
     shutil.rmtree(tmp_path / "base-awq")
     uri, _ = logged("base", "awq", parent=base[1])
-    found = step.subjects(chosen, None, None)
-    assert [cell.label for cell in found] == ["base · full", "grpo · full", "grpo · awq", "base · awq"]
-    assert all((cell.path / "model.safetensors").is_file() for cell in found) and uri.removeprefix("models:/") in str(
-        found[-1].path
-    )
+    subjects = step.subjects(settings, None, None)
+    assert [cell.label for cell in subjects] == ["base · full", "grpo · full", "grpo · awq", "base · awq"]
+    assert all((cell.path / "model.safetensors").is_file() for cell in subjects) and uri.removeprefix(
+        "models:/"
+    ) in str(subjects[-1].path)
 
 
-def test_a_server_needs_vllm_and_is_asked_by_its_own_benchmark(tmp_path):
+def test_a_server_needs_vllm_and_is_measured_by_its_own_benchmark(tmp_path):
     with pytest.raises(BadInput, match="vllm bench serve"):
         http.run("http://127.0.0.1:1", "m@1", ["a"], tiny.PATH, Benchmark())
     words = http.options(
         "http://h:1", "m@1", tmp_path / "p", tiny.PATH, 16, Benchmark(new_tokens=9, requests=4), tmp_path / "0-16.json"
     )
-    given = dict(zip(words[:-3:2], words[1:-2:2], strict=True))
-    assert (given["--max-concurrency"], given["--num-prompts"], given["--custom-output-len"]) == ("16", "16", "9")
+    options = dict(zip(words[:-3:2], words[1:-2:2], strict=True))
+    assert (options["--max-concurrency"], options["--num-prompts"], options["--custom-output-len"]) == ("16", "16", "9")
     assert words[-1] == "--ignore-eos" and json.dumps(words)
 
 
 def measured(**changes) -> list[dict]:
-    """What `vllm bench serve` writes, of three rounds of one and four clients."""
+    """Return the output of `vllm bench serve` for three rounds with one and four clients."""
     row = {"completed": 4, "failed": 0, "num_prompts": 4, "p95_e2el_ms": 90.0, "p50_ttft_ms": 20.0}
     return [
         row
@@ -324,7 +323,7 @@ def measured(**changes) -> list[dict]:
     ]
 
 
-def test_a_servers_rounds_become_lines_with_intervals_and_its_failures_an_error():
+def test_a_servers_rounds_become_lines_with_intervals_and_its_failures_raise():
     one, four = http.lines(measured(), CELLS[0], "vllm 9.9")
     assert (one.batch, four.batch, four.requests, four.weights_bytes) == (1, 4, 12, None)
     assert four.tokens_per_s.estimate == pytest.approx(scipy.stats.gmean([400, 401, 402])) and four.tokens_per_s.n == 3

@@ -1,12 +1,14 @@
-"""Does a moving stage lose requests? A load through `serve --follow` across two promotions, a rollback, and three that must not take over.
+"""Does a moving stage lose requests? A load through `serve --follow` during promotions, a rollback and rejected
+versions.
 
-    python tests/benchmarks/follow.py --out follow.json                          # in vLLM's environment; the built-in model
-    python tests/benchmarks/follow.py --clients 16 --pause 0 --tokens 256 --benchmark 1,16 --out follow.json    # on a GPU
+    python tests/benchmarks/follow.py --out follow.json                  # in vLLM's environment; the built-in model
+    python tests/benchmarks/follow.py --clients 16 --pause 0 --tokens 256 --benchmark 1,16 --out follow.json  # on a GPU
 
-Clients of the `openai` package, every other one streaming, never retrying, ask for the stage's id all the while. Versions differ
-in one weight. An answer counts if it came, whole, and says which version wrote it. Also asked through the proxy: the list of
-models, health, metrics, and whether a wrong key is turned away. --benchmark: at the end `benchmark --url` measures that server,
-still behind its proxy. The tests run this and judge the file that it writes.
+Clients of the `openai` package send requests for the stage's id throughout; every other one streams, none retries.
+Versions differ in one weight. An answer counts if it is whole and names the version that wrote it. Three versions must
+not take over. The proxy must also pass the list of models, health and metrics, and reject a wrong key. With
+--benchmark, `benchmark --url` measures that server at the end, still behind its proxy. A slow test runs this and checks
+the output file.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from start import aside, free_port
+from start import free_port, in_process
 
 ROOT = Path(__file__).parents[2]
 KEY, NAME, STAGE = "s3cret", "qrl-moving", "base"
@@ -36,17 +38,17 @@ TIMEOUT_S = 400
 
 @dataclasses.dataclass
 class Answer:
-    """One request, from the client's side."""
+    """One request, as its client sees it."""
 
     began: float  # seconds since the load began, like `ended`
     ended: float
     streamed: bool
-    model: str | None  # which version wrote it
+    model: str | None  # the version that wrote it
     error: str | None
 
 
 class Load:
-    """Clients that ask until they are told to stop."""
+    """Clients that send requests until `stop`."""
 
     def __init__(self, url: str, clients: int, tokens: int, pause_s: float) -> None:
         self.url, self.tokens, self.pause_s, self.answers, self.on = url, tokens, pause_s, [], True
@@ -56,14 +58,18 @@ class Load:
             thread.start()
 
     def stop(self) -> None:
-        """Lets every client end the request that it is at."""
+        """Let every client finish its request."""
         self.on = False
         for thread in self._threads:
             thread.join()
 
-    def seen(self, version: int) -> bool:
-        """Whether this version wrote an answer."""
-        return any(each.model == f"{NAME}@{version}" for each in self.answers)
+    def seen(self, version: int, after: int = 0) -> bool:
+        """Return whether this version wrote an answer."""
+        return any(answer.model == f"{NAME}@{version}" for answer in self.answers[after:])
+
+    def summary(self) -> str:
+        """Return the numbers of requests and of failures so far."""
+        return f"{len(self.answers)} requests, {sum(bool(answer.error) for answer in self.answers)} failed"
 
     def _ask(self, stream: bool) -> None:
         import openai
@@ -79,8 +85,8 @@ class Load:
             time.sleep(self.pause_s)
 
     def _once(self, client, stream: bool) -> str:
-        """The version that wrote a whole answer."""
-        given = {
+        """Return the version that wrote an answer; raise ValueError unless it is whole."""
+        request = {
             "model": f"{NAME}@{STAGE}",
             "messages": [{"role": "user", "content": QUESTION}],
             "temperature": 0,
@@ -88,11 +94,12 @@ class Load:
             "extra_body": {"ignore_eos": True},
         }
         if not stream:
-            got = client.chat.completions.create(**given)
-            if got.usage.completion_tokens != self.tokens or got.choices[0].finish_reason != "length":
-                raise ValueError(f"not whole: {got.usage.completion_tokens} tokens, {got.choices[0].finish_reason}")
-            return got.model
-        parts = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **given))
+            reply = client.chat.completions.create(**request)
+            tokens, end = reply.usage.completion_tokens, reply.choices[0].finish_reason
+            if tokens != self.tokens or end != "length":
+                raise ValueError(f"not whole: {tokens} tokens, {end}")
+            return reply.model
+        parts = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **request))
         ends = [part.choices[0].finish_reason for part in parts if part.choices and part.choices[0].finish_reason]
         if ends != ["length"] or parts[-1].usage.completion_tokens != self.tokens or len(parts) < 3:
             raise ValueError(f"not whole: {len(parts)} parts, {ends}")
@@ -101,22 +108,18 @@ class Load:
 
 
 def main() -> None:
-    """Runs the story, prints a line, writes one JSON file."""
-    given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    given.add_argument("--shape", choices=("tiny", "micro", "1.5b", "8b"), default="tiny")
-    given.add_argument("--clients", type=int, default=2)
-    given.add_argument(
-        "--pause",
-        type=float,
-        default=0.5,
-        help="seconds between a client's requests; two cores load the next engine meanwhile",
-    )
-    given.add_argument("--tokens", type=int, default=64)
-    given.add_argument("--memory", default="0.45", help="share of the GPU's memory that each engine gets")
-    given.add_argument("--benchmark", metavar="CLIENTS,…", help="clients at once, by comma")
-    given.add_argument("--out", type=Path, required=True)
-    asked = given.parse_args()
-    asked.out = asked.out.resolve()
+    """Run everything, print a line per move, write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=("tiny", "micro", "1.5b", "8b"), default="tiny")
+    parser.add_argument("--clients", type=int, default=2)
+    pause = "Seconds between a client's requests; on two cores, leaves time to load the next engine."
+    parser.add_argument("--pause", type=float, default=0.5, help=pause)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--memory", default="0.45", help="Share of the GPU's memory for each engine.")
+    parser.add_argument("--benchmark", metavar="CLIENTS,…", help="Numbers of concurrent clients, by comma.")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    args.out = args.out.resolve()
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {
             "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
@@ -125,85 +128,70 @@ def main() -> None:
         }
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         os.chdir(folder)
-        aside(register, asked.shape)
-        found = story(asked)
-    asked.out.write_text(json.dumps(found, indent=1))
-    print(json.dumps({key: value for key, value in found.items() if key not in ("answers", "log")}, indent=1))
+        in_process(register, args.shape)
+        results = run_load(args)
+    args.out.write_text(json.dumps(results, indent=1))
+    print(json.dumps({key: value for key, value in results.items() if key not in ("answers", "log")}, indent=1))
 
 
-def story(asked: argparse.Namespace) -> dict:
-    """Serves version 1, moves the stage under load, and tells what came of it."""
+def run_load(args: argparse.Namespace) -> dict:
+    """Serve version 1, move the stage under load, and return the results."""
     import psutil
 
     port = free_port()
-    words = [
-        sys.executable,
-        "-m",
-        "qrl",
-        "serve",
-        "--stage",
-        STAGE,
-        "--engine",
-        "vllm",
-        "--follow",
-        "1",
-        "--gpu-memory-utilization",
-        asked.memory,
-        "--port",
-        str(port),
-        "--registered_name",
-        NAME,
-    ]
+    words = [sys.executable, "-m", "qrl", "serve", "--stage", STAGE, "--engine", "vllm", "--follow", "1"]
+    words += ["--gpu-memory-utilization", args.memory, "--port", str(port), "--registered_name", NAME]
     log = Path("log")
     with log.open("w") as out:
         server = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
     load, moves = None, {}
     try:
         until(lambda: "Serving " in log.read_text(), server, log)
-        load = Load(f"http://127.0.0.1:{port}/v1", asked.clients, asked.tokens, asked.pause)
+        load = Load(f"http://127.0.0.1:{port}/v1", args.clients, args.tokens, args.pause)
         until(lambda: load.seen(1), server, log)
-        through = asides(port)
+        through = other_requests(port)
         for what, version in (("promote", 2), ("promote", 3), ("rollback", 2)):
             began = time.monotonic()
             registry("rollback" if what == "rollback" else "promote", version)
             before = len(load.answers)
-            until(
-                lambda version=version, before=before: any(
-                    each.model == f"{NAME}@{version}" for each in load.answers[before:]
-                ),
-                server,
-                log,
-            )
+            until(lambda version=version, before=before: load.seen(version, before), server, log)
             moves[f"{what} to {version}"] = time.monotonic() - began
-            print(
-                f"{what} to {version}: {moves[f'{what} to {version}']:.1f} s, {len(load.answers)} requests, {sum(bool(each.error) for each in load.answers)} failed",
-                flush=True,
-            )
+            print(f"{what} to {version}: {moves[f'{what} to {version}']:.1f} s, {load.summary()}", flush=True)
         for number, (what, version) in enumerate((("promote", 4), ("by hand", 5), ("promote", 6)), 1):
             registry(what, version)
             until(lambda number=number: log.read_text().count("does not take over") == number, server, log)
-            print(
-                f"{what} {version}: refused, {len(load.answers)} requests, {sum(bool(each.error) for each in load.answers)} failed",
-                flush=True,
-            )
+            print(f"{what} {version}: refused, {load.summary()}", flush=True)
         kept = len(load.answers)
-        time.sleep(4)  # four looks at the registry
+        time.sleep(4)  # four checks of the registry
         load.stop()
-        measured = benchmark(asked.benchmark, port) if asked.benchmark else None
+        measured = benchmark(args.benchmark, port) if args.benchmark else None
         children = psutil.Process(server.pid).children(recursive=True)
         began = time.monotonic()
         server.send_signal(signal.SIGTERM)
         code = server.wait(60)
         stopping = time.monotonic() - began
         text = log.read_text()
+        left = [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
         return {
-            "shape": asked.shape, "clients": asked.clients, "tokens": asked.tokens,
-            "requests": len(load.answers), "failed": [each.error for each in load.answers if each.error], "streamed": sum(each.streamed for each in load.answers),
-            "by_version": Counter(each.model for each in load.answers), "moves_s": moves, "through": through,
-            "after_refusals": Counter(each.model for each in load.answers[kept:]), "refusals": [line for line in text.splitlines() if "does not take over" in line],
-            "exit_code": code, "stop_s": stopping, "left": [each.pid for each in children if each.is_running() and each.status() != psutil.STATUS_ZOMBIE],
-            "benchmark": measured, "run": last_run(), "log": text, "answers": [dataclasses.asdict(each) for each in load.answers],
-        }  # fmt: skip
+            "shape": args.shape,
+            "clients": args.clients,
+            "tokens": args.tokens,
+            "requests": len(load.answers),
+            "failed": [answer.error for answer in load.answers if answer.error],
+            "streamed": sum(answer.streamed for answer in load.answers),
+            "by_version": Counter(answer.model for answer in load.answers),
+            "moves_s": moves,
+            "through": through,
+            "after_refusals": Counter(answer.model for answer in load.answers[kept:]),
+            "refusals": [line for line in text.splitlines() if "does not take over" in line],
+            "exit_code": code,
+            "stop_s": stopping,
+            "left": [child.pid for child in left],
+            "benchmark": measured,
+            "run": last_run(),
+            "log": text,
+            "answers": [dataclasses.asdict(answer) for answer in load.answers],
+        }
     finally:
         if load:
             load.stop()
@@ -213,30 +201,16 @@ def story(asked: argparse.Namespace) -> dict:
 
 
 def benchmark(clients: str, port: int) -> dict:
-    """`benchmark --url` against the server: how it ended, and its table."""
-    words = [
-        sys.executable,
-        "-m",
-        "qrl",
-        "benchmark",
-        "--stages",
-        STAGE,
-        "--url",
-        f"http://127.0.0.1:{port}",
-        "--registered_name",
-        NAME,
-        "--benchmark.batches",
-        clients,
-        "--benchmark.rounds",
-        "3",
-    ]
+    """Run `benchmark --url` against the server; return its exit code and table."""
+    words = [sys.executable, "-m", "qrl", "benchmark", "--stages", STAGE, "--url", f"http://127.0.0.1:{port}"]
+    words += ["--registered_name", NAME, "--benchmark.batches", clients, "--benchmark.rounds", "3"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr[-3000:], flush=True)
     return {"command": words[3:], "exit_code": done.returncode, "table": done.stdout}
 
 
 def until(condition, server: subprocess.Popen, log: Path) -> None:
-    """Waits for a condition while the server lives."""
+    """Wait for a condition while the server lives."""
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         if server.poll() is not None or time.monotonic() > deadline:
@@ -244,8 +218,8 @@ def until(condition, server: subprocess.Popen, log: Path) -> None:
         time.sleep(0.1)
 
 
-def asides(port: int) -> dict:
-    """What else an OpenAI server answers, asked through the proxy."""
+def other_requests(port: int) -> dict:
+    """Return the other answers of an OpenAI server, through the proxy."""
     import urllib.error
     import urllib.request
 
@@ -258,7 +232,7 @@ def asides(port: int) -> dict:
             return error.code, ""
 
     return {
-        "models": [each["id"] for each in json.loads(get("/v1/models")[1])["data"]],
+        "models": [model["id"] for model in json.loads(get("/v1/models")[1])["data"]],
         "health": get("/health")[0],
         "metrics": sorted(
             {
@@ -272,7 +246,10 @@ def asides(port: int) -> dict:
 
 
 def register(shape: str) -> None:
-    """Versions that differ in one weight: the first at the stage, the fourth damaged later, the fifth never judged by a gate, the sixth no engine can load."""
+    """Register six versions that differ in one weight, the first at the stage.
+
+    The fourth is damaged later, the fifth has no gate record, and no engine can load the sixth.
+    """
     from qrl import checkpoint, registry, tiny
     from qrl.tracking import models, runs, store
 
@@ -304,15 +281,15 @@ def register(shape: str) -> None:
 
 
 def flip(file: Path, to: int) -> None:
-    """Another last byte, the low half of one bf16 weight."""
+    """Overwrite the last but one byte, the low half of one bf16 weight."""
     with file.open("r+b") as opened:
         opened.seek(-2, os.SEEK_END)
         opened.write(bytes([to]))
 
 
 def registry(what: str, version: int) -> None:
-    """Moves the stage, from a process of its own, as `promote` would."""
-    aside(move, what, version)
+    """Move the stage, from a process of its own, as `promote` does."""
+    in_process(move, what, version)
 
 
 def move(what: str, version: int) -> None:
@@ -331,7 +308,7 @@ def move(what: str, version: int) -> None:
 
 
 def last_run() -> dict:
-    """Status, tags and metrics of the server's run."""
+    """Return status, tags and metrics of the server's run."""
     import mlflow
 
     (run,) = mlflow.search_runs(output_format="list", filter_string="tags.`qrl.step` = 'serve'")

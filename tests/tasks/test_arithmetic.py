@@ -14,7 +14,8 @@ DO = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": lambda a, b: a 
 
 PINNED = (
     "arithmetic-heldout-0-0",
-    "Ben starts with 218 stones. Sam has 2 times as many stones as Ben. Kai has 11 more stones than Sam. How many stones does Kai have now?",
+    "Ben starts with 218 stones. Sam has 2 times as many stones as Ben. Kai has 11 more stones than Sam. "
+    "How many stones does Kai have now?",
     "Sam has 218*2=436 stones.\nKai has 436+11=447 stones.\n#### 447",
 )
 
@@ -22,8 +23,8 @@ PINNED = (
 @settings(max_examples=30, deadline=None)
 @given(seeds, seeds, st.integers(1, 300))
 def test_no_question_is_in_both_splits_whatever_the_seeds(train_seed, heldout_seed, n):
-    train = {found.question for found in load("arithmetic", "train", n, train_seed)}
-    heldout = {found.question for found in load("arithmetic", "heldout", n, heldout_seed)}
+    train = {question.question for question in load("arithmetic", "train", n, train_seed)}
+    heldout = {question.question for question in load("arithmetic", "heldout", n, heldout_seed)}
     assert not train & heldout
     assert {arithmetic.split_of(text) for text in train} == {"train"}
     assert {arithmetic.split_of(text) for text in heldout} == {"heldout"}
@@ -32,21 +33,21 @@ def test_no_question_is_in_both_splits_whatever_the_seeds(train_seed, heldout_se
 @settings(max_examples=20, deadline=None)
 @given(seeds, st.sampled_from(["train", "heldout"]))
 def test_every_step_is_true_and_the_last_one_is_the_answer(seed, split):
-    for found in load("arithmetic", split, 100, seed):
-        *lines, last = found.solution.split("\n")
+    for question in load("arithmetic", split, 100, seed):
+        *lines, last = question.solution.split("\n")
         assert 1 <= len(lines) <= 4
         for line in lines:
             left, sign, right, result = CALCULATION.search(line).groups()
             assert DO[sign](int(left), int(right)) == int(result)
             assert 0 <= int(result) <= arithmetic.LARGEST
-        assert last == f"#### {found.answer}" == f"#### {result}"
-        assert grade("arithmetic", found.solution, found.answer).strict
+        assert last == f"#### {question.answer}" == f"#### {result}"
+        assert grade("arithmetic", question.solution, question.answer).strict
 
 
 def test_numbers_of_a_solution_come_from_the_question_or_from_a_step_before():
-    for found in load("arithmetic", "train", 500, seed=1):
-        known = set(re.findall(r"\d+", found.question))
-        for left, _, right, result in CALCULATION.findall(found.solution):
+    for question in load("arithmetic", "train", 500, seed=1):
+        known = set(re.findall(r"\d+", question.question))
+        for left, _, right, result in CALCULATION.findall(question.solution):
             assert left in known
             assert right in known
             known.add(result)
@@ -63,15 +64,15 @@ def test_the_stream_is_pinned():
 
 
 def test_no_duplicates_within_a_split_and_ids_are_unique():
-    found = load("arithmetic", "train", 5000, 3)
-    assert len({q.question for q in found}) == len({q.id for q in found}) == 5000
+    questions = load("arithmetic", "train", 5000, 3)
+    assert len({q.question for q in questions}) == len({q.id for q in questions}) == 5000
 
 
 def test_all_kinds_and_all_lengths_appear():
-    found = [problem for problem, _ in zip(arithmetic.problems("train", 0), range(2000), strict=False)]
-    kinds = {step.kind for problem in found for step in problem.steps}
+    drawn = [problem for problem, _ in zip(arithmetic.problems("train", 0), range(2000), strict=False)]
+    kinds = {step.kind for problem in drawn for step in problem.steps}
     assert kinds == {*arithmetic.KINDS, "together"}
-    assert {len(problem.steps) for problem in found} == {1, 2, 3, 4}
+    assert {len(problem.steps) for problem in drawn} == {1, 2, 3, 4}
 
 
 def test_wrong_signs_give_a_wrong_solution_or_none():
@@ -85,4 +86,4 @@ def test_wrong_signs_give_a_wrong_solution_or_none():
 def test_it_is_fast():
     started = time.process_time()
     load("arithmetic", "train", 5000, 11)
-    assert 5000 / (time.process_time() - started) > 5000  # a second; about 30,000 on one quiet core
+    assert 5000 / (time.process_time() - started) > 5000  # per second; about 30,000 on one idle core

@@ -1,4 +1,4 @@
-"""DeepMath-103K's columns become questions, and its one split is cut by text."""
+"""DeepMath-103K: its columns become questions, and a hash of the text divides its one split."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_answers_of_every_kind_are_right_when_repeated(answer, tmp_path):
     assert tasks.grade("deepmath", question.solution, question.answer).strict
 
 
-def test_a_row_without_an_answer_is_named(tmp_path):
+def test_an_error_names_the_row_without_an_answer(tmp_path):
     with pytest.raises(BadInput, match=r"train\.jsonl, line 2"):
         tasks.load("deepmath", "train", data=write(tmp_path, [ROW, ROW | {"final_answer": "", "question": "?"}]))
     with pytest.raises(BadInput, match=r"'problem' .* is missing"):

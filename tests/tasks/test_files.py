@@ -1,4 +1,4 @@
-"""Files of completions: graded as they are, whatever their bytes hold."""
+"""Files of completions: graded whatever characters they contain."""
 
 import json
 
@@ -8,7 +8,7 @@ from qrl.errors import BadInput
 from qrl.tasks import files
 
 
-def test_rows_come_back_with_their_verdicts_whatever_characters_they_hold(tmp_path):
+def test_rows_come_back_with_their_verdicts_whatever_characters_they_contain(tmp_path):
     rows = [
         {"completion": "so\n#### 1,000 \udc80\ud800", "answer": 1000, "id": "é\u2028\0"},
         {"completion": "#### 1\n#### 2", "answer": "2"},
@@ -16,7 +16,7 @@ def test_rows_come_back_with_their_verdicts_whatever_characters_they_hold(tmp_pa
     ]
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = files.grade("gsm8k", file, out)
+    summary = files.grade("gsm8k", file, out)
     graded = [json.loads(line) for line in out.read_text(encoding="utf-8").split("\n")[:-1]]
     assert [{key: row[key] for key in ("completion", "answer")} for row in graded] == [
         {key: row[key] for key in ("completion", "answer")} for row in rows
@@ -27,16 +27,16 @@ def test_rows_come_back_with_their_verdicts_whatever_characters_they_hold(tmp_pa
         (None, False, True),
         (None, False, False),
     ]
-    assert "n = 3: strict 0.3333, flexible 0.6667, parsed 0.3333" in said
+    assert "n = 3: strict 0.3333, flexible 0.6667, parsed 0.3333" in summary
 
 
-def test_bytes_that_are_no_utf8_are_graded_as_replaced(tmp_path):
+def test_bytes_that_are_not_utf8_are_replaced_and_graded(tmp_path):
     (tmp_path / "in.jsonl").write_bytes(b'{"completion": "\xff\xfe\\n#### 18 \xed\xa0", "answer": "18"}\n')
     assert "strict 1.0000" in files.grade("gsm8k", tmp_path / "in.jsonl", tmp_path / "out.jsonl")
 
 
 @pytest.mark.parametrize("answer", ["null", "true", "[1]", '{"a": 1}'])
-def test_an_answer_that_is_neither_text_nor_number_is_refused_under_every_task(tmp_path, answer):
+def test_an_answer_that_is_neither_text_nor_number_is_rejected_for_every_task(tmp_path, answer):
     (tmp_path / "in.jsonl").write_text(
         '{"completion": "1", "answer": "1"}\n{"completion": "1", "answer": ' + answer + "}\n"
     )
@@ -45,8 +45,8 @@ def test_an_answer_that_is_neither_text_nor_number_is_refused_under_every_task(t
             files.grade(task, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
 
 
-def test_a_place_that_cannot_be_written_to_is_told_before_anything_is_graded(tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "one"}\n')  # which the grader would refuse
+def test_an_output_that_cannot_be_written_is_reported_before_grading(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "one"}\n')  # the grader would reject it
     for out in ("none/out.jsonl", "."):
         with pytest.raises(BadInput, match="cannot be written"):
             files.grade("gsm8k", tmp_path / "in.jsonl", tmp_path / out)
@@ -66,12 +66,12 @@ def test_a_line_that_cannot_be_graded_is_named_and_nothing_is_written(tmp_path, 
 def test_files_that_cannot_be_read_or_written_are_told(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "1"}\n')
     (tmp_path / "empty.jsonl").write_text("\n")
-    for file, out, said in [
+    for file, out, reason in [
         ("none.jsonl", "out", "cannot be read"),
         ("in.jsonl", "none/out", "cannot be written"),
         ("empty.jsonl", "out", "no rows"),
     ]:
-        with pytest.raises(BadInput, match=said):
+        with pytest.raises(BadInput, match=reason):
             files.grade("gsm8k", tmp_path / file, tmp_path / out)
 
 

@@ -1,4 +1,4 @@
-"""Folders of GSM8K's and MATH's files: read, drawn from, and refused in one sentence that names file and line."""
+"""Folders with GSM8K's and MATH's files: reading, sampling, and errors that name file and line."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import pytest
 
 from qrl.errors import BadInput
 from qrl.tasks import TASKS, grade, load
-from qrl.tasks.math import loader
+from qrl.tasks.math import dataset
 
 ROW = {"question": "1 + 1?", "answer": "It is 1+1=<<1+1=2>>2.\n#### 2"}
 
@@ -26,15 +26,15 @@ def hundred(tmp_path):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_rows_become_questions_of_any_task(tmp_path, task):
-    (found,) = load(task, "train", data=write(tmp_path, json.dumps(ROW), ""))
-    assert (found.question, found.answer) == ("1 + 1?", "2")
-    assert found.solution == "It is 1+1=2.\n" + ("\\boxed{2}" if task in ("math", "deepmath") else "#### 2")
-    assert grade(task, found.solution, found.answer).strict
+    (question,) = load(task, "train", data=write(tmp_path, json.dumps(ROW), ""))
+    assert (question.question, question.answer) == ("1 + 1?", "2")
+    assert question.solution == "It is 1+1=2.\n" + ("\\boxed{2}" if task in ("math", "deepmath") else "#### 2")
+    assert grade(task, question.solution, question.answer).strict
 
 
 def test_a_subset_is_seeded_and_all_keeps_the_order(hundred):
     whole = load("gsm8k", "heldout", data=hundred)
-    assert [found.answer for found in whole] == [str(i) for i in range(100)]
+    assert [question.answer for question in whole] == [str(i) for i in range(100)]
     assert load("gsm8k", "heldout", 100, seed=5, data=hundred) == whole
     some = load("gsm8k", "heldout", 10, seed=5, data=hundred)
     assert (
@@ -45,7 +45,7 @@ def test_a_subset_is_seeded_and_all_keeps_the_order(hundred):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "reason"),
     [
         ("not json", "JSON"),
         ('{"question": "a", "answer": "#### 1"', "JSON"),
@@ -62,37 +62,37 @@ def test_a_subset_is_seeded_and_all_keeps_the_order(hundred):
         ('{"question": "a", "answer": "#### 1\\n#### 2"}', "####"),
     ],
 )
-def test_a_bad_row_is_named(tmp_path, line, said):
+def test_an_error_names_the_bad_row(tmp_path, line, reason):
     with pytest.raises(BadInput) as caught:
         load("gsm8k", "train", data=write(tmp_path, json.dumps(ROW), line))
     assert "train.jsonl, line 2" in str(caught.value)
-    assert said in str(caught.value)
+    assert reason in str(caught.value)
 
 
 def test_missing_folders_files_and_rows_are_told(tmp_path, hundred):
-    for arguments, said in [
+    for arguments, reason in [
         ({"split": "train", "data": str(tmp_path / "none")}, "no data folder"),
         ({"split": "train", "data": hundred}, "train.jsonl"),
         ({"split": "heldout", "data": hundred, "n": 0}, "at least 1"),
         ({"split": "other", "data": hundred}, "split 'other'"),
     ]:
-        with pytest.raises(BadInput, match=said):
+        with pytest.raises(BadInput, match=reason):
             load("gsm8k", **arguments)
     with pytest.raises(BadInput, match="no questions"):
         load("gsm8k", "train", data=write(tmp_path, ""))
 
 
-def test_a_set_smaller_than_asked_for_gives_all_it_has(hundred):
+def test_a_set_smaller_than_n_is_returned_whole(hundred):
     assert load("gsm8k", "heldout", n=101, data=hundred) == load("gsm8k", "heldout", data=hundred)
     assert len(load("gsm8k", "heldout", n=101, data=hundred)) == 100
 
 
-def test_an_unknown_task_and_an_endless_one_are_told():
+def test_an_unknown_task_and_an_endless_one_without_n_are_rejected():
     with pytest.raises(BadInput, match="arithmetic, gsm8k, math"):
         load("chess", "train", 1)
     with pytest.raises(BadInput, match="arithmetic, gsm8k, math"):
         grade("chess", "#### 1", "1")
-    with pytest.raises(BadInput, match="how many"):
+    with pytest.raises(BadInput, match="number of questions"):
         load("arithmetic", "train")
 
 
@@ -122,30 +122,30 @@ WORKED = "Half of $\\frac{28}{3}$ is $\\boxed{\\frac{14}{3}}$."
     ],
 )
 def test_rows_of_math_become_questions(tmp_path, row, answer, subject, level):
-    (found,) = load("math", "train", data=write(tmp_path, json.dumps(row)))
-    assert (found.question, found.answer, found.subject, found.level) == ("a?", answer, subject, level)
-    assert grade("math", found.solution, found.answer).strict
+    (question,) = load("math", "train", data=write(tmp_path, json.dumps(row)))
+    assert (question.question, question.answer, question.subject, question.level) == ("a?", answer, subject, level)
+    assert grade("math", question.solution, question.answer).strict
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "reason"),
     [
         ("[1]", "list"),
         ('{"solution": "\\\\boxed{1}"}', "'problem'"),
-        ('{"problem": "a"}', "neither 'solution' nor 'answer'"),
-        ('{"problem": "a", "solution": "it is 1"}', "boxes no answer"),
+        ('{"problem": "a"}', "'solution' and 'answer' are missing"),
+        ('{"problem": "a", "solution": "it is 1"}', "no boxed answer"),
         ('{"problem": "a", "solution": "\\\\boxed{}"}', "empty"),
     ],
 )
-def test_a_bad_row_of_math_is_named(tmp_path, line, said):
+def test_an_error_names_the_bad_row_of_math(tmp_path, line, reason):
     with pytest.raises(BadInput) as caught:
         load("math", "train", data=write(tmp_path, json.dumps({"problem": "a", "solution": WORKED}), line))
     assert "train.jsonl, line 2" in str(caught.value)
-    assert said in str(caught.value)
+    assert reason in str(caught.value)
 
 
-def test_the_hubs_training_questions_are_the_others(monkeypatch, tmp_path):
-    """The real `datasets`, on folders with the splits and configurations of the hub's."""
+def test_the_hubs_training_questions_are_those_outside_math500(monkeypatch, tmp_path):
+    """Uses the real `datasets`, on folders with the splits and configurations of the hub."""
     import datasets
 
     heldout, whole = tmp_path / "heldout", tmp_path / "whole"
@@ -156,7 +156,7 @@ def test_the_hubs_training_questions_are_the_others(monkeypatch, tmp_path):
         name="test.jsonl",
     )
     files = []
-    for subject in loader.SUBJECTS:
+    for subject in dataset.SUBJECTS:
         (whole / subject).mkdir(parents=True)
         splits = [f"{{split: {part}, path: {subject}/{part}.jsonl}}" for part in ("train", "test")]
         files.append(f"- {{config_name: {subject}, data_files: [{', '.join(splits)}]}}")
@@ -172,49 +172,49 @@ def test_the_hubs_training_questions_are_the_others(monkeypatch, tmp_path):
             ]
             write(whole / subject, *map(json.dumps, rows), name=f"{part}.jsonl")
     (whole / "README.md").write_text("\n".join(["---", "configs:", *files, "---", ""]))
-    monkeypatch.setattr(loader, "HELDOUT", str(heldout))
-    monkeypatch.setattr(loader, "WHOLE", str(whole))
+    monkeypatch.setattr(dataset, "HELDOUT", str(heldout))
+    monkeypatch.setattr(dataset, "WHOLE", str(whole))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    (asked,) = load("math", "heldout")
+    (heldout_question,) = load("math", "heldout")
     train = load("math", "train")
-    assert (asked.answer, asked.level) == ("1", 2)
+    assert (heldout_question.answer, heldout_question.level) == ("1", 2)
     assert len(train) == 7 * 2 * 3 - 1
-    assert {"algebra test 1?", "algebra  test 1?"}.isdisjoint(found.question for found in train)
-    assert {found.subject for found in train} == {"Algebra"}
+    assert {"algebra test 1?", "algebra  test 1?"}.isdisjoint(question.question for question in train)
+    assert {question.subject for question in train} == {"Algebra"}
 
 
-def test_a_hub_that_cannot_be_reached_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(loader, "HELDOUT", str(tmp_path / "none"))
-    with pytest.raises(BadInput, match=r"could not be loaded from the hub .*: connect to it, or name a folder"):
+def test_a_hub_that_cannot_be_reached_is_reported(monkeypatch, tmp_path):
+    monkeypatch.setattr(dataset, "HELDOUT", str(tmp_path / "none"))
+    with pytest.raises(BadInput, match=r"could not be loaded from the hub .* folder .* as data"):
         load("math", "heldout")
 
 
 def test_math500_alone_is_enough_to_evaluate():
     folder = real("math500")
     heldout = load("math", "heldout", data=folder)
-    assert (len(heldout), len({found.subject for found in heldout}), {found.level for found in heldout}) == (
-        500,
-        7,
-        {1, 2, 3, 4, 5},
-    )
+    assert (
+        len(heldout),
+        len({question.subject for question in heldout}),
+        {question.level for question in heldout},
+    ) == (500, 7, {1, 2, 3, 4, 5})
     with pytest.raises(BadInput, match=r"train\.jsonl"):
         load("math", "train", data=folder)
 
 
 def real(name: str) -> str:
     if "QRL_DATA_DIR" not in os.environ:
-        pytest.skip(f"QRL_DATA_DIR names no folder that holds {name}")
+        pytest.skip(f"QRL_DATA_DIR names no folder with {name}")
     return str(Path(os.environ["QRL_DATA_DIR"]) / name)
 
 
 def test_every_real_gold_answer_grades_as_right():
     if "QRL_DATA_DIR" not in os.environ:
-        pytest.skip("QRL_DATA_DIR names no folder that holds gsm8k/train.jsonl and gsm8k/test.jsonl")
+        pytest.skip("QRL_DATA_DIR names no folder with gsm8k/train.jsonl and gsm8k/test.jsonl")
     folder = str(Path(os.environ["QRL_DATA_DIR"]) / "gsm8k")
     train, heldout = load("gsm8k", "train", data=folder), load("gsm8k", "heldout", data=folder)
     assert (len(train), len(heldout)) == (7473, 1319)
-    for found in train + heldout:
-        verdict = grade("gsm8k", found.solution, found.answer)
-        assert verdict.strict, found
-        assert verdict.flexible, found
-        assert verdict.parsed == found.answer
+    for question in train + heldout:
+        verdict = grade("gsm8k", question.solution, question.answer)
+        assert verdict.strict, question
+        assert verdict.flexible, question
+        assert verdict.parsed == question.answer

@@ -1,4 +1,4 @@
-"""One renderer: the same ids for training, calibration and evaluation; refusals in a sentence."""
+"""One renderer: the same ids for training, calibration and evaluation; errors in one sentence."""
 
 import pytest
 
@@ -29,13 +29,13 @@ def test_training_calibration_and_evaluation_see_the_same_ids(tokenizer, templat
     assert calibration[-1] == tokenizer.eos_token_id
 
 
-def test_the_question_is_put_in_as_it_is():
+def test_the_question_is_inserted_unchanged():
     (turn,) = prompt.messages("What is {question} in {x}?", "answer-line")
     assert turn["role"] == "user"
     assert turn["content"].startswith("What is {question} in {x}?\n")
 
 
-def test_a_hash_names_the_text_of_a_template(monkeypatch):
+def test_the_hash_depends_on_the_text_of_a_template(monkeypatch):
     hashes = {name: prompt.template_hash(name) for name in prompt.TEMPLATES}
     assert len(set(hashes.values())) == len(hashes)
     monkeypatch.setitem(prompt.TEMPLATES, "plain", prompt.Template("{question}!"))
@@ -57,7 +57,7 @@ def test_a_system_turn_comes_first(monkeypatch):
         "{% for i in range(10**9) %}x{% endfor %}",
     ],
 )
-def test_a_chat_template_that_fails_is_told_in_a_sentence(broken):
+def test_a_chat_template_that_fails_is_reported_in_one_sentence(broken):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny.PATH)
@@ -66,7 +66,7 @@ def test_a_chat_template_that_fails_is_told_in_a_sentence(broken):
         prompt.render(tokenizer, "1?", "plain")
 
 
-def test_an_unknown_template_and_a_tokenizer_without_chat_template_are_refused(tokenizer):
+def test_an_unknown_template_and_a_tokenizer_without_chat_template_are_rejected(tokenizer):
     for call in (lambda: prompt.render(tokenizer, "1?", "none"), lambda: prompt.template_hash("none")):
         with pytest.raises(BadInput, match="answer-line, boxed, plain"):
             call()

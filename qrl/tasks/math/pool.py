@@ -1,13 +1,15 @@
-"""A pool of worker processes that judge answers, with limits of CPU time and memory that hold against any expression.
+"""A pool of worker processes that grade answers, with limits of CPU time and memory that no expression can evade.
 
-Pebble keeps the processes: it replaces those that die, and ends those that hang. They are forked from a small server process
-that has imported sympy but neither torch nor CUDA, start at the first answer that needs one, and end with this process.
+Pebble manages the processes: it replaces those that die and ends those that hang. They are forked from a small server
+process that has imported sympy but neither torch nor CUDA. They start at the first answer that needs one, and end with
+this process.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import multiprocessing
 import os
 import signal
@@ -20,133 +22,105 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl.errors import QrlError
-from qrl.tasks.grade import Verdict
-from qrl.tasks.math.rule import Asked
+from qrl.tasks.math.verdict import Claim
+from qrl.tasks.question import Verdict
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
 
-CPU_S = 3.0  # for one answer; typical ones take a few milliseconds
-WALL_S = 120.0  # for a batch: only a worker that does not even use its CPU time meets it
+WORKER = "qrl.tasks.math.worker"  # imported in the workers only
+CPU_S = 3.0  # for one answer; typical ones need a few milliseconds
+WALL_S = 120.0  # for a batch; reached only by a worker that does not even use its CPU time
 MEMORY_BYTES = 2 << 30  # address space of a worker
-BATCH = 16  # answers that travel together; one of them over its limit is found by judging the batch anew, one by one
+BATCH = 16  # answers sent together; if one exceeds its limit, the batch is graded again one by one to find it
 MOST_WORKERS = 16
 TIMEOUT, ERROR = "timeout", "error"
 
+_lock = threading.Lock()
+_pools: dict[int, ProcessPool] = {}  # by process id: a forked child has its parent's pool object, but not its threads
 
-def judge(asked: Sequence[Asked], progress: Callable[[int], object] = lambda n: None) -> list[Verdict]:
-    """Verdicts in the order asked; one that cannot be reached is wrong and carries its `fault`.
 
-    Args:
-        asked: N answers.
-        progress: called with the number of verdicts reached since.
-
-    Raises:
-        QrlError: no worker starts.
-    """
+def grade(claims: Sequence[Claim], progress: Callable[[int], object] = lambda n: None) -> list[Verdict]:
+    """Return a verdict on each claim; where the grader failed, it is wrong and has a `fault`."""
     done: dict[int, Verdict] = {}
-    left = [list(range(start, min(start + BATCH, len(asked)))) for start in range(0, len(asked), BATCH)]
+    left = [list(range(start, min(start + BATCH, len(claims)))) for start in range(0, len(claims), BATCH)]
     try:
-        for careful in (False, False, True):
-            for batch, found in _round(asked, left, careful):
-                done |= zip(batch, found, strict=True)
+        for one_by_one in (False, False, True):
+            for batch, verdicts in _round(claims, left, one_by_one):
+                done |= zip(batch, verdicts, strict=True)
                 progress(len(batch))
-            left = [[i] for i in range(len(asked)) if i not in done]
+            left = [[i] for i in range(len(claims)) if i not in done]
     except BaseException:
         close()  # a signal or a bug: nobody waits for the rest
         raise
-    return [done[i] for i in range(len(asked))]
+    return [done[i] for i in range(len(claims))]
 
 
 def _round(
-    asked: Sequence[Asked], batches: list[list[int]], careful: bool
+    claims: Sequence[Claim], batches: list[list[int]], one_by_one: bool
 ) -> Iterator[tuple[list[int], list[Verdict]]]:
-    """Judges each batch once and yields those that came back, or that failed alone.
+    """Grade each batch once; yield those that came back, or that failed alone.
 
-    Args:
-        careful: one after the other, so that a break of the whole pool can be blamed on the answer at work.
+    One by one, a crash of the whole pool can be attributed to the answer at work.
     """
-    scheduled = [(batch, None if careful else _schedule([asked[i] for i in batch])) for batch in batches]
+    scheduled = [(batch, None if one_by_one else _schedule([claims[i] for i in batch])) for batch in batches]
     for batch, future in scheduled:
         try:
-            found = (future or _schedule([asked[i] for i in batch])).result()
-            yield batch, [verdict or _failed(ERROR) for verdict in found]
+            verdicts = (future or _schedule([claims[i] for i in batch])).result()
+            yield batch, [verdict or _failed(ERROR) for verdict in verdicts]
         except BrokenProcessPool:
             close()
-            if careful:
-                _check_workers()
-                yield batch, [_failed(ERROR)]
-            else:
-                return  # the next round judges what is left
-        except Exception as error:  # over its limit, or its worker died or ran out of memory
+            if not one_by_one:
+                return  # the next round grades the rest
+            _check_workers()
+            yield batch, [_failed(ERROR)]
+        except Exception as error:  # it exceeded its limit, or its worker died or ran out of memory
             if len(batch) == 1:
-                over = isinstance(error, FutureTimeoutError) or getattr(error, "exitcode", 0) == -signal.SIGPROF
-                yield batch, [_failed(TIMEOUT if over else ERROR)]
+                timed_out = isinstance(error, FutureTimeoutError) or getattr(error, "exitcode", 0) == -signal.SIGPROF
+                yield batch, [_failed(TIMEOUT if timed_out else ERROR)]
 
 
 def _failed(fault: str) -> Verdict:
     return Verdict(None, False, False, fault)
 
 
-def _judge(batch: list[Asked], cpu_s: float) -> list[Verdict | None]:
-    from qrl.tasks.math import judge as math_judge
-
-    return math_judge.judge(batch, cpu_s)
+def _in_worker(function: str, *args: object) -> object:
+    return getattr(importlib.import_module(WORKER), function)(*args)
 
 
-def _prepare(memory_bytes: int) -> None:
-    from qrl.tasks.math import judge as math_judge
-
-    math_judge.prepare(memory_bytes)
+def _schedule(batch: list[Claim]) -> Future[list[Verdict | None]]:
+    return _pool().schedule(_in_worker, args=("grade", batch, CPU_S), timeout=WALL_S)
 
 
-def _schedule(batch: list[Asked]) -> Future[list[Verdict | None]]:
-    return _workers.pool().schedule(_judge, args=(batch, CPU_S), timeout=WALL_S)
+def _pool() -> ProcessPool:
+    """Return this process's pool, created on first use."""
+    with _lock:
+        if os.getpid() not in _pools:
+            from pebble import ProcessPool
 
-
-class _Workers:
-    """The pool of this process, made when it is asked for."""
-
-    def __init__(self) -> None:
-        self.lock, self.made, self.owner = threading.Lock(), None, 0
-
-    def pool(self) -> ProcessPool:
-        with self.lock:
-            if (
-                self.made is None or self.owner != os.getpid()
-            ):  # a forked child has the pool's object, but not its threads
-                from pebble import ProcessPool
-
-                context = multiprocessing.get_context("forkserver")
-                context.set_forkserver_preload(["qrl.tasks.math.judge"])
-                count = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
-                limits = (MEMORY_BYTES,)
-                self.made = ProcessPool(count, initializer=_prepare, initargs=limits, context=context)
-                self.owner = os.getpid()
-                with _environment():
-                    self.made.schedule(_judge, args=([], CPU_S))  # starts the server and the workers
-            return self.made
-
-    def close(self) -> None:
-        with self.lock:
-            pool, self.made = self.made, None
-        if pool is not None and self.owner == os.getpid():
-            pool.stop()
-            pool.join()
-
-
-_workers = _Workers()
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([WORKER])
+            count, limits = min(len(os.sched_getaffinity(0)), MOST_WORKERS), ("prepare", MEMORY_BYTES)
+            pool = ProcessPool(count, initializer=_in_worker, initargs=limits, context=context)
+            with _environment():
+                pool.schedule(_in_worker, args=("grade", [], CPU_S))  # starts the server and the workers
+            _pools[os.getpid()] = pool
+        return _pools[os.getpid()]
 
 
 @atexit.register
 def close() -> None:
-    """Ends the workers; the next answer that needs one starts new ones."""
-    _workers.close()
+    """End the workers; the next answer that needs one starts new ones."""
+    with _lock:
+        pool = _pools.pop(os.getpid(), None)
+    if pool is not None:
+        pool.stop()
+        pool.join()
 
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """What the server process starts with: this package and no other of the working directory, and one order of sets."""
+    """Set the server process's environment: import this package, nothing from the working folder; fix the hash seed."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH"))))
     wanted = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0"}
     before = {name: os.environ.get(name) for name in wanted}
@@ -164,7 +138,7 @@ def _check_workers() -> None:
     except BrokenProcessPool:
         close()
         raise QrlError(
-            "The processes that grade mathematics end as they start: a script of your own that grades needs "
-            "`if __name__ == '__main__':` around what it runs, and a machine needs room for "
-            f"{MEMORY_BYTES >> 30} GiB of address space a process."
+            "The processes that grade mathematics end as they start: a script that grades needs "
+            f"`if __name__ == '__main__':` around its main code, and each process needs {MEMORY_BYTES >> 30} GiB of "
+            "address space."
         ) from None

@@ -1,15 +1,15 @@
-r"""Whether the words and signs beside a number make another number of it: `18x`, `18 thousand`, `half of 18`, `x - 18`.
+r"""Words and signs beside a number that modify it: `18x`, `18 thousand`, `half of 18`, `x - 18`.
 
-A line `#### 18 km` states 18; `#### 18 squared` states something else, and which number that is, is not for a grader to work
-out: it is unclear, and earns nothing. Words are listed, so that a unit changes nothing. A rule looks at the text before the
-number or at the text behind it; the comment beside it says which answers it is there for.
+A line `#### 18 km` states 18. `#### 18 squared` states another number, which the grader does not compute: the answer is
+ambiguous and earns nothing. The words are listed, so that a unit modifies nothing. A rule matches the text before the
+number or after it; its comment gives examples.
 """
 
 import re
 
 from qrl.tasks.number import span
 
-_UNKNOWN = r"(?<![^\W_])[b-hj-z](?![^\W_])"  # a letter by itself; neither the article `a` nor `I`
+_UNKNOWN = r"(?<![^\W_])[b-hj-z](?![^\W_])"  # a single letter; neither the article `a` nor `I`
 _COUNT = (
     r"\b(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
     r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:a\s)?(?:half|quarter|third|dozen|hundred))\b"
@@ -17,7 +17,7 @@ _COUNT = (
 _PART = r"(?:hal(?:f|ves)|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten)ths?)"
 _LARGE = r"(?:tens|(?:hundred|thousand|million)(?:s|ths?)?|thou|(?:m|b|tr)illions?|[mb]il|lakhs?|crores?)"
 _FUNCTION = r"(?:log|ln|lg|exp|(?:arc)?(?:sin|cos|tan)h?|cot|sqrt|cbrt)"
-_OPENED = r"[\s(\[{*_$€£¥₹`\"'-]*$"  # what may stand between a word and the number that it is about, its sign too
+_OPENED = r"[\s(\[{*_$€£¥₹`\"'-]*$"  # between a word and its number, including a sign
 _CLOSED = r"^[\s)\]{}*_$€£¥₹`\"']*"
 
 _BEFORE = (
@@ -28,12 +28,13 @@ _BEFORE = (
     rf"(?:{_UNKNOWN}\s*[-*]|{_COUNT}\s+-)[\s(\[{{$]*$",  # x - 18, one - 18
     r"(?<![^\W_])[a-z]\([\s$-]*$",  # f(18)
     rf"(?<![a-z]){_FUNCTION}{_OPENED}",  # log(18), sin 18
-    rf"\b(?:{_PART}|squares?|cubes?|roots?|factorial|logarithm|reciprocal|inverse|double|triple|percent)\s+of\s{_OPENED}",  # half of 18
+    rf"\b(?:{_PART}|squares?|cubes?|roots?|factorial|logarithm|reciprocal|inverse|double|triple|percent)"
+    rf"\s+of\s{_OPENED}",  # half of 18
     rf"\b(?:half|twice|thrice|double|triple|times|not|{_LARGE}(?:\s+and)?)[\s-]{_OPENED}",  # twice 18, a hundred and 18
     rf"[^\W_]\s+plus\s{_OPENED}",  # one plus 18
     rf"(?:{_UNKNOWN}|{_COUNT})\s+minus\s{_OPENED}",  # x minus 18; `minus 18` alone is a sign
 )
-_BEHIND = (
+_AFTER = (
     r"^[)\]}*$]{0,3}[ \t]?(?:[xyzπ]|(?-i:[MB]))(?!\.?[^\W_])",  # 18x, $18M
     r"^[)\]}*$]{0,3}(?:[kin]|bn|mn)(?!\.?[^\W_])",  # 18k, 18i
     r"^[)\]}*$\s]*!",  # 18!
@@ -43,22 +44,23 @@ _BEHIND = (
     rf"{_CLOSED}[-*]\s*(?:{_UNKNOWN}|{_COUNT})",  # 18 - x, 18 - one
     rf"{_CLOSED}/\s*(?:[xyzn](?![^\W_])|{_COUNT})",  # 18/x; `18/hour` is a unit
     rf"{_CLOSED}-?\s*{_LARGE}\b",  # 18 thousand
-    r"\b(?:plus|minus|divided|multiplied|squared|cubed|power|raised|increased|decreased|reduced|factorial|halved|doubled|tripled|mod|modulo)\b",  # 18 squared
+    r"\b(?:plus|minus|divided|multiplied|squared|cubed|power|raised|increased|decreased|reduced|factorial"
+    r"|halved|doubled|tripled|mod|modulo)\b",  # 18 squared
     rf"\b(?:times|less|and|or|to|over|point|add)[\s-]+{_COUNT}",  # 18 less one, 18 or nineteen, 18 and a half
     rf"\band[\s-]+(?:an?|{_COUNT})[\s-]+{_PART}\b",  # 18 and three quarters
 )
-_BEFORE, _BEHIND = ([re.compile(rule, re.IGNORECASE) for rule in rules] for rules in (_BEFORE, _BEHIND))
-_MAY_CHANGE = re.compile(r"[^\W\d_]|[-+×÷·^/*!\\]")  # most lines have none of these: quickly told
+_BEFORE, _AFTER = ([re.compile(rule, re.IGNORECASE) for rule in rules] for rules in (_BEFORE, _AFTER))
+_MAY_MODIFY = re.compile(r"[^\W\d_]|[-+×÷·^/*!\\]")  # most lines have none of these, which is quick to check
 
 
-def changed(side: str) -> bool:
-    """Whether something makes another number of the one that a short tidied text states.
+def is_modified(side: str) -> bool:
+    """Return whether something modifies the number that a short tidied text states.
 
     Args:
-        side: an answer line or one side of its equation, as `number.tidy` gives it, with a number in it.
+        side: an answer line or one side of its equation, as returned by `number.tidy`, with a number in it.
     """
-    if not _MAY_CHANGE.search(side):
+    if not _MAY_MODIFY.search(side):
         return False
     start, end = span(side)
-    before, behind = side[:start], side[end:]
-    return any(rule.search(before) for rule in _BEFORE) or any(rule.search(behind) for rule in _BEHIND)
+    before, after = side[:start], side[end:]
+    return any(rule.search(before) for rule in _BEFORE) or any(rule.search(after) for rule in _AFTER)

@@ -1,0 +1,61 @@
+"""An engine's log: read as it is written, kept while the model loads, and searched for the cause of a failure."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import IO
+
+from qrl.serve import engine_bootstrap
+
+KEPT_LINES, LAST_LINES = 400, 15  # kept in memory; printed if the engine fails
+# The last line of a traceback, after the prefix of vLLM's log; the first such line is the cause of the others.
+_ERROR = re.compile(r"^(?:\([^)]*\) )?(?:ERROR \S+ \S+ \[[^]]*\] )?((?:\w+\.)*(\w*(?:Error|Exception)\b(?:: .*)?))$")
+
+
+class EngineLog:
+    """The output of an engine's process, read on a thread."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.echo = False  # print lines as they come, once the engine serves
+        self.imported_at = math.inf  # on the monotonic clock
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the end of the output, for a second at most."""
+        self._thread.join(1)
+
+    def reason(self) -> str:
+        """Return the end of a sentence on a failure, with the engine's first error; print the last lines to stderr."""
+        self.join()
+        if not self.echo:
+            sys.stderr.write("".join(f"  {line}\n" for line in list(self._lines)[-LAST_LINES:]))
+        if error := cause(self._lines):
+            return f": {error.rstrip('.')[:400]}"
+        return "; see its last lines, above" if self._lines else ", without any output"
+
+    def _read(self, stream: IO[str]) -> None:
+        for line in stream:
+            if line.strip() == engine_bootstrap.IMPORTED:
+                self.imported_at = time.monotonic()
+            elif line.strip():
+                self._lines.append(line.rstrip())
+                if self.echo:
+                    sys.stderr.write(line)
+
+
+def cause(log: Iterable[str]) -> str | None:
+    """Return the first error of an engine's log, which caused the others; None without one."""
+    lines = list(log)
+    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+        if (match := _ERROR.match(line)) and "See root cause above" not in line:
+            # Pydantic gives its own reason on the next line.
+            return f"{match[2]}: {after.strip()}" if "validation error" in match[2] else match[2]
+    return None

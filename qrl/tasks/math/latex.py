@@ -1,0 +1,211 @@
+"""Answers as LaTeX: the boxes of a completion, their normal form, and comparisons that need no algebra.
+
+Time is linear in a completion's length; only short texts, the content of one box, are examined more closely.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+LONGEST_ANSWER = 1000  # characters in a box; a longer content is not an answer
+
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\[\\{}]|[{}]")
+_BARE = re.compile(r"\\(?:boxed|fbox)\s++([^\s\\{}$]{1,60})")  # TeX's short form, used in some of MATH's solutions
+_SIGNS = str.maketrans(
+    dict.fromkeys("\u2212\u2010\u2011\u2013\ufe63\uff0d", "-")
+    | {"\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u00f7": "/", "\u03c0": r"\pi ", "\u221e": r"\infty "}
+    | {"\u222a": r"\cup ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2208": r"\in ", "\u00b1": r"\pm "}
+    | {"\u00b0": r"^\circ "}
+)
+_SPELLINGS = [
+    (r"\\(?:left|right|big|Big|bigg|Bigg)[lrm]?(?![A-Za-z])\.?|\\(?:displaystyle|textstyle)(?![A-Za-z])|\\!", ""),
+    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+    (r"\\frac ?(\d) ?(\d)", r"\\frac{\1}{\2}"),
+    (r"\\(?:mbox|textbf|textrm|textit|textnormal|textsf)\s*\{", r"\\text{"),
+    (r"\{,\}", ","),
+    (r"(?<!\\)\\(?:[,;: >]|q?quad(?![A-Za-z]))|~|\s", " "),
+    (r"\^ ?\{ ?\\circ ?\}|\^ ?\\circ(?![A-Za-z]) ?", r"^\\circ "),
+    (r"\\?\$", ""),
+    (r"\\langle(?![A-Za-z])|\\lparen(?![A-Za-z])", "("),
+    (r"\\rangle(?![A-Za-z])|\\rparen(?![A-Za-z])", ")"),
+    (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
+    (r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
+    (r"(?<![\w.])(\d{1,3}(?: \d{3})+)(?![\w ])", lambda match: match[1].replace(" ", "")),  # `58\,500`
+    (r"(\d) (\d+)/(\d+)", r"\1\\frac{\2}{\3}"),  # a mixed number
+    (r" +", " "),
+    (r" ?([^\w\s\\{}]) ?", r"\1"),
+]
+_SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in _SPELLINGS]
+_NESTED = re.compile(r"\\(?:boxed|fbox) ?\{(.*)\}")
+
+_DECIMAL = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
+_GROUPED = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+_BASED = re.compile(r"(-?[0-9][0-9A-Fa-f]*)_\{?(\d+)\}?")
+_WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|mathit)\{([^{}]*)\}")
+_WORD = re.compile(r"[A-Z]?[a-z]{3,}(?: [a-z]+)*")
+_SIDE_BY_SIDE = re.compile(r"\d \.?\d")
+_ABOUT = re.compile(
+    r"\\(?:approx|simeq|sim|cong|equiv|neq?|not|to|(?:long)?rightarrow|Rightarrow|implies|iff|mapsto)(?![A-Za-z])|≈|≠|→"
+)
+_SEPARATOR = re.compile(r",|;|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
+# Words that change or retract the answer beside them.
+_RETRACTS = re.compile(
+    r"not?|never|isn't|is|are|was|wrong|incorrect|false|neither|nor|unknown|maybe|perhaps|plus|minus|times|half|twice"
+    r"|double|triple|less|dozens?|squared|cubed|(?:hundred|thousand|[mb]illion|trillion|lakh|crore)s?"
+)
+
+_SUCH_THAT = re.compile(r":|\\(?:mid|colon|vert)(?![A-Za-z])|\|")  # math-verify equates `\{x:x\}` with 1 and \infty
+_EITHER_SIGN = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
+_ONE_SET = re.compile(r"[(\[]|\\mathbb|\\infty")  # an interval, a point, all numbers: not a list of two signs
+_THOUSANDS = re.compile(r"\d ?\\(?:text|mathrm)\{ ?k ?\}")
+_COMMANDS = re.compile(r"\\(?:text|mathrm|mathbf)\{[^{}]*\}|\\[A-Za-z]+")
+
+
+def boxes(text: str) -> list[str]:
+    r"""Return the contents of all \boxed{} of a text, in order, outermost only; an unclosed box is ignored."""
+    opened: list[tuple[int, int] | None] = []  # for each open brace: where its box and its content begin, or no box
+    closed: list[tuple[int, int, int]] = []  # start of the box, start of its content, end
+    for token in _BRACES.finditer(text):
+        mark = token.group()
+        if mark[-1] == "{" and len(mark) != 2:
+            opened.append(token.span() if len(mark) > 2 else None)
+        elif mark == "}" and opened and (box := opened.pop()):
+            while closed and closed[-1][0] > box[0]:
+                closed.pop()
+            closed.append((*box, token.start()))
+    closed += [(match.start(), *match.span(1)) for match in _BARE.finditer(text)]
+    return [text[start : min(end, start + LONGEST_ANSWER + 1)] for _, start, end in sorted(closed)]
+
+
+def normal(text: str) -> str:
+    """Return an answer's LaTeX in one spelling: without sizes, dollar signs, meaningless spaces and a final full stop.
+
+    Args:
+        text: an answer of at most `LONGEST_ANSWER` characters.
+    """
+    text = text.translate(_SIGNS).strip()
+    while match := _NESTED.fullmatch(text):
+        text = match[1]
+    for pattern, spelling in _SPELLINGS:
+        text = pattern.sub(spelling, text)
+    return text.strip().rstrip(".,;:").strip()
+
+
+def same(gold: str, stated: str) -> bool | None:
+    """Return whether two normal texts are equal, as far as texts and plain numbers decide; None leaves it to algebra.
+
+    These rules precede math-verify's where those err: it drops the base of `52_8`, confuses `R` with `r`, adds up two
+    adjacent numbers, and accepts `[15,-29]` or a set for the point `(15,-29)`.
+    """
+    if gold == stated:
+        return True
+    numbers = _number(gold), _number(stated)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    bases = _BASED.fullmatch(gold), _BASED.fullmatch(stated)
+    if any(bases):
+        return _same_in_base(gold, stated, *bases)
+    if words := _words(gold):
+        return words == _squeezed(stated)
+    if _adds_or_retracts(gold, stated) or not _comparable(gold, stated):
+        return False
+    sides = claims(gold, stated)
+    equal = [same(gold, side) for side in sides] if len(sides) > 1 else [None]
+    return False if False in equal else None if None in equal else True
+
+
+def claims(gold: str, stated: str) -> list[str]:
+    """Return the texts that must all equal the gold answer: the answer, or each numeric side of equations (`17=18`)."""
+    if "=" in gold or "=" not in stated:
+        return [stated]
+    with_digits = [side for side in stated.split("=") if re.search(r"\d", side)]
+    sides = [side for side in with_digits if not re.search(r"[A-Za-z]", _COMMANDS.sub("", side))]
+    return sides if len(sides) > 1 else [stated]
+
+
+def _adds_or_retracts(gold: str, stated: str) -> bool:
+    r"""Return whether an answer retracts itself or says more than one thing.
+
+    Examples: `18\text{ is wrong}`, `18\text{ or 19}`, `17\approx18`, `1,1,2`, `\{x:x\}`.
+    """
+    if any(mark.search(stated) and not mark.search(gold) for mark in (_ABOUT, _SUCH_THAT, _THOUSANDS)):
+        return True
+    if _EITHER_SIGN.search(stated) and not _EITHER_SIGN.search(gold) and _ONE_SET.search(gold):
+        return True
+    new = set(_plain_words(stated)) - set(_plain_words(gold))
+    if any(map(_RETRACTS.fullmatch, new)) or ("or" in new and not re.search(r",|\\(?:pm|cup)(?![A-Za-z])", gold)):
+        return True
+    return _brackets(stated) is None and _repeats(stated) and not _repeats(gold)
+
+
+def _plain_words(text: str) -> list[str]:
+    return re.findall(r"[a-z']{2,}", re.sub(r"\\[A-Za-z]+", " ", text).lower())
+
+
+def _repeats(text: str) -> bool:
+    """Return whether a list has an item twice."""
+    plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", _WRAPPED.sub(r" \1 ", text))  # `1,000,000` is not a list
+    items = [item.strip() for item in _SEPARATOR.split(plain)]
+    values = [_number(item) or item for item in items if item]
+    return len(set(values)) < len(values)
+
+
+def _comparable(gold: str, stated: str) -> bool:
+    """Return whether math-verify can compare them; it misreads adjacent numbers, which are neither sum nor product."""
+    kinds = _brackets(gold), _brackets(stated)
+    return (
+        not (_SIDE_BY_SIDE.search(stated) or _SIDE_BY_SIDE.search(gold))
+        and _same_case(gold, stated)
+        and (None in kinds or kinds[0] == kinds[1])
+    )
+
+
+def _number(text: str) -> Fraction | None:
+    text = text.replace(",", "") if _GROUPED.fullmatch(text) else text
+    return Fraction(text) if _DECIMAL.fullmatch(text) else None
+
+
+def _same_in_base(gold: str, stated: str, gold_base: re.Match | None, stated_base: re.Match | None) -> bool:
+    """Compare `52_8` with itself or its bare digits; bare digits are base ten if only the other answer has a base."""
+    if gold_base and stated_base:
+        return int(gold_base[2]) == int(stated_base[2]) and gold_base[1].lower() == stated_base[1].lower()
+    if gold_base:
+        return stated.lower() == gold_base[1].lower()
+    return int(stated_base[2]) == 10 and stated_base[1] == gold
+
+
+def _words(text: str) -> str | None:
+    r"""Return the letters of an answer in words (`\text{Evelyn}`, `\text{(C)}`, `no solution`), None for others."""
+    wrapped = _WRAPPED.fullmatch(text)
+    if wrapped and not re.search(r"\d", wrapped[1]):
+        return _squeezed(wrapped[1])
+    return _squeezed(text) if _WORD.fullmatch(text) else None
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"[\s()'\"]", "", _WRAPPED.sub(r"\1", text)).casefold()
+
+
+def _same_case(gold: str, stated: str) -> bool:
+    """Return False if letters differ only in case (`3R^2`, `3r^2`), or if the gold answer has one in both cases."""
+    letters = [set(re.findall(r"[A-Za-z]", _COMMANDS.sub(" ", text))) for text in (gold, stated)]
+    lower = [{letter.lower() for letter in both} for both in letters]
+    if len(gold) > 1 and len(lower[0]) < len(letters[0]):
+        return False
+    return len(gold) == 1 or lower[0] != lower[1] or letters[0] == letters[1]
+
+
+def _brackets(text: str) -> str | None:
+    r"""Return the brackets `()`, `(]`, `{}`… around a list, interval or point; None for others, like `(a+5)(b+2)`."""
+    text = text.replace(r"\{", "\x01").replace(r"\}", "\x02")
+    pairs = {"(": ")", "[": "]", "\x01": "\x02"}
+    if len(text) < 3 or text[0] not in pairs or text[-1] not in pairs.values():
+        return None
+    depth, comma = 0, False
+    for place, letter in enumerate(text):
+        depth += (letter in pairs) - (letter in pairs.values())
+        comma = comma or (letter == "," and depth == 1)
+        if depth == 0 and place < len(text) - 1:
+            return None
+    return text[0] + text[-1] if comma and depth == 0 else None

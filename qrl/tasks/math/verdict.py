@@ -1,0 +1,97 @@
+r"""The rules for a completion with its answer in \boxed{}.
+
+Strict: the content of \boxed{}. If a completion has several boxes, they must be equal, in whatever spelling;
+    conflicting
+boxes score zero, so that listing candidates earns nothing. Flexible: the last box alone; without a box, the last
+expression or number that math-verify extracts near the end. Text after an end token is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from qrl.errors import BadInput
+from qrl.tasks.math import latex
+from qrl.tasks.math.latex import LONGEST_ANSWER
+from qrl.tasks.numeric import until_end
+from qrl.tasks.question import Verdict
+
+MOST_BOXES = 8  # different texts in boxes: more are a list of candidates
+TAIL = 2000  # characters at the end that are searched for an expression if there is no box
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The part of a completion that decides its verdict; a worker gets this instead of a megabyte of text.
+
+    Args:
+        gold: the gold answer in normal form.
+        boxes: the different contents of its boxes in normal form, the last one last; at most `MOST_BOXES` + 1.
+        tail: the end of the text, if there is no box.
+    """
+
+    gold: str
+    boxes: tuple[str, ...]
+    tail: str
+
+
+def claim(completion: str, answer: str) -> Claim:
+    """Return what a completion claims, beside the gold answer."""
+    body = until_end(completion)
+    contents = latex.boxes(body)
+    if not contents:
+        return Claim(gold(answer), (), body[-TAIL:])
+    once = dict.fromkeys(reversed(contents))
+    normal = dict.fromkeys(box if len(box) > LONGEST_ANSWER else latex.normal(box) for box in once)
+    different = [box for box in normal if box][: MOST_BOXES + 1]
+    return Claim(gold(answer), tuple(reversed(different)), "")
+
+
+def gold(answer: str) -> str:
+    r"""Return the gold answer of a text or of its last \boxed{} in normal form; raise BadInput if empty or too long."""
+    contents = latex.boxes(answer)
+    text = latex.normal((contents[-1] if contents else answer)[: LONGEST_ANSWER + 1])
+    if not text or len(text) > LONGEST_ANSWER:
+        raise BadInput(
+            f"The gold answer {answer[:80]!r} is {'empty' if not text else 'too long'}: expected an expression such as "
+            f"\\frac{{14}}{{3}}, of at most {LONGEST_ANSWER} characters."
+        )
+    return text
+
+
+def verdict(claim: Claim, same: Callable[[str, str], bool], last_expression: Callable[[str], str | None]) -> Verdict:
+    """Return the verdict on a claim, with functions that compare answers and extract a text's last expression."""
+    if not claim.boxes:
+        stated = last_expression(claim.tail)
+        return Verdict(None, False, stated is not None and same(claim.gold, stated))
+    *others, last = claim.boxes
+    if len(last) > LONGEST_ANSWER:
+        return Verdict(None, False, False)
+    agreed = len(others) < MOST_BOXES and all(len(box) <= LONGEST_ANSWER and same(last, box) for box in others)
+    right = same(claim.gold, last)
+    return Verdict(last if agreed else None, right and agreed, right)
+
+
+def by_text(claim: Claim) -> Verdict | None:
+    """Return the verdict if comparing texts and plain numbers is enough, as it mostly is; else None, for a worker."""
+    try:
+        return verdict(claim, _same, _no_expression)
+    except _UnsureError:
+        return None
+
+
+class _UnsureError(Exception):
+    """Comparing texts is not enough: algebra is needed."""
+
+
+def _same(gold: str, stated: str) -> bool:
+    equal = latex.same(gold, stated)
+    if equal is None:
+        raise _UnsureError
+    return equal
+
+
+def _no_expression(text: str) -> None:
+    if any(letter in "$\\" or letter.isdigit() for letter in text):  # else nothing can be extracted
+        raise _UnsureError

@@ -1,0 +1,103 @@
+"""The work of a pool's process: grading answers with math-verify. Imported there only; free of torch.
+
+math-verify's own time limit uses `signal.alarm`, which fails off the main thread and cannot interrupt one long
+multiplication, so it is turned off here. Instead the kernel kills a worker that uses up its CPU time (`ITIMER_PROF`).
+CPU time, not wall time, so that a busy machine reaches the same verdicts as an idle one.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import resource
+import signal
+import warnings
+
+from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
+from math_verify import parse, verify
+from math_verify.parser import parse_latex_cached
+from sympy import Basic
+from sympy.core import random as sympy_random
+
+from qrl.tasks.math import latex
+from qrl.tasks.math.verdict import Claim, verdict
+from qrl.tasks.question import Verdict
+
+PLACES = 6  # significant digits, or decimal places, to which a decimal may approximate an exact number
+_NORMAL = NormalizationConfig(
+    basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="last", equations=False
+)
+
+
+def prepare(memory_bytes: int) -> None:
+    """Set a new worker's limit of address space, and its signal handlers."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler in Python would wait for the long multiplication
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    gc.freeze()  # collections skip sympy's own objects, which makes verdicts a tenth faster
+
+
+def grade(batch: list[Claim], cpu_s: float) -> list[Verdict | None]:
+    """Return a verdict on each claim, None where algebra raised. A claim that exceeds its CPU time ends the process."""
+    return [_grade_one(claim, cpu_s) for claim in batch]
+
+
+def same(gold: str, stated: str) -> bool:
+    """Return whether two normal answers are equal, by the rules for texts first, then by math-verify."""
+    by_text = latex.same(gold, stated)
+    if by_text is not None:
+        return by_text
+    expected = _read(gold)
+    return expected is not None and all(_equal(expected, side) for side in latex.claims(gold, stated))
+
+
+def last_expression(text: str) -> str | None:
+    """Return the last expression or number that math-verify extracts from prose, in normal form; None without one."""
+    expressions = parse(text, parsing_timeout=None, raise_on_error=True)
+    return latex.normal(str(expressions[-1])[: latex.LONGEST_ANSWER]) if expressions else None
+
+
+def _equal(expected: Basic, side: str) -> bool:
+    stated = _read(side)
+    if stated is None:
+        return False
+    return verify([expected], [stated], float_rounding=_places(expected), timeout_seconds=None, raise_on_error=True)
+
+
+def _grade_one(claim: Claim, cpu_s: float) -> Verdict | None:
+    sympy_random.seed(0)  # sympy tests identities at random points
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    try:
+        return verdict(claim, same, last_expression)
+    except Exception:  # of many kinds, from several libraries; the caller counts it
+        return None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _read(answer: str) -> Basic | None:
+    """Return an answer's expression; None if it cannot be read as one, but raise where memory or stack ran out."""
+    content = normalize_latex(f"\\boxed{{{answer}}}", config=_NORMAL)
+    try:
+        return parse_latex_cached(content)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:
+        return None
+
+
+def _places(gold: Basic) -> int:
+    """Return the decimal places to round to: more for a small number, or 0.0000673 would equal 0.0000672."""
+    try:
+        size = abs(float(gold))
+    except Exception:  # an expression with symbols, a set, a matrix
+        return PLACES
+    return PLACES + max(0, math.floor(-math.log10(size))) if 0 < size < 1 else PLACES
+
+
+warnings.filterwarnings("ignore")  # sympy warns about what some answers make it do
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its own time limit is off
+for _warm in (r"\frac{x+1}{2}", r"\sqrt{2}\pi", "(1,2]", r"\begin{pmatrix}1\\2\end{pmatrix}"):
+    same(_warm, _warm + "+1")  # fills ANTLR's tables once, before workers are forked

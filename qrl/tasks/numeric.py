@@ -1,0 +1,123 @@
+"""The grader of numeric answers: reward in training, verdict in evaluation.
+
+Strict: the number on a line `#### x`. All such lines of a completion must state the same single number. Conflicting
+    numbers
+score zero, so that listing candidates earns nothing; so does a number that the rest of its line modifies
+(`modifiers.py`).
+Flexible: the last number anywhere. Numbers are compared as exact fractions. Time is linear in the text's length, and no
+text can raise.
+"""
+
+import re
+
+from qrl.errors import BadInput
+from qrl.tasks.modifiers import is_modified
+from qrl.tasks.number import Number, numbers, text, tidy
+from qrl.tasks.question import Verdict
+
+ENDS = re.compile(r"<(?:\|(?:im_end|endoftext|eot_id|end_of_text|end)\||/s|end_of_turn|eos)>")
+LONGEST_LINE = 200  # characters after `####`; a longer line is prose, not an answer
+
+# More than four hashes are a heading; the literal prefix makes the search fast.
+_MARKER = re.compile(r"####(#*+)([^\n\r#]*+)")
+_SIMPLE = re.compile(r"[ \t]*+(-?[0-9]{1,18})[ \t\n]*+")  # most answers: they skip the other rules
+_LAST_DIGIT = re.compile(r".*[0-9½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", re.DOTALL)
+_BEFORE, _AFTER = 200, 20  # characters around the last digit that can belong to its number
+_TWO_CLAIMS = re.compile(r"[;,]\s|\b(?:or|and)\b")  # `x = 5, y = 18` states two numbers, `9 * 2 = 18` one
+
+# Modifies the number beside it: roots, powers, `±`, double signs, negated and one-sided relations, unknown LaTeX.
+_UNREAD = re.compile(
+    r"[√∛^±≠≤≥]|[!<>]=|(?:--|\+-|-\+)\s*\S{0,2}[0-9.]"
+    r"|\\(?!(?:times|cdot|div|approx|quad|qquad|circ|degree|pounds|euro|textdollar)(?![A-Za-z]))[A-Za-z]"
+)
+
+_WORDED = re.compile(r"[^\W\d_]|%")  # `1 dozen = 12` and `18% = 0.18` compare different units
+_BEGUN = re.compile(r"####[\s:$€£¥₹*_`(\[{\"'~≈→+-]*\.?[0-9]")
+
+_NOTHING = object()  # no number is stated; None means that the number is ambiguous
+
+
+def grade(completion: str, answer: str) -> Verdict:
+    """Return the strict and flexible verdict on one completion.
+
+    Args:
+        completion: the model's text after the prompt; text after an end token is ignored.
+        answer: the gold answer: a number as text, or a worked solution that ends in `#### x`.
+
+    Raises:
+        BadInput: the gold answer is not a number.
+    """
+    gold = strict(answer) if "####" in answer else _stated(answer[:LONGEST_LINE])
+    if gold is None or gold is _NOTHING:
+        raise BadInput(f"The gold answer {answer[:80]!r} is not a number: expected one like 18, 1,000, 2.5 or 3/4.")
+    parsed = strict(completion)
+    return Verdict(None if parsed is None else text(parsed), parsed == gold, flexible(completion) == gold)
+
+
+def strict(completion: str) -> Number | None:
+    """Return the number that all `####` lines agree on; None without one, or if they conflict."""
+    agreed, seen, begun = _NOTHING, set(), set()
+    for hashes, line in _MARKER.findall(until_end(completion)):
+        if hashes or line in seen:
+            continue
+        seen.add(line)
+        number = _stated(line)
+        if number is _NOTHING:
+            begun.add(_begun(line) if len(line) > LONGEST_LINE else _NOTHING)
+            continue
+        if number is None or agreed not in (_NOTHING, number):
+            return None
+        agreed = number
+    return None if agreed is _NOTHING or begun - {_NOTHING, agreed} else agreed
+
+
+def flexible(completion: str) -> Number | None:
+    """Return the last number of a completion, wherever it is; None without one."""
+    body = until_end(completion)
+    if simple := _SIMPLE.fullmatch(body.rpartition("####")[2]):
+        return int(simple[1])
+    end = len(body)
+    while last := _LAST_DIGIT.match(body, 0, end):
+        stop = last.end()
+        end = max(stop - _BEFORE, body.rfind("\n", max(0, stop - _BEFORE), stop) + 1)
+        line = body[end : stop + _AFTER].partition("\n")[0]
+        if values := numbers(tidy(line)):
+            return values[-1]  # else its digits are glued to letters: search before them
+    return None
+
+
+def until_end(completion: str) -> str:
+    """Return a completion up to its first end token."""
+    return ENDS.split(completion, maxsplit=1)[0] if "<" in completion else completion
+
+
+def _stated(line: str) -> Number | object | None:
+    """Return the one number that a line after `####` states: `_NOTHING` without a number, None if it is ambiguous."""
+    if simple := _SIMPLE.fullmatch(line):
+        return int(simple[1])
+    if len(line) > LONGEST_LINE:
+        return _NOTHING
+    line = tidy(f"####{line}")  # `####` marks a minus after it as a sign, at any distance
+    values = numbers(line)
+    if not values:
+        return _NOTHING
+    answer = line
+    if "=" in line and not (len(values) > 1 and _TWO_CLAIMS.search(line)):
+        sides = ["=" + side for side in line.split("=")]
+        answer = sides[-1] if len(values) > 1 else next(filter(numbers, sides), line)
+        values = numbers(answer)
+        if any(side != values for side in map(_bare, sides) if side):
+            return None
+    return None if len(values) != 1 or _UNREAD.search(line) or is_modified(answer) else values[0]
+
+
+def _bare(side: str) -> list[Number]:
+    """Return the number of an equation's side that is one bare number; empty for a calculation, or with words."""
+    values = [] if _WORDED.search(side) else numbers(side)
+    return values if len(values) == 1 and values != [None] else []
+
+
+def _begun(line: str) -> Number | object | None:
+    """Return the number that starts a line too long for an answer: not an answer, but it may conflict with one."""
+    line = tidy(f"####{line.lstrip()[:LONGEST_LINE]}")
+    return numbers(line)[0] if _BEGUN.match(line) and numbers(line) else _NOTHING
