@@ -73,9 +73,9 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, 
     process.hush_transformers()
     quantization = checkpoint.check(path).quantization
     if quantization == "awq":
-        from qrl.formats import awq
+        from qrl.formats import plain
 
-        model = awq.load_unpacked(path, torch.float16 if dtype is torch.bfloat16 else dtype).to(device)
+        model = plain.load(path, torch.float16 if dtype is torch.bfloat16 else dtype).to(device)
     elif quantization == "compressed-tensors":
         model = _decompressed(path, device, dtype)
     else:
@@ -172,10 +172,10 @@ def _decompressed(path: Path, device: str, dtype: torch.dtype) -> PreTrainedMode
     """Load a compressed-tensors checkpoint as plain matrices; activations are rounded where the scheme rounds them."""
     from transformers import CompressedTensorsConfig
 
-    plain = CompressedTensorsConfig(dequantize=True)
+    dequantize = CompressedTensorsConfig(dequantize=True)
     with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # a warning that `dequantize` overrides, and bars
         warnings.simplefilter("ignore", UserWarning)
-        model = pretrained.load(path, dtype=dtype, device_map=device, quantization_config=plain)
+        model = pretrained.load(path, dtype=dtype, device_map=device, quantization_config=dequantize)
     for module in model.modules():
         scheme = getattr(module, "quantization_scheme", None)
         if scheme is None:
