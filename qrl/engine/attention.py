@@ -16,10 +16,9 @@ NAME = "sdpa_grouped"
 
 
 def use_grouped(model: PreTrainedModel) -> None:
-    """Let a model decode without copying its cache; prompts and training keep transformers' own `sdpa`.
+    """Let a model on a CPU decode without copying its cache, if its attention is transformers' own `sdpa`.
 
-    Args:
-        model: on a CPU; a model whose attention is not `sdpa` stays unchanged.
+    Prompts and training keep that attention.
     """
     if model.config._attn_implementation != "sdpa":
         return

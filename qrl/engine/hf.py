@@ -150,13 +150,7 @@ def generate(
 
 
 def completion(tokens: PreTrainedTokenizerBase, ids: list[int], ends: set[int], special: set[int]) -> Completion:
-    """Return the completion that generated tokens stand for, cut at the first end token.
-
-    Args:
-        ids: generated tokens.
-        ends: end tokens.
-        special: the tokenizer's special tokens; most answers hold none besides the end token and are decoded once.
-    """
+    """Return the completion of generated tokens, cut at the first end token; most answers need decoding only once."""
     stop = next((position for position, token in enumerate(ids) if token in ends), None)
     body = ids if stop is None else ids[:stop]
     raw = tokens.decode(body, skip_special_tokens=False)

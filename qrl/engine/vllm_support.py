@@ -15,21 +15,12 @@ _BATCH_VARIANT = "Int8ScaledMM"
 
 
 def batch_invariant(kernels: Iterable[str]) -> bool:
-    """Return whether answers computed with these kernels were independent of the batch in every measurement so far.
-
-    Args:
-        kernels: names as in `Vllm.receipt`.
-    """
+    """Return whether answers computed with these kernels were independent of the batch in every measurement so far."""
     return not any(_BATCH_VARIANT in kernel for kernel in kernels)
 
 
 def check_runs(path: Path, device: str, deterministic: bool = False) -> None:
-    """Check that vLLM has a kernel for the checkpoint's scheme on this machine.
-
-    Args:
-        path: a checkpoint folder.
-        device: "cpu" or "cuda".
-        deterministic: require batch-invariant kernels where the device has them.
+    """Check that vLLM has a kernel for a checkpoint's scheme on this machine, a batch-invariant one if `deterministic`.
 
     Raises:
         BadInput: a kernel is missing; the sentence names it.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from qrl import checkpoint, names
 from qrl.errors import BadInput
@@ -153,8 +153,23 @@ def _module(name: str) -> str:
     return module if within else name.rpartition(".")[0]
 
 
-def _family(scheme: str):
-    """Return the module that stores a scheme, imported here because each needs libraries of its own."""
+class Family(Protocol):
+    """A module that stores a family of schemes."""
+
+    def quantize(self, source: Path, out: Path, *, settings: Settings, rows: list[list[int]], device: str) -> None:
+        """Write a full-precision checkpoint's config.json and safetensors under a scheme.
+
+        Args:
+            source: a folder that `check_fit` accepts.
+            out: an existing, empty folder.
+            settings: of the scheme.
+            rows: N calibration rows of L token ids; none for a scheme without calibration.
+            device: "cpu" or "cuda".
+        """
+
+
+def _family(scheme: str) -> Family:
+    """Return a scheme's module, imported here because each needs libraries of its own."""
     if scheme in names.BITSANDBYTES:
         from qrl.quantize import bnb as family
     elif scheme == names.AWQ:

@@ -31,14 +31,9 @@ CLIP_STEPS = 20  # of AutoAWQ's grid; its search uses the first half
 
 
 def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequence[int]], device: str) -> None:
-    """Write `source` in AWQ's W4 with zero points, GEMM layout, to `out`: config.json and safetensors.
+    """Write `source` in AWQ's W4 with zero points, GEMM layout, to `out`; arguments as in `Family`.
 
-    Args:
-        source: a full-precision checkpoint folder.
-        out: an existing, empty folder.
-        settings: of the scheme; its seed is torch's, since the search itself is deterministic.
-        rows: N calibration rows of L token ids.
-        device: "cpu" or "cuda"; AutoAWQ's search uses a GPU wherever there is one.
+    The search itself is deterministic; it uses a GPU wherever there is one.
 
     Raises:
         BadInput: AutoAWQ does not know the architecture.
@@ -121,9 +116,8 @@ def _staged(source: Path, out: Path, device: str) -> Iterator[PreTrainedModel]:
     options = {"trust_remote_code": False, "use_safetensors": True, "use_cache": False, "output_loading_info": True}
     with tempfile.TemporaryDirectory(dir=out) as staged:
         staging.stage(source, Path(staged))
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            staged, torch_dtype=torch.float32, device_map=device, **options
-        )
+        options |= {"torch_dtype": torch.float32, "device_map": device}
+        model, loading = AutoModelForCausalLM.from_pretrained(staged, **options)
         staging.verify(model, loading, source)
         model.eval().requires_grad_(False)
         yield model if device == "cpu" else model.half()

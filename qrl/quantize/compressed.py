@@ -25,24 +25,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BATCH = 16  # calibration rows in one forward pass
-_PRESETS = {
-    names.FP8: "FP8_DYNAMIC",
-    names.NVFP4: "NVFP4",
-    names.NVFP4A16: "NVFP4A16",
-    names.MXFP4A16: "MXFP4A16",
-    names.W8A8: "W8A8",
-}
+_PRESETS = {scheme: scheme.upper() for scheme in (names.NVFP4, names.NVFP4A16, names.MXFP4A16, names.W8A8)}
+_PRESETS[names.FP8] = "FP8_DYNAMIC"
 
 
 def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequence[int]], device: str) -> None:
-    """Write `source` under one of `names.COMPRESSED` to `out`: config.json and safetensors.
-
-    Args:
-        source: a full-precision checkpoint folder.
-        out: an existing, empty folder.
-        settings: of the scheme.
-        rows: N rows of L token ids; none for a scheme without calibration.
-        device: "cpu" or "cuda".
+    """Write `source` under one of `names.COMPRESSED` to `out`; arguments as in `Family`.
 
     Raises:
         QrlError: llm-compressor is not installed here.
@@ -123,19 +111,14 @@ def batches(rows: Sequence[Sequence[int]]):
         return None
     import torch
 
-    samples = [
-        {"input_ids": torch.tensor(row), "attention_mask": torch.ones(len(row), dtype=torch.long)} for row in rows
-    ]
+    ids = map(torch.tensor, rows)
+    samples = [{"input_ids": row, "attention_mask": torch.ones(len(row), dtype=torch.long)} for row in ids]
     return torch.utils.data.DataLoader(samples, batch_size=BATCH)
 
 
 @contextlib.contextmanager
 def on_device(device: str) -> Iterator[None]:
-    """Make llm-compressor compute on a device; on its own it uses a GPU wherever there is one.
-
-    Args:
-        device: "cpu" or "cuda".
-    """
+    """Make llm-compressor compute on "cpu" or "cuda"; on its own it uses a GPU wherever there is one."""
     import torch
     from compressed_tensors.utils import patch_attr
     from llmcompressor.pipelines.cache import IntermediatesCache

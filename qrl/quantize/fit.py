@@ -41,12 +41,7 @@ def check_fit(source: Path, settings: Settings) -> None:
 
 
 def check_widths(model: torch.nn.Module, group_size: int, outputs: int = 1) -> None:
-    """Check the sizes of every linear except the head.
-
-    Args:
-        model: with or without weights.
-        group_size: input channels that share a scale; must divide the inputs.
-        outputs: a number that must divide the output channels.
+    """Check that groups divide every linear's inputs, and `outputs` its outputs; the head is not checked.
 
     Raises:
         BadInput: a linear does not fit, or there is none; the sentence names the first.

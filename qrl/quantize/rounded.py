@@ -22,12 +22,7 @@ from qrl.quantize.settings import Settings
 def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequence[int]], device: str) -> None:
     """Write `source` under one of `names.ROUNDED` to `out`; tensors that are not quantized stay in float32.
 
-    Args:
-        source: a full-precision checkpoint folder that `check_fit` accepts.
-        out: an existing, empty folder.
-        settings: of the scheme.
-        rows: N rows of L token ids, for a scheme that calibrates activations and a source without their scales.
-        device: "cpu" or "cuda".
+    Arguments as in `Family`; `rows` calibrate activations where the source has no scales for them.
 
     Raises:
         QrlError: llm-compressor is not installed here.

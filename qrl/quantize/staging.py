@@ -53,12 +53,7 @@ def rewrite(config: dict) -> dict:
 
 
 def stage(source: Path, folder: Path) -> None:
-    """Write a copy of `source` for transformers 4.51: config.json rewritten, weights linked, everything else left out.
-
-    Args:
-        source: a checkpoint folder, of transformers 4 or 5.
-        folder: an empty folder.
-    """
+    """Write a copy of `source` for transformers 4.51: config.json rewritten, weights linked, nothing else."""
     (folder / "config.json").write_text(json.dumps(rewrite(checkpoint.config(source)), indent=2))
     for name in checkpoint.shards(source):
         (folder / name).symlink_to((source / name).resolve())
@@ -91,12 +86,7 @@ def _json(file: Path) -> dict:
 
 
 def verify(model: PreTrainedModel, loading: dict, source: Path) -> None:
-    """Check that a staged model is the original one.
-
-    Args:
-        model: the staged copy in float32, as transformers 4.51 loaded it.
-        loading: `output_loading_info` of that load.
-        source: the original checkpoint.
+    """Check that a staged model in float32 is the original one, from its `output_loading_info` and its settings.
 
     Raises:
         QrlError: weights are missing or left over, or a setting or a rotary frequency differs.

@@ -28,13 +28,7 @@ _proven: dict[tuple, bool] = {}  # (format, dtypes, shapes, device) → whether 
 
 
 def folded(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: torch.dtype) -> list[Folded]:
-    """Return `rounding.folded` of many groups of matrices, computed together.
-
-    Args:
-        groups: each as for `rounding.folded`, all of one dtype and on one device.
-        args: of the format's weights.
-        dtype: of Q(W).
-    """
+    """Return `rounding.folded` of many groups of matrices, all of one dtype and on one device, computed together."""
     groups = [[weight.detach() for weight in weights] for weights in groups]
     with _without_autocast(groups[0][0]):
         fit = [weights for weights in groups if all(map(_fits, weights)) and _is_proven(weights, args, dtype)]
@@ -45,14 +39,7 @@ def folded(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: to
 
 
 def activations(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return `rounding.activations` of inputs that are converted to a dtype first.
-
-    Args:
-        inputs: (..., I), of any float dtype.
-        args: of the format's activations.
-        global_scale: (1,), calibrated, for NVFP4.
-        dtype: of the linear's product.
-    """
+    """Return `rounding.activations` of inputs (..., I), any float dtype, converted first to the product's `dtype`."""
     inputs = inputs.detach()
     if inputs.is_cuda and inputs.is_contiguous() and inputs.numel():
         from qrl.formats.fakequant import kernel

@@ -128,14 +128,7 @@ def _matrices(
 
 
 def activations(inputs: Tensor, args: QuantizationArgs, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """Return a linear's inputs rounded to the format.
-
-    Args:
-        inputs: (..., I), contiguous, any float dtype; converted to `dtype` first.
-        args: of the format's activations.
-        dtype: of the result, in which scales are computed.
-        scale: (1,) float32, NVFP4's global scale.
-    """
+    """Return contiguous inputs (..., I) rounded in `dtype`; `scale` is NVFP4's global scale, (1,) float32."""
     target, size = torch.empty_like(inputs, dtype=dtype), args.group_size or inputs.shape[-1]
     settings, rows = _settings(args, size, dtype, dtype, nv=scale is not None)
     groups, scale = inputs.numel() // size, inputs if scale is None else scale
@@ -157,8 +150,6 @@ def folded(
 
     Args:
         weights: (O, I) each, contiguous, of one dtype on one device.
-        args: of the format's weights.
-        dtype: of Q(W).
         scales: (G,) float32, NVFP4's global scales.
         places: index of each matrix's scale.
     """

@@ -57,11 +57,7 @@ def check_fit(model: PreTrainedModel, name: str) -> None:
 
 
 def check_architecture(model: PreTrainedModel, *, transposed: bool = False) -> None:
-    """Check that every matrix of a model is in an `nn.Linear` or an embedding.
-
-    Args:
-        model: with or without weights.
-        transposed: allow GPT-2's `Conv1D` too, which bitsandbytes quantizes.
+    """Check that every matrix of a model is in an `nn.Linear`, an embedding or, if `transposed`, in GPT-2's `Conv1D`.
 
     Raises:
         BadInput: the model is a mixture of experts, has Mamba layers, or keeps a matrix elsewhere.
