@@ -1,7 +1,7 @@
 """Decode one quantized matrix of each library from its tensors.
 
 Scales are converted to float32 first, so that a value is code times scale; kernels round that product to sixteen bits
-once more. compressed-tensors' own functions decode its formats, where the library is installed. They return FP4 in
+once more. compressed-tensors' own functions decode its formats, if it is installed. They return FP4 in
 bf16, up to one part in 256 off, which adds a millionth of the weights' energy to an error of a hundredth.
 """
 

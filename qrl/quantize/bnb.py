@@ -17,17 +17,10 @@ OUTLIER = 6.0  # larger activations stay in 16 bits: bitsandbytes' own default
 
 
 def quantize(source: Path, out: Path, *, settings: Settings, rows: list, device: str) -> None:
-    """Write `source` in NF4 or INT8 to `out`: config.json and safetensors.
+    """Write `source` in NF4 or INT8 to `out`; arguments as in `Family`, without calibration.
 
     The model is saved before any forward pass: on a CPU with AVX512-BF16 the first pass repacks the codes in place, and
     a later save would be silently wrong.
-
-    Args:
-        source: a full-precision checkpoint folder.
-        out: an existing, empty folder.
-        settings: of the scheme.
-        rows: ignored; there is no calibration.
-        device: "cpu" or "cuda".
 
     Raises:
         BadInput: no linear of the model can be quantized.

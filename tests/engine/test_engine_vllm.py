@@ -28,9 +28,11 @@ from pathlib import Path
 from qrl.evaluate import cells
 from qrl.tasks import load
 if __name__ == "__main__":
-    out, path, given = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]) asked =
-    cells.ask(cells.Cell("base", "full", path), load("arithmetic", "heldout", given.pop("n"), 0), engine="vllm",
-    **given) asked.frame.to_parquet(out / "rows.parquet") (out / "receipt.json").write_text(json.dumps(asked.receipt))
+    out, path, given = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+    questions = load("arithmetic", "heldout", given.pop("n"), 0)
+    asked = cells.ask(cells.Cell("base", "full", path), questions, engine="vllm", **given)
+    asked.frame.to_parquet(out / "rows.parquet")
+    (out / "receipt.json").write_text(json.dumps(asked.receipt))
 """
 
 

@@ -82,12 +82,12 @@ def matrices(draw, rows=8, columns=256):
 @FAST
 def test_a_format_agrees_with_its_definition_in_float64(name, weight):
     actual = rounding.quantized(weight, args(name)).double().numpy()
-    wanted, scale = reference(weight, name)
+    expected, scale = reference(weight, name)
     width = 2.0**-8 if "fp4" in name else 1e-5  # four-bit floats are unpacked to bfloat16
     exact = weight.double().numpy()
-    tie = np.abs(np.abs(actual - exact) - np.abs(wanted - exact)) <= (2.0**-5 if "fp4" in name else 1e-4) * scale
-    assert (np.isclose(actual, wanted, rtol=width, atol=0) | tie).all()
-    assert (np.isclose(actual, wanted, rtol=width, atol=0)).mean() > 0.99  # ties are rare
+    tie = np.abs(np.abs(actual - exact) - np.abs(expected - exact)) <= (2.0**-5 if "fp4" in name else 1e-4) * scale
+    assert (np.isclose(actual, expected, rtol=width, atol=0) | tie).all()
+    assert (np.isclose(actual, expected, rtol=width, atol=0)).mean() > 0.99  # ties are rare
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -330,7 +330,7 @@ def test_matrices_that_would_silently_stay_in_full_precision_are_refused_by_ever
             ("nf4", "int8", "fp8", "awq-ct", "awq", "rtn-int8"),
         ),
         "mamba has Mamba layers": (MambaConfig(**sizes, state_size=4), ("nf4", "w8a8", "w8a16", "rtn-fp8")),
-        "lies in a Conv1D": (GPT2Config(vocab_size=64, n_embd=128, n_layer=1, n_head=2), ("fp8", "gptq", "rtn-int4")),
+        "in a Conv1D": (GPT2Config(vocab_size=64, n_embd=128, n_layer=1, n_head=2), ("fp8", "gptq", "rtn-int4")),
     }
     for words, (config, schemes) in unfit.items():
         config.save_pretrained(tmp_path)

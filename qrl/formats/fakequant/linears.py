@@ -81,7 +81,7 @@ def check_architecture(model: PreTrainedModel, *, transposed: bool = False) -> N
         matrices = [name for name, weight in module.named_parameters(recurse=False) if weight.ndim > 1]
         if matrices and not isinstance(module, holders):
             raise BadInput(
-                f"{path}.{matrices[0]} of {kind} lies in a {type(module).__name__}, not in a Linear, and would "
+                f"{path}.{matrices[0]} of {kind} is in a {type(module).__name__}, not in a Linear, and would "
                 "silently stay in full precision: use a dense transformer."
             )
 
