@@ -4,9 +4,10 @@
     python tests/benchmarks/invariance.py rows                                           # on a GPU
 
 answers: one engine answers the built-in model's held-out questions greedily: all at once, again, in reverse, in parts
-of 32 and 200, some alone. It prints how many answers differ from the first time. MODEL is a checkpoint folder from
-`quantize`. rows: vLLM's `scaled_int8_quant` and `cutlass_scaled_mm` compute a row among few rows and among all, over
-shapes with and without bias. It prints how many values differ. Both need vLLM's environment.
+of 32 and 200, some alone. It prints how many answers differ from the first time. MODEL is a folder from `quantize`.
+
+rows: vLLM's `scaled_int8_quant` and `cutlass_scaled_mm` compute a row among few rows and among all, over shapes with
+and without bias. It prints how many values differ. Both cases need vLLM's environment.
 """
 
 import argparse

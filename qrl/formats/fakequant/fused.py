@@ -1,10 +1,8 @@
-"""Fake quantization as training calls it: `rounding`'s arithmetic, on a GPU in one launch for a model's matrices or a
-linear's inputs.
+"""Fake quantization as training calls it: `rounding`'s arithmetic, in one GPU launch for all matrices of a model.
 
 Eager, compressed-tensors' functions read and write a matrix some twenty times. Here it is read once for its largest
 weight and once by `kernel`, which writes the rounded values. The first result for every shape is compared with the
-eager one, bit for bit; where they differ, or where Triton is missing, a warning says so and fake quantization stays
-eager.
+eager one bit for bit. Where they differ, or Triton is missing, a warning is shown and fake quantization stays eager.
 """
 
 from __future__ import annotations
