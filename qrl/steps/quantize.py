@@ -32,15 +32,11 @@ def sources(recipe: Recipe, models: str | None) -> dict[str, checkpoint.Checkpoi
         BadInput: the list is malformed, a model is not a checkpoint, or one is already quantized.
     """
     chosen = inputs.pairs(models, "a variant and its model") if models else {names.BASE: recipe.model}
-    checkpoints = {
-        inputs.check_variant(variant): checkpoint.check(addresses.folder(address))
-        for variant, address in chosen.items()
-    }
-    for variant, source in checkpoints.items():
+    checkpoints = {}
+    for variant, address in chosen.items():
+        checkpoints[inputs.check_variant(variant)] = source = checkpoint.check(addresses.folder(address))
         if source.quantization:
-            raise BadInput(
-                f"{chosen[variant]} is already quantized ({source.quantization}): use full-precision weights."
-            )
+            raise BadInput(f"{address} is already quantized ({source.quantization}): use full-precision weights.")
     return checkpoints
 
 
@@ -163,12 +159,7 @@ class Texts:
 def answers(
     recipe: Recipe, model: Path, questions: list[tasks.Question], device: str
 ) -> list[tuple[tasks.Question, bool]]:
-    """Return questions with a model's greedy answers as their solutions, and whether each answer ended.
-
-    Args:
-        model: a full-precision checkpoint folder.
-        questions: of the training split.
-    """
+    """Return questions with a model's greedy answers as their solutions, and whether each answer ended."""
     loaded, tokens = hf.load(model, device, devices.compute_dtype(recipe.evaluate.dtype, device))
     prompts = [prompt.render(tokens, question.question, recipe.prompt) for question in questions]
     sizes = {"max_new_tokens": recipe.evaluate.max_new_tokens, "batch_size": recipe.evaluate.batch_size}
