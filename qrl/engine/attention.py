@@ -1,8 +1,8 @@
-"""Attention for decoding on a CPU where several query heads share one key head (grouped-query attention).
+"""Grouped-query attention for decoding on a CPU, without copying the key-value cache.
 
-PyTorch's kernel for CPUs wants as many key heads as query heads, so transformers copies the whole cache once per token and
-layer, which is the largest single cost of decoding a small model. With one query token a head there is another way:
-the query heads of a group take the place of query tokens, and nothing is copied. The result is the same sum.
+PyTorch's CPU kernel needs as many key heads as query heads, so transformers repeats the whole cache for every token and
+layer, which is the largest single cost of decoding a small model. With one query token per head, the query heads of a
+group can take the place of query tokens instead: nothing is copied, and the sum is the same.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ NAME = "sdpa_grouped"
 
 
 def use_grouped(model: PreTrainedModel) -> None:
-    """Lets a model decode without copying its cache; prompts and training go through transformers' own `sdpa`.
+    """Let a model on a CPU decode without copying its cache, if its attention is transformers' own `sdpa`.
 
-    Args:
-        model: on a CPU; one whose attention is not `sdpa` is left as it is.
+    Prompts and training keep that attention.
     """
     if model.config._attn_implementation != "sdpa":
         return
@@ -31,27 +30,25 @@ def use_grouped(model: PreTrainedModel) -> None:
     model.set_attn_implementation(NAME)
 
 
-def _attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **rest):
-    """Scaled dot-product attention as transformers calls it.
+def _attend(module, query, key, value, attention_mask, **options):
+    """Scaled dot-product attention with transformers' signature.
 
     Args:
         query: (B, H, L, D); decoding has L = 1.
         key, value: (B, G, S, D), where G divides H.
         attention_mask: (B, 1, L, S), or None.
+        options: dropout, scaling and whatever else transformers passes.
 
     Returns:
-        (B, L, H, D), and None in place of weights.
+        (B, L, H, D), and None in place of attention weights.
     """
     from torch.nn.functional import scaled_dot_product_attention
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     batch, heads, length, size = query.shape
     if length != 1:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest
-        )
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     grouped = query.reshape(batch, key.shape[1], -1, size)
-    attended = scaled_dot_product_attention(
-        grouped, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
-    )
+    dropout, scale = options.get("dropout", 0.0), options.get("scaling")
+    attended = scaled_dot_product_attention(grouped, key, value, attention_mask, dropout, scale=scale)
     return attended.reshape(batch, 1, heads, size), None

@@ -1,4 +1,4 @@
-"""Where models run, and in which dtype: decided once, said in every run."""
+"""The device and the dtype that models run in, decided once and recorded in every run."""
 
 from __future__ import annotations
 
@@ -6,26 +6,21 @@ from qrl.errors import BadInput
 
 
 def choose(wanted: str) -> str:
-    """`cpu` or `cuda`, from the recipe's `device`.
-
-    Args:
-        wanted: `auto` takes a GPU if there is one; `cpu` and `cuda` are taken at their word.
+    """Return `cpu` or `cuda` for the recipe's `device`; `auto` means a GPU if torch sees one.
 
     Raises:
-        BadInput: `cuda` on a machine where torch sees no GPU.
+        BadInput: the recipe says `cuda` and torch sees no GPU.
     """
     import torch
 
-    found = torch.cuda.is_available()
-    if wanted == "cuda" and not found:
-        raise BadInput(
-            "The recipe asks for device 'cuda', but torch sees no GPU here: run on a machine with one, or set device=cpu."
-        )
-    return "cuda" if wanted == "cuda" or (wanted == "auto" and found) else "cpu"
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise BadInput("device is 'cuda', but torch sees no GPU here: run on a machine with one, or set device=cpu.")
+    return "cuda" if wanted == "cuda" or (wanted == "auto" and available) else "cpu"
 
 
 def compute_dtype(wanted: str, device: str):
-    """The torch dtype of activations: `auto` is bf16 on a GPU and fp32 on a CPU, where bf16 kernels vary by machine."""
+    """Return the torch dtype of activations; `auto` is bf16 on a GPU, and fp32 on a CPU: bf16 varies by CPU."""
     import torch
 
     if wanted == "auto":

@@ -1,8 +1,9 @@
 """The transformers engine: any checkpoint of the study, greedy or sampled, in batches.
 
-Weights are what the checkpoint stores. AWQ's codes are unpacked to the values that they stand for, exactly, and run as
-ordinary matrices, on any device: no kernel of one machine colours the accuracy. So are those of compressed-tensors, whose
-rounded activations are rounded in software here (`simulated`), and bitsandbytes' on a CPU, where it repacks NF4 in place.
+The model computes with the values that the checkpoint stores. AWQ's codes are unpacked exactly and run as ordinary
+matrices on any device, so that no machine's kernel changes the accuracy. The same holds for compressed-tensors, where
+rounded activations are rounded in software (`simulated`), and for bitsandbytes on a CPU, where its kernels would
+repack NF4 in place.
 """
 
 from __future__ import annotations
@@ -21,24 +22,23 @@ from qrl.errors import BadInput
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-
-NAME = "transformers"  # in records of what answered
+NAME = "transformers"  # in the records of an answer
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model wrote after one prompt."""
+    """A model's answer to one prompt."""
 
     text: str  # without special tokens
-    raw: str  # with them, the end token apart: a chat marker in here is a leak
+    raw: str  # with special tokens except the end token: a chat marker in here is a leak
     n_tokens: int  # the end token included
-    finish_reason: str  # "stop": it wrote the end token; "length": it was cut
+    finish_reason: str  # "stop": the model wrote the end token; "length": it was cut
 
 
 def tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer, padding on the left, as decoding in batches needs.
+    """Return the checkpoint's tokenizer, padding on the left as batched decoding needs.
 
     Raises:
         BadInput: its files cannot be read.
@@ -46,22 +46,23 @@ def tokenizer(path: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        found = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=False)
-    except Exception as error:  # whatever the library meets in them: its own, the Rust part's, JSON's
+        tokens = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=False)
+    except Exception as error:  # transformers' own, the Rust library's, or JSON's
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise BadInput(f"The tokenizer of {path} cannot be read ({reason}): copy or save it again.") from error
-    if found.pad_token_id is None:
-        found.pad_token = found.eos_token
-    return found
+    if tokens.pad_token_id is None:
+        tokens.pad_token = tokens.eos_token
+    return tokens
 
 
 def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A checkpoint folder as a model in eval mode and its tokenizer; nothing in the folder is executed.
+    """Return a checkpoint's model, in eval mode, and its tokenizer; nothing in the folder is executed.
 
     Args:
-        path: a folder that `checkpoint.check` accepts: full precision, bitsandbytes or AWQ.
+        path: a folder that `checkpoint.check` accepts: full precision, bitsandbytes, AWQ or compressed-tensors.
         device: "cpu" or "cuda".
-        dtype: of activations, and of weights that are not quantized; AWQ's values do not fit into bf16 and take fp16 instead.
+        dtype: of activations and of weights that are not quantized; AWQ runs in fp16 instead of bf16, which cannot
+            hold its values.
 
     Raises:
         BadInput: the folder is not a checkpoint that qrl loads.
@@ -70,44 +71,48 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, 
     from transformers import GenerationConfig
 
     process.hush_transformers()
-    found = checkpoint.check(path)
-    if found.quantization == "awq":
-        from qrl.formats import awq
+    quantization = checkpoint.check(path).quantization
+    if quantization == "awq":
+        from qrl.formats import plain
 
-        model = awq.load_unpacked(path, torch.float16 if dtype is torch.bfloat16 else dtype).to(device)
-    elif found.quantization == "compressed-tensors":
+        model = plain.load(path, torch.float16 if dtype is torch.bfloat16 else dtype).to(device)
+    elif quantization == "compressed-tensors":
         model = _decompressed(path, device, dtype)
     else:
         model = pretrained.load(path, dtype=dtype, device_map=device)
-        if found.quantization == "bitsandbytes" and device == "cpu":
+        if quantization == "bitsandbytes" and device == "cpu":
             model = model.dequantize(dtype=dtype)
-    # Decoding is ours to set: a checkpoint's own sampling and repetition penalties would colour every accuracy.
-    ends = model.generation_config
-    if ends.eos_token_id is None:
-        raise BadInput(f"{path} names no end token (eos_token_id) in generation_config.json: answers could never stop.")
-    pad = ends.pad_token_id if ends.pad_token_id is not None else _first(ends.eos_token_id)
-    model.generation_config = GenerationConfig(eos_token_id=ends.eos_token_id, pad_token_id=pad)
+    # A checkpoint's own sampling settings and repetition penalties would change every accuracy: keep its end tokens
+    # only.
+    own = model.generation_config
+    first_end, *_ = end_tokens(own, path)
+    pad = first_end if own.pad_token_id is None else own.pad_token_id
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=pad)
     if device == "cpu":
         attention.use_grouped(model)
     return model.eval(), tokenizer(path)
 
 
-def simulated(path: Path, device: str) -> str:
-    """What of a checkpoint's arithmetic is not run as its format means it, in words; empty where all of it is.
+def end_tokens(generation: GenerationConfig, path: Path) -> list[int]:
+    """Return the end tokens that a checkpoint's generation settings name.
 
-    Args:
-        path: a checkpoint folder.
-        device: that it runs on.
+    Raises:
+        BadInput: they name none.
     """
+    if generation.eos_token_id is None:
+        raise BadInput(f"{path} names no end token (eos_token_id) in generation_config.json: answers could never stop.")
+    return _listed(generation.eos_token_id)
+
+
+def simulated(path: Path, device: str) -> str:
+    """Describe how this engine's arithmetic on a device departs from the checkpoint's format; empty if it does not."""
     quantization = checkpoint.config(path).get("quantization_config") or {}
     if quantization.get("quant_method") == "bitsandbytes" and quantization.get("load_in_8bit") and device == "cpu":
         return "activations not rounded to int8"
     for group in (quantization.get("config_groups") or {}).values():
-        rounded = group.get("input_activations")
-        if rounded:
-            return (
-                f"activations rounded to {rounded['type']}{rounded['num_bits']} in software, products in full precision"
-            )
+        if inputs := group.get("input_activations"):
+            kind = f"{inputs['type']}{inputs['num_bits']}"
+            return f"activations rounded to {kind} in software, products in full precision"
     return ""
 
 
@@ -122,87 +127,30 @@ def generate(
     seed: int = 0,
     progress: Callable[[int], object] = lambda n: None,
 ) -> list[Completion]:
-    """Completions of token-id prompts, in the order given.
+    """Return completions of N token-id prompts, in the given order.
 
     Args:
         prompts: N lists of token ids, generation prompt included.
         max_new_tokens: longest completion, in tokens.
-        batch_size: prompts decoded together; batches are cut from prompts sorted by length, to pad little.
-        temperature: 0 is greedy; above, tokens are drawn from the whole distribution at this temperature.
-        seed: of the draws; the same prompts in batches of the same size then get the same completions.
-        progress: called with the number of prompts that each batch finished.
-
-    Returns:
-        N completions.
+        batch_size: prompts decoded together; prompts are sorted by length first, so that batches need little padding.
+        temperature: 0 is greedy; above 0, tokens are sampled from the whole distribution at this temperature.
+        seed: of sampling; the same prompts in batches of the same size get the same completions.
+        progress: called with the number of prompts in each finished batch.
     """
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    special = set(tokens.all_special_ids)
-    done: dict[int, Completion] = {}
+    ends, special = set(_listed(model.generation_config.eos_token_id)), set(tokens.all_special_ids)
+    completions: dict[int, Completion] = {}
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        for index, ids in zip(
-            batch,
-            _decode(model, tokens, [prompts[i] for i in batch], max_new_tokens, temperature, (seed, start)),
-            strict=True,
-        ):
-            done[index] = completion(tokens, ids, _end_ids(model), special)
+        written = _decode(model, tokens, [prompts[i] for i in batch], max_new_tokens, temperature, (seed, start))
+        for index, ids in zip(batch, written, strict=True):
+            completions[index] = completion(tokens, ids, ends, special)
         progress(len(batch))
-    return [done[index] for index in range(len(prompts))]
-
-
-def _decompressed(path: Path, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A compressed-tensors checkpoint with its weights as plain matrices; activations are rounded where the scheme says so."""
-    from transformers import CompressedTensorsConfig
-
-    with (
-        warnings.catch_warnings(),
-        redirect_stderr(io.StringIO()),
-    ):  # of a setting that is meant to be overridden; bars that flash
-        warnings.simplefilter("ignore", UserWarning)
-        model = pretrained.load(
-            path, dtype=dtype, device_map=device, quantization_config=CompressedTensorsConfig(dequantize=True)
-        )
-    for module in model.modules():
-        scheme = getattr(module, "quantization_scheme", None)
-        if scheme is None:
-            continue
-        module.weight.data = module.weight.data.to(dtype)  # some formats unpack to bfloat16 whatever is asked
-        if scheme.input_activations is None:
-            module.__dict__.pop("forward", None)  # nothing is left to round: the layer is an ordinary one
-    return model
-
-
-def _decode(
-    model, tokens, prompts: list[Sequence[int]], max_new_tokens: int, temperature: float, seed: tuple[int, int]
-) -> list[list[int]]:
-    import numpy as np
-    import torch
-
-    padded = tokens.pad({"input_ids": [list(ids) for ids in prompts]}, return_tensors="pt").to(model.device)
-    how = (
-        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        if temperature
-        else {"do_sample": False}
-    )
-    here = [model.device] if model.device.type == "cuda" else []
-    quiet = (
-        torch.no_grad() if process.sharded() else torch.inference_mode()
-    )  # FSDP would keep what inference mode gathers
-    with quiet, torch.random.fork_rng(devices=here, enabled=bool(temperature)):
-        if temperature:  # a batch's draws depend on its own seed alone, not on what was drawn before
-            torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1))
-        written = model.generate(**padded, max_new_tokens=max_new_tokens, **how)
-    return written[:, padded["input_ids"].shape[1] :].tolist()
+    return [completions[index] for index in range(len(prompts))]
 
 
 def completion(tokens: PreTrainedTokenizerBase, ids: list[int], ends: set[int], special: set[int]) -> Completion:
-    """What was written, from the tokens that a model gave: cut at the first of its end tokens.
-
-    Args:
-        ids: tokens written.
-        ends: end tokens.
-        special: the tokenizer's special tokens; most answers hold none but the end, and are decoded once.
-    """
+    """Return the completion of generated tokens, cut at the first end token; most answers need decoding only once."""
     stop = next((position for position, token in enumerate(ids) if token in ends), None)
     body = ids if stop is None else ids[:stop]
     raw = tokens.decode(body, skip_special_tokens=False)
@@ -214,10 +162,41 @@ def completion(tokens: PreTrainedTokenizerBase, ids: list[int], ends: set[int], 
     )
 
 
-def _end_ids(model) -> set[int]:
-    ends = model.generation_config.eos_token_id
-    return set(ends) if isinstance(ends, list | tuple) else {ends}
+def _decompressed(path: Path, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Load a compressed-tensors checkpoint as plain matrices; activations are rounded where the scheme rounds them."""
+    from transformers import CompressedTensorsConfig
+
+    dequantize = CompressedTensorsConfig(dequantize=True)
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # a warning that `dequantize` overrides, and bars
+        warnings.simplefilter("ignore", UserWarning)
+        model = pretrained.load(path, dtype=dtype, device_map=device, quantization_config=dequantize)
+    for module in model.modules():
+        scheme = getattr(module, "quantization_scheme", None)
+        if scheme is None:
+            continue
+        module.weight.data = module.weight.data.to(dtype)  # some formats always unpack to bfloat16
+        if scheme.input_activations is None:
+            module.__dict__.pop("forward", None)  # nothing is left to round: an ordinary linear
+    return model
 
 
-def _first(ids: int | list[int]) -> int:
-    return ids[0] if isinstance(ids, list) else ids
+def _decode(
+    model, tokens, prompts: list[Sequence[int]], max_new_tokens: int, temperature: float, seed: tuple[int, int]
+) -> list[list[int]]:
+    import numpy as np
+    import torch
+
+    padded = tokens.pad({"input_ids": [list(ids) for ids in prompts]}, return_tensors="pt").to(model.device)
+    sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    devices = [model.device] if model.device.type == "cuda" else []
+    # FSDP would keep the weights that it gathers in inference mode.
+    without_gradients = torch.no_grad() if process.sharded() else torch.inference_mode()
+    with without_gradients, torch.random.fork_rng(devices=devices, enabled=bool(temperature)):
+        if temperature:  # a batch's samples depend on its own seed alone, not on earlier batches
+            torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1))
+        written = model.generate(**padded, max_new_tokens=max_new_tokens, do_sample=bool(temperature), **sampling)
+    return written[:, padded["input_ids"].shape[1] :].tolist()
+
+
+def _listed(ids: int | Sequence[int]) -> list[int]:
+    return list(ids) if isinstance(ids, list | tuple) else [ids]

@@ -1,4 +1,4 @@
-"""A checkpoint folder through transformers' own loader, which by itself fills what a folder lacks with random numbers."""
+"""Load checkpoint folders with transformers, and refuse what it would fill in with random numbers."""
 
 from __future__ import annotations
 
@@ -10,47 +10,37 @@ from qrl.errors import BadInput
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_UNFIT = (
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    IndexError,
-    ZeroDivisionError,
-)  # what classes raise over a config that they cannot build
+# What model classes raise over a config that they cannot build.
+_UNFIT = (ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError)
 
 
-def load(path: Path, **given) -> PreTrainedModel:
-    """The model of a folder that `checkpoint.check` accepts, every weight of it read from there; nothing in it is executed.
+def load(path: Path, **options) -> PreTrainedModel:
+    """Return a folder's model, with every weight read from the folder and none of its code executed.
 
-    Args:
-        path: the folder.
-        given: dtype, device and quantization, as `from_pretrained` takes them.
+    `path` is a folder that `checkpoint.check` accepts; `options` are dtype, device and quantization for
+    `from_pretrained`.
 
     Raises:
-        BadInput: an architecture that transformers does not know, a config.json that it cannot build, or weights that do not fit it.
+        BadInput: transformers does not know the architecture or cannot build config.json, or the weights do not fit it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # each architecture's class judges the file in its own way
+    except Exception as error:  # each architecture's class raises errors of its own
         raise BadInput(f"{path / 'config.json'} cannot be loaded by transformers: {_reason(error)}.") from error
-    told = {
-        "output_loading_info": True,
-        "ignore_mismatched_sizes": True,
-    }  # told by name below, where transformers prints a table
+    options |= {"trust_remote_code": False, "use_safetensors": True}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported below, by name
     try:
-        model, read = AutoModelForCausalLM.from_pretrained(
-            path, trust_remote_code=False, use_safetensors=True, **told, **given
-        )
+        model, loading = AutoModelForCausalLM.from_pretrained(path, **options)
     except _UNFIT as error:
         raise BadInput(f"{path} cannot be loaded by transformers: {_reason(error)}.") from error
-    for name, stored, wanted in sorted(read["mismatched_keys"]):
+    for name, stored, expected in sorted(loading["mismatched_keys"]):
         raise BadInput(
-            f"{path} holds {name} as {_shape(stored)}, but its config.json makes it {_shape(wanted)}: copy config.json and weights from the same model."
+            f"{path} holds {name} as {_shape(stored)}, but its config.json makes it {_shape(expected)}: copy "
+            "config.json and weights from the same model."
         )
-    for name in sorted(read["missing_keys"]):
+    for name in sorted(loading["missing_keys"]):
         raise BadInput(
             f"{path} lacks {name}, which would be filled with random numbers: copy or save the whole model again."
         )
@@ -58,7 +48,7 @@ def load(path: Path, **given) -> PreTrainedModel:
 
 
 def skeleton(config: dict) -> PreTrainedModel:
-    """The model of a config.json, without weights.
+    """Return the model of a config.json, without weights.
 
     Raises:
         BadInput: transformers cannot build it.
@@ -69,14 +59,15 @@ def skeleton(config: dict) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), trust_remote_code=False)
-    except Exception as error:  # each architecture's class judges its configuration in its own way
+    except Exception as error:  # each architecture's class raises errors of its own
         raise BadInput(
-            f"transformers cannot build a language model '{config.get('model_type')}' from its config.json ({_reason(error)}): give another."
+            f"transformers cannot build a language model '{config.get('model_type')}' from its config.json "
+            f"({_reason(error)}): use another model."
         ) from None
 
 
 def _reason(error: Exception) -> str:
-    """The first sentence, on one line."""
+    """Return the first sentence of an error, on one line."""
     return " ".join(str(error).split()).partition(". ")[0].rstrip(".") or type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""Whether config.json describes the tensors beside it, as far as plain numbers tell; what is finer, the loader finds."""
+"""Check the sizes in config.json against the tensors beside it; transformers checks the rest when it loads them."""
 
 from __future__ import annotations
 
@@ -10,28 +10,22 @@ from typing import Any
 from qrl.errors import BadInput
 from qrl.formats.header import Entry
 
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-_EMBEDDING = "model.embed_tokens.weight"  # of the decoders that transformers knows, nearly all
+_EMBEDDING_SIZES = ("vocab_size", "hidden_size")
+_SIZES = (*_EMBEDDING_SIZES, "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_EMBEDDING = "model.embed_tokens.weight"  # in nearly all decoders that transformers knows
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def check(file: Path, settings: Mapping[str, Any], tensors: Mapping[str, Entry]) -> None:
-    """Refuses sizes that are none, and tables or layers of another model: what transformers leaves out or fills in at random.
+    """Check sizes that transformers would otherwise ignore or fill with random numbers.
 
     Args:
-        file: config.json, for the sentence.
-        settings: what it holds; a size that it does not name is not looked at.
-        tensors: the checkpoint's tensors by name, as their files' headers describe them.
+        file: config.json, for the error.
+        settings: its content; sizes that it does not name are not checked.
+        tensors: the checkpoint's tensors by name, from their files' headers.
 
     Raises:
-        BadInput: a size is no whole number above 0, or not the one that the weights have.
+        BadInput: a size is not a whole number above 0, or differs from the weights'.
     """
     for key in _SIZES:
         value = settings.get(key)
@@ -40,20 +34,17 @@ def check(file: Path, settings: Mapping[str, Any], tensors: Mapping[str, Entry])
                 f"{file} says {key} = {value!r}, but a whole number above 0 was expected: copy it from the model again."
             )
     if (table := tensors.get(_EMBEDDING)) is not None and len(table.shape) == 2:
-        for key, found in zip(("vocab_size", "hidden_size"), table.shape, strict=True):
-            _same(file, key, settings.get(key), {found})
+        for key, actual in zip(_EMBEDDING_SIZES, table.shape, strict=True):
+            _compare(file, key, settings.get(key), {actual})
     layers = len({match[1] for name in tensors if (match := _LAYER.match(name))})
-    if layers:  # layers that predict further tokens are stored behind those that count
-        _same(
-            file,
-            "num_hidden_layers",
-            settings.get("num_hidden_layers"),
-            {layers, layers - (settings.get("num_nextn_predict_layers") or 0)},
-        )
+    if layers:  # layers that predict further tokens are stored after the ones that num_hidden_layers counts
+        counts = {layers, layers - (settings.get("num_nextn_predict_layers") or 0)}
+        _compare(file, "num_hidden_layers", settings.get("num_hidden_layers"), counts)
 
 
-def _same(file: Path, key: str, said: int | None, found: set[int]) -> None:
-    if said is not None and said not in found:
+def _compare(file: Path, key: str, configured: int | None, actual: set[int]) -> None:
+    if configured is not None and configured not in actual:
         raise BadInput(
-            f"{file} says {key} = {said}, but its weights have {max(found)}: copy config.json and weights from the same model."
+            f"{file} says {key} = {configured}, but its weights have {max(actual)}: copy config.json and weights from "
+            "the same model."
         )

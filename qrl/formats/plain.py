@@ -1,7 +1,8 @@
-"""A checkpoint of 4-bit integers as plain matrices, for vLLM on a CPU that it has no kernel for.
+"""Quantized checkpoints as plain matrices, for machines without kernels for their codes.
 
-vLLM's product with packed 4-bit weights on x86 (`cpu_gemm_wna16`) is built for AVX512 alone: on other CPUs AWQ and GPTQ load,
-and die at the first product. What the codes stand for, in float32, is what evaluation computes with there anyhow.
+vLLM's product with packed 4-bit weights on x86 (`cpu_gemm_wna16`) is built for AVX512 only: on other CPUs AWQ and GPTQ
+checkpoints load and die at the first product. The plain values, in float32, are what evaluation computes with there
+too.
 """
 
 from __future__ import annotations
@@ -10,13 +11,45 @@ import json
 import platform
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qrl import checkpoint
+from qrl.errors import BadInput
 from qrl.formats import stored
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+def load(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a quantized checkpoint as an ordinary model on the CPU, with the values of its codes.
+
+    Args:
+        path: a folder that `checkpoint.check` accepts.
+        dtype: of the model; float32 and float16 hold AWQ's values exactly, bfloat16 rounds them.
+
+    Raises:
+        BadInput: as for `stored.matrices`, or the tensors do not fit the architecture.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    settings = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    del settings.quantization_config
+    state = stored.plain_state(path, dtype)
+    model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
+    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if settings.tie_word_embeddings else set()
+    if wrong := sorted((set(missing) - tied) | set(unexpected)):
+        raise BadInput(f"{path} does not fit its architecture {settings.model_type}: {wrong[0]} is missing or unknown.")
+    if (Path(path) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model.eval()
 
 
 def needed(path: Path) -> bool:
-    """Whether vLLM could not compute with a checkpoint on this machine's CPU, but could with its plain matrices."""
+    """Return whether vLLM on this machine's CPU can run a checkpoint only as plain matrices."""
     if platform.machine() not in ("x86_64", "AMD64") or _has_avx512():
         return False
     quantization = checkpoint.config(path).get("quantization_config") or {}
@@ -27,39 +60,32 @@ def needed(path: Path) -> bool:
 
 
 def write(path: Path, out: Path) -> Path:
-    """Writes a quantized checkpoint's values into a new folder, float32 throughout, as an ordinary checkpoint.
+    """Write a quantized checkpoint's values, float32 throughout, as an ordinary checkpoint, and return its folder.
 
     Args:
         path: a folder that `stored.matrices` reads.
         out: a folder that does not exist.
-
-    Returns:
-        `out`.
     """
     import torch
     from safetensors.torch import save_file
 
-    packed = stored.names(path)
-    modules = {name.removesuffix("weight") for name in packed}
-    others = [
-        name
-        for name in checkpoint.entries(path)
-        if name.endswith(".bias") or f"{name.rpartition('.')[0]}." not in modules
-    ]
-    state = {name: tensor.to(torch.float32) for name, tensor in checkpoint.tensors(path, others)}
-    state |= {name: matrix.values.contiguous() for name, matrix in stored.matrices(path, packed)}
+    state = stored.plain_state(path, torch.float32)
     out.mkdir()
     save_file(state, out / checkpoint.WEIGHTS, {"format": "pt"})
-    settings = {
-        key: value
-        for key, value in checkpoint.config(path).items()
-        if key not in ("quantization_config", "torch_dtype")
-    }
-    (out / "config.json").write_text(json.dumps(settings | {"dtype": "float32"}, indent=1))
-    for name in ("generation_config.json", *checkpoint.TOKENIZER_FILES):
-        if (path / name).is_file():
-            shutil.copyfile(path / name, out / name)
+    settings = checkpoint.config(path) | {"dtype": "float32"}
+    for key in ("quantization_config", "torch_dtype"):
+        settings.pop(key, None)
+    (out / "config.json").write_text(json.dumps(settings, indent=1))
+    copy_text_files(path, out)
     return out
+
+
+def copy_text_files(source: Path, out: Path) -> None:
+    """Replace the tokenizer, chat template and generation settings of `out` with those of `source`."""
+    for name in ("generation_config.json", *checkpoint.TOKENIZER_FILES):
+        (out / name).unlink(missing_ok=True)
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
 
 
 def _has_avx512() -> bool:

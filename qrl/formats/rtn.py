@@ -1,6 +1,6 @@
-"""Group-wise symmetric round-to-nearest: the plainest 4-bit weights, as a proxy of how well a matrix quantizes.
+"""Group-wise symmetric round-to-nearest: the plainest 4-bit weights, a proxy for how well a matrix quantizes.
 
-Shapes: O output features, I input features, G groups of a row, S inputs in a group.
+Shapes: O output features, I input features, G groups in a row, S inputs in a group.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Error:
-    """What rounding did to a matrix."""
+    """The error of rounding a matrix."""
 
     relative_mse: float  # mean squared error / mean squared weight; 0 is lossless
     snr_db: float  # -10 log10(relative_mse); infinite when lossless
@@ -24,7 +24,7 @@ class Error:
 
 
 def encode(weight: Tensor, bits: int = 4, group_size: int = 128) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a matrix: scale = max|w| / (2^(bits-1) - 1) in each group.
+    """Return a matrix's codes and scales, with scale = max|w| / (2^(bits-1) - 1) in each group.
 
     Args:
         weight: (O, I), any float dtype; computed in float32.
@@ -35,7 +35,7 @@ def encode(weight: Tensor, bits: int = 4, group_size: int = 128) -> tuple[Tensor
         Codes (O, G, S) as int8, padding included, and scales (O, G, 1) as float32; a group of zeros has scale 0.
 
     Raises:
-        ValueError: bits or group_size out of range, or weight not a matrix.
+        ValueError: bits or group_size is out of range, or weight is not a matrix.
 
     Source: the W4 proxy of the seed study; AWQ's grid without its scale search (arXiv 2306.00978).
     """
@@ -45,18 +45,19 @@ def encode(weight: Tensor, bits: int = 4, group_size: int = 128) -> tuple[Tensor
     groups = grouped(weight.float(), group_size)
     top = 2 ** (bits - 1) - 1
     largest = groups.abs().amax(-1, keepdim=True)
-    # w · top is exact for bf16 and fp16, so a weight half-way between two codes is seen as that; by the rounded scale, chance decides
+    # w · top is exact for bf16 and fp16, so a weight half-way between two codes is recognized; w / scale, with its
+    # rounded scale, would send it to either code. chance decides
     codes = torch.round(groups * top / torch.where(largest == 0, 1.0, largest)).clamp_(-top, top)
     return codes.to(torch.int8), largest / top
 
 
 def decode(codes: Tensor, scales: Tensor, in_features: int) -> Tensor:
-    """The matrix (O, in_features) that codes (O, G, S) and scales (O, G, 1) stand for, float32."""
+    """Return the matrix (O, in_features), float32, of codes (O, G, S) and scales (O, G, 1)."""
     return (codes * scales).flatten(1)[:, :in_features]
 
 
 def grouped(weight: Tensor, group_size: int) -> Tensor:
-    """A matrix (O, I) as its groups (O, G, S), the last one of a row padded with zeros; a view where none is ragged."""
+    """Return a matrix (O, I) as groups (O, G, S); a ragged last group is padded with zeros, otherwise it is a view."""
     import torch
 
     ragged = -weight.shape[1] % group_size
@@ -67,14 +68,14 @@ def grouped(weight: Tensor, group_size: int) -> Tensor:
 def scan(
     groups: Tensor, largest: Tensor, bits: int = 4, least: float = 0.0, scratch: Sequence[Tensor] | None = None
 ) -> tuple[float, float]:
-    """Squared error of rounding groups, and the largest error, without making codes.
+    """Return the squared error and the largest error of rounding groups, without making codes.
 
     Args:
         groups: (O, G, S) float32.
         largest: (O, G, 1), largest |w| of each.
         bits: bits per code.
-        least: an error already found elsewhere: groups that cannot exceed it are not looked at for the largest.
-        scratch: two float32 tensors with as many elements, to be written over, so that no memory is asked for.
+        least: an error found elsewhere: groups that cannot exceed it are skipped in the search for the largest.
+        scratch: two float32 tensors with as many elements, which are overwritten instead of allocating memory.
 
     Returns:
         Σ (w - Q(w))², summed in float64, and max |w - Q(w)|, or `least` if that is larger.
@@ -82,37 +83,38 @@ def scan(
     import torch
 
     top = 2 ** (bits - 1) - 1
-    scaled, rounded = (
-        each.view(groups.shape) for each in scratch or torch.empty(2, groups.numel(), device=groups.device)
-    )
+    buffers = scratch or torch.empty(2, groups.numel(), device=groups.device)
+    scaled, rounded = (buffer.view(groups.shape) for buffer in buffers)
     torch.mul(groups, torch.where(largest == 0, 0.0, top / largest), out=scaled)
-    off = torch.linalg.vector_norm(scaled.sub_(torch.round(scaled, out=rounded)), dim=-1)  # in steps of its group
+    distances = torch.linalg.vector_norm(scaled.sub_(torch.round(scaled, out=rounded)), dim=-1)  # in steps of its group
     steps = largest.squeeze(-1).double() / top
-    return (off * steps).square_().sum().item(), _max_error(groups, steps, top, least)
+    return (distances * steps).square_().sum().item(), _max_error(groups, steps, top, least)
 
 
 def _max_error(groups: Tensor, steps: Tensor, top: int, least: float) -> float:
-    """Largest rounding error, in float64. No error exceeds half a step, so the largest step's group rules out most others."""
-    found = least
+    """Return the largest rounding error, in float64.
+
+    No error exceeds half a step, so the error in the group with the largest step rules out most other groups.
+    """
     flat, steps = groups.flatten(0, 1), steps.flatten()
     widest, at = steps.max(0)
-    if widest.item() <= 2 * found:
-        return found
-    found = max(found, _off(flat[at], widest, top))
-    rest = steps > 2 * found
-    return max(found, _off(flat[rest], steps[rest].unsqueeze(-1), top)) if rest.any() else found
+    if widest.item() <= 2 * least:
+        return least
+    largest = max(least, _rounding_error(flat[at], widest, top))
+    rest = steps > 2 * largest
+    return max(largest, _rounding_error(flat[rest], steps[rest].unsqueeze(-1), top)) if rest.any() else largest
 
 
-def _off(values: Tensor, step: Tensor, top: int) -> float:
+def _rounding_error(values: Tensor, step: Tensor, top: int) -> float:
     values = values.double()
     return (values - step * (values / step).round().clamp(-top, top)).abs().max().item()
 
 
 def error(weight: Tensor, bits: int = 4, group_size: int = 128) -> Error:
-    """What round-to-nearest does to a matrix (O, I), which must not be all zeros.
+    """Return the error of round-to-nearest on a matrix (O, I).
 
     Raises:
-        ValueError: weight is all zeros, or as `encode` says.
+        ValueError: as for `encode`, or weight is all zeros.
 
     Source: relative MSE and SNR as the seed study defines them.
     """
@@ -126,7 +128,7 @@ def error(weight: Tensor, bits: int = 4, group_size: int = 128) -> Error:
 
 
 def snr_db(relative_mse: float) -> float:
-    """Signal to noise in decibels: infinite where nothing was lost, NaN where there is no signal."""
+    """Return the signal-to-noise ratio in decibels: infinite if nothing was lost, NaN if there is no signal."""
     return -10 * math.log10(relative_mse) if relative_mse > 0 else (math.inf if relative_mse == 0 else math.nan)
 
 

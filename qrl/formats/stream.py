@@ -1,7 +1,8 @@
-"""Rows of a stored matrix, read where they are needed: no tensor need ever lie in memory as a whole.
+"""Rows of a stored matrix read from disk, so that no tensor has to be in memory as a whole.
 
-Plain reads into a buffer that is used again, not a memory map: what a map has touched counts as the process's memory until
-the kernel takes it back, five gigabytes of a shard of that size, and a disk that fails kills the process without a word.
+Reads go into a buffer that is used again, not through a memory map: pages that a map has touched count as the process's
+memory until the kernel reclaims them, five gigabytes for a shard of that size, and a failing disk kills the process
+without a message.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """Reads rows of the matrices of one checkpoint folder; one object a thread.
+    """A reader of the matrices of one checkpoint folder; use one per thread.
 
     Args:
         folder: of the weight files.
-        device: where rows are handed over; a GPU is fed from pinned memory.
+        device: of the tensors that `read` returns; a GPU is fed from pinned memory.
     """
 
     def __init__(self, folder: Path | str, device: str = "cpu") -> None:
@@ -32,9 +33,9 @@ class Rows:
         self._buffer: Tensor | None = None
 
     def read(self, entry: Entry, first: int, last: int) -> Tensor:
-        """Rows first to last - 1 of a matrix (O, I), in the dtype as stored.
+        """Return rows first to last - 1 of a matrix (O, I), in the stored dtype.
 
-        On a CPU they lie in the reader's buffer, so the next call overwrites them.
+        On a CPU they are views of the reader's buffer, which the next call overwrites.
 
         Raises:
             BadInput: the file ends before the rows do, or cannot be read.
@@ -42,38 +43,43 @@ class Rows:
         import torch
 
         dtype, width = self.dtype(entry), entry.shape[1]
-        wanted = (last - first) * width * dtype.itemsize
-        if self._buffer is None or self._buffer.numel() < wanted:
-            self._buffer = torch.empty(wanted, dtype=torch.uint8, pin_memory=self.device != "cpu")
-        raw = self._buffer[:wanted]
+        size = (last - first) * width * dtype.itemsize
+        if self._buffer is None or self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self.device != "cpu")
+        raw = self._buffer[:size]
         self._fill(memoryview(raw.numpy()), entry.file, entry.start + first * width * dtype.itemsize)
         return raw.view(dtype).view(last - first, width).to(self.device)
 
     def whole(self, entry: Entry) -> Tensor:
-        """A tensor of any shape and dtype, on the CPU, in memory of its own.
+        """Return a whole tensor of any shape, on the CPU, in memory of its own.
 
         Raises:
-            BadInput: as `read`; or torch has no such dtype.
+            BadInput: as for `read` and `dtype`.
         """
         import torch
 
-        found = torch.empty(entry.shape, dtype=self.dtype(entry))
-        if found.numel():
-            self._fill(memoryview(found.reshape(-1).view(torch.uint8).numpy()), entry.file, entry.start)
-        return found
+        tensor = torch.empty(entry.shape, dtype=self.dtype(entry))
+        if tensor.numel():
+            self._fill(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()), entry.file, entry.start)
+        return tensor
 
     def dtype(self, entry: Entry) -> torch.dtype:
-        """torch's name of a stored dtype."""
+        """Return a stored dtype as torch's.
+
+        Raises:
+            BadInput: torch has no such dtype.
+        """
         import torch
 
         if entry.dtype not in DTYPES:
             raise BadInput(
-                f"{self.folder / entry.file} holds a tensor of {entry.dtype}, which torch cannot read: expected one of {', '.join(DTYPES)}."
+                f"{self.folder / entry.file} holds a tensor of {entry.dtype}, which torch cannot read: expected one of "
+                f"{', '.join(DTYPES)}."
             )
         return getattr(torch, DTYPES[entry.dtype])
 
     def close(self) -> None:
-        """Closes the files; the reader is of no use afterwards."""
+        """Close the files; the reader cannot be used afterwards."""
         while self._files:
             os.close(self._files.popitem()[1])
 
@@ -82,11 +88,11 @@ class Rows:
             if name not in self._files:
                 self._files[name] = os.open(self.folder / name, os.O_RDONLY)
             while view:
-                got = os.preadv(self._files[name], [view], offset)
-                if not got:
+                count = os.preadv(self._files[name], [view], offset)
+                if not count:
                     raise BadInput(
                         f"{self.folder / name} ends before its tensors do: it was cut while it was read; copy it again."
                     )
-                view, offset = view[got:], offset + got
+                view, offset = view[count:], offset + count
         except OSError as error:
             raise BadInput(f"{self.folder / name} cannot be read: {error.strerror}.") from None

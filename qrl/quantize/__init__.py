@@ -1,6 +1,7 @@
-"""Storing weights in few bits: one file a scheme family, one verb, `run`.
+"""Quantize a full-precision checkpoint into a new folder: `run`, with one file per family of schemes.
 
-What a quantized folder is otherwise stays as it was: tokenizer, chat template and generation settings are the source's own.
+Public: `run`, `Quantized`, `check_fit`; `settings.of`, `settings.unheeded`, `calibration`, `staging.tokenizer`.
+Tokenizer, chat template and generation settings are copied from the source unchanged.
 """
 
 from __future__ import annotations
@@ -10,28 +11,30 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from qrl import checkpoint, names
-from qrl.engine import pretrained
 from qrl.errors import BadInput
+from qrl.formats import plain
 from qrl.quantize import calibration as texts
+from qrl.quantize import error
 from qrl.quantize import settings as choices
+from qrl.quantize.fit import check_finite, check_fit
 from qrl.quantize.settings import Settings
 from qrl.recipe import Quantize
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized checkpoint, and what it costs."""
+    """A quantized checkpoint and its costs."""
 
     path: Path
     settings: Settings
     bytes: int  # of weight files on disk
-    bits_per_weight: float  # stored for the quantized matrices alone, their scales and zero points included
-    bits_per_parameter: float  # stored for the whole checkpoint, embeddings and norms included
-    seconds: float  # loading and saving included, measuring the error not
-    calibration_digest: str | None  # sha256 of the texts, in order; None: the scheme looks at none
+    bits_per_weight: float  # of the quantized matrices alone, their scales and zero points included
+    bits_per_parameter: float  # of the whole checkpoint, embeddings and norms included
+    seconds: float  # loading and saving included, measuring the error excluded
+    calibration_digest: str | None  # sha256 of the texts, in order; None for a scheme without calibration
     layer_errors: tuple[float, ...]  # see `error.between`, the first decoder layer first; empty without a probe
 
     @property
@@ -50,6 +53,7 @@ def run(
     probe: Sequence[str] = (),
     device: str = "cpu",
     stage: Callable[[str], Any] = lambda name: None,
+    progress: Callable[[int], Any] = lambda n: None,
 ) -> Quantized:
     """Quantize a full-precision checkpoint into a new folder.
 
@@ -57,43 +61,45 @@ def run(
         scheme: one of `names.QUANTIZED_SCHEMES`; "awq" needs the environment of projects/awq, the others the core one.
         source: a checkpoint folder in full precision.
         out: a folder that does not exist yet, or is empty.
-        settings: from `settings.of`; default: those of a recipe that says nothing.
-        calibration: chat-rendered texts, end token included, for the schemes of `settings.CALIBRATED`; others look at none.
-        probe: texts to measure each layer's error on; `error.ROWS` of them are looked at.
+        settings: from `settings.of`; default: those of a recipe without any.
+        calibration: chat-rendered texts, end token included, for the schemes of `settings.CALIBRATED`; others ignore
+            them.
+        probe: texts to measure each layer's error on; the first `error.ROWS` are used.
         device: "cpu" or "cuda".
-        stage: called with what begins: "storing", "measuring".
+        stage: called with the name of each stage as it begins: "storing", "measuring".
+        progress: called with the number of calibration texts tokenized since the last call.
 
     Raises:
-        BadInput: unknown scheme, a source that cannot be quantized or holds NaN, or texts that are missing or too long; before
-            anything is stored.
+        BadInput: the scheme is unknown, the source cannot be quantized or holds NaN, or texts are missing or too long;
+            raised before anything is stored.
         QrlError: the environment cannot run the scheme, or the staged copy is not the same model.
     """
     settings = settings or choices.of(scheme, Quantize(), 0)
-    found = checkpoint.check(source)
-    if found.quantization:
-        raise BadInput(f"{source} is already quantized ({found.quantization}): quantize the full-precision checkpoint.")
+    if quantization := checkpoint.check(source).quantization:
+        raise BadInput(f"{source} is already quantized ({quantization}): quantize the full-precision checkpoint.")
     check_fit(source, settings)
     if out.exists() and any(out.iterdir()):
         raise BadInput(f"{out} is not empty: name a new folder for the quantized checkpoint.")
-    looks = scheme in choices.CALIBRATED
-    rows = texts.rows(token_ids(source, calibration), settings.max_tokens) if looks else []
-    probed = token_ids(source, probe)
+    calibrated = scheme in choices.CALIBRATED
+    rows = texts.rows(token_ids(source, calibration, progress), settings.max_tokens) if calibrated else []
+    probe_rows = token_ids(source, probe)
     check_finite(source)
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     stage("storing")
+    family = _family(scheme)
     try:
-        errors = _store(source, out, settings, rows, probed, device)
+        family.quantize(source, out, settings=settings, rows=rows, device=device)
     except BaseException:
-        shutil.rmtree(out, ignore_errors=True)  # nothing is left half-written
+        shutil.rmtree(out, ignore_errors=True)  # never leave half a checkpoint
         raise
-    carry(source, out)
+    plain.copy_text_files(source, out)
     seconds = time.perf_counter() - started
-    if probed and scheme != names.AWQ:  # which measures its own, in its own environment
-        from qrl.quantize import error
-
+    errors: tuple[float, ...] = ()
+    if probe_rows:
         stage("measuring")
-        errors = error.measure(source, out, probed, device)
+        measure = family.measure if scheme == names.AWQ else error.measure  # AutoAWQ's environment has no other engine
+        errors = measure(source, out, probe_rows, device)
     per_weight, per_parameter = stored_bits(source, out)
     return Quantized(
         path=out,
@@ -102,110 +108,74 @@ def run(
         bits_per_weight=per_weight,
         bits_per_parameter=per_parameter,
         seconds=seconds,
-        calibration_digest=texts.digest(calibration) if looks else None,
+        calibration_digest=texts.digest(calibration) if calibrated else None,
         layer_errors=errors,
     )
 
 
-def check_fit(source: Path, settings: Settings) -> None:
-    """Refuses a checkpoint that the scheme does not fit, by its configuration alone.
-
-    Raises:
-        BadInput: a mixture of experts, a state-space model, matrices that are in no linear and would stay as they are in a
-            checkpoint that is called quantized, or a layer that the scheme's groups do not divide; by name.
-    """
-    from qrl.formats.fakequant import linears
-
-    config = checkpoint.config(source)
-    if settings.scheme == names.AWQ:  # in an environment whose transformers is older
+def token_ids(source: Path, texts: Sequence[str], progress: Callable[[int], Any] = lambda n: None) -> list[list[int]]:
+    """Return texts as the checkpoint's tokenizer reads them, without adding special tokens."""
+    rows: list[list[int]] = []
+    if texts:
         from qrl.quantize import staging
 
-        config = staging.rewrite(config)
-    model = pretrained.skeleton(config)
-    if settings.scheme in names.ROUNDED:
-        linears.check_fit(model, settings.scheme.removeprefix(names.ROUNDED_PREFIX))
-        return
-    linears.check_architecture(model, transposed=settings.scheme in names.BITSANDBYTES)
-    if settings.scheme in (*choices.GROUPED, *choices.FIXED_GROUP):
-        from qrl.quantize import widths
-
-        widths.check(model, settings.group_size, outputs=choices.AWQ_WORD if settings.scheme == names.AWQ else 1)
-
-
-def check_finite(source: Path) -> None:
-    """Refuses weights that are not all numbers: some schemes store them as they are, others fail, or hide them in a scale.
-
-    Raises:
-        BadInput: it names the first such tensor.
-    """
-    for name, tensor in checkpoint.tensors(source):
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise BadInput(
-                f"{source} holds NaN or infinity in {name}, which every scheme would pass on: give weights that are all numbers."
-            )
-
-
-def _store(source: Path, out: Path, settings: Settings, rows: list, probe: list, device: str) -> tuple[float, ...]:
-    """Writes the weights; each family in a file of its own, imported where it is used."""
-    if settings.scheme in names.BITSANDBYTES:
-        from qrl.quantize import bnb
-
-        bnb.quantize(source, out, scheme=settings.scheme, device=device, seed=settings.seed)
-    elif settings.scheme == names.AWQ:
-        from qrl.quantize import awq
-
-        return awq.quantize(source, out, settings=settings, rows=rows, probe=probe, device=device)
-    elif settings.scheme in names.ROUNDED:
-        from qrl.quantize import rounded
-
-        rounded.quantize(source, out, settings=settings, rows=rows)
-    else:
-        from qrl.quantize import compressed
-
-        compressed.quantize(source, out, settings=settings, rows=rows, device=device)
-    return ()
-
-
-def token_ids(source: Path, given: Sequence[str]) -> list[list[int]]:
-    """Texts as the checkpoint's tokenizer reads them, special tokens as they stand there."""
-    if not given:
-        return []
-    from qrl.quantize import staging
-
-    tokenizer = staging.tokenizer(source)
-    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in given]
-
-
-def carry(source: Path, out: Path) -> None:
-    """Put the source's own tokenizer, chat template and generation settings beside the new weights."""
-    for name in ("generation_config.json", *checkpoint.TOKENIZER_FILES):
-        (out / name).unlink(missing_ok=True)
-        if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
+        tokenizer = staging.tokenizer(source)
+        for text in texts:
+            rows.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+            progress(1)
+    return rows
 
 
 def stored_bits(source: Path, out: Path) -> tuple[float, float]:
-    """Bits on disk for each weight that was quantized, and for each parameter of the whole checkpoint.
+    """Return bits on disk per quantized weight, and per parameter of the whole checkpoint.
 
-    A matrix of `source` counts as quantized if `out` does not hold it as floats of the same shape; its bits are those of all
-    tensors of its module but the bias: codes, scales, zero points, tables.
+    A matrix of `source` counts as quantized if `out` does not hold it as floats of the same shape; its bits are those
+    of all tensors of its module except the bias: codes, scales, zero points, tables.
     """
     before, after = checkpoint.entries(source), checkpoint.entries(out)
-    quantized = {name for name, entry in before.items() if len(entry.shape) == 2 and not _kept(entry, after.get(name))}
+    kept = {
+        name
+        for name, entry in after.items()
+        if name in before and entry.shape == before[name].shape and entry.dtype in checkpoint.header.FLOATS
+    }
+    quantized = {name for name, entry in before.items() if len(entry.shape) == 2} - kept
     modules = {name.removesuffix(".weight") for name in quantized}
-    bits = 8 * sum(
-        entry.bytes for name, entry in after.items() if not name.endswith(".bias") and _module(name) in modules
-    )
+    parts = [entry for name, entry in after.items() if not name.endswith(".bias") and _module(name) in modules]
     weights = sum(before[name].numel for name in quantized)
     parameters = sum(entry.numel for entry in before.values())
-    return bits / weights if weights else 0.0, 8 * sum(entry.bytes for entry in after.values()) / parameters
-
-
-def _kept(entry: checkpoint.Entry, stored: checkpoint.Entry | None) -> bool:
-    return stored is not None and stored.shape == entry.shape and stored.dtype in checkpoint.header.FLOATS
+    per_weight = 8 * sum(entry.bytes for entry in parts) / weights if weights else 0.0
+    return per_weight, 8 * sum(entry.bytes for entry in after.values()) / parameters
 
 
 def _module(name: str) -> str:
-    """The module that a tensor belongs to: `a.b` for a.b.qweight and for a.b.weight.quant_state.bitsandbytes__nf4."""
-    module, found, _ = name.partition(".weight.")
-    return module if found else name.rpartition(".")[0]
+    """Return a tensor's module: `a.b` for a.b.qweight and for a.b.weight.quant_state.bitsandbytes__nf4."""
+    module, within, _ = name.partition(".weight.")
+    return module if within else name.rpartition(".")[0]
+
+
+class Family(Protocol):
+    """A module that stores a family of schemes."""
+
+    def quantize(self, source: Path, out: Path, *, settings: Settings, rows: list[list[int]], device: str) -> None:
+        """Write a full-precision checkpoint's config.json and safetensors under a scheme.
+
+        Args:
+            source: a folder that `check_fit` accepts.
+            out: an existing, empty folder.
+            settings: of the scheme.
+            rows: N calibration rows of L token ids; none for a scheme without calibration.
+            device: "cpu" or "cuda".
+        """
+
+
+def _family(scheme: str) -> Family:
+    """Return a scheme's module, imported here because each needs libraries of its own."""
+    if scheme in names.BITSANDBYTES:
+        from qrl.quantize import bnb as family
+    elif scheme == names.AWQ:
+        from qrl.quantize import awq as family
+    elif scheme in names.ROUNDED:
+        from qrl.quantize import rounded as family
+    else:
+        from qrl.quantize import compressed as family
+    return family

@@ -1,7 +1,7 @@
-"""AWQ in 4 bits with AutoAWQ: scales that spare the channels which activations make important, then clipping.
+"""AWQ in 4 bits with AutoAWQ: scales that protect the channels with large activations, then clipping.
 
-Runs in the environment of projects/awq: AutoAWQ 0.2.9 is archived and needs transformers 4.51. Some of its habits
-are mended from outside, see `_autoawq` and `calibration.rows`; the method and the grids of its searches are untouched.
+Runs in the environment of projects/awq: AutoAWQ 0.2.9 is archived and needs transformers 4.51. `_autoawq` and
+`calibration.rows` work around some of its defects; the method and its search grids are unchanged.
 Source: Lin et al., AWQ (arXiv 2306.00978).
 """
 
@@ -12,13 +12,13 @@ import io
 import json
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import checkpoint
 from qrl.errors import BadInput, QrlError
-from qrl.formats import awq as layout
+from qrl.formats import stored
 from qrl.quantize import error, staging
 from qrl.quantize.settings import Settings
 
@@ -27,46 +27,30 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-CLIP_STEPS = 20  # of AutoAWQ's grid, of which it walks half
+CLIP_STEPS = 20  # of AutoAWQ's grid; its search uses the first half
 
 
-def quantize(
-    source: Path,
-    out: Path,
-    *,
-    settings: Settings,
-    rows: Sequence[Sequence[int]],
-    probe: Sequence[Sequence[int]],
-    device: str,
-) -> tuple[float, ...]:
-    """Write `source` in AWQ's W4 with zero points, GEMM layout, to `out`: config.json and safetensors.
+def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequence[int]], device: str) -> None:
+    """Write `source` in AWQ's W4 with zero points, GEMM layout, to `out`; arguments as in `Family`.
 
-    Args:
-        source: a full-precision checkpoint folder.
-        out: an existing, empty folder.
-        settings: of the scheme; its seed is torch's, the search itself draws nothing.
-        rows: N calibration rows of L token ids.
-        probe: rows of token ids to measure the error on.
-        device: "cpu" or "cuda"; AutoAWQ's search takes a GPU wherever there is one.
-
-    Returns:
-        `error.between` of each decoder layer; empty without a probe.
+    The search itself is deterministic; it uses a GPU wherever there is one.
 
     Raises:
-        BadInput: an architecture that AutoAWQ cannot quantize.
-        QrlError: not the environment of projects/awq, or the staged copy is not the same model.
+        BadInput: AutoAWQ does not know the architecture.
+        QrlError: this is not the environment of projects/awq, or the staged copy is not the same model.
     """
+    import torch
+
     architectures, autoawq_settings, quantizer = _autoawq()
     kind = checkpoint.config(source).get("model_type")
     if kind not in architectures:
         raise BadInput(f"AutoAWQ does not know the architecture '{kind}': expected one of {', '.join(architectures)}.")
-    with tempfile.TemporaryDirectory(dir=out) as staged:
-        staging.stage(source, Path(staged))
-        model = _load(Path(staged), source, device, settings.seed)
+    torch.manual_seed(settings.seed)
+    with _staged(source, out, device) as model:
         wrapped = architectures[kind](model, kind, False, model.config, autoawq_settings(), None)
-        with contextlib.redirect_stderr(io.StringIO()):  # its bars; the caller has one
+        with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
             wrapped.quantize(
-                tokenizer=None,  # the calibration is tokens already
+                tokenizer=None,  # the calibration rows are tokens already
                 quant_config={"zero_point": True, "q_group_size": settings.group_size, "w_bit": 4, "version": "GEMM"},
                 calib_data=[list(row) for row in rows],
                 max_calib_samples=len(rows),
@@ -76,27 +60,31 @@ def quantize(
         model.half()  # norms and embeddings; codes are integers and scales are float16 already
         wrapped.save_quantized(str(out))
         _write_config(source, out, wrapped.quant_config.to_transformers_dict())
-        del model, wrapped.model
-        return _errors(_load(Path(staged), source, device, settings.seed), out, probe) if probe else ()
 
 
-def _errors(model: PreTrainedModel, out: Path, probe: Sequence[Sequence[int]]) -> tuple[float, ...]:
-    """Each layer's error, by loading what was stored into the staged model: transformers 4.51 misreads the folder itself."""
-    before = error.states(model, probe)
-    model.load_state_dict(layout.unpack_checkpoint_state(out), strict=False)
-    return error.between(before, error.states(model, probe))
+def measure(source: Path, out: Path, rows: Sequence[Sequence[int]], device: str) -> tuple[float, ...]:
+    """Return `error.between` of two checkpoint folders, with the stored values loaded into the staged model.
+
+    transformers 4.51 misreads the folder `out` itself.
+    """
+    import torch
+
+    with _staged(source, out, device) as model:
+        before = error.states(model, rows)
+        model.load_state_dict(stored.plain_state(out, torch.float16), strict=False)
+        return error.between(before, error.states(model, rows))
 
 
 def _autoawq() -> tuple[dict[str, type], type, type]:
-    """AutoAWQ's architectures, its settings, and its quantizer with both of its searches mended.
+    """Return AutoAWQ's architectures, its settings class, and its quantizer with both searches corrected.
 
-    The search for scales multiplies weights in place and restores them from a copy made by `.cpu()`. On a CPU that is no
-    copy: the first scale it tries stays in the weights, uncompensated, and every later one is judged on top of it. On
-    qrl-tiny that cost 0.029 ± 0.004 of accuracy; without it AWQ loses 0.008 ± 0.003 (2,000 questions, paired). The search for
-    clips takes most of the time on a CPU, and is replaced by `best_clip`, the same search through another formula.
+    The search for scales multiplies weights in place and restores them from a copy made by `.cpu()`. On a CPU that is
+    no copy: the first scale stays in the weights, uncompensated, and distorts every later trial. On qrl-tiny that cost
+    0.029 ± 0.004 of accuracy; without it AWQ loses 0.008 ± 0.003 (2,000 questions, paired). The search for clips, which
+    takes most of the time on a CPU, is replaced by `best_clip`, the same search through another formula.
     """
     try:
-        with warnings.catch_warnings(record=True):  # a long notice of its end, at every import
+        with warnings.catch_warnings(record=True):  # a long notice of its end of life, at every import
             from awq.models._config import AwqConfig
             from awq.models.auto import AWQ_CAUSAL_LM_MODEL_MAP
             from awq.quantize.quantizer import AwqQuantizer
@@ -119,36 +107,33 @@ def _autoawq() -> tuple[dict[str, type], type, type]:
     return AWQ_CAUSAL_LM_MODEL_MAP, AwqConfig, Quantizer
 
 
-def _load(staged: Path, source: Path, device: str, seed: int) -> PreTrainedModel:
-    """The staged copy, held against its source in float32; a CPU searches in that, too, a GPU in float16 as AutoAWQ does."""
+@contextlib.contextmanager
+def _staged(source: Path, out: Path, device: str) -> Iterator[PreTrainedModel]:
+    """Yield the staged copy, verified in float32; in float32 on a CPU, in AutoAWQ's float16 on a GPU."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(seed)
-    model, loading = AutoModelForCausalLM.from_pretrained(
-        staged,
-        torch_dtype=torch.float32,
-        device_map=device,
-        trust_remote_code=False,
-        use_safetensors=True,
-        use_cache=False,
-        output_loading_info=True,
-    )
-    staging.verify(model, loading, source)
-    model.eval().requires_grad_(False)
-    return model if device == "cpu" else model.half()
+    options = {"trust_remote_code": False, "use_safetensors": True, "use_cache": False, "output_loading_info": True}
+    with tempfile.TemporaryDirectory(dir=out) as staged:
+        staging.stage(source, Path(staged))
+        options |= {"torch_dtype": torch.float32, "device_map": device}
+        model, loading = AutoModelForCausalLM.from_pretrained(staged, **options)
+        staging.verify(model, loading, source)
+        model.eval().requires_grad_(False)
+        yield model if device == "cpu" else model.half()
 
 
 def best_clip(weight: Tensor, inputs: Tensor, group_size: int, quantize_matrix: Callable[[Tensor], Tensor]) -> Tensor:
-    """The largest |w| to leave in each group, so that a linear's output changes least when it is quantized.
+    """Return the largest |w| to keep in each group, so that quantization changes the linear's output least.
 
-    AutoAWQ's grid, from the largest weight down to half of it in steps of a twentieth, and its loss, the mean squared change
-    of each group's share of the output. With C = XᵀX/T of a group's inputs, that loss is dᵀCd for a change d of its weights,
-    which needs no output computed, and so takes every token rather than 512 of them, in a hundredth of the time.
+    AutoAWQ's grid, from the largest weight down to half of it in steps of a twentieth, and its loss, the mean squared
+    change of each group's share of the output. With C = XᵀX/T of a group's inputs, that loss is dᵀCd for a change d of
+    its weights. No output has to be computed, so the search uses every token instead of 512, in a hundredth of the
+    time.
 
     Args:
         weight: (O, I).
-        inputs: (..., I), what the linear is fed in calibration; T tokens in all.
+        inputs: (..., I), the linear's inputs in calibration; T tokens in all.
         group_size: S, which divides I.
         quantize_matrix: (O, I) → (O, I), to few bits and back.
 
@@ -174,12 +159,13 @@ def best_clip(weight: Tensor, inputs: Tensor, group_size: int, quantize_matrix: 
 
 
 def copy_state(module: torch.nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+    """Replace every tensor of a state dict with a copy; a hook for `state_dict`."""
     for name, value in state.items():
         state[name] = value.clone()
 
 
 def _write_config(source: Path, out: Path, quantization: dict) -> None:
-    """The source's own config.json, so that transformers 5 and vLLM read its rotary settings, and what was done to it."""
+    """Write the source's config.json plus the quantization: transformers 5 and vLLM read rotary settings from it."""
     config = checkpoint.config(source)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = "float16"
     config["quantization_config"] = quantization

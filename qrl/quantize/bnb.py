@@ -1,7 +1,7 @@
-"""bitsandbytes' two formats, no calibration, every linear but the output head: NF4 with double quantization, and LLM.int8().
+"""bitsandbytes' two formats, for every linear except the output head, without calibration: NF4 and LLM.int8().
 
-INT8's weights are what is stored here, a byte each with a scale a row. Where its kernels run (a GPU), LLM.int8() rounds
-activations to eight bits as well, outliers apart; transformers' engine on a CPU unpacks the weights and does not.
+NF4 has double quantization. INT8 stores a byte a weight and a scale a row. Where its kernels run (a GPU), LLM.int8()
+also rounds activations to eight bits, except outliers; transformers' engine on a CPU unpacks the weights and does not.
 """
 
 from __future__ import annotations
@@ -11,36 +11,34 @@ from pathlib import Path
 from qrl import names
 from qrl.engine import pretrained
 from qrl.errors import BadInput
+from qrl.quantize.settings import Settings
 
-OUTLIER = 6.0  # activations above this stay in 16 bits: bitsandbytes' own default
+OUTLIER = 6.0  # larger activations stay in 16 bits: bitsandbytes' own default
 
 
-def quantize(source: Path, out: Path, *, scheme: str, device: str, seed: int) -> None:
-    """Write `source` in NF4 or INT8 to `out`: config.json and safetensors.
+def quantize(source: Path, out: Path, *, settings: Settings, rows: list, device: str) -> None:
+    """Write `source` in NF4 or INT8 to `out`; arguments as in `Family`, without calibration.
 
-    The model is saved before any forward pass: on a CPU with AVX512-BF16 the first one repacks the codes in place, and what
-    is saved after it is silently wrong.
+    The model is saved before any forward pass: on a CPU with AVX512-BF16 the first pass repacks the codes in place, and
+    a later save would be silently wrong.
 
     Raises:
         BadInput: no linear of the model can be quantized.
 
-    Source: NF4: Dettmers et al., QLoRA (arXiv 2305.14314), sections 3 and 4. INT8: Dettmers et al., LLM.int8() (arXiv 2208.07339).
+    Source: NF4: Dettmers et al., QLoRA (arXiv 2305.14314), sections 3 and 4. INT8: Dettmers et al., LLM.int8() (arXiv
+    2208.07339).
     """
     import torch
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
     from transformers import BitsAndBytesConfig
 
-    torch.manual_seed(seed)
-    if scheme == names.NF4:
-        settings = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )
+    torch.manual_seed(settings.seed)
+    if settings.scheme == names.NF4:
+        options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **options)
     else:
-        settings = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=OUTLIER)
-    model = pretrained.load(source, quantization_config=settings, dtype=torch.bfloat16, device_map=device)
+        quantization = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=OUTLIER)
+    model = pretrained.load(source, quantization_config=quantization, dtype=torch.bfloat16, device_map=device)
     if not any(isinstance(module, Linear4bit | Linear8bitLt) for module in model.modules()):
         raise BadInput(
             f"{source} has no linear layer that bitsandbytes quantizes: expected a transformer language model."

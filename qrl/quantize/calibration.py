@@ -1,4 +1,4 @@
-"""Calibration texts: from a file, as token ids, as rows of one length, and their digest."""
+"""Calibration texts: read from a file, packed into rows of one length, and named by a digest."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from qrl.errors import BadInput
 
 
 def digest(texts: Sequence[str]) -> str:
-    """sha256 over the texts in order, each ended by a zero byte."""
+    """Return the sha256 of the texts in order, each ended by a zero byte."""
     return hashlib.sha256("".join(f"{text}\0" for text in texts).encode()).hexdigest()
 
 
 def read(file: Path, n: int) -> list[str]:
-    """The first n texts of a .jsonl file of rows with `text`: whole conversations, rendered, end token included.
+    """Return the first n texts of a .jsonl file of rows with `text`: whole conversations, rendered, end token included.
 
     Raises:
-        BadInput: no such file, rows that hold no text, or fewer than n of them.
+        BadInput: the file does not exist, a row holds no text, or there are fewer than n.
     """
     try:
-        lines = file.read_text(encoding="utf-8-sig").split(
-            "\n"
-        )  # JSON's strings may hold what splitlines takes for ends of lines
+        # Not splitlines: JSON strings may hold characters that it takes for line ends.
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(
             f"Calibration texts cannot be read from {file} ({error}): expected task, rollouts, or a .jsonl file."
@@ -34,44 +33,42 @@ def read(file: Path, n: int) -> list[str]:
         if not line.strip():
             continue
         try:
-            texts.append(json.loads(line)["text"])
+            text = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            texts.append(None)
-        if not isinstance(texts[-1], str) or not texts[-1].strip():
+            text = None
+        if not isinstance(text, str) or not text.strip():
             raise BadInput(f'Line {number} of {file} holds no calibration text: expected rows like {{"text": "…"}}.')
+        texts.append(text)
     check_count(len(texts), n, str(file))
     return texts[:n]
 
 
-def check_count(found: int, n: int, where: str) -> None:
-    """Refuses fewer texts than were asked for: two variants would be told to share what they do not have.
-
-    Raises:
-        BadInput: fewer than n.
-    """
-    if found < n:
+def check_count(available: int, n: int, where: str) -> None:
+    """Raise BadInput where there are fewer than n texts: settings would record a number that was not used."""
+    if available < n:
         raise BadInput(
-            f"{where} has {found} calibration texts, but {n} were asked for: lower quantize.calibration_samples, or give more."
+            f"{where} has {available} calibration texts, but quantize.calibration_samples is {n}: lower it, or add "
+            "texts."
         )
 
 
 def rows(texts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Calibration texts as rows of one length, so that no row is padded and none is dropped.
+    """Return calibration texts as rows of one length, so that no row is padded and none is dropped.
 
-    Left alone, AutoAWQ drops texts that are too long, glues the others together, cuts that into blocks of `max_calib_seq_len`
-    wherever a text begins, and throws the rest away; a small set can give no block at all. Here every text begins a row, so
-    that its tokens stand where they stand when the model is asked, and the row is filled up to the length of the longest
-    text with the texts that follow it. (On qrl-tiny both give the same error: this is for small sets, not for accuracy.)
+    AutoAWQ on its own drops long texts, concatenates the others, cuts them into blocks of `max_calib_seq_len` wherever
+    a text begins, and discards the rest; a small set can give no block at all. Here every text begins a row, so that
+    its tokens have the positions that they have in evaluation, and the texts that follow fill the row up to the length
+    of the longest text. (On qrl-tiny both give the same error: this is for small sets, not for accuracy.)
 
     Args:
         texts: N lists of token ids.
         max_tokens: longest text allowed.
 
     Returns:
-        N rows of L token ids, L being the length of the longest text.
+        N rows of L token ids, where L is the length of the longest text.
 
     Raises:
-        BadInput: no texts, an empty one, or one that is too long.
+        BadInput: there are no texts, or one is empty or too long.
     """
     lengths = [len(ids) for ids in texts]
     if not lengths or not min(lengths):
@@ -79,8 +76,8 @@ def rows(texts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
     longest = max(lengths)
     if longest > max_tokens:
         raise BadInput(
-            f"Calibration text {lengths.index(longest)} has {longest} tokens, but at most {max_tokens} are allowed: raise "
-            "quantize.calibration_max_tokens."
+            f"Calibration text {lengths.index(longest)} has {longest} tokens, but at most {max_tokens} are allowed: "
+            "raise quantize.calibration_max_tokens."
         )
     filled = []
     for start in range(len(texts)):

@@ -1,10 +1,9 @@
-"""The schemes of llm-compressor, stored as compressed-tensors: what vLLM reads, and transformers with compressed-tensors.
+"""The schemes of llm-compressor, stored as compressed-tensors, which vLLM and transformers read.
 
-Schemes that round weights alone need no forward pass. AWQ, GPTQ and the activations' range of NVFP4 look at calibration
+Schemes that round weights only need no forward pass. AWQ, GPTQ and the activation ranges of NVFP4 need calibration
 texts; on a CPU that pass runs in float32 (bfloat16 took ten times as long where the CPU has no units for it), and the
-result is stored in the source's own dtype.
-Source: GPTQ: Frantar et al. (arXiv 2210.17323). AWQ: Lin et al. (arXiv 2306.00978). NVFP4, MXFP4: the formats' presets in
-compressed-tensors, which `projects/vllm` runs.
+result is stored in the source's own dtype. Source: GPTQ: Frantar et al. (arXiv 2210.17323). AWQ: Lin et al. (arXiv
+2306.00978). NVFP4, MXFP4: the formats' presets in compressed-tensors, which `projects/vllm` runs.
 """
 
 from __future__ import annotations
@@ -18,32 +17,20 @@ from typing import TYPE_CHECKING
 from qrl import checkpoint, names
 from qrl.engine import pretrained
 from qrl.errors import QrlError
+from qrl.quantize.fit import HEAD
 from qrl.quantize.settings import CALIBRATED, GROUPED, Settings
-from qrl.quantize.widths import HEAD
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
 BATCH = 16  # calibration rows in one forward pass
-_PRESETS = {
-    names.FP8: "FP8_DYNAMIC",
-    names.NVFP4: "NVFP4",
-    names.NVFP4A16: "NVFP4A16",
-    names.MXFP4A16: "MXFP4A16",
-    names.W8A8: "W8A8",
-}
+_PRESETS = {scheme: scheme.upper() for scheme in (names.NVFP4, names.NVFP4A16, names.MXFP4A16, names.W8A8)}
+_PRESETS[names.FP8] = "FP8_DYNAMIC"
 
 
 def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequence[int]], device: str) -> None:
-    """Write `source` under one of `names.COMPRESSED` to `out`: config.json and safetensors.
-
-    Args:
-        source: a full-precision checkpoint folder.
-        out: an existing, empty folder.
-        settings: of the scheme.
-        rows: N rows of L token ids; none for a scheme that looks at none.
-        device: "cpu" or "cuda"; llm-compressor takes a GPU wherever there is one.
+    """Write `source` under one of `names.COMPRESSED` to `out`; arguments as in `Family`.
 
     Raises:
         QrlError: llm-compressor is not installed here.
@@ -54,32 +41,32 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
     torch.manual_seed(settings.seed)
     on_cpu = settings.scheme in CALIBRATED and device == "cpu"
     model, stored = _load(source, in_float32=on_cpu)
-    with _without_accelerator(), contextlib.redirect_stderr(io.StringIO()):  # dozens of bars
+    with on_device(device), contextlib.redirect_stderr(io.StringIO()):  # dozens of progress bars
         oneshot(model=model, recipe=_recipe(settings), dataset=batches(rows))
         if on_cpu and settings.scheme == names.NVFP4:
-            ranges = _activation_ranges(model)
-            model, _ = _load(source, in_float32=False)  # scales from weights as they are stored, the same as NVFP4A16's
+            ranges = {key: value for key, value in model.state_dict().items() if key.endswith("input_global_scale")}
+            model, _ = _load(source, in_float32=False)  # scales from the stored weights, as for NVFP4A16
             oneshot(model=model, recipe=_recipe(settings), dataset=batches(rows[:1]))
             model.load_state_dict(ranges, strict=False)
         _cast(model, stored)
         model.save_pretrained(out, save_compressed=True)
-    (out / "recipe.yaml").unlink(missing_ok=True)  # llm-compressor's own record; ours holds more
+    (out / "recipe.yaml").unlink(missing_ok=True)  # llm-compressor's record; ours holds more
 
 
 def quiet_oneshot():
-    """llm-compressor's `oneshot`, its log turned off.
+    """Return llm-compressor's `oneshot`, with its log turned off.
 
     Raises:
-        QrlError: it is not installed here.
+        QrlError: llm-compressor is not installed here.
     """
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # where its log goes; its own switch for that breaks its GPTQ
+        with contextlib.redirect_stdout(io.StringIO()):  # of its log; its own switch breaks its GPTQ
             from llmcompressor import oneshot
             from loguru import logger
     except ImportError as error:
         raise QrlError(
-            f"llm-compressor cannot be imported here ({error}): run under `mlflow run . -e quantize … --env-manager uv`, whose "
-            "environment has it, or choose nf4 or int8."
+            f"llm-compressor cannot be imported here ({error}): run under `mlflow run . -e quantize … --env-manager "
+            "uv`, whose environment has it, or choose nf4 or int8."
         ) from None
     logger.disable("llmcompressor")
     logger.disable("compressed_tensors")
@@ -87,7 +74,7 @@ def quiet_oneshot():
 
 
 def _load(source: Path, *, in_float32: bool) -> tuple[PreTrainedModel, torch.dtype]:
-    """The model, and the dtype to store what is not quantized in: the source's own, bfloat16 for float32 masters."""
+    """Return the model, and the dtype for unquantized tensors: the source's own, or bfloat16 for float32 masters."""
     import torch
 
     stored = {"float16": torch.float16}.get(checkpoint.main_dtype(checkpoint.entries(source)), torch.bfloat16)
@@ -102,7 +89,7 @@ def _recipe(settings: Settings) -> list:
 
     if settings.scheme in GROUPED:
         weights = QuantizationArgs(
-            num_bits=settings.bits or 8,  # W8A16 says its own
+            num_bits=settings.bits or 8,  # of W8A16
             type="int",
             strategy="group",
             group_size=settings.group_size,
@@ -118,45 +105,38 @@ def _recipe(settings: Settings) -> list:
     return [*before, QuantizationModifier(**chosen)]
 
 
-def _activation_ranges(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in model.state_dict().items() if name.endswith("input_global_scale")}
-
-
 def batches(rows: Sequence[Sequence[int]]):
-    """A loader of calibration rows, `BATCH` at once; None where there are none.
-
-    Args:
-        rows: N rows of L token ids.
-    """
+    """Return a loader of N calibration rows of L token ids, `BATCH` at a time; None if there are none."""
     if not rows:
         return None
     import torch
 
-    samples = [
-        {"input_ids": torch.tensor(row), "attention_mask": torch.ones(len(row), dtype=torch.long)} for row in rows
-    ]
+    ids = map(torch.tensor, rows)
+    samples = [{"input_ids": row, "attention_mask": torch.ones(len(row), dtype=torch.long)} for row in ids]
     return torch.utils.data.DataLoader(samples, batch_size=BATCH)
 
 
 @contextlib.contextmanager
-def _without_accelerator() -> Iterator[None]:
-    """Lets llm-compressor's cache work where there is no accelerator to pin memory for; AWQ dies of it otherwise."""
+def on_device(device: str) -> Iterator[None]:
+    """Make llm-compressor compute on "cpu" or "cuda"; on its own it uses a GPU wherever there is one."""
     import torch
+    from compressed_tensors.utils import patch_attr
     from llmcompressor.pipelines.cache import IntermediatesCache
+    from llmcompressor.pipelines.data_free import pipeline as data_free
+    from llmcompressor.pipelines.sequential import pipeline as sequential
 
-    if torch.accelerator.is_available():
+    target = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    with contextlib.ExitStack() as patches:
+        for pipeline in (data_free, sequential):
+            patches.enter_context(patch_attr(pipeline, "get_main_device", lambda: target))
+        if not torch.accelerator.is_available():  # there is nothing to pin memory for, and AWQ would die of it
+            unpinned = classmethod(lambda cls, value: None)
+            patches.enter_context(patch_attr(IntermediatesCache, "_pin_intermediate", unpinned))
         yield
-        return
-    pin = IntermediatesCache.__dict__["_pin_intermediate"]
-    IntermediatesCache._pin_intermediate = classmethod(lambda cls, value: None)
-    try:
-        yield
-    finally:
-        IntermediatesCache._pin_intermediate = pin
 
 
 def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Everything to the dtype of the checkpoint, but the scale of a whole tensor, which NVFP4 defines in float32."""
+    """Convert all tensors to the checkpoint's dtype, except NVFP4's global scales, which are float32 by definition."""
     import torch
 
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -1,7 +1,7 @@
-"""How far quantization moves what a model computes, layer by layer.
+"""How far quantization moves a model's hidden states, layer by layer.
 
-Errors of weights cannot be compared over schemes: AWQ scales the weights first and undoes it in the norm before them. What
-every decoder layer hands on can, whatever the scheme; it holds the error of all layers up to this one.
+Errors of weights cannot be compared between schemes: AWQ scales the weights and undoes it in the norm before them. The
+output of a decoder layer can, under every scheme; it contains the error of all layers up to this one.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-ROWS = 8  # texts that are looked at; the mean is over their tokens
+ROWS = 8  # texts to measure on; the mean is over their tokens
 
 
 def measure(source: Path, quantized: Path, rows: Sequence[Sequence[int]], device: str) -> tuple[float, ...]:
-    """`between` of two checkpoint folders, one in memory at a time, as transformers' engine runs them."""
+    """Return `between` of two checkpoint folders in transformers' engine, loaded one after the other."""
     import torch
 
     from qrl.engine import device as devices
     from qrl.engine import hf
 
-    found = []
+    hidden = []
     for folder in (source, quantized):
         model, _ = hf.load(folder, device, devices.compute_dtype("auto", device))
-        found.append(states(model, rows))
+        hidden.append(states(model, rows))
         del model
         if device == "cuda":
             torch.cuda.empty_cache()
-    return between(*found)
+    return between(*hidden)
 
 
 def states(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    """What each decoder layer hands on: a tensor (T, H) a layer, in float32 on the CPU, T tokens of the first rows in all."""
+    """Return each decoder layer's output, (T, H) in float32 on the CPU; T tokens in the first `ROWS` rows together."""
     import torch
 
     layers: list[list[Tensor]] = []
     with torch.inference_mode():
         for row in rows[:ROWS]:
-            given = torch.tensor([list(row)], device=model.device)
-            _, *after = model(given, output_hidden_states=True, use_cache=False).hidden_states
-            layers.append([state[0].float().cpu() for state in after])
+            ids = torch.tensor([list(row)], device=model.device)
+            _, *outputs = model(ids, output_hidden_states=True, use_cache=False).hidden_states
+            layers.append([output[0].float().cpu() for output in outputs])
     return [torch.cat(states) for states in zip(*layers, strict=True)]
 
 
 def between(original: Sequence[Tensor], quantized: Sequence[Tensor]) -> tuple[float, ...]:
-    """||H − H'||² / ||H||² of each layer's states, dimensionless; 0 is lossless."""
+    """Return ||H − H'||² / ||H||² of each layer's states, dimensionless; 0 is lossless."""
     pairs = zip(original, quantized, strict=True)
     return tuple(((after - before).square().sum() / before.square().sum()).item() for before, after in pairs)

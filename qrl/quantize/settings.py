@@ -1,7 +1,7 @@
-"""What decides how a scheme stores weights: its settings, and a digest of them.
+"""The settings that decide how a scheme stores weights, and a digest of them.
 
-Two cells of one scheme may be compared where their digests are equal: same settings, same libraries, same calibration
-questions. Only what means something to a scheme is part of its settings.
+Two cells of one scheme may be compared if their digests are equal: same settings, same libraries, same calibration
+questions. Only settings that a scheme uses belong to its digest.
 """
 
 from __future__ import annotations
@@ -16,19 +16,15 @@ from qrl import names
 from qrl.errors import BadInput
 from qrl.recipe import Quantize
 
-TASK, ROLLOUTS = "task", "rollouts"  # where calibration texts come from; anything else is a file
-CALIBRATED = (names.AWQ, names.AWQ_CT, names.GPTQ, names.NVFP4, "rtn-nvfp4-a4")  # schemes that look at texts
-GROUPED = (names.AWQ, names.AWQ_CT, names.GPTQ, names.W8A16)  # whose group size is ours to choose
+TASK, ROLLOUTS = "task", "rollouts"  # sources of calibration texts; anything else is a file
+CALIBRATED = (names.AWQ, names.AWQ_CT, names.GPTQ, names.NVFP4, "rtn-nvfp4-a4")  # schemes that use calibration texts
+GROUPED = (names.AWQ, names.AWQ_CT, names.GPTQ, names.W8A16)  # the recipe chooses the group size
 FIXED_GROUP = {names.NVFP4: 16, names.NVFP4A16: 16, names.MXFP4A16: 32}  # part of the format
 AWQ_WORD = 8  # outputs that share an int32 of AutoAWQ's codes
-BITS = (names.AWQ_CT, names.GPTQ)  # whose bits are ours to choose
-SYMMETRIC = {names.AWQ_CT: False, names.GPTQ: True, names.W8A16: True}  # each scheme's custom, and ours to choose
-CHOICES = {
-    "bits": BITS,
-    "group_size": GROUPED,
-    "symmetric": tuple(SYMMETRIC),
-    "calibration": CALIBRATED,
-}  # field → who heeds it
+BITS = (names.AWQ_CT, names.GPTQ)  # the recipe chooses the bits
+SYMMETRIC = {names.AWQ_CT: False, names.GPTQ: True, names.W8A16: True}  # each scheme's default; the recipe may choose
+# Field of the recipe → schemes that use it.
+CHOICES = {"bits": BITS, "group_size": GROUPED, "symmetric": tuple(SYMMETRIC), "calibration": CALIBRATED}
 LIBRARIES = {
     **dict.fromkeys(names.BITSANDBYTES, ("bitsandbytes",)),
     names.AWQ: ("autoawq",),
@@ -46,87 +42,84 @@ class Settings:
     symmetric: bool | None  # no zero points
     calibration: str | None  # "task", "rollouts" or a file
     samples: int | None  # calibration texts
-    max_tokens: int | None  # of the longest one
+    max_tokens: int | None  # longest calibration text
     seed: int  # of calibration questions and of everything random
 
     def digest(self, questions: str | None) -> str:
-        """sha256 over the settings, the versions of the libraries, and the calibration questions.
+        """Return the sha256 of the settings, the versions of the libraries, and the calibration questions.
 
         Args:
-            questions: `calibration.digest` of a file's texts, or the digest of the questions that texts are made from; None
-                for a scheme that looks at none.
+            questions: `calibration.digest` of a file's texts, or the digest of the questions that texts are made from;
+                None for a scheme without calibration.
         """
         settings = asdict(self)
         if self.calibration not in (None, TASK, ROLLOUTS):
-            settings["calibration"] = "file"  # by what it holds, not where it lies
+            settings["calibration"] = "file"  # identified by its content, not its path
         libraries = {name: _installed(name) for name in LIBRARIES[self.scheme]}
         text = json.dumps({"settings": settings, "libraries": libraries, "questions": questions}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 def of(scheme: str, recipe: Quantize, seed: int) -> Settings:
-    """The settings of a scheme in a recipe's section.
+    """Return the settings of a scheme in a recipe's section.
 
     Args:
         scheme: one of `names.QUANTIZED_SCHEMES`.
         recipe: the section `quantize`.
-        seed: the recipe's, where the section names none of its own.
+        seed: the recipe's, where the section has none of its own.
 
     Raises:
-        BadInput: unknown scheme, or calibration texts that its environment cannot make.
+        BadInput: the scheme is unknown, or its environment cannot make the calibration texts.
     """
     if scheme not in names.QUANTIZED_SCHEMES:
         raise BadInput(
             f"There is no scheme '{scheme}' to quantize to: expected one of {', '.join(names.QUANTIZED_SCHEMES)}."
         )
-    looks = scheme in CALIBRATED
     if scheme == names.AWQ and recipe.calibration == ROLLOUTS:
         raise BadInput(
             "Scheme awq runs in AutoAWQ's own environment, whose transformers cannot run the policy for its rollouts: "
             "use scheme awq-ct, or quantize.calibration=task."
         )
+    calibrated = scheme in CALIBRATED
+    symmetric = SYMMETRIC.get(scheme) if recipe.symmetric is None else recipe.symmetric
     return Settings(
         scheme=scheme,
         bits=recipe.bits if scheme in BITS else None,
         group_size=recipe.group_size if scheme in GROUPED else FIXED_GROUP.get(scheme),
-        symmetric=_either(recipe.symmetric, SYMMETRIC[scheme]) if scheme in SYMMETRIC else None,
-        calibration=recipe.calibration if looks else None,
-        samples=recipe.calibration_samples if looks else None,
-        max_tokens=recipe.calibration_max_tokens if looks else None,
-        seed=_either(recipe.calibration_seed, seed),
+        symmetric=symmetric if scheme in SYMMETRIC else None,
+        calibration=recipe.calibration if calibrated else None,
+        samples=recipe.calibration_samples if calibrated else None,
+        max_tokens=recipe.calibration_max_tokens if calibrated else None,
+        seed=seed if recipe.calibration_seed is None else recipe.calibration_seed,
     )
 
 
 def unheeded(recipe: Quantize, schemes: Sequence[str], typed: Collection[str], beside: Sequence[str] = ()) -> list[str]:
-    """What a section asks for and some of these schemes do not heed, a sentence a setting.
+    """Return a warning for each setting that some of these schemes ignore.
 
     Args:
         recipe: the section `quantize`.
-        schemes: that are to be made with it.
-        typed: keys that were given beside the recipe. A recipe's own setting may lose its meaning by the schemes that are typed.
-        beside: schemes that nobody named and that are made with it too: one of them may be the one that heeds a setting.
+        schemes: schemes to quantize with it.
+        typed: keys that the user set beside the recipe; typing other schemes may make a recipe's own setting
+            irrelevant.
+        beside: schemes that the study adds by itself and that may use a setting.
 
     Raises:
-        BadInput: something was asked for that none of them heeds.
+        BadInput: none of the schemes uses a setting.
     """
-    told = []
-    for name, heeding in CHOICES.items():
+    warnings = []
+    for name, users in CHOICES.items():
         value, key = getattr(recipe, name), f"quantize.{name}"
-        deaf = [scheme for scheme in schemes if scheme not in heeding]
-        if value == Quantize.model_fields[name].default or not deaf:
+        ignoring = [scheme for scheme in schemes if scheme not in users]
+        if value == Quantize.model_fields[name].default or not ignoring:
             continue
-        means = f"{key} = {value} means nothing to {' and '.join(deaf)}"
-        alone = [scheme for scheme in (*schemes, *beside) if scheme in heeding]
-        if not alone and (key in typed or "quantize.schemes" not in typed):
-            raise BadInput(
-                f"{means}, whose name or library says it: leave it out, or take a scheme that heeds it ({', '.join(heeding)})."
-            )
-        told.append(f"{means}{': ' + ', '.join(alone) + ' alone heeds it' if alone else ', the only ones asked for'}.")
-    return told
-
-
-def _either(given, default):
-    return default if given is None else given
+        sentence = f"{key} = {value} has no effect on {' and '.join(ignoring)}"
+        using = [scheme for scheme in (*schemes, *beside) if scheme in users]
+        if not using and (key in typed or "quantize.schemes" not in typed):
+            raise BadInput(f"{sentence}: leave it out, or add a scheme that uses it ({', '.join(users)}).")
+        others = f"only {', '.join(using)} uses it" if using else "and no other scheme is quantized"
+        warnings.append(f"{sentence}; {others}.")
+    return warnings
 
 
 def _installed(package: str) -> str | None:

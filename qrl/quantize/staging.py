@@ -1,8 +1,8 @@
-"""A copy of a checkpoint that transformers 4.51, AutoAWQ's last, reads as the same model, and proof that it does.
+"""A copy of a checkpoint that transformers 4.51, AutoAWQ's last, loads as the same model, and a check that it does.
 
-transformers 5 moved the rotary base into `rope_parameters`; 4.51 ignores that key, takes 10000, and says nothing: every
-token is then read at the wrong place. It also fails on the tokenizer classes of 5. So the configuration is rewritten, the
-weights are linked, and the loaded model is held against the original: its settings and its rotary frequencies.
+transformers 5 moved the rotary base into `rope_parameters`; 4.51 silently ignores that key and uses 10000, so that
+every token gets the wrong position. It also fails on the tokenizer classes of 5. So the configuration is rewritten, the
+weights are linked, and the loaded model's settings and rotary frequencies are compared with the original's.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from qrl.errors import BadInput, QrlError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-# Keys that say how the file was written, not what the model is; and those that `rewrite` translates.
+# Keys that describe the file and not the model, and keys that `rewrite` translates.
 _FILE_KEYS = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 _TRANSLATED_KEYS = {"rope_parameters", "rope_scaling", "layer_types"}
 
 
 def rewrite(config: dict) -> dict:
-    """config.json of transformers 5 in the words of 4.51; one of 4.x comes back as it was.
+    """Translate a config.json of transformers 5 for 4.51; one of 4.x stays as it is.
 
     Raises:
-        BadInput: a setting that 4.51 cannot express.
+        BadInput: 4.51 cannot express a setting.
     """
-    old = {
-        key: value for key, value in config.items() if key not in ("dtype", "rope_parameters", "transformers_version")
-    }
-    old["torch_dtype"] = config.get("dtype", config.get("torch_dtype"))
+    old = config | {"torch_dtype": config.get("dtype", config.get("torch_dtype"))}
+    for key in ("dtype", "rope_parameters", "transformers_version"):
+        old.pop(key, None)
     rope = config.get("rope_parameters")
     if rope is None:
         return old
@@ -54,12 +53,7 @@ def rewrite(config: dict) -> dict:
 
 
 def stage(source: Path, folder: Path) -> None:
-    """Write a copy of `source` that transformers 4.51 loads: config.json rewritten, weights linked, the rest left out.
-
-    Args:
-        source: a checkpoint folder, of transformers 4 or 5.
-        folder: an empty folder.
-    """
+    """Write a copy of `source` for transformers 4.51: config.json rewritten, weights linked, nothing else."""
     (folder / "config.json").write_text(json.dumps(rewrite(checkpoint.config(source)), indent=2))
     for name in checkpoint.shards(source):
         (folder / name).symlink_to((source / name).resolve())
@@ -68,7 +62,7 @@ def stage(source: Path, folder: Path) -> None:
 
 
 def tokenizer(source: Path) -> PreTrainedTokenizerFast:
-    """The source's tokenizer with its chat template and special tokens, in transformers 4 and 5 alike.
+    """Return the source's tokenizer with its chat template and special tokens, the same in transformers 4 and 5.
 
     Raises:
         BadInput: the folder has no tokenizer.json.
@@ -76,30 +70,23 @@ def tokenizer(source: Path) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     if not (source / "tokenizer.json").is_file():
-        raise BadInput(f"{source} has no tokenizer.json: load and save its tokenizer with transformers 5 once.")
-    settings = {}
-    if (source / "tokenizer_config.json").is_file():
-        settings = json.loads((source / "tokenizer_config.json").read_text())
-    tokens = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    template = settings.get("chat_template")
+        raise BadInput(f"{source} has no tokenizer.json: load its tokenizer with transformers 5 and save it.")
+    settings = _json(source / "tokenizer_config.json")
+    template = _json(source / "chat_template.json").get("chat_template") or settings.get("chat_template")
     if (source / "chat_template.jinja").is_file():
         template = (source / "chat_template.jinja").read_text()
-    elif (source / "chat_template.json").is_file():
-        template = json.loads((source / "chat_template.json").read_text())["chat_template"]
-    return PreTrainedTokenizerFast(
-        tokenizer_file=str(source / "tokenizer.json"),
-        chat_template=template,
-        **{name: token for name, token in tokens.items() if token is not None},
-    )
+    tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
+    tokens = {name: token for name, token in tokens.items() if token is not None}
+    return PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"), chat_template=template, **tokens)
+
+
+def _json(file: Path) -> dict:
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def verify(model: PreTrainedModel, loading: dict, source: Path) -> None:
-    """Refuse a staged model that is not the original one.
-
-    Args:
-        model: the staged copy in float32, as transformers 4.51 loaded it.
-        loading: `output_loading_info` of that load.
-        source: the original checkpoint.
+    """Check that a staged model in float32 is the original one, from its `output_loading_info` and its settings.
 
     Raises:
         QrlError: weights are missing or left over, or a setting or a rotary frequency differs.
@@ -111,15 +98,14 @@ def verify(model: PreTrainedModel, loading: dict, source: Path) -> None:
         (set(loading["missing_keys"]) - tied) | set(loading["unexpected_keys"]) | set(loading["mismatched_keys"])
     )
     if left:
-        raise QrlError(
-            f"AutoAWQ's transformers does not read {source} as it was written: {left[0]} is missing or left over."
-        )
+        raise QrlError(f"AutoAWQ's transformers does not load {source} completely: {left[0]} is missing or left over.")
     original = checkpoint.config(source)
     for key, value in original.items():
-        loaded = json.loads(json.dumps(getattr(model.config, key, value), default=str))  # as it would stand in a file
+        loaded = json.loads(json.dumps(getattr(model.config, key, value), default=str))  # as in a file
         if key not in _FILE_KEYS | _TRANSLATED_KEYS and loaded != value:
             raise QrlError(
-                f"AutoAWQ's transformers reads {key} of {source} as {loaded!r}, but it is {value!r}: nothing was quantized."
+                f"AutoAWQ's transformers reads {key} of {source} as {loaded!r}, but it is {value!r}: nothing was "
+                "quantized."
             )
     rope = original.get("rope_parameters") or {"rope_theta": original.get("rope_theta")}
     if rope.get("rope_theta") and rope.get("rope_type", "default") == "default" and not original.get("rope_scaling"):
@@ -128,9 +114,6 @@ def verify(model: PreTrainedModel, loading: dict, source: Path) -> None:
         expected = 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
         if not torch.allclose(loaded, expected, rtol=1e-4):
             raise QrlError(
-                f"AutoAWQ's transformers reads {source} with another rotary base than {rope['rope_theta']}: nothing was quantized."
+                f"AutoAWQ's transformers reads {source} with another rotary base than {rope['rope_theta']}: nothing "
+                "was quantized."
             )
-
-
-def _content(token: str | dict | None) -> str | None:
-    return token["content"] if isinstance(token, dict) else token

@@ -1,4 +1,4 @@
-"""Quantize checkpoints under one scheme: a nested run, a logged model, for each."""
+"""Quantize checkpoints under one scheme, with a nested run and a logged model for each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 from tqdm import tqdm
 
 from qrl import checkpoint, names, process, tasks
-from qrl import quantize as room
+from qrl import quantize as quantization
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import BadInput
@@ -22,34 +22,30 @@ from qrl.tasks import prompt
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
 from qrl.workspace import workspace
 
-STAGES = ("reading texts", "storing", "measuring")  # of one checkpoint; rollouts are written in the first
+STAGES = ("reading texts", "storing", "measuring")  # of one checkpoint; rollouts are generated in the first
 
 
-def sources(recipe: Recipe, given: str | None) -> dict[str, checkpoint.Checkpoint]:
-    """The full-precision checkpoint of every variant: those of `variant=model,…`, or the recipe's model as base.
+def sources(recipe: Recipe, models: str | None) -> dict[str, checkpoint.Checkpoint]:
+    """Return the full-precision checkpoint of each variant in `variant=model,…`; default: the recipe's model as base.
 
     Raises:
-        BadInput: not such a list, no checkpoint, or one that is quantized already.
+        BadInput: the list is malformed, a model is not a checkpoint, or one is already quantized.
     """
-    chosen = inputs.pairs(given, "a variant and its model") if given else {names.BASE: recipe.model}
-    found = {
-        inputs.check_variant(variant): checkpoint.check(addresses.folder(address))
-        for variant, address in chosen.items()
-    }
-    for variant, each in found.items():
-        if each.quantization:
-            raise BadInput(
-                f"{chosen[variant]} is quantized already ({each.quantization}): give full-precision weights."
-            )
-    return found
+    chosen = inputs.pairs(models, "a variant and its model") if models else {names.BASE: recipe.model}
+    checkpoints = {}
+    for variant, address in chosen.items():
+        checkpoints[inputs.check_variant(variant)] = source = checkpoint.check(addresses.folder(address))
+        if source.quantization:
+            raise BadInput(f"{address} is already quantized ({source.quantization}): use full-precision weights.")
+    return checkpoints
 
 
-def quantize(recipe: Recipe, scheme: str, given: str | None) -> None:
-    """Stores each model in few bits, all with the same settings and calibration questions, and logs what came out."""
+def quantize(recipe: Recipe, scheme: str, models: str | None) -> None:
+    """Quantize each model with the same settings and calibration questions, and log the results."""
     settings = choices.of(scheme, recipe.quantize, recipe.seed)
-    checkpoints = sources(recipe, given)
-    for found in checkpoints.values():
-        room.check_fit(found.path, settings)
+    checkpoints = sources(recipe, models)
+    for source in checkpoints.values():
+        quantization.check_fit(source.path, settings)
     process.hush_transformers()
     device = devices.choose(recipe.device)
     texts = Texts(recipe, settings, device)
@@ -60,138 +56,121 @@ def quantize(recipe: Recipe, scheme: str, given: str | None) -> None:
         runs.step("quantize", recipe, sections=("quantize",), params={"scheme": scheme, "device": device}, tags=tags),
     ):
         if settings.calibration:
-            contents.log_dataset(
-                f"{recipe.task}-calibration",
-                digest=texts.questions_digest,
-                context="calibration",
-                n=settings.samples,
-                source=texts.source,
-            )
-        stored = {
-            f"{variant}:{scheme}": _one(recipe, settings, variant, found, texts, device, work)
-            for variant, found in checkpoints.items()
-        }
-        outcome.cells(stored)
+            facts = {"digest": texts.questions_digest, "n": settings.samples, "source": texts.source}
+            contents.log_dataset(f"{recipe.task}-calibration", context="calibration", **facts)
+        models_made = {variant: _quantize_one(texts, variant, source, work) for variant, source in checkpoints.items()}
+        outcome.cells({f"{variant}:{scheme}": uri for variant, uri in models_made.items()})
 
 
-def _one(
-    recipe: Recipe,
-    settings: Settings,
-    variant: str,
-    found: checkpoint.Checkpoint,
-    texts: Texts,
-    device: str,
-    work: Path,
-) -> str:
-    """One checkpoint: its own nested run, found again by its own key; the address of what came out."""
-    scheme = settings.scheme
-    key = keys.quantized(recipe, scheme, found.digest, device)
+def _quantize_one(texts: Texts, variant: str, source: checkpoint.Checkpoint, work: Path) -> str:
+    """Quantize one checkpoint in a nested run with its own cache key, and return the address of the result."""
+    recipe, settings, scheme = texts.recipe, texts.settings, texts.settings.scheme
     tags = {
         names.TAG_STEP: "quantize",
-        names.TAG_CACHE_KEY: key,
+        names.TAG_CACHE_KEY: keys.quantized(recipe, scheme, source.digest, texts.device),
         names.TAG_VARIANT: variant,
         names.TAG_SCHEME: scheme,
-        names.TAG_PARENT_DIGEST: found.digest,
+        names.TAG_PARENT_DIGEST: source.digest,
     }
     name = names.cell_name(variant, scheme)
     with runs.child(name, params={"variant": variant, "scheme": scheme, "task": recipe.task}, tags=tags):
-        with tqdm(total=len(STAGES), desc=name, unit="stage", leave=False) as bar:
-
-            def begin(stage: str) -> None:
-                bar.n = STAGES.index(stage)
-                bar.set_postfix_str(stage)
-
-            begin("reading texts")
-            made = room.run(
-                scheme,
-                found.path,
-                work / variant,
-                settings=settings,
-                calibration=texts.calibration(found.path),
-                probe=texts.probe(found.path),
-                device=device,
-                stage=begin,
-            )
-        facts = {
-            "bytes": made.bytes,
-            "bits_per_weight": round(made.bits_per_weight, 3),
-            names.SETTINGS: settings.digest(texts.questions_digest),
-            **({"calibration_digest": made.calibration_digest} if made.calibration_digest else {}),
-        }
-        uri, digest = record.own(recipe, made.path, variant, scheme, parent=found.digest, **facts)
-        contents.log_params({**{f"settings.{key}": value for key, value in asdict(settings).items()}, **facts})
-        contents.log_scores(
-            {
-                "quantize/bytes": made.bytes,
-                "quantize/bits_per_weight": made.bits_per_weight,
-                "quantize/bits_per_parameter": made.bits_per_parameter,
-                "quantize/seconds": made.seconds,
-            },
-            model_uri=uri,
-        )
+        result = _with_bars(texts, name, source.path, work / variant)
+        calibrated_on = {"calibration_digest": result.calibration_digest} if result.calibration_digest else {}
+        facts = {"bytes": result.bytes, "bits_per_weight": round(result.bits_per_weight, 3), **calibrated_on}
+        facts[names.SETTINGS] = settings.digest(texts.questions_digest)
+        uri, digest = record.own(recipe, result.path, variant, scheme, parent=source.digest, **facts)
+        contents.log_params({f"settings.{key}": value for key, value in asdict(settings).items()} | facts)
+        costs = ("bytes", "bits_per_weight", "bits_per_parameter", "seconds")
+        contents.log_scores({f"quantize/{cost}": getattr(result, cost) for cost in costs}, model_uri=uri)
         log = contents.live_log()
-        for layer, error in enumerate(made.layer_errors):
-            log({"quantize/layer_error": error}, layer)
-        reuse.record_outputs(models={"model": uri}, values={"digest": digest, "parent": found.digest})
+        for layer, layer_error in enumerate(result.layer_errors):
+            log({"quantize/layer_error": layer_error}, layer)
+        reuse.record_outputs(models={"model": uri}, values={"digest": digest, "parent": source.digest})
         click.echo(
-            f"      {name}: {made.bytes / 1e6:.2f} MB, {made.bits_per_weight:.2f} bits a weight, error {made.layer_errors[-1]:.2g} "
-            f"after the last layer, {made.seconds:.1f} s",
+            f"      {name}: {result.bytes / 1e6:.2f} MB, {result.bits_per_weight:.2f} bits a weight, error "
+            f"{result.layer_errors[-1]:.2g} after the last layer, {result.seconds:.1f} s",
             err=True,
         )
         return uri
 
 
+def _with_bars(texts: Texts, name: str, source: Path, out: Path) -> quantization.Quantized:
+    """Quantize a checkpoint folder while bars show the stage and the texts read."""
+    with tqdm(total=len(STAGES), desc=name, unit="stage", leave=False) as bar:
+        bar.set_postfix_str(STAGES[0])
+        calibration_texts, probe = texts.calibration(source), texts.probe(source)
+        with _bar(len(calibration_texts), "tokenize texts") as tokenized:
+
+            def begin(stage: str) -> None:
+                tokenized.close()
+                bar.n = STAGES.index(stage)
+                bar.set_postfix_str(stage)
+
+            given = {"calibration": calibration_texts, "probe": probe, "device": texts.device}
+            scheme, callbacks = texts.settings.scheme, {"stage": begin, "progress": tokenized.update}
+            return quantization.run(scheme, source, out, settings=texts.settings, **given, **callbacks)
+
+
 class Texts:
-    """The texts that a scheme looks at, the same questions for every variant, and those that its error is measured on."""
+    """Calibration texts from the same questions for every variant, and the texts that errors are measured on."""
 
     def __init__(self, recipe: Recipe, settings: Settings, device: str) -> None:
-        self._recipe, self._settings, self._device = recipe, settings, device
+        self.recipe, self.settings, self.device = recipe, settings, device
         self._file: list[str] = []
-        self._asked: list[tasks.Question] = []
+        self._questions: list[tasks.Question] = []
         self.source = inputs.source_of(recipe)
         self.questions_digest: str | None = None
         seeded = recipe.model_copy(update={"seed": settings.seed})
-        self._probed = inputs.questions(seeded, "train", error.ROWS)
-        if settings.calibration in (choices.TASK, choices.ROLLOUTS):
-            self._asked = inputs.questions(seeded, "train", settings.samples)
-            calibration.check_count(len(self._asked), settings.samples, f"The task {recipe.task}")
-            self.questions_digest = inputs.digest(self._asked)
-        elif settings.calibration:
-            self.source = settings.calibration
-            self._file = calibration.read(Path(settings.calibration), settings.samples)
-            self.questions_digest = calibration.digest(self._file)
+        self._probe_questions = inputs.questions(seeded, "train", error.ROWS)
+        if not settings.calibration:
+            return
+        with _bar(settings.samples, "draw texts", delay=0) as bar:
+            if settings.calibration in (choices.TASK, choices.ROLLOUTS):
+                self._questions = inputs.questions(seeded, "train", settings.samples)
+                calibration.check_count(len(self._questions), settings.samples, f"The task {recipe.task}")
+                self.questions_digest = inputs.digest(self._questions)
+            else:
+                self.source = settings.calibration
+                self._file = calibration.read(Path(settings.calibration), settings.samples)
+                self.questions_digest = calibration.digest(self._file)
+            bar.update(settings.samples)
 
     def calibration(self, model: Path) -> list[str]:
-        """Calibration texts for a model: solutions of the task, what the model itself answers, or a file's texts."""
-        if self._settings.calibration != choices.ROLLOUTS:
-            return self._file or self._rendered(model, self._asked)
-        answered = answers(self._recipe, model, self._asked, self._device)
-        return [text for question, end in answered for text in self._rendered(model, [question], ended=end)]
+        """Return a model's calibration texts: solutions of the task, the model's own answers, or a file's texts."""
+        if self.settings.calibration != choices.ROLLOUTS:
+            return self._file or self._rendered(model, [(question, True) for question in self._questions])
+        return self._rendered(model, answers(self.recipe, model, self._questions, self.device))
 
     def probe(self, model: Path) -> list[str]:
-        """Texts to measure the error on."""
-        return self._rendered(model, self._probed)
+        """Return the texts to measure errors on."""
+        return self._rendered(model, [(question, True) for question in self._probe_questions])
 
-    def _rendered(self, model: Path, questions: list[tasks.Question], *, ended: bool = True) -> list[str]:
-        tokens = staging.tokenizer(model)
-        texts = [prompt.training_text(tokens, question, self._recipe.prompt) for question in questions]
-        return texts if ended else [text.removesuffix(tokens.eos_token) for text in texts]
+    def _rendered(self, model: Path, solved: list[tuple[tasks.Question, bool]]) -> list[str]:
+        """Render questions with their solutions; the end token is left out where a solution was cut."""
+        tokens, texts = staging.tokenizer(model), []
+        with _bar(len(solved), "render texts") as bar:
+            for question, ended in solved:
+                text = prompt.training_text(tokens, question, self.recipe.prompt)
+                texts.append(text if ended else text.removesuffix(tokens.eos_token))
+                bar.update()
+        return texts
 
 
-def answers(recipe: Recipe, model: Path, asked: list[tasks.Question], device: str) -> list[tuple[tasks.Question, bool]]:
-    """What a model answers, greedily, in place of each question's solution, and whether it ended.
-
-    Args:
-        model: a full-precision checkpoint folder.
-        asked: training questions.
-    """
+def answers(
+    recipe: Recipe, model: Path, questions: list[tasks.Question], device: str
+) -> list[tuple[tasks.Question, bool]]:
+    """Return questions with a model's greedy answers as their solutions, and whether each answer ended."""
     loaded, tokens = hf.load(model, device, devices.compute_dtype(recipe.evaluate.dtype, device))
-    prompts = [prompt.render(tokens, question.question, recipe.prompt) for question in asked]
-    settings = recipe.evaluate
-    written = hf.generate(
-        loaded, tokens, prompts, max_new_tokens=settings.max_new_tokens, batch_size=settings.batch_size
-    )
+    prompts = [prompt.render(tokens, question.question, recipe.prompt) for question in questions]
+    sizes = {"max_new_tokens": recipe.evaluate.max_new_tokens, "batch_size": recipe.evaluate.batch_size}
+    with _bar(len(prompts), "generate rollouts") as bar:
+        completions = hf.generate(loaded, tokens, prompts, **sizes, progress=bar.update)
     return [
         (replace(question, solution=answer.raw), answer.finish_reason == "stop")
-        for question, answer in zip(asked, written, strict=True)
+        for question, answer in zip(questions, completions, strict=True)
     ]
+
+
+def _bar(total: int, what: str, delay: float = 1) -> tqdm:
+    """Return a bar over texts, shown after `delay` seconds: most studies need only a few texts."""
+    return tqdm(total=total, desc=what, unit="text", leave=False, delay=delay)

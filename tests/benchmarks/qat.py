@@ -29,8 +29,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from qrl.formats.fakequant import fused, values
+from qrl.formats.fakequant import fused
 from qrl.formats.fakequant import linears as fake_linears
+from qrl.formats.fakequant import rounding as values
 from qrl.train.qat import calibration
 from qrl.train.qat import linear as qat
 

@@ -1,6 +1,6 @@
-"""What each scheme stores, costs and loses on qrl-tiny: `python tests/benchmarks/schemes.py [SCHEME …]`; about six minutes on one core for all.
+"""Bits, size, time, error and accuracy of each scheme on qrl-tiny: `python tests/benchmarks/schemes.py [SCHEME …]`.
 
-Scheme awq is made in projects/awq, so it is not among them; a study measures it.
+All schemes take about six minutes on one core. Scheme awq needs the environment of projects/awq; a study measures it.
 """
 
 import sys
@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from qrl import names, process, quantize, stats, tasks, tiny
 from qrl.evaluate import cells
 from qrl.quantize import staging
+from qrl.stats.text import interval
 from qrl.tasks import prompt
 
 N, TEMPLATE = 1000, "answer-line"
@@ -23,7 +24,7 @@ HEAD = ("scheme", "bits a weight", "MB on disk", "seconds", "error after the las
 
 
 def main(schemes: list[str]) -> None:
-    """Prints a row a scheme, as soon as it is there."""
+    """Print a row per scheme as soon as it is measured."""
     process.settle()
     process.hush_transformers()
     tokens = staging.tokenizer(tiny.PATH)
@@ -37,10 +38,7 @@ def main(schemes: list[str]) -> None:
             own = correct(scheme, made.path, questions)
         lost = stats.contrast(np.stack([own, reference]), (1, -1))
         cost = f"{made.bits_per_weight:.2f} | {made.bytes / 1e6:.2f} | {made.seconds:.1f} | {made.layer_errors[-1]:.2g}"
-        found = (
-            f"{own.mean():.3f} | {stats.signed(lost.estimate)} [{stats.signed(lost.low)}, {stats.signed(lost.high)}]"
-        )
-        print(f"| {scheme} | {cost} | {found} |", flush=True)
+        print(f"| {scheme} | {cost} | {own.mean():.3f} | {interval(lost)} |", flush=True)
 
 
 def correct(scheme: str, path: Path, questions: list) -> np.ndarray:

@@ -1,13 +1,20 @@
 """Every scheme at a real model's shape, stored by `quantize` and run by vLLM on one GPU.
 
     python tests/benchmarks/schemes_gpu.py run 1.5b gptq fp8 --evaluation 1319 --receipts full,gptq --out FOLDER
-    python tests/benchmarks/schemes_gpu.py print FOLDER                              # the tables, from what those wrote
+    python tests/benchmarks/schemes_gpu.py print FOLDER                  # tables of all earlier results in FOLDER
 
-run stores each scheme in a process of its own and loads each model in another, all at once, bf16 among them; then they take turns
-(`benchmark.run`), so that ratios to bf16 are paired, and what was measured is written after every round. --patience: what is not
-stored by then is left out. --storing: how many are stored at once, where memory is short; --spare-disk: what is loaded is dropped from the disk. --evaluation: evaluation's engine against a bare `LLM.generate`, alternating, over that many prompts. --receipts: deterministic and default runs of these schemes, repeated, in reverse, one by one, 8 at once.
-Weights are random (seeded), under the built-in model's tokenizer: their time is the real model's, their answers and errors are
-not. `--llmc` and `--awq` name folders to import llm-compressor and AutoAWQ from, where they lie apart from vLLM.
+run stores each scheme in a process of its own and loads each model in another, all at the same time, bf16 included.
+Then the models take turns (`benchmark.run`), so that ratios to bf16 are paired. Results are written after every round.
+
+--patience: schemes that are not stored within this time are left out.
+--storing: number of schemes stored at the same time, for machines with little memory.
+--spare-disk: delete a model's weights from the disk once it is loaded.
+--evaluation: compare evaluation's engine with a bare `LLM.generate`, alternating, over that many prompts.
+--receipts: deterministic and default runs of these schemes, repeated, in reverse, one by one, 8 at once.
+
+Weights are random (seeded) under the built-in model's tokenizer: times are those of the real model, answers and errors
+are not. `--llmc` and `--awq` name folders to import llm-compressor and AutoAWQ from, if they are installed apart from
+vLLM.
 """
 
 import argparse
@@ -32,19 +39,23 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+_KEYS = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
 SHAPES = {
-    "1.5b": dict(model_type="qwen2", hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True),
-    "8b": dict(model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=False),
-    "micro": dict(model_type="qwen2", hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=1024, tie_word_embeddings=True),
-}  # fmt: skip
+    "1.5b": dict(zip(_KEYS, ("qwen2", 1536, 8960, 28, 12, 2, 151936, True), strict=True)),
+    "8b": dict(zip(_KEYS, ("qwen3", 4096, 12288, 36, 32, 8, 151936, False), strict=True)) | {"head_dim": 128},
+    "micro": dict(zip(_KEYS, ("qwen2", 256, 512, 2, 4, 2, 1024, True), strict=True)),
+}
 CALIBRATION = 16  # texts
 PROMPT_TOKENS = 120
-RECEIPT_PROMPTS, ALONE = 256, 16  # of them one by one
-LONGEST_S = 400  # for one answer of an engine
+RECEIPT_PROMPTS, ALONE = 256, 16  # prompts of a receipt, and how many of them run one by one
+LONGEST_S = 400  # to wait for one answer of an engine
 
 
 def source(args: argparse.Namespace) -> Path:
-    """A folder with random bf16 weights of a shape, made by a process of its own, which gives the GPU's memory back."""
+    """Return a folder with random bf16 weights, made in a process of its own, so that GPU memory is freed."""
     subprocess.run(
         [sys.executable, __file__, "source", args.shape, "--weights", str(args.weights), "--out", str(args.out)],
         check=True,
@@ -53,7 +64,7 @@ def source(args: argparse.Namespace) -> Path:
 
 
 def make_source(shape: str, weights: Path) -> Path:
-    """The folder; made once, whoever else wants it waits."""
+    """Make the folder once; other processes that need it wait."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -64,7 +75,8 @@ def make_source(shape: str, weights: Path) -> Path:
         if folder.is_dir():
             return folder
         own = json.loads((tiny.PATH / "config.json").read_text())
-        config = AutoConfig.for_model(max_position_embeddings=32768, eos_token_id=own["eos_token_id"], pad_token_id=own["pad_token_id"], **SHAPES[shape])  # fmt: skip
+        special = {key: own[key] for key in ("eos_token_id", "pad_token_id")}
+        config = AutoConfig.for_model(max_position_embeddings=32768, **special, **SHAPES[shape])
         torch.manual_seed(0)
         with torch.device(_device()):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -78,7 +90,7 @@ def make_source(shape: str, weights: Path) -> Path:
 
 
 def make(shape: str, scheme: str, weights: Path, probe: bool) -> dict:
-    """Stores one scheme through `quantize.run`; in an environment that has its library."""
+    """Store one scheme through `quantize.run`, in an environment with its library."""
     from qrl import process, quantize, tasks
     from qrl.quantize import settings, staging
     from qrl.recipe import Quantize
@@ -101,16 +113,14 @@ def make(shape: str, scheme: str, weights: Path, probe: bool) -> dict:
         made = quantize.run(
             scheme, origin, folder, settings=chosen, calibration=texts, probe=texts if probe else (), device=_device()
         )
-        record = {
-            "scheme": scheme, "bytes": made.bytes, "bits_per_weight": made.bits_per_weight, "seconds": made.seconds,
-            "calibration_digest": made.calibration_digest, "layer_errors": made.layer_errors, "settings": asdict(made.settings),
-        }  # fmt: skip
+        kept = ("scheme", "bytes", "bits_per_weight", "seconds", "calibration_digest", "layer_errors")
+        record = {key: getattr(made, key) for key in kept} | {"settings": asdict(made.settings)}
         (folder / "made.json").write_text(json.dumps(record))
     return record
 
 
 class Remote:
-    """An engine in a process of its own: several load at once, and each has vLLM's environment to itself."""
+    """An engine in a process of its own: several load at once, each with its own vLLM settings."""
 
     def __init__(self, kind: str, path: Path, sizes: dict) -> None:
         context = multiprocessing.get_context("spawn")
@@ -143,14 +153,14 @@ class Remote:
 
 
 def _engine(pipe, kind: str, path: Path, sizes: dict) -> None:
-    """The process of a `Remote`: loads `ours` or a bare LLM, then does what it is told."""
+    """Run the process of a `Remote`: load `ours` or a bare LLM, then execute the calls that it receives."""
     engine = None
     try:
         began = time.perf_counter()
         engine = {"ours": _Ours, "bare": _Bare}[kind](path, sizes)
         pipe.send(engine.facts | {"load_s": time.perf_counter() - began})
-        while told := pipe.recv():
-            name, given, named = told
+        while call := pipe.recv():
+            name, given, named = call
             pipe.send(getattr(engine, name)(*given, **named))
     except Exception as error:
         pipe.send(f"{error} {traceback.format_exc()[-1500:]}")
@@ -165,9 +175,7 @@ class _Ours:
     def __init__(self, path: Path, sizes: dict) -> None:
         from qrl.benchmark import local
 
-        if sizes.pop(
-            "evaluates", False
-        ):  # else each request's times are kept, as a benchmark needs and evaluation does not
+        if sizes.pop("evaluates", False):  # a benchmark also keeps each request's times
             from qrl.engine import vllm
 
             self._loaded, self._local = vllm.Vllm(path, _device(), "auto", seed=0, **sizes), None
@@ -179,13 +187,13 @@ class _Ours:
             "weights_bytes": self._loaded.weights_bytes,
             "receipt": self._loaded.receipt(),
         }
-        self._loaded.generate([[5] * 8] * 2, max_new_tokens=2)  # a kernel that is missing dies here
+        self._loaded.generate([[5] * 8] * 2, max_new_tokens=2)  # a missing kernel fails here
 
     def ask(self, prompts: list, **how):
         return self._local.ask(prompts, **how)
 
     def generate(self, prompts: list, new_tokens: int) -> dict:
-        """As evaluation asks: seconds, tokens, texts."""
+        """Generate as evaluation does; return seconds, tokens and texts."""
         began = time.perf_counter()
         written = self._loaded.generate(prompts, max_new_tokens=new_tokens)
         return {
@@ -202,7 +210,7 @@ class _Ours:
 
 
 class _Bare:
-    """vLLM's own `LLM.generate`, with the same settings; prefixes uncached, or its second round would be answered from the first's."""
+    """vLLM's own `LLM.generate` with the same settings; a prefix cache would answer round two from round one."""
 
     def __init__(self, path: Path, sizes: dict) -> None:
         import vllm
@@ -238,7 +246,7 @@ class _Bare:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Stores, loads, then measures what was asked for; everything that is found is written as soon as it is there."""
+    """Store, load, then run the chosen measurements; results are written as soon as they exist."""
     source(args)
     deadline, storing = time.monotonic() + args.patience, threading.BoundedSemaphore(args.storing)
     sizes = _sizes(args)
@@ -298,7 +306,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _hollow(folder: Path) -> None:
-    """Leaves a loaded checkpoint's files their sizes, which the table names, and nothing else; no other call takes it for one."""
+    """Empty a loaded checkpoint's weight files but keep their sizes, for the table; no other call reuses it."""
     (folder / "made.json").unlink()
     for file in folder.glob("*.safetensors"):
         size = file.stat().st_size
@@ -307,7 +315,7 @@ def _hollow(folder: Path) -> None:
 
 
 def _made(args: argparse.Namespace, scheme: str, deadline: float) -> dict:
-    """A scheme stored by a process of its own, by this one or by another call that is at it."""
+    """Return the record of a scheme, stored in a process of its own, by this call or by another one."""
     if (record := args.weights / f"{args.shape}-{scheme}" / "made.json").is_file():
         return json.loads(record.read_text())
     extra = {"awq": args.awq, "nf4": None, "int8": None}.get(scheme, args.llmc)
@@ -397,7 +405,7 @@ def _speed(args: argparse.Namespace, name: str, engines: dict[str, Remote], made
 
 
 class _Open:
-    """A `Remote` that stays open when the benchmark is done with it."""
+    """A `Remote` that stays open after the benchmark."""
 
     def __init__(self, remote: Remote) -> None:
         self.name, self.weights_bytes, self.ask = remote.name, remote.weights_bytes, remote.ask
@@ -407,7 +415,7 @@ class _Open:
 
 
 def _evaluation(args: argparse.Namespace, name: str, ours: Remote, bare: Remote) -> None:
-    """Tokens a second of both, in alternating rounds over the same prompts; what rendering and grading cost beside it."""
+    """Measure tokens per second of both in alternating rounds, and the cost of rendering and grading."""
     from qrl import tasks
     from qrl.engine import hf
     from qrl.tasks import prompt
@@ -441,7 +449,7 @@ def _evaluation(args: argparse.Namespace, name: str, ours: Remote, bare: Remote)
 
 
 def _receipt(args: argparse.Namespace, scheme: str, deterministic: bool, engine: Remote, eight: Remote) -> None:
-    """The same prompts in other batches and in another engine: how many answers differ from the first run's."""
+    """Count the answers that differ from the first run's, in other batches and in another engine."""
     from hashlib import sha256
 
     prompts = _prompts(args.shape, RECEIPT_PROMPTS)
@@ -452,18 +460,26 @@ def _receipt(args: argparse.Namespace, scheme: str, deterministic: bool, engine:
         "one by one": engine("one_by_one", prompts[:ALONE], args.new_tokens)["texts"],
         "8 at once": eight("generate", prompts, args.new_tokens)["texts"],
     }
+    hashed = {how: texts for how, texts in found.items() if how != "one by one"} | {"first": first["texts"]}
     result = {
-        "scheme": scheme, "deterministic": deterministic, "receipt": engine.facts["receipt"], "tokens_per_s": first["tokens"] / first["seconds"],
-        "differ": {how: sum(a != b for a, b in zip(first["texts"], texts, strict=False)) for how, texts in found.items()},
+        "scheme": scheme,
+        "deterministic": deterministic,
+        "receipt": engine.facts["receipt"],
+        "tokens_per_s": first["tokens"] / first["seconds"],
+        "differ": {how: _differing(first["texts"], texts) for how, texts in found.items()},
         "asked": {how: len(texts) for how, texts in found.items()},
-        "completions": {how: sha256("\0".join(texts).encode()).hexdigest() for how, texts in (found | {"first": first["texts"]}).items() if how != "one by one"},
-    }  # fmt: skip
+        "completions": {how: sha256("\0".join(texts).encode()).hexdigest() for how, texts in hashed.items()},
+    }
     print(json.dumps({key: result[key] for key in ("scheme", "deterministic", "differ", "tokens_per_s")}), flush=True)
     _write(args, f"receipt-{args.shape}-{scheme}-{'invariant' if deterministic else 'default'}", result)
 
 
+def _differing(texts: list[str], others: list[str]) -> int:
+    return sum(text != other for text, other in zip(texts, others, strict=False))
+
+
 def show(folder: Path) -> None:
-    """The tables of everything that the other cases wrote anywhere below a folder."""
+    """Print tables of all results below a folder."""
     import pandas as pd
 
     from qrl.benchmark import summary
@@ -486,46 +502,41 @@ def show(folder: Path) -> None:
         rounds = found["rounds"]
         own, bare = ([each[which]["tokens_per_s"] for each in rounds] for which in ("ours", "bare"))
         whole = [each["ours"]["tokens"] / (each["ours"]["seconds"] + sum(each["beside_s"].values())) for each in rounds]
-        text = " against ".join(
-            f"{each.estimate:,.0f} [{each.low:,.0f}, {each.high:,.0f}]"
-            for each in map(summary.over_rounds, (own, bare))
-        )
-        print(
-            f"\n{found['case']}, {found['machine']}, vllm {found['versions']['vllm']}: {text} tokens/s, {len(own)} rounds of {found['questions']} × {found['new_tokens']}"
-        )
+        speeds = " against ".join(f"{_interval(summary.over_rounds(side), ',.0f')}" for side in (own, bare))
+        size = f"{len(own)} rounds of {found['questions']} × {found['new_tokens']}"
+        print(f"\n{found['case']}, {found['machine']}, vllm {found['versions']['vllm']}: {speeds} tokens/s, {size}")
         for what, side in (("ratio", own), ("with rendering and grading", whole)):
-            ratio = summary.over_rounds([a / b for a, b in zip(side, bare, strict=True)])
-            print(
-                f"{what}: {ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}], rounds {', '.join(f'{a / b:.3f}' for a, b in zip(side, bare, strict=True))}"
-            )
-    print(
-        "\n| case | kernels | tokens/s | differ from the first run: again | in reverse | one by one | 8 at once |\n|---|---|---:|---:|---:|---:|---:|"
-    )
+            ratios = [a / b for a, b in zip(side, bare, strict=True)]
+            by_round = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+            print(f"{what}: {_interval(summary.over_rounds(ratios), '.3f')}, rounds {by_round}")
+    orders = ("again", "in reverse", "one by one", "8 at once")
+    print(f"\n| case | kernels | tokens/s | differ from the first run: {' | '.join(orders)} |\n|---|---|{'---:|' * 5}")
     for file in sorted(folder.rglob("receipt-*.json")):
         found = json.loads(file.read_text())
         if "error" in found:
             print(f"| {file.stem} | {found['error'][:200]} | | | | | |")
             continue
-        counts = [
-            f"{found['differ'][how]} of {found['asked'][how]}"
-            for how in ("again", "in reverse", "one by one", "8 at once")
-        ]
-        print(
-            f"| {file.stem.removeprefix('receipt-')} | {', '.join(found['receipt']['kernels'])} | {found['tokens_per_s']:,.0f} | {' | '.join(counts)} |"
+        counts = [f"{found['differ'][how]} of {found['asked'][how]}" for how in orders]
+        cells = (
+            file.stem.removeprefix("receipt-"),
+            ", ".join(found["receipt"]["kernels"]),
+            f"{found['tokens_per_s']:,.0f}",
         )
+        print(f"| {' | '.join((*cells, *counts))} |")
+
+
+def _interval(value, digits: str) -> str:
+    return f"{value.estimate:{digits}} [{value.low:{digits}}, {value.high:{digits}}]"
 
 
 def _show_speed(shape: str, calls: list) -> None:
-    """Two tables of a shape: throughput, with ratios to the bf16 of the same call, and latency and memory."""
+    """Print two tables of a shape: throughput, with ratios to bf16 in the same call; latency and memory."""
     batches = sorted({line.batch for _, lines in calls for line in lines})
-    calls = [
-        call for call in calls if {line.batch for line in call[1]} == set(batches)
-    ]  # others were about something else
+    calls = [call for call in calls if {line.batch for line in call[1]} == set(batches)]  # complete runs only
     first = calls[0][0]
     print(f"\n## {shape}, {first['machine']}, {first['versions']}, {first['settings']}\n")
-    print(
-        f"| scheme | kernel | bits a weight | {' | '.join(f'tokens/s at {batch}' for batch in batches)} |\n|---|---|---:|{'---|' * len(batches)}"
-    )
+    speeds = " | ".join(f"tokens/s at {batch}" for batch in batches)
+    print(f"| scheme | kernel | bits a weight | {speeds} |\n|---|---|---:|{'---|' * len(batches)}")
     rows, seen = [], set()
     for found, lines in calls:
         for scheme in dict.fromkeys(line.scheme for line in lines):
@@ -552,9 +563,9 @@ def _show_speed(shape: str, calls: list) -> None:
         ]
         print(f"| {scheme} | {kernels} | {bits:.2f} | {' | '.join(cells)} |")
     few = [batch for batch in (1, 64, 256) if batch in batches]
-    print(
-        f"\n| scheme | on disk, MB | in memory, MB | cache at {batches[-1]}, MB | {' | '.join(f'p50 / p95 / first token at {batch}, ms' for batch in few)} | stored in, s | loaded in, s |\n|---|---:|---:|---:|{'---:|' * (len(few) + 2)}"
-    )
+    latencies = [f"p50 / p95 / first token at {batch}, ms" for batch in few]
+    head = ("on disk, MB", "in memory, MB", f"cache at {batches[-1]}, MB", *latencies, "stored in, s", "loaded in, s")
+    print(f"\n| scheme | {' | '.join(head)} |\n|---|{'---:|' * len(head)}")
     for scheme, found, own in rows:
         line = own[batches[-1]]
         times = [
@@ -564,17 +575,18 @@ def _show_speed(shape: str, calls: list) -> None:
             )
             for batch in few
         ]
-        made = found["made"].get(scheme, {}).get("seconds")
-        print(
-            f"| {scheme} | {line.stored_bytes / 1e6:,.0f} | {line.weights_bytes / 1e6 if line.weights_bytes else float('nan'):,.0f} | {line.cache_bytes / 1e6:,.0f} | {' | '.join(times)} | {f'{made:.0f}' if made else ''} | {found['facts'][scheme]['load_s']:.0f} |"
-        )
+        stored_s = found["made"].get(scheme, {}).get("seconds")
+        in_memory = line.weights_bytes / 1e6 if line.weights_bytes else float("nan")
+        sizes = [f"{size:,.0f}" for size in (line.stored_bytes / 1e6, in_memory, line.cache_bytes / 1e6)]
+        seconds = [f"{stored_s:.0f}" if stored_s else "", f"{found['facts'][scheme]['load_s']:.0f}"]
+        print(f"| {' | '.join((scheme, *sizes, *times, *seconds))} |")
     bases = [[line.tokens_per_s.estimate for line in lines if line.scheme == "full"] for _, lines in calls]
     print("\nbf16 of every call: " + "; ".join(", ".join(f"{value:,.0f}" for value in each) for each in bases))
 
 
 @contextmanager
 def _alone(folder: Path):
-    """One process at a time makes a folder."""
+    """Let one process at a time make a folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as held:  # a suffix of its own: "1.5b-gptq" has a dot
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -617,11 +629,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--probe", action="store_true", help="measure every layer's error, too")
+    parser.add_argument("--probe", action="store_true", help="also measure every layer's error")
     parser.add_argument("--evaluation", type=int, default=0, metavar="N")
     parser.add_argument("--evaluation-rounds", type=int, default=6)
     parser.add_argument("--receipts", type=lambda text: tuple(text.split(",")), default=())
-    parser.add_argument("--patience", type=float, default=3600, help="seconds until a scheme must be stored")
+    parser.add_argument("--patience", type=float, default=3600, help="seconds in which a scheme must be stored")
     parser.add_argument("--storing", type=int, default=99)
     parser.add_argument("--spare-disk", action="store_true")
     args = parser.parse_args()

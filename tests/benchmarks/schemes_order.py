@@ -1,15 +1,15 @@
-"""Which schemes are told apart by the rounds of schemes_gpu.py, and which one wins in a mode.
+"""Which schemes differ significantly in the rounds of schemes_gpu.py, and which group leads at a batch size.
 
     python tests/benchmarks/schemes_order.py FOLDER    # with the speed-*.parquet that schemes_gpu.py wrote
 
-Of every two schemes in a mode, tokens per second are compared round by round: a t test of the logarithms' differences; then, in
-the same way, the median time to the first token, which is the prompts', and the time from there to the last, which is the answers'.
-Holm's correction is over all pairs of a mode and figure, so that a winner among eleven is not one of 55 chances. A group leads
-where each of it is told apart from every one outside it; a group of one wins.
+Every two schemes at a batch size are compared round by round with a t test of the logarithms' differences: first in
+tokens per second, then in the median time to the first token (the prompt's) and from there to the last (the answer's).
+p-values are Holm-corrected over all pairs of a batch size and figure, since eleven schemes give 55 pairs. A group leads
+if each of its schemes differs significantly from every scheme outside it; a group of one wins.
 """
 
 import sys
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ LEVEL = 0.05
 
 
 def main() -> None:
-    """Prints a paragraph a file, mode and figure."""
+    """Print a paragraph for each file, batch size and figure."""
     for file in sorted(Path(sys.argv[1]).rglob("speed-*.parquet")):
         frame = pd.read_parquet(file)
         if frame["round"].nunique() > 1:
@@ -35,46 +35,39 @@ def main() -> None:
 
 
 def figures(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Of one mode: figure → logarithms, a row per round and a column per scheme. More is better."""
+    """Return figure → logarithms at one batch size, a row per round and a column per scheme; more is better."""
     keys = ["round", "scheme"]
     seconds = rows.drop_duplicates([*keys, "turn"]).groupby(keys)["turn_s"].sum()
     first = rows.groupby(keys)["first_token_s"].median()
     after = (rows["latency_s"] - rows["first_token_s"]).groupby([rows[key] for key in keys]).median()
-    found = {
+    measured = {
         "tokens/s": rows.groupby(keys)["new_tokens"].sum() / seconds,
         "1 / s to the first token": 1 / first,
         "1 / s from there to the last": 1 / after,
     }
-    return {what: np.log(values).unstack() for what, values in found.items()}
+    return {what: np.log(values).unstack() for what, values in measured.items()}
 
 
 def order(logs: pd.DataFrame) -> str:
-    """Who is told apart from whom, in lines."""
+    """Return a line for each significant difference, and the leading group."""
     from scipy.stats import t
 
     names = list(logs.mean().sort_values(ascending=False).index)
-    n, pairs = len(logs), list(combinations(names, 2))  # the first is the better one in the mean
+    n, pairs = len(logs), list(combinations(names, 2))  # the first has the higher mean
     ahead = [logs[a] - logs[b] for a, b in pairs]
-    errors = [each.std(ddof=1) / n**0.5 for each in ahead]
-    p_values = holm([2 * t.sf(each.mean() / error, n - 1) for each, error in zip(ahead, errors, strict=True)])
+    errors = [difference.std(ddof=1) / n**0.5 for difference in ahead]
+    p_values = holm([2 * t.sf(lead.mean() / error, n - 1) for lead, error in zip(ahead, errors, strict=True)])
     reach = stats.quantile((1 + stats.LEVEL) / 2, n - 1)
-    apart, lines = set(), [", ".join(f"{name} {np.exp(logs[name].mean()):,.4g}" for name in names)]
-    for pair, each, error, p_value in zip(pairs, ahead, errors, p_values, strict=True):
+    significant, lines = set(), [", ".join(f"{name} {np.exp(logs[name].mean()):,.4g}" for name in names)]
+    for pair, difference, error, p_value in zip(pairs, ahead, errors, p_values, strict=True):
         if p_value < LEVEL:
-            apart.add(pair)
-            low, high = np.exp(each.mean() - reach * error), np.exp(each.mean() + reach * error)
-            lines.append(
-                f"  {' / '.join(pair)}: {np.exp(each.mean()):.2f} [{low:.2f}, {high:.2f}], p = {p_value:.2g} after Holm over {len(pairs)}"
-            )
-    leads = next(
-        (
-            names[:size]
-            for size in range(1, len(names))
-            if {(a, b) for a in names[:size] for b in names[size:]} <= apart
-        ),
-        [],
-    )
-    return "\n".join([*lines, f"  leads: {', '.join(leads) or 'no group can be told apart from the rest'}"])
+            significant.add(pair)
+            low, high = (np.exp(difference.mean() + sign * reach * error) for sign in (-1, 1))
+            ratio = f"{np.exp(difference.mean()):.2f} [{low:.2f}, {high:.2f}]"
+            lines.append(f"  {' / '.join(pair)}: {ratio}, p = {p_value:.2g} after Holm over {len(pairs)}")
+    splits = ((names[:size], names[size:]) for size in range(1, len(names)))
+    leading = next((group for group, rest in splits if set(product(group, rest)) <= significant), [])
+    return "\n".join([*lines, f"  leads: {', '.join(leading) or 'no group differs significantly from the rest'}"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The engine's own joints: attention that copies nothing says what transformers' own says."""
+"""Grouped attention, which copies no cache, gives the same logits as transformers' own."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def models():
 
 @torch.inference_mode()
 def decoded(model, ids, mask, steps):
-    """Logits of each step, the ids being given: (steps, batch, vocabulary)."""
+    """Return the logits of each step of decoding given ids: (steps, batch, vocabulary)."""
     cache, logits, start = DynamicCache(config=model.config), [], ids.shape[1] - steps
     for end in range(start, ids.shape[1]):
         new = ids[:, :end] if end == start else ids[:, end - 1 : end]

@@ -1,4 +1,4 @@
-"""A checkpoint is loaded whole, as its config.json says, or refused in a sentence."""
+"""A checkpoint is loaded completely and as config.json describes it, or refused."""
 
 import json
 import shutil
@@ -14,18 +14,16 @@ from qrl.errors import BadInput
 
 @pytest.fixture
 def spoilt(tiny_checkpoint, tmp_path) -> Path:
-    """A copy of a checkpoint that a test may spoil."""
+    """A copy of a checkpoint for a test to damage."""
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "spoilt"))
 
 
-def test_a_weight_that_is_not_there_is_never_made_up(spoilt):
-    """transformers draws it at random, and says so in a warning."""
+def test_a_missing_weight_is_never_made_up(spoilt):
+    """transformers fills it with random numbers and logs a warning."""
     weights = load_file(spoilt / "model.safetensors")
     del weights["model.layers.1.self_attn.q_proj.weight"]
     save_file(weights, spoilt / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        BadInput, match=r"lacks model\.layers\.1\.self_attn\.q_proj\.weight, which would be filled with random numbers"
-    ):
+    with pytest.raises(BadInput, match=r"lacks model\.layers\.1\.self_attn\.q_proj\.weight, .*random"):
         hf.load(spoilt, "cpu", torch.float32)
 
 
@@ -34,14 +32,14 @@ def test_a_weight_that_is_not_there_is_never_made_up(spoilt):
     [
         (
             {"num_attention_heads": 8, "num_key_value_heads": 8},
-            r"holds model\.layers\.0\.self_attn\.k_proj\.\w+ as .*, but its config\.json makes it",
+            r"model\.layers\.0\.self_attn\.k_proj\.\w+ as .*config\.json",
         ),
-        ({"model_type": "foo"}, "model type `foo` but Transformers does not recognize"),
-        ({"hidden_act": "banana"}, "cannot be loaded by transformers: .*banana"),
-        ({"rms_norm_eps": "small"}, r"config\.json cannot be loaded by transformers: .*rms_norm_eps"),
+        ({"model_type": "foo"}, "`foo`"),
+        ({"hidden_act": "banana"}, "transformers: .*banana"),
+        ({"rms_norm_eps": "small"}, r"config\.json .*transformers: .*rms_norm_eps"),
     ],
 )
-def test_what_transformers_cannot_build_is_told_in_a_sentence(spoilt, changes, says):
+def test_a_config_that_transformers_cannot_build_is_refused_on_one_line(spoilt, changes, says):
     config = json.loads((spoilt / "config.json").read_text())
     (spoilt / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(BadInput, match=says) as refused:

@@ -1,6 +1,6 @@
-"""vLLM as the engine of evaluation. Its environment is not the core's: real answers come from the one of projects/vllm_cpu.
+"""vLLM as the engine of evaluation. The core environment lacks vLLM: real answers come from projects/vllm_cpu.
 
-QRL_VLLM_PYTHON=…/bin/python pytest tests/test_engine_vllm.py    # one that is there already
+QRL_VLLM_PYTHON=…/bin/python pytest tests/engine/test_engine_vllm.py    # uses an existing environment
 """
 
 import json
@@ -29,23 +29,28 @@ from qrl.evaluate import cells
 from qrl.tasks import load
 if __name__ == "__main__":
     out, path, given = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
-    asked = cells.ask(cells.Cell("base", "full", path), load("arithmetic", "heldout", given.pop("n"), 0), engine="vllm", **given)
+    questions = load("arithmetic", "heldout", given.pop("n"), 0)
+    asked = cells.ask(cells.Cell("base", "full", path), questions, engine="vllm", **given)
     asked.frame.to_parquet(out / "rows.parquet")
     (out / "receipt.json").write_text(json.dumps(asked.receipt))
 """
 
 
-def test_without_vllm_a_sentence_says_where_it_is():
-    with pytest.raises(BadInput, match=r"vLLM cannot be imported.*evaluate\.engine=transformers"):
+def test_a_missing_vllm_is_an_error_with_advice():
+    with pytest.raises(BadInput, match=r"vLLM.*evaluate\.engine=transformers"):
         cells.ask(cells.Cell("base", "full", tiny.PATH), load("arithmetic", "heldout", 2, 0), engine="vllm", **ASK)
 
 
 @pytest.mark.parametrize(
     ("kernel", "invariant"),
-    [("CompressedTensorsW8A8Fp8/CutlassFP8ScaledMMLinearKernel", True), ("CompressedTensorsWNA16/MacheteLinearKernel", True), ("CompressedTensorsW8A8Int8/CutlassInt8ScaledMMLinearKernel", False)],
-)  # fmt: skip
-def test_a_receipt_calls_batch_invariant_what_was_measured_to_be(kernel, invariant):
-    """By its names on an H200: of the same questions 32 and 256 at once, these gave the same answers or not (qrl/benchmark/SCHEMES.md)."""
+    [
+        ("CompressedTensorsW8A8Fp8/CutlassFP8ScaledMMLinearKernel", True),
+        ("CompressedTensorsWNA16/MacheteLinearKernel", True),
+        ("CompressedTensorsW8A8Int8/CutlassInt8ScaledMMLinearKernel", False),
+    ],
+)
+def test_a_receipt_calls_kernels_batch_invariant_as_measured(kernel, invariant):
+    """Kernels of an H200 that gave the same answers, or not, with 32 and 256 sequences (qrl/benchmark/SCHEMES.md)."""
     assert vllm.batch_invariant({"UnquantizedEmbeddingMethod": 1, kernel: 16, "FlashAttentionImpl": 4}) is invariant
 
 
@@ -60,41 +65,30 @@ def test_a_receipt_calls_batch_invariant_what_was_measured_to_be(kernel, invaria
 )
 def test_a_step_runs_where_its_engine_or_scheme_is(step, choice, folder, monkeypatch):
     monkeypatch.delenv(environments.PLACE, raising=False)
-    found = environments.environment_for(step, choice, "cpu")
-    assert found == (ROOT / "projects" / folder if folder else None)
+    environment = environments.environment_for(step, choice, "cpu")
+    assert environment == (ROOT / "projects" / folder if folder else None)
     if folder:
-        assert f"  {step}:" in (found / "MLproject").read_text()
+        assert f"  {step}:" in (environment / "MLproject").read_text()
         monkeypatch.setenv(environments.PLACE, folder)
         assert environments.environment_for(step, choice, "cpu") is None
 
 
-def test_room_for_the_engine_is_no_part_of_what_a_cell_is_found_by():
+def test_the_engines_share_of_memory_is_not_part_of_a_cells_key():
     def key(**evaluate) -> str:
-        return keys.cell(
-            recipe.load("tiny", {f"evaluate.{name}": value for name, value in evaluate.items()}),
-            "base",
-            "full",
-            "digest",
-            "cuda",
-        )
+        settings = recipe.load("tiny", {f"evaluate.{name}": value for name, value in evaluate.items()})
+        return keys.cell(settings, "base", "full", "digest", "cuda")
 
     assert key(gpu_memory_utilization="0.2") == key() != key(deterministic="true")
 
 
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory, python_of):
-    """What vLLM answers in its own Python."""
+    """Return a function that gives vLLM's answers, from its own Python."""
 
     def ask(**given) -> tuple[pd.DataFrame, dict]:
         out = tmp_path_factory.mktemp("vllm")
-        words = [
-            python_of("vllm_cpu"),
-            "-c",
-            PROGRAM,
-            str(out),
-            str(tiny.PATH),
-            json.dumps(ASK | {"n": N, "dtype": "fp32"} | given),
-        ]
+        settings = json.dumps(ASK | {"n": N, "dtype": "fp32"} | given)
+        words = [python_of("vllm_cpu"), "-c", PROGRAM, str(out), str(tiny.PATH), settings]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]
         return pd.read_parquet(out / "rows.parquet"), json.loads((out / "receipt.json").read_text())
@@ -112,7 +106,7 @@ def test_answers_are_those_of_transformers_on_nearly_all_questions(answered):
         & (rows["finish_reason"] == ours.frame["finish_reason"])
         & (rows["n_tokens"] == ours.frame["n_tokens"])
     )
-    assert same.mean() >= 0.95  # float32 in another order: a tie may fall the other way
+    assert same.mean() >= 0.95  # float32 sums in another order may break ties differently
     assert receipt["engine"].startswith("vllm ") and receipt["kernels"] and receipt["dtype"] == "float32"
     again, repeated = answered(deterministic=True)
     assert repeated["completions"] == receipt["completions"] and again["completion"].equals(rows["completion"])
@@ -142,25 +136,15 @@ def test_a_scheme_without_a_kernel_is_refused_before_a_weight_is_read(python_of,
     for folder in folders:
         for weights in folder.glob("*.safetensors"):
             weights.write_bytes(b"not to be read")
-    done = subprocess.run(
-        [python_of("vllm_cpu"), "-c", FITS, *map(str, (tiny.PATH, *folders))],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    words = [python_of("vllm_cpu"), "-c", FITS, *map(str, (tiny.PATH, *folders))]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split("\t") for line in done.stdout.splitlines() if line.count("\t") == 2]
-    said = {name: words for name, device, words in lines if device == "cpu"}
-    assert {name for name, words in said.items() if words == "runs"} == {tiny.PATH.name, "fp8", "w8a8"}
-    assert "knows no bitsandbytes without vllm-bnb-plugin" in said["nf4"] and "8-bit weights" in said["w8a16"]
-    assert all(
-        "4-bit floats" in said[scheme] and "evaluate.engine=transformers" in said[scheme]
-        for scheme in ("nvfp4a16", "mxfp4a16", "nvfp4")
-    )
-    invariant = {name: words for name, device, words in lines if device == "cuda"}  # what a GPU of any kind cannot
-    assert {name for name, words in invariant.items() if words != "runs"} == {
-        "nf4",
-        "nvfp4a16",
-    } and "batch-invariant" in invariant["nvfp4a16"]
+    on_cpu = {name: words for name, device, words in lines if device == "cpu"}
+    assert {name for name, words in on_cpu.items() if words == "runs"} == {tiny.PATH.name, "fp8", "w8a8"}
+    assert "bitsandbytes without vllm-bnb-plugin" in on_cpu["nf4"] and "8-bit weights" in on_cpu["w8a16"]
+    for scheme in ("nvfp4a16", "mxfp4a16", "nvfp4"):
+        assert "4-bit floats" in on_cpu[scheme] and "evaluate.engine=transformers" in on_cpu[scheme]
+    on_gpu = {name: words for name, device, words in lines if device == "cuda"}  # on a GPU of any kind
+    assert {name for name, words in on_gpu.items() if words != "runs"} == {"nf4", "nvfp4a16"}
+    assert "batch-invariant" in on_gpu["nvfp4a16"]

@@ -1,4 +1,4 @@
-"""Quantizing: NF4 for real, and AutoAWQ's staging; AutoAWQ itself runs in its own environment, in the study's test."""
+"""NF4 quantization and AutoAWQ's staging; AutoAWQ itself runs in its own environment, in the study's test."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 
 from qrl import checkpoint, quantize
 from qrl.errors import BadInput, QrlError
-from qrl.quantize import awq, calibration, settings, staging, widths
+from qrl.quantize import awq, calibration, fit, settings, staging
 from qrl.recipe import Quantize
 
 
@@ -22,14 +22,14 @@ def nf4(tiny_checkpoint, tmp_path_factory):
 
 
 def test_nf4_stores_about_four_bits_a_weight(nf4, tiny_checkpoint):
-    assert 4.1 < nf4.bits_per_weight < 4.6  # 4, 8-bit scales of 64, and on matrices this small a table or two
+    assert 4.1 < nf4.bits_per_weight < 4.6  # 4 bits, 8-bit scales of 64, and tables, which count on matrices this small
     assert nf4.bits_per_weight < nf4.bits_per_parameter < 16  # embeddings stay in 16
     assert nf4.bytes < checkpoint.check(tiny_checkpoint).bytes / 2
     assert nf4.calibration_digest is None
     assert checkpoint.check(nf4.path).quantization == "bitsandbytes"
 
 
-def test_nf4_keeps_head_and_embeddings_and_the_sources_own_files(nf4, tiny_checkpoint):
+def test_nf4_keeps_head_embeddings_and_the_sources_own_files(nf4, tiny_checkpoint):
     before, after = checkpoint.entries(tiny_checkpoint), checkpoint.entries(nf4.path)
     assert after["model.embed_tokens.weight"].shape == before["model.embed_tokens.weight"].shape
     assert after["model.layers.0.mlp.up_proj.weight"].dtype == "U8"
@@ -37,7 +37,7 @@ def test_nf4_keeps_head_and_embeddings_and_the_sources_own_files(nf4, tiny_check
         assert (nf4.path / name).read_bytes() == (tiny_checkpoint / name).read_bytes()
 
 
-def test_nf4_values_are_the_originals_within_its_grid(nf4, tiny_checkpoint):
+def test_nf4_values_are_near_the_originals(nf4, tiny_checkpoint):
     from transformers import AutoModelForCausalLM
 
     original = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
@@ -55,31 +55,26 @@ def test_nf4_twice_gives_the_same_bytes(nf4, tiny_checkpoint, tmp_path):
 
 
 def test_bad_requests_are_refused_before_anything_is_written(nf4, tiny_checkpoint, tmp_path):
-    for scheme, source, words in (("int3", tiny_checkpoint, "nf4, int8, awq"), ("nf4", nf4.path, "already quantized")):
-        with pytest.raises(BadInput, match=words):
+    for scheme, source, key in (("int3", tiny_checkpoint, "nf4, int8, awq"), ("nf4", nf4.path, "already quantized")):
+        with pytest.raises(BadInput, match=key):
             quantize.run(scheme, source, tmp_path / "out")
         assert not (tmp_path / "out").exists()
     with pytest.raises(BadInput, match="not empty"):
         quantize.run("nf4", tiny_checkpoint, nf4.path)
 
 
-def test_awq_says_which_environment_it_needs(tiny_checkpoint, tmp_path):
+def test_awq_names_the_environment_it_needs(tiny_checkpoint, tmp_path):
     with pytest.raises(QrlError, match="projects/awq"):
         quantize.run("awq", tiny_checkpoint, tmp_path / "out", calibration=["some text"])
 
 
 @pytest.mark.parametrize(
-    ("texts", "words"), [([], "calibration texts"), ([""], "calibration texts"), (["a b " * 99], "tokens")]
+    ("texts", "key"), [([], "calibration texts"), ([""], "calibration texts"), (["a b " * 99], "tokens")]
 )
-def test_awq_refuses_texts_rather_than_dropping_them(tiny_checkpoint, tmp_path, texts, words):
-    with pytest.raises(BadInput, match=words):
-        quantize.run(
-            "awq",
-            tiny_checkpoint,
-            tmp_path / "out",
-            calibration=texts,
-            settings=chosen("awq", calibration_max_tokens=64),
-        )
+def test_awq_refuses_unusable_texts_instead_of_dropping_them(tiny_checkpoint, tmp_path, texts, key):
+    limited = chosen("awq", calibration_max_tokens=64)
+    with pytest.raises(BadInput, match=key):
+        quantize.run("awq", tiny_checkpoint, tmp_path / "out", calibration=texts, settings=limited)
 
 
 def test_every_text_begins_a_row_and_rows_are_as_long_as_the_longest():
@@ -90,19 +85,19 @@ def test_every_text_begins_a_row_and_rows_are_as_long_as_the_longest():
 
 def test_widths_that_groups_do_not_divide_are_refused():
     layers = torch.nn.ModuleList([torch.nn.Linear(192, 64)])
-    widths.check(layers, 64, outputs=8)
+    fit.check_widths(layers, 64, outputs=8)
     with pytest.raises(BadInput, match=r"192 inputs.*128"):
-        widths.check(layers, 128, outputs=8)
+        fit.check_widths(layers, 128, outputs=8)
     with pytest.raises(BadInput, match="60 outputs"):
-        widths.check(torch.nn.ModuleList([torch.nn.Linear(128, 60)]), 128, outputs=8)
+        fit.check_widths(torch.nn.ModuleList([torch.nn.Linear(128, 60)]), 128, outputs=8)
 
 
-def test_the_calibration_digest_tells_texts_and_their_order_apart():
+def test_the_calibration_digest_depends_on_texts_and_their_order():
     digests = {calibration.digest(texts) for texts in (["a", "b"], ["b", "a"], ["ab"], ["a", "b", ""])}
     assert len(digests) == 4
 
 
-def test_a_config_of_transformers_5_is_put_in_the_words_of_4():
+def test_a_config_of_transformers_5_is_translated_for_4():
     rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
     old = staging.rewrite(
         {"model_type": "qwen2", "dtype": "bfloat16", "rope_parameters": rope, "layer_types": ["full_attention"]}
@@ -122,14 +117,14 @@ def test_a_config_of_transformers_5_is_put_in_the_words_of_4():
         {"rope_parameters": {"rope_theta": 1e6}, "layer_types": ["full_attention", "sliding_attention"]},
     ],
 )
-def test_what_4_cannot_express_is_refused(config):
+def test_settings_that_4_cannot_express_are_refused(config):
     with pytest.raises(BadInput, match=r"4\.51"):
         staging.rewrite(config)
 
 
 @pytest.fixture
 def stage(tiny_checkpoint, tmp_path):
-    """Loads a staged copy of the tiny model, after changes to the staged config."""
+    """Return a function that loads a staged copy of the tiny model after changes to the staged config."""
 
     def load(**changes):
         from transformers import AutoModelForCausalLM
@@ -145,7 +140,7 @@ def stage(tiny_checkpoint, tmp_path):
 
 
 def logits(model):
-    """Of fixed tokens, at the last positions, which have seen every rotary angle."""
+    """Return logits of fixed tokens at the last positions, which depend on every rotary angle."""
     ids = torch.randint(model.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         return model.eval()(ids).logits[0, -4:]
@@ -156,11 +151,10 @@ def test_the_staged_copy_is_the_same_model(stage, tiny_checkpoint):
 
     model, loading = stage()
     staging.verify(model, loading, tiny_checkpoint)
-    wanted = logits(AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32))
-    assert torch.allclose(logits(model), wanted, atol=1e-4)
-    assert (
-        logits(stage(rms_norm_eps=0.5)[0]) - wanted
-    ).norm() > 0.01 * wanted.norm()  # which a wrong setting would show
+    expected = logits(AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32))
+    assert torch.allclose(logits(model), expected, atol=1e-4)
+    wrong = logits(stage(rms_norm_eps=0.5)[0])
+    assert (wrong - expected).norm() > 0.01 * expected.norm()  # the comparison would show a wrong setting
 
 
 def test_another_rotary_base_or_setting_is_refused(stage, tiny_checkpoint):
@@ -200,21 +194,21 @@ def test_a_scale_search_on_a_cpu_gets_a_copy_of_the_weights_to_restore():
 def test_the_best_clip_is_the_one_that_changes_the_output_least():
     generator = torch.Generator().manual_seed(0)
     weight, inputs = torch.randn(6, 32, generator=generator), torch.randn(3, 40, 32, generator=generator)
-    weight[:, ::16] *= 8  # an outlier in each group, which clipping may cut
+    weight[:, ::16] *= 8  # an outlier in each group that clipping may cut
 
     def quantized(matrix):
         scales = matrix.reshape(6, -1, 16).abs().amax(-1, keepdim=True) / 7
         return ((matrix.reshape(6, -1, 16) / scales).round() * scales).flatten(1)
 
-    found = awq.best_clip(weight, inputs, 16, quantized)
-    assert found.shape == (6, 2, 1)
+    clips = awq.best_clip(weight, inputs, 16, quantized)
+    assert clips.shape == (6, 2, 1)
     largest = weight.reshape(6, 2, 16).abs().amax(-1)
     losses = []
-    for step in range(10):  # the loss by AutoAWQ's own route: each group's share of the output, before and after
+    for step in range(10):  # AutoAWQ's own loss: each group's share of the output, before and after
         limit = (largest * (1 - step / 20)).repeat_interleave(16, 1)
         change = quantized(weight.clamp(-limit, limit)) - weight
         shares = torch.einsum("tgi,ogi->tog", inputs.reshape(-1, 2, 16), change.reshape(6, 2, 16))
         losses.append(shares.square().mean(0))
     step = torch.stack(losses).argmin(0)
-    assert torch.allclose(found[..., 0], largest * (1 - step / 20))
+    assert torch.allclose(clips[..., 0], largest * (1 - step / 20))
     assert 0 < (step > 0).double().mean() < 1

@@ -1,6 +1,7 @@
-"""Every scheme that the core environment makes, for real on a CPU: what it stores, how far it moves the model, what it refuses."""
+"""Every scheme of the core environment on a CPU: its bits and error, its settings, and the inputs that it refuses."""
 
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -15,11 +16,11 @@ from qrl import checkpoint, compare, names, quantize
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.formats import kind
-from qrl.quantize import calibration, error, settings, widths
+from qrl.quantize import calibration, error, fit, settings
 from qrl.recipe import Quantize
 
 SCHEMES = (names.INT8, *names.COMPRESSED)
-# Bits of a code, and of the scales that a group or a row of at least 128 inputs adds to each: a share of the definition.
+# Bits of a code plus, where the format fixes small groups, the bits that a scale adds to each code.
 BITS = {
     "int8": 8,
     "awq-ct": 4,
@@ -31,7 +32,7 @@ BITS = {
     "w8a8": 8,
     "mxfp4a16": 4.25,
 }
-# Relative squared error of a weight uniform within a step, with room: a grid of 4 bits is 16 × as coarse as one of 8.
+# Bound on the relative squared error of weights, with a margin: steps of 4 bits are 16 times as large as those of 8.
 WORST = {scheme: 0.02 if bits < 8 else 0.002 for scheme, bits in BITS.items()}
 TEXTS = [f"Tom has {i} apples and buys {i + 2} more. How many does he have?" for i in range(8)]
 
@@ -51,23 +52,22 @@ def made(tiny_checkpoint, tmp_path_factory):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_bits_are_counted_from_what_is_stored(made, scheme):
-    found = made[scheme]
-    assert BITS[scheme] <= found.bits_per_weight < BITS[scheme] + 0.26  # scales, zero points, shapes
-    assert found.bits_per_weight < found.bits_per_parameter < 16  # embeddings stay in 16
-    assert checkpoint.check(found.path).quantization == names.STORED_AS[scheme]
-    assert found.bytes == checkpoint.check(found.path).bytes
-    assert (found.calibration_digest is not None) == (scheme in settings.CALIBRATED)
+    result = made[scheme]
+    assert BITS[scheme] <= result.bits_per_weight < BITS[scheme] + 0.26  # scales, zero points, shapes
+    assert result.bits_per_weight < result.bits_per_parameter < 16  # embeddings stay in 16
+    assert checkpoint.check(result.path).quantization == names.STORED_AS[scheme]
+    assert result.bytes == checkpoint.check(result.path).bytes
+    assert (result.calibration_digest is not None) == (scheme in settings.CALIBRATED)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_engine_runs_it_and_stays_near_the_original(made, tiny_checkpoint, scheme):
     model, _ = hf.load(made[scheme].path, "cpu", torch.float32)
     original, _ = hf.load(tiny_checkpoint, "cpu", torch.float32)
-    assert {parameter.dtype for name, parameter in model.named_parameters() if name.endswith("proj.weight")} == {
-        torch.float32
-    }
+    dtypes = {parameter.dtype for name, parameter in model.named_parameters() if name.endswith("proj.weight")}
+    assert dtypes == {torch.float32}
     weight, stored = (each.model.layers[0].self_attn.q_proj.weight for each in (original, model))
-    if scheme != names.AWQ_CT:  # which scales weights, and the norm before them back
+    if scheme != names.AWQ_CT:  # it scales weights, and undoes that in the norm before them
         assert 0 < (weight - stored).square().sum() <= WORST[scheme] * weight.square().sum()
     assert len(made[scheme].layer_errors) == 2
     assert 0 < made[scheme].layer_errors[-1] < 0.15
@@ -76,20 +76,18 @@ def test_the_engine_runs_it_and_stays_near_the_original(made, tiny_checkpoint, s
 
 
 def test_eight_bits_move_the_model_less_than_four(made):
-    plain = {
-        scheme: bits for scheme, bits in BITS.items() if scheme not in settings.CALIBRATED
-    }  # which know these texts
-    four, eight = (
-        [made[scheme].layer_errors[-1] for scheme, bits in plain.items() if (bits >= 8) == many]
-        for many in (False, True)
+    uncalibrated = {scheme: bits for scheme, bits in BITS.items() if scheme not in settings.CALIBRATED}
+    errors = {scheme: made[scheme].layer_errors[-1] for scheme in uncalibrated}
+    eight, four = (
+        [errors[scheme] for scheme, bits in uncalibrated.items() if (bits >= 8) is wide] for wide in (True, False)
     )
     assert max(eight) < min(four)
 
 
-def test_rounded_activations_are_rounded_and_said_to_be_simulated(made, tiny_checkpoint):
-    said = {scheme: hf.simulated(made[scheme].path, "cpu") for scheme in SCHEMES}
-    assert {scheme for scheme, words in said.items() if "in software" in words} == {"fp8", "w8a8", "nvfp4"}
-    assert said["int8"] == "activations not rounded to int8" and hf.simulated(tiny_checkpoint, "cpu") == ""
+def test_rounded_activations_are_rounded_and_reported_as_simulated(made, tiny_checkpoint):
+    reports = {scheme: hf.simulated(made[scheme].path, "cpu") for scheme in SCHEMES}
+    assert {scheme for scheme, words in reports.items() if "in software" in words} == {"fp8", "w8a8", "nvfp4"}
+    assert reports["int8"] == "activations not rounded to int8" and hf.simulated(tiny_checkpoint, "cpu") == ""
     model, _ = hf.load(made["nvfp4"].path, "cpu", torch.float32)
     layer = model.model.layers[0].mlp.up_proj
     inputs = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0))
@@ -99,83 +97,102 @@ def test_rounded_activations_are_rounded_and_said_to_be_simulated(made, tiny_che
     assert 0.01 < moved < 0.3  # a grid of 4 bits, in groups of 16
 
 
-def test_nvfp4_has_the_weights_of_nvfp4a16_and_ranges_of_activations_beside(made):
+def test_nvfp4_has_the_weights_of_nvfp4a16_and_activation_ranges(made):
     with_ranges, without = (dict(checkpoint.tensors(made[scheme].path)) for scheme in ("nvfp4", "nvfp4a16"))
     assert {name.rpartition(".")[2] for name in set(with_ranges) - set(without)} == {"input_global_scale"}
     assert all(torch.equal(with_ranges[name], tensor) for name, tensor in without.items())
     ranges = {float(tensor) for name, tensor in with_ranges.items() if name.endswith("input_global_scale")}
-    assert len(ranges) > 4  # a layer's own, not a constant
+    assert len(ranges) > 4  # one per layer, not a constant
 
 
 def test_bits_groups_and_zero_points_follow_the_recipe_and_nothing_is_printed(tiny_checkpoint, tmp_path, capfd):
     given = chosen("gptq", bits=8, group_size=32, symmetric=False)
-    found = quantize.run("gptq", tiny_checkpoint, tmp_path / "out", settings=given, calibration=TEXTS)
-    stored = checkpoint.config(found.path)["quantization_config"]["config_groups"]["group_0"]["weights"]
+    result = quantize.run("gptq", tiny_checkpoint, tmp_path / "out", settings=given, calibration=TEXTS)
+    stored = checkpoint.config(result.path)["quantization_config"]["config_groups"]["group_0"]["weights"]
     assert (stored["num_bits"], stored["group_size"], stored["symmetric"]) == (8, 32, False)
-    assert 8.5 <= found.bits_per_weight < 9  # a scale of 16 bits for 32 weights, and zero points
+    assert 8.5 <= result.bits_per_weight < 9  # a scale of 16 bits for 32 weights, and zero points
     assert capfd.readouterr() == ("", "")  # llm-compressor draws two bars a layer
 
 
-def test_what_groups_do_not_divide_is_refused_and_leaves_nothing(tmp_path, tiny_checkpoint):
+def test_layers_that_groups_do_not_divide_are_refused_and_nothing_is_written(tmp_path, tiny_checkpoint):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     odd = shutil.copytree(tiny_checkpoint, tmp_path / "odd")
     config = Qwen2Config(**{**checkpoint.config(odd), "intermediate_size": 200})
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(odd)
     for scheme, group in (("w8a16", 128), ("awq", 128), ("nvfp4a16", 16), ("mxfp4a16", 32)):
-        with pytest.raises(BadInput, match=rf"down_proj has 200 inputs, which groups of {group} do not divide"):
+        with pytest.raises(BadInput, match=rf"down_proj has 200 inputs.* {group} "):
             quantize.run(scheme, odd, tmp_path / "out", calibration=TEXTS)
         assert not (tmp_path / "out").exists()
     (odd / "config.json").write_text((odd / "config.json").read_text().replace("200", "328"))
     with pytest.raises(
         BadInput, match="has 328 inputs"
-    ):  # by what it says, before a weight is read: these would not fit
+    ):  # from config.json, before weights are read: they would not fit
         quantize.run("w8a16", odd, tmp_path / "out")
     (odd / "config.json").write_text((odd / "config.json").read_text().replace("328", "200"))
-    quantize.run("w8a8", odd, tmp_path / "out")  # a scale a row: no groups
+    quantize.run("w8a8", odd, tmp_path / "out")  # a scale per row: no groups
 
 
 def test_an_unknown_scheme_and_rollouts_that_awq_cannot_make_are_refused():
-    with pytest.raises(BadInput, match=r"no scheme 'int3'.*nf4, int8, awq, awq-ct, gptq, fp8"):
+    with pytest.raises(BadInput, match=r"'int3'.*nf4, int8, awq, awq-ct, gptq, fp8"):
         chosen("int3")
     with pytest.raises(BadInput, match=r"awq-ct, or quantize.calibration=task"):
         chosen("awq", calibration="rollouts")
 
 
-def test_what_a_scheme_does_not_heed_is_said_and_what_none_heeds_is_refused():
+def test_a_setting_that_a_scheme_ignores_is_reported_and_one_that_all_ignore_is_refused():
     def unheeded(schemes, *typed, **recipe):
         return settings.unheeded(Quantize(schemes=schemes, **recipe), schemes, typed)
 
-    assert (
-        unheeded(("nf4", "int8", "fp8")) == unheeded(("awq-ct", "gptq"), "quantize.bits", bits=8, symmetric=True) == []
-    )
-    assert unheeded(("nf4", "gptq", "awq"), "quantize.bits", bits=8) == [
-        "quantize.bits = 8 means nothing to nf4 and awq: gptq alone heeds it."
-    ]
-    beside = settings.unheeded(
-        Quantize(calibration="rollouts"), ("nf4",), ("quantize.calibration",), beside=("rtn-int4", "rtn-nvfp4-a4")
-    )
-    assert beside == ["quantize.calibration = rollouts means nothing to nf4: rtn-nvfp4-a4 alone heeds it."]
+    assert unheeded(("nf4", "int8", "fp8")) == []
+    assert unheeded(("awq-ct", "gptq"), "quantize.bits", bits=8, symmetric=True) == []
+    (warning,) = unheeded(("nf4", "gptq", "awq"), "quantize.bits", bits=8)
+    assert re.fullmatch(r"quantize\.bits = 8 .* nf4 and awq; .* gptq .*\.", warning)
+    rollouts, added = Quantize(calibration="rollouts"), ("rtn-int4", "rtn-nvfp4-a4")
+    (warning,) = settings.unheeded(rollouts, ("nf4",), ("quantize.calibration",), beside=added)
+    assert re.fullmatch(r"quantize\.calibration = rollouts .* nf4; .* rtn-nvfp4-a4 .*\.", warning)
     for field, value in (("bits", 8), ("group_size", 32), ("symmetric", False), ("calibration", "rollouts")):
-        for typed in ((), (f"quantize.{field}", "quantize.schemes")):  # a recipe of one's own, or options
-            with pytest.raises(
-                BadInput,
-                match=rf"quantize\.{field} = {value} means nothing to nf4 and fp8.*leave it out, or take a scheme",
-            ):
+        for typed in ((), (f"quantize.{field}", "quantize.schemes")):  # set in the user's recipe, or as an option
+            with pytest.raises(BadInput, match=rf"quantize\.{field} = {value} .* nf4 and fp8: .* \(.*awq-ct"):
                 unheeded(("nf4", "fp8"), *typed, **{field: value})
-        assert (
-            len(unheeded(("nf4", "fp8"), "quantize.schemes", **{field: value})) == 1
-        )  # a recipe for other schemes than were typed
+        # A recipe made for other schemes than the ones that were typed.
+        assert len(unheeded(("nf4", "fp8"), "quantize.schemes", **{field: value})) == 1
 
 
-def test_without_llm_compressor_a_sentence_says_what_to_do(monkeypatch, tiny_checkpoint, tmp_path):
+@pytest.mark.parametrize("scheme", ["rtn-int4", "w8a16", "gptq"])
+def test_llm_compressor_computes_on_the_chosen_device_even_where_there_is_a_gpu(
+    scheme, tiny_checkpoint, tmp_path, monkeypatch
+):
+    from llmcompressor.pipelines.data_free import pipeline as data_free
+    from llmcompressor.pipelines.sequential import pipeline as sequential
+
+    used = []
+
+    def set_onload_device(model, device):
+        used.append(str(device))
+        return on_cpu(model, torch.device("cpu"))
+
+    on_cpu = data_free.set_onload_device
+    for pipeline in (data_free, sequential):
+        monkeypatch.setattr(pipeline, "get_main_device", lambda: torch.device("cuda", 0))  # as on a machine with a GPU
+        monkeypatch.setattr(pipeline, "set_onload_device", set_onload_device)
+    result = quantize.run(scheme, tiny_checkpoint, tmp_path / "cpu", calibration=TEXTS, device="cpu")
+    assert set(used) == {"cpu"}
+    assert data_free.get_main_device().type == sequential.get_main_device().type == "cuda"  # restored
+    if scheme != "gptq":  # which computes on the device that the pipeline names
+        used.clear()
+        again = quantize.run(scheme, tiny_checkpoint, tmp_path / "cuda", calibration=TEXTS, device="cuda")
+        assert set(used) == {"cuda:0"} and checkpoint.digest(again.path) == checkpoint.digest(result.path)
+
+
+def test_a_missing_llm_compressor_is_an_error_with_advice(monkeypatch, tiny_checkpoint, tmp_path):
     monkeypatch.setitem(sys.modules, "llmcompressor", None)  # as where it is not installed
-    with pytest.raises(QrlError, match=r"llm-compressor cannot be imported.*choose nf4 or int8"):
+    with pytest.raises(QrlError, match=r"llm-compressor.*nf4 or int8"):
         quantize.run("fp8", tiny_checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_settings_digest_is_what_means_something_to_the_scheme():
+def test_a_settings_digest_covers_exactly_the_settings_that_the_scheme_uses():
     def digest(scheme, questions="q", **recipe):
         return chosen(scheme, **recipe).digest(questions)
 
@@ -191,16 +208,15 @@ def test_a_settings_digest_is_what_means_something_to_the_scheme():
         assert digest(scheme, **other) != digest(scheme)
     assert len({digest(scheme) for scheme in names.QUANTIZED_SCHEMES}) == len(names.QUANTIZED_SCHEMES)
     assert digest("gptq", "other questions") != digest("gptq")
-    assert digest("gptq", calibration="a.jsonl") == digest(
-        "gptq", calibration="moved/b.jsonl"
-    )  # known by what they hold
+    moved = digest("gptq", calibration="moved/b.jsonl")  # files are identified by their content
+    assert digest("gptq", calibration="a.jsonl") == moved
 
 
-def test_calibration_files_are_read_or_refused_in_a_sentence(tmp_path):
+def test_calibration_files_are_read_or_refused(tmp_path):
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     assert calibration.read(file, 3) == TEXTS[:3]
-    with pytest.raises(BadInput, match=r"has 8 calibration texts, but 9 were asked for"):
+    with pytest.raises(BadInput, match=r"8 calibration texts.* 9\b.*"):
         calibration.read(file, 9)
     with pytest.raises(BadInput, match="cannot be read"):
         calibration.read(tmp_path / "none.jsonl", 1)
@@ -211,7 +227,7 @@ def test_calibration_files_are_read_or_refused_in_a_sentence(tmp_path):
 
 
 def cells(**changes) -> pd.DataFrame:
-    """Two variants under two schemes, answered alike; changes are column → {(variant, scheme): value}."""
+    """Return two variants under two schemes with equal answers; changes are column → {(variant, scheme): value}."""
     rows = [
         {"variant": variant, "scheme": scheme, "question": str(i), "correct": i % 2, "engine": "transformers",
          "settings_digest": "" if scheme == "full" else "a"}
@@ -223,33 +239,33 @@ def cells(**changes) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def test_cells_that_were_stored_or_asked_differently_are_never_subtracted():
+def test_cells_with_different_settings_or_engines_are_never_subtracted():
     compare.from_questions(cells())
     for other in ("b", "", None):
-        with pytest.raises(BadInput, match="cells of scheme gptq were not stored in the same way"):
+        with pytest.raises(BadInput, match="gptq"):
             compare.from_questions(cells(settings_digest={("grpo", "gptq"): other}))
-    with pytest.raises(BadInput, match=r"different engines \(transformers, vllm\)"):
+    with pytest.raises(BadInput, match=r"engines \(transformers, vllm\)"):
         compare.from_questions(cells(engine={("base", "full"): "vllm"}))
     versions = {
         (variant, scheme): f"vllm 0.{number}"
         for number, (variant, scheme) in enumerate([("base", "full"), ("grpo", "gptq")])
     }
-    with pytest.raises(BadInput, match=r"different engines \(transformers, vllm 0.0, vllm 0.1\)"):
+    with pytest.raises(BadInput, match=r"engines \(transformers, vllm 0.0, vllm 0.1\)"):
         compare.from_questions(cells(engine=versions))
     both = {(variant, scheme): "vllm 0.1" for variant in ("base", "grpo") for scheme in ("full", "gptq")}
-    with pytest.raises(BadInput, match=r"different engines \(vllm 0.1, vllm 0.2\)"):  # kernels change with the version
+    with pytest.raises(BadInput, match=r"engines \(vllm 0.1, vllm 0.2\)"):  # kernels change with the version
         compare.from_questions(cells(engine=both | {("grpo", "gptq"): "vllm 0.2"}))
-    told = compare.from_questions(cells(engine=both))
-    assert "| scheme | engine |" in told.markdown() and told.markdown().count("| vllm 0.1 |") == 2
-    assert {entry["engine"] for entry in told.table_json().values()} == {"vllm 0.1"}
-    silent = compare.from_questions(cells().drop(columns=["engine", "settings_digest"]))
-    assert silent.engine == "" and "engine" not in silent.markdown()
+    comparison = compare.from_questions(cells(engine=both))
+    assert "| scheme | engine |" in comparison.markdown() and comparison.markdown().count("| vllm 0.1 |") == 2
+    assert {entry["engine"] for entry in comparison.table_json().values()} == {"vllm 0.1"}
+    unnamed = compare.from_questions(cells().drop(columns=["engine", "settings_digest"]))
+    assert unnamed.engine == "" and "engine" not in unnamed.markdown()
 
 
 def test_seeds_may_differ_from_each_other_but_not_within_one():
     one, two = cells().assign(seed=0), cells().assign(seed=1).replace({"settings_digest": {"a": "b"}})
     compare.from_questions(pd.concat([one, two]))
-    with pytest.raises(BadInput, match="scheme gptq and seed 1 were not stored"):
+    with pytest.raises(BadInput, match="gptq and seed 1"):
         compare.from_questions(pd.concat([one, two[two["variant"] != "base"]]))
 
 
@@ -262,28 +278,28 @@ def test_the_same_settings_twice_give_the_same_weights(made, tiny_checkpoint, tm
 
 def test_widths_are_checked_on_every_linear_but_the_head():
     model = torch.nn.ModuleDict({"block": torch.nn.Linear(64, 8), "lm_head": torch.nn.Linear(60, 8)})
-    widths.check(model, 32)
+    fit.check_widths(model, 32)
     with pytest.raises(BadInput, match=r"block has 64 inputs.*128"):
-        widths.check(model, 128)
+        fit.check_widths(model, 128)
     with pytest.raises(BadInput, match="no linear layer"):
-        widths.check(torch.nn.ModuleDict({"lm_head": torch.nn.Linear(64, 8)}), 32)
+        fit.check_widths(torch.nn.ModuleDict({"lm_head": torch.nn.Linear(64, 8)}), 32)
 
 
-def test_a_calibration_file_may_hold_empty_lines_and_whatever_a_string_may_hold(tmp_path):
+def test_a_calibration_file_may_hold_empty_lines_and_any_string(tmp_path):
     file = tmp_path / "texts.jsonl"
-    line_end_of_unicode = "one\u2028two\x85three"  # for str.splitlines; JSON and JSONL know "\n" alone
+    line_end_of_unicode = "one\u2028two\x85three"  # for str.splitlines; in JSONL only "\n" ends a line
     file.write_text(
         f'\n{json.dumps({"text": line_end_of_unicode}, ensure_ascii=False)}\r\n\n\n{{"text": " "}}\n',
         encoding="utf-8-sig",
     )
-    with pytest.raises(BadInput, match=r"Line 5 of .*texts\.jsonl holds no calibration text"):
+    with pytest.raises(BadInput, match=r"Line 5 of .*texts\.jsonl"):
         calibration.read(file, 1)
     file.write_text(file.read_text(encoding="utf-8").replace('" "', '"four"'), encoding="utf-8")
     assert calibration.read(file, 2) == [line_end_of_unicode, "four"]
 
 
 @pytest.mark.parametrize("scheme", ["nf4", "gptq", "rtn-int4"])
-def test_weights_that_are_no_numbers_are_refused_by_name_and_nothing_is_left(scheme, tiny_checkpoint, tmp_path):
+def test_nan_in_weights_is_refused_by_name_and_nothing_is_written(scheme, tiny_checkpoint, tmp_path):
     spoilt = Path(shutil.copytree(tiny_checkpoint, tmp_path / "spoilt"))
     weights = load_file(spoilt / "model.safetensors")
     weights["model.layers.1.self_attn.v_proj.weight"][3, 5] = float("nan")
@@ -293,7 +309,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name_and_nothing_is_left(sch
     assert not (tmp_path / "out").exists()
 
 
-def test_infinity_is_refused_where_no_text_comes_by(tiny_checkpoint, tmp_path):
+def test_infinity_is_refused_where_no_text_would_meet_it(tiny_checkpoint, tmp_path):
     spoilt = Path(shutil.copytree(tiny_checkpoint, tmp_path / "spoilt"))
     weights = load_file(spoilt / "model.safetensors")
     weights["model.embed_tokens.weight"][-1, 0] = float("inf")  # of a token that no text of the probe holds
@@ -303,30 +319,30 @@ def test_infinity_is_refused_where_no_text_comes_by(tiny_checkpoint, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_would_stay_in_full_precision_unseen_is_refused_by_every_scheme(tmp_path):
+def test_matrices_that_would_silently_stay_in_full_precision_are_refused_by_every_scheme(tmp_path):
     from transformers import GPT2Config, MambaConfig, MixtralConfig
 
     sizes = {"vocab_size": 64, "hidden_size": 128, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128}
-    unfit = {  # fp8 of GPT-2 stored not one matrix in few bits, and called the checkpoint fp8
+    unfit = {  # fp8 of GPT-2 once stored no matrix in few bits and called the checkpoint fp8
         "mixtral is a mixture of experts": (
             MixtralConfig(**sizes, **heads, num_local_experts=2),
             ("nf4", "int8", "fp8", "awq-ct", "awq", "rtn-int8"),
         ),
         "mamba has Mamba layers": (MambaConfig(**sizes, state_size=4), ("nf4", "w8a8", "w8a16", "rtn-fp8")),
-        "lies in a Conv1D": (GPT2Config(vocab_size=64, n_embd=128, n_layer=1, n_head=2), ("fp8", "gptq", "rtn-int4")),
+        "in a Conv1D": (GPT2Config(vocab_size=64, n_embd=128, n_layer=1, n_head=2), ("fp8", "gptq", "rtn-int4")),
     }
     for words, (config, schemes) in unfit.items():
         config.save_pretrained(tmp_path)
         for scheme in schemes:
             with pytest.raises(BadInput, match=words):
                 quantize.check_fit(tmp_path, chosen(scheme))
-    quantize.check_fit(tmp_path, chosen("nf4"))  # bitsandbytes knows GPT-2's
+    quantize.check_fit(tmp_path, chosen("nf4"))  # bitsandbytes quantizes GPT-2's
 
 
-def test_what_a_checkpoint_says_of_its_codes_is_what_its_scheme_may_hold(made):
-    for scheme, found in made.items():
-        said = kind.of(checkpoint.config(found.path)["quantization_config"])
-        assert len(said) == 1 and said <= set(kind.KINDS[scheme])
-        assert f"{min(BITS[scheme] // 4 * 4, 8):.0f}-bit" in min(said)
+def test_the_kind_of_codes_in_a_config_is_one_that_the_scheme_may_hold(made):
+    for scheme, result in made.items():
+        kinds = kind.of(checkpoint.config(result.path)["quantization_config"])
+        assert len(kinds) == 1 and kinds <= set(kind.KINDS[scheme])
+        assert f"{min(BITS[scheme] // 4 * 4, 8):.0f}-bit" in min(kinds)
     assert set(kind.KINDS) == set(names.QUANTIZED_SCHEMES)

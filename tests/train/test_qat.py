@@ -19,8 +19,9 @@ from transformers import (
 pytest.importorskip("compressed_tensors")
 
 from qrl.errors import BadInput, QrlError
-from qrl.formats.fakequant import fused, values
+from qrl.formats.fakequant import fused
 from qrl.formats.fakequant import linears as fake_linears
+from qrl.formats.fakequant import rounding as values
 from qrl.train.qat import calibration
 from qrl.train.qat import linear as qat
 from qrl.train.rollout import sync

@@ -11,7 +11,8 @@ pytest.importorskip("llmcompressor")
 from qrl import checkpoint, names, quantize
 from qrl.engine import hf
 from qrl.errors import BadInput
-from qrl.formats.fakequant import linears, values
+from qrl.formats.fakequant import linears
+from qrl.formats.fakequant import rounding as values
 from qrl.quantize import compressed
 from qrl.quantize import settings as choices
 from qrl.recipe import Quantize

@@ -12,7 +12,8 @@ pytest.importorskip("compressed_tensors")
 from qrl import checkpoint, quantize, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput
-from qrl.formats.fakequant import linears, values
+from qrl.formats.fakequant import linears
+from qrl.formats.fakequant import rounding as values
 from qrl.quantize import settings as choices
 from qrl.recipe import Quantize, Train
 from qrl.tasks import prompt

@@ -1,8 +1,8 @@
-"""Fake quantization as it is called in training: `fake`'s arithmetic, on a GPU in one launch for a model's matrices, or a linear's inputs.
+"""Fake quantization as training calls it: `rounding`'s arithmetic, in one GPU launch for all matrices of a model.
 
-Eager, compressed-tensors' functions read and write a matrix some twenty times. Here it is read once for its largest weight, and
-once by `fake_triton`'s kernel, which writes what its codes stand for. The first result for every shape is held against the eager one,
-bit for bit: where they differ, or where there is no Triton, eager it stays, and a warning says so.
+Eager, compressed-tensors' functions read and write a matrix some twenty times. Here it is read once for its largest
+weight and once by `kernel`, which writes the rounded values. The first result for every shape is compared with the
+eager one bit for bit. Where they differ, or Triton is missing, a warning is shown and fake quantization stays eager.
 """
 
 from __future__ import annotations
@@ -14,72 +14,30 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from qrl.formats.fakequant import values
+from qrl.formats.fakequant import rounding
 
 if TYPE_CHECKING:
     import torch
     from compressed_tensors.quantization import QuantizationArgs
     from torch import Tensor
 
-Folded = tuple[list["Tensor"], "Tensor"]  # as `fake.folded` gives it
-_proven: dict[
-    tuple, bool
-] = {}  # format, dtypes, shapes and device → whether the kernel gives what eager operations give
+Folded = tuple[list["Tensor"], "Tensor"]  # as `rounding.folded` returns it
+_proven: dict[tuple, bool] = {}  # (format, dtypes, shapes, device) → whether the kernel's result equals the eager one
 
 
 def folded(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: torch.dtype) -> list[Folded]:
-    """`fake.folded` of many groups of matrices, all of them at once.
-
-    Args:
-        groups: each as `fake.folded` takes it, all of one dtype and on one device.
-        args: of the format's weights.
-        dtype: of Q(W).
-    """
+    """Return `rounding.folded` of many groups of matrices, all of one dtype and on one device, computed together."""
     groups = [[weight.detach() for weight in weights] for weights in groups]
-    with _exactly(groups[0][0]):
-        fused = [
-            place
-            for place, weights in enumerate(groups)
-            if all(map(_fits, weights)) and _is_proven(weights, args, dtype)
-        ]
-        found = dict(zip(fused, _fused([groups[place] for place in fused], args, dtype), strict=True)) if fused else {}
-        return [
-            found[place] if place in found else values.folded(weights, args, dtype)
-            for place, weights in enumerate(groups)
-        ]
-
-
-def _fused(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: torch.dtype) -> list[Folded]:
-    """What the kernel makes of groups on a GPU."""
-    from qrl.formats.fakequant import kernel
-
-    sizes = [len(weights) for weights in groups]
-    largest = _largest(groups)
-    scales = _global_scales(largest, tuple(sizes)) if args.strategy == "tensor_group" else None
-    places = [place for place, size in enumerate(sizes) for _ in range(size)]
-    made = iter(kernel.folded([weight for weights in groups for weight in weights], args, dtype, scales, places))
-    return [([next(made) for _ in range(size)], seen) for size, seen in zip(sizes, largest.split(sizes), strict=True)]
-
-
-def _fits(weight: Tensor) -> bool:
-    """Whether the kernel can read it."""
-    return weight.is_cuda and weight.is_contiguous() and weight.data_ptr() % 64 == 0
-
-
-def _is_proven(weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype) -> bool:
-    key = ("weights", _name(args), dtype, *((weight.shape, weight.dtype, weight.device) for weight in weights))
-    return _holds(key, lambda: _fused([weights], args, dtype)[0], lambda: values.folded(weights, args, dtype))
+    with _without_autocast(groups[0][0]):
+        fit = [weights for weights in groups if all(map(_fits, weights)) and _is_proven(weights, args, dtype)]
+        by_kernel = (
+            {id(weights): result for weights, result in zip(fit, _fused(fit, args, dtype), strict=True)} if fit else {}
+        )
+        return [by_kernel.get(id(weights)) or rounding.folded(weights, args, dtype) for weights in groups]
 
 
 def activations(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`fake.activations` of inputs in a dtype.
-
-    Args:
-        inputs: (..., I), of any float dtype; rounded to `dtype` first.
-        args: of the format's activations.
-        global_scale: (1,), calibrated, for NVFP4.
-        dtype: that is multiplied in.
-    """
+    """Return `rounding.activations` of inputs (..., I), any float dtype, converted first to the product's `dtype`."""
     inputs = inputs.detach()
     if inputs.is_cuda and inputs.is_contiguous() and inputs.numel():
         from qrl.formats.fakequant import kernel
@@ -88,57 +46,73 @@ def activations(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | N
             return kernel.activations(inputs, args, dtype, global_scale)
 
         key = ("activations", _name(args), inputs.shape[-1], inputs.dtype, dtype, inputs.device)
-        if _holds(key, fused, lambda: values.activations(inputs.to(dtype), args, global_scale)):
+        if _equals_eager(key, fused, lambda: rounding.activations(inputs.to(dtype), args, global_scale)):
             return fused()
-    with _exactly(inputs):
-        return values.activations(inputs.to(dtype), args, global_scale)
+    with _without_autocast(inputs):
+        return rounding.activations(inputs.to(dtype), args, global_scale)
+
+
+def _fused(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: torch.dtype) -> list[Folded]:
+    """Return the kernel's result for groups on a GPU."""
+    from qrl.formats.fakequant import kernel
+
+    sizes = [len(weights) for weights in groups]
+    owners = tuple(group for group, size in enumerate(sizes) for _ in range(size))
+    largest = _largest(groups)
+    scales = _global_scales(largest, owners) if args.strategy == "tensor_group" else None
+    rounded = iter(kernel.folded([weight for weights in groups for weight in weights], args, dtype, scales, owners))
+    return [
+        ([next(rounded) for _ in range(size)], part) for size, part in zip(sizes, largest.split(sizes), strict=True)
+    ]
+
+
+def _fits(weight: Tensor) -> bool:
+    """Return whether the kernel can read it."""
+    return weight.is_cuda and weight.is_contiguous() and weight.data_ptr() % 64 == 0
 
 
 def _largest(groups: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Largest |w| of every matrix, in one pass over all of them; NaN where there is one."""
+    """Return the largest |w| of every matrix, in one pass over all of them; NaN where there is one."""
     import torch
 
     return torch.stack(torch._foreach_norm([weight for weights in groups for weight in weights], math.inf))
 
 
-def _global_scales(largest: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """NVFP4's scale of each group of matrices, (G,) float32.
-
-    Args:
-        largest: (sum of sizes,), of every matrix.
-        sizes: matrices of each group.
-    """
+def _global_scales(largest: Tensor, owners: tuple[int, ...]) -> Tensor:
+    """Return NVFP4's scale of each group, (G,) float32, from the largest |w| of M matrices, and each one's group."""
     import torch
 
-    shared = largest.new_zeros(len(sizes)).scatter_reduce_(0, _owners(sizes, largest.device), largest, "amax")
-    return torch.vmap(values.global_scale)(shared).squeeze(1)
+    shared = largest.new_zeros(owners[-1] + 1).scatter_reduce_(0, _on_device(owners, largest.device), largest, "amax")
+    return torch.vmap(rounding.global_scale)(shared).squeeze(1)
 
 
 @functools.lru_cache
-def _owners(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Which group each matrix belongs to."""
+def _on_device(owners: tuple[int, ...], device: torch.device) -> Tensor:
     import torch
 
-    return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(device)
+    return torch.tensor(owners).to(device)
+
+
+def _is_proven(weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype) -> bool:
+    key = ("weights", _name(args), dtype, *((weight.shape, weight.dtype, weight.device) for weight in weights))
+    return _equals_eager(key, lambda: _fused([weights], args, dtype)[0], lambda: rounding.folded(weights, args, dtype))
 
 
 def _name(args: QuantizationArgs) -> tuple:
     return args.type, args.num_bits, args.strategy, args.group_size, args.scale_dtype
 
 
-def _holds(key: tuple, fused: Callable, eager: Callable) -> bool:
-    """Whether the kernel gives what eager operations give: found out the first time that a key is asked for."""
+def _equals_eager(key: tuple, fused: Callable, eager: Callable) -> bool:
+    """Return whether the kernel's result equals the eager one, compared the first time that a key comes up."""
     import torch
 
     if key not in _proven:
         try:
             with torch.no_grad(), torch.autocast("cuda", enabled=False):
-                alike = all(
-                    a.dtype == b.dtype and torch.equal(a, b)
-                    for a, b in zip(_tensors(fused()), _tensors(eager()), strict=True)
-                )
-            reason = "" if alike else "the kernel's values differ from eager ones"
-        except Exception as error:  # whatever a Triton that is missing, or a card that it does not know, raises
+                pairs = list(zip(_tensors(fused()), _tensors(eager()), strict=True))
+            equal = all(ours.dtype == theirs.dtype and torch.equal(ours, theirs) for ours, theirs in pairs)
+            reason = "" if equal else "the kernel's values differ from eager ones"
+        except Exception as error:  # whatever a missing Triton, or a card that it does not know, raises
             reason = f"{type(error).__name__}: {str(error).strip()[:200]}".splitlines()[0]
         _proven[key] = not reason
         if reason:
@@ -147,14 +121,13 @@ def _holds(key: tuple, fused: Callable, eager: Callable) -> bool:
 
 
 @contextlib.contextmanager
-def _exactly(tensor: Tensor) -> Iterator[None]:
-    """Eager operations in the dtypes that they are given, whoever calls."""
+def _without_autocast(tensor: Tensor) -> Iterator[None]:
+    """Run eager operations in the dtypes of their arguments, without gradients."""
     import torch
 
     with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
         yield
 
 
-def _tensors(found) -> list[Tensor]:
-    """The tensors of a fold, or of activations."""
-    return [*found[0], found[1]] if isinstance(found, tuple) else [found]
+def _tensors(result: Folded | Tensor) -> list[Tensor]:
+    return [*result[0], result[1]] if isinstance(result, tuple) else [result]

@@ -1,8 +1,8 @@
-"""Fake quantization in one pass over memory on a GPU: `fake`'s arithmetic as one Triton kernel.
+"""Fake quantization in one pass over memory on a GPU: `rounding`'s arithmetic as a Triton kernel.
 
-Each program reads some groups, finds their scales, rounds, and writes what the codes stand for. Divisions are rounded to the
-nearest, and every intermediate value to the dtype that eager operations keep it in, so that results are compressed-tensors'
-bit for bit; `fake_fused` holds them against it.
+Each program reads some groups, computes their scales, rounds, and writes the values of the codes. Divisions round to
+nearest, and every intermediate value is rounded to the dtype that eager operations keep it in, so that results equal
+compressed-tensors' bit for bit; `fused` compares the two.
 
 Shapes: G groups of S values, one after the other in memory.
 """
@@ -19,9 +19,9 @@ import triton.language as tl
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-INTEGER, EIGHT_BIT_FLOAT, NV_BLOCK, MX_BLOCK = range(4)  # how scales are made, and codes from values
-ALIGNED = tl.constexpr(16)  # values: where a matrix may begin, so that a thread reads and writes several at once
-TILE = 4096  # values that a program holds at least, where a group is smaller
+INTEGER, EIGHT_BIT_FLOAT, NV_BLOCK, MX_BLOCK = range(4)  # how scales are computed, and codes from values
+ALIGNED = tl.constexpr(16)  # values: alignment of each matrix, so that a thread reads and writes several at once
+TILE = 4096  # least number of values in a program, where groups are smaller
 CONSTANTS = (
     "SIZE",
     "ROWS",
@@ -34,18 +34,19 @@ CONSTANTS = (
     "HIGH",
     "TINY",
 )  # in the order of `_inputs`
-_compiled: dict[
-    tuple, object
-] = {}  # kernels of inputs, by all that they were compiled for: finding one by Triton's own means takes the host longer than the card has work
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# Kernels of inputs by everything that they were compiled for: Triton's own look-up takes longer than the GPU's work.
+_compiled: dict[tuple, object] = {}
 
 
 @triton.jit
 def _e2m1(x):
-    """The nearest of 0, .5, 1, 1.5, 2, 3, 4, 6, ties to the even code; x within ±6. NaN stays."""
+    """The nearest of 0, .5, 1, 1.5, 2, 3, 4, 6, ties to the even code; x within ±6. NaN stays NaN."""
     size = tl.abs(x)
-    near = tl.where(size <= 0.25, 0.0, tl.where(size < 0.75, 0.5, tl.where(size <= 1.25, 1.0, tl.where(size < 1.75, 1.5, tl.where(
-        size <= 2.5, 2.0, tl.where(size < 3.5, 3.0, tl.where(size <= 5.0, 4.0, tl.where(size > 5.0, 6.0, size))))))))  # fmt: skip
+    near = tl.where(size <= 5.0, 4.0, tl.where(size > 5.0, 6.0, size))
+    near = tl.where(size <= 2.5, 2.0, tl.where(size < 3.5, 3.0, near))
+    near = tl.where(size <= 1.25, 1.0, tl.where(size < 1.75, 1.5, near))
+    near = tl.where(size <= 0.25, 0.0, tl.where(size < 0.75, 0.5, near))
     return tl.where(x < 0.0, -near, near)
 
 
@@ -54,10 +55,10 @@ def _value(
     x, tensor, ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, EXACT: tl.constexpr, OUT: tl.constexpr,
     HALF: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, TINY: tl.constexpr, THROUGH_BF16: tl.constexpr,
 ):  # fmt: skip
-    """What the codes of x, (ROWS, BLOCK) of a group a row, stand for; `tensor` is NVFP4's global scale."""
+    """The values of x's codes; x is (ROWS, BLOCK), a group in each row; `tensor` is NVFP4's global scale."""
     largest = tl.max(tl.abs(x), axis=1)
     half = tl.full([ROWS], HALF, tl.float32)
-    if KIND == 3:  # the power of two that the largest has when its mantissa is rounded to one bit, over 4
+    if KIND == 3:  # the largest's power of two once its mantissa is rounded to one bit, over 4
         exponent = ((largest.to(tl.int32, bitcast=True) + (1 << 21)) >> 23) - 2
         scale = tl.where(exponent > 0, exponent << 23, 1 << 22).to(tl.float32, bitcast=True)
     elif KIND == 2:
@@ -78,7 +79,7 @@ def _value(
         code = code.to(tl.float8e4nv).to(tl.float32)
     else:
         code = _e2m1(code)
-    if KIND < 2:  # a checkpoint's scale is rounded where it is loaded in another dtype, the product then
+    if KIND < 2:  # a checkpoint that is loaded in another dtype rounds its scale first and then the product
         wide = wide.to(OUT).to(tl.float32)
     value = code * wide
     if KIND >= 2:
@@ -89,123 +90,102 @@ def _value(
 
 
 @triton.jit(do_not_specialize=["groups"])
-def _inputs(given, made, scale, groups, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, EXACT: tl.constexpr,
-            OUT: tl.constexpr, HALF: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, TINY: tl.constexpr, THROUGH_BF16: tl.constexpr):  # fmt: skip
-    """Of one tensor."""
+def _inputs(
+    source, target, scale, groups, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
+    EXACT: tl.constexpr, OUT: tl.constexpr, HALF: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    TINY: tl.constexpr, THROUGH_BF16: tl.constexpr,
+):  # fmt: skip
+    """One tensor."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     at = row[:, None] * SIZE + column[None, :]
     inside = (row[:, None] < groups) & (column[None, :] < SIZE)
-    x = tl.load(given + at, mask=inside, other=0.0).to(EXACT).to(tl.float32)
+    x = tl.load(source + at, mask=inside, other=0.0).to(EXACT).to(tl.float32)
     tensor = tl.load(scale) if KIND == 2 else 0.0
     value = _value(x, tensor, ROWS, BLOCK, KIND, EXACT, OUT, HALF, LOW, HIGH, TINY, THROUGH_BF16)
-    tl.store(made + at, value, mask=inside)
+    tl.store(target + at, value, mask=inside)
 
 
 @triton.jit
-def _matrices(table, owners, made, scales, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, EXACT: tl.constexpr,
-              OUT: tl.constexpr, HALF: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, TINY: tl.constexpr, THROUGH_BF16: tl.constexpr):  # fmt: skip
-    """Of many matrices, each program some groups of one: its address, groups, first program, sixteenth of its place in `made`, place of its scale."""
-    about = table + tl.load(owners + tl.program_id(0)) * 5
-    given = tl.multiple_of(tl.load(about).to(tl.pointer_type(EXACT)), 16)
-    groups, first, begin, place = (
-        tl.load(about + 1),
-        tl.load(about + 2),
-        tl.load(about + 3) * ALIGNED,
-        tl.load(about + 4),
-    )
+def _matrices(
+    table, owners, target, scales, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
+    EXACT: tl.constexpr, OUT: tl.constexpr, HALF: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    TINY: tl.constexpr, THROUGH_BF16: tl.constexpr,
+):  # fmt: skip
+    """Many matrices; each program computes some groups of one, described by a row of `_table`."""
+    entry = table + tl.load(owners + tl.program_id(0)) * 5
+    source = tl.multiple_of(tl.load(entry).to(tl.pointer_type(EXACT)), 16)
+    groups, first = tl.load(entry + 1), tl.load(entry + 2)
+    begin, place = tl.load(entry + 3) * ALIGNED, tl.load(entry + 4)
     row = (tl.program_id(0) - first) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     at = row[:, None] * SIZE + column[None, :]
     inside = (row[:, None] < groups) & (column[None, :] < SIZE)
-    x = tl.load(given + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
     tensor = tl.load(scales + place) if KIND == 2 else 0.0
     value = _value(x, tensor, ROWS, BLOCK, KIND, EXACT, OUT, HALF, LOW, HIGH, TINY, THROUGH_BF16)
-    tl.store(made + begin + at, value, mask=inside)
+    tl.store(target + begin + at, value, mask=inside)
 
 
-def activations(given: Tensor, args: QuantizationArgs, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """What a linear's inputs become.
-
-    Args:
-        given: (..., I), contiguous, any float dtype; rounded to `dtype` first.
-        args: of the format's activations.
-        dtype: of the result, in which scales are computed.
-        scale: (1,) float32, NVFP4's global scale.
-    """
-    made, size = torch.empty_like(given, dtype=dtype), args.group_size or given.shape[-1]
+def activations(inputs: Tensor, args: QuantizationArgs, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """Return contiguous inputs (..., I) rounded in `dtype`; `scale` is NVFP4's global scale, (1,) float32."""
+    target, size = torch.empty_like(inputs, dtype=dtype), args.group_size or inputs.shape[-1]
     settings, rows = _settings(args, size, dtype, dtype, nv=scale is not None)
-    groups, told = given.numel() // size, given if scale is None else scale
+    groups, scale = inputs.numel() // size, inputs if scale is None else scale
     grid, constants = (triton.cdiv(groups, rows), 1, 1), [settings[name] for name in CONSTANTS]
-    known = (
-        given.dtype,
-        given.device,
-        given.data_ptr() % ALIGNED.value,
-        told.data_ptr() % ALIGNED.value,
-        groups < 2**31,
-        *constants,
-    )
-    with _on(given):
-        if (kernel := _compiled.get(known)) is not None:
-            kernel[grid](given, made, told, groups, *constants, False)
+    alignments = [tensor.data_ptr() % ALIGNED.value for tensor in (inputs, scale)]
+    key = (inputs.dtype, inputs.device, *alignments, groups < 2**31, *constants)
+    with _on(inputs):
+        if (kernel := _compiled.get(key)) is not None:
+            kernel[grid](inputs, target, scale, groups, *constants, False)
         else:
-            _compiled[known] = _inputs[grid](given, made, told, groups, THROUGH_BF16=False, **settings)
-    return made
+            _compiled[key] = _inputs[grid](inputs, target, scale, groups, THROUGH_BF16=False, **settings)
+    return target
 
 
 def folded(
     weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype, scales: Tensor | None, places: Sequence[int]
 ) -> list[Tensor]:
-    """Q(W) of matrices of one dtype on one device, views of one block of memory, by one launch for each width that scales have.
+    """Return Q(W) of matrices, views of one block of memory, by one launch per group size.
 
     Args:
-        weights: (O, I) each, contiguous.
-        args: of the format's weights.
-        dtype: of Q(W).
+        weights: (O, I) each, contiguous, of one dtype on one device.
         scales: (G,) float32, NVFP4's global scales.
-        places: which of them each matrix has.
+        places: index of each matrix's scale.
     """
     step = ALIGNED.value
-    block = torch.empty(
-        sum(-(-weight.numel() // step) * step for weight in weights), dtype=dtype, device=weights[0].device
-    )
-    found, begin, by_size = [], 0, {}
-    for weight, place in zip(weights, places, strict=True):
-        found.append(block[begin : begin + weight.numel()].view(weight.shape))
+    steps = [-(-weight.numel() // step) for weight in weights]  # memory of each matrix, in aligned steps
+    block = torch.empty(sum(steps) * step, dtype=dtype, device=weights[0].device)
+    views, begin, by_size = [], 0, {}
+    for weight, length, place in zip(weights, steps, places, strict=True):
+        views.append(block[begin * step : begin * step + weight.numel()].view(weight.shape))
         size = args.group_size or weight.shape[-1]
-        by_size.setdefault(size, []).append((weight.data_ptr(), weight.numel() // size, begin // step, place))
-        begin += -(-weight.numel() // step) * step
+        by_size.setdefault(size, []).append((weight.data_ptr(), weight.numel() // size, begin, place))
+        begin += length
     for size, matrices in by_size.items():
         settings, rows = _settings(args, size, weights[0].dtype, dtype, nv=scales is not None)
         table, owners = _table(tuple(matrices), rows, block.device)
+        through_bf16, scales_or_any = settings["KIND"] >= NV_BLOCK, block if scales is None else scales
         with _on(block):
-            _matrices[(len(owners),)](
-                table,
-                owners,
-                block,
-                block if scales is None else scales,
-                THROUGH_BF16=settings["KIND"] >= NV_BLOCK,
-                **settings,
-            )
-    return found
+            _matrices[(len(owners),)](table, owners, block, scales_or_any, THROUGH_BF16=through_bf16, **settings)
+    return views
 
 
-@functools.lru_cache(maxsize=16)  # weights stay where they are
+@functools.lru_cache(maxsize=16)  # weights keep their addresses
 def _table(matrices: tuple[tuple[int, int, int, int], ...], rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What `_matrices` reads: address, groups, first program, place in the result and place of the scale of each; whose each program is."""
+    """Return what `_matrices` reads: a row for each matrix, and the matrix of each program.
+
+    A row is (M, 5): address, groups, first program, begin of the result in aligned steps, index of the scale.
+    """
     programs = torch.tensor([triton.cdiv(groups, rows) for _, groups, _, _ in matrices])
     firsts = (programs.cumsum(0) - programs).tolist()
-    table = torch.tensor(
-        [
-            (address, groups, first, begin, place)
-            for (address, groups, begin, place), first in zip(matrices, firsts, strict=True)
-        ]
-    )
-    return table.to(device), torch.arange(len(matrices), dtype=torch.int32).repeat_interleave(programs).to(device)
+    table = [(address, groups, first, *rest) for (address, groups, *rest), first in zip(matrices, firsts, strict=True)]
+    owners = torch.arange(len(matrices), dtype=torch.int32).repeat_interleave(programs)
+    return torch.tensor(table).to(device), owners.to(device)
 
 
 def _settings(args: QuantizationArgs, size: int, exact: torch.dtype, out: torch.dtype, *, nv: bool) -> tuple[dict, int]:
-    """What both kernels are compiled for, and how many groups a program has."""
+    """Return the constants that a kernel is compiled for, and the number of groups in a program."""
     block = triton.next_power_of_2(size)
     rows = max(1, TILE // block)
     if args.type == "int":
@@ -215,20 +195,10 @@ def _settings(args: QuantizationArgs, size: int, exact: torch.dtype, out: torch.
         kind, half, low, high = EIGHT_BIT_FLOAT, 448.0, -448.0, 448.0
     else:
         kind, half, low, high = NV_BLOCK if nv else MX_BLOCK, 6.0, -6.0, 6.0
-    found = {
-        "SIZE": size,
-        "ROWS": rows,
-        "BLOCK": block,
-        "KIND": kind,
-        "EXACT": DTYPES[exact],
-        "OUT": DTYPES[out],
-        "HALF": half,
-        "LOW": low,
-        "HIGH": high,
-    }
-    return found | {"TINY": torch.finfo(exact).eps, "num_warps": 16 if block > 8192 else 8}, rows
+    values = (size, rows, block, kind, DTYPES[exact], DTYPES[out], half, low, high, torch.finfo(exact).eps)
+    return dict(zip(CONSTANTS, values, strict=True)) | {"num_warps": 16 if block > 8192 else 8}, rows
 
 
 def _on(tensor: Tensor):
-    """The device that a kernel is launched on; on a CPU it is Triton's interpreter that runs it."""
+    """Return a context with the tensor's GPU as the current device; a CPU's tensors go to Triton's interpreter."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

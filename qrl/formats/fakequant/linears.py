@@ -1,6 +1,6 @@
-"""Which linears of a model a format covers, and the calibrated scales that lie beside its masters.
+"""Which linears of a model a format covers, and the calibrated activation scales beside its masters.
 
-Training and storing ask here, so that what is trained in few bits is what is stored in them.
+Training and storing use the same answer, so that what is trained in few bits is stored in few bits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from qrl.checkpoint import SCALES
 from qrl.errors import BadInput
-from qrl.formats.fakequant import values
+from qrl.formats.fakequant import rounding
+from qrl.workspace import written_whole
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,81 +22,83 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def covered(model: PreTrainedModel, name: str) -> dict[str, nn.Linear]:
-    """The linears that a format quantizes, by their name in the model; never the output head.
+    """Return the linears that a format quantizes, by their name in the model; never the output head.
 
     Raises:
-        BadInput: mixture of experts, a state-space model, or weights that are in no `nn.Linear`.
+        BadInput: as for `check_architecture`, or the format covers no linear.
     """
     from torch import nn
 
     check_architecture(model)
-    heads = {id(model.get_output_embeddings())}
-    found = {
-        path: each for path, each in model.named_modules() if isinstance(each, nn.Linear) and id(each) not in heads
-    }
-    if name.endswith("-attention"):
-        owner = {path: type(model.get_submodule(path.rpartition(".")[0])).__name__ for path in found}
-        found = {path: each for path, each in found.items() if "attention" in owner[path].lower()}
-    if not found:
+    head, attention_only = model.get_output_embeddings(), name.endswith("-attention")
+    linears = {}
+    for path, module in model.named_modules():
+        owner = type(model.get_submodule(path.rpartition(".")[0])).__name__
+        if (
+            isinstance(module, nn.Linear)
+            and module is not head
+            and (not attention_only or "attention" in owner.lower())
+        ):
+            linears[path] = module
+    if not linears:
         raise BadInput(f"The model has no linear layer that {name} covers: expected a transformer language model.")
-    return found
+    return linears
 
 
 def check_fit(model: PreTrainedModel, name: str) -> None:
-    """Refuses a model, with or without weights, that a format cannot hold; raises as `covered` does, and where groups do not divide a linear's inputs."""
-    scheme = values.scheme(name)
+    """Check that a format can hold a model, with or without weights.
+
+    Raises:
+        BadInput: as for `covered`, or groups do not divide a linear's inputs.
+    """
+    weights = rounding.scheme(name).weights
     for path, linear in covered(model, name).items():
-        values.check_width(path, linear.in_features, scheme.weights)
+        rounding.check_width(path, linear.in_features, weights)
 
 
 def check_architecture(model: PreTrainedModel, *, transposed: bool = False) -> None:
-    """Refuses mixtures of experts, state-space models, and whatever keeps its matrices elsewhere than in `nn.Linear`.
-
-    Args:
-        model: with or without weights.
-        transposed: GPT-2's `Conv1D` may hold them, too: bitsandbytes knows it.
+    """Check that every matrix of a model is in an `nn.Linear`, an embedding or, if `transposed`, in GPT-2's `Conv1D`.
 
     Raises:
-        BadInput: what it is.
+        BadInput: the model is a mixture of experts, has Mamba layers, or keeps a matrix elsewhere.
     """
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    held = (nn.Linear, nn.Embedding, *((Conv1D,) if transposed else ()))
-
     kind = model.config.model_type
     if any(getattr(model.config, key, None) for key in _EXPERTS):
         raise BadInput(
-            f"{kind} is a mixture of experts, whose matrices neither training nor storing in few bits covers here: use a dense model."
+            f"{kind} is a mixture of experts, which neither training nor storing in few bits supports here: use a "
+            "dense model."
         )
-    names = {type(module).__name__.lower() for module in model.modules()}
-    if any("mamba" in each or "ssm" in each for each in names):
+    classes = {type(module).__name__.lower() for module in model.modules()}
+    if any("mamba" in name or "ssm" in name for name in classes):
         raise BadInput(
-            f"{kind} has Mamba layers, which neither training nor storing in few bits covers here: use a transformer."
+            f"{kind} has Mamba layers, which neither training nor storing in few bits supports here: use a transformer."
         )
+    holders = (nn.Linear, nn.Embedding, *((Conv1D,) if transposed else ()))
     for path, module in model.named_modules():
         matrices = [name for name, weight in module.named_parameters(recurse=False) if weight.ndim > 1]
-        if matrices and not isinstance(module, held):
+        if matrices and not isinstance(module, holders):
             raise BadInput(
-                f"{path}.{matrices[0]} of {kind} lies in a {type(module).__name__}, not in a Linear, and would stay in full "
-                "precision unseen: use a dense transformer."
+                f"{path}.{matrices[0]} of {kind} is in a {type(module).__name__}, not in a Linear, and would "
+                "silently stay in full precision: use a dense transformer."
             )
 
 
 def needs_calibration(name: str) -> bool:
-    """Whether a format scales activations by something that texts have to tell."""
-    args = values.scheme(name).input_activations
+    """Return whether a format scales activations by something that has to be calibrated on texts."""
+    args = rounding.scheme(name).input_activations
     return args is not None and args.dynamic == "local"
 
 
-def write_activation_scales(folder: Path, found: dict[str, float]) -> None:
-    """Keeps scales, as compressed-tensors stores them, beside a checkpoint; read back bit for bit. They appear whole, for a training may be killed at any moment."""
-    partial = folder / f"{SCALES}.partial"
-    partial.write_text(json.dumps(found, indent=1) + "\n")
-    partial.replace(folder / SCALES)
+def write_activation_scales(folder: Path, scales: dict[str, float]) -> None:
+    """Write scales, as compressed-tensors stores them, beside a checkpoint; they are read back bit for bit."""
+    with written_whole(folder / SCALES) as file:
+        file.write_text(json.dumps(scales, indent=1) + "\n")
 
 
 def read_activation_scales(folder: Path) -> dict[str, float] | None:
-    """Scales that were kept in a folder, or None."""
+    """Return the scales of a folder, or None."""
     file = folder / SCALES
     return json.loads(file.read_text()) if file.is_file() else None

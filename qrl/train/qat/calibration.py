@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qrl.errors import BadInput
-from qrl.formats.fakequant import values
+from qrl.formats.fakequant import rounding
 from qrl.train.qat.linear import QATLinear, off
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def calibrate(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> d
         model.train(training)
         for hook in hooks:
             hook.remove()
-    found = {path: float(values.global_scale(each)) for path, each in largest.items()}
+    found = {path: float(rounding.global_scale(each)) for path, each in largest.items()}
     set_activation_scales(model, found)
     return found
 

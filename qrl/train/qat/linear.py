@@ -20,7 +20,7 @@ from torch.nn import functional
 from qrl.errors import BadInput, QrlError
 from qrl.formats.fakequant import fused as fake_fused
 from qrl.formats.fakequant import linears
-from qrl.formats.fakequant import values as fake
+from qrl.formats.fakequant import rounding as fake
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme

@@ -83,9 +83,9 @@ def check_qat(settings: Rollout, train: Train) -> None:
     Raises:
         BadInput: a format that quantizes activations, or weights that the engine rounds once more.
     """
-    from qrl.formats.fakequant import values
+    from qrl.formats.fakequant import rounding
 
-    if values.scheme(train.qat).input_activations is not None:
+    if rounding.scheme(train.qat).input_activations is not None:
         raise BadInput(
             f"train.qat = {train.qat} quantizes activations too, which vLLM's forward would not: training and sampling would differ. "
             "Set rollout.engine = transformers, or choose a format of weights alone (int8, int4, nvfp4-a16, mxfp4)."

@@ -1,0 +1,84 @@
+"""Which stored checkpoints vLLM can run on this machine, checked before a weight is read or a worker started."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from qrl import checkpoint
+from qrl.errors import BadInput
+
+# With this kernel one or two answers of 1,000 depend on the batch even in the deterministic mode: measured in
+# qrl/benchmark/SCHEMES.md.
+_BATCH_VARIANT = "Int8ScaledMM"
+
+
+def batch_invariant(kernels: Iterable[str]) -> bool:
+    """Return whether answers computed with these kernels were independent of the batch in every measurement so far."""
+    return not any(_BATCH_VARIANT in kernel for kernel in kernels)
+
+
+def check_runs(path: Path, device: str, deterministic: bool = False) -> None:
+    """Check that vLLM has a kernel for a checkpoint's scheme on this machine, a batch-invariant one if `deterministic`.
+
+    Raises:
+        BadInput: a kernel is missing; the sentence names it.
+    """
+    quantization = checkpoint.config(path).get("quantization_config")
+    if quantization and (missing := _missing(quantization, device, deterministic)):
+        import vllm
+
+        machine = "machine" if device == "cpu" else "GPU"
+        raise BadInput(
+            f"{path} is stored as {quantization['quant_method']}, which vLLM {vllm.__version__} cannot run on this "
+            f"{machine}: {missing}; choose another scheme or machine, or evaluate.engine=transformers."
+        )
+
+
+def _missing(quantization: dict, device: str, deterministic: bool) -> str:
+    """Say what the scheme needs and vLLM lacks here; empty if nothing is known to be missing."""
+    from vllm.model_executor.layers import quantization as methods
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    method = quantization["quant_method"]
+    if method not in methods.QUANTIZATION_METHODS:
+        return f"it knows no {method}" + (" without vllm-bnb-plugin" if method == "bitsandbytes" else "")
+    groups = [
+        group | {"format": group.get("format") or quantization.get("format") or ""}
+        for group in (quantization.get("config_groups") or {}).values()
+    ]
+    if device == "cpu":
+        return _missing_on_cpu(method, groups)
+    return _missing_on_gpu(methods.get_quantization_config(method).get_min_capability(), groups, deterministic)
+
+
+def _missing_on_gpu(least: int, groups: list[dict], deterministic: bool) -> str:
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    if capability and capability.to_int() < least:
+        return f"it needs compute capability {least / 10:.1f}, and this GPU has {capability.to_int() / 10:.1f}"
+    weights_only = [group for group in groups if not group.get("input_activations")]
+    if deterministic and any(group["format"].startswith("nvfp4") for group in weights_only):
+        return (
+            "its batch-invariant kernels for NVFP4 round activations, which this scheme does not "
+            "(without evaluate.deterministic it runs)"
+        )
+    return ""
+
+
+def _missing_on_cpu(method: str, groups: list[dict]) -> str:
+    import torch
+
+    importlib.import_module("vllm._custom_ops")  # loads the kernels of this CPU
+    if any(group["format"].startswith(("nvfp4", "mxfp4")) for group in groups):
+        return "it has no kernel for 4-bit floats on a CPU"
+    weights_only = [group["weights"] for group in groups if not group.get("input_activations")]
+    bits = [weights["num_bits"] for weights in weights_only if weights["type"] == "int"]
+    if any(each > 4 for each in bits):
+        return "it has no kernel for 8-bit weights with full-precision activations on a CPU"
+    if (bits or method == "awq") and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        return "its build has no kernel for 4-bit integers on this CPU (cpu_gemm_wna16)"
+    return ""

@@ -1,0 +1,195 @@
+"""Round a matrix or activations to a format and back, in floating point: the eager reference for `fused`.
+
+The arithmetic is compressed-tensors' own, so that training computes with what llm-compressor stores: scales from the
+largest |w| of a channel, group or block; codes rounded to nearest, ties to even. Its integer grid uses every code:
+scale = max|w| / (2^bits - 1) · 2, codes -8..7 for four bits, so that a group's largest weight, if positive, is clipped
+from 7.5 to 7. Refitting scales to quantized values therefore moves integers once more.
+
+Shapes: O output features, I input features, S inputs that share a scale, G = I / S groups in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qrl.errors import BadInput
+
+if TYPE_CHECKING:
+    import torch
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from torch import Tensor
+
+# Recipe's name → preset of compressed-tensors and vLLM; they have none for int8.
+PRESETS = {
+    "int8": None,  # per output channel; activations not rounded
+    "int8-attention": None,  # the same for attention only: the scope of seed 002's straight-through arm
+    "int4": "W4A16",  # groups of 128
+    "nvfp4-a16": "NVFP4A16",  # blocks of 16 with FP8 scales, one scale per tensor; activations not rounded
+    "nvfp4-a4": "NVFP4",  # activations too: blocks of 16 scaled dynamically, one calibrated scale per tensor
+    "fp8": "FP8_DYNAMIC",  # per output channel; activations per token, scaled dynamically
+    "mxfp4": "MXFP4A16",  # blocks of 32, scales are powers of two; activations not rounded
+}
+FORMATS = tuple(PRESETS)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Factors of a matrix's codes: `scale`, or `scale / global_scale` for NVFP4."""
+
+    scale: Tensor  # (O, 1) per channel, (O, G) per group
+    global_scale: Tensor | None  # (1,) float32, the inverse of a tensor's scale, as compressed-tensors stores it
+
+
+def scheme(name: str) -> QuantizationScheme:
+    """Return how a format rounds weights and activations, as compressed-tensors' scheme.
+
+    Raises:
+        BadInput: the format is unknown, or compressed-tensors is not installed.
+    """
+    if name not in PRESETS:
+        raise BadInput(f"There is no format '{name}' to train in: expected one of {', '.join(FORMATS)}.")
+    quantization = library()
+    if (preset := PRESETS[name]) is not None:
+        return quantization.preset_name_to_scheme(preset, ["Linear"])
+    weights = quantization.QuantizationArgs(num_bits=8, type="int", strategy="channel", symmetric=True)
+    return quantization.QuantizationScheme(targets=["Linear"], weights=weights)
+
+
+def library():
+    """Return compressed-tensors' module of quantization functions.
+
+    Raises:
+        BadInput: it is not installed.
+    """
+    try:
+        from compressed_tensors import quantization
+    except ImportError:
+        raise BadInput(
+            "Quantization-aware training needs compressed-tensors, which is not installed here: run the step in an "
+            "environment that has it, or set train.qat=none."
+        ) from None
+    return quantization
+
+
+def check_width(name: str, in_features: int, args: QuantizationArgs) -> None:
+    """Raise BadInput, with the linear's name, where groups do not divide its inputs."""
+    if args.group_size and in_features % args.group_size:
+        raise BadInput(
+            f"Layer {name} has {in_features} inputs, which groups of {args.group_size} do not divide: choose a format "
+            "with scales per channel (int8, fp8), or one with smaller groups (mxfp4: 32, nvfp4: 16)."
+        )
+
+
+def scales(weight: Tensor, args: QuantizationArgs, largest: Tensor | None = None) -> Scales:
+    """Return a matrix's scales from its largest |w|.
+
+    Args:
+        weight: (O, I), any float dtype; S divides I.
+        args: of the format's weights; `args.group_size` is S, or None for one scale per channel.
+        largest: (), largest |w| of all matrices that share NVFP4's global scale; default: this one's.
+    """
+    extremes = _extremes(weight, args)
+    return _scales(*extremes, args, _largest(*extremes) if largest is None else largest)
+
+
+def _extremes(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
+    """Return the least and largest weight of each group, (O, G)."""
+    groups = weight.detach().unflatten(-1, (-1, args.group_size or weight.shape[-1]))
+    return groups.amin(-1), groups.amax(-1)
+
+
+def _largest(low: Tensor, high: Tensor) -> Tensor:
+    """Return the largest |w|, (); NaN where there is one."""
+    return (-low.amin()).maximum(high.amax())
+
+
+def _scales(low: Tensor, high: Tensor, args: QuantizationArgs, largest: Tensor) -> Scales:
+    """Return scales from each group's extremes, (O, G), and the largest |w| that shares NVFP4's global scale, ().
+
+    Source: compressed-tensors 0.19, calculate_qparams and generate_gparam, as llm-compressor's min-max observer calls
+    them.
+    """
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    shared = global_scale(largest) if args.strategy == "tensor_group" else None
+    scale, _ = calculate_qparams(low, high, args, global_scale=shared)
+    return Scales(scale, shared)
+
+
+def values(weight: Tensor, args: QuantizationArgs, by: Scales, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the matrix (O, I) that a weight's codes stand for.
+
+    Args:
+        weight: (O, I), any float dtype.
+        args: of the format's weights.
+        by: the scales.
+        dtype: of the result; default: the weight's. A narrower one rounds the scale first and then the product, as
+            when a checkpoint of these codes is loaded in that dtype. Four-bit floats are always rounded to bfloat16,
+            as compressed-tensors unpacks them.
+    """
+    import torch
+
+    weight, dtype = weight.detach(), dtype or weight.dtype
+    if args.type == "float" and args.num_bits == 4:
+        rounded = library().fake_quantize(weight, by.scale, None, args, global_scale=by.global_scale)
+        return rounded.to(torch.bfloat16).to(dtype)
+    if dtype == weight.dtype:
+        return library().fake_quantize(weight, by.scale, None, args)
+    codes = library().quantize(weight, by.scale, None, args)
+    return library().dequantize(codes, by.scale.to(dtype), None, args, dtype=dtype)
+
+
+def quantized(
+    weight: Tensor, args: QuantizationArgs, largest: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return Q(W): `values` under the matrix's own `scales`."""
+    return values(weight, args, scales(weight, args, largest), dtype)
+
+
+def folded(
+    weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype | None = None
+) -> tuple[list[Tensor], Tensor]:
+    """Return Q(W) of matrices that share NVFP4's global scale, and each one's largest |w|.
+
+    Args:
+        weights: M matrices (O_m, I).
+        args: of the format's weights.
+        dtype: as for `values`.
+
+    Returns:
+        M matrices (O_m, I), and (M,): NaN or infinite where a matrix holds such a value.
+    """
+    import torch
+
+    extremes = [_extremes(weight, args) for weight in weights]
+    largest = torch.stack([_largest(*pair) for pair in extremes])
+    by = [_scales(*pair, args, largest.amax()) for pair in extremes]
+    return [values(weight, args, own, dtype) for weight, own in zip(weights, by, strict=True)], largest
+
+
+def activations(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | None = None) -> Tensor:
+    """Return a linear's inputs rounded to the format, with dynamic scales per token or per block.
+
+    Args:
+        inputs: (..., I); the result has the same shape and dtype.
+        args: of the format's activations.
+        global_scale: (1,), calibrated, for NVFP4.
+
+    Source: compressed-tensors 0.19, forward_quantize.
+    """
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    tokens = inputs.detach().reshape(1, -1, inputs.shape[-1])  # the library reads two dimensions as batch and token
+    scale, _ = compute_dynamic_scales_and_zp(tokens, args, None, global_scale=global_scale)
+    rounded = library().fake_quantize(tokens, scale, None, args, global_scale=global_scale)
+    return rounded.reshape(inputs.shape).to(inputs.dtype)
+
+
+def global_scale(largest: Tensor) -> Tensor:
+    """Return NVFP4's scale of a tensor, (1,) float32, from its largest |x|: 6 · 448 / largest."""
+    from compressed_tensors.quantization.utils import generate_gparam
+
+    largest = largest.float().reshape(1)
+    return generate_gparam(-largest, largest)
