@@ -31,7 +31,8 @@ def training(
             columns that are missing or all NaN are left out.
         path: the PNG to write.
         measure: what the run is to move: `reward`, or a distillation's `loss`.
-        probes: `step`, `accuracy`, its 95 % interval `low` and `high`, and `n`; a row a look, none where there was no probe.
+        probes: `step`, `accuracy`, its 95 % interval `low` and `high`, and `n`; a row a look, none where there was no
+            probe.
     """
     labels = shown(history, measure)
     if "step" not in history or measure not in labels:

@@ -154,7 +154,7 @@ def study(recipe: Recipe, overrides: dict[str, str]) -> None:
     from qrl.study import report
     from qrl.tasks import prompt
     from qrl.tracking import addresses, runs, store
-    from qrl.train.rollout import trainer
+    from qrl.train import rollout
 
     prompt.check(recipe.task, recipe.prompt)
     registry.registered_name(recipe)  # what the last step would refuse
@@ -164,7 +164,7 @@ def study(recipe: Recipe, overrides: dict[str, str]) -> None:
     base = checkpoint.check(source.locate(recipe.model))
     check_schemes(recipe, base.path)
     device = devices.choose(recipe.device)
-    trainer.check(recipe.rollout, device, recipe.train)
+    rollout.check(recipe.rollout, device, recipe.train)
     teacher = checkpoint.check(addresses.folder(recipe.train.teacher)).digest if recipe.train.teacher else None
     check_environments("study", recipe, lambda ahead: StudySteps(recipe, ahead, device).cells(base.digest, teacher))
     store.prepare()

@@ -1,14 +1,15 @@
 """FP8 rollouts at 8 B: whole rollouts with the sync before them, and where a decoding step goes, kernel by kernel.
 
-    python tests/benchmarks/fp8.py bf16 fp8 "fp8 kv8" --out FOLDER      # a process a case, one after the other
-    python tests/benchmarks/fp8.py bf16 fp8 --beside --repeats 4 --rounds 8x2048,32x2048 --share 0.3 --kv-gib 20 --out FOLDER
+    python tests/benchmarks/fp8.py bf16 fp8 "fp8 kv8" --out FOLDER      # a process a case, one after the other python
+    tests/benchmarks/fp8.py bf16 fp8 --beside --repeats 4 --rounds 8x2048,32x2048 --share 0.3 --kv-gib 20 --out FOLDER
 
-A case is `bf16` or `fp8` for the engine's linears, with `kv8` for keys and values in FP8, beside a trainer with LoRA over bf16 whose
-weights are sent before every rollout. A round is completions × tokens. A point is completions × tokens in the cache of each: 1,144 is
-the mean of a rollout of 2,048 tokens after a prompt of 120. With `--beside` all cases lie on one card and take each round in turn; the
-ratios that are printed then are of pairs of rounds, to the first case. A step's time there is the difference between a long and a short answer
-to the same prompts, cached by then. Weights are random: their time is the real model's, their log-probabilities are not.
-`bare bf16` and `bare fp8` measure points of an engine as vLLM makes it by itself, in a process of its own.
+A case is `bf16` or `fp8` for the engine's linears, with `kv8` for keys and values in FP8, beside a trainer with LoRA
+over bf16 whose weights are sent before every rollout. A round is completions × tokens. A point is completions × tokens
+in the cache of each: 1,144 is the mean of a rollout of 2,048 tokens after a prompt of 120. With `--beside` all cases
+lie on one card and take each round in turn; the ratios that are printed then are of pairs of rounds, to the first case.
+A step's time there is the difference between a long and a short answer to the same prompts, cached by then. Weights are
+random: their time is the real model's, their log-probabilities are not. `bare bf16` and `bare fp8` measure points of an
+engine as vLLM makes it by itself, in a process of its own.
 """
 
 import argparse

@@ -2,8 +2,9 @@
 
     python tests/benchmarks/interrupted.py full lora qlora "qlora vllm" --out FOLDER
 
-Two undisturbed trainings show what the device itself does not repeat; the killed one has to be as near to the first as the second
-is. The difference is ‖A − B‖ / ‖A − start‖ over what is trained: its share of the whole update. Methods run side by side.
+Two undisturbed trainings show what the device itself does not repeat; the killed one has to be as near to the first as
+the second is. The difference is ‖A − B‖ / ‖A − start‖ over what is trained: its share of the whole update. Methods run
+side by side.
 """
 
 import argparse
@@ -35,21 +36,23 @@ from qrl import process
 process.settle()
 from qrl import tasks, tiny
 from qrl.recipe import Rollout, Train
-from qrl.train import grpo, guard
+from qrl.train import Job, grpo, guard
 
 work, out, device, train, rollout = sys.argv[1:]
 hashed, inner = [], guard.frozen_digest
 guard.frozen_digest = lambda model: hashed.append(inner(model)) or hashed[-1]
-given = {"task": "arithmetic", "template": "plain", "seed": 0, "device": device, "work": Path(work), "out": Path(out)}
 log = lambda metrics, step: print("step", step, flush=True)
 settings, rollout = Train.model_validate_json(train), Rollout.model_validate_json(rollout)
 if rollout.engine == "vllm":
     import functools, vllm
-    vllm.LLM = functools.partial(vllm.LLM, kv_cache_memory_bytes=2**30)  # several start at once: what one measures as free, another takes
-if rollout.engine == "vllm" and device == "cpu":  # refused to users, since it is slow; not compiled, since that takes longer
-    from qrl.train import rollouts
-    rollouts.check, vllm.LLM = lambda *given: None, functools.partial(vllm.LLM, enforce_eager=True)
-done = grpo.run(tiny.PATH, tasks.load("arithmetic", "train", 512, 0), settings, **given, rollout=rollout, log=log)
+    # Several start at once: memory that one of them measures as free, another one takes.
+    vllm.LLM = functools.partial(vllm.LLM, kv_cache_memory_bytes=2**30)
+if rollout.engine == "vllm" and device == "cpu":  # users may not, since it is slow; compiling would take longer still
+    from qrl.train import rollout as sampling
+    sampling.check, vllm.LLM = lambda *args: None, functools.partial(vllm.LLM, enforce_eager=True)
+data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 512, 0), "task": "arithmetic"}
+where = {"device": device, "work": Path(work), "out": Path(out)}
+done = grpo.run(Job(settings=settings, template="plain", seed=0, rollout=rollout, log=log, **data, **where))
 print("done", json.dumps({"resumed_from": done.resumed_from, "base_hashed": hashed}), flush=True)
 """
 

@@ -2,10 +2,10 @@
 
     python tests/benchmarks/processes.py --out FOLDER [CASE ...]
 
-Each case is `qrl train` on the built-in model under a launcher, in a store of its own, 12 steps of 32 × 8 completions with a probe
-every 6; then the model that it logged answers 2,000 held-out questions beside the base, paired. Cases run side by side, so their
-seconds mean nothing. Memory of a larger model a GPU: `accelerate launch … --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP
-tests/benchmarks/rollouts.py --one update "1.5b full"`.
+Each case is `qrl train` on the built-in model under a launcher, in a store of its own, 12 steps of 32 × 8 completions
+with a probe every 6; then the model that it logged answers 2,000 held-out questions beside the base, paired. Cases run
+side by side, so their seconds mean nothing. Memory of a larger model a GPU: `accelerate launch …
+--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP tests/benchmarks/rollouts.py --one update "1.5b full"`.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python tests/benchmarks/products.py
 
-Milliseconds of all 144 products of a decoding step, weights of many layers in turn so that no cache helps, from a CUDA graph; least of
-three. `cutlass` is what vLLM runs for FP8; `torch_*` are cuBLAS's through torch._scaled_mm, with a scale a tensor or a row. Making
-activations FP8 is not counted.
+Milliseconds of all 144 products of a decoding step, weights of many layers in turn so that no cache helps, from a CUDA
+graph; least of three. `cutlass` is what vLLM runs for FP8; `torch_*` are cuBLAS's through torch._scaled_mm, with a
+scale a tensor or a row. Making activations FP8 is not counted.
 """
 
 import json

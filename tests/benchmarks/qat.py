@@ -1,16 +1,16 @@
 """What quantization-aware training costs: each format's step against the step without, and the fold against a plain copy.
 
-    python tests/benchmarks/qat.py                       # one GPU, Qwen2.5-1.5B's shape, random weights
-    python tests/benchmarks/qat.py --formats int4,fp8    # some formats; the step without is measured beside each
-    python tests/benchmarks/qat.py --rows 32 --steps 7   # four times as many tokens a step
-    python tests/benchmarks/qat.py --profile             # and a step's operations by their time
-    python tests/benchmarks/qat.py --thin --formats int4 # what the host does for a forward and a backward: as deep, but narrow, on a CPU
-    python tests/benchmarks/qat.py --small               # two layers on whatever there is, to see that it runs
+    python tests/benchmarks/qat.py                       # one GPU, Qwen2.5-1.5B's shape, random weights python
+    tests/benchmarks/qat.py --formats int4,fp8    # some formats; the step without is measured beside each python
+    tests/benchmarks/qat.py --rows 32 --steps 7   # four times as many tokens a step python tests/benchmarks/qat.py
+    --profile             # and a step's operations by their time python tests/benchmarks/qat.py --thin --formats int4 #
+    what the host does for a forward and a backward: as deep, but narrow, on a CPU python tests/benchmarks/qat.py
+    --small               # two layers on whatever there is, to see that it runs
 
-A step is forward, backward and fused AdamW over fp32 masters with bf16 compute (fp32 on a CPU), then one fold. The fold reads W
-and writes Q(W); its rate counts those bytes alone, and a copy of the same bytes from the one dtype to the other is the measure.
-The whole fold is held against the eager one, bit for bit, at these shapes, and every kernel's first result is anyway.
-Limits of the issue: 1.25 times the step's seconds, 1.15 times its peak memory.
+A step is forward, backward and fused AdamW over fp32 masters with bf16 compute (fp32 on a CPU), then one fold. The fold
+reads W and writes Q(W); its rate counts those bytes alone, and a copy of the same bytes from the one dtype to the other
+is the measure. The whole fold is held against the eager one, bit for bit, at these shapes, and every kernel's first
+result is anyway. Limits of the issue: 1.25 times the step's seconds, 1.15 times its peak memory.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def main() -> None:
     shape = SMALL if given.small else LARGE
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(
-        f"{name}, torch {torch.__version__}; {given.rows} × {given.tokens} tokens a step; medians of {given.steps}, in turns with the step without"
+        f"{name}, torch {torch.__version__}; {given.rows} × {given.tokens} tokens a step; medians of {given.steps}, in "
+        "turns with the step without"
     )
     print(" ".join(f"{head:>{width}}" for head, width in zip(HEAD, WIDTHS, strict=True)))
     found, plain = {}, Arm("none", shape, device, given.rows, given.tokens)
@@ -122,7 +123,8 @@ def _thin(formats: list[str], steps: int) -> None:
         rounds = _in_turns(lambda: plain.loss().backward(), lambda arm=arm: arm.loss().backward(), "cpu", steps)
         (without, seconds), (low, high) = _medians(rounds), _interval(rounds)
         print(
-            f"{name:>14} {without:.4f} s without, {seconds:.4f} s, ratio {seconds / without:.3f} [{low:.3f}, {high:.3f}]",
+            f"{name:>14} {without:.4f} s without, {seconds:.4f} s, ratio {seconds / without:.3f} [{low:.3f}, "
+            f"{high:.3f}]",
             flush=True,
         )
 
@@ -214,7 +216,8 @@ def _profile(name: str, step, device: str) -> None:
     kernels = [row for row in rows if device == "cuda" and row.device_type == torch.autograd.DeviceType.CUDA]
     on_card = sum(row.self_device_time_total for row in kernels) / 1e6
     print(
-        f"\n{name}: profiled step {seconds:.4f} s; on the card {on_card:.4f} s; launches {sum(row.count for row in rows if 'LaunchKernel' in row.key)}"
+        f"\n{name}: profiled step {seconds:.4f} s; on the card {on_card:.4f} s; launches "
+        f"{sum(row.count for row in rows if 'LaunchKernel' in row.key)}"
     )
     for key in ("self_cpu_time_total", *(["self_device_time_total"] if device == "cuda" else [])):
         print(rows.table(sort_by=key, row_limit=25, max_name_column_width=60))

@@ -3,16 +3,17 @@
     python tests/benchmarks/rollouts.py lift speed update --out FOLDER        # a process a case, one JSON line each
     python tests/benchmarks/rollouts.py --print FOLDER                        # the tables again, from those lines
 
-lift      the built-in model, 2,000 held-out questions: each method's gain through vLLM rollouts, paired interval
-server    the same QLoRA through a rollout server on a second GPU, bf16 and FP8
-step      the built-in model, transformers rollouts: our step against a bare TRL script's, in turn
-speed     Qwen2.5-1.5B's shape, 64 × 8 completions of 256 tokens: TRL as shipped and ours, transformers and vLLM, whose engine may sleep
-update    the update alone, without any engine: step time and peak memory of full, LoRA and QLoRA, with and without a reference
-Shapes have random weights: their time is the real model's, their log-probabilities are not.
+lift      the built-in model, 2,000 held-out questions: each method's gain through vLLM rollouts, paired interval server
+the same QLoRA through a rollout server on a second GPU, bf16 and FP8 step      the built-in model, transformers
+rollouts: our step against a bare TRL script's, in turn speed     Qwen2.5-1.5B's shape, 64 × 8 completions of 256
+tokens: TRL as shipped and ours, transformers and vLLM, whose engine may sleep update    the update alone, without any
+engine: step time and peak memory of full, LoRA and QLoRA, with and without a reference Shapes have random weights:
+their time is the real model's, their log-probabilities are not.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import fcntl
 import itertools
 import json
@@ -136,22 +137,35 @@ def trainer_of(case: dict, work: Path):
     from qrl import tasks, tiny
     from qrl.recipe import Rollout, Train
     from qrl.tasks import prompt
-    from qrl.train import arguments, grpo, policy, reward
+    from qrl.train import Job, arguments, grpo, policy, reward
 
     base = checkpoint_of(case["shape"]) if "shape" in case else tiny.PATH
     train, rollout = Train(**case["train"]), Rollout(**case["rollout"])
     questions = tasks.load("arithmetic", "train", train.questions, 0)
-    rows = [{"prompt": prompt.messages(q.question, "plain"), "answer": q.answer} for q in questions]
-    place = {"task": "arithmetic", "seed": 0, "device": device(), "work": work}
+    data = {"base": base, "questions": questions, "task": "arithmetic", "template": "plain", "seed": 0}
+    job = Job(settings=train, device=device(), work=work, out=work / "model", **data)
     if not case.get("bare"):
-        return grpo._trainer(base, rows, train, **place, rollout=rollout, log=lambda metrics, step: None), train
+        return grpo.make_trainer(dataclasses.replace(job, rollout=rollout)), train
     from trl import GRPOTrainer
 
     from qrl.engine import hf
 
-    engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": rollout.gpu_memory_utilization} if rollout.engine == "vllm" else {}  # fmt: skip
-    settings = arguments.make(train, seed=0, device=device(), work=work, **engine)
-    return GRPOTrainer(model=policy.load(base, train, device()), reward_funcs=reward.functions("arithmetic", train.rewards), args=settings, train_dataset=grpo.dataset(rows), processing_class=hf.tokenizer(base), peft_config=policy.adapter(train)), train  # fmt: skip
+    engine = {}
+    if rollout.engine == "vllm":
+        share = rollout.gpu_memory_utilization
+        engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": share}
+    rows = [
+        {"prompt": prompt.messages(question.question, "plain"), "answer": question.answer} for question in questions
+    ]
+    trainer = GRPOTrainer(
+        model=policy.load(base, train, device()),
+        reward_funcs=reward.functions("arithmetic", train.rewards),
+        args=arguments.make(job, **engine),
+        train_dataset=arguments.dataset(rows),
+        processing_class=hf.tokenizer(base),
+        peft_config=policy.adapter(train),
+    )
+    return trainer, train
 
 
 def device() -> str:

@@ -17,7 +17,7 @@ import torch
 import qrl
 from qrl import recipe, tasks, tiny
 from qrl.recipe import Train
-from qrl.train import grpo
+from qrl.train import Job, grpo
 
 ROOT = Path(qrl.__file__).parents[1]
 SMALL = {
@@ -48,12 +48,13 @@ from qrl import process
 process.settle()
 from qrl import tasks, tiny
 from qrl.recipe import Train
-from qrl.train import grpo
+from qrl.train import Job, grpo
 
 work, out, settings = Path(sys.argv[1]), Path(sys.argv[2]), Train.model_validate_json(sys.argv[3])
-given = {"task": "arithmetic", "template": "plain", "seed": 0, "device": "cpu", "work": work, "out": out}
+data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 32, 0), "task": "arithmetic"}
 log = lambda metrics, step: print(step, flush=True)
-done = grpo.run(tiny.PATH, tasks.load("arithmetic", "train", 32, 0), settings, **given, log=log)
+job = Job(settings=settings, template="plain", seed=0, device="cpu", work=work, out=out, log=log, **data)
+done = grpo.run(job)
 sys.stdout.write(f"resumed from {done.resumed_from}\\n")  # in one piece: two processes may share a pipe
 """
 
@@ -72,15 +73,9 @@ def prompts(work):
 
 def alone(folder, settings):
     """The same training in this process, never disturbed."""
-    given = {
-        "task": "arithmetic",
-        "template": "plain",
-        "seed": 0,
-        "device": "cpu",
-        "work": folder / "work",
-        "out": folder / "model",
-    }
-    return grpo.run(tiny.PATH, tasks.load("arithmetic", "train", 32, 0), settings, **given)
+    data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 32, 0), "task": "arithmetic"}
+    folders = {"work": folder / "work", "out": folder / "model"}
+    return grpo.run(Job(settings=settings, template="plain", seed=0, device="cpu", **data, **folders))
 
 
 @pytest.mark.slow

@@ -14,9 +14,8 @@ from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train
 from qrl.study import pipeline
 from qrl.tracking import keys
-from qrl.train import arguments, guard, policy
-from qrl.train.rollout import engine_gap, link, sync, vllm_engine
-from qrl.train.rollout import trainer as rollouts
+from qrl.train import Job, arguments, guard, policy, rollout, trl_private
+from qrl.train.rollout import checks, colocated, engine_gap, sync, vllm_engine
 
 METHODS = {
     "full": Train(),
@@ -189,16 +188,16 @@ def test_what_an_engine_draws_depends_on_its_seed_alone_and_shifts_nothing_that_
     start()
     undisturbed = drawn()
     start()
-    with link.seeded(2**40 + 7):
+    with colocated.seeded(2**40 + 7):
         first = drawn()
     assert drawn() == undisturbed
-    with link.seeded(2**40 + 7):
+    with colocated.seeded(2**40 + 7):
         assert drawn() == first
-    with link.seeded(2**40 + 8):
+    with colocated.seeded(2**40 + 8):
         other = drawn()
     assert other[0] != first[0] and other[1] != first[1]
     start()
-    with pytest.raises(RuntimeError, match="engine"), link.seeded(1):
+    with pytest.raises(RuntimeError, match="engine"), colocated.seeded(1):
         drawn()
         raise RuntimeError("the engine fell over")
     assert drawn() == undisturbed
@@ -206,10 +205,10 @@ def test_what_an_engine_draws_depends_on_its_seed_alone_and_shifts_nothing_that_
 
 def test_an_engine_sleeps_where_memory_asks_for_it():
     gib = 2**30
-    assert not link.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 140 * gib)  # full, 1.5 B, one H200
-    assert link.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 40 * gib)
-    assert not link.memory_is_short(6 * gib, gib // 50, 0.2, 24 * gib)  # QLoRA, 8 B
-    assert link.asks_for_sleep(Rollout(sleep="on"), None) and not link.asks_for_sleep(Rollout(sleep="off"), None)
+    assert not colocated.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 140 * gib)  # full, 1.5 B, one H200
+    assert colocated.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 40 * gib)
+    assert not colocated.memory_is_short(6 * gib, gib // 50, 0.2, 24 * gib)  # QLoRA, 8 B
+    assert colocated.sleeps(Rollout(sleep="on"), None) and not colocated.sleeps(Rollout(sleep="off"), None)
 
 
 def test_an_fp8_engine_pads_batches_whose_products_are_slow_to_one_that_it_may_draw():
@@ -228,23 +227,23 @@ VLLM = Rollout(engine="vllm")
 
 
 def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeypatch):
-    rollouts.check(Rollout(), "cpu", Train())
+    rollout.check(Rollout(), "cpu", Train())
     with pytest.raises(BadInput, match="samples on a GPU"):
-        rollouts.check(VLLM, "cpu", Train())
+        rollout.check(VLLM, "cpu", Train())
     with pytest.raises(BadInput, match="nvfp4-a4 quantizes activations too, which vLLM's forward would not"):
-        rollouts.check(VLLM, "cuda", Train(qat="nvfp4-a4"))
+        rollout.check(VLLM, "cuda", Train(qat="nvfp4-a4"))
     with pytest.raises(BadInput, match=r"rounds what train\.qat = int4 rounded already"):
-        rollouts.check(Rollout(engine="vllm", quantization="fp8"), "cuda", Train(qat="int4"))
-    rollouts.check(VLLM, "cuda", Train(qat="int4"))
+        rollout.check(Rollout(engine="vllm", quantization="fp8"), "cuda", Train(qat="int4"))
+    rollout.check(VLLM, "cuda", Train(qat="int4"))
     with pytest.raises(BadInput, match="No rollout server answers"):
-        rollouts.check(Rollout(engine="vllm", mode="server", server="http://127.0.0.1:9"), "cuda", Train())
+        rollout.check(Rollout(engine="vllm", mode="server", server="http://127.0.0.1:9"), "cuda", Train())
     with pytest.raises(BadInput, match="No rollout server answers"):
-        rollouts.check_server("nonsense")
+        checks.check_server("nonsense")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     for partly in (Train(method="lora"), Train(qat="int4")):
         with pytest.raises(BadInput, match="FSDP"):
-            rollouts.check(VLLM, "cuda", partly)
-    rollouts.check(VLLM, "cuda", Train())
+            rollout.check(VLLM, "cuda", partly)
+    rollout.check(VLLM, "cuda", Train())
 
 
 UNHEEDED = {
@@ -279,27 +278,27 @@ UNHEEDED = {
 def test_a_setting_that_nothing_would_heed_is_refused(name):
     settings, sentence = UNHEEDED[name]
     with pytest.raises(BadInput, match=sentence):
-        rollouts.check(settings, "cuda", Train())
+        rollout.check(settings, "cuda", Train())
 
 
 @pytest.mark.parametrize("name", recipe.names())
 def test_no_shipped_recipe_sets_what_nothing_heeds(name):
-    rollouts.check_heeded(recipe.load(name).rollout)
+    rollout.check_heeded(recipe.load(name).rollout)
 
 
 def test_a_server_that_stores_otherwise_than_the_recipe_says_is_refused():
     plain = {"model_config": {"quantization": None}, "cache_config": {"cache_dtype": "auto"}}
     narrow = {"model_config": {"quantization": "fp8_per_tensor"}, "cache_config": {"cache_dtype": "fp8"}}
-    link.check_server(plain, Rollout())
-    link.check_server(narrow, Rollout(quantization="fp8", kv_cache="fp8"))
+    rollout.check_server_storage(plain, Rollout())
+    rollout.check_server_storage(narrow, Rollout(quantization="fp8", kv_cache="fp8"))
     with pytest.raises(BadInput, match="start it with --quantization fp8_per_tensor"):
-        link.check_server(plain, Rollout(quantization="fp8"))
+        rollout.check_server_storage(plain, Rollout(quantization="fp8"))
     with pytest.raises(
         BadInput, match=r"keys and values as auto, but rollout\.kv_cache = fp8: start it with --kv-cache-dtype fp8"
     ):
-        link.check_server(plain, Rollout(kv_cache="fp8"))
+        rollout.check_server_storage(plain, Rollout(kv_cache="fp8"))
     with pytest.raises(BadInput, match=r"keys and values as fp8.* without --kv-cache-dtype"):
-        link.check_server(narrow, Rollout(quantization="fp8"))
+        rollout.check_server_storage(narrow, Rollout(quantization="fp8"))
 
 
 @pytest.mark.parametrize("key", ["quantization", "kv_cache"])
@@ -310,30 +309,33 @@ def test_fp8_is_refused_on_gpus_without_it(key, capability, refused):
     asked = Rollout(engine="vllm", **{key: "fp8"})
     if refused:
         with pytest.raises(BadInput, match=rf"rollout\.{key} = fp8 needs a GPU of compute capability 8\.9"):
-            rollouts.check_fp8(asked, capability, "a GPU")
+            checks.check_fp8(asked, capability, "a GPU")
     else:
-        rollouts.check_fp8(asked, capability, "a GPU")
+        checks.check_fp8(asked, capability, "a GPU")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_vllm_is_missed_in_a_sentence():
     with pytest.raises(BadInput, match="vLLM is not installed in this environment"):
-        rollouts.trainer_class(VLLM)
+        trl_private.grpo_trainer(VLLM)
 
 
 def test_transformers_rollouts_are_trls_own_trainer():
     from trl import GRPOTrainer
 
-    assert rollouts.trainer_class(Rollout()) is GRPOTrainer and rollouts.arguments(Rollout()) == {}
+    assert trl_private.grpo_trainer(Rollout()) is GRPOTrainer and rollout.arguments(Rollout()) == {}
 
 
 def test_the_correction_reaches_trl(tmp_path):
-    rollout = Rollout(engine="vllm", is_correction="token_mask", is_correction_max=1.5)
-    made = arguments.make(Train(), seed=0, device="cpu", work=tmp_path, **rollouts.arguments(rollout))
-    assert made.vllm_importance_sampling_correction and made.vllm_importance_sampling_mode == "token_mask"
-    assert made.vllm_importance_sampling_clip_max == 1.5
-    off = rollouts.arguments(Rollout(engine="vllm", is_correction="none"))
-    assert not arguments.make(Train(), seed=0, device="cpu", work=tmp_path, **off).vllm_importance_sampling_correction
+    def made(sampling):
+        data = {"base": tiny.PATH, "questions": (), "task": "arithmetic", "template": "plain", "seed": 0}
+        folders = {"work": tmp_path, "out": tmp_path / "model"}
+        return arguments.make(Job(settings=Train(), device="cpu", rollout=sampling, **data, **folders))
+
+    masked = made(Rollout(engine="vllm", is_correction="token_mask", is_correction_max=1.5))
+    assert masked.vllm_importance_sampling_correction and masked.vllm_importance_sampling_mode == "token_mask"
+    assert masked.vllm_importance_sampling_clip_max == 1.5
+    assert not made(Rollout(engine="vllm", is_correction="none")).vllm_importance_sampling_correction
 
 
 def test_training_with_vllm_runs_in_its_environment_and_is_another_result(monkeypatch):

@@ -29,12 +29,13 @@ from pathlib import Path
 import vllm
 vllm.LLM = functools.partial(vllm.LLM, enforce_eager=True)  # compiling takes longer than the test
 from safetensors.torch import load_file
-from qrl.train import vllm_engine
+from qrl.recipe import Rollout
+from qrl.train.rollout import vllm_engine
 if __name__ == "__main__":
     base, folder = sys.argv[1], Path(sys.argv[2])
     prompts = json.loads((folder / "prompts.json").read_text())
-    settings = dict(sequences=len(prompts), share=0.05, sleeps=False, fp8=False, kv_cache="auto", max_tokens=256, rank=0, world=1)
-    engine = vllm_engine.create(base, **settings)
+    settings = Rollout(engine="vllm", gpu_memory_utilization=0.05, max_model_tokens=256)
+    engine = vllm_engine.create(base, settings, sequences=len(prompts), sleeps=False, rank=0, world=1)
     for number in range(int(sys.argv[3])):
         vllm_engine.load(engine, iter(load_file(folder / f"{number}.safetensors").items()), fp8=False)
         said = vllm_engine.generate(engine, prompts, temperature=1.0, max_tokens=int(sys.argv[4]), more={})

@@ -13,24 +13,25 @@ from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.evaluate import cells
 from qrl.quantize import calibration, staging
-from qrl.recipe import Rollout, Train
+from qrl.recipe import Train
 from qrl.tasks import prompt
-from qrl.train import arguments, grpo, merge, policy, resume, reward, save
+from qrl.train import Job, arguments, grpo, merge, policy, resume, reward, save
 
 QUESTIONS = tasks.load("arithmetic", "train", 32, 0)
 FAST = Train(steps=2, prompts_per_step=4, generations=4, micro_batch=16, max_completion_tokens=48, save_every=1)
 
 
-def train(folder, settings=FAST, **changes):
-    given = {"task": "arithmetic", "template": "plain", "seed": 0, "device": "cpu", "work": folder / "work"}
-    return grpo.run(tiny.PATH, QUESTIONS, settings, **given | {"out": folder / "model"} | changes)
+def job(folder, settings=FAST, **changes):
+    data = {"base": tiny.PATH, "questions": QUESTIONS, "task": "arithmetic", "template": "plain", "seed": 0}
+    folders = {"work": folder / "work", "out": folder / "model"}
+    return Job(**{"settings": settings, "device": "cpu"} | data | folders | changes)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     seen = []
-    return folder, train(folder, log=lambda metrics, step: seen.append((step, metrics))), seen
+    return folder, grpo.run(job(folder, log=lambda metrics, step: seen.append((step, metrics)))), seen
 
 
 @pytest.mark.parametrize("template", prompt.TEMPLATES)
@@ -71,8 +72,7 @@ def test_rollouts_cells_and_calibration_feed_the_weights_the_same_ids(template, 
     monkeypatch.setattr(policy, "load", lambda *given: watch(load_policy(*given), rolled_out))
     monkeypatch.setattr(hf, "load", watched_load)
     settings = FAST.model_copy(update={"steps": 1, "max_completion_tokens": 4})
-    given = {"task": "arithmetic", "template": template, "seed": 0, "device": "cpu", "work": tmp_path / "work"}
-    grpo.run(tiny.PATH, questions, settings, **given, out=tmp_path / "model")  # TRL's data set, renderer and rollout
+    grpo.run(job(tmp_path, settings, questions=questions, template=template))  # TRL's data set, renderer and rollout
     cell = cells.Cell("base", "full", tiny.PATH)
     cells.ask(cell, questions, task="arithmetic", template=template, device="cpu", max_new_tokens=1, batch_size=4)
     texts = [prompt.training_text(staging.tokenizer(tiny.PATH), question, template) for question in questions]
@@ -136,27 +136,23 @@ def test_the_same_seed_trains_the_same_weights_and_resuming_changes_none(trained
     folder, done, _ = trained
     shutil.copytree(folder / "work", tmp_path / "work")
     shutil.rmtree(tmp_path / "work" / "checkpoint-2")
-    again = train(tmp_path)
+    again = grpo.run(job(tmp_path))
     assert again.resumed_from == 1
     assert checkpoint.digest(again.path) == checkpoint.digest(done.path)
 
 
 def test_bf16_copies_of_weights_are_dropped_after_use_and_no_gradient_changes(tmp_path, monkeypatch):
     settings, ids = FAST.model_copy(update={"dtype": "bf16"}), torch.arange(3, 35)[None]
-    rows = [
-        {"prompt": prompt.messages(question.question, "plain"), "answer": question.answer} for question in QUESTIONS
-    ]
 
     def gradients() -> tuple[bool, dict]:
-        given = {"task": "arithmetic", "seed": 0, "device": "cpu", "work": tmp_path, "log": lambda metrics, step: None}
-        made = grpo._trainer(tiny.PATH, rows, settings, **given, rollout=Rollout())
-        model, kept = made.accelerator.prepare_model(made.model), []
+        trainer = grpo.make_trainer(job(tmp_path, settings))
+        model, kept = trainer.accelerator.prepare_model(trainer.model), []
         model.model.layers[0].register_forward_pre_hook(lambda *_: kept.append(torch.is_autocast_cache_enabled()))
         model(input_ids=ids, labels=ids).loss.backward()
         return kept[0], {name: weight.grad for name, weight in model.named_parameters()}
 
     kept, ours = gradients()
-    monkeypatch.setattr(grpo, "_keep_no_casts", lambda trainer: None)
+    monkeypatch.setattr(grpo, "_disable_cast_cache", lambda trainer: None)
     kept_by_itself, without = gradients()
     assert kept_by_itself and not kept
     assert all(ours[name].equal(without[name]) and ours[name].any() for name in without)
@@ -225,7 +221,7 @@ def adapter(tmp_path_factory):
     """A low-rank adapter of one GRPO run, with weights that matter."""
     folder = tmp_path_factory.mktemp("adapter")
     settings = FAST.model_copy(update={"method": "lora", "lora_rank": 4, "learning_rate": 1e-2})
-    return train(folder, settings).path
+    return grpo.run(job(folder, settings)).path
 
 
 def prompts():
