@@ -1,4 +1,4 @@
-"""Train a policy with GRPO or by distillation and merge its adapter: a job in, a full-precision checkpoint or adapter out."""
+"""Train a policy with GRPO or by distillation, and merge its adapter: a job in, full-precision weights out."""
 
 from qrl.train.job import Job, Trained
 

@@ -27,8 +27,7 @@ def check(settings: Train, questions: int) -> None:
     product = f"train.prompts_per_step {settings.prompts_per_step} × train.generations {settings.generations}"
     if total % world:
         raise BadInput(
-            f"{world} processes do not divide the {total} completions of a step ({product}): choose a multiple of "
-            f"{world}."
+            f"{world} processes do not divide the {total} completions of a step ({product}): choose a multiple."
         )
     share = total // world
     if settings.micro_batch < share and share % settings.micro_batch:
@@ -60,9 +59,8 @@ def make(job: Job, **more):
 
     settings, more = job.settings, rollout.arguments(job.rollout) | more
     if process.sharded() and settings.beta and not settings.adapter:
-        more["model_init_kwargs"] = {
-            "device_map": None
-        }  # else TRL spreads the reference over the GPUs before FSDP does
+        # Else TRL spreads the reference over the GPUs before FSDP does.
+        more["model_init_kwargs"] = {"device_map": None}
     return GRPOConfig(
         **common(job),
         num_generations=settings.generations,
@@ -112,7 +110,7 @@ def common(job: Job) -> dict[str, Any]:
 
 
 def dataset(rows: list[dict]):
-    """Return rows as a data set with a fingerprint of our own: hashing by `datasets` pickles pyarrow, which can fail."""
+    """Return rows as a data set with our own fingerprint: hashing by `datasets` pickles pyarrow, which can fail."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
 

@@ -24,12 +24,7 @@ from qrl.train.qat import prepare
 
 
 def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job) -> None:
-    """Check that this distillation is possible, before any weight is loaded.
-
-    Args:
-        base: the student's checkpoint.
-        teacher: the teacher's.
-        job: the training.
+    """Check that this distillation is possible, before any weight is loaded; `base` is the student's.
 
     Raises:
         BadInput: teacher or student is quantized, their vocabularies differ, an adapter or watchers are configured,
@@ -63,11 +58,7 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
 
 
 def run(job: Job, teacher: Path) -> Trained:
-    """Distil a teacher into a student, or resume a distillation that was killed.
-
-    Args:
-        job: its base is the student; the answers of its questions are not used.
-        teacher: full-precision checkpoint folder with the student's vocabulary.
+    """Distil a full-precision teacher into a job's base, or resume a distillation that was killed.
 
     Raises:
         BadInput: `check` refuses the job.

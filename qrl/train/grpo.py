@@ -21,10 +21,6 @@ from qrl.train.qat import prepare
 def check(base: checkpoint.Checkpoint, job: Job) -> None:
     """Check that this training is possible, before any weight is loaded; `rollout.check` checks who samples.
 
-    Args:
-        base: the job's base.
-        job: the training.
-
     Raises:
         BadInput: the base is quantized, FSDP runs on a CPU, adapter settings fit neither method nor model, the
             reference does not fit into memory, the batch does not divide, or training would stop for what is not

@@ -16,19 +16,13 @@ class Guard:
     """The base under an adapter, hashed before training and again after it."""
 
     def __init__(self, model, adapter: bool) -> None:
-        """Hash the frozen weights.
-
-        Args:
-            model: before training shards it over processes.
-            adapter: whether an adapter is trained; without one nothing is frozen.
-        """
-        self.model, self.before = model, ""
-        self.names: list[str] = []
+        """Hash the frozen weights, before training shards the model; without an adapter nothing is frozen."""
+        self.model, self.before, self.names = model, "", []
         if not adapter or (process.sharded() and process.rank()):  # under FSDP only the first process loads the weights
             return
         if process.sharded():
             self.names = [name for name, weight in model.named_parameters() if not weight.requires_grad]
-            self.before = value_digest(dict(model.named_parameters()), self.names)
+            self.before = self._value_digest(dict(model.named_parameters()))
         else:
             self.before = frozen_digest(model)
 
@@ -41,31 +35,22 @@ class Guard:
         Raises:
             QrlError: they have changed.
         """
-        if self.before:
-            check_unmoved(self.before, frozen_digest(self.model) if state is None else value_digest(state, self.names))
+        if not self.before:
+            return
+        if self.before != (frozen_digest(self.model) if state is None else self._value_digest(state)):
+            raise QrlError(
+                "The base changed in memory while its adapter was trained, so the adapter fits no base that can be "
+                "loaded. This is a bug in qrl or a library: report it; nothing is kept."
+            )
+
+    def _value_digest(self, state: Mapping[str, torch.Tensor]) -> str:
+        """Return the sha256 of the frozen weights' values in fp32: FSDP may store them in another dtype."""
+        return _digest((name, state[name].float()) for name in self.names)
 
 
 def frozen_digest(model) -> str:
     """Return the sha256 of everything that is not trained, as stored in memory: codes, scales and unpacked weights."""
     return _digest(_frozen(model))
-
-
-def value_digest(state: Mapping[str, torch.Tensor], names: Iterable[str]) -> str:
-    """Return the sha256 of the named tensors' values in fp32: FSDP may store them in another dtype."""
-    return _digest((name, state[name].float()) for name in names)
-
-
-def check_unmoved(before: str, now: str) -> None:
-    """Compare two digests of the frozen weights.
-
-    Raises:
-        QrlError: they differ.
-    """
-    if now != before:
-        raise QrlError(
-            "The base changed in memory while its adapter was trained, so the adapter fits no base that can be loaded. "
-            "This is a bug in qrl or a library: report it; nothing is kept."
-        )
 
 
 def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from qrl import checkpoint, process
 from qrl.train import arguments, guard, resume, save
@@ -18,12 +17,22 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind) -> T
     Raises:
         QrlError: the base under an adapter changed in memory.
     """
+    from transformers import PrinterCallback
+
     prepare.begin(trainer, job)
     watching = probe.callback(trainer, job)
     trainer.add_callback(watching)
     model = trainer.accelerator.unwrap_model(trainer.model)
     frozen = guard.Guard(model, job.settings.adapter)
-    resumed_from, seconds = _train(trainer, job.work)
+    trainer.remove_callback(PrinterCallback)
+    if process.rank() == 0:
+        job.work.mkdir(parents=True, exist_ok=True)
+        (job.work / arguments.FILE).write_text(trainer.args.to_json_string())
+    last = resume.latest(job.work)
+    resume.register_numbered_cpus()
+    began = time.perf_counter()
+    trainer.train(resume_from_checkpoint=str(last) if last else None)
+    seconds = time.perf_counter() - began
     state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
     frozen.check(state)
     if process.rank() == 0:
@@ -35,22 +44,7 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind) -> T
         history=metrics.history(trainer.state.log_history, kind),
         probes=probe.curve(trainer.state.log_history),
         completions=completions.sampled(job.work, job.settings, rewarded=kind is metrics.GRPO),
-        resumed_from=resumed_from,
+        resumed_from=resume.step(last) if last else 0,
         seconds=seconds,
         stopped=watching.stopped,
     )
-
-
-def _train(trainer, work: Path) -> tuple[int, float]:
-    """Return the step that training resumed from, 0 for a fresh start, and its seconds."""
-    from transformers import PrinterCallback
-
-    trainer.remove_callback(PrinterCallback)
-    if process.rank() == 0:
-        work.mkdir(parents=True, exist_ok=True)
-        (work / arguments.FILE).write_text(trainer.args.to_json_string())
-    last = resume.latest(work)
-    resume.register_numbered_cpus()
-    began = time.perf_counter()
-    trainer.train(resume_from_checkpoint=str(last) if last else None)
-    return resume.step(last) if last else 0, time.perf_counter() - began

@@ -9,17 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from qrl import process
 from qrl.engine import attention, pretrained
 from qrl.errors import BadInput
+from qrl.formats.header import Entry
 from qrl.recipe import PACKED, Train
-
-if TYPE_CHECKING:
-    from qrl.formats.header import Entry
 
 RANK = 16  # of an adapter, where the recipe sets none
 RECORD = "qrl_base.json"  # beside an adapter: what it was trained over
@@ -28,11 +25,7 @@ BYTES_WITH_REFERENCE = 20  # per parameter in full training: master 4, gradient 
 
 
 def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
-    """Check adapter and storage settings against the names in the weight files.
-
-    Args:
-        settings: the recipe's section.
-        tensors: the base's, by name, from `checkpoint.entries`.
+    """Check adapter and storage settings against the names in the weight files, from `checkpoint.entries`.
 
     Raises:
         BadInput: adapter settings without an adapter, a base stored in too few bits for its training, or adapter
@@ -173,7 +166,7 @@ def adapter(settings: Train):
 
 
 def widen(model) -> None:
-    """Keep trained weights in fp32: TRL casts an adapter over a packed base to bf16, which rounds RL's small updates away."""
+    """Keep trained weights in fp32: TRL casts an adapter over a packed base to bf16, which loses small updates."""
     for weight in model.parameters():
         if weight.requires_grad:
             weight.data = weight.data.to(torch.float32)

@@ -18,11 +18,7 @@ STATE = "trainer_state.json"
 
 
 def latest(work: Path) -> Path | None:
-    """Return the newest whole `checkpoint-N` below a folder; skip broken ones with a warning.
-
-    Args:
-        work: the trainer's output folder; need not exist.
-    """
+    """Return the newest whole `checkpoint-N` in a folder, if there is one; skip broken ones with a warning."""
     for path in sorted(work.glob("checkpoint-*"), key=step, reverse=True):
         reason = _broken(path)
         if reason is None:

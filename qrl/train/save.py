@@ -82,7 +82,7 @@ def write(
 
 
 def _settle_adapter(folder: Path) -> None:
-    """Check that an adapter has weights, and sort its target modules: PEFT keeps a set, ordered anew in every process."""
+    """Check that an adapter has weights, and sort its target modules: PEFT's set has another order in each process."""
     if not header.read(folder / "adapter_model.safetensors"):
         raise QrlError(
             "The adapter was written without any weight. This is a bug in qrl or a library: report it; train.method = "

@@ -9,12 +9,7 @@ PART = "_fsdp_wrapped_module"  # FSDP adds it to the names of modules, but not o
 
 
 def prepare(trainer, adapter: bool) -> None:
-    """Let a sharded model train as one process would train it, before the trainer shards it.
-
-    Args:
-        trainer: TRL's.
-        adapter: whether its model is a PEFT model.
-    """
+    """Let a model train as one process would train it, before the trainer shards it; `adapter`: it is a PEFT model."""
     plugin = trainer.accelerator.state.fsdp_plugin
     if plugin.mixed_precision_policy is not None:
         plugin.mixed_precision_policy = keep_precision(plugin.mixed_precision_policy, adapter)

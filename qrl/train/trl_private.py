@@ -106,10 +106,6 @@ class Link:
         self._llm_weights_sleeping = self.enable_sleep_mode
         self.accelerator.wait_for_everyone()
 
-    @property
-    def _fp8(self) -> bool:
-        return self.settings.quantization == "fp8"
-
     def _iter_named_params(self):
         if self._dist.is_fsdp:  # TRL gathers the shards; adapters were refused before
             yield from super()._iter_named_params()
@@ -125,7 +121,7 @@ class Link:
             if self.enable_sleep_mode and self._llm_weights_sleeping:
                 vllm_engine.wake(self.llm, "weights")
                 self._llm_weights_sleeping = False
-            vllm_engine.load(self.llm, self._iter_named_params(), fp8=self._fp8)
+            vllm_engine.load(self.llm, self._iter_named_params(), fp8=self.settings.quantization == "fp8")
         self.seconds["sync"] += time.perf_counter() - began
 
     def generate(self, prompts, images, num_generations, profiler=None):

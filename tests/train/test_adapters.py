@@ -1,4 +1,4 @@
-"""Adapters over a base in bf16, INT8 or NF4: the base stays as it is, the reference is it, and the merge is the right one."""
+"""Adapters over a base in bf16, INT8 or NF4: the base does not change, it is the reference, and the merge is exact."""
 
 import json
 import shutil
@@ -87,13 +87,15 @@ def test_the_base_is_the_same_in_memory_and_on_disk_while_its_adapter_moves(ran)
 def test_a_base_that_moved_keeps_nothing(ran):
     weight = next(weight for name, weight in ran.trainer.model.named_parameters() if "base_layer.weight" in name).data
     first = weight.reshape(-1)[0].clone()
+    watching = guard.Guard(ran.trainer.model, adapter=True)
+    assert watching.before == ran.before
     try:
         weight.reshape(-1)[0] += 1
         with pytest.raises(QrlError, match="changed in memory"):
-            guard.check_unmoved(ran.before, guard.frozen_digest(ran.trainer.model))
+            watching.check(None)
     finally:
         weight.reshape(-1)[0] = first
-    guard.check_unmoved(ran.before, guard.frozen_digest(ran.trainer.model))
+    watching.check(None)
 
 
 def test_a_base_that_fsdp_lays_out_anew_is_guarded_by_its_values(ran, monkeypatch):

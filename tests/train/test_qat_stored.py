@@ -1,4 +1,4 @@
-"""A trained model as a compressed-tensors checkpoint: the same weights bit for bit, the same answers, in transformers."""
+"""A trained model as a compressed-tensors checkpoint: bit for bit the same weights and answers in transformers."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""A training that is killed outright goes on as if nothing had been; two processes train as one."""
+"""A killed training resumes to the same weights; two processes train as one."""
 
 import json
 import os
@@ -66,13 +66,13 @@ def child(folder, settings):
 
 
 def prompts(work):
-    """Questions by step, in order."""
+    """Return the questions by step, in order."""
     files = sorted((work / "completions").glob("*.parquet"))
     return {file.name: [str(value) for value in pd.read_parquet(file)["prompt"]] for file in files}
 
 
 def alone(folder, settings):
-    """The same training in this process, never disturbed."""
+    """Run the same training in this process, undisturbed."""
     data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 32, 0), "task": "arithmetic"}
     folders = {"work": folder / "work", "out": folder / "model"}
     return grpo.run(Job(settings=settings, template="plain", seed=0, device="cpu", **data, **folders))
@@ -104,7 +104,7 @@ def test_a_training_killed_at_a_random_moment_ends_with_the_same_weights_bit_for
 
 @pytest.mark.slow
 def test_two_processes_go_on_from_a_checkpoint_bit_for_bit(tmp_path):
-    """What was trained after it is taken away, as if they had been killed: the rest is trained again, to the same weights."""
+    """As if they had been killed: without its last checkpoint, the training ends with the same weights again."""
     settings = KINDS["qlora"].model_copy(update={"steps": 4})
     script, work, kept = tmp_path / "child.py", tmp_path / "work", tmp_path / "again"
     script.write_text(CHILD)

@@ -1,4 +1,4 @@
-"""What a rollout engine is sent, how its gap is measured, and what is refused before it starts; no GPU and no vLLM needed."""
+"""The weights sent to a rollout engine, the measure of its gap, and its checks; without GPU and vLLM."""
 
 import importlib.util
 import math
@@ -176,7 +176,7 @@ def test_k1_and_k3_estimate_the_divergence_that_they_are_named_after():
 
 
 def test_what_an_engine_draws_depends_on_its_seed_alone_and_shifts_nothing_that_training_draws():
-    """torch's numbers, of which vLLM draws tokens on a CPU, and numpy's, of which it draws completions' seeds on a GPU."""
+    """vLLM draws tokens from torch's generator on a CPU, and the seeds of completions from numpy's on a GPU."""
 
     def drawn() -> tuple[float, float]:
         return torch.rand(()).item(), numpy.random.random()
@@ -228,11 +228,11 @@ VLLM = Rollout(engine="vllm")
 
 def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeypatch):
     rollout.check(Rollout(), "cpu", Train())
-    with pytest.raises(BadInput, match="samples on a GPU"):
+    with pytest.raises(BadInput, match=r"rollout\.engine = vllm .*GPU"):
         rollout.check(VLLM, "cpu", Train())
-    with pytest.raises(BadInput, match="nvfp4-a4 quantizes activations too, which vLLM's forward would not"):
+    with pytest.raises(BadInput, match=r"train\.qat = nvfp4-a4 quantizes activations"):
         rollout.check(VLLM, "cuda", Train(qat="nvfp4-a4"))
-    with pytest.raises(BadInput, match=r"rounds what train\.qat = int4 rounded already"):
+    with pytest.raises(BadInput, match=r"rollout\.quantization = fp8 .*train\.qat = int4"):
         rollout.check(Rollout(engine="vllm", quantization="fp8"), "cuda", Train(qat="int4"))
     rollout.check(VLLM, "cuda", Train(qat="int4"))
     with pytest.raises(BadInput, match="No rollout server answers"):
@@ -249,15 +249,12 @@ def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeyp
 UNHEEDED = {
     "FP8 without an engine": (
         Rollout(quantization="fp8"),
-        r"rollout\.quantization = fp8 means nothing where rollout\.engine = transformers",
+        r"rollout\.quantization = fp8 .*rollout\.engine = transformers",
     ),
-    "a server without an engine": (
-        Rollout(mode="server"),
-        r"rollout\.mode = server means nothing .* set rollout\.engine = vllm",
-    ),
+    "a server without an engine": (Rollout(mode="server"), r"rollout\.mode = server .* set rollout\.engine = vllm"),
     "a correction of nothing": (
         Rollout(is_correction="sequence_mask"),
-        r"rollout\.is_correction = sequence_mask means nothing",
+        r"rollout\.is_correction = sequence_mask .*rollout\.engine = vllm",
     ),
     "an address, colocated": (
         Rollout(engine="vllm", server="http://a:1"),

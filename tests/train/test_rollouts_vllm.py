@@ -1,4 +1,4 @@
-"""What a real vLLM says of its samples after each of ten syncs is what the model that is trained says; vLLM runs in its own Python.
+"""A real vLLM, in its own Python, gives its samples the trained model's log-probabilities after each of ten syncs.
 
 QRL_VLLM_PYTHON=…/bin/python pytest -m slow tests/test_rollouts_vllm.py    # one that is there already
 """

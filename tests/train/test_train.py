@@ -1,4 +1,4 @@
-"""GRPO's joints: one prompt for all, the reward is the grader, resuming skips what is broken, merging is exact."""
+"""GRPO: one prompt renderer, rewards from the grader, resuming past broken checkpoints, exact merges."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def test_training_calibration_and_evaluation_render_identical_ids(template):
 
 
 def watch(model, seen: list):
-    """Notes what a model is fed: a list of token ids per row, padding left out, for every call of more than one position."""
+    """Record what a model is fed: a list of token ids per row, without padding, for each call of several positions."""
 
     def note(module, args, given):
         ids, mask = given["input_ids"], given["attention_mask"]

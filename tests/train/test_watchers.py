@@ -1,4 +1,4 @@
-"""Watchers: each says its sentence when its trouble is there, once, and never on a healthy run; probes touch nothing."""
+"""Watchers: each warns once when its trouble lasts, and never on a healthy run; probes change no weight."""
 
 import re
 

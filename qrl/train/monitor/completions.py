@@ -13,13 +13,7 @@ COLUMNS = ["step", "prompt", "completion"]
 
 
 def sampled(work: Path, settings: Train, *, rewarded: bool = True) -> pd.DataFrame:
-    """Return the first completions of every logged step: step, prompt, completion, and the weighted sum of its rewards.
-
-    Args:
-        work: the trainer's folder.
-        settings: the completions per step, the rewards and their weights.
-        rewarded: whether completions earn rewards; a distillation's do not.
-    """
+    """Return the first completions of every logged step: step, prompt, completion, and its weighted rewards, if any."""
     columns = [*COLUMNS, "reward"] if rewarded else COLUMNS
     weights = dict(zip(settings.rewards, settings.reward_weights or [1.0] * len(settings.rewards), strict=True))
     parts = []

@@ -25,57 +25,29 @@ class Kind:
     names: dict[str, str]  # TRL's name → ours; its other numbers stay in the trainer's own state
 
 
-GRPO = Kind(
-    "GRPO",
-    "reward",
-    {
-        "reward": "train/reward",
-        "reward_std": "train/reward_std",
-        "rewards/correct/mean": "train/reward_correct",
-        "rewards/format/mean": "train/reward_format",
-        "frac_reward_zero_std": "train/frac_reward_zero_std",
-        "entropy": "train/entropy",
-        "kl": "train/kl",
-        "loss": "train/loss",
-        "grad_norm": "train/grad_norm",
-        "learning_rate": "train/learning_rate",
-        "completions/mean_length": "train/completion_tokens",
-        "completions/min_length": "train/completion_tokens_min",
-        "completions/max_length": "train/completion_tokens_max",
-        "completions/clipped_ratio": "train/truncation_rate",
-        "clip_ratio/region_mean": "train/clip_ratio",
-        "clip_ratio/low_mean": "train/clip_ratio_low",
-        "clip_ratio/high_mean": "train/clip_ratio_high",
-        reward.TIMEOUTS: "train/grader_timeout_rate",
-        reward.ERRORS: "train/grader_error_rate",
-        "completions_per_s": "train/completions_per_s",
-        "peak_memory_gib": "train/peak_memory_gib",
-    }
-    | {rollout.PREFIX + name: rollout.PREFIX + name for name in rollout.METRICS},
-)
-_DISTILLED = (
-    "loss",
-    "entropy",
-    "grad_norm",
-    "learning_rate",
-    "completions/mean_length",
-    "completions/clipped_ratio",
-    "completions_per_s",
-    "peak_memory_gib",
-)
-DISTILLATION = Kind("distillation", "loss", {name: GRPO.names[name] for name in _DISTILLED})
+_SAME = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "kl", "loss", "grad_norm", "learning_rate")
+_SAME += (reward.TIMEOUTS, reward.ERRORS, "completions_per_s", "peak_memory_gib")
+_RENAMED = {
+    "rewards/correct/mean": "reward_correct",
+    "rewards/format/mean": "reward_format",
+    "completions/mean_length": "completion_tokens",
+    "completions/min_length": "completion_tokens_min",
+    "completions/max_length": "completion_tokens_max",
+    "completions/clipped_ratio": "truncation_rate",
+    "clip_ratio/region_mean": "clip_ratio",
+    "clip_ratio/low_mean": "clip_ratio_low",
+    "clip_ratio/high_mean": "clip_ratio_high",
+}
+_TRAIN = {name: f"train/{ours}" for name, ours in ({name: name for name in _SAME} | _RENAMED).items()}
+_ROLLOUT = {rollout.PREFIX + name: rollout.PREFIX + name for name in rollout.METRICS}
+_DISTILLED = ("loss", "entropy", "grad_norm", "learning_rate", "completions/mean_length", "completions/clipped_ratio")
+_DISTILLED += ("completions_per_s", "peak_memory_gib")
+GRPO = Kind("GRPO", "reward", _TRAIN | _ROLLOUT)
+DISTILLATION = Kind("distillation", "loss", {name: _TRAIN[name] for name in _DISTILLED})
 
 
 def callback(settings: Train, log: Log, kind: Kind = GRPO):
-    """Return a callback that logs each step's metrics and draws the progress bar.
-
-    Of several processes, only the first draws the bar; the others are given a `log` that does nothing.
-
-    Args:
-        settings: the recipe's section.
-        log: receives the metrics by our names, and the optimizer step.
-        kind: what is logged.
-    """
+    """Return a callback that logs each step's metrics by our names, and draws the progress bar in the first process."""
     from tqdm import tqdm
     from transformers import TrainerCallback
 

@@ -66,7 +66,7 @@ def curve(log_history: Sequence[dict]) -> pd.DataFrame:
 
 
 def callback(trainer, job: Job):
-    """Return a callback that shows the watchers every row, runs the probe when due, and stops training if the recipe says so."""
+    """Return a callback that runs probes and watchers, and stops training where the recipe says so."""
     from transformers import TrainerCallback
 
     every = job.watch.probe_every

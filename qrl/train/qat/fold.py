@@ -1,4 +1,4 @@
-"""Q(W) of the linears that share a scale: computed once after each optimizer step, and kept until the weights change."""
+"""Q(W) of the linears that share a scale: computed after each optimizer step, and kept until the weights change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _pass_through(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor that passes its gradient to `exact` unchanged; its values are replaced: `tensor.data = quantized`.
+    """Return a tensor that passes its gradient to `exact` unchanged; its values are replaced by `tensor.data = …`.
 
     Autograd's cast does that: its backward is native and needs no Python.
     """

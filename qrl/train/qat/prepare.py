@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +13,6 @@ from qrl.formats.fakequant import linears
 from qrl.recipe import Train
 from qrl.tasks import prompt
 from qrl.train.job import Job
-
-if TYPE_CHECKING:
-    pass
 
 GAP, GAP_LARGEST = "train/qat_logprob_gap", "train/qat_logprob_gap_max"
 
@@ -44,18 +40,15 @@ def begin(trainer, job: Job) -> None:
     scales in the work folder. How far Q(W) moves those solutions' log-probabilities is logged at step 0. The reference
     policy, if there is one, is a separate model and stays in full precision.
 
-    Args:
-        trainer: TRL's, ready to train; its model holds the masters, on its device.
-        job: the training.
-
     Raises:
         BadInput: FSDP shards the weights, or the format does not fit the model.
     """
     settings = job.settings
     if settings.qat == "none":
         return
+    from transformers import TrainerCallback
 
-    from qrl.train.qat import calibration, linear
+    from qrl.train.qat import calibration, fold, linear
 
     if trainer.is_fsdp_enabled:
         raise BadInput("train.qat needs whole weights in each process, but FSDP shards them: set train.qat = none.")
@@ -74,7 +67,12 @@ def begin(trainer, job: Job) -> None:
     with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=bf16):  # as the loss computes
         mean, largest = calibration.logprob_gap(model, batches)
     job.log({GAP: mean, GAP_LARGEST: largest}, 0)
-    trainer.add_callback(_folding(model))
+
+    class Folding(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            fold.refold(model)
+
+    trainer.add_callback(Folding())
 
 
 def copy_scales(work: Path, folder: Path) -> None:
@@ -103,15 +101,3 @@ def texts(job: Job, device="cpu") -> list[dict[str, torch.Tensor]]:
             )
         batches.append({key: batch[key].to(device) for key in ("input_ids", "attention_mask")})
     return batches
-
-
-def _folding(model):
-    from transformers import TrainerCallback
-
-    from qrl.train.qat import fold
-
-    class Folding(TrainerCallback):
-        def on_step_end(self, args, state, control, **_):
-            fold.refold(model)
-
-    return Folding()

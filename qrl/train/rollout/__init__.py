@@ -1,4 +1,4 @@
-"""Sample GRPO's completions with vLLM: what is refused, the weights the engine is sent, its gap to the trained model."""
+"""Sample GRPO's completions with vLLM: its checks, its weights, and its gap to the trained model."""
 
 from qrl.train.rollout.checks import VLLM, arguments, check, check_heeded, check_installed, check_server_storage
 from qrl.train.rollout.engine_gap import METRICS, PREFIX

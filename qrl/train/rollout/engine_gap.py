@@ -13,7 +13,7 @@ METRICS = ("kl_k1", "kl_k3", "token_ess", "sequence_ess", "sync_s", "generate_s"
 
 @dataclass(frozen=True)
 class Gap:
-    """KL of the engine's distribution q to the trainer's p, per token, and the sample size left after correcting for it."""
+    """KL of the engine's distribution q to the trainer's p, and the sample size left after correcting for it."""
 
     kl_k1: float  # mean of log q − log p, in nats per token: unbiased, may be negative
     kl_k3: float  # mean of p/q − 1 − log(p/q), in nats per token: unbiased, never negative

@@ -10,12 +10,9 @@ computes with.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import nn
+from torch import nn
 
 
 def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -63,7 +60,7 @@ def full(weight: torch.Tensor, module: nn.Module) -> torch.Tensor:
 
 
 def adapted(layer: nn.Module) -> torch.Tensor:
-    """Return base plus ΔW of one LoRA layer as a new tensor (out_features, in_features), in the dtype of the base's values."""
+    """Return base plus ΔW of one LoRA layer as a new tensor (out_features, in_features), in the base's dtype."""
     base = full(layer.base_layer.weight, layer.base_layer)
     total = base.float()
     total = total.clone() if total.data_ptr() == base.data_ptr() else total

@@ -69,7 +69,7 @@ def create(model: str, settings: Rollout, *, sequences: int, sleeps: bool, rank:
 
 
 def _batches(sequences: int, *, fp8: bool) -> dict:
-    """Return the largest number of completions at once and, in FP8, the batch sizes to pad to, without the slow ones."""
+    """Return the largest number of completions at once and, in FP8, the batch sizes to pad to, without slow ones."""
     if not fp8 or sequences < SLOW_FP8.start:
         return {"max_num_seqs": sequences}
     most = max(sequences, SLOW_FP8.stop)
