@@ -1,4 +1,4 @@
-"""What a recipe's adapter gains on held-out questions, and how far each way to merge it is from the model that was trained.
+"""Measure an adapter's gain on held-out questions, and how far each way to merge it is from the trained model.
 
     python tests/benchmarks/adapters.py tiny-qlora 0 train.steps=16 evaluate.n=1000
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def merged(adapter: Path, questions: list, settings: recipe.Recipe, folder: Path) -> Path:
-    """The adapter folded into the base that it was trained over; prints how far that, and the original base, would be."""
+    """Merge an adapter into the original base and into the one it was trained over, and print how far each is off."""
     tokens = hf.tokenizer(tiny.PATH)
     prompts = [prompt.render(tokens, question.question, settings.prompt) for question in questions]
     for into in ("full", "auto"):

@@ -127,35 +127,39 @@ from qrl import tiny
 from qrl.recipe import Train
 from qrl.train import policy, sharded
 
-def same(found):
-    return len(wanted) == 56 and found.keys() == wanted.keys() and all(found[name].equal(wanted[name]) for name in
-    wanted)
+def same(weights):
+    return len(wanted) == 56 and weights.keys() == wanted.keys() and all(weights[k].equal(wanted[k]) for k in wanted)
 
 def laid_out():
-    settings = Train(method="lora") model = get_peft_model(policy.load(tiny.PATH, settings, "cpu"),
-    policy.adapter(settings)) drawn = {name.replace(".default", ""): weight.detach().clone() for name, weight in
-    model.named_parameters() if ".lora_" in name} bf16 = MixedPrecision(*3 * [torch.bfloat16])  # as accelerate makes
-    it: of weights, gradients and buffers given = {"auto_wrap_policy": fsdp_auto_wrap_policy(model), "mixed_precision":
-    sharded.keep_precision(bf16, adapter=True)} return model, drawn, FullyShardedDataParallel(model,
-    device_id=torch.device("cpu"), use_orig_params=True, **given)
+    settings = Train(method="lora")
+    model = get_peft_model(policy.load(tiny.PATH, settings, "cpu"), policy.adapter(settings))
+    adapter = {name: weight for name, weight in model.named_parameters() if ".lora_" in name}
+    drawn = {name.replace(".default", ""): weight.detach().clone() for name, weight in adapter.items()}
+    bf16 = MixedPrecision(*3 * [torch.bfloat16])  # as accelerate makes it: of weights, gradients and buffers
+    options = {"auto_wrap_policy": fsdp_auto_wrap_policy(model), "use_orig_params": True}
+    options |= {"mixed_precision": sharded.keep_precision(bf16, adapter=True), "device_id": torch.device("cpu")}
+    return model, drawn, FullyShardedDataParallel(model, **options)
 
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meet", rank=0, world_size=1)
 model, wanted, parts = laid_out()
 sharded.patch_peft()
-sharded.patch_peft()  # once is enough
+sharded.patch_peft()  # a second call changes nothing
 with FullyShardedDataParallel.state_dict_type(parts, StateDictType.FULL_STATE_DICT):
-    model.save_pretrained(sys.argv[1] + "/adapter", state_dict=parts.state_dict())  # as save.write does assert
-    same(load_file(sys.argv[1] + "/adapter/adapter_model.safetensors")), "written" checkpoint = {name: weight.clone()
-    for name, weight in get_peft_model_state_dict(parts).items()}  # as accelerate's checkpoints do assert
-    same(checkpoint), "kept"
+    model.save_pretrained(sys.argv[1] + "/adapter", state_dict=parts.state_dict())  # as save.write does
+    assert same(load_file(sys.argv[1] + "/adapter/adapter_model.safetensors")), "written"
+    state = get_peft_model_state_dict(parts)  # as accelerate's checkpoints do
+    checkpoint = {name: weight.clone() for name, weight in state.items()}
+    assert same(checkpoint), "kept"
 
-_, _, again = laid_out()  # of the process that goes on: its parts get weights before anything went through the whole
+_, _, again = laid_out()  # the resuming process: its parts load weights before any forward pass through the whole
 with FullyShardedDataParallel.state_dict_type(again, StateDictType.FULL_STATE_DICT):
     peft.set_peft_model_state_dict(again, checkpoint)
-    assert same(get_peft_model_state_dict(again)), "gone on with"
-FullyShardedDataParallel.optim_state_dict(again, torch.optim.AdamW(again.parameters()))  # as the optimizer's state is
-looked for rotary = [value for name, value in again.named_buffers() if name.endswith("inv_freq")] assert rotary and
-all(value.dtype == torch.float32 for value in rotary), "positions" with torch.no_grad():
+    assert same(get_peft_model_state_dict(again)), "resumed"
+optimizer = torch.optim.AdamW(again.parameters())
+FullyShardedDataParallel.optim_state_dict(again, optimizer)  # as the optimizer's state is read
+rotary = [value for name, value in again.named_buffers() if name.endswith("inv_freq")]
+assert rotary and all(value.dtype == torch.float32 for value in rotary), "positions"
+with torch.no_grad():
     assert again(torch.tensor([[3, 5, 7]])).logits.isfinite().all(), "computed"
 """
 
