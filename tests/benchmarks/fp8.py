@@ -1,15 +1,16 @@
 """Measure FP8 rollouts at 8 B: whole rollouts with the sync before them, and the kernels of a decoding step.
 
-    python tests/benchmarks/fp8.py bf16 fp8 "fp8 kv8" --out FOLDER      # a process per case, in sequence
+    python tests/benchmarks/fp8.py bf16 fp8 "fp8 kv8" --out FOLDER  # a process per case, in sequence
     python tests/benchmarks/fp8.py bf16 fp8 --beside --repeats 4 --rounds 8x2048,32x2048 \\
         --share 0.3 --kv-gib 20 --out FOLDER
 
 A case is `bf16` or `fp8` for the engine's linears, with `kv8` for keys and values in FP8, beside a trainer with LoRA
 over bf16 that sends its weights before every rollout. A round is completions × tokens. A point is completions × cached
-tokens of each: 1,144 is the mean of a rollout of 2,048 tokens after a prompt of 120. With `--beside` all cases share one
-card and run each round in turn; the printed ratios then compare pairs of rounds with the first case. The time of a step
-there is the difference between a long and a short answer to the same prompts, cached by then. Weights are random: their
-time is the real model's, their log-probabilities are not.
+tokens of each: 1,144 is the mean of a rollout of 2,048 tokens after a prompt of 120. With `--beside` all cases share
+one card and run each round in turn; the printed ratios then compare pairs of rounds with the first case. The time of a
+step there is the difference between a long and a short answer to the same prompts, cached by then. Weights are random:
+their time is the real model's, their log-probabilities are not.
+
 `bare bf16` and `bare fp8` measure points of an engine as vLLM makes it by itself, in its own process.
 """
 

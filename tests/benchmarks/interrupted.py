@@ -3,8 +3,8 @@
     python tests/benchmarks/interrupted.py full lora qlora "qlora vllm" --out FOLDER
 
 Two undisturbed trainings show how far the device repeats itself; the killed one has to be as near to the first as
-the second is. The difference is ‖A − B‖ / ‖A − start‖ over the trained weights: its share of the whole update. The kill comes
-at a random moment. Methods run side by side.
+the second is. The difference is ‖A − B‖ / ‖A − start‖ over the trained weights: its share of the whole update. The kill
+comes at a random moment. Methods run side by side.
 """
 
 import argparse

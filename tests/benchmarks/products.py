@@ -2,9 +2,9 @@
 
     python tests/benchmarks/products.py
 
-Prints the milliseconds of all 144 products of a decoding step: the least of three runs of a CUDA graph, over the weights
-of many layers in turn, so that no cache helps. `cutlass` is vLLM's kernel for FP8; `torch_*` are cuBLAS's, through
-torch._scaled_mm, with one scale per tensor or per row. Quantizing the activations is not counted.
+Prints the milliseconds of all 144 products of a decoding step: the least of three runs of a CUDA graph, over the
+weights of many layers in turn, so that no cache helps. `cutlass` is vLLM's kernel for FP8; `torch_*` are cuBLAS's,
+through torch._scaled_mm, with one scale per tensor or per row. Quantizing the activations is not counted.
 """
 
 import functools
