@@ -40,20 +40,11 @@ def train(recipe: Recipe) -> None:
     world = process.world_size()
     key = keys.trained(recipe, base.digest, device, teacher=teacher.digest if teacher else None, processes=world)
     work = (WORK / f"train-{key[:16]}").resolve()
-    job = Job(
-        base=base.path,
-        questions=questions,
-        settings=recipe.train,
-        task=recipe.task,
-        template=recipe.prompt,
-        seed=recipe.seed,
-        device=device,
-        work=work / "trainer",
-        out=work / "model",
-        rollout=recipe.rollout,
-        watch=recipe.watch,
-        probed=inputs.probe(recipe, questions, heldout) if recipe.watch.probe_every else (),
-    )
+    probed = inputs.probe(recipe, questions, heldout) if recipe.watch.probe_every else ()
+    sections = {"settings": recipe.train, "rollout": recipe.rollout, "watch": recipe.watch}
+    how = {"task": recipe.task, "template": recipe.prompt, "seed": recipe.seed, "device": device}
+    folders = {"base": base.path, "work": work / "trainer", "out": work / "model"}
+    job = Job(questions=questions, probed=probed, **sections, **how, **folders)
     rollout.check(recipe.rollout, device, recipe.train)
     if teacher:
         distill.check(base, teacher, job)
@@ -65,12 +56,8 @@ def train(recipe: Recipe) -> None:
         grpo.run(job)
         return
     store.prepare()
-    params = {
-        "device": device,
-        "processes": world,
-        "base_stored_in": recipe.train.storage,
-        "computed_in": recipe.train.compute,
-    }
+    stored = {"base_stored_in": recipe.train.storage, "computed_in": recipe.train.compute}
+    params = {"device": device, "processes": world} | stored
     read, tags = ("train", "rollout", "watch"), _tags(recipe, key, base.digest)
     with (
         workspace(work.name, keep_on_error=True),
@@ -116,22 +103,16 @@ def merge(recipe: Recipe, adapter: str) -> None:
         tokens, out, into = hf.tokenizer(base.path), work / "model", recipe.merge.into
         prompts = [prompt.render(tokens, question.question, recipe.prompt) for question in questions]
         merged = merging.run(base.path, folder, out, prompts, max_logit_diff=limit, into=into, device=device)
-        full = merged.into == "full"
-        stored = "the base in full precision" if full else f"the base in {merged.into}, dequantized"
-        contents.log_params({"merged_into": stored})
-        lost = ("max_logit_diff", merged.max_logit_diff), ("residual", merged.merge_residual)
-        contents.log_scores({f"merge/{name}": value for name, value in (*lost, ("base_shift", merged.base_shift))})
+        stored = "in full precision" if merged.into == "full" else f"in {merged.into}, dequantized"
+        contents.log_params({"merged_into": f"the base {stored}"})
+        lost = {"merge/max_logit_diff": merged.max_logit_diff, "merge/residual": merged.merge_residual}
+        contents.log_scores(lost | {"merge/base_shift": merged.base_shift})
         _record(recipe, merged.path, base.digest, [])
 
 
 def _tags(recipe: Recipe, key: str, parent: str) -> dict[str, str]:
-    return {
-        names.TAG_CACHE_KEY: key,
-        names.TAG_PARENT_DIGEST: parent,
-        names.TAG_VARIANT: recipe.train.variant,
-        names.TAG_SCHEME: names.FULL,
-        names.TAG_TASK: recipe.task,
-    }
+    own = {names.TAG_VARIANT: recipe.train.variant, names.TAG_SCHEME: names.FULL, names.TAG_TASK: recipe.task}
+    return {names.TAG_CACHE_KEY: key, names.TAG_PARENT_DIGEST: parent} | own
 
 
 def _log_questions(recipe: Recipe, questions: Sequence[Question], context: str) -> None:
@@ -142,9 +123,8 @@ def _log_questions(recipe: Recipe, questions: Sequence[Question], context: str) 
 def _check_contamination(recipe: Recipe, base: Path, questions: list, heldout: list) -> None:
     """Log the overlap of held-out questions with the training ones, and the base's own where known; may refuse.
 
-    Checking before training costs no GPU time on bad data. All held-out questions are compared, not only `evaluate.n`
-    of them, so the check of a reused training does not depend on how many are evaluated. Generated questions cannot
-    overlap. `evaluate` knows its cells by address, without the questions that they were trained on.
+    This runs before training, so that bad data costs no GPU time, and because `evaluate` does not know the training
+    questions. It compares all held-out questions, so that a reused training is checked whatever `evaluate.n` is.
     """
     against = {"contamination/": ("the training questions", questions)}
     if base == tiny.PATH:
