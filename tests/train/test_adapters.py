@@ -42,7 +42,7 @@ def job(settings, folder):
 
 
 class Ran:
-    """One GRPO run over a base stored one way, with what its trainer was before."""
+    """One GRPO run over a base stored in one way, with its trainer before the run."""
 
     def __init__(self, storage: str, folder) -> None:
         self.storage, self.settings, self.work = storage, STORED[storage], folder / "work"

@@ -41,8 +41,8 @@ def test_the_divergence_over_all_tokens_is_the_plain_kl_and_mixes_linearly():
     forward = kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
     backward = kl_div(theirs, ours, log_target=True, reduction="none").sum(-1)
     for weight in (0.0, 0.3, 1.0):
-        found = distill.divergence(student, teacher, top_k=64, reverse=weight)
-        assert torch.allclose(found, (1 - weight) * forward + weight * backward, atol=1e-5)
+        mixed = distill.divergence(student, teacher, top_k=64, reverse=weight)
+        assert torch.allclose(mixed, (1 - weight) * forward + weight * backward, atol=1e-5)
 
 
 def test_only_the_teachers_likeliest_tokens_count_and_an_equal_student_is_at_zero():

@@ -45,7 +45,7 @@ def train(folder, name="int4", **changes):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """One training in the format that calibrates activations."""
+    """Train once in the format that calibrates activations."""
     folder = tmp_path_factory.mktemp("trained")
     return folder, *train(folder, "nvfp4-a4")
 
@@ -80,7 +80,7 @@ def test_the_stored_model_keeps_the_scales_that_were_calibrated(trained, tmp_pat
 
 
 def test_rollouts_and_loss_compute_with_the_same_q(tmp_path, monkeypatch):
-    """Every matrix that a linear multiplies by between two optimizer steps is one and the same object."""
+    """Between two optimizer steps, every forward pass of a linear uses the same matrix object."""
     used = {}
     plain = qat.Fold.straight_through
 

@@ -93,8 +93,8 @@ def test_a_training_killed_at_a_random_moment_ends_with_the_same_weights_bit_for
     if killed.returncode != -signal.SIGKILL:
         pytest.skip(f"it was over before the kill {wait:.2f} s after step {last_seen}")
     again = child(tmp_path / "killed", settings)
-    said, _ = again.communicate(timeout=180)
-    where = f"killed {wait:.2f} s after step {last_seen}: {said}"
+    output, _ = again.communicate(timeout=180)
+    where = f"killed {wait:.2f} s after step {last_seen}: {output}"
     assert again.returncode == 0, where
     whole = alone(tmp_path, settings)
     assert prompts(tmp_path / "killed" / "work") == prompts(tmp_path / "work"), where
@@ -144,7 +144,7 @@ def test_two_processes_train_as_one_and_the_first_alone_logs_and_writes(store, t
         max_completion_tokens=48,
         completions_logged=16,
     )
-    given = recipe.load(
+    resolved = recipe.load(
         "tiny", {f"train.{key}": str(value) for key, value in settings.model_dump(exclude_defaults=True).items()}
     )
     words = [
@@ -158,7 +158,7 @@ def test_two_processes_train_as_one_and_the_first_alone_logs_and_writes(store, t
         "qrl",
         "train",
     ]
-    (tmp_path / "recipe.yaml").write_text(given.dump())
+    (tmp_path / "recipe.yaml").write_text(resolved.dump())
     words += [
         "--recipe",
         str(tmp_path / "recipe.yaml"),
@@ -189,10 +189,10 @@ def test_two_processes_train_as_one_and_the_first_alone_logs_and_writes(store, t
     }
     assert steps == {"train/reward": [1, 2], "probe/n": [0, 2]} and run.data.metrics["probe/n"] == 5
     table = json.loads((Path(run.info.artifact_uri.removeprefix("file://")) / "completions.json").read_text())
-    asked = (
+    shared = (
         pd.DataFrame(table["data"], columns=table["columns"])
         .groupby("step")["prompt"]
         .agg(lambda column: sorted(set(column)))
     )
     single = alone(tmp_path, settings).completions.groupby("step")["prompt"].agg(lambda column: sorted(set(column)))
-    assert asked.to_dict() == single.to_dict() and {len(texts) for texts in single} == {4}
+    assert shared.to_dict() == single.to_dict() and {len(texts) for texts in single} == {4}

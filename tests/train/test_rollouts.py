@@ -27,7 +27,7 @@ METHODS = {
 
 
 def adapted(train: Train):
-    """The built-in model as a method holds it, its adapter drawn at random so that it matters."""
+    """Return the built-in model as a method stores it, with a random adapter."""
     from peft import get_peft_model
 
     model = policy.load(tiny.PATH, train, "cpu")
@@ -46,14 +46,14 @@ def held(request):
 
 
 def stored(model) -> str:
-    """Every weight as it lies in memory, the trained ones too."""
+    """Return the digest of every weight in memory, the trained ones too."""
     state = {name: weight.requires_grad for name, weight in model.named_parameters()}
     model.requires_grad_(False)
-    found = guard.frozen_digest(model)
+    digest = guard.frozen_digest(model)
     for name, weight in model.named_parameters():
         if state[name]:
             weight.requires_grad_(True)
-    return found
+    return digest
 
 
 def test_what_is_sent_has_the_checkpoints_names_and_shapes_each_once(held):
@@ -66,7 +66,7 @@ def test_what_is_sent_has_the_checkpoints_names_and_shapes_each_once(held):
 
 
 def test_what_is_sent_is_the_freshly_dequantized_base_with_the_adapter_merged(held):
-    """PEFT's own merge into an unpacked copy is the other way to the same weights."""
+    """PEFT's own merge into a dequantized copy gives the same weights."""
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     train, model = held
@@ -95,7 +95,7 @@ def test_ten_syncs_leave_every_weight_bit_for_bit_and_send_the_same(held):
 
 
 def test_a_packed_base_is_moved_by_trls_own_way_and_not_by_ours():
-    """Why `sync` exists: merging and unmerging in place rounds the codes anew."""
+    """Why `sync` exists: merging and unmerging in place rounds the codes again."""
     model = adapted(METHODS["qlora"])
     before = guard.frozen_digest(model)
     for _ in sync.named_weights(model):
@@ -126,15 +126,14 @@ def test_the_gap_is_its_definition(logps, spread, seed):
     trainer = torch.tensor([logps, logps])
     engine = trainer + spread * torch.randn_like(trainer)
     mask = torch.ones_like(trainer)
-    found = engine_gap.measure(trainer, engine, mask)
+    gap = engine_gap.measure(trainer, engine, mask)
     ratios = [math.exp(p - q) for p, q in zip(trainer.flatten().tolist(), engine.flatten().tolist(), strict=True)]
-    assert found.kl_k1 == pytest.approx(-sum(map(math.log, ratios)) / len(ratios), abs=1e-9)
+    assert gap.kl_k1 == pytest.approx(-sum(map(math.log, ratios)) / len(ratios), abs=1e-9)
     assert (
-        found.kl_k3 == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / len(ratios), abs=1e-9)
-        and found.kl_k3 >= 0
+        gap.kl_k3 == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / len(ratios), abs=1e-9) and gap.kl_k3 >= 0
     )
-    assert found.token_ess == pytest.approx(sum(ratios) ** 2 / len(ratios) / sum(r * r for r in ratios))
-    assert 0 < found.sequence_ess <= 1 + 1e-12 and 0 < found.token_ess <= 1 + 1e-12
+    assert gap.token_ess == pytest.approx(sum(ratios) ** 2 / len(ratios) / sum(r * r for r in ratios))
+    assert 0 < gap.sequence_ess <= 1 + 1e-12 and 0 < gap.token_ess <= 1 + 1e-12
 
 
 def test_processes_add_up_and_what_was_not_sampled_or_scored_does_not_count():
@@ -157,22 +156,22 @@ def test_processes_add_up_and_what_was_not_sampled_or_scored_does_not_count():
 
 
 def test_long_completions_far_apart_still_have_an_effective_size():
-    """Weights of whole completions leave the range of floats; their ratios do not."""
+    """Weights of whole completions overflow floats; their ratios do not."""
     logs = torch.tensor([-900.0, -901.0, -905.0], dtype=torch.float64)
     weights = (logs - logs.max()).exp()
     assert engine_gap.effective_share(logs) == pytest.approx(float(weights.sum() ** 2 / weights.square().sum() / 3))
     engine = torch.zeros(3, 2048, dtype=torch.float64)
-    found = engine_gap.measure(engine + (logs / 2048)[:, None], engine, torch.ones_like(engine))
-    assert found.sequence_ess == pytest.approx(engine_gap.effective_share(logs))
+    gap = engine_gap.measure(engine + (logs / 2048)[:, None], engine, torch.ones_like(engine))
+    assert gap.sequence_ess == pytest.approx(engine_gap.effective_share(logs))
 
 
 def test_k1_and_k3_estimate_the_divergence_that_they_are_named_after():
     torch.manual_seed(0)
     q, p = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.35, 0.25])
     drawn = torch.multinomial(q, 200_000, replacement=True)[None]
-    found = engine_gap.measure(p.log()[drawn], q.log()[drawn], torch.ones_like(drawn))
+    gap = engine_gap.measure(p.log()[drawn], q.log()[drawn], torch.ones_like(drawn))
     wanted = float((q * (q / p).log()).sum())
-    assert found.kl_k1 == pytest.approx(wanted, rel=0.05) and found.kl_k3 == pytest.approx(wanted, rel=0.05)
+    assert gap.kl_k1 == pytest.approx(wanted, rel=0.05) and gap.kl_k3 == pytest.approx(wanted, rel=0.05)
 
 
 def test_what_an_engine_draws_depends_on_its_seed_alone_and_shifts_nothing_that_training_draws():
@@ -212,14 +211,14 @@ def test_an_engine_sleeps_where_memory_asks_for_it():
 
 
 def test_an_fp8_engine_pads_batches_whose_products_are_slow_to_one_that_it_may_draw():
-    """A graph of more completions than an engine draws at once would not be used for whole steps."""
+    """A CUDA graph for more completions than an engine samples at once would not be used for whole steps."""
     assert vllm_engine._batches(300, fp8=False) == {"max_num_seqs": 300} and vllm_engine._batches(16, fp8=True) == {
         "max_num_seqs": 16
     }
     for sequences, most in [(17, 64), (32, 64), (64, 64), (128, 128), (1000, 1000)]:
-        found = vllm_engine._batches(sequences, fp8=True)
-        sizes = found["compilation_config"]["cudagraph_capture_sizes"]
-        assert found["max_num_seqs"] == most and sizes[:6] == [1, 2, 4, 8, 16, 64] and sizes == sorted(sizes)
+        options = vllm_engine._batches(sequences, fp8=True)
+        sizes = options["compilation_config"]["cudagraph_capture_sizes"]
+        assert options["max_num_seqs"] == most and sizes[:6] == [1, 2, 4, 8, 16, 64] and sizes == sorted(sizes)
         assert sizes[-1] == min(2 * most, 512)
 
 
@@ -303,12 +302,12 @@ def test_a_server_that_stores_otherwise_than_the_recipe_says_is_refused():
     ("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)]
 )
 def test_fp8_is_refused_on_gpus_without_it(key, capability, refused):
-    asked = Rollout(engine="vllm", **{key: "fp8"})
+    narrow = Rollout(engine="vllm", **{key: "fp8"})
     if refused:
         with pytest.raises(BadInput, match=rf"rollout\.{key} = fp8 needs a GPU of compute capability 8\.9"):
-            checks.check_fp8(asked, capability, "a GPU")
+            checks.check_fp8(narrow, capability, "a GPU")
     else:
-        checks.check_fp8(asked, capability, "a GPU")
+        checks.check_fp8(narrow, capability, "a GPU")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")

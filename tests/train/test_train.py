@@ -51,8 +51,8 @@ def test_training_calibration_and_evaluation_render_identical_ids(template):
 def watch(model, seen: list):
     """Record what a model is fed: a list of token ids per row, without padding, for each call of several positions."""
 
-    def note(module, args, given):
-        ids, mask = given["input_ids"], given["attention_mask"]
+    def note(module, args, inputs):
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
         if ids.shape[1] > 1:
             seen.append([row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)])
 
@@ -62,14 +62,14 @@ def watch(model, seen: list):
 
 @pytest.mark.parametrize("template", prompt.TEMPLATES)
 def test_rollouts_cells_and_calibration_feed_the_weights_the_same_ids(template, tmp_path, monkeypatch):
-    questions, rolled_out, asked = QUESTIONS[:4], [], []
+    questions, rolled_out, evaluated = QUESTIONS[:4], [], []
     load_policy, load = policy.load, hf.load
 
-    def watched_load(*given):
-        model, tokens = load(*given)
-        return watch(model, asked), tokens
+    def watched_load(*args):
+        model, tokens = load(*args)
+        return watch(model, evaluated), tokens
 
-    monkeypatch.setattr(policy, "load", lambda *given: watch(load_policy(*given), rolled_out))
+    monkeypatch.setattr(policy, "load", lambda *args: watch(load_policy(*args), rolled_out))
     monkeypatch.setattr(hf, "load", watched_load)
     settings = FAST.model_copy(update={"steps": 1, "max_completion_tokens": 4})
     grpo.run(job(tmp_path, settings, questions=questions, template=template))  # TRL's data set, renderer and rollout
@@ -80,7 +80,7 @@ def test_rollouts_cells_and_calibration_feed_the_weights_the_same_ids(template, 
 
     prompts = sorted({tuple(row) for row in rolled_out[0]})
     assert len(prompts) == 4 and len(rolled_out[0]) == settings.prompts_per_step * settings.generations
-    assert sorted(map(tuple, asked[0])) == prompts
+    assert sorted(map(tuple, evaluated[0])) == prompts
     rendered = [prompt.render(hf.tokenizer(tiny.PATH), question.question, template) for question in questions]
     assert sorted(map(tuple, rendered)) == prompts
     assert sorted(tuple(row[: len(ids)]) for row, ids in zip(calibrated, rendered, strict=True)) == prompts
@@ -102,8 +102,8 @@ def test_every_logged_step_is_in_the_history_with_its_speed(trained):
 
 def test_training_leaves_a_checkpoint_in_the_bases_dtype_with_its_tokenizer(trained):
     _, done, _ = trained
-    found = checkpoint.check(done.path)
-    assert found.dtype == checkpoint.check(tiny.PATH).dtype and found.quantization is None
+    written = checkpoint.check(done.path)
+    assert written.dtype == checkpoint.check(tiny.PATH).dtype and written.quantization is None
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (done.path / name).read_bytes() == (tiny.PATH / name).read_bytes()
 
@@ -188,7 +188,7 @@ def test_an_adapter_without_weights_is_neither_written_nor_gone_on_with(trained,
 
 
 def test_an_adapter_is_written_alike_by_every_process(tmp_path):
-    """PEFT holds the names of the matrices as a set, whose order is drawn anew with every interpreter."""
+    """PEFT keeps the names of the matrices in a set, with another order in every interpreter."""
     settings = Train(method="lora", lora_rank=2)
     save.write(
         get_peft_model(policy.load(tiny.PATH, settings, "cpu"), policy.adapter(settings)),
@@ -218,7 +218,7 @@ def test_batches_that_do_not_divide_are_refused_before_any_weight_is_loaded(tmp_
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
-    """A low-rank adapter of one GRPO run, with weights that matter."""
+    """Return a low-rank adapter of one GRPO run at a large learning rate."""
     folder = tmp_path_factory.mktemp("adapter")
     settings = FAST.model_copy(update={"method": "lora", "lora_rank": 4, "learning_rate": 1e-2})
     return grpo.run(job(folder, settings)).path

@@ -138,13 +138,13 @@ def test_a_folder_with_too_few_questions_for_a_probe_is_refused(tmp_path):
     for file, n in (("train.jsonl", 12), ("test.jsonl", 4)):
         lines = [f'{{"question": "{file}: {i}?", "answer": "#### {i}"}}\n' for i in range(n)]
         (tmp_path / file).write_text("".join(lines))
-    asked = {"data": str(tmp_path), "train.questions": "8", "watch.probe_every": "1", "watch.probe_n": "4"}
-    settings = recipe.load("tiny", asked)
+    overrides = {"data": str(tmp_path), "train.questions": "8", "watch.probe_every": "1", "watch.probe_n": "4"}
+    settings = recipe.load("tiny", overrides)
     trained, heldout = inputs.questions(settings, "train", 8), inputs.all_heldout(settings)
     probe = inputs.probe(settings, trained, heldout)
     assert len(probe) == 4 and not {q.question for q in probe} & {q.question for q in (*trained, *heldout)}
     with pytest.raises(BadInput, match=r"4 questions .*watch\.probe_n asks for 5"):
-        inputs.probe(recipe.load("tiny", asked | {"watch.probe_n": "5"}), trained, heldout)
+        inputs.probe(recipe.load("tiny", overrides | {"watch.probe_n": "5"}), trained, heldout)
 
 
 def test_a_probe_larger_than_any_use_of_it_is_refused_before_questions_are_made():
