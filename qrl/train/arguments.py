@@ -48,8 +48,7 @@ def check(settings: Train, questions: int) -> None:
     if settings.save_every % settings.num_iterations:
         raise BadInput(
             f"train.save_every = {settings.save_every} is no multiple of train.num_iterations = "
-            f"{settings.num_iterations}: training cannot resume in the middle of a batch of completions; choose a "
-            "multiple."
+            f"{settings.num_iterations}, but training cannot resume within a batch of completions: choose a multiple."
         )
 
 

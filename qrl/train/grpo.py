@@ -56,8 +56,7 @@ def _check_stop(job: Job) -> None:
     for watcher, (is_measured, remedy) in measured.items():
         if watcher in job.watch.stop and not is_measured:
             raise BadInput(
-                f"watch.stop = {watcher} stops for what this training does not measure: {remedy}, or leave {watcher} "
-                "out."
+                f"watch.stop = {watcher} needs a measure that this training lacks: {remedy}, or leave {watcher} out."
             )
 
 

@@ -142,8 +142,7 @@ def _settings(storage: str, compute: str) -> Train:
 def _adapter_on(base: Path, adapter: Path, over: Train, device: str, prompts: Sequence[Sequence[int]]) -> list:
     """Return logits of the trained model: the base as stored in training, with its adapter, in fp32 arithmetic.
 
-    Training's own arithmetic rounds more than the merge loses, in bf16 or in INT8's activations, which no merged model
-    rounds.
+    Training's own arithmetic, in bf16 or with INT8's rounded activations, would hide what the merge loses.
     """
     from peft import PeftModel
 

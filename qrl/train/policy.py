@@ -53,10 +53,9 @@ def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
     linears = _linears(tensors)
     for target in settings.lora_targets:
         if not any(name == target or name.endswith(f".{target}") for name in linears):
-            leaves = sorted({name.rpartition(".")[2] for name in linears})
+            leaves = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
             raise BadInput(
-                f"train.lora_targets names '{target}', which is no linear of the model: expected some of "
-                f"{', '.join(leaves)}."
+                f"train.lora_targets names '{target}', which is no linear of the model: expected some of {leaves}."
             )
 
 
@@ -64,8 +63,7 @@ def check_reference(settings: Train, tensors: Mapping[str, Entry], device: str) 
     """Check that a second copy of the weights can fit into memory.
 
     Full training holds masters, gradients and AdamW's two moments in fp32, 16 bytes per parameter; a reference adds 4.
-    Activations and the KV cache come on top and are not counted. FSDP's processes share all of it. An adapter needs no
-    copy, nor does beta 0.
+    Activations and the KV cache are not counted. FSDP's processes share all of it. Adapters and beta 0 need no copy.
 
     Raises:
         BadInput: the device has less memory.
@@ -101,8 +99,7 @@ def _linears(tensors: Mapping[str, Entry]) -> list[str]:
 def load(base: Path, settings: Train, device: str):
     """Return the base stored as the recipe says, on the CPU, or on this process's GPU where bitsandbytes packs it.
 
-    Full training and a base in fp32 get fp32 weights: at RL's learning rates, bf16 masters would round most updates
-    away.
+    Full training and a base in fp32 get fp32 weights: at RL's learning rates, bf16 masters would lose most updates.
     """
     storage, compute = settings.storage, getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[settings.compute])
     options = {}

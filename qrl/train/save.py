@@ -21,14 +21,8 @@ from qrl.workspace import written_whole
 def trained(model, base: checkpoint.Checkpoint, job: Job, state: dict[str, torch.Tensor] | None = None) -> None:
     """Write a job's outcome: an adapter and what it was trained over, or all weights.
 
-    Weights are stored in the base's dtype. QAT's stay in fp32 beside their activation scales: rounding would change
-    their codes.
-
-    Args:
-        model: the trained model, unwrapped.
-        base: the checkpoint that it started from.
-        job: where to write, and how it was trained.
-        state: as in `write`.
+    Weights are stored in the base's dtype. QAT's stay in fp32 beside their activation scales, since rounding changes
+    codes. `state` is as in `write`.
     """
     settings = job.settings
     if settings.adapter:

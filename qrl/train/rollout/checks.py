@@ -24,8 +24,7 @@ def check(settings: Rollout, device: str, train: Train) -> None:
 
     Raises:
         BadInput: a setting has no effect; vLLM would sample without a GPU, for a distillation, or for a format that
-            quantizes activations; FSDP shards what the engine is sent; the GPU lacks FP8; or the server does not
-            answer.
+            quantizes activations; FSDP shards its weights; the GPU lacks FP8; or the server does not answer.
     """
     check_heeded(settings)
     if settings.engine != VLLM:
@@ -79,9 +78,8 @@ def _check_qat(settings: Rollout, train: Train) -> None:
 
     if values.scheme(train.qat).input_activations is not None:
         raise BadInput(
-            f"train.qat = {train.qat} quantizes activations too, but vLLM's forward pass would not, so training and "
-            "sampling would differ: set rollout.engine = transformers, or choose a weight-only format (int8, int4, "
-            "nvfp4-a16, mxfp4)."
+            f"train.qat = {train.qat} quantizes activations, but vLLM's forward pass would not: set rollout.engine = "
+            "transformers, or choose a weight-only format (int8, int4, nvfp4-a16, mxfp4)."
         )
     if settings.quantization != "none":
         raise BadInput(
