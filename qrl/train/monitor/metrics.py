@@ -25,11 +25,11 @@ class Kind:
     names: dict[str, str]  # TRL's name → ours; its other numbers stay in the trainer's own state
 
 
-_SAME = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "kl", "loss", "grad_norm", "learning_rate")
-_SAME += (reward.TIMEOUTS, reward.ERRORS, "completions_per_s", "peak_memory_gib")
-_RENAMED = {
+_OURS = {  # TRL's name → ours, below train/
+    **{name: name for name in ("reward", "reward_std")},
     "rewards/correct/mean": "reward_correct",
     "rewards/format/mean": "reward_format",
+    **{name: name for name in ("frac_reward_zero_std", "entropy", "kl", "loss", "grad_norm", "learning_rate")},
     "completions/mean_length": "completion_tokens",
     "completions/min_length": "completion_tokens_min",
     "completions/max_length": "completion_tokens_max",
@@ -37,8 +37,9 @@ _RENAMED = {
     "clip_ratio/region_mean": "clip_ratio",
     "clip_ratio/low_mean": "clip_ratio_low",
     "clip_ratio/high_mean": "clip_ratio_high",
+    **{name: name for name in (reward.TIMEOUTS, reward.ERRORS, "completions_per_s", "peak_memory_gib")},
 }
-_TRAIN = {name: f"train/{ours}" for name, ours in ({name: name for name in _SAME} | _RENAMED).items()}
+_TRAIN = {name: f"train/{ours}" for name, ours in _OURS.items()}
 _ROLLOUT = {rollout.PREFIX + name: rollout.PREFIX + name for name in rollout.METRICS}
 _DISTILLED = ("loss", "entropy", "grad_norm", "learning_rate", "completions/mean_length", "completions/clipped_ratio")
 _DISTILLED += ("completions_per_s", "peak_memory_gib")
