@@ -328,7 +328,7 @@ def lull(link, *, awake: bool) -> None:
 
 @contextlib.contextmanager
 def server(case: dict):
-    """Run a rollout server on the second GPU while the first trains, with the command in ROLLOUTS.md."""
+    """Run a rollout server on the second GPU, with the command in qrl/train/rollout/README.md."""
     from qrl import tiny
 
     if not case.get("serves"):

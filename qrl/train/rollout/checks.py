@@ -126,7 +126,7 @@ def check_server(address: str) -> None:
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise BadInput(
             f"No rollout server answers at rollout.server = {address} ({getattr(error, 'reason', error)}): start one "
-            "as qrl/train/ROLLOUTS.md describes, or set rollout.mode = colocate."
+            "as qrl/train/rollout/README.md describes, or set rollout.mode = colocate."
         ) from None
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FP8 = "fp8_per_tensor"  # one scale per weight tensor, computed at every sync, and one per token's activations
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper: the first GPUs that multiply in 8-bit floats
 BATCHED_TOKENS = 8192  # of prompts, in one engine step
-SLOW_FP8 = range(17, 64)  # batch sizes with slower FP8 products on Hopper than a batch of 64 (ROLLOUTS.md)
+SLOW_FP8 = range(17, 64)  # batch sizes with slower FP8 products on Hopper than a batch of 64 (README.md)
 
 
 def installed() -> bool:
