@@ -14,24 +14,27 @@ from qrl.stats import LEVEL, quantile, signed
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# column → its name in a title, and over its panel
+# column → its name in the figure's title, and in its panel's
 MEASURES = {
     "reward": ("Training reward", "mean reward (share right)"),
-    "loss": ("Divergence from the teacher", "divergence from the teacher (nats a token)"),
+    "loss": ("Divergence from the teacher", "divergence from the teacher (nats per token)"),
 }
 
 
 def training(
     history: pd.DataFrame, path: str | Path, measure: str = "reward", probes: pd.DataFrame | None = None
 ) -> None:
-    """Training curves: reward, held-out accuracy where it was probed, and below them the health of the run.
+    """Draw training curves: reward, held-out accuracy where it was probed, and below them the health of the run.
 
     Args:
-        history: `step`, the measure, and where they were logged `reward_std`, `frac_reward_zero_std`, `entropy`, `kl`;
-            columns that are missing or all NaN are left out.
+        history: `step`, the measure, and optionally `reward_std`, `frac_reward_zero_std`, `entropy`, `kl`; missing and
+            all-NaN columns are left out.
         path: the PNG to write.
-        measure: what the run is to move: `reward`, or a distillation's `loss`.
-        probes: `step`, `accuracy`, its 95 % interval `low` and `high`, and `n`; a row a look, none where there was no probe.
+        measure: what training optimizes: `reward`, or a distillation's `loss`.
+        probes: `step`, `accuracy`, its 95 % interval `low` and `high`, and `n`; a row per probe.
+
+    Raises:
+        ValueError: the history has no step, or no value of the measure.
     """
     labels = shown(history, measure)
     if "step" not in history or measure not in labels:
@@ -55,59 +58,49 @@ def training(
         axes.tick_params(labelbottom=False)
     last.set_xlabel("optimizer step")
     last.xaxis.get_major_locator().set_params(integer=True)
-    finish(
-        figure,
-        first,
-        reward_found(history, measure),
-        "Faint: each logged step; bold: running mean over a tenth of the run.",
-        path,
-    )
+    note = "Faint: each logged step; bold: running mean over a tenth of the run."
+    finish(figure, first, reward_found(history, measure), note, path)
 
 
 def _probe(axes: Axes, probes: pd.DataFrame) -> None:
-    """Held-out accuracy over steps, a bar for each look's 95 % interval."""
+    """Draw held-out accuracy over steps, with 95 % intervals."""
     reach = [probes["accuracy"] - probes["low"], probes["high"] - probes["accuracy"]]
     axes.errorbar(probes["step"], probes["accuracy"], yerr=reach, fmt="o-", color=RED, lw=1.6, ms=4, capsize=3)
-    axes.set_title(
-        f"held-out accuracy (n = {probes['n'].iloc[0]:,} probe questions; bars: 95 %)",
-        loc="left",
-        size=10,
-        color=INK,
-        pad=4,
-    )
+    title = f"held-out accuracy (n = {probes['n'].iloc[0]:,} probe questions; bars: 95 %)"
+    axes.set_title(title, loc="left", size=10, color=INK, pad=4)
     axes.margins(x=0.02, y=0.15)
 
 
 def shown(history: pd.DataFrame, measure: str = "reward") -> dict[str, str]:
-    """The columns that have values, and what stands over their panels."""
+    """Return the columns that have values, and the titles of their panels."""
     labels = {
         measure: MEASURES[measure][1],
         "reward_std": "standard deviation of rewards",
-        "frac_reward_zero_std": "groups without signal (share)",
-        "entropy": "entropy (nats a token)",
-        "kl": "KL to the reference (nats a token)",
+        "frac_reward_zero_std": "groups with equal rewards (share)",
+        "entropy": "entropy (nats per token)",
+        "kl": "KL to the reference (nats per token)",
     }
     return {column: label for column, label in labels.items() if column in history and history[column].notna().any()}
 
 
 def smoothed(history: pd.DataFrame, column: str) -> tuple[pd.DataFrame, pd.Series]:
-    """The steps that have a value, and its running mean over a tenth of the run."""
+    """Return the steps that have a value, and its running mean over a tenth of the run."""
     part = history[["step", column]].dropna()
     return part, part[column].rolling(2 * (len(part) // 20) + 1, center=True, min_periods=1).mean()
 
 
 def reward_found(history: pd.DataFrame, measure: str = "reward") -> str:
-    """The change from the first half of the run to the second, with Welch's 95 % interval over steps."""
+    """Return the change from the first to the second half of the run, with Welch's 95 % interval over steps."""
     curve = history.dropna(subset=[measure]).sort_values("step")[measure].to_numpy(dtype=float)
     what = MEASURES[measure][0]
     steps = int(history["step"].max())
     first, second = curve[: len(curve) // 2], curve[len(curve) - len(curve) // 2 :]
     if len(first) < 3:
-        return f"{what} over {steps} steps: too few to say whether it moved"
+        return f"{what} over {steps} steps: too few for an interval"
     parts = [half.var(ddof=1) / len(half) for half in (first, second)]
     change, stderr = second.mean() - first.mean(), sum(parts) ** 0.5
     df = stderr**4 / sum(part**2 / (len(first) - 1) for part in parts) if stderr else len(first) - 1
     reach = quantile((1 + LEVEL) / 2, df) * stderr
-    verb = "rises" if change - reach > 0 else "falls" if change + reach < 0 else "is not shown to move"
+    verb = "rises" if change - reach > 0 else "falls" if change + reach < 0 else "does not change significantly"
     interval = f"{signed(change)} [{signed(change - reach)}, {signed(change + reach)}]"
     return f"{what} {verb}: {interval} from the first half of {steps} steps to the second"

@@ -34,7 +34,7 @@ def check(recipe: Recipe, overrides: dict[str, str], *, beside: Sequence[str] = 
     from qrl.quantize import settings as choices
     from qrl.study import report
     from qrl.tasks import prompt
-    from qrl.train.rollout import trainer
+    from qrl.train import rollout
 
     prompt.check(recipe.task, recipe.prompt)
     report.warn(
@@ -44,7 +44,7 @@ def check(recipe: Recipe, overrides: dict[str, str], *, beside: Sequence[str] = 
     base = checkpoint.check(source.locate(recipe.model))
     check_schemes(recipe, base.path)
     device = devices.choose(recipe.device)
-    trainer.check(recipe.rollout, device, recipe.train)
+    rollout.check(recipe.rollout, device, recipe.train)
     return Start(device, base)
 
 

@@ -1,1 +1,5 @@
-"""Training: GRPO with TRL, its reward, its checkpoints to resume from, and the merging of adapters."""
+"""Train a policy with GRPO or by distillation, and merge its adapter: a job in, full-precision weights out."""
+
+from qrl.train.job import Job, Trained
+
+__all__ = ["Job", "Trained"]

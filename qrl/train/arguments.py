@@ -1,28 +1,33 @@
-"""The recipe as TRL's trainer takes it, and the arithmetic of a batch."""
+"""The recipe as arguments of TRL's trainers: batch arithmetic, configuration, data set."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import hashlib
+import json
 from typing import Any
 
 from qrl import process
 from qrl.errors import BadInput
 from qrl.recipe import Train
+from qrl.train import rollout
+from qrl.train.job import Job
 
-SCHEDULES = {"constant": "constant_with_warmup"}  # ours → theirs, where they differ
+FILE = "arguments.json"  # the trainer's whole configuration, in the work folder
+SCHEDULES = {"constant": "constant_with_warmup"}  # our name → transformers' name, where they differ
 
 
 def check(settings: Train, questions: int) -> None:
-    """Refuses a batch that does not divide, before any weight is loaded.
+    """Check a step's batch against processes, questions and rewards, before any weight is loaded.
 
     Raises:
-        BadInput: completions that do not divide by processes or micro-batches, too few questions, or weights without rewards.
+        BadInput: processes or micro-batches do not divide the completions, there are too few questions, the reward
+            weights do not match the rewards, or a checkpoint would fall within a batch.
     """
     total, world = settings.prompts_per_step * settings.generations, process.world_size()
     product = f"train.prompts_per_step {settings.prompts_per_step} × train.generations {settings.generations}"
     if total % world:
         raise BadInput(
-            f"{world} processes do not divide the {total} completions of a step ({product}): choose a multiple of {world}."
+            f"{world} processes do not divide the {total} completions of a step ({product}): choose a multiple."
         )
     share = total // world
     if settings.micro_batch < share and share % settings.micro_batch:
@@ -32,31 +37,31 @@ def check(settings: Train, questions: int) -> None:
         )
     if questions < settings.prompts_per_step:
         raise BadInput(
-            f"There are {questions} training questions, but a step asks train.prompts_per_step = "
+            f"There are {questions} training questions, but a step draws train.prompts_per_step = "
             f"{settings.prompts_per_step} different ones: give more questions, or lower it."
         )
     if settings.reward_weights and len(settings.reward_weights) != len(settings.rewards):
         raise BadInput(
             f"train.reward_weights has {len(settings.reward_weights)} numbers for {len(settings.rewards)} rewards "
-            f"({', '.join(settings.rewards)}): give one each, or none."
+            f"({', '.join(settings.rewards)}): give one number per reward, or none."
         )
     if settings.save_every % settings.num_iterations:
         raise BadInput(
-            f"train.save_every = {settings.save_every} is no multiple of train.num_iterations = {settings.num_iterations}: a training "
-            "cannot go on from the middle of a batch of completions; choose a multiple."
+            f"train.save_every = {settings.save_every} is no multiple of train.num_iterations = "
+            f"{settings.num_iterations}, but training cannot resume within a batch of completions: choose a multiple."
         )
 
 
-def make(settings: Train, *, seed: int, device: str, work: Path, **more):
-    """GRPO's configuration; `more` is the rollout engine's part of it."""
+def make(job: Job, **more):
+    """Return GRPO's configuration; `more` are further arguments of it."""
     from trl import GRPOConfig
 
-    if (
-        process.sharded() and settings.beta and not settings.adapter
-    ):  # TRL would spread the reference over the GPUs before FSDP does
+    settings, more = job.settings, rollout.arguments(job.rollout) | more
+    if process.sharded() and settings.beta and not settings.adapter:
+        # Else TRL spreads the reference over the GPUs before FSDP does.
         more["model_init_kwargs"] = {"device_map": None}
     return GRPOConfig(
-        **common(settings, seed=seed, device=device, work=work),
+        **common(job),
         num_generations=settings.generations,
         num_iterations=settings.num_iterations,
         loss_type=settings.loss,
@@ -71,12 +76,13 @@ def make(settings: Train, *, seed: int, device: str, work: Path, **more):
     )
 
 
-def common(settings: Train, *, seed: int, device: str, work: Path) -> dict[str, Any]:
-    """What every trainer of TRL's that samples is told; several processes share the completions of a step."""
+def common(job: Job) -> dict[str, Any]:
+    """Return the arguments that GRPO and distillation share; several processes divide the completions of a step."""
+    settings = job.settings
     share = settings.prompts_per_step * settings.generations // process.world_size()
     micro = min(settings.micro_batch, share)
     return {
-        "output_dir": str(work),
+        "output_dir": str(job.work),
         "max_steps": settings.steps,
         "per_device_train_batch_size": micro,
         "gradient_accumulation_steps": share // micro,
@@ -94,9 +100,19 @@ def common(settings: Train, *, seed: int, device: str, work: Path) -> dict[str, 
         "num_completions_to_print": 0,
         "report_to": "none",
         "disable_tqdm": True,
-        "seed": seed,
-        "data_seed": seed,
-        "use_cpu": device == "cpu",
-        "dataloader_pin_memory": device == "cuda",
+        "seed": job.seed,
+        "data_seed": job.seed,
+        "use_cpu": job.device == "cpu",
+        "dataloader_pin_memory": job.device == "cuda",
         "push_to_hub": False,
     }
+
+
+def dataset(rows: list[dict]):
+    """Return rows as a data set with our own fingerprint: hashing by `datasets` pickles pyarrow, which can fail."""
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    return Dataset(InMemoryTable.from_pydict(columns), fingerprint=digest[:16])

@@ -1,89 +1,64 @@
-"""Whether what is not trained stayed as it was, however many processes hold parts of it."""
+"""Check that the frozen weights did not change, however many processes hold parts of them."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+
+import torch
 
 from qrl import process
 from qrl.errors import QrlError
 from qrl.train import policy
 
-if TYPE_CHECKING:
-    import torch
-
 
 class Guard:
-    """The base under an adapter, hashed before training; FSDP's parts are gathered to be hashed after it."""
+    """The base under an adapter, hashed before training and again after it."""
 
     def __init__(self, model, adapter: bool) -> None:
-        """Hashes what is frozen, where an adapter is trained.
-
-        Args:
-            model: as it is before training lays it out over processes.
-            adapter: whether a base stays as it is; without one all weights are trained.
-        """
-        self.model, self.before = model, ""
-        self.names: list[str] = []
-        if not adapter or (
-            process.sharded() and process.rank()
-        ):  # under FSDP the first process alone has loaded the weights
+        """Hash the frozen weights, before training shards the model; without an adapter nothing is frozen."""
+        self.model, self.before, self.names = model, "", []
+        if not adapter or (process.sharded() and process.rank()):  # under FSDP only the first process loads the weights
             return
         if process.sharded():
-            self.names = frozen_names(model)
-            self.before = value_digest(dict(model.named_parameters()), self.names)
+            self.names = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+            self.before = self._value_digest(dict(model.named_parameters()))
         else:
             self.before = frozen_digest(model)
 
     def check(self, state: Mapping[str, torch.Tensor] | None) -> None:
-        """Hashes it again.
+        """Hash the frozen weights again.
 
         Args:
             state: the weights by name, where several processes hold parts of the model; None otherwise.
 
         Raises:
-            QrlError: it has changed.
+            QrlError: they have changed.
         """
-        if self.before:
-            now = frozen_digest(self.model) if state is None else value_digest(state, self.names)
-            check_unmoved(self.before, now)
+        if not self.before:
+            return
+        if self.before != (frozen_digest(self.model) if state is None else self._value_digest(state)):
+            raise QrlError(
+                "The base changed in memory while its adapter was trained, so the adapter fits no base that can be "
+                "loaded. This is a bug in qrl or a library: report it; nothing is kept."
+            )
+
+    def _value_digest(self, state: Mapping[str, torch.Tensor]) -> str:
+        """Return the sha256 of the frozen weights' values in fp32: FSDP may store them in another dtype."""
+        return _digest((name, state[name].float()) for name in self.names)
 
 
 def frozen_digest(model) -> str:
-    """sha256 over everything that is not trained, as it lies in memory: codes, scales and whatever is not packed."""
+    """Return the sha256 of everything that is not trained, as stored in memory: codes, scales and unpacked weights."""
     return _digest(_frozen(model))
 
 
-def value_digest(state: Mapping[str, torch.Tensor], names: Iterable[str]) -> str:
-    """sha256 over the values of the tensors named, whatever float they are stored in: FSDP may store them in another."""
-    return _digest((name, state[name].float()) for name in names)
-
-
-def frozen_names(model) -> list[str]:
-    """Names of the parameters that are not trained."""
-    return [name for name, weight in model.named_parameters() if not weight.requires_grad]
-
-
-def check_unmoved(before: str, now: str) -> None:
-    """Compares two digests of what was to stay as it is.
-
-    Raises:
-        QrlError: it has changed.
-    """
-    if now != before:
-        raise QrlError(
-            "The base changed in memory while its adapter was trained, so the adapter belongs to no base that could be "
-            "loaded again: this is a fault of qrl or of a library; nothing is kept."
-        )
-
-
 def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
-        found.update(name.encode() + b"\0")
-        found.update(_bytes(tensor))
-    return found.hexdigest()
+        digest.update(name.encode() + b"\0")
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _frozen(model):
@@ -97,9 +72,3 @@ def _frozen(model):
         else:
             scales = module.weight.SCB if getattr(module.weight, "SCB", None) is not None else module.state.SCB
             yield f"{name}.SCB", scales
-
-
-def _bytes(tensor):
-    import torch
-
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

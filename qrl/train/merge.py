@@ -1,7 +1,7 @@
-"""Folding a low-rank adapter into its base: in full precision, never into codes of four or eight bits.
+"""Fold a low-rank adapter into its base: in full precision, never into codes of four or eight bits.
 
-An adapter that was trained over packed weights corrects what packing did to them, so it belongs to those values and not to the
-original ones: the base is packed afresh, unpacked into full precision, and the adapter folded into that.
+An adapter that was trained over packed weights corrects the quantization error of those values, so it fits them and not
+the original ones: the base is quantized and dequantized again, and the adapter is folded into that.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from qrl import checkpoint, process
 from qrl.errors import BadInput, QrlError
@@ -18,21 +19,16 @@ from qrl.formats import header
 from qrl.recipe import Train
 from qrl.train import policy, save
 
-if TYPE_CHECKING:
-    import torch
-
 
 @dataclass(frozen=True)
 class Merged:
-    """A merged checkpoint and how far it is from the model that was trained."""
+    """A merged checkpoint and how far it is from the trained model."""
 
     path: Path
     max_logit_diff: float  # largest |logit difference| to the adapter-on model, as it was trained, over the prompts
-    merge_residual: float  # ‖stored − exact‖ / ‖exact − base‖ over merged weights: what the base's dtype rounded away
-    into: str  # full: the original weights; int8, nf4: what these unpack to
-    base_shift: (
-        float  # ‖unpacked − original‖ / ‖original‖ over packed weights: what packing did to the base; 0 for full
-    )
+    merge_residual: float  # ‖stored − exact‖ / ‖exact − base‖ over merged weights: the loss to the base's dtype
+    into: str  # full: the original weights; int8, nf4: these, dequantized
+    base_shift: float  # ‖dequantized − original‖ / ‖original‖ over packed weights; 0 for full
 
 
 def run(
@@ -45,70 +41,75 @@ def run(
     into: str = "auto",
     device: str = "cpu",
 ) -> Merged:
-    """Merges an adapter into its base in full precision and checks the result against the adapter-on model.
+    """Merge an adapter into its base in full precision, and compare the result with the adapter-on model.
 
     Args:
-        base: full-precision checkpoint folder; its digest is the same afterwards.
+        base: full-precision checkpoint folder; never written to.
         adapter: a PEFT folder (adapter_config.json, adapter_model.safetensors).
         out: folder to make; it appears whole, by rename.
         prompts: lists of token ids to compare logits on.
         max_logit_diff: limit on the largest logit difference.
-        into: `full`: the original weights; `int8`, `nf4`: what these unpack to; `auto`: what the adapter was trained over, as it
-            records, else full.
+        into: `full`: the original weights; `int8`, `nf4`: these, dequantized; `auto`: what the adapter's record says it
+            was trained over, else full.
         device: where the base is packed again, as in training; merging itself runs on the CPU.
 
     Raises:
-        BadInput: the base is quantized or another one than was trained over, or the adapter is not one.
+        BadInput: the base is quantized or not the one that was trained over, or the adapter is not one.
         QrlError: the merged model differs by more than the limit.
     """
     found = checkpoint.check(base)
     if found.quantization:
         raise BadInput(
-            f"{base} is stored in {found.quantization}: an adapter merges into full precision only, since merging into "
-            "codes rounds the update away. Give the full-precision base; one that was trained over int8 or nf4 is packed and "
-            "unpacked here, as merge.into says."
+            f"{base} is stored in {found.quantization}, but an adapter merges into full precision only, since merging "
+            "into codes rounds the update away: give the full-precision base. If the adapter was trained over int8 or "
+            "nf4, merge.into quantizes and dequantizes that base here."
         )
     check_adapter(adapter)
     over = _trained_over(adapter, found, into)
     target = over if into == "auto" else _settings(into, over.compute)
     process.hush_transformers()
     process.hush_gptqmodel()
-    import torch
     from peft import PeftModel
 
-    wanted = _adapter_on(base, adapter, over, device, prompts)
+    expected, dtype = _adapter_on(base, adapter, over, device, prompts), getattr(torch, found.dtype)
     original, shift = policy.load(base, Train(), "cpu"), 0.0
     if target.packed:
-        shift = _unpack(policy.load(base, target, device).dequantize(dtype=torch.float32), original)
-    merged, residual = fold(PeftModel.from_pretrained(original, adapter), getattr(torch, found.dtype))
-    stored = _logits(merged.to(getattr(torch, found.dtype)).to(torch.float32), prompts)
-    difference = max(float((a - b).abs().max()) for a, b in zip(wanted, stored, strict=True))
+        shift = _dequantize_into(original, policy.load(base, target, device).dequantize(dtype=torch.float32))
+    merged, residual = fold(PeftModel.from_pretrained(original, adapter), dtype)
+    stored = _logits(merged.to(dtype).to(torch.float32), prompts)
+    difference = max(float((a - b).abs().max()) for a, b in zip(expected, stored, strict=True))
     if not difference <= max_logit_diff:
+        if over.storage != target.storage:
+            reason = f"it was trained over a base in {over.storage}, and corrects its errors: leave merge.into at auto."
+        else:
+            reason = "the base's dtype rounds too much of the update away: give a base in a wider one."
         raise QrlError(
-            f"The merged model's logits differ from the adapter-on model's by {difference:.3g}, above merge.max_logit_diff "
-            f"= {max_logit_diff:g}: {_why(over, target)}"
+            f"The merged model's logits differ from the adapter-on model's by {difference:.3g}, above "
+            f"merge.max_logit_diff = {max_logit_diff:g}: {reason}"
         )
     save.write(merged, base, out, dtype=found.dtype)
     return Merged(out, difference, residual, target.storage if target.packed else "full", shift)
 
 
 def fold(adapted, stored: torch.dtype):
-    """Adds each adapter to the matrix that it stands beside, and takes it away.
+    """Add each adapter to its matrix, and remove it.
 
     Args:
         adapted: a PEFT model over full-precision weights.
-        stored: dtype that the merged weights will be kept in.
+        stored: dtype that the merged weights will be stored in.
 
     Returns:
         The plain model, and ‖stored − exact‖ / ‖exact − base‖ over the merged matrices.
 
     Raises:
-        TypeError: the model holds bitsandbytes' codes, into which nothing is ever merged.
+        TypeError: the model holds bitsandbytes' codes.
     """
     from peft.tuners.lora import LoraLayer
 
     if any(policy.packed(adapted)):
-        raise TypeError("An adapter merges into full-precision weights only, but these are codes: unpack them first.")
+        raise TypeError(
+            "An adapter merges into full-precision weights only, but these are codes: dequantize them first."
+        )
     lost = update = 0.0
     for module in adapted.modules():
         if isinstance(module, LoraLayer):
@@ -119,40 +120,30 @@ def fold(adapted, stored: torch.dtype):
     return adapted.merge_and_unload(), (lost / update) ** 0.5 if update else 0.0
 
 
-def _trained_over(adapter: Path, found: checkpoint.Checkpoint, asked: str) -> Train:
-    """The base's storage under which the adapter was trained, as settings that load it again."""
+def _trained_over(adapter: Path, base: checkpoint.Checkpoint, into: str) -> Train:
+    """Return settings that load the base as it was stored when the adapter was trained."""
     note = policy.recorded(adapter)
-    if note and note["base_digest"] != found.digest:
+    if not note:
+        return _settings("full" if into == "auto" else into, "auto")
+    if note["base_digest"] != base.digest:
         raise BadInput(
-            f"{adapter} was trained over the base with digest {note['base_digest'][:12]}…, but {found.path} has "
-            f"{found.digest[:12]}…: give the base that it was trained over."
+            f"{adapter} was trained over the base with digest {note['base_digest'][:12]}…, but {base.path} has "
+            f"{base.digest[:12]}…: give the base that it was trained over."
         )
-    return (
-        _settings(note["base_storage"], note["compute"])
-        if note
-        else _settings("full" if asked == "auto" else asked, "auto")
-    )
+    return _settings(note["base_storage"], note["compute"])
 
 
 def _settings(storage: str, compute: str) -> Train:
-    """Settings that load a base stored that way; an adapter's `full` is fp32."""
-    storage = {"full": "fp32"}.get(storage, storage)
+    """Return settings that load a base stored that way; an adapter's `full` is fp32."""
+    storage = "fp32" if storage == "full" else storage
     return Train(method="lora", base_storage=storage, dtype="auto" if storage == "fp32" else compute)
 
 
-def _why(over: Train, target: Train) -> str:
-    if over.storage != target.storage:
-        return f"it was trained over a base in {over.storage}, whose errors it corrects; leave merge.into at auto."
-    return "the base's dtype rounds too much of the update away; give a base in a wider one."
-
-
 def _adapter_on(base: Path, adapter: Path, over: Train, device: str, prompts: Sequence[Sequence[int]]) -> list:
-    """Logits of the model that was trained: the base as it lay in memory, with the adapter beside it, in fp32 arithmetic.
+    """Return logits of the trained model: the base as stored in training, with its adapter, in fp32 arithmetic.
 
-    The values are those of training; its arithmetic would bury what the merge loses under its own rounding: bf16's, or that of
-    activations, which bitsandbytes' INT8 rounds along with the weights and no merged model repeats.
+    Training's own arithmetic, in bf16 or with INT8's rounded activations, would hide what the merge loses.
     """
-    import torch
     from peft import PeftModel
 
     model = policy.load(base, over, device)
@@ -162,9 +153,9 @@ def _adapter_on(base: Path, adapter: Path, over: Train, device: str, prompts: Se
     return _logits(PeftModel.from_pretrained(model, adapter).eval(), prompts)
 
 
-def _unpack(unpacked, original) -> float:
-    """Puts a packed base's values into the original model; returns how far they lie from the original ones, relatively."""
-    values, moved, size = unpacked.state_dict(), 0.0, 0.0
+def _dequantize_into(original, dequantized) -> float:
+    """Copy dequantized values into the original model, and return their relative distance from the original ones."""
+    values, moved, size = dequantized.state_dict(), 0.0, 0.0
     for name, weight in original.state_dict().items():
         value = values[name].to(weight.device, weight.dtype)
         if not value.equal(weight):
@@ -175,7 +166,11 @@ def _unpack(unpacked, original) -> float:
 
 
 def check_adapter(path: Path) -> None:
-    """Refuses a folder that is no PEFT adapter in safetensors."""
+    """Check that a folder is a PEFT adapter in safetensors.
+
+    Raises:
+        BadInput: a file is missing or damaged.
+    """
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (path / name).is_file():
             raise BadInput(f"{path} is no adapter: {name} is missing; expected a PEFT folder with safetensors.")
@@ -187,7 +182,5 @@ def check_adapter(path: Path) -> None:
 
 
 def _logits(model, prompts: Sequence[Sequence[int]]) -> list:
-    import torch
-
     with torch.inference_mode():
         return [model(torch.tensor([list(ids)], device=model.device)).logits.float().cpu() for ids in prompts]

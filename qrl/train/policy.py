@@ -1,6 +1,6 @@
-"""The policy: the base as it lies in memory, and the adapter over it.
+"""The policy: the base model in memory, and the adapter over it.
 
-Where an adapter is trained the base stays as it is, so it may be narrower than the masters that train: bf16, INT8 or NF4 with
+An adapter's base stays frozen, so it may be stored in fewer bits than the trained weights: bf16, INT8, or NF4 with
 double quantization (arXiv 2305.14314, sections 3 and 4). The reference policy is the same base with the adapter off.
 """
 
@@ -9,72 +9,64 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from qrl import process
 from qrl.engine import attention, pretrained
 from qrl.errors import BadInput
+from qrl.formats.header import Entry
 from qrl.recipe import PACKED, Train
 
-if TYPE_CHECKING:
-    import torch
-
-    from qrl.formats.header import Entry
-
-RANK = 16  # of an adapter whose recipe names none
+RANK = 16  # of an adapter, where the recipe sets none
 RECORD = "qrl_base.json"  # beside an adapter: what it was trained over
-HEADS = ("lm_head", "embed_out", "output")  # output heads: TRL reads their weights past any adapter
-BYTES_WITH_REFERENCE = 20  # a parameter, in full training: master 4, gradient 4, AdamW 8, reference 4
+HEADS = ("lm_head", "embed_out", "output")  # output heads: TRL reads their weights without any adapter
+BYTES_WITH_REFERENCE = 20  # per parameter in full training: master 4, gradient 4, AdamW 8, reference 4
 
 
 def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
-    """Refuses what cannot be trained, from the recipe and the names in the weight files alone.
-
-    Args:
-        settings: the recipe's section.
-        tensors: the base's, by name, as `checkpoint.entries` gives them.
+    """Check adapter and storage settings against the names in the weight files, from `checkpoint.entries`.
 
     Raises:
-        BadInput: adapter settings without an adapter, a base too narrow for its masters, or targets that are no linear of the model.
+        BadInput: adapter settings without an adapter, a base stored in too few bits for its training, or adapter
+            targets that are no linears of the model.
     """
     if not settings.adapter:
-        given = [key for key in ("lora_rank", "lora_alpha", "lora_targets") if getattr(settings, key)]
-        if given:
+        if keys := [key for key in ("lora_rank", "lora_alpha", "lora_targets") if getattr(settings, key)]:
             raise BadInput(
-                f"train.{given[0]} is set, but train.method = full trains all weights and no adapter: "
-                "leave it out, or choose train.method=lora or qlora."
+                f"train.{keys[0]} is set, but train.method = full trains all weights and no adapter: leave it out, or "
+                "set train.method = lora or qlora."
             )
         if settings.storage != "fp32":
             raise BadInput(
-                f"train.base_storage = {settings.storage} stores the base in too few bits to be trained itself: "
-                "choose train.method=lora or qlora for an adapter over it, or leave train.base_storage out."
+                f"train.base_storage = {settings.storage} stores the base in too few bits to train its own weights: "
+                "set train.method = lora or qlora for an adapter over it, or leave train.base_storage out."
             )
         return
     if settings.packed and process.sharded():
         raise BadInput(
-            f"train.base_storage = {settings.storage} packs the base into codes, which FSDP cannot shard: launch without FSDP, each process "
-            "with the whole base, or set train.base_storage=bf16."
+            f"train.base_storage = {settings.storage} packs the base into codes, which FSDP cannot shard: launch "
+            "without FSDP, so that each process has the whole base, or set train.base_storage = bf16."
         )
     if settings.storage == "bf16" and settings.compute == "fp32":
         raise BadInput("train.base_storage = bf16 computes in bf16, but train.dtype is fp32: leave one of the two out.")
     linears = _linears(tensors)
     for target in settings.lora_targets:
         if not any(name == target or name.endswith(f".{target}") for name in linears):
-            leaves = sorted({name.rpartition(".")[2] for name in linears})
+            leaves = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
             raise BadInput(
-                f"train.lora_targets names '{target}', which is no linear of the model: expected some of {', '.join(leaves)}."
+                f"train.lora_targets names '{target}', which is no linear of the model: expected some of {leaves}."
             )
 
 
 def check_reference(settings: Train, tensors: Mapping[str, Entry], device: str) -> None:
-    """Refuses a second copy of the weights where there is surely no room for it.
+    """Check that a second copy of the weights can fit into memory.
 
-    Full training holds masters, gradients and AdamW's two moments in fp32, 16 bytes a parameter, and a reference 4 more. What
-    activations and the cache take comes on top and is not counted; processes of FSDP share all of it. An adapter needs no
-    copy, nor does beta 0.
+    Full training holds masters, gradients and AdamW's two moments in fp32, 16 bytes per parameter; a reference adds 4.
+    Activations and the KV cache are not counted. FSDP's processes share all of it. Adapters and beta 0 need no copy.
 
     Raises:
-        BadInput: these alone are more than the device has.
+        BadInput: the device has less memory.
     """
     if settings.adapter or not settings.beta:
         return
@@ -82,16 +74,14 @@ def check_reference(settings: Train, tensors: Mapping[str, Entry], device: str) 
     need = sum(entry.numel for entry in tensors.values()) * BYTES_WITH_REFERENCE / shares
     if need > (have := _memory_bytes(device)):
         raise BadInput(
-            f"train.beta = {settings.beta:g} with train.method = full keeps the reference as a second copy: {need / 2**30:.0f} GiB with "
-            f"the optimizer, but this {device} has {have / 2**30:.0f}: set train.beta=0, or choose lora or qlora, whose reference is "
-            "the base with the adapter off."
+            f"train.beta = {settings.beta:g} with train.method = full keeps a second copy of the weights as the "
+            f"reference: {need / 2**30:.0f} GiB with the optimizer, but this {device} has {have / 2**30:.0f}: set "
+            "train.beta = 0, or train.method = lora or qlora, where the reference is the base with the adapter off."
         )
 
 
 def _memory_bytes(device: str) -> int:
     if device == "cuda":
-        import torch
-
         return torch.cuda.get_device_properties(process.local_rank()).total_memory
     import psutil
 
@@ -99,38 +89,34 @@ def _memory_bytes(device: str) -> int:
 
 
 def _linears(tensors: Mapping[str, Entry]) -> list[str]:
-    """Names of the modules with a weight matrix that an adapter can stand beside."""
-    names = [
-        name.removesuffix(".weight")
-        for name, entry in tensors.items()
-        if name.endswith(".weight") and len(entry.shape) == 2
-    ]
-    return [name for name in names if name.rpartition(".")[2] not in HEADS and "embed" not in name.rpartition(".")[2]]
+    """Return the modules with a weight matrix that an adapter can extend."""
+    matrices = [name for name, entry in tensors.items() if name.endswith(".weight") and len(entry.shape) == 2]
+    modules = [name.removesuffix(".weight") for name in matrices]
+    leaves = {module: module.rpartition(".")[2] for module in modules}
+    return [module for module, leaf in leaves.items() if leaf not in HEADS and "embed" not in leaf]
 
 
 def load(base: Path, settings: Train, device: str):
-    """The base as the recipe stores it, on the CPU, or on this process's GPU where bitsandbytes packs it.
+    """Return the base stored as the recipe says, on the CPU, or on this process's GPU where bitsandbytes packs it.
 
-    Full training and a base in fp32 get fp32 weights: at learning rates of RL, bf16 masters would round most updates away.
+    Full training and a base in fp32 get fp32 weights: at RL's learning rates, bf16 masters would lose most updates.
     """
-    import torch
-
-    storage, compute = settings.storage, _dtype(settings.compute)
-    given = {}
+    storage, compute = settings.storage, getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[settings.compute])
+    options = {}
     if storage in PACKED:
         place = f"cuda:{process.local_rank()}" if device == "cuda" else "cpu"
-        given = {"quantization_config": quantization(storage, compute), "device_map": {"": place}}
-    model = pretrained.load(base, dtype=torch.float32 if storage == "fp32" else compute, **given)
+        options = {"quantization_config": quantization(storage, compute), "device_map": {"": place}}
+    model = pretrained.load(base, dtype=torch.float32 if storage == "fp32" else compute, **options)
     keep_codes(model)
     if storage in PACKED and not any(packed(model)):
-        raise BadInput(f"{base} has no linear that bitsandbytes packs: choose train.base_storage=bf16.")
+        raise BadInput(f"{base} has no linear that bitsandbytes packs: set train.base_storage = bf16.")
     if device == "cpu":
         attention.use_grouped(model)
     return model
 
 
 def quantization(storage: str, compute: torch.dtype):
-    """How bitsandbytes packs the linears of a base; `compute` is what its codes are unpacked to."""
+    """Return how bitsandbytes packs the linears of a base; codes are unpacked to `compute`."""
     from transformers import BitsAndBytesConfig
 
     if storage == "int8":
@@ -141,9 +127,9 @@ def quantization(storage: str, compute: torch.dtype):
 
 
 def keep_codes(model) -> None:
-    """Forbids the repacking of codes that bitsandbytes does at the first forward on CPUs with AVX512-BF16.
+    """Prevent bitsandbytes from repacking codes at the first forward pass on CPUs with AVX512-BF16.
 
-    It happens in place, and what is trained, unpacked or saved afterwards would be silently wrong.
+    It repacks in place, and anything trained, unpacked or saved afterwards would be silently wrong.
     """
     for _, module in packed(model):
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -151,9 +137,7 @@ def keep_codes(model) -> None:
 
 
 def compute_in_fp32(model) -> None:
-    """Turns off rounding between layers; codes stay codes, and unpack to the values that they did before."""
-    import torch
-
+    """Turn off rounding between layers; codes stay codes, and unpack to the same values."""
     for weight in model.parameters():
         if weight.is_floating_point():
             weight.data = weight.data.to(torch.float32)
@@ -163,7 +147,7 @@ def compute_in_fp32(model) -> None:
 
 
 def adapter(settings: Train):
-    """PEFT's configuration of the adapter, or None where all weights are trained."""
+    """Return PEFT's configuration of the adapter, or None where all weights are trained."""
     if not settings.adapter:
         return None
     process.hush_gptqmodel()
@@ -179,25 +163,23 @@ def adapter(settings: Train):
 
 
 def widen(model) -> None:
-    """Trained weights in fp32: TRL casts an adapter over a packed base to bf16, where RL's small updates would be rounded."""
-    import torch
-
+    """Keep trained weights in fp32: TRL casts an adapter over a packed base to bf16, which loses small updates."""
     for weight in model.parameters():
         if weight.requires_grad:
             weight.data = weight.data.to(torch.float32)
 
 
 def record(folder: Path, settings: Train, base_digest: str) -> None:
-    """Notes beside an adapter what it was trained over, so that `merge` chooses the right base without being asked."""
+    """Write beside an adapter what it was trained over, so that `merge` chooses the right base."""
     note = {"base_storage": settings.storage, "compute": settings.compute, "base_digest": base_digest}
     (folder / RECORD).write_text(json.dumps(note, indent=1) + "\n")
 
 
 def recorded(folder: Path) -> dict[str, str]:
-    """What an adapter of ours was trained over; empty for those of others.
+    """Return what one of our adapters was trained over; nothing for an adapter from elsewhere.
 
     Raises:
-        BadInput: the note is damaged.
+        BadInput: the record is damaged.
     """
     if not (folder / RECORD).is_file():
         return {}
@@ -206,18 +188,13 @@ def recorded(folder: Path) -> dict[str, str]:
         return {key: note[key] for key in ("base_storage", "compute", "base_digest")}
     except (ValueError, KeyError, TypeError):
         raise BadInput(
-            f"{folder / RECORD} is damaged: expected what `train` wrote there; train again, or delete it and set merge.into."
+            f"{folder / RECORD} is damaged: expected the record that `train` writes; train again, or delete it and set "
+            "merge.into."
         ) from None
 
 
 def packed(model) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Modules that hold bitsandbytes' codes, by name, found without importing it for models that have none."""
+    """Yield the modules that hold bitsandbytes' codes, by name, without importing it for models that have none."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith("bitsandbytes.nn"):
             yield name, module
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]

@@ -1,4 +1,4 @@
-"""The rewards are the grader's: one piece of code says what is right, in training and in evaluation."""
+"""Rewards by the grader that also evaluates: training and evaluation agree on what is right."""
 
 from __future__ import annotations
 
@@ -10,35 +10,33 @@ TIMEOUTS, ERRORS = "grader_timeout_rate", "grader_error_rate"  # shares of a ste
 
 
 def functions(task: str, names: Sequence[str] = ("correct",)) -> list[Callable[..., list[float]]]:
-    """TRL's reward functions of a task, which share one grading of each batch.
+    """Return TRL's reward functions of a task, which grade each batch once between them.
 
     Args:
         task: a task's name; the training rows carry the column `answer`.
-        names: `correct` is 1.0 where the strict verdict is right, `format` 1.0 where there is an answer in the asked form,
+        names: `correct` is 1.0 where the strict verdict is right, `format` 1.0 where the answer has the required form,
             right or wrong; else 0.0.
     """
     graded: dict[tuple, list[tasks.Verdict]] = {}
 
-    def verdicts(texts: tuple[str, ...], answers: tuple[str, ...]) -> list[tasks.Verdict]:
-        if (texts, answers) not in graded:
+    def verdicts(completions: list, answers: list[str]) -> list[tasks.Verdict]:
+        texts = tuple(item[0]["content"] if isinstance(item, list) else item for item in completions)
+        key = (texts, tuple(answers))
+        if key not in graded:
             graded.clear()
-            graded[texts, answers] = tasks.grade_many(task, texts, answers)
-        return graded[texts, answers]
+            graded[key] = tasks.grade_many(task, *key)
+        return graded[key]
 
     def correct(
         completions: list, answer: list[str], log_metric: Callable[[str, float], None] | None = None, **_
     ) -> list[float]:
-        found = verdicts(_texts(completions), tuple(answer))
+        batch = verdicts(completions, answer)
         if log_metric is not None:
             for name, fault in ((TIMEOUTS, "timeout"), (ERRORS, "error")):
-                log_metric(name, sum(verdict.fault == fault for verdict in found) / len(found))
-        return [float(verdict.strict) for verdict in found]
+                log_metric(name, sum(verdict.fault == fault for verdict in batch) / len(batch))
+        return [float(verdict.strict) for verdict in batch]
 
     def format(completions: list, answer: list[str], **_) -> list[float]:  # TRL logs a reward under its function's name
-        return [float(verdict.parsed is not None) for verdict in verdicts(_texts(completions), tuple(answer))]
+        return [float(verdict.parsed is not None) for verdict in verdicts(completions, answer)]
 
     return [{"correct": correct, "format": format}[name] for name in names]
-
-
-def _texts(completions: list) -> tuple[str, ...]:
-    return tuple(message[0]["content"] if isinstance(message, list) else message for message in completions)

@@ -1,4 +1,4 @@
-"""Writing a trained model as a checkpoint folder that appears whole."""
+"""Write a trained model as a checkpoint folder that appears whole."""
 
 from __future__ import annotations
 
@@ -6,14 +6,32 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from qrl import checkpoint
 from qrl.errors import QrlError
 from qrl.formats import header
+from qrl.train import policy
+from qrl.train.job import Job
+from qrl.train.qat import prepare
+from qrl.workspace import written_whole
 
-if TYPE_CHECKING:
-    import torch
+
+def trained(model, base: checkpoint.Checkpoint, job: Job, state: dict[str, torch.Tensor] | None = None) -> None:
+    """Write a job's outcome: an adapter and what it was trained over, or all weights.
+
+    Weights are stored in the base's dtype. QAT's stay in fp32 beside their activation scales, since rounding changes
+    codes. `state` is as in `write`.
+    """
+    settings = job.settings
+    if settings.adapter:
+        write(
+            model, job.base, job.out, dtype=None, state=state, note=lambda at: policy.record(at, settings, base.digest)
+        )
+        return
+    dtype = base.dtype if settings.qat == "none" else "float32"
+    write(model, job.base, job.out, dtype=dtype, state=state, note=lambda at: prepare.copy_scales(job.work, at))
 
 
 def write(
@@ -25,52 +43,44 @@ def write(
     state: dict[str, torch.Tensor] | None = None,
     note: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Saves weights, with the base's own tokenizer files, so that prompts stay identical; by rename.
+    """Write weights beside the base's own tokenizer files, so that prompts stay identical.
 
     Args:
-        model: a transformers model, or a PEFT model of which the adapter alone is written.
-        base: folder whose tokenizer, chat template and generation settings come along.
+        model: a transformers model, or a PEFT model, of which only the adapter is written.
+        base: folder of the tokenizer, chat template and generation settings.
         out: folder to make; must not exist.
-        dtype: name of the dtype to store, e.g. "bfloat16"; None leaves the weights as they are.
+        dtype: dtype to store, e.g. "bfloat16"; None writes an adapter as it is.
         state: the weights by name, where several processes hold parts of the model; None takes the model's own.
-        note: writes what else belongs into the folder before it appears.
+        note: writes further files into the folder before it appears.
 
     Raises:
-        QrlError: an adapter's weights were not found in the model.
+        QrlError: the model has no adapter weights.
     """
-    import torch
-
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     if dtype is not None and state is None:
         model = model.to(getattr(torch, dtype))
-    elif (
-        dtype is not None
-    ):  # the model's own weights are parts, laid out for several processes; a tied one is gathered twice
-        state = {
-            name: weight.to(getattr(torch, dtype))
-            for name, weight in state.items()
-            if name not in model.all_tied_weights_keys
-        }
-    model.save_pretrained(partial, state_dict=state)
-    if dtype is None:
-        _settle_adapter(partial)
-    if dtype is not None and state is not None:  # it wrote the dtype of those parts
-        config = json.loads((partial / "config.json").read_text())
-        (partial / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
-    for name in (*checkpoint.TOKENIZER_FILES, "generation_config.json"):
-        (partial / name).unlink(missing_ok=True)
-        if (base / name).is_file():
-            shutil.copy2(base / name, partial / name)
-    note(partial)
-    partial.rename(out)
+    elif dtype is not None:  # gathered from several processes; a tied weight was gathered twice
+        tied = model.all_tied_weights_keys
+        state = {name: weight.to(getattr(torch, dtype)) for name, weight in state.items() if name not in tied}
+    with written_whole(out) as folder:
+        model.save_pretrained(folder, state_dict=state)
+        if dtype is None:
+            _settle_adapter(folder)
+        elif state is not None:  # the config has the dtype of the parts
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
+        for name in (*checkpoint.TOKENIZER_FILES, "generation_config.json"):
+            (folder / name).unlink(missing_ok=True)
+            if (base / name).is_file():
+                shutil.copy2(base / name, folder / name)
+        note(folder)
 
 
 def _settle_adapter(folder: Path) -> None:
-    """Refuses an adapter without weights, and writes the names of its matrices in one order: PEFT keeps a set, which has another in every process."""
+    """Check that an adapter has weights, and sort its target modules: PEFT's set has another order in each process."""
     if not header.read(folder / "adapter_model.safetensors"):
         raise QrlError(
-            "The adapter was written without any weight: this is a fault of qrl or of a library; train.method=full is not concerned."
+            "The adapter was written without any weight. This is a bug in qrl or a library: report it; train.method = "
+            "full is not affected."
         )
     config = json.loads((folder / "adapter_config.json").read_text())
     if isinstance(config["target_modules"], list):

@@ -1,9 +1,9 @@
-"""What a recipe's adapter gains on held-out questions, and how far each way to merge it is from the model that was trained.
+"""Measure an adapter's gain on held-out questions, and how far each way to merge it is from the trained model.
 
     python tests/benchmarks/adapters.py tiny-qlora 0 train.steps=16 evaluate.n=1000
 
-Recipe, seed, and overrides; on a CPU, without MLflow. The gain is paired over the questions; the merge is tried into the base as it
-was stored and into the original one, which is wrong for a packed base and shows by how much.
+Recipe, seed, and overrides; on a CPU, without MLflow. The gain is paired over the questions; the merge is tried into
+the base as it was stored and into the original one, which is wrong for a packed base and shows by how much.
 """
 
 import sys
@@ -16,7 +16,7 @@ from qrl import process, recipe, stats, tasks, tiny
 from qrl.engine import hf
 from qrl.evaluate import cells
 from qrl.tasks import prompt
-from qrl.train import grpo, merge
+from qrl.train import Job, grpo, merge
 
 
 def main() -> None:
@@ -26,9 +26,10 @@ def main() -> None:
     asked = {"task": settings.task, "template": settings.prompt, "device": "cpu"}
     questions = tasks.load(settings.task, "train", settings.train.questions, settings.seed)
     folder = Path(tempfile.mkdtemp(prefix="adapters-"))
-    told = []
-    out = {"work": folder / "work", "out": folder / "model", "watch": settings.watch, "warn": told.append}
-    trained = grpo.run(tiny.PATH, questions, settings.train, seed=settings.seed, **asked, **out)
+    warnings = []
+    data = {"base": tiny.PATH, "questions": questions, "settings": settings.train, "seed": settings.seed}
+    out = {"work": folder / "work", "out": folder / "model", "watch": settings.watch, "warn": warnings.append}
+    trained = grpo.run(Job(**data, **asked, **out))
     path = merged(trained.path, questions[:8], settings, folder) if trained.adapter else trained.path
 
     heldout = tasks.load(settings.task, "heldout", settings.evaluate.n, settings.seed)
@@ -39,20 +40,21 @@ def main() -> None:
     gain = stats.contrast([after, before], (1, -1))
     print(
         f"{name}, seed {seed} {' '.join(given)}: {before.mean():.3f} -> {after.mean():.3f}, gain {gain.estimate:+.3f} "
-        f"[{gain.low:+.3f}, {gain.high:+.3f}], n = {len(heldout):,}; {trained.seconds:.0f} s of training, "
-        f"peak {trained.history['peak_memory_gib'].max():.2f} GiB; {len(told)} warnings {[alarm.watcher for alarm in told]}"
+        f"[{gain.low:+.3f}, {gain.high:+.3f}], n = {len(heldout):,}; {trained.seconds:.0f} s of training, peak "
+        f"{trained.history['peak_memory_gib'].max():.2f} GiB; {len(warnings)} warnings "
+        f"{[alarm.watcher for alarm in warnings]}"
     )
 
 
 def merged(adapter: Path, questions: list, settings: recipe.Recipe, folder: Path) -> Path:
-    """The adapter folded into the base that it was trained over; prints how far that, and the original base, would be."""
+    """Merge an adapter into the original base and into the one it was trained over, and print how far each is off."""
     tokens = hf.tokenizer(tiny.PATH)
     prompts = [prompt.render(tokens, question.question, settings.prompt) for question in questions]
     for into in ("full", "auto"):
         made = merge.run(tiny.PATH, adapter, folder / into, prompts, max_logit_diff=float("inf"), into=into)
         print(
-            f"merged into {made.into} (trained over {settings.train.storage}): largest logit difference {made.max_logit_diff:.3f}, "
-            f"residual {made.merge_residual:.3f}, base shifted by {made.base_shift:.3f}"
+            f"merged into {made.into} (trained over {settings.train.storage}): largest logit difference "
+            f"{made.max_logit_diff:.3f}, residual {made.merge_residual:.3f}, base shifted by {made.base_shift:.3f}"
         )
     return made.path
 

@@ -1,14 +1,17 @@
-"""FP8 rollouts at 8 B: whole rollouts with the sync before them, and where a decoding step goes, kernel by kernel.
+"""Measure FP8 rollouts at 8 B: whole rollouts with the sync before them, and the kernels of a decoding step.
 
-    python tests/benchmarks/fp8.py bf16 fp8 "fp8 kv8" --out FOLDER      # a process a case, one after the other
-    python tests/benchmarks/fp8.py bf16 fp8 --beside --repeats 4 --rounds 8x2048,32x2048 --share 0.3 --kv-gib 20 --out FOLDER
+    python tests/benchmarks/fp8.py bf16 fp8 "fp8 kv8" --out FOLDER  # a process per case, in sequence
+    python tests/benchmarks/fp8.py bf16 fp8 --beside --repeats 4 --rounds 8x2048,32x2048 \\
+        --share 0.3 --kv-gib 20 --out FOLDER
 
-A case is `bf16` or `fp8` for the engine's linears, with `kv8` for keys and values in FP8, beside a trainer with LoRA over bf16 whose
-weights are sent before every rollout. A round is completions × tokens. A point is completions × tokens in the cache of each: 1,144 is
-the mean of a rollout of 2,048 tokens after a prompt of 120. With `--beside` all cases lie on one card and take each round in turn; the
-ratios that are printed then are of pairs of rounds, to the first case. A step's time there is the difference between a long and a short answer
-to the same prompts, cached by then. Weights are random: their time is the real model's, their log-probabilities are not.
-`bare bf16` and `bare fp8` measure points of an engine as vLLM makes it by itself, in a process of its own.
+A case is `bf16` or `fp8` for the engine's linears, with `kv8` for keys and values in FP8, beside a trainer with LoRA
+over bf16 that sends its weights before every rollout. A round is completions × tokens. A point is completions × cached
+tokens of each: 1,144 is the mean of a rollout of 2,048 tokens after a prompt of 120. With `--beside` all cases share
+one card and run each round in turn; the printed ratios then compare pairs of rounds with the first case. The time of a
+step there is the difference between a long and a short answer to the same prompts, cached by then. Weights are random:
+their time is the real model's, their log-probabilities are not.
+
+`bare bf16` and `bare fp8` measure points of an engine as vLLM makes it by itself, in its own process.
 """
 
 import argparse
@@ -50,7 +53,7 @@ KINDS = {  # of kernels, by what their names contain; the first that fits
 
 
 def trainer_of(words: list[str], shape: str, sequences: int, share: float, work: Path):
-    """A trainer with LoRA over bf16 beside its engine, as `train` makes them."""
+    """Return a trainer with LoRA over bf16 beside its engine, as `train` makes them."""
     stored = {"quantization": "fp8"} if "fp8" in words else {}
     stored |= {"kv_cache": "fp8"} if "kv8" in words else {}
     rollout = shapes.VLLM | dict(gpu_memory_utilization=share, max_model_tokens=LENGTH, sleep="off") | stored
@@ -59,19 +62,28 @@ def trainer_of(words: list[str], shape: str, sequences: int, share: float, work:
 
 
 def bare(words: list[str], shape: str, sequences: int):
-    """An engine as vLLM makes it, in a process of its own."""
+    """Return an engine as vLLM makes it by itself, without a trainer beside it."""
     from vllm import LLM
 
     from qrl.train.rollout import vllm_engine
 
     stored = {"quantization": vllm_engine.FP8} if "fp8" in words else {}
-    kv_cache = "fp8" if "kv8" in words else "auto"
-    return LLM(model=str(shapes.checkpoint_of(shape)), dtype="bfloat16", gpu_memory_utilization=0.85, max_model_len=LENGTH, max_num_seqs=sequences, kv_cache_dtype=kv_cache, **stored)  # fmt: skip
+    return LLM(
+        model=str(shapes.checkpoint_of(shape)),
+        dtype="bfloat16",
+        gpu_memory_utilization=0.85,
+        max_model_len=LENGTH,
+        max_num_seqs=sequences,
+        kv_cache_dtype="fp8" if "kv8" in words else "auto",
+        **stored,
+    )
 
 
 def capture_few(sizes: list[int], kv_gib: float | None) -> None:
-    """CUDA graphs of the batches that are measured, and of no others, which saves half a minute of a start, unless the engine chooses them itself; a
-    cache of a size that another process cannot change."""
+    """Capture CUDA graphs for the measured batches only, unless the engine chooses them: it starts 30 s faster.
+
+    `kv_gib` fixes the size of the KV cache, which another process on the card would otherwise change.
+    """
     import vllm
 
     cache = {} if kv_gib is None else {"kv_cache_memory_bytes": int(kv_gib * 2**30)}
@@ -79,7 +91,7 @@ def capture_few(sizes: list[int], kv_gib: float | None) -> None:
 
 
 def round_of(made, count: int, tokens: int) -> dict:
-    """A rollout with the sync before it: seconds of both, and the gap to the trainer over 16 of its completions."""
+    """Return the seconds of a rollout and of its sync, and the gap to the trainer over 16 of its completions."""
     import torch
 
     from qrl.train.rollout import engine_gap, vllm_engine
@@ -89,18 +101,18 @@ def round_of(made, count: int, tokens: int) -> dict:
     own.speed(torch.ones(1, 1))
     own.sync_weights()
     sync, began = own.seconds["sync"], shapes.finished()
-    drawn, logprobs = vllm_engine.generate(
-        own.llm, [ids] * count, temperature=1.0, max_tokens=tokens, more={"ignore_eos": True}
-    )
-    drew = shapes.finished() - began
-    rows = torch.tensor([ids + row for row in drawn[:16]], device=made.accelerator.device)
+    more = {"ignore_eos": True}
+    completions, logprobs = vllm_engine.generate(own.llm, [ids] * count, temperature=1.0, max_tokens=tokens, more=more)
+    generate = shapes.finished() - began
+    rows = torch.tensor([ids + row for row in completions[:16]], device=made.accelerator.device)
+    mask = torch.ones_like(rows)
     with torch.no_grad():
-        scored, _, _ = made._get_per_token_logps_and_entropies(
-            made.model, rows, torch.ones_like(rows), tokens, batch_size=2
-        )
+        scored, _, _ = made._get_per_token_logps_and_entropies(made.model, rows, mask, tokens, batch_size=2)
     engine = torch.tensor(logprobs[:16], device=rows.device)
     gap = engine_gap.measure(scored, engine, torch.ones_like(engine))
-    return {"sync_s": sync, "generate_s": drew, "completions_per_s": count / (sync + drew), "tokens_per_s": sum(map(len, drawn)) / (sync + drew)} | vars(gap)  # fmt: skip
+    total = sync + generate
+    rates = {"completions_per_s": count / total, "tokens_per_s": sum(map(len, completions)) / total}
+    return {"sync_s": sync, "generate_s": generate} | rates | vars(gap)
 
 
 def sampling(tokens: int, logprobs: bool):
@@ -110,26 +122,26 @@ def sampling(tokens: int, logprobs: bool):
     return SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more)
 
 
-def step_ms(engine, asked: list[dict], logprobs: bool, repeats: int = 2) -> list[float]:
-    """Milliseconds of one decoding step, `repeats` times."""
-    found = []
+def step_ms(engine, prompts: list[dict], logprobs: bool, repeats: int = 2) -> list[float]:
+    """Return the milliseconds of one decoding step, `repeats` times."""
+    steps = []
     for _ in range(repeats):
-        took = []
+        seconds = []
         for tokens in (SHORT, LONG):
             began = shapes.finished()
-            engine.generate(asked, sampling_params=sampling(tokens, logprobs), use_tqdm=False)
-            took.append(shapes.finished() - began)
-        found.append((took[1] - took[0]) / (LONG - SHORT) * 1000)
-    return found
+            engine.generate(prompts, sampling_params=sampling(tokens, logprobs), use_tqdm=False)
+            seconds.append(shapes.finished() - began)
+        steps.append((seconds[1] - seconds[0]) / (LONG - SHORT) * 1000)
+    return steps
 
 
-def profile(engine, asked: list[dict]) -> dict:
-    """GPU milliseconds a step by kind of kernel, and the kernels that take most of it: (name, calls a step, ms a step)."""
+def profile(engine, prompts: list[dict]) -> dict:
+    """Return GPU ms per step by kind of kernel, and the slowest kernels: (name, calls per step, ms per step)."""
     import torch
     from torch.profiler import ProfilerActivity
 
     gpu, inner, answers = torch.cuda.is_available(), engine.llm_engine, sampling(100, True)
-    for number, prompt in enumerate(asked):
+    for number, prompt in enumerate(prompts):
         inner.add_request(str(number), prompt, answers)
     for _ in range(30):  # prompts, from the cache, and some steps of the whole batch
         inner.step()
@@ -138,7 +150,7 @@ def profile(engine, asked: list[dict]) -> dict:
         for _ in range(PROFILED):
             inner.step()
         wall = (shapes.finished() - began) / PROFILED * 1000
-    inner.abort_request([str(number) for number in range(len(asked))])
+    inner.abort_request([str(number) for number in range(len(prompts))])
     while inner.has_unfinished_requests():
         inner.step()
     kinds, names = defaultdict(float), []
@@ -153,28 +165,28 @@ def profile(engine, asked: list[dict]) -> dict:
     return {"wall_ms_profiled": wall, "gpu_ms": sum(kinds.values()), "kinds_ms": dict(kinds), "kernels": names[:25]}
 
 
-def points_of(engine, counts: list[int], cached: int, profiled: list[int], tell) -> None:
-    """Steps of as many completions as each count says, with and without log-probabilities, and where those of some go."""
+def points_of(engine, counts: list[int], cached: int, profiled: list[int], report) -> None:
+    """Measure steps of each count of completions, with and without log-probabilities, and profile some of them."""
     draw = random.Random(0)
     prompts = [{"prompt_token_ids": [draw.randrange(3, 384) for _ in range(cached)]} for _ in range(max(counts))]
     engine.generate(prompts, sampling_params=sampling(2, False), use_tqdm=False)  # into the cache
     for count in counts:
-        asked = prompts[:count]
-        found = {"step_ms": step_ms(engine, asked, True), "step_ms_without_logprobs": step_ms(engine, asked, False)}
-        tell({"point": f"{count}x{cached}"} | found)
+        batch = prompts[:count]
+        steps = {"step_ms": step_ms(engine, batch, True), "step_ms_without_logprobs": step_ms(engine, batch, False)}
+        report({"point": f"{count}x{cached}"} | steps)
         if count in profiled:
-            tell({"profile": f"{count}x{cached}"} | profile(engine, asked))
+            report({"profile": f"{count}x{cached}"} | profile(engine, batch))
 
 
 def measure(case: str, given) -> None:
-    """One case, told line by line as it goes."""
+    """Measure one case, and write a line after each measurement."""
     words, began = case.split(), time.perf_counter()
-    rounds = [tuple(map(int, each.split("x"))) for each in given.rounds.split(",")]
+    rounds = [tuple(map(int, shape.split("x"))) for shape in given.rounds.split(",")]
     counts = [int(count) for count in given.points.split(",")]
     sizes = sorted({*counts, *(count for count, _ in rounds)})
     capture_few(sizes, given.kv_gib)
 
-    def tell(row: dict) -> None:
+    def report(row: dict) -> None:
         row = {
             "case": case,
             "shape": given.shape,
@@ -187,7 +199,7 @@ def measure(case: str, given) -> None:
 
     profiled = [int(count) for count in given.profiled.split(",")]
     if "bare" in words:
-        points_of(bare(words, given.shape, max(sizes)), counts, given.cached, [], tell)
+        points_of(bare(words, given.shape, max(sizes)), counts, given.cached, [], report)
         return
     turn = turns.Turn(*map(int, given.turn.split(","))) if given.turn else contextlib.nullcontext()
     with tempfile.TemporaryDirectory() as work:
@@ -197,13 +209,13 @@ def measure(case: str, given) -> None:
         for number in range(given.repeats):
             for count, tokens in rounds:
                 with turn:
-                    tell({"round": f"{count}x{tokens}", "repeat": number} | round_of(made, count, tokens))
+                    report({"round": f"{count}x{tokens}", "repeat": number} | round_of(made, count, tokens))
         with turn:
-            points_of(made.vllm_generation.llm, counts, given.cached, profiled, tell)
+            points_of(made.vllm_generation.llm, counts, given.cached, profiled, report)
 
 
 def ratios(file: Path, first: str) -> None:
-    """Prints completions per second of each case over the first one's, round by round, with an interval where there are several."""
+    """Print each case's completions per second over the first one's, per round, with an interval over repeats."""
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     rates = defaultdict(dict)
     for row in (row for row in rows if "repeat" in row):
@@ -212,19 +224,10 @@ def ratios(file: Path, first: str) -> None:
         base = rates.get((which, first), {})
         both = sorted(own.keys() & base.keys())
         if case != first and both:
-            said = turns.ratio([[own[number]] for number in both], [[base[number]] for number in both])
-            print(
-                json.dumps(
-                    {
-                        "round": which,
-                        "case": case,
-                        "over": first,
-                        **said,
-                        "each": [own[number] / base[number] for number in both],
-                    }
-                ),
-                flush=True,
-            )
+            interval = turns.ratio([[own[number]] for number in both], [[base[number]] for number in both])
+            every = [own[number] / base[number] for number in both]
+            row = {"round": which, "case": case, "over": first, **interval, "each": every}
+            print(json.dumps(row), flush=True)
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
-"""A training killed with SIGKILL at a random moment and run again, against two that nobody disturbed; on a GPU by default.
+"""Compare a training that was killed with SIGKILL and run again with two undisturbed ones; on a GPU by default.
 
     python tests/benchmarks/interrupted.py full lora qlora "qlora vllm" --out FOLDER
 
-Two undisturbed trainings show what the device itself does not repeat; the killed one has to be as near to the first as the second
-is. The difference is ‖A − B‖ / ‖A − start‖ over what is trained: its share of the whole update. Methods run side by side.
+Two undisturbed trainings show how far the device repeats itself; the killed one has to be as near to the first as
+the second is. The difference is ‖A − B‖ / ‖A − start‖ over the trained weights: its share of the whole update. The kill
+comes at a random moment. Methods run side by side.
 """
 
 import argparse
@@ -35,27 +36,29 @@ from qrl import process
 process.settle()
 from qrl import tasks, tiny
 from qrl.recipe import Rollout, Train
-from qrl.train import grpo, guard
+from qrl.train import Job, grpo, guard
 
 work, out, device, train, rollout = sys.argv[1:]
 hashed, inner = [], guard.frozen_digest
 guard.frozen_digest = lambda model: hashed.append(inner(model)) or hashed[-1]
-given = {"task": "arithmetic", "template": "plain", "seed": 0, "device": device, "work": Path(work), "out": Path(out)}
 log = lambda metrics, step: print("step", step, flush=True)
 settings, rollout = Train.model_validate_json(train), Rollout.model_validate_json(rollout)
 if rollout.engine == "vllm":
     import functools, vllm
-    vllm.LLM = functools.partial(vllm.LLM, kv_cache_memory_bytes=2**30)  # several start at once: what one measures as free, another takes
-if rollout.engine == "vllm" and device == "cpu":  # refused to users, since it is slow; not compiled, since that takes longer
-    from qrl.train import rollouts
-    rollouts.check, vllm.LLM = lambda *given: None, functools.partial(vllm.LLM, enforce_eager=True)
-done = grpo.run(tiny.PATH, tasks.load("arithmetic", "train", 512, 0), settings, **given, rollout=rollout, log=log)
+    # Several start at once: memory that one of them measures as free, another one takes.
+    vllm.LLM = functools.partial(vllm.LLM, kv_cache_memory_bytes=2**30)
+if rollout.engine == "vllm" and device == "cpu":  # users may not, since it is slow; compiling would take longer still
+    from qrl.train import rollout as sampling
+    sampling.check, vllm.LLM = lambda *args: None, functools.partial(vllm.LLM, enforce_eager=True)
+data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 512, 0), "task": "arithmetic"}
+where = {"device": device, "work": Path(work), "out": Path(out)}
+done = grpo.run(Job(settings=settings, template="plain", seed=0, rollout=rollout, log=log, **data, **where))
 print("done", json.dumps({"resumed_from": done.resumed_from, "base_hashed": hashed}), flush=True)
 """
 
 
 def start(folder: Path, name: str, device: str, log):
-    """One training in a process of its own."""
+    """Start one training in its own process."""
     from qrl.recipe import Rollout, Train
 
     method, _, engine = name.partition(" ")
@@ -63,20 +66,21 @@ def start(folder: Path, name: str, device: str, log):
     if device == "cpu":
         train = train.model_copy(update={"dtype": "fp32", "prompts_per_step": 4, "micro_batch": 32})
     rollout = Rollout(**VLLM, sleep="off") if engine else Rollout()
-    words = [sys.executable, "-W", "ignore", "-c", CHILD, folder / "work", folder / "model", device, train.model_dump_json(), rollout.model_dump_json()]  # fmt: skip
+    settings = [train.model_dump_json(), rollout.model_dump_json()]
+    words = [sys.executable, "-W", "ignore", "-c", CHILD, folder / "work", folder / "model", device, *settings]
     variables = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     return subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
 
 
 def finish(running) -> dict:
-    """What a training that ran to its end said last."""
-    said, _ = running.communicate(timeout=400)
-    assert running.returncode == 0, said
-    return json.loads(next(line for line in said.splitlines() if line.startswith("done ")).removeprefix("done "))
+    """Return the last line of a training that ran to its end."""
+    output, _ = running.communicate(timeout=400)
+    assert running.returncode == 0, output
+    return json.loads(next(line for line in output.splitlines() if line.startswith("done ")).removeprefix("done "))
 
 
 def kill(running) -> dict:
-    """Kills a training a random time after a random step, once it has a checkpoint and before its last."""
+    """Kill a training a random time after a random step, between its first checkpoint and its last."""
     chance = random.Random()
     step, wait = chance.randint(BATCH["save_every"] + 1, BATCH["steps"] - 2), chance.uniform(0, 0.3)
     for line in running.stdout:
@@ -89,33 +93,34 @@ def kill(running) -> dict:
 
 
 def prompts(work: Path) -> dict[str, list[str]]:
-    """Questions and what was answered to them, by step."""
+    """Return questions and completions, by step."""
     import pandas as pd
 
-    return {file.name: pd.read_parquet(file)[["prompt", "completion"]].astype(str).values.tolist() for file in sorted((work / "completions").glob("*.parquet"))}  # fmt: skip
+    files = sorted((work / "completions").glob("*.parquet"))
+    columns = ["prompt", "completion"]
+    return {file.name: pd.read_parquet(file)[columns].astype(str).values.tolist() for file in files}
 
 
 def compared(name: str, a: Path, b: Path) -> dict:
-    """How two trainings differ: questions, answers, and weights."""
+    """Return how two trainings differ: questions, answers and weights."""
     import torch
     from safetensors.torch import load_file
 
     from qrl import tiny
 
     file = "model.safetensors" if name == "full" else "adapter_model.safetensors"
-    ours, theirs = (
-        load_file(each / "work" / f"checkpoint-{BATCH['steps']}" / file) for each in (a, b)
-    )  # masters, as they were trained
+    last = f"checkpoint-{BATCH['steps']}"  # holds the masters
+    ours, theirs = (load_file(folder / "work" / last / file) for folder in (a, b))
     zero = load_file(tiny.PATH / file) if name == "full" else {}
     difference = sum((ours[key].double() - theirs[key].double()).square().sum() for key in ours)
     update = sum((ours[key].double() - zero.get(key, torch.zeros(1)).double()).square().sum() for key in ours)
-    asked, again = prompts(a / "work"), prompts(b / "work")
-    pairs = [(one, other) for step in asked for one, other in zip(asked[step], again.get(step, []), strict=True)]
+    first, second = prompts(a / "work"), prompts(b / "work")
+    pairs = [pair for step in first for pair in zip(first[step], second.get(step, []), strict=True)]
     return {
         "bit_for_bit": all(ours[key].equal(theirs[key]) for key in ours),
         "difference_of_update": float((difference / update).sqrt()),
-        "same_questions": asked.keys() == again.keys() and all(one[0] == other[0] for one, other in pairs),
-        "same_answers_share": sum(one[1] == other[1] for one, other in pairs) / len(pairs),
+        "same_questions": first.keys() == second.keys() and all(mine[0] == other[0] for mine, other in pairs),
+        "same_answers_share": sum(mine[1] == other[1] for mine, other in pairs) / len(pairs),
     }
 
 
@@ -126,19 +131,17 @@ def measure(name: str, device: str, out: Path) -> dict:
     folders = {which: out / name.replace(" ", "-") / which for which in ("first", "second", "killed")}
     with open(out / f"{name.replace(' ', '-')}.log", "w") as log:
         running = {which: start(folder, name, device, log) for which, folder in folders.items()}
-        found = {"case": name, "device": device, "steps": BATCH["steps"], **kill(running["killed"])}
+        row = {"case": name, "device": device, "steps": BATCH["steps"], **kill(running["killed"])}
         again = start(folders["killed"], name, device, log)
-        ended = {which: finish(each) for which, each in {**running, "killed": again}.items()}
-    found["resumed_from"] = ended["killed"]["resumed_from"]
-    found["base_on_disk_same"] = checkpoint.digest(tiny.PATH) == before
-    hashed = {digest for each in ended.values() for digest in each["base_hashed"]}
-    found["base_in_memory"] = (
-        f"{len(hashed)} digest over {sum(len(each['base_hashed']) for each in ended.values())} looks"
-    )
-    first = folders["first"]
-    found["undisturbed"] = compared(name.split(maxsplit=1)[0], first, folders["second"])
-    found["resumed"] = compared(name.split(maxsplit=1)[0], first, folders["killed"])
-    return found
+        ended = {which: finish(child) for which, child in {**running, "killed": again}.items()}
+    row["resumed_from"] = ended["killed"]["resumed_from"]
+    row["base_on_disk_same"] = checkpoint.digest(tiny.PATH) == before
+    digests = [digest for result in ended.values() for digest in result["base_hashed"]]
+    row["base_in_memory"] = f"{len(set(digests))} digest over {len(digests)} looks"
+    method, first = name.split(maxsplit=1)[0], folders["first"]
+    row["undisturbed"] = compared(method, first, folders["second"])
+    row["resumed"] = compared(method, first, folders["killed"])
+    return row
 
 
 def main() -> None:
@@ -151,9 +154,9 @@ def main() -> None:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(len(given.cases)) as pool, open(given.out / "interrupted.jsonl", "a") as file:
-        for found in pool.map(lambda name: measure(name, given.device, given.out), given.cases):
-            file.write(json.dumps(found) + "\n")
-            print(json.dumps(found), flush=True)
+        for row in pool.map(lambda name: measure(name, given.device, given.out), given.cases):
+            file.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

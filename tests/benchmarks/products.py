@@ -1,12 +1,13 @@
-"""What the linears of Qwen3-8B's layers cost at a batch, in bf16 and FP8: the products alone, by the ways that there are, on a GPU.
+"""Time the matrix products of Qwen3-8B's linears on a GPU, in bf16 and FP8, by batch size and kernel.
 
     python tests/benchmarks/products.py
 
-Milliseconds of all 144 products of a decoding step, weights of many layers in turn so that no cache helps, from a CUDA graph; least of
-three. `cutlass` is what vLLM runs for FP8; `torch_*` are cuBLAS's through torch._scaled_mm, with a scale a tensor or a row. Making
-activations FP8 is not counted.
+Prints the milliseconds of all 144 products of a decoding step: the least of three runs of a CUDA graph, over the
+weights of many layers in turn, so that no cache helps. `cutlass` is vLLM's kernel for FP8; `torch_*` are cuBLAS's,
+through torch._scaled_mm, with one scale per tensor or per row. Quantizing the activations is not counted.
 """
 
+import functools
 import json
 
 import torch
@@ -18,7 +19,7 @@ FOOTPRINT = 1.2e9  # weights of a shape that are gone through in turn
 
 
 def milliseconds(product, weights: list) -> float:
-    """Of one call, the weights in turn."""
+    """Return the milliseconds of one call, with the weights in turn."""
     turn = 0
 
     def call():
@@ -44,7 +45,7 @@ def milliseconds(product, weights: list) -> float:
 
 
 def layer(batch: int) -> dict[str, float]:
-    """Milliseconds of all layers' products, by way."""
+    """Return the milliseconds of all layers' products, by kernel."""
     found: dict[str, float] = {}
     one = torch.ones(1, device="cuda")
     for inner, outer in SHAPES.values():
@@ -57,11 +58,15 @@ def layer(batch: int) -> dict[str, float]:
         weights = [weight.to(torch.float8_e4m3fn).t() for weight in weights]
         rounded, scales = ops.scaled_fp8_quant(x, None, use_per_token_if_dynamic=True)
         rows = torch.ones(1, outer, device="cuda")
+        cutlass = functools.partial(
+            ops.cutlass_scaled_mm, rounded, out_dtype=torch.bfloat16, scale_a=scales, scale_b=one
+        )
+        cublas = functools.partial(torch._scaled_mm, rounded, out_dtype=torch.bfloat16, use_fast_accum=True)
         ways = {
-            "cutlass": lambda weight, x=rounded, a=scales: ops.cutlass_scaled_mm(x, weight, out_dtype=torch.bfloat16, scale_a=a, scale_b=one),
-            "torch_tensor": lambda weight, x=rounded: torch._scaled_mm(x, weight, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True),
-            "torch_row": lambda weight, x=rounded, a=scales, b=rows: torch._scaled_mm(x, weight, scale_a=a, scale_b=b, out_dtype=torch.bfloat16, use_fast_accum=True),
-        }  # fmt: skip
+            "cutlass": cutlass,
+            "torch_tensor": functools.partial(cublas, scale_a=one, scale_b=one),
+            "torch_row": functools.partial(cublas, scale_a=scales, scale_b=rows),
+        }
         took |= {way: milliseconds(product, weights) for way, product in ways.items()}
         found = {way: found.get(way, 0.0) + LAYERS * ms for way, ms in took.items()}
     return found

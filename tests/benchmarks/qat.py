@@ -1,16 +1,16 @@
-"""What quantization-aware training costs: each format's step against the step without, and the fold against a plain copy.
+"""Measure the cost of quantization-aware training: each format's step beside the plain step, the fold beside a copy.
 
-    python tests/benchmarks/qat.py                       # one GPU, Qwen2.5-1.5B's shape, random weights
-    python tests/benchmarks/qat.py --formats int4,fp8    # some formats; the step without is measured beside each
-    python tests/benchmarks/qat.py --rows 32 --steps 7   # four times as many tokens a step
-    python tests/benchmarks/qat.py --profile             # and a step's operations by their time
-    python tests/benchmarks/qat.py --thin --formats int4 # what the host does for a forward and a backward: as deep, but narrow, on a CPU
-    python tests/benchmarks/qat.py --small               # two layers on whatever there is, to see that it runs
+    python tests/benchmarks/qat.py                        # one GPU, Qwen2.5-1.5B's shape, random weights
+    python tests/benchmarks/qat.py --formats int4,fp8     # some formats, each beside the plain step
+    python tests/benchmarks/qat.py --rows 32 --steps 7    # four times as many tokens per step
+    python tests/benchmarks/qat.py --profile              # also a step's operations by their time
+    python tests/benchmarks/qat.py --thin --formats int4  # the host's part: as deep, but narrow, on a CPU
+    python tests/benchmarks/qat.py --small                # two layers on any machine, to check that it runs
 
-A step is forward, backward and fused AdamW over fp32 masters with bf16 compute (fp32 on a CPU), then one fold. The fold reads W
-and writes Q(W); its rate counts those bytes alone, and a copy of the same bytes from the one dtype to the other is the measure.
-The whole fold is held against the eager one, bit for bit, at these shapes, and every kernel's first result is anyway.
-Limits of the issue: 1.25 times the step's seconds, 1.15 times its peak memory.
+A step is forward, backward and fused AdamW over fp32 masters with bf16 compute (fp32 on a CPU), then one fold. The fold
+reads W and writes Q(W); its rate counts those bytes alone, and is compared with a copy of the same bytes between the
+two dtypes. At these shapes the whole fold is compared with the eager one, bit for bit; so is every kernel's first
+result. Limits: 1.25 times the plain step's seconds, 1.15 times its peak memory.
 """
 
 from __future__ import annotations
@@ -51,27 +51,14 @@ SMALL = {
 }
 THIN = LARGE | {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
 STEPS, WARM_UP = 15, 3
-HEAD = (
-    "format",
-    "none s",
-    "step s",
-    "ratio",
-    "its 95 %",
-    "none GiB",
-    "peak GiB",
-    "ratio",
-    "fold ms",
-    "eager ms",
-    "fold GB/s",
-    "copy GB/s",
-    "attach s",
-    "equal",
-)
-WIDTHS = (14, 8, 8, 6, 14, 8, 8, 6, 8, 8, 9, 9, 8, 10)
+COLUMNS = {  # heading → width
+    "format": 14, "none s": 8, "step s": 8, "ratio": 6, "its 95 %": 14, "none GiB": 8, "peak GiB": 8, "ratio ": 6,
+    "fold ms": 8, "eager ms": 8, "fold GB/s": 9, "copy GB/s": 9, "attach s": 8, "equal": 10,
+}  # fmt: skip
 
 
 def main() -> None:
-    """Prints a row a format."""
+    """Print a row per format."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--thin", action="store_true")
@@ -89,25 +76,39 @@ def main() -> None:
     shape = SMALL if given.small else LARGE
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(
-        f"{name}, torch {torch.__version__}; {given.rows} × {given.tokens} tokens a step; medians of {given.steps}, in turns with the step without"
+        f"{name}, torch {torch.__version__}; {given.rows} × {given.tokens} tokens a step; medians of {given.steps}, in "
+        "turns with the step without"
     )
-    print(" ".join(f"{head:>{width}}" for head, width in zip(HEAD, WIDTHS, strict=True)))
-    found, plain = {}, Arm("none", shape, device, given.rows, given.tokens)
+    print(" ".join(f"{head.strip():>{width}}" for head, width in COLUMNS.items()))
+    rows, plain = {}, Arm("none", shape, device, given.rows, given.tokens)
     for name in given.formats.split(","):
         arm = Arm(name, shape, device, given.rows, given.tokens)
         rounds = _in_turns(plain.step, arm.step, device, given.steps)
         seconds, (low, high) = _medians(rounds), _interval(rounds)
-        row = found[name] = {"none": seconds[0], "step": seconds[1], "low": low, "high": high, "rounds": rounds}
+        row = rows[name] = {"none": seconds[0], "step": seconds[1], "low": low, "high": high, "rounds": rounds}
         row |= {"none_peak": plain.peak, "peak": arm.peak, "attach": arm.attach}
         row |= _fold(arm.model, arm.compute, device)
-        cells = (name, f"{seconds[0]:.4f}", f"{seconds[1]:.4f}", f"{seconds[1] / seconds[0]:.3f}", f"[{low:.3f}, {high:.3f}]", f"{plain.peak:.2f}",
-                 f"{arm.peak:.2f}", f"{arm.peak / plain.peak:.3f}" if plain.peak else "-", f"{1e3 * row['fold']:.2f}", f"{1e3 * row['eager']:.1f}",
-                 f"{row['fold_rate']:.0f}", f"{row['copy_rate']:.0f}", f"{arm.attach:.0f}", str(row["alike"]))  # fmt: skip
-        print(" ".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True)), flush=True)
+        cells = (
+            name,
+            f"{seconds[0]:.4f}",
+            f"{seconds[1]:.4f}",
+            f"{seconds[1] / seconds[0]:.3f}",
+            f"[{low:.3f}, {high:.3f}]",
+            f"{plain.peak:.2f}",
+            f"{arm.peak:.2f}",
+            f"{arm.peak / plain.peak:.3f}" if plain.peak else "-",
+            f"{1e3 * row['fold']:.2f}",
+            f"{1e3 * row['eager']:.1f}",
+            f"{row['fold_rate']:.0f}",
+            f"{row['copy_rate']:.0f}",
+            f"{arm.attach:.0f}",
+            str(row["alike"]),
+        )
+        print(" ".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True)), flush=True)
         if given.json:
-            given.json.write_text(json.dumps(found, indent=1))
+            given.json.write_text(json.dumps(rows, indent=1))
         arm.free()
-    if given.profile:  # last, for what watches a card slows every launch after it
+    if given.profile:  # last: profiling slows every launch after it
         _profile("none", plain.step, device)
         for name in given.formats.split(","):
             arm = Arm(name, shape, device, given.rows, given.tokens)
@@ -116,20 +117,21 @@ def main() -> None:
 
 
 def _thin(formats: list[str], steps: int) -> None:
-    """Prints seconds of a forward and a backward in bf16, where next to nothing is multiplied: the host's part of a step on a GPU, the fold apart."""
+    """Print the seconds of a tiny forward and backward pass in bf16: the host's part of a step, without the fold."""
     plain = Arm("none", THIN, "cpu", 1, 8, compute=torch.bfloat16)
     for name in formats:
         arm = Arm(name, THIN, "cpu", 1, 8, compute=torch.bfloat16)
         rounds = _in_turns(lambda: plain.loss().backward(), lambda arm=arm: arm.loss().backward(), "cpu", steps)
         (without, seconds), (low, high) = _medians(rounds), _interval(rounds)
         print(
-            f"{name:>14} {without:.4f} s without, {seconds:.4f} s, ratio {seconds / without:.3f} [{low:.3f}, {high:.3f}]",
+            f"{name:>14} {without:.4f} s without, {seconds:.4f} s, ratio {seconds / without:.3f} [{low:.3f}, "
+            f"{high:.3f}]",
             flush=True,
         )
 
 
 class Arm:
-    """A model with its optimizer, a step of it, and the most memory that a step takes beside what lay there before."""
+    """A model with its optimizer, its step, and the peak memory of a step beyond what was allocated before."""
 
     def __init__(
         self, name: str, shape: dict, device: str, rows: int, tokens: int, compute: torch.dtype | None = None
@@ -175,7 +177,7 @@ class Arm:
 
 
 def _in_turns(one, other, device: str, steps: int) -> list[tuple[float, float]]:
-    """Seconds of two steps, round by round, taken in turns, for a host has its moods and steps of this size wait for it."""
+    """Return the seconds of two steps per round, run in turn, since the host's load changes over time."""
     rounds = []
     for _ in range(steps):
         seconds = []
@@ -194,14 +196,14 @@ def _medians(rounds: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _interval(rounds: list[tuple[float, float]]) -> tuple[float, float]:
-    """95 % interval of the second's median over the first's, by a percentile bootstrap over rounds."""
+    """Return the 95 % interval of the second's median over the first's, by a percentile bootstrap over rounds."""
     draw = random.Random(0)
     ratios = sorted(other / one for one, other in (_medians(draw.choices(rounds, k=len(rounds))) for _ in range(2000)))
     return ratios[49], ratios[1949]
 
 
 def _profile(name: str, step, device: str) -> None:
-    """Prints a step's operations, by their time on the host and on the card, and the wall time of the profiled step."""
+    """Print a step's operations by their time on the host and on the card, and the wall time of the profiled step."""
     activities = [torch.profiler.ProfilerActivity.CPU] + (
         [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
     )
@@ -215,14 +217,15 @@ def _profile(name: str, step, device: str) -> None:
     kernels = [row for row in rows if device == "cuda" and row.device_type == torch.autograd.DeviceType.CUDA]
     on_card = sum(row.self_device_time_total for row in kernels) / 1e6
     print(
-        f"\n{name}: profiled step {seconds:.4f} s; on the card {on_card:.4f} s; launches {sum(row.count for row in rows if 'LaunchKernel' in row.key)}"
+        f"\n{name}: profiled step {seconds:.4f} s; on the card {on_card:.4f} s; launches "
+        f"{sum(row.count for row in rows if 'LaunchKernel' in row.key)}"
     )
     for key in ("self_cpu_time_total", *(["self_device_time_total"] if device == "cuda" else [])):
         print(rows.table(sort_by=key, row_limit=25, max_name_column_width=60))
 
 
 def _fold(model, compute: torch.dtype, device: str) -> dict[str, float | str]:
-    """Seconds of a fold, compiled and eager, its bytes a second beside a copy's, whether the two are equal, and how many shapes are compiled."""
+    """Return a fold's seconds, compiled and eager, its rate beside a copy's, and which kernels equal the eager one."""
     folds, linears = qat.folds(model), [module for module in model.modules() if isinstance(module, qat.QATLinear)]
     if not folds:
         return {"fold": 0.0, "eager": 0.0, "fold_rate": 0.0, "copy_rate": 0.0, "alike": ""}
@@ -258,7 +261,7 @@ def _fold(model, compute: torch.dtype, device: str) -> dict[str, float | str]:
 
 
 def _median(work, device: str, steps: int = STEPS) -> float:
-    """Seconds of a piece of work, the median of several, after a warm-up."""
+    """Return the median seconds of some work, after a warm-up."""
     taken = []
     with torch.enable_grad():
         for _ in range(WARM_UP + steps):

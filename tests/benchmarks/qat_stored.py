@@ -1,10 +1,10 @@
-"""What a quantization-aware training stores, answered by transformers and by vLLM: the same questions, answer by answer.
+"""Compare the answers of transformers and vLLM from the checkpoint that quantization-aware training stores.
 
-    python tests/benchmarks/qat_stored.py make DIR int4    # trains the built-in model a few steps, stores its codes, asks transformers
-    python tests/benchmarks/qat_stored.py ask DIR int4     # in vLLM's environment (projects/vllm, projects/vllm_cpu): asks vLLM
+    python tests/benchmarks/qat_stored.py make DIR int4  # train the built-in model, store its codes, ask transformers
+    python tests/benchmarks/qat_stored.py ask DIR int4   # in projects/vllm or projects/vllm_cpu: ask vLLM
 
-llm-compressor stores and vLLM answers, and the two cannot share an environment, hence two commands. Answers are greedy; two
-engines round their products differently, so an answer may turn at a near tie. Both are graded.
+llm-compressor stores and vLLM answers; the two cannot share an environment, hence two commands. Answers are greedy. The
+engines round their products differently, so an answer may change at a near tie. Both are graded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ NEW_TOKENS, DTYPES = 96, {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def main() -> None:
-    """Makes, or asks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("make", "ask"))
     parser.add_argument("folder", type=Path)
@@ -43,31 +42,27 @@ def _make(given, folder: Path, device: str) -> None:
     from qrl import quantize
     from qrl.quantize import settings as choices
     from qrl.recipe import Quantize, Train
-    from qrl.train import grpo
+    from qrl.train import Job, grpo
 
-    settings = Train(steps=given.steps, prompts_per_step=8, generations=4, micro_batch=32, max_completion_tokens=80, learning_rate=4e-5,
-                     qat=given.format, qat_calibration_samples=16, max_ngram_share=1.0)  # fmt: skip
-    done = grpo.run(tiny.PATH, tasks.load("arithmetic", "train", 512, 0), settings, task="arithmetic", template="plain", seed=0, device=device,
-                    work=folder / "work", out=folder / "masters")  # fmt: skip
+    batch = {"prompts_per_step": 8, "generations": 4, "micro_batch": 32, "max_completion_tokens": 80}
+    how = {"learning_rate": 4e-5, "qat_calibration_samples": 16, "max_ngram_share": 1.0}
+    settings = Train(steps=given.steps, qat=given.format, **batch, **how)
+    data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 512, 0), "task": "arithmetic"}
+    folders = {"work": folder / "work", "out": folder / "masters"}
+    done = grpo.run(Job(settings=settings, template="plain", seed=0, device=device, **data, **folders))
     scheme = f"rtn-{given.format}"
-    calibration = (
-        ["Tom has 3 apples. #### 3"] * 2 if scheme in choices.CALIBRATED else ()
-    )  # its own scales lie beside the masters
-    quantize.run(
-        scheme,
-        done.path,
-        folder / "stored",
-        settings=choices.of(scheme, Quantize(calibration_samples=2), 0),
-        calibration=calibration,
-    )
+    # Texts are required, but not used: the training's own scales are stored beside the masters.
+    texts = ["Tom has 3 apples. #### 3"] * 2 if scheme in choices.CALIBRATED else ()
+    options = choices.of(scheme, Quantize(calibration_samples=2), 0)
+    quantize.run(scheme, done.path, folder / "stored", settings=options, calibration=texts)
     model, tokens = hf.load(folder / "stored", device, DTYPES[given.dtype])
-    questions, prompts = _asked(tokens, given.questions)
-    told = [
-        each.text for each in hf.generate(model, tokens, prompts, max_new_tokens=NEW_TOKENS, batch_size=len(prompts))
-    ]
-    (folder / "transformers.json").write_text(json.dumps(told))
+    questions, prompts = _heldout(tokens, given.questions)
+    completions = hf.generate(model, tokens, prompts, max_new_tokens=NEW_TOKENS, batch_size=len(prompts))
+    answers = [completion.text for completion in completions]
+    (folder / "transformers.json").write_text(json.dumps(answers))
     print(
-        f"{given.format}: trained {given.steps} steps, stored, {_right(questions, told)} of {len(told)} right in transformers"
+        f"{given.format}: trained {given.steps} steps, stored, {_right(questions, answers)} of {len(answers)} right in "
+        "transformers"
     )
 
 
@@ -75,35 +70,28 @@ def _ask(given, folder: Path, device: str) -> None:
     from qrl.engine import vllm
 
     before = json.loads((folder / "transformers.json").read_text())
-    room = 2**29  # of cache, said in bytes, so that engines of several formats can load at once
-    with vllm.Vllm(
-        folder / "stored",
-        device,
-        given.dtype,
-        max_tokens=512,
-        sequences=64,
-        deterministic=False,
-        seed=0,
-        memory=0.2,
-        cache_bytes=room,
-    ) as engine:
-        questions, prompts = _asked(engine.tokens, len(before))
-        told = [each.text for each in engine.generate(prompts, max_new_tokens=NEW_TOKENS)]
+    options = {"max_tokens": 512, "sequences": 64, "deterministic": False, "seed": 0, "memory": 0.2}
+    options["cache_bytes"] = 2**29  # a fixed size lets engines of several formats load at once
+    with vllm.Vllm(folder / "stored", device, given.dtype, **options) as engine:
+        questions, prompts = _heldout(engine.tokens, len(before))
+        answers = [completion.text for completion in engine.generate(prompts, max_new_tokens=NEW_TOKENS)]
         receipt = engine.receipt()
-    same = sum(one == other for one, other in zip(before, told, strict=True))
+    same = sum(ours == theirs for ours, theirs in zip(before, answers, strict=True))
     print(
-        f"{given.format}: {same} of {len(told)} answers the same; right: {_right(questions, before)} in transformers, {_right(questions, told)} in vLLM"
+        f"{given.format}: {same} of {len(answers)} answers the same; right: {_right(questions, before)} in "
+        f"transformers, {_right(questions, answers)} in vLLM"
     )
     print(json.dumps(receipt))
 
 
-def _asked(tokens, count: int) -> tuple[list[tasks.Question], list[list[int]]]:
+def _heldout(tokens, count: int) -> tuple[list[tasks.Question], list[list[int]]]:
     questions = tasks.load("arithmetic", "heldout", count, 0)
-    return questions, [prompt.render(tokens, each.question, "plain") for each in questions]
+    return questions, [prompt.render(tokens, question.question, "plain") for question in questions]
 
 
-def _right(questions: list[tasks.Question], told: list[str]) -> int:
-    return sum(verdict.strict for verdict in tasks.grade_many("arithmetic", told, [each.answer for each in questions]))
+def _right(questions: list[tasks.Question], answers: list[str]) -> int:
+    gold = [question.answer for question in questions]
+    return sum(verdict.strict for verdict in tasks.grade_many("arithmetic", answers, gold))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
-"""GRPO on one GPU, measured: what rollouts, their weights and the update cost, and what they change.
+"""Measure GRPO on one GPU: what rollouts, their weights and the update cost, and what they change.
 
-    python tests/benchmarks/rollouts.py lift speed update --out FOLDER        # a process a case, one JSON line each
-    python tests/benchmarks/rollouts.py --print FOLDER                        # the tables again, from those lines
+    python tests/benchmarks/rollouts.py lift speed update --out FOLDER  # a process and a JSON line per case
+    python tests/benchmarks/rollouts.py --print FOLDER                  # the tables again, from those lines
 
 lift      the built-in model, 2,000 held-out questions: each method's gain through vLLM rollouts, paired interval
 server    the same QLoRA through a rollout server on a second GPU, bf16 and FP8
-step      the built-in model, transformers rollouts: our step against a bare TRL script's, in turn
-speed     Qwen2.5-1.5B's shape, 64 × 8 completions of 256 tokens: TRL as shipped and ours, transformers and vLLM, whose engine may sleep
-update    the update alone, without any engine: step time and peak memory of full, LoRA and QLoRA, with and without a reference
+step      the built-in model, transformers rollouts: our step and a bare TRL script's, in turn
+speed     Qwen2.5-1.5B's shape, 64 × 8 completions of 256 tokens: TRL as shipped and ours; transformers and vLLM
+update    the update alone, without any engine: step time and peak memory of full, LoRA and QLoRA, with and without
+          a reference
+
 Shapes have random weights: their time is the real model's, their log-probabilities are not.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import fcntl
 import itertools
 import json
@@ -30,69 +33,97 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 SHAPES = {
-    "1.5b": dict(model_type="qwen2", hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True),
-    "8b": dict(model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=False),
-    "micro": dict(model_type="qwen2", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=1024, tie_word_embeddings=True),
-}  # fmt: skip
-BATCH = dict(
-    prompts_per_step=64,
-    generations=8,
-    micro_batch=64,
-    questions=256,
-    max_completion_tokens=256,
-    gradient_checkpointing=True,
-    learning_rate=1e-6,
-)
+    "1.5b": dict(model_type="qwen2", hidden_size=1536, intermediate_size=8960, num_hidden_layers=28)
+    | dict(num_attention_heads=12, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True),
+    "8b": dict(model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, head_dim=128)
+    | dict(num_attention_heads=32, num_key_value_heads=8, vocab_size=151936, tie_word_embeddings=False),
+    "micro": dict(model_type="qwen2", hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    | dict(num_attention_heads=2, num_key_value_heads=2, vocab_size=1024, tie_word_embeddings=True),
+}
+BATCH = dict(prompts_per_step=64, generations=8, micro_batch=64, questions=256, max_completion_tokens=256)
+BATCH |= dict(gradient_checkpointing=True, learning_rate=1e-6)
+BF16, FEW = BATCH | dict(dtype="bf16"), BATCH | dict(prompts_per_step=16, dtype="bf16")
 ADAPTER = BATCH | dict(learning_rate=1e-5)
 SMALLER = {"1.5b": dict(prompts_per_step=16), "8b": dict(prompts_per_step=8, micro_batch=8)}
 VLLM = dict(engine="vllm", gpu_memory_utilization=0.3)
+AWAKE, SMALL = VLLM | dict(sleep="off"), VLLM | dict(gpu_memory_utilization=0.1)
 TINY = dict(steps=20, prompts_per_step=64, generations=8, micro_batch=512, max_completion_tokens=80, learning_rate=3e-5)
 TINY_LORA = TINY | dict(learning_rate=1e-3, dtype="bf16")
+TINY_QLORA = TINY_LORA | dict(method="qlora", beta=0.01)
 SERVER = "http://127.0.0.1:8017"
+
+
+def update_case(shape: str, method: str, beta: float = 0.0, bare: bool = False) -> tuple[str, dict]:
+    """Return the name and the settings of a case that measures the update alone."""
+    batch = (BATCH if method == "full" else ADAPTER) | SMALLER[shape]
+    train = batch | dict(steps=3, method=method, beta=beta, dtype="bf16")
+    name = f"{shape} {method}{' with a reference' if beta else ''}{', TRL' if bare else ''}"
+    return name, dict(shape=shape, bare=bare, canned=True, train=train, rollout={})
+
+
 CASES = {
     "lift": {
-        "full": dict(train=TINY, rollout=VLLM | dict(gpu_memory_utilization=0.1)),
-        "lora": dict(train=TINY_LORA | dict(method="lora"), rollout=VLLM | dict(gpu_memory_utilization=0.1)),
-        "qlora": dict(train=TINY_LORA | dict(method="qlora", beta=0.01), rollout=VLLM | dict(gpu_memory_utilization=0.1)),
-        "qlora fp8": dict(train=TINY_LORA | dict(method="qlora", beta=0.01), rollout=VLLM | dict(gpu_memory_utilization=0.1, quantization="fp8", sleep="on")),
-        "qlora fp8, keys and values too": dict(train=TINY_LORA | dict(method="qlora", beta=0.01), rollout=VLLM | dict(gpu_memory_utilization=0.1, quantization="fp8", kv_cache="fp8")),
+        "full": dict(train=TINY, rollout=SMALL),
+        "lora": dict(train=TINY_LORA | dict(method="lora"), rollout=SMALL),
+        "qlora": dict(train=TINY_QLORA, rollout=SMALL),
+        "qlora fp8": dict(train=TINY_QLORA, rollout=SMALL | dict(quantization="fp8", sleep="on")),
+        "qlora fp8, keys and values too": dict(
+            train=TINY_QLORA, rollout=SMALL | dict(quantization="fp8", kv_cache="fp8")
+        ),
     },
     "speed": {
-        "TRL transformers": dict(shape="1.5b", bare=True, train=BATCH | dict(steps=2, dtype="bf16"), rollout={}),
-        "ours transformers": dict(shape="1.5b", train=BATCH | dict(steps=2, dtype="bf16"), rollout={}),
-        "TRL vllm": dict(shape="1.5b", bare=True, train=BATCH | dict(steps=4, dtype="bf16"), rollout=VLLM | dict(sleep="off")),
-        "ours vllm": dict(shape="1.5b", train=BATCH | dict(steps=4, dtype="bf16"), rollout=VLLM | dict(sleep="off"), parts=True),
-        "ours vllm, awake then sleeping": dict(shape="1.5b", train=BATCH | dict(steps=6, dtype="bf16"), rollout=VLLM | dict(sleep="on"), awake=3),
-        "ours vllm, qlora": dict(shape="1.5b", train=ADAPTER | dict(steps=4, method="qlora"), rollout=VLLM | dict(sleep="off")),
+        "TRL transformers": dict(shape="1.5b", bare=True, train=BF16 | dict(steps=2), rollout={}),
+        "ours transformers": dict(shape="1.5b", train=BF16 | dict(steps=2), rollout={}),
+        "TRL vllm": dict(shape="1.5b", bare=True, train=BF16 | dict(steps=4), rollout=AWAKE),
+        "ours vllm": dict(shape="1.5b", train=BF16 | dict(steps=4), rollout=AWAKE, parts=True),
+        "ours vllm, awake then sleeping": dict(
+            shape="1.5b", train=BF16 | dict(steps=6), rollout=VLLM | dict(sleep="on"), awake=3
+        ),
+        "ours vllm, qlora": dict(shape="1.5b", train=ADAPTER | dict(steps=4, method="qlora"), rollout=AWAKE),
     },
     "server": {
-        name: dict(serves=name, train=TINY_LORA | dict(method="qlora", beta=0.01), rollout=dict(engine="vllm", mode="server", server=SERVER, quantization=name))
+        name: dict(
+            serves=name, train=TINY_QLORA, rollout=dict(engine="vllm", mode="server", server=SERVER, quantization=name)
+        )
         for name in ("none", "fp8")
     },
     "step": {
         "ours against TRL": dict(alternate=3, train=TINY | dict(steps=5), rollout={}),
-        "ours against TRL, 1.5b": dict(alternate=8, shape="1.5b", train=BATCH | dict(steps=3, prompts_per_step=16, dtype="bf16", max_completion_tokens=32), rollout={}),
-        "ours against TRL, 1.5b, completions given": dict(alternate=8, shape="1.5b", canned=True, train=BATCH | dict(steps=3, prompts_per_step=16, dtype="bf16"), rollout={}),
-        "ours against TRL, 1.5b, few": dict(alternate=6, shape="1.5b", train=BATCH | dict(steps=2, prompts_per_step=1, micro_batch=8, max_completion_tokens=16), rollout={}),
+        "ours against TRL, 1.5b": dict(
+            alternate=8, shape="1.5b", train=FEW | dict(steps=3, max_completion_tokens=32), rollout={}
+        ),
+        "ours against TRL, 1.5b, completions given": dict(
+            alternate=8, shape="1.5b", canned=True, train=FEW | dict(steps=3), rollout={}
+        ),
+        "ours against TRL, 1.5b, few": dict(
+            alternate=6,
+            shape="1.5b",
+            train=BATCH | dict(steps=2, prompts_per_step=1, micro_batch=8, max_completion_tokens=16),
+            rollout={},
+        ),
     },
-    "update": {
-        f"{shape} {method}{' with a reference' if beta else ''}{', TRL' if bare else ''}": dict(shape=shape, bare=bare, canned=True, train=(BATCH if method == "full" else ADAPTER) | SMALLER[shape] | dict(steps=3, method=method, beta=beta, dtype="bf16"), rollout={})
-        for shape, method, beta, bare in [("1.5b", "full", 0.0, True), ("1.5b", "full", 0.0, False), ("1.5b", "full", 0.01, False), ("1.5b", "lora", 0.0, False), ("1.5b", "lora", 0.01, False), ("1.5b", "qlora", 0.0, False), ("1.5b", "qlora", 0.01, False),
-                                          ("8b", "lora", 0.0, False), ("8b", "lora", 0.01, False), ("8b", "qlora", 0.0, False), ("8b", "qlora", 0.01, False), ("8b", "full", 0.0, False), ("8b", "full", 0.0, True)]
-    },
-}  # fmt: skip
+    "update": dict(
+        [
+            update_case("1.5b", "full", bare=True),
+            *(update_case("1.5b", method, beta) for method in ("full", "lora", "qlora") for beta in (0.0, 0.01)),
+            *(update_case("8b", method, beta) for method in ("lora", "qlora") for beta in (0.0, 0.01)),
+            update_case("8b", "full"),
+            update_case("8b", "full", bare=True),
+        ]
+    ),
+}
 
 
 def checkpoint_of(shape: str) -> Path:
-    """A folder with random bf16 weights of a shape, under the built-in model's tokenizer; made once a machine."""
+    """Return a folder with random bf16 weights of a shape and the built-in model's tokenizer; made once per machine."""
     folder = Path(tempfile.gettempdir()) / f"qrl-shape-{shape}"
-    with open(folder.with_suffix(".lock"), "w") as lock:  # of cases that start together
+    with open(folder.with_suffix(".lock"), "w") as lock:  # cases may start together
         fcntl.flock(lock, fcntl.LOCK_EX)
         return folder if (folder / "config.json").is_file() else _make(folder, shape)
 
 
 def _make(folder: Path, shape: str) -> Path:
-    """Made where there is a GPU on it, each tensor with a seed of its own."""
+    """Make the folder, on a GPU if there is one, with a seed per tensor."""
     import shutil
     import zlib
 
@@ -103,7 +134,8 @@ def _make(folder: Path, shape: str) -> Path:
     from qrl import checkpoint, tiny
 
     own = json.loads((tiny.PATH / "config.json").read_text())
-    config = AutoConfig.for_model(max_position_embeddings=40960, eos_token_id=own["eos_token_id"], pad_token_id=own["pad_token_id"], dtype="bfloat16", **SHAPES[shape])  # fmt: skip
+    tokens = {name: own[name] for name in ("eos_token_id", "pad_token_id")}
+    config = AutoConfig.for_model(max_position_embeddings=40960, dtype="bfloat16", **tokens, **SHAPES[shape])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
@@ -111,15 +143,12 @@ def _make(folder: Path, shape: str) -> Path:
         if like.dim() < 2:
             return torch.full(like.shape, float(name.endswith("norm.weight")), dtype=torch.bfloat16)
         seed = torch.Generator(device()).manual_seed(zlib.crc32(name.encode()))
-        return (
-            torch.empty(like.shape, dtype=torch.bfloat16, device=device())
-            .normal_(std=config.initializer_range, generator=seed)
-            .cpu()
-        )
+        weight = torch.empty(like.shape, dtype=torch.bfloat16, device=device())
+        return weight.normal_(std=config.initializer_range, generator=seed).cpu()
 
     tensors = {name: filled(name, like) for name, like in model.named_parameters()}
     partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a case that was cut
+    shutil.rmtree(partial, ignore_errors=True)  # of a case that was killed
     partial.mkdir()
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(partial)
@@ -132,26 +161,39 @@ def _make(folder: Path, shape: str) -> Path:
 
 
 def trainer_of(case: dict, work: Path):
-    """The trainer of a case and its settings: ours through `grpo`, or TRL's own with the same numbers."""
+    """Return the trainer of a case and its settings: ours through `grpo`, or TRL's own with the same numbers."""
     from qrl import tasks, tiny
     from qrl.recipe import Rollout, Train
     from qrl.tasks import prompt
-    from qrl.train import arguments, grpo, policy, reward
+    from qrl.train import Job, arguments, grpo, policy, reward
 
     base = checkpoint_of(case["shape"]) if "shape" in case else tiny.PATH
     train, rollout = Train(**case["train"]), Rollout(**case["rollout"])
     questions = tasks.load("arithmetic", "train", train.questions, 0)
-    rows = [{"prompt": prompt.messages(q.question, "plain"), "answer": q.answer} for q in questions]
-    place = {"task": "arithmetic", "seed": 0, "device": device(), "work": work}
+    data = {"base": base, "questions": questions, "task": "arithmetic", "template": "plain", "seed": 0}
+    job = Job(settings=train, device=device(), work=work, out=work / "model", **data)
     if not case.get("bare"):
-        return grpo._trainer(base, rows, train, **place, rollout=rollout, log=lambda metrics, step: None), train
+        return grpo.make_trainer(dataclasses.replace(job, rollout=rollout)), train
     from trl import GRPOTrainer
 
     from qrl.engine import hf
 
-    engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": rollout.gpu_memory_utilization} if rollout.engine == "vllm" else {}  # fmt: skip
-    settings = arguments.make(train, seed=0, device=device(), work=work, **engine)
-    return GRPOTrainer(model=policy.load(base, train, device()), reward_funcs=reward.functions("arithmetic", train.rewards), args=settings, train_dataset=grpo.dataset(rows), processing_class=hf.tokenizer(base), peft_config=policy.adapter(train)), train  # fmt: skip
+    engine = {}
+    if rollout.engine == "vllm":
+        share = rollout.gpu_memory_utilization
+        engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": share}
+    rows = [
+        {"prompt": prompt.messages(question.question, "plain"), "answer": question.answer} for question in questions
+    ]
+    trainer = GRPOTrainer(
+        model=policy.load(base, train, device()),
+        reward_funcs=reward.functions("arithmetic", train.rewards),
+        args=arguments.make(job, **engine),
+        train_dataset=arguments.dataset(rows),
+        processing_class=hf.tokenizer(base),
+        peft_config=policy.adapter(train),
+    )
+    return trainer, train
 
 
 def device() -> str:
@@ -161,7 +203,7 @@ def device() -> str:
 
 
 def finished() -> float:
-    """The clock, once the GPU has done all it was given."""
+    """Return the time once the GPU has finished."""
     import torch
 
     if torch.cuda.is_available():
@@ -170,7 +212,7 @@ def finished() -> float:
 
 
 def train(case: dict) -> dict:
-    """Trains a case's steps; medians over all but the first, seconds of drawing (sync included) apart from the rest."""
+    """Train a case; return medians over all steps but the first, with the seconds of sampling (sync included) apart."""
     if case.get("alternate"):
         return alternate(case)
     import torch
@@ -237,7 +279,7 @@ def train(case: dict) -> dict:
 
 
 def made_up(settings):
-    """What draws completions of random tokens, as long as they may be, without any model."""
+    """Return a function that samples random tokens of the largest length, without any model."""
     import torch
 
     return lambda prompt_ids, *_, **__: (
@@ -247,7 +289,7 @@ def made_up(settings):
 
 
 class Card:
-    """The most memory taken on the whole card, by whomever, while training does one thing or another; looked at 50 times a second."""
+    """The peak memory of the whole card in each phase of training, sampled 50 times a second."""
 
     def __init__(self):
         self.now, self.most, self.ended = "preparing", {}, threading.Event()
@@ -272,7 +314,7 @@ class Card:
 
 
 def lull(link, *, awake: bool) -> None:
-    """Lets an engine that can sleep stay awake from now on, or sleep between rollouts."""
+    """Let an engine that can sleep stay awake from now on, or sleep between rollouts."""
     from qrl.train.rollout import vllm_engine
 
     if awake and link.enable_sleep_mode:
@@ -286,7 +328,7 @@ def lull(link, *, awake: bool) -> None:
 
 @contextlib.contextmanager
 def server(case: dict):
-    """A rollout server on the second GPU while the first trains; the command that ROLLOUTS.md gives."""
+    """Run a rollout server on the second GPU, with the command in qrl/train/rollout/README.md."""
     from qrl import tiny
 
     if not case.get("serves"):
@@ -326,7 +368,7 @@ def server(case: dict):
 
 
 def alternate(case: dict) -> dict:
-    """Our step against a bare TRL script's, in turn in one process: medians of all steps but each round's first."""
+    """Measure our step and a bare TRL script's in turn, in one process: medians of all steps but each round's first."""
     import turns
     from transformers import TrainerCallback
 
@@ -355,7 +397,7 @@ def alternate(case: dict) -> dict:
                 clocks[name].steps.clear()
                 trainer.train()
                 kept[name].append(clocks[name].steps[1:])
-                print(name, clocks[name].steps, flush=True)  # what a case that is cut leaves behind
+                print(name, clocks[name].steps, flush=True)  # a killed case leaves these
     return (
         {f"{name}_step_s": statistics.median(itertools.chain(*rounds)) for name, rounds in kept.items()}
         | turns.ratio(kept["ours"], kept["TRL"])
@@ -364,7 +406,7 @@ def alternate(case: dict) -> dict:
 
 
 def parts(made) -> dict:
-    """What log-probabilities, their form and the way of sending weights cost, on one warm engine: TRL's ways beside ours."""
+    """Time log-probabilities, their form, and the ways of sending weights on one warm engine: TRL's ways and ours."""
     from trl.generation.vllm_generation import extract_logprobs
     from vllm import SamplingParams
 
@@ -401,7 +443,7 @@ def parts(made) -> dict:
 
 
 def lift(made, settings) -> dict:
-    """Held-out accuracy before and after, on the same 2,000 questions: the model that was trained, adapter on, in bf16."""
+    """Return held-out accuracy before and after on the same 2,000 questions: the trained model, adapter on, in bf16."""
     import torch
     from transformers import GenerationConfig
 
@@ -451,9 +493,9 @@ def versions() -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("groups", nargs="*", help=f"of {', '.join(CASES)}; GROUP/CASE for one")
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder for results.jsonl and a log a case")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for results.jsonl and a log per case")
     parser.add_argument("--print", dest="show", type=Path, help="folder of results.jsonl to print")
-    parser.add_argument("--together", action="store_true", help="in one process, in turn: for cases without an engine")
+    parser.add_argument("--together", action="store_true", help="run cases without an engine in one process")
     parser.add_argument("--one", nargs=2, metavar=("GROUP", "CASE"), help=argparse.SUPPRESS)
     parser.add_argument("--timeout", type=int, default=280, help="seconds a case may take")
     given = parser.parse_args()
@@ -478,7 +520,7 @@ def main() -> None:
 
 
 def one(group: str, name: str, out: Path) -> None:
-    """A case in this process; a line of results."""
+    """Run a case in this process, and write a line of results."""
     import gc
 
     import torch
@@ -506,7 +548,7 @@ def one(group: str, name: str, out: Path) -> None:
 
 
 def run_apart(group: str, name: str, given) -> None:
-    """A case in a process of its own: an engine's memory comes back only with its process."""
+    """Run a case in its own process: an engine frees its memory only when its process ends."""
     words = [sys.executable, __file__, "--one", group, name, "--out", str(given.out)]
     began = time.perf_counter()
     with open(given.out / f"{group}-{name.replace(' ', '_').replace(',', '')}.log", "w") as log:
@@ -525,7 +567,7 @@ def run_apart(group: str, name: str, given) -> None:
 
 
 def show(folder: Path) -> None:
-    """A line a case, in the order measured."""
+    """Print a line per case, in the order measured."""
     for line in (folder / "results.jsonl").read_text().splitlines() if (folder / "results.jsonl").is_file() else []:
         row = json.loads(line)
         skipped = {"group", "case", "settings", *versions()}

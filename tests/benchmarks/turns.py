@@ -1,4 +1,4 @@
-"""Cases of a benchmark beside each other on one card, a process each, that measure in turn: one works, the others wait."""
+"""Run the cases of a benchmark on one card, a process each, in turn: one measures while the others wait."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 
 
 class Turn:
-    """A byte that goes round between processes; who has read it may measure.
+    """A byte that processes pass around; the one that has read it may measure.
 
     Args:
-        take: number of the pipe's end that it comes from.
-        give: number of the next one's.
+        take: file descriptor that the byte comes from.
+        give: file descriptor of the next process.
     """
 
     def __init__(self, take: int, give: int):
@@ -23,18 +23,18 @@ class Turn:
 
     def __enter__(self):
         if not os.read(self.take, 1):
-            raise EOFError("the process before this one ended without handing the turn on")
+            raise EOFError("the process before this one ended without passing the turn on")
 
     def __exit__(self, *_):
-        with contextlib.suppress(BrokenPipeError):  # the next has measured all it had to
+        with contextlib.suppress(BrokenPipeError):  # the next process has finished
             os.write(self.give, b".")
 
 
 def run(commands: Sequence[Callable[[Turn], list[str]]]) -> list[int]:
-    """Starts processes that take turns, the first one first.
+    """Start processes that take turns, the first one first.
 
     Args:
-        commands: one a process: its command, made from the turn that it is to take.
+        commands: one per process; each returns its command for a turn.
 
     Returns:
         Exit codes.
@@ -49,18 +49,18 @@ def run(commands: Sequence[Callable[[Turn], list[str]]]) -> list[int]:
     for pipe in pipes:
         for end in pipe:
             os.close(end)
-    return [each.wait() for each in running]
+    return [process.wait() for process in running]
 
 
 def ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> dict:
-    """Ours over theirs, with Student's 95 % interval over rounds: the logarithm of each round's ratio of medians."""
+    """Return ours over theirs with Student's 95 % interval over rounds, of the logarithm of each ratio of medians."""
     from scipy.stats import t
 
-    logs = [
-        math.log(statistics.median(one) / statistics.median(other)) for one, other in zip(ours, theirs, strict=True)
-    ]
-    mean, found = statistics.mean(logs), {"rounds": len(logs)}
+    pairs = zip(ours, theirs, strict=True)
+    logs = [math.log(statistics.median(mine) / statistics.median(other)) for mine, other in pairs]
+    mean = statistics.mean(logs)
+    row = {"ratio": math.exp(mean), "rounds": len(logs)}
     if len(logs) > 1:
         reach = t.ppf(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
-        found |= {"ratio_low": math.exp(mean - reach), "ratio_high": math.exp(mean + reach)}
-    return {"ratio": math.exp(mean), **found}
+        row |= {"ratio_low": math.exp(mean - reach), "ratio_high": math.exp(mean + reach)}
+    return row

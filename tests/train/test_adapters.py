@@ -1,4 +1,4 @@
-"""Adapters over a base in bf16, INT8 or NF4: the base stays as it is, the reference is it, and the merge is the right one."""
+"""Adapters over a base in bf16, INT8 or NF4: the base does not change, it is the reference, and the merge is exact."""
 
 import json
 import shutil
@@ -13,9 +13,9 @@ from qrl import checkpoint, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.formats.header import Entry
-from qrl.recipe import Rollout, Train
+from qrl.recipe import Train
 from qrl.tasks import prompt
-from qrl.train import arguments, grpo, guard, merge, policy, reward
+from qrl.train import Job, arguments, grpo, guard, merge, policy, reward
 
 QUESTIONS = tasks.load("arithmetic", "train", 16, 0)
 BATCH = {
@@ -33,25 +33,29 @@ STORED = {
     "int8": Train(method="lora", base_storage="int8", dtype="fp32", **BATCH, **ADAPTER),
     "nf4": Train(method="qlora", dtype="fp32", **BATCH, **ADAPTER),
 }
-GIVEN = {"task": "arithmetic", "seed": 0, "device": "cpu"}
+
+
+def job(settings, folder):
+    """Return a job over the built-in model; only its work folder and the adapter in it are written."""
+    data = {"base": tiny.PATH, "questions": QUESTIONS, "task": "arithmetic", "template": "plain", "seed": 0}
+    return Job(settings=settings, device="cpu", work=folder / "work", out=folder / "adapter", **data)
 
 
 class Ran:
-    """One GRPO run over a base stored one way, with what its trainer was before."""
+    """One GRPO run over a base stored in one way, with its trainer before the run."""
 
     def __init__(self, storage: str, folder) -> None:
         self.storage, self.settings, self.work = storage, STORED[storage], folder / "work"
         with pytest.MonkeyPatch.context() as patch:
-            make = grpo._trainer
+            make = grpo.make_trainer
 
-            def noted(*given, **named):
-                self.trainer = make(*given, **named)
+            def noted(job):
+                self.trainer = make(job)
                 self.before = guard.frozen_digest(self.trainer.model)
                 return self.trainer
 
-            patch.setattr(grpo, "_trainer", noted)
-            common = {"template": "plain", "work": self.work, "out": folder / "adapter"}
-            self.done = grpo.run(tiny.PATH, QUESTIONS, self.settings, **GIVEN, **common)
+            patch.setattr(grpo, "make_trainer", noted)
+            self.done = grpo.run(job(self.settings, folder))
 
 
 @pytest.fixture(scope="module", params=["fp32", pytest.param("int8", marks=pytest.mark.slow), "nf4"])
@@ -83,13 +87,15 @@ def test_the_base_is_the_same_in_memory_and_on_disk_while_its_adapter_moves(ran)
 def test_a_base_that_moved_keeps_nothing(ran):
     weight = next(weight for name, weight in ran.trainer.model.named_parameters() if "base_layer.weight" in name).data
     first = weight.reshape(-1)[0].clone()
+    watching = guard.Guard(ran.trainer.model, adapter=True)
+    assert watching.before == ran.before
     try:
         weight.reshape(-1)[0] += 1
         with pytest.raises(QrlError, match="changed in memory"):
-            guard.check_unmoved(ran.before, guard.frozen_digest(ran.trainer.model))
+            watching.check(None)
     finally:
         weight.reshape(-1)[0] = first
-    guard.check_unmoved(ran.before, guard.frozen_digest(ran.trainer.model))
+    watching.check(None)
 
 
 def test_a_base_that_fsdp_lays_out_anew_is_guarded_by_its_values(ran, monkeypatch):
@@ -121,32 +127,36 @@ from qrl import tiny
 from qrl.recipe import Train
 from qrl.train import policy, sharded
 
-def same(found):
-    return len(wanted) == 56 and found.keys() == wanted.keys() and all(found[name].equal(wanted[name]) for name in wanted)
+def same(weights):
+    return len(wanted) == 56 and weights.keys() == wanted.keys() and all(weights[k].equal(wanted[k]) for k in wanted)
 
 def laid_out():
     settings = Train(method="lora")
     model = get_peft_model(policy.load(tiny.PATH, settings, "cpu"), policy.adapter(settings))
-    drawn = {name.replace(".default", ""): weight.detach().clone() for name, weight in model.named_parameters() if ".lora_" in name}
+    adapter = {name: weight for name, weight in model.named_parameters() if ".lora_" in name}
+    drawn = {name.replace(".default", ""): weight.detach().clone() for name, weight in adapter.items()}
     bf16 = MixedPrecision(*3 * [torch.bfloat16])  # as accelerate makes it: of weights, gradients and buffers
-    given = {"auto_wrap_policy": fsdp_auto_wrap_policy(model), "mixed_precision": sharded.arithmetic(bf16, adapter=True)}
-    return model, drawn, FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True, **given)
+    options = {"auto_wrap_policy": fsdp_auto_wrap_policy(model), "use_orig_params": True}
+    options |= {"mixed_precision": sharded.keep_precision(bf16, adapter=True), "device_id": torch.device("cpu")}
+    return model, drawn, FullyShardedDataParallel(model, **options)
 
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meet", rank=0, world_size=1)
 model, wanted, parts = laid_out()
-sharded.name_as_whole()
-sharded.name_as_whole()  # once is enough
+sharded.patch_peft()
+sharded.patch_peft()  # a second call changes nothing
 with FullyShardedDataParallel.state_dict_type(parts, StateDictType.FULL_STATE_DICT):
     model.save_pretrained(sys.argv[1] + "/adapter", state_dict=parts.state_dict())  # as save.write does
     assert same(load_file(sys.argv[1] + "/adapter/adapter_model.safetensors")), "written"
-    checkpoint = {name: weight.clone() for name, weight in get_peft_model_state_dict(parts).items()}  # as accelerate's checkpoints do
+    state = get_peft_model_state_dict(parts)  # as accelerate's checkpoints do
+    checkpoint = {name: weight.clone() for name, weight in state.items()}
     assert same(checkpoint), "kept"
 
-_, _, again = laid_out()  # of the process that goes on: its parts get weights before anything went through the whole
+_, _, again = laid_out()  # the resuming process: its parts load weights before any forward pass through the whole
 with FullyShardedDataParallel.state_dict_type(again, StateDictType.FULL_STATE_DICT):
     peft.set_peft_model_state_dict(again, checkpoint)
-    assert same(get_peft_model_state_dict(again)), "gone on with"
-FullyShardedDataParallel.optim_state_dict(again, torch.optim.AdamW(again.parameters()))  # as the optimizer's state is looked for
+    assert same(get_peft_model_state_dict(again)), "resumed"
+optimizer = torch.optim.AdamW(again.parameters())
+FullyShardedDataParallel.optim_state_dict(again, optimizer)  # as the optimizer's state is read
 rotary = [value for name, value in again.named_buffers() if name.endswith("inv_freq")]
 assert rotary and all(value.dtype == torch.float32 for value in rotary), "positions"
 with torch.no_grad():
@@ -161,10 +171,10 @@ def test_an_adapter_that_fsdp_lays_out_is_written_kept_and_gone_on_with_whole(tm
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_fsdp_on_a_cpu_is_refused(monkeypatch):
+def test_fsdp_on_a_cpu_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(BadInput, match="FSDP shards a model over GPUs, but this run's device is the CPU"):
-        grpo.check(checkpoint.check(tiny.PATH), Train(), 4096, "cpu")
+    with pytest.raises(BadInput, match=r"FSDP .*CPU"):
+        grpo.check(checkpoint.check(tiny.PATH), job(Train(), tmp_path))
 
 
 def test_processes_of_fsdp_share_what_a_reference_takes(monkeypatch):
@@ -184,7 +194,7 @@ def test_a_packed_base_is_refused_under_fsdp(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     policy.check(Train(method="lora"), TENSORS)
     for settings in (Train(method="qlora"), Train(method="lora", base_storage="int8")):
-        with pytest.raises(BadInput, match=r"codes, which FSDP cannot shard: .*train\.base_storage=bf16"):
+        with pytest.raises(BadInput, match=r"FSDP .*train\.base_storage = bf16"):
             policy.check(settings, TENSORS)
 
 
@@ -253,7 +263,7 @@ REFUSED = {
         "'lm_head'",
     ),
     "bf16 in fp32": (Train(method="lora", base_storage="bf16", dtype="fp32"), TENSORS, r"train\.dtype is fp32"),
-    "no room for a reference": (Train(beta=0.1), LARGE, r"second copy: 186265 GiB .* train\.beta=0"),
+    "no room for a reference": (Train(beta=0.1), LARGE, r"second copy .*186265 GiB .*train\.beta = 0"),
 }
 
 
@@ -295,8 +305,8 @@ def test_a_quantized_checkpoint_is_not_trained(tmp_path):
     (tmp_path / "quantized" / "config.json").write_text(
         json.dumps(config | {"quantization_config": {"quant_method": "awq"}})
     )
-    with pytest.raises(BadInput, match="stored in awq: training starts from full-precision"):
-        grpo.check(checkpoint.check(tmp_path / "quantized"), Train(), 4096, "cpu")
+    with pytest.raises(BadInput, match=r"stored in awq.* full-precision"):
+        grpo.check(checkpoint.check(tmp_path / "quantized"), job(Train(), tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -326,10 +336,7 @@ def test_full_training_with_beta_keeps_a_reference_of_its_own_and_all_keys_reach
         "save_every": 2,
     }
     settings = Train(beta=0.1, rewards=("correct", "format"), reward_weights=(1, 0.2), **BATCH | keys)
-    rows = [{"prompt": prompt.messages(q.question, "plain"), "answer": q.answer} for q in QUESTIONS]
-    trainer = grpo._trainer(
-        tiny.PATH, rows, settings, **GIVEN, work=tmp_path, rollout=Rollout(), log=lambda metrics, step: None
-    )
+    trainer = grpo.make_trainer(job(settings, tmp_path))
     assert trainer.ref_model is not None and trainer.reward_func_names == ["correct", "format"]
     assert trainer.reward_weights.tolist() == pytest.approx([1, 0.2])
     assert (trainer.importance_sampling_level, trainer.num_iterations) == ("sequence", 2)

@@ -40,9 +40,9 @@ def small(tied=True, width=512):
     return Qwen2ForCausalLM(Qwen2Config(intermediate_size=width, tie_word_embeddings=tied, **SHAPE))
 
 
-def attached(name, **given):
+def attached(name, **options):
     model = small()
-    qat.attach(model, name, **given)
+    qat.attach(model, name, **options)
     if fake_linears.needs_calibration(name):
         calibration.calibrate(model, [batch()])
     return model
@@ -54,7 +54,7 @@ def batch(rows=2, length=12):
 
 
 def step(model, rate=1e-2):
-    """One optimizer step of plain language modelling."""
+    """Take one optimizer step of plain language modelling."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     model(**batch(), labels=batch()["input_ids"]).loss.backward()
     optimizer.step()
@@ -81,7 +81,7 @@ def test_the_forward_is_an_ordinary_models_with_quantized_weights(name):
             if isinstance(module, qat.QATLinear):
                 args, scale = module.fold.scheme.input_activations, module.input_global_scale
                 plain.get_submodule(path).register_forward_pre_hook(
-                    lambda _, given, args=args, scale=scale: (values.activations(given[0], args, scale),)
+                    lambda _, inputs, args=args, scale=scale: (values.activations(inputs[0], args, scale),)
                 )
     with torch.no_grad():
         assert torch.equal(model(**batch()).logits, plain(**batch()).logits)
@@ -103,8 +103,8 @@ def test_gradients_are_those_of_an_unquantized_linear_at_the_quantized_point(nam
         linear.bias.detach().clone().requires_grad_(),
     ]
     functional.linear(*point).backward(upstream)
-    for found, wanted in zip((inputs, linear.weight, linear.bias), point, strict=True):
-        assert torch.equal(found.grad, wanted.grad)
+    for ours, wanted in zip((inputs, linear.weight, linear.bias), point, strict=True):
+        assert torch.equal(ours.grad, wanted.grad)
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
@@ -117,10 +117,10 @@ def test_gradients_of_micro_batches_add_up_and_recomputed_forwards_have_the_same
     model.train()
     whole(**batch(4), labels=batch(4)["input_ids"]).loss.backward()
     for half in (slice(0, 2), slice(2, 4)):
-        given = {key: value[half] for key, value in batch(4).items()}
-        (model(**given, labels=given["input_ids"]).loss / 2).backward()
-    for found, wanted in zip(model.parameters(), whole.parameters(), strict=True):
-        assert torch.allclose(found.grad, wanted.grad, rtol=1e-4, atol=1e-6)
+        part = {key: value[half] for key, value in batch(4).items()}
+        (model(**part, labels=part["input_ids"]).loss / 2).backward()
+    for ours, wanted in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(ours.grad, wanted.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_a_backward_at_weights_that_were_folded_anew_since_is_an_error():
@@ -137,7 +137,9 @@ def test_masters_that_are_cast_or_replaced_after_attaching_get_their_gradients()
     linear.weight = nn.Parameter(linear.weight.detach().clone())
     model(**batch(), labels=batch()["input_ids"]).loss.backward()
     assert all(
-        each.grad.dtype == torch.bfloat16 and each.grad.abs().max() > 0 for each in model.parameters() if each.ndim > 1
+        weight.grad.dtype == torch.bfloat16 and weight.grad.abs().max() > 0
+        for weight in model.parameters()
+        if weight.ndim > 1
     )
     assert torch.equal(linear.fold.weight_of(linear), values.quantized(linear.weight, values.scheme("int4").weights))
 
@@ -241,7 +243,7 @@ def test_a_rollout_engine_is_sent_q_under_the_checkpoints_names():
 def test_queries_keys_and_values_are_fed_one_and_the_same_tensor(monkeypatch):
     model, seen = attached("nvfp4-a4"), []
     whole = fused.activations
-    monkeypatch.setattr(fused, "activations", lambda inputs, *given: seen.append(inputs) or whole(inputs, *given))
+    monkeypatch.setattr(fused, "activations", lambda inputs, *args: seen.append(inputs) or whole(inputs, *args))
     with torch.no_grad():
         model(**batch())
     assert len(seen) == 2 * 4  # of seven linears a layer: q, k and v have one input, gate and up another
@@ -268,15 +270,15 @@ def test_activation_scales_come_from_the_largest_input_padding_apart_and_are_rea
     model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     padded = batch()
     padded["attention_mask"][1, :5] = 0
-    found = calibration.calibrate(model, [padded])
+    scales = calibration.calibrate(model, [padded])
     largest = seen[0][padded["attention_mask"].bool()].abs().max()
     linear = model.model.layers[1].mlp.down_proj
     assert (
         float(linear.input_global_scale)
-        == found["model.layers.1.mlp.down_proj"]
+        == scales["model.layers.1.mlp.down_proj"]
         == pytest.approx(6 * 448 / float(largest), rel=1e-6)
     )
-    fake_linears.write_activation_scales(tmp_path, found)
+    fake_linears.write_activation_scales(tmp_path, scales)
     again = small()
     qat.attach(again, "nvfp4-a4")
     calibration.set_activation_scales(again, fake_linears.read_activation_scales(tmp_path))

@@ -14,8 +14,7 @@ from qrl import checkpoint, tasks, tiny
 from qrl.errors import BadInput
 from qrl.formats.fakequant import linears
 from qrl.recipe import Rollout, Train, Watch
-from qrl.train import distill
-from qrl.train.rollout import trainer
+from qrl.train import Job, distill, rollout
 
 QUESTIONS = tasks.load("arithmetic", "train", 16, 0)
 FAST = Train(
@@ -30,14 +29,20 @@ FAST = Train(
 )
 
 
+def job(folder, settings=FAST, **changes):
+    data = {"base": tiny.PATH, "questions": QUESTIONS, "task": "arithmetic", "template": "plain", "seed": 0}
+    folders = {"work": folder / "work", "out": folder / "model"}
+    return Job(**{"settings": settings, "device": "cpu"} | data | folders | changes)
+
+
 def test_the_divergence_over_all_tokens_is_the_plain_kl_and_mixes_linearly():
     student, teacher = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(0))
     ours, theirs = student.log_softmax(-1), teacher.log_softmax(-1)
     forward = kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
     backward = kl_div(theirs, ours, log_target=True, reduction="none").sum(-1)
     for weight in (0.0, 0.3, 1.0):
-        found = distill.divergence(student, teacher, top_k=64, reverse=weight)
-        assert torch.allclose(found, (1 - weight) * forward + weight * backward, atol=1e-5)
+        mixed = distill.divergence(student, teacher, top_k=64, reverse=weight)
+        assert torch.allclose(mixed, (1 - weight) * forward + weight * backward, atol=1e-5)
 
 
 def test_only_the_teachers_likeliest_tokens_count_and_an_equal_student_is_at_zero():
@@ -59,10 +64,8 @@ def test_a_quantized_student_comes_closer_to_its_teacher(tmp_path):
         for weight in model.parameters():
             weight.mul_(1 + 0.1 * torch.randn_like(weight))
     model.save_pretrained(away)
-    given = {"template": "plain", "seed": 0, "device": "cpu", "work": tmp_path / "work", "out": tmp_path / "model"}
-    done = distill.run(
-        away, tiny.PATH, QUESTIONS, FAST, **given, log=lambda metrics, step: seen.append((step, metrics))
-    )
+    student = job(tmp_path, base=away, log=lambda metrics, step: seen.append((step, metrics)))
+    done = distill.run(student, tiny.PATH)
     assert checkpoint.check(done.path).dtype == "float32"
     assert list(done.completions) == ["step", "prompt", "completion"]
     assert done.completions["step"].value_counts().to_dict() == dict.fromkeys(range(1, 6), FAST.completions_logged)
@@ -86,15 +89,10 @@ def test_a_distillation_that_was_killed_goes_on_bit_for_bit(name, tmp_path):
             "qat_calibration_samples": 4,
         }
     )
-    given = {"template": "plain", "seed": 0, "device": "cpu"}
-    whole = distill.run(
-        tiny.PATH, tiny.PATH, QUESTIONS, settings, **given, work=tmp_path / "work", out=tmp_path / "whole"
-    )
-    shutil.copytree(tmp_path / "work", tmp_path / "again")
-    shutil.rmtree(tmp_path / "again" / "checkpoint-3")
-    again = distill.run(
-        tiny.PATH, tiny.PATH, QUESTIONS, settings, **given, work=tmp_path / "again", out=tmp_path / "model"
-    )
+    whole = distill.run(job(tmp_path, settings), tiny.PATH)
+    shutil.copytree(tmp_path / "work", tmp_path / "again" / "work")
+    shutil.rmtree(tmp_path / "again" / "work" / "checkpoint-3")
+    again = distill.run(job(tmp_path / "again", settings), tiny.PATH)
     assert (whole.resumed_from, again.resumed_from) == (0, 2)
     assert checkpoint.digest(again.path) == checkpoint.digest(whole.path)
     assert again.history["loss"].iloc[-1] == whole.history["loss"].iloc[-1] != 0
@@ -111,28 +109,32 @@ def test_activation_scales_are_part_of_what_a_checkpoints_digest_names(tmp_path)
 
 
 def test_what_cannot_be_distilled_is_refused(tmp_path):
-    found = checkpoint.check(tiny.PATH)
+    base = checkpoint.check(tiny.PATH)
+
+    def check(teacher=base, settings=FAST, **changes):
+        distill.check(base, teacher, job(tmp_path, settings, **changes))
+
     other = tmp_path / "other"
     shutil.copytree(tiny.PATH, other)
     wider = AutoModelForCausalLM.from_pretrained(tiny.PATH)
     wider.resize_token_embeddings(999, mean_resizing=False)
     wider.save_pretrained(other)
     with pytest.raises(BadInput, match="a vocabulary of 999"):
-        distill.check(found, checkpoint.check(other), FAST, 16)
+        check(checkpoint.check(other))
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     with pytest.raises(BadInput, match=r"teacher .* is stored in awq"):
-        distill.check(found, checkpoint.check(other), FAST, 16)
+        check(checkpoint.check(other))
     with pytest.raises(BadInput, match="trains an adapter"):
-        distill.check(found, found, Train(method="lora"), 16)
+        check(settings=Train(method="lora"))
     with pytest.raises(BadInput, match=r"train\.base_storage = nf4"):
-        distill.check(found, found, Train(base_storage="nf4"), 16)
+        check(settings=Train(base_storage="nf4"))
     with pytest.raises(BadInput, match="does not divide"):
-        distill.check(found, found, Train(prompts_per_step=4, generations=4, micro_batch=5), 16)
+        check(settings=Train(prompts_per_step=4, generations=4, micro_batch=5))
     with pytest.raises(BadInput, match="There are 7 training questions"):
-        distill.check(found, found, FAST, 7)
+        check(questions=QUESTIONS[:7])
     with pytest.raises(BadInput, match=r"samples with transformers, but rollout\.engine = vllm"):
-        trainer.check(Rollout(engine="vllm"), "cuda", Train(teacher="qrl-tiny"))
+        rollout.check(Rollout(engine="vllm"), "cuda", Train(teacher="qrl-tiny"))
     for watch in (Watch(stop=("entropy",)), Watch(probe_every=2)):
         with pytest.raises(BadInput, match="without watchers"):
-            distill.check(found, found, FAST, 16, watch)
+            check(watch=watch)

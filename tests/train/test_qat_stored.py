@@ -1,4 +1,4 @@
-"""A trained model as a compressed-tensors checkpoint: the same weights bit for bit, the same answers, in transformers."""
+"""A trained model as a compressed-tensors checkpoint: bit for bit the same weights and answers in transformers."""
 
 import shutil
 
@@ -26,7 +26,7 @@ BITS = {"int8": 8, "int8-attention": 8, "int4": 4, "nvfp4-a16": 4, "nvfp4-a4": 4
 
 @pytest.fixture(scope="module")
 def masters(tiny_checkpoint, tmp_path_factory):
-    """A checkpoint in float32 whose weights no longer lie on the grid of bfloat16, as a training leaves them."""
+    """Return a float32 checkpoint with weights that bfloat16 cannot hold exactly, as after training."""
     folder = tmp_path_factory.mktemp("masters") / "model"
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
     torch.manual_seed(0)
@@ -60,9 +60,9 @@ def test_stored_weights_and_answers_are_bit_equal_to_the_trained_ones(name, mast
         linears.write_activation_scales(source, calibration.calibrate(trained, [BATCH]))
     store(source, tmp_path / "out", name)
 
-    found = checkpoint.check(tmp_path / "out")
-    assert found.quantization == names.STORED_AS[f"rtn-{name}"] == "compressed-tensors"
-    loaded, _ = hf.load(tmp_path / "out", "cpu", torch.float32)  # as a cell is asked
+    written = checkpoint.check(tmp_path / "out")
+    assert written.quantization == names.STORED_AS[f"rtn-{name}"] == "compressed-tensors"
+    loaded, _ = hf.load(tmp_path / "out", "cpu", torch.float32)  # as a cell is evaluated
     stored, wanted = dict(loaded.named_parameters()), dict(linear.folded_parameters(trained))
     for key, value in wanted.items():
         assert torch.equal(stored[key], value), key
@@ -100,7 +100,7 @@ def test_it_loads_in_transformers_without_being_told_how(masters, tmp_path):
 def test_the_trainings_activation_scales_are_stored_where_llm_compressor_has_the_model_offloaded(
     masters, tmp_path, monkeypatch
 ):
-    """As on a GPU, where what is read of a module is a copy: here it lies on disk."""
+    """As on a GPU, where reading a module's weights gives a copy: here they are offloaded to disk."""
     from compressed_tensors.offload import dispatch_with_map, remove_dispatch
 
     def quiet_oneshot(given=compressed.quiet_oneshot):

@@ -17,9 +17,9 @@ from qrl.formats.fakequant import rounding as values
 from qrl.quantize import settings as choices
 from qrl.recipe import Quantize, Train
 from qrl.tasks import prompt
-from qrl.train import grpo
-from qrl.train.qat import callback
+from qrl.train import Job, grpo
 from qrl.train.qat import linear as qat
+from qrl.train.qat import prepare
 
 QUESTIONS = tasks.load("arithmetic", "train", 16, 0)
 FAST = Train(
@@ -33,25 +33,20 @@ FAST = Train(
 )
 
 
+def job(folder, settings, **changes):
+    data = {"base": tiny.PATH, "questions": QUESTIONS, "task": "arithmetic", "template": "plain", "seed": 0}
+    return Job(settings=settings, device="cpu", work=folder / "work", out=folder / "model", **data, **changes)
+
+
 def train(folder, name="int4", **changes):
     seen = []
     settings = FAST.model_copy(update={"qat": name} | changes)
-    given = {"task": "arithmetic", "template": "plain", "seed": 0, "device": "cpu"}
-    done = grpo.run(
-        tiny.PATH,
-        QUESTIONS,
-        settings,
-        **given,
-        work=folder / "work",
-        out=folder / "model",
-        log=lambda m, s: seen.append((s, m)),
-    )
-    return done, seen
+    return grpo.run(job(folder, settings, log=lambda metrics, step: seen.append((step, metrics)))), seen
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """One training in the format that calibrates activations."""
+    """Train once in the format that calibrates activations."""
     folder = tmp_path_factory.mktemp("trained")
     return folder, *train(folder, "nvfp4-a4")
 
@@ -67,7 +62,7 @@ def test_masters_come_out_in_fp32_with_the_bases_keys_and_have_moved(trained):
 def test_the_gap_to_the_unquantized_model_is_logged_before_the_first_step(trained):
     _, _, seen = trained
     step, gap = seen[0]
-    assert step == 0 and 0 < gap[callback.GAP] < gap[callback.GAP_LARGEST] < math.inf
+    assert step == 0 and 0 < gap[prepare.GAP] < gap[prepare.GAP_LARGEST] < math.inf
     assert [step for step, _ in seen] == [0, 1, 2]
 
 
@@ -86,16 +81,16 @@ def test_the_stored_model_keeps_the_scales_that_were_calibrated(trained, tmp_pat
 
 
 def test_rollouts_and_loss_compute_with_the_same_q(tmp_path, monkeypatch):
-    """Every matrix that a linear multiplies by between two optimizer steps is one and the same object."""
+    """Between two optimizer steps, every forward pass of a linear uses the same matrix object."""
     used = {}
-    plain = qat.Fold.standing
+    plain = qat.Fold.straight_through
 
     def noted(fold, linear):
         weight = plain(fold, linear)
         used.setdefault(id(linear), []).append((torch.is_grad_enabled(), weight.data_ptr(), weight))
         return weight
 
-    monkeypatch.setattr(qat.Fold, "standing", noted)
+    monkeypatch.setattr(qat.Fold, "straight_through", noted)
     train(tmp_path, "int4", steps=1)
     for calls in used.values():
         assert {place for grad, place, _ in calls if not grad} == {place for grad, place, _ in calls if grad}
@@ -113,37 +108,32 @@ def test_the_same_seed_trains_the_same_masters_and_resuming_changes_none(trained
 
 
 def test_the_reference_policy_stays_in_full_precision(tmp_path, monkeypatch):
-    found = []
-    begin = callback.begin
+    attached = []
+    begin = prepare.begin
 
-    def watched(trainer, *given, **named):
-        begin(trainer, *given, **named)
-        found.append((len(qat.folds(trainer.model)), len(qat.folds(trainer.ref_model))))
+    def watched(trainer, job):
+        begin(trainer, job)
+        attached.append((len(qat.folds(trainer.model)), len(qat.folds(trainer.ref_model))))
 
-    monkeypatch.setattr(callback, "begin", watched)
+    monkeypatch.setattr(prepare, "begin", watched)
     done, _ = train(tmp_path, "int4", steps=1, beta=0.05)
-    assert found == [(4 * 4, 0)]
+    assert attached == [(4 * 4, 0)]
     assert done.history["kl"][0] > 0  # rounding alone sets the policy apart from it
 
 
-def test_calibration_texts_are_the_renderers_own_and_long_ones_are_refused():
-    settings = FAST.model_copy(update={"qat_calibration_batch": 3})
-    batches = callback.texts(QUESTIONS, settings, base=tiny.PATH, template="plain")
+def test_calibration_texts_are_the_renderers_own_and_long_ones_are_refused(tmp_path):
+    batches = prepare.texts(job(tmp_path, FAST.model_copy(update={"qat_calibration_batch": 3})))
     rows = [ids[mask.bool()].tolist() for batch in batches for ids, mask in zip(*batch.values(), strict=True)]
     tokens = hf.tokenizer(tiny.PATH)
-    assert rows == [
-        tokens(prompt.training_text(tokens, each, "plain"), add_special_tokens=False)["input_ids"]
-        for each in QUESTIONS[:8]
-    ]
+    expected = [prompt.training_text(tokens, question, "plain") for question in QUESTIONS[:8]]
+    assert rows == [tokens(text, add_special_tokens=False)["input_ids"] for text in expected]
     with pytest.raises(BadInput, match=r"above train\.qat_calibration_max_tokens = 5"):
-        callback.texts(
-            QUESTIONS, FAST.model_copy(update={"qat_calibration_max_tokens": 5}), base=tiny.PATH, template="plain"
-        )
+        prepare.texts(job(tmp_path, FAST.model_copy(update={"qat_calibration_max_tokens": 5})))
 
 
 def test_an_adapter_is_refused_before_any_weight_is_loaded():
     with pytest.raises(BadInput, match=r"train\.qat = int8 trains all weights, but train\.method = lora"):
-        callback.check(Train(qat="int8", method="lora"), tiny.PATH)
+        prepare.check(Train(qat="int8", method="lora"), tiny.PATH)
 
 
 def test_a_model_that_the_format_cannot_hold_is_refused_before_any_weight_is_loaded(tmp_path):
@@ -154,7 +144,7 @@ def test_a_model_that_the_format_cannot_hold_is_refused_before_any_weight_is_loa
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(BadInput, match=says):
-            callback.check(Train(qat="int4"), tmp_path)  # there are no weights to load
+            prepare.check(Train(qat="int4"), tmp_path)  # there are no weights to load
 
 
 def test_the_recipe_knows_every_format():

@@ -1,4 +1,4 @@
-"""A training that is killed outright goes on as if nothing had been; two processes train as one."""
+"""A killed training resumes to the same weights; two processes train as one."""
 
 import json
 import os
@@ -17,7 +17,7 @@ import torch
 import qrl
 from qrl import recipe, tasks, tiny
 from qrl.recipe import Train
-from qrl.train import grpo
+from qrl.train import Job, grpo
 
 ROOT = Path(qrl.__file__).parents[1]
 SMALL = {
@@ -48,12 +48,13 @@ from qrl import process
 process.settle()
 from qrl import tasks, tiny
 from qrl.recipe import Train
-from qrl.train import grpo
+from qrl.train import Job, grpo
 
 work, out, settings = Path(sys.argv[1]), Path(sys.argv[2]), Train.model_validate_json(sys.argv[3])
-given = {"task": "arithmetic", "template": "plain", "seed": 0, "device": "cpu", "work": work, "out": out}
+data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 32, 0), "task": "arithmetic"}
 log = lambda metrics, step: print(step, flush=True)
-done = grpo.run(tiny.PATH, tasks.load("arithmetic", "train", 32, 0), settings, **given, log=log)
+job = Job(settings=settings, template="plain", seed=0, device="cpu", work=work, out=out, log=log, **data)
+done = grpo.run(job)
 sys.stdout.write(f"resumed from {done.resumed_from}\\n")  # in one piece: two processes may share a pipe
 """
 
@@ -65,22 +66,16 @@ def child(folder, settings):
 
 
 def prompts(work):
-    """Questions by step, in order."""
+    """Return the questions by step, in order."""
     files = sorted((work / "completions").glob("*.parquet"))
     return {file.name: [str(value) for value in pd.read_parquet(file)["prompt"]] for file in files}
 
 
 def alone(folder, settings):
-    """The same training in this process, never disturbed."""
-    given = {
-        "task": "arithmetic",
-        "template": "plain",
-        "seed": 0,
-        "device": "cpu",
-        "work": folder / "work",
-        "out": folder / "model",
-    }
-    return grpo.run(tiny.PATH, tasks.load("arithmetic", "train", 32, 0), settings, **given)
+    """Run the same training in this process, undisturbed."""
+    data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 32, 0), "task": "arithmetic"}
+    folders = {"work": folder / "work", "out": folder / "model"}
+    return grpo.run(Job(settings=settings, template="plain", seed=0, device="cpu", **data, **folders))
 
 
 @pytest.mark.slow
@@ -98,8 +93,8 @@ def test_a_training_killed_at_a_random_moment_ends_with_the_same_weights_bit_for
     if killed.returncode != -signal.SIGKILL:
         pytest.skip(f"it was over before the kill {wait:.2f} s after step {last_seen}")
     again = child(tmp_path / "killed", settings)
-    said, _ = again.communicate(timeout=180)
-    where = f"killed {wait:.2f} s after step {last_seen}: {said}"
+    output, _ = again.communicate(timeout=180)
+    where = f"killed {wait:.2f} s after step {last_seen}: {output}"
     assert again.returncode == 0, where
     whole = alone(tmp_path, settings)
     assert prompts(tmp_path / "killed" / "work") == prompts(tmp_path / "work"), where
@@ -109,7 +104,7 @@ def test_a_training_killed_at_a_random_moment_ends_with_the_same_weights_bit_for
 
 @pytest.mark.slow
 def test_two_processes_go_on_from_a_checkpoint_bit_for_bit(tmp_path):
-    """What was trained after it is taken away, as if they had been killed: the rest is trained again, to the same weights."""
+    """As if they had been killed: without its last checkpoint, the training ends with the same weights again."""
     settings = KINDS["qlora"].model_copy(update={"steps": 4})
     script, work, kept = tmp_path / "child.py", tmp_path / "work", tmp_path / "again"
     script.write_text(CHILD)
@@ -149,7 +144,7 @@ def test_two_processes_train_as_one_and_the_first_alone_logs_and_writes(store, t
         max_completion_tokens=48,
         completions_logged=16,
     )
-    given = recipe.load(
+    resolved = recipe.load(
         "tiny", {f"train.{key}": str(value) for key, value in settings.model_dump(exclude_defaults=True).items()}
     )
     words = [
@@ -163,7 +158,7 @@ def test_two_processes_train_as_one_and_the_first_alone_logs_and_writes(store, t
         "qrl",
         "train",
     ]
-    (tmp_path / "recipe.yaml").write_text(given.dump())
+    (tmp_path / "recipe.yaml").write_text(resolved.dump())
     words += [
         "--recipe",
         str(tmp_path / "recipe.yaml"),
@@ -194,10 +189,10 @@ def test_two_processes_train_as_one_and_the_first_alone_logs_and_writes(store, t
     }
     assert steps == {"train/reward": [1, 2], "probe/n": [0, 2]} and run.data.metrics["probe/n"] == 5
     table = json.loads((Path(run.info.artifact_uri.removeprefix("file://")) / "completions.json").read_text())
-    asked = (
+    shared = (
         pd.DataFrame(table["data"], columns=table["columns"])
         .groupby("step")["prompt"]
         .agg(lambda column: sorted(set(column)))
     )
     single = alone(tmp_path, settings).completions.groupby("step")["prompt"].agg(lambda column: sorted(set(column)))
-    assert asked.to_dict() == single.to_dict() and {len(texts) for texts in single} == {4}
+    assert shared.to_dict() == single.to_dict() and {len(texts) for texts in single} == {4}

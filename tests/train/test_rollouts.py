@@ -1,4 +1,4 @@
-"""What a rollout engine is sent, how its gap is measured, and what is refused before it starts; no GPU and no vLLM needed."""
+"""The weights sent to a rollout engine, the measure of its gap, and its checks; without GPU and vLLM."""
 
 import importlib.util
 import math
@@ -14,9 +14,8 @@ from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train
 from qrl.study import environments
 from qrl.tracking import keys
-from qrl.train import arguments, guard, policy
-from qrl.train.rollout import engine_gap, link, sync, vllm_engine
-from qrl.train.rollout import trainer as rollouts
+from qrl.train import Job, arguments, guard, policy, rollout, trl_private
+from qrl.train.rollout import checks, colocated, engine_gap, sync, vllm_engine
 
 METHODS = {
     "full": Train(),
@@ -28,7 +27,7 @@ METHODS = {
 
 
 def adapted(train: Train):
-    """The built-in model as a method holds it, its adapter drawn at random so that it matters."""
+    """Return the built-in model as a method stores it, with a random adapter."""
     from peft import get_peft_model
 
     model = policy.load(tiny.PATH, train, "cpu")
@@ -47,14 +46,14 @@ def held(request):
 
 
 def stored(model) -> str:
-    """Every weight as it lies in memory, the trained ones too."""
+    """Return the digest of every weight in memory, the trained ones too."""
     state = {name: weight.requires_grad for name, weight in model.named_parameters()}
     model.requires_grad_(False)
-    found = guard.frozen_digest(model)
+    digest = guard.frozen_digest(model)
     for name, weight in model.named_parameters():
         if state[name]:
             weight.requires_grad_(True)
-    return found
+    return digest
 
 
 def test_what_is_sent_has_the_checkpoints_names_and_shapes_each_once(held):
@@ -67,7 +66,7 @@ def test_what_is_sent_has_the_checkpoints_names_and_shapes_each_once(held):
 
 
 def test_what_is_sent_is_the_freshly_dequantized_base_with_the_adapter_merged(held):
-    """PEFT's own merge into an unpacked copy is the other way to the same weights."""
+    """PEFT's own merge into a dequantized copy gives the same weights."""
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     train, model = held
@@ -96,7 +95,7 @@ def test_ten_syncs_leave_every_weight_bit_for_bit_and_send_the_same(held):
 
 
 def test_a_packed_base_is_moved_by_trls_own_way_and_not_by_ours():
-    """Why `sync` exists: merging and unmerging in place rounds the codes anew."""
+    """Why `sync` exists: merging and unmerging in place rounds the codes again."""
     model = adapted(METHODS["qlora"])
     before = guard.frozen_digest(model)
     for _ in sync.named_weights(model):
@@ -127,15 +126,14 @@ def test_the_gap_is_its_definition(logps, spread, seed):
     trainer = torch.tensor([logps, logps])
     engine = trainer + spread * torch.randn_like(trainer)
     mask = torch.ones_like(trainer)
-    found = engine_gap.measure(trainer, engine, mask)
+    gap = engine_gap.measure(trainer, engine, mask)
     ratios = [math.exp(p - q) for p, q in zip(trainer.flatten().tolist(), engine.flatten().tolist(), strict=True)]
-    assert found.kl_k1 == pytest.approx(-sum(map(math.log, ratios)) / len(ratios), abs=1e-9)
+    assert gap.kl_k1 == pytest.approx(-sum(map(math.log, ratios)) / len(ratios), abs=1e-9)
     assert (
-        found.kl_k3 == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / len(ratios), abs=1e-9)
-        and found.kl_k3 >= 0
+        gap.kl_k3 == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / len(ratios), abs=1e-9) and gap.kl_k3 >= 0
     )
-    assert found.token_ess == pytest.approx(sum(ratios) ** 2 / len(ratios) / sum(r * r for r in ratios))
-    assert 0 < found.sequence_ess <= 1 + 1e-12 and 0 < found.token_ess <= 1 + 1e-12
+    assert gap.token_ess == pytest.approx(sum(ratios) ** 2 / len(ratios) / sum(r * r for r in ratios))
+    assert 0 < gap.sequence_ess <= 1 + 1e-12 and 0 < gap.token_ess <= 1 + 1e-12
 
 
 def test_processes_add_up_and_what_was_not_sampled_or_scored_does_not_count():
@@ -158,26 +156,26 @@ def test_processes_add_up_and_what_was_not_sampled_or_scored_does_not_count():
 
 
 def test_long_completions_far_apart_still_have_an_effective_size():
-    """Weights of whole completions leave the range of floats; their ratios do not."""
+    """Weights of whole completions overflow floats; their ratios do not."""
     logs = torch.tensor([-900.0, -901.0, -905.0], dtype=torch.float64)
     weights = (logs - logs.max()).exp()
     assert engine_gap.effective_share(logs) == pytest.approx(float(weights.sum() ** 2 / weights.square().sum() / 3))
     engine = torch.zeros(3, 2048, dtype=torch.float64)
-    found = engine_gap.measure(engine + (logs / 2048)[:, None], engine, torch.ones_like(engine))
-    assert found.sequence_ess == pytest.approx(engine_gap.effective_share(logs))
+    gap = engine_gap.measure(engine + (logs / 2048)[:, None], engine, torch.ones_like(engine))
+    assert gap.sequence_ess == pytest.approx(engine_gap.effective_share(logs))
 
 
 def test_k1_and_k3_estimate_the_divergence_that_they_are_named_after():
     torch.manual_seed(0)
     q, p = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.35, 0.25])
     drawn = torch.multinomial(q, 200_000, replacement=True)[None]
-    found = engine_gap.measure(p.log()[drawn], q.log()[drawn], torch.ones_like(drawn))
+    gap = engine_gap.measure(p.log()[drawn], q.log()[drawn], torch.ones_like(drawn))
     wanted = float((q * (q / p).log()).sum())
-    assert found.kl_k1 == pytest.approx(wanted, rel=0.05) and found.kl_k3 == pytest.approx(wanted, rel=0.05)
+    assert gap.kl_k1 == pytest.approx(wanted, rel=0.05) and gap.kl_k3 == pytest.approx(wanted, rel=0.05)
 
 
 def test_what_an_engine_draws_depends_on_its_seed_alone_and_shifts_nothing_that_training_draws():
-    """torch's numbers, of which vLLM draws tokens on a CPU, and numpy's, of which it draws completions' seeds on a GPU."""
+    """vLLM draws tokens from torch's generator on a CPU, and the seeds of completions from numpy's on a GPU."""
 
     def drawn() -> tuple[float, float]:
         return torch.rand(()).item(), numpy.random.random()
@@ -189,16 +187,16 @@ def test_what_an_engine_draws_depends_on_its_seed_alone_and_shifts_nothing_that_
     start()
     undisturbed = drawn()
     start()
-    with link.seeded(2**40 + 7):
+    with colocated.seeded(2**40 + 7):
         first = drawn()
     assert drawn() == undisturbed
-    with link.seeded(2**40 + 7):
+    with colocated.seeded(2**40 + 7):
         assert drawn() == first
-    with link.seeded(2**40 + 8):
+    with colocated.seeded(2**40 + 8):
         other = drawn()
     assert other[0] != first[0] and other[1] != first[1]
     start()
-    with pytest.raises(RuntimeError, match="engine"), link.seeded(1):
+    with pytest.raises(RuntimeError, match="engine"), colocated.seeded(1):
         drawn()
         raise RuntimeError("the engine fell over")
     assert drawn() == undisturbed
@@ -206,21 +204,21 @@ def test_what_an_engine_draws_depends_on_its_seed_alone_and_shifts_nothing_that_
 
 def test_an_engine_sleeps_where_memory_asks_for_it():
     gib = 2**30
-    assert not link.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 140 * gib)  # full, 1.5 B, one H200
-    assert link.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 40 * gib)
-    assert not link.memory_is_short(6 * gib, gib // 50, 0.2, 24 * gib)  # QLoRA, 8 B
-    assert link.asks_for_sleep(Rollout(sleep="on"), None) and not link.asks_for_sleep(Rollout(sleep="off"), None)
+    assert not colocated.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 140 * gib)  # full, 1.5 B, one H200
+    assert colocated.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 40 * gib)
+    assert not colocated.memory_is_short(6 * gib, gib // 50, 0.2, 24 * gib)  # QLoRA, 8 B
+    assert colocated.sleeps(Rollout(sleep="on"), None) and not colocated.sleeps(Rollout(sleep="off"), None)
 
 
 def test_an_fp8_engine_pads_batches_whose_products_are_slow_to_one_that_it_may_draw():
-    """A graph of more completions than an engine draws at once would not be used for whole steps."""
+    """A CUDA graph for more completions than an engine samples at once would not be used for whole steps."""
     assert vllm_engine._batches(300, fp8=False) == {"max_num_seqs": 300} and vllm_engine._batches(16, fp8=True) == {
         "max_num_seqs": 16
     }
     for sequences, most in [(17, 64), (32, 64), (64, 64), (128, 128), (1000, 1000)]:
-        found = vllm_engine._batches(sequences, fp8=True)
-        sizes = found["compilation_config"]["cudagraph_capture_sizes"]
-        assert found["max_num_seqs"] == most and sizes[:6] == [1, 2, 4, 8, 16, 64] and sizes == sorted(sizes)
+        options = vllm_engine._batches(sequences, fp8=True)
+        sizes = options["compilation_config"]["cudagraph_capture_sizes"]
+        assert options["max_num_seqs"] == most and sizes[:6] == [1, 2, 4, 8, 16, 64] and sizes == sorted(sizes)
         assert sizes[-1] == min(2 * most, 512)
 
 
@@ -228,37 +226,34 @@ VLLM = Rollout(engine="vllm")
 
 
 def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeypatch):
-    rollouts.check(Rollout(), "cpu", Train())
-    with pytest.raises(BadInput, match="samples on a GPU"):
-        rollouts.check(VLLM, "cpu", Train())
-    with pytest.raises(BadInput, match="nvfp4-a4 quantizes activations too, which vLLM's forward would not"):
-        rollouts.check(VLLM, "cuda", Train(qat="nvfp4-a4"))
-    with pytest.raises(BadInput, match=r"rounds what train\.qat = int4 rounded already"):
-        rollouts.check(Rollout(engine="vllm", quantization="fp8"), "cuda", Train(qat="int4"))
-    rollouts.check(VLLM, "cuda", Train(qat="int4"))
+    rollout.check(Rollout(), "cpu", Train())
+    with pytest.raises(BadInput, match=r"rollout\.engine = vllm .*GPU"):
+        rollout.check(VLLM, "cpu", Train())
+    with pytest.raises(BadInput, match=r"train\.qat = nvfp4-a4 quantizes activations"):
+        rollout.check(VLLM, "cuda", Train(qat="nvfp4-a4"))
+    with pytest.raises(BadInput, match=r"rollout\.quantization = fp8 .*train\.qat = int4"):
+        rollout.check(Rollout(engine="vllm", quantization="fp8"), "cuda", Train(qat="int4"))
+    rollout.check(VLLM, "cuda", Train(qat="int4"))
     with pytest.raises(BadInput, match="No rollout server answers"):
-        rollouts.check(Rollout(engine="vllm", mode="server", server="http://127.0.0.1:9"), "cuda", Train())
+        rollout.check(Rollout(engine="vllm", mode="server", server="http://127.0.0.1:9"), "cuda", Train())
     with pytest.raises(BadInput, match="No rollout server answers"):
-        rollouts.check_server("nonsense")
+        checks.check_server("nonsense")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     for partly in (Train(method="lora"), Train(qat="int4")):
         with pytest.raises(BadInput, match="FSDP"):
-            rollouts.check(VLLM, "cuda", partly)
-    rollouts.check(VLLM, "cuda", Train())
+            rollout.check(VLLM, "cuda", partly)
+    rollout.check(VLLM, "cuda", Train())
 
 
 UNHEEDED = {
     "FP8 without an engine": (
         Rollout(quantization="fp8"),
-        r"rollout\.quantization = fp8 means nothing where rollout\.engine = transformers",
+        r"rollout\.quantization = fp8 .*rollout\.engine = transformers",
     ),
-    "a server without an engine": (
-        Rollout(mode="server"),
-        r"rollout\.mode = server means nothing .* set rollout\.engine = vllm",
-    ),
+    "a server without an engine": (Rollout(mode="server"), r"rollout\.mode = server .* set rollout\.engine = vllm"),
     "a correction of nothing": (
         Rollout(is_correction="sequence_mask"),
-        r"rollout\.is_correction = sequence_mask means nothing",
+        r"rollout\.is_correction = sequence_mask .*rollout\.engine = vllm",
     ),
     "an address, colocated": (
         Rollout(engine="vllm", server="http://a:1"),
@@ -279,27 +274,27 @@ UNHEEDED = {
 def test_a_setting_that_nothing_would_heed_is_refused(name):
     settings, sentence = UNHEEDED[name]
     with pytest.raises(BadInput, match=sentence):
-        rollouts.check(settings, "cuda", Train())
+        rollout.check(settings, "cuda", Train())
 
 
 @pytest.mark.parametrize("name", recipe.names())
 def test_no_shipped_recipe_sets_what_nothing_heeds(name):
-    rollouts.check_heeded(recipe.load(name).rollout)
+    rollout.check_heeded(recipe.load(name).rollout)
 
 
 def test_a_server_that_stores_otherwise_than_the_recipe_says_is_refused():
     plain = {"model_config": {"quantization": None}, "cache_config": {"cache_dtype": "auto"}}
     narrow = {"model_config": {"quantization": "fp8_per_tensor"}, "cache_config": {"cache_dtype": "fp8"}}
-    link.check_server(plain, Rollout())
-    link.check_server(narrow, Rollout(quantization="fp8", kv_cache="fp8"))
+    rollout.check_server_storage(plain, Rollout())
+    rollout.check_server_storage(narrow, Rollout(quantization="fp8", kv_cache="fp8"))
     with pytest.raises(BadInput, match="start it with --quantization fp8_per_tensor"):
-        link.check_server(plain, Rollout(quantization="fp8"))
+        rollout.check_server_storage(plain, Rollout(quantization="fp8"))
     with pytest.raises(
         BadInput, match=r"keys and values as auto, but rollout\.kv_cache = fp8: start it with --kv-cache-dtype fp8"
     ):
-        link.check_server(plain, Rollout(kv_cache="fp8"))
+        rollout.check_server_storage(plain, Rollout(kv_cache="fp8"))
     with pytest.raises(BadInput, match=r"keys and values as fp8.* without --kv-cache-dtype"):
-        link.check_server(narrow, Rollout(quantization="fp8"))
+        rollout.check_server_storage(narrow, Rollout(quantization="fp8"))
 
 
 @pytest.mark.parametrize("key", ["quantization", "kv_cache"])
@@ -307,33 +302,36 @@ def test_a_server_that_stores_otherwise_than_the_recipe_says_is_refused():
     ("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)]
 )
 def test_fp8_is_refused_on_gpus_without_it(key, capability, refused):
-    asked = Rollout(engine="vllm", **{key: "fp8"})
+    narrow = Rollout(engine="vllm", **{key: "fp8"})
     if refused:
         with pytest.raises(BadInput, match=rf"rollout\.{key} = fp8 needs a GPU of compute capability 8\.9"):
-            rollouts.check_fp8(asked, capability, "a GPU")
+            checks.check_fp8(narrow, capability, "a GPU")
     else:
-        rollouts.check_fp8(asked, capability, "a GPU")
+        checks.check_fp8(narrow, capability, "a GPU")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_vllm_is_missed_in_a_sentence():
     with pytest.raises(BadInput, match="vLLM is not installed in this environment"):
-        rollouts.trainer_class(VLLM)
+        trl_private.grpo_trainer(VLLM)
 
 
 def test_transformers_rollouts_are_trls_own_trainer():
     from trl import GRPOTrainer
 
-    assert rollouts.trainer_class(Rollout()) is GRPOTrainer and rollouts.arguments(Rollout()) == {}
+    assert trl_private.grpo_trainer(Rollout()) is GRPOTrainer and rollout.arguments(Rollout()) == {}
 
 
 def test_the_correction_reaches_trl(tmp_path):
-    rollout = Rollout(engine="vllm", is_correction="token_mask", is_correction_max=1.5)
-    made = arguments.make(Train(), seed=0, device="cpu", work=tmp_path, **rollouts.arguments(rollout))
-    assert made.vllm_importance_sampling_correction and made.vllm_importance_sampling_mode == "token_mask"
-    assert made.vllm_importance_sampling_clip_max == 1.5
-    off = rollouts.arguments(Rollout(engine="vllm", is_correction="none"))
-    assert not arguments.make(Train(), seed=0, device="cpu", work=tmp_path, **off).vllm_importance_sampling_correction
+    def made(sampling):
+        data = {"base": tiny.PATH, "questions": (), "task": "arithmetic", "template": "plain", "seed": 0}
+        folders = {"work": tmp_path, "out": tmp_path / "model"}
+        return arguments.make(Job(settings=Train(), device="cpu", rollout=sampling, **data, **folders))
+
+    masked = made(Rollout(engine="vllm", is_correction="token_mask", is_correction_max=1.5))
+    assert masked.vllm_importance_sampling_correction and masked.vllm_importance_sampling_mode == "token_mask"
+    assert masked.vllm_importance_sampling_clip_max == 1.5
+    assert not made(Rollout(engine="vllm", is_correction="none")).vllm_importance_sampling_correction
 
 
 def test_training_with_vllm_runs_in_its_environment_and_is_another_result(monkeypatch):

@@ -1,6 +1,6 @@
-"""What a real vLLM says of its samples after each of ten syncs is what the model that is trained says; vLLM runs in its own Python.
+"""A real vLLM, in its own Python, gives its samples the trained model's log-probabilities after each of ten syncs.
 
-QRL_VLLM_PYTHON=…/bin/python pytest -m slow tests/test_rollouts_vllm.py    # one that is there already
+QRL_VLLM_PYTHON=…/bin/python pytest -m slow tests/train/test_rollouts_vllm.py  # uses an existing environment
 """
 
 import json
@@ -29,28 +29,29 @@ from pathlib import Path
 import vllm
 vllm.LLM = functools.partial(vllm.LLM, enforce_eager=True)  # compiling takes longer than the test
 from safetensors.torch import load_file
-from qrl.train import vllm_engine
+from qrl.recipe import Rollout
+from qrl.train.rollout import vllm_engine
 if __name__ == "__main__":
     base, folder = sys.argv[1], Path(sys.argv[2])
     prompts = json.loads((folder / "prompts.json").read_text())
-    settings = dict(sequences=len(prompts), share=0.05, sleeps=False, fp8=False, kv_cache="auto", max_tokens=256, rank=0, world=1)
-    engine = vllm_engine.create(base, **settings)
+    settings = Rollout(engine="vllm", gpu_memory_utilization=0.05, max_model_tokens=256)
+    engine = vllm_engine.create(base, settings, sequences=len(prompts), sleeps=False, rank=0, world=1)
     for number in range(int(sys.argv[3])):
         vllm_engine.load(engine, iter(load_file(folder / f"{number}.safetensors").items()), fp8=False)
-        said = vllm_engine.generate(engine, prompts, temperature=1.0, max_tokens=int(sys.argv[4]), more={})
-        (folder / f"{number}.json").write_text(json.dumps(said))
+        sampled = vllm_engine.generate(engine, prompts, temperature=1.0, max_tokens=int(sys.argv[4]), more={})
+        (folder / f"{number}.json").write_text(json.dumps(sampled))
 """
 
 
 def logps(model, prompts: list[list[int]], completions: list[list[int]]) -> list[torch.Tensor]:
-    """Log-probabilities of each completion's tokens under a model that stands as it is."""
-    found = []
+    """Return the log-probabilities of each completion's tokens under a model."""
+    scores = []
     with torch.no_grad():
-        for asked, drawn in zip(prompts, completions, strict=True):
-            ids = torch.tensor([asked + drawn])
-            all_of = model(input_ids=ids).logits[0, len(asked) - 1 : -1].float().log_softmax(-1)
-            found.append(all_of.gather(-1, ids[0, len(asked) :, None])[:, 0])
-    return found
+        for ids_before, drawn in zip(prompts, completions, strict=True):
+            ids = torch.tensor([ids_before + drawn])
+            all_of = model(input_ids=ids).logits[0, len(ids_before) - 1 : -1].float().log_softmax(-1)
+            scores.append(all_of.gather(-1, ids[0, len(ids_before) :, None])[:, 0])
+    return scores
 
 
 def gap(own: list[torch.Tensor], engine: list[list[float]]) -> engine_gap.Gap:
@@ -104,13 +105,13 @@ def test_after_each_of_ten_syncs_the_engine_says_what_the_trainer_says_and_the_b
 
     model.eval()
     policy.compute_in_fp32(model)  # the values that are trained, without bf16's rounding between layers
-    found, said = [], [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(SYNCS)]
-    for state, (drawn, logprobs) in zip(states, said, strict=True):
+    gaps, samples = [], [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(SYNCS)]
+    for state, (drawn, logprobs) in zip(states, samples, strict=True):
         for name, weight in state.items():
             trained[name].data.copy_(weight)
-        found.append(gap(logps(model, prompts, drawn), logprobs))
-    widest = max(each.kl_k3 for each in found)
-    assert widest < 1e-3 and min(each.token_ess for each in found) > 0.99, found
+        gaps.append(gap(logps(model, prompts, drawn), logprobs))
+    widest = max(item.kl_k3 for item in gaps)
+    assert widest < 1e-3 and min(item.token_ess for item in gaps) > 0.99, gaps
     assert (
-        gap(logps(model, prompts, said[0][0]), said[0][1]).kl_k3 > 100 * widest
+        gap(logps(model, prompts, samples[0][0]), samples[0][1]).kl_k3 > 100 * widest
     )  # had the engine kept its first weights

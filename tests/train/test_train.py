@@ -1,4 +1,4 @@
-"""GRPO's joints: one prompt for all, the reward is the grader, resuming skips what is broken, merging is exact."""
+"""GRPO: one prompt renderer, rewards from the grader, resuming past broken checkpoints, exact merges."""
 
 import json
 import shutil
@@ -13,24 +13,25 @@ from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.evaluate import cells
 from qrl.quantize import calibration, staging
-from qrl.recipe import Rollout, Train
+from qrl.recipe import Train
 from qrl.tasks import prompt
-from qrl.train import arguments, grpo, merge, policy, resume, reward, save
+from qrl.train import Job, arguments, grpo, merge, policy, resume, reward, save
 
 QUESTIONS = tasks.load("arithmetic", "train", 32, 0)
 FAST = Train(steps=2, prompts_per_step=4, generations=4, micro_batch=16, max_completion_tokens=48, save_every=1)
 
 
-def train(folder, settings=FAST, **changes):
-    given = {"task": "arithmetic", "template": "plain", "seed": 0, "device": "cpu", "work": folder / "work"}
-    return grpo.run(tiny.PATH, QUESTIONS, settings, **given | {"out": folder / "model"} | changes)
+def job(folder, settings=FAST, **changes):
+    data = {"base": tiny.PATH, "questions": QUESTIONS, "task": "arithmetic", "template": "plain", "seed": 0}
+    folders = {"work": folder / "work", "out": folder / "model"}
+    return Job(**{"settings": settings, "device": "cpu"} | data | folders | changes)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     seen = []
-    return folder, train(folder, log=lambda metrics, step: seen.append((step, metrics))), seen
+    return folder, grpo.run(job(folder, log=lambda metrics, step: seen.append((step, metrics)))), seen
 
 
 @pytest.mark.parametrize("template", prompt.TEMPLATES)
@@ -48,10 +49,10 @@ def test_training_calibration_and_evaluation_render_identical_ids(template):
 
 
 def watch(model, seen: list):
-    """Notes what a model is fed: a list of token ids per row, padding left out, for every call of more than one position."""
+    """Record what a model is fed: a list of token ids per row, without padding, for each call of several positions."""
 
-    def note(module, args, given):
-        ids, mask = given["input_ids"], given["attention_mask"]
+    def note(module, args, inputs):
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
         if ids.shape[1] > 1:
             seen.append([row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)])
 
@@ -61,18 +62,17 @@ def watch(model, seen: list):
 
 @pytest.mark.parametrize("template", prompt.TEMPLATES)
 def test_rollouts_cells_and_calibration_feed_the_weights_the_same_ids(template, tmp_path, monkeypatch):
-    questions, rolled_out, asked = QUESTIONS[:4], [], []
+    questions, rolled_out, evaluated = QUESTIONS[:4], [], []
     load_policy, load = policy.load, hf.load
 
-    def watched_load(*given):
-        model, tokens = load(*given)
-        return watch(model, asked), tokens
+    def watched_load(*args):
+        model, tokens = load(*args)
+        return watch(model, evaluated), tokens
 
-    monkeypatch.setattr(policy, "load", lambda *given: watch(load_policy(*given), rolled_out))
+    monkeypatch.setattr(policy, "load", lambda *args: watch(load_policy(*args), rolled_out))
     monkeypatch.setattr(hf, "load", watched_load)
     settings = FAST.model_copy(update={"steps": 1, "max_completion_tokens": 4})
-    given = {"task": "arithmetic", "template": template, "seed": 0, "device": "cpu", "work": tmp_path / "work"}
-    grpo.run(tiny.PATH, questions, settings, **given, out=tmp_path / "model")  # TRL's data set, renderer and rollout
+    grpo.run(job(tmp_path, settings, questions=questions, template=template))  # TRL's data set, renderer and rollout
     cell = cells.Cell("base", "full", tiny.PATH)
     cells.ask(cell, questions, task="arithmetic", template=template, device="cpu", max_new_tokens=1, batch_size=4)
     texts = [prompt.training_text(staging.tokenizer(tiny.PATH), question, template) for question in questions]
@@ -80,7 +80,7 @@ def test_rollouts_cells_and_calibration_feed_the_weights_the_same_ids(template, 
 
     prompts = sorted({tuple(row) for row in rolled_out[0]})
     assert len(prompts) == 4 and len(rolled_out[0]) == settings.prompts_per_step * settings.generations
-    assert sorted(map(tuple, asked[0])) == prompts
+    assert sorted(map(tuple, evaluated[0])) == prompts
     rendered = [prompt.render(hf.tokenizer(tiny.PATH), question.question, template) for question in questions]
     assert sorted(map(tuple, rendered)) == prompts
     assert sorted(tuple(row[: len(ids)]) for row, ids in zip(calibrated, rendered, strict=True)) == prompts
@@ -102,8 +102,8 @@ def test_every_logged_step_is_in_the_history_with_its_speed(trained):
 
 def test_training_leaves_a_checkpoint_in_the_bases_dtype_with_its_tokenizer(trained):
     _, done, _ = trained
-    found = checkpoint.check(done.path)
-    assert found.dtype == checkpoint.check(tiny.PATH).dtype and found.quantization is None
+    written = checkpoint.check(done.path)
+    assert written.dtype == checkpoint.check(tiny.PATH).dtype and written.quantization is None
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (done.path / name).read_bytes() == (tiny.PATH / name).read_bytes()
 
@@ -136,27 +136,23 @@ def test_the_same_seed_trains_the_same_weights_and_resuming_changes_none(trained
     folder, done, _ = trained
     shutil.copytree(folder / "work", tmp_path / "work")
     shutil.rmtree(tmp_path / "work" / "checkpoint-2")
-    again = train(tmp_path)
+    again = grpo.run(job(tmp_path))
     assert again.resumed_from == 1
     assert checkpoint.digest(again.path) == checkpoint.digest(done.path)
 
 
 def test_bf16_copies_of_weights_are_dropped_after_use_and_no_gradient_changes(tmp_path, monkeypatch):
     settings, ids = FAST.model_copy(update={"dtype": "bf16"}), torch.arange(3, 35)[None]
-    rows = [
-        {"prompt": prompt.messages(question.question, "plain"), "answer": question.answer} for question in QUESTIONS
-    ]
 
     def gradients() -> tuple[bool, dict]:
-        given = {"task": "arithmetic", "seed": 0, "device": "cpu", "work": tmp_path, "log": lambda metrics, step: None}
-        made = grpo._trainer(tiny.PATH, rows, settings, **given, rollout=Rollout())
-        model, kept = made.accelerator.prepare_model(made.model), []
+        trainer = grpo.make_trainer(job(tmp_path, settings))
+        model, kept = trainer.accelerator.prepare_model(trainer.model), []
         model.model.layers[0].register_forward_pre_hook(lambda *_: kept.append(torch.is_autocast_cache_enabled()))
         model(input_ids=ids, labels=ids).loss.backward()
         return kept[0], {name: weight.grad for name, weight in model.named_parameters()}
 
     kept, ours = gradients()
-    monkeypatch.setattr(grpo, "_keep_no_casts", lambda trainer: None)
+    monkeypatch.setattr(grpo, "_disable_cast_cache", lambda trainer: None)
     kept_by_itself, without = gradients()
     assert kept_by_itself and not kept
     assert all(ours[name].equal(without[name]) and ours[name].any() for name in without)
@@ -192,7 +188,7 @@ def test_an_adapter_without_weights_is_neither_written_nor_gone_on_with(trained,
 
 
 def test_an_adapter_is_written_alike_by_every_process(tmp_path):
-    """PEFT holds the names of the matrices as a set, whose order is drawn anew with every interpreter."""
+    """PEFT keeps the names of the matrices in a set, with another order in every interpreter."""
     settings = Train(method="lora", lora_rank=2)
     save.write(
         get_peft_model(policy.load(tiny.PATH, settings, "cpu"), policy.adapter(settings)),
@@ -222,10 +218,10 @@ def test_batches_that_do_not_divide_are_refused_before_any_weight_is_loaded(tmp_
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
-    """A low-rank adapter of one GRPO run, with weights that matter."""
+    """Return a low-rank adapter of one GRPO run at a large learning rate."""
     folder = tmp_path_factory.mktemp("adapter")
     settings = FAST.model_copy(update={"method": "lora", "lora_rank": 4, "learning_rate": 1e-2})
-    return train(folder, settings).path
+    return grpo.run(job(folder, settings)).path
 
 
 def prompts():

@@ -1,4 +1,4 @@
-"""Watchers: each says its sentence when its trouble is there, once, and never on a healthy run; probes touch nothing."""
+"""Watchers: each warns once when its trouble lasts, and never on a healthy run; probes change no weight."""
 
 import re
 
@@ -8,15 +8,15 @@ from qrl import checkpoint, recipe, tasks, tiny
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train, Watch
 from qrl.steps import inputs
-from qrl.train import grpo
+from qrl.train import Job, grpo
 from qrl.train.monitor import watchers
 
 HEALTHY = {"reward": 0.5, "entropy": 1.0, "frac_reward_zero_std": 0.4, "kl": 0.01, "completions/clipped_ratio": 0.02}
 TROUBLES = {
-    "entropy": ({"entropy": 0.05}, r"nats a token over steps 6 to 8, 1 over steps 1 to 3 .*watch\.min_entropy_share"),
-    "signal": ({"frac_reward_zero_std": 1.0, "reward": 0.0}, r"every group's completions earned the same .*too hard"),
-    "kl": ({"kl": 3.0}, r"3 nats a token from the reference .*watch\.max_reference_kl"),
-    "truncation": ({"completions/clipped_ratio": 0.9}, r"0\.9 of those of steps 6 to 8 .*watch\.max_truncation"),
+    "entropy": ({"entropy": 0.05}, r"nats per token over steps 6 to 8, 1 over steps 1 to 3.*watch\.min_entropy_share"),
+    "signal": ({"frac_reward_zero_std": 1.0, "reward": 0.0}, r"steps 6 to 8 .*mean reward 0\).*too hard"),
+    "kl": ({"kl": 3.0}, r": 3 nats per token .*watch\.max_reference_kl"),
+    "truncation": ({"completions/clipped_ratio": 0.9}, r"0\.9 .*steps 6 to 8 .*watch\.max_truncation"),
 }
 
 
@@ -38,17 +38,22 @@ def test_each_trouble_is_told_once_when_it_has_lasted_a_window(name):
     assert seen([HEALTHY, HEALTHY, HEALTHY | change, HEALTHY] * 3)[1] == []  # now and then is no trouble
 
 
-def test_a_stop_for_what_is_never_measured_is_refused():
+def test_a_stop_for_what_is_never_measured_is_refused(tmp_path):
     base, plain = checkpoint.check(tiny.PATH), Train(prompts_per_step=8, micro_batch=64)
+
+    def check(*stop, settings=plain, rollout=Rollout(), every=0):
+        watch = Watch(stop=stop, probe_every=every)
+        grpo.check(base, job(tmp_path, settings, watch=watch, rollout=rollout))
+
     with pytest.raises(BadInput, match=r"watch\.stop = kl .*train\.beta"):
-        grpo.check(base, plain, 16, "cpu", Watch(stop=("kl",)))
+        check("kl")
     with pytest.raises(BadInput, match=r"watch\.stop = probe .*watch\.probe_every"):
-        grpo.check(base, plain, 16, "cpu", Watch(stop=("probe",)))
+        check("probe")
     for unmeasured in (Rollout(), Rollout(engine="vllm", is_correction="none")):
-        with pytest.raises(BadInput, match=r"watch\.stop = rollout needs an engine whose gap"):
-            grpo.check(base, plain, 16, "cpu", Watch(stop=("rollout",)), unmeasured)
-    grpo.check(base, plain, 16, "cpu", Watch(stop=("rollout",)), Rollout(engine="vllm"))
-    grpo.check(base, plain.model_copy(update={"beta": 0.1}), 16, "cpu", Watch(stop=("kl", "probe"), probe_every=2))
+        with pytest.raises(BadInput, match=r"watch\.stop = rollout .*rollout\.is_correction"):
+            check("rollout", rollout=unmeasured)
+    check("rollout", rollout=Rollout(engine="vllm"))
+    check("kl", "probe", settings=plain.model_copy(update={"beta": 0.1}), every=2)
 
 
 def test_an_engine_further_away_than_the_recipe_allows_is_told_at_its_first_step():
@@ -56,13 +61,13 @@ def test_an_engine_further_away_than_the_recipe_allows_is_told_at_its_first_step
     for wide in ({"rollout/kl_k3": 0.1}, {"rollout/token_ess": 0.5}):
         _, (alarm,) = seen([near, near | wide, near | wide])
         assert (alarm.watcher, alarm.step) == ("rollout", 2)
-        assert re.search(r"rollout\.max_engine_kl 0\.01.*rollout\.min_effective_sample_size 0\.9", alarm.sentence)
+        assert re.search(r"rollout\.max_engine_kl = 0\.01.*rollout\.min_effective_sample_size = 0\.9", alarm.sentence)
     assert (
         seen([near] * 4)[1] == [] and seen([HEALTHY | {"rollout/completions_per_s": 9.0}] * 4)[1] == []
     )  # a gap that is not measured
     fp8 = watchers.Watchers(Watch(stop=("rollout",)), Rollout(engine="vllm", quantization="fp8", max_engine_kl=1))
     (alarm,) = fp8.see(near | {"step": 1, "rollout/kl_k3": 2.0})
-    assert "leave rollout.quantization = fp8 out" in alarm.sentence and fp8.stop([alarm]) is alarm
+    assert "rollout.quantization = fp8" in alarm.sentence and fp8.stop([alarm]) is alarm
 
 
 def test_without_a_reference_or_completions_nothing_is_said_of_them():
@@ -93,17 +98,17 @@ QUESTIONS = tasks.load("arithmetic", "train", 24, 0)
 CUT = Train(steps=5, prompts_per_step=4, generations=2, micro_batch=8, max_completion_tokens=4, save_every=2)
 
 
-def train(folder, settings, **given):
-    common = {"task": "arithmetic", "template": "plain", "seed": 0, "device": "cpu"}
-    return grpo.run(tiny.PATH, QUESTIONS[:16], settings, **common, work=folder / "work", out=folder / "model", **given)
+def job(folder, settings, **changes):
+    data = {"base": tiny.PATH, "questions": QUESTIONS[:16], "task": "arithmetic", "template": "plain", "seed": 0}
+    return Job(settings=settings, device="cpu", work=folder / "work", out=folder / "model", **data | changes)
 
 
 def test_a_training_that_learns_nothing_is_warned_of_and_stopped_with_the_weights_of_that_step(tmp_path):
-    told, logged = [], []
-    given = {"watch": Watch(window=2, stop=("signal",), probe_every=1, probe_n=8), "probed": QUESTIONS[16:]}
-    log = lambda metrics, step: logged.append((step, metrics))  # noqa: E731
-    done = train(tmp_path / "watched", CUT, warn=told.append, log=log, **given)
-    assert sorted(alarm.watcher for alarm in told) == ["signal", "truncation"]
+    warnings, logged = [], []
+    watched = {"watch": Watch(window=2, stop=("signal",), probe_every=1, probe_n=8), "probed": QUESTIONS[16:]}
+    watched |= {"warn": warnings.append, "log": lambda metrics, step: logged.append((step, metrics))}
+    done = grpo.run(job(tmp_path / "watched", CUT, **watched))
+    assert sorted(alarm.watcher for alarm in warnings) == ["signal", "truncation"]
     assert done.stopped.watcher == "signal" and done.stopped.step == 2 and done.history["step"].tolist() == [1, 2]
     assert [step for step, metrics in logged if "probe/accuracy" in metrics] == [0, 1, 2]
     assert [step for step, metrics in logged if metrics.get("watch/signal") == 1] == [2]
@@ -114,7 +119,7 @@ def test_a_training_that_learns_nothing_is_warned_of_and_stopped_with_the_weight
         and (curve["accuracy"] <= curve["high"]).all()
         and (curve["low"] < curve["high"]).all()
     )
-    plain = train(tmp_path / "plain", CUT.model_copy(update={"steps": 2}))
+    plain = grpo.run(job(tmp_path / "plain", CUT.model_copy(update={"steps": 2})))
     assert checkpoint.digest(done.path) == checkpoint.digest(plain.path)  # a probe draws no random number
     assert plain.stopped is None
 
@@ -133,13 +138,13 @@ def test_a_folder_with_too_few_questions_for_a_probe_is_refused(tmp_path):
     for file, n in (("train.jsonl", 12), ("test.jsonl", 4)):
         lines = [f'{{"question": "{file}: {i}?", "answer": "#### {i}"}}\n' for i in range(n)]
         (tmp_path / file).write_text("".join(lines))
-    asked = {"data": str(tmp_path), "train.questions": "8", "watch.probe_every": "1", "watch.probe_n": "4"}
-    settings = recipe.load("tiny", asked)
+    overrides = {"data": str(tmp_path), "train.questions": "8", "watch.probe_every": "1", "watch.probe_n": "4"}
+    settings = recipe.load("tiny", overrides)
     trained, heldout = inputs.questions(settings, "train", 8), inputs.all_heldout(settings)
     probe = inputs.probe(settings, trained, heldout)
     assert len(probe) == 4 and not {q.question for q in probe} & {q.question for q in (*trained, *heldout)}
     with pytest.raises(BadInput, match=r"4 questions .*watch\.probe_n asks for 5"):
-        inputs.probe(recipe.load("tiny", asked | {"watch.probe_n": "5"}), trained, heldout)
+        inputs.probe(recipe.load("tiny", overrides | {"watch.probe_n": "5"}), trained, heldout)
 
 
 def test_a_probe_larger_than_any_use_of_it_is_refused_before_questions_are_made():

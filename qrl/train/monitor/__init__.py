@@ -1,1 +1,1 @@
-"""What is watched while a model trains: live metrics, watchers, a held-out probe, sampled completions."""
+"""Watch a training as it runs: live metrics, watchers that warn or stop, a held-out probe, sampled completions."""

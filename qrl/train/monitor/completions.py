@@ -1,29 +1,19 @@
-"""Sampled completions of a training, from the files that TRL keeps beside its checkpoints."""
+"""Sampled completions of a training, from the files that TRL writes beside its checkpoints."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from qrl.recipe import Train
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 COLUMNS = ["step", "prompt", "completion"]
 
 
 def sampled(work: Path, settings: Train, *, rewarded: bool = True) -> pd.DataFrame:
-    """The first completions of every logged step: step, prompt, completion, and the reward that its parts add up to.
-
-    Args:
-        work: the trainer's folder.
-        settings: how many a step, and which rewards with which weights.
-        rewarded: whether completions earn rewards; in a distillation they do not.
-    """
-    import pandas as pd
-
+    """Return the first completions of every logged step: step, prompt, completion, and its weighted rewards, if any."""
     columns = [*COLUMNS, "reward"] if rewarded else COLUMNS
     weights = dict(zip(settings.rewards, settings.reward_weights or [1.0] * len(settings.rewards), strict=True))
     parts = []
@@ -34,12 +24,12 @@ def sampled(work: Path, settings: Train, *, rewarded: bool = True) -> pd.DataFra
         parts.append(frame[columns])
     frame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)
     for column in ("prompt", "completion"):
-        frame[column] = [_content(value) for value in frame[column]]
+        frame[column] = [_last_message(value) for value in frame[column]]
     return frame
 
 
-def _content(value) -> str:
-    """The last message's text of a conversation as TRL stores it."""
+def _last_message(value) -> str:
+    """Return a text as it is, or the last message's text of a conversation in TRL's form."""
     if isinstance(value, str):
         value = json.loads(value) if value.startswith("[") else value
     return value if isinstance(value, str) else str(list(value)[-1]["content"])

@@ -1,122 +1,110 @@
-"""A small held-out probe while training: greedy answers of the policy as it stands, graded as everywhere.
+"""A small probe of held-out accuracy during training: greedy answers of the present policy, graded as in evaluation.
 
-Its questions come from the training split and are no prompts of the training; the final evaluation asks the held-out split. It
-draws no random number, so a training with a probe trains the same weights as one without.
+Its questions come from the training split and are not trained on; the final evaluation uses the held-out split. It
+draws no random number, so a training with a probe ends with the same weights as one without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+import pandas as pd
+import torch
 
 from qrl import process, stats, tasks
 from qrl.engine import hf
-from qrl.recipe import Rollout, Watch
 from qrl.tasks import prompt
-from qrl.train.monitor import live
-from qrl.train.monitor.watchers import Alarm, Watchers
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-Warn = Callable[[Alarm], None]
+from qrl.train import trl_private
+from qrl.train.job import Alarm, Job
+from qrl.train.monitor.watchers import Watchers
 
 
-def outcomes(
-    trainer, tokens, questions: Sequence[tasks.Question], *, task: str, template: str, max_new_tokens: int
-) -> list[int]:
-    """0 or 1 a question, in order; several processes share the questions, and all know all outcomes.
+def outcomes(trainer, job: Job) -> list[int]:
+    """Return 0 or 1 per probe question, in order; several processes share the questions, and each returns all outcomes.
 
     Args:
-        trainer: TRL's, whose policy answers.
-        tokens: its tokenizer.
+        trainer: TRL's, with the policy that answers.
+        job: the probe's questions, how they are asked and graded.
     """
-    import torch
     from accelerate.utils import gather_object
     from torch.distributed.fsdp import FullyShardedDataParallel
     from transformers import GenerationConfig
     from trl.models import unwrap_model_for_generation
 
-    rank, world = process.rank(), process.world_size()
-    places = [
-        place % len(questions) for place in range(rank, -(-len(questions) // world) * world, world)
-    ]  # as many for each process
-    mine = [questions[place] for place in places]
-    whole = trainer._dist.summon_full_params(
-        trainer.model_wrapped, recurse=False
-    )  # of what FSDP wraps in no layer of its own
-    with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model, torch.no_grad(), whole:
+    rank, world, count = process.rank(), process.world_size(), len(job.probed)
+    places = [place % count for place in range(rank, -(-count // world) * world, world)]  # equally many per process
+    questions, tokens = [job.probed[place] for place in places], hf.tokenizer(job.base)
+    with (
+        unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model,
+        torch.no_grad(),
+        trl_private.unsharded(trainer),
+    ):
         policy = model.module if isinstance(model, FullyShardedDataParallel) else model
-        was, training = policy.generation_config, policy.training
-        policy.generation_config = GenerationConfig(eos_token_id=was.eos_token_id, pad_token_id=tokens.pad_token_id)
+        config, training = policy.generation_config, policy.training
+        policy.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=tokens.pad_token_id)
         policy.eval()
         try:
-            asked = [prompt.render(tokens, question.question, template) for question in mine]
-            said = hf.generate(model, tokens, asked, max_new_tokens=max_new_tokens, batch_size=128)
+            prompts = [prompt.render(tokens, question.question, job.template) for question in questions]
+            longest = job.settings.max_completion_tokens
+            answers = hf.generate(model, tokens, prompts, max_new_tokens=longest, batch_size=128)
         finally:
-            policy.generation_config = was
+            policy.generation_config = config
             policy.train(training)
-    verdicts = tasks.grade_many(task, [each.text for each in said], [question.answer for question in mine])
-    found = gather_object([(place, int(verdict.strict)) for place, verdict in zip(places, verdicts, strict=True)])
-    return [outcome for _, outcome in sorted(dict(found).items())]
+    gold = [question.answer for question in questions]
+    verdicts = tasks.grade_many(job.task, [answer.text for answer in answers], gold)
+    graded = gather_object([(place, int(verdict.strict)) for place, verdict in zip(places, verdicts, strict=True)])
+    return [outcome for _, outcome in sorted(dict(graded).items())]
 
 
 def curve(log_history: Sequence[dict]) -> pd.DataFrame:
-    """Held-out accuracy over steps, from the rows that a trainer kept: step, accuracy, its 95 % interval low and high, and n."""
-    import pandas as pd
-
+    """Return held-out accuracy over steps: step, accuracy, its 95 % interval low and high, and n."""
     rows = []
     for row in (row for row in log_history if "probe" in row):
-        found = stats.accuracy(sum(row["probe"]), len(row["probe"]))
-        rows.append((row["step"], found.estimate, found.low, found.high, len(row["probe"])))
+        accuracy = stats.accuracy(sum(row["probe"]), len(row["probe"]))
+        rows.append((row["step"], accuracy.estimate, accuracy.low, accuracy.high, len(row["probe"])))
     return pd.DataFrame(rows, columns=["step", "accuracy", "low", "high", "n"])
 
 
-def callback(watch: Watch, rollout: Rollout, ask: Callable[[], list[int]], log: live.Log, warn: Warn):
-    """A callback that shows the watchers every row, asks the probe when it is due, and stops training if the recipe says so.
-
-    Args:
-        watch: what is watched, and stopped for.
-        rollout: how far the engine that samples may be.
-        ask: gives the probe's outcomes; not called where `watch.probe_every` is 0.
-    """
+def callback(trainer, job: Job):
+    """Return a callback that runs probes and watchers, and stops training where the recipe says so."""
     from transformers import TrainerCallback
+
+    every = job.watch.probe_every
 
     class Watching(TrainerCallback):
         stopped: Alarm | None = None
 
         def on_train_begin(self, args, state, control, **_):
-            self.watchers = Watchers(watch, rollout)
-            for row in state.log_history:  # of the training that this one goes on from, whose warnings are told
+            self.watchers = Watchers(job.watch, job.rollout)
+            for row in state.log_history:  # of the interrupted training; its warnings were given
                 self.watchers.see(row)
-            if watch.probe_every and state.global_step == 0:
+            if every and state.global_step == 0:
                 self.probe(state, control)
 
         def on_log(self, args, state, control, logs=None, **_):
             if "reward" in (logs or {}):
-                self.tell(self.watchers.see(state.log_history[-1]), state, control)
+                self.warn(self.watchers.see(state.log_history[-1]), control)
 
         def on_step_end(self, args, state, control, **_):
-            if watch.probe_every and state.global_step % watch.probe_every == 0:
+            if every and state.global_step % every == 0:
                 self.probe(state, control)
 
         def probe(self, state, control):
-            row = {"step": state.global_step, "probe": ask()}
+            row = {"step": state.global_step, "probe": outcomes(trainer, job)}
             state.log_history.append(row)
-            found = stats.accuracy(sum(row["probe"]), len(row["probe"]))
-            log(
-                {"probe/accuracy": found.estimate, "probe/accuracy_stderr": found.stderr, "probe/n": len(row["probe"])},
-                state.global_step,
-            )
-            self.tell(self.watchers.see(row), state, control)
+            n = len(row["probe"])
+            accuracy = stats.accuracy(sum(row["probe"]), n)
+            logged = {"probe/accuracy": accuracy.estimate, "probe/accuracy_stderr": accuracy.stderr, "probe/n": n}
+            job.log(logged, state.global_step)
+            self.warn(self.watchers.see(row), control)
 
-        def tell(self, alarms, state, control):
+        def warn(self, alarms, control):
             for alarm in alarms:
-                log({f"watch/{alarm.watcher}": 1.0}, alarm.step)
-                warn(alarm)
+                job.log({f"watch/{alarm.watcher}": 1.0}, alarm.step)
+                job.warn(alarm)
             if stopping := self.watchers.stop(alarms):
                 self.stopped = stopping
                 control.should_training_stop = True
-                control.should_save = False  # a second try comes to this step again, and stops again
+                control.should_save = False  # a second try reaches this step again, and stops again
 
     return Watching()

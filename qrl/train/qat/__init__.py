@@ -1,1 +1,1 @@
-"""Quantization-aware training: linears that compute in few bits."""
+"""Quantization-aware training: linears that compute with Q(W), their folds, and the calibration of activations."""

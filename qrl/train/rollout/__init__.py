@@ -1,1 +1,6 @@
-"""Who samples completions: TRL's link to the engine, the weights sent to it, and how far it is from the trained model."""
+"""Sample GRPO's completions with vLLM: its checks, its weights, and its gap to the trained model."""
+
+from qrl.train.rollout.checks import VLLM, arguments, check, check_heeded, check_installed, check_server_storage
+from qrl.train.rollout.engine_gap import METRICS, PREFIX
+
+__all__ = ["METRICS", "PREFIX", "VLLM", "arguments", "check", "check_heeded", "check_installed", "check_server_storage"]

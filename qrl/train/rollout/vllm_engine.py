@@ -1,6 +1,7 @@
-"""vLLM in the training process: how it is made, given weights, asked, and put to sleep. All that its versions differ in is here.
+"""vLLM in the training process: create an engine, load weights into it, sample, sleep and wake.
 
-Tried on 0.25.1; written so that 0.22 to 0.31 (what TRL 1.16 takes) differ only in options that they have or lack.
+The only file that depends on vLLM's version. Tested with 0.25.1; 0.22 to 0.31, which TRL 1.16 supports, are expected to
+differ only in options that they have or lack.
 """
 
 from __future__ import annotations
@@ -10,87 +11,71 @@ import math
 import os
 import socket
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl.errors import QrlError
+from qrl.formats import header
+from qrl.recipe import Rollout
 
 if TYPE_CHECKING:
     import torch
     from vllm import LLM
 
-FP8 = "fp8_per_tensor"  # a weight's scale is its tensor's, made anew at every sync; an activation's is its token's
-FP8_CAPABILITY = (8, 9)  # Ada and Hopper on: the first GPUs that multiply in 8-bit floats
+FP8 = "fp8_per_tensor"  # one scale per weight tensor, computed at every sync, and one per token's activations
+FP8_CAPABILITY = (8, 9)  # Ada and Hopper: the first GPUs that multiply in 8-bit floats
 BATCHED_TOKENS = 8192  # of prompts, in one engine step
-SLOW_FP8 = range(17, 64)  # batches whose FP8 products take longer on Hopper than those of 64 (ROLLOUTS.md)
+SLOW_FP8 = range(17, 64)  # batch sizes with slower FP8 products on Hopper than a batch of 64 (README.md)
 
 
 def installed() -> bool:
-    """Whether vLLM can be imported here."""
+    """Return whether vLLM can be imported here."""
     return importlib.util.find_spec("vllm") is not None
 
 
-def create(
-    model: str,
-    *,
-    sequences: int,
-    share: float,
-    sleeps: bool,
-    fp8: bool,
-    kv_cache: str,
-    max_tokens: int | None,
-    rank: int,
-    world: int,
-) -> LLM:
-    """An engine in this very process, beside the model that is trained.
+def create(model: str, settings: Rollout, *, sequences: int, sleeps: bool, rank: int, world: int) -> LLM:
+    """Return an engine in this process, beside the trained model.
 
     Args:
-        model: the base's checkpoint folder; its weights are overwritten by the first `load`.
-        sequences: most completions at once.
-        share: of the card's memory that the engine may take, weights and KV cache together.
-        sleeps: make it able to give that memory back between rollouts.
-        fp8: store and multiply linears in 8-bit floats, quantized from what `load` sends.
-        kv_cache: how keys and values are stored: "auto", which is bf16, or "fp8", whose scales are 1.
-        max_tokens: longest prompt and completion together; None takes the checkpoint's.
-        rank: of this process; `world` of them.
+        model: the base's checkpoint folder; the first `load` overwrites its weights.
+        settings: its share of the GPU's memory, its storage of weights, keys and values, its longest sequence.
+        sequences: largest number of completions at once.
+        sleeps: let it give its memory back between rollouts.
+        rank: of this process; `world` is their number.
     """
     from vllm import LLM
 
-    # One engine a process, in it: what torchrun sets is what vLLM reads.
+    fp8 = settings.quantization == "fp8"
+    # One engine per process, in the process itself: vLLM reads the variables that torchrun sets.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ.setdefault("LOCAL_RANK", str(rank))
     os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault(
-        "MASTER_PORT", str(_free_port())
-    )  # TRL takes 29500 while it is free: two that start together met there
+    os.environ.setdefault("MASTER_PORT", str(_free_port()))  # TRL's 29500 collides when two trainings start together
     return LLM(
         model=model,
         dtype="bfloat16",
         quantization=FP8 if fp8 else None,
-        kv_cache_dtype=kv_cache,
-        gpu_memory_utilization=share,
-        max_model_len=max_tokens,
+        kv_cache_dtype=settings.kv_cache,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        max_model_len=settings.max_model_tokens,
         max_num_batched_tokens=max(BATCHED_TOKENS, sequences),
         **_batches(sequences, fp8=fp8),
         enable_sleep_mode=sleeps,
         distributed_executor_backend="external_launcher",
-        logprobs_mode="processed_logprobs",  # of the distribution that was sampled from, temperature included
+        logprobs_mode="processed_logprobs",  # of the sampling distribution, temperature included
         seed=rank,
         trust_remote_code=False,
     )
 
 
 def _batches(sequences: int, *, fp8: bool) -> dict:
-    """How many completions an engine draws at once, and, in FP8, the batches that it pads a step's to: none whose products are slow."""
+    """Return the largest number of completions at once and, in FP8, the batch sizes to pad to, without slow ones."""
     if not fp8 or sequences < SLOW_FP8.start:
         return {"max_num_seqs": sequences}
     most = max(sequences, SLOW_FP8.stop)
     usual = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]  # vLLM's own, up to twice the completions
-    return {
-        "max_num_seqs": most,
-        "compilation_config": {
-            "cudagraph_capture_sizes": [size for size in usual if size <= 2 * most and size not in SLOW_FP8]
-        },
-    }
+    sizes = [size for size in usual if size <= 2 * most and size not in SLOW_FP8]
+    return {"max_num_seqs": most, "compilation_config": {"cudagraph_capture_sizes": sizes}}
 
 
 def _free_port() -> int:
@@ -100,15 +85,15 @@ def _free_port() -> int:
 
 
 def load(engine: LLM, weights: Iterator[tuple[str, torch.Tensor]], *, fp8: bool) -> None:
-    """Gives the engine all weights anew, and forgets what it cached of the old ones.
+    """Replace all weights of the engine, and drop its prefix cache.
 
     Args:
         weights: full-precision tensors by their checkpoint's names.
-        fp8: requantize: through the engine's reload life cycle, which restores each layer's full-precision form,
-            fills it, quantizes it and copies it to where the engine's graphs look. Loading into 8-bit weights fails.
+        fp8: requantize, through the engine's reload life cycle: it restores each layer's full-precision form, fills it,
+            quantizes it and copies it to where the engine's graphs read. Loading into 8-bit weights fails.
 
     Raises:
-        QrlError: a weight of the engine's was not among them, so it would answer with an old one.
+        QrlError: a weight of the engine was not among them, so it would sample with an old one.
     """
     import torch
 
@@ -124,8 +109,8 @@ def load(engine: LLM, weights: Iterator[tuple[str, torch.Tensor]], *, fp8: bool)
         torch.cuda.synchronize()
     if missing:
         raise QrlError(
-            f"The rollout engine has weights that training did not send ({', '.join(sorted(missing)[:3])}): it would "
-            "sample from old ones. Train with rollout.engine = transformers, and report the model's architecture."
+            f"The rollout engine has weights that training did not send ({', '.join(sorted(missing)[:3])}), and would "
+            "sample with old ones: set rollout.engine = transformers, and report the model's architecture."
         )
     engine.reset_prefix_cache()
 
@@ -137,11 +122,7 @@ def _noted(weights: Iterator[tuple[str, torch.Tensor]], names: set[str]) -> Iter
 
 
 def _checkpoint_names(engine: LLM) -> set[str]:
-    """Tensors of the checkpoint that the engine was made from; a tied head stored twice is sent once."""
-    from pathlib import Path
-
-    from qrl.formats import header
-
+    """Return the tensors of the engine's checkpoint; training sends a tied head only once, so it is left out."""
     folder = Path(engine.llm_engine.model_config.model)
     names = {name for file in folder.glob("*.safetensors") for name in header.read(file)} - {"__metadata__"}
     tied = getattr(engine.llm_engine.model_config.hf_config, "tie_word_embeddings", False)
@@ -151,7 +132,7 @@ def _checkpoint_names(engine: LLM) -> set[str]:
 def generate(
     engine: LLM, prompts: Sequence[Sequence[int]], *, temperature: float, max_tokens: int, more: dict
 ) -> tuple[list[list[int]], list[list[float | None]]]:
-    """One completion a prompt, with the log-probability of each of its tokens.
+    """Return one completion per prompt, with the log-probability of each of its tokens.
 
     Args:
         prompts: B lists of token ids.
@@ -167,30 +148,30 @@ def generate(
     options = {"temperature": temperature, "max_tokens": max_tokens, "logprobs": 0, "detokenize": False} | more
     if hasattr(SamplingParams, "flat_logprobs"):
         options["flat_logprobs"] = True  # else an object and a dictionary for every token
-    asked = [{"prompt_token_ids": list(ids)} for ids in prompts]
-    answers = engine.generate(asked, sampling_params=SamplingParams(**options), use_tqdm=False)
-    written = [answer.outputs[0] for answer in answers]
-    return [list(one.token_ids) for one in written], [_sampled(one) for one in written]
+    requests = [{"prompt_token_ids": list(ids)} for ids in prompts]
+    answers = engine.generate(requests, sampling_params=SamplingParams(**options), use_tqdm=False)
+    completions = [answer.outputs[0] for answer in answers]
+    return [list(completion.token_ids) for completion in completions], [_sampled(item) for item in completions]
 
 
-def _sampled(written) -> list[float | None]:
-    """Log-probabilities of a completion's own tokens."""
-    found = written.logprobs
-    if hasattr(found, "start_indices"):  # flat: the sampled token comes first at every position
-        values = [found.logprobs[start] for start in found.start_indices]
+def _sampled(completion) -> list[float | None]:
+    """Return the log-probabilities of a completion's own tokens."""
+    logprobs = completion.logprobs
+    if hasattr(logprobs, "start_indices"):  # flat: the sampled token comes first at every position
+        values = [logprobs.logprobs[start] for start in logprobs.start_indices]
     else:
-        values = [position[token].logprob for token, position in zip(written.token_ids, found, strict=True)]
+        values = [position[token].logprob for token, position in zip(completion.token_ids, logprobs, strict=True)]
     return [None if math.isnan(value) else value for value in values]
 
 
 def sleep(engine: LLM) -> None:
-    """Gives the engine's memory back; its weights are lost, so the next rollout needs a `load` after `wake`."""
+    """Free the engine's memory and its weights: after `wake`, the next rollout needs a `load`."""
     engine.sleep(level=2)
 
 
-def wake(engine: LLM, what: str) -> None:
-    """Takes memory again for "weights" or for the "kv_cache"."""
+def wake(engine: LLM, part: str) -> None:
+    """Allocate memory again for "weights" or for the "kv_cache"."""
     import torch
 
     torch.cuda.empty_cache()
-    engine.wake_up(tags=[what])
+    engine.wake_up(tags=[part])

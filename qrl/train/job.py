@@ -1,0 +1,60 @@
+"""What a training is given, and what it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qrl.recipe import Rollout, Train, Watch
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from qrl import tasks
+
+Log = Callable[[dict[str, float], int], None]  # metrics by name, and the optimizer step
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """The one warning of a watcher."""
+
+    watcher: str  # entropy, signal, kl, truncation, probe or rollout
+    step: int
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training: its data, its settings, its folders, and where its metrics and warnings go."""
+
+    base: Path  # full-precision checkpoint folder; never written to
+    questions: Sequence[tasks.Question]  # to train on; a step draws `prompts_per_step` of them
+    settings: Train
+    task: str  # the task that grades; distillation does not grade
+    template: str  # name of the prompt template
+    seed: int  # of data order and sampling
+    device: str  # "cpu" or "cuda"
+    work: Path  # folder of the trainer's checkpoints: the same for a run and its second try, and for all processes
+    out: Path  # folder to make; it appears whole, by rename
+    rollout: Rollout = Rollout()
+    watch: Watch = Watch()
+    probed: Sequence[tasks.Question] = ()  # for held-out accuracy during training, where `watch.probe_every` is set
+    log: Log = lambda metrics, step: None
+    warn: Callable[[Alarm], None] = lambda alarm: None  # called once per watcher
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training left behind."""
+
+    path: Path  # a checkpoint, or an adapter for `merge`
+    adapter: bool
+    history: pd.DataFrame  # a row per step, from `metrics.history`
+    probes: pd.DataFrame  # a row per probe, from `probe.curve`
+    completions: pd.DataFrame  # sampled completions: step, prompt, completion, reward
+    resumed_from: int  # step of the checkpoint that training resumed from; 0 for a fresh start
+    seconds: float  # of this process
+    stopped: Alarm | None  # the watcher that ended the training early

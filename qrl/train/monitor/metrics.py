@@ -1,0 +1,100 @@
+"""Live metrics: what TRL logs under our names, with throughput and peak memory, step by step."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+
+from qrl import process
+from qrl.recipe import Train
+from qrl.train import reward, rollout
+from qrl.train.job import Log
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a kind of training logs."""
+
+    title: str  # of the progress bar
+    shown: str  # TRL's name of the measure beside the bar; rows without it are no steps
+    names: dict[str, str]  # TRL's name → ours; its other numbers stay in the trainer's own state
+
+
+_OURS = {  # TRL's name → ours, below train/
+    **{name: name for name in ("reward", "reward_std")},
+    "rewards/correct/mean": "reward_correct",
+    "rewards/format/mean": "reward_format",
+    **{name: name for name in ("frac_reward_zero_std", "entropy", "kl", "loss", "grad_norm", "learning_rate")},
+    "completions/mean_length": "completion_tokens",
+    "completions/min_length": "completion_tokens_min",
+    "completions/max_length": "completion_tokens_max",
+    "completions/clipped_ratio": "truncation_rate",
+    "clip_ratio/region_mean": "clip_ratio",
+    "clip_ratio/low_mean": "clip_ratio_low",
+    "clip_ratio/high_mean": "clip_ratio_high",
+    **{name: name for name in (reward.TIMEOUTS, reward.ERRORS, "completions_per_s", "peak_memory_gib")},
+}
+_TRAIN = {name: f"train/{ours}" for name, ours in _OURS.items()}
+_ROLLOUT = {rollout.PREFIX + name: rollout.PREFIX + name for name in rollout.METRICS}
+_DISTILLED = ("loss", "entropy", "grad_norm", "learning_rate", "completions/mean_length", "completions/clipped_ratio")
+_DISTILLED += ("completions_per_s", "peak_memory_gib")
+GRPO = Kind("GRPO", "reward", _TRAIN | _ROLLOUT)
+DISTILLATION = Kind("distillation", "loss", {name: _TRAIN[name] for name in _DISTILLED})
+
+
+def callback(settings: Train, log: Log, kind: Kind = GRPO):
+    """Return a callback that logs each step's metrics by our names, and draws the progress bar in the first process."""
+    from tqdm import tqdm
+    from transformers import TrainerCallback
+
+    completions = settings.prompts_per_step * settings.generations / settings.num_iterations  # per optimizer step
+
+    class Live(TrainerCallback):
+        def on_train_begin(self, args, state, control, **_):
+            self.seconds = deque(maxlen=settings.num_iterations)  # completions are sampled once in so many steps
+            done, rank = state.global_step, process.rank()
+            self.bar = tqdm(
+                total=state.max_steps, initial=done, desc=kind.title, unit="step", smoothing=0, disable=rank > 0
+            )
+
+        def on_step_begin(self, args, state, control, **_):
+            self.began = time.perf_counter()
+
+        def on_log(self, args, state, control, logs=None, **_):
+            if kind.shown not in (logs or {}):
+                return
+            self.seconds.append(time.perf_counter() - self.began)
+            row = state.log_history[-1]  # `logs` is a copy of it
+            row["completions_per_s"] = completions * len(self.seconds) / sum(self.seconds)
+            row["peak_memory_gib"] = _peak_memory_gib()
+            named = {ours: float(row[name]) for name, ours in kind.names.items() if row.get(name) is not None}
+            log(named, state.global_step)
+            self.bar.set_postfix({kind.shown: f"{logs[kind.shown]:.3g}"}, refresh=False)
+            self.bar.update(state.global_step - self.bar.n)
+
+        def on_train_end(self, args, state, control, **_):
+            self.bar.close()
+
+    return Live()
+
+
+def _peak_memory_gib() -> float:
+    """Return this process's peak memory: on its GPU if it uses one, else in RAM."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+
+
+def history(log_history: list[dict], kind: Kind = GRPO) -> pd.DataFrame:
+    """Return a row per logged step: step, and the metrics without their prefix."""
+    columns = {"step": "step"} | {
+        name: ours.removeprefix("train/").replace("/", "_") for name, ours in kind.names.items()
+    }
+    rows = [row for row in log_history if kind.shown in row]
+    frame = pd.DataFrame([{ours: row.get(name) for name, ours in columns.items()} for row in rows])
+    return frame.dropna(axis="columns", how="all")

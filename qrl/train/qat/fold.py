@@ -1,0 +1,161 @@
+"""Q(W) of the linears that share a scale: computed after each optimizer step, and kept until the weights change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from qrl.errors import QrlError
+from qrl.formats.fakequant import fused
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationScheme
+
+    from qrl.train.qat.linear import QATLinear
+
+
+def _pass_through(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor that passes its gradient to `exact` unchanged; its values are replaced by `tensor.data = …`.
+
+    Autograd's cast does that: its backward is native and needs no Python.
+    """
+    return exact.to(dtype, copy=True)
+
+
+@dataclass(eq=False)
+class Fold:
+    """Q(W) of the linears that share a scale."""
+
+    scheme: QuantizationScheme
+    dtype: torch.dtype  # of Q(W) and of the forward pass
+    members: dict[str, QATLinear]  # by name in the model
+    together: list[Fold]  # all folds of the model, this one too: stale ones are renewed in one call
+    on: bool = True
+    made: int = 0  # how often Q(W) was computed
+    state: list | None = None  # of the weights that Q(W) was computed from
+    kept: dict[int, Tensor] | None = None  # id of a linear → Q(W)
+    stand: dict[int, tuple] = field(default_factory=dict)  # id of a linear → W, its kind, Q(W) with a gradient to W
+    largest: Tensor | None = None  # (members,), each one's largest |w|
+    final: QATLinear | None = None  # the last member
+    last: tuple | None = None  # key, inputs and their quantized values, until the last member has used them
+
+    def weight_of(self, linear: QATLinear) -> Tensor:
+        """Return Q(W) of a member, (O, I); computed again only where a member's weight has changed."""
+        self._refresh()
+        return self.kept[id(linear)]
+
+    def straight_through(self, linear: QATLinear) -> Tensor:
+        """Return Q(W) of a member, (O, I), with a gradient that goes straight through to its W."""
+        self._refresh()
+        return self.stand[id(linear)][-1]
+
+    def _refresh(self) -> None:
+        if self.stale:
+            _renew([fold for fold in self.together if fold.stale])
+
+    def fed(self, linear: QATLinear, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a member's quantized inputs: the same tensor for members with the same inputs, such as q, k and v.
+
+        Args:
+            linear: the member.
+            inputs: (..., I), as the member was called with them.
+            dtype: of the product.
+        """
+        version = None if inputs.is_inference() else inputs._version
+        trains = torch.is_grad_enabled() and inputs.requires_grad
+        key = (id(inputs), version, id(linear.input_global_scale), dtype, trains)
+        if self.last is None or self.last[0] != key:  # `last` holds the inputs, so that no other tensor has their id
+            quantized = fused.activations(inputs, self.scheme.input_activations, linear.input_global_scale, dtype)
+            if trains:
+                values, quantized = quantized, _pass_through(inputs, dtype)
+                quantized.data = values
+            self.last = (key, inputs, quantized)
+        quantized = self.last[2]
+        if linear is self.final:
+            self.last = None
+        return quantized
+
+    def weights(self) -> list[Tensor]:
+        """Return the members' masters."""
+        return [linear.weight for linear in self.members.values()]
+
+    @property
+    def stale(self) -> bool:
+        """Return whether a member's weight has changed since Q(W) was computed."""
+        return self.state != self._state()
+
+    def keep(self, quantized: list[Tensor], largest: Tensor) -> None:
+        """Store Q(W) of every member, just computed."""
+        self.kept = {id(linear): weight for linear, weight in zip(self.members.values(), quantized, strict=True)}
+        for linear in self.members.values():
+            exact, old = linear.weight, self.stand.get(id(linear))
+            kind = (exact.dtype, exact.device, exact.requires_grad)  # autograd remembers these
+            if old is None or old[0] is not exact or old[1] != kind:
+                with torch.enable_grad():
+                    self.stand[id(linear)] = (exact, kind, _pass_through(exact, self.dtype))
+            stands = self.stand[id(linear)][-1]
+            stands.data = self.kept[id(linear)]
+            # A backward pass through a forward pass from before this fold raises, instead of using the new Q(W).
+            torch.autograd.graph.increment_version(stands)
+        self.final = linear
+        self.largest, self.state = largest, self._state()
+        self.made += 1
+
+    def check(self) -> None:
+        """Discard Q(W) of weights that are NaN or infinite.
+
+        Raises:
+            QrlError: a weight is; by name.
+        """
+        if (finite := self.largest.isfinite()).all():
+            return
+        self.state = None
+        bad = next(name for name, fine in zip(self.members, finite.tolist(), strict=True) if not fine)
+        raise QrlError(
+            f"The weight of {bad} holds NaN or infinity, so it cannot be quantized: lower train.learning_rate, or "
+            "check the checkpoint that training started from."
+        )
+
+    def _state(self) -> list[tuple[int, int]]:
+        # Called in every forward pass: nn.Module's own attribute look-up is slow.
+        weights = [linear._parameters["weight"] for linear in self.members.values()]
+        return [(weight._version, weight.data_ptr()) for weight in weights]
+
+
+def folds(model: nn.Module) -> list[Fold]:
+    """Return the folds of a model, in order; none where no format is attached."""
+    attached = (getattr(module, "fold", None) for module in model.modules())
+    return list(dict.fromkeys(fold for fold in attached if isinstance(fold, Fold)))
+
+
+def refold(model: nn.Module) -> None:
+    """Compute Q(W) of every linear; call it once after each optimizer step.
+
+    Raises:
+        QrlError: a weight is NaN or infinite; by name.
+    """
+    _renew(folds(model))
+
+
+def _renew(stale: Sequence[Fold]) -> None:
+    """Compute Q(W) of folds of one format, in the memory of the previous one."""
+    groups: dict[tuple, list[Fold]] = {}
+    for fold in stale:
+        fold.kept = fold.state = None
+        for *_, stands in fold.stand.values():
+            stands.data = stands.new_empty(0)  # frees its memory
+        weight = fold.weights()[0]
+        groups.setdefault((fold.dtype, weight.dtype, weight.device), []).append(fold)
+    for (dtype, _, _), group in groups.items():
+        with torch.inference_mode(False), torch.no_grad():
+            computed = fused.folded([fold.weights() for fold in group], group[0].scheme.weights, dtype)
+            for fold, (quantized, largest) in zip(group, computed, strict=True):
+                fold.keep(quantized, largest)
+            finite = torch.cat([fold.largest for fold in group]).isfinite().all()
+        if not finite:  # one synchronization for all of them
+            for fold in group:
+                fold.check()

@@ -1,0 +1,200 @@
+"""The only file that touches what TRL keeps private; `tests/train/test_trl_private.py` states what it relies on.
+
+TRL's link to vLLM is replaced in four points. Weights are sent out of place (`rollout.sync`). Completions come as token
+ids and flat log-probabilities: TRL decodes them itself, and text with an object per token took 7.1 s where this takes
+3.0. A colocated engine can store its weights in FP8. The seed of a rollout follows from recipe and step, so that a
+resumed run samples the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from qrl.recipe import Rollout
+from qrl.train import rollout as sampling
+from qrl.train.rollout import colocated, engine_gap, sync, vllm_engine
+
+
+def unsharded(trainer):
+    """Gather, as a context, the parameters that FSDP wraps in no layer of their own."""
+    return trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False)
+
+
+def grpo_trainer(settings: Rollout) -> type:
+    """Return TRL's GRPO trainer, or a subclass that samples with vLLM and logs the engine's gap to the trained model.
+
+    Raises:
+        BadInput: the recipe samples with vLLM, which is not installed.
+    """
+    sampling.check_installed(settings)
+    from trl import GRPOTrainer
+
+    if settings.engine != sampling.VLLM:
+        return GRPOTrainer
+
+    class Trainer(GRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.use_vllm, self.vllm_mode = True, settings.mode
+            self.args.use_vllm, self.args.vllm_mode = True, settings.mode  # for the run's record
+            self.vllm_generation = link(self, settings)
+            self._last_loaded_step = -1
+
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            engine, own = batch.get("sampling_per_token_logps"), batch.get("old_per_token_logps")
+            metrics = self.vllm_generation.speed(batch["completion_mask"])
+            if engine is not None and own is not None:
+                metrics |= vars(engine_gap.measure(own, engine, batch["completion_mask"], self.accelerator.gather))
+            for name, value in metrics.items():
+                self._metrics["train" if self.model.training else "eval"][sampling.PREFIX + name].append(value)
+            return batch
+
+    return Trainer
+
+
+def link(trainer, settings: Rollout):
+    """Return TRL's link to vLLM with our engine, weights and sampling; TRL's own client queries a server."""
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    cls = type("Generation", (Link, VLLMGeneration), {"trainer": trainer, "settings": settings})
+    same = ("model", "accelerator", "processing_class", "max_completion_length", "temperature")
+    same += ("repetition_penalty", "top_p", "top_k", "min_p")  # these arguments are named as the trainer's attributes
+    return cls(
+        **{name: getattr(trainer, name) for name in same},
+        mode=settings.mode,
+        server_base_url=settings.server,
+        server_timeout=settings.server_timeout_s,
+        group_port=settings.server_group_port,
+        max_num_seqs=trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation,
+        logprobs=0,
+        generation_kwargs=trainer.args.generation_kwargs,
+    )
+
+
+class Link:
+    """The replaced parts of TRL's `VLLMGeneration`; `link` puts them before that class."""
+
+    trainer = None  # TRL's
+    settings: Rollout
+
+    def _init_vllm(self):
+        from accelerate.utils import set_seed
+
+        self.seconds = {"sync": 0.0, "generate": 0.0}
+        self._drawn = (-1, 0)  # a step, and the number of its latest rollout
+        if self.mode == "server":
+            super()._init_vllm()
+            if self.accelerator.is_main_process:
+                sampling.check_server_storage(self.vllm_client.get_server_info(), self.settings)
+            return
+        self.enable_sleep_mode = colocated.sleeps(self.settings, self.model)
+        self.llm = vllm_engine.create(
+            self.model.name_or_path,
+            self.settings,
+            sequences=self.max_num_seqs,
+            sleeps=self.enable_sleep_mode,
+            rank=self.accelerator.process_index,
+            world=self.accelerator.num_processes,
+        )
+        set_seed(self.trainer.args.seed, device_specific=True)  # making an engine sets torch's seed
+        if self.enable_sleep_mode:
+            vllm_engine.sleep(self.llm)
+        self._llm_weights_sleeping = self.enable_sleep_mode
+        self.accelerator.wait_for_everyone()
+
+    def _iter_named_params(self):
+        if self._dist.is_fsdp:  # TRL gathers the shards; adapters were refused before
+            yield from super()._iter_named_params()
+        else:
+            yield from sync.named_weights(self.accelerator.unwrap_model(self.model), torch.bfloat16)
+
+    def sync_weights(self):
+        """Give the engine the present weights of training."""
+        began = time.perf_counter()
+        if self.mode == "server":
+            super().sync_weights()
+        else:
+            if self.enable_sleep_mode and self._llm_weights_sleeping:
+                vllm_engine.wake(self.llm, "weights")
+                self._llm_weights_sleeping = False
+            vllm_engine.load(self.llm, self._iter_named_params(), fp8=self.settings.quantization == "fp8")
+        self.seconds["sync"] += time.perf_counter() - began
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        """Return prompts, completions and log-probabilities in TRL's own form; prompts are token ids."""
+        if self.mode == "colocate" and self._llm_weights_sleeping:
+            self.sync_weights()  # asleep since an earlier rollout of this step
+        began = time.perf_counter()
+        if self.mode == "server":
+            answer = super().generate(prompts, images, num_generations, profiler)
+        else:
+            answer = self._sample(prompts)
+        self.seconds["generate"] += time.perf_counter() - began
+        return answer
+
+    def _sample(self, prompts):
+        if self.enable_sleep_mode:
+            vllm_engine.wake(self.llm, "kv_cache")
+        options = {"top_p": self.top_p, "top_k": self.top_k, "repetition_penalty": self.repetition_penalty}
+        with colocated.seeded(self._seed()):
+            ids, logprobs = vllm_engine.generate(
+                self.llm,
+                prompts,
+                temperature=self.temperature,
+                max_tokens=self.max_completion_length,
+                more=options | self.generation_kwargs,
+            )
+        if self.enable_sleep_mode:
+            vllm_engine.sleep(self.llm)
+            self._llm_weights_sleeping = True
+        return prompts, ids, [[[value] for value in row] for row in logprobs], None
+
+    def _seed(self) -> int:
+        step = self.trainer.state.global_step
+        self._drawn = (step, self._drawn[1] + 1 if self._drawn[0] == step else 0)
+        key = (self.trainer.args.seed, step, self._drawn[1], self.accelerator.process_index)
+        return hash(key) % 2**63
+
+    def speed(self, mask) -> dict[str, float]:
+        """Return the seconds since the last call, and the throughput of these completions, sync included."""
+        seconds, self.seconds = self.seconds, {"sync": 0.0, "generate": 0.0}
+        total = sum(seconds.values()) or float("nan")
+        return {
+            "sync_s": seconds["sync"],
+            "generate_s": seconds["generate"],
+            "completions_per_s": len(mask) * self.accelerator.num_processes / total,
+            "tokens_per_s": mask.sum().item() * self.accelerator.num_processes / total,
+        }
+
+
+def distillation_trainer(divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> type:
+    """Return TRL's distillation trainer with another loss; sampling and bookkeeping stay TRL's.
+
+    Args:
+        divergence: (N, V) logits of student and teacher, over the temperature → (N,).
+    """
+    from trl import DistillationTrainer
+
+    class Trainer(DistillationTrainer):
+        def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            length = inputs["completion_ids"].size(1)
+            valid = inputs["completion_mask"].bool()
+            states = self._get_last_hidden_state(unwrapped_student, ids, mask, length)
+            student = unwrapped_student.get_output_embeddings()(states[valid])
+            teacher = self.accelerator.unwrap_model(self.teacher_model).eval()
+            with torch.no_grad():
+                target = teacher.get_output_embeddings()(self._get_last_hidden_state(teacher, ids, mask, length)[valid])
+            losses = divergence(student / self.temperature, target / self.temperature)
+            count = valid.sum()
+            logprobs = student.detach().float().log_softmax(-1)
+            entropy = -(logprobs.exp() * logprobs).sum()
+            divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            return losses.sum() / divisor, entropy, count
+
+    return Trainer

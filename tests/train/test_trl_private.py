@@ -1,0 +1,158 @@
+"""What qrl.train relies on below the public interfaces of TRL and PEFT; an upgrade that changes it fails here."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from qrl import tasks, tiny
+from qrl.engine import hf
+from qrl.recipe import Rollout, Train
+from qrl.train import Job, grpo, sharded, trl_private
+from qrl.train.rollout import vllm_engine
+
+SMALL = Train(steps=2, prompts_per_step=4, generations=2, micro_batch=4, max_completion_tokens=16, save_every=2)
+
+
+def parameters(function) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def assigned(cls, name: str) -> bool:
+    """Return whether a class's source assigns an attribute of `self`."""
+    return f"self.{name} =" in inspect.getsource(cls)
+
+
+def test_the_link_to_vllm_has_the_methods_that_are_replaced_and_the_attributes_that_are_read():
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    assert parameters(VLLMGeneration.generate) == ["self", "prompts", "images", "num_generations", "profiler"], (
+        "TRL's VLLMGeneration.generate has other arguments: adapt trl_private.Link.generate."
+    )
+    for name in ("_init_vllm", "_iter_named_params", "sync_weights"):
+        assert parameters(getattr(VLLMGeneration, name)) == ["self"], (
+            f"TRL's VLLMGeneration.{name} is missing or has arguments: adapt trl_private.Link.{name}."
+        )
+    passed = {"model", "accelerator", "processing_class", "mode", "server_base_url", "server_timeout", "group_port"}
+    passed |= {"max_num_seqs", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_completion_length"}
+    passed |= {"logprobs", "generation_kwargs"}
+    missing = passed - set(parameters(VLLMGeneration.__init__))
+    assert not missing, f"TRL's VLLMGeneration does not accept {missing}: adapt trl_private.link."
+    for name in ("model", "accelerator", "mode", "max_num_seqs", "enable_sleep_mode", "generation_kwargs", "_dist"):
+        assert assigned(VLLMGeneration, name), f"TRL's VLLMGeneration does not set {name}: trl_private.Link reads it."
+    init = inspect.getsource(VLLMGeneration.__init__).rstrip()
+    assert init.endswith("self._init_vllm()"), "TRL's VLLMGeneration calls _init_vllm before its attributes are set."
+    assert "self._iter_named_params()" in inspect.getsource(VLLMGeneration.sync_weights), (
+        "TRL sends a server other weights than those of _iter_named_params: qrl would send weights merged in place."
+    )
+
+
+def test_a_rollout_servers_client_reports_how_the_server_stores_weights():
+    from trl.generation.vllm_client import VLLMClient
+
+    assert parameters(VLLMClient.get_server_info) == ["self"], "VLLMClient.get_server_info is missing or has arguments."
+
+
+def test_weights_that_fsdp_wraps_in_no_layer_can_be_gathered():
+    from trl.distributed import DistributedBackend
+
+    assert parameters(DistributedBackend.summon_full_params) == ["self", "module", "kwargs"], (
+        "TRL's DistributedBackend.summon_full_params has other arguments: adapt trl_private.unsharded."
+    )
+    assert "is_fsdp" in inspect.getsource(DistributedBackend), (
+        "TRL's DistributedBackend has no is_fsdp: adapt trl_private.Link._iter_named_params."
+    )
+
+
+def test_a_distillation_computes_its_loss_in_one_method_from_last_hidden_states():
+    from trl import DistillationTrainer
+
+    assert parameters(DistillationTrainer._compute_loss)[1:] == ["unwrapped_student", "inputs", "num_items_in_batch"], (
+        "TRL's DistillationTrainer._compute_loss has other arguments: adapt trl_private.distillation_trainer."
+    )
+    first = ["unwrapped_model", "input_ids", "attention_mask", "logits_to_keep"]
+    assert parameters(DistillationTrainer._get_last_hidden_state)[1:5] == first, (
+        "TRL's DistillationTrainer._get_last_hidden_state has other arguments: adapt trl_private.distillation_trainer."
+    )
+    for name in ("teacher_model", "temperature"):
+        assert assigned(DistillationTrainer, name), f"TRL's DistillationTrainer does not set {name}."
+
+
+def test_peft_looks_up_an_adapters_weights_through_the_two_functions_that_are_patched():
+    import peft
+    from peft.tuners import tuners_utils
+
+    names = parameters(inspect.unwrap(tuners_utils._get_tuner_state_dict_key_prefixes))
+    assert names == ["model", "adapter_name"], "PEFT's _get_tuner_state_dict_key_prefixes has other arguments."
+    assert "_get_tuner_state_dict_key_prefixes(" in inspect.getsource(tuners_utils.BaseTuner), (
+        f"PEFT's tuners do not call the function that {sharded.__name__} patches: FSDP would save an empty adapter."
+    )
+    assert parameters(inspect.unwrap(peft.set_peft_model_state_dict))[0] == "model"
+
+
+class FakeEngine:
+    """An engine without vLLM: a plain model that is given weights and samples from them."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls, self.model = calls, None
+        self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
+
+    def load(self, engine, weights, *, fp8):
+        self.calls.append("sync")
+        state = {name: weight.float() for name, weight in weights}
+        if self.model is None:
+            self.model = hf.load(tiny.PATH, "cpu", torch.float32)[0]
+        self.model.load_state_dict(state, strict=False)
+
+    def generate(self, engine, prompts, *, temperature, max_tokens, more):
+        self.calls.append("generate")
+        completions, logprobs = [], []
+        for ids in prompts:
+            drawn, scores = [], []
+            for _ in range(max_tokens):
+                with torch.no_grad():
+                    logits = self.model(torch.tensor([[*ids, *drawn]])).logits[0, -1].float() / temperature
+                token = int(torch.multinomial(logits.softmax(-1), 1))
+                drawn.append(token)
+                scores.append(float(logits.log_softmax(-1)[token]))
+                if token == self.model.generation_config.eos_token_id:
+                    break
+            completions.append(drawn)
+            logprobs.append(scores)
+        return completions, logprobs
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    fake = FakeEngine([])
+    monkeypatch.setattr(trl_private.sampling, "check_installed", lambda settings: None)
+    monkeypatch.setattr(trl_private.sampling, "check", lambda *args: None)
+    monkeypatch.setattr(vllm_engine, "create", lambda *args, **kwargs: fake)
+    monkeypatch.setattr(vllm_engine, "load", fake.load)
+    monkeypatch.setattr(vllm_engine, "generate", fake.generate)
+    return fake
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_trl_syncs_once_a_step_samples_from_token_ids_and_logs_the_gap(engine, tmp_path, method):
+    """By effect: the engine's samples have the trainer's own probabilities only if TRL syncs before it samples."""
+    settings = SMALL.model_copy(update={"method": method, "learning_rate": 1e-3})
+    data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 16, 0), "task": "arithmetic"}
+    where = {"template": "plain", "seed": 0, "device": "cpu", "work": tmp_path / "work", "out": tmp_path / "model"}
+    done = grpo.run(Job(settings=settings, rollout=Rollout(engine="vllm", sleep="off"), **data, **where))
+    assert engine.calls == ["sync", "generate"] * 2, "TRL no longer syncs the weights once before each rollout."
+    history = done.history
+    assert history["step"].tolist() == [1, 2] and (history["rollout_sync_s"] > 0).all()
+    assert (history["rollout_kl_k3"] < 2e-3).all() and (history["rollout_token_ess"] > 0.99).all(), (
+        "The engine's samples do not have the trained model's probabilities: TRL passes weights or tokens otherwise."
+    )
+
+
+def test_a_model_under_training_says_which_of_its_weights_are_tied():
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    tied = Qwen2ForCausalLM(Qwen2Config(vocab_size=8, num_key_value_heads=1, tie_word_embeddings=True, **shape))
+    assert "lm_head.weight" in tied.all_tied_weights_keys, (
+        "transformers' models have no all_tied_weights_keys: save.write would store a tied head twice."
+    )
