@@ -72,7 +72,10 @@ def tiny_checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def python_of(tmp_path_factory) -> Callable[[str], str]:
-    """The Python of an environment under projects/, by folder: what QRL_VLLM_PYTHON or QRL_AWQ_PYTHON names, or what MLflow builds where it is not there yet."""
+    """Return the Python of an environment under projects/, by folder.
+
+    QRL_VLLM_PYTHON or QRL_AWQ_PYTHON may name one that is there already; else MLflow builds it once.
+    """
     from qrl.study import launch
 
     def find(name: str) -> str:

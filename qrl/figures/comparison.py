@@ -101,7 +101,7 @@ def survival(comparison: Comparison, path: str | Path) -> None:
     axes.annotate("−margin", (-rows[0][1].margin, -0.5), (-4, 3), **at_margin)
     pairing = "paired" if comparison.paired else "independent cells"
     note = (
-        f"n = {comparison.n} questions, {pairing}. Thin bar: 95 % interval. Thick bar: between the one-sided 95 % bounds;"
+        f"n = {comparison.n} questions, {pairing}. Thin: 95 % interval. Thick: between the one-sided 95 % bounds;"
         "\nif it is right of −margin (dashed) the gain survives, if it is left of it (shaded) the gain is lost."
     )
     if len(comparison.runs) > 1:

@@ -1,4 +1,4 @@
-"""Compare the answers of transformers and vLLM from the checkpoint that quantization-aware training stores.
+"""Compare transformers' and vLLM's answers from a checkpoint with stored codes.
 
     python tests/benchmarks/qat_stored.py make DIR int4  # train the built-in model, store its codes, ask transformers
     python tests/benchmarks/qat_stored.py ask DIR int4   # in projects/vllm or projects/vllm_cpu: ask vLLM

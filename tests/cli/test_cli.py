@@ -175,10 +175,7 @@ BAD = {
         "which is no linear of the model",
     ),
     "targets that name nothing": (["train", "--train.method", "lora", "--train.lora_targets", ","], "names nothing"),
-    "a rollout setting that nothing heeds": (
-        ["train", "--rollout.kv_cache", "fp8"],
-        "rollout.kv_cache = fp8",
-    ),
+    "a rollout setting that nothing heeds": (["train", "--rollout.kv_cache", "fp8"], "rollout.kv_cache = fp8"),
     "a watcher named twice": (["train", "--watch.stop", "signal,signal"], "each watcher once"),
     "two inputs to compare": (["compare", "--counts", "a.json", "--cells", "b"], "one of"),
     "no file to compare": (["compare", "--questions", "none.csv", "--out", "out"], "none.csv"),

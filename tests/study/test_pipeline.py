@@ -1,4 +1,4 @@
-"""Where a study's steps run: a missing environment matters only if a step is still to be launched in it."""
+"""A missing environment matters only if a step is still to run in it."""
 
 import json
 import os

@@ -9,6 +9,7 @@ import pytest
 
 from qrl import compare, names, recipe, registry
 from qrl.errors import BadInput
+from qrl.steps import compare as steps_compare
 from qrl.study import page, report
 from qrl.study.launch import Launcher, Result
 from qrl.tracking import contents
@@ -49,7 +50,7 @@ def step(folder, tables: dict[str, pd.DataFrame], *, reused: bool = False, **val
 def study(store, tmp_path):
     """The launcher of a study in its open run, and its steps compare, diagnose (without results) and train."""
     comparison = compare.from_counts(COUNTS)
-    compare.write(comparison, tmp_path / "compare")
+    steps_compare.write(comparison, tmp_path / "compare")
     with mlflow.start_run(run_name="study") as run:
         steps = [
             step(tmp_path / "compare", {names.QUESTIONS: pd.DataFrame({"id": [1]})}, metrics=comparison.metrics()),

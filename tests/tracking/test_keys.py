@@ -175,5 +175,5 @@ def test_data_beside_a_source_counts_byte_by_byte(package):
 
 def test_sources_are_found_through_late_imports_and_modules_named_in_strings():
     found = {file.relative_to(PACKAGE).as_posix() for file in sources.files("evaluate")}
-    assert {"names.py", "evaluate/cells.py", "engine/vllm.py", "tasks/math/judge.py"} <= found
+    assert {"names.py", "evaluate/cells.py", "engine/vllm.py", "tasks/math/worker.py"} <= found
     assert not any(name.startswith(("train/", "tracking/", "cli", "figures")) or name.endswith(".md") for name in found)

@@ -1,4 +1,4 @@
-"""A real vLLM, in its own Python, gives its samples the trained model's log-probabilities after each of ten syncs.
+"""Rollouts of a real vLLM have the trained model's log-probabilities after each of ten syncs.
 
 QRL_VLLM_PYTHON=…/bin/python pytest -m slow tests/train/test_rollouts_vllm.py  # uses an existing environment
 """
