@@ -17,9 +17,21 @@ settings.register_profile(
 )  # a busy core is no error
 settings.load_profile("shared machine")
 
+TIERS = ("process", "study", "slow")  # a test with none of these marks is a unit test
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # a worker a core: one thread each, in the processes that tests start too
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Tests under `mlflow run -e test` would otherwise join the run that MLflow opened for pytest itself.
 for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_TRACKING_URI"):
     os.environ.pop(name, None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test without another tier as `unit`."""
+    for item in items:
+        if not any(item.get_closest_marker(tier) for tier in TIERS):
+            item.add_marker(pytest.mark.unit)
 
 
 @pytest.fixture(scope="session")
