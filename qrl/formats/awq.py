@@ -10,8 +10,7 @@ Source: awq/utils/packing_utils.py and awq/modules/linear/gemm.py of AutoAWQ 0.2
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,12 +18,6 @@ if TYPE_CHECKING:
 BITS = 4
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, that each nibble holds
 PARTS = ("qweight", "qzeros", "scales")
-
-
-def is_gemm(quantization: Mapping[str, Any]) -> bool:
-    """Return whether a `quantization_config` describes this layout."""
-    version = str(quantization.get("version", "gemm")).lower()
-    return (quantization.get("quant_method"), quantization.get("bits"), version) == ("awq", BITS, "gemm")
 
 
 def unpack(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from qrl import checkpoint
 from qrl.errors import BadInput
-from qrl.formats import stored
+from qrl.formats import kind, stored
 
 if TYPE_CHECKING:
     import torch
@@ -50,13 +50,12 @@ def load(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
 
 def needed(path: Path) -> bool:
     """Return whether vLLM on this machine's CPU can run a checkpoint only as plain matrices."""
-    if platform.machine() not in ("x86_64", "AMD64") or _has_avx512():
+    cpus = Path("/proc/cpuinfo")  # elsewhere than on Linux vLLM has no such kernel either
+    if platform.machine() not in ("x86_64", "AMD64") or (cpus.is_file() and "avx512f" in cpus.read_text()):
         return False
     quantization = checkpoint.config(path).get("quantization_config") or {}
-    if quantization.get("quant_method") == "awq":
-        return True
-    groups = (quantization.get("config_groups") or {}).values()
-    return any(group["weights"]["type"] == "int" and group["weights"]["num_bits"] == 4 for group in groups)
+    in_int4 = any(codes.startswith(kind.INT4) for codes in kind.of(quantization))
+    return in_int4 or quantization.get("quant_method") == "awq"
 
 
 def write(path: Path, out: Path) -> Path:
@@ -86,10 +85,3 @@ def copy_text_files(source: Path, out: Path) -> None:
         (out / name).unlink(missing_ok=True)
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
-
-
-def _has_avx512() -> bool:
-    try:
-        return "avx512f" in Path("/proc/cpuinfo").read_text()
-    except OSError:  # not Linux: vLLM has no such kernel there either
-        return False

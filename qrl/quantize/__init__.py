@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from qrl import checkpoint, names
 from qrl.errors import BadInput
-from qrl.formats import plain
+from qrl.formats import plain, stored
 from qrl.quantize import calibration as texts
 from qrl.quantize import error
 from qrl.quantize import settings as choices
@@ -140,17 +140,11 @@ def stored_bits(source: Path, out: Path) -> tuple[float, float]:
     }
     quantized = {name for name, entry in before.items() if len(entry.shape) == 2} - kept
     modules = {name.removesuffix(".weight") for name in quantized}
-    parts = [entry for name, entry in after.items() if not name.endswith(".bias") and _module(name) in modules]
+    parts = [entry for name, entry in after.items() if not name.endswith(".bias") and stored.module(name) in modules]
     weights = sum(before[name].numel for name in quantized)
     parameters = sum(entry.numel for entry in before.values())
     per_weight = 8 * sum(entry.bytes for entry in parts) / weights if weights else 0.0
     return per_weight, 8 * sum(entry.bytes for entry in after.values()) / parameters
-
-
-def _module(name: str) -> str:
-    """Return a tensor's module: `a.b` for a.b.qweight and for a.b.weight.quant_state.bitsandbytes__nf4."""
-    module, within, _ = name.partition(".weight.")
-    return module if within else name.rpartition(".")[0]
 
 
 class Family(Protocol):

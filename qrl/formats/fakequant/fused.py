@@ -12,6 +12,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from qrl.formats.fakequant import rounding
@@ -30,9 +31,8 @@ def folded(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: to
     groups = [[weight.detach() for weight in weights] for weights in groups]
     with _without_autocast(groups[0][0]):
         fit = [weights for weights in groups if all(map(_fits, weights)) and _is_proven(weights, args, dtype)]
-        by_kernel = (
-            {id(weights): result for weights, result in zip(fit, _fused(fit, args, dtype), strict=True)} if fit else {}
-        )
+        results = _fused(fit, args, dtype) if fit else []
+        by_kernel = {id(weights): result for weights, result in zip(fit, results, strict=True)}
         return [by_kernel.get(id(weights)) or rounding.folded(weights, args, dtype) for weights in groups]
 
 
@@ -61,9 +61,7 @@ def _fused(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: to
     largest = _largest(groups)
     scales = _global_scales(largest, owners) if args.strategy == "tensor_group" else None
     rounded = iter(kernel.folded([weight for weights in groups for weight in weights], args, dtype, scales, owners))
-    return [
-        ([next(rounded) for _ in range(size)], part) for size, part in zip(sizes, largest.split(sizes), strict=True)
-    ]
+    return [(list(islice(rounded, size)), part) for size, part in zip(sizes, largest.split(sizes), strict=True)]
 
 
 def _fits(weight: Tensor) -> bool:

@@ -82,40 +82,28 @@ def check_width(name: str, in_features: int, args: QuantizationArgs) -> None:
         )
 
 
-def scales(weight: Tensor, args: QuantizationArgs, largest: Tensor | None = None) -> Scales:
-    """Return a matrix's scales from its largest |w|.
+def scales(weights: Sequence[Tensor], args: QuantizationArgs) -> tuple[list[Scales], Tensor]:
+    """Return the scales of matrices that share NVFP4's global scale, and each one's largest |w|.
 
     Args:
-        weight: (O, I), any float dtype; S divides I.
+        weights: M matrices (O_m, I), any float dtype; S divides I.
         args: of the format's weights; `args.group_size` is S, or None for one scale per channel.
-        largest: (), largest |w| of all matrices that share NVFP4's global scale; default: this one's.
-    """
-    extremes = _extremes(weight, args)
-    return _scales(*extremes, args, _largest(*extremes) if largest is None else largest)
 
-
-def _extremes(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
-    """Return the least and largest weight of each group, (O, G)."""
-    groups = weight.detach().unflatten(-1, (-1, args.group_size or weight.shape[-1]))
-    return groups.amin(-1), groups.amax(-1)
-
-
-def _largest(low: Tensor, high: Tensor) -> Tensor:
-    """Return the largest |w|, (); NaN where there is one."""
-    return (-low.amin()).maximum(high.amax())
-
-
-def _scales(low: Tensor, high: Tensor, args: QuantizationArgs, largest: Tensor) -> Scales:
-    """Return scales from each group's extremes, (O, G), and the largest |w| that shares NVFP4's global scale, ().
+    Returns:
+        M scales, and (M,): NaN or infinite where a matrix holds such a value.
 
     Source: compressed-tensors 0.19, calculate_qparams and generate_gparam, as llm-compressor's min-max observer calls
     them.
     """
+    import torch
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    shared = global_scale(largest) if args.strategy == "tensor_group" else None
-    scale, _ = calculate_qparams(low, high, args, global_scale=shared)
-    return Scales(scale, shared)
+    groups = [weight.detach().unflatten(-1, (-1, args.group_size or weight.shape[-1])) for weight in weights]
+    extremes = [(group.amin(-1), group.amax(-1)) for group in groups]
+    largest = torch.stack([(-low.amin()).maximum(high.amax()) for low, high in extremes])
+    shared = global_scale(largest.amax()) if args.strategy == "tensor_group" else None
+    parts = [calculate_qparams(low, high, args, global_scale=shared)[0] for low, high in extremes]
+    return [Scales(part, shared) for part in parts], largest
 
 
 def values(weight: Tensor, args: QuantizationArgs, by: Scales, dtype: torch.dtype | None = None) -> Tensor:
@@ -141,31 +129,11 @@ def values(weight: Tensor, args: QuantizationArgs, by: Scales, dtype: torch.dtyp
     return library().dequantize(codes, by.scale.to(dtype), None, args, dtype=dtype)
 
 
-def quantized(
-    weight: Tensor, args: QuantizationArgs, largest: Tensor | None = None, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Return Q(W): `values` under the matrix's own `scales`."""
-    return values(weight, args, scales(weight, args, largest), dtype)
-
-
 def folded(
     weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], Tensor]:
-    """Return Q(W) of matrices that share NVFP4's global scale, and each one's largest |w|.
-
-    Args:
-        weights: M matrices (O_m, I).
-        args: of the format's weights.
-        dtype: as for `values`.
-
-    Returns:
-        M matrices (O_m, I), and (M,): NaN or infinite where a matrix holds such a value.
-    """
-    import torch
-
-    extremes = [_extremes(weight, args) for weight in weights]
-    largest = torch.stack([_largest(*pair) for pair in extremes])
-    by = [_scales(*pair, args, largest.amax()) for pair in extremes]
+    """Return Q(W), the `values` of M matrices under their `scales`, and each one's largest |w|, (M,)."""
+    by, largest = scales(weights, args)
     return [values(weight, args, own, dtype) for weight, own in zip(weights, by, strict=True)], largest
 
 
