@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from qrl import checkpoint, process
 from qrl.engine import attention, pretrained
 from qrl.errors import BadInput
+from qrl.formats import plain
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +74,6 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, 
     process.hush_transformers()
     quantization = checkpoint.check(path).quantization
     if quantization == "awq":
-        from qrl.formats import plain
-
         model = plain.load(path, torch.float16 if dtype is torch.bfloat16 else dtype).to(device)
     elif quantization == "compressed-tensors":
         model = _decompressed(path, device, dtype)
@@ -82,9 +81,7 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, 
         model = pretrained.load(path, dtype=dtype, device_map=device)
         if quantization == "bitsandbytes" and device == "cpu":
             model = model.dequantize(dtype=dtype)
-    # A checkpoint's own sampling settings and repetition penalties would change every accuracy: keep its end tokens
-    # only.
-    own = model.generation_config
+    own = model.generation_config  # its sampling settings would change every accuracy: keep its end tokens only
     first_end, *_ = end_tokens(own, path)
     pad = first_end if own.pad_token_id is None else own.pad_token_id
     model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=pad)
@@ -171,12 +168,10 @@ def _decompressed(path: Path, device: str, dtype: torch.dtype) -> PreTrainedMode
         warnings.simplefilter("ignore", UserWarning)
         model = pretrained.load(path, dtype=dtype, device_map=device, quantization_config=dequantize)
     for module in model.modules():
-        scheme = getattr(module, "quantization_scheme", None)
-        if scheme is None:
-            continue
-        module.weight.data = module.weight.data.to(dtype)  # some formats always unpack to bfloat16
-        if scheme.input_activations is None:
-            module.__dict__.pop("forward", None)  # nothing is left to round: an ordinary linear
+        if (scheme := getattr(module, "quantization_scheme", None)) is not None:
+            module.weight.data = module.weight.data.to(dtype)  # some formats always unpack to bfloat16
+            if scheme.input_activations is None:
+                module.__dict__.pop("forward", None)  # nothing is left to round: an ordinary linear
     return model
 
 

@@ -31,7 +31,7 @@ CLIP_STEPS = 20  # of AutoAWQ's grid; its search uses the first half
 
 
 def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequence[int]], device: str) -> None:
-    """Write `source` in AWQ's W4 with zero points, GEMM layout, to `out`; arguments as in `Family`.
+    """Write `source` in AWQ's W4 with zero points, GEMM layout, to `out`; arguments as in `_family`.
 
     The search itself is deterministic; it uses a GPU wherever there is one.
 
@@ -39,13 +39,10 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
         BadInput: AutoAWQ does not know the architecture.
         QrlError: this is not the environment of projects/awq, or the staged copy is not the same model.
     """
-    import torch
-
     architectures, autoawq_settings, quantizer = _autoawq()
     kind = checkpoint.config(source).get("model_type")
     if kind not in architectures:
         raise BadInput(f"AutoAWQ does not know the architecture '{kind}': expected one of {', '.join(architectures)}.")
-    torch.manual_seed(settings.seed)
     with _staged(source, out, device) as model:
         wrapped = architectures[kind](model, kind, False, model.config, autoawq_settings(), None)
         with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
@@ -59,7 +56,10 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
             )
         model.half()  # norms and embeddings; codes are integers and scales are float16 already
         wrapped.save_quantized(str(out))
-        _write_config(source, out, wrapped.quant_config.to_transformers_dict())
+        config = checkpoint.config(source)  # transformers 5 and vLLM read rotary settings from it
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = "float16"
+        config["quantization_config"] = wrapped.quant_config.to_transformers_dict()
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def measure(source: Path, out: Path, rows: Sequence[Sequence[int]], device: str) -> tuple[float, ...]:
@@ -89,9 +89,8 @@ def _autoawq() -> tuple[dict[str, type], type, type]:
             from awq.models.auto import AWQ_CAUSAL_LM_MODEL_MAP
             from awq.quantize.quantizer import AwqQuantizer
     except ImportError as error:
-        raise QrlError(
-            f"AutoAWQ cannot be imported here ({error}): run this step in the environment of projects/awq."
-        ) from None
+        advice = "run this step in the environment of projects/awq"
+        raise QrlError(f"AutoAWQ cannot be imported here ({error}): {advice}.") from None
 
     class Quantizer(AwqQuantizer):
         def _compute_best_scale(self, x, w_mean, x_mean, module2inspect, *rest):
@@ -162,11 +161,3 @@ def copy_state(module: torch.nn.Module, state: dict, prefix: str, metadata: dict
     """Replace every tensor of a state dict with a copy; a hook for `state_dict`."""
     for name, value in state.items():
         state[name] = value.clone()
-
-
-def _write_config(source: Path, out: Path, quantization: dict) -> None:
-    """Write the source's config.json plus the quantization: transformers 5 and vLLM read rotary settings from it."""
-    config = checkpoint.config(source)
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = "float16"
-    config["quantization_config"] = quantization
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qrl import checkpoint, names
 from qrl.engine import pretrained
@@ -30,18 +30,10 @@ _PRESETS[names.FP8] = "FP8_DYNAMIC"
 
 
 def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequence[int]], device: str) -> None:
-    """Write `source` under one of `names.COMPRESSED` to `out`; arguments as in `Family`.
-
-    Raises:
-        QrlError: llm-compressor is not installed here.
-    """
-    oneshot = quiet_oneshot()
-    import torch
-
-    torch.manual_seed(settings.seed)
+    """Write `source` under one of `names.COMPRESSED` to `out`; arguments as in `_family`, errors as in `compressor`."""
     on_cpu = settings.scheme in CALIBRATED and device == "cpu"
-    model, stored = _load(source, in_float32=on_cpu)
-    with on_device(device), contextlib.redirect_stderr(io.StringIO()):  # dozens of progress bars
+    with compressor(out, device) as oneshot:
+        model, stored = _load(source, in_float32=on_cpu)
         oneshot(model=model, recipe=_recipe(settings), dataset=batches(rows))
         if on_cpu and settings.scheme == names.NVFP4:
             ranges = {key: value for key, value in model.state_dict().items() if key.endswith("input_global_scale")}
@@ -50,24 +42,44 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
             model.load_state_dict(ranges, strict=False)
         _cast(model, stored)
         model.save_pretrained(out, save_compressed=True)
-    (out / "recipe.yaml").unlink(missing_ok=True)  # llm-compressor's record; ours holds more
 
 
-def quiet_oneshot():
-    """Return llm-compressor's `oneshot`, with its log turned off.
+@contextlib.contextmanager
+def compressor(out: Path, device: str) -> Iterator[Callable[..., Any]]:
+    """Yield llm-compressor's `oneshot`, which computes on "cpu" or "cuda"; on its own it uses any GPU that it finds.
+
+    Its progress bars are hidden, and its record in `out` is deleted: ours holds more.
 
     Raises:
         QrlError: llm-compressor is not installed here.
     """
+    oneshot = quiet_oneshot()
+    import torch
+    from compressed_tensors.utils import patch_attr
+    from llmcompressor.pipelines.cache import IntermediatesCache
+    from llmcompressor.pipelines.data_free import pipeline as data_free
+    from llmcompressor.pipelines.sequential import pipeline as sequential
+
+    target = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    with contextlib.ExitStack() as patches, contextlib.redirect_stderr(io.StringIO()):
+        for pipeline in (data_free, sequential):
+            patches.enter_context(patch_attr(pipeline, "get_main_device", lambda: target))
+        if not torch.accelerator.is_available():  # there is nothing to pin memory for, and AWQ would die of it
+            unpinned = classmethod(lambda cls, value: None)
+            patches.enter_context(patch_attr(IntermediatesCache, "_pin_intermediate", unpinned))
+        yield oneshot
+    (out / "recipe.yaml").unlink(missing_ok=True)
+
+
+def quiet_oneshot() -> Callable[..., Any]:
+    """Return llm-compressor's `oneshot`, with its log turned off."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # of its log; its own switch breaks its GPTQ
             from llmcompressor import oneshot
             from loguru import logger
     except ImportError as error:
-        raise QrlError(
-            f"llm-compressor cannot be imported here ({error}): run under `mlflow run . -e quantize … --env-manager "
-            "uv`, whose environment has it, or choose nf4 or int8."
-        ) from None
+        advice = "run under `mlflow run . -e quantize … --env-manager uv`, whose environment has it"
+        raise QrlError(f"llm-compressor cannot be imported here ({error}): {advice}, or choose nf4 or int8.") from None
     logger.disable("llmcompressor")
     logger.disable("compressed_tensors")
     return oneshot
@@ -88,13 +100,8 @@ def _recipe(settings: Settings) -> list:
     from llmcompressor.modifiers.transform.awq import AWQModifier
 
     if settings.scheme in GROUPED:
-        weights = QuantizationArgs(
-            num_bits=settings.bits or 8,  # of W8A16
-            type="int",
-            strategy="group",
-            group_size=settings.group_size,
-            symmetric=settings.symmetric,
-        )
+        grid = {"type": "int", "num_bits": settings.bits or 8, "symmetric": settings.symmetric}  # W8A16 names no bits
+        weights = QuantizationArgs(strategy="group", group_size=settings.group_size, **grid)
         scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     else:
         scheme = preset_name_to_scheme(_PRESETS[settings.scheme], ["Linear"])
@@ -114,25 +121,6 @@ def batches(rows: Sequence[Sequence[int]]):
     ids = map(torch.tensor, rows)
     samples = [{"input_ids": row, "attention_mask": torch.ones(len(row), dtype=torch.long)} for row in ids]
     return torch.utils.data.DataLoader(samples, batch_size=BATCH)
-
-
-@contextlib.contextmanager
-def on_device(device: str) -> Iterator[None]:
-    """Make llm-compressor compute on "cpu" or "cuda"; on its own it uses a GPU wherever there is one."""
-    import torch
-    from compressed_tensors.utils import patch_attr
-    from llmcompressor.pipelines.cache import IntermediatesCache
-    from llmcompressor.pipelines.data_free import pipeline as data_free
-    from llmcompressor.pipelines.sequential import pipeline as sequential
-
-    target = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    with contextlib.ExitStack() as patches:
-        for pipeline in (data_free, sequential):
-            patches.enter_context(patch_attr(pipeline, "get_main_device", lambda: target))
-        if not torch.accelerator.is_available():  # there is nothing to pin memory for, and AWQ would die of it
-            unpinned = classmethod(lambda cls, value: None)
-            patches.enter_context(patch_attr(IntermediatesCache, "_pin_intermediate", unpinned))
-        yield
 
 
 def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -7,8 +7,6 @@ be computed from weights; training stores them beside its masters, and they are 
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,28 +20,23 @@ from qrl.quantize.settings import Settings
 def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequence[int]], device: str) -> None:
     """Write `source` under one of `names.ROUNDED` to `out`; tensors that are not quantized stay in float32.
 
-    Arguments as in `Family`; `rows` calibrate activations where the source has no scales for them.
-
-    Raises:
-        QrlError: llm-compressor is not installed here.
+    Arguments as in `_family`, errors as in `compressed.compressor`. `rows` calibrate activations where the source has
+    no scales for them.
     """
-    oneshot = compressed.quiet_oneshot()
-    import torch
-    from compressed_tensors.offload import update_offload_parameter
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-
     name = settings.scheme.removeprefix(names.ROUNDED_PREFIX)
-    torch.manual_seed(settings.seed)
-    model = pretrained.load(source, dtype=torch.float32).eval()
-    scheme = rounding.scheme(name).model_copy(update={"targets": list(linears.covered(model, name))})
-    recipe = QuantizationModifier(config_groups={"group_0": scheme}, ignore=[])
-    calibrates = linears.needs_calibration(name)
-    scales = linears.read_activation_scales(source) if calibrates else None
-    data = {"dataset": compressed.batches(rows)} if calibrates and scales is None else {"pipeline": "datafree"}
-    with compressed.on_device(device), contextlib.redirect_stderr(io.StringIO()):  # progress bars
+    with compressed.compressor(out, device) as oneshot:
+        import torch
+        from compressed_tensors.offload import update_offload_parameter
+        from llmcompressor.modifiers.quantization import QuantizationModifier
+
+        model = pretrained.load(source, dtype=torch.float32).eval()
+        scheme = rounding.scheme(name).model_copy(update={"targets": list(linears.covered(model, name))})
+        recipe = QuantizationModifier(config_groups={"group_0": scheme}, ignore=[])
+        calibrates = linears.needs_calibration(name)
+        scales = linears.read_activation_scales(source) if calibrates else None
+        data = {"dataset": compressed.batches(rows)} if calibrates and scales is None else {"pipeline": "datafree"}
         oneshot(model=model, recipe=recipe, **data)
         for path, scale in (scales or {}).items():
             linear = model.get_submodule(path)  # offloaded on a GPU, where reading a parameter gives a copy
             update_offload_parameter(linear, "input_global_scale", torch.full_like(linear.input_global_scale, scale))
         model.save_pretrained(out, save_compressed=True)
-    (out / "recipe.yaml").unlink(missing_ok=True)  # llm-compressor's record; ours holds more

@@ -72,14 +72,11 @@ def of(scheme: str, recipe: Quantize, seed: int) -> Settings:
         BadInput: the scheme is unknown, or its environment cannot make the calibration texts.
     """
     if scheme not in names.QUANTIZED_SCHEMES:
-        raise BadInput(
-            f"There is no scheme '{scheme}' to quantize to: expected one of {', '.join(names.QUANTIZED_SCHEMES)}."
-        )
+        expected = ", ".join(names.QUANTIZED_SCHEMES)
+        raise BadInput(f"There is no scheme '{scheme}' to quantize to: expected one of {expected}.")
     if scheme == names.AWQ and recipe.calibration == ROLLOUTS:
-        raise BadInput(
-            "Scheme awq runs in AutoAWQ's own environment, whose transformers cannot run the policy for its rollouts: "
-            "use scheme awq-ct, or quantize.calibration=task."
-        )
+        unable = "Scheme awq runs in AutoAWQ's own environment, whose transformers cannot run the policy"
+        raise BadInput(f"{unable} for its rollouts: use scheme awq-ct, or quantize.calibration=task.")
     calibrated = scheme in CALIBRATED
     symmetric = SYMMETRIC.get(scheme) if recipe.symmetric is None else recipe.symmetric
     return Settings(
