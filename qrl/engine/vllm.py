@@ -36,7 +36,6 @@ _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a process that has used torch on a GPU cannot fork
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # sends our own `_inspect` to vLLM's worker, and nothing from outside
 }
-_CPU_CACHE_GIB = "1"  # the default is half of the memory
 _CPU_SHARE = 0.1  # of the machine's memory that must be free; the default is 92 %
 
 
@@ -79,7 +78,7 @@ class Vllm(AbstractContextManager):
         on_gpu = device == "cuda"
         os.environ.update(_ENVIRONMENT)
         if not on_gpu:
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # in GiB; the default is half of the memory
         os.environ["VLLM_BATCH_INVARIANT"] = "1" if deterministic and on_gpu else "0"
         try:
             import vllm

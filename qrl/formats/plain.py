@@ -71,9 +71,9 @@ def write(path: Path, out: Path) -> Path:
     state = stored.plain_state(path, torch.float32)
     out.mkdir()
     save_file(state, out / checkpoint.WEIGHTS, {"format": "pt"})
-    settings = checkpoint.config(path) | {"dtype": "float32"}
-    for key in ("quantization_config", "torch_dtype"):
-        settings.pop(key, None)
+    replaced = ("quantization_config", "torch_dtype")
+    settings = {key: value for key, value in checkpoint.config(path).items() if key not in replaced}
+    settings["dtype"] = "float32"
     (out / "config.json").write_text(json.dumps(settings, indent=1))
     copy_text_files(path, out)
     return out

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from qrl import checkpoint
 from qrl.errors import BadInput
-from qrl.formats import awq, decode
+from qrl.formats import decode
 from qrl.formats.decode import Stored
 from qrl.formats.header import FLOATS
 
@@ -104,7 +104,7 @@ def _decoder(path: Path | str, settings: dict) -> decode.Decoder:
         return decode.int8
     if method == "bitsandbytes" and settings.get("bnb_4bit_quant_type") == "nf4":
         return decode.nf4
-    if (method, settings.get("bits"), version) == ("awq", awq.BITS, "gemm"):
+    if (method, settings.get("bits"), version) == ("awq", decode.AWQ_BITS, "gemm"):
         return decode.autoawq
     if method == "compressed-tensors":
         return decode.compressed

@@ -151,8 +151,6 @@ def _family(scheme: str) -> ModuleType:
         from qrl.quantize import bnb as family
     elif scheme == names.AWQ:
         from qrl.quantize import awq as family
-    elif scheme in names.ROUNDED:
-        from qrl.quantize import rounded as family
     else:
         from qrl.quantize import compressed as family
     return family

@@ -123,7 +123,7 @@ def _staged(source: Path, out: Path, device: str) -> Iterator[PreTrainedModel]:
 
 
 def best_clip(weight: Tensor, inputs: Tensor, group_size: int, quantize_matrix: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the largest |w| to keep in each group, so that quantization changes the linear's output least.
+    """Return the largest |w| to keep in each group, (O, I/S, 1), so that a linear's output changes least.
 
     AutoAWQ's grid, from the largest weight down to half of it in steps of a twentieth, and its loss, the mean squared
     change of each group's share of the output. With C = XᵀX/T of a group's inputs, that loss is dᵀCd for a change d of
@@ -131,13 +131,10 @@ def best_clip(weight: Tensor, inputs: Tensor, group_size: int, quantize_matrix: 
     time.
 
     Args:
-        weight: (O, I).
+        weight: (O, I); the result has its dtype.
         inputs: (..., I), the linear's inputs in calibration; T tokens in all.
         group_size: S, which divides I.
         quantize_matrix: (O, I) → (O, I), to few bits and back.
-
-    Returns:
-        (O, I/S, 1), in the weight's dtype.
 
     Source: AutoAWQ 0.2.9, AwqQuantizer._compute_best_clip.
     """

@@ -1,4 +1,4 @@
-"""The schemes of llm-compressor, stored as compressed-tensors, which vLLM and transformers read.
+"""The schemes of llm-compressor and round-to-nearest, stored as compressed-tensors; vLLM and transformers read both.
 
 Schemes that round weights only need no forward pass. AWQ, GPTQ and the activation ranges of NVFP4 need calibration
 texts; on a CPU that pass runs in float32 (bfloat16 took ten times as long where the CPU has no units for it), and the
@@ -12,11 +12,12 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qrl import checkpoint, names
 from qrl.engine import pretrained
 from qrl.errors import QrlError
+from qrl.formats.fakequant import linears, rounding
 from qrl.quantize.fit import HEAD
 from qrl.quantize.settings import CALIBRATED, GROUPED, Settings
 
@@ -30,29 +31,61 @@ _PRESETS[names.FP8] = "FP8_DYNAMIC"
 
 
 def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequence[int]], device: str) -> None:
-    """Write `source` under one of `names.COMPRESSED` to `out`; arguments as in `_family`, errors as in `compressor`."""
-    on_cpu = settings.scheme in CALIBRATED and device == "cpu"
-    with compressor(out, device) as oneshot:
-        model, stored = _load(source, in_float32=on_cpu)
-        oneshot(model=model, recipe=_recipe(settings), dataset=batches(rows))
-        if on_cpu and settings.scheme == names.NVFP4:
-            ranges = {key: value for key, value in model.state_dict().items() if key.endswith("input_global_scale")}
-            model, _ = _load(source, in_float32=False)  # scales from the stored weights, as for NVFP4A16
-            oneshot(model=model, recipe=_recipe(settings), dataset=batches(rows[:1]))
-            model.load_state_dict(ranges, strict=False)
-        _cast(model, stored)
-        model.save_pretrained(out, save_compressed=True)
-
-
-@contextlib.contextmanager
-def compressor(out: Path, device: str) -> Iterator[Callable[..., Any]]:
-    """Yield llm-compressor's `oneshot`, which computes on "cpu" or "cuda"; on its own it uses any GPU that it finds.
-
-    Its progress bars are hidden, and its record in `out` is deleted: ours holds more.
+    """Write `source` under one of `names.COMPRESSED` or `names.ROUNDED` to `out`; arguments as in `_family`.
 
     Raises:
         QrlError: llm-compressor is not installed here.
     """
+    with _oneshot_on(device) as oneshot:
+        if settings.scheme in names.ROUNDED:
+            model = _rounded(oneshot, source, settings, rows)
+        else:
+            model = _compressed(oneshot, source, settings, rows, device)
+        model.save_pretrained(out, save_compressed=True)
+    (out / "recipe.yaml").unlink(missing_ok=True)  # llm-compressor's record; ours holds more
+
+
+def _compressed(oneshot: Callable, source: Path, settings: Settings, rows: Sequence, device: str) -> PreTrainedModel:
+    on_cpu = settings.scheme in CALIBRATED and device == "cpu"
+    model, stored = _load(source, in_float32=on_cpu)
+    oneshot(model=model, recipe=_recipe(settings), dataset=_batches(rows))
+    if on_cpu and settings.scheme == names.NVFP4:
+        ranges = {key: value for key, value in model.state_dict().items() if key.endswith("input_global_scale")}
+        model, _ = _load(source, in_float32=False)  # scales from the stored weights, as for NVFP4A16
+        oneshot(model=model, recipe=_recipe(settings), dataset=_batches(rows[:1]))
+        model.load_state_dict(ranges, strict=False)
+    _cast(model, stored)
+    return model
+
+
+def _rounded(oneshot: Callable, source: Path, settings: Settings, rows: Sequence) -> PreTrainedModel:
+    """Round to nearest in a format of `train.qat`; tensors that are not quantized stay in float32.
+
+    Scales are always computed from the weights in float32, as training computes them from its masters: for a checkpoint
+    that was trained in the format, the codes equal those of training bit for bit. The scales of NVFP4's activations
+    cannot be computed from weights; training stores them beside its masters. `rows` calibrate them where it did not.
+    """
+    import torch
+    from compressed_tensors.offload import update_offload_parameter
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    name = settings.scheme.removeprefix(names.ROUNDED_PREFIX)
+    model = pretrained.load(source, dtype=torch.float32).eval()
+    scheme = rounding.scheme(name).model_copy(update={"targets": list(linears.covered(model, name))})
+    recipe = QuantizationModifier(config_groups={"group_0": scheme}, ignore=[])
+    calibrates = linears.needs_calibration(name)
+    scales = linears.read_activation_scales(source) if calibrates else None
+    data = {"dataset": _batches(rows)} if calibrates and scales is None else {"pipeline": "datafree"}
+    oneshot(model=model, recipe=recipe, **data)
+    for path, scale in (scales or {}).items():
+        linear = model.get_submodule(path)  # offloaded on a GPU, where reading a parameter gives a copy
+        update_offload_parameter(linear, "input_global_scale", torch.full_like(linear.input_global_scale, scale))
+    return model
+
+
+@contextlib.contextmanager
+def _oneshot_on(device: str) -> Iterator[Callable]:
+    """Yield llm-compressor's `oneshot`, without bars, on "cpu" or "cuda"; on its own it uses any GPU that it finds."""
     oneshot = quiet_oneshot()
     import torch
     from compressed_tensors.utils import patch_attr
@@ -68,10 +101,9 @@ def compressor(out: Path, device: str) -> Iterator[Callable[..., Any]]:
             unpinned = classmethod(lambda cls, value: None)
             patches.enter_context(patch_attr(IntermediatesCache, "_pin_intermediate", unpinned))
         yield oneshot
-    (out / "recipe.yaml").unlink(missing_ok=True)
 
 
-def quiet_oneshot() -> Callable[..., Any]:
+def quiet_oneshot() -> Callable:
     """Return llm-compressor's `oneshot`, with its log turned off."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # of its log; its own switch breaks its GPTQ
@@ -112,7 +144,7 @@ def _recipe(settings: Settings) -> list:
     return [*before, QuantizationModifier(**chosen)]
 
 
-def batches(rows: Sequence[Sequence[int]]):
+def _batches(rows: Sequence[Sequence[int]]):
     """Return a loader of N calibration rows of L token ids, `BATCH` at a time; None if there are none."""
     if not rows:
         return None

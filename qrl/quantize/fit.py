@@ -32,16 +32,12 @@ def check_fit(source: Path, settings: Settings) -> None:
         linears.check_fit(model, settings.scheme.removeprefix(names.ROUNDED_PREFIX))
         return
     linears.check_architecture(model, transposed=settings.scheme in names.BITSANDBYTES)
-    if settings.scheme in (*choices.GROUPED, *choices.FIXED_GROUP):
+    if settings.group_size:
         check_widths(model, settings.group_size, outputs=choices.AWQ_WORD if is_awq else 1)
 
 
 def check_widths(model: torch.nn.Module, group_size: int, outputs: int = 1) -> None:
-    """Check that groups divide every linear's inputs, and `outputs` its outputs; the head is not checked.
-
-    Raises:
-        BadInput: a linear does not fit, or there is none; the sentence names the first.
-    """
+    """Raise BadInput where groups do not divide a linear's inputs, or `outputs` its outputs; the head is left out."""
     from torch import nn
 
     named = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]

@@ -99,9 +99,9 @@ def test_a_format_agrees_with_its_definition_in_float64(name, weight):
 @given(weight=matrices())
 @FAST
 def test_quantized_values_stay_under_the_same_scales_and_in_some_formats_under_new_ones(name, weight):
-    (by,), _ = rounding.scales([weight], args(name))
-    once = rounding.values(weight, args(name), by)
-    assert torch.equal(rounding.values(once, args(name), by), once)
+    (scale,), shared, _ = rounding.scales([weight], args(name))
+    once = rounding.values(weight, args(name), scale, shared)
+    assert torch.equal(rounding.values(once, args(name), scale, shared), once)
     if name in REFITTING:
         assert torch.equal(quantized(once, args(name)), once)
 

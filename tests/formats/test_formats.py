@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from qrl import checkpoint, quantize
 from qrl.errors import BadInput
-from qrl.formats import awq, decode, plain, rtn, stored
+from qrl.formats import decode, plain, rtn, stored
 from qrl.formats.stream import Rows
 
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 40), st.integers(1, 20), st.integers(2, 8), st.integers(0, 2**31))
@@ -107,7 +107,7 @@ def packed(inputs: int, outputs: int, group_size: int) -> tuple[torch.Tensor, ..
 @pytest.mark.parametrize(("inputs", "outputs", "group_size"), [(128, 8, 128), (256, 64, 128), (96, 16, 32)])
 def test_unpacking_gives_each_code_minus_its_zero_times_its_scale(inputs, outputs, group_size):
     codes, zeros, scales = packed(inputs, outputs, group_size)
-    weight, centred = awq.unpack(pack(codes), pack(zeros), scales)
+    weight, centred = decode.unpack_awq(pack(codes), pack(zeros), scales)
     assert (weight.shape, weight.dtype) == ((outputs, inputs), torch.float16)
     for i, o in [(0, 0), (inputs - 1, outputs - 1), (inputs // 2, 3), (5, 6)]:
         group = i // group_size
@@ -129,7 +129,7 @@ def awq_folder(tiny_checkpoint, tmp_path):
         codes, zeros, scales = packed(tensor.shape[1], tensor.shape[0], 128)
         prefix = name.removesuffix(".weight")
         state |= {f"{prefix}.qweight": pack(codes), f"{prefix}.qzeros": pack(zeros), f"{prefix}.scales": scales / 256}
-        values[name], _ = awq.unpack(pack(codes), pack(zeros), scales / 256)
+        values[name], _ = decode.unpack_awq(pack(codes), pack(zeros), scales / 256)
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": 128}
