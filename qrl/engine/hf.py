@@ -151,12 +151,8 @@ def completion(tokens: PreTrainedTokenizerBase, ids: list[int], ends: set[int], 
     stop = next((position for position, token in enumerate(ids) if token in ends), None)
     body = ids if stop is None else ids[:stop]
     raw = tokens.decode(body, skip_special_tokens=False)
-    return Completion(
-        text=raw if special.isdisjoint(body) else tokens.decode(body, skip_special_tokens=True),
-        raw=raw,
-        n_tokens=len(body) + (stop is not None),
-        finish_reason="length" if stop is None else "stop",
-    )
+    text = raw if special.isdisjoint(body) else tokens.decode(body, skip_special_tokens=True)
+    return Completion(text, raw, len(body) + (stop is not None), "length" if stop is None else "stop")
 
 
 def _decompressed(path: Path, device: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -175,9 +171,7 @@ def _decompressed(path: Path, device: str, dtype: torch.dtype) -> PreTrainedMode
     return model
 
 
-def _decode(
-    model, tokens, prompts: list[Sequence[int]], max_new_tokens: int, temperature: float, seed: tuple[int, int]
-) -> list[list[int]]:
+def _decode(model, tokens, prompts: list, longest: int, temperature: float, seed: tuple[int, int]) -> list[list[int]]:
     import numpy as np
     import torch
 
@@ -189,7 +183,7 @@ def _decode(
     with without_gradients, torch.random.fork_rng(devices=devices, enabled=bool(temperature)):
         if temperature:  # a batch's samples depend on its own seed alone, not on earlier batches
             torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1))
-        written = model.generate(**padded, max_new_tokens=max_new_tokens, do_sample=bool(temperature), **sampling)
+        written = model.generate(**padded, max_new_tokens=longest, do_sample=bool(temperature), **sampling)
     return written[:, padded["input_ids"].shape[1] :].tolist()
 
 

@@ -65,7 +65,6 @@ class Vllm(AbstractContextManager):
             max_tokens: prompt and answer together, in tokens, at most.
             sequences: answers generated concurrently, at most.
             deterministic: use batch-invariant kernels where the device has them.
-            seed: of the engine.
             memory: share of the GPU's memory that the engine may use.
             cache_bytes: size of the key-value cache, instead of the rest of that share; several engines can then load
                 at once.
@@ -158,10 +157,9 @@ class Vllm(AbstractContextManager):
         """Return vLLM's own outputs, with the times of each.
 
         Args:
-            prompts: N lists of token ids.
             new_tokens: longest answer; the length of every answer if `fixed`.
             fixed: end tokens do not end an answer.
-            temperature, seed: as for `generate`.
+            prompts, temperature, seed: as for `generate`.
 
         Raises:
             QrlError: the worker died; the sentence names its kernels.

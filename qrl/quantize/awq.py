@@ -45,15 +45,11 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
         raise BadInput(f"AutoAWQ does not know the architecture '{kind}': expected one of {', '.join(architectures)}.")
     with _staged(source, out, device) as model:
         wrapped = architectures[kind](model, kind, False, model.config, autoawq_settings(), None)
+        grid = {"zero_point": True, "q_group_size": settings.group_size, "w_bit": 4, "version": "GEMM"}
+        data = {"calib_data": [list(row) for row in rows], "tokenizer": None}  # the rows are tokens already
+        sizes = {"max_calib_samples": len(rows), "max_calib_seq_len": len(rows[0])}
         with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
-            wrapped.quantize(
-                tokenizer=None,  # the calibration rows are tokens already
-                quant_config={"zero_point": True, "q_group_size": settings.group_size, "w_bit": 4, "version": "GEMM"},
-                calib_data=[list(row) for row in rows],
-                max_calib_samples=len(rows),
-                max_calib_seq_len=len(rows[0]),
-                quantizer_cls=quantizer,
-            )
+            wrapped.quantize(quant_config=grid, quantizer_cls=quantizer, **data, **sizes)
         model.half()  # norms and embeddings; codes are integers and scales are float16 already
         wrapped.save_quantized(str(out))
         config = checkpoint.config(source)  # transformers 5 and vLLM read rotary settings from it

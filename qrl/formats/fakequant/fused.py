@@ -16,13 +16,13 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from qrl.formats.fakequant import rounding
+from qrl.formats.fakequant.rounding import Folded
 
 if TYPE_CHECKING:
     import torch
     from compressed_tensors.quantization import QuantizationArgs
     from torch import Tensor
 
-Folded = tuple[list["Tensor"], "Tensor"]  # as `rounding.folded` returns it
 _proven: dict[tuple, bool] = {}  # (format, dtypes, shapes, device) → whether the kernel's result equals the eager one
 
 
@@ -42,9 +42,7 @@ def activations(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | N
     if inputs.is_cuda and inputs.is_contiguous() and inputs.numel():
         from qrl.formats.fakequant import kernel
 
-        def fused() -> Tensor:
-            return kernel.activations(inputs, args, dtype, global_scale)
-
+        fused = functools.partial(kernel.activations, inputs, args, dtype, global_scale)
         key = ("activations", _name(args), inputs.shape[-1], inputs.dtype, dtype, inputs.device)
         if _equals_eager(key, fused, lambda: rounding.activations(inputs.to(dtype), args, global_scale)):
             return fused()

@@ -31,6 +31,7 @@ PRESETS = {
     "mxfp4": "MXFP4A16",  # blocks of 32, scales are powers of two; activations not rounded
 }
 FORMATS = tuple(PRESETS)
+Folded = tuple[list["Tensor"], "Tensor"]  # Q(W) of M matrices, and each one's largest |w|, (M,)
 
 
 def scheme(name: str) -> QuantizationScheme:
@@ -106,10 +107,8 @@ def values(
     return library().dequantize(codes, scale.to(dtype), None, args, dtype=dtype)
 
 
-def folded(
-    weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype | None = None
-) -> tuple[list[Tensor], Tensor]:
-    """Return Q(W), the `values` of M matrices under their `scales`, and each one's largest |w|, (M,)."""
+def folded(weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype | None = None) -> Folded:
+    """Return Q(W), the `values` of M matrices under their `scales`; `dtype` as for `values`."""
     own, shared, largest = scales(weights, args)
     return [values(weight, args, scale, shared, dtype) for weight, scale in zip(weights, own, strict=True)], largest
 
