@@ -17,9 +17,7 @@ _UNFIT = (ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivis
 def load(path: Path, **options) -> PreTrainedModel:
     """Return a folder's model, with every weight read from the folder and none of its code executed.
 
-    Args:
-        path: a folder that `checkpoint.check` accepts.
-        options: dtype, device and quantization for `from_pretrained`.
+    `checkpoint.check` accepts the folder; `options` are dtype, device and quantization for `from_pretrained`.
 
     Raises:
         BadInput: transformers does not know the architecture or cannot build config.json, or the weights do not fit it.

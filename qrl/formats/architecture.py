@@ -22,7 +22,7 @@ def check(file: Path, settings: Mapping[str, Any], tensors: Mapping[str, Entry])
     Args:
         file: config.json, for the error.
         settings: its content; sizes that it does not name are not checked.
-        tensors: the checkpoint's tensors by name, from their files' headers.
+        tensors: of the checkpoint, by name.
 
     Raises:
         BadInput: a size is not a whole number above 0, or differs from the weights'.

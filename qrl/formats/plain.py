@@ -59,12 +59,7 @@ def needed(path: Path) -> bool:
 
 
 def write(path: Path, out: Path) -> Path:
-    """Write a quantized checkpoint's values, float32 throughout, as an ordinary checkpoint, and return its folder.
-
-    Args:
-        path: a folder that `stored.matrices` reads.
-        out: a folder that does not exist.
-    """
+    """Write a quantized checkpoint's values in float32 as an ordinary one to a new folder `out`, and return that."""
     import torch
     from safetensors.torch import save_file
 
