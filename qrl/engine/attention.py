@@ -31,16 +31,9 @@ def use_grouped(model: PreTrainedModel) -> None:
 
 
 def _attend(module, query, key, value, attention_mask, **options):
-    """Scaled dot-product attention with transformers' signature.
+    """Attend by transformers' signature: query (B, H, L, D), key and value (B, G, S, D) → (B, L, H, D) and no weights.
 
-    Args:
-        query: (B, H, L, D); decoding has L = 1.
-        key, value: (B, G, S, D), where G divides H.
-        attention_mask: (B, 1, L, S), or None.
-        options: dropout, scaling and whatever else transformers passes.
-
-    Returns:
-        (B, L, H, D), and None in place of attention weights.
+    G divides H; decoding has L = 1. The mask is (B, 1, L, S), or None.
     """
     from torch.nn.functional import scaled_dot_product_attention
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from qrl import checkpoint, process
 from qrl.engine import attention, pretrained
 from qrl.errors import BadInput
+from qrl.formats import plain
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +74,6 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, 
     process.hush_transformers()
     quantization = checkpoint.check(path).quantization
     if quantization == "awq":
-        from qrl.formats import plain
-
         model = plain.load(path, torch.float16 if dtype is torch.bfloat16 else dtype).to(device)
     elif quantization == "compressed-tensors":
         model = _decompressed(path, device, dtype)
@@ -82,9 +81,7 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, 
         model = pretrained.load(path, dtype=dtype, device_map=device)
         if quantization == "bitsandbytes" and device == "cpu":
             model = model.dequantize(dtype=dtype)
-    # A checkpoint's own sampling settings and repetition penalties would change every accuracy: keep its end tokens
-    # only.
-    own = model.generation_config
+    own = model.generation_config  # its sampling settings would change every accuracy: keep its end tokens only
     first_end, *_ = end_tokens(own, path)
     pad = first_end if own.pad_token_id is None else own.pad_token_id
     model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=pad)
@@ -154,12 +151,8 @@ def completion(tokens: PreTrainedTokenizerBase, ids: list[int], ends: set[int], 
     stop = next((position for position, token in enumerate(ids) if token in ends), None)
     body = ids if stop is None else ids[:stop]
     raw = tokens.decode(body, skip_special_tokens=False)
-    return Completion(
-        text=raw if special.isdisjoint(body) else tokens.decode(body, skip_special_tokens=True),
-        raw=raw,
-        n_tokens=len(body) + (stop is not None),
-        finish_reason="length" if stop is None else "stop",
-    )
+    text = raw if special.isdisjoint(body) else tokens.decode(body, skip_special_tokens=True)
+    return Completion(text, raw, len(body) + (stop is not None), "length" if stop is None else "stop")
 
 
 def _decompressed(path: Path, device: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -171,18 +164,14 @@ def _decompressed(path: Path, device: str, dtype: torch.dtype) -> PreTrainedMode
         warnings.simplefilter("ignore", UserWarning)
         model = pretrained.load(path, dtype=dtype, device_map=device, quantization_config=dequantize)
     for module in model.modules():
-        scheme = getattr(module, "quantization_scheme", None)
-        if scheme is None:
-            continue
-        module.weight.data = module.weight.data.to(dtype)  # some formats always unpack to bfloat16
-        if scheme.input_activations is None:
-            module.__dict__.pop("forward", None)  # nothing is left to round: an ordinary linear
+        if (scheme := getattr(module, "quantization_scheme", None)) is not None:
+            module.weight.data = module.weight.data.to(dtype)  # some formats always unpack to bfloat16
+            if scheme.input_activations is None:
+                module.__dict__.pop("forward", None)  # nothing is left to round: an ordinary linear
     return model
 
 
-def _decode(
-    model, tokens, prompts: list[Sequence[int]], max_new_tokens: int, temperature: float, seed: tuple[int, int]
-) -> list[list[int]]:
+def _decode(model, tokens, prompts: list, longest: int, temperature: float, seed: tuple[int, int]) -> list[list[int]]:
     import numpy as np
     import torch
 
@@ -194,7 +183,7 @@ def _decode(
     with without_gradients, torch.random.fork_rng(devices=devices, enabled=bool(temperature)):
         if temperature:  # a batch's samples depend on its own seed alone, not on earlier batches
             torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1))
-        written = model.generate(**padded, max_new_tokens=max_new_tokens, do_sample=bool(temperature), **sampling)
+        written = model.generate(**padded, max_new_tokens=longest, do_sample=bool(temperature), **sampling)
     return written[:, padded["input_ids"].shape[1] :].tolist()
 
 

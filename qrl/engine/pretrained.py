@@ -17,8 +17,7 @@ _UNFIT = (ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivis
 def load(path: Path, **options) -> PreTrainedModel:
     """Return a folder's model, with every weight read from the folder and none of its code executed.
 
-    `path` is a folder that `checkpoint.check` accepts; `options` are dtype, device and quantization for
-    `from_pretrained`.
+    `checkpoint.check` accepts the folder; `options` are dtype, device and quantization for `from_pretrained`.
 
     Raises:
         BadInput: transformers does not know the architecture or cannot build config.json, or the weights do not fit it.
@@ -35,15 +34,13 @@ def load(path: Path, **options) -> PreTrainedModel:
         model, loading = AutoModelForCausalLM.from_pretrained(path, **options)
     except _UNFIT as error:
         raise BadInput(f"{path} cannot be loaded by transformers: {_reason(error)}.") from error
-    for name, stored, expected in sorted(loading["mismatched_keys"]):
-        raise BadInput(
-            f"{path} holds {name} as {_shape(stored)}, but its config.json makes it {_shape(expected)}: copy "
-            "config.json and weights from the same model."
-        )
+    for name, *sizes in sorted(loading["mismatched_keys"]):
+        stored, expected = (" × ".join(map(str, size)) or "a number" for size in sizes)
+        misfit = f"{path} holds {name} as {stored}, but its config.json makes it {expected}"
+        raise BadInput(f"{misfit}: copy config.json and weights from the same model.")
     for name in sorted(loading["missing_keys"]):
-        raise BadInput(
-            f"{path} lacks {name}, which would be filled with random numbers: copy or save the whole model again."
-        )
+        lacking = f"{path} lacks {name}, which would be filled with random numbers"
+        raise BadInput(f"{lacking}: copy or save the whole model again.")
     return model
 
 
@@ -60,16 +57,10 @@ def skeleton(config: dict) -> PreTrainedModel:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), trust_remote_code=False)
     except Exception as error:  # each architecture's class raises errors of its own
-        raise BadInput(
-            f"transformers cannot build a language model '{config.get('model_type')}' from its config.json "
-            f"({_reason(error)}): use another model."
-        ) from None
+        model = f"a language model '{config.get('model_type')}' from its config.json"
+        raise BadInput(f"transformers cannot build {model} ({_reason(error)}): use another model.") from None
 
 
 def _reason(error: Exception) -> str:
     """Return the first sentence of an error, on one line."""
     return " ".join(str(error).split()).partition(". ")[0].rstrip(".") or type(error).__name__
-
-
-def _shape(size) -> str:
-    return " × ".join(map(str, size)) or "a number"

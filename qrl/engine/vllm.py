@@ -36,7 +36,6 @@ _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a process that has used torch on a GPU cannot fork
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # sends our own `_inspect` to vLLM's worker, and nothing from outside
 }
-_CPU_CACHE_GIB = "1"  # the default is half of the memory
 _CPU_SHARE = 0.1  # of the machine's memory that must be free; the default is 92 %
 
 
@@ -66,7 +65,6 @@ class Vllm(AbstractContextManager):
             max_tokens: prompt and answer together, in tokens, at most.
             sequences: answers generated concurrently, at most.
             deterministic: use batch-invariant kernels where the device has them.
-            seed: of the engine.
             memory: share of the GPU's memory that the engine may use.
             cache_bytes: size of the key-value cache, instead of the rest of that share; several engines can then load
                 at once.
@@ -79,16 +77,15 @@ class Vllm(AbstractContextManager):
         on_gpu = device == "cuda"
         os.environ.update(_ENVIRONMENT)
         if not on_gpu:
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # in GiB; the default is half of the memory
         os.environ["VLLM_BATCH_INVARIANT"] = "1" if deterministic and on_gpu else "0"
         try:
             import vllm
             from transformers import GenerationConfig
         except ImportError as error:
-            raise BadInput(
-                f"vLLM cannot be imported here ({error}): run under `mlflow run . -e evaluate … --env-manager uv`, "
-                "which builds an environment with it, or use evaluate.engine=transformers."
-            ) from None
+            advice = "run under `mlflow run . -e evaluate … --env-manager uv`, which builds an environment with it"
+            instead = "or use evaluate.engine=transformers"
+            raise BadInput(f"vLLM cannot be imported here ({error}): {advice}, {instead}.") from None
         checkpoint.check(path)
         check_runs(path, device, deterministic)
         self.name = f"{NAME} {vllm.__version__}"
@@ -110,9 +107,8 @@ class Vllm(AbstractContextManager):
                 **(shares if on_gpu else {"gpu_memory_utilization": _CPU_SHARE}),
             )
         except Exception as error:  # whatever the worker raised
-            raise QrlError(
-                f"vLLM cannot load {path} ({' '.join(str(error).split())[:400]}): choose another engine or scheme."
-            ) from error
+            reason = " ".join(str(error).split())[:400]
+            raise QrlError(f"vLLM cannot load {path} ({reason}): choose another engine or scheme.") from error
         worker = self._llm.apply_model(_inspect)[0]
         self.kernels: dict[str, int] = worker["kernels"]  # name → layers that use it
         self.weights_bytes: int | None = worker["weights_bytes"] if on_gpu else None  # a CPU's kernels hide them
@@ -132,14 +128,8 @@ class Vllm(AbstractContextManager):
 
     def receipt(self) -> dict[str, Any]:
         """Return what ran: engine, dtype, kernels and the settings of a deterministic run."""
-        return {
-            "engine": self.name,
-            "dtype": self.dtype,
-            "kernels": self.kernels,
-            "batch_invariant": self.invariant,
-            "max_num_seqs": self._sequences,
-            "prefix_caching": False,
-        }
+        ran = {"engine": self.name, "dtype": self.dtype, "kernels": self.kernels, "batch_invariant": self.invariant}
+        return ran | {"max_num_seqs": self._sequences, "prefix_caching": False}
 
     def generate(
         self,
@@ -152,8 +142,7 @@ class Vllm(AbstractContextManager):
     ) -> list[Completion]:
         """Return completions of N token-id prompts, in the given order; arguments as for `hf.generate`.
 
-        Each prompt's seed follows from `seed` and its position. `progress` is called once, with N: vLLM forms its own
-        batches.
+        Each prompt's seed follows from `seed` and its position. `progress` is called once, with N.
         """
         outputs = self.ask(prompts, new_tokens=max_new_tokens, fixed=False, temperature=temperature, seed=seed)
         special = set(self.tokens.all_special_ids)
@@ -168,10 +157,9 @@ class Vllm(AbstractContextManager):
         """Return vLLM's own outputs, with the times of each.
 
         Args:
-            prompts: N lists of token ids.
             new_tokens: longest answer; the length of every answer if `fixed`.
             fixed: end tokens do not end an answer.
-            temperature, seed: as for `generate`.
+            prompts, temperature, seed: as for `generate`.
 
         Raises:
             QrlError: the worker died; the sentence names its kernels.
@@ -185,11 +173,9 @@ class Vllm(AbstractContextManager):
         try:
             return self._llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], sampling, use_tqdm=False)
         except Exception as error:  # a kernel that this machine lacks kills the worker at its first product
-            raise QrlError(
-                f"{self.name} died while answering ({' '.join(str(error).split())[:200]}); its log above says why. "
-                f"Its kernels here are {', '.join(self.kernels)}: a scheme without a kernel for this machine needs "
-                "another machine, or evaluate.engine=transformers."
-            ) from error
+            died = f"{self.name} died while answering ({' '.join(str(error).split())[:200]}); its log above says why"
+            advice = "a scheme without a kernel for this machine needs another machine, or evaluate.engine=transformers"
+            raise QrlError(f"{died}. Its kernels here are {', '.join(self.kernels)}: {advice}.") from error
 
 
 def _inspect(model) -> dict[str, Any]:
@@ -201,8 +187,7 @@ def _inspect(model) -> dict[str, Any]:
         if method is not None and hasattr(module, "weight_loader"):
             chosen = [type(value).__name__ for value in vars(method).values() if "Kernel" in type(value).__name__]
             kernels["/".join([type(method).__name__, *chosen])] += 1
-        attention = getattr(module, "impl", None)
-        if attention is not None:
+        if (attention := getattr(module, "impl", None)) is not None:
             kernels[type(attention).__name__] += 1
     storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}

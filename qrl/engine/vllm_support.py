@@ -30,10 +30,9 @@ def check_runs(path: Path, device: str, deterministic: bool = False) -> None:
         import vllm
 
         machine = "machine" if device == "cpu" else "GPU"
-        raise BadInput(
-            f"{path} is stored as {quantization['quant_method']}, which vLLM {vllm.__version__} cannot run on this "
-            f"{machine}: {missing}; choose another scheme or machine, or evaluate.engine=transformers."
-        )
+        unfit = f"which vLLM {vllm.__version__} cannot run on this {machine}: {missing}"
+        advice = "choose another scheme or machine, or evaluate.engine=transformers"
+        raise BadInput(f"{path} is stored as {quantization['quant_method']}, {unfit}; {advice}.")
 
 
 def _missing(quantization: dict, device: str, deterministic: bool) -> str:
@@ -45,10 +44,8 @@ def _missing(quantization: dict, device: str, deterministic: bool) -> str:
     method = quantization["quant_method"]
     if method not in methods.QUANTIZATION_METHODS:
         return f"it knows no {method}" + (" without vllm-bnb-plugin" if method == "bitsandbytes" else "")
-    groups = [
-        group | {"format": group.get("format") or quantization.get("format") or ""}
-        for group in (quantization.get("config_groups") or {}).values()
-    ]
+    groups = list((quantization.get("config_groups") or {}).values())
+    groups = [group | {"format": group.get("format") or quantization.get("format") or ""} for group in groups]
     if device == "cpu":
         return _missing_on_cpu(method, groups)
     return _missing_on_gpu(methods.get_quantization_config(method).get_min_capability(), groups, deterministic)
@@ -62,10 +59,8 @@ def _missing_on_gpu(least: int, groups: list[dict], deterministic: bool) -> str:
         return f"it needs compute capability {least / 10:.1f}, and this GPU has {capability.to_int() / 10:.1f}"
     weights_only = [group for group in groups if not group.get("input_activations")]
     if deterministic and any(group["format"].startswith("nvfp4") for group in weights_only):
-        return (
-            "its batch-invariant kernels for NVFP4 round activations, which this scheme does not "
-            "(without evaluate.deterministic it runs)"
-        )
+        rounding = "its batch-invariant kernels for NVFP4 round activations, which this scheme does not"
+        return f"{rounding} (without evaluate.deterministic it runs)"
     return ""
 
 

@@ -22,7 +22,7 @@ def check(file: Path, settings: Mapping[str, Any], tensors: Mapping[str, Entry])
     Args:
         file: config.json, for the error.
         settings: its content; sizes that it does not name are not checked.
-        tensors: the checkpoint's tensors by name, from their files' headers.
+        tensors: of the checkpoint, by name.
 
     Raises:
         BadInput: a size is not a whole number above 0, or differs from the weights'.
@@ -30,21 +30,15 @@ def check(file: Path, settings: Mapping[str, Any], tensors: Mapping[str, Entry])
     for key in _SIZES:
         value = settings.get(key)
         if value is not None and (type(value) is not int or value < 1):
-            raise BadInput(
-                f"{file} says {key} = {value!r}, but a whole number above 0 was expected: copy it from the model again."
-            )
+            expected = "a whole number above 0 was expected"
+            raise BadInput(f"{file} says {key} = {value!r}, but {expected}: copy it from the model again.")
+    actual: dict[str, set[int]] = {}
     if (table := tensors.get(_EMBEDDING)) is not None and len(table.shape) == 2:
-        for key, actual in zip(_EMBEDDING_SIZES, table.shape, strict=True):
-            _compare(file, key, settings.get(key), {actual})
+        actual = {key: {size} for key, size in zip(_EMBEDDING_SIZES, table.shape, strict=True)}
     layers = len({match[1] for name in tensors if (match := _LAYER.match(name))})
     if layers:  # layers that predict further tokens are stored after the ones that num_hidden_layers counts
-        counts = {layers, layers - (settings.get("num_nextn_predict_layers") or 0)}
-        _compare(file, "num_hidden_layers", settings.get("num_hidden_layers"), counts)
-
-
-def _compare(file: Path, key: str, configured: int | None, actual: set[int]) -> None:
-    if configured is not None and configured not in actual:
-        raise BadInput(
-            f"{file} says {key} = {configured}, but its weights have {max(actual)}: copy config.json and weights from "
-            "the same model."
-        )
+        actual["num_hidden_layers"] = {layers, layers - (settings.get("num_nextn_predict_layers") or 0)}
+    for key, sizes in actual.items():
+        if settings.get(key) not in (None, *sizes):
+            said = f"{file} says {key} = {settings[key]}, but its weights have {max(sizes)}"
+            raise BadInput(f"{said}: copy config.json and weights from the same model.")

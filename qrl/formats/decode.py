@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qrl.errors import BadInput
-from qrl.formats import awq
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 NF4_STATE = ".weight.quant_state.bitsandbytes__nf4"
 BLOCK = 1 << 22  # bytes of codes that are unpacked together
+AWQ_BITS = 4
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, that each nibble of a word holds, from the lowest
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,36 @@ def int8(tensors: dict[str, Tensor], _settings: dict, _module: str) -> Stored:
 
 def autoawq(tensors: dict[str, Tensor], _settings: dict, _module: str) -> Stored:
     """Decode AutoAWQ's GEMM layout."""
-    weight, codes = awq.unpack(*(tensors[part] for part in awq.PARTS))
+    weight, codes = unpack_awq(*(tensors[part] for part in ("qweight", "qzeros", "scales")))
     return Stored(weight.float(), codes)
+
+
+def unpack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a packed linear's weight, (code - zero) · scale, and its codes minus their zero points.
+
+    Args:
+        qweight: (I, O/8) int32, eight 4-bit codes each.
+        qzeros: (I/S, O/8) int32, eight 4-bit zero points each, for groups of S inputs.
+        scales: (I/S, O), float16 as stored.
+
+    Returns:
+        (O, I) in the scales' dtype, bit for bit as AutoAWQ dequantizes it, and (I, O) int8.
+
+    Source: awq/utils/packing_utils.py and awq/modules/linear/gemm.py of AutoAWQ 0.2.9.
+    """
+    group_size = qweight.shape[0] // qzeros.shape[0]
+    codes = _nibbles(qweight) - _nibbles(qzeros).repeat_interleave(group_size, dim=0)
+    return (codes * scales.repeat_interleave(group_size, dim=0)).T.contiguous(), codes
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """Unpack eight 4-bit values from each int32, in the order of the outputs: (R, C) → (R, 8·C) int8."""
+    import torch
+
+    values = torch.empty(*words.shape, len(_AWQ_ORDER), dtype=torch.int8)
+    for nibble, output in enumerate(_AWQ_ORDER):  # one at a time: all eight as int32 would need 32 bits a code
+        values[:, :, output] = (words >> AWQ_BITS * nibble) & (2**AWQ_BITS - 1)
+    return values.flatten(1)
 
 
 def compressed(tensors: dict[str, Tensor], settings: dict, module: str) -> Stored:
@@ -84,9 +113,8 @@ def compressed(tensors: dict[str, Tensor], settings: dict, module: str) -> Store
         from compressed_tensors.compressors import BaseCompressor
         from compressed_tensors.quantization import QuantizationScheme
     except ModuleNotFoundError:
-        raise BadInput(
-            "Weights in compressed-tensors' formats need that library: install compressed-tensors, or leave them out."
-        ) from None
+        advice = "install compressed-tensors, or leave them out"
+        raise BadInput(f"Weights in compressed-tensors' formats need that library: {advice}.") from None
     group = next((group for group in settings["config_groups"].values() if _covers(group, module)), None)
     if group is None:
         raise ValueError("no group of its config covers this module")

@@ -64,9 +64,8 @@ def read(file: Path) -> dict[str, Entry]:
         raise BadInput(f"{file} is not safetensors: its header is not the JSON that the format defines.") from None
     if size != expected:
         state = "truncated" if size < expected else "too long"
-        raise BadInput(
-            f"{file} is {state}: its header describes {expected:,} bytes, but it has {size:,}; copy it again."
-        )
+        described = f"its header describes {expected:,} bytes, but it has {size:,}"
+        raise BadInput(f"{file} is {state}: {described}; copy it again.")
     _check_layout(file, entries, data)
     return entries
 
@@ -75,20 +74,14 @@ def _check_layout(file: Path, entries: dict[str, Entry], expected_start: int) ->
     """Check that each tensor is as long as its shape and starts where the one before it ends."""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].bytes)):
         valid = all(type(size) is int and size >= 0 for size in entry.shape)
-        if not valid or entry.numel * _bits(entry.dtype) != 8 * entry.bytes:
-            raise BadInput(
-                f"{file} is not safetensors: its header gives {name}, {entry.dtype} of shape "
-                f"{'×'.join(map(str, entry.shape))}, {entry.bytes:,} bytes, which do not fit; write it again."
-            )
-        if entry.start != expected_start:
-            raise BadInput(
-                f"{file} is not safetensors: in its header {name} does not begin where the tensor before it ends; "
-                "write it again."
-            )
+        number = re.search(r"[0-9]+", str(entry.dtype))
+        bits = int(number[0]) if number else 8  # the first number in the format's letters; BOOL takes a byte
+        reason = ""
+        if not valid or entry.numel * bits != 8 * entry.bytes:
+            described = f"{entry.dtype} of shape {'×'.join(map(str, entry.shape))}"
+            reason = f"its header gives {name}, {described}, {entry.bytes:,} bytes, which do not fit"
+        elif entry.start != expected_start:
+            reason = f"in its header {name} does not begin where the tensor before it ends"
+        if reason:
+            raise BadInput(f"{file} is not safetensors: {reason}; write it again.")
         expected_start += entry.bytes
-
-
-def _bits(dtype: str) -> int:
-    """Return the bits of an element: the first number in the format's letters; BOOL has none and takes a byte."""
-    number = re.search(r"[0-9]+", dtype)
-    return int(number[0]) if number else 8

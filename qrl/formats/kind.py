@@ -25,10 +25,10 @@ def of(quantization: Mapping[str, Any]) -> set[str]:
     """Return the kinds of codes in a `quantization_config` of bitsandbytes or compressed-tensors; else none."""
     if quantization.get("load_in_8bit") or quantization.get("load_in_4bit"):
         return {INT8 if quantization.get("load_in_8bit") else FP4}
-    groups = (quantization.get("config_groups") or {}).values()
-    return {_kind(group["weights"], bool(group.get("input_activations"))) for group in groups if group.get("weights")}
-
-
-def _kind(weights: Mapping[str, Any], rounds_activations: bool) -> str:
-    values = "floats" if weights.get("type") == "float" else "integers"
-    return f"{weights.get('num_bits')}-bit {values}{_ROUNDED if rounds_activations else ''}"
+    kinds = set()
+    for group in (quantization.get("config_groups") or {}).values():
+        if weights := group.get("weights"):
+            values = "floats" if weights.get("type") == "float" else "integers"
+            rounded = _ROUNDED if group.get("input_activations") else ""
+            kinds.add(f"{weights.get('num_bits')}-bit {values}{rounded}")
+    return kinds

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from qrl import checkpoint
 from qrl.errors import BadInput
-from qrl.formats import stored
+from qrl.formats import kind, stored
 
 if TYPE_CHECKING:
     import torch
@@ -50,31 +50,25 @@ def load(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
 
 def needed(path: Path) -> bool:
     """Return whether vLLM on this machine's CPU can run a checkpoint only as plain matrices."""
-    if platform.machine() not in ("x86_64", "AMD64") or _has_avx512():
+    cpus = Path("/proc/cpuinfo")  # elsewhere than on Linux vLLM has no such kernel either
+    if platform.machine() not in ("x86_64", "AMD64") or (cpus.is_file() and "avx512f" in cpus.read_text()):
         return False
     quantization = checkpoint.config(path).get("quantization_config") or {}
-    if quantization.get("quant_method") == "awq":
-        return True
-    groups = (quantization.get("config_groups") or {}).values()
-    return any(group["weights"]["type"] == "int" and group["weights"]["num_bits"] == 4 for group in groups)
+    in_int4 = any(codes.startswith(kind.INT4) for codes in kind.of(quantization))
+    return in_int4 or quantization.get("quant_method") == "awq"
 
 
 def write(path: Path, out: Path) -> Path:
-    """Write a quantized checkpoint's values, float32 throughout, as an ordinary checkpoint, and return its folder.
-
-    Args:
-        path: a folder that `stored.matrices` reads.
-        out: a folder that does not exist.
-    """
+    """Write a quantized checkpoint's values in float32 as an ordinary one to a new folder `out`, and return that."""
     import torch
     from safetensors.torch import save_file
 
     state = stored.plain_state(path, torch.float32)
     out.mkdir()
     save_file(state, out / checkpoint.WEIGHTS, {"format": "pt"})
-    settings = checkpoint.config(path) | {"dtype": "float32"}
-    for key in ("quantization_config", "torch_dtype"):
-        settings.pop(key, None)
+    replaced = ("quantization_config", "torch_dtype")
+    settings = {key: value for key, value in checkpoint.config(path).items() if key not in replaced}
+    settings["dtype"] = "float32"
     (out / "config.json").write_text(json.dumps(settings, indent=1))
     copy_text_files(path, out)
     return out
@@ -86,10 +80,3 @@ def copy_text_files(source: Path, out: Path) -> None:
         (out / name).unlink(missing_ok=True)
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
-
-
-def _has_avx512() -> bool:
-    try:
-        return "avx512f" in Path("/proc/cpuinfo").read_text()
-    except OSError:  # not Linux: vLLM has no such kernel there either
-        return False

@@ -7,20 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Error:
-    """The error of rounding a matrix."""
-
-    relative_mse: float  # mean squared error / mean squared weight; 0 is lossless
-    snr_db: float  # -10 log10(relative_mse); infinite when lossless
-    max_error: float  # largest |w - Q(w)|, in the unit of w
 
 
 def encode(weight: Tensor, bits: int = 4, group_size: int = 128) -> tuple[Tensor, Tensor]:
@@ -41,7 +31,9 @@ def encode(weight: Tensor, bits: int = 4, group_size: int = 128) -> tuple[Tensor
     """
     import torch
 
-    _check(weight, bits, group_size)
+    if weight.ndim != 2 or not 2 <= bits <= 8 or group_size < 1:
+        given = f"{tuple(weight.shape)}, {bits}, {group_size}"
+        raise ValueError(f"expected a matrix, 2 to 8 bits and groups of at least 1, got {given}")
     groups = grouped(weight.float(), group_size)
     top = 2 ** (bits - 1) - 1
     largest = groups.abs().amax(-1, keepdim=True)
@@ -110,30 +102,12 @@ def _rounding_error(values: Tensor, step: Tensor, top: int) -> float:
     return (values - step * (values / step).round().clamp(-top, top)).abs().max().item()
 
 
-def error(weight: Tensor, bits: int = 4, group_size: int = 128) -> Error:
-    """Return the error of round-to-nearest on a matrix (O, I).
+def snr_db(relative_mse: float) -> float:
+    """Return the signal-to-noise ratio in decibels: infinite if nothing was lost, NaN if there is no signal.
 
-    Raises:
-        ValueError: as for `encode`, or weight is all zeros.
+    Args:
+        relative_mse: mean squared error / mean squared weight.
 
     Source: relative MSE and SNR as the seed study defines them.
     """
-    _check(weight, bits, group_size)
-    groups = grouped(weight.float(), group_size)
-    power = weight.double().square().sum().item()
-    if power == 0:
-        raise ValueError("a matrix of zeros has no relative error")
-    squared, largest = scan(groups, groups.abs().amax(-1, keepdim=True), bits)
-    return Error(relative_mse=squared / power, snr_db=snr_db(squared / power), max_error=largest)
-
-
-def snr_db(relative_mse: float) -> float:
-    """Return the signal-to-noise ratio in decibels: infinite if nothing was lost, NaN if there is no signal."""
     return -10 * math.log10(relative_mse) if relative_mse > 0 else (math.inf if relative_mse == 0 else math.nan)
-
-
-def _check(weight: Tensor, bits: int, group_size: int) -> None:
-    if weight.ndim != 2 or not 2 <= bits <= 8 or group_size < 1:
-        raise ValueError(
-            f"expected a matrix, 2 to 8 bits and groups of at least 1, got {tuple(weight.shape)}, {bits}, {group_size}"
-        )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from qrl import checkpoint
 from qrl.errors import BadInput
-from qrl.formats import awq, decode
+from qrl.formats import decode
 from qrl.formats.decode import Stored
 from qrl.formats.header import FLOATS
 
@@ -35,32 +35,24 @@ def names(path: Path | str) -> list[str]:
     """
     settings = checkpoint.config(path).get("quantization_config")
     if not settings:
-        raise BadInput(
-            f"{path} is a full-precision checkpoint, but a quantized one was expected: name what `quantize` wrote."
-        )
+        expected = "a quantized one was expected: name what `quantize` wrote"
+        raise BadInput(f"{path} is a full-precision checkpoint, but {expected}.")
     _decoder(path, settings)
     entries = checkpoint.entries(path)
     quantized = {f"{name.removesuffix(mark)}.weight" for name in entries for mark in MARKS if name.endswith(mark)}
     if not quantized:
-        raise BadInput(
-            f"{path} says that it is quantized ({settings.get('quant_method')}) but holds no quantized matrix: "
-            f"expected {READABLE}."
-        )
+        said = f"{path} says that it is quantized ({settings.get('quant_method')})"
+        raise BadInput(f"{said} but holds no quantized matrix: expected {READABLE}.")
     for name, entry in sorted(entries.items()):
         is_codes = name.endswith(CODES) and entry.dtype not in FLOATS
-        if is_codes and f"{name.rpartition('.')[0]}.weight" not in quantized:
-            raise BadInput(
-                f"{path} holds {name} in {entry.dtype} without the scales or state to decode it: quantize it again."
-            )
+        if is_codes and f"{module(name)}.weight" not in quantized:
+            lacking = "without the scales or state to decode it"
+            raise BadInput(f"{path} holds {name} in {entry.dtype} {lacking}: quantize it again.")
     return sorted(quantized)
 
 
 def matrices(path: Path | str, wanted: list[str]) -> Iterator[tuple[str, Stored]]:
-    """Yield quantized matrices by name, one at a time.
-
-    Args:
-        path: a quantized checkpoint folder.
-        wanted: some of `names`, in the order to yield them.
+    """Yield quantized matrices by name, one at a time: some of `names`, in the order `wanted`.
 
     Raises:
         BadInput: as for `names`, or parts of a matrix are missing.
@@ -69,15 +61,14 @@ def matrices(path: Path | str, wanted: list[str]) -> Iterator[tuple[str, Stored]
     decoder, stored_in = _decoder(path, settings), _parts(path)
     tensors = checkpoint.tensors(path, [part for name in wanted for part in stored_in[name]])
     for name in wanted:
-        module = name.removesuffix(".weight")
-        own = {part.removeprefix(f"{module}."): tensor for part, tensor in islice(tensors, len(stored_in[name]))}
+        owner = name.removesuffix(".weight")
+        own = {part.removeprefix(f"{owner}."): tensor for part, tensor in islice(tensors, len(stored_in[name]))}
         try:
-            yield name, decoder(own, settings, module)
+            yield name, decoder(own, settings, owner)
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
             reason = f"there is no {error}" if isinstance(error, KeyError) else error
-            raise BadInput(
-                f"{name} of {path} cannot be unpacked ({reason}): quantize it again, or name the right folder."
-            ) from None
+            failed = f"{name} of {path} cannot be unpacked ({reason})"
+            raise BadInput(f"{failed}: quantize it again, or name the right folder.") from None
 
 
 def plain_state(path: Path | str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -96,19 +87,24 @@ def _parts(path: Path | str) -> dict[str, list[str]]:
     """Return, for each matrix `….weight`, the names of the tensors that it is stored in; biases are left out."""
     stored_in: dict[str, list[str]] = defaultdict(list)
     for part in checkpoint.entries(path):
-        module, within, _ = part.partition(".weight.")
         if not part.endswith(".bias"):
-            stored_in[f"{module if within else part.rpartition('.')[0]}.weight"].append(part)
+            stored_in[f"{module(part)}.weight"].append(part)
     return stored_in
 
 
+def module(part: str) -> str:
+    """Return a tensor's module: `a.b` for a.b.qweight and for a.b.weight.quant_state.bitsandbytes__nf4."""
+    before, within, _ = part.partition(".weight.")
+    return before if within else part.rpartition(".")[0]
+
+
 def _decoder(path: Path | str, settings: dict) -> decode.Decoder:
-    method = settings.get("quant_method")
+    method, version = settings.get("quant_method"), str(settings.get("version", "gemm")).lower()
     if method == "bitsandbytes" and settings.get("load_in_8bit"):
         return decode.int8
     if method == "bitsandbytes" and settings.get("bnb_4bit_quant_type") == "nf4":
         return decode.nf4
-    if awq.is_gemm(settings):
+    if (method, settings.get("bits"), version) == ("awq", decode.AWQ_BITS, "gemm"):
         return decode.autoawq
     if method == "compressed-tensors":
         return decode.compressed

@@ -38,11 +38,11 @@ class Rows:
         On a CPU they are views of the reader's buffer, which the next call overwrites.
 
         Raises:
-            BadInput: the file ends before the rows do, or cannot be read.
+            BadInput: the file ends before the rows do, or cannot be read; or torch has no such dtype.
         """
         import torch
 
-        dtype, width = self.dtype(entry), entry.shape[1]
+        dtype, width = self._dtype(entry), entry.shape[1]
         size = (last - first) * width * dtype.itemsize
         if self._buffer is None or self._buffer.numel() < size:
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self.device != "cpu")
@@ -51,37 +51,26 @@ class Rows:
         return raw.view(dtype).view(last - first, width).to(self.device)
 
     def whole(self, entry: Entry) -> Tensor:
-        """Return a whole tensor of any shape, on the CPU, in memory of its own.
-
-        Raises:
-            BadInput: as for `read` and `dtype`.
-        """
+        """Return a whole tensor of any shape, on the CPU, in memory of its own; errors as for `read`."""
         import torch
 
-        tensor = torch.empty(entry.shape, dtype=self.dtype(entry))
+        tensor = torch.empty(entry.shape, dtype=self._dtype(entry))
         if tensor.numel():
             self._fill(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()), entry.file, entry.start)
         return tensor
-
-    def dtype(self, entry: Entry) -> torch.dtype:
-        """Return a stored dtype as torch's.
-
-        Raises:
-            BadInput: torch has no such dtype.
-        """
-        import torch
-
-        if entry.dtype not in DTYPES:
-            raise BadInput(
-                f"{self.folder / entry.file} holds a tensor of {entry.dtype}, which torch cannot read: expected one of "
-                f"{', '.join(DTYPES)}."
-            )
-        return getattr(torch, DTYPES[entry.dtype])
 
     def close(self) -> None:
         """Close the files; the reader cannot be used afterwards."""
         while self._files:
             os.close(self._files.popitem()[1])
+
+    def _dtype(self, entry: Entry) -> torch.dtype:
+        import torch
+
+        if entry.dtype not in DTYPES:
+            unread = f"{self.folder / entry.file} holds a tensor of {entry.dtype}, which torch cannot read"
+            raise BadInput(f"{unread}: expected one of {', '.join(DTYPES)}.")
+        return getattr(torch, DTYPES[entry.dtype])
 
     def _fill(self, view: memoryview, name: str, offset: int) -> None:
         try:
@@ -90,9 +79,8 @@ class Rows:
             while view:
                 count = os.preadv(self._files[name], [view], offset)
                 if not count:
-                    raise BadInput(
-                        f"{self.folder / name} ends before its tensors do: it was cut while it was read; copy it again."
-                    )
+                    cut = f"{self.folder / name} ends before its tensors do"
+                    raise BadInput(f"{cut}: it was cut while it was read; copy it again.")
                 view, offset = view[count:], offset + count
         except OSError as error:
             raise BadInput(f"{self.folder / name} cannot be read: {error.strerror}.") from None

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any
 
 from qrl import checkpoint, names
 from qrl.errors import BadInput
-from qrl.formats import plain
+from qrl.formats import plain, stored
 from qrl.quantize import calibration as texts
-from qrl.quantize import error
+from qrl.quantize import error, staging
 from qrl.quantize import settings as choices
 from qrl.quantize.fit import check_finite, check_fit
 from qrl.quantize.settings import Settings
@@ -36,11 +37,6 @@ class Quantized:
     seconds: float  # loading and saving included, measuring the error excluded
     calibration_digest: str | None  # sha256 of the texts, in order; None for a scheme without calibration
     layer_errors: tuple[float, ...]  # see `error.between`, the first decoder layer first; empty without a probe
-
-    @property
-    def scheme(self) -> str:
-        """How the weights are stored."""
-        return self.settings.scheme
 
 
 def run(
@@ -74,6 +70,8 @@ def run(
             raised before anything is stored.
         QrlError: the environment cannot run the scheme, or the staged copy is not the same model.
     """
+    import torch
+
     settings = settings or choices.of(scheme, Quantize(), 0)
     if quantization := checkpoint.check(source).quantization:
         raise BadInput(f"{source} is already quantized ({quantization}): quantize the full-precision checkpoint.")
@@ -88,6 +86,7 @@ def run(
     started = time.perf_counter()
     stage("storing")
     family = _family(scheme)
+    torch.manual_seed(settings.seed)
     try:
         family.quantize(source, out, settings=settings, rows=rows, device=device)
     except BaseException:
@@ -115,14 +114,11 @@ def run(
 
 def token_ids(source: Path, texts: Sequence[str], progress: Callable[[int], Any] = lambda n: None) -> list[list[int]]:
     """Return texts as the checkpoint's tokenizer reads them, without adding special tokens."""
+    tokenizer = staging.tokenizer(source) if texts else None
     rows: list[list[int]] = []
-    if texts:
-        from qrl.quantize import staging
-
-        tokenizer = staging.tokenizer(source)
-        for text in texts:
-            rows.append(tokenizer(text, add_special_tokens=False)["input_ids"])
-            progress(1)
+    for text in texts:
+        rows.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+        progress(1)
     return rows
 
 
@@ -133,49 +129,28 @@ def stored_bits(source: Path, out: Path) -> tuple[float, float]:
     of all tensors of its module except the bias: codes, scales, zero points, tables.
     """
     before, after = checkpoint.entries(source), checkpoint.entries(out)
-    kept = {
-        name
-        for name, entry in after.items()
-        if name in before and entry.shape == before[name].shape and entry.dtype in checkpoint.header.FLOATS
-    }
-    quantized = {name for name, entry in before.items() if len(entry.shape) == 2} - kept
+    floats = {(name, entry.shape) for name, entry in after.items() if entry.dtype in checkpoint.header.FLOATS}
+    matrices = {name: entry.shape for name, entry in before.items() if len(entry.shape) == 2}
+    quantized = {name for name, shape in matrices.items() if (name, shape) not in floats}
     modules = {name.removesuffix(".weight") for name in quantized}
-    parts = [entry for name, entry in after.items() if not name.endswith(".bias") and _module(name) in modules]
+    parts = [entry for name, entry in after.items() if not name.endswith(".bias") and stored.module(name) in modules]
     weights = sum(before[name].numel for name in quantized)
     parameters = sum(entry.numel for entry in before.values())
     per_weight = 8 * sum(entry.bytes for entry in parts) / weights if weights else 0.0
     return per_weight, 8 * sum(entry.bytes for entry in after.values()) / parameters
 
 
-def _module(name: str) -> str:
-    """Return a tensor's module: `a.b` for a.b.qweight and for a.b.weight.quant_state.bitsandbytes__nf4."""
-    module, within, _ = name.partition(".weight.")
-    return module if within else name.rpartition(".")[0]
+def _family(scheme: str) -> ModuleType:
+    """Return a scheme's module, imported here because each needs libraries of its own.
 
-
-class Family(Protocol):
-    """A module that stores a family of schemes."""
-
-    def quantize(self, source: Path, out: Path, *, settings: Settings, rows: list[list[int]], device: str) -> None:
-        """Write a full-precision checkpoint's config.json and safetensors under a scheme.
-
-        Args:
-            source: a folder that `check_fit` accepts.
-            out: an existing, empty folder.
-            settings: of the scheme.
-            rows: N calibration rows of L token ids; none for a scheme without calibration.
-            device: "cpu" or "cuda".
-        """
-
-
-def _family(scheme: str) -> Family:
-    """Return a scheme's module, imported here because each needs libraries of its own."""
+    Its `quantize(source, out, *, settings, rows, device)` writes config.json and safetensors of a folder that
+    `check_fit` accepts to an empty one; rows are N calibration rows of L token ids, none for a scheme without
+    calibration.
+    """
     if scheme in names.BITSANDBYTES:
         from qrl.quantize import bnb as family
     elif scheme == names.AWQ:
         from qrl.quantize import awq as family
-    elif scheme in names.ROUNDED:
-        from qrl.quantize import rounded as family
     else:
         from qrl.quantize import compressed as family
     return family

@@ -31,7 +31,7 @@ CLIP_STEPS = 20  # of AutoAWQ's grid; its search uses the first half
 
 
 def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequence[int]], device: str) -> None:
-    """Write `source` in AWQ's W4 with zero points, GEMM layout, to `out`; arguments as in `Family`.
+    """Write `source` in AWQ's W4 with zero points, GEMM layout, to `out`; arguments as in `_family`.
 
     The search itself is deterministic; it uses a GPU wherever there is one.
 
@@ -39,27 +39,23 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
         BadInput: AutoAWQ does not know the architecture.
         QrlError: this is not the environment of projects/awq, or the staged copy is not the same model.
     """
-    import torch
-
     architectures, autoawq_settings, quantizer = _autoawq()
     kind = checkpoint.config(source).get("model_type")
     if kind not in architectures:
         raise BadInput(f"AutoAWQ does not know the architecture '{kind}': expected one of {', '.join(architectures)}.")
-    torch.manual_seed(settings.seed)
     with _staged(source, out, device) as model:
         wrapped = architectures[kind](model, kind, False, model.config, autoawq_settings(), None)
+        grid = {"zero_point": True, "q_group_size": settings.group_size, "w_bit": 4, "version": "GEMM"}
+        data = {"calib_data": [list(row) for row in rows], "tokenizer": None}  # the rows are tokens already
+        sizes = {"max_calib_samples": len(rows), "max_calib_seq_len": len(rows[0])}
         with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
-            wrapped.quantize(
-                tokenizer=None,  # the calibration rows are tokens already
-                quant_config={"zero_point": True, "q_group_size": settings.group_size, "w_bit": 4, "version": "GEMM"},
-                calib_data=[list(row) for row in rows],
-                max_calib_samples=len(rows),
-                max_calib_seq_len=len(rows[0]),
-                quantizer_cls=quantizer,
-            )
+            wrapped.quantize(quant_config=grid, quantizer_cls=quantizer, **data, **sizes)
         model.half()  # norms and embeddings; codes are integers and scales are float16 already
         wrapped.save_quantized(str(out))
-        _write_config(source, out, wrapped.quant_config.to_transformers_dict())
+        config = checkpoint.config(source)  # transformers 5 and vLLM read rotary settings from it
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = "float16"
+        config["quantization_config"] = wrapped.quant_config.to_transformers_dict()
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def measure(source: Path, out: Path, rows: Sequence[Sequence[int]], device: str) -> tuple[float, ...]:
@@ -89,9 +85,8 @@ def _autoawq() -> tuple[dict[str, type], type, type]:
             from awq.models.auto import AWQ_CAUSAL_LM_MODEL_MAP
             from awq.quantize.quantizer import AwqQuantizer
     except ImportError as error:
-        raise QrlError(
-            f"AutoAWQ cannot be imported here ({error}): run this step in the environment of projects/awq."
-        ) from None
+        advice = "run this step in the environment of projects/awq"
+        raise QrlError(f"AutoAWQ cannot be imported here ({error}): {advice}.") from None
 
     class Quantizer(AwqQuantizer):
         def _compute_best_scale(self, x, w_mean, x_mean, module2inspect, *rest):
@@ -124,7 +119,7 @@ def _staged(source: Path, out: Path, device: str) -> Iterator[PreTrainedModel]:
 
 
 def best_clip(weight: Tensor, inputs: Tensor, group_size: int, quantize_matrix: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the largest |w| to keep in each group, so that quantization changes the linear's output least.
+    """Return the largest |w| to keep in each group, (O, I/S, 1), so that a linear's output changes least.
 
     AutoAWQ's grid, from the largest weight down to half of it in steps of a twentieth, and its loss, the mean squared
     change of each group's share of the output. With C = XᵀX/T of a group's inputs, that loss is dᵀCd for a change d of
@@ -132,13 +127,10 @@ def best_clip(weight: Tensor, inputs: Tensor, group_size: int, quantize_matrix: 
     time.
 
     Args:
-        weight: (O, I).
+        weight: (O, I); the result has its dtype.
         inputs: (..., I), the linear's inputs in calibration; T tokens in all.
         group_size: S, which divides I.
         quantize_matrix: (O, I) → (O, I), to few bits and back.
-
-    Returns:
-        (O, I/S, 1), in the weight's dtype.
 
     Source: AutoAWQ 0.2.9, AwqQuantizer._compute_best_clip.
     """
@@ -162,11 +154,3 @@ def copy_state(module: torch.nn.Module, state: dict, prefix: str, metadata: dict
     """Replace every tensor of a state dict with a copy; a hook for `state_dict`."""
     for name, value in state.items():
         state[name] = value.clone()
-
-
-def _write_config(source: Path, out: Path, quantization: dict) -> None:
-    """Write the source's config.json plus the quantization: transformers 5 and vLLM read rotary settings from it."""
-    config = checkpoint.config(source)
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = "float16"
-    config["quantization_config"] = quantization
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -17,7 +17,7 @@ OUTLIER = 6.0  # larger activations stay in 16 bits: bitsandbytes' own default
 
 
 def quantize(source: Path, out: Path, *, settings: Settings, rows: list, device: str) -> None:
-    """Write `source` in NF4 or INT8 to `out`; arguments as in `Family`, without calibration.
+    """Write `source` in NF4 or INT8 to `out`; arguments as in `_family`, without calibration.
 
     The model is saved before any forward pass: on a CPU with AVX512-BF16 the first pass repacks the codes in place, and
     a later save would be silently wrong.
@@ -32,7 +32,6 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: list, device:
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
     from transformers import BitsAndBytesConfig
 
-    torch.manual_seed(settings.seed)
     if settings.scheme == names.NF4:
         options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **options)
@@ -40,7 +39,6 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: list, device:
         quantization = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=OUTLIER)
     model = pretrained.load(source, quantization_config=quantization, dtype=torch.bfloat16, device_map=device)
     if not any(isinstance(module, Linear4bit | Linear8bitLt) for module in model.modules()):
-        raise BadInput(
-            f"{source} has no linear layer that bitsandbytes quantizes: expected a transformer language model."
-        )
+        lacking = f"{source} has no linear layer that bitsandbytes quantizes"
+        raise BadInput(f"{lacking}: expected a transformer language model.")
     model.save_pretrained(out)

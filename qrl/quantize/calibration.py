@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from itertools import chain, count, islice
 from pathlib import Path
 
 from qrl.errors import BadInput
@@ -25,9 +26,8 @@ def read(file: Path, n: int) -> list[str]:
         # Not splitlines: JSON strings may hold characters that it takes for line ends.
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(
-            f"Calibration texts cannot be read from {file} ({error}): expected task, rollouts, or a .jsonl file."
-        ) from None
+        failed = f"Calibration texts cannot be read from {file} ({error})"
+        raise BadInput(f"{failed}: expected task, rollouts, or a .jsonl file.") from None
     texts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -46,10 +46,8 @@ def read(file: Path, n: int) -> list[str]:
 def check_count(available: int, n: int, where: str) -> None:
     """Raise BadInput where there are fewer than n texts: settings would record a number that was not used."""
     if available < n:
-        raise BadInput(
-            f"{where} has {available} calibration texts, but quantize.calibration_samples is {n}: lower it, or add "
-            "texts."
-        )
+        wanted = f"quantize.calibration_samples is {n}"
+        raise BadInput(f"{where} has {available} calibration texts, but {wanted}: lower it, or add texts.")
 
 
 def rows(texts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
@@ -75,16 +73,10 @@ def rows(texts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
         raise BadInput("This scheme needs calibration texts that are not empty: expected chat-rendered training texts.")
     longest = max(lengths)
     if longest > max_tokens:
-        raise BadInput(
-            f"Calibration text {lengths.index(longest)} has {longest} tokens, but at most {max_tokens} are allowed: "
-            "raise quantize.calibration_max_tokens."
-        )
+        text = f"Calibration text {lengths.index(longest)} has {longest} tokens"
+        raise BadInput(f"{text}, but at most {max_tokens} are allowed: raise quantize.calibration_max_tokens.")
     filled = []
     for start in range(len(texts)):
-        row = list(texts[start])
-        following = start + 1
-        while len(row) < longest:
-            row += texts[following % len(texts)]
-            following += 1
-        filled.append(row[:longest])
+        following = (texts[place % len(texts)] for place in count(start))
+        filled.append(list(islice(chain.from_iterable(following), longest)))
     return filled

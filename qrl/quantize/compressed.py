@@ -1,4 +1,4 @@
-"""The schemes of llm-compressor, stored as compressed-tensors, which vLLM and transformers read.
+"""The schemes of llm-compressor and round-to-nearest, stored as compressed-tensors; vLLM and transformers read both.
 
 Schemes that round weights only need no forward pass. AWQ, GPTQ and the activation ranges of NVFP4 need calibration
 texts; on a CPU that pass runs in float32 (bfloat16 took ten times as long where the CPU has no units for it), and the
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import checkpoint, names
 from qrl.engine import pretrained
 from qrl.errors import QrlError
+from qrl.formats.fakequant import linears, rounding
 from qrl.quantize.fit import HEAD
 from qrl.quantize.settings import CALIBRATED, GROUPED, Settings
 
@@ -30,44 +31,87 @@ _PRESETS[names.FP8] = "FP8_DYNAMIC"
 
 
 def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequence[int]], device: str) -> None:
-    """Write `source` under one of `names.COMPRESSED` to `out`; arguments as in `Family`.
+    """Write `source` under one of `names.COMPRESSED` or `names.ROUNDED` to `out`; arguments as in `_family`.
 
     Raises:
         QrlError: llm-compressor is not installed here.
     """
-    oneshot = quiet_oneshot()
-    import torch
-
-    torch.manual_seed(settings.seed)
-    on_cpu = settings.scheme in CALIBRATED and device == "cpu"
-    model, stored = _load(source, in_float32=on_cpu)
-    with on_device(device), contextlib.redirect_stderr(io.StringIO()):  # dozens of progress bars
-        oneshot(model=model, recipe=_recipe(settings), dataset=batches(rows))
-        if on_cpu and settings.scheme == names.NVFP4:
-            ranges = {key: value for key, value in model.state_dict().items() if key.endswith("input_global_scale")}
-            model, _ = _load(source, in_float32=False)  # scales from the stored weights, as for NVFP4A16
-            oneshot(model=model, recipe=_recipe(settings), dataset=batches(rows[:1]))
-            model.load_state_dict(ranges, strict=False)
-        _cast(model, stored)
+    with _oneshot_on(device) as oneshot:
+        if settings.scheme in names.ROUNDED:
+            model = _rounded(oneshot, source, settings, rows)
+        else:
+            model = _compressed(oneshot, source, settings, rows, device)
         model.save_pretrained(out, save_compressed=True)
     (out / "recipe.yaml").unlink(missing_ok=True)  # llm-compressor's record; ours holds more
 
 
-def quiet_oneshot():
-    """Return llm-compressor's `oneshot`, with its log turned off.
+def _compressed(oneshot: Callable, source: Path, settings: Settings, rows: Sequence, device: str) -> PreTrainedModel:
+    on_cpu = settings.scheme in CALIBRATED and device == "cpu"
+    model, stored = _load(source, in_float32=on_cpu)
+    oneshot(model=model, recipe=_recipe(settings), dataset=_batches(rows))
+    if on_cpu and settings.scheme == names.NVFP4:
+        ranges = {key: value for key, value in model.state_dict().items() if key.endswith("input_global_scale")}
+        model, _ = _load(source, in_float32=False)  # scales from the stored weights, as for NVFP4A16
+        oneshot(model=model, recipe=_recipe(settings), dataset=_batches(rows[:1]))
+        model.load_state_dict(ranges, strict=False)
+    _cast(model, stored)
+    return model
 
-    Raises:
-        QrlError: llm-compressor is not installed here.
+
+def _rounded(oneshot: Callable, source: Path, settings: Settings, rows: Sequence) -> PreTrainedModel:
+    """Round to nearest in a format of `train.qat`; tensors that are not quantized stay in float32.
+
+    Scales are always computed from the weights in float32, as training computes them from its masters: for a checkpoint
+    that was trained in the format, the codes equal those of training bit for bit. The scales of NVFP4's activations
+    cannot be computed from weights; training stores them beside its masters. `rows` calibrate them where it did not.
     """
+    import torch
+    from compressed_tensors.offload import update_offload_parameter
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    name = settings.scheme.removeprefix(names.ROUNDED_PREFIX)
+    model = pretrained.load(source, dtype=torch.float32).eval()
+    scheme = rounding.scheme(name).model_copy(update={"targets": list(linears.covered(model, name))})
+    recipe = QuantizationModifier(config_groups={"group_0": scheme}, ignore=[])
+    calibrates = linears.needs_calibration(name)
+    scales = linears.read_activation_scales(source) if calibrates else None
+    data = {"dataset": _batches(rows)} if calibrates and scales is None else {"pipeline": "datafree"}
+    oneshot(model=model, recipe=recipe, **data)
+    for path, scale in (scales or {}).items():
+        linear = model.get_submodule(path)  # offloaded on a GPU, where reading a parameter gives a copy
+        update_offload_parameter(linear, "input_global_scale", torch.full_like(linear.input_global_scale, scale))
+    return model
+
+
+@contextlib.contextmanager
+def _oneshot_on(device: str) -> Iterator[Callable]:
+    """Yield llm-compressor's `oneshot`, without bars, on "cpu" or "cuda"; on its own it uses any GPU that it finds."""
+    oneshot = quiet_oneshot()
+    import torch
+    from compressed_tensors.utils import patch_attr
+    from llmcompressor.pipelines.cache import IntermediatesCache
+    from llmcompressor.pipelines.data_free import pipeline as data_free
+    from llmcompressor.pipelines.sequential import pipeline as sequential
+
+    target = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    with contextlib.ExitStack() as patches, contextlib.redirect_stderr(io.StringIO()):
+        for pipeline in (data_free, sequential):
+            patches.enter_context(patch_attr(pipeline, "get_main_device", lambda: target))
+        if not torch.accelerator.is_available():  # there is nothing to pin memory for, and AWQ would die of it
+            unpinned = classmethod(lambda cls, value: None)
+            patches.enter_context(patch_attr(IntermediatesCache, "_pin_intermediate", unpinned))
+        yield oneshot
+
+
+def quiet_oneshot() -> Callable:
+    """Return llm-compressor's `oneshot`, with its log turned off."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # of its log; its own switch breaks its GPTQ
             from llmcompressor import oneshot
             from loguru import logger
     except ImportError as error:
-        raise QrlError(
-            f"llm-compressor cannot be imported here ({error}): run under `mlflow run . -e quantize … --env-manager "
-            "uv`, whose environment has it, or choose nf4 or int8."
-        ) from None
+        advice = "run under `mlflow run . -e quantize … --env-manager uv`, whose environment has it"
+        raise QrlError(f"llm-compressor cannot be imported here ({error}): {advice}, or choose nf4 or int8.") from None
     logger.disable("llmcompressor")
     logger.disable("compressed_tensors")
     return oneshot
@@ -88,13 +132,8 @@ def _recipe(settings: Settings) -> list:
     from llmcompressor.modifiers.transform.awq import AWQModifier
 
     if settings.scheme in GROUPED:
-        weights = QuantizationArgs(
-            num_bits=settings.bits or 8,  # of W8A16
-            type="int",
-            strategy="group",
-            group_size=settings.group_size,
-            symmetric=settings.symmetric,
-        )
+        grid = {"type": "int", "num_bits": settings.bits or 8, "symmetric": settings.symmetric}  # W8A16 names no bits
+        weights = QuantizationArgs(strategy="group", group_size=settings.group_size, **grid)
         scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     else:
         scheme = preset_name_to_scheme(_PRESETS[settings.scheme], ["Linear"])
@@ -105,7 +144,7 @@ def _recipe(settings: Settings) -> list:
     return [*before, QuantizationModifier(**chosen)]
 
 
-def batches(rows: Sequence[Sequence[int]]):
+def _batches(rows: Sequence[Sequence[int]]):
     """Return a loader of N calibration rows of L token ids, `BATCH` at a time; None if there are none."""
     if not rows:
         return None
@@ -114,25 +153,6 @@ def batches(rows: Sequence[Sequence[int]]):
     ids = map(torch.tensor, rows)
     samples = [{"input_ids": row, "attention_mask": torch.ones(len(row), dtype=torch.long)} for row in ids]
     return torch.utils.data.DataLoader(samples, batch_size=BATCH)
-
-
-@contextlib.contextmanager
-def on_device(device: str) -> Iterator[None]:
-    """Make llm-compressor compute on "cpu" or "cuda"; on its own it uses a GPU wherever there is one."""
-    import torch
-    from compressed_tensors.utils import patch_attr
-    from llmcompressor.pipelines.cache import IntermediatesCache
-    from llmcompressor.pipelines.data_free import pipeline as data_free
-    from llmcompressor.pipelines.sequential import pipeline as sequential
-
-    target = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    with contextlib.ExitStack() as patches:
-        for pipeline in (data_free, sequential):
-            patches.enter_context(patch_attr(pipeline, "get_main_device", lambda: target))
-        if not torch.accelerator.is_available():  # there is nothing to pin memory for, and AWQ would die of it
-            unpinned = classmethod(lambda cls, value: None)
-            patches.enter_context(patch_attr(IntermediatesCache, "_pin_intermediate", unpinned))
-        yield
 
 
 def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from qrl import checkpoint, names
 from qrl.engine import pretrained
 from qrl.errors import BadInput
+from qrl.formats.fakequant import linears
 from qrl.quantize import settings as choices
+from qrl.quantize import staging
 from qrl.quantize.settings import Settings
 
 if TYPE_CHECKING:
@@ -24,44 +26,32 @@ def check_fit(source: Path, settings: Settings) -> None:
         BadInput: the model is a mixture of experts or a state-space model, a matrix is not in a linear and would stay
             in full precision, or groups do not divide a layer; the sentence names it.
     """
-    from qrl.formats.fakequant import linears
-
-    config = checkpoint.config(source)
-    if settings.scheme == names.AWQ:  # its environment has an older transformers
-        from qrl.quantize import staging
-
-        config = staging.rewrite(config)
-    model = pretrained.skeleton(config)
+    config, is_awq = checkpoint.config(source), settings.scheme == names.AWQ
+    model = pretrained.skeleton(staging.rewrite(config) if is_awq else config)  # awq's transformers is older
     if settings.scheme in names.ROUNDED:
         linears.check_fit(model, settings.scheme.removeprefix(names.ROUNDED_PREFIX))
         return
     linears.check_architecture(model, transposed=settings.scheme in names.BITSANDBYTES)
-    if settings.scheme in (*choices.GROUPED, *choices.FIXED_GROUP):
-        check_widths(model, settings.group_size, outputs=choices.AWQ_WORD if settings.scheme == names.AWQ else 1)
+    if settings.group_size:
+        check_widths(model, settings.group_size, outputs=choices.AWQ_WORD if is_awq else 1)
 
 
 def check_widths(model: torch.nn.Module, group_size: int, outputs: int = 1) -> None:
-    """Check that groups divide every linear's inputs, and `outputs` its outputs; the head is not checked.
-
-    Raises:
-        BadInput: a linear does not fit, or there is none; the sentence names the first.
-    """
+    """Raise BadInput where groups do not divide a linear's inputs, or `outputs` its outputs; the head is left out."""
     from torch import nn
 
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    linears = {name: linear for name, linear in linears.items() if name.split(".")[-1] != HEAD}
-    if not linears:
+    named = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    named = [(name, linear) for name, linear in named if name.split(".")[-1] != HEAD]
+    if not named:
         raise BadInput("The model has no linear layer to quantize: expected a transformer language model.")
-    for name, linear in linears.items():
+    for name, linear in named:
         if linear.in_features % group_size:
-            raise BadInput(
-                f"Layer {name} has {linear.in_features} inputs, which groups of {group_size} do not divide: choose "
-                "another quantize.group_size, or a scheme with a scale per row, such as fp8 or w8a8."
-            )
+            unfit = f"Layer {name} has {linear.in_features} inputs, which groups of {group_size} do not divide"
+            advice = "choose another quantize.group_size, or a scheme with a scale per row, such as fp8 or w8a8"
+            raise BadInput(f"{unfit}: {advice}.")
         if linear.out_features % outputs:
-            raise BadInput(
-                f"Layer {name} has {linear.out_features} outputs, but AutoAWQ needs a multiple of {outputs}; use nf4."
-            )
+            unfit = f"Layer {name} has {linear.out_features} outputs"
+            raise BadInput(f"{unfit}, but AutoAWQ needs a multiple of {outputs}; use nf4.")
 
 
 def check_finite(source: Path) -> None:
@@ -72,7 +62,5 @@ def check_finite(source: Path) -> None:
     """
     for name, tensor in checkpoint.tensors(source):
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise BadInput(
-                f"{source} holds NaN or infinity in {name}, which every scheme would pass on: use weights that are "
-                "finite."
-            )
+            spoilt = f"{source} holds NaN or infinity in {name}"
+            raise BadInput(f"{spoilt}, which every scheme would pass on: use weights that are finite.")

@@ -72,26 +72,17 @@ def of(scheme: str, recipe: Quantize, seed: int) -> Settings:
         BadInput: the scheme is unknown, or its environment cannot make the calibration texts.
     """
     if scheme not in names.QUANTIZED_SCHEMES:
-        raise BadInput(
-            f"There is no scheme '{scheme}' to quantize to: expected one of {', '.join(names.QUANTIZED_SCHEMES)}."
-        )
+        expected = ", ".join(names.QUANTIZED_SCHEMES)
+        raise BadInput(f"There is no scheme '{scheme}' to quantize to: expected one of {expected}.")
     if scheme == names.AWQ and recipe.calibration == ROLLOUTS:
-        raise BadInput(
-            "Scheme awq runs in AutoAWQ's own environment, whose transformers cannot run the policy for its rollouts: "
-            "use scheme awq-ct, or quantize.calibration=task."
-        )
-    calibrated = scheme in CALIBRATED
-    symmetric = SYMMETRIC.get(scheme) if recipe.symmetric is None else recipe.symmetric
-    return Settings(
-        scheme=scheme,
-        bits=recipe.bits if scheme in BITS else None,
-        group_size=recipe.group_size if scheme in GROUPED else FIXED_GROUP.get(scheme),
-        symmetric=symmetric if scheme in SYMMETRIC else None,
-        calibration=recipe.calibration if calibrated else None,
-        samples=recipe.calibration_samples if calibrated else None,
-        max_tokens=recipe.calibration_max_tokens if calibrated else None,
-        seed=seed if recipe.calibration_seed is None else recipe.calibration_seed,
-    )
+        unable = "Scheme awq runs in AutoAWQ's own environment, whose transformers cannot run the policy"
+        raise BadInput(f"{unable} for its rollouts: use scheme awq-ct, or quantize.calibration=task.")
+    chosen = {name: getattr(recipe, name) if scheme in users else None for name, users in CHOICES.items()}
+    defaults = {"group_size": FIXED_GROUP.get(scheme), "symmetric": SYMMETRIC.get(scheme)}
+    chosen |= {name: value for name, value in defaults.items() if chosen[name] is None}
+    sizes = {"samples": recipe.calibration_samples, "max_tokens": recipe.calibration_max_tokens}
+    chosen |= sizes if scheme in CALIBRATED else dict.fromkeys(sizes)
+    return Settings(scheme, seed=seed if recipe.calibration_seed is None else recipe.calibration_seed, **chosen)
 
 
 def unheeded(recipe: Quantize, schemes: Sequence[str], typed: Collection[str], beside: Sequence[str] = ()) -> list[str]:

@@ -34,22 +34,17 @@ def rewrite(config: dict) -> dict:
     rope = config.get("rope_parameters")
     if rope is None:
         return old
+    unfit = ""
     if any(isinstance(value, dict) for value in rope.values()) or "rope_theta" not in rope:
-        raise BadInput(
-            f"AutoAWQ's transformers 4.51 cannot express these rope_parameters: {json.dumps(rope)}; use nf4 instead."
-        )
-    if set(config.get("layer_types") or ()) - {"full_attention"}:
-        raise BadInput(
-            "AutoAWQ's transformers 4.51 cannot express layers of mixed attention (layer_types); use nf4 instead."
-        )
-    old["rope_theta"] = rope["rope_theta"]
-    if "partial_rotary_factor" in rope:
-        old["partial_rotary_factor"] = rope["partial_rotary_factor"]
+        unfit = f"these rope_parameters: {json.dumps(rope)}"
+    elif set(config.get("layer_types") or ()) - {"full_attention"}:
+        unfit = "layers of mixed attention (layer_types)"
+    if unfit:
+        raise BadInput(f"AutoAWQ's transformers 4.51 cannot express {unfit}; use nf4 instead.")
+    moved = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     if rope.get("rope_type", "default") != "default":
-        old["rope_scaling"] = {
-            key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")
-        }
-    return old
+        moved["rope_scaling"] = {key: value for key, value in rope.items() if key not in moved}
+    return old | moved
 
 
 def stage(source: Path, folder: Path) -> None:
@@ -94,26 +89,20 @@ def verify(model: PreTrainedModel, loading: dict, source: Path) -> None:
     import torch
 
     tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
-    left = sorted(
-        (set(loading["missing_keys"]) - tied) | set(loading["unexpected_keys"]) | set(loading["mismatched_keys"])
-    )
-    if left:
+    missing = set(loading["missing_keys"]) - tied
+    if left := sorted(missing.union(loading["unexpected_keys"], loading["mismatched_keys"])):
         raise QrlError(f"AutoAWQ's transformers does not load {source} completely: {left[0]} is missing or left over.")
     original = checkpoint.config(source)
     for key, value in original.items():
         loaded = json.loads(json.dumps(getattr(model.config, key, value), default=str))  # as in a file
         if key not in _FILE_KEYS | _TRANSLATED_KEYS and loaded != value:
-            raise QrlError(
-                f"AutoAWQ's transformers reads {key} of {source} as {loaded!r}, but it is {value!r}: nothing was "
-                "quantized."
-            )
+            read = f"AutoAWQ's transformers reads {key} of {source} as {loaded!r}"
+            raise QrlError(f"{read}, but it is {value!r}: nothing was quantized.")
     rope = original.get("rope_parameters") or {"rope_theta": original.get("rope_theta")}
     if rope.get("rope_theta") and rope.get("rope_type", "default") == "default" and not original.get("rope_scaling"):
         loaded = model.get_decoder().rotary_emb.inv_freq.float().cpu()
         width = 2 * len(loaded)
         expected = 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
         if not torch.allclose(loaded, expected, rtol=1e-4):
-            raise QrlError(
-                f"AutoAWQ's transformers reads {source} with another rotary base than {rope['rope_theta']}: nothing "
-                "was quantized."
-            )
+            read = f"AutoAWQ's transformers reads {source} with another rotary base"
+            raise QrlError(f"{read} than {rope['rope_theta']}: nothing was quantized.")

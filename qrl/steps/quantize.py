@@ -22,6 +22,7 @@ from qrl.tasks import prompt
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
 from qrl.workspace import workspace
 
+_Solved = tuple[tasks.Question, bool]  # with its solution, and whether that ended
 STAGES = ("reading texts", "storing", "measuring")  # of one checkpoint; rollouts are generated in the first
 
 
@@ -86,11 +87,9 @@ def _quantize_one(texts: Texts, variant: str, source: checkpoint.Checkpoint, wor
         for layer, layer_error in enumerate(result.layer_errors):
             log({"quantize/layer_error": layer_error}, layer)
         reuse.record_outputs(models={"model": uri}, values={"digest": digest, "parent": source.digest})
-        click.echo(
-            f"      {name}: {result.bytes / 1e6:.2f} MB, {result.bits_per_weight:.2f} bits a weight, error "
-            f"{result.layer_errors[-1]:.2g} after the last layer, {result.seconds:.1f} s",
-            err=True,
-        )
+        size = f"{result.bytes / 1e6:.2f} MB, {result.bits_per_weight:.2f} bits a weight"
+        cost = f"error {result.layer_errors[-1]:.2g} after the last layer, {result.seconds:.1f} s"
+        click.echo(f"      {name}: {size}, {cost}", err=True)
         return uri
 
 
@@ -107,8 +106,8 @@ def _with_bars(texts: Texts, name: str, source: Path, out: Path) -> quantization
                 bar.set_postfix_str(stage)
 
             given = {"calibration": calibration_texts, "probe": probe, "device": texts.device}
-            scheme, callbacks = texts.settings.scheme, {"stage": begin, "progress": tokenized.update}
-            return quantization.run(scheme, source, out, settings=texts.settings, **given, **callbacks)
+            callbacks = {"stage": begin, "progress": tokenized.update}
+            return quantization.run(texts.settings.scheme, source, out, settings=texts.settings, **given, **callbacks)
 
 
 class Texts:
@@ -139,13 +138,13 @@ class Texts:
         """Return a model's calibration texts: solutions of the task, the model's own answers, or a file's texts."""
         if self.settings.calibration != choices.ROLLOUTS:
             return self._file or self._rendered(model, [(question, True) for question in self._questions])
-        return self._rendered(model, answers(self.recipe, model, self._questions, self.device))
+        return self._rendered(model, _answers(self.recipe, model, self._questions, self.device))
 
     def probe(self, model: Path) -> list[str]:
         """Return the texts to measure errors on."""
         return self._rendered(model, [(question, True) for question in self._probe_questions])
 
-    def _rendered(self, model: Path, solved: list[tuple[tasks.Question, bool]]) -> list[str]:
+    def _rendered(self, model: Path, solved: list[_Solved]) -> list[str]:
         """Render questions with their solutions; the end token is left out where a solution was cut."""
         tokens, texts = staging.tokenizer(model), []
         with _bar(len(solved), "render texts") as bar:
@@ -156,19 +155,15 @@ class Texts:
         return texts
 
 
-def answers(
-    recipe: Recipe, model: Path, questions: list[tasks.Question], device: str
-) -> list[tuple[tasks.Question, bool]]:
+def _answers(recipe: Recipe, model: Path, questions: list[tasks.Question], device: str) -> list[_Solved]:
     """Return questions with a model's greedy answers as their solutions, and whether each answer ended."""
     loaded, tokens = hf.load(model, device, devices.compute_dtype(recipe.evaluate.dtype, device))
     prompts = [prompt.render(tokens, question.question, recipe.prompt) for question in questions]
     sizes = {"max_new_tokens": recipe.evaluate.max_new_tokens, "batch_size": recipe.evaluate.batch_size}
     with _bar(len(prompts), "generate rollouts") as bar:
         completions = hf.generate(loaded, tokens, prompts, **sizes, progress=bar.update)
-    return [
-        (replace(question, solution=answer.raw), answer.finish_reason == "stop")
-        for question, answer in zip(questions, completions, strict=True)
-    ]
+    pairs = zip(questions, completions, strict=True)
+    return [(replace(question, solution=answer.raw), answer.finish_reason == "stop") for question, answer in pairs]
 
 
 def _bar(total: int, what: str, delay: float = 1) -> tqdm:

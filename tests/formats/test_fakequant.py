@@ -28,6 +28,11 @@ def args(name: str) -> QuantizationArgs:
     return rounding.scheme(name).weights
 
 
+def quantized(weight: torch.Tensor, of: QuantizationArgs) -> torch.Tensor:
+    """Return Q(W) of one matrix."""
+    return rounding.folded([weight], of)[0][0]
+
+
 def nearest(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
     """Return the nearest point of a grid of magnitudes, ties to the even code."""
     above = np.clip(np.searchsorted(grid, np.abs(values)), 1, len(grid) - 1)
@@ -81,7 +86,7 @@ def matrices(draw, rows=8, columns=256):
 @given(weight=matrices())
 @FAST
 def test_a_format_agrees_with_its_definition_in_float64(name, weight):
-    actual = rounding.quantized(weight, args(name)).double().numpy()
+    actual = quantized(weight, args(name)).double().numpy()
     expected, scale = reference(weight, name)
     width = 2.0**-8 if "fp4" in name else 1e-5  # four-bit floats are unpacked to bfloat16
     exact = weight.double().numpy()
@@ -94,11 +99,11 @@ def test_a_format_agrees_with_its_definition_in_float64(name, weight):
 @given(weight=matrices())
 @FAST
 def test_quantized_values_stay_under_the_same_scales_and_in_some_formats_under_new_ones(name, weight):
-    by = rounding.scales(weight, args(name))
-    once = rounding.values(weight, args(name), by)
-    assert torch.equal(rounding.values(once, args(name), by), once)
+    (scale,), shared, _ = rounding.scales([weight], args(name))
+    once = rounding.values(weight, args(name), scale, shared)
+    assert torch.equal(rounding.values(once, args(name), scale, shared), once)
     if name in REFITTING:
-        assert torch.equal(rounding.quantized(once, args(name)), once)
+        assert torch.equal(quantized(once, args(name)), once)
 
 
 @given(weight=matrices(), group=st.sampled_from([16, 32, 128, None]))
@@ -108,42 +113,40 @@ def test_error_falls_as_bits_rise(weight, group):
     errors = []
     for bits in range(2, 9):
         integers = QuantizationArgs(num_bits=bits, type="int", symmetric=True, **strategy)
-        errors.append(float((rounding.quantized(weight, integers) - weight).norm()))
+        errors.append(float((quantized(weight, integers) - weight).norm()))
     assert errors == sorted(errors, reverse=True)
 
 
 @given(weight=matrices())
 @FAST
 def test_eight_bit_floats_err_less_than_four_bit_floats(weight):
-    fp8, *fp4 = (
-        float((rounding.quantized(weight, args(name)) - weight).norm()) for name in ("fp8", "mxfp4", "nvfp4-a16")
-    )
+    fp8, *fp4 = (float((quantized(weight, args(name)) - weight).norm()) for name in ("fp8", "mxfp4", "nvfp4-a16"))
     assert fp8 <= min(fp4)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_matrix_or_a_group_of_zeros_stays_zero(name):
-    assert rounding.quantized(torch.zeros(4, 256), args(name)).eq(0).all()
+    assert quantized(torch.zeros(4, 256), args(name)).eq(0).all()
     weight = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
     weight[1, :128] = 0
-    actual = rounding.quantized(weight, args(name))
+    actual = quantized(weight, args(name))
     assert actual.isfinite().all() and actual[1, :128].eq(0).all() and not actual[1, 128:].eq(0).all()
 
 
 def test_ties_go_to_the_even_code():
     whole = torch.zeros(1, 128)
     whole[0, :6] = torch.tensor([7.5, 0.5, 1.5, 2.5, -0.5, -1.5])  # a scale of one: max / 7.5
-    assert rounding.quantized(whole, args("int4"))[0, 1:6].tolist() == [0, 2, 2, 0, -2]
+    assert quantized(whole, args("int4"))[0, 1:6].tolist() == [0, 2, 2, 0, -2]
     blocks = torch.zeros(1, 32)
     blocks[0, :8] = torch.tensor([4.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, -0.75])  # a scale of one: 2^(2 - 2)
-    assert rounding.quantized(blocks, args("mxfp4"))[0, :8].tolist() == [4, 0, 1, 1, 2, 2, 4, -1]
+    assert quantized(blocks, args("mxfp4"))[0, :8].tolist() == [4, 0, 1, 1, 2, 2, 4, -1]
 
 
 @given(weight=matrices(columns=16), bits=st.integers(2, 8))
 @FAST
 def test_a_group_of_one_element_has_its_own_scale(weight, bits):
     single = QuantizationArgs(num_bits=bits, type="int", symmetric=True, strategy="group", group_size=1)
-    actual = rounding.quantized(weight, single)
+    actual = quantized(weight, single)
     half_a_code = weight.abs() / (2**bits - 1)  # every value is half-way between two codes: 7.5 in four bits
     assert torch.allclose((actual - weight).abs(), half_a_code, rtol=1e-3)
 
@@ -151,7 +154,7 @@ def test_a_group_of_one_element_has_its_own_scale(weight, bits):
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_a_matrix_of_one_column_keeps_its_values_within_one_percent(name):
     weight = torch.tensor([[3.0], [-2.0], [0.0], [1e-3]])
-    assert torch.allclose(rounding.quantized(weight, args(name)), weight, rtol=0.01)
+    assert torch.allclose(quantized(weight, args(name)), weight, rtol=0.01)
 
 
 def test_groups_that_do_not_divide_a_layer_are_refused_with_its_name():

@@ -40,6 +40,10 @@ def small(tied=True, width=512):
     return Qwen2ForCausalLM(Qwen2Config(intermediate_size=width, tie_word_embeddings=tied, **SHAPE))
 
 
+def quantized(weight, args, dtype=None):
+    return values.folded([weight], args, dtype)[0][0]
+
+
 def attached(name, **options):
     model = small()
     qat.attach(model, name, **options)
@@ -141,7 +145,7 @@ def test_masters_that_are_cast_or_replaced_after_attaching_get_their_gradients()
         for weight in model.parameters()
         if weight.ndim > 1
     )
-    assert torch.equal(linear.fold.weight_of(linear), values.quantized(linear.weight, values.scheme("int4").weights))
+    assert torch.equal(linear.fold.weight_of(linear), quantized(linear.weight, values.scheme("int4").weights))
 
 
 def test_a_weight_that_is_frozen_after_attaching_gets_no_gradient():
@@ -161,9 +165,9 @@ def test_queries_keys_and_values_share_a_global_scale_and_so_do_gate_and_up():
         (layer.mlp.gate_proj, layer.mlp.up_proj),
     ):
         assert len({id(linear.fold) for linear in together}) == 1
-        largest = max(linear.weight.abs().max() for linear in together)
-        for linear in together:
-            assert torch.equal(linear.fold.weight_of(linear), values.quantized(linear.weight, args, largest))
+        expected, _ = values.folded([linear.weight for linear in together], args)
+        for linear, wanted in zip(together, expected, strict=True):
+            assert torch.equal(linear.fold.weight_of(linear), wanted)
     assert len(qat.folds(model)) == 2 * 4
 
 
@@ -180,7 +184,7 @@ def test_weights_are_folded_once_a_step_and_every_forward_reuses_them():
     assert {fold.made for fold in qat.folds(model)} == {2}
     after = model.model.layers[0].mlp.up_proj.fold.weight_of(model.model.layers[0].mlp.up_proj)
     assert not torch.equal(before, after) and torch.equal(
-        after, values.quantized(model.model.layers[0].mlp.up_proj.weight, values.scheme("int4").weights)
+        after, quantized(model.model.layers[0].mlp.up_proj.weight, values.scheme("int4").weights)
     )
 
 
@@ -228,7 +232,7 @@ def test_a_rollout_engine_is_sent_q_under_the_checkpoints_names():
     linear = model.model.layers[1].mlp.gate_proj
     args = values.scheme("int4").weights
     assert torch.equal(
-        sent["model.layers.1.mlp.gate_proj.weight"], values.quantized(linear.weight, args, dtype=torch.bfloat16)
+        sent["model.layers.1.mlp.gate_proj.weight"], quantized(linear.weight, args, dtype=torch.bfloat16)
     )
     assert torch.equal(sent["model.norm.weight"], model.model.norm.weight.bfloat16())
     with torch.no_grad():

@@ -12,16 +12,17 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from qrl.formats.fakequant import rounding
+from qrl.formats.fakequant.rounding import Folded
 
 if TYPE_CHECKING:
     import torch
     from compressed_tensors.quantization import QuantizationArgs
     from torch import Tensor
 
-Folded = tuple[list["Tensor"], "Tensor"]  # as `rounding.folded` returns it
 _proven: dict[tuple, bool] = {}  # (format, dtypes, shapes, device) → whether the kernel's result equals the eager one
 
 
@@ -30,9 +31,8 @@ def folded(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: to
     groups = [[weight.detach() for weight in weights] for weights in groups]
     with _without_autocast(groups[0][0]):
         fit = [weights for weights in groups if all(map(_fits, weights)) and _is_proven(weights, args, dtype)]
-        by_kernel = (
-            {id(weights): result for weights, result in zip(fit, _fused(fit, args, dtype), strict=True)} if fit else {}
-        )
+        results = _fused(fit, args, dtype) if fit else []
+        by_kernel = {id(weights): result for weights, result in zip(fit, results, strict=True)}
         return [by_kernel.get(id(weights)) or rounding.folded(weights, args, dtype) for weights in groups]
 
 
@@ -42,9 +42,7 @@ def activations(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | N
     if inputs.is_cuda and inputs.is_contiguous() and inputs.numel():
         from qrl.formats.fakequant import kernel
 
-        def fused() -> Tensor:
-            return kernel.activations(inputs, args, dtype, global_scale)
-
+        fused = functools.partial(kernel.activations, inputs, args, dtype, global_scale)
         key = ("activations", _name(args), inputs.shape[-1], inputs.dtype, dtype, inputs.device)
         if _equals_eager(key, fused, lambda: rounding.activations(inputs.to(dtype), args, global_scale)):
             return fused()
@@ -61,9 +59,7 @@ def _fused(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: to
     largest = _largest(groups)
     scales = _global_scales(largest, owners) if args.strategy == "tensor_group" else None
     rounded = iter(kernel.folded([weight for weights in groups for weight in weights], args, dtype, scales, owners))
-    return [
-        ([next(rounded) for _ in range(size)], part) for size, part in zip(sizes, largest.split(sizes), strict=True)
-    ]
+    return [(list(islice(rounded, size)), part) for size, part in zip(sizes, largest.split(sizes), strict=True)]
 
 
 def _fits(weight: Tensor) -> bool:

@@ -34,11 +34,8 @@ def covered(model: PreTrainedModel, name: str) -> dict[str, nn.Linear]:
     linears = {}
     for path, module in model.named_modules():
         owner = type(model.get_submodule(path.rpartition(".")[0])).__name__
-        if (
-            isinstance(module, nn.Linear)
-            and module is not head
-            and (not attention_only or "attention" in owner.lower())
-        ):
+        in_scope = not attention_only or "attention" in owner.lower()
+        if isinstance(module, nn.Linear) and module is not head and in_scope:
             linears[path] = module
     if not linears:
         raise BadInput(f"The model has no linear layer that {name} covers: expected a transformer language model.")
@@ -66,24 +63,19 @@ def check_architecture(model: PreTrainedModel, *, transposed: bool = False) -> N
     from transformers.pytorch_utils import Conv1D
 
     kind = model.config.model_type
-    if any(getattr(model.config, key, None) for key in _EXPERTS):
-        raise BadInput(
-            f"{kind} is a mixture of experts, which neither training nor storing in few bits supports here: use a "
-            "dense model."
-        )
     classes = {type(module).__name__.lower() for module in model.modules()}
-    if any("mamba" in name or "ssm" in name for name in classes):
-        raise BadInput(
-            f"{kind} has Mamba layers, which neither training nor storing in few bits supports here: use a transformer."
-        )
+    unfit = "has Mamba layers" if any("mamba" in name or "ssm" in name for name in classes) else ""
+    if any(getattr(model.config, key, None) for key in _EXPERTS):
+        unfit = "is a mixture of experts"
+    if unfit:
+        supported = "neither training nor storing in few bits supports here"
+        raise BadInput(f"{kind} {unfit}, which {supported}: use a dense transformer.")
     holders = (nn.Linear, nn.Embedding, *((Conv1D,) if transposed else ()))
     for path, module in model.named_modules():
         matrices = [name for name, weight in module.named_parameters(recurse=False) if weight.ndim > 1]
         if matrices and not isinstance(module, holders):
-            raise BadInput(
-                f"{path}.{matrices[0]} of {kind} is in a {type(module).__name__}, not in a Linear, and would "
-                "silently stay in full precision: use a dense transformer."
-            )
+            place = f"{path}.{matrices[0]} of {kind} is in a {type(module).__name__}, not in a Linear"
+            raise BadInput(f"{place}, and would silently stay in full precision: use a dense transformer.")
 
 
 def needs_calibration(name: str) -> bool:

@@ -11,7 +11,6 @@ Shapes: O output features, I input features, S inputs that share a scale, G = I 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qrl.errors import BadInput
@@ -32,14 +31,7 @@ PRESETS = {
     "mxfp4": "MXFP4A16",  # blocks of 32, scales are powers of two; activations not rounded
 }
 FORMATS = tuple(PRESETS)
-
-
-@dataclass(frozen=True)
-class Scales:
-    """Factors of a matrix's codes: `scale`, or `scale / global_scale` for NVFP4."""
-
-    scale: Tensor  # (O, 1) per channel, (O, G) per group
-    global_scale: Tensor | None  # (1,) float32, the inverse of a tensor's scale, as compressed-tensors stores it
+Folded = tuple[list["Tensor"], "Tensor"]  # Q(W) of M matrices, and each one's largest |w|, (M,)
 
 
 def scheme(name: str) -> QuantizationScheme:
@@ -58,115 +50,67 @@ def scheme(name: str) -> QuantizationScheme:
 
 
 def library():
-    """Return compressed-tensors' module of quantization functions.
-
-    Raises:
-        BadInput: it is not installed.
-    """
+    """Return compressed-tensors' module of quantization functions; raise BadInput where it is not installed."""
     try:
         from compressed_tensors import quantization
     except ImportError:
-        raise BadInput(
-            "Quantization-aware training needs compressed-tensors, which is not installed here: run the step in an "
-            "environment that has it, or set train.qat=none."
-        ) from None
+        lacking = "Quantization-aware training needs compressed-tensors, which is not installed here"
+        raise BadInput(f"{lacking}: run the step in an environment that has it, or set train.qat=none.") from None
     return quantization
 
 
 def check_width(name: str, in_features: int, args: QuantizationArgs) -> None:
     """Raise BadInput, with the linear's name, where groups do not divide its inputs."""
     if args.group_size and in_features % args.group_size:
-        raise BadInput(
-            f"Layer {name} has {in_features} inputs, which groups of {args.group_size} do not divide: choose a format "
-            "with scales per channel (int8, fp8), or one with smaller groups (mxfp4: 32, nvfp4: 16)."
-        )
+        unfit = f"Layer {name} has {in_features} inputs, which groups of {args.group_size} do not divide"
+        advice = "a format with scales per channel (int8, fp8), or one with smaller groups (mxfp4: 32, nvfp4: 16)"
+        raise BadInput(f"{unfit}: choose {advice}.")
 
 
-def scales(weight: Tensor, args: QuantizationArgs, largest: Tensor | None = None) -> Scales:
-    """Return a matrix's scales from its largest |w|.
+def scales(weights: Sequence[Tensor], args: QuantizationArgs) -> tuple[list[Tensor], Tensor | None, Tensor]:
+    """Return the scales of M matrices (O_m, I), any float dtype, and each one's largest |w|.
 
-    Args:
-        weight: (O, I), any float dtype; S divides I.
-        args: of the format's weights; `args.group_size` is S, or None for one scale per channel.
-        largest: (), largest |w| of all matrices that share NVFP4's global scale; default: this one's.
-    """
-    extremes = _extremes(weight, args)
-    return _scales(*extremes, args, _largest(*extremes) if largest is None else largest)
-
-
-def _extremes(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
-    """Return the least and largest weight of each group, (O, G)."""
-    groups = weight.detach().unflatten(-1, (-1, args.group_size or weight.shape[-1]))
-    return groups.amin(-1), groups.amax(-1)
-
-
-def _largest(low: Tensor, high: Tensor) -> Tensor:
-    """Return the largest |w|, (); NaN where there is one."""
-    return (-low.amin()).maximum(high.amax())
-
-
-def _scales(low: Tensor, high: Tensor, args: QuantizationArgs, largest: Tensor) -> Scales:
-    """Return scales from each group's extremes, (O, G), and the largest |w| that shares NVFP4's global scale, ().
+    Returns:
+        The scale of each, (O_m, 1) per channel or (O_m, G) per group; NVFP4's global scale, (1,) float32, which all
+        share: a code's factor is scale / global_scale; and (M,): NaN or infinite where a matrix holds such a value.
 
     Source: compressed-tensors 0.19, calculate_qparams and generate_gparam, as llm-compressor's min-max observer calls
     them.
     """
+    import torch
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    shared = global_scale(largest) if args.strategy == "tensor_group" else None
-    scale, _ = calculate_qparams(low, high, args, global_scale=shared)
-    return Scales(scale, shared)
+    groups = [weight.detach().unflatten(-1, (-1, args.group_size or weight.shape[-1])) for weight in weights]
+    extremes = [(group.amin(-1), group.amax(-1)) for group in groups]
+    largest = torch.stack([(-low.amin()).maximum(high.amax()) for low, high in extremes])
+    shared = global_scale(largest.amax()) if args.strategy == "tensor_group" else None
+    return [calculate_qparams(low, high, args, global_scale=shared)[0] for low, high in extremes], shared, largest
 
 
-def values(weight: Tensor, args: QuantizationArgs, by: Scales, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the matrix (O, I) that a weight's codes stand for.
+def values(
+    weight: Tensor, args: QuantizationArgs, scale: Tensor, shared: Tensor | None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the matrix (O, I) that a weight's codes stand for, in `dtype`; default: the weight's.
 
-    Args:
-        weight: (O, I), any float dtype.
-        args: of the format's weights.
-        by: the scales.
-        dtype: of the result; default: the weight's. A narrower one rounds the scale first and then the product, as
-            when a checkpoint of these codes is loaded in that dtype. Four-bit floats are always rounded to bfloat16,
-            as compressed-tensors unpacks them.
+    A narrower one rounds the scale first and then the product, as when a checkpoint of these codes is loaded in it.
+    Four-bit floats are always rounded to bfloat16, as compressed-tensors unpacks them.
     """
     import torch
 
     weight, dtype = weight.detach(), dtype or weight.dtype
     if args.type == "float" and args.num_bits == 4:
-        rounded = library().fake_quantize(weight, by.scale, None, args, global_scale=by.global_scale)
+        rounded = library().fake_quantize(weight, scale, None, args, global_scale=shared)
         return rounded.to(torch.bfloat16).to(dtype)
     if dtype == weight.dtype:
-        return library().fake_quantize(weight, by.scale, None, args)
-    codes = library().quantize(weight, by.scale, None, args)
-    return library().dequantize(codes, by.scale.to(dtype), None, args, dtype=dtype)
+        return library().fake_quantize(weight, scale, None, args)
+    codes = library().quantize(weight, scale, None, args)
+    return library().dequantize(codes, scale.to(dtype), None, args, dtype=dtype)
 
 
-def quantized(
-    weight: Tensor, args: QuantizationArgs, largest: Tensor | None = None, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Return Q(W): `values` under the matrix's own `scales`."""
-    return values(weight, args, scales(weight, args, largest), dtype)
-
-
-def folded(
-    weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype | None = None
-) -> tuple[list[Tensor], Tensor]:
-    """Return Q(W) of matrices that share NVFP4's global scale, and each one's largest |w|.
-
-    Args:
-        weights: M matrices (O_m, I).
-        args: of the format's weights.
-        dtype: as for `values`.
-
-    Returns:
-        M matrices (O_m, I), and (M,): NaN or infinite where a matrix holds such a value.
-    """
-    import torch
-
-    extremes = [_extremes(weight, args) for weight in weights]
-    largest = torch.stack([_largest(*pair) for pair in extremes])
-    by = [_scales(*pair, args, largest.amax()) for pair in extremes]
-    return [values(weight, args, own, dtype) for weight, own in zip(weights, by, strict=True)], largest
+def folded(weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype | None = None) -> Folded:
+    """Return Q(W), the `values` of M matrices under their `scales`; `dtype` as for `values`."""
+    own, shared, largest = scales(weights, args)
+    return [values(weight, args, scale, shared, dtype) for weight, scale in zip(weights, own, strict=True)], largest
 
 
 def activations(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | None = None) -> Tensor:
