@@ -78,13 +78,24 @@ def scales(weights: Sequence[Tensor], args: QuantizationArgs) -> tuple[list[Tens
     them.
     """
     import torch
-    from compressed_tensors.quantization.utils import calculate_qparams
 
     groups = [weight.detach().unflatten(-1, (-1, args.group_size or weight.shape[-1])) for weight in weights]
     extremes = [(group.amin(-1), group.amax(-1)) for group in groups]
     largest = torch.stack([(-low.amin()).maximum(high.amax()) for low, high in extremes])
     shared = global_scale(largest.amax()) if args.strategy == "tensor_group" else None
-    return [calculate_qparams(low, high, args, global_scale=shared)[0] for low, high in extremes], shared, largest
+    return [_qparams(low, high, args, shared) for low, high in extremes], shared, largest
+
+
+def _qparams(low: Tensor, high: Tensor, args: QuantizationArgs, shared: Tensor | None = None) -> Tensor:
+    """Return the scales of groups with these extremes, computed on a CPU.
+
+    compressed-tensors 0.17, which vLLM 0.31 pins, divides by a Python number. A GPU then multiplies by its reciprocal,
+    which is off by one unit in the last place from 0.19's division, and so from what is stored.
+    """
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    shared = None if shared is None else shared.cpu()
+    return calculate_qparams(low.cpu(), high.cpu(), args, global_scale=shared)[0].to(low.device)
 
 
 def values(
@@ -126,7 +137,10 @@ def activations(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | N
     from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
     tokens = inputs.detach().reshape(1, -1, inputs.shape[-1])  # the library reads two dimensions as batch and token
-    scale, _ = compute_dynamic_scales_and_zp(tokens, args, None, global_scale=global_scale)
+    if args.strategy == "token":
+        scale = _qparams(tokens.amin(-1, keepdim=True), tokens.amax(-1, keepdim=True), args)
+    else:
+        scale, _ = compute_dynamic_scales_and_zp(tokens, args, None, global_scale=global_scale)
     rounded = library().fake_quantize(tokens, scale, None, args, global_scale=global_scale)
     return rounded.reshape(inputs.shape).to(inputs.dtype)
 
