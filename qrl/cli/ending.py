@@ -10,28 +10,24 @@ import sys
 import click
 
 from qrl import process
+from qrl.cli.commands import cli
 from qrl.errors import BadInput, QrlError
 from qrl.tracking import signals
 
 
-def run(commands: click.Group, arguments: list[str] | None = None) -> None:
-    """Run a command and end the process with its exit code.
-
-    Args:
-        commands: the command line.
-        arguments: default: the process's own.
-    """
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command and end the process with its exit code; expected errors are printed as one sentence."""
     process.settle()
     signals.guard()
     for stream in (sys.stdout, sys.stderr):  # an encoding without − or ± gets an escape, not a traceback
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if arguments is None else arguments
-    command = next((word for word in words if word in commands.commands), "")
+    command = next((word for word in words if word in cli.commands), "")
     try:
         if os.environ.get("MLFLOW_RUN_ID"):
             signals.import_mlflow()
-        commands.main(args=arguments, prog_name="qrl", standalone_mode=False)
+        cli.main(args=arguments, prog_name="qrl", standalone_mode=False)
     except click.exceptions.Exit as ended:
         sys.exit(ended.exit_code)
     except click.exceptions.NoArgsIsHelpError as shown:  # no command at all
@@ -64,14 +60,14 @@ def _explained(error: Exception, command: str) -> QrlError | None:
             f"The package '{error.name}' is not installed for {sys.executable}: run the step as "
             f"`mlflow run . -e {command or 'main'} --env-manager uv`, or activate the environment that a study prints."
         )
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+    if not isinstance(error, OSError):
+        return None
+    if error.errno == errno.ENAMETOOLONG:
         path = str(error.filename)[:40]
         return BadInput(f"'{path}…' is longer than a path may be: give the path of a file or folder that exists.")
-    if isinstance(error, OSError):  # a full or read-only disk, before a run began; inside one, the run explains it
-        from qrl.tracking import store
+    from qrl.tracking import store
 
-        return store.sentence(error)
-    return None
+    return store.sentence(error)  # a full or read-only disk, before a run began; inside one, the run explains it
 
 
 def _close_run(error: BaseException) -> None:

@@ -122,31 +122,6 @@ def check_checkout(step: str) -> None:
         )
 
 
-def run(
-    step: str,
-    choice: str,
-    device: str,
-    options: dict[str, str],
-    check: Callable[[], object],
-    here: Callable[[], object],
-) -> None:
-    """Run a step in this process, or hand it over to the environment that its scheme or engine needs.
-
-    Args:
-        step: entry point.
-        choice: the scheme or the engine.
-        device: the recipe's device.
-        options: every option as typed, to repeat in the other environment.
-        check: raises on bad input; called before an environment is built.
-        here: does the work in this process.
-    """
-    if folder := environment_for(step, choice, device):
-        check()
-        hand_over(folder, step, options)
-    else:
-        here()
-
-
 def hand_over(folder: Path, step: str, parameters: dict[str, str]) -> None:
     """Run this very step in another environment, under the run that it already has, if it has one."""
     from qrl.tracking import signals, store
