@@ -64,11 +64,9 @@ def check_reachable(step: str, folder: Path | None) -> None:
     Raises:
         BadInput: this Python lacks the environment's package.
     """
-    if (
-        folder is None
-        or folder.name not in PACKAGES
-        or projects.env_manager(os.environ.get("MLFLOW_RUN_ID")) != "local"
-    ):
+    if folder is None or folder.name not in PACKAGES:
+        return
+    if projects.env_manager(os.environ.get("MLFLOW_RUN_ID")) != "local":
         return
     package, python = PACKAGES[folder.name], shutil.which("python", path=local_path()) or sys.executable
     program = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
@@ -129,7 +127,7 @@ def hand_over(folder: Path, step: str, parameters: dict[str, str]) -> None:
     check_reachable(step, folder)
     signals.guard()
     store.prepare()
-    launch(folder, step, parameters, run_id=os.environ.pop("MLFLOW_RUN_ID", None), name=step)
+    launch(folder, step, parameters, run_id=os.environ.pop("MLFLOW_RUN_ID", None))
 
 
 def is_relaunched() -> bool:
