@@ -19,6 +19,7 @@ from qrl.cli.standalone import grade_command, plan_command
 from qrl.errors import BadInput
 
 ALL = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
+ROWS = "Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster."
 SCHEMES = ", ".join(names.QUANTIZED_SCHEMES)
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
 RENAMED = "was renamed: `sweep` trains several methods and ranks them, `compare --rank` ranks cells already evaluated."
@@ -153,11 +154,7 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 
 
 @cli.command("compare", cls=RecipeCommand, sections=("compare",))
-@option(
-    "--questions",
-    metavar="FILE",
-    help="Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster.",
-)
+@option("--questions", metavar="FILE", help=ROWS)
 @option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"full": 68, …}, "grpo": {…}}')
 @option("--cells", metavar="RUN,…", help="Evaluation runs of cells, under one training seed or several.")
 @option("--rank", **SWITCH, help="Rank cells by accuracy, against base and grpo in full precision.")

@@ -28,24 +28,28 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("MLFLOW_RUN_ID"):
             signals.import_mlflow()
         cli.main(args=arguments, prog_name="qrl", standalone_mode=False)
-    except click.exceptions.Exit as ended:
-        sys.exit(ended.exit_code)
+        return
+    except click.exceptions.Exit as shown:
+        sys.exit(shown.exit_code)
     except click.exceptions.NoArgsIsHelpError as shown:  # no command at all
         click.echo(shown.format_message(), err=True)
         sys.exit(2)
     except (KeyboardInterrupt, click.Abort) as error:  # a signal before any step began; Abort is click's name for it
         causes = (error, error.__cause__, error.__context__)
-        stopped = next((cause for cause in causes if isinstance(cause, KeyboardInterrupt)), KeyboardInterrupt())
-        _close_run(stopped)
-        sys.exit(signals.exit_code(stopped))
+        ended = next((cause for cause in causes if isinstance(cause, KeyboardInterrupt)), KeyboardInterrupt())
+        code = signals.exit_code(ended)
     except Exception as error:
-        failure = _explained(error, command)
-        if failure is None:
+        ended = _explained(error, command)
+        if ended is None:
             raise
-        if not failure.printed:
-            click.echo(f"qrl: {failure}", err=True)
-        _close_run(failure)
-        sys.exit(failure.exit_code)
+        if not ended.printed:
+            click.echo(f"qrl: {ended}", err=True)
+        code = ended.exit_code
+    if os.environ.get("MLFLOW_RUN_ID"):  # end that run with the reason: MLflow turns every failure into exit code 1
+        from qrl.tracking import runs
+
+        runs.close_opened(ended)
+    sys.exit(code)
 
 
 def _explained(error: Exception, command: str) -> QrlError | None:
@@ -68,11 +72,3 @@ def _explained(error: Exception, command: str) -> QrlError | None:
     from qrl.tracking import store
 
     return store.sentence(error)  # a full or read-only disk, before a run began; inside one, the run explains it
-
-
-def _close_run(error: BaseException) -> None:
-    """End the run that `mlflow run` opened with the reason: MLflow itself turns every failure into exit code 1."""
-    if os.environ.get("MLFLOW_RUN_ID"):
-        from qrl.tracking import runs
-
-        runs.close_opened(error)

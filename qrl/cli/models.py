@@ -10,6 +10,13 @@ from click import option
 from qrl.cli.options import SWITCH, Finite, RecipeCommand, Typed, listed
 from qrl.errors import BadInput
 
+POSITIVE = Finite(0, min_open=True)
+# What `serve --help` says of the options for vLLM.
+KEY = "Key that clients must send (vLLM). Prefer the variable QRL_API_KEY: MLflow logs what -P passes."
+MEMORY = "Share of the GPU's memory for vLLM. [default: vLLM's own; 0.45 with --follow]"
+FOLLOW = "With vLLM: check every so often whether the stage moved, and switch without losing a request. [alone: 5]"
+DRAIN = "With --follow: how long a replaced version may finish its requests. [default: 300]"
+
 
 @click.command("promote", cls=RecipeCommand, sections=("promote",))
 @option("--stage", required=True, metavar="base|grpo|awq", help="Stage to promote to; several by comma, in order.")
@@ -34,35 +41,10 @@ def promote_command(settings, stage: str, cell: str | None, rollback: bool | Non
 @option("--host", default="127.0.0.1", help="Address to listen on.")
 @option("--port", default=8000, type=click.IntRange(1, 65535), help="Port to listen on.")
 @option("--engine", default="auto", metavar="auto|transformers|vllm", help="auto: vllm on a GPU")
-@option(
-    "--api-key",
-    envvar="QRL_API_KEY",
-    metavar="KEY",
-    help="Key that clients must send (vLLM). Prefer the variable QRL_API_KEY: MLflow logs what -P passes.",
-)
-@option(
-    "--gpu-memory-utilization",
-    "memory",
-    type=Finite(0, 1, min_open=True),
-    metavar="SHARE",
-    help="Share of the GPU's memory for vLLM. [default: vLLM's own; 0.45 with --follow]",
-)
-@option(
-    "--follow",
-    "follow_s",
-    is_flag=False,
-    flag_value=5.0,
-    type=Finite(0, min_open=True),
-    metavar="[SECONDS]",
-    help="With vLLM: check every so often whether the stage moved, and switch without losing a request. [alone: 5]",
-)
-@option(
-    "--drain",
-    "drain_s",
-    type=Finite(0),
-    metavar="SECONDS",
-    help="With --follow: how long a replaced version may finish its requests. [default: 300]",
-)
+@option("--api-key", envvar="QRL_API_KEY", metavar="KEY", help=KEY)
+@option("--gpu-memory-utilization", "memory", type=Finite(0, 1, min_open=True), metavar="SHARE", help=MEMORY)
+@option("--follow", "follow_s", type=POSITIVE, is_flag=False, flag_value=5.0, metavar="[SECONDS]", help=FOLLOW)
+@option("--drain", "drain_s", type=Finite(0), metavar="SECONDS", help=DRAIN)
 @click.pass_obj
 def serve_command(typed: Typed, settings, **options) -> None:
     """Serve a registered stage with an OpenAI-compatible API. Its gate and its digest are checked first."""

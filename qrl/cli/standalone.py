@@ -19,16 +19,10 @@ from qrl.errors import BadInput
 @option("--power", default=0.8, metavar="P", help="Wanted chance to show a true effect.")
 @option("--n", type=int, metavar="N", help="Number of questions that you have: show what they can detect.")
 @option("--effect", type=float, metavar="E", help="A gain, or a change in gain: show how many questions detect it.")
-@option(
-    "--seeds", type=int, metavar="S", help="Training runs. [default: 1; with --between-seed-sd, several to choose from]"
-)
+@option("--seeds", type=int, metavar="S", help="Training runs. [default: 1; several with --between-seed-sd]")
 @option("--between-seed-sd", type=float, metavar="SD", help="Standard deviation of gain survival between seeds.")
 @option("--between-seed-sd-gain", type=float, metavar="SD", help="The same of the gain. [default: as above]")
-@option(
-    "--own-questions",
-    **SWITCH,
-    help="Every seed draws its own questions, as the task arithmetic does; otherwise all seeds share them.",
-)
+@option("--own-questions", **SWITCH, help="Seeds draw their own questions, as in the task arithmetic, and share none.")
 @option("--pilot", metavar="FILE", help="questions.parquet of an earlier study, to estimate the numbers above.")
 @option("--scheme", metavar="SCHEME", help="Scheme of the pilot. [default: the one that loses most of the gain]")
 @option("--out", metavar="DIR", help="Write table.md, table.json and a figure there.")

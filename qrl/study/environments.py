@@ -55,20 +55,15 @@ def environment_for(step: str, choice: str, device: str = "auto") -> Path | None
 
 
 def check_reachable(step: str, folder: Path | None) -> None:
-    """Check that a step's environment will be built: without `mlflow run --env-manager`, all steps share one Python.
-
-    Args:
-        step: entry point that the user started.
-        folder: from `environment_for`.
+    """Check that the environment in `folder` will be built, for a command that began as the entry point `step`.
 
     Raises:
-        BadInput: this Python lacks the environment's package.
+        BadInput: this Python, which all steps share without `--env-manager`, lacks the environment's package.
     """
-    if folder is None or folder.name not in PACKAGES:
+    package = PACKAGES.get(folder.name) if folder else None
+    if package is None or projects.env_manager(os.environ.get("MLFLOW_RUN_ID")) != "local":
         return
-    if projects.env_manager(os.environ.get("MLFLOW_RUN_ID")) != "local":
-        return
-    package, python = PACKAGES[folder.name], shutil.which("python", path=local_path()) or sys.executable
+    python = shutil.which("python", path=local_path()) or sys.executable
     program = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
     if subprocess.run([python, "-c", program], env=os.environ | {PLACE: folder.name}, check=False).returncode:
         raise BadInput(
@@ -81,12 +76,8 @@ def check_reachable(step: str, folder: Path | None) -> None:
 def check_environments(step: str, recipe: Recipe, walk: Callable[[Launcher], object]) -> None:
     """Check, before a study begins, that every environment its unfinished steps need can be built.
 
-    Finished steps need none. The store is searched for them only where an environment is missing.
-
-    Args:
-        step: entry point that the user started.
-        recipe: settings that decide where steps run.
-        walk: obtains the study's results from the launcher it is given, here a `DryRun`.
+    Finished steps need none. The store is searched for them only where an environment is missing: `walk` obtains the
+    study's results from the launcher it is given, here a `DryRun`.
 
     Raises:
         BadInput: an environment is missing, as in `check_reachable`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 import os
@@ -56,12 +55,6 @@ class Launcher:
         self.results: list[tuple[str, Result]] = []  # linked in the study's description
         self.seconds = 0.0  # in launched steps; the rest of the study's time is overhead
         self._numbers = itertools.count(1)
-
-    def with_overrides(self, overrides: dict[str, str]) -> Launcher:
-        """Return this launcher with other settings for its steps; it shares the count of steps and the results."""
-        other = copy.copy(self)
-        other.overrides = overrides
-        return other
 
     def obtain(self, step: Step, failed: Failed | None = None) -> dict[str, Result]:
         """Return results by label; one launch of the step makes all that are missing.

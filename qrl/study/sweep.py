@@ -7,6 +7,7 @@ for a teacher. Each step is launched below the sweep's run and reused by its key
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -165,7 +166,8 @@ class _Seed:
         self.outcome.schemes[label(arm)] = scheme
 
     def _train(self, steps: StudySteps, arm: Recipe, teacher: Model | None) -> Model:
-        trained = steps.train(teacher[1] if teacher else self.base, teacher[1] if teacher else None)
+        digest = teacher[1] if teacher else None
+        trained = steps.train(digest or self.base, digest)
         self.outcome.trained.setdefault(label(arm), {})[self.seed] = steps.trained.run_id
         return trained
 
@@ -174,7 +176,9 @@ class _Seed:
         changed = {"recipe": name, **self.overrides, "seed": str(self.seed), **(more or {})}
         if more:
             arm = recipes.load(name, {key: text for key, text in changed.items() if key != "recipe"})
-        return StudySteps(arm, self.launcher.with_overrides(changed), self.device)
+        launcher = copy.copy(self.launcher)  # they share the count of steps and the results
+        launcher.overrides = changed
+        return StudySteps(arm, launcher, self.device)
 
     def _failed(self, labels: list[str], error: QrlError) -> None:
         self.outcome.failed.append(f"{', '.join(labels)}, seed {self.seed}: {error}")
