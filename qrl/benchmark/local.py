@@ -33,13 +33,7 @@ class Transformers:
         del self._model
 
     def ask(self, prompts: Prompts, *, new_tokens: int, fixed: bool) -> BatchResult:
-        """Generate greedy answers to a batch.
-
-        Args:
-            prompts: B lists of token ids.
-            new_tokens: length limit of an answer; the length of every answer, if fixed.
-            fixed: ignore end tokens.
-        """
+        """Generate greedy answers of at most `new_tokens`; if fixed, of exactly so many, past end tokens."""
         import torch
         from transformers import GenerationConfig
 
