@@ -133,7 +133,7 @@ def _result(run: Run, *, reused: bool) -> Result:
     return Result(run.info.run_id, reuse.outputs(run), reused)
 
 
-def launch(folder: Path, step: str, parameters: dict[str, str], *, run_id: str | None = None, parent: str = "") -> str:
+def launch(folder: Path, step: str, parameters: dict[str, str], *, run_id: str | None = None, parent: str = "") -> None:
     """Run an entry point as MLflow does, with the environment manager that this process was started with, and wait.
 
     Args:
@@ -142,9 +142,6 @@ def launch(folder: Path, step: str, parameters: dict[str, str], *, run_id: str |
         parameters: as `-P` takes them.
         run_id: the run to work under; None starts one below `parent`, named like the step.
         parent: id of the study's run.
-
-    Returns:
-        The run's id.
 
     Raises:
         BadInput: the folder has no MLproject file.
@@ -166,15 +163,13 @@ def launch(folder: Path, step: str, parameters: dict[str, str], *, run_id: str |
         with variables(folder):
             mlflow.projects.run(str(folder), **how)
     except KeyboardInterrupt as stopped:
-        if projects.mark_stopped(run_id, stopped) and not parent:
-            return run_id  # a server that was stopped has done its work, handed over or not
-        raise
+        if not projects.mark_stopped(run_id, stopped) or parent:
+            raise  # otherwise a server was stopped, and has done its work, handed over or not
     except ExecutionException as error:
         reason, exit_code = projects.failure(run_id)
         failure = ERRORS.get(exit_code, QrlError)(reason or f"Step {step} failed ({error}); see its output above.")
         failure.printed = bool(reason)
         raise failure from None
-    return run_id
 
 
 def local_path() -> str:

@@ -62,18 +62,13 @@ class StudySteps:
         self.recipe, self.launcher, self.device = recipe, launcher, device
 
     def cells(self, base: str, teacher: str | None) -> tuple[Models, dict[str, Result]]:
-        """Return the study's models and their evaluations, by `variant:scheme`; arguments as in `train`."""
+        """Return the study's models and their evaluations, by `variant:scheme`; `base` and `teacher` are digests."""
         trained = self.train(base, teacher)
         models = self.quantize({names.BASE: (self.recipe.model, base), self.recipe.train.variant: trained})
         return models, self.evaluate(models)
 
     def train(self, base: str, teacher: str | None) -> Model:
-        """Return the trained model, merged if it was trained as an adapter.
-
-        Args:
-            base: digest of the model that training starts from.
-            teacher: digest of the teacher in a distillation.
-        """
+        """Return the trained model, merged if it was trained as an adapter; `base` and `teacher` are digests."""
         settings = self.recipe.train
         method = "distillation" if settings.teacher else "GRPO"
         method += "" if settings.qat == "none" else f" in {settings.qat}"

@@ -87,13 +87,7 @@ def label(recipe: Recipe) -> str:
 def study(first: str, others: tuple[str, ...], seeds: tuple[int, ...], overrides: dict[str, str]) -> None:
     """Run every method under every seed, and print and log the table that ranks them.
 
-    A method that fails is reported in the table, and the others continue.
-
-    Args:
-        first: recipe of GRPO in full precision.
-        others: recipes of the other methods.
-        seeds: of training and questions.
-        overrides: as typed, for every method.
+    A method that fails is reported in the table, and the others continue. Arguments as in `load`.
     """
     from qrl.study import report
     from qrl.tracking import runs, store
