@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
-SCALES = (
-    "activation_scales.json"  # of a model trained with quantized activations: a linear's name → scale of its inputs
-)
+SCALES = "activation_scales.json"  # of a model with quantized activations: a linear's name → scale of its inputs
 # The digest covers everything that decides what a model writes: weights, configuration, and how text becomes tokens and
 # back. A model card, MLflow's MLmodel and a trainer's leftovers decide nothing.
 CONFIG_FILES = ("config.json", "generation_config.json", INDEX, SCALES)
@@ -46,7 +44,6 @@ class Checkpoint:
     digest: str  # sha256, as `digest` computes it
     bytes: int  # size of the weight files
     dtype: str  # of most floating-point weights, such as "bfloat16"
-    shards: tuple[str, ...]  # names of the weight files
     quantization: str | None  # "bitsandbytes", "awq", "compressed-tensors", …; None: full precision
 
 
@@ -71,15 +68,9 @@ def check(path: Path | str, *, need_tokenizer: bool = True, need_chat_template: 
     architecture.check(folder / "config.json", settings, tensors_)
     if need_tokenizer:
         _check_tokenizer(folder, need_chat_template)
-    files = tuple(shards(folder))
-    return Checkpoint(
-        path=folder,
-        digest=digest(folder),
-        bytes=sum((folder / name).stat().st_size for name in files),
-        dtype=main_dtype(tensors_),
-        shards=files,
-        quantization=(settings.get("quantization_config") or {}).get("quant_method"),
-    )
+    size = sum((folder / name).stat().st_size for name in shards(folder))
+    method = (settings.get("quantization_config") or {}).get("quant_method")
+    return Checkpoint(folder, digest(folder), size, main_dtype(tensors_), method)
 
 
 def digest(path: Path | str) -> str:
@@ -94,9 +85,8 @@ def digest(path: Path | str) -> str:
     Raises:
         BadInput: a file cannot be read.
     """
-    folder = Path(path)
+    folder, manifest = Path(path), ""
     names = {*shards(folder), *(name for name in (*CONFIG_FILES, *TOKENIZER_FILES) if (folder / name).is_file())}
-    manifest = ""
     for name in sorted(names):
         try:
             with open(folder / name, "rb") as file:
@@ -179,28 +169,23 @@ def tensors(path: Path | str, wanted: Sequence[str] | None = None) -> Iterator[t
 def _refuse_code(folder: Path) -> None:
     for file in sorted(folder.rglob("*")):
         if file.suffix.lower() in _UNSAFE and file.is_file():
-            raise BadInput(
-                f"{file} is {_UNSAFE[file.suffix.lower()]}, which could run code when loaded: delete it or move it "
-                "out of the folder, since only safetensors are read."
-            )
+            risk = f"{file} is {_UNSAFE[file.suffix.lower()]}, which could run code when loaded"
+            raise BadInput(f"{risk}: delete it or move it out of the folder, since only safetensors are read.")
     for name in ("config.json", "tokenizer_config.json"):
         if (folder / name).is_file() and "auto_map" in _json(folder / name):
-            raise BadInput(
-                f"{folder / name} refers to the checkpoint's own code (auto_map), which is never run: expected an "
-                "architecture that transformers itself knows."
-            )
+            risk = f"{folder / name} refers to the checkpoint's own code (auto_map), which is never run"
+            raise BadInput(f"{risk}: expected an architecture that transformers itself knows.")
 
 
 def _check_tokenizer(folder: Path, need_chat_template: bool) -> None:
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise BadInput(f"{folder} has no tokenizer: expected {TOKENIZERS[0]} beside the weights.")
-    settings = _json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    file = folder / "tokenizer_config.json"
+    settings = _json(file) if file.is_file() else {}
     templated = settings.get("chat_template") or any((folder / name).is_file() for name in CHAT_TEMPLATES)
     if need_chat_template and not templated:
-        raise BadInput(
-            f"{folder} has a tokenizer without a chat template: expected chat_template.jinja, or chat_template in "
-            "tokenizer_config.json, as an instruction-tuned model has."
-        )
+        places = f"{CHAT_TEMPLATES[0]}, or chat_template in {file.name}, as an instruction-tuned model has"
+        raise BadInput(f"{folder} has a tokenizer without a chat template: expected {places}.")
 
 
 def main_dtype(by_name: dict[str, Entry]) -> str:

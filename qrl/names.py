@@ -45,12 +45,8 @@ TAG_EXIT_CODE = "qrl.exit_code"
 TAG_PID = "qrl.pid"  # host:pid:start of the run's process, to recognize a run whose process is dead
 TAG_SERVING = "qrl.serving"  # the version that a following server serves now, `qrl-tiny@3`
 TAG_REFUSED = "qrl.follow.refused"  # why a following server did not switch to a version
+TAG_WATCH = "qrl.watch."  # and a watcher's name: its warning in a training run
 TAG_STOPPED = "qrl.stopped"  # the watcher that ended a training early, and the step
-
-
-def watch_tag(watcher: str) -> str:
-    """Return the tag that keeps a watcher's warning in a training run."""
-    return f"qrl.watch.{watcher}"
 
 
 def gate_tag(stage: str) -> str:
@@ -76,10 +72,6 @@ GRADER_TIMEOUTS = "eval/grader_timeouts"  # answers on which the grader ran out 
 GRADER_ERRORS = "eval/grader_errors"
 GRADER_FAULT_RATE = "eval/grader_fault_rate"  # both, over n
 TOKENS_PER_S = "eval/tokens_per_s"
-SERVE_TOKENS_PER_S = "serve/tokens_per_s"
-SERVE_LATENCY_P50 = "serve/latency_p50_s"
-SERVE_LATENCY_P95 = "serve/latency_p95_s"
-SERVE_FIRST_TOKEN = "serve/first_token_s"
 SERVE_READY = "serve/ready_s"  # from the command's start to the first answer; serve/load_s, verify_s, added_s are parts
 SERVE_VERSION, SERVE_REFUSED = "serve/version", "serve/refused_version"  # of a server that follows a stage, by switch
 SECONDS = "step/seconds"  # logged only by a step that succeeds

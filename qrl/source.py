@@ -10,6 +10,7 @@ from qrl import tiny
 from qrl.errors import BadInput
 
 SHIPPED = {"qrl-tiny": tiny.PATH}
+EXAMPLE = "Qwen/Qwen2.5-1.5B-Instruct"
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "merges.txt", "vocab.txt", "*.jinja", "*.model"]
 
 
@@ -27,11 +28,19 @@ def locate(model: str) -> Path:
     if Path(model).is_dir():
         return Path(model).resolve()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith((".", "/")):
+        expected = f"{', '.join(SHIPPED)}, a folder that holds a checkpoint, or a hub id such as {EXAMPLE}"
+        raise BadInput(f"There is no model '{model}': expected {expected}.{_absolute(model)}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
         raise BadInput(
-            f"There is no model '{model}': expected {', '.join(SHIPPED)}, a folder that holds a checkpoint, or a hub "
-            f"id such as Qwen/Qwen2.5-1.5B-Instruct.{_absolute(model)}"
-        )
-    return _download(model)
+            f"'{model}' is not a folder, and the hub did not provide it ({reason}): check its spelling, the network, "
+            f"and `hf auth login` for gated models.{_absolute(model)}"
+        ) from None
 
 
 def _absolute(model: str) -> str:
@@ -47,17 +56,3 @@ def _absolute(model: str) -> str:
         return f"{here}: give an absolute path."
     path = Path(os.path.normpath(typed_in / model))
     return f"{here}: give the absolute path, {path}{', which exists' if path.is_dir() else ', if you meant that'}."
-
-
-def _download(model: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise BadInput(
-            f"'{model}' is not a folder, and the hub did not provide it ({reason}): check its spelling, the network, "
-            f"and `hf auth login` for gated models.{_absolute(model)}"
-        ) from None

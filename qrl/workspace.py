@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -63,8 +62,8 @@ def _sweep(folder: Path) -> None:
     import psutil
 
     for lock in folder.glob("*-pid*.lock"):
-        pid = re.search(r"-pid([0-9]+)\.lock$", lock.name)
-        if pid and not psutil.pid_exists(int(pid[1])):
+        pid = lock.stem.rpartition("-pid")[2]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
             lock.unlink(missing_ok=True)
 

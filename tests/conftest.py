@@ -102,7 +102,7 @@ def python_of(tmp_path_factory) -> Callable[[str], str]:
         (asking / "MLproject").write_text(
             f"name: asking\nconda_env: conda.yaml\nentry_points:\n  main:\n    command: {json.dumps(command)}\n"
         )
-        with launch.uv_overrides(project):
+        with launch.variables(project):
             run = [sys.executable, "-m", "mlflow", "run", str(asking), "--env-manager", "uv"]
             done = subprocess.run(
                 run,

@@ -8,8 +8,9 @@ measure throughput.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +21,7 @@ from qrl.recipe import Benchmark
 if TYPE_CHECKING:
     import pandas as pd
 
+Prompts = Sequence[Sequence[int]]  # token ids of each
 WARM_UP_TOKENS = 4  # of one batch a mode before the first round: libraries initialize, caches are allocated
 
 
@@ -67,14 +69,14 @@ class Engine(Protocol):
     name: str  # and version: "transformers 5.17.0"
     weights_bytes: int | None  # in memory, not on disk; None: unknown
 
-    def ask(self, prompts: Sequence[Sequence[int]], *, new_tokens: int, fixed: bool) -> BatchResult: ...
+    def ask(self, prompts: Prompts, *, new_tokens: int, fixed: bool) -> BatchResult: ...
 
     def close(self) -> None: ...
 
 
 def run(
     subjects: Sequence[Subject],
-    prompts: Sequence[Sequence[Sequence[int]]],
+    prompts: Sequence[Prompts],
     open_engine: Callable[[Subject], Engine],
     settings: Benchmark,
     progress: Callable[[int], Any] = lambda n: None,
@@ -101,28 +103,20 @@ def run(
     if available < largest:
         raise BadInput(f"There are {available} prompts, but a batch of {largest} needs more: lower benchmark.batches.")
     with ExitStack() as stack:
-        engines = []
-        for subject in subjects:
-            engines.append(open_engine(subject))
-            stack.callback(engines[-1].close)
+        engines = [stack.enter_context(closing(open_engine(subject))) for subject in subjects]
         for engine, own in zip(engines, prompts, strict=True):
             for batch in settings.batches:
                 engine.ask(own[:batch], new_tokens=WARM_UP_TOKENS, fixed=True)
         rows = []
-        for number in range(settings.rounds):
-            for batch in settings.batches:
-                for place in range(len(subjects)):
-                    i = (place + number) % len(subjects)
-                    rows += [
-                        {"round": number} | row for row in _turns(subjects[i], engines[i], prompts[i], batch, settings)
-                    ]
-                    progress(1)
+        for number, batch, place in product(range(settings.rounds), settings.batches, range(len(subjects))):
+            i = (place + number) % len(subjects)
+            turns = _turns(subjects[i], engines[i], prompts[i], batch, settings)
+            rows += [{"round": number} | row for row in turns]
+            progress(1)
     return pd.DataFrame(rows)
 
 
-def _turns(
-    subject: Subject, engine: Engine, prompts: Sequence[Sequence[int]], batch: int, settings: Benchmark
-) -> list[dict]:
+def _turns(subject: Subject, engine: Engine, prompts: Prompts, batch: int, settings: Benchmark) -> list[dict]:
     """Return the rows of one subject in one mode and round: as many whole batches as `requests` needs."""
     common = {"variant": subject.variant, "scheme": subject.scheme, "engine": engine.name, "batch": batch}
     common |= {"weights_bytes": engine.weights_bytes, "stored_bytes": subject.stored_bytes}

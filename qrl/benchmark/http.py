@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from qrl.benchmark import Subject, summary
@@ -26,6 +27,9 @@ serve.add_cli_args(parser)
 for options in json.load(sys.stdin):
     serve.main(parser.parse_args(options))
 """
+
+# A result's keys in the order of `summary.ESTIMATES`, and how many of their units make one of ours.
+_UNITS = {"output_throughput": 1, "p50_e2el_ms": 1000, "p95_e2el_ms": 1000, "p50_ttft_ms": 1000}
 
 
 def run(
@@ -57,13 +61,17 @@ def run(
         folder = Path(name)
         file = folder / "prompts.jsonl"
         file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
-        plan = {folder / "warm-up.json": {"clients": max(settings.batches)}} | {
-            folder / f"{number}-{clients}.json": {"round": number, "clients": clients}
-            for number in range(settings.rounds)
-            for clients in settings.batches
-        }
+        plan = {folder / "warm-up.json": {"clients": max(settings.batches)}}
+        for number, clients in product(range(settings.rounds), settings.batches):
+            plan[folder / f"{number}-{clients}.json"] = {"round": number, "clients": clients}
         commands = [options(url, model, file, tokenizer, run["clients"], settings, path) for path, run in plan.items()]
-        _bench(commands, list(plan), url, {"OPENAI_API_KEY": api_key} if api_key else {})
+        words, key = [sys.executable, "-c", _PROGRAM], {"OPENAI_API_KEY": api_key} if api_key else {}
+        how = {"input": json.dumps(commands), "env": os.environ | key, "capture_output": True, "text": True}
+        done = subprocess.run(words, **how, check=False)
+        if done.returncode or not all(path.is_file() for path in plan):
+            last = "\n".join(f"  {line}" for line in (done.stdout + done.stderr).splitlines()[-8:])
+            failed = f"`vllm bench serve` failed against {url} (exit code {done.returncode})"
+            raise QrlError(f"{failed}. Its last lines:\n{last}")
         return [run | json.loads(path.read_text()) for path, run in plan.items() if "round" in run]
 
 
@@ -82,16 +90,6 @@ def options(
     return [word for key, value in values.items() for word in (f"--{key}", str(value))] + flags
 
 
-def _bench(commands: list[list[str]], results: list[Path], url: str, environment: dict[str, str]) -> None:
-    words, variables = [sys.executable, "-c", _PROGRAM], os.environ | environment
-    done = subprocess.run(words, input=json.dumps(commands), env=variables, capture_output=True, text=True, check=False)
-    if done.returncode or not all(path.is_file() for path in results):
-        last = "\n".join(f"  {line}" for line in (done.stdout + done.stderr).splitlines()[-8:])
-        raise QrlError(
-            f"`vllm bench serve` failed against {url} (exit code {done.returncode}). Its last lines:\n{last}"
-        )
-
-
 def lines(results: Sequence[dict], subject: Subject, engine: str) -> list[summary.Line]:
     """Return a line per number of clients, over the rounds of `run`.
 
@@ -102,25 +100,11 @@ def lines(results: Sequence[dict], subject: Subject, engine: str) -> list[summar
     if failed or not all(result["completed"] for result in results):
         total = sum(result["num_prompts"] for result in results)
         raise QrlError(f"The server failed {failed} of {total} requests, so its speed does not count: see its log.")
-    return [
-        _line([result for result in results if result["clients"] == clients], subject, engine)
-        for clients in sorted({result["clients"] for result in results})
-    ]
-
-
-def _line(rounds: Sequence[dict], subject: Subject, engine: str) -> summary.Line:
-    def estimate(key: str, per: float = 1000) -> summary.Estimate:
-        return summary.over_rounds([result[key] / per for result in rounds])
-
-    return summary.Line(
-        variant=subject.variant,
-        scheme=subject.scheme,
-        engine=engine,
-        batch=rounds[0]["clients"],
-        requests=sum(result["completed"] for result in rounds),
-        tokens_per_s=estimate("output_throughput", per=1),
-        latency_p50_s=estimate("p50_e2el_ms"),
-        latency_p95_s=estimate("p95_e2el_ms"),
-        first_token_s=estimate("p50_ttft_ms"),
-        stored_bytes=subject.stored_bytes,
-    )
+    by_line = []
+    for clients in sorted({result["clients"] for result in results}):
+        rounds = [result for result in results if result["clients"] == clients]
+        requests = sum(result["completed"] for result in rounds)
+        estimates = [summary.over_rounds([result[key] / per for result in rounds]) for key, per in _UNITS.items()]
+        cell = (subject.variant, subject.scheme, engine)
+        by_line.append(summary.Line(*cell, clients, requests, *estimates, subject.stored_bytes))
+    return by_line

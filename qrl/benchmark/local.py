@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qrl.benchmark import BatchResult, Request
+from qrl.benchmark import BatchResult, Prompts, Request
 from qrl.engine import device as devices
 from qrl.engine import hf, vllm
 
@@ -25,20 +24,16 @@ class Transformers:
         self.name = f"{hf.NAME} {transformers.__version__}"
         self._device = device
         self._model, self._tokens = hf.load(path, device, devices.compute_dtype(dtype, device))
-        self.weights_bytes = weights_bytes(self._model)
+        tensors = (*self._model.parameters(), *self._model.buffers())
+        storages = (tensor.untyped_storage() for tensor in tensors)  # a tied tensor counts once
+        self.weights_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def close(self) -> None:
         """Free the model."""
         del self._model
 
-    def ask(self, prompts: Sequence[Sequence[int]], *, new_tokens: int, fixed: bool) -> BatchResult:
-        """Generate greedy answers to a batch.
-
-        Args:
-            prompts: B lists of token ids.
-            new_tokens: length limit of an answer; the length of every answer, if fixed.
-            fixed: ignore end tokens.
-        """
+    def ask(self, prompts: Prompts, *, new_tokens: int, fixed: bool) -> BatchResult:
+        """Generate greedy answers of at most `new_tokens`; if fixed, of exactly so many, past end tokens."""
         import torch
         from transformers import GenerationConfig
 
@@ -63,7 +58,9 @@ class Transformers:
         for ids, prompt in zip(written, prompts, strict=True):
             last = next((place for place, token in enumerate(ids) if token in stops), len(ids) - 1)
             requests.append(Request(len(prompt), last + 1, times[0] - began, times[last] - began))
-        return BatchResult(tuple(requests), times[-1] - began, cache_bytes(output.past_key_values))
+        cache = [tensor for layer in output.past_key_values.layers for tensor in (layer.keys, layer.values)]
+        cached = sum(tensor.nbytes for tensor in cache if tensor is not None)
+        return BatchResult(tuple(requests), times[-1] - began, cached)
 
     def _now(self) -> float:
         import torch
@@ -85,7 +82,7 @@ class Vllm:
         self.weights_bytes = self._loaded.weights_bytes
         self._token_bytes = token_bytes(AutoConfig.from_pretrained(path), self._loaded.dtype)
 
-    def ask(self, prompts: Sequence[Sequence[int]], *, new_tokens: int, fixed: bool) -> BatchResult:
+    def ask(self, prompts: Prompts, *, new_tokens: int, fixed: bool) -> BatchResult:
         """Generate as `Transformers.ask`; the cache's size is that of these requests, not of vLLM's reservation."""
         began = time.perf_counter()
         answers = self._loaded.ask(prompts, new_tokens=new_tokens, fixed=fixed)
@@ -109,14 +106,3 @@ def token_bytes(config: PretrainedConfig, dtype: str) -> int:
 
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * config.num_key_value_heads * width * getattr(torch, dtype).itemsize
-
-
-def weights_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of a model's parameters and buffers in memory; a tied tensor counts once."""
-    storages = (tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers()))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def cache_bytes(cache: object) -> int:
-    """Return the bytes of a cache's keys and values in all layers."""
-    return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None)

@@ -14,6 +14,7 @@ from qrl.stats.text import table
 if TYPE_CHECKING:
     import pandas as pd
 
+ESTIMATES = ("tokens_per_s", "latency_p50_s", "latency_p95_s", "first_token_s")
 SIZES = ("stored_bytes", "weights_bytes", "cache_bytes")
 
 
@@ -102,14 +103,10 @@ def metrics(lines: Sequence[Line]) -> dict[tuple[str, str], dict[int, dict[str, 
     """Return cell → batch → metric name → value; each estimate with its bounds."""
     cells: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     for line in lines:
-        estimates = {
-            names.SERVE_TOKENS_PER_S: line.tokens_per_s,
-            names.SERVE_LATENCY_P50: line.latency_p50_s,
-            names.SERVE_LATENCY_P95: line.latency_p95_s,
-            names.SERVE_FIRST_TOKEN: line.first_token_s,
-        }
-        values = {key: value.estimate for key, value in estimates.items()}
-        values |= {f"{key}_{end}": getattr(value, end) for key, value in estimates.items() for end in ("low", "high")}
+        values = {}
+        for key in ESTIMATES:
+            value = getattr(line, key)
+            values |= {f"serve/{key}": value.estimate, f"serve/{key}_low": value.low, f"serve/{key}_high": value.high}
         sizes = {key.replace("cache", "kv_cache"): getattr(line, key) for key in SIZES}
         values |= {f"serve/{key}": size for key, size in sizes.items() if size is not None}
         cells.setdefault((line.variant, line.scheme), {})[line.batch] = values
@@ -134,10 +131,8 @@ def _line(rows: pd.DataFrame, first: pd.DataFrame | None) -> Line:
 
 def _speeds(rows: pd.DataFrame) -> list[float]:
     """Return each round's tokens per second: all new tokens over the wall time of all turns."""
-    return [
-        part["new_tokens"].sum() / part.drop_duplicates("turn")["turn_s"].sum()
-        for _, part in rows.groupby("round", sort=True)
-    ]
+    rounds = [part for _, part in rows.groupby("round", sort=True)]
+    return [part["new_tokens"].sum() / part.drop_duplicates("turn")["turn_s"].sum() for part in rounds]
 
 
 def _text(value: Estimate, digits: int) -> str:

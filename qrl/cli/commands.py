@@ -6,20 +6,22 @@ before a command runs, so that `--help` answers at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import click
+from click import option
 
 import qrl
 from qrl import names
-from qrl.cli import ending
-from qrl.cli.options import SWITCH, Finite, RecipeCommand, Typed, listed
+from qrl.cli.models import benchmark_command, promote_command, serve_command
+from qrl.cli.options import SWITCH, RecipeCommand, Typed, listed
 from qrl.cli.standalone import grade_command, plan_command
 from qrl.errors import BadInput
 
 ALL = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
+ROWS = "Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster."
 SCHEMES = ", ".join(names.QUANTIZED_SCHEMES)
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
 RENAMED = "was renamed: `sweep` trains several methods and ranks them, `compare --rank` ranks cells already evaluated."
 
 
@@ -37,7 +39,7 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(cls=Commands, context_settings=SETTINGS)
 @click.version_option(qrl.__version__, prog_name="qrl")
 def cli() -> None:
     """Does RL post-training change how cleanly a model quantizes?
@@ -50,12 +52,7 @@ def cli() -> None:
     """
 
 
-def step(name: str, *sections: str, auto: str = "tiny", checkout: bool = False) -> Callable:
-    """Return the decorator of a command that reads a recipe and shows the options of these sections."""
-    return cli.command(name, cls=RecipeCommand, sections=sections, auto=auto, checkout=checkout)
-
-
-@step("study", *ALL, checkout=True)
+@cli.command("study", cls=RecipeCommand, sections=ALL, checkout=True)
 @click.pass_obj
 def study_command(typed: Typed, settings) -> None:
     """Run the whole study and print the verdict.
@@ -67,9 +64,9 @@ def study_command(typed: Typed, settings) -> None:
     pipeline.study(settings, typed.overrides)
 
 
-@step("sweep", *ALL, auto="tiny-ptq", checkout=True)
-@click.option("--arms", metavar="NAME|FILE.yaml,…", help="Recipes of the other methods. [default: those for qrl-tiny]")
-@click.option("--seeds", default="0", show_default=True, metavar="N,…", help="Seeds; every method runs under each.")
+@cli.command("sweep", cls=RecipeCommand, sections=ALL, auto="tiny-ptq", checkout=True)
+@option("--arms", metavar="NAME|FILE.yaml,…", help="Recipes of the other methods. [default: those for qrl-tiny]")
+@option("--seeds", default="0", metavar="N,…", help="Seeds; every method runs under each.")
 @click.pass_obj
 def sweep_command(typed: Typed, settings, arms: str | None, seeds: str) -> None:
     """Train several methods under several seeds, and rank them.
@@ -85,7 +82,7 @@ def sweep_command(typed: Typed, settings, arms: str | None, seeds: str) -> None:
     sweep.study(first, others, sweep.parse_seeds(seeds, typed.overrides.get("seed")), overrides)
 
 
-@step("train", "train", "rollout", "watch", checkout=True)
+@cli.command("train", cls=RecipeCommand, sections=("train", "rollout", "watch"), checkout=True)
 @click.pass_obj
 def train_command(typed: Typed, settings) -> None:
     """Train with GRPO, or distil a teacher.
@@ -97,8 +94,8 @@ def train_command(typed: Typed, settings) -> None:
     typed.run("train", settings.rollout.engine, partial(train.check_rollouts, settings), partial(train.train, settings))
 
 
-@step("merge", "merge", checkout=True)
-@click.option("--adapter", required=True, metavar="DIR|MODEL", help="PEFT adapter to merge into the recipe's model.")
+@cli.command("merge", cls=RecipeCommand, sections=("merge",), checkout=True)
+@option("--adapter", required=True, metavar="DIR|MODEL", help="PEFT adapter to merge into the recipe's model.")
 def merge_command(settings, adapter: str) -> None:
     """Merge an adapter into its full-precision base. How far the merge moves the logits is measured and limited."""
     from qrl.steps import train
@@ -106,9 +103,9 @@ def merge_command(settings, adapter: str) -> None:
     train.merge(settings, adapter)
 
 
-@step("quantize", "quantize", checkout=True)
-@click.option("--scheme", default="nf4", show_default=True, metavar="SCHEME", help=f"One of {SCHEMES}.")
-@click.option("--models", metavar="VARIANT=MODEL,…", help="Models to quantize. [default: base=<model>]")
+@cli.command("quantize", cls=RecipeCommand, sections=("quantize",), checkout=True)
+@option("--scheme", default="nf4", metavar="SCHEME", help=f"One of {SCHEMES}.")
+@option("--models", metavar="VARIANT=MODEL,…", help="Models to quantize. [default: base=<model>]")
 @click.pass_obj
 def quantize_command(typed: Typed, settings, scheme: str, models: str | None) -> None:
     """Quantize models under one scheme. All get the same settings and calibration set."""
@@ -123,8 +120,8 @@ def quantize_command(typed: Typed, settings, scheme: str, models: str | None) ->
     typed.run("quantize", scheme, check, here)
 
 
-@step("evaluate", "evaluate", checkout=True)
-@click.option("--cells", metavar="VARIANT:SCHEME=MODEL,…", help="Cells to evaluate. [default: base:full=<model>]")
+@cli.command("evaluate", cls=RecipeCommand, sections=("evaluate",), checkout=True)
+@option("--cells", metavar="VARIANT:SCHEME=MODEL,…", help="Cells to evaluate. [default: base:full=<model>]")
 @click.pass_obj
 def evaluate_command(typed: Typed, settings, cells: str | None) -> None:
     """Evaluate cells on the same held-out questions.
@@ -141,11 +138,11 @@ def evaluate_command(typed: Typed, settings, cells: str | None) -> None:
     typed.run("evaluate", settings.evaluate.engine, check, here)
 
 
-@step("diagnose", "diagnose", checkout=True)
-@click.option("--base", metavar="DIR|MODEL", help="Checkpoint before training. [default: the recipe's model]")
-@click.option("--trained", required=True, metavar="DIR|MODEL", help="Checkpoint after training.")
-@click.option("--quantized", metavar="VARIANT:SCHEME=MODEL,…", help="The same two, as base and grpo, quantized.")
-@click.option("--out", metavar="DIR", help="Write files there, without MLflow.")
+@cli.command("diagnose", cls=RecipeCommand, sections=("diagnose",), checkout=True)
+@option("--base", metavar="DIR|MODEL", help="Checkpoint before training. [default: the recipe's model]")
+@option("--trained", required=True, metavar="DIR|MODEL", help="Checkpoint after training.")
+@option("--quantized", metavar="VARIANT:SCHEME=MODEL,…", help="The same two, as base and grpo, quantized.")
+@option("--out", metavar="DIR", help="Write files there, without MLflow.")
 def diagnose_command(settings, base: str | None, trained: str, quantized: str | None, out: str | None) -> None:
     """Measure how training moved the weights, layer by layer.
 
@@ -156,17 +153,13 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
     diagnose.diagnose(settings, base or settings.model, trained, quantized=quantized, out=out)
 
 
-@step("compare", "compare")
-@click.option(
-    "--questions",
-    metavar="FILE",
-    help="Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster.",
-)
-@click.option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"full": 68, …}, "grpo": {…}}')
-@click.option("--cells", metavar="RUN,…", help="Evaluation runs of cells, under one training seed or several.")
-@click.option("--rank", **SWITCH, help="Rank cells by accuracy, against base and grpo in full precision.")
-@click.option("--methods", **SWITCH, hidden=True)
-@click.option("--out", metavar="DIR", help="Write files there, without MLflow; needed with --questions and --counts.")
+@cli.command("compare", cls=RecipeCommand, sections=("compare",))
+@option("--questions", metavar="FILE", help=ROWS)
+@option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"full": 68, …}, "grpo": {…}}')
+@option("--cells", metavar="RUN,…", help="Evaluation runs of cells, under one training seed or several.")
+@option("--rank", **SWITCH, help="Rank cells by accuracy, against base and grpo in full precision.")
+@option("--methods", **SWITCH, hidden=True)
+@option("--out", metavar="DIR", help="Write files there, without MLflow; needed with --questions and --counts.")
 def compare_command(settings, rank: bool | None, methods: bool | None, out: str | None, **inputs: str | None) -> None:
     """Compute deltas and gain survival with paired intervals.
 
@@ -197,100 +190,5 @@ def compare_command(settings, rank: bool | None, methods: bool | None, out: str 
         compare.compare(settings, run_ids)
 
 
-@step("promote", "promote")
-@click.option(
-    "--stage", required=True, metavar="base|grpo|awq", help="Stage to promote to; several by comma, in order."
-)
-@click.option("--cell", metavar="RUN", help="Evaluation run of the candidate; one per stage, by comma.")
-@click.option("--rollback", **SWITCH, help="Return the stage to the version before its last promotion.")
-def promote_command(settings, stage: str, cell: str | None, rollback: bool | None) -> None:
-    """Move a stage to an evaluated model, if its gate admits it. A refusal moves nothing and gives the reason."""
-    from qrl.steps import promote
-
-    if rollback and cell:
-        raise BadInput("promote --rollback takes no --cell: it returns to the version that the stage had before.")
-    if rollback:
-        promote.rollback(settings, stage)
-    elif cell is None:
-        raise BadInput("promote needs --cell RUN: the id of the candidate's evaluation run (a cell of `evaluate`).")
-    else:
-        promote.promote(settings, listed("--stage", stage), listed("--cell", cell))
-
-
-@step("serve")
-@click.option("--stage", required=True, metavar="base|grpo|awq|N", help="Stage or version number to serve.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on.")
-@click.option(
-    "--engine", default="auto", show_default=True, metavar="auto|transformers|vllm", help="auto: vllm on a GPU"
-)
-@click.option(
-    "--api-key",
-    envvar="QRL_API_KEY",
-    metavar="KEY",
-    help="Key that clients must send (vLLM). Prefer the variable QRL_API_KEY: MLflow logs what -P passes.",
-)
-@click.option(
-    "--gpu-memory-utilization",
-    "memory",
-    type=Finite(0, 1, min_open=True),
-    metavar="SHARE",
-    help="Share of the GPU's memory for vLLM. [default: vLLM's own; 0.45 with --follow]",
-)
-@click.option(
-    "--follow",
-    "follow_s",
-    is_flag=False,
-    flag_value=5.0,
-    type=Finite(0, min_open=True),
-    metavar="[SECONDS]",
-    help="With vLLM: check every so often whether the stage moved, and switch without losing a request. [alone: 5]",
-)
-@click.option(
-    "--drain",
-    "drain_s",
-    type=Finite(0),
-    metavar="SECONDS",
-    help="With --follow: how long a replaced version may finish its requests. [default: 300]",
-)
-@click.pass_obj
-def serve_command(typed: Typed, settings, **options) -> None:
-    """Serve a registered stage with an OpenAI-compatible API. Its gate and its digest are checked first."""
-    from qrl.steps import serve
-
-    def check() -> None:
-        serve.check_options("vllm", *(options[name] for name in ("stage", "memory", "follow_s", "drain_s")))
-        serve.check(settings, options["stage"], host=options["host"], port=options["port"])
-
-    typed.run("serve", options["engine"], check, partial(serve.serve, settings, **options))
-
-
-@step("benchmark", "benchmark")
-@click.option(
-    "--stages", metavar="STAGE|N,…", help="Stages or versions. [default: base, grpo, awq, and base under AWQ]"
-)
-@click.option("--models", metavar="VARIANT:SCHEME=MODEL,…", help="Models to measure instead of stages.")
-@click.option("--url", metavar="URL", help="Measure a running server of the first model with `vllm bench serve`.")
-@click.pass_obj
-def benchmark_command(typed: Typed, settings, stages: str | None, models: str | None, url: str | None) -> None:
-    """Measure speed, latency and memory of models side by side.
-
-    Models run in evaluate.engine, one prompt at a time and in batches. A server is measured by vLLM's own
-    `bench serve`, in vLLM's environment.
-    """
-    from qrl.steps import benchmark
-
-    if stages and models:
-        raise BadInput("benchmark measures stages or models, but got both: give --stages or --models.")
-    engine, check = "vllm" if url else settings.evaluate.engine, partial(benchmark.subjects, settings, stages, models)
-    here = partial(benchmark.benchmark, settings, stages=stages, models=models, url=url)
-    typed.run("benchmark", engine, check, here)
-
-
-cli.add_command(plan_command)
-cli.add_command(grade_command)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run a command and end the process with its exit code; expected errors are printed as one sentence."""
-    ending.run(cli, arguments)
+for command in (promote_command, serve_command, benchmark_command, plan_command, grade_command):
+    cli.add_command(command)

@@ -10,46 +10,46 @@ import sys
 import click
 
 from qrl import process
+from qrl.cli.commands import cli
 from qrl.errors import BadInput, QrlError
 from qrl.tracking import signals
 
 
-def run(commands: click.Group, arguments: list[str] | None = None) -> None:
-    """Run a command and end the process with its exit code.
-
-    Args:
-        commands: the command line.
-        arguments: default: the process's own.
-    """
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command and end the process with its exit code; expected errors are printed as one sentence."""
     process.settle()
     signals.guard()
     for stream in (sys.stdout, sys.stderr):  # an encoding without − or ± gets an escape, not a traceback
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if arguments is None else arguments
-    command = next((word for word in words if word in commands.commands), "")
+    command = next((word for word in words if word in cli.commands), "")
     try:
         if os.environ.get("MLFLOW_RUN_ID"):
             signals.import_mlflow()
-        commands.main(args=arguments, prog_name="qrl", standalone_mode=False)
-    except click.exceptions.Exit as ended:
-        sys.exit(ended.exit_code)
+        cli.main(args=arguments, prog_name="qrl", standalone_mode=False)
+        return
+    except click.exceptions.Exit as shown:
+        sys.exit(shown.exit_code)
     except click.exceptions.NoArgsIsHelpError as shown:  # no command at all
         click.echo(shown.format_message(), err=True)
         sys.exit(2)
     except (KeyboardInterrupt, click.Abort) as error:  # a signal before any step began; Abort is click's name for it
         causes = (error, error.__cause__, error.__context__)
-        stopped = next((cause for cause in causes if isinstance(cause, KeyboardInterrupt)), KeyboardInterrupt())
-        _close_run(stopped)
-        sys.exit(signals.exit_code(stopped))
+        ended = next((cause for cause in causes if isinstance(cause, KeyboardInterrupt)), KeyboardInterrupt())
+        code = signals.exit_code(ended)
     except Exception as error:
-        failure = _explained(error, command)
-        if failure is None:
+        ended = _explained(error, command)
+        if ended is None:
             raise
-        if not failure.printed:
-            click.echo(f"qrl: {failure}", err=True)
-        _close_run(failure)
-        sys.exit(failure.exit_code)
+        if not ended.printed:
+            click.echo(f"qrl: {ended}", err=True)
+        code = ended.exit_code
+    if os.environ.get("MLFLOW_RUN_ID"):  # end that run with the reason: MLflow turns every failure into exit code 1
+        from qrl.tracking import runs
+
+        runs.close_opened(ended)
+    sys.exit(code)
 
 
 def _explained(error: Exception, command: str) -> QrlError | None:
@@ -64,19 +64,11 @@ def _explained(error: Exception, command: str) -> QrlError | None:
             f"The package '{error.name}' is not installed for {sys.executable}: run the step as "
             f"`mlflow run . -e {command or 'main'} --env-manager uv`, or activate the environment that a study prints."
         )
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+    if not isinstance(error, OSError):
+        return None
+    if error.errno == errno.ENAMETOOLONG:
         path = str(error.filename)[:40]
         return BadInput(f"'{path}…' is longer than a path may be: give the path of a file or folder that exists.")
-    if isinstance(error, OSError):  # a full or read-only disk, before a run began; inside one, the run explains it
-        from qrl.tracking import store
+    from qrl.tracking import store
 
-        return store.sentence(error)
-    return None
-
-
-def _close_run(error: BaseException) -> None:
-    """End the run that `mlflow run` opened with the reason: MLflow itself turns every failure into exit code 1."""
-    if os.environ.get("MLFLOW_RUN_ID"):
-        from qrl.tracking import runs
-
-        runs.close_opened(error)
+    return store.sentence(error)  # a full or read-only disk, before a run began; inside one, the run explains it

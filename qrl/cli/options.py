@@ -25,10 +25,14 @@ class Typed:
     device: str  # of the resolved recipe
 
     def run(self, step: str, choice: str, check: Callable[[], object], here: Callable[[], object]) -> None:
-        """Run a step here or in the environment that its scheme or engine needs; arguments as in `environments.run`."""
+        """Do the work `here`, or `check` and hand it to the environment that the scheme or engine, `choice`, needs."""
         from qrl.study import environments
 
-        environments.run(step, choice, self.device, self.overrides | self.options, check, here)
+        if folder := environments.environment_for(step, choice, self.device):
+            check()
+            environments.hand_over(folder, step, self.overrides | self.options)
+        else:
+            here()
 
 
 class Finite(click.FloatRange):
@@ -57,11 +61,7 @@ class RecipeCommand(click.Command):
 
         others = ", or instruct for another model, or math for a task of that kind" if self.auto == "tiny" else ""
         which = f"Recipe to start from: {', '.join(recipe.names())}, or a YAML file; auto: {self.auto}{others}."
-        options = [
-            click.Option(
-                ["--recipe", "recipe_name"], default="auto", show_default=True, metavar="NAME|FILE.yaml", help=which
-            )
-        ]
+        options = [click.Option(["--recipe", "recipe_name"], default="auto", metavar="NAME|FILE.yaml", help=which)]
         values = recipe.load(self.auto).flat()
         for key, (annotation, description) in recipe.fields().items():
             hidden = "." in key and key.split(".", maxsplit=1)[0] not in self.sections

@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 import click
+from click import option
 
 from qrl.cli.options import SWITCH
 from qrl.errors import BadInput
 
 
 @click.command("plan")
-@click.option("--base-accuracy", type=float, metavar="P", help="Accuracy before training. [default: 0.68]")
-@click.option("--gain", type=float, metavar="G", help="Expected gain in accuracy from training. [default: 0.05]")
-@click.option("--drop", type=float, metavar="D", help="Accuracy that quantization takes from the gain. [default: 0.01]")
-@click.option("--correlation", type=float, metavar="R", help="Of answers before and after training. [default: 0.2]")
-@click.option("--scheme-correlation", type=float, metavar="R", help="Full precision against quantized. [default: 0.7]")
-@click.option("--margin", type=float, metavar="M", help="Loss that still counts as survival. [default: gain/2, ≥ 0.02]")
-@click.option(
-    "--power", type=float, default=0.8, show_default=True, metavar="P", help="Wanted chance to show a true effect."
-)
-@click.option("--n", type=int, metavar="N", help="Number of questions that you have: show what they can detect.")
-@click.option(
-    "--effect", type=float, metavar="E", help="A gain, or a change in gain: show how many questions detect it."
-)
-@click.option(
-    "--seeds", type=int, metavar="S", help="Training runs. [default: 1; with --between-seed-sd, several to choose from]"
-)
-@click.option("--between-seed-sd", type=float, metavar="SD", help="Standard deviation of gain survival between seeds.")
-@click.option("--between-seed-sd-gain", type=float, metavar="SD", help="The same of the gain. [default: as above]")
-@click.option(
-    "--own-questions",
-    **SWITCH,
-    help="Every seed draws its own questions, as the task arithmetic does; otherwise all seeds share them.",
-)
-@click.option("--pilot", metavar="FILE", help="questions.parquet of an earlier study, to estimate the numbers above.")
-@click.option("--scheme", metavar="SCHEME", help="Scheme of the pilot. [default: the one that loses most of the gain]")
-@click.option("--out", metavar="DIR", help="Write table.md, table.json and a figure there.")
-def plan_command(
-    between_seed_sd: float | None, between_seed_sd_gain: float | None, own_questions: bool | None, **options
-) -> None:
+@option("--base-accuracy", type=float, metavar="P", help="Accuracy before training. [default: 0.68]")
+@option("--gain", type=float, metavar="G", help="Expected gain in accuracy from training. [default: 0.05]")
+@option("--drop", type=float, metavar="D", help="Accuracy that quantization takes from the gain. [default: 0.01]")
+@option("--correlation", type=float, metavar="R", help="Of answers before and after training. [default: 0.2]")
+@option("--scheme-correlation", type=float, metavar="R", help="Full precision against quantized. [default: 0.7]")
+@option("--margin", type=float, metavar="M", help="Loss that still counts as survival. [default: gain/2, ≥ 0.02]")
+@option("--power", default=0.8, metavar="P", help="Wanted chance to show a true effect.")
+@option("--n", type=int, metavar="N", help="Number of questions that you have: show what they can detect.")
+@option("--effect", type=float, metavar="E", help="A gain, or a change in gain: show how many questions detect it.")
+@option("--seeds", type=int, metavar="S", help="Training runs. [default: 1; several with --between-seed-sd]")
+@option("--between-seed-sd", type=float, metavar="SD", help="Standard deviation of gain survival between seeds.")
+@option("--between-seed-sd-gain", type=float, metavar="SD", help="The same of the gain. [default: as above]")
+@option("--own-questions", **SWITCH, help="Seeds draw their own questions, as in the task arithmetic, and share none.")
+@option("--pilot", metavar="FILE", help="questions.parquet of an earlier study, to estimate the numbers above.")
+@option("--scheme", metavar="SCHEME", help="Scheme of the pilot. [default: the one that loses most of the gain]")
+@option("--out", metavar="DIR", help="Write table.md, table.json and a figure there.")
+def plan_command(between_seed_sd: float | None, between_seed_sd_gain: float | None, **options) -> None:
     """Compute how many questions and training seeds a study needs.
 
     \b
@@ -53,15 +42,15 @@ def plan_command(
     from qrl.steps import plan
 
     requested = {key: options.pop(key) for key in ("pilot", "scheme", "n", "effect", "power", "seeds", "out")}
-    options["between_survival"], options["own_questions"] = between_seed_sd, own_questions
+    options["between_survival"] = between_seed_sd
     options["between_gain"] = between_seed_sd if between_seed_sd_gain is None else between_seed_sd_gain
     plan.make({key: value for key, value in options.items() if value is not None}, **requested)
 
 
 @click.command("grade")
-@click.option("--task", required=True, metavar="TASK", help="Grader to use: arithmetic, gsm8k, math, deepmath.")
-@click.option("--out", required=True, metavar="OUT.jsonl", help="File for the graded rows.")
-@click.option("--file", "option", metavar="FILE.jsonl", help="The same as the argument, for `mlflow run … -P file=…`.")
+@option("--task", required=True, metavar="TASK", help="Grader to use: arithmetic, gsm8k, math, deepmath.")
+@option("--out", required=True, metavar="OUT.jsonl", help="File for the graded rows.")
+@option("--file", "option", metavar="FILE.jsonl", help="The same as the argument, for `mlflow run … -P file=…`.")
 @click.argument("file", metavar="FILE.jsonl", required=False)
 def grade_command(task: str, out: str, option: str | None, file: str | None) -> None:
     """Grade your own completions. Rows with `completion` and `answer` get `parsed`, `strict` and `flexible`."""

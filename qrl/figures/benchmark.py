@@ -32,11 +32,9 @@ def speeds(lines: Sequence[Line], path: str | Path, at_once: str = "prompts") ->
         look = {"color": COLOURS[number % len(COLOURS)], "ls": style, "marker": "o", "ms": 4, "capsize": 2}
         for axes, metric in ((above, "tokens_per_s"), (below, "latency_p95_s")):
             values = [getattr(line, metric) for line in own]
-            below_and_above = zip(
-                *((value.estimate - value.low, value.high - value.estimate) for value in values), strict=True
-            )
+            bars = [value.estimate - value.low for value in values], [value.high - value.estimate for value in values]
             batches, estimates = [line.batch for line in own], [value.estimate for value in values]
-            axes.errorbar(batches, estimates, yerr=list(below_and_above), label=label, **look)
+            axes.errorbar(batches, estimates, yerr=bars, label=label, **look)
     for axes, name in ((above, "tokens per second"), (below, "latency p95, seconds")):
         axes.set_xscale("log", base=2)
         _plain_numbers(axes)

@@ -79,9 +79,8 @@ def _side_by_side(recipe: Recipe, subjects: list[Subject], prompts: list, device
     with tqdm(total=turns, desc="benchmark", unit="turn", leave=False) as bar:
         frame = bench.run(subjects, prompts, _opener(recipe, prompts, device), settings, bar.update)
     frame.to_parquet(work / ROWS)
-    note = "This engine unpacks every scheme's codes: it shows the saving on disk, not a kernel's speed."
-    note = note if recipe.evaluate.engine == hf.NAME else ""
-    _log(summary.lines(frame), note, work, ROWS)
+    unpacks = "This engine unpacks every scheme's codes: it shows the saving on disk, not a kernel's speed."
+    _log(summary.lines(frame), unpacks if recipe.evaluate.engine == hf.NAME else "", work, ROWS)
 
 
 def _log(lines: list[summary.Line], note: str, work: Path, rows: str, at_once: str = "batch") -> None:
@@ -160,10 +159,8 @@ def _stages(recipe: Recipe, stages: str | None) -> list[Subject]:
         with contextlib.suppress(BadInput):  # no version there yet
             chosen.append(registry.resolve(name, stage))
     if not chosen:
-        raise BadInput(
-            f"{name} has no version at any of {', '.join(names.STAGES)} yet: run a study, or give --models "
-            "variant:scheme=MODEL."
-        )
+        lacks = f"{name} has no version at any of {', '.join(names.STAGES)} yet"
+        raise BadInput(f"{lacks}: run a study, or give --models variant:scheme=MODEL.")
     by_cell = {(version.variant, version.scheme): version for version in chosen}
     if len(by_cell) < len(chosen):
         raise BadInput(f"Two of {', '.join(map(str, chosen))} are the same cell: give each cell once.")

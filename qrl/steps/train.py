@@ -83,7 +83,7 @@ def check_rollouts(recipe: Recipe) -> None:
 
 def _warn(alarm: Alarm) -> None:
     """Write a watcher's sentence into the run's tags and to the terminal."""
-    contents.tag(names.watch_tag(alarm.watcher), f"Step {alarm.step}: {alarm.sentence}")
+    contents.tag(f"{names.TAG_WATCH}{alarm.watcher}", f"Step {alarm.step}: {alarm.sentence}")
     click.echo(f"\nqrl: warning at step {alarm.step}: {alarm.sentence}", err=True)
 
 

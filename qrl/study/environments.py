@@ -55,22 +55,15 @@ def environment_for(step: str, choice: str, device: str = "auto") -> Path | None
 
 
 def check_reachable(step: str, folder: Path | None) -> None:
-    """Check that a step's environment will be built: without `mlflow run --env-manager`, all steps share one Python.
-
-    Args:
-        step: entry point that the user started.
-        folder: from `environment_for`.
+    """Check that the environment in `folder` will be built, for a command that began as the entry point `step`.
 
     Raises:
-        BadInput: this Python lacks the environment's package.
+        BadInput: this Python, which all steps share without `--env-manager`, lacks the environment's package.
     """
-    if (
-        folder is None
-        or folder.name not in PACKAGES
-        or projects.env_manager(os.environ.get("MLFLOW_RUN_ID")) != "local"
-    ):
+    package = PACKAGES.get(folder.name) if folder else None
+    if package is None or projects.env_manager(os.environ.get("MLFLOW_RUN_ID")) != "local":
         return
-    package, python = PACKAGES[folder.name], shutil.which("python", path=local_path()) or sys.executable
+    python = shutil.which("python", path=local_path()) or sys.executable
     program = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
     if subprocess.run([python, "-c", program], env=os.environ | {PLACE: folder.name}, check=False).returncode:
         raise BadInput(
@@ -83,12 +76,8 @@ def check_reachable(step: str, folder: Path | None) -> None:
 def check_environments(step: str, recipe: Recipe, walk: Callable[[Launcher], object]) -> None:
     """Check, before a study begins, that every environment its unfinished steps need can be built.
 
-    Finished steps need none. The store is searched for them only where an environment is missing.
-
-    Args:
-        step: entry point that the user started.
-        recipe: settings that decide where steps run.
-        walk: obtains the study's results from the launcher it is given, here a `DryRun`.
+    Finished steps need none. The store is searched for them only where an environment is missing: `walk` obtains the
+    study's results from the launcher it is given, here a `DryRun`.
 
     Raises:
         BadInput: an environment is missing, as in `check_reachable`.
@@ -122,31 +111,6 @@ def check_checkout(step: str) -> None:
         )
 
 
-def run(
-    step: str,
-    choice: str,
-    device: str,
-    options: dict[str, str],
-    check: Callable[[], object],
-    here: Callable[[], object],
-) -> None:
-    """Run a step in this process, or hand it over to the environment that its scheme or engine needs.
-
-    Args:
-        step: entry point.
-        choice: the scheme or the engine.
-        device: the recipe's device.
-        options: every option as typed, to repeat in the other environment.
-        check: raises on bad input; called before an environment is built.
-        here: does the work in this process.
-    """
-    if folder := environment_for(step, choice, device):
-        check()
-        hand_over(folder, step, options)
-    else:
-        here()
-
-
 def hand_over(folder: Path, step: str, parameters: dict[str, str]) -> None:
     """Run this very step in another environment, under the run that it already has, if it has one."""
     from qrl.tracking import signals, store
@@ -154,7 +118,7 @@ def hand_over(folder: Path, step: str, parameters: dict[str, str]) -> None:
     check_reachable(step, folder)
     signals.guard()
     store.prepare()
-    launch(folder, step, parameters, run_id=os.environ.pop("MLFLOW_RUN_ID", None), name=step)
+    launch(folder, step, parameters, run_id=os.environ.pop("MLFLOW_RUN_ID", None))
 
 
 def is_relaunched() -> bool:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import itertools
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,6 +20,10 @@ from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.tracking import projects, reuse
 from qrl.tracking.keys import ROOT
 
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+
+Failed = Callable[[list[str], QrlError], None]  # gets the labels left without a result, and the error
 ERRORS = {2: BadInput, 3: GateRefused}  # exit code of a launched step → the error to raise here
 
 
@@ -53,26 +56,19 @@ class Launcher:
         self.seconds = 0.0  # in launched steps; the rest of the study's time is overhead
         self._numbers = itertools.count(1)
 
-    def with_overrides(self, overrides: dict[str, str]) -> Launcher:
-        """Return this launcher with other settings for its steps; it shares the count of steps and the results."""
-        other = copy.copy(self)
-        other.overrides = overrides
-        return other
-
-    def obtain(self, step: Step, failed: Callable[[list[str], QrlError], None] | None = None) -> dict[str, Result]:
+    def obtain(self, step: Step, failed: Failed | None = None) -> dict[str, Result]:
         """Return results by label; one launch of the step makes all that are missing.
 
         Args:
             step: what is wanted.
-            failed: gets the labels that a failing step left without a result, and its error, and the other results
-                are returned; default: raise the error.
+            failed: called if the step fails, and the other results are returned; default: raise the error.
 
         Raises:
             QrlError: the step failed; it carries the step's own sentence and exit code.
         """
         runs = {label: reuse.find(step.name, key) for label, key in step.keys.items()}
         missing = [label for label, run in runs.items() if run is None]
-        self._announce(step.title, [label for label in runs if label not in missing], missing)
+        self._announce(step.name, step.title, [label for label in runs if label not in missing], missing)
         for label in missing:
             if changed := reuse.changes(step.name, step.keys[label]):
                 click.echo(f"      {label} is not reused: {', '.join(changed)} changed", err=True)
@@ -93,29 +89,25 @@ class Launcher:
                     f"Step {step.name} ended well, but the store has no result '{lost[0]}' under the expected key: "
                     "sources, data or settings changed while it ran. Run the study again."
                 )
-        results = {
-            label: Result(run.info.run_id, reuse.outputs(run), label not in missing)
-            for label, run in runs.items()
-            if run
-        }
+        results = {label: _result(run, reused=label not in missing) for label, run in runs.items() if run}
         self.results += [(f"{step.name} {label}", result) for label, result in results.items()]
         return results
 
-    def run(self, title: str, step: str, parameters: dict[str, str]) -> None:
+    def run(self, step: str, title: str, parameters: dict[str, str]) -> None:
         """Launch a step whose result is never reused."""
-        self._announce(title, [], [step])
+        self._announce(step, title, [], [step])
         self._launch(None, step, parameters)
 
     def _launch(self, folder: Path | None, step: str, parameters: dict[str, str]) -> None:
         began = time.monotonic()
         try:
-            launch(folder or ROOT, step, self.overrides | parameters, parent=self.run_id, name=step)
+            launch(folder or ROOT, step, self.overrides | parameters, parent=self.run_id)
         finally:
             self.seconds += time.monotonic() - began  # of a refused promotion too
 
-    def _announce(self, title: str, reused: list[str], missing: list[str]) -> None:
+    def _announce(self, step: str, title: str, reused: list[str], missing: list[str]) -> None:
         notes = f" (reused: {', '.join(reused)})" if reused and missing else " (reused)" if reused else ""
-        click.secho(f"[{next(self._numbers)}/{self.steps}] {title}{notes}", bold=True, err=True)
+        click.secho(f"[{next(self._numbers)}/{self.steps}] {step}: {title}{notes}", bold=True, err=True)
 
 
 class DryRun(Launcher):
@@ -128,33 +120,28 @@ class DryRun(Launcher):
         super().__init__({}, "", 0)
         self.missing = missing
 
-    def obtain(self, step: Step, failed: Callable[[list[str], QrlError], None] | None = None) -> dict[str, Result]:
+    def obtain(self, step: Step, failed: Failed | None = None) -> dict[str, Result]:
         """Return results as `Launcher.obtain` does; `missing` gets the folder of a step to launch, and may raise."""
         runs = {label: reuse.find(step.name, key) for label, key in step.keys.items()}
         if None in runs.values():
             self.missing(step.folder or ROOT)
         unmade = Result("", reuse.Outputs({"model": ""}, values={"digest": ""}), reused=False)
-        return {
-            label: Result(run.info.run_id, reuse.outputs(run), reused=True) if run else unmade
-            for label, run in runs.items()
-        }
+        return {label: _result(run, reused=True) if run else unmade for label, run in runs.items()}
 
 
-def launch(
-    folder: Path, step: str, parameters: dict[str, str], *, run_id: str | None = None, parent: str = "", name: str = ""
-) -> str:
+def _result(run: Run, *, reused: bool) -> Result:
+    return Result(run.info.run_id, reuse.outputs(run), reused)
+
+
+def launch(folder: Path, step: str, parameters: dict[str, str], *, run_id: str | None = None, parent: str = "") -> None:
     """Run an entry point as MLflow does, with the environment manager that this process was started with, and wait.
 
     Args:
         folder: a folder with an MLproject file.
         step: entry point.
         parameters: as `-P` takes them.
-        run_id: the run to work under; None starts one below `parent`.
+        run_id: the run to work under; None starts one below `parent`, named like the step.
         parent: id of the study's run.
-        name: name of a run that is started here.
-
-    Returns:
-        The run's id.
 
     Raises:
         BadInput: the folder has no MLproject file.
@@ -164,29 +151,25 @@ def launch(
     from mlflow.exceptions import ExecutionException
 
     if not (folder / "MLproject").is_file():
-        raise BadInput(
-            f"{folder} has no MLproject file: run from a checkout of the project, which has its environments."
-        )
+        raise BadInput(f"{folder} has no MLproject file: run from a checkout of the project, which has one.")
     logging.getLogger("mlflow.projects").setLevel(logging.WARNING)
     logging.getLogger("mlflow.utils.virtualenv").addFilter(lambda line: "already exists" not in line.getMessage())
     manager = projects.env_manager(parent or run_id)
-    run_id = run_id or projects.open_child(parent, name)
+    run_id = run_id or projects.open_child(parent, step)
     if manager == "local":  # a step runs `python`, which is this one only where its environment was activated
         os.environ["PATH"] = local_path()
     how = {"entry_point": step, "parameters": parameters, "env_manager": manager, "run_id": run_id}
     try:
-        with uv_overrides(folder), _variable(process.FOLDER, os.getcwd()):  # relative paths count from our folder
+        with variables(folder):
             mlflow.projects.run(str(folder), **how)
     except KeyboardInterrupt as stopped:
-        if projects.mark_stopped(run_id, stopped) and not parent:
-            return run_id  # a server that was stopped has done its work, handed over or not
-        raise
+        if not projects.mark_stopped(run_id, stopped) or parent:
+            raise  # otherwise a server was stopped, and has done its work, handed over or not
     except ExecutionException as error:
         reason, exit_code = projects.failure(run_id)
         failure = ERRORS.get(exit_code, QrlError)(reason or f"Step {step} failed ({error}); see its output above.")
         failure.printed = bool(reason)
         raise failure from None
-    return run_id
 
 
 def local_path() -> str:
@@ -194,18 +177,15 @@ def local_path() -> str:
     return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
 
 
-def uv_overrides(folder: Path) -> AbstractContextManager[None]:
-    """Point uv at the project's overrides.txt, which replaces requirements; a user's own UV_OVERRIDE has precedence."""
-    file = folder / "overrides.txt"
-    if not file.is_file() or "UV_OVERRIDE" in os.environ:
-        return contextlib.nullcontext()
-    return _variable("UV_OVERRIDE", str(file.resolve()))
-
-
 @contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    os.environ[name] = value
+def variables(folder: Path) -> Iterator[None]:
+    """Set our working folder, for relative paths, and uv's overrides.txt if the project has one: it replaces pins."""
+    ours, overrides = {process.FOLDER: os.getcwd()}, folder / "overrides.txt"
+    if overrides.is_file() and "UV_OVERRIDE" not in os.environ:  # a user's own has precedence
+        ours["UV_OVERRIDE"] = str(overrides.resolve())
+    os.environ.update(ours)
     try:
         yield
     finally:
-        del os.environ[name]
+        for name in ours:
+            del os.environ[name]

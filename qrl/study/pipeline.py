@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from qrl import checkpoint, names
-from qrl.errors import GateRefused, QrlError
+from qrl.errors import GateRefused
 from qrl.recipe import Recipe
 from qrl.study import preflight
 from qrl.study.environments import check_checkout, check_environments, environment_for
-from qrl.study.launch import Launcher, Result, Step
+from qrl.study.launch import Failed, Launcher, Result, Step
 from qrl.tracking import keys
 
 Model = tuple[str, str]  # address and digest
@@ -35,8 +35,7 @@ def study(recipe: Recipe, overrides: dict[str, str]) -> None:
 
     check_checkout("study")
     registry.registered_name(recipe)  # the last step would refuse a bad name
-    start = preflight.check(recipe, overrides)
-    device, base = start.device, start.base.digest
+    device, base = preflight.check(recipe, overrides)
     teacher = checkpoint.check(addresses.folder(recipe.train.teacher)).digest if recipe.train.teacher else None
     check_environments("study", recipe, lambda dry_run: StudySteps(recipe, dry_run, device).cells(base, teacher))
     store.prepare()
@@ -63,18 +62,13 @@ class StudySteps:
         self.recipe, self.launcher, self.device = recipe, launcher, device
 
     def cells(self, base: str, teacher: str | None) -> tuple[Models, dict[str, Result]]:
-        """Return the study's models and their evaluations, by `variant:scheme`; arguments as in `train`."""
+        """Return the study's models and their evaluations, by `variant:scheme`; `base` and `teacher` are digests."""
         trained = self.train(base, teacher)
         models = self.quantize({names.BASE: (self.recipe.model, base), self.recipe.train.variant: trained})
         return models, self.evaluate(models)
 
     def train(self, base: str, teacher: str | None) -> Model:
-        """Return the trained model, merged if it was trained as an adapter.
-
-        Args:
-            base: digest of the model that training starts from.
-            teacher: digest of the teacher in a distillation.
-        """
+        """Return the trained model, merged if it was trained as an adapter; `base` and `teacher` are digests."""
         settings = self.recipe.train
         method = "distillation" if settings.teacher else "GRPO"
         method += "" if settings.qat == "none" else f" in {settings.qat}"
@@ -92,32 +86,22 @@ class StudySteps:
         """Return every variant under every scheme, full precision included, by `variant:scheme`."""
         cells = {f"{variant}:{names.FULL}": model for variant, model in models.items()}
         for scheme in self.recipe.quantize.schemes:
-            step = Step(
-                "quantize",
-                f"quantize: {scheme}, {' and '.join(models)}",
-                {
-                    name: keys.quantized(self.recipe, scheme, digest, self.device)
-                    for name, (_, digest) in models.items()
-                },
-                lambda missing, scheme=scheme: {"scheme": scheme, "models": _listed(models, missing)},
-                environment_for("quantize", scheme),
-            )
-            results = self.launcher.obtain(step)
+            title, folder = f"{scheme}, {' and '.join(models)}", environment_for("quantize", scheme)
+            wanted = {name: keys.quantized(self.recipe, scheme, models[name][1], self.device) for name in models}
+
+            def parameters(missing: list[str], scheme: str = scheme) -> dict[str, str]:
+                return {"scheme": scheme, "models": _listed(models, missing)}
+
+            results = self.launcher.obtain(Step("quantize", title, wanted, parameters, folder))
             cells |= {f"{variant}:{scheme}": _model(result) for variant, result in results.items()}
         return cells
 
-    def evaluate(
-        self, models: Models, failed: Callable[[list[str], QrlError], None] | None = None
-    ) -> dict[str, Result]:
+    def evaluate(self, models: Models, failed: Failed | None = None) -> dict[str, Result]:
         """Return the evaluation of every cell, by `variant:scheme`; `failed` as in `Launcher.obtain`."""
-        settings = self.recipe.evaluate
-        step = Step(
-            "evaluate",
-            f"evaluate: {len(models)} cells on {settings.n} held-out questions",
-            {c: keys.cell(self.recipe, *c.split(":"), digest, self.device) for c, (_, digest) in models.items()},
-            lambda missing: {"cells": _listed(models, missing)},
-            environment_for("evaluate", settings.engine, self.device),
-        )
+        title = f"{len(models)} cells on {self.recipe.evaluate.n} held-out questions"
+        wanted = {cell: keys.cell(self.recipe, *cell.split(":"), models[cell][1], self.device) for cell in models}
+        folder = environment_for("evaluate", self.recipe.evaluate.engine, self.device)
+        step = Step("evaluate", title, wanted, lambda missing: {"cells": _listed(models, missing)}, folder)
         return self.launcher.obtain(step, failed)
 
     def diagnose(self, base: str, trained: Model, models: Models) -> Result:
@@ -148,12 +132,12 @@ class StudySteps:
         chosen = {stage: cells[cell].run_id for stage, cell in EARNED.items() if cell in cells}
         unchanged = [f"; {stage} is unchanged: no cell {cell}" for stage, cell in EARNED.items() if stage not in chosen]
         parameters = {"stage": ",".join(chosen), "cell": ",".join(chosen.values())}
-        self.launcher.run(f"promote: {' → '.join(chosen)}{''.join(unchanged)}", "promote", parameters)
+        self.launcher.run("promote", f"{' → '.join(chosen)}{''.join(unchanged)}", parameters)
         return list(chosen)[-1]
 
     def _one(self, name: str, title: str, key: str, parameters: dict[str, str] | None = None) -> Result:
         folder = environment_for(name, self.recipe.rollout.engine)  # other than None for `train` alone
-        step = Step(name, f"{name}: {title}", {name: key}, lambda missing: parameters or {}, folder)
+        step = Step(name, title, {name: key}, lambda missing: parameters or {}, folder)
         return self.launcher.obtain(step)[name]
 
 

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from qrl import checkpoint, source
 from qrl.recipe import Recipe
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where a study starts: the device that models run on, and the checked base model."""
-
-    device: str  # cpu or cuda
-    base: checkpoint.Checkpoint
-
-
-def check(recipe: Recipe, overrides: dict[str, str], *, beside: Sequence[str] = ()) -> Start:
+def check(recipe: Recipe, overrides: dict[str, str], *, beside: Sequence[str] = ()) -> tuple[str, str]:
     """Refuse what a later step could not do, and warn of settings that have no effect.
 
     Args:
         recipe: the resolved settings.
         overrides: as typed.
         beside: schemes that the study makes too, beyond the recipe's.
+
+    Returns:
+        The device that models run on, cpu or cuda, and the digest of the base model.
 
     Raises:
         BadInput: the prompt, the model, a scheme or the rollouts do not fit the rest.
@@ -37,27 +31,17 @@ def check(recipe: Recipe, overrides: dict[str, str], *, beside: Sequence[str] = 
     from qrl.train import rollout
 
     prompt.check(recipe.task, recipe.prompt)
-    report.warn(
-        choices.unheeded(recipe.quantize, recipe.quantize.schemes, overrides, beside)
-        + evaluate.unheeded(recipe.evaluate)
-    )
+    unheeded = choices.unheeded(recipe.quantize, recipe.quantize.schemes, overrides, beside)
+    report.warn(unheeded + evaluate.unheeded(recipe.evaluate))
     base = checkpoint.check(source.locate(recipe.model))
     check_schemes(recipe, base.path)
     device = devices.choose(recipe.device)
     rollout.check(recipe.rollout, device, recipe.train)
-    return Start(device, base)
+    return device, base.digest
 
 
 def check_schemes(recipe: Recipe, base: Path) -> None:
-    """Check, before anything is trained, that every scheme fits its settings and the model.
-
-    Args:
-        recipe: its section `quantize` lists the schemes.
-        base: the model's checkpoint folder.
-
-    Raises:
-        BadInput: a scheme cannot store the model, or a setting is not one of the scheme's.
-    """
+    """Check that every scheme can store the model, whose folder is `base`, with the recipe's settings."""
     from qrl import quantize
     from qrl.quantize import settings as choices
 

@@ -7,8 +7,10 @@ for a teacher. Each step is launched below the sweep's run and reused by its key
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import click
 
@@ -24,16 +26,8 @@ from qrl.study.pipeline import Model, Models, StudySteps
 from qrl.tracking.keys import SECTIONS
 
 FIRST = "tiny-ptq"
-ARMS = (
-    "tiny-qlora",
-    "qat-int8",
-    "qat-int8-attention",
-    "qat-int4",
-    "qat-nvfp4-a16",
-    "qat-nvfp4-a4",
-    "qad-int4",
-    "qad-nvfp4-a4",
-)
+QAT = ("qat-int8", "qat-int8-attention", "qat-int4", "qat-nvfp4-a16", "qat-nvfp4-a4")
+ARMS = ("tiny-qlora", *QAT, "qad-int4", "qad-nvfp4-a4")
 SHARED = ("model", "task", "data", "prompt", "device", "evaluate", "quantize.calibration_samples")  # by all methods
 Arm = tuple[str, Recipe]  # a method: the recipe's name or file, and the recipe
 
@@ -54,19 +48,16 @@ def load(first: str, others: tuple[str, ...], overrides: dict[str, str], seed: i
     arms = [(name, recipes.load(name, overrides | {"seed": str(seed)})) for name in (first, *others)]
     start = arms[0][1]
     if start.train.variant != names.GRPO or start.train.adapter:
-        raise BadInput(
-            f"Recipe {first} trains {label(start)}, but methods are measured from GRPO in full precision: "
-            "give such a recipe as --recipe."
-        )
+        says = f"Recipe {first} trains {label(start)}"
+        raise BadInput(f"{says}, but methods are measured from GRPO in full precision: give such a recipe as --recipe.")
     trained_by: dict[str, str] = {}
     for name, arm in arms:
-        if label(arm) in trained_by:
-            raise BadInput(
-                f"Recipes {trained_by[label(arm)]} and {name} both train {label(arm)}: name one recipe per method."
-            )
+        if other := trained_by.get(label(arm)):
+            raise BadInput(f"Recipes {other} and {name} both train {label(arm)}: name one recipe per method.")
         trained_by[label(arm)] = name
         for key in SHARED:
-            if (expected := _value(start, key)) != (value := _value(arm, key)):
+            value_of = attrgetter(key)
+            if (expected := value_of(start)) != (value := value_of(arm)):
                 raise BadInput(
                     f"Recipes {first} and {name} differ in {key} ({expected!r} and {value!r}): methods are compared on "
                     "the same questions only."
@@ -75,11 +66,7 @@ def load(first: str, others: tuple[str, ...], overrides: dict[str, str], seed: i
 
 
 def parse_seeds(text: str, seed: str | None) -> tuple[int, ...]:
-    """Return the seeds that `--seeds` lists by comma.
-
-    Args:
-        text: the value of `--seeds`.
-        seed: the value of `--seed`, which a sweep does not accept.
+    """Return the seeds that `--seeds` lists by comma; `seed` is the value of `--seed`, which a sweep does not accept.
 
     Raises:
         BadInput: an item is not a whole number or is repeated, or `--seed` is present.
@@ -100,13 +87,7 @@ def label(recipe: Recipe) -> str:
 def study(first: str, others: tuple[str, ...], seeds: tuple[int, ...], overrides: dict[str, str]) -> None:
     """Run every method under every seed, and print and log the table that ranks them.
 
-    A method that fails is reported in the table, and the others continue.
-
-    Args:
-        first: recipe of GRPO in full precision.
-        others: recipes of the other methods.
-        seeds: of training and questions.
-        overrides: as typed, for every method.
+    A method that fails is reported in the table, and the others continue. Arguments as in `load`.
     """
     from qrl.study import report
     from qrl.tracking import runs, store
@@ -115,8 +96,7 @@ def study(first: str, others: tuple[str, ...], seeds: tuple[int, ...], overrides
     arms = {seed: load(first, others, overrides, seed) for seed in seeds}
     methods = [recipe for _, recipe in arms[seeds[0]]]
     own_schemes = [_scheme(recipe) for recipe in methods if recipe.train.qat != "none"]
-    start = preflight.check(methods[0], overrides, beside=own_schemes)
-    device, base = start.device, start.base.digest
+    device, base = preflight.check(methods[0], overrides, beside=own_schemes)
 
     def walk(dry_run: Launcher) -> None:
         for (_, grpo), *_ in arms.values():  # the other methods use the core environment's formats
@@ -157,9 +137,9 @@ class _Seed:
             try:
                 self._arm(name, arm, base, grpo)
             except QrlError as error:  # a method that cannot be trained is a result too
-                self.outcome.failed.append(f"{label(arm)}, seed {self.seed}: {error}")
+                self._failed([label(arm)], error)
                 click.secho(f"      {label(arm)}: {error}", fg="red", err=True)
-        for cell, result in steps.evaluate(self.models, self._unhealthy).items():
+        for cell, result in steps.evaluate(self.models, self._failed).items():
             self.outcome.cells.setdefault(cell, {})[self.seed] = result.run_id
 
     def _arm(self, name: str, arm: Recipe, base: Model, grpo: Model) -> None:
@@ -180,7 +160,8 @@ class _Seed:
         self.outcome.schemes[label(arm)] = scheme
 
     def _train(self, steps: StudySteps, arm: Recipe, teacher: Model | None) -> Model:
-        trained = steps.train(teacher[1] if teacher else self.base, teacher[1] if teacher else None)
+        digest = teacher[1] if teacher else None
+        trained = steps.train(digest or self.base, digest)
         self.outcome.trained.setdefault(label(arm), {})[self.seed] = steps.trained.run_id
         return trained
 
@@ -189,17 +170,13 @@ class _Seed:
         changed = {"recipe": name, **self.overrides, "seed": str(self.seed), **(more or {})}
         if more:
             arm = recipes.load(name, {key: text for key, text in changed.items() if key != "recipe"})
-        return StudySteps(arm, self.launcher.with_overrides(changed), self.device)
+        launcher = copy.copy(self.launcher)  # they share the count of steps and the results
+        launcher.overrides = changed
+        return StudySteps(arm, launcher, self.device)
 
-    def _unhealthy(self, cells: list[str], error: QrlError) -> None:
-        self.outcome.failed.append(f"{', '.join(cells)}, seed {self.seed}: {error}")
+    def _failed(self, labels: list[str], error: QrlError) -> None:
+        self.outcome.failed.append(f"{', '.join(labels)}, seed {self.seed}: {error}")
 
 
 def _scheme(arm: Recipe) -> str:
     return f"{names.ROUNDED_PREFIX}{arm.train.qat}"
-
-
-def _value(recipe: Recipe, key: str) -> object:
-    for part in key.split("."):
-        recipe = getattr(recipe, part)
-    return recipe

@@ -82,7 +82,7 @@ def test_a_launched_step_counts_relative_paths_from_where_the_study_was_started(
     command = f'PYTHONPATH={keys.ROOT} python -c \\"{program}\\"'
     (project / "MLproject").write_text(f'name: one\nentry_points:\n  step:\n    command: "{command}"\n')
     with runs.step("study") as run:
-        launch(project, "step", {}, parent=run.info.run_id, name="step")
+        launch(project, "step", {}, parent=run.info.run_id)
     assert Path("here").is_file() and not (project / "here").exists()
     assert process.FOLDER not in os.environ
 

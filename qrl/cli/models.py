@@ -1,0 +1,77 @@
+"""Commands for the models that a study has made: `promote`, `serve` and `benchmark`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import click
+from click import option
+
+from qrl.cli.options import SWITCH, Finite, RecipeCommand, Typed, listed
+from qrl.errors import BadInput
+
+POSITIVE = Finite(0, min_open=True)
+# What `serve --help` says of the options for vLLM.
+KEY = "Key that clients must send (vLLM). Prefer the variable QRL_API_KEY: MLflow logs what -P passes."
+MEMORY = "Share of the GPU's memory for vLLM. [default: vLLM's own; 0.45 with --follow]"
+FOLLOW = "With vLLM: check every so often whether the stage moved, and switch without losing a request. [alone: 5]"
+DRAIN = "With --follow: how long a replaced version may finish its requests. [default: 300]"
+
+
+@click.command("promote", cls=RecipeCommand, sections=("promote",))
+@option("--stage", required=True, metavar="base|grpo|awq", help="Stage to promote to; several by comma, in order.")
+@option("--cell", metavar="RUN", help="Evaluation run of the candidate; one per stage, by comma.")
+@option("--rollback", **SWITCH, help="Return the stage to the version before its last promotion.")
+def promote_command(settings, stage: str, cell: str | None, rollback: bool | None) -> None:
+    """Move a stage to an evaluated model, if its gate admits it. A refusal moves nothing and gives the reason."""
+    from qrl.steps import promote
+
+    if rollback and cell:
+        raise BadInput("promote --rollback takes no --cell: it returns to the version that the stage had before.")
+    if rollback:
+        promote.rollback(settings, stage)
+    elif cell is None:
+        raise BadInput("promote needs --cell RUN: the id of the candidate's evaluation run (a cell of `evaluate`).")
+    else:
+        promote.promote(settings, listed("--stage", stage), listed("--cell", cell))
+
+
+@click.command("serve", cls=RecipeCommand)
+@option("--stage", required=True, metavar="base|grpo|awq|N", help="Stage or version number to serve.")
+@option("--host", default="127.0.0.1", help="Address to listen on.")
+@option("--port", default=8000, type=click.IntRange(1, 65535), help="Port to listen on.")
+@option("--engine", default="auto", metavar="auto|transformers|vllm", help="auto: vllm on a GPU")
+@option("--api-key", envvar="QRL_API_KEY", metavar="KEY", help=KEY)
+@option("--gpu-memory-utilization", "memory", type=Finite(0, 1, min_open=True), metavar="SHARE", help=MEMORY)
+@option("--follow", "follow_s", type=POSITIVE, is_flag=False, flag_value=5.0, metavar="[SECONDS]", help=FOLLOW)
+@option("--drain", "drain_s", type=Finite(0), metavar="SECONDS", help=DRAIN)
+@click.pass_obj
+def serve_command(typed: Typed, settings, **options) -> None:
+    """Serve a registered stage with an OpenAI-compatible API. Its gate and its digest are checked first."""
+    from qrl.steps import serve
+
+    def check() -> None:
+        serve.check_options("vllm", *(options[name] for name in ("stage", "memory", "follow_s", "drain_s")))
+        serve.check(settings, options["stage"], host=options["host"], port=options["port"])
+
+    typed.run("serve", options["engine"], check, partial(serve.serve, settings, **options))
+
+
+@click.command("benchmark", cls=RecipeCommand, sections=("benchmark",))
+@option("--stages", metavar="STAGE|N,…", help="Stages or versions. [default: base, grpo, awq, and base under AWQ]")
+@option("--models", metavar="VARIANT:SCHEME=MODEL,…", help="Models to measure instead of stages.")
+@option("--url", metavar="URL", help="Measure a running server of the first model with `vllm bench serve`.")
+@click.pass_obj
+def benchmark_command(typed: Typed, settings, stages: str | None, models: str | None, url: str | None) -> None:
+    """Measure speed, latency and memory of models side by side.
+
+    Models run in evaluate.engine, one prompt at a time and in batches. A server is measured by vLLM's own
+    `bench serve`, in vLLM's environment.
+    """
+    from qrl.steps import benchmark
+
+    if stages and models:
+        raise BadInput("benchmark measures stages or models, but got both: give --stages or --models.")
+    engine, check = "vllm" if url else settings.evaluate.engine, partial(benchmark.subjects, settings, stages, models)
+    here = partial(benchmark.benchmark, settings, stages=stages, models=models, url=url)
+    typed.run("benchmark", engine, check, here)
