@@ -14,17 +14,11 @@ from qrl.tasks.question import Question
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The wording of a prompt.
+    """The wording of a prompt."""
 
-    Args:
-        user: the user's turn; `{question}` is replaced by the question.
-        system: the system's turn; None leaves it out (or to the model's own chat template).
-        tasks: the tasks with a grader that reads the requested answer format; None means any task.
-    """
-
-    user: str
-    system: str | None = None
-    tasks: tuple[str, ...] | None = None
+    user: str  # the user's turn; `{question}` is replaced by the question
+    system: str | None = None  # the system's turn; None leaves it out (or to the model's own chat template)
+    tasks: tuple[str, ...] | None = None  # tasks with a grader that reads the requested format; None means any task
 
 
 TEMPLATES = {
