@@ -15,12 +15,15 @@ from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import UnhealthyCell
 from qrl.evaluate import cells as room
-from qrl.evaluate import groups, health, scores
+from qrl.evaluate import groups, scores
 from qrl.recipe import Recipe
 from qrl.steps import inputs, outcome, record
 from qrl.tasks import prompt
 from qrl.tracking import contents, keys, lineage, models, reuse, runs, store
 from qrl.workspace import workspace
+
+# Fields of `recipe.evaluate` that are arguments of `room.ask`.
+_HANDED_ON = {"dtype", "max_new_tokens", "batch_size", "samples", "temperature", "engine", "deterministic"}
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ def _evaluate_cell(cell: Evaluation) -> str:
         (work / names.RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
         stored_by = models.params(uri).get(names.SETTINGS, "")
         _log_rows(answers, recipe, stored_by, work, recipe.seed if training_seed is None else training_seed)
-        problems = health.problems(metrics, settings, len(answers.frame))
+        problems = scores.problems(metrics, settings, len(answers.frame))
         if problems:
             raise UnhealthyCell(f"Cell {cell.name} is unhealthy, so its accuracy does not count: {' '.join(problems)}")
         values = {"digest": cell.weights.digest, "questions": digest, "accuracy": metrics[names.ACCURACY]}
@@ -141,16 +144,10 @@ def _ask(cell: Evaluation, progress: Callable[[int], object]) -> room.Asked:
         task=recipe.task,
         template=recipe.prompt,
         device=cell.device,
-        dtype=settings.dtype,
-        max_new_tokens=settings.max_new_tokens,
-        batch_size=settings.batch_size,
-        samples=settings.samples,
-        temperature=settings.temperature,
-        engine=settings.engine,
-        deterministic=settings.deterministic,
         memory=settings.gpu_memory_utilization,
         seed=recipe.seed,
         progress=progress,
+        **settings.model_dump(include=_HANDED_ON),
     )
 
 

@@ -1,4 +1,4 @@
-"""Rows of data sets, from a folder with train.jsonl and test.jsonl or from the Hugging Face Hub, as questions."""
+"""Rows of data sets, from JSONL files or the Hugging Face Hub, as questions."""
 
 import json
 import random
