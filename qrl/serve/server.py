@@ -59,10 +59,13 @@ def check_port(host: str, port: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host, port), family=family).close()
     except OSError as error:
-        raise BadInput(
-            f"Cannot listen on {url(host, port).removeprefix('http://')} ({error.strerror or error}): "
-            "stop the program that uses it, or choose another port or host."
-        ) from None
+        raise cannot_listen(host, port, error) from None
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> BadInput:
+    """Return the error for an address that cannot be listened on."""
+    where = f"{url(host, port).removeprefix('http://')} ({error.strerror or error})"
+    return BadInput(f"Cannot listen on {where}: stop the program that uses it, or choose another port or host.")
 
 
 def url(host: str, port: int) -> str:

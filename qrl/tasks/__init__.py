@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from qrl.errors import BadInput
-from qrl.tasks import arithmetic, deepmath, gsm8k, math, numeric, rows
-from qrl.tasks.math import dataset
+from qrl.tasks import arithmetic, deepmath, gsm8k, numeric, rows
+from qrl.tasks.math import dataset, pool
 from qrl.tasks.question import Question, Verdict
 
 __all__ = ["TASKS", "Question", "Split", "Verdict", "grade", "grade_many", "load"]
@@ -76,7 +76,7 @@ def grade_many(
     """
     _check(task)
     if task in BOXED:
-        return math.grade_many(completions, answers, progress)
+        return pool.grade_many(completions, answers, progress)
     verdicts = []
     for completion, answer in zip(completions, answers, strict=True):
         verdicts.append(numeric.grade(completion, answer))

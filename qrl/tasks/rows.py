@@ -35,10 +35,8 @@ def of_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
     try:
         table = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # a dozen kinds, by network, proxy and cache; the remedy is the same for all
-        raise BadInput(
-            f"{name} could not be loaded from the hub ({type(error).__name__}): "
-            "connect to it, or pass a folder with train.jsonl and test.jsonl as data."
-        ) from error
+        remedy = "connect to it, or pass a folder with train.jsonl and test.jsonl as data"
+        raise BadInput(f"{name} could not be loaded from the hub ({type(error).__name__}): {remedy}.") from error
     return ((f"{name} {config or ''} {split}, row {index}", row) for index, row in enumerate(table))
 
 

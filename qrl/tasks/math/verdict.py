@@ -48,10 +48,8 @@ def gold(answer: str) -> str:
     contents = latex.boxes(answer)
     text = latex.normal((contents[-1] if contents else answer)[: LONGEST_ANSWER + 1])
     if not text or len(text) > LONGEST_ANSWER:
-        raise BadInput(
-            f"The gold answer {answer[:80]!r} is {'empty' if not text else 'too long'}: expected an expression such as "
-            f"\\frac{{14}}{{3}}, of at most {LONGEST_ANSWER} characters."
-        )
+        expected = f"an expression such as \\frac{{14}}{{3}}, of at most {LONGEST_ANSWER} characters"
+        raise BadInput(f"The gold answer {answer[:80]!r} is {'too long' if text else 'empty'}: expected {expected}.")
     return text
 
 
