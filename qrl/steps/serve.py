@@ -96,24 +96,20 @@ def check_options(
             cannot both have this share.
     """
     if memory is not None and engine != engines.VLLM:
-        raise BadInput(
-            f"--gpu-memory-utilization needs vLLM, but the engine is {engine}: add --engine vllm, or remove it."
-        )
+        needs = f"--gpu-memory-utilization needs vLLM, but the engine is {engine}"
+        raise BadInput(f"{needs}: add --engine vllm, or remove it.")
     if follow_s is None:
         if drain_s is not None:
             raise BadInput("--drain limits how long a replaced version may finish: add --follow, or remove it.")
         return memory
     if stage.isdigit() or stage.endswith("-previous"):
-        raise BadInput(
-            f"--follow needs a stage that promotions move, not {stage}: give base, grpo, awq, Staging or Production."
-        )
+        needs = f"--follow needs a stage that promotions move, not {stage}"
+        raise BadInput(f"{needs}: give base, grpo, awq, Staging or Production.")
     if engine != engines.VLLM:
         raise BadInput("--follow loads the next version beside the old one under vLLM: add --engine vllm.")
     if memory is not None and memory > follow.MEMORY:
-        raise BadInput(
-            f"--follow keeps two engines on one GPU for a while, each with at most {follow.MEMORY} of its memory, but "
-            f"--gpu-memory-utilization is {memory}: give {follow.MEMORY} or less."
-        )
+        most = f"each with at most {follow.MEMORY} of its memory, but --gpu-memory-utilization is {memory}"
+        raise BadInput(f"--follow keeps two engines on one GPU for a while, {most}: give {follow.MEMORY} or less.")
     return memory or follow.MEMORY
 
 
