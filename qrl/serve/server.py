@@ -18,9 +18,7 @@ def run(engine: Engine, model: ServedModel, host: str, port: int, *, on_ready: C
     """Serve a checkpoint until Ctrl-C, or a signal that raises KeyboardInterrupt.
 
     Args:
-        engine: the engine, started.
-        model: version and folder.
-        host, port: the address for clients.
+        engine: started, with nothing loaded.
         on_ready: called with the address, http://host:port/v1, once the engine answers and the files are verified.
 
     Raises:

@@ -40,8 +40,9 @@ class Overlap:
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """Return the counts by metric name."""
-        counts = {"train_n": self.trained, "heldout_n": self.heldout, "exact": self.exact, f"ngram{WORDS}": self.shared}
-        return {prefix + name: float(count) for name, count in (counts | {f"ngram{WORDS}_share": self.share}).items()}
+        counts = {"train_n": self.trained, "heldout_n": self.heldout, "exact": self.exact}
+        counts |= {f"ngram{WORDS}": self.shared, f"ngram{WORDS}_share": self.share}
+        return {prefix + name: float(count) for name, count in counts.items()}
 
 
 def overlap(trained: Sequence[Question], heldout: Sequence[Question]) -> Overlap:

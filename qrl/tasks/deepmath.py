@@ -24,19 +24,18 @@ HELDOUT_SHARE = 100  # one text in so many is held out
 
 def of_hub(split: str) -> Iterator[rows.Row]:
     """Yield the rows of a split, except those that the grader cannot read; warn about them at the end."""
-    read = unread = 0
+    found = unread = 0
     for where, row in rows.of_hub(HUB, None, "train"):
         if split_of(str(row.get("question"))) != split:
             continue
+        found += 1
         try:
             question("", where, row)
+            yield where, row
         except BadInput:
             unread += 1
-        else:
-            read += 1
-            yield where, row
     if unread:
-        left_out = f"{unread} of {unread + read} rows of {HUB} ({split}) were left out"
+        left_out = f"{unread} of {found} rows of {HUB} ({split}) were left out"
         warnings.warn(f"{left_out}: the grader cannot read their answers.", stacklevel=2)
 
 

@@ -43,11 +43,7 @@ def of_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
 def questions(
     prefix: str, rows: Iterable[Row], read_row: ReadRow, n: int | None, seed: int, source: str
 ) -> list[Question]:
-    """Return all questions in order, with ids that count them, or n of them drawn without replacement.
-
-    Raises:
-        BadInput: there are no rows, or `read_row` cannot read one.
-    """
+    """Return all questions, or n drawn without replacement; ids count the rows; raise BadInput without any."""
     found = [read_row(f"{prefix}-{index}", where, row) for index, (where, row) in enumerate(rows)]
     if not found:
         raise BadInput(f"{source} has no questions: expected at least one row.")

@@ -16,11 +16,7 @@ SPLIT = (
 
 
 def make(texts: Iterable[str], folder: Path):
-    """Learn merges from prose and from the names of the chat's roles, and save the tokenizer into a folder.
-
-    Returns:
-        The transformers tokenizer, as `AutoTokenizer` reads it from the folder.
-    """
+    """Learn merges from prose and the chat's roles; save the tokenizer into a folder and return it as read back."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import AutoTokenizer, Qwen2Tokenizer
 
