@@ -38,7 +38,6 @@ class Asked:
     # finish_reason, fault; subject and level if the questions have them; sample if there are several
     frame: pd.DataFrame
     tokens_per_s: float  # generated tokens over the wall time of decoding, batches padded
-    seconds: float  # decoding alone, without loading
     dtype: str  # of activations
     receipt: dict[str, Any]  # engine, version and settings that generated them
 
@@ -92,7 +91,7 @@ def ask(
         began = time.perf_counter()
         drawn = {"temperature": temperature if samples > 1 else 0.0, "seed": seed}
         completions = generate(prompts, max_new_tokens=max_new_tokens, **drawn, progress=progress)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began  # decoding alone, without loading
     written = (f"{completion.raw}\0{completion.finish_reason}\0" for completion in completions)
     receipt["completions"] = sha256("".join(written).encode()).hexdigest()  # equal if a run repeats exactly
     texts, answers = [completion.text for completion in completions], [question.answer for question in repeated]
@@ -103,7 +102,7 @@ def ask(
     if samples > 1:
         rows = [row | {"sample": number % samples} for number, row in enumerate(rows)]
     generated = sum(completion.n_tokens for completion in completions)
-    return Asked(pd.DataFrame(rows), generated / seconds, seconds, computed_in, receipt)
+    return Asked(pd.DataFrame(rows), generated / seconds, computed_in, receipt)
 
 
 def _check_lengths(path: Path, questions: Sequence, prompts: Sequence) -> None:

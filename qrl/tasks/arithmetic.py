@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from qrl.tasks.question import Question
 
@@ -95,7 +96,7 @@ def draw(rng: random.Random) -> Problem:
     """Return a problem of one to four steps, of either split."""
     roll = rng.random
     people = rng.sample(NAMES, 5)
-    things = OBJECTS[int(roll() * len(OBJECTS))]
+    things = _pick(OBJECTS, roll)
     value = start = 2 + int(roll() ** 2 * 298)  # small numbers are likelier, as in GSM8K
     who, previous = people[0], None
     sentences = [_pick(OPENINGS, roll).format(n=who, b=value, o=things)]
@@ -142,7 +143,7 @@ def apply(left: int, sign: str, right: int) -> int | None:
     return result if 0 <= result <= LARGEST else None
 
 
-def _pick(options: Sequence[str], roll: Callable[[], float]) -> str:
+def _pick(options: Sequence[Any], roll: Callable[[], float]) -> Any:
     return options[int(roll() * len(options))]
 
 
@@ -151,7 +152,7 @@ def _operand(kind: str, value: int, roll: Callable[[], float]) -> tuple[str, int
     if kind == "share":
         divisors = [k for k in range(2, 10) if value % k == 0 and value >= k]
         if divisors:
-            return kind, divisors[int(roll() * len(divisors))]
+            return kind, _pick(divisors, roll)
         kind = "times"
     if kind == "times":
         if 2 * value <= LARGEST and value:
