@@ -38,7 +38,6 @@ class Asked:
     # finish_reason, fault; subject and level if the questions have them; sample if there are several
     frame: pd.DataFrame
     tokens_per_s: float  # generated tokens over the wall time of decoding, batches padded
-    seconds: float  # decoding alone, without loading
     dtype: str  # of activations
     receipt: dict[str, Any]  # engine, version and settings that generated them
 
@@ -85,28 +84,25 @@ def ask(
     prompts = [ids for question in questions for ids in [render(tokens, question.question, template)] * samples]
     _check_lengths(cell.path, questions, prompts[::samples])
     repeated = [question for question in questions for _ in range(samples)]
-    if engine == hf.NAME:
-        opened = _transformers(cell.path, device, dtype, batch_size)
-    else:
-        longest = max(map(len, prompts)) + max_new_tokens
-        limits = {"max_tokens": longest, "sequences": batch_size, "memory": memory}
-        opened = _vllm(cell.path, device, dtype, **limits, deterministic=deterministic, seed=seed)
-    with opened as (generate, computed_in, receipt):
+    longest = max(map(len, prompts)) + max_new_tokens
+    of_vllm = {"max_tokens": longest, "memory": memory, "deterministic": deterministic, "seed": seed}
+    with _opened(engine, cell.path, device, dtype, batch_size, of_vllm) as (generate, computed_in, receipt):
         generate(prompts[:batch_size], max_new_tokens=2)  # warm-up: libraries initialize themselves
         began = time.perf_counter()
         drawn = {"temperature": temperature if samples > 1 else 0.0, "seed": seed}
         completions = generate(prompts, max_new_tokens=max_new_tokens, **drawn, progress=progress)
-        seconds = time.perf_counter() - began
-    receipt |= {"completions": _digest(completions)}
-    markers = [token for token in tokens.all_special_tokens if token]
+        seconds = time.perf_counter() - began  # decoding alone, without loading
+    written = (f"{completion.raw}\0{completion.finish_reason}\0" for completion in completions)
+    receipt["completions"] = sha256("".join(written).encode()).hexdigest()  # equal if a run repeats exactly
     texts, answers = [completion.text for completion in completions], [question.answer for question in repeated]
     verdicts = tasks.grade_many(task, texts, answers)
+    markers = [token for token in tokens.all_special_tokens if token]
     labels = {"variant": cell.variant, "scheme": cell.scheme, "dtype": computed_in}
     rows = [labels | _row(markers, *answer) for answer in zip(repeated, completions, verdicts, strict=True)]
     if samples > 1:
         rows = [row | {"sample": number % samples} for number, row in enumerate(rows)]
     generated = sum(completion.n_tokens for completion in completions)
-    return Asked(pd.DataFrame(rows), generated / seconds, seconds, computed_in, receipt)
+    return Asked(pd.DataFrame(rows), generated / seconds, computed_in, receipt)
 
 
 def _check_lengths(path: Path, questions: Sequence, prompts: Sequence) -> None:
@@ -114,10 +110,8 @@ def _check_lengths(path: Path, questions: Sequence, prompts: Sequence) -> None:
     config = checkpoint.config(path)
     positions = config.get("max_position_embeddings")
     scaled = "factor" in (config.get("rope_scaling") or config.get("rope_parameters") or {})
-    if not positions or scaled:
-        return
     for question, ids in zip(questions, prompts, strict=True):
-        if len(ids) >= positions:
+        if positions and not scaled and len(ids) >= positions:
             raise BadInput(
                 f"Question {question.id} ('{question.question[:40]}…') is a prompt of {len(ids):,} tokens, "
                 f"but the model was made for {positions:,}: remove it from the held-out questions."
@@ -125,33 +119,22 @@ def _check_lengths(path: Path, questions: Sequence, prompts: Sequence) -> None:
 
 
 @contextmanager
-def _transformers(path: Path, device: str, dtype: str, batch_size: int) -> Iterator[tuple[Callable, str, dict]]:
+def _opened(
+    engine: str, path: Path, device: str, dtype: str, batch_size: int, of_vllm: dict[str, Any]
+) -> Iterator[tuple[Callable, str, dict]]:
     """Yield a loaded engine's `generate`, the dtype of its activations, and its receipt."""
+    if engine != hf.NAME:
+        from qrl.engine import vllm
+
+        with vllm.Vllm(path, device, dtype, sequences=batch_size, **of_vllm) as loaded:
+            yield loaded.generate, loaded.dtype, loaded.receipt()
+        return
     import transformers
 
     model, tokens = hf.load(path, device, devices.compute_dtype(dtype, device))
-    receipt = {
-        "engine": f"{hf.NAME} {transformers.__version__}",
-        "attention": model.config._attn_implementation,
-        "batch_size": batch_size,
-    }
+    receipt = {"engine": f"{hf.NAME} {transformers.__version__}", "attention": model.config._attn_implementation}
     generate = partial(hf.generate, model, tokens, batch_size=batch_size)
-    yield generate, str(model.dtype).removeprefix("torch."), receipt
-
-
-@contextmanager
-def _vllm(path: Path, device: str, dtype: str, **settings: Any) -> Iterator[tuple[Callable, str, dict]]:
-    """Yield what `_transformers` yields, from vLLM."""
-    from qrl.engine import vllm
-
-    with vllm.Vllm(path, device, dtype, **settings) as loaded:
-        yield loaded.generate, loaded.dtype, loaded.receipt()
-
-
-def _digest(completions: Sequence[hf.Completion]) -> str:
-    """Return the sha256 of all completions in order: equal if a run repeats exactly."""
-    parts = (f"{completion.raw}\0{completion.finish_reason}\0" for completion in completions)
-    return sha256("".join(parts).encode()).hexdigest()
+    yield generate, str(model.dtype).removeprefix("torch."), receipt | {"batch_size": batch_size}
 
 
 def _row(markers: list[str], question: tasks.Question, completion: hf.Completion, verdict: tasks.Verdict) -> dict:
@@ -167,8 +150,7 @@ def _row(markers: list[str], question: tasks.Question, completion: hf.Completion
         "n_tokens": completion.n_tokens,
         "finish_reason": completion.finish_reason,
         "fault": verdict.fault,
-        **{name: value for name, value in groups.items() if value is not None},
-    }
+    } | {name: value for name, value in groups.items() if value is not None}
 
 
 def _leaked(question: str, completion: hf.Completion, markers: list[str]) -> bool:

@@ -10,8 +10,6 @@ from qrl.stats.text import table
 if TYPE_CHECKING:
     import pandas as pd
 
-GROUPS = ("subject", "level")
-
 
 def markdown(frame: pd.DataFrame) -> str:
     """Return a table per kind of group: a row per group, a column per cell, rates with 95 % interval and n.
@@ -19,28 +17,23 @@ def markdown(frame: pd.DataFrame) -> str:
     Several samples or training seeds are averaged per question; the intervals then cover question sampling only.
 
     Args:
-        frame: a row per cell and question, with variant, scheme, question and correct (0/1), and optionally subject,
-            level and dtype.
+        frame: a row per cell and question: variant, scheme, question, correct (0/1), perhaps subject, level and dtype.
 
     Returns:
         Markdown; empty if no question has a subject or level.
     """
-    kinds = [kind for kind in GROUPS if kind in frame and frame[kind].notna().any()]
+    kinds = [kind for kind in ("subject", "level") if kind in frame and frame[kind].notna().any()]
     return "\n".join(line for kind in kinds for line in (f"## By {kind}", "", *_table(frame, kind), ""))
 
 
 def _table(frame: pd.DataFrame, kind: str) -> list[str]:
     known = frame[frame[kind].notna()]
-    cells = dict(iter(known.groupby(["variant", "scheme"], sort=False)))
-    head = [
-        names.cell_name(variant, names.shown(scheme, rows.get(names.DTYPE, ())))
-        for (variant, scheme), rows in cells.items()
-    ]
-    body = [
-        (f"{group:g}" if kind == "level" else group, *(_rate(rows[rows[kind] == group]) for rows in cells.values()))
-        for group in sorted(known[kind].unique())
-    ]
-    return table((kind, *head), body)
+    groups = sorted(known[kind].unique())
+    columns = {kind: [f"{group:g}" if kind == "level" else group for group in groups]}
+    for (variant, scheme), rows in known.groupby(["variant", "scheme"], sort=False):
+        name = names.cell_name(variant, names.shown(scheme, rows.get(names.DTYPE, ())))
+        columns[name] = [_rate(rows[rows[kind] == group]) for group in groups]
+    return table(columns, zip(*columns.values(), strict=True))
 
 
 def _rate(rows: pd.DataFrame) -> str:

@@ -1,24 +1,44 @@
-"""A cell's scores, by metric name."""
+"""A cell's scores, and whether they count: in the first study every answer was truncated, and nothing stopped it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from qrl import names, stats
-from qrl.evaluate import health
 from qrl.evaluate.cells import Asked
+from qrl.recipe import Evaluate
 
 if TYPE_CHECKING:
     import pandas as pd
 
+_UNRENDERED = "prompts not rendered with the model's chat template, or "
+_NO_END = f"{_UNRENDERED}an end token that the model was not trained on"
+# rate → the recipe's limit, and the likely cause if it is broken
+_LIMITS = {
+    names.EOS_RATE: ("min_eos_rate", _NO_END),
+    names.TRUNCATION_RATE: (
+        "max_truncation_rate",
+        "evaluate.max_new_tokens is too small for this model, or answers never end",
+    ),
+    names.PARSE_RATE: (
+        "min_parse_rate",
+        f"{_UNRENDERED}not asking for the format that the task grades, or weights damaged by quantization",
+    ),
+    names.PROMPT_LEAK_RATE: ("max_prompt_leak_rate", _NO_END),
+    names.GRADER_FAULT_RATE: (
+        "max_grader_fault_rate",
+        "expressions that the grader cannot evaluate, from weights damaged by training or quantization",
+    ),
+}
+
 
 def metrics(asked: Asked) -> dict[str, float]:
-    """Return accuracy with stderr and n, pass@k, health rates, speed and grader failures of one cell.
+    """Return accuracy with stderr and n, pass@k, health rates, speed and grader failures of one cell, by metric name.
 
     n counts questions. With several samples, accuracy is pass@1: the mean over questions of the mean over a question's
     samples.
     """
-    frame: pd.DataFrame = asked.frame
+    frame = asked.frame
     right = frame.groupby("question", sort=False)["correct"].agg(["sum", "size"])
     samples = int(right["size"].iloc[0])
     per_sample = right["sum"] / samples
@@ -34,5 +54,29 @@ def metrics(asked: Asked) -> dict[str, float]:
         names.TOKENS_PER_S: asked.tokens_per_s,
         names.GRADER_TIMEOUTS: float((frame["fault"] == "timeout").sum()),
         names.GRADER_ERRORS: float((frame["fault"] == "error").sum()),
-        **health.rates(frame),
+        **rates(frame),
     }
+
+
+def rates(frame: pd.DataFrame) -> dict[str, float]:
+    """Return the shares of answers that parse, end, are truncated, leak or break the grader, in 0..1 by metric name."""
+    stopped = frame["finish_reason"] == "stop"
+    return {
+        names.PARSE_RATE: float(frame["parsed"].notna().mean()),
+        names.EOS_RATE: float(stopped.mean()),
+        names.TRUNCATION_RATE: float((~stopped).mean()),
+        names.PROMPT_LEAK_RATE: float(frame["leaked"].mean()),
+        names.GRADER_FAULT_RATE: float(frame["fault"].notna().mean()),
+    }
+
+
+def problems(metrics: dict[str, float], limits: Evaluate, n: int) -> list[str]:
+    """Return a sentence for each broken limit, with the rate, the limit and the likely cause; empty if healthy."""
+    sentences = []
+    for metric, (setting, cause) in _LIMITS.items():
+        rate, limit, least = metrics[metric], getattr(limits, setting), setting.startswith("min_")
+        if (rate < limit) if least else (rate > limit):
+            side = "below" if least else "above"
+            allowed = f"{side} the limit evaluate.{setting} = {limit:g}"
+            sentences.append(f"{metric} is {rate:.3f} (n = {n}), {allowed}; likely cause: {cause}.")
+    return sentences

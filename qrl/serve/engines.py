@@ -64,16 +64,10 @@ def default(device: str) -> str:
 
 
 def check(engine: str, api_key: str | None) -> None:
-    """Check that an engine is installed and supports the API key.
-
-    Raises:
-        BadInput: vLLM is not installed, or a key is set for an engine without keys, which would serve unguarded.
-    """
+    """Raise BadInput if an engine is not installed, or knows no API key and would serve unguarded."""
     if api_key and engine == TRANSFORMERS:
-        raise BadInput(
-            "`transformers serve` knows no API key: serve with --engine vllm, or on loopback without --api-key and "
-            "QRL_API_KEY."
-        )
+        unguarded = "on loopback without --api-key and QRL_API_KEY"
+        raise BadInput(f"`transformers serve` knows no API key: serve with --engine vllm, or {unguarded}.")
     if engine == VLLM and importlib.util.find_spec("vllm") is None:
         raise BadInput(
             "vLLM is not installed in this environment: run `mlflow run . -e serve … --env-manager uv`, which builds "
@@ -82,12 +76,7 @@ def check(engine: str, api_key: str | None) -> None:
 
 
 def environment(engine: str, scratch: Path, api_key: str | None, shares: bool = False) -> dict[str, str]:
-    """Return the environment variables of an engine.
-
-    Args:
-        scratch: an empty folder that lives as long as the engine.
-        shares: another engine will run on this machine.
-    """
+    """Return an engine's environment variables; `scratch` is its empty folder, `shares`: beside another engine."""
     if engine == TRANSFORMERS:
         return _QUIET | {"HF_HUB_CACHE": str(scratch)}
     # Otherwise every vLLM on a CPU pins itself to the same cores, and the serving engine, spinning, starves the other.
@@ -112,13 +101,13 @@ def arguments(engine: str, model: ServedModel, listen: tuple[str, int] | Path, s
         options += ["--shutdown-timeout", str(DRAIN_S), *address]  # without it, running answers are cut off
         if model.device == "cpu":
             return [*options, "--enforce-eager"]
-        return [*options, *(["--gpu-memory-utilization", str(model.memory)] if model.memory else [])]
+        return [*options, "--gpu-memory-utilization", str(model.memory)] if model.memory else options
     name, version = model.id.split("@")
-    repository = scratch / f"models--{name}"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / version).write_text(version)
-    (repository / "snapshots").mkdir()
-    (repository / "snapshots" / version).symlink_to(model.path.resolve(), target_is_directory=True)
+    refs, snapshots = (scratch / f"models--{name}" / part for part in ("refs", "snapshots"))
+    refs.mkdir(parents=True)
+    snapshots.mkdir()
+    (refs / version).write_text(version)
+    (snapshots / version).symlink_to(model.path.resolve(), target_is_directory=True)
     return ["serve", model.id, "--device", model.device, "--dtype", _transformers_dtype(model), *address]
 
 

@@ -8,19 +8,20 @@ one keeps serving.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from qrl.errors import BadInput, QrlError
+from qrl.errors import QrlError
 from qrl.serve import engines, server
 from qrl.serve.engines import ServedModel
 from qrl.serve.process import Engine
 from qrl.serve.proxy import Proxy
 
 MEMORY = 0.45  # largest share of a GPU's memory for each of two engines
-EVERY_S, DRAIN_S = 5.0, 300.0  # how often to ask the registry, and how long a drained engine may finish its answers
+EVERY_S, DRAIN_S = 5.0, 300.0
 _SOCKET = "engine.sock"
 
 
@@ -34,24 +35,8 @@ class FollowedStage:
     on_switch: Callable[[ServedModel, str], object]  # a version took over; with a sentence
     on_refusal: Callable[[int, str], object]  # a version cannot take over; with a sentence
     on_notice: Callable[[str], object]  # anything else for an operator
-    every_s: float = EVERY_S
-    drain_s: float = DRAIN_S
-
-
-def check(engine: str, memory: float | None) -> float:
-    """Return the share of a GPU's memory for each of two engines: the user's, or else as much as possible.
-
-    Raises:
-        BadInput: the engine cannot follow a stage, or two engines cannot both have this share.
-    """
-    if engine != engines.VLLM:
-        raise BadInput("--follow loads the next version beside the old one under vLLM: add --engine vllm.")
-    if memory is not None and memory > MEMORY:
-        raise BadInput(
-            f"--follow keeps two engines on one GPU for a while, each with at most {MEMORY} of its memory, but "
-            f"--gpu-memory-utilization is {memory}: give {MEMORY} or less."
-        )
-    return memory or MEMORY
+    every_s: float = EVERY_S  # how often to ask the registry
+    drain_s: float = DRAIN_S  # how long a drained engine may finish its answers
 
 
 def run(
@@ -85,19 +70,15 @@ class _Member:
     stopped: bool = False
 
 
-class _Fleet:
+class _Fleet(contextlib.AbstractContextManager):
     """The engines that serve, load and drain; the end of the `with` block ends them all."""
 
     def __init__(self, engine: Engine, model: ServedModel, stage: FollowedStage) -> None:
-        self.serving, self.stage = _Member(engine, model), stage
+        self.serving, self.stage, self.look_at = _Member(engine, model), stage, 0.0
         self.loading: _Member | None = None
         self.draining: _Member | None = None
-        self.look_at = 0.0
         self.seen = int(model.version)  # the last version handled, served or refused
         self.is_registry_down = False
-
-    def __enter__(self) -> _Fleet:
-        return self
 
     def __exit__(self, *_error: object) -> None:
         members = [member for member in (self.serving, self.loading, self.draining) if member]
@@ -123,8 +104,8 @@ class _Fleet:
         try:
             version = self.stage.version()
         except Exception as error:  # any error of a store that is down for a while; the engine that serves is untouched
+            reason, served = " ".join(str(error).split())[:300], self.serving.model.id
             if not self.is_registry_down:
-                reason, served = " ".join(str(error).split())[:300], self.serving.model.id
                 self.stage.on_notice(f"The registry did not answer ({reason}); {served} keeps serving, lookups go on.")
             self.is_registry_down = True
             return

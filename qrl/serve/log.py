@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import sys
@@ -53,8 +54,7 @@ class EngineLog:
 
 def cause(log: Iterable[str]) -> str | None:
     """Return the first error of an engine's log, which caused the others; None without one."""
-    lines = list(log)
-    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+    for line, after in itertools.pairwise([*log, ""]):
         if (match := _ERROR.match(line)) and "See root cause above" not in line:
             # Pydantic gives its own reason on the next line.
             return f"{match[2]}: {after.strip()}" if "validation error" in match[2] else match[2]

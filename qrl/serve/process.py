@@ -7,9 +7,11 @@ first, and after a grace period SIGKILL to the whole group, since vLLM keeps wor
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +22,6 @@ from pathlib import Path
 from qrl.errors import QrlError
 from qrl.serve import engine_bootstrap, engines
 from qrl.serve.engines import ServedModel
-from qrl.serve.health import healthy
 from qrl.serve.log import EngineLog
 from qrl.workspace import Scratch
 
@@ -28,7 +29,7 @@ from qrl.workspace import Scratch
 GRACE_LOADING_S, GRACE_SERVING_S = 5, engines.DRAIN_S + 5
 
 
-class Engine:
+class Engine(contextlib.AbstractContextManager):
     """A serving engine; the end of its `with` block ends it in any case."""
 
     def __init__(self, engine: str, api_key: str | None = None, shares: bool = False) -> None:
@@ -38,7 +39,7 @@ class Engine:
 
         Args:
             engine: "transformers" or "vllm".
-            api_key: the key that clients must send; passed by the environment, since anybody may read a command line.
+            api_key: for clients to send; passed by the environment, since anybody may read a command line.
             shares: another engine will run beside it.
 
         Raises:
@@ -47,7 +48,7 @@ class Engine:
         engines.check(engine, api_key)
         self.engine = engine
         self.serving = self._reaped = False
-        self.listen: tuple[str, int] | Path | None = None  # set by `load`
+        self.listen: tuple[str, int] | Path | None = None  # set by `load`; a path is a Unix socket's
         self._scratch = Scratch("qrl-engine-")
         self.scratch = self._scratch.path
         self.process = subprocess.Popen(
@@ -64,9 +65,6 @@ class Engine:
         self.log = EngineLog(self.process.stdout)
         self._at: dict[str, float] = {}  # event → its time on the monotonic clock
         self._mismatch: QrlError | None = None
-
-    def __enter__(self) -> Engine:
-        return self
 
     def __exit__(self, *_error: object) -> None:
         self.stop()
@@ -99,14 +97,13 @@ class Engine:
             raise self._mismatch
         if self.process.poll() is not None:
             raise self.failure("died while loading the model")
-        if "healthy" not in self._at and healthy(self.listen):
+        if "healthy" not in self._at and _healthy(self.listen):
             self._at["healthy"] = time.monotonic()
         self.serving = {"verified", "healthy"} <= self._at.keys()
         return self.serving
 
     def seconds(self) -> dict[str, float]:
-        """Return the times of an engine that is ready: `load`, `verify` (meanwhile), and `added` to the slower of the
-        two.
+        """Return the times of an engine that is ready: `load`, `verify` (meanwhile), and `added` to the slower one.
 
         Added is the time between the end of its imports and `load`, and the time since both were done.
         """
@@ -141,9 +138,22 @@ class Engine:
     def _verify(self, verify: Callable[[], object]) -> None:
         try:
             verify()
+            self._at["verified"] = time.monotonic()
         except QrlError as error:
             self._mismatch = error
         except Exception as error:  # a failing disk, say; `ready` raises it, since nobody sees this thread
             self._mismatch = QrlError(f"The files to serve cannot be read ({error}).")
-        else:
-            self._at["verified"] = time.monotonic()
+
+
+def _healthy(listen: tuple[str, int] | Path) -> bool:
+    """Return whether /health answers 200, bypassing any proxy; both engines listen only once the model is loaded."""
+    host, port = ("localhost", 80) if isinstance(listen, Path) else listen
+    connection = http.client.HTTPConnection({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port, timeout=5)
+    with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+        if isinstance(listen, Path):
+            connection.sock = socket.socket(socket.AF_UNIX)
+            connection.sock.settimeout(connection.timeout)
+            connection.sock.connect(str(listen))
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    return False

@@ -12,17 +12,15 @@ import importlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from qrl.errors import BadInput
-from qrl.serve.server import url
+from qrl.serve.server import cannot_listen
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession, web
 
-T = TypeVar("T")
 # Headers of the connection, not of the message (RFC 9110, section 7.6.1); the client library writes its own.
 _HOP_BY_HOP = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"}
 _HOP_BY_HOP |= {"transfer-encoding", "upgrade"}
@@ -65,19 +63,18 @@ class Proxy:
         if session := self._sessions.pop(socket, None):
             self._wait(session.close())
 
-    def _wait(self, work: Awaitable[T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def _wait(self, work: Coroutine) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _switch(self, socket: Path) -> None:
         import aiohttp
 
         if socket not in self._sessions:
             # One connection a request: an engine closes idle ones after seconds, and a request sent just then is lost.
+            connector = aiohttp.UnixConnector(str(socket), limit=0, force_close=True)
+            unchanged = {"auto_decompress": False, "cookie_jar": aiohttp.DummyCookieJar()}
             self._sessions[socket] = aiohttp.ClientSession(
-                connector=aiohttp.UnixConnector(str(socket), limit=0, force_close=True),
-                timeout=aiohttp.ClientTimeout(),
-                auto_decompress=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
+                connector=connector, timeout=aiohttp.ClientTimeout(), **unchanged
             )
         is_first, self._current = self._current is None, socket
         if is_first:
@@ -89,15 +86,13 @@ class Proxy:
         logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a client that disconnects is not an error
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._forward)
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=self._drain_s, auto_decompress=False
-        )
+        options = {"handler_cancellation": True, "access_log": None, "auto_decompress": False}
+        self._runner = web.AppRunner(app, shutdown_timeout=self._drain_s, **options)
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, self._host, self._port, backlog=1024).start()
         except OSError as error:
-            address = url(self._host, self._port)
-            raise BadInput(f"Cannot listen on {address} ({error.strerror or error}): choose another port.") from None
+            raise cannot_listen(self._host, self._port, error) from None
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         import aiohttp

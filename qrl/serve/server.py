@@ -18,9 +18,7 @@ def run(engine: Engine, model: ServedModel, host: str, port: int, *, on_ready: C
     """Serve a checkpoint until Ctrl-C, or a signal that raises KeyboardInterrupt.
 
     Args:
-        engine: the engine, started.
-        model: version and folder.
-        host, port: the address for clients.
+        engine: started, with nothing loaded.
         on_ready: called with the address, http://host:port/v1, once the engine answers and the files are verified.
 
     Raises:
@@ -59,10 +57,13 @@ def check_port(host: str, port: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host, port), family=family).close()
     except OSError as error:
-        raise BadInput(
-            f"Cannot listen on {url(host, port).removeprefix('http://')} ({error.strerror or error}): "
-            "stop the program that uses it, or choose another port or host."
-        ) from None
+        raise cannot_listen(host, port, error) from None
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> BadInput:
+    """Return the error for an address that cannot be listened on."""
+    where = f"{url(host, port).removeprefix('http://')} ({error.strerror or error})"
+    return BadInput(f"Cannot listen on {where}: stop the program that uses it, or choose another port or host.")
 
 
 def url(host: str, port: int) -> str:

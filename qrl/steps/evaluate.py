@@ -15,12 +15,15 @@ from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import UnhealthyCell
 from qrl.evaluate import cells as room
-from qrl.evaluate import groups, health, scores
+from qrl.evaluate import groups, scores
 from qrl.recipe import Recipe
 from qrl.steps import inputs, outcome, record
 from qrl.tasks import prompt
 from qrl.tracking import contents, keys, lineage, models, reuse, runs, store
 from qrl.workspace import workspace
+
+# Fields of `recipe.evaluate` that are arguments of `room.ask`.
+_HANDED_ON = {"dtype", "max_new_tokens", "batch_size", "samples", "temperature", "engine", "deterministic"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
     Raises:
         UnhealthyCell: cells broke a limit, a sentence for each; raised after all cells were evaluated.
     """
-    addresses, weights = check(recipe, given)
+    cells = check(recipe, given)
     device = devices.choose(recipe.device)
     questions = inputs.questions(recipe, "heldout", recipe.evaluate.n)
     prompt.template_hash(recipe.prompt)  # rejects an unknown template before anything starts
@@ -60,8 +63,8 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
     params, tags = {"device": device}, {names.TAG_TASK: recipe.task}
     with runs.step("evaluate", recipe, sections=("evaluate",), params=params, tags=tags):
         broken, run_ids = [], {}
-        for cell, stored in weights.items():
-            evaluation = Evaluation(recipe, *cell, addresses[cell], stored, questions, device)
+        for cell, stored in cells.items():
+            evaluation = Evaluation(recipe, *cell, *stored, questions, device)
             try:
                 run_ids[":".join(cell)] = _evaluate_cell(evaluation)
             except UnhealthyCell as error:
@@ -75,9 +78,7 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
             raise unhealthy
 
 
-def check(
-    recipe: Recipe, given: str | None
-) -> tuple[dict[tuple[str, str], str], dict[tuple[str, str], checkpoint.Checkpoint]]:
+def check(recipe: Recipe, given: str | None) -> dict[tuple[str, str], tuple[str, checkpoint.Checkpoint]]:
     """Return the cells' addresses and checkpoints, by variant and scheme.
 
     Raises:
@@ -85,21 +86,16 @@ def check(
     """
     text = given or f"{names.BASE}:{names.FULL}={recipe.model}"
     addresses = {inputs.cell(cell): address for cell, address in inputs.pairs(text, "a cell and its model").items()}
-    return addresses, {cell: inputs.stored_as(cell, address) for cell, address in addresses.items()}
+    return {cell: (address, inputs.stored_as(cell, address)) for cell, address in addresses.items()}
 
 
 def _evaluate_cell(cell: Evaluation) -> str:
     """Evaluate one cell in a nested run; return the run's id."""
     recipe, settings, prompt_hash = cell.recipe, cell.recipe.evaluate, prompt.template_hash(cell.recipe.prompt)
     labels = {"variant": cell.variant, "scheme": cell.scheme, "task": recipe.task}
-    tags = {
-        names.TAG_STEP: "evaluate",
-        names.TAG_CACHE_KEY: keys.cell(recipe, cell.variant, cell.scheme, cell.weights.digest, cell.device),
-        names.TAG_VARIANT: cell.variant,
-        names.TAG_SCHEME: cell.scheme,
-        names.TAG_TASK: recipe.task,
-        names.TAG_DIGEST: cell.weights.digest,
-    }
+    key = keys.cell(recipe, cell.variant, cell.scheme, cell.weights.digest, cell.device)
+    tags = {names.TAG_STEP: "evaluate", names.TAG_CACHE_KEY: key, names.TAG_DIGEST: cell.weights.digest}
+    tags |= {names.TAG_VARIANT: cell.variant, names.TAG_SCHEME: cell.scheme, names.TAG_TASK: recipe.task}
     with (
         workspace(f"evaluate-{cell.variant}-{cell.scheme}", shared=True) as work,
         runs.child(cell.name, params=labels | {"prompt_hash": prompt_hash}, tags=tags),
@@ -114,15 +110,14 @@ def _evaluate_cell(cell: Evaluation) -> str:
         contents.log_scores(metrics, model_uri=uri, dataset=heldout)
         training_seed = lineage.training_seed(uri) if cell.variant != names.BASE else None
         simulated = hf.simulated(cell.weights.path, cell.device) if settings.engine == hf.NAME else ""
-        params = {"dtype": answers.dtype, names.ENGINE: answers.receipt["engine"]}
-        params |= {"simulated": simulated, "training_seed": training_seed}
+        params = {"dtype": answers.dtype, "simulated": simulated, "training_seed": training_seed}
+        params[names.ENGINE] = answers.receipt["engine"]
         contents.log_params({key: value for key, value in params.items() if value not in ("", None)})
         receipt = answers.receipt | {"weights": cell.weights.digest, "prompt_hash": prompt_hash, "questions": digest}
         (work / names.RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
         stored_by = models.params(uri).get(names.SETTINGS, "")
         _log_rows(answers, recipe, stored_by, work, recipe.seed if training_seed is None else training_seed)
-        problems = health.problems(metrics, settings, len(answers.frame))
-        if problems:
+        if problems := scores.problems(metrics, settings, len(answers.frame)):
             raise UnhealthyCell(f"Cell {cell.name} is unhealthy, so its accuracy does not count: {' '.join(problems)}")
         values = {"digest": cell.weights.digest, "questions": digest, "accuracy": metrics[names.ACCURACY]}
         reuse.record_outputs(models={"model": uri}, artifacts=[names.QUESTIONS], values=values)
@@ -141,16 +136,10 @@ def _ask(cell: Evaluation, progress: Callable[[int], object]) -> room.Asked:
         task=recipe.task,
         template=recipe.prompt,
         device=cell.device,
-        dtype=settings.dtype,
-        max_new_tokens=settings.max_new_tokens,
-        batch_size=settings.batch_size,
-        samples=settings.samples,
-        temperature=settings.temperature,
-        engine=settings.engine,
-        deterministic=settings.deterministic,
         memory=settings.gpu_memory_utilization,
         seed=recipe.seed,
         progress=progress,
+        **settings.model_dump(include=_HANDED_ON),
     )
 
 

@@ -14,6 +14,7 @@ from qrl.errors import BadInput
 from qrl.formats import kind
 from qrl.recipe import Recipe
 from qrl.tasks import prompt
+from qrl.tasks.question import bare
 from qrl.tracking import addresses
 
 
@@ -134,8 +135,8 @@ def probe(recipe: Recipe, trained: Sequence[tasks.Question], heldout: Sequence[t
     """
     wanted = recipe.watch.probe_n
     pool = _load(recipe, "train", endless=len(trained) + wanted)
-    used = {_normalized(question) for question in (*trained, *heldout)}
-    left = [question for question in pool if _normalized(question) not in used]
+    used = {bare(question.question) for question in (*trained, *heldout)}
+    left = [question for question in pool if bare(question.question) not in used]
     if len(left) < wanted:
         raise BadInput(
             f"The training split has {len(left)} questions that are neither trained on nor held out, but watch.probe_n "
@@ -146,16 +147,12 @@ def probe(recipe: Recipe, trained: Sequence[tasks.Question], heldout: Sequence[t
 
 def repeated(questions: Sequence[tasks.Question]) -> str:
     """Return a warning if questions are repeated, up to spaces and case; empty if none is."""
-    counts = Counter(map(_normalized, questions))
+    counts = Counter(bare(question.question) for question in questions)
     copies = len(questions) - len(counts)
     if not copies:
         return ""
-    first = next(question for question in questions if counts[_normalized(question)] > 1)
+    first = next(question for question in questions if counts[bare(question.question)] > 1)
     return (
         f"Of {len(questions)} held-out questions {copies} repeat others, such as '{first.question[:60]}': each copy "
         "counts, so intervals are narrower than they should be. Remove the copies from the data."
     )
-
-
-def _normalized(question: tasks.Question) -> str:
-    return "".join(question.question.casefold().split())

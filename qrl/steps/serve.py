@@ -43,8 +43,7 @@ def serve(
     Args:
         recipe: gives the registered model, the device and the dtype.
         stage: base, grpo, awq, Staging, Production or a version number.
-        host: address to listen on.
-        port: port to listen on.
+        host, port: the address to listen on.
         engine: auto is vLLM where it is installed, and transformers elsewhere.
         api_key: the key that clients must send, never logged; None serves without a key.
         memory: largest share of the GPU's memory for vLLM; None: its default.
@@ -82,7 +81,7 @@ def serve(
             if follow_s is None:
                 server.run(child, model, host, port, on_ready=ready)
             else:
-                limits = {"every_s": follow_s, "drain_s": follow.DRAIN_S if drain_s is None else drain_s}
+                limits = {"every_s": follow_s} | ({} if drain_s is None else {"drain_s": drain_s})
                 followed = replace(_followed(version, model, start), **limits)
                 follow.run(child, model, host, port, followed, on_ready=ready)
 
@@ -93,21 +92,25 @@ def check_options(
     """Return the share of a GPU's memory for an engine, if the options fit together; None: vLLM's default.
 
     Raises:
-        BadInput: an option would have no effect, the stage cannot move, or `follow.check` rejects the share.
+        BadInput: an option would have no effect, the stage cannot move, the engine cannot follow it, or two engines
+            cannot both have this share.
     """
     if memory is not None and engine != engines.VLLM:
-        raise BadInput(
-            f"--gpu-memory-utilization needs vLLM, but the engine is {engine}: add --engine vllm, or remove it."
-        )
+        needs = f"--gpu-memory-utilization needs vLLM, but the engine is {engine}"
+        raise BadInput(f"{needs}: add --engine vllm, or remove it.")
     if follow_s is None:
         if drain_s is not None:
             raise BadInput("--drain limits how long a replaced version may finish: add --follow, or remove it.")
         return memory
     if stage.isdigit() or stage.endswith("-previous"):
-        raise BadInput(
-            f"--follow needs a stage that promotions move, not {stage}: give base, grpo, awq, Staging or Production."
-        )
-    return follow.check(engine, memory)
+        needs = f"--follow needs a stage that promotions move, not {stage}"
+        raise BadInput(f"{needs}: give base, grpo, awq, Staging or Production.")
+    if engine != engines.VLLM:
+        raise BadInput("--follow loads the next version beside the old one under vLLM: add --engine vllm.")
+    if memory is not None and memory > follow.MEMORY:
+        most = f"each with at most {follow.MEMORY} of its memory, but --gpu-memory-utilization is {memory}"
+        raise BadInput(f"--follow keeps two engines on one GPU for a while, {most}: give {follow.MEMORY} or less.")
+    return memory or follow.MEMORY
 
 
 def check(recipe: Recipe, stage: str, *, host: str, port: int) -> tuple[versions.Version, ServedModel]:

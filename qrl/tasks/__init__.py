@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from qrl.errors import BadInput
-from qrl.tasks import arithmetic, deepmath, gsm8k, jsonl, math, numeric
-from qrl.tasks.math import dataset
+from qrl.tasks import arithmetic, deepmath, gsm8k, numeric, rows
+from qrl.tasks.math import dataset, pool
 from qrl.tasks.question import Question, Verdict
 
 __all__ = ["TASKS", "Question", "Split", "Verdict", "grade", "grade_many", "load"]
@@ -40,13 +40,16 @@ def load(task: str, split: Split, n: int | None = None, seed: int = 0, data: str
         raise BadInput(f"There is no split '{split}': expected train or heldout.")
     if n is not None and n < 1:
         raise BadInput(f"{n} questions were requested, but at least 1 was expected: give a positive number.")
+    reader = BOXED.get(task, gsm8k)
     if data is not None:
-        return jsonl.load(task, Path(data), split, n, seed, BOXED.get(task, jsonl).question)
-    if task == "arithmetic":
+        found, source = rows.of_folder(Path(data), split), str(Path(data) / rows.FILES[split])
+    elif task == "arithmetic":
         if n is None:
             raise BadInput("The arithmetic task is generated without end: give the number of questions.")
         return arithmetic.load(split, n, seed)
-    return BOXED.get(task, gsm8k).load(split, n, seed)
+    else:
+        found, source = reader.of_hub(split), f"The hub's data set of {task}"
+    return rows.questions(f"{task}-{split}", found, reader.question, n, seed, source)
 
 
 def grade(task: str, completion: str, answer: str) -> Verdict:
@@ -73,7 +76,7 @@ def grade_many(
     """
     _check(task)
     if task in BOXED:
-        return math.grade_many(completions, answers, progress)
+        return pool.grade_many(completions, answers, progress)
     verdicts = []
     for completion, answer in zip(completions, answers, strict=True):
         verdicts.append(numeric.grade(completion, answer))

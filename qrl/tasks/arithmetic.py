@@ -7,9 +7,10 @@ text is in both splits, whatever the seeds and sizes.
 
 import random
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import islice
+from typing import Any
 
 from qrl.tasks.question import Question
 
@@ -42,24 +43,17 @@ SUMS = ("How many {o} do {n} and {m} have together?", "How many {o} do {n} and {
 
 KINDS = tuple(SENTENCES)
 WEIGHTS = (20, 20, 16, 16, 18, 10)  # frequency of each kind, where its numbers allow it
-_CUMULATIVE = tuple(accumulate(WEIGHTS))
 SIGN = {"gain": "+", "lose": "-", "more": "+", "fewer": "-", "times": "*", "share": "/", "together": "+"}
 TOGETHER = 0.15  # share of questions that add up the last two people, where the last step moved on to another person
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One calculation of a problem.
+    """One calculation of a problem."""
 
-    Args:
-        kind: one of `KINDS`, or "together".
-        number: its second operand; None for "together", which adds the last two numbers.
-        line: the sentence of the solution, with `{e}` in place of the calculation, `3+4=7`.
-    """
-
-    kind: str
-    number: int | None
-    line: str
+    kind: str  # one of `KINDS`, or "together"
+    number: int | None  # its second operand; None for "together", which adds the last two numbers
+    line: str  # the sentence of the solution, with `{e}` in place of the calculation, `3+4=7`
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +67,13 @@ class Problem:
 
 def load(split: str, n: int, seed: int) -> list[Question]:
     """Return n different questions of a split; their ids name split, seed and position."""
-    questions = []
-    for i, problem in zip(range(n), problems(split, seed), strict=False):
-        solution, answer = solve(problem)
-        questions.append(Question(f"arithmetic-{split}-{seed}-{i}", problem.question, solution, str(answer)))
-    return questions
+    return questions(f"arithmetic-{split}-{seed}", islice(problems(split, seed), n), solve)
+
+
+def questions(prefix: str, problems: Iterable[Problem], solve: Callable[[Problem], tuple[str, int]]) -> list[Question]:
+    """Return problems with the solutions that `solve` returns, with ids that count them."""
+    solved = ((problem.question, *solve(problem)) for problem in problems)
+    return [Question(f"{prefix}-{i}", text, solution, str(answer)) for i, (text, solution, answer) in enumerate(solved)]
 
 
 def problems(split: str, seed: int | str) -> Iterator[Problem]:
@@ -100,21 +96,18 @@ def draw(rng: random.Random) -> Problem:
     """Return a problem of one to four steps, of either split."""
     roll = rng.random
     people = rng.sample(NAMES, 5)
-    things = OBJECTS[int(roll() * len(OBJECTS))]
+    things = _pick(OBJECTS, roll)
     value = start = 2 + int(roll() ** 2 * 298)  # small numbers are likelier, as in GSM8K
     who, previous = people[0], None
     sentences = [_pick(OPENINGS, roll).format(n=who, b=value, o=things)]
     steps = []
     for other in people[1 : 2 + int(roll() * 4)]:
-        kind = rng.choices(KINDS, cum_weights=_CUMULATIVE)[0]
+        kind = rng.choices(KINDS, WEIGHTS)[0]
         kind, number = _operand(kind, value, roll)
         sentences.append(_pick(SENTENCES[kind], roll).format(n=who, m=other, b=number, o=things))
-        previous = None
-        if kind in ("gain", "lose"):
-            steps.append(Step(kind, number, f"{who} now has {{e}} {things}."))
-        else:
-            previous, who = (who, value), other
-            steps.append(Step(kind, number, f"{other} has {{e}} {things}."))
+        stays = kind in ("gain", "lose")
+        previous, who = (None, who) if stays else ((who, value), other)
+        steps.append(Step(kind, number, f"{who} {'now has' if stays else 'has'} {{e}} {things}."))
         value = apply(value, SIGN[kind], number)
     moved_on = previous is not None and steps[-1].kind != "share" and len(steps) < 4
     if moved_on and value + previous[1] <= LARGEST and roll() < TOGETHER:
@@ -126,14 +119,10 @@ def draw(rng: random.Random) -> Problem:
 
 
 def solve(problem: Problem, signs: Sequence[str] | None = None) -> tuple[str, int] | None:
-    """Return the worked solution, which ends in `#### x`, and x.
+    """Return the worked solution, which ends in `#### x`, and x; None if wrong signs leave the whole numbers 0..999.
 
     Args:
-        problem: the problem to solve.
         signs: an operator per step; None means the right ones, others give a wrong solution.
-
-    Returns:
-        None if wrong signs leave the whole numbers 0..999.
     """
     previous, value, lines = None, problem.start, []
     for step, sign in zip(problem.steps, signs or [SIGN[step.kind] for step in problem.steps], strict=True):
@@ -154,7 +143,7 @@ def apply(left: int, sign: str, right: int) -> int | None:
     return result if 0 <= result <= LARGEST else None
 
 
-def _pick(options: Sequence[str], roll: Callable[[], float]) -> str:
+def _pick(options: Sequence[Any], roll: Callable[[], float]) -> Any:
     return options[int(roll() * len(options))]
 
 
@@ -163,7 +152,7 @@ def _operand(kind: str, value: int, roll: Callable[[], float]) -> tuple[str, int
     if kind == "share":
         divisors = [k for k in range(2, 10) if value % k == 0 and value >= k]
         if divisors:
-            return kind, divisors[int(roll() * len(divisors))]
+            return kind, _pick(divisors, roll)
         kind = "times"
     if kind == "times":
         if 2 * value <= LARGEST and value:

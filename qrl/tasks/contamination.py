@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from qrl.errors import BadInput
-from qrl.tasks.question import Question
+from qrl.tasks.question import Question, bare
 
 WORDS = 13
 SHOWN = 10  # example pairs of each kind
@@ -25,32 +25,24 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True)
 class Overlap:
-    """The overlap of held-out questions with training questions.
+    """The overlap of held-out questions with training questions."""
 
-    Args:
-        trained: number of training questions.
-        heldout: number of held-out questions.
-        exact: held-out questions equal to a training question, apart from case and white space.
-        shared: held-out questions that share `WORDS` words in a row with a training question, including those of
-            `exact` that are long enough.
-        pairs: examples, exact ones first: `kind`, `heldout`, `heldout_question`, `train`, `train_question`, `words`.
-    """
-
-    trained: int
-    heldout: int
-    exact: int
-    shared: int
-    pairs: tuple[dict[str, str], ...]
+    trained: int  # number of training questions
+    heldout: int  # number of held-out questions
+    exact: int  # held-out questions equal to a training question, apart from case and white space
+    shared: int  # held-out questions with `WORDS` words in a row of a training question, exact copies included
+    pairs: tuple[dict[str, str], ...]  # examples, exact ones first, as `_pair` returns them
 
     @property
     def share(self) -> float:
         """Share of the held-out questions with `WORDS` words in a row of a training question."""
         return self.shared / self.heldout
 
-    def metrics(self, prefix: str = "contamination/") -> dict[str, float]:
+    def metrics(self, prefix: str) -> dict[str, float]:
         """Return the counts by metric name."""
-        counts = {"train_n": self.trained, "heldout_n": self.heldout, "exact": self.exact, f"ngram{WORDS}": self.shared}
-        return {prefix + name: float(count) for name, count in (counts | {f"ngram{WORDS}_share": self.share}).items()}
+        counts = {"train_n": self.trained, "heldout_n": self.heldout, "exact": self.exact}
+        counts |= {f"ngram{WORDS}": self.shared, f"ngram{WORDS}_share": self.share}
+        return {prefix + name: float(count) for name, count in counts.items()}
 
 
 def overlap(trained: Sequence[Question], heldout: Sequence[Question]) -> Overlap:
@@ -61,8 +53,8 @@ def overlap(trained: Sequence[Question], heldout: Sequence[Question]) -> Overlap
 
     Source: Brown et al., "Language Models are Few-Shot Learners", arXiv 2005.14165, appendix C; 13 is its largest N.
     """
-    by_text = {_bare(question.question): question for question in reversed(trained)}
-    same = [(question, by_text[bare]) for question in heldout if (bare := _bare(question.question)) in by_text]
+    by_text = {bare(question.question): question for question in reversed(trained)}
+    same = [(question, by_text[text]) for question in heldout if (text := bare(question.question)) in by_text]
     by_gram: dict[tuple[str, ...], list[int]] = {}
     for i, question in enumerate(heldout):
         for gram in _grams(question.question):
@@ -81,35 +73,27 @@ def check(overlap: Overlap, task: str, limit: float | None = None, *, of: str = 
     """Reject an overlap that invalidates an accuracy.
 
     Args:
-        overlap: the result of `overlap`.
-        task: the task with the default limit.
-        limit: largest share of held-out questions with `WORDS` words in a row of a training question; None is the
-            task's.
+        limit: largest share of held-out questions with `WORDS` words in a row of a training question; None: the task's.
         of: name of the training set, for the error.
 
     Raises:
         BadInput: a held-out question is a training question, or the share is above the limit.
     """
     limit = LIMITS.get(task, LIMIT) if limit is None else limit
-    if not overlap.exact and overlap.share <= limit:
-        return
-    pair = overlap.pairs[0]
+    pair = overlap.pairs[0] if overlap.pairs else {}
     if overlap.exact:
         raise BadInput(
             f"{overlap.exact} of {overlap.heldout:,} held-out questions are among {of} word for word: the first is "
             f"{pair['heldout']} ({pair['heldout_question'][:80]!r}), which is {pair['train']}. Accuracy on questions "
             "from the training set measures nothing: remove them from one of the two sets."
         )
-    raise BadInput(
-        f"{overlap.shared} of {overlap.heldout:,} held-out questions ({overlap.share:.4f}) share {WORDS} words in a "
-        f"row with {of}, more than train.max_ngram_share = {limit:g} allows: {pair['heldout']} and {pair['train']} "
-        f"share {pair['words']!r}. Remove such questions from one of the two sets, or raise train.max_ngram_share if "
-        "only their wording is alike."
-    )
-
-
-def _bare(question: str) -> str:
-    return "".join(question.casefold().split())
+    if overlap.share > limit:
+        raise BadInput(
+            f"{overlap.shared} of {overlap.heldout:,} held-out questions ({overlap.share:.4f}) share {WORDS} words in "
+            f"a row with {of}, more than train.max_ngram_share = {limit:g} allows: {pair['heldout']} and "
+            f"{pair['train']} share {pair['words']!r}. Remove such questions from one of the two sets, or raise "
+            "train.max_ngram_share if only their wording is alike."
+        )
 
 
 def _grams(question: str) -> Iterator[tuple[str, ...]]:

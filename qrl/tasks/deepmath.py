@@ -10,31 +10,33 @@ from __future__ import annotations
 
 import warnings
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 from qrl.errors import BadInput
-from qrl.tasks import hub, jsonl
+from qrl.tasks import rows
 from qrl.tasks.math import dataset
-from qrl.tasks.question import Question
+from qrl.tasks.question import Question, bare
 
 HUB = "zwhe99/DeepMath-103K"
 HELDOUT_SHARE = 100  # one text in so many is held out
 
 
-def load(split: str, n: int | None, seed: int) -> list[Question]:
-    """Return all questions of a split from the hub, or a seeded subset; warn about rows that the grader cannot read."""
-    questions, unread = [], 0
-    for where, row in hub.rows(HUB, None, "train"):
+def of_hub(split: str) -> Iterator[rows.Row]:
+    """Yield the rows of a split, except those that the grader cannot read; warn about them at the end."""
+    found = unread = 0
+    for where, row in rows.of_hub(HUB, None, "train"):
         if split_of(str(row.get("question"))) != split:
             continue
+        found += 1
         try:
-            questions.append(question(f"deepmath-{split}-{len(questions)}", where, row))
+            question("", where, row)
+            yield where, row
         except BadInput:
             unread += 1
     if unread:
-        rows = f"{unread} of {unread + len(questions)} rows of {HUB} ({split})"
-        warnings.warn(f"{rows} were left out: the grader cannot read their answers.", stacklevel=2)
-    return jsonl.subset(questions, n, seed, HUB)
+        left_out = f"{unread} of {found} rows of {HUB} ({split}) were left out"
+        warnings.warn(f"{left_out}: the grader cannot read their answers.", stacklevel=2)
 
 
 def question(name: str, where: str, row: dict[str, Any]) -> Question:
@@ -53,5 +55,4 @@ def question(name: str, where: str, row: dict[str, Any]) -> Question:
 
 def split_of(question: str) -> str:
     """Return the split that a problem's text belongs to, by its hash; white space and case do not count."""
-    bare = "".join(question.casefold().split())
-    return "heldout" if zlib.crc32(bare.encode()) % HELDOUT_SHARE == 0 else "train"
+    return "heldout" if zlib.crc32(bare(question).encode()) % HELDOUT_SHARE == 0 else "train"

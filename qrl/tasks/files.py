@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from qrl import tasks
@@ -17,7 +18,6 @@ def grade(task: str, file: str | Path, out: str | Path) -> str:
     Args:
         task: the task with the grader to use.
         file: a JSON object a line, with `completion` and `answer`.
-        out: the file to write.
 
     Returns:
         A line with n and the rates of right answers.
@@ -39,9 +39,8 @@ def grade(task: str, file: str | Path, out: str | Path) -> str:
         with written_whole(target) as partial:  # a lone surrogate is written as JSON's own escape, `\ud800`
             partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise BadInput(
-            f"{out} cannot be written ({error.strerror}): give a path in a folder that exists, on a disk with space."
-        ) from None
+        where = "a path in a folder that exists, on a disk with space"
+        raise BadInput(f"{out} cannot be written ({error.strerror}): give {where}.") from None
     n = len(graded)
     strict, flexible = (sum(row[key] for row in graded) / n for key in ("strict", "flexible"))
     parsed = sum(row["parsed"] is not None for row in graded) / n
@@ -82,19 +81,14 @@ def _graded(task: str, rows: list[tuple[str, dict]]) -> list[dict]:
         with tqdm(total=len(rows), desc="grade", unit="row", leave=False, delay=2) as bar:
             verdicts = tasks.grade_many(task, completions, answers, bar.update)
     except BadInput as error:
-        _name_bad_answer(task, rows)
+        for (where, _), answer in zip(rows, answers, strict=True):  # name the first line with an unreadable answer
+            try:
+                tasks.grade(task, "", answer)  # an empty completion is graded at once
+            except BadInput as unreadable:
+                raise BadInput(f"{where}: {unreadable}") from None
         raise error  # no single row is to blame
-    fields = ("parsed", "strict", "flexible")
-    return [
-        row | {key: getattr(verdict, key) for key in fields} | ({"fault": verdict.fault} if verdict.fault else {})
-        for (_, row), verdict in zip(rows, verdicts, strict=True)
-    ]
-
-
-def _name_bad_answer(task: str, rows: list[tuple[str, dict]]) -> None:
-    """Raise an error that names the first line with an unreadable gold answer."""
-    for where, row in rows:
-        try:
-            tasks.grade(task, "", str(row["answer"]))  # an empty completion is graded at once
-        except BadInput as error:
-            raise BadInput(f"{where}: {error}") from None
+    found = [asdict(verdict) for verdict in verdicts]
+    for fields in found:
+        if not fields["fault"]:
+            del fields["fault"]
+    return [row | fields for (_, row), fields in zip(rows, found, strict=True)]

@@ -1,12 +1,35 @@
-"""GSM8K from the hub (Cobbe et al., arXiv 2110.14168): 7,473 training and 1,319 test questions."""
+"""GSM8K from the hub (Cobbe et al., arXiv 2110.14168): 7,473 training and 1,319 test questions; its form of a row."""
 
-from qrl.tasks import hub, jsonl
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from qrl.errors import BadInput
+from qrl.tasks import rows
+from qrl.tasks.number import text
+from qrl.tasks.numeric import strict
 from qrl.tasks.question import Question
 
 HUB, CONFIG = "openai/gsm8k", "main"
+CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # GSM8K's calculator annotations, `<<48/2=24>>`, are not part of the prose
 
 
-def load(split: str, n: int | None, seed: int) -> list[Question]:
-    """Return all questions of a split, or a seeded subset; the held-out split is the hub's `test`."""
-    rows = hub.rows(HUB, CONFIG, "test" if split == "heldout" else "train")
-    return jsonl.subset(jsonl.questions("gsm8k", split, rows), n, seed, HUB)
+def of_hub(split: str) -> Iterator[rows.Row]:
+    """Return the rows of a split; the held-out split is the hub's `test`."""
+    return rows.of_hub(HUB, CONFIG, "test" if split == "heldout" else "train")
+
+
+def question(name: str, where: str, row: dict[str, Any]) -> Question:
+    """Return the question of a row with GSM8K's texts `question` and `answer`.
+
+    Raises:
+        BadInput: a text is missing, or the answer has no line `#### number`; `where` names the row.
+    """
+    for key in ("question", "answer"):
+        if not isinstance(row.get(key), str) or not row[key].strip():
+            raise BadInput(f"{where}: '{key}' is missing or not a text: each row needs 'question' and 'answer'.")
+    solution = CALCULATOR.sub("", row["answer"]).strip()
+    answer = strict(solution)
+    if answer is None:
+        raise BadInput(f"{where}: the gold answer cannot be read: 'answer' must end in one line '#### number'.")
+    return Question(name, row["question"].strip(), solution, text(answer))

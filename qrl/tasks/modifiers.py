@@ -54,11 +54,7 @@ _MAY_MODIFY = re.compile(r"[^\W\d_]|[-+×÷·^/*!\\]")  # most lines have none o
 
 
 def is_modified(side: str) -> bool:
-    """Return whether something modifies the number that a short tidied text states.
-
-    Args:
-        side: an answer line or one side of its equation, as returned by `number.tidy`, with a number in it.
-    """
+    """Return whether something modifies the number of a tidied answer line, or of one side of its equation."""
     if not _MAY_MODIFY.search(side):
         return False
     start, end = span(side)

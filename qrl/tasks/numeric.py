@@ -1,11 +1,9 @@
 """The grader of numeric answers: reward in training, verdict in evaluation.
 
 Strict: the number on a line `#### x`. All such lines of a completion must state the same single number. Conflicting
-    numbers
-score zero, so that listing candidates earns nothing; so does a number that the rest of its line modifies
-(`modifiers.py`).
-Flexible: the last number anywhere. Numbers are compared as exact fractions. Time is linear in the text's length, and no
-text can raise.
+numbers score zero, so that listing candidates earns nothing; so does a number that the rest of its line modifies
+(`modifiers.py`). Flexible: the last number anywhere. Numbers are compared as exact fractions. Time is linear in the
+text's length, and no text can raise.
 """
 
 import re

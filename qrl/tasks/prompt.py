@@ -14,17 +14,11 @@ from qrl.tasks.question import Question
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The wording of a prompt.
+    """The wording of a prompt."""
 
-    Args:
-        user: the user's turn; `{question}` is replaced by the question.
-        system: the system's turn; None leaves it out (or to the model's own chat template).
-        tasks: the tasks with a grader that reads the requested answer format; None means any task.
-    """
-
-    user: str
-    system: str | None = None
-    tasks: tuple[str, ...] | None = None
+    user: str  # the user's turn; `{question}` is replaced by the question
+    system: str | None = None  # the system's turn; None leaves it out (or to the model's own chat template)
+    tasks: tuple[str, ...] | None = None  # tasks with a grader that reads the requested format; None means any task
 
 
 TEMPLATES = {
@@ -68,10 +62,8 @@ def check(task: str, template: str) -> None:
     tasks = _template(template).tasks
     if tasks is not None and task not in tasks:
         fitting = [name for name, other in TEMPLATES.items() if other.tasks is None or task in other.tasks]
-        raise BadInput(
-            f"The prompt template '{template}' requests the answer format of {' and '.join(tasks)}, but the task is "
-            f"{task}: expected prompt={' or prompt='.join(fitting)}."
-        )
+        what = f"The prompt template '{template}' requests the answer format of {' and '.join(tasks)}"
+        raise BadInput(f"{what}, but the task is {task}: expected prompt={' or prompt='.join(fitting)}.")
 
 
 def template_hash(template: str) -> str:
@@ -90,15 +82,11 @@ def _template(name: str) -> Template:
 def _prompt(tokenizer: Any, question: str, template: str) -> str:
     chat = messages(question, template)
     if not tokenizer.chat_template:
-        raise BadInput(
-            "The tokenizer has no chat template, which prompts need: use an instruction-tuned model, "
-            "or add chat_template to its tokenizer_config.json."
-        )
+        remedy = "use an instruction-tuned model, or add chat_template to its tokenizer_config.json"
+        raise BadInput(f"The tokenizer has no chat template, which prompts need: {remedy}.")
     try:
         return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # the template is a program, run in Jinja's sandbox: it can raise anything
-        reason = " ".join(str(error).split())[:150]
-        raise BadInput(
-            f"The model's chat template fails on a single question ({type(error).__name__}: {reason}): repair it, "
-            "or get it from the model's publisher."
-        ) from None
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+        what = f"The model's chat template fails on a single question ({reason})"
+        raise BadInput(f"{what}: repair it, or get it from the model's publisher.") from None

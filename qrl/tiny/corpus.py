@@ -6,10 +6,11 @@ right reading, and the reward picks it out. The questions come from the training
 text's split is fixed by its hash, so no held-out question is in the corpus.
 """
 
+import itertools
 import random
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from functools import partial
 
 from tqdm import tqdm
 
@@ -35,8 +36,7 @@ def texts(tokenizer, n: int, seed: int, workers: int) -> Iterator[str]:
 
 def sample(n: int = CHUNK, seed: int = 0) -> list[Question]:
     """Return the first n questions of the corpus, to check held-out questions for overlap; the whole takes 20 s."""
-    questions = _chunk((min(n, CHUNK), seed, 0))
-    return [replace(question, id=f"qrl-tiny-{seed}-{i}") for i, question in enumerate(questions)]
+    return _chunk((min(n, CHUNK), seed, 0))
 
 
 def solve_with_slips(problem: arithmetic.Problem, rng: random.Random) -> tuple[str, int]:
@@ -48,9 +48,6 @@ def solve_with_slips(problem: arithmetic.Problem, rng: random.Random) -> tuple[s
 
 def _chunk(job: tuple[int, int, int]) -> list[Question]:
     n, seed, index = job
-    rng = random.Random(f"qrl.tiny:{seed}:{index}")
-    questions = []
-    for _, problem in zip(range(n), arithmetic.problems("train", f"tiny:{seed}:{index}"), strict=False):
-        solution, answer = solve_with_slips(problem, rng)
-        questions.append(Question("", problem.question, solution, str(answer)))
-    return questions
+    solve = partial(solve_with_slips, rng=random.Random(f"qrl.tiny:{seed}:{index}"))
+    problems = itertools.islice(arithmetic.problems("train", f"tiny:{seed}:{index}"), n)
+    return arithmetic.questions(f"qrl-tiny-{seed}", problems, solve)

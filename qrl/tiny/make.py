@@ -51,19 +51,10 @@ def new_model(tokens):
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
     special = {"eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id}
-    config = Qwen2Config(
-        vocab_size=len(tokens),
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        **special,
-    )
+    shape = {"vocab_size": len(tokens), "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "bos_token_id": None}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = Qwen2Config(**shape, **heads, max_position_embeddings=512, rope_parameters=rope, **special)
     model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(**special)
     return model
@@ -74,8 +65,7 @@ def train(model, ids, pad: int, batch: int, learning_rate: float, weight_decay: 
 
     Args:
         model: causal LM with fp32 weights, trained in place.
-        ids: (texts, length) int16 token ids, padded on the right.
-        pad: the padding's id.
+        ids: (texts, length) int16 token ids, padded on the right with `pad`.
         batch: texts in one step.
     """
     import torch
@@ -115,8 +105,7 @@ def evaluate(folder: Path, device: str, template: str) -> dict[str, float]:
     questions = load("arithmetic", "heldout", HELDOUT, HELDOUT_SEED)
     prompts = [prompt.render(tokens, question.question, template) for question in questions]
     with tqdm(total=HELDOUT, desc=f"evaluate {template}", unit="prompt") as bar:
-        options = {"max_new_tokens": 128, "batch_size": 500, "progress": bar.update}
-        completions = hf.generate(model, tokens, prompts, **options)
+        completions = hf.generate(model, tokens, prompts, max_new_tokens=128, batch_size=500, progress=bar.update)
     texts, answers = [completion.text for completion in completions], [question.answer for question in questions]
     verdicts = grade_many("arithmetic", texts, answers)
     accuracy = sum(verdict.strict for verdict in verdicts) / HELDOUT
@@ -137,19 +126,13 @@ def _prose() -> list[str]:
 
 def _tokenize(tokens, texts: Iterator[str]):
     """Return (texts, `LENGTH`) int16 token ids, padded on the right."""
-    import numpy as np
     import torch
 
-    backend = tokens.backend_tokenizer
-    backend.enable_padding(pad_id=tokens.pad_token_id, pad_token=tokens.pad_token, length=LENGTH)
-    backend.enable_truncation(LENGTH)
+    fitted = {"padding": "max_length", "truncation": True, "max_length": LENGTH, "return_tensors": "pt"}
     parts = []
     while chunk := list(itertools.islice(texts, corpus.CHUNK)):
-        encoded = backend.encode_batch(chunk, add_special_tokens=False)
-        parts.append(np.array([encoding.ids for encoding in encoded], np.int16))
-    backend.no_padding()
-    backend.no_truncation()
-    return torch.from_numpy(np.concatenate(parts))
+        parts.append(tokens(chunk, add_special_tokens=False, **fitted)["input_ids"].to(torch.int16))
+    return torch.cat(parts)
 
 
 def _card(arguments, seed, parameters, texts, seconds, device, scores) -> str:

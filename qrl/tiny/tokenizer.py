@@ -16,11 +16,7 @@ SPLIT = (
 
 
 def make(texts: Iterable[str], folder: Path):
-    """Learn merges from prose and from the names of the chat's roles, and save the tokenizer into a folder.
-
-    Returns:
-        The transformers tokenizer, as `AutoTokenizer` reads it from the folder.
-    """
+    """Learn merges from prose and the chat's roles; save the tokenizer into a folder and return it as read back."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import AutoTokenizer, Qwen2Tokenizer
 
@@ -30,21 +26,12 @@ def make(texts: Iterable[str], folder: Path):
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[PAD, START, END],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+    alphabet, markers = sorted(pre_tokenizers.ByteLevel.alphabet()), [PAD, START, END]
+    settings = {"vocab_size": VOCABULARY, "special_tokens": markers, "initial_alphabet": alphabet}
+    trainer = trainers.BpeTrainer(show_progress=False, **settings)
     bpe.train_from_iterator((f"user\n{text}\nassistant\n" for text in texts), trainer)
     special = {"eos_token": END, "pad_token": PAD, "unk_token": None, "bos_token": None}
-    tokenizer = Qwen2Tokenizer(
-        tokenizer_object=bpe,
-        **special,
-        additional_special_tokens=[START],
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=512,
-        clean_up_tokenization_spaces=False,
-    )
+    special |= {"additional_special_tokens": [START], "clean_up_tokenization_spaces": False}
+    tokenizer = Qwen2Tokenizer(tokenizer_object=bpe, chat_template=CHAT_TEMPLATE, model_max_length=512, **special)
     tokenizer.save_pretrained(folder, save_jinja_files=False)
     return AutoTokenizer.from_pretrained(folder)

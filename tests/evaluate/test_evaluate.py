@@ -9,7 +9,7 @@ import torch
 from qrl import evaluate, names, stats, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput
-from qrl.evaluate import cells, groups, health, scores
+from qrl.evaluate import cells, groups, scores
 from qrl.recipe import Evaluate
 from qrl.steps import inputs
 from qrl.tasks import prompt
@@ -139,7 +139,7 @@ def frame(n=100, stopped=100, parsed=100, leaked=0, faults=0):
 
 
 def test_a_healthy_cell_breaks_no_limit():
-    assert health.problems(health.rates(frame()), Evaluate(), 100) == []
+    assert scores.problems(scores.rates(frame()), Evaluate(), 100) == []
 
 
 @pytest.mark.parametrize(
@@ -153,14 +153,14 @@ def test_a_healthy_cell_breaks_no_limit():
     ],
 )
 def test_a_broken_limit_is_named_with_rate_n_and_cause(broken, metric, limit):
-    problems = health.problems(health.rates(frame(**broken)), Evaluate(), 100)
+    problems = scores.problems(scores.rates(frame(**broken)), Evaluate(), 100)
     (said,) = [problem for problem in problems if metric in problem]
     assert limit in said and "0.500 (n = 100)" in said and "likely cause" in said
 
 
 def test_a_limit_that_is_met_exactly_is_kept():
     at_limit = frame(stopped=95, parsed=90, leaked=1, faults=1)
-    assert health.problems(health.rates(at_limit), Evaluate(), 100) == []
+    assert scores.problems(scores.rates(at_limit), Evaluate(), 100) == []
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@ the same text. A folder is read as it is.
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from qrl.errors import BadInput
-from qrl.tasks import hub, jsonl
+from qrl.tasks import gsm8k, rows
 from qrl.tasks.math import latex, verdict
 from qrl.tasks.question import Question
 
@@ -25,14 +27,17 @@ _LINE = re.compile(r"####[ \t]*([^\n]*?)[ \t]*\Z")  # the form of an answer in G
 _LEVEL = re.compile(r"(?:Level\s*)?(\d+)")
 
 
-def load(split: str, n: int | None, seed: int) -> list[Question]:
-    """Return all questions of a split from the hub, or a seeded subset."""
-    rows, source = list(hub.rows(HELDOUT, None, "test")), HELDOUT
-    if split == "train":
-        heldout, source = {_squeezed(row["problem"]) for _, row in rows}, WHOLE
-        whole = (pair for subject in SUBJECTS for part in ("train", "test") for pair in hub.rows(WHOLE, subject, part))
-        rows = [(where, row) for where, row in whole if _squeezed(row["problem"]) not in heldout]
-    return jsonl.subset(jsonl.questions("math", split, rows, question), n, seed, source)
+def of_hub(split: str) -> Iterator[rows.Row]:
+    """Yield the rows of a split."""
+    heldout = list(rows.of_hub(HELDOUT, None, "test"))
+    if split == "heldout":
+        yield from heldout
+        return
+    texts = {_squeezed(row["problem"]) for _, row in heldout}
+    for subject, part in itertools.product(SUBJECTS, ("train", "test")):
+        for where, row in rows.of_hub(WHOLE, subject, part):
+            if _squeezed(row["problem"]) not in texts:
+                yield where, row
 
 
 def question(name: str, where: str, row: dict[str, Any]) -> Question:
@@ -65,7 +70,7 @@ def question(name: str, where: str, row: dict[str, Any]) -> Question:
 
 def _boxed(text: str) -> str:
     r"""Return a worked solution without calculator annotations, its last line `#### x` written as \boxed{x}."""
-    return _LINE.sub(lambda match: f"\\boxed{{{match[1]}}}", jsonl.CALCULATOR.sub("", text).strip())
+    return _LINE.sub(lambda match: f"\\boxed{{{match[1]}}}", gsm8k.CALCULATOR.sub("", text).strip())
 
 
 def _squeezed(problem: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-LONGEST_ANSWER = 1000  # characters in a box; a longer content is not an answer
+LONGEST_ANSWER = 1000  # characters in a box, and of a text to normalize; a longer content is not an answer
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\[\\{}]|[{}]")
 _BARE = re.compile(r"\\(?:boxed|fbox)\s++([^\s\\{}$]{1,60})")  # TeX's short form, used in some of MATH's solutions
@@ -79,11 +79,7 @@ def boxes(text: str) -> list[str]:
 
 
 def normal(text: str) -> str:
-    """Return an answer's LaTeX in one spelling: without sizes, dollar signs, meaningless spaces and a final full stop.
-
-    Args:
-        text: an answer of at most `LONGEST_ANSWER` characters.
-    """
+    """Return an answer's LaTeX in one spelling: without sizes, dollar signs, needless spaces or a final full stop."""
     text = text.translate(_SIGNS).strip()
     while match := _NESTED.fullmatch(text):
         text = match[1]

@@ -8,7 +8,6 @@ this process.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib
 import multiprocessing
 import os
@@ -18,11 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl.errors import QrlError
-from qrl.tasks.math.verdict import Claim
+from qrl.tasks.math.verdict import Claim, by_text, claim
 from qrl.tasks.question import Verdict
 
 if TYPE_CHECKING:
@@ -35,12 +35,31 @@ MEMORY_BYTES = 2 << 30  # address space of a worker
 BATCH = 16  # answers sent together; if one exceeds its limit, the batch is graded again one by one to find it
 MOST_WORKERS = 16
 TIMEOUT, ERROR = "timeout", "error"
+FAILED = {fault: Verdict(None, False, False, fault) for fault in (TIMEOUT, ERROR)}
 
 _lock = threading.Lock()
 _pools: dict[int, ProcessPool] = {}  # by process id: a forked child has its parent's pool object, but not its threads
 
 
-def grade(claims: Sequence[Claim], progress: Callable[[int], object] = lambda n: None) -> list[Verdict]:
+def grade_many(completions: Sequence[str], answers: Sequence[str], progress: Callable[[int], object]) -> list[Verdict]:
+    """Return a verdict on each completion; it depends neither on their order nor on the other completions.
+
+    Most answers are graded here, by comparing texts, the rest by algebra in the workers.
+
+    Raises:
+        BadInput: a gold answer is empty or too long.
+        QrlError: the worker processes do not start.
+    """
+    claims = [claim(*pair) for pair in zip(completions, answers, strict=True)]
+    verdicts = {each: by_text(each) for each in dict.fromkeys(claims)}  # completions often repeat a claim
+    hard = [each for each, verdict in verdicts.items() if verdict is None]
+    progress(len(claims) - len(hard))
+    if hard:
+        verdicts |= zip(hard, _grade(hard, progress), strict=True)
+    return [verdicts[each] for each in claims]
+
+
+def _grade(claims: Sequence[Claim], progress: Callable[[int], object]) -> list[Verdict]:
     """Return a verdict on each claim; where the grader failed, it is wrong and has a `fault`."""
     done: dict[int, Verdict] = {}
     left = [list(range(start, min(start + BATCH, len(claims)))) for start in range(0, len(claims), BATCH)]
@@ -56,9 +75,7 @@ def grade(claims: Sequence[Claim], progress: Callable[[int], object] = lambda n:
     return [done[i] for i in range(len(claims))]
 
 
-def _round(
-    claims: Sequence[Claim], batches: list[list[int]], one_by_one: bool
-) -> Iterator[tuple[list[int], list[Verdict]]]:
+def _round(claims: Sequence[Claim], batches: list[list[int]], one_by_one: bool) -> Iterator[tuple[list, list[Verdict]]]:
     """Grade each batch once; yield those that came back, or that failed alone.
 
     One by one, a crash of the whole pool can be attributed to the answer at work.
@@ -67,21 +84,17 @@ def _round(
     for batch, future in scheduled:
         try:
             verdicts = (future or _schedule([claims[i] for i in batch])).result()
-            yield batch, [verdict or _failed(ERROR) for verdict in verdicts]
+            yield batch, [verdict or FAILED[ERROR] for verdict in verdicts]
         except BrokenProcessPool:
             close()
             if not one_by_one:
                 return  # the next round grades the rest
             _check_workers()
-            yield batch, [_failed(ERROR)]
+            yield batch, [FAILED[ERROR]]
         except Exception as error:  # it exceeded its limit, or its worker died or ran out of memory
             if len(batch) == 1:
                 timed_out = isinstance(error, FutureTimeoutError) or getattr(error, "exitcode", 0) == -signal.SIGPROF
-                yield batch, [_failed(TIMEOUT if timed_out else ERROR)]
-
-
-def _failed(fault: str) -> Verdict:
-    return Verdict(None, False, False, fault)
+                yield batch, [FAILED[TIMEOUT if timed_out else ERROR]]
 
 
 def _in_worker(function: str, *args: object) -> object:
@@ -118,18 +131,19 @@ def close() -> None:
         pool.join()
 
 
-@contextlib.contextmanager
+@contextmanager
 def _environment() -> Iterator[None]:
     """Set the server process's environment: import this package, nothing from the working folder; fix the hash seed."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH"))))
     wanted = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0"}
-    before = {name: os.environ.get(name) for name in wanted}
+    before = {name: os.environ[name] for name in wanted if name in os.environ}
     os.environ.update(wanted)
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        for name in wanted:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _check_workers() -> None:

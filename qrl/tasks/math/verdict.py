@@ -1,9 +1,8 @@
 r"""The rules for a completion with its answer in \boxed{}.
 
-Strict: the content of \boxed{}. If a completion has several boxes, they must be equal, in whatever spelling;
-    conflicting
-boxes score zero, so that listing candidates earns nothing. Flexible: the last box alone; without a box, the last
-expression or number that math-verify extracts near the end. Text after an end token is ignored.
+Strict: the content of \boxed{}. Several boxes must be equal, in whatever spelling; conflicting ones score zero, so that
+listing candidates earns nothing. Flexible: the last box alone; without a box, the last expression or number that
+math-verify extracts near the end. Text after an end token is ignored.
 """
 
 from __future__ import annotations
@@ -23,17 +22,13 @@ TAIL = 2000  # characters at the end that are searched for an expression if ther
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The part of a completion that decides its verdict; a worker gets this instead of a megabyte of text.
+    """The part of a completion that decides its verdict; a worker gets this instead of a megabyte of text."""
 
-    Args:
-        gold: the gold answer in normal form.
-        boxes: the different contents of its boxes in normal form, the last one last; at most `MOST_BOXES` + 1.
-        tail: the end of the text, if there is no box.
-    """
-
-    gold: str
-    boxes: tuple[str, ...]
-    tail: str
+    gold: str  # the gold answer in normal form
+    boxes: tuple[
+        str, ...
+    ]  # different contents of its boxes in normal form, the last one last; at most `MOST_BOXES` + 1
+    tail: str  # the end of the text, if there is no box
 
 
 def claim(completion: str, answer: str) -> Claim:
@@ -53,10 +48,8 @@ def gold(answer: str) -> str:
     contents = latex.boxes(answer)
     text = latex.normal((contents[-1] if contents else answer)[: LONGEST_ANSWER + 1])
     if not text or len(text) > LONGEST_ANSWER:
-        raise BadInput(
-            f"The gold answer {answer[:80]!r} is {'empty' if not text else 'too long'}: expected an expression such as "
-            f"\\frac{{14}}{{3}}, of at most {LONGEST_ANSWER} characters."
-        )
+        expected = f"an expression such as \\frac{{14}}{{3}}, of at most {LONGEST_ANSWER} characters"
+        raise BadInput(f"The gold answer {answer[:80]!r} is {'too long' if text else 'empty'}: expected {expected}.")
     return text
 
 

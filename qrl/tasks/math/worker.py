@@ -50,7 +50,7 @@ def same(gold: str, stated: str) -> bool:
     if by_text is not None:
         return by_text
     expected = _read(gold)
-    return expected is not None and all(_equal(expected, side) for side in latex.claims(gold, stated))
+    return expected is not None and all(_equal(expected, _read(side)) for side in latex.claims(gold, stated))
 
 
 def last_expression(text: str) -> str | None:
@@ -59,11 +59,9 @@ def last_expression(text: str) -> str | None:
     return latex.normal(str(expressions[-1])[: latex.LONGEST_ANSWER]) if expressions else None
 
 
-def _equal(expected: Basic, side: str) -> bool:
-    stated = _read(side)
-    if stated is None:
-        return False
-    return verify([expected], [stated], float_rounding=_places(expected), timeout_seconds=None, raise_on_error=True)
+def _equal(expected: Basic, stated: Basic | None) -> bool:
+    limits = {"float_rounding": _places(expected), "timeout_seconds": None}
+    return stated is not None and verify([expected], [stated], **limits, raise_on_error=True)
 
 
 def _grade_one(claim: Claim, cpu_s: float) -> Verdict | None:

@@ -1,0 +1,62 @@
+"""Rows of data sets, from JSONL files or the Hugging Face Hub, as questions."""
+
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from qrl.errors import BadInput
+from qrl.tasks.question import Question
+
+FILES = {"train": "train.jsonl", "heldout": "test.jsonl"}
+Row = tuple[str, dict[str, Any]]  # where it is, for errors, and its fields
+ReadRow = Callable[[str, str, dict[str, Any]], Question]  # (id, where, fields) → question
+
+
+def of_folder(folder: Path, split: str) -> Iterator[Row]:
+    """Yield the objects in a split's file; raise BadInput if it is missing, or a line is not a JSON object in UTF-8."""
+    path = folder / FILES[split]
+    if not folder.is_dir():
+        raise BadInput(f"There is no data folder {folder}: expected a folder with {' and '.join(FILES.values())}.")
+    if not path.is_file():
+        raise BadInput(f"The data folder {folder} has no {path.name}, which has the {split} split: add it.")
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                yield where, _object(where, line, "utf-8-sig" if number == 1 else "utf-8")
+
+
+def of_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
+    """Return the rows of a data set on the hub; raise BadInput if it cannot be loaded."""
+    import datasets
+
+    try:
+        table = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # a dozen kinds, by network, proxy and cache; the remedy is the same for all
+        remedy = "connect to it, or pass a folder with train.jsonl and test.jsonl as data"
+        raise BadInput(f"{name} could not be loaded from the hub ({type(error).__name__}): {remedy}.") from error
+    return ((f"{name} {config or ''} {split}, row {index}", row) for index, row in enumerate(table))
+
+
+def questions(
+    prefix: str, rows: Iterable[Row], read_row: ReadRow, n: int | None, seed: int, source: str
+) -> list[Question]:
+    """Return all questions, or n drawn without replacement; ids count the rows; raise BadInput without any."""
+    found = [read_row(f"{prefix}-{index}", where, row) for index, (where, row) in enumerate(rows)]
+    if not found:
+        raise BadInput(f"{source} has no questions: expected at least one row.")
+    return found if n is None or n >= len(found) else random.Random(seed).sample(found, n)
+
+
+def _object(where: str, line: bytes, encoding: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode(encoding))
+        if b"\\u" in line:  # a lone surrogate, `\ud800`, is not a text that a tokenizer can read
+            json.dumps(row, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        raise BadInput(f"{where} is not valid: expected a JSON object in UTF-8 on every line.") from None
+    if not isinstance(row, dict):
+        raise BadInput(f"{where} is a {type(row).__name__}: expected a JSON object on every line.")
+    return row
