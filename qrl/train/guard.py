@@ -17,24 +17,15 @@ class Guard:
 
     def __init__(self, model, adapter: bool) -> None:
         """Hash the frozen weights, before training shards the model; without an adapter nothing is frozen."""
-        self.model, self.before, self.names = model, "", []
-        if not adapter or (process.sharded() and process.rank()):  # under FSDP only the first process loads the weights
-            return
-        if process.sharded():
-            self.names = [name for name, weight in model.named_parameters() if not weight.requires_grad]
-            self.before = self._value_digest(dict(model.named_parameters()))
-        else:
+        self.model, self.before = model, ""
+        self.names = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+        if adapter and not process.sharded():
             self.before = frozen_digest(model)
+        elif adapter and not process.rank():  # under FSDP only the first process loads the weights
+            self.before = self._value_digest(dict(model.named_parameters()))
 
     def check(self, state: Mapping[str, torch.Tensor] | None) -> None:
-        """Hash the frozen weights again.
-
-        Args:
-            state: the weights by name, where several processes hold parts of the model; None otherwise.
-
-        Raises:
-            QrlError: they have changed.
-        """
+        """Raise QrlError if the frozen weights have changed; `state` has those that several processes hold in parts."""
         if not self.before:
             return
         if self.before != (frozen_digest(self.model) if state is None else self._value_digest(state)):
@@ -66,9 +57,8 @@ def _frozen(model):
         if not weight.requires_grad:
             yield name, weight.data
     for name, module in policy.packed(model):
-        state = getattr(module.weight, "quant_state", None)
-        if state is not None:
+        if (state := getattr(module.weight, "quant_state", None)) is not None:
             yield from ((f"{name}.{key}", value) for key, value in state.as_dict(packed=True).items())
         else:
-            scales = module.weight.SCB if getattr(module.weight, "SCB", None) is not None else module.state.SCB
-            yield f"{name}.SCB", scales
+            scales = getattr(module.weight, "SCB", None)
+            yield f"{name}.SCB", module.state.SCB if scales is None else scales

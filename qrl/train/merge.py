@@ -79,10 +79,9 @@ def run(
     stored = _logits(merged.to(dtype).to(torch.float32), prompts)
     difference = max(float((a - b).abs().max()) for a, b in zip(expected, stored, strict=True))
     if not difference <= max_logit_diff:
+        reason = "the base's dtype rounds too much of the update away: give a base in a wider one."
         if over.storage != target.storage:
             reason = f"it was trained over a base in {over.storage}, and corrects its errors: leave merge.into at auto."
-        else:
-            reason = "the base's dtype rounds too much of the update away: give a base in a wider one."
         raise QrlError(
             f"The merged model's logits differ from the adapter-on model's by {difference:.3g}, above "
             f"merge.max_logit_diff = {max_logit_diff:g}: {reason}"
@@ -107,9 +106,7 @@ def fold(adapted, stored: torch.dtype):
     from peft.tuners.lora import LoraLayer
 
     if any(policy.packed(adapted)):
-        raise TypeError(
-            "An adapter merges into full-precision weights only, but these are codes: dequantize them first."
-        )
+        raise TypeError("An adapter merges into full-precision weights only, not into codes: dequantize them first.")
     lost = update = 0.0
     for module in adapted.modules():
         if isinstance(module, LoraLayer):
@@ -126,10 +123,8 @@ def _trained_over(adapter: Path, base: checkpoint.Checkpoint, into: str) -> Trai
     if not note:
         return _settings("full" if into == "auto" else into, "auto")
     if note["base_digest"] != base.digest:
-        raise BadInput(
-            f"{adapter} was trained over the base with digest {note['base_digest'][:12]}…, but {base.path} has "
-            f"{base.digest[:12]}…: give the base that it was trained over."
-        )
+        wanted, has = f"{note['base_digest'][:12]}…", f"{base.path} has {base.digest[:12]}…"
+        raise BadInput(f"{adapter} was trained over the base with digest {wanted}, but {has}: give that base.")
     return _settings(note["base_storage"], note["compute"])
 
 

@@ -68,18 +68,15 @@ def attach(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> lis
     for path, linear in covered.items():
         fake.check_width(path, linear.in_features, scheme.weights)
         if linear.weight.dtype.itemsize < 2:
-            raise BadInput(
-                f"Layer {path} is stored in {linear.weight.dtype}: quantization-aware training needs masters of at "
-                "least 16 bits."
-            )
+            stored = linear.weight.dtype
+            raise BadInput(f"Layer {path} is in {stored}, but QAT needs masters of at least 16 bits: convert it first.")
     attached: list[Fold] = []
     for paths in _sharing(covered):
         members = {path: covered[path] for path in paths}
-        fold = Fold(scheme, dtype or covered[paths[0]].weight.dtype, members, attached)
+        attached.append(Fold(scheme, dtype or covered[paths[0]].weight.dtype, members, attached))
         for linear in members.values():
             linear.__class__ = QATLinear
-            linear.fold, linear.input_global_scale = fold, None
-        attached.append(fold)
+            linear.fold, linear.input_global_scale = attached[-1], None
     try:
         refold(model)
     except QrlError as error:
@@ -90,23 +87,14 @@ def attach(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> lis
 @contextmanager
 def off(model: nn.Module) -> Iterator[None]:
     """Compute in full precision: as a reference policy, and while activations are calibrated."""
-    switched = folds(model)
-    before = [fold.on for fold in switched]
+    switched = [fold for fold in folds(model) if fold.on]
     for fold in switched:
         fold.on = False
     try:
         yield
     finally:
-        for fold, on in zip(switched, before, strict=True):
-            fold.on = on
-
-
-def folded_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the named parameters for an engine: Q(W) where a linear is quantized, the others unchanged."""
-    matrices = {id(module.weight): module for module in model.modules() if isinstance(module, QATLinear)}
-    for name, parameter in model.named_parameters():
-        linear = matrices.get(id(parameter))
-        yield name, parameter if linear is None else linear.multiplied
+        for fold in switched:
+            fold.on = True
 
 
 def _sharing(covered: dict[str, nn.Linear]) -> list[list[str]]:

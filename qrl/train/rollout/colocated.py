@@ -9,16 +9,13 @@ import torch
 
 from qrl.recipe import Rollout
 
-_TAKEN = (
-    0.5  # largest share of the GPU for weights, gradients, optimizer and an awake engine; activations need the rest
-)
+_TAKEN = 0.5  # largest share of the GPU for weights, gradients, optimizer and an awake engine; the rest: activations
 
 
 def sleeps(settings: Rollout, model) -> bool:
     """Return whether a colocated engine gives its memory back during updates; `auto` depends on model and GPU."""
     if settings.sleep != "auto":
         return settings.sleep == "on"
-
     weights = list(model.parameters())
     stored = sum(weight.numel() * weight.element_size() for weight in weights)
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
