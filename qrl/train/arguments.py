@@ -19,16 +19,13 @@ SAME = ("num_iterations", "importance_sampling_level", "epsilon", "epsilon_high"
 
 
 def check(settings: Train, questions: int) -> None:
-    """Check a step's batch against processes, questions and rewards, before any weight is loaded.
-
-    Raises:
-        BadInput: processes or micro-batches do not divide the completions, there are too few questions, the reward
-            weights do not match the rewards, or a checkpoint would fall within a batch.
-    """
+    """Raise BadInput if a step's batch does not fit processes, questions, rewards or saving; loads no weight."""
     total, world = settings.prompts_per_step * settings.generations, process.world_size()
     product = f"train.prompts_per_step {settings.prompts_per_step} × train.generations {settings.generations}"
     if total % world:
-        raise BadInput(f"{world} processes do not divide the {total} completions of a step ({product}): choose others.")
+        raise BadInput(
+            f"{world} processes do not divide the {total} completions of a step ({product}): choose a multiple."
+        )
     share, micro = total // world, settings.micro_batch
     if micro < share and share % micro:
         of = f"{share} completions of a step {f'in each of {world} processes ' if world > 1 else ''}({product})"

@@ -54,11 +54,7 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
 
 
 def run(job: Job, teacher: Path) -> Trained:
-    """Distil a full-precision teacher into a job's base, or resume a distillation that was killed.
-
-    Raises:
-        BadInput: `check` refuses the job.
-    """
+    """Distil a teacher into a job's base, or resume a killed try; raise BadInput if `check` refuses the job."""
     base = checkpoint.check(job.base)
     check(base, checkpoint.check(teacher), job)
     process.hush_transformers()

@@ -88,10 +88,7 @@ def make_trainer(job: Job):
 
 
 def _disable_cast_cache(trainer) -> None:
-    """Drop the bf16 copy of a weight right after its use: autocast would keep them all until the forward pass ends.
-
-    A pass uses each weight once, so nothing is computed twice; full training saves 2 bytes per parameter.
-    """
+    """Drop a weight's bf16 copy after its one use in a pass: full training saves 2 bytes per parameter."""
     from accelerate.utils import AutocastKwargs
 
     trainer.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)

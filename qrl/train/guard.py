@@ -41,7 +41,14 @@ class Guard:
 
 def frozen_digest(model) -> str:
     """Return the sha256 of everything that is not trained, as stored in memory: codes, scales and unpacked weights."""
-    return _digest(_frozen(model))
+    tensors = [(name, weight.data) for name, weight in model.named_parameters() if not weight.requires_grad]
+    for name, module in policy.packed(model):
+        if (state := getattr(module.weight, "quant_state", None)) is not None:
+            tensors += [(f"{name}.{key}", value) for key, value in state.as_dict(packed=True).items()]
+        else:
+            scales = getattr(module.weight, "SCB", None)
+            tensors.append((f"{name}.SCB", module.state.SCB if scales is None else scales))
+    return _digest(tensors)
 
 
 def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -50,15 +57,3 @@ def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
         digest.update(name.encode() + b"\0")
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def _frozen(model):
-    for name, weight in model.named_parameters():
-        if not weight.requires_grad:
-            yield name, weight.data
-    for name, module in policy.packed(model):
-        if (state := getattr(module.weight, "quant_state", None)) is not None:
-            yield from ((f"{name}.{key}", value) for key, value in state.as_dict(packed=True).items())
-        else:
-            scales = getattr(module.weight, "SCB", None)
-            yield f"{name}.SCB", module.state.SCB if scales is None else scales

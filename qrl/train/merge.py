@@ -19,6 +19,8 @@ from qrl.formats import header
 from qrl.recipe import Train
 from qrl.train import policy, save
 
+Prompts = Sequence[Sequence[int]]  # lists of token ids
+
 
 @dataclass(frozen=True)
 class Merged:
@@ -32,14 +34,7 @@ class Merged:
 
 
 def run(
-    base: Path,
-    adapter: Path,
-    out: Path,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_logit_diff: float,
-    into: str = "auto",
-    device: str = "cpu",
+    base: Path, adapter: Path, out: Path, prompts: Prompts, *, max_logit_diff: float, into="auto", device="cpu"
 ) -> Merged:
     """Merge an adapter into its base in full precision, and compare the result with the adapter-on model.
 
@@ -47,8 +42,7 @@ def run(
         base: full-precision checkpoint folder; never written to.
         adapter: a PEFT folder (adapter_config.json, adapter_model.safetensors).
         out: folder to make; it appears whole, by rename.
-        prompts: lists of token ids to compare logits on.
-        max_logit_diff: limit on the largest logit difference.
+        prompts: to compare logits on.
         into: `full`: the original weights; `int8`, `nf4`: these, dequantized; `auto`: what the adapter's record says it
             was trained over, else full.
         device: where the base is packed again, as in training; merging itself runs on the CPU.
@@ -91,14 +85,7 @@ def run(
 
 
 def fold(adapted, stored: torch.dtype):
-    """Add each adapter to its matrix, and remove it.
-
-    Args:
-        adapted: a PEFT model over full-precision weights.
-        stored: dtype that the merged weights will be stored in.
-
-    Returns:
-        The plain model, and ‖stored − exact‖ / ‖exact − base‖ over the merged matrices.
+    """Return the plain model of a PEFT model, its adapters merged, and the residual of storing it (see `Merged`).
 
     Raises:
         TypeError: the model holds bitsandbytes' codes.
@@ -119,8 +106,7 @@ def fold(adapted, stored: torch.dtype):
 
 def _trained_over(adapter: Path, base: checkpoint.Checkpoint, into: str) -> Train:
     """Return settings that load the base as it was stored when the adapter was trained."""
-    note = policy.recorded(adapter)
-    if not note:
+    if not (note := policy.recorded(adapter)):
         return _settings("full" if into == "auto" else into, "auto")
     if note["base_digest"] != base.digest:
         wanted, has = f"{note['base_digest'][:12]}…", f"{base.path} has {base.digest[:12]}…"
@@ -134,7 +120,7 @@ def _settings(storage: str, compute: str) -> Train:
     return Train(method="lora", base_storage=storage, dtype="auto" if storage == "fp32" else compute)
 
 
-def _adapter_on(base: Path, adapter: Path, over: Train, device: str, prompts: Sequence[Sequence[int]]) -> list:
+def _adapter_on(base: Path, adapter: Path, over: Train, device: str, prompts: Prompts) -> list:
     """Return logits of the trained model: the base as stored in training, with its adapter, in fp32 arithmetic.
 
     Training's own arithmetic, in bf16 or with INT8's rounded activations, would hide what the merge loses.
@@ -161,11 +147,7 @@ def _dequantize_into(original, dequantized) -> float:
 
 
 def check_adapter(path: Path) -> None:
-    """Check that a folder is a PEFT adapter in safetensors.
-
-    Raises:
-        BadInput: a file is missing or damaged.
-    """
+    """Raise BadInput if a folder is no PEFT adapter in safetensors, or a file of it is damaged."""
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (path / name).is_file():
             raise BadInput(f"{path} is no adapter: {name} is missing; expected a PEFT folder with safetensors.")
@@ -176,6 +158,6 @@ def check_adapter(path: Path) -> None:
         raise BadInput(f"{path / 'adapter_config.json'} is not JSON: {error}.") from None
 
 
-def _logits(model, prompts: Sequence[Sequence[int]]) -> list:
+def _logits(model, prompts: Prompts) -> list:
     with torch.inference_mode():
         return [model(torch.tensor([list(ids)], device=model.device)).logits.float().cpu() for ids in prompts]

@@ -25,12 +25,7 @@ BYTES_WITH_REFERENCE = 20  # per parameter in full training: master 4, gradient 
 
 
 def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
-    """Check adapter and storage settings against the names in the weight files, from `checkpoint.entries`.
-
-    Raises:
-        BadInput: adapter settings without an adapter, a base stored in too few bits for its training, or adapter
-            targets that are no linears of the model.
-    """
+    """Raise BadInput if adapter or storage settings fit neither one another nor the names in the weight files."""
     stored = f"train.base_storage = {settings.storage}"
     if not settings.adapter:
         remedy = "leave it out, or set train.method = lora or qlora"
@@ -52,13 +47,9 @@ def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
 
 
 def check_reference(settings: Train, tensors: Mapping[str, Entry], device: str) -> None:
-    """Check that a second copy of the weights can fit into memory.
+    """Raise BadInput if a second copy of the weights cannot fit into memory; adapters and beta 0 need none.
 
-    Full training holds masters, gradients and AdamW's two moments in fp32, 16 bytes per parameter; a reference adds 4.
-    Activations and the KV cache are not counted. FSDP's processes share all of it. Adapters and beta 0 need no copy.
-
-    Raises:
-        BadInput: the device has less memory.
+    Activations and the KV cache are not counted; FSDP's processes share the rest.
     """
     if settings.adapter or not settings.beta:
         return
@@ -155,11 +146,7 @@ def record(folder: Path, settings: Train, base_digest: str) -> None:
 
 
 def recorded(folder: Path) -> dict[str, str]:
-    """Return what one of our adapters was trained over; nothing for an adapter from elsewhere.
-
-    Raises:
-        BadInput: the record is damaged.
-    """
+    """Return what an adapter of ours was trained over, else nothing; raise BadInput if the record is damaged."""
     if not (folder / RECORD).is_file():
         return {}
     try:

@@ -35,15 +35,7 @@ def trained(model, base: checkpoint.Checkpoint, job: Job, state: dict[str, torch
     write(model, job.base, job.out, dtype=None if settings.adapter else dtype, state=state, note=note)
 
 
-def write(
-    model,
-    base: Path,
-    out: Path,
-    *,
-    dtype: str | None,
-    state: dict[str, torch.Tensor] | None = None,
-    note: Callable[[Path], None] = lambda folder: None,
-) -> None:
+def write(model, base: Path, out: Path, *, dtype: str | None, state: dict | None = None, note: Callable | None = None):
     """Write weights beside the base's own tokenizer files, so that prompts stay identical.
 
     Args:
@@ -52,7 +44,7 @@ def write(
         out: folder to make; must not exist.
         dtype: dtype to store, e.g. "bfloat16"; None writes an adapter as it is.
         state: the weights by name, where several processes hold parts of the model; None takes the model's own.
-        note: writes further files into the folder before it appears.
+        note: writes further files into the folder, which it is given before it appears.
 
     Raises:
         QrlError: the model has no adapter weights.
@@ -73,7 +65,8 @@ def write(
             (folder / name).unlink(missing_ok=True)
             if (base / name).is_file():
                 shutil.copy2(base / name, folder / name)
-        note(folder)
+        if note:
+            note(folder)
 
 
 def _settle_adapter(folder: Path) -> None:

@@ -42,11 +42,7 @@ def calibrate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> dict[st
 
 
 def set_activation_scales(model: nn.Module, scales: dict[str, float]) -> None:
-    """Set the scales of an earlier calibration.
-
-    Raises:
-        BadInput: they belong to another model.
-    """
+    """Set the scales of an earlier calibration; raise BadInput if they belong to another model."""
     attached = _attached(model)
     if missing := sorted(set(attached) ^ set(scales)):
         raise BadInput(f"The activation scales do not fit the model ({missing[0]} is in only one): calibrate again.")

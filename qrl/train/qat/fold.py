@@ -105,11 +105,7 @@ def folds(model: nn.Module) -> list[Fold]:
 
 
 def refold(model: nn.Module) -> None:
-    """Compute Q(W) of every linear; call it once after each optimizer step.
-
-    Raises:
-        QrlError: a weight is NaN or infinite; by name.
-    """
+    """Compute Q(W) of every linear, once after each optimizer step; raise QrlError if a weight is NaN or infinite."""
     _renew(folds(model))
 
 

@@ -18,16 +18,12 @@ GAP, GAP_LARGEST = "train/qat_logprob_gap", "train/qat_logprob_gap_max"
 
 
 def check(settings: Train, base: Path) -> None:
-    """Check that the model fits `train.qat`, before any weight is loaded.
-
-    Raises:
-        BadInput: an adapter is trained, a library is missing, or the format does not fit the model.
-    """
+    """Raise BadInput if `train.qat` fits neither the method nor the model, before any weight is loaded."""
     if settings.qat == "none":
         return
     if settings.adapter:
         qat, method = f"train.qat = {settings.qat}", f"train.method = {settings.method}"
-        raise BadInput(f"{qat} trains all weights, but {method} trains an adapter: set train.method = full.")
+        raise BadInput(f"{qat} trains all weights, but {method} trains an adapter: set method = full or qat = none.")
     linears.check_fit(pretrained.skeleton(checkpoint.config(base)), settings.qat)
 
 

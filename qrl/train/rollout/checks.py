@@ -48,11 +48,7 @@ def check(settings: Rollout, device: str, train: Train) -> None:
 
 
 def check_heeded(settings: Rollout) -> None:
-    """Check that no setting is ignored by the recipe's engine, mode or correction.
-
-    Raises:
-        BadInput: one is; names the first that differs from its default.
-    """
+    """Raise BadInput for the first changed setting that the recipe's engine, mode or correction would ignore."""
     changed = [key for key in Rollout.model_fields if getattr(settings, key) != getattr(DEFAULT, key)]
     ignored_by = {  # a choice → the settings that it ignores, and the choice that does not
         ("engine", "transformers"): (tuple(Rollout.model_fields), "rollout.engine = vllm"),
@@ -79,11 +75,7 @@ def _check_qat(settings: Rollout, train: Train) -> None:
 
 
 def check_installed(settings: Rollout) -> None:
-    """Check that vLLM is installed where the recipe samples with it.
-
-    Raises:
-        BadInput: it cannot be imported.
-    """
+    """Raise BadInput if the recipe samples with vLLM, but vLLM cannot be imported."""
     if settings.engine == VLLM and not vllm_engine.installed():
         build = "run `mlflow run . -e train … --env-manager uv`, which builds projects/vllm"
         raise BadInput(f"rollout.engine = vllm, but vLLM is not installed in this environment: {build}, or {_REMEDY}.")
@@ -111,11 +103,7 @@ def check_server(address: str) -> None:
 
 
 def check_server_storage(info: dict, settings: Rollout) -> None:
-    """Check that a rollout server stores weights, keys and values as the recipe says.
-
-    Args:
-        info: the server's own configuration, from its `/server_info`.
-    """
+    """Raise BadInput if a server's `/server_info` has other formats of weights, keys and values than the recipe."""
     stored = (info.get("model_config") or {}).get("quantization"), (info.get("cache_config") or {}).get("cache_dtype")
     options = {"quantization": ("weights", vllm_engine.FP8), "kv_cache": ("keys and values", "fp8")}
     for (key, (what, name)), actual in zip(options.items(), stored, strict=True):

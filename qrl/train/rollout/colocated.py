@@ -24,14 +24,8 @@ def sleeps(settings: Rollout, model) -> bool:
 
 
 def memory_is_short(stored: int, trained: int, share: float, card: int) -> bool:
-    """Return whether training and an awake engine together leave activations too little memory.
-
-    Args:
-        stored: bytes of the model's weights on the GPU.
-        trained: number of trained weights, each with a gradient and AdamW's two moments: 12 bytes in fp32.
-        share: the engine's share of the GPU.
-        card: bytes of the GPU's memory.
-    """
+    """Return whether training and an awake engine leave activations too little of a card; card and stored in bytes."""
+    # A trained weight has a gradient and AdamW's two moments: 12 bytes in fp32.
     return stored + 12 * trained + share * card > _TAKEN * card
 
 
