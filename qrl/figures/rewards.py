@@ -19,11 +19,15 @@ MEASURES = {
     "reward": ("Training reward", "mean reward (share right)"),
     "loss": ("Divergence from the teacher", "divergence from the teacher (nats per token)"),
 }
+HEALTH = {  # column → name of its panel
+    "reward_std": "standard deviation of rewards",
+    "frac_reward_zero_std": "groups with equal rewards (share)",
+    "entropy": "entropy (nats per token)",
+    "kl": "KL to the reference (nats per token)",
+}
 
 
-def training(
-    history: pd.DataFrame, path: str | Path, measure: str = "reward", probes: pd.DataFrame | None = None
-) -> None:
+def training(history: pd.DataFrame, path: Path, measure: str = "reward", probes: pd.DataFrame | None = None) -> None:
     """Draw training curves: reward, held-out accuracy where it was probed, and below them the health of the run.
 
     Args:
@@ -38,48 +42,32 @@ def training(
     """
     labels = shown(history, measure)
     if "step" not in history or measure not in labels:
-        raise ValueError(
-            f"The history has the columns {list(history)}, but 'step' and a '{measure}' with values were expected."
-        )
+        raise ValueError(f"The history has columns {list(history)}, but needs 'step' and a '{measure}' with values.")
     probed = probes is not None and len(probes) > 0
     below = len(labels) - 1 + probed
     figure, grid = canvas(7.4, 2.2 + 1.5 * below + 1.2, rows=1 + below, heights=[2, *[1] * below])
     panels = list(np.atleast_1d(grid))
     first, last = panels[0], panels[-1]
+    for axes in panels[:-1]:
+        axes.tick_params(labelbottom=False)
     if probed:
-        _probe(panels.pop(1), probes)
+        axes, reach = panels.pop(1), [probes["accuracy"] - probes["low"], probes["high"] - probes["accuracy"]]
+        axes.errorbar(probes["step"], probes["accuracy"], yerr=reach, fmt="o-", color=RED, lw=1.6, ms=4, capsize=3)
+        _label(axes, f"held-out accuracy (n = {probes['n'].iloc[0]:,} probe questions; bars: 95 %)")
     for axes, column, colour in zip(panels, labels, (BLUE, SKY, PURPLE, GREEN, ORANGE), strict=False):
         part, smooth = smoothed(history, column)
         axes.plot(part["step"], part[column], "o-" if len(part) <= 40 else "-", color=colour, lw=1, ms=3.5, alpha=0.4)
         axes.plot(part["step"], smooth, color=colour, lw=2.4)
-        axes.set_title(labels[column], loc="left", size=10, color=INK, pad=4)
-        axes.margins(x=0.02, y=0.15)
-    for axes in np.atleast_1d(grid)[:-1]:
-        axes.tick_params(labelbottom=False)
+        _label(axes, labels[column])
     last.set_xlabel("optimizer step")
     last.xaxis.get_major_locator().set_params(integer=True)
     note = "Faint: each logged step; bold: running mean over a tenth of the run."
     finish(figure, first, reward_found(history, measure), note, path)
 
 
-def _probe(axes: Axes, probes: pd.DataFrame) -> None:
-    """Draw held-out accuracy over steps, with 95 % intervals."""
-    reach = [probes["accuracy"] - probes["low"], probes["high"] - probes["accuracy"]]
-    axes.errorbar(probes["step"], probes["accuracy"], yerr=reach, fmt="o-", color=RED, lw=1.6, ms=4, capsize=3)
-    title = f"held-out accuracy (n = {probes['n'].iloc[0]:,} probe questions; bars: 95 %)"
-    axes.set_title(title, loc="left", size=10, color=INK, pad=4)
-    axes.margins(x=0.02, y=0.15)
-
-
-def shown(history: pd.DataFrame, measure: str = "reward") -> dict[str, str]:
+def shown(history: pd.DataFrame, measure: str) -> dict[str, str]:
     """Return the columns that have values, and the titles of their panels."""
-    labels = {
-        measure: MEASURES[measure][1],
-        "reward_std": "standard deviation of rewards",
-        "frac_reward_zero_std": "groups with equal rewards (share)",
-        "entropy": "entropy (nats per token)",
-        "kl": "KL to the reference (nats per token)",
-    }
+    labels = {measure: MEASURES[measure][1]} | HEALTH
     return {column: label for column, label in labels.items() if column in history and history[column].notna().any()}
 
 
@@ -87,6 +75,11 @@ def smoothed(history: pd.DataFrame, column: str) -> tuple[pd.DataFrame, pd.Serie
     """Return the steps that have a value, and its running mean over a tenth of the run."""
     part = history[["step", column]].dropna()
     return part, part[column].rolling(2 * (len(part) // 20) + 1, center=True, min_periods=1).mean()
+
+
+def _label(axes: Axes, label: str) -> None:
+    axes.set_title(label, loc="left", size=10, color=INK, pad=4)
+    axes.margins(x=0.02, y=0.15)
 
 
 def reward_found(history: pd.DataFrame, measure: str = "reward") -> str:

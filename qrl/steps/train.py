@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -15,7 +14,7 @@ from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.recipe import Recipe
 from qrl.steps import inputs, outcome, record
-from qrl.tasks import Question, contamination, prompt
+from qrl.tasks import contamination, prompt
 from qrl.tiny import corpus
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
 from qrl.train import Job, Trained, arguments, distill, grpo, rollout
@@ -24,7 +23,6 @@ from qrl.train.job import Alarm
 from qrl.workspace import WORK, workspace
 
 PROMPTS_TO_CHECK = 8  # training questions that a merged model answers beside the adapter-on model
-CONTAMINATION = "contamination"  # table of example pairs
 
 
 def train(recipe: Recipe) -> None:
@@ -56,16 +54,17 @@ def train(recipe: Recipe) -> None:
         grpo.run(job)
         return
     store.prepare()
-    stored = {"base_stored_in": recipe.train.storage, "computed_in": recipe.train.compute}
-    params = {"device": device, "processes": world} | stored
+    params = {"device": device, "processes": world}
+    params |= {"base_stored_in": recipe.train.storage, "computed_in": recipe.train.compute}
     read, tags = ("train", "rollout", "watch"), _tags(recipe, key, base.digest)
     with (
         workspace(work.name, keep_on_error=True),
         runs.step("train", recipe, sections=read, params=params, tags=tags, system_metrics=True),
     ):
-        _log_questions(recipe, questions, "train")
-        if job.probed:
-            _log_questions(recipe, job.probed, "probe")
+        for context, asked in {"train": questions, "probe": job.probed}.items():
+            if asked:
+                about = {"digest": inputs.digest(asked), "n": len(asked), "source": inputs.source_of(recipe)}
+                contents.log_dataset(f"{recipe.task}-{context}", context=context, **about)
         _check_contamination(recipe, base.path, questions, heldout)
         shutil.rmtree(job.out, ignore_errors=True)
         job = dataclasses.replace(job, log=contents.live_log(), warn=_warn)
@@ -115,27 +114,22 @@ def _tags(recipe: Recipe, key: str, parent: str) -> dict[str, str]:
     return {names.TAG_CACHE_KEY: key, names.TAG_PARENT_DIGEST: parent} | own
 
 
-def _log_questions(recipe: Recipe, questions: Sequence[Question], context: str) -> None:
-    digest, origin = inputs.digest(questions), inputs.source_of(recipe)
-    contents.log_dataset(f"{recipe.task}-{context}", digest=digest, context=context, n=len(questions), source=origin)
-
-
 def _check_contamination(recipe: Recipe, base: Path, questions: list, heldout: list) -> None:
     """Log the overlap of held-out questions with the training ones, and the base's own where known; may refuse.
 
-    This runs before training, so that bad data costs no GPU time, and because `evaluate` does not know the training
-    questions. It compares all held-out questions, so that a reused training is checked whatever `evaluate.n` is.
+    Bad data must cost no GPU time, and `evaluate` does not know the training questions. All held-out questions are
+    compared, so that a reused training is checked whatever `evaluate.n` is.
     """
-    against = {"contamination/": ("the training questions", questions)}
+    overlaps = {"the training questions": ("contamination/", contamination.overlap(questions, heldout))}
     if base == tiny.PATH:
-        against["contamination/base_"] = ("the questions that qrl-tiny was made from", corpus.sample())
-    overlaps = {prefix: contamination.overlap(trained, heldout) for prefix, (_, trained) in against.items()}
-    for prefix, overlap in overlaps.items():
+        own = contamination.overlap(corpus.sample(), heldout)
+        overlaps["the questions that qrl-tiny was made from"] = ("contamination/base_", own)
+    for prefix, overlap in overlaps.values():
         contents.log_scores(overlap.metrics(prefix))
-    if pairs := [pair for overlap in overlaps.values() for pair in overlap.pairs]:
-        contents.log_table(pd.DataFrame(pairs), CONTAMINATION)
-    for prefix, overlap in overlaps.items():
-        contamination.check(overlap, recipe.task, recipe.train.max_ngram_share, of=against[prefix][0])
+    if pairs := [pair for _, overlap in overlaps.values() for pair in overlap.pairs]:
+        contents.log_table(pd.DataFrame(pairs), "contamination")
+    for of, (_, overlap) in overlaps.items():
+        contamination.check(overlap, recipe.task, recipe.train.max_ngram_share, of=of)
 
 
 def _log_training(trained: Trained, work: Path) -> None:

@@ -14,37 +14,28 @@ from qrl.train.job import Job
 
 FILE = "arguments.json"  # the trainer's whole configuration, in the work folder
 SCHEDULES = {"constant": "constant_with_warmup"}  # our name → transformers' name, where they differ
+SHARED = ("temperature", "learning_rate", "warmup_steps", "gradient_checkpointing")  # named alike in recipe and trainer
+SAME = ("num_iterations", "importance_sampling_level", "epsilon", "epsilon_high", "scale_rewards", "beta")  # GRPO alone
 
 
 def check(settings: Train, questions: int) -> None:
-    """Check a step's batch against processes, questions and rewards, before any weight is loaded.
-
-    Raises:
-        BadInput: processes or micro-batches do not divide the completions, there are too few questions, the reward
-            weights do not match the rewards, or a checkpoint would fall within a batch.
-    """
+    """Raise BadInput if a step's batch does not fit processes, questions, rewards or saving; loads no weight."""
     total, world = settings.prompts_per_step * settings.generations, process.world_size()
     product = f"train.prompts_per_step {settings.prompts_per_step} × train.generations {settings.generations}"
     if total % world:
         raise BadInput(
             f"{world} processes do not divide the {total} completions of a step ({product}): choose a multiple."
         )
-    share = total // world
-    if settings.micro_batch < share and share % settings.micro_batch:
-        raise BadInput(
-            f"train.micro_batch = {settings.micro_batch} does not divide the {share} completions of a step "
-            f"{f'in each of {world} processes ' if world > 1 else ''}({product}): choose a divisor."
-        )
+    share, micro = total // world, settings.micro_batch
+    if micro < share and share % micro:
+        of = f"{share} completions of a step {f'in each of {world} processes ' if world > 1 else ''}({product})"
+        raise BadInput(f"train.micro_batch = {micro} does not divide the {of}: choose a divisor.")
     if questions < settings.prompts_per_step:
-        raise BadInput(
-            f"There are {questions} training questions, but a step draws train.prompts_per_step = "
-            f"{settings.prompts_per_step} different ones: give more questions, or lower it."
-        )
-    if settings.reward_weights and len(settings.reward_weights) != len(settings.rewards):
-        raise BadInput(
-            f"train.reward_weights has {len(settings.reward_weights)} numbers for {len(settings.rewards)} rewards "
-            f"({', '.join(settings.rewards)}): give one number per reward, or none."
-        )
+        drawn = f"a step draws train.prompts_per_step = {settings.prompts_per_step} different ones"
+        raise BadInput(f"There are {questions} training questions, but {drawn}: give more questions, or lower it.")
+    weights, rewards = len(settings.reward_weights), f"{len(settings.rewards)} rewards ({', '.join(settings.rewards)})"
+    if weights not in (0, len(settings.rewards)):
+        raise BadInput(f"train.reward_weights has {weights} numbers for {rewards}: give one per reward, or none.")
     if settings.save_every % settings.num_iterations:
         raise BadInput(
             f"train.save_every = {settings.save_every} is no multiple of train.num_iterations = "
@@ -62,15 +53,10 @@ def make(job: Job, **more):
         more["model_init_kwargs"] = {"device_map": None}
     return GRPOConfig(
         **common(job),
+        **{name: getattr(settings, name) for name in SAME},
         num_generations=settings.generations,
-        num_iterations=settings.num_iterations,
         loss_type=settings.loss,
-        importance_sampling_level=settings.importance_sampling_level,
-        epsilon=settings.epsilon,
-        epsilon_high=settings.epsilon_high,
-        scale_rewards=settings.scale_rewards,
         reward_weights=list(settings.reward_weights) or None,
-        beta=settings.beta,
         ddp_find_unused_parameters=False,  # there are none, and looking for them costs a pass over the graph
         **more,
     )
@@ -81,18 +67,14 @@ def common(job: Job) -> dict[str, Any]:
     settings = job.settings
     share = settings.prompts_per_step * settings.generations // process.world_size()
     micro = min(settings.micro_batch, share)
-    return {
+    return {name: getattr(settings, name) for name in SHARED} | {
         "output_dir": str(job.work),
         "max_steps": settings.steps,
         "per_device_train_batch_size": micro,
         "gradient_accumulation_steps": share // micro,
         "max_completion_length": settings.max_completion_tokens,
-        "temperature": settings.temperature,
-        "learning_rate": settings.learning_rate,
-        "warmup_steps": settings.warmup_steps,
         "lr_scheduler_type": SCHEDULES.get(settings.schedule, settings.schedule),
         "bf16": settings.compute == "bf16",
-        "gradient_checkpointing": settings.gradient_checkpointing,
         "save_steps": settings.save_every,
         "save_total_limit": 2,
         "logging_steps": 1,

@@ -32,37 +32,29 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
     """
     settings = job.settings
     if job.watch.stop or job.watch.probe_every:
-        raise BadInput(
-            "train.teacher trains without watchers, which read GRPO's rewards: leave watch.stop out, and "
-            "watch.probe_every at 0."
-        )
+        reason = "train.teacher trains without watchers, which read GRPO's rewards"
+        raise BadInput(f"{reason}: leave watch.stop out, and watch.probe_every at 0.")
     for model, role in ((base, "student's base"), (teacher, "teacher")):
         if model.quantization:
             raise BadInput(f"The {role} {model.path} is stored in {model.quantization}: give full-precision weights.")
-    sizes = [checkpoint.config(model.path).get("vocab_size") for model in (base, teacher)]
-    if sizes[0] != sizes[1]:
+    own, other = (checkpoint.config(model.path).get("vocab_size") for model in (base, teacher))
+    if own != other:
         raise BadInput(
-            f"The teacher {teacher.path} has a vocabulary of {sizes[1]}, but the student one of {sizes[0]}: choose a "
-            "teacher of the same model family."
+            f"The teacher {teacher.path} has a vocabulary of {other}, but the student one of {own}: choose a teacher "
+            "of the same model family."
         )
     if process.world_size() > 1:
         raise BadInput("train.teacher distils in one process: start the step without torchrun or accelerate launch.")
     if settings.adapter:
-        raise BadInput(
-            f"train.teacher distils into all weights, but train.method = {settings.method} trains an adapter: "
-            "set train.method = full."
-        )
+        reason = f"train.teacher distils into all weights, but train.method = {settings.method} trains an adapter"
+        raise BadInput(f"{reason}: set train.method = full.")
     policy.check(settings, checkpoint.entries(base.path))
     arguments.check(settings, len(job.questions))
     prepare.check(settings, base.path)
 
 
 def run(job: Job, teacher: Path) -> Trained:
-    """Distil a full-precision teacher into a job's base, or resume a distillation that was killed.
-
-    Raises:
-        BadInput: `check` refuses the job.
-    """
+    """Distil a teacher into a job's base, or resume a killed try; raise BadInput if `check` refuses the job."""
     base = checkpoint.check(job.base)
     check(base, checkpoint.check(teacher), job)
     process.hush_transformers()

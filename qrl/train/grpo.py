@@ -32,9 +32,7 @@ def check(base: checkpoint.Checkpoint, job: Job) -> None:
             "checkpoint that it was made from. Training quantizes the base itself where train.base_storage says so."
         )
     if process.sharded() and job.device == "cpu":
-        raise BadInput(
-            "FSDP shards a model over GPUs, but this run's device is the CPU: launch without FSDP, or run on GPUs."
-        )
+        raise BadInput("FSDP shards over GPUs, but this run's device is the CPU: launch without FSDP, or run on GPUs.")
     tensors = checkpoint.entries(base.path)
     policy.check(job.settings, tensors)
     policy.check_reference(job.settings, tensors, job.device)
@@ -44,20 +42,15 @@ def check(base: checkpoint.Checkpoint, job: Job) -> None:
 
 
 def _check_stop(job: Job) -> None:
-    sampled_by_vllm = job.rollout.engine == rollout.VLLM
+    gap_is_measured = job.rollout.engine == rollout.VLLM and job.rollout.is_correction != "none"
     measured = {
         "kl": (job.settings.beta, "set train.beta above 0"),
         "probe": (job.watch.probe_every, "set watch.probe_every to a number of steps"),
-        "rollout": (
-            sampled_by_vllm and job.rollout.is_correction != "none",
-            "set rollout.engine = vllm and rollout.is_correction to anything but none",
-        ),
+        "rollout": (gap_is_measured, "set rollout.engine = vllm and rollout.is_correction to anything but none"),
     }
     for watcher, (is_measured, remedy) in measured.items():
         if watcher in job.watch.stop and not is_measured:
-            raise BadInput(
-                f"watch.stop = {watcher} needs a measure that this training lacks: {remedy}, or leave {watcher} out."
-            )
+            raise BadInput(f"watch.stop = {watcher} needs a measure that training lacks: {remedy}, or leave it out.")
 
 
 def run(job: Job) -> Trained:
@@ -95,10 +88,7 @@ def make_trainer(job: Job):
 
 
 def _disable_cast_cache(trainer) -> None:
-    """Drop the bf16 copy of a weight right after its use: autocast would keep them all until the forward pass ends.
-
-    A pass uses each weight once, so nothing is computed twice; full training saves 2 bytes per parameter.
-    """
+    """Drop a weight's bf16 copy after its one use in a pass: full training saves 2 bytes per parameter."""
     from accelerate.utils import AutocastKwargs
 
     trainer.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)

@@ -17,24 +17,15 @@ class Guard:
 
     def __init__(self, model, adapter: bool) -> None:
         """Hash the frozen weights, before training shards the model; without an adapter nothing is frozen."""
-        self.model, self.before, self.names = model, "", []
-        if not adapter or (process.sharded() and process.rank()):  # under FSDP only the first process loads the weights
-            return
-        if process.sharded():
-            self.names = [name for name, weight in model.named_parameters() if not weight.requires_grad]
-            self.before = self._value_digest(dict(model.named_parameters()))
-        else:
+        self.model, self.before = model, ""
+        self.names = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+        if adapter and not process.sharded():
             self.before = frozen_digest(model)
+        elif adapter and not process.rank():  # under FSDP only the first process loads the weights
+            self.before = self._value_digest(dict(model.named_parameters()))
 
     def check(self, state: Mapping[str, torch.Tensor] | None) -> None:
-        """Hash the frozen weights again.
-
-        Args:
-            state: the weights by name, where several processes hold parts of the model; None otherwise.
-
-        Raises:
-            QrlError: they have changed.
-        """
+        """Raise QrlError if the frozen weights have changed; `state` has those that several processes hold in parts."""
         if not self.before:
             return
         if self.before != (frozen_digest(self.model) if state is None else self._value_digest(state)):
@@ -50,7 +41,14 @@ class Guard:
 
 def frozen_digest(model) -> str:
     """Return the sha256 of everything that is not trained, as stored in memory: codes, scales and unpacked weights."""
-    return _digest(_frozen(model))
+    tensors = [(name, weight.data) for name, weight in model.named_parameters() if not weight.requires_grad]
+    for name, module in policy.packed(model):
+        if (state := getattr(module.weight, "quant_state", None)) is not None:
+            tensors += [(f"{name}.{key}", value) for key, value in state.as_dict(packed=True).items()]
+        else:
+            scales = getattr(module.weight, "SCB", None)
+            tensors.append((f"{name}.SCB", module.state.SCB if scales is None else scales))
+    return _digest(tensors)
 
 
 def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -59,16 +57,3 @@ def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
         digest.update(name.encode() + b"\0")
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def _frozen(model):
-    for name, weight in model.named_parameters():
-        if not weight.requires_grad:
-            yield name, weight.data
-    for name, module in policy.packed(model):
-        state = getattr(module.weight, "quant_state", None)
-        if state is not None:
-            yield from ((f"{name}.{key}", value) for key, value in state.as_dict(packed=True).items())
-        else:
-            scales = module.weight.SCB if getattr(module.weight, "SCB", None) is not None else module.state.SCB
-            yield f"{name}.SCB", scales

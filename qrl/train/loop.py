@@ -7,16 +7,12 @@ import time
 from qrl import checkpoint, process
 from qrl.train import arguments, guard, resume, save
 from qrl.train.job import Job, Trained
-from qrl.train.monitor import completions, metrics, probe
+from qrl.train.monitor import metrics, probe
 from qrl.train.qat import prepare
 
 
 def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind) -> Trained:
-    """Train with a trainer of TRL's that is set up for the job, and write the outcome.
-
-    Raises:
-        QrlError: the base under an adapter changed in memory.
-    """
+    """Train with TRL's trainer and write the outcome; raise QrlError if the base under an adapter changed in memory."""
     from transformers import PrinterCallback
 
     prepare.begin(trainer, job)
@@ -43,7 +39,7 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind) -> T
         adapter=job.settings.adapter,
         history=metrics.history(trainer.state.log_history, kind),
         probes=probe.curve(trainer.state.log_history),
-        completions=completions.sampled(job.work, job.settings, rewarded=kind is metrics.GRPO),
+        completions=metrics.completions(job.work, job.settings, kind),
         resumed_from=resume.step(last) if last else 0,
         seconds=seconds,
         stopped=watching.stopped,

@@ -19,6 +19,8 @@ from qrl.formats import header
 from qrl.recipe import Train
 from qrl.train import policy, save
 
+Prompts = Sequence[Sequence[int]]  # lists of token ids
+
 
 @dataclass(frozen=True)
 class Merged:
@@ -32,14 +34,7 @@ class Merged:
 
 
 def run(
-    base: Path,
-    adapter: Path,
-    out: Path,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_logit_diff: float,
-    into: str = "auto",
-    device: str = "cpu",
+    base: Path, adapter: Path, out: Path, prompts: Prompts, *, max_logit_diff: float, into="auto", device="cpu"
 ) -> Merged:
     """Merge an adapter into its base in full precision, and compare the result with the adapter-on model.
 
@@ -47,8 +42,7 @@ def run(
         base: full-precision checkpoint folder; never written to.
         adapter: a PEFT folder (adapter_config.json, adapter_model.safetensors).
         out: folder to make; it appears whole, by rename.
-        prompts: lists of token ids to compare logits on.
-        max_logit_diff: limit on the largest logit difference.
+        prompts: to compare logits on.
         into: `full`: the original weights; `int8`, `nf4`: these, dequantized; `auto`: what the adapter's record says it
             was trained over, else full.
         device: where the base is packed again, as in training; merging itself runs on the CPU.
@@ -79,10 +73,9 @@ def run(
     stored = _logits(merged.to(dtype).to(torch.float32), prompts)
     difference = max(float((a - b).abs().max()) for a, b in zip(expected, stored, strict=True))
     if not difference <= max_logit_diff:
+        reason = "the base's dtype rounds too much of the update away: give a base in a wider one."
         if over.storage != target.storage:
             reason = f"it was trained over a base in {over.storage}, and corrects its errors: leave merge.into at auto."
-        else:
-            reason = "the base's dtype rounds too much of the update away: give a base in a wider one."
         raise QrlError(
             f"The merged model's logits differ from the adapter-on model's by {difference:.3g}, above "
             f"merge.max_logit_diff = {max_logit_diff:g}: {reason}"
@@ -92,14 +85,7 @@ def run(
 
 
 def fold(adapted, stored: torch.dtype):
-    """Add each adapter to its matrix, and remove it.
-
-    Args:
-        adapted: a PEFT model over full-precision weights.
-        stored: dtype that the merged weights will be stored in.
-
-    Returns:
-        The plain model, and ‖stored − exact‖ / ‖exact − base‖ over the merged matrices.
+    """Return the plain model of a PEFT model, its adapters merged, and the residual of storing it (see `Merged`).
 
     Raises:
         TypeError: the model holds bitsandbytes' codes.
@@ -107,9 +93,7 @@ def fold(adapted, stored: torch.dtype):
     from peft.tuners.lora import LoraLayer
 
     if any(policy.packed(adapted)):
-        raise TypeError(
-            "An adapter merges into full-precision weights only, but these are codes: dequantize them first."
-        )
+        raise TypeError("An adapter merges into full-precision weights only, not into codes: dequantize them first.")
     lost = update = 0.0
     for module in adapted.modules():
         if isinstance(module, LoraLayer):
@@ -122,14 +106,11 @@ def fold(adapted, stored: torch.dtype):
 
 def _trained_over(adapter: Path, base: checkpoint.Checkpoint, into: str) -> Train:
     """Return settings that load the base as it was stored when the adapter was trained."""
-    note = policy.recorded(adapter)
-    if not note:
+    if not (note := policy.recorded(adapter)):
         return _settings("full" if into == "auto" else into, "auto")
     if note["base_digest"] != base.digest:
-        raise BadInput(
-            f"{adapter} was trained over the base with digest {note['base_digest'][:12]}…, but {base.path} has "
-            f"{base.digest[:12]}…: give the base that it was trained over."
-        )
+        wanted, has = f"{note['base_digest'][:12]}…", f"{base.path} has {base.digest[:12]}…"
+        raise BadInput(f"{adapter} was trained over the base with digest {wanted}, but {has}: give that base.")
     return _settings(note["base_storage"], note["compute"])
 
 
@@ -139,7 +120,7 @@ def _settings(storage: str, compute: str) -> Train:
     return Train(method="lora", base_storage=storage, dtype="auto" if storage == "fp32" else compute)
 
 
-def _adapter_on(base: Path, adapter: Path, over: Train, device: str, prompts: Sequence[Sequence[int]]) -> list:
+def _adapter_on(base: Path, adapter: Path, over: Train, device: str, prompts: Prompts) -> list:
     """Return logits of the trained model: the base as stored in training, with its adapter, in fp32 arithmetic.
 
     Training's own arithmetic, in bf16 or with INT8's rounded activations, would hide what the merge loses.
@@ -166,11 +147,7 @@ def _dequantize_into(original, dequantized) -> float:
 
 
 def check_adapter(path: Path) -> None:
-    """Check that a folder is a PEFT adapter in safetensors.
-
-    Raises:
-        BadInput: a file is missing or damaged.
-    """
+    """Raise BadInput if a folder is no PEFT adapter in safetensors, or a file of it is damaged."""
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (path / name).is_file():
             raise BadInput(f"{path} is no adapter: {name} is missing; expected a PEFT folder with safetensors.")
@@ -181,6 +158,6 @@ def check_adapter(path: Path) -> None:
         raise BadInput(f"{path / 'adapter_config.json'} is not JSON: {error}.") from None
 
 
-def _logits(model, prompts: Sequence[Sequence[int]]) -> list:
+def _logits(model, prompts: Prompts) -> list:
     with torch.inference_mode():
         return [model(torch.tensor([list(ids)], device=model.device)).logits.float().cpu() for ids in prompts]

@@ -25,48 +25,31 @@ BYTES_WITH_REFERENCE = 20  # per parameter in full training: master 4, gradient 
 
 
 def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
-    """Check adapter and storage settings against the names in the weight files, from `checkpoint.entries`.
-
-    Raises:
-        BadInput: adapter settings without an adapter, a base stored in too few bits for its training, or adapter
-            targets that are no linears of the model.
-    """
+    """Raise BadInput if adapter or storage settings fit neither one another nor the names in the weight files."""
+    stored = f"train.base_storage = {settings.storage}"
     if not settings.adapter:
+        remedy = "leave it out, or set train.method = lora or qlora"
         if keys := [key for key in ("lora_rank", "lora_alpha", "lora_targets") if getattr(settings, key)]:
-            raise BadInput(
-                f"train.{keys[0]} is set, but train.method = full trains all weights and no adapter: leave it out, or "
-                "set train.method = lora or qlora."
-            )
+            raise BadInput(f"train.{keys[0]} is set, but train.method = full trains all weights, no adapter: {remedy}.")
         if settings.storage != "fp32":
-            raise BadInput(
-                f"train.base_storage = {settings.storage} stores the base in too few bits to train its own weights: "
-                "set train.method = lora or qlora for an adapter over it, or leave train.base_storage out."
-            )
+            raise BadInput(f"{stored} stores the base in too few bits to train its own weights: {remedy}.")
         return
     if settings.packed and process.sharded():
-        raise BadInput(
-            f"train.base_storage = {settings.storage} packs the base into codes, which FSDP cannot shard: launch "
-            "without FSDP, so that each process has the whole base, or set train.base_storage = bf16."
-        )
+        remedy = "launch without FSDP, so that each process has the whole base, or set train.base_storage = bf16"
+        raise BadInput(f"{stored} packs the base into codes, but FSDP cannot shard them: {remedy}.")
     if settings.storage == "bf16" and settings.compute == "fp32":
-        raise BadInput("train.base_storage = bf16 computes in bf16, but train.dtype is fp32: leave one of the two out.")
+        raise BadInput(f"{stored} computes in bf16, but train.dtype is fp32: leave one of the two out.")
     linears = _linears(tensors)
     for target in settings.lora_targets:
         if not any(name == target or name.endswith(f".{target}") for name in linears):
             leaves = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
-            raise BadInput(
-                f"train.lora_targets names '{target}', which is no linear of the model: expected some of {leaves}."
-            )
+            raise BadInput(f"train.lora_targets names '{target}', which is no linear of the model: give {leaves}.")
 
 
 def check_reference(settings: Train, tensors: Mapping[str, Entry], device: str) -> None:
-    """Check that a second copy of the weights can fit into memory.
+    """Raise BadInput if a second copy of the weights cannot fit into memory; adapters and beta 0 need none.
 
-    Full training holds masters, gradients and AdamW's two moments in fp32, 16 bytes per parameter; a reference adds 4.
-    Activations and the KV cache are not counted. FSDP's processes share all of it. Adapters and beta 0 need no copy.
-
-    Raises:
-        BadInput: the device has less memory.
+    Activations and the KV cache are not counted; FSDP's processes share the rest.
     """
     if settings.adapter or not settings.beta:
         return
@@ -107,7 +90,11 @@ def load(base: Path, settings: Train, device: str):
         place = f"cuda:{process.local_rank()}" if device == "cuda" else "cpu"
         options = {"quantization_config": quantization(storage, compute), "device_map": {"": place}}
     model = pretrained.load(base, dtype=torch.float32 if storage == "fp32" else compute, **options)
-    keep_codes(model)
+    for _, module in packed(model):
+        # On CPUs with AVX512-BF16 bitsandbytes would repack codes in place at the first forward pass, and anything
+        # trained, unpacked or saved afterwards would be silently wrong.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     if storage in PACKED and not any(packed(model)):
         raise BadInput(f"{base} has no linear that bitsandbytes packs: set train.base_storage = bf16.")
     if device == "cpu":
@@ -119,21 +106,8 @@ def quantization(storage: str, compute: torch.dtype):
     """Return how bitsandbytes packs the linears of a base; codes are unpacked to `compute`."""
     from transformers import BitsAndBytesConfig
 
-    if storage == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
-    )
-
-
-def keep_codes(model) -> None:
-    """Prevent bitsandbytes from repacking codes at the first forward pass on CPUs with AVX512-BF16.
-
-    It repacks in place, and anything trained, unpacked or saved afterwards would be silently wrong.
-    """
-    for _, module in packed(model):
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": compute}
+    return BitsAndBytesConfig(**{"load_in_8bit": True} if storage == "int8" else {"load_in_4bit": True} | nf4)
 
 
 def compute_in_fp32(model) -> None:
@@ -153,13 +127,9 @@ def adapter(settings: Train):
     process.hush_gptqmodel()
     from peft import LoraConfig
 
-    rank = settings.lora_rank or RANK
-    return LoraConfig(
-        r=rank,
-        lora_alpha=settings.lora_alpha or 2 * rank,
-        target_modules=list(settings.lora_targets) or "all-linear",
-        task_type="CAUSAL_LM",
-    )
+    rank, targets = settings.lora_rank or RANK, list(settings.lora_targets) or "all-linear"
+    alpha = settings.lora_alpha or 2 * rank
+    return LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
 
 
 def widen(model) -> None:
@@ -176,21 +146,15 @@ def record(folder: Path, settings: Train, base_digest: str) -> None:
 
 
 def recorded(folder: Path) -> dict[str, str]:
-    """Return what one of our adapters was trained over; nothing for an adapter from elsewhere.
-
-    Raises:
-        BadInput: the record is damaged.
-    """
+    """Return what an adapter of ours was trained over, else nothing; raise BadInput if the record is damaged."""
     if not (folder / RECORD).is_file():
         return {}
     try:
         note = json.loads((folder / RECORD).read_text())
         return {key: note[key] for key in ("base_storage", "compute", "base_digest")}
     except (ValueError, KeyError, TypeError):
-        raise BadInput(
-            f"{folder / RECORD} is damaged: expected the record that `train` writes; train again, or delete it and set "
-            "merge.into."
-        ) from None
+        remedy = "train again, or delete it and set merge.into"
+        raise BadInput(f"{folder / RECORD} is damaged, but a record of `train` was expected: {remedy}.") from None
 
 
 def packed(model) -> Iterator[tuple[str, torch.nn.Module]]:

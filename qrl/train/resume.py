@@ -14,8 +14,6 @@ from qrl import process
 from qrl.errors import BadInput
 from qrl.formats import header
 
-STATE = "trainer_state.json"
-
 
 def latest(work: Path) -> Path | None:
     """Return the newest whole `checkpoint-N` in a folder, if there is one; skip broken ones with a warning."""
@@ -42,15 +40,14 @@ def register_numbered_cpus() -> None:
 
 def _broken(path: Path) -> str | None:
     """Return why a checkpoint cannot be resumed from: a kill while saving leaves files missing or truncated."""
+    world, optimizer = process.world_size(), "optimizer.bin" if process.sharded() else "optimizer.pt"
+    states = [f"rng_state_{rank}.pth" for rank in range(world)] if world > 1 else ["rng_state.pth"]
     try:
-        json.loads((path / STATE).read_text())
+        json.loads((path / "trainer_state.json").read_text())
         weights = list(path.glob("*.safetensors"))
         for file in weights:
             if not header.read(file):
                 return f"{file.name} holds no weights"
-        world = process.world_size()
-        states = [f"rng_state_{rank}.pth" for rank in range(world)] if world > 1 else ["rng_state.pth"]
-        optimizer = "optimizer.bin" if process.sharded() else "optimizer.pt"
         for name in (optimizer, "scheduler.pt", *states):
             if (bad := zipfile.ZipFile(path / name).testzip()) is not None:
                 return f"{name} holds a damaged {bad}"

@@ -27,9 +27,7 @@ def functions(task: str, names: Sequence[str] = ("correct",)) -> list[Callable[.
             graded[key] = tasks.grade_many(task, *key)
         return graded[key]
 
-    def correct(
-        completions: list, answer: list[str], log_metric: Callable[[str, float], None] | None = None, **_
-    ) -> list[float]:
+    def correct(completions: list, answer: list[str], log_metric: Callable | None = None, **_) -> list[float]:
         batch = verdicts(completions, answer)
         if log_metric is not None:
             for name, fault in ((TIMEOUTS, "timeout"), (ERRORS, "error")):

@@ -12,9 +12,9 @@ import torch
 from qrl import checkpoint
 from qrl.errors import QrlError
 from qrl.formats import header
+from qrl.formats.fakequant import linears
 from qrl.train import policy
 from qrl.train.job import Job
-from qrl.train.qat import prepare
 from qrl.workspace import written_whole
 
 
@@ -24,25 +24,18 @@ def trained(model, base: checkpoint.Checkpoint, job: Job, state: dict[str, torch
     Weights are stored in the base's dtype. QAT's stay in fp32 beside their activation scales, since rounding changes
     codes. `state` is as in `write`.
     """
-    settings = job.settings
-    if settings.adapter:
-        write(
-            model, job.base, job.out, dtype=None, state=state, note=lambda at: policy.record(at, settings, base.digest)
-        )
-        return
-    dtype = base.dtype if settings.qat == "none" else "float32"
-    write(model, job.base, job.out, dtype=dtype, state=state, note=lambda at: prepare.copy_scales(job.work, at))
+    settings, dtype = job.settings, base.dtype if job.settings.qat == "none" else "float32"
+
+    def note(folder: Path) -> None:
+        if settings.adapter:
+            policy.record(folder, settings, base.digest)
+        elif (scales := linears.read_activation_scales(job.work)) is not None:
+            linears.write_activation_scales(folder, scales)
+
+    write(model, job.base, job.out, dtype=None if settings.adapter else dtype, state=state, note=note)
 
 
-def write(
-    model,
-    base: Path,
-    out: Path,
-    *,
-    dtype: str | None,
-    state: dict[str, torch.Tensor] | None = None,
-    note: Callable[[Path], None] = lambda folder: None,
-) -> None:
+def write(model, base: Path, out: Path, *, dtype: str | None, state: dict | None = None, note: Callable | None = None):
     """Write weights beside the base's own tokenizer files, so that prompts stay identical.
 
     Args:
@@ -51,7 +44,7 @@ def write(
         out: folder to make; must not exist.
         dtype: dtype to store, e.g. "bfloat16"; None writes an adapter as it is.
         state: the weights by name, where several processes hold parts of the model; None takes the model's own.
-        note: writes further files into the folder before it appears.
+        note: writes further files into the folder, which it is given before it appears.
 
     Raises:
         QrlError: the model has no adapter weights.
@@ -72,16 +65,15 @@ def write(
             (folder / name).unlink(missing_ok=True)
             if (base / name).is_file():
                 shutil.copy2(base / name, folder / name)
-        note(folder)
+        if note:
+            note(folder)
 
 
 def _settle_adapter(folder: Path) -> None:
     """Check that an adapter has weights, and sort its target modules: PEFT's set has another order in each process."""
     if not header.read(folder / "adapter_model.safetensors"):
-        raise QrlError(
-            "The adapter was written without any weight. This is a bug in qrl or a library: report it; train.method = "
-            "full is not affected."
-        )
+        reason = "The adapter was written without any weight, by a bug in qrl or a library"
+        raise QrlError(f"{reason}: report it; train.method = full is not affected.")
     config = json.loads((folder / "adapter_config.json").read_text())
     if isinstance(config["target_modules"], list):
         config["target_modules"].sort()

@@ -24,11 +24,7 @@ def unsharded(trainer):
 
 
 def grpo_trainer(settings: Rollout) -> type:
-    """Return TRL's GRPO trainer, or a subclass that samples with vLLM and logs the engine's gap to the trained model.
-
-    Raises:
-        BadInput: the recipe samples with vLLM, which is not installed.
-    """
+    """Return TRL's GRPO trainer, or a subclass that samples with vLLM and logs its gap; raise BadInput without vLLM."""
     sampling.check_installed(settings)
     from trl import GRPOTrainer
 
@@ -92,14 +88,9 @@ class Link:
                 sampling.check_server_storage(self.vllm_client.get_server_info(), self.settings)
             return
         self.enable_sleep_mode = colocated.sleeps(self.settings, self.model)
-        self.llm = vllm_engine.create(
-            self.model.name_or_path,
-            self.settings,
-            sequences=self.max_num_seqs,
-            sleeps=self.enable_sleep_mode,
-            rank=self.accelerator.process_index,
-            world=self.accelerator.num_processes,
-        )
+        size = {"sequences": self.max_num_seqs, "sleeps": self.enable_sleep_mode}
+        place = {"rank": self.accelerator.process_index, "world": self.accelerator.num_processes}
+        self.llm = vllm_engine.create(self.model.name_or_path, self.settings, **size, **place)
         set_seed(self.trainer.args.seed, device_specific=True)  # making an engine sets torch's seed
         if self.enable_sleep_mode:
             vllm_engine.sleep(self.llm)
@@ -140,14 +131,9 @@ class Link:
         if self.enable_sleep_mode:
             vllm_engine.wake(self.llm, "kv_cache")
         options = {"top_p": self.top_p, "top_k": self.top_k, "repetition_penalty": self.repetition_penalty}
+        limits = {"temperature": self.temperature, "max_tokens": self.max_completion_length}
         with colocated.seeded(self._seed()):
-            ids, logprobs = vllm_engine.generate(
-                self.llm,
-                prompts,
-                temperature=self.temperature,
-                max_tokens=self.max_completion_length,
-                more=options | self.generation_kwargs,
-            )
+            ids, logprobs = vllm_engine.generate(self.llm, prompts, **limits, more=options | self.generation_kwargs)
         if self.enable_sleep_mode:
             vllm_engine.sleep(self.llm)
             self._llm_weights_sleeping = True
@@ -163,12 +149,9 @@ class Link:
         """Return the seconds since the last call, and the throughput of these completions, sync included."""
         seconds, self.seconds = self.seconds, {"sync": 0.0, "generate": 0.0}
         total = sum(seconds.values()) or float("nan")
-        return {
-            "sync_s": seconds["sync"],
-            "generate_s": seconds["generate"],
-            "completions_per_s": len(mask) * self.accelerator.num_processes / total,
-            "tokens_per_s": mask.sum().item() * self.accelerator.num_processes / total,
-        }
+        counts = {"completions_per_s": len(mask), "tokens_per_s": mask.sum().item()}
+        rates = {name: count * self.accelerator.num_processes / total for name, count in counts.items()}
+        return {"sync_s": seconds["sync"], "generate_s": seconds["generate"]} | rates
 
 
 def distillation_trainer(divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> type:

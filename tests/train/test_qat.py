@@ -79,7 +79,7 @@ def test_keys_and_masters_stay_and_head_embeddings_and_norms_are_left_alone(name
 @pytest.mark.parametrize("name", values.FORMATS)
 def test_the_forward_is_an_ordinary_models_with_quantized_weights(name):
     model, plain = attached(name), small()
-    plain.load_state_dict(dict(qat.folded_parameters(model)) | {"lm_head.weight": model.lm_head.weight})
+    plain.load_state_dict(dict(sync.named_weights(model)) | {"lm_head.weight": model.lm_head.weight})
     if values.scheme(name).input_activations is not None:
         for path, module in model.named_modules():
             if isinstance(module, qat.QATLinear):
@@ -220,7 +220,7 @@ def test_switched_off_it_is_the_full_precision_model_and_comes_back_on():
             assert torch.equal(model(**batch()).logits, plain(**batch()).logits)
             assert all(
                 torch.equal(value, wanted)
-                for (_, value), (_, wanted) in zip(qat.folded_parameters(model), plain.named_parameters(), strict=True)
+                for (_, value), (_, wanted) in zip(sync.named_weights(model), plain.named_parameters(), strict=True)
             )
         assert torch.equal(model(**batch()).logits, on)
 

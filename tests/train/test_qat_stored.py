@@ -17,6 +17,7 @@ from qrl.quantize import compressed
 from qrl.quantize import settings as choices
 from qrl.recipe import Quantize
 from qrl.train.qat import calibration, linear
+from qrl.train.rollout import sync
 
 IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
 BATCH = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
@@ -63,7 +64,7 @@ def test_stored_weights_and_answers_are_bit_equal_to_the_trained_ones(name, mast
     written = checkpoint.check(tmp_path / "out")
     assert written.quantization == names.STORED_AS[f"rtn-{name}"] == "compressed-tensors"
     loaded, _ = hf.load(tmp_path / "out", "cpu", torch.float32)  # as a cell is evaluated
-    stored, wanted = dict(loaded.named_parameters()), dict(linear.folded_parameters(trained))
+    stored, wanted = dict(loaded.named_parameters()), dict(sync.named_weights(trained))
     for key, value in wanted.items():
         assert torch.equal(stored[key], value), key
     with torch.no_grad():
@@ -86,7 +87,7 @@ def test_a_cell_in_bf16_has_the_weights_of_a_training_in_bf16(name, masters, tmp
     linear.attach(trained, name, torch.bfloat16)
     store(masters, tmp_path / "out", name)
     stored = dict(hf.load(tmp_path / "out", "cpu", torch.bfloat16)[0].named_parameters())
-    for key, value in linear.folded_parameters(trained):
+    for key, value in sync.named_weights(trained):
         assert torch.equal(stored[key], value.to(torch.bfloat16)), key
 
 

@@ -1,11 +1,13 @@
-"""Live metrics: what TRL logs under our names, with throughput and peak memory, step by step."""
+"""Live metrics: what TRL logs under our names, with throughput and peak memory, and sampled completions."""
 
 from __future__ import annotations
 
+import json
 import resource
 import time
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 
 import pandas as pd
 import torch
@@ -57,10 +59,8 @@ def callback(settings: Train, log: Log, kind: Kind = GRPO):
     class Live(TrainerCallback):
         def on_train_begin(self, args, state, control, **_):
             self.seconds = deque(maxlen=settings.num_iterations)  # completions are sampled once in so many steps
-            done, rank = state.global_step, process.rank()
-            self.bar = tqdm(
-                total=state.max_steps, initial=done, desc=kind.title, unit="step", smoothing=0, disable=rank > 0
-            )
+            progress = {"total": state.max_steps, "initial": state.global_step, "desc": kind.title, "unit": "step"}
+            self.bar = tqdm(**progress, smoothing=0, disable=process.rank() > 0)
 
         def on_step_begin(self, args, state, control, **_):
             self.began = time.perf_counter()
@@ -92,9 +92,30 @@ def _peak_memory_gib() -> float:
 
 def history(log_history: list[dict], kind: Kind = GRPO) -> pd.DataFrame:
     """Return a row per logged step: step, and the metrics without their prefix."""
-    columns = {"step": "step"} | {
-        name: ours.removeprefix("train/").replace("/", "_") for name, ours in kind.names.items()
-    }
-    rows = [row for row in log_history if kind.shown in row]
-    frame = pd.DataFrame([{ours: row.get(name) for name, ours in columns.items()} for row in rows])
+    columns = {"step": "step"} | kind.names
+    rows = [{key: row.get(name) for name, key in columns.items()} for row in log_history if kind.shown in row]
+    frame = pd.DataFrame(rows).rename(columns=lambda key: key.removeprefix("train/").replace("/", "_"))
     return frame.dropna(axis="columns", how="all")
+
+
+def completions(work: Path, settings: Train, kind: Kind) -> pd.DataFrame:
+    """Return the first completions of every step, from TRL's files: step, prompt, completion, and GRPO's reward."""
+    columns = ["step", "prompt", "completion", *(("reward",) if kind is GRPO else ())]
+    weights = dict(zip(settings.rewards, settings.reward_weights or [1.0] * len(settings.rewards), strict=True))
+    parts = [pd.DataFrame(columns=columns)]
+    for file in sorted((work / "completions").glob("*.parquet")):
+        frame = pd.read_parquet(file).head(settings.completions_logged)
+        if kind is GRPO:
+            frame["reward"] = sum(frame[name] * weight for name, weight in weights.items())
+        parts.append(frame[columns])
+    frame = pd.concat(parts[1:] or parts, ignore_index=True)
+    for column in ("prompt", "completion"):
+        frame[column] = [_last_message(value) for value in frame[column]]
+    return frame
+
+
+def _last_message(value) -> str:
+    """Return a text as it is, or the last message's text of a conversation in TRL's form."""
+    if isinstance(value, str) and value.startswith("["):
+        value = json.loads(value)
+    return value if isinstance(value, str) else str(list(value)[-1]["content"])

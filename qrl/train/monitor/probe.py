@@ -20,12 +20,7 @@ from qrl.train.monitor.watchers import Watchers
 
 
 def outcomes(trainer, job: Job) -> list[int]:
-    """Return 0 or 1 per probe question, in order; several processes share the questions, and each returns all outcomes.
-
-    Args:
-        trainer: TRL's, with the policy that answers.
-        job: the probe's questions, how they are asked and graded.
-    """
+    """Return 0 or 1 per probe question, in order; several processes share the questions, and each returns them all."""
     from accelerate.utils import gather_object
     from torch.distributed.fsdp import FullyShardedDataParallel
     from transformers import GenerationConfig
@@ -92,10 +87,9 @@ def callback(trainer, job: Job):
         def probe(self, state, control):
             row = {"step": state.global_step, "probe": outcomes(trainer, job)}
             state.log_history.append(row)
-            n = len(row["probe"])
-            accuracy = stats.accuracy(sum(row["probe"]), n)
-            logged = {"probe/accuracy": accuracy.estimate, "probe/accuracy_stderr": accuracy.stderr, "probe/n": n}
-            job.log(logged, state.global_step)
+            accuracy = stats.accuracy(sum(row["probe"]), len(row["probe"]))
+            logged = {"accuracy": accuracy.estimate, "accuracy_stderr": accuracy.stderr, "n": len(row["probe"])}
+            job.log({f"probe/{name}": value for name, value in logged.items()}, state.global_step)
             self.warn(self.watchers.see(row), control)
 
         def warn(self, alarms, control):

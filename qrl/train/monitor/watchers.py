@@ -7,7 +7,7 @@ training knows what the interrupted one knew.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import mean
 
 from qrl import stats
@@ -23,7 +23,7 @@ class Watchers:
         self.rollout = rollout
         self.rows: list[dict] = []
         self.probes: list[tuple[int, list[int]]] = []
-        self.raised: dict[str, Alarm] = {}
+        self.raised: set[str] = set()  # watchers that have warned
 
     def see(self, row: dict) -> list[Alarm]:
         """Return the new alarms after a row of the trainer's log.
@@ -33,72 +33,60 @@ class Watchers:
         """
         if "probe" in row:
             self.probes.append((row["step"], row["probe"]))
-            return self._new({"probe": self._probe()}, row["step"])
-        if "reward" not in row:
+            sentences = {"probe": self._probe()}
+        elif "reward" in row:
+            self.rows.append(row)
+            sentences = {"rollout": self._rollout(row)} | dict(self._lasting())
+        else:
             return []
-        self.rows.append(row)
-        alarms = self._new({"rollout": self._rollout(row)}, row["step"])
-        if len(self.rows) < self.settings.window:
-            return alarms
-        last, first = self.rows[-self.settings.window :], self.rows[: self.settings.window]
-        sentences = {
-            "entropy": self._entropy(first, last),
-            "signal": self._signal(last),
-            "kl": self._kl(last),
-            "truncation": self._truncation(last),
-        }
-        return alarms + self._new(sentences, row["step"])
+        new = {name: text for name, text in sentences.items() if text and name not in self.raised}
+        self.raised |= set(new)
+        return [Alarm(name, row["step"], text) for name, text in new.items()]
 
     def stop(self, alarms: Sequence[Alarm]) -> Alarm | None:
         """Return the first of these alarms that the recipe stops for."""
         return next((alarm for alarm in alarms if alarm.watcher in self.settings.stop), None)
 
-    def _new(self, sentences: dict[str, str | None], step: int) -> list[Alarm]:
-        alarms = [Alarm(name, step, text) for name, text in sentences.items() if text and name not in self.raised]
-        self.raised |= {alarm.watcher: alarm for alarm in alarms}
-        return alarms
-
-    def _entropy(self, first: list[dict], last: list[dict]) -> str | None:
+    def _lasting(self) -> Iterator[tuple[str, str]]:
+        """Yield each watcher's name and sentence for what has lasted over the whole window."""
+        limits, last, first = self.settings, self.rows[-self.settings.window :], self.rows[: self.settings.window]
+        if len(last) < limits.window:
+            return
         start, now = _mean(first, "entropy"), _mean(last, "entropy")
-        if not all(row.get("entropy", math.nan) < self.settings.min_entropy_share * start for row in last):
-            return None
-        return (
-            f"Entropy has collapsed: {now:.3g} nats per token over {_steps(last)}, {start:.3g} over {_steps(first)}; "
-            f"its share is below watch.min_entropy_share = {self.settings.min_entropy_share:g}. The completions of a "
-            "group are becoming the same: lower train.learning_rate, or raise train.beta or train.epsilon_high."
-        )
-
-    def _signal(self, last: list[dict]) -> str | None:
-        if not all(row.get("frac_reward_zero_std", 0) >= 1 for row in last):
-            return None
-        reward = _mean(last, "reward")
-        if reward <= 0:
-            why = "the questions are too hard, or no answer has the required form"
-        else:
+        if all(row.get("entropy", math.nan) < limits.min_entropy_share * start for row in last):
+            yield (
+                "entropy",
+                f"Entropy has collapsed: {now:.3g} nats per token over {_steps(last)}, {start:.3g} over "
+                f"{_steps(first)}; its share is below watch.min_entropy_share = {limits.min_entropy_share:g}. The "
+                "completions of a group are becoming the same: lower train.learning_rate, or raise train.beta or "
+                "train.epsilon_high.",
+            )
+        if all(row.get("frac_reward_zero_std", 0) >= 1 for row in last):
+            reward = _mean(last, "reward")
             why = "the questions are too easy" if reward >= 1 else "the answers within a group do not differ"
-        return (
-            f"No training signal: in {_steps(last)} all completions of each group earned the same (mean reward "
-            f"{reward:.3g}), so there was no gradient: {why}. Change the questions, the prompt or train.temperature."
-        )
-
-    def _kl(self, last: list[dict]) -> str | None:
-        limit = self.settings.max_reference_kl
-        if not all(row.get("kl", math.nan) > limit for row in last):
-            return None
-        return (
-            f"The KL to the reference is too large: {_mean(last, 'kl'):.3g} nats per token over {_steps(last)}, above "
-            f"watch.max_reference_kl = {limit:g}: raise train.beta or lower train.learning_rate."
-        )
-
-    def _truncation(self, last: list[dict]) -> str | None:
-        name, limit = "completions/clipped_ratio", self.settings.max_truncation
-        if not all(row.get(name, math.nan) > limit for row in last):
-            return None
-        return (
-            f"Too many completions are truncated: {_mean(last, name):.3g} of those in {_steps(last)} reached "
-            f"train.max_completion_tokens, above watch.max_truncation = {limit:g}. A truncated completion earns "
-            "nothing: raise train.max_completion_tokens."
-        )
+            if reward <= 0:
+                why = "the questions are too hard, or no answer has the required form"
+            yield (
+                "signal",
+                f"No training signal: in {_steps(last)} all completions of each group earned the same (mean reward "
+                f"{reward:.3g}), so there was no gradient: {why}. Change the questions, the prompt or "
+                "train.temperature.",
+            )
+        if all(row.get("kl", math.nan) > limits.max_reference_kl for row in last):
+            yield (
+                "kl",
+                f"The KL to the reference is too large: {_mean(last, 'kl'):.3g} nats per token over {_steps(last)}, "
+                f"above watch.max_reference_kl = {limits.max_reference_kl:g}: raise train.beta or lower "
+                "train.learning_rate.",
+            )
+        name = "completions/clipped_ratio"
+        if all(row.get(name, math.nan) > limits.max_truncation for row in last):
+            yield (
+                "truncation",
+                f"Too many completions are truncated: {_mean(last, name):.3g} of those in {_steps(last)} reached "
+                f"train.max_completion_tokens, above watch.max_truncation = {limits.max_truncation:g}. A truncated "
+                "completion earns nothing: raise train.max_completion_tokens.",
+            )
 
     def _rollout(self, row: dict) -> str | None:
         """Compare the engine's gap to the trained model, in this step alone, with the recipe's limits."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -16,50 +18,34 @@ def calibrate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> dict[st
     """Set the scale of each linear's inputs from the largest |x| over texts, in full precision.
 
     Args:
-        model: with linears attached.
+        model: with linears attached, in evaluation mode.
         batches: keyword arguments of the model: input_ids and attention_mask, (B, L); padding does not count.
 
     Returns:
         Linear's name → global scale, for `set_activation_scales`.
     """
     largest: dict[str, Tensor] = {}
-    mask: list[Tensor] = []
 
-    def watch(path: str):
-        def note(module, inputs):
-            seen = inputs[0][mask[0]].abs().amax().float()
-            largest[path] = torch.maximum(largest.get(path, seen), seen)
+    def note(path: str, module: QATLinear, inputs: tuple[Tensor]) -> None:
+        seen = inputs[0][mask].abs().amax().float()
+        largest[path] = torch.maximum(largest.get(path, seen), seen)
 
-        return note
-
-    hooks = [module.register_forward_pre_hook(watch(path)) for path, module in _attached(model).items()]
-    training = model.training
-    try:
-        with off(model), torch.no_grad():
-            model.eval()
-            for batch in batches:
-                mask[:] = [batch["attention_mask"].bool()]
-                model(**batch, use_cache=False)
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
+    with off(model), torch.no_grad(), contextlib.ExitStack() as hooks:
+        for path, module in _attached(model).items():
+            hooks.enter_context(module.register_forward_pre_hook(functools.partial(note, path)))
+        for batch in batches:
+            mask = batch["attention_mask"].bool()
+            model(**batch, use_cache=False)
     scales = {path: float(rounding.global_scale(value)) for path, value in largest.items()}
     set_activation_scales(model, scales)
     return scales
 
 
 def set_activation_scales(model: nn.Module, scales: dict[str, float]) -> None:
-    """Set the scales of an earlier calibration.
-
-    Raises:
-        BadInput: they belong to another model.
-    """
+    """Set the scales of an earlier calibration; raise BadInput if they belong to another model."""
     attached = _attached(model)
     if missing := sorted(set(attached) ^ set(scales)):
-        raise BadInput(
-            f"The activation scales do not fit the model: {missing[0]} is missing or unknown; calibrate again."
-        )
+        raise BadInput(f"The activation scales do not fit the model ({missing[0]} is in only one): calibrate again.")
     shared: dict[float, Tensor] = {}  # one tensor per value, so that members of a fold recognize equal inputs
     for path, module in attached.items():
         scale = torch.tensor([scales[path]], dtype=torch.float32, device=module.weight.device)
@@ -74,18 +60,15 @@ def logprob_gap(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> tuple
     """Return how far Q(W) moves log-probabilities, in nats: mean and largest |log p_Q − log p| per token.
 
     Args:
-        model: with linears attached, and activations calibrated where the format needs it.
+        model: with linears attached and calibrated, in evaluation mode.
         batches: input_ids and attention_mask, (B, L), padded on the right; padding does not count.
     """
     gaps = []
-    training = model.training
     with torch.no_grad():
-        model.eval()
         for batch in batches:
             quantized = _logprobs(model, batch)
             with off(model):
                 gaps.append((quantized - _logprobs(model, batch)).abs()[batch["attention_mask"][:, 1:].bool()])
-    model.train(training)
     every = torch.cat(gaps)
     return float(every.mean()), float(every.max())
 

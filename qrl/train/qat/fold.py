@@ -18,14 +18,6 @@ if TYPE_CHECKING:
     from qrl.train.qat.linear import QATLinear
 
 
-def _pass_through(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor that passes its gradient to `exact` unchanged; its values are replaced by `tensor.data = …`.
-
-    Autograd's cast does that: its backward is native and needs no Python.
-    """
-    return exact.to(dtype, copy=True)
-
-
 @dataclass(eq=False)
 class Fold:
     """Q(W) of the linears that share a scale."""
@@ -58,20 +50,14 @@ class Fold:
             _renew([fold for fold in self.together if fold.stale])
 
     def fed(self, linear: QATLinear, inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a member's quantized inputs: the same tensor for members with the same inputs, such as q, k and v.
-
-        Args:
-            linear: the member.
-            inputs: (..., I), as the member was called with them.
-            dtype: of the product.
-        """
+        """Return a member's quantized inputs (..., I): one tensor for members with the same inputs, as q, k and v."""
         version = None if inputs.is_inference() else inputs._version
         trains = torch.is_grad_enabled() and inputs.requires_grad
         key = (id(inputs), version, id(linear.input_global_scale), dtype, trains)
         if self.last is None or self.last[0] != key:  # `last` holds the inputs, so that no other tensor has their id
             quantized = fused.activations(inputs, self.scheme.input_activations, linear.input_global_scale, dtype)
             if trains:
-                values, quantized = quantized, _pass_through(inputs, dtype)
+                values, quantized = quantized, inputs.to(dtype, copy=True)  # a cast's gradient passes unchanged
                 quantized.data = values
             self.last = (key, inputs, quantized)
         quantized = self.last[2]
@@ -96,7 +82,8 @@ class Fold:
             kind = (exact.dtype, exact.device, exact.requires_grad)  # autograd remembers these
             if old is None or old[0] is not exact or old[1] != kind:
                 with torch.enable_grad():
-                    self.stand[id(linear)] = (exact, kind, _pass_through(exact, self.dtype))
+                    # A cast passes its gradient unchanged, natively; its values are replaced below.
+                    self.stand[id(linear)] = (exact, kind, exact.to(self.dtype, copy=True))
             stands = self.stand[id(linear)][-1]
             stands.data = self.kept[id(linear)]
             # A backward pass through a forward pass from before this fold raises, instead of using the new Q(W).
@@ -104,21 +91,6 @@ class Fold:
         self.final = linear
         self.largest, self.state = largest, self._state()
         self.made += 1
-
-    def check(self) -> None:
-        """Discard Q(W) of weights that are NaN or infinite.
-
-        Raises:
-            QrlError: a weight is; by name.
-        """
-        if (finite := self.largest.isfinite()).all():
-            return
-        self.state = None
-        bad = next(name for name, fine in zip(self.members, finite.tolist(), strict=True) if not fine)
-        raise QrlError(
-            f"The weight of {bad} holds NaN or infinity, so it cannot be quantized: lower train.learning_rate, or "
-            "check the checkpoint that training started from."
-        )
 
     def _state(self) -> list[tuple[int, int]]:
         # Called in every forward pass: nn.Module's own attribute look-up is slow.
@@ -133,11 +105,7 @@ def folds(model: nn.Module) -> list[Fold]:
 
 
 def refold(model: nn.Module) -> None:
-    """Compute Q(W) of every linear; call it once after each optimizer step.
-
-    Raises:
-        QrlError: a weight is NaN or infinite; by name.
-    """
+    """Compute Q(W) of every linear, once after each optimizer step; raise QrlError if a weight is NaN or infinite."""
     _renew(folds(model))
 
 
@@ -155,7 +123,12 @@ def _renew(stale: Sequence[Fold]) -> None:
             computed = fused.folded([fold.weights() for fold in group], group[0].scheme.weights, dtype)
             for fold, (quantized, largest) in zip(group, computed, strict=True):
                 fold.keep(quantized, largest)
-            finite = torch.cat([fold.largest for fold in group]).isfinite().all()
-        if not finite:  # one synchronization for all of them
+            finite = torch.cat([fold.largest for fold in group]).isfinite()
+        if not finite.all():  # one synchronization for all of them
             for fold in group:
-                fold.check()
+                fold.state = None  # Q(W) is of no use
+            bad = [name for fold in group for name in fold.members][finite.tolist().index(False)]
+            raise QrlError(
+                f"The weight of {bad} holds NaN or infinity, so it cannot be quantized: "
+                "lower train.learning_rate, or check the checkpoint that training started from."
+            )

@@ -64,22 +64,22 @@ def attach(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> lis
         BadInput: the format is unknown, does not fit the model, or weights are NaN or infinite.
     """
     scheme = fake.scheme(name)
-    covered = linears.covered(model, name)
-    for path, linear in covered.items():
+    sharing: dict[tuple, dict[str, nn.Linear]] = {}  # linears by name, for each scale that they share
+    for path, linear in linears.covered(model, name).items():
         fake.check_width(path, linear.in_features, scheme.weights)
         if linear.weight.dtype.itemsize < 2:
-            raise BadInput(
-                f"Layer {path} is stored in {linear.weight.dtype}: quantization-aware training needs masters of at "
-                "least 16 bits."
-            )
+            stored = linear.weight.dtype
+            raise BadInput(f"Layer {path} is in {stored}, but QAT needs masters of at least 16 bits: convert it first.")
+        parent, _, leaf = path.rpartition(".")
+        fused = next((leaves for leaves in FUSED if leaf in leaves), (leaf,))
+        sharing.setdefault((parent, fused), {})[path] = linear
     attached: list[Fold] = []
-    for paths in _sharing(covered):
-        members = {path: covered[path] for path in paths}
-        fold = Fold(scheme, dtype or covered[paths[0]].weight.dtype, members, attached)
+    for members in sharing.values():
+        first = next(iter(members.values()))
+        attached.append(Fold(scheme, dtype or first.weight.dtype, members, attached))
         for linear in members.values():
             linear.__class__ = QATLinear
-            linear.fold, linear.input_global_scale = fold, None
-        attached.append(fold)
+            linear.fold, linear.input_global_scale = attached[-1], None
     try:
         refold(model)
     except QrlError as error:
@@ -90,30 +90,11 @@ def attach(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> lis
 @contextmanager
 def off(model: nn.Module) -> Iterator[None]:
     """Compute in full precision: as a reference policy, and while activations are calibrated."""
-    switched = folds(model)
-    before = [fold.on for fold in switched]
+    switched = [fold for fold in folds(model) if fold.on]
     for fold in switched:
         fold.on = False
     try:
         yield
     finally:
-        for fold, on in zip(switched, before, strict=True):
-            fold.on = on
-
-
-def folded_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the named parameters for an engine: Q(W) where a linear is quantized, the others unchanged."""
-    matrices = {id(module.weight): module for module in model.modules() if isinstance(module, QATLinear)}
-    for name, parameter in model.named_parameters():
-        linear = matrices.get(id(parameter))
-        yield name, parameter if linear is None else linear.multiplied
-
-
-def _sharing(covered: dict[str, nn.Linear]) -> list[list[str]]:
-    """Group the names of linears that share a scale."""
-    groups: dict[tuple, list[str]] = {}
-    for path in covered:
-        parent, _, name = path.rpartition(".")
-        fused = next((names for names in FUSED if name in names), (name,))
-        groups.setdefault((parent, fused), []).append(path)
-    return list(groups.values())
+        for fold in switched:
+            fold.on = True

@@ -18,18 +18,12 @@ GAP, GAP_LARGEST = "train/qat_logprob_gap", "train/qat_logprob_gap_max"
 
 
 def check(settings: Train, base: Path) -> None:
-    """Check that the model fits `train.qat`, before any weight is loaded.
-
-    Raises:
-        BadInput: an adapter is trained, a library is missing, or the format does not fit the model.
-    """
+    """Raise BadInput if `train.qat` fits neither the method nor the model, before any weight is loaded."""
     if settings.qat == "none":
         return
     if settings.adapter:
-        raise BadInput(
-            f"train.qat = {settings.qat} trains all weights, but train.method = {settings.method} trains an adapter: "
-            "set train.method = full, or train.qat = none."
-        )
+        qat, method = f"train.qat = {settings.qat}", f"train.method = {settings.method}"
+        raise BadInput(f"{qat} trains all weights, but {method} trains an adapter: set method = full or qat = none.")
     linears.check_fit(pretrained.skeleton(checkpoint.config(base)), settings.qat)
 
 
@@ -53,8 +47,8 @@ def begin(trainer, job: Job) -> None:
     if trainer.is_fsdp_enabled:
         raise BadInput("train.qat needs whole weights in each process, but FSDP shards them: set train.qat = none.")
     model = trainer.accelerator.unwrap_model(trainer.model)
-    bf16 = settings.compute == "bf16"
-    linear.attach(model, settings.qat, torch.bfloat16 if bf16 else None)
+    bf16, training = settings.compute == "bf16", model.training
+    linear.attach(model.eval(), settings.qat, torch.bfloat16 if bf16 else None)
     batches = texts(job, model.device)
     if linears.needs_calibration(settings.qat):
         if (scales := linears.read_activation_scales(job.work)) is not None:
@@ -66,6 +60,7 @@ def begin(trainer, job: Job) -> None:
                 linears.write_activation_scales(job.work, scales)
     with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=bf16):  # as the loss computes
         mean, largest = calibration.logprob_gap(model, batches)
+    model.train(training)
     job.log({GAP: mean, GAP_LARGEST: largest}, 0)
 
     class Folding(TrainerCallback):
@@ -75,29 +70,17 @@ def begin(trainer, job: Job) -> None:
     trainer.add_callback(Folding())
 
 
-def copy_scales(work: Path, folder: Path) -> None:
-    """Copy the calibrated scales of a training's work folder, if there are any, beside the masters being saved."""
-    if (scales := linears.read_activation_scales(work)) is not None:
-        linears.write_activation_scales(folder, scales)
-
-
 def texts(job: Job, device="cpu") -> list[dict[str, torch.Tensor]]:
-    """Return the worked solutions of the first questions, chat-rendered, with the end token, padded on the right.
-
-    Raises:
-        BadInput: a text is longer than `train.qat_calibration_max_tokens`.
-    """
+    """Return the worked solutions of the first questions, chat-rendered, with the end token, padded on the right."""
     settings, tokens = job.settings, hf.tokenizer(job.base)
-    size, limit = settings.qat_calibration_batch, settings.qat_calibration_max_tokens
-    questions = job.questions[: settings.qat_calibration_samples]
+    limit, questions = settings.qat_calibration_max_tokens, job.questions[: settings.qat_calibration_samples]
     rows = [prompt.training_text(tokens, question, job.template) for question in questions]
     batches = []
-    for start in range(0, len(rows), size):
-        part = rows[start : start + size]
+    for start in range(0, len(rows), settings.qat_calibration_batch):
+        part = rows[start : start + settings.qat_calibration_batch]
         batch = tokens(part, add_special_tokens=False, padding=True, padding_side="right", return_tensors="pt")
         if (length := batch["input_ids"].shape[1]) > limit:
-            raise BadInput(
-                f"A calibration text has {length} tokens, above train.qat_calibration_max_tokens = {limit}: raise it."
-            )
+            above = f"above train.qat_calibration_max_tokens = {limit}"
+            raise BadInput(f"A calibration text has {length} tokens, {above}: raise it, or choose shorter texts.")
         batches.append({key: batch[key].to(device) for key in ("input_ids", "attention_mask")})
     return batches

@@ -13,6 +13,7 @@ from qrl.recipe import Rollout, Train
 from qrl.train.rollout import vllm_engine
 
 VLLM = "vllm"
+_REMEDY = "set rollout.engine = transformers"
 DEFAULT = Rollout()
 SERVER = ("server", "server_timeout_s", "server_group_port")  # settings of mode server
 COLOCATED = ("gpu_memory_utilization", "max_model_tokens", "sleep")  # settings of mode colocate
@@ -32,14 +33,9 @@ def check(settings: Rollout, device: str, train: Train) -> None:
     if train.qat != "none":
         _check_qat(settings, train)
     if train.teacher:
-        raise BadInput(
-            "train.teacher samples with transformers, but rollout.engine = vllm: set rollout.engine = transformers."
-        )
+        raise BadInput(f"train.teacher samples with transformers, but rollout.engine = vllm: {_REMEDY}.")
     if device != "cuda":
-        raise BadInput(
-            "rollout.engine = vllm samples on a GPU, but this run's device is the CPU: set rollout.engine = "
-            "transformers, or run on a GPU."
-        )
+        raise BadInput(f"rollout.engine = vllm needs a GPU, but the run's device is the CPU: {_REMEDY}, or use a GPU.")
     if (train.adapter or train.qat != "none") and process.sharded():
         raise BadInput(
             "rollout.engine = vllm reads an adapter's weights, or Q(W), from whole layers, but FSDP shards them: "
@@ -52,11 +48,7 @@ def check(settings: Rollout, device: str, train: Train) -> None:
 
 
 def check_heeded(settings: Rollout) -> None:
-    """Check that no setting is ignored by the recipe's engine, mode or correction.
-
-    Raises:
-        BadInput: one is; names the first that differs from its default.
-    """
+    """Raise BadInput for the first changed setting that the recipe's engine, mode or correction would ignore."""
     changed = [key for key in Rollout.model_fields if getattr(settings, key) != getattr(DEFAULT, key)]
     ignored_by = {  # a choice → the settings that it ignores, and the choice that does not
         ("engine", "transformers"): (tuple(Rollout.model_fields), "rollout.engine = vllm"),
@@ -66,10 +58,8 @@ def check_heeded(settings: Rollout) -> None:
     }
     for (key, value), (ignored, remedy) in ignored_by.items():
         if getattr(settings, key) == value and (named := [name for name in changed if name in ignored and name != key]):
-            raise BadInput(
-                f"rollout.{named[0]} = {getattr(settings, named[0])} has no effect where rollout.{key} = {value}: "
-                f"set {remedy}, or leave rollout.{named[0]} out."
-            )
+            what = f"rollout.{named[0]} = {getattr(settings, named[0])}"
+            raise BadInput(f"{what} has no effect where rollout.{key} = {value}: set {remedy}, or leave it out.")
 
 
 def _check_qat(settings: Rollout, train: Train) -> None:
@@ -77,45 +67,28 @@ def _check_qat(settings: Rollout, train: Train) -> None:
     from qrl.formats.fakequant import rounding
 
     if rounding.scheme(train.qat).input_activations is not None:
-        raise BadInput(
-            f"train.qat = {train.qat} quantizes activations, but vLLM's forward pass would not: set rollout.engine = "
-            "transformers, or choose a weight-only format (int8, int4, nvfp4-a16, mxfp4)."
-        )
+        reason = f"train.qat = {train.qat} quantizes activations, but vLLM's forward pass would not"
+        raise BadInput(f"{reason}: {_REMEDY}, or choose a weight-only format (int8, int4, nvfp4-a16, mxfp4).")
     if settings.quantization != "none":
-        raise BadInput(
-            f"rollout.quantization = {settings.quantization} would round the weights again that train.qat = "
-            f"{train.qat} has rounded: set rollout.quantization = none."
-        )
+        again = f"would round again the weights that train.qat = {train.qat} has rounded: set it to none"
+        raise BadInput(f"rollout.quantization = {settings.quantization} {again}.")
 
 
 def check_installed(settings: Rollout) -> None:
-    """Check that vLLM is installed where the recipe samples with it.
-
-    Raises:
-        BadInput: it cannot be imported.
-    """
+    """Raise BadInput if the recipe samples with vLLM, but vLLM cannot be imported."""
     if settings.engine == VLLM and not vllm_engine.installed():
-        raise BadInput(
-            "rollout.engine = vllm, but vLLM is not installed in this environment: run `mlflow run . -e train … "
-            "--env-manager uv`, which builds projects/vllm, or set rollout.engine = transformers."
-        )
+        build = "run `mlflow run . -e train … --env-manager uv`, which builds projects/vllm"
+        raise BadInput(f"rollout.engine = vllm, but vLLM is not installed in this environment: {build}, or {_REMEDY}.")
 
 
 def check_fp8(settings: Rollout, capability: tuple[int, int], name: str) -> None:
-    """Check that a GPU can multiply in FP8.
-
-    Args:
-        settings: with FP8 weights, or keys and values.
-        capability: the GPU's CUDA compute capability, (major, minor).
-        name: of the GPU, for the error.
-    """
+    """Check that a GPU can multiply in FP8; its name and compute capability, (major, minor), are CUDA's."""
     if tuple(capability) < vllm_engine.FP8_CAPABILITY:
         key = "quantization" if settings.quantization == "fp8" else "kv_cache"
         have, need = (".".join(map(str, pair)) for pair in (capability, vllm_engine.FP8_CAPABILITY))
-        raise BadInput(
-            f"rollout.{key} = fp8 needs a GPU of compute capability {need} (Ada, Hopper or newer), but {name} has "
-            f"{have}: set rollout.{key} = {getattr(DEFAULT, key)}."
-        )
+        least = f"a GPU of compute capability {need} (Ada, Hopper or newer)"
+        remedy = f"set rollout.{key} = {getattr(DEFAULT, key)}"
+        raise BadInput(f"rollout.{key} = fp8 needs {least}, but {name} has {have}: {remedy}.")
 
 
 def check_server(address: str) -> None:
@@ -124,18 +97,13 @@ def check_server(address: str) -> None:
         with urllib.request.urlopen(f"{address.rstrip('/')}/health", timeout=10):
             return
     except (urllib.error.URLError, OSError, ValueError) as error:
-        raise BadInput(
-            f"No rollout server answers at rollout.server = {address} ({getattr(error, 'reason', error)}): start one "
-            "as qrl/train/rollout/README.md describes, or set rollout.mode = colocate."
-        ) from None
+        remedy = "start one as qrl/train/rollout/README.md describes, or set rollout.mode = colocate"
+        where = f"rollout.server = {address} ({getattr(error, 'reason', error)})"
+        raise BadInput(f"No rollout server answers at {where}: {remedy}.") from None
 
 
 def check_server_storage(info: dict, settings: Rollout) -> None:
-    """Check that a rollout server stores weights, keys and values as the recipe says.
-
-    Args:
-        info: the server's own configuration, from its `/server_info`.
-    """
+    """Raise BadInput if a server's `/server_info` has other formats of weights, keys and values than the recipe."""
     stored = (info.get("model_config") or {}).get("quantization"), (info.get("cache_config") or {}).get("cache_dtype")
     options = {"quantization": ("weights", vllm_engine.FP8), "kv_cache": ("keys and values", "fp8")}
     for (key, (what, name)), actual in zip(options.items(), stored, strict=True):
@@ -151,8 +119,7 @@ def arguments(settings: Rollout) -> dict:
     """Return GRPO's arguments that correct for the gap between the engine's probabilities and the trained model's."""
     if settings.engine != VLLM:
         return {}
-    corrects = settings.is_correction != "none"
-    return {
-        "vllm_importance_sampling_correction": corrects,
-        "vllm_importance_sampling_clip_max": settings.is_correction_max,
-    } | ({"vllm_importance_sampling_mode": settings.is_correction} if corrects else {})
+    correction = {"correction": settings.is_correction != "none", "clip_max": settings.is_correction_max}
+    if correction["correction"]:
+        correction["mode"] = settings.is_correction
+    return {f"vllm_importance_sampling_{name}": value for name, value in correction.items()}

@@ -9,16 +9,13 @@ import torch
 
 from qrl.recipe import Rollout
 
-_TAKEN = (
-    0.5  # largest share of the GPU for weights, gradients, optimizer and an awake engine; activations need the rest
-)
+_TAKEN = 0.5  # largest share of the GPU for weights, gradients, optimizer and an awake engine; the rest: activations
 
 
 def sleeps(settings: Rollout, model) -> bool:
     """Return whether a colocated engine gives its memory back during updates; `auto` depends on model and GPU."""
     if settings.sleep != "auto":
         return settings.sleep == "on"
-
     weights = list(model.parameters())
     stored = sum(weight.numel() * weight.element_size() for weight in weights)
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
@@ -27,14 +24,8 @@ def sleeps(settings: Rollout, model) -> bool:
 
 
 def memory_is_short(stored: int, trained: int, share: float, card: int) -> bool:
-    """Return whether training and an awake engine together leave activations too little memory.
-
-    Args:
-        stored: bytes of the model's weights on the GPU.
-        trained: number of trained weights, each with a gradient and AdamW's two moments: 12 bytes in fp32.
-        share: the engine's share of the GPU.
-        card: bytes of the GPU's memory.
-    """
+    """Return whether training and an awake engine leave activations too little of a card; card and stored in bytes."""
+    # A trained weight has a gradient and AdamW's two moments: 12 bytes in fp32.
     return stored + 12 * trained + share * card > _TAKEN * card
 
 

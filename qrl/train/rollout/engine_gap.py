@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 PREFIX = "rollout/"  # of the metrics' names, in TRL's log and in MLflow
 METRICS = ("kl_k1", "kl_k3", "token_ess", "sequence_ess", "sync_s", "generate_s", "completions_per_s", "tokens_per_s")
@@ -21,12 +22,7 @@ class Gap:
     sequence_ess: float  # the same over whole completions, weighted by products over their tokens
 
 
-def measure(
-    trainer: torch.Tensor,
-    engine: torch.Tensor,
-    mask: torch.Tensor,
-    gather: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
-) -> Gap:
+def measure(trainer: Tensor, engine: Tensor, mask: Tensor, gather: Callable = lambda tensor: tensor) -> Gap:
     """Return the gap over a batch, or over the batches of all processes.
 
     Args:
@@ -52,6 +48,6 @@ def measure(
     return Gap(k1 / tokens, k3 / tokens, w * w / (tokens * w2), effective_share(by_sequence[~by_sequence.isnan()]))
 
 
-def effective_share(logs: torch.Tensor) -> float:
+def effective_share(logs: Tensor) -> float:
     """Return the effective sample size of n weights, as a share of n, from their logarithms (n,) of any magnitude."""
     return float((2 * torch.logsumexp(logs, 0) - torch.logsumexp(2 * logs, 0)).exp() / len(logs))

@@ -27,14 +27,10 @@ def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterato
 
     Source: ΔW = Σ over active adapters of (α/r) B A (arXiv 2106.09685); base and ΔW are added in fp32 and rounded once.
     """
-
     from qrl.train.qat import linear
 
-    layers = {
-        id(layer.base_layer): layer
-        for layer in model.modules()
-        if hasattr(layer, "base_layer") and hasattr(layer, "lora_A")
-    }
+    adapters = [layer for layer in model.modules() if hasattr(layer, "base_layer") and hasattr(layer, "lora_A")]
+    layers = {id(layer.base_layer): layer for layer in adapters}
     sent = set()
     with torch.no_grad():
         for prefix, module in model.named_modules():
@@ -47,7 +43,9 @@ def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterato
                     value = module.multiplied  # the loss's matrix, not the master
                 else:
                     value = full(weight, module) if layer is None else adapted(layer)
-                yield _checkpoint_name(name), value if dtype is None else value.to(dtype)
+                key = name.removeprefix("module.").removeprefix("base_model.model.").replace(".base_layer", "")
+                key = key.replace("_checkpoint_wrapped_module.", "")
+                yield key, value if dtype is None else value.to(dtype)
 
 
 def full(weight: torch.Tensor, module: nn.Module) -> torch.Tensor:
@@ -69,9 +67,3 @@ def adapted(layer: nn.Module) -> torch.Tensor:
             a, b = layer.lora_A[name].weight.detach().float(), layer.lora_B[name].weight.detach().float()
             total.addmm_(b, a, alpha=layer.scaling[name])
     return total.to(base.dtype)
-
-
-def _checkpoint_name(name: str) -> str:
-    for prefix in ("module.", "base_model.model."):
-        name = name.removeprefix(prefix)
-    return name.replace(".base_layer", "").replace("_checkpoint_wrapped_module.", "")

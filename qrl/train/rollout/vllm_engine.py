@@ -41,7 +41,6 @@ def create(model: str, settings: Rollout, *, sequences: int, sleeps: bool, rank:
         settings: its share of the GPU's memory, its storage of weights, keys and values, its longest sequence.
         sequences: largest number of completions at once.
         sleeps: let it give its memory back between rollouts.
-        rank: of this process; `world` is their number.
     """
     from vllm import LLM
 
@@ -136,8 +135,6 @@ def generate(
 
     Args:
         prompts: B lists of token ids.
-        temperature: of sampling.
-        max_tokens: longest completion.
         more: further sampling parameters, by vLLM's names.
 
     Returns:
