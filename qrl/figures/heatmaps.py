@@ -41,11 +41,10 @@ def movement(weights: pd.DataFrame, path: str | Path) -> None:
 
 
 def schemes(stored: pd.DataFrame, path: str | Path) -> None:
-    """Draw each scheme's own error, the codes that changed, and the difference of errors base − trained.
+    """Draw each scheme's own error, the codes that changed, and the difference of errors base − trained, as a PNG.
 
     Args:
         stored: a row per scheme, variant and tensor, as `diagnose.schemes` makes them.
-        path: the PNG to write.
     """
     few = stored["scheme"].nunique() <= FEW
     panels = scheme_panels(stored) if few else _panels(stored, "relative_mse", across=True)

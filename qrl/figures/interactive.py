@@ -96,14 +96,7 @@ def _divergence(behaviour: pd.DataFrame) -> list[dict]:
 
 
 def bars(name: str, number: int, x: list, ends: list[tuple[float, float, float]]) -> dict:
-    """Return points with their intervals on a category axis, variants beside each other.
-
-    Args:
-        name: in the legend.
-        number: of the colour and symbol.
-        x: category of each.
-        ends: estimate, low and high of each.
-    """
+    """Return points on a category axis, each with estimate, low and high; `number` is of the colour and symbol."""
     text = [f"{value:.4g} [{low:.4g}, {high:.4g}]" for value, low, high in ends]
     place = {"x": x, "y": [value for value, _, _ in ends], "error_y": reach(ends, 2), "text": text}
     return _dots(name, number, "%{x}: %{text}", place)
