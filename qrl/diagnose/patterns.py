@@ -71,9 +71,13 @@ class Sorted:
 
     def median_range(self) -> tuple[float, float, int]:
         """Return low and high with low ≤ lower median of |w| < high, and how many weights are below low."""
+        import torch
+
         at = _at(self.counts.cumsum(0), (self.n - 1) // 2)
-        low = self.values[at].abs().item()
-        return low, low if self.exact else _next_range(low), int(self.counts[:at].sum())
+        low = self.values[at].abs()
+        bits = low.float().view(torch.int32) + (1 << _SHIFT)  # at which the next range of float32 begins
+        high = low if self.exact else bits.view(torch.float32)
+        return low.item(), high.item(), int(self.counts[:at].sum())
 
     def quantiles(self, shares: dict[str, float]) -> dict[str, float]:
         """Return by name the |w| that this share of weights does not exceed; of float32 up to 1/256 too small."""
@@ -139,11 +143,3 @@ def _patterns(dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
     values = stored.double()
     order = values.abs().nan_to_num(math.inf, posinf=math.inf).sort(stable=True).indices
     return values[order], order, int(torch.isfinite(values).sum())
-
-
-def _next_range(low: float) -> float:
-    """Return the size at which the next range of float32 begins."""
-    import torch
-
-    bits = torch.tensor(low, dtype=torch.float32).view(torch.int32) + (1 << _SHIFT)
-    return bits.view(torch.float32).item()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -88,22 +88,19 @@ class Scratch(threading.local):
         return self.whole[:, :numel]
 
 
+@dataclass
 class Scan:
-    """Sums over the rows of a matrix, fed in blocks; scans of different rows add up by `merge`.
+    """Sums over the rows of a matrix, fed in blocks; scans of different rows add up by `merge`."""
 
-    Args:
-        bits, group_size: of the round-to-nearest proxy.
-        scratch: shared by the scans of one walk.
-    """
-
-    def __init__(self, bits: int, group_size: int, scratch: Scratch) -> None:
-        self.bits, self.group_size, self.scratch = bits, group_size, scratch
-        self.dtype: torch.dtype | None = None
-        self.counts: Tensor | int = 0
-        self.moments = Moments()
-        self.peaks: list[tuple[int, Tensor]] = []  # first row of a block, and the largest |w| of each of its rows
-        self.squared_error = 0.0
-        self.max_error = 0.0
+    bits: int  # of the round-to-nearest proxy
+    group_size: int
+    scratch: Scratch  # shared by the scans of one walk
+    dtype: torch.dtype | None = None
+    counts: Tensor | int = 0
+    moments: Moments = field(default_factory=Moments)
+    peaks: list[tuple[int, Tensor]] = field(default_factory=list)  # first row of a block, and its rows' largest |w|
+    squared_error: float = 0.0
+    max_error: float = 0.0
 
     def add(self, first: int, block: Tensor) -> None:
         """Add rows (R, I) as stored, the first of which is row `first` of the matrix."""

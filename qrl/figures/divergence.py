@@ -45,10 +45,8 @@ def behaviour(rows: pd.DataFrame, path: str | Path) -> None:
         panels["layer"].xaxis.get_major_locator().set_params(integer=True)
     first = next(iter(panels.values()))
     first.legend(ncols=rows["variant"].nunique(), **LEGEND)
-    note = (
-        f"n = {rows['n'].min():,} held-out texts, {rows['positions'].min():,} tokens; nothing is sampled. "
-        "Bars: 95 % intervals over texts."
-    )
+    sizes = f"n = {rows['n'].min():,} held-out texts, {rows['positions'].min():,} tokens"
+    note = f"{sizes}; nothing is sampled. Bars: 95 % intervals over texts."
     finish(figure, first, behaviour_finding(rows), note, path)
 
 

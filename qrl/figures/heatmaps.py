@@ -112,13 +112,10 @@ def movement_finding(weights: pd.DataFrame) -> str:
     if not share:
         return f"Training changed no {width}-bit code: rounded to {width} bits, the two models are the same"
     inside = trained[trained["layer"] >= 0]
-    candidates = inside if len(inside) else trained
-    most = candidates.loc[candidates["code_flip_rate"].idxmax()]
+    most = trained.loc[(inside if len(inside) else trained)["code_flip_rate"].idxmax()]
     where = f"{most['projection']} of layer {most['layer']}" if len(inside) else most["projection"]
-    return (
-        f"Training changed {100 * share:.2g} % of the {width}-bit codes, "
-        f"most in {where} ({100 * most['code_flip_rate']:.2g} %)"
-    )
+    most_there = f"most in {where} ({100 * most['code_flip_rate']:.2g} %)"
+    return f"Training changed {100 * share:.2g} % of the {width}-bit codes, {most_there}"
 
 
 def movement_note(weights: pd.DataFrame) -> str:

@@ -15,13 +15,7 @@ READ = "In the figures, point at a mark for its values; drag to enlarge, double-
 
 
 def sections(weights: pd.DataFrame, stored: pd.DataFrame, behaviour: pd.DataFrame) -> list[Section]:
-    """Return the parts of a page that show what `diagnose` measured.
-
-    Args:
-        weights: a row per variant and tensor, as `diagnose` writes them.
-        stored: a row per scheme, variant and tensor; may be empty.
-        behaviour: a row per variant and scheme or layer; may be empty.
-    """
+    """Return the parts of a page that show the tables that `diagnose` wrote; the last two may be empty."""
     maps = [*map(_map, heatmaps.movement_panels(weights)), _outliers(weights)]
     parts = [Section("Weights", heatmaps.movement_finding(weights), maps)]
     if len(stored):
@@ -35,14 +29,10 @@ def sections(weights: pd.DataFrame, stored: pd.DataFrame, behaviour: pd.DataFram
 
 def _map(panel: heatmaps.Panel) -> dict:
     values = panel.values
-    drawn = {
-        "type": "heatmap",
-        "z": [numbers(row) for row in values.to_numpy(dtype=float)],
-        "x": [str(layer) for layer in values.columns],
-        "y": list(values.index),
-        "hovertemplate": "layer %{x}, %{y}: %{z:.4g}<extra></extra>",
-        **({"colorscale": DIFFERENCES, "zmid": 0} if panel.signed else {"colorscale": "Cividis"}),
-    }
+    drawn = {"type": "heatmap", "z": [numbers(row) for row in values.to_numpy(dtype=float)]}
+    drawn |= {"x": [str(layer) for layer in values.columns], "y": list(values.index)}
+    drawn["hovertemplate"] = "layer %{x}, %{y}: %{z:.4g}<extra></extra>"
+    drawn |= {"colorscale": DIFFERENCES, "zmid": 0} if panel.signed else {"colorscale": "Cividis"}
     axes = {"yaxis": {"autorange": "reversed"}, "xaxis": axis("layer", type="category")}
     return laid([drawn], panel.title, 150 + 24 * len(values), **axes)
 

@@ -42,7 +42,7 @@ class Study:
 
 
 def weights_page(weights: pd.DataFrame, stored: pd.DataFrame, behaviour: pd.DataFrame, path: str | Path) -> None:
-    """Write what `diagnose` measured as an HTML page of its own; the tables are as in `interactive.sections`."""
+    """Write what `diagnose` measured as an HTML page of its own; the last two tables may be empty."""
     head = f'<h1>What training and quantization did to the weights</h1><p class="faint">{movement_note(weights)}</p>'
     foot = f'<p class="faint small">{interactive.READ}</p>'
     page.write("qrl: weights", head, interactive.sections(weights, stored, behaviour), path, foot)

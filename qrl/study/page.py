@@ -41,14 +41,13 @@ def write(path: Path, shown: Shown, gates: list[Gate]) -> None:
     from qrl import figures
 
     table = _read_table(shown)
-    diagnosed = shown.diagnosed.run_id if shown.diagnosed else ""
     study = figures.Study(
         table,
         facts.head(shown.recipe, shown.launcher.run_id, table),
         {cell: size for cell, size in facts.cells(shown.launcher).values() if size},
         gates,
         frame(shown.trained.run_id, names.HISTORY),
-        *(frame(diagnosed, name) for name in (names.WEIGHTS, names.STORED, names.BEHAVIOUR)),
+        *(frame(shown.diagnosed.run_id, name) for name in (names.WEIGHTS, names.STORED, names.BEHAVIOUR)),
     )
     figures.report(study, path)
 
