@@ -155,7 +155,8 @@ def totals(moved: pandas.DataFrame) -> dict[str, float]:
     product = float((moved["update_cosine"] * stored * change).fillna(0).sum())
     true_length, stored_length = float((change**2).sum()) ** 0.5, float((stored**2).sum()) ** 0.5
     lengths = true_length * stored_length
-    return {name: float((moved[name] * share).sum()) for name in shares} | {
+    total = {name: float((moved[name] * share).sum()) for name in shares}
+    return total | {
         "update_survival": stored_length / true_length if true_length else math.nan,
         "update_cosine": product / lengths if lengths else math.nan,
         "update_projection": product / true_length**2 if true_length else math.nan,

@@ -67,11 +67,11 @@ def heading(table: Mapping[str, Any], facts: Mapping[str, str]) -> str:
             f"At full precision, training ({entry['trained']}) {verb} held-out accuracy: {before:.3f} before, "
             f"{after:.3f} after, a difference of {interval(delta)} on {cells[BASE]['n']:,} questions."
         )
-    shown = "".join(
-        f"<div{' class=wide' if len(text) > 40 else ''}><dt>{escape(label)}</dt><dd>{escape(text)}</dd></div>"
-        for label, text in facts.items()
-        if text
-    )
+    shown = ""
+    for label, text in facts.items():
+        if text:
+            wide = " class=wide" if len(text) > 40 else ""
+            shown += f"<div{wide}><dt>{escape(label)}</dt><dd>{escape(text)}</dd></div>"
     return (
         f'<header><p class="faint">qrl: does RL training survive quantization?</p><h1>{escape(headline(table))}</h1>'
         f'<p class="lead">{escape(lead)}</p><dl class="facts">{shown}</dl></header>'

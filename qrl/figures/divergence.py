@@ -63,10 +63,8 @@ def behaviour_finding(rows: pd.DataFrame) -> str:
     if len(whole):
         most = next(whole.loc[[whole["kl"].idxmax()]].itertuples())
         value, low, high = interval(most, "kl")
-        parts.append(
-            f"Largest divergence from full precision: {most.variant} under {most.scheme}, "
-            f"KL {value:.2g} [{low:.2g}, {high:.2g}] nats per token"
-        )
+        kl = f"KL {value:.2g} [{low:.2g}, {high:.2g}] nats per token"
+        parts.append(f"Largest divergence from full precision: {most.variant} under {most.scheme}, {kl}")
     if len(layers):
         mean = layers.groupby("layer")["kl"].mean()
         parts.append(f"{'of' if parts else 'Of'} single layers, rounding layer {mean.idxmax()} has the largest effect")

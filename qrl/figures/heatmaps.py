@@ -135,10 +135,8 @@ def schemes_finding(stored: pd.DataFrame) -> str:
         losses[scheme] = share.iloc[0]
     if len(parts) > FEW:
         least, most = min(losses, key=losses.get), max(losses, key=losses.get)
-        return (
-            f"Of {len(parts)} schemes, {least} loses the least of the weights' energy, {losses[least]:.3g} %, "
-            f"and {most} the most, {losses[most]:.3g} %"
-        )
+        ends = f"{least} loses the least of the weights' energy, {losses[least]:.3g} %, and {most} the most"
+        return f"Of {len(parts)} schemes, {ends}, {losses[most]:.3g} %"
     return f"Share of the weights' energy that is lost: {'; '.join(parts)}"
 
 

@@ -77,10 +77,8 @@ def _divergence(behaviour: pd.DataFrame) -> list[dict]:
                 ends = [divergence.interval(row, column) for row in own.itertuples()]
                 drawn.append(bars(variant, number, [str(place) for place in own[by]], ends))
             title = f"{divergence.AXES[column]}; n = {rows['n'].min():,} texts"
-            axes = {
-                "xaxis": axis(where, type="category"),
-                "yaxis": {"rangemode": "tozero" if column == "kl" else "normal"},
-            }
+            lowest = "tozero" if column == "kl" else "normal"
+            axes = {"xaxis": axis(where, type="category"), "yaxis": {"rangemode": lowest}}
             figures.append(laid(drawn, title, 360, **axes))
     return figures
 

@@ -68,9 +68,8 @@ def _changes(axes: Axes, frame: pd.DataFrame, variants: list[str]) -> None:
     kinds = trained["tensor"].map(_kind)
     for (kind, _), mark, colour, shift in zip(KINDS, "os^", (BLUE, ORANGE, GREY), (-0.12, 0.12, 0), strict=True):
         if (own := kinds == kind).any():
-            axes.plot(
-                trained.loc[own, "x"] + shift, change[own], mark, color=colour, ms=6, alpha=0.75, mew=0, label=kind
-            )
+            look = {"color": colour, "ms": 6, "alpha": 0.75, "mew": 0}
+            axes.plot(trained.loc[own, "x"] + shift, change[own], mark, label=kind, **look)
     axes.axhline(0, color=INK, lw=1)
     axes.set_ylabel(f"{BASE} − {variants[1] if len(variants) == 2 else 'trained'}, % of {BASE}'s")
     corner = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "right"}

@@ -46,11 +46,9 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, 
             tempfile.TemporaryFile(dir=folder).close()  # fails before minutes of work, not after them
             metrics = _measure(recipe, full, below, folder)
         click.echo("\n".join(f"{name:36} {value:.6g}" for name, value in metrics.items()))
-        tables = [
-            names.WEIGHTS,
-            *([names.STORED] if below else []),
-            *([names.BEHAVIOUR] if recipe.diagnose.behaviour else []),
-        ]
+        tables = [names.WEIGHTS]
+        tables += [names.STORED] if below else []
+        tables += [names.BEHAVIOUR] if recipe.diagnose.behaviour else []
         click.echo(f"Written to {out}: {', '.join(tables)}, {names.FIGURES}/.", err=True)
         return
     store.prepare()
@@ -145,11 +143,8 @@ def _weights(recipe: Recipe, full: dict[str, Path]) -> tuple[pd.DataFrame, dict[
     total = 3 * len(weights.matrices(full[names.BASE], settings.embeddings))
     with tqdm(total=total, desc="weights", unit="matrix", leave=False) as bar:
         chosen["progress"] = bar.update
-        multiplier = settings.outlier_multiplier
-        frames = {
-            variant: weights.measure(path, variant, **chosen, outlier_multiplier=multiplier)
-            for variant, path in full.items()
-        }
+        own = chosen | {"outlier_multiplier": settings.outlier_multiplier}
+        frames = {variant: weights.measure(path, variant, **own) for variant, path in full.items()}
         moved = movement.movement(*full.values(), **chosen, ranks=settings.effective_rank)
     both = pd.concat(frames.values(), ignore_index=True)
     frame = both.merge(moved.drop(columns=["layer", "projection", "numel"]), on="tensor", how="left")
