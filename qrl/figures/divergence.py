@@ -23,7 +23,6 @@ def behaviour(rows: pd.DataFrame, path: str | Path) -> None:
 
     Args:
         rows: a row per variant and scheme, as `diagnose` writes them; rows with a layer ≥ 0 are of that layer alone.
-        path: the PNG to write.
     """
     from matplotlib.figure import Figure
 

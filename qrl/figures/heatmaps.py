@@ -35,7 +35,6 @@ def movement(weights: pd.DataFrame, path: str | Path) -> None:
 
     Args:
         weights: a row per variant and tensor, as `diagnose` writes them, base and one trained variant.
-        path: the PNG to write.
     """
     _draw(movement_panels(weights), movement_finding(weights), movement_note(weights), path)
 

@@ -28,7 +28,6 @@ def layer_error(weights: pd.DataFrame, path: str | Path) -> None:
     Args:
         weights: a row per variant and tensor: `variant`, `tensor`, `numel`, `proxy_bits`, and ‖W − Q(W)‖² / ‖W‖² as
             `w4_relative_mse` or `rtn_relative_mse`.
-        path: the PNG to write.
     """
     frame = weights.assign(place=weights["tensor"].map(_place))
     places = sorted(frame["place"].unique(), key=_order)
@@ -140,7 +139,6 @@ def spread(weights: pd.DataFrame, path: str | Path, multiplier: float = 6.0) -> 
 
     Args:
         weights: a row per variant and tensor, with `median_abs`, `abs_q99`, `abs_q999`, `abs_q9999` and `max_abs`.
-        path: the PNG to write.
         multiplier: the threshold of outliers, drawn as a line.
     """
     kinds = in_order(weights["projection"])
