@@ -19,7 +19,6 @@ from qrl.errors import BadInput
 from qrl.formats import stored
 from qrl.recipe import Recipe
 from qrl.steps import inputs
-from qrl.steps.compare import writable
 from qrl.tasks import prompt
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
 from qrl.workspace import workspace, written_whole
@@ -42,9 +41,15 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, 
     below = _quantized(recipe, quantized)
     if out is not None:
         folder = Path(out)
-        with writable(folder, "diagnosis"):  # errors of the inputs are BadInput already
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()  # fails before minutes of work, not after them
             metrics = _measure(recipe, full, below, folder)
+        except OSError as error:  # errors of the inputs are BadInput already
+            where = f"{folder} ({error.strerror or error})"
+            raise BadInput(
+                f"Tables and figures cannot be written to {where}: give a writable folder, on a disk with free space."
+            ) from None
         click.echo("\n".join(f"{name:36} {value:.6g}" for name, value in metrics.items()))
         tables = [names.WEIGHTS]
         tables += [names.STORED] if below else []
