@@ -9,19 +9,18 @@ errors are those of a ratio over texts, not over positions.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qrl.diagnose.weights import place
 from qrl.formats import rtn
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-LAYER = re.compile(r"layers\.(\d+)\.")
 POSITIONS = 2048  # at most, in one batch, so that logits fit into memory
 Texts = Sequence[Sequence[int]]  # token ids
 Sums = tuple[float, int, int]  # of one text: summed divergence, positions with the same top token, positions
@@ -49,40 +48,32 @@ def against(full: PreTrainedModel, quantized: PreTrainedModel, texts: Texts) -> 
     Raises:
         ValueError: there are fewer than two texts, so that there is no standard error.
     """
-    return _summary(
-        [sums for batch in _batches(texts) for sums in _compare(_log_probabilities(full, batch), quantized, batch)]
-    )
+    of_texts: list[Sums] = []
+    for batch in _batches(texts):
+        of_texts += _compare(_log_probabilities(full, batch), quantized, batch)
+    return _summary(of_texts)
 
 
-def sensitivity(
-    model: PreTrainedModel,
-    texts: Texts,
-    *,
-    bits: int = 4,
-    group_size: int = 128,
-    progress: Callable[[int], object] = lambda n: None,
-) -> dict[int, Behaviour]:
+def sensitivity(model: PreTrainedModel, texts: Texts, *, bits: int = 4, group_size: int = 128) -> dict[int, Behaviour]:
     """Return by layer what rounding the linears of that layer alone does.
 
     Args:
         model: in full precision; its weights are restored afterwards.
         texts: as in `against`.
         bits, group_size: of the rounding.
-        progress: called with 1 after each layer and batch.
     """
     import torch
 
     layers: dict[int, list] = {}
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and (layer := LAYER.search(name)):
-            layers.setdefault(int(layer[1]), []).append(module)
+        if isinstance(module, torch.nn.Linear) and (layer := place(name)["layer"]) >= 0:
+            layers.setdefault(layer, []).append(module)
     sums: dict[int, list[Sums]] = {layer: [] for layer in sorted(layers)}
     for batch in _batches(texts):
         full = _log_probabilities(model, batch)
         for layer, of_texts in sums.items():
             with _rounded(layers[layer], bits, group_size):
                 of_texts.extend(_compare(full, model, batch))
-            progress(1)
     return {layer: _summary(of_texts) for layer, of_texts in sums.items()}
 
 

@@ -1,19 +1,9 @@
 """How far training moved the weights, and whether a storage in few bits can represent the move.
 
 W is a matrix before training, W' after it, Δ = W' - W its *update*. Q(W) is what a scheme stores of W, as a matrix.
-
-- relative change: ‖Δ‖ / ‖W‖, Frobenius norms.
-- unchanged: the share of weights that training left bit for bit as they were; sparsity: the share with |Δ| ≤ 1e-5, the
-  tolerance of Mukherjee et al. (arXiv 2505.11711), who found that RL changes only a small part of the weights.
-- effective rank of Δ: see `rank`.
-- code-flip rate: the share of codes that differ between Q(W) and Q(W'), each quantized on its own, scales included.
-- update survival: ‖Q(W') - Q(W)‖ / ‖Δ‖. 0 means that both are stored as the same matrix; 1 that the stored update is as
-  long as the true one. It can be far above 1: two roundings add noise as long as a step of the grid, however small the
-  update.
-- update cosine: of the angle between Q(W') - Q(W) and Δ. It separates a stored update from noise of the same length.
-- update projection: their product, <Q(W') - Q(W), Δ> / ‖Δ‖²: 1 where the update is stored in full, whatever the noise.
-
-The last four have no source: they are this project's own.
+README.md defines the measures. Those of stored updates, flips to projection, have no source: they are this project's
+own. Update survival, ‖Q(W') - Q(W)‖ / ‖Δ‖, can be far above 1, since two roundings add noise as long as a step of the
+grid, however small the update; its cosine with Δ separates a stored update from noise of the same length.
 """
 
 from __future__ import annotations
@@ -36,7 +26,8 @@ if TYPE_CHECKING:
     import pandas
     from torch import Tensor
 
-TOLERANCE = 1e-5  # of sparsity
+# Of sparsity. Source: Mukherjee et al. (arXiv 2505.11711), who found that RL changes only a small part of the weights.
+TOLERANCE = 1e-5
 RANK_NUMEL = 1 << 26  # the largest update with a measured rank, which limits memory; heads of large models exceed it
 
 
@@ -77,7 +68,7 @@ class Change:
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def result(self) -> dict[str, float]:
-        """Return the measures above, NaN where they would divide by zero."""
+        """Return the measures, NaN where they would divide by zero."""
         lengths = math.sqrt(self.stored) * math.sqrt(self.change)
         return {
             "numel": self.numel,
@@ -164,7 +155,8 @@ def totals(moved: pandas.DataFrame) -> dict[str, float]:
     product = float((moved["update_cosine"] * stored * change).fillna(0).sum())
     true_length, stored_length = float((change**2).sum()) ** 0.5, float((stored**2).sum()) ** 0.5
     lengths = true_length * stored_length
-    return {name: float((moved[name] * share).sum()) for name in shares} | {
+    total = {name: float((moved[name] * share).sum()) for name in shares}
+    return total | {
         "update_survival": stored_length / true_length if true_length else math.nan,
         "update_cosine": product / lengths if lengths else math.nan,
         "update_projection": product / true_length**2 if true_length else math.nan,

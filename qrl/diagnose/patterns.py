@@ -2,6 +2,7 @@
 
 Sixteen bits have 65,536 patterns, so their counts determine every statistic of single weights exactly: mean, median,
 quantiles, kurtosis, outliers. Of float32 the upper sixteen bits of |w| are counted: ranges of sizes, each 1/256 wide.
+They bracket median and outliers without giving them; a second pass over sizes near both does (`ExactMedian`).
 """
 
 from __future__ import annotations
@@ -19,50 +20,35 @@ PATTERNS = 1 << 16
 _SHIFT = 15  # of float32's 31 bits without sign
 
 
-class Counts:
-    """Counts of the patterns of one dtype; those of other rows of the same matrix add up by `merge`."""
+def count(block: Tensor, scratch: Tensor) -> Tensor:
+    """Return how often each pattern occurs, (65536,) int64; counts of other rows of the same matrix add up.
 
-    def __init__(self) -> None:
-        self.dtype: torch.dtype | None = None
-        self.of: Tensor | None = None  # (65536,) int64
+    Args:
+        block: weights as stored, any shape.
+        scratch: int32, as many elements at least, to write patterns to without allocating memory.
+    """
+    import torch
 
-    def add(self, block: Tensor, scratch: Tensor | None = None) -> None:
-        """Count weights as stored.
+    patterns = scratch[: block.numel()]
+    if exact(block.dtype):
+        patterns.copy_(block.view(torch.uint16).flatten())
+    else:
+        bits = block.float().view(torch.int32).flatten()
+        torch.bitwise_and(bits, 0x7FFFFFFF, out=patterns).bitwise_right_shift_(_SHIFT)
+    return torch.bincount(patterns, minlength=PATTERNS)
 
-        Args:
-            block: any shape.
-            scratch: int32, at least as many elements, to write patterns to without allocating memory.
-        """
-        import torch
 
-        self.dtype = block.dtype
-        if scratch is None:
-            scratch = torch.empty(block.numel(), dtype=torch.int32, device=block.device)
-        patterns = scratch[: block.numel()]
-        if self.exact():
-            patterns.copy_(block.view(torch.uint16).flatten())
-        else:
-            bits = block.float().view(torch.int32).flatten()
-            torch.bitwise_and(bits, 0x7FFFFFFF, out=patterns).bitwise_right_shift_(_SHIFT)
-        counts = torch.bincount(patterns, minlength=PATTERNS)
-        self.of = counts if self.of is None else self.of.add_(counts)
+def exact(dtype: torch.dtype) -> bool:
+    """Return whether a pattern is one weight, not a range of them."""
+    return dtype.itemsize == 2
 
-    def merge(self, other: Counts) -> None:
-        """Add counts of other rows."""
-        self.dtype = other.dtype
-        counts = other.of.cpu()  # on a GPU each thread has a queue of its own, and tensors are not shared
-        self.of = counts if self.of is None else self.of.add_(counts)
 
-    def exact(self) -> bool:
-        """Return whether a pattern is one weight, not a range of them."""
-        return self.dtype.itemsize == 2
-
-    def sorted(self) -> Sorted:
-        """Return the weights that occur, by size."""
-        values, order, finite = _by_size(self.dtype)
-        counts = self.of.cpu()[order]
-        there = counts.nonzero().flatten()
-        return Sorted(values[there], counts[there], int(counts[finite:].sum()), self.exact())
+def by_size(counts: Tensor, dtype: torch.dtype) -> Sorted:
+    """Return the weights that occur, by size."""
+    values, order, finite = _patterns(dtype)
+    counts = counts.cpu()[order]
+    there = counts.nonzero().flatten()
+    return Sorted(values[there], counts[there], int(counts[finite:].sum()), exact(dtype))
 
 
 @dataclass(frozen=True)
@@ -85,15 +71,57 @@ class Sorted:
 
     def median_range(self) -> tuple[float, float, int]:
         """Return low and high with low ≤ lower median of |w| < high, and how many weights are below low."""
+        import torch
+
         at = _at(self.counts.cumsum(0), (self.n - 1) // 2)
-        low = self.values[at].abs().item()
-        return low, low if self.exact else _next_range(low), int(self.counts[:at].sum())
+        low = self.values[at].abs()
+        bits = low.float().view(torch.int32) + (1 << _SHIFT)  # at which the next range of float32 begins
+        high = low if self.exact else bits.view(torch.float32)
+        return low.item(), high.item(), int(self.counts[:at].sum())
 
     def quantiles(self, shares: dict[str, float]) -> dict[str, float]:
         """Return by name the |w| that this share of weights does not exceed; of float32 up to 1/256 too small."""
         below = self.counts.cumsum(0)
         ranks = {name: math.ceil(share * self.n) - 1 for name, share in shares.items()}
         return {name: self.values[_at(below, rank)].abs().item() for name, rank in ranks.items()}
+
+
+class ExactMedian:
+    """Median and outliers of a float32 matrix, exact; passes over different rows add up by `merge`.
+
+    Args:
+        sizes: of the whole matrix.
+        outlier_multiplier: an outlier is larger than this times the median.
+    """
+
+    def __init__(self, sizes: Sorted, outlier_multiplier: float) -> None:
+        self.low, self.high, below = sizes.median_range()
+        self.rank = (sizes.n - 1) // 2 - below  # of the median among the sizes near it
+        self.multiplier = outlier_multiplier
+        self.edges = (outlier_multiplier * self.low * (1 - 1e-6), outlier_multiplier * self.high * (1 + 1e-6))
+        self.middle: list[Tensor] = []
+        self.near: list[Tensor] = []
+        self.above = 0
+
+    def add(self, _first: int, block: Tensor) -> None:
+        """Add rows (R, I), each row of the matrix once."""
+        sizes = block.float().abs().flatten()
+        self.middle.append(sizes[(sizes >= self.low) & (sizes < self.high)].cpu())
+        self.near.append(sizes[(sizes >= self.edges[0]) & (sizes < self.edges[1])].cpu())
+        self.above += int((sizes >= self.edges[1]).sum())
+
+    def merge(self, other: ExactMedian) -> None:
+        """Add the rows of another pass over the same matrix."""
+        self.middle += other.middle
+        self.near += other.near
+        self.above += other.above
+
+    def result(self) -> tuple[float, int]:
+        """Return the lower median of |w|, and how many |w| are larger than the multiplier times it."""
+        import torch
+
+        median = torch.cat(self.middle).kthvalue(self.rank + 1).values.item()
+        return median, self.above + int((torch.cat(self.near).double() > self.multiplier * median).sum())
 
 
 def _at(below: Tensor, rank: int) -> int:
@@ -103,7 +131,7 @@ def _at(below: Tensor, rank: int) -> int:
 
 
 @cache
-def _by_size(dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+def _patterns(dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
     """Return the weight of each pattern by size, NaN and infinity last; its pattern; and how many are finite.
 
     The first two are (65536,), float64 and int64; of float32 a weight is the smallest |w| of its range.
@@ -111,15 +139,7 @@ def _by_size(dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
     import torch
 
     patterns = torch.arange(PATTERNS, dtype=torch.int32)
-    stored = patterns.to(torch.int16).view(dtype) if dtype.itemsize == 2 else (patterns << _SHIFT).view(torch.float32)
+    stored = patterns.to(torch.int16).view(dtype) if exact(dtype) else (patterns << _SHIFT).view(torch.float32)
     values = stored.double()
     order = values.abs().nan_to_num(math.inf, posinf=math.inf).sort(stable=True).indices
     return values[order], order, int(torch.isfinite(values).sum())
-
-
-def _next_range(low: float) -> float:
-    """Return the size at which the next range of float32 begins."""
-    import torch
-
-    bits = torch.tensor(low, dtype=torch.float32).view(torch.int32) + (1 << _SHIFT)
-    return bits.view(torch.float32).item()

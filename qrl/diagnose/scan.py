@@ -5,8 +5,7 @@ sums over patterns in float64. What needs neighbours, the groups of the round-to
 computed on the same block while it is in the processor's cache, in memory that is allocated once: fresh pages cost more
 than the arithmetic.
 
-A float32 matrix is counted by its upper bits, and its moments are summed beside that. The two narrow ranges that hold
-the median and the outliers' threshold get a second pass (`exact_median`), so both are exact.
+A float32 matrix is counted by its upper bits, its moments are summed beside that, and it needs a second pass.
 
 Shapes: R rows of a block, I input features, G groups of a row, S inputs in a group.
 """
@@ -15,12 +14,12 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from qrl.diagnose.exact_median import ExactMedian
-from qrl.diagnose.patterns import Counts, Sorted
+from qrl.diagnose import patterns
+from qrl.diagnose.patterns import ExactMedian, Sorted
 from qrl.formats import rtn
 
 if TYPE_CHECKING:
@@ -50,15 +49,7 @@ class Moments:
     size: float = 0.0  # Σ |w|
 
     @classmethod
-    def of(cls, values: Tensor) -> Moments:
-        """Return the moments of every weight of a tensor."""
-        import torch
-
-        flat = values.flatten().double()
-        return cls.weighted(flat, torch.ones((), dtype=torch.float64, device=flat.device).expand_as(flat))
-
-    @classmethod
-    def weighted(cls, values: Tensor, counts: Tensor) -> Moments:
+    def of(cls, values: Tensor, counts: Tensor) -> Moments:
         """Return the moments of float64 values (K,) that occur as often as counts (K,) say."""
         n = counts.sum()
         mean = values @ counts / n
@@ -70,11 +61,10 @@ class Moments:
 
     def merge(self, other: Moments) -> None:
         """Add another set."""
-        n = self.n + other.n
+        a, b, delta = self.n, other.n, other.mean - self.mean
+        n, m2, m3 = a + b, self.m2, self.m3
         if not n:
             return
-        a, b, delta = self.n, other.n, other.mean - self.mean
-        m2, m3 = self.m2, self.m3
         self.m4 += other.m4 + delta**4 * a * b * (a * a - a * b + b * b) / n**3
         self.m4 += 6 * delta**2 * (a * a * other.m2 + b * b * m2) / n**2 + 4 * delta * (a * other.m3 - b * m3) / n
         self.m3 += other.m3 + delta**3 * a * b * (a - b) / n**2 + 3 * delta * (a * other.m2 - b * m2) / n
@@ -98,32 +88,32 @@ class Scratch(threading.local):
         return self.whole[:, :numel]
 
 
+@dataclass
 class Scan:
-    """Sums over the rows of a matrix, fed in blocks; scans of different rows add up by `merge`.
+    """Sums over the rows of a matrix, fed in blocks; scans of different rows add up by `merge`."""
 
-    Args:
-        bits, group_size: of the round-to-nearest proxy.
-        scratch: shared by the scans of one walk; None: its own.
-    """
+    bits: int  # of the round-to-nearest proxy
+    group_size: int
+    scratch: Scratch  # shared by the scans of one walk
+    dtype: torch.dtype | None = None
+    counts: Tensor | int = 0
+    moments: Moments = field(default_factory=Moments)
+    peaks: list[tuple[int, Tensor]] = field(default_factory=list)  # first row of a block, and its rows' largest |w|
+    squared_error: float = 0.0
+    max_error: float = 0.0
 
-    def __init__(self, bits: int = 4, group_size: int = 128, scratch: Scratch | None = None) -> None:
-        self.bits, self.group_size, self.scratch = bits, group_size, scratch or Scratch()
-        self.counts = Counts()
-        self.moments = Moments()
-        self.peaks: list[tuple[int, Tensor]] = []  # first row of a block, and the largest |w| of each of its rows
-        self.squared_error = 0.0
-        self.max_error = 0.0
-
-    def add(self, block: Tensor, first: int = 0) -> None:
+    def add(self, first: int, block: Tensor) -> None:
         """Add rows (R, I) as stored, the first of which is row `first` of the matrix."""
         import torch
 
         size = len(block) * (block.shape[1] + -block.shape[1] % self.group_size)
         own, *free = self.scratch.parts(size, block.device)
-        self.counts.add(block, own.view(torch.int32))
+        self.dtype = block.dtype
+        self.counts += patterns.count(block, own.view(torch.int32))
         values = own[: block.numel()].view(block.shape).copy_(block)
-        if not self.exact():
-            self.moments.merge(Moments.of(values))
+        if not patterns.exact(self.dtype):
+            flat = values.flatten().double()
+            self.moments.merge(Moments.of(flat, flat.new_ones(()).expand_as(flat)))
         groups = rtn.grouped(values, self.group_size)
         largest = torch.maximum(groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True).neg_())
         self.peaks.append((first, largest.amax(1).flatten().cpu()))
@@ -132,33 +122,28 @@ class Scan:
 
     def merge(self, other: Scan) -> None:
         """Add the rows of another scan of the same matrix."""
-        self.counts.merge(other.counts)
+        self.dtype = other.dtype
+        self.counts += other.counts.cpu()  # on a GPU each thread has a queue of its own, and tensors are not shared
         self.moments.merge(other.moments)
         self.peaks += other.peaks
         self.squared_error += other.squared_error
         self.max_error = max(self.max_error, other.max_error)
 
-    def exact(self) -> bool:
-        """Return whether the counts are enough; else an `ExactMedian` must pass over the matrix too."""
-        return self.counts.exact()
-
     @cached_property
     def sizes(self) -> Sorted:
         """The weights by size, once all rows are in."""
-        return self.counts.sorted()
+        return patterns.by_size(self.counts, self.dtype)
 
-    def result(self, outlier_multiplier: float = 6.0, second: ExactMedian | None = None) -> dict[str, float]:
-        """Return the statistics that `weights.describe` names; `second` is needed unless `exact`."""
+    def result(self, outlier_multiplier: float, second: ExactMedian | None = None) -> dict[str, float]:
+        """Return the statistics that `weights.measure` names; `second` is needed unless `sizes.exact`."""
         import torch
 
         n, moments = self.sizes.n, self.moments
         if second:
-            median, outliers = second.median, second.outliers
+            median, outliers = second.result()
         else:
-            median, moments = (
-                self.sizes.median_range()[0],
-                Moments.weighted(self.sizes.values, self.sizes.counts.double()),
-            )
+            median = self.sizes.median_range()[0]
+            moments = Moments.of(self.sizes.values, self.sizes.counts.double())
             outliers = self.sizes.above(outlier_multiplier * median)
         peaks = torch.cat([part for _, part in sorted(self.peaks, key=lambda part: part[0])]).double()
         power = moments.m2 / n + moments.mean**2

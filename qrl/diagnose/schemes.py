@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import checkpoint
-from qrl.diagnose import movement, weights
+from qrl.diagnose import movement, sweep, weights
 from qrl.errors import BadInput
 from qrl.formats import rtn, stored
 
@@ -36,7 +36,6 @@ FED_BY = {
     **dict.fromkeys(("gate_proj", "up_proj"), ("mlp", ("pre_feedforward_layernorm", "post_attention_layernorm"))),
 }
 DIVIDED = ("v_proj", "up_proj")  # linears with rows that AWQ divides, for the linear that they feed
-BLOCK = 1 << 20  # weights processed together
 PACKED = ("quant_method", "format", "load_in_8bit", "bnb_4bit_quant_type", "bits", "group_size")  # define a code
 SAME = 1e-2  # norms that differ by less were rounded, not scaled
 OF_UPDATE = ("code_flip_rate", "update_survival", "update_cosine", "update_projection", "change_norm")
@@ -69,46 +68,43 @@ def measure(
 
     variants = [variant for variant in full if variant in quantized]
     wanted = _wanted(full, quantized, variants)
-    scalings = {variant: _Scaling(full[variant], quantized[variant]) for variant in variants}
-    packed = {variant: stored.matrices(quantized[variant], wanted) for variant in variants}
-    originals = {variant: checkpoint.tensors(full[variant], wanted) for variant in variants}
+    pairs = {variant: _Pair(full[variant], quantized[variant], wanted) for variant in variants}
     rows = []
     for name in wanted:
         # In a function of its own, so that one matrix is freed before the next, as large, is read.
-        rows += [{"scheme": scheme} | row for row in _compared(name, packed, originals, scalings, (full, quantized))]
+        rows += [{"scheme": scheme} | row for row in _compared(name, pairs)]
         progress(1)
     return pandas.DataFrame(rows)
 
 
-def _compared(
-    name: str, packed: Mapping, originals: Mapping, scalings: Mapping, folders: tuple[Mapping, Mapping]
-) -> list[dict]:
-    """Return a matrix's rows, one per variant."""
-    codes = {variant: next(matrices)[1] for variant, matrices in packed.items()}
-    true = {variant: next(tensors)[1] for variant, tensors in originals.items()}
-    rows, values = [], {}
-    for variant, coded in codes.items():
-        original, (full, quantized) = true[variant], (folder[variant] for folder in folders)
+def _compared(name: str, pairs: Mapping[str, _Pair]) -> list[dict]:
+    """Return the next matrix's rows, one per variant."""
+    rows, codes, true, values = [], [], [], []
+    for variant, pair in pairs.items():
+        (_, coded), (_, original) = next(pair.packed), next(pair.originals)
         if coded.values.shape != original.shape:
             shapes = ("×".join(map(str, matrix.shape)) for matrix in (coded.values, original))
             raise BadInput(
-                f"{name} of {quantized} stands for {next(shapes)} weights, but {full} has {next(shapes)}: "
+                f"{name} of {pair.quantized} stands for {next(shapes)} weights, but {pair.full} has {next(shapes)}: "
                 "give checkpoints made from this model."
             )
-        values[variant] = scalings[variant].undone(name, coded.values, original)
-        error = _error(values[variant], original)
+        value = pair.unscaled(name, coded.values, original)
+        error = _error(value, original)
         if not math.isfinite(error["max_error"]):
-            broken = (matrix.numel() - int(matrix.isfinite().sum()) for matrix in (values[variant], original))
+            broken = (matrix.numel() - int(matrix.isfinite().sum()) for matrix in (value, original))
             raise BadInput(
-                f"{name} of {quantized} stands for {next(broken):,} values that are NaN or infinite, {full} holds "
-                f"{next(broken):,}: quantize an intact model again."
+                f"{name} of {pair.quantized} stands for {next(broken):,} values that are NaN or infinite, {pair.full} "
+                f"holds {next(broken):,}: quantize an intact model again."
             )
         rows.append({"variant": variant, **weights.place(name), **error})
+        codes.append(coded)
+        true.append(original)
+        values.append(value)
     if len(rows) == 2:
-        if len({(coded.codes.shape, coded.codes.dtype) for coded in codes.values()}) == 2:
-            raise _two_packings(folders[1], name)
-        change = movement.Change(flips=_flips(*codes.values()))
-        for old, new, *parts in zip(*map(_blocks, (*true.values(), *values.values())), strict=True):
+        if len({(coded.codes.shape, coded.codes.dtype) for coded in codes}) == 2:
+            raise _two_packings([pair.quantized for pair in pairs.values()], name)
+        change = movement.Change(flips=_flips(*codes))
+        for old, new, *parts in zip(*map(_blocks, (*true, *values)), strict=True):
             change.add(old, new, tuple(parts), 0)
         moved = change.result()
         rows[-1] |= {key: moved[key] for key in OF_UPDATE}
@@ -123,22 +119,21 @@ def totals(frame: pandas.DataFrame, variant: str) -> dict[str, float]:
     return total | (movement.totals(rows) if updated else {})
 
 
-class _Scaling:
-    """The scaling of one checkpoint's matrices against their full-precision ones."""
+class _Pair:
+    """One variant's two checkpoints, their matrices in the order wanted, and how the quantized ones are scaled."""
 
-    def __init__(self, full: Path, quantized: Path) -> None:
+    def __init__(self, full: Path, quantized: Path, wanted: list[str]) -> None:
+        self.full, self.quantized = full, quantized
+        self.packed, self.originals = stored.matrices(quantized, wanted), checkpoint.tensors(full, wanted)
         entries, kept = checkpoint.entries(full), checkpoint.entries(quantized)
         norms = [name for name, entry in entries.items() if len(entry.shape) == 1 and "norm" in name and name in kept]
-        self.ratios = {}
-        for (name, old), (_, new) in zip(
-            checkpoint.tensors(full, norms), checkpoint.tensors(quantized, norms), strict=True
-        ):
-            self.ratios[name] = (old.float() / new.float()).where(new.float() != 0, 1.0)
-        self.any = any(((ratio - 1).abs() > SAME).any() for ratio in self.ratios.values())
+        both = zip(checkpoint.tensors(full, norms), checkpoint.tensors(quantized, norms), strict=True)
+        self.ratios = {name: (old.float() / new.float()).where(new.float() != 0, 1.0) for (name, old), (_, new) in both}
+        self.scaled = any(((ratio - 1).abs() > SAME).any() for ratio in self.ratios.values())
 
-    def undone(self, name: str, values: Tensor, original: Tensor) -> Tensor:
+    def unscaled(self, name: str, values: Tensor, original: Tensor) -> Tensor:
         """Return the stored matrix (O, I) in the space of the original; `values` is overwritten."""
-        if not self.any:
+        if not self.scaled:
             return values
         block, _, projection = name.removesuffix(".weight").rpartition(".")
         parent, norms = FED_BY.get(projection, ("", ()))
@@ -163,7 +158,7 @@ def _fit(values: Tensor, original: Tensor, dim: int) -> Tensor:
 
 def _blocks(matrix: Tensor) -> Sequence[Tensor]:
     """Return blocks of rows, so small that what is computed of one needs little memory."""
-    return matrix.split(max(1, BLOCK // matrix.shape[1]))
+    return matrix.split(max(1, sweep.BLOCK["cpu"] // matrix.shape[1]))
 
 
 def _error(values: Tensor, original: Tensor) -> dict[str, float]:
@@ -174,8 +169,8 @@ def _error(values: Tensor, original: Tensor) -> dict[str, float]:
         energy += true.double().square().sum().item()
         largest = max(off.abs().max().item(), largest)  # in this order NaN stays
     relative = squared / energy if energy else math.nan
-    sizes = {"numel": original.numel(), "energy": energy}
-    return sizes | {"relative_mse": relative, "snr_db": rtn.snr_db(relative), "max_error": largest}
+    errors = {"relative_mse": relative, "snr_db": rtn.snr_db(relative), "max_error": largest}
+    return {"numel": original.numel(), "energy": energy} | errors
 
 
 def _flips(before: stored.Stored, after: stored.Stored) -> int:
@@ -183,10 +178,9 @@ def _flips(before: stored.Stored, after: stored.Stored) -> int:
     import torch
 
     old, new = (coded.codes.contiguous().view(torch.uint8).flatten() for coded in (before, after))
-    if 8 * old.numel() // before.values.numel() == 8:
-        return int((old != new).sum())
     different = old ^ new
-    return int(((different & 15) != 0).sum()) + int(((different >> 4) != 0).sum())
+    bits = 8 * old.numel() // before.values.numel()
+    return sum(int(part.count_nonzero()) for part in ([different] if bits == 8 else [different & 15, different >> 4]))
 
 
 def _wanted(full: Mapping[str, Path], quantized: Mapping[str, Path], variants: list[str]) -> list[str]:
@@ -202,12 +196,12 @@ def _wanted(full: Mapping[str, Path], quantized: Mapping[str, Path], variants: l
     settings = [checkpoint.config(quantized[variant])["quantization_config"] for variant in variants]
     for key in PACKED:
         if settings[0].get(key) != settings[-1].get(key):
-            raise _two_packings(quantized, key)
+            raise _two_packings([quantized[variant] for variant in variants], key)
     return listed[variants[0]]
 
 
-def _two_packings(quantized: Mapping[str, Path], where: str) -> BadInput:
-    folders = " and ".join(map(str, quantized.values()))
+def _two_packings(quantized: list[Path], where: str) -> BadInput:
+    folders = " and ".join(map(str, quantized))
     return BadInput(
         f"{folders} are packed differently ({where} differs), but were given as one scheme: "
         "give different packings under different scheme names."

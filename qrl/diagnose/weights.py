@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import checkpoint
-from qrl.diagnose.exact_median import ExactMedian
+from qrl.diagnose.patterns import ExactMedian
 from qrl.diagnose.scan import Scan, Scratch, proxy
 from qrl.diagnose.sweep import Sources, sweep
 from qrl.errors import BadInput
 
 if TYPE_CHECKING:
     import pandas
-    from torch import Tensor
 
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
@@ -50,11 +49,14 @@ def measure(
         progress: called with 1 after each of `matrices`.
 
     Returns:
-        A row per matrix: variant, tensor, layer (-1 outside of the layers), projection, proxy_bits, and the columns of
-        `describe`.
+        A row per matrix: variant, tensor, layer (-1 outside of the layers), projection, proxy_bits, numel, and the
+        measures that README.md defines, up to those of the proxy: `w4_…` where bits is 4, else `rtn_…`. A median of an
+        even number is the lower one. A matrix of zeros has NaN where its spread divides.
 
     Raises:
         BadInput: the checkpoint is quantized or has no matrix of floats, or a tensor contains NaN or infinity.
+
+    Source: the seed study's weight statistics.
     """
     import pandas
 
@@ -63,48 +65,22 @@ def measure(
         raise BadInput(f"{path} holds no matrix of floating-point weights: expected the weights of a language model.")
     _check_vectors(path)
     scratch, scans, results = Scratch(), {}, {}
-    starting = {"device": device, "start": lambda _: Scan(bits, group_size, scratch)}
-    for name, scan in sweep(wanted, add=lambda scan, first, block: scan.add(block, first), **starting):
+    for name, scan in sweep(wanted, lambda _: Scan(bits, group_size, scratch), Scan.add, device=device):
         check_finite(name, path, scan.sizes.broken)
-        if scan.exact():
+        if scan.sizes.exact:
             results[name] = scan.result(outlier_multiplier)
         else:
             scans[name] = scan
         progress(1)
     again = [(name, sources) for name, sources in wanted if name in scans]
-    starting["start"] = lambda name: ExactMedian(scans[name].sizes, outlier_multiplier)
-    for name, second in sweep(again, add=lambda second, _, block: second.add(block), **starting):
+
+    def start(name: str) -> ExactMedian:
+        return ExactMedian(scans[name].sizes, outlier_multiplier)
+
+    for name, second in sweep(again, start, ExactMedian.add, device=device):
         results[name] = scans[name].result(outlier_multiplier, second)
-    return pandas.DataFrame(
-        {"variant": variant, **place(name), "proxy_bits": bits, **results[name]} for name, _ in wanted
-    )
-
-
-def describe(weight: Tensor, bits: int = 4, group_size: int = 128, outlier_multiplier: float = 6.0) -> dict[str, float]:
-    """Return the statistics of one matrix.
-
-    Args:
-        weight: (out_features, in_features), any float dtype.
-        bits, group_size: of the round-to-nearest proxy.
-        outlier_multiplier: m below.
-
-    Returns:
-        numel; max_abs, mean, mean_abs, median_abs, abs_q99, abs_q999, abs_q9999 (quantiles of |w|; of float32 up to
-        1/256 too small, else exact), std and rms in the unit of the weights; kurtosis, E[(w - mean)^4] / std^4, 3 for a
-        Gaussian; abs_outlier_frac, the share of |w| above m times the median |w|; channel_outlier_frac, the share of
-        output channels with a largest |w| above m times the median of those; and of the proxy relative_mse, snr_db (dB)
-        and max_error, with the prefix w4_ where bits is 4, else rtn_. std is the population's; a median of an even
-        number is the lower one. A matrix of zeros has NaN where its spread divides.
-
-    Source: the seed study's weight statistics.
-    """
-    scan = Scan(bits, group_size)
-    scan.add(weight)
-    if scan.exact():
-        return scan.result(outlier_multiplier)
-    second = ExactMedian(scan.sizes, outlier_multiplier)
-    second.add(weight)
-    return scan.result(outlier_multiplier, second)
+    rows = ({"variant": variant, **place(name), "proxy_bits": bits, **results[name]} for name, _ in wanted)
+    return pandas.DataFrame(rows)
 
 
 def summary(frame: pandas.DataFrame) -> dict[str, float]:

@@ -7,14 +7,13 @@ not at all.
 from qrl.figures.benchmark import speeds
 from qrl.figures.cards import Gate
 from qrl.figures.comparison import matrix, survival
-from qrl.figures.distribution import spread
 from qrl.figures.divergence import behaviour
 from qrl.figures.heatmaps import movement, schemes
 from qrl.figures.plan import chances
 from qrl.figures.ranking import methods
 from qrl.figures.rewards import training
 from qrl.figures.study import Study, report, weights_page
-from qrl.figures.weights import layer_error
+from qrl.figures.weights import layer_error, spread
 
 __all__ = [
     "Gate",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from qrl.names import BASE
 from qrl.workspace import written_whole
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -47,6 +48,13 @@ def dress(axes: Axes) -> None:
 def base_first(variants: Iterable[str]) -> list[str]:
     """Return the variants in the order of their colours: base, then the others by name."""
     return [BASE, *sorted(set(variants) - {BASE})]
+
+
+def by_variant(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, str, float]]:
+    """Yield each variant, its rows, its colour, and its place beside the others: steps of 1 about 0."""
+    variants = base_first(frame["variant"])
+    for i, variant in enumerate(variants):
+        yield variant, frame[frame["variant"] == variant], VARIANTS[i % len(VARIANTS)], i - (len(variants) - 1) / 2
 
 
 def wrapped(title: str, width: float) -> str:

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from qrl.figures import page
-from qrl.figures.comparison import VERDICTS
+from qrl.figures.comparison import survival_finding
 from qrl.names import BASE, FULL, scheme
 from qrl.stats import signed
 
@@ -37,43 +37,22 @@ def headline(table: Mapping[str, Any]) -> str:
     """Return the study's finding as a title: `The gain survives nf4; it is lost under awq`."""
     table = {scheme(name): entry for name, entry in table.items()}
     rows = [row for row in rows_of(table) if row.entry.get("verdict")]
-    if not rows:
-        return (
-            f"Accuracy changes by {interval(table[FULL]['delta'])} at full precision" if FULL in table else "No verdict"
-        )
-    if len({row.entry["trained"] for row in rows}) > 1:
-        counts = ((verdict, sum(row.entry["verdict"] == verdict for row in rows)) for verdict in VERDICTS)
-        listed = ", ".join(f"{verdict} in {number}" for verdict, number in counts if number)
-        return f"The gain under {len(rows)} variants and schemes: {listed}"
-    says = {
-        "survives": "{} survives {}",
-        "lost": "{} is lost under {}",
-        "inconclusive": "whether {} survives {} is inconclusive",
-    }
-    parts = []
-    for verdict, sentence in says.items():
-        if schemes := [row.name for row in rows if row.entry["verdict"] == verdict]:
-            listed = " and ".join(filter(None, (", ".join(schemes[:-1]), schemes[-1])))
-            parts.append(sentence.format("it" if parts else "the gain", listed))
-    finding = "; ".join(parts)
-    return finding[0].upper() + finding[1:]
+    if rows:
+        several = len({row.entry["trained"] for row in rows}) > 1
+        return survival_finding([(row.name, row.entry["verdict"]) for row in rows], several, "The gain")
+    return f"Accuracy changes by {interval(table[FULL]['delta'])} at full precision" if FULL in table else "No verdict"
 
 
 def rows_of(table: Mapping[str, Any]) -> list[Row]:
     """Return a row per scheme and trained variant, in the order of the table."""
-    entries = [
-        (name, entry) for name, first in table.items() for entry in (first, *(first.get("others") or {}).values())
-    ]
-    several = len({entry["trained"] for _, entry in entries}) > 1
-    return [
-        Row(name, entry, f"{entry['trained']} · {_label(name, entry)}" if several else _label(name, entry))
-        for name, entry in entries
-    ]
-
-
-def _label(name: str, entry: Mapping[str, Any]) -> str:
-    """Return a scheme as tables show it: full precision with its dtype, where that is known."""
-    return entry.get("label") or name
+    of_scheme = {name: (first, *(first.get("others") or {}).values()) for name, first in table.items()}
+    several = len({entry["trained"] for entries in of_scheme.values() for entry in entries}) > 1
+    rows = []
+    for name, entries in of_scheme.items():
+        for entry in entries:
+            label = entry.get("label") or name  # full precision with its dtype, where that is known
+            rows.append(Row(name, entry, f"{entry['trained']} · {label}" if several else label))
+    return rows
 
 
 def heading(table: Mapping[str, Any], facts: Mapping[str, str]) -> str:
@@ -88,11 +67,11 @@ def heading(table: Mapping[str, Any], facts: Mapping[str, str]) -> str:
             f"At full precision, training ({entry['trained']}) {verb} held-out accuracy: {before:.3f} before, "
             f"{after:.3f} after, a difference of {interval(delta)} on {cells[BASE]['n']:,} questions."
         )
-    shown = "".join(
-        f"<div{' class=wide' if len(text) > 40 else ''}><dt>{escape(label)}</dt><dd>{escape(text)}</dd></div>"
-        for label, text in facts.items()
-        if text
-    )
+    shown = ""
+    for label, text in facts.items():
+        if text:
+            wide = " class=wide" if len(text) > 40 else ""
+            shown += f"<div{wide}><dt>{escape(label)}</dt><dd>{escape(text)}</dd></div>"
     return (
         f'<header><p class="faint">qrl: does RL training survive quantization?</p><h1>{escape(headline(table))}</h1>'
         f'<p class="lead">{escape(lead)}</p><dl class="facts">{shown}</dl></header>'
@@ -103,14 +82,24 @@ def card(row: Row, sizes: Mapping[str, int]) -> str:
     """Return the card of one scheme: verdict, gain survival, size, and what that means."""
     value, verdict = row.entry["gain_survival"], row.entry["verdict"]
     size = _size(row, sizes)
-    return (
-        f'<article class="card {escape(verdict)}"><h3><span>{escape(row.name)}</span>'
-        f'<span class="verdict">{escape(verdict)}</span></h3>'
+    body = (
         f'<p class="number">{signed(value["estimate"])} '
         f"<small>[{signed(value['low'])}, {signed(value['high'])}]</small></p>"
         f'<div class="faint small">gain survival, 95 % interval</div>'
-        f"{f'<p>{escape(size)}</p>' if size else ''}<p>{escape(_meaning(row))}</p></article>"
+        f"{f'<p>{escape(size)}</p>' if size else ''}<p>{escape(_meaning(row))}</p>"
     )
+    return _card(row.name, verdict, body)
+
+
+def gate_card(gate: Gate) -> str:
+    """Return the card of one stage."""
+    holder = f"version {gate.version}, {gate.cell}" if gate.version else gate.cell
+    return _card(gate.stage, gate.decision, f"<p>{escape(holder)}</p><p class='small'>{escape(gate.reason)}</p>")
+
+
+def _card(name: str, verdict: str, body: str) -> str:
+    head = f'<h3><span>{escape(name)}</span><span class="verdict">{escape(verdict)}</span></h3>'
+    return f'<article class="card {escape(verdict)}">{head}{body}</article>'
 
 
 def _size(row: Row, sizes: Mapping[str, int]) -> str:
@@ -122,7 +111,9 @@ def _size(row: Row, sizes: Mapping[str, int]) -> str:
     return f"{_bytes(large)} of weights become {_bytes(small)}: {100 * (1 - small / large):.0f} % saved"
 
 
-def _bytes(size: int) -> str:
+def _bytes(size: int | None) -> str:
+    if not size:
+        return ""
     unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
     return f"{size / unit:.2f} {name}"
 
@@ -147,32 +138,16 @@ def cells_table(table: Mapping[str, Any], rows: list[Row], sizes: Mapping[str, i
     """Return the table of cells, a row per trained variant and scheme."""
     n = [cell["n"] for entry in table.values() for cell in entry["cells"].values()]
     questions = f"{n[0]:,}" if min(n) == max(n) else f"{min(n):,} to {max(n):,}"
-    head = [
-        "scheme",
-        "base",
-        "trained",
-        "gain: trained − base",
-        "gain survival",
-        "verdict",
-        *(["weights"] if sizes else []),
-    ]
+    head = ["scheme", "base", "trained", "gain: trained − base", "gain survival", "verdict"]
+    head += ["weights"] if sizes else []
     body = []
     for row in rows:
-        entry, cells = row.entry, table[row.scheme]["cells"]
-        accuracies = (
-            f"{cells[name]['accuracy']:.3f} ± {cells[name]['stderr']:.3f}" for name in (BASE, entry["trained"])
-        )
-        survival, size = entry.get("gain_survival"), sizes.get(f"{entry['trained']}:{row.scheme}")
-        body.append(
-            (
-                row.name,
-                *accuracies,
-                interval(entry["delta"]),
-                interval(survival) if survival else "reference",
-                entry.get("verdict") or "",
-                *([_bytes(size) if size else ""] if sizes else []),
-            )
-        )
+        entry, survival = row.entry, row.entry.get("gain_survival")
+        cells = (table[row.scheme]["cells"][name] for name in (BASE, entry["trained"]))
+        accuracies = (f"{cell['accuracy']:.3f} ± {cell['stderr']:.3f}" for cell in cells)
+        line = [row.name, *accuracies, interval(entry["delta"]), interval(survival) if survival else "reference"]
+        size = [_bytes(sizes.get(f"{entry['trained']}:{row.scheme}"))] if sizes else []
+        body.append([*line, entry.get("verdict") or "", *size])
     note = f"n = {questions} held-out questions per cell. ± is one standard error, brackets are 95 % intervals."
     return f'{page.table(head, body)}<p class="faint small">{note}</p>'
 
@@ -183,16 +158,6 @@ def gates_finding(gates: Sequence[Gate]) -> str:
     if refused:
         return f"The gate refused {', '.join(refused)}. A stage that was refused stays as it was."
     return "Every candidate passed its gate."
-
-
-def gate_card(gate: Gate) -> str:
-    """Return the card of one stage."""
-    holder = f"version {gate.version}, {gate.cell}" if gate.version else gate.cell
-    return (
-        f'<article class="card {escape(gate.decision)}"><h3><span>{escape(gate.stage)}</span>'
-        f'<span class="verdict">{escape(gate.decision)}</span></h3>'
-        f"<p>{escape(holder)}</p><p class='small'>{escape(gate.reason)}</p></article>"
-    )
 
 
 def interval(value: Mapping[str, float]) -> str:

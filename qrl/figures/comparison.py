@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from qrl.names import FULL
 from qrl.stats.text import interval
 
 if TYPE_CHECKING:
-    from qrl.compare import Comparison, Row
+    from qrl.compare import Comparison
     from qrl.stats import Estimate
     from qrl.stats.verdict import Verdict
 
@@ -106,7 +107,8 @@ def survival(comparison: Comparison, path: str | Path) -> None:
     )
     if len(comparison.runs) > 1:
         note += f"\nMean of {len(comparison.runs)} seeds, intervals include the spread between seeds. Ticks: each seed."
-    finish(figure, axes, _survival_title(rows, several), note, path)
+    title = survival_finding([(row.scheme, verdict.verdict) for row, verdict, _ in rows], several, "Gain")
+    finish(figure, axes, title, note, path)
 
 
 def _forest_row(axes, y: int, verdict: Verdict, value: Estimate) -> None:
@@ -138,13 +140,19 @@ def _listed(names: list[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def _survival_title(rows: list[tuple[Row, Verdict, Estimate]], several: bool) -> str:
-    """Return each verdict's schemes as the finding; counts only if there are several trained variants."""
-    by_verdict = {name: [row.scheme for row, verdict, _ in rows if verdict.verdict == name] for name in VERDICTS}
+def survival_finding(rows: Sequence[tuple[str, str]], several: bool, gain: str) -> str:
+    """Return the schemes of each verdict as a sentence.
+
+    Args:
+        rows: scheme and verdict of each.
+        several: there are several trained variants, so that verdicts are only counted.
+        gain: the first words of such a count.
+    """
+    by_verdict = {name: [scheme for scheme, verdict in rows if verdict == name] for name in VERDICTS}
     verdicts = {verdict: schemes for verdict, schemes in by_verdict.items() if schemes}
     if several:
         counts = ", ".join(f"{verdict} in {len(schemes)}" for verdict, schemes in verdicts.items())
-        return f"Gain under {len(rows)} variants and schemes: {counts}"
+        return f"{gain} under {len(rows)} variants and schemes: {counts}"
     sentences = {
         "survives": "{gain} survives {}",
         "lost": "{gain} is lost under {}",

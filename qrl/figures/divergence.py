@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from qrl.figures.canvas import LEGEND, VARIANTS, base_first, dress, finish
+from qrl.figures.canvas import LEGEND, by_variant, dress, finish
 from qrl.stats import LEVEL, quantile
 
 if TYPE_CHECKING:
@@ -22,33 +23,29 @@ def behaviour(rows: pd.DataFrame, path: str | Path) -> None:
 
     Args:
         rows: a row per variant and scheme, as `diagnose` writes them; rows with a layer ≥ 0 are of that layer alone.
-        path: the PNG to write.
     """
     from matplotlib.figure import Figure
 
     whole, layers = rows[rows["layer"] < 0], rows[rows["layer"] >= 0]
     schemes = list(dict.fromkeys(whole["scheme"]))
-    panels_of_schemes = [["kl", "top1_agreement"]] if schemes else []
-    panels_of_layers = [["layer", "layer"]] if len(layers) else []
-    width, height = max(7.4, 1.1 * len(schemes) + 4), 1.2 + 2.9 * (len(panels_of_schemes) + len(panels_of_layers))
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    panels = figure.subplot_mosaic([*panels_of_schemes, *panels_of_layers])
+    mosaic = ([["kl", "top1_agreement"]] if schemes else []) + ([["layer", "layer"]] if len(layers) else [])
+    size = max(7.4, 1.1 * len(schemes) + 4), 1.2 + 2.9 * len(mosaic)
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    panels = figure.subplot_mosaic(mosaic)
     for axes in panels.values():
         dress(axes)
     for column in AXES if schemes else ():
         _points(panels[column], whole, {scheme: i for i, scheme in enumerate(schemes)}, "scheme", column)
         panels[column].set_xticks(range(len(schemes)), schemes, rotation=0 if len(schemes) <= 4 else 40)
         panels[column].set_xlim(-0.5, len(schemes) - 0.5)
-    if panels_of_layers:
+    if len(layers):
         _points(panels["layer"], layers, {layer: layer for layer in layers["layer"]}, "layer", "kl")
         panels["layer"].set_xlabel("the only layer that is rounded")
         panels["layer"].xaxis.get_major_locator().set_params(integer=True)
     first = next(iter(panels.values()))
     first.legend(ncols=rows["variant"].nunique(), **LEGEND)
-    note = (
-        f"n = {rows['n'].min():,} held-out texts, {rows['positions'].min():,} tokens; nothing is sampled. "
-        "Bars: 95 % intervals over texts."
-    )
+    sizes = f"n = {rows['n'].min():,} held-out texts, {rows['positions'].min():,} tokens"
+    note = f"{sizes}; nothing is sampled. Bars: 95 % intervals over texts."
     finish(figure, first, behaviour_finding(rows), note, path)
 
 
@@ -65,10 +62,8 @@ def behaviour_finding(rows: pd.DataFrame) -> str:
     if len(whole):
         most = next(whole.loc[[whole["kl"].idxmax()]].itertuples())
         value, low, high = interval(most, "kl")
-        parts.append(
-            f"Largest divergence from full precision: {most.variant} under {most.scheme}, "
-            f"KL {value:.2g} [{low:.2g}, {high:.2g}] nats per token"
-        )
+        kl = f"KL {value:.2g} [{low:.2g}, {high:.2g}] nats per token"
+        parts.append(f"Largest divergence from full precision: {most.variant} under {most.scheme}, {kl}")
     if len(layers):
         mean = layers.groupby("layer")["kl"].mean()
         parts.append(f"{'of' if parts else 'Of'} single layers, rounding layer {mean.idxmax()} has the largest effect")
@@ -77,13 +72,11 @@ def behaviour_finding(rows: pd.DataFrame) -> str:
 
 def _points(axes: Axes, rows: pd.DataFrame, places: dict, by: str, column: str) -> None:
     """Draw a point with its interval for each row, variants beside each other."""
-    variants = base_first(rows["variant"])
-    for i, variant in enumerate(variants):
-        own = list(rows[rows["variant"] == variant].itertuples())
-        values = [interval(row, column) for row in own]
-        x = [places[getattr(row, by)] + (i - (len(variants) - 1) / 2) * 0.22 for row in own]
+    for (variant, own, colour, place), mark in zip(by_variant(rows), cycle(MARKS), strict=False):
+        values = [interval(row, column) for row in own.itertuples()]
+        x = own[by].map(places) + place * 0.22
         reach = [[value - low for value, low, _ in values], [high - value for value, _, high in values]]
-        look = {"color": VARIANTS[i % len(VARIANTS)], "fmt": MARKS[i % len(MARKS)], "ms": 6, "lw": 1.8, "capsize": 3}
+        look = {"color": colour, "fmt": mark, "ms": 6, "lw": 1.8, "capsize": 3}
         axes.errorbar(x, [value for value, _, _ in values], yerr=reach, label=variant, **look)
     axes.set_title(AXES[column], loc="left", size=10, pad=20 if by == "scheme" else 4)
     axes.margins(y=0.12)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from qrl.figures.canvas import FAINT, INK, finish, wrapped
-from qrl.figures.weights import bits, error_column
+from qrl.figures.weights import bits, error_column, in_order
 from qrl.names import BASE
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 SIZES, DIFFERENCES = "cividis", "PuOr_r"
 SIGN = " (above 0: smaller after training)"
 FEW = 4  # schemes for which a page shows every layer
-ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class Panel(NamedTuple):
@@ -29,7 +27,7 @@ class Panel(NamedTuple):
 
     title: str  # what the colours are, with their unit
     values: pd.DataFrame  # a row per projection, a column per layer
-    signed: bool  # a difference, 0 in the middle of its colours
+    signed: bool = False  # a difference, 0 in the middle of its colours
 
 
 def movement(weights: pd.DataFrame, path: str | Path) -> None:
@@ -37,74 +35,57 @@ def movement(weights: pd.DataFrame, path: str | Path) -> None:
 
     Args:
         weights: a row per variant and tensor, as `diagnose` writes them, base and one trained variant.
-        path: the PNG to write.
     """
     _draw(movement_panels(weights), movement_finding(weights), movement_note(weights), path)
 
 
 def schemes(stored: pd.DataFrame, path: str | Path) -> None:
-    """Draw each scheme's own error, the codes that changed, and the difference of errors base − trained.
+    """Draw each scheme's own error, the codes that changed, and the difference of errors base − trained, as a PNG.
 
     Args:
         stored: a row per scheme, variant and tensor, as `diagnose.schemes` makes them.
-        path: the PNG to write.
     """
     few = stored["scheme"].nunique() <= FEW
-    panels = scheme_panels(stored) if few else across_panels(stored)
+    panels = scheme_panels(stored) if few else _panels(stored, "relative_mse", across=True)
     note = "Errors are ‖Q(W) − W‖² / ‖W‖² of the weights as the checkpoints store them."
     _draw(panels, schemes_finding(stored), note, path, "layer" if few else "projection, mean over layers")
 
 
 def movement_panels(weights: pd.DataFrame) -> list[Panel]:
     """Return the maps of `movement`."""
-    base, trained = _variants(weights)
-    proxy, error = f"{bits(weights)}-bit", error_column(weights)
-    panels = [Panel(f"{proxy} error of {BASE}, %", 100 * grid(base, error), False)]
+    panels = _panels(weights, error_column(weights), f"{bits(weights)}-bit ")
+    _, trained = _variants(weights)
     if trained is not None:
-        change = 100 * (1 - grid(trained, error) / grid(base, error))
-        panels += [
-            Panel(f"{proxy} error, {BASE} − {_label(trained)}, % of {BASE}'s{SIGN}", change, True),
-            Panel("update, ‖ΔW‖ / ‖W‖, %", 100 * grid(trained, "relative_change"), False),
-            Panel(f"{proxy} codes that changed, %", 100 * grid(trained, "code_flip_rate"), False),
-        ]
+        panels.insert(2, Panel("update, ‖ΔW‖ / ‖W‖, %", 100 * grid(trained, "relative_change")))
     return panels
 
 
 def scheme_panels(stored: pd.DataFrame) -> list[Panel]:
     """Return the maps of `schemes` where there are few: layer × projection, for each scheme."""
-    panels = []
-    for scheme, rows in stored.groupby("scheme", sort=False):
-        base, trained = _variants(rows)
-        first = base if len(base) else trained
-        panels.append(Panel(f"{scheme}: error of {_label(first)}, %", 100 * grid(first, "relative_mse"), False))
-        if trained is not None and len(base):
-            change = 100 * (1 - grid(trained, "relative_mse") / grid(base, "relative_mse"))
-            panels += [
-                Panel(f"{scheme}: error, {BASE} − {_label(trained)}, % of {BASE}'s{SIGN}", change, True),
-                Panel(f"{scheme}: codes that changed, %", 100 * grid(trained, "code_flip_rate"), False),
-            ]
-    return panels
+    by_scheme = stored.groupby("scheme", sort=False)
+    return [panel for scheme, rows in by_scheme for panel in _panels(rows, "relative_mse", f"{scheme}: ")]
 
 
-def across_panels(stored: pd.DataFrame) -> list[Panel]:
-    """Return the maps of many schemes: scheme × projection, means over layers; errors on a logarithmic scale."""
-    base, trained = _variants(stored)
-    first = base if len(base) else trained
-    panels = [Panel(f"error of {_label(first)}, log10", np.log10(_across(first, "relative_mse")), False)]
+def _panels(rows: pd.DataFrame, error: str, prefix: str = "", across: bool = False) -> list[Panel]:
+    """Return maps of the first variant's error, of its difference, and of the codes that changed.
+
+    Args:
+        rows: of one or two variants.
+        error: column of the relative error.
+        prefix: of the titles.
+        across: scheme × projection, means over layers, the error on a logarithmic scale; else layer × projection.
+    """
+    base, trained = _variants(rows)
+    first, table = base if len(base) else trained, _across if across else grid
+    own, title = table(first, error), f"{prefix}error of {_label(first)}"
+    panels = [Panel(f"{title}, log10", np.log10(own)) if across else Panel(f"{title}, %", 100 * own)]
     if trained is not None and len(base):
-        change = 100 * (1 - _across(trained, "relative_mse") / _across(base, "relative_mse"))
+        change = 100 * (1 - table(trained, error) / table(base, error))
         panels += [
-            Panel(f"error, {BASE} − {_label(trained)}, % of {BASE}'s{SIGN}", change, True),
-            Panel("codes that changed, %", 100 * _across(trained, "code_flip_rate"), False),
+            Panel(f"{prefix}error, {BASE} − {_label(trained)}, % of {BASE}'s{SIGN}", change, signed=True),
+            Panel(f"{prefix}codes that changed, %", 100 * table(trained, "code_flip_rate")),
         ]
     return panels
-
-
-def in_order(projections: Iterable[str]) -> list[str]:
-    """Return the projections in a layer's order, others after them by name."""
-    present = set(projections)
-    known = [name for name in ORDER if name in present]
-    return [*known, *sorted(present - set(known))]
 
 
 def _across(rows: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -130,13 +111,10 @@ def movement_finding(weights: pd.DataFrame) -> str:
     if not share:
         return f"Training changed no {width}-bit code: rounded to {width} bits, the two models are the same"
     inside = trained[trained["layer"] >= 0]
-    candidates = inside if len(inside) else trained
-    most = candidates.loc[candidates["code_flip_rate"].idxmax()]
+    most = trained.loc[(inside if len(inside) else trained)["code_flip_rate"].idxmax()]
     where = f"{most['projection']} of layer {most['layer']}" if len(inside) else most["projection"]
-    return (
-        f"Training changed {100 * share:.2g} % of the {width}-bit codes, "
-        f"most in {where} ({100 * most['code_flip_rate']:.2g} %)"
-    )
+    most_there = f"most in {where} ({100 * most['code_flip_rate']:.2g} %)"
+    return f"Training changed {100 * share:.2g} % of the {width}-bit codes, {most_there}"
 
 
 def movement_note(weights: pd.DataFrame) -> str:
@@ -156,10 +134,8 @@ def schemes_finding(stored: pd.DataFrame) -> str:
         losses[scheme] = share.iloc[0]
     if len(parts) > FEW:
         least, most = min(losses, key=losses.get), max(losses, key=losses.get)
-        return (
-            f"Of {len(parts)} schemes, {least} loses the least of the weights' energy, {losses[least]:.3g} %, "
-            f"and {most} the most, {losses[most]:.3g} %"
-        )
+        ends = f"{least} loses the least of the weights' energy, {losses[least]:.3g} %, and {most} the most"
+        return f"Of {len(parts)} schemes, {ends}, {losses[most]:.3g} %"
     return f"Share of the weights' energy that is lost: {'; '.join(parts)}"
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from qrl.figures import divergence, heatmaps
-from qrl.figures.canvas import VARIANTS, base_first
-from qrl.figures.page import Section, laid, numbers
+from qrl.figures.canvas import VARIANTS, by_variant
+from qrl.figures.page import Section, axis, laid, numbers
 from qrl.figures.weights import bits, error_column
 
 DIFFERENCES = [[0, "#2d004b"], [0.25, "#998ec3"], [0.5, "#f7f7f7"], [0.75, "#f1a340"], [1, "#7f3b08"]]  # PuOr
@@ -15,13 +15,7 @@ READ = "In the figures, point at a mark for its values; drag to enlarge, double-
 
 
 def sections(weights: pd.DataFrame, stored: pd.DataFrame, behaviour: pd.DataFrame) -> list[Section]:
-    """Return the parts of a page that show what `diagnose` measured.
-
-    Args:
-        weights: a row per variant and tensor, as `diagnose` writes them.
-        stored: a row per scheme, variant and tensor; may be empty.
-        behaviour: a row per variant and scheme or layer; may be empty.
-    """
+    """Return the parts of a page that show the tables that `diagnose` wrote; the last two may be empty."""
     maps = [*map(_map, heatmaps.movement_panels(weights)), _outliers(weights)]
     parts = [Section("Weights", heatmaps.movement_finding(weights), maps)]
     if len(stored):
@@ -35,29 +29,23 @@ def sections(weights: pd.DataFrame, stored: pd.DataFrame, behaviour: pd.DataFram
 
 def _map(panel: heatmaps.Panel) -> dict:
     values = panel.values
-    drawn = {
-        "type": "heatmap",
-        "z": [numbers(row) for row in values.to_numpy(dtype=float)],
-        "x": [str(layer) for layer in values.columns],
-        "y": list(values.index),
-        "hovertemplate": "layer %{x}, %{y}: %{z:.4g}<extra></extra>",
-        **({"colorscale": DIFFERENCES, "zmid": 0} if panel.signed else {"colorscale": "Cividis"}),
-    }
-    axes = {"yaxis": {"autorange": "reversed"}, "xaxis": {"title": {"text": "layer"}, "type": "category"}}
+    drawn = {"type": "heatmap", "z": [numbers(row) for row in values.to_numpy(dtype=float)]}
+    drawn |= {"x": [str(layer) for layer in values.columns], "y": list(values.index)}
+    drawn["hovertemplate"] = "layer %{x}, %{y}: %{z:.4g}<extra></extra>"
+    drawn |= {"colorscale": DIFFERENCES, "zmid": 0} if panel.signed else {"colorscale": "Cividis"}
+    axes = {"yaxis": {"autorange": "reversed"}, "xaxis": axis("layer", type="category")}
     return laid([drawn], panel.title, 150 + 24 * len(values), **axes)
 
 
 def _outliers(weights: pd.DataFrame) -> dict:
     """Return every matrix: its outliers against the proxy's error."""
-    proxy = f"{bits(weights)}-bit"
-    drawn = []
-    for number, variant in enumerate(base_first(weights["variant"])):
-        rows = weights[weights["variant"] == variant]
-        place = {"x": numbers(rows["abs_outlier_frac"]), "y": numbers(rows[error_column(weights)])}
-        place["text"] = rows["tensor"].tolist()
-        hover = f"%{{text}}<br>outliers %{{x:.3g}}, {proxy} error %{{y:.4g}}<extra>{variant}</extra>"
-        drawn.append(_dots(variant, number, hover, place))
-    axes = {"xaxis": {"title": {"text": "share of outliers"}}, "yaxis": {"title": {"text": f"relative {proxy} error"}}}
+    proxy, error = f"{bits(weights)}-bit", error_column(weights)
+    hover = f"%{{text}}<br>outliers %{{x:.3g}}, {proxy} error %{{y:.4g}}"
+    drawn = [
+        _matrices(variant, number, hover, rows, "abs_outlier_frac", error)
+        for number, (variant, rows, *_) in enumerate(by_variant(weights))
+    ]
+    axes = {"xaxis": axis("share of outliers"), "yaxis": axis(f"relative {proxy} error")}
     return laid(drawn, f"Outliers and {proxy} error of each matrix", 420, **axes)
 
 
@@ -65,15 +53,15 @@ def _update_survival(stored: pd.DataFrame) -> dict | None:
     """Return update survival and cosine of every matrix, by scheme."""
     if "update_cosine" not in stored or stored["update_cosine"].notna().sum() == 0:
         return None
-    drawn = []
-    for number, (scheme, rows) in enumerate(stored.dropna(subset="update_cosine").groupby("scheme", sort=False)):
-        place = {"x": numbers(rows["update_survival"]), "y": numbers(rows["update_cosine"])}
-        place["text"] = rows["tensor"].tolist()
-        hover = "%{text}<br>length %{x:.3g}, cosine %{y:.3f}<extra>" + str(scheme) + "</extra>"
-        drawn.append(_dots(str(scheme), number + 1, hover, place))
+    by_scheme = stored.dropna(subset="update_cosine").groupby("scheme", sort=False)
+    hover = "%{text}<br>length %{x:.3g}, cosine %{y:.3f}"
+    drawn = [
+        _matrices(str(scheme), number, hover, rows, "update_survival", "update_cosine")
+        for number, (scheme, rows) in enumerate(by_scheme, 1)
+    ]
     axes = {
-        "xaxis": {"title": {"text": "length of the stored update over the true one"}, "type": "log"},
-        "yaxis": {"title": {"text": "cosine with the true update"}, "range": [-0.05, 1.05]},
+        "xaxis": axis("length of the stored update over the true one", type="log"),
+        "yaxis": axis("cosine with the true update", range=[-0.05, 1.05]),
     }
     return laid(drawn, "How much of the update each scheme stores, by matrix (1, 1: all of it)", 420, **axes)
 
@@ -88,35 +76,33 @@ def _divergence(behaviour: pd.DataFrame) -> list[dict]:
             for number, (variant, own) in enumerate(rows.groupby("variant", sort=False)):
                 ends = [divergence.interval(row, column) for row in own.itertuples()]
                 drawn.append(bars(variant, number, [str(place) for place in own[by]], ends))
-            axes = {
-                "xaxis": {"title": {"text": where}, "type": "category"},
-                "yaxis": {"rangemode": "tozero" if column == "kl" else "normal"},
-            }
-            figures.append(laid(drawn, f"{divergence.AXES[column]}; n = {rows['n'].min():,} texts", 360, **axes))
+            title = f"{divergence.AXES[column]}; n = {rows['n'].min():,} texts"
+            lowest = "tozero" if column == "kl" else "normal"
+            axes = {"xaxis": axis(where, type="category"), "yaxis": {"rangemode": lowest}}
+            figures.append(laid(drawn, title, 360, **axes))
     return figures
 
 
 def bars(name: str, number: int, x: list, ends: list[tuple[float, float, float]]) -> dict:
-    """Return points with their intervals on a category axis, variants beside each other.
-
-    Args:
-        name: in the legend.
-        number: of the colour and symbol.
-        x: category of each.
-        ends: estimate, low and high of each.
-    """
-    reach = {
-        "type": "data",
-        "array": [high - value for value, _, high in ends],
-        "arrayminus": [value - low for value, low, _ in ends],
-        "thickness": 2,
-    }
+    """Return points on a category axis, each with estimate, low and high; `number` is of the colour and symbol."""
     text = [f"{value:.4g} [{low:.4g}, {high:.4g}]" for value, low, high in ends]
-    place = {"x": x, "y": [value for value, _, _ in ends], "error_y": reach, "text": text}
-    return _dots(name, number, "%{x}: %{text}<extra>" + name + "</extra>", place)
+    place = {"x": x, "y": [value for value, _, _ in ends], "error_y": reach(ends, 2), "text": text}
+    return _dots(name, number, "%{x}: %{text}", place)
+
+
+def reach(ends: list[tuple[float, float, float]], thickness: int) -> dict:
+    """Return plotly's error bars of estimates, lows and highs."""
+    above, below = [high - value for value, _, high in ends], [value - low for value, low, _ in ends]
+    return {"type": "data", "array": above, "arrayminus": below, "thickness": thickness}
+
+
+def _matrices(name: str, number: int, hover: str, rows: pd.DataFrame, x: str, y: str) -> dict:
+    """Return a point for each matrix, by two columns."""
+    place = {"x": numbers(rows[x]), "y": numbers(rows[y]), "text": rows["tensor"].tolist()}
+    return _dots(name, number, hover, place)
 
 
 def _dots(name: str, number: int, hover: str, place: dict) -> dict:
     look = {"color": VARIANTS[number % len(VARIANTS)], "symbol": SYMBOLS[number % len(SYMBOLS)]}
-    marker = {**look, "size": 9, "opacity": 0.8}
-    return {"type": "scatter", "mode": "markers", "name": name, "marker": marker, "hovertemplate": hover, **place}
+    dots = {"type": "scatter", "mode": "markers", "name": name, "marker": {**look, "size": 9, "opacity": 0.8}}
+    return {**dots, "hovertemplate": f"{hover}<extra>{name}</extra>", **place}

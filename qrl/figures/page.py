@@ -33,22 +33,12 @@ class Section(NamedTuple):
 
 
 def write(title: str, head: str, sections: Sequence[Section], path: str | Path, foot: str = "") -> None:
-    """Write the page, whole or not at all.
-
-    Args:
-        title: of the browser's tab.
-        head: HTML above the sections.
-        sections: in order.
-        path: the HTML file.
-        foot: HTML below the sections.
-    """
+    """Write the page, whole or not at all; `title` is of the browser's tab, `head` and `foot` are HTML."""
     figures: dict[str, dict] = {}
     body = "".join(_section(number, section, figures) for number, section in enumerate(sections))
     links = "".join(f'<a href="#part{number}">{escape(part.title)}</a>' for number, part in enumerate(sections))
     data = json.dumps(figures, allow_nan=False).replace("</", "<\\/")
-    style, script = (
-        files("qrl.figures").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
-    )
+    style, script = ((files("qrl.figures") / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     text = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -97,6 +87,11 @@ def _plotly() -> str:
 def numbers(values: Iterable[float]) -> list[float | None]:
     """Return values as JSON knows them: NaN and infinity become null."""
     return [float(value) if math.isfinite(value) else None for value in values]
+
+
+def axis(title: str, **more: object) -> dict:
+    """Return an axis of plotly's."""
+    return {"title": {"text": title}, **more}
 
 
 def laid(drawn: list[dict], title: str, height: int, **layout: object) -> dict:

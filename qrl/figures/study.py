@@ -15,7 +15,7 @@ from qrl.figures.canvas import BLUE, INK, RED
 from qrl.figures.cards import Gate, Row
 from qrl.figures.comparison import VERDICTS
 from qrl.figures.heatmaps import movement_note
-from qrl.figures.page import Section, laid, numbers
+from qrl.figures.page import Section, axis, laid, numbers
 from qrl.names import scheme
 
 HOW_TO_READ = (
@@ -29,42 +29,27 @@ HOW_TO_READ = (
 
 @dataclass(frozen=True)
 class Study:
-    """What the page shows. Whatever is missing or empty is left out.
+    """What the page shows. Whatever is missing or empty is left out; the last three are what `diagnose` writes."""
 
-    `table` is as `table.json` holds it; `facts` is the head of the page, label → text; `sizes` are bytes of weights by
-    `variant:scheme`. `history` has a row per training step; `weights`, `stored` and `behaviour` are what `diagnose`
-    writes.
-    """
-
-    table: Mapping[str, Any]
-    facts: Mapping[str, str] = field(default_factory=dict)
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    table: Mapping[str, Any]  # as `table.json` holds it
+    facts: Mapping[str, str] = field(default_factory=dict)  # the head of the page, label → text
+    sizes: Mapping[str, int] = field(default_factory=dict)  # bytes of weights by `variant:scheme`
     gates: Sequence[Gate] = ()
-    history: pd.DataFrame = field(default_factory=pd.DataFrame)
+    history: pd.DataFrame = field(default_factory=pd.DataFrame)  # a row per training step
     weights: pd.DataFrame = field(default_factory=pd.DataFrame)
     stored: pd.DataFrame = field(default_factory=pd.DataFrame)
     behaviour: pd.DataFrame = field(default_factory=pd.DataFrame)
 
 
 def weights_page(weights: pd.DataFrame, stored: pd.DataFrame, behaviour: pd.DataFrame, path: str | Path) -> None:
-    """Write what `diagnose` measured as a page of its own.
-
-    Args:
-        weights, stored, behaviour: as in `interactive.sections`.
-        path: the HTML file.
-    """
+    """Write what `diagnose` measured as an HTML page of its own; the last two tables may be empty."""
     head = f'<h1>What training and quantization did to the weights</h1><p class="faint">{movement_note(weights)}</p>'
     foot = f'<p class="faint small">{interactive.READ}</p>'
     page.write("qrl: weights", head, interactive.sections(weights, stored, behaviour), path, foot)
 
 
 def report(study: Study, path: str | Path) -> None:
-    """Write the page of a whole study.
-
-    Args:
-        study: what is known of it.
-        path: the HTML file.
-    """
+    """Write the page of a whole study, an HTML file."""
     table = {scheme(name): entry for name, entry in study.table.items()}  # older tables say fp16
     rows = cards.rows_of(table)
     quantized = [row for row in rows if row.entry.get("gain_survival")]
@@ -95,7 +80,7 @@ def _matrix(table: Mapping[str, Any]) -> dict:
         ends = [(cell[variant]["accuracy"], cell[variant]["low"], cell[variant]["high"]) for cell in cells.values()]
         drawn.append(interactive.bars(variant, number, list(cells), ends))
     n = min(cell["n"] for by_variant in cells.values() for cell in by_variant.values())
-    axes = {"xaxis": {"type": "category"}, "yaxis": {"title": {"text": "accuracy"}}, "scattermode": "group"}
+    axes = {"xaxis": {"type": "category"}, "yaxis": axis("accuracy"), "scattermode": "group"}
     return laid(drawn, f"Accuracy with its 95 % interval; n = {n:,} questions per cell", 420, **axes)
 
 
@@ -108,14 +93,10 @@ def _forest(rows: list[Row]) -> dict | None:
     for number, row in enumerate(rows):
         value, verdict, margin = row.entry["gain_survival"], row.entry["verdict"], row.entry["margin"]
         text = f"{verdict}, {cards.interval(value)}"
+        ends = [(value["estimate"], value["low"], value["high"])]
         dot = {"type": "scatter", "mode": "markers", "x": [value["estimate"]], "y": [row.name], "text": [text]}
         dot |= {"showlegend": False, "marker": {"color": VERDICTS.get(verdict, INK), "size": 12}}
-        dot["error_x"] = {
-            "type": "data",
-            "array": [value["high"] - value["estimate"]],
-            "arrayminus": [value["estimate"] - value["low"]],
-            "thickness": 3,
-        }
+        dot["error_x"] = interactive.reach(ends, 3)
         drawn.append(dot | {"hovertemplate": f"{row.name}: {text}, margin {margin:.3f}<extra></extra>"})
         line = {"type": "line", "x0": -margin, "x1": -margin, "y0": number - 0.5, "y1": number + 0.5}
         shapes.append(line | {"line": {"color": RED, "width": 2, "dash": "dash"}})
@@ -124,7 +105,7 @@ def _forest(rows: list[Row]) -> dict | None:
     title = "Gain survival with its 95 % interval. Dashed: minus the margin; the gain survives to the right of it"
     axes = {
         "yaxis": {"type": "category", "autorange": "reversed", "showticklabels": False},
-        "xaxis": {"title": {"text": "gain survival (accuracy)"}, "nticks": 6},
+        "xaxis": axis("gain survival (accuracy)", nticks=6),
         "margin": {"l": 15, "r": 15, "t": 20, "b": 50},
     }
     return laid(drawn, title, 120 + 80 * len(rows), shapes=shapes, annotations=notes, **axes)
@@ -146,4 +127,4 @@ def _curve(history: pd.DataFrame, column: str, title: str) -> dict:
         look | {"y": numbers(part[column]), "mode": "markers", "marker": {"color": BLUE, "opacity": 0.4}},
         look | {"y": numbers(smooth), "mode": "lines", "line": {"color": BLUE, "width": 3}},
     ]
-    return laid(drawn, title, 260, xaxis={"title": {"text": "optimizer step"}})
+    return laid(drawn, title, 260, xaxis=axis("optimizer step"))

@@ -1,21 +1,25 @@
-"""What training did to the error of rounding weights to few bits."""
+"""What training did to the error of rounding weights to few bits, and how the weights are distributed."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from qrl.figures.canvas import BLUE, FAINT, GREY, INK, LEGEND, ORANGE, VARIANTS, base_first, canvas, finish
+from qrl.figures.canvas import BLUE, FAINT, GREY, INK, LEGEND, ORANGE, base_first, by_variant, canvas, finish
 from qrl.names import BASE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 KINDS = (("attention", r"attn"), ("mlp", r"mlp"), ("other", r""))
+ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MINOR = (2, 3, 4, 5, 6, 8)  # labelled between the decades
+LEVELS = (("abs_q99", "99 %", 0.9), ("abs_q999", "99.9 %", 0.6), ("abs_q9999", "99.99 %", 0.35))
 
 
 def layer_error(weights: pd.DataFrame, path: str | Path) -> None:
@@ -24,24 +28,23 @@ def layer_error(weights: pd.DataFrame, path: str | Path) -> None:
     Args:
         weights: a row per variant and tensor: `variant`, `tensor`, `numel`, `proxy_bits`, and ‖W − Q(W)‖² / ‖W‖² as
             `w4_relative_mse` or `rtn_relative_mse`.
-        path: the PNG to write.
     """
     frame = weights.assign(place=weights["tensor"].map(_place))
     places = sorted(frame["place"].unique(), key=_order)
     x = {place: i for i, place in enumerate(places)}
+    frame["x"] = frame["place"].map(x)
     variants = base_first(frame["variant"])
     figure, panels = canvas(7.4, 3.2 * min(2, len(variants)), rows=min(2, len(variants)))
     above, *below = np.atleast_1d(panels)
-    for i, variant in enumerate(variants):
-        part = frame[frame["variant"] == variant]
-        mean = _weighted(part, part["place"].map(x)).sort_index()
+    for variant, rows, colour, _ in by_variant(frame):
+        mean = _weighted(rows, rows["x"]).sort_index()
         style = {"lw": 5, "alpha": 0.45, "ms": 10} if variant == BASE else {"lw": 1.8, "ms": 5}
-        above.plot(mean.index, mean, "o-", color=VARIANTS[i % len(VARIANTS)], label=variant, **style)
+        above.plot(mean.index, mean, "o-", color=colour, label=variant, **style)
     above.set_ylabel("lost energy, ‖Q(W) − W‖² / ‖W‖²")
     above.legend(ncols=len(variants), **LEGEND)
     above.margins(y=0.25)
     if below:
-        _changes(below[0], frame, variants, x)
+        _changes(below[0], frame, variants)
     layers = [place for place in places if isinstance(place, int)]
     shown = [place for place in places if isinstance(place, str) or layers.index(place) % -(-len(layers) // 12) == 0]
     labels = [place if isinstance(place, int) else f"\n{place}" for place in shown]
@@ -55,7 +58,7 @@ def layer_error(weights: pd.DataFrame, path: str | Path) -> None:
     finish(figure, above, error_finding(frame, variants), note, path)
 
 
-def _changes(axes: Axes, frame: pd.DataFrame, variants: list[str], x: dict[int | str, int]) -> None:
+def _changes(axes: Axes, frame: pd.DataFrame, variants: list[str]) -> None:
     """Draw base's error minus the trained variant's, tensor by tensor, in percent of base's; the sign of the maps."""
     error = error_column(frame)
     base = frame[frame["variant"] == BASE].set_index("tensor")[error]
@@ -63,9 +66,9 @@ def _changes(axes: Axes, frame: pd.DataFrame, variants: list[str], x: dict[int |
     change = 100 * (1 - trained[error] / trained["tensor"].map(base))
     kinds = trained["tensor"].map(_kind)
     for (kind, _), mark, colour, shift in zip(KINDS, "os^", (BLUE, ORANGE, GREY), (-0.12, 0.12, 0), strict=True):
-        if (kinds == kind).any():
-            places = trained.loc[kinds == kind, "place"].map(x) + shift
-            axes.plot(places, change[kinds == kind], mark, color=colour, ms=6, alpha=0.75, mew=0, label=kind)
+        if (own := kinds == kind).any():
+            look = {"color": colour, "ms": 6, "alpha": 0.75, "mew": 0}
+            axes.plot(trained.loc[own, "x"] + shift, change[own], mark, label=kind, **look)
     axes.axhline(0, color=INK, lw=1)
     axes.set_ylabel(f"{BASE} − {variants[1] if len(variants) == 2 else 'trained'}, % of {BASE}'s")
     corner = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "right"}
@@ -122,3 +125,60 @@ def error_finding(frame: pd.DataFrame, variants: list[str]) -> str:
     if abs(change) < 0.1:
         return f"{loss}, as much as before ({before:.4g} %)"
     return f"{loss}, {abs(change):.2g} % {'more' if change > 0 else 'less'} than before ({before:.4g} %)"
+
+
+def in_order(projections: Iterable[str]) -> list[str]:
+    """Return the projections in a layer's order, others after them by name."""
+    present = set(projections)
+    known = [name for name in ORDER if name in present]
+    return [*known, *sorted(present - set(known))]
+
+
+def spread(weights: pd.DataFrame, path: str | Path, multiplier: float = 6.0) -> None:
+    """Draw quantiles of |w| over its median by projection, base beside the trained variant; dots: the largest weights.
+
+    Args:
+        weights: a row per variant and tensor, with `median_abs`, `abs_q99`, `abs_q999`, `abs_q9999` and `max_abs`.
+        multiplier: the threshold of outliers, drawn as a line.
+    """
+    kinds = in_order(weights["projection"])
+    variants = base_first(weights["variant"])
+    figure, axes = canvas(7.4, 4.8)
+    for variant, rows, colour, place in by_variant(weights):
+        for x, kind in enumerate(kinds):
+            middle, half = x + place * 0.8 / len(variants), 0.32 / len(variants)
+            _column(axes, rows[rows["projection"] == kind], middle, half, colour)
+        axes.plot([], [], "s", color=colour, label=variant)
+    axes.axhline(multiplier, color=INK, lw=1, ls=(0, (4, 2)))
+    beside = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}
+    axes.annotate(f"outliers:\nabove {multiplier:g}", (1.01, multiplier), size=9, color=INK, **beside)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if x in MINOR else "")
+    axes.set_xlim(-0.5, len(kinds) - 0.5)
+    axes.set_xticks(range(len(kinds)), [kind.removesuffix("_proj") for kind in kinds])
+    axes.set_ylabel("|w| / median |w|")
+    axes.grid(axis="x", visible=False)
+    axes.legend(ncols=len(variants), **LEGEND)
+    shares = ", ".join(name for _, name, _ in LEVELS)
+    note = (
+        f"{weights['tensor'].nunique()} matrices. Bars end where {shares} of weights are smaller, from dark to light\n"
+        "(quantiles of |w|, mean over layers). Dots: the largest weight of each matrix."
+    )
+    totals = []
+    for variant, rows, *_ in by_variant(weights):
+        share = (rows["abs_outlier_frac"] * rows["numel"]).sum() / rows["numel"].sum()
+        totals.append(f"{1e6 * share:,.3g} in {variant}")
+    title = f"Outliers per million weights (above {multiplier:g} × the median): {', '.join(totals)}"
+    finish(figure, axes, title, note, path)
+
+
+def _column(axes: Axes, rows: pd.DataFrame, x: float, half: float, colour: str) -> None:
+    if not len(rows):
+        return
+    bottom = 1.0
+    for column, _, alpha in LEVELS:
+        top = float(np.mean(rows[column] / rows["median_abs"]))
+        axes.fill_betweenx([bottom, max(top, bottom)], x - half, x + half, color=colour, alpha=alpha, lw=0)
+        bottom = max(top, bottom)
+    axes.plot([x] * len(rows), rows["max_abs"] / rows["median_abs"], "o", ms=4, color=colour, mec="white", mew=0.6)

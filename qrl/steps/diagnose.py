@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from qrl.tasks import prompt
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
 from qrl.workspace import workspace, written_whole
 
-WEIGHTS, SCHEMES, BEHAVIOUR = names.WEIGHTS, names.STORED, names.BEHAVIOUR
 PAGE = "weights.html"
 Quantized = dict[str, dict[str, Path]]  # scheme → variant → checkpoint
 
@@ -41,22 +40,26 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, 
     full = {variant: _full(recipe, address) for variant, address in ((names.BASE, base), (names.GRPO, trained))}
     below = _quantized(recipe, quantized)
     if out is not None:
-        folder = _writable(Path(out))
+        folder = Path(out)
         try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()  # fails before minutes of work, not after them
             metrics = _measure(recipe, full, below, folder)
         except OSError as error:  # errors of the inputs are BadInput already
-            raise _not_writable(folder, error.strerror or str(error)) from None
+            where = f"{folder} ({error.strerror or error})"
+            raise BadInput(
+                f"Tables and figures cannot be written to {where}: give a writable folder, on a disk with free space."
+            ) from None
         click.echo("\n".join(f"{name:36} {value:.6g}" for name, value in metrics.items()))
-        tables = [WEIGHTS, *([SCHEMES] if below else []), *([BEHAVIOUR] if recipe.diagnose.behaviour else [])]
+        tables = [names.WEIGHTS]
+        tables += [names.STORED] if below else []
+        tables += [names.BEHAVIOUR] if recipe.diagnose.behaviour else []
         click.echo(f"Written to {out}: {', '.join(tables)}, {names.FIGURES}/.", err=True)
         return
     store.prepare()
     digests = {variant: checkpoint.digest(path) for variant, path in full.items()}
-    cells = {
-        f"{variant}:{scheme}": checkpoint.digest(path)
-        for scheme, paths in below.items()
-        for variant, path in paths.items()
-    }
+    of_cells = {f"{variant}:{scheme}": path for scheme, paths in below.items() for variant, path in paths.items()}
+    cells = {cell: checkpoint.digest(path) for cell, path in of_cells.items()}
     key = keys.diagnosis(recipe, digests[names.BASE], digests[names.GRPO], cells)
     with (
         workspace(f"diagnose-{key[:16]}") as work,
@@ -66,22 +69,6 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, 
         contents.log_scores(metrics)
         contents.log_folder(work)
         reuse.record_outputs(artifacts=sorted(path.name for path in work.iterdir()), values={"metrics": metrics})
-
-
-def _writable(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"The folder {folder} cannot be made ({error.strerror}): give one that is writable.") from None
-    if not os.access(folder, os.W_OK):  # before minutes of work
-        raise _not_writable(folder, "no permission")
-    return folder
-
-
-def _not_writable(folder: Path, why: str) -> BadInput:
-    return BadInput(
-        f"Tables and figures cannot be written to {folder} ({why}): give a writable folder, on a disk with free space."
-    )
 
 
 def _check(recipe: Recipe, address: str) -> checkpoint.Checkpoint:
@@ -120,18 +107,21 @@ def _measure(recipe: Recipe, full: dict[str, Path], quantized: Quantized, out: P
     """Write tables and figures; return metrics, the base's as `weights/…_base`, a scheme's as `weights/…_<scheme>`."""
     movement.check_same(*full.values())
     frame, metrics = _weights(recipe, full)
-    _write(frame, out / WEIGHTS)
-    tables = [_scheme(scheme, full, paths) for scheme, paths in quantized.items()]
-    for scheme, table in zip(quantized, tables, strict=True):
-        for variant in dict.fromkeys(table["variant"]):
-            totals = schemes.totals(table, variant)
+    _write(frame, out / names.WEIGHTS)
+    tables = []
+    for scheme, paths in quantized.items():
+        count = len(stored.names(next(iter(paths.values()))))
+        with tqdm(total=count, desc=scheme, unit="matrix", leave=False) as bar:
+            tables.append(schemes.measure(full, paths, scheme, progress=bar.update))
+        for variant in dict.fromkeys(tables[-1]["variant"]):
+            totals = schemes.totals(tables[-1], variant)
             metrics |= {f"weights/{name}_{_suffix(scheme, variant)}": value for name, value in totals.items()}
     of_schemes = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
     if tables:
-        _write(of_schemes, out / SCHEMES)
+        _write(of_schemes, out / names.STORED)
     of_models = _behaviour(recipe, full, quantized) if recipe.diagnose.behaviour else pd.DataFrame()
     if len(of_models):
-        _write(of_models, out / BEHAVIOUR)
+        _write(of_models, out / names.BEHAVIOUR)
         for row in of_models[of_models["layer"] < 0].itertuples():
             suffix = _suffix(row.scheme, row.variant)
             metrics[f"behaviour/kl_{suffix}"] = row.kl
@@ -158,22 +148,14 @@ def _weights(recipe: Recipe, full: dict[str, Path]) -> tuple[pd.DataFrame, dict[
     total = 3 * len(weights.matrices(full[names.BASE], settings.embeddings))
     with tqdm(total=total, desc="weights", unit="matrix", leave=False) as bar:
         chosen["progress"] = bar.update
-        multiplier = settings.outlier_multiplier
-        frames = {
-            variant: weights.measure(path, variant, **chosen, outlier_multiplier=multiplier)
-            for variant, path in full.items()
-        }
+        own = chosen | {"outlier_multiplier": settings.outlier_multiplier}
+        frames = {variant: weights.measure(path, variant, **own) for variant, path in full.items()}
         moved = movement.movement(*full.values(), **chosen, ranks=settings.effective_rank)
     both = pd.concat(frames.values(), ignore_index=True)
     frame = both.merge(moved.drop(columns=["layer", "projection", "numel"]), on="tensor", how="left")
     metrics = {f"weights/{name}": value for name, value in weights.summary(frames[names.GRPO]).items()}
     metrics |= {f"weights/{name}_{names.BASE}": value for name, value in weights.summary(frames[names.BASE]).items()}
     return frame, metrics | {f"weights/{name}": value for name, value in movement.totals(moved).items()}
-
-
-def _scheme(scheme: str, full: dict[str, Path], quantized: dict[str, Path]) -> pd.DataFrame:
-    with tqdm(total=len(stored.names(next(iter(quantized.values())))), desc=scheme, unit="matrix", leave=False) as bar:
-        return schemes.measure(full, quantized, scheme, progress=bar.update)
 
 
 def _behaviour(recipe: Recipe, full: dict[str, Path], quantized: Quantized) -> pd.DataFrame:

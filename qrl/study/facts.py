@@ -21,18 +21,11 @@ LIBRARIES = ("torch", "transformers", "trl", "mlflow")
 
 
 def head(recipe: Recipe, run_id: str, table: Mapping[str, Any]) -> dict[str, str]:
-    """Return the head of the report: label → text, empty where unknown.
-
-    Args:
-        recipe: of the study.
-        run_id: its run.
-        table: as `table.json` holds it.
-    """
+    """Return the head of a study's report: label → text, empty where unknown; `table` is as `table.json` holds it."""
     run = runs.opened(run_id)
     entry = next(iter(table.values()))
     cell = next(iter(entry["cells"].values()))
-    seeds = entry.get("seeds") or 1
-    training = recipe.train
+    seeds, training = entry.get("seeds") or 1, recipe.train
     method = "distillation" if training.teacher else "GRPO"
     return {
         "Model": recipe.model,

@@ -41,14 +41,13 @@ def write(path: Path, shown: Shown, gates: list[Gate]) -> None:
     from qrl import figures
 
     table = _read_table(shown)
-    diagnosed = shown.diagnosed.run_id if shown.diagnosed else ""
     study = figures.Study(
         table,
         facts.head(shown.recipe, shown.launcher.run_id, table),
         {cell: size for cell, size in facts.cells(shown.launcher).values() if size},
         gates,
         frame(shown.trained.run_id, names.HISTORY),
-        *(frame(diagnosed, name) for name in (names.WEIGHTS, names.STORED, names.BEHAVIOUR)),
+        *(frame(shown.diagnosed.run_id, name) for name in (names.WEIGHTS, names.STORED, names.BEHAVIOUR)),
     )
     figures.report(study, path)
 
@@ -80,12 +79,9 @@ def gates(name: str, launcher: Launcher, refused: str) -> list[Gate]:
         except BadInput:
             continue
         record = version.gate(stage)
-        if isinstance(record, dict):
-            time, reasons = record.get("at"), (record.get("why", ""),)
-        else:
-            time, reasons = (record.time, record.reasons) if record else ("", ())
-        if time and datetime.fromisoformat(time).timestamp() >= began:  # else it was decided in an earlier study
-            reason = re.sub(r"^Stage \S+ passes: ", "", " ".join(reasons))
+        # One decided before this study belongs to an earlier one.
+        if record and record.time and datetime.fromisoformat(record.time).timestamp() >= began:
+            reason = re.sub(r"^Stage \S+ passes: ", "", " ".join(record.reasons))
             cell = names.cell_name(version.variant, version.scheme)
             decided.append(Gate(stage, str(version.version), cell, "passed", reason))
     if refused:

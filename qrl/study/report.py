@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,6 @@ from qrl import names
 from qrl.recipe import Recipe
 from qrl.study import page
 from qrl.study.launch import Launcher, Result
-from qrl.study.outcome import SweepOutcome
 from qrl.study.page import Shown
 from qrl.tracking import contents, projects, store
 from qrl.workspace import workspace
@@ -23,6 +23,16 @@ from qrl.workspace import workspace
 if TYPE_CHECKING:
     from qrl.compare.convergence import Convergence
     from qrl.compare.ranking import Methods
+
+
+@dataclass
+class SweepOutcome:
+    """The runs that a sweep's arms made under all seeds, and what failed."""
+
+    cells: dict[str, dict[int, str]] = field(default_factory=dict)  # variant:scheme → seed → run of its evaluation
+    trained: dict[str, dict[int, str]] = field(default_factory=dict)  # variant → seed → run of its training
+    schemes: dict[str, str] = field(default_factory=dict)  # variant → the scheme of its own codes
+    failed: list[str] = field(default_factory=list)  # sentences
 
 
 def warn(sentences: list[str]) -> None:
@@ -52,8 +62,6 @@ def close(shown: Shown, seconds: float, *, stage: str | None = None, refused: st
     """Complete the page with gates and versions; print where everything is, what to run next, and how long it took.
 
     Args:
-        shown: from `show`.
-        seconds: that the study took.
         stage: the last one that a version earned; None where a gate refused one, so that nothing can be loaded.
         refused: the gate's reason, where it refused a stage.
     """
@@ -64,8 +72,7 @@ def close(shown: Shown, seconds: float, *, stage: str | None = None, refused: st
     with workspace(f"study-{launcher.run_id}") as work:
         page.write(work / names.REPORT, shown, page.gates(name, launcher, refused))
         contents.log_folder(work)
-    overhead = seconds - launcher.seconds
-    contents.log_scores({"study/seconds": seconds, "study/outside_steps_s": overhead})
+    contents.log_scores({"study/seconds": seconds, "study/outside_steps_s": seconds - launcher.seconds})
     folder = projects.artifact_place(launcher.run_id)
     lines = [
         f"Artifacts   {folder}: {', '.join(page.LINKED)}, {names.FIGURES}/",
@@ -77,36 +84,26 @@ def close(shown: Shown, seconds: float, *, stage: str | None = None, refused: st
             f'Load        python -c \'import qrl; model, tokenizer = qrl.load("{name}", stage="{stage}")\'',
             f"Serve       {_serve(recipe, stage)}",
         ]
-    click.echo(
-        "\n".join([*lines, f"Took        {seconds:.0f} s, {launcher.seconds:.0f} s of it in the steps that ran"])
-    )
+    lines.append(f"Took        {seconds:.0f} s, {launcher.seconds:.0f} s of it in the steps that ran")
+    click.echo("\n".join(lines))
 
 
 def sweep_table(launcher: Launcher, outcome: SweepOutcome, seeds: tuple[int, ...], seconds: float) -> None:
-    """Log and print a sweep's table of methods: methods.md, methods.json, questions.parquet, a figure, metrics.
-
-    Args:
-        launcher: of the sweep's steps.
-        outcome: what they left.
-        seeds: that were to be run.
-        seconds: that the sweep took.
-    """
+    """Log and print a sweep's table of methods: methods.md, methods.json, questions.parquet, a figure, metrics."""
     from qrl.compare import ranking
     from qrl.steps.compare import write_methods
     from qrl.tracking import cells
 
     whole = {cell: by_seed for cell, by_seed in outcome.cells.items() if len(by_seed) == len(seeds)}
-    failed = [*outcome.failed]
-    failed += [
-        f"{cell} has no healthy evaluation under every seed, and is left out."
-        for cell in outcome.cells
-        if cell not in whole
-    ]
+    incomplete = [cell for cell in outcome.cells if cell not in whole]
+    left_out = [f"{cell} has no healthy evaluation under every seed, and is left out." for cell in incomplete]
     frame = cells.rows([run_id for by_seed in whole.values() for run_id in by_seed.values()])
     methods = ranking.measure(frame)
     judged = (_convergence(methods, outcome, variant, scheme) for variant, scheme in outcome.schemes.items())
     with workspace(f"methods-{launcher.run_id}") as work:
-        text = write_methods(methods, work, [convergence for convergence in judged if convergence], failed)
+        text = write_methods(
+            methods, work, [convergence for convergence in judged if convergence], outcome.failed + left_out
+        )
         frame.to_parquet(work / names.QUESTIONS)
         contents.log_folder(work)
     contents.log_scores(ranking.metrics(methods) | {"study/seconds": seconds})

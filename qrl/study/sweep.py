@@ -21,8 +21,8 @@ from qrl.recipe import Recipe
 from qrl.study import preflight
 from qrl.study.environments import check_checkout, check_environments
 from qrl.study.launch import Launcher
-from qrl.study.outcome import SweepOutcome
 from qrl.study.pipeline import Model, Models, StudySteps
+from qrl.study.report import SweepOutcome
 from qrl.tracking.keys import SECTIONS
 
 FIRST = "tiny-ptq"

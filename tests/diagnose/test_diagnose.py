@@ -26,15 +26,22 @@ def change(source: Path, folder: Path, edit) -> Path:
     return folder
 
 
+def describe(folder: Path, matrix: torch.Tensor, **settings) -> dict[str, float]:
+    """Return what `measure` finds in a checkpoint of this one matrix."""
+    save_file({"lm_head.weight": matrix}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return weights.measure(folder, "base", **settings).iloc[0].to_dict()
+
+
 @pytest.fixture(scope="module")
 def frame(tiny_checkpoint):
     return weights.measure(tiny_checkpoint, "base")
 
 
-def test_measures_follow_their_definitions():
+def test_measures_follow_their_definitions(tmp_path):
     matrix = torch.randn(32, 200, generator=torch.Generator().manual_seed(0))
     matrix[3, 5], matrix[7, 0] = 9.0, -11.0
-    measured, w = weights.describe(matrix, outlier_multiplier=5.0), matrix.numpy().astype(np.float64)
+    measured, w = describe(tmp_path, matrix, outlier_multiplier=5.0), matrix.numpy().astype(np.float64)
     lower = np.sort(np.abs(w), axis=None)[(w.size - 1) // 2]
     peaks = np.abs(w).max(1)
     assert measured["median_abs"] == pytest.approx(lower)
@@ -133,16 +140,16 @@ def test_threads_change_nothing(tiny_checkpoint, frame):
     assert np.allclose(again.select_dtypes("number"), frame.select_dtypes("number"), rtol=1e-12, atol=0)
 
 
-def test_a_planted_outlier_counts_once_and_a_planted_channel_too():
+def test_a_planted_outlier_counts_once_and_a_planted_channel_too(tmp_path):
     matrix = torch.ones(16, 64)
     matrix[2, 9] = 100.0
-    measured = weights.describe(matrix, outlier_multiplier=6.0)
+    measured = describe(tmp_path, matrix, outlier_multiplier=6.0)
     assert measured["abs_outlier_frac"] == 1 / matrix.numel()
     assert measured["channel_outlier_frac"] == 1 / 16
 
 
-def test_a_matrix_of_zeros_is_described_without_a_crash():
-    measured = weights.describe(torch.zeros(4, 8))
+def test_a_matrix_of_zeros_is_described_without_a_crash(tmp_path):
+    measured = describe(tmp_path, torch.zeros(4, 8))
     assert measured["max_abs"] == 0
     assert np.isnan(measured["w4_relative_mse"])
 

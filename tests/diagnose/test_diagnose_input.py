@@ -158,7 +158,7 @@ def test_a_checkpoint_without_a_matrix_is_refused(tiny_checkpoint, tmp_path):
 
 def test_a_quantization_config_must_be_an_object(tiny_checkpoint, tmp_path):
     strange = changed(tiny_checkpoint, tmp_path / "strange", quantization_config="nf4")
-    assert "has a quantization_config that is no object" in refused(tiny_checkpoint, strange, tmp_path / "out")
+    assert "has a quantization_config that is not an object" in refused(tiny_checkpoint, strange, tmp_path / "out")
 
 
 def test_a_place_that_cannot_be_written_is_named(tiny_checkpoint, tmp_path):

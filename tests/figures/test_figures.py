@@ -323,7 +323,8 @@ def test_titles_say_what_the_numbers_say():
         "a and b",
         "a, b and c",
     ]
-    assert comparison._survival_title(found.judged(), False) == "The gain survives nf4; it is lost under awq"
+    verdicts = [(row.scheme, verdict.verdict) for row, verdict, _ in found.judged()]
+    assert comparison.survival_finding(verdicts, False, "Gain") == "The gain survives nf4; it is lost under awq"
     assert comparison._gain_title("grpo", found.row("full").delta).startswith("grpo gains +0.140 [")
     assert (
         "loses 1.575 % of the weights' energy after training, 5 % more than before (1.5 %)"
