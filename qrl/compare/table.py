@@ -23,13 +23,11 @@ _SENTENCES = {
 
 def as_sentence(comparison: Comparison) -> str:
     """Return one sentence per trained variant and quantized scheme, or the gains if there is no quantized scheme."""
-    judged = comparison.judged()
+    judged, rows = comparison.judged(), comparison.rows
     if judged:
         return "\n".join(_verdict(comparison, *row) for row in judged)
-    gains = "; ".join(
-        f"{row.variant} gains {interval(row.delta)} over base on n = {row.delta.n} questions" for row in comparison.rows
-    )
-    return f"No quantized scheme was evaluated, so gain survival is not defined; at full precision {gains}."
+    gains = [f"{row.variant} gains {interval(row.delta)} over base on n = {row.delta.n} questions" for row in rows]
+    return f"No quantized scheme was evaluated, so gain survival is not defined; at full precision {'; '.join(gains)}."
 
 
 def as_markdown(comparison: Comparison) -> str:
@@ -79,14 +77,10 @@ def _pass_at(comparison: Comparison) -> list[str]:
     every = (1, *sorted({k for by_k in comparison.pass_at.values() for k in by_k}))
     body = []
     for (variant, scheme), by_k in comparison.pass_at.items():
-        first = comparison.cells[variant, scheme]
+        first, samples = comparison.cells[variant, scheme], comparison.evidence.samples[variant, scheme]
         shares = {1: first} | by_k
-        name, samples = (
-            names.cell_name(variant, comparison.shown(scheme)),
-            comparison.evidence.samples((variant, scheme)),
-        )
         texts = (_with_error(shares[k]) if k in shares else "too few" for k in every)
-        body.append((name, str(first.n), str(samples), *texts))
+        body.append((names.cell_name(variant, comparison.shown(scheme)), str(first.n), str(samples), *texts))
     head = ("cell", "n", "samples per question", *(f"pass@{k}" for k in every))
     note = "Accuracies above are pass@1: the mean over a question's samples, with errors over questions."
     return ["## Several samples per question", "", *table(head, body), "", note, ""]
@@ -146,10 +140,8 @@ def _notes(comparison: Comparison) -> list[str]:
             "outcomes per question would make most intervals narrower."
         )
     elif comparison.evidence.clusters:
-        groups = comparison.evidence.clusters
-        pairing = (
-            f"Differences are paired by question, with standard errors clustered over {groups} groups of questions."
-        )
+        groups = f"{comparison.evidence.clusters} groups of questions"
+        pairing = f"Differences are paired by question, with standard errors clustered over {groups}."
     else:
         pairing = "Differences are paired by question: every cell answered the same questions."
     if len(comparison.runs) == 1:
@@ -185,7 +177,7 @@ def _differing(comparison: Comparison) -> list[str]:
 
 def _bootstrap(comparison: Comparison) -> list[str]:
     """Return how far the bootstrap's interval ends are from the closed form's."""
-    pairs = [(row.bootstrap[name], getattr(row, name)) for row in comparison.rows for name in row.bootstrap]
+    pairs = [(drawn, row.differences[name]) for row in comparison.rows for name, drawn in row.bootstrap.items()]
     if not pairs:
         return []
     apart = max(max(abs(drawn.low - closed.low), abs(drawn.high - closed.high)) for drawn, closed in pairs)

@@ -94,7 +94,7 @@ def read_pilot(path: str, scheme: str | None) -> Pilot:
             "give --gain yourself."
         )
     order = [(variant, kind) for kind in (names.FULL, row.scheme) for variant in (names.BASE, row.variant)]
-    cells = comparison.evidence.outcomes.cells
+    cells = comparison.evidence.cells
     per_run = [plan.of_pilot(*(cells[cell][run] for cell in order)) for run in range(len(comparison.runs))]
     assumed = {key: float(np.mean([values[key] for values in per_run])) for key in per_run[0]}
     if gain.runs:
