@@ -169,8 +169,8 @@ def _to_decide(gain: Estimate, tested: _Tested) -> tuple[int | None, int | None]
     Both hold with `POWER` if the estimates are the truth; None if no number up to a thousand times the present one does
     it.
     """
-    separated = [(test, abs(test.estimate - bound), tested.tail) for test, bound in tested.tests]
-    settled = [(gain, gain.estimate, TAIL), *separated]
+    settled = [(gain, gain.estimate, TAIL)]
+    settled += [(test, abs(test.estimate - bound), tested.tail) for test, bound in tested.tests]
     if gain.estimate <= 0 or min(distance for _, distance, _ in settled) < 1e-9:
         return None, None
     if gain.runs is None:  # every reach and stderr shrinks with the root of n
@@ -178,13 +178,13 @@ def _to_decide(gain: Estimate, tested: _Tested) -> tuple[int | None, int | None]
         n = max(gain.n + 1, math.ceil(gain.n * times))
         return (n if n <= 1000 * gain.n else None), None
 
-    def decides(questions: float = 1.0, runs: int | None = None) -> bool:
-        return all(
-            smallest_detectable(value.projected(questions, runs), tail) <= distance for value, distance, tail in settled
-        )
+    def decides(questions: float, runs: int) -> bool:
+        expected = ((value.projected(questions, runs), distance, tail) for value, distance, tail in settled)
+        return all(smallest_detectable(value, tail) <= distance for value, distance, tail in expected)
 
-    n = least(lambda n: decides(questions=n / gain.n), gain.n + 1, 1000 * gain.n)
-    return n, least(lambda runs: decides(runs=runs), gain.runs.count + 1, 1000)
+    present = gain.runs.count
+    n = least(lambda n: decides(n / gain.n, present), gain.n + 1, 1000 * gain.n)
+    return n, least(lambda runs: decides(1.0, runs), present + 1, 1000)
 
 
 def least(holds: Callable[[int], bool], first: int, last: int) -> int | None:
