@@ -23,8 +23,7 @@ def gain_survival(contrast: Callable[[dict[Cell, float]], T], variant: str, sche
 
     Args:
         contrast: computes a weighted sum of cells' accuracies, such as `Questions.contrast`.
-        variant: the trained variant.
-        scheme: the quantized scheme q.
+        variant, scheme: the trained variant, and the quantized scheme q.
         share: of the full-precision gain to subtract; with ½ the result is above 0 if more than half of the gain is
             kept.
 

@@ -85,17 +85,13 @@ def _row(row: Row) -> dict[str, Any]:
 def _seeds(row: Row) -> dict[str, Any]:
     """Return the spread between and within training runs, and each run's own estimates."""
     runs = {name: value.runs for name, value in row.differences.items() if value.runs}
-    if not runs:
-        return {"between_seed_sd": None, "within_seed_sd": None, "per_seed": {}}
     per_seed: dict[str, Any] = {}
     for name, of_difference in runs.items():
         for label, value in zip(of_difference.labels, of_difference.values, strict=True):
             per_seed.setdefault(label, {})[name] = numbers(value) | {"n": value.n}
-    return {
-        "between_seed_sd": {name: value.between_sd for name, value in runs.items()},
-        "within_seed_sd": {name: value.within_sd for name, value in runs.items()},
-        "per_seed": per_seed,
-    }
+    between = {name: value.between_sd for name, value in runs.items()}
+    within = {name: value.within_sd for name, value in runs.items()}
+    return {"between_seed_sd": between or None, "within_seed_sd": within or None, "per_seed": per_seed}
 
 
 def _cell(comparison: Comparison, cell: Cell) -> dict[str, Any]:

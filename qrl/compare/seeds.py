@@ -46,10 +46,8 @@ def _spread(comparison: Comparison, rows: list[Row]) -> list[str]:
 def _notes(comparison: Comparison) -> list[str]:
     seeds, answered = len(comparison.runs), sum(map(len, comparison.evidence.groups))
     if answered == seeds * comparison.n:
-        design = (
-            f"All {seeds} seeds answered the same questions, so the error from the choice of questions does not shrink "
-            "with more seeds."
-        )
+        error = "the error from the choice of questions does not shrink with more seeds"
+        design = f"All {seeds} seeds answered the same questions, so {error}."
     elif answered == comparison.n:
         design = "Each seed answered its own questions, so both spreads shrink with more seeds."
     else:
@@ -67,9 +65,6 @@ def _notes(comparison: Comparison) -> list[str]:
             f"set to 0; {seeds} seeds cannot show that it is 0."
         )
     if seeds < 5:
-        freedom = "1 degree" if seeds == 2 else f"{seeds - 1} degrees"
-        lines.append(
-            f"{seeds} seeds estimate the between-seed spread poorly (t with {freedom} of freedom), so the intervals "
-            "are wide."
-        )
+        freedom = f"t with {'1 degree' if seeds == 2 else f'{seeds - 1} degrees'} of freedom"
+        lines.append(f"{seeds} seeds estimate the between-seed spread poorly ({freedom}), so the intervals are wide.")
     return lines

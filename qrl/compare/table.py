@@ -47,15 +47,10 @@ def _cells(comparison: Comparison) -> list[str]:
         for row in rows:
             accuracies = [_accuracy(comparison, (variant, row.scheme)) for variant in (names.BASE, trained)]
             p = row.delta.p_two_sided if t_test else row.mcnemar
-            body.append((
-                comparison.shown(row.scheme),
-                *engine,
-                *accuracies,
-                interval(row.delta),
-                "unpaired" if p is None else f"{p:.2g}",
-                interval(row.gain_survival) if row.gain_survival else "not defined",
-                f"**{row.verdict.verdict}**" if row.verdict else "reference",
-            ))  # fmt: skip
+            delta = [interval(row.delta), "unpaired" if p is None else f"{p:.2g}"]
+            survival = interval(row.gain_survival) if row.gain_survival else "not defined"
+            verdict = f"**{row.verdict.verdict}**" if row.verdict else "reference"
+            body.append((comparison.shown(row.scheme), *engine, *accuracies, *delta, survival, verdict))
         lines += [f"## Did the gain of {trained} survive?", "", *table(head, body), ""]
     return [*lines, *_pass_at(comparison)]
 
@@ -96,8 +91,8 @@ def _losses(comparison: Comparison) -> list[str]:
 
 
 def _verdicts(comparison: Comparison) -> list[str]:
-    sentences = [f"{_verdict(comparison, *row)} {_power(*row[:2])}" for row in comparison.judged()]
-    return ["## Verdict", "", *(f"- {sentence}" for sentence in sentences or [as_sentence(comparison)]), ""]
+    sentences = [f"- {_verdict(comparison, *row)} {_power(*row[:2])}" for row in comparison.judged()]
+    return ["## Verdict", "", *(sentences or [f"- {as_sentence(comparison)}"]), ""]
 
 
 def _verdict(comparison: Comparison, row: Row, verdict: Verdict, survival: Estimate) -> str:
@@ -115,14 +110,12 @@ def _power(row: Row, verdict: Verdict) -> str:
     ways = [f"about {_rounded_up(verdict.n_to_decide):,} questions"] if verdict.n_to_decide else []
     ways += [f"{verdict.seeds_to_decide} seeds"] if verdict.seeds_to_decide else []
     if ways:
-        decided = " or ".join(ways)
-        sentences.append(f"If these estimates are the truth, {decided} would decide with the same power.")
+        sentences.append(f"If these estimates are the truth, {' or '.join(ways)} would decide with the same power.")
     if row.p_holm is not None:
         sentences.append(f"One-sided p against the margin: {verdict.p_value:.2g}, Holm-corrected {row.p_holm:.2g}.")
     if row.holds_together is False:
-        sentences.append(
-            "**Significant alone, but not after Holm's correction for the other schemes**: a lead, not a result."
-        )
+        alone = "**Significant alone, but not after Holm's correction for the other schemes**"
+        sentences.append(f"{alone}: a lead, not a result.")
     return " ".join(sentences)
 
 
@@ -134,6 +127,7 @@ def _rounded_up(n: int) -> int:
 
 def _notes(comparison: Comparison) -> list[str]:
     """Return how to read the tables."""
+    pairing = "Differences are paired by question: every cell answered the same questions."
     if not comparison.paired:
         pairing = (
             "Only counts are known, so cells are compared as independent samples; "
@@ -142,8 +136,6 @@ def _notes(comparison: Comparison) -> list[str]:
     elif comparison.evidence.clusters:
         groups = f"{comparison.evidence.clusters} groups of questions"
         pairing = f"Differences are paired by question, with standard errors clustered over {groups}."
-    else:
-        pairing = "Differences are paired by question: every cell answered the same questions."
     if len(comparison.runs) == 1:
         pairing += " There is one training run, so no interval includes the variation between training seeds."
     margin = "half the full-precision gain, at least 0.02"
@@ -181,7 +173,5 @@ def _bootstrap(comparison: Comparison) -> list[str]:
     if not pairs:
         return []
     apart = max(max(abs(drawn.low - closed.low), abs(drawn.high - closed.high)) for drawn, closed in pairs)
-    return [
-        f"A paired bootstrap over questions (10,000 resamples, seeded) agrees with every interval end to within "
-        f"{max(apart, 0.001):.3f}."
-    ]
+    check = "A paired bootstrap over questions (10,000 resamples, seeded)"
+    return [f"{check} agrees with every interval end to within {max(apart, 0.001):.3f}."]

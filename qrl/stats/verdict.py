@@ -71,36 +71,29 @@ def judge(
         return conclude("inconclusive", edge)
     if not gain.low > 0:
         n, seeds = _to_decide(gain, tested)
-        reason = (
-            f"the full-precision gain, {interval(gain)}, is not shown to be above 0, so there is nothing to survive"
-        )
+        reason = f"the full-precision gain, {interval(gain)}, is not shown to be above 0"
+        reason += ", so there is nothing to survive"
         return conclude("inconclusive", reason, n_to_decide=n, seeds_to_decide=seeds)
     if survives and gain.estimate <= margin:
-        reason = (
-            f"the full-precision gain, {signed(gain.estimate)}, is no larger than the margin, {margin:.3f}, "
-            "so even losing all of it would count as survival"
-        )
+        reason = f"the full-precision gain, {signed(gain.estimate)}, is no larger than the margin, {margin:.3f}"
+        reason += ", so even losing all of it would count as survival"
         return conclude("inconclusive", reason, p_value=tested.p_survives)
     if survives:
         bound = f"the one-sided 95 % lower bound of gain survival, {signed(survival.lower)},"
         if tested.tail == TAIL:
-            bound = (
-                f"the lower end of the 95 % interval of gain survival, {signed(survival.low)}, "
-                "(used because either margin may apply, so each gets half the error)"
-            )
+            bound = f"the lower end of the 95 % interval of gain survival, {signed(survival.low)},"
+            bound += " (used because either margin may apply, so each gets half the error)"
         return conclude("survives", f"{bound} is above −margin, {below}", p_value=tested.p_survives)
     if lost:
         reason = f"the one-sided 95 % upper bound of gain survival, {signed(survival.upper)}, is below −margin, {below}"
         return conclude("lost", reason, p_value=tested.p_lost)
-    reason = (
-        f"−margin, {below}, is between the one-sided 95 % bounds of gain survival, "
-        f"{signed(survival.lower)} and {signed(survival.upper)}"
-    )
+    bounds = f"{signed(survival.lower)} and {signed(survival.upper)}"
+    reason = f"−margin, {below}, is between the one-sided 95 % bounds of gain survival, {bounds}"
     if not survival.lower <= -margin <= survival.upper:
         reason = (
-            f"the margin, {margin:.3f}, is half of an estimated gain, and once the error of that estimate is included, "
-            "−margin is within the one-sided 95 % bounds"
+            f"the margin, {margin:.3f}, is half of an estimated gain, and once the error of that estimate is included"
         )
+        reason += ", −margin is within the one-sided 95 % bounds"
     n, seeds = _to_decide(gain, tested)
     p_value = min(tested.p_survives, tested.p_lost)
     return conclude("inconclusive", reason, n_to_decide=n, seeds_to_decide=seeds, p_value=p_value)
@@ -148,10 +141,8 @@ def _edge(accuracies: dict[str, float]) -> str | None:
     for name, rate in accuracies.items():
         if not FLOOR <= rate <= CEILING:
             edge, change = ("floor", "lose") if rate < FLOOR else ("ceiling", "gain")
-            return (
-                f"{name} is at the {edge} (accuracy {rate:.3f}) and can hardly {change} anything, "
-                "so differences between cells mean little"
-            )
+            at_edge = f"{name} is at the {edge} (accuracy {rate:.3f}) and can hardly {change} anything"
+            return f"{at_edge}, so differences between cells mean little"
     return None
 
 
