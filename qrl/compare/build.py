@@ -77,9 +77,7 @@ def _comparison(
         return variant != names.BASE, variant != names.GRPO, variant, known, scheme
 
     if margin is not None and not 0 < margin < 1:
-        raise BadInput(
-            f"The margin is {margin!r}, but must be between 0 and 1: the loss of accuracy that still counts as "
-            "survival."
-        )
+        expected = "must be between 0 and 1: the loss of accuracy that still counts as survival"
+        raise BadInput(f"The margin is {margin!r}, but {expected}.")
     accuracies = {cell: evidence.accuracy(cell) for cell in sorted(cells, key=rank)}
     return Comparison(accuracies, evidence, margin, engine, full)

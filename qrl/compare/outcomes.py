@@ -66,15 +66,11 @@ def _runs(counted: pd.DataFrame) -> tuple[str, ...]:
     every = set().union(*by_cell.values())
     for cell, seeds in by_cell.items():
         if "" in seeds and len(every) > 1:
-            raise BadInput(
-                f"Cell {cell_name(*cell)} has answers without a seed beside others with one: "
-                "name the training run of every answer."
-            )
+            mixed = f"Cell {cell_name(*cell)} has answers without a seed beside others with one"
+            raise BadInput(f"{mixed}: name the training run of every answer.")
         if seeds != every:
-            raise BadInput(
-                f"Cell {cell_name(*cell)} lacks seed {quoted(sorted(every - seeds))} of {quoted(sorted(every))}: "
-                "every trained cell is needed for every training run."
-            )
+            lacks = f"lacks seed {quoted(sorted(every - seeds))} of {quoted(sorted(every))}"
+            raise BadInput(f"Cell {cell_name(*cell)} {lacks}: every trained cell is needed for every training run.")
     for label in every:
         if label and not LABEL.fullmatch(label):
             raise BadInput(f"'{label}' is no label for a seed: {LABEL_RULE}.")
@@ -118,14 +114,11 @@ def _groups(table: pd.DataFrame, questions: list[pd.Index]) -> tuple[tuple[np.nd
     labels = pd.DataFrame(table.groupby("question")["cluster"].agg(["nunique", "first", "size", "count"]))
     broken = pd.DataFrame(labels[(labels["nunique"] != 1) | (labels["size"] != labels["count"])])
     if len(broken):
-        raise BadInput(
-            f"Question '{broken.index[0]}' has no single cluster: "
-            "each question belongs to one group, the same in every cell."
-        )
+        expected = "each question belongs to one group, the same in every cell"
+        raise BadInput(f"Question '{broken.index[0]}' has no single cluster: {expected}.")
     if len(set(labels["first"])) < 2:
-        raise BadInput(
-            "All questions are in one cluster, which gives no error bar: drop the column, or name the real groups."
-        )
+        advice = "drop the column, or name the real groups"
+        raise BadInput(f"All questions are in one cluster, which gives no error bar: {advice}.")
     codes, distinct = pd.factorize(labels["first"].astype(str), sort=True)
     of_question = pd.Series(codes, index=labels.index)
     return tuple(of_question.loc[run].to_numpy() for run in questions), len(distinct)

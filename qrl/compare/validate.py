@@ -31,17 +31,13 @@ def check_grid(cells: Mapping[tuple[str, str], Any], n: int) -> None:
         if not LABEL.fullmatch(label):
             raise BadInput(f"'{label}' is not a valid label for a variant or scheme: {LABEL_RULE}.")
     if BASE not in variants:
-        raise BadInput(
-            f"The variants are {quoted(variants)}, but gains are measured from '{BASE}': give the untrained variant "
-            "that name."
-        )
+        measured = f"The variants are {quoted(variants)}, but gains are measured from '{BASE}'"
+        raise BadInput(f"{measured}: give the untrained variant that name.")
     if len(variants) == 1:
         raise BadInput(f"'{BASE}' is the only variant: a comparison needs a trained one beside it.")
     if FULL not in schemes:
-        raise BadInput(
-            f"The schemes are {quoted(schemes)}, but gain survival is measured from '{FULL}': "
-            "give the full-precision scheme that name."
-        )
+        measured = f"The schemes are {quoted(schemes)}, but gain survival is measured from '{FULL}'"
+        raise BadInput(f"{measured}: give the full-precision scheme that name.")
     for cell in product(variants, schemes):
         if cell not in cells:
             raise BadInput(
@@ -59,18 +55,14 @@ def check_columns(frame: pd.DataFrame) -> None:
         BadInput: a column is missing, a required value is empty, or a value is a list or an object.
     """
     if missing := [column for column in COLUMNS if column not in frame]:
-        raise BadInput(
-            f"The table of outcomes lacks {quoted(missing)}: expected the columns {quoted(COLUMNS)}, "
-            "a row per cell and question."
-        )
+        expected = f"expected the columns {quoted(COLUMNS)}, a row per cell and question"
+        raise BadInput(f"The table of outcomes lacks {quoted(missing)}: {expected}.")
     if frame.empty:
         raise BadInput("The table of outcomes is empty: expected a row per cell and question.")
     for column in frame.columns.intersection([*COLUMNS, "seed", "cluster", "sample"], sort=False):
         if nested := [value for value in frame[column] if isinstance(value, list | dict | set | tuple | np.ndarray)]:
-            raise BadInput(
-                f"The column '{column}' holds values such as {str(nested[0])[:40]!r}, but every value must be one "
-                "label or number: write it as text."
-            )
+            found = f"The column '{column}' holds values such as {str(nested[0])[:40]!r}"
+            raise BadInput(f"{found}, but every value must be one label or number: write it as text.")
     for column in COLUMNS:
         if empty := np.count_nonzero(frame[column].isna()):
             raise BadInput(f"The column '{column}' has {empty} empty values: every row needs {quoted(COLUMNS)}.")
