@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
@@ -13,7 +14,6 @@ from qrl.compare.evidence import Cell, Counts, Questions
 from qrl.compare.outcomes import outcomes
 from qrl.compare.validate import check_grid
 from qrl.errors import BadInput
-from qrl.names import BASE
 
 
 def from_questions(frame: pd.DataFrame, *, margin: float | None = None) -> Comparison:
@@ -29,10 +29,9 @@ def from_questions(frame: pd.DataFrame, *, margin: float | None = None) -> Compa
         BadInput: columns are missing, outcomes are not 0 or 1, rows are duplicated, cells answered different questions,
             or base or full is missing.
     """
-    evidence = Questions(outcomes(frame))
-    cells = {cell: evidence.accuracy(cell) for cell in _ordered(evidence.outcomes.cells)}
+    evidence = outcomes(frame)
     engine, full = compatibility.engine(frame), compatibility.full_with_dtype(frame)
-    return Comparison(cells, evidence, _margin(margin), engine, full)
+    return _comparison(evidence, evidence.cells, margin, engine, full)
 
 
 def from_counts(counts: dict[str, Any], *, margin: float | None = None) -> Comparison:
@@ -46,45 +45,39 @@ def from_counts(counts: dict[str, Any], *, margin: float | None = None) -> Compa
         BadInput: n is missing, a count is outside 0..n, or no gain can be computed from the cells.
     """
     n = counts.get("n")
-    if not isinstance(n, int) or isinstance(n, bool) or n < 2:
+    if type(n) is not int or n < 2:  # True is an int too
         raise BadInput(f"'n' is {n!r}, but must be the number of questions, a whole number of at least 2.")
     correct: dict[Cell, int] = {}
     for variant, schemes in counts.items():
         if variant == "n":
             continue
         if not isinstance(schemes, dict):
-            raise BadInput(
-                f"'{variant}' is {schemes!r}, but must map schemes to right answers, as in {{\"full\": 68}}."
-            )
-        correct |= {(variant, names.scheme(scheme)): count for scheme, count in schemes.items()}
-    for cell, count in correct.items():
-        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= n:
-            raise BadInput(
-                f"Cell {names.cell_name(*cell)} has {count!r} right answers, "
-                f"but must have a whole number from 0 to n = {n}."
-            )
+            expected = 'must map schemes to right answers, as in {"full": 68}'
+            raise BadInput(f"'{variant}' is {schemes!r}, but {expected}.")
+        for label, count in schemes.items():
+            cell = variant, names.scheme(label)
+            if type(count) is not int or not 0 <= count <= n:
+                problem = f"Cell {names.cell_name(*cell)} has {count!r} right answers"
+                raise BadInput(f"{problem}, but must have a whole number from 0 to n = {n}.")
+            correct[cell] = count
     if not correct:
         raise BadInput('The counts name no cell: expected {"n": 100, "base": {"full": 68}, "grpo": {"full": 72}}.')
     check_grid(correct, n)
-    evidence = Counts(correct, n)
-    return Comparison({cell: evidence.accuracy(cell) for cell in _ordered(correct)}, evidence, _margin(margin))
+    return _comparison(Counts(correct, n), correct, margin)
 
 
-def _ordered(cells: dict[Cell, Any]) -> list[Cell]:
-    """Sort base before the trained variants, full before the quantized schemes, known schemes before the user's own."""
+def _comparison(
+    evidence: Questions | Counts, cells: Iterable[Cell], margin: float | None, engine: str = "", full: str = names.FULL
+) -> Comparison:
+    """Return the comparison, with base and full before the others and known schemes before the user's own."""
 
     def rank(cell: Cell) -> tuple:
         variant, scheme = cell
         known = names.SCHEMES.index(scheme) if scheme in names.SCHEMES else len(names.SCHEMES)
-        return variant != BASE, variant != names.GRPO, variant, known, scheme
+        return variant != names.BASE, variant != names.GRPO, variant, known, scheme
 
-    return sorted(cells, key=rank)
-
-
-def _margin(margin: float | None) -> float | None:
     if margin is not None and not 0 < margin < 1:
-        raise BadInput(
-            f"The margin is {margin!r}, but must be between 0 and 1: the loss of accuracy that still counts as "
-            "survival."
-        )
-    return margin
+        expected = "must be between 0 and 1: the loss of accuracy that still counts as survival"
+        raise BadInput(f"The margin is {margin!r}, but {expected}.")
+    accuracies = {cell: evidence.accuracy(cell) for cell in sorted(cells, key=rank)}
+    return Comparison(accuracies, evidence, margin, engine, full)

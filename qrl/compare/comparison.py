@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from qrl import names, stats
 from qrl.compare import record, table
@@ -23,8 +23,7 @@ def gain_survival(contrast: Callable[[dict[Cell, float]], T], variant: str, sche
 
     Args:
         contrast: computes a weighted sum of cells' accuracies, such as `Questions.contrast`.
-        variant: the trained variant.
-        scheme: the quantized scheme q.
+        variant, scheme: the trained variant, and the quantized scheme q.
         share: of the full-precision gain to subtract; with ½ the result is above 0 if more than half of the gain is
             kept.
 
@@ -55,6 +54,11 @@ class Row:
     bootstrap: dict[str, Estimate] = field(default_factory=dict)
 
     @property
+    def differences(self) -> dict[str, Estimate]:
+        """`delta`, and `gain_survival` if it is defined."""
+        return {"delta": self.delta} | ({"gain_survival": self.gain_survival} if self.gain_survival else {})
+
+    @property
     def holds_together(self) -> bool | None:
         """Whether the verdict remains significant after Holm's correction; None if it is inconclusive."""
         if self.verdict is None or self.verdict.verdict == "inconclusive" or self.p_holm is None:
@@ -80,6 +84,9 @@ class Comparison:
     margin: float | None
     engine: str = ""
     full: str = FULL
+
+    table_json, metrics = record.as_json, record.as_metrics
+    markdown, sentence = table.as_markdown, table.as_sentence
 
     @property
     def n(self) -> int:
@@ -116,10 +123,8 @@ class Comparison:
     def rows(self) -> tuple[Row, ...]:
         """Every trained variant under every scheme, with Holm's correction over all verdicts."""
         rows = [self._row(variant, scheme) for variant in self.variants[1:] for scheme in self.schemes]
-        tested = {
-            i: row.verdict.p_value for i, row in enumerate(rows) if row.verdict and row.verdict.p_value is not None
-        }
-        for i, p in zip(tested, stats.holm(list(tested.values())), strict=True):
+        p_values = {i: row.verdict.p_value for i, row in enumerate(rows) if row.verdict}
+        for i, p in stats.holm_by_key(p_values).items():
             rows[i] = replace(rows[i], p_holm=p)
         return tuple(rows)
 
@@ -148,22 +153,6 @@ class Comparison:
         """Return the scheme as tables and figures show it."""
         return self.full if scheme == FULL else scheme
 
-    def table_json(self) -> dict[str, Any]:
-        """Return the contract `table.json`; see `record.as_json`."""
-        return record.as_json(self)
-
-    def markdown(self) -> str:
-        """Return the study as Markdown tables and sentences."""
-        return table.as_markdown(self)
-
-    def sentence(self) -> str:
-        """Return the verdict on gain survival, one sentence per quantized scheme."""
-        return table.as_sentence(self)
-
-    def metrics(self) -> dict[str, float]:
-        """Return `compare/delta_<scheme>`, `compare/gain_survival_<scheme>`, and their `_stderr`, `_low`, `_high`."""
-        return record.as_metrics(self)
-
     def _row(self, variant: str, scheme: str) -> Row:
         base, trained, base_full, trained_full = ((v, s) for s in (scheme, FULL) for v in (BASE, variant))
         contrast, bootstrap = self.evidence.contrast, self.evidence.bootstrap
@@ -172,9 +161,8 @@ class Comparison:
         if scheme != FULL:
             resampled["gain_survival"] = gain_survival(bootstrap, variant, scheme)
             survival, kept = (gain_survival(contrast, variant, scheme, share) for share in (1, 0.5))
-            four = {
-                names.cell_name(*cell): self.cells[cell].estimate for cell in (base_full, trained_full, base, trained)
-            }
+            order = (base_full, trained_full, base, trained)
+            four = {names.cell_name(*cell): self.cells[cell].estimate for cell in order}
             verdict = judge(self.difference(trained_full, base_full), survival, kept, four, self.margin)
             losses = {BASE: self.difference(base, base_full), variant: self.difference(trained, trained_full)}
             row = replace(row, gain_survival=survival, verdict=verdict, losses=losses)

@@ -52,10 +52,9 @@ def engine(frame: pd.DataFrame) -> str:
     if names.ENGINE not in frame:
         return ""
     engines = sorted(frame[names.ENGINE].dropna().astype(str).unique())
-    programs, _, versions = (
-        zip(*(engine.partition(" ") for engine in engines), strict=True) if engines else ((), (), ())
-    )
-    if len(set(programs)) > 1 or len(set(versions) - {""}) > 1:
+    programs = {engine.partition(" ")[0] for engine in engines}
+    versions = {engine.partition(" ")[2] for engine in engines} - {""}
+    if max(len(programs), len(versions)) > 1:
         raise BadInput(
             f"The cells were answered by different engines ({', '.join(engines)}) with different arithmetic, so they "
             "cannot be compared: evaluate all of them with one evaluate.engine."

@@ -30,21 +30,16 @@ class Convergence:
     change: Estimate | None  # last − first; None for one seed with one step per quarter
 
     @property
-    def improved(self) -> bool:
-        """Whether the objective is no worse at the end."""
-        return self.last >= self.first if self.measure == "reward" else self.last <= self.first
+    def reason(self) -> str:
+        """The conditions of the rule that are not met; empty if the training converged."""
+        improved = self.last >= self.first if self.measure == "reward" else self.last <= self.first
+        parts = [] if self.gain.low > 0 else ["no significant gain over base in the same scheme"]
+        parts += [] if improved else [f"the {self.measure} got worse"]
+        return " and ".join(parts)
 
     @property
     def converged(self) -> bool:
-        """Whether both conditions of the rule are met."""
-        return self.gain.low > 0 and self.improved
-
-    @property
-    def reason(self) -> str:
-        """The conditions that are not met; empty if the training converged."""
-        parts = [] if self.gain.low > 0 else ["no significant gain over base in the same scheme"]
-        parts += [] if self.improved else [f"the {self.measure} got worse"]
-        return " and ".join(parts)
+        return not self.reason
 
     def row(self) -> tuple[str, str, str, str]:
         """Return the cells of a table row."""
@@ -71,16 +66,10 @@ def judge(variant: str, scheme: str, gain: Estimate, histories: Sequence[Sequenc
 
 
 def change(histories: Sequence[Sequence[float]]) -> Estimate | None:
-    """Return the last quarter's mean − the first quarter's, with its 95 % interval.
+    """Return the last quarter's mean − the first quarter's; None for one seed with one step per quarter.
 
     With several seeds the interval is over seeds, each counting once. With one it is over steps, which used different
     prompts; a second training of the same recipe may differ by more.
-
-    Args:
-        histories: per seed, one value per step.
-
-    Returns:
-        None for one seed with one step per quarter.
 
     Source: t with S − 1 degrees of freedom; Welch, Biometrika 34 (1947) 28, for two quarters of one seed.
     """

@@ -3,45 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
 
 from qrl.compare.compatibility import parts
-from qrl.compare.validate import LABEL, LABEL_RULE, check_grid, checked, quoted
+from qrl.compare.evidence import Cell, Questions
+from qrl.compare.validate import ENOUGH, LABEL, LABEL_RULE, check_grid, checked, quoted
 from qrl.errors import BadInput
 from qrl.names import BASE, cell_name
 
 CELL = ["variant", "scheme"]
 
 
-@dataclass(frozen=True)
-class Outcomes:
-    """Cells' outcomes per training run, aligned by question.
-
-    Attributes:
-        runs: seeds of the training runs; one empty label if they are not named.
-        cells: (variant, scheme) → per run (n_s,) the share of each question's samples that are right; 0 or 1 for one
-            sample.
-        groups: per run (n_s,) a number for each question, or for its group of questions.
-        samples: (variant, scheme) → answers to each question.
-        n: distinct questions over all runs.
-        clusters: number of groups of questions, or None if questions are independent.
-        differing: cell of the base → questions on which its answers differ between seeds, though the base is one model;
-            only cells with such questions.
-    """
-
-    runs: tuple[str, ...]
-    cells: dict[tuple[str, str], tuple[np.ndarray, ...]]
-    groups: tuple[np.ndarray, ...]
-    samples: dict[tuple[str, str], int]
-    n: int
-    clusters: int | None
-    differing: dict[tuple[str, str], int] = field(default_factory=dict)
-
-
-def outcomes(frame: pd.DataFrame) -> Outcomes:
+def outcomes(frame: pd.DataFrame) -> Questions:
     """Return cells' outcomes from a table of answers.
 
     The base is one model under every seed. If it was not evaluated under a run's seed, its answers to the same
@@ -57,22 +32,18 @@ def outcomes(frame: pd.DataFrame) -> Outcomes:
     table = checked(frame)
     check_grid(dict.fromkeys(zip(table["variant"], table["scheme"], strict=True)), len(set(table["question"])))
     counted = table.groupby([*CELL, "seed", "question"], sort=True)["correct"].agg(["mean", "size"]).reset_index()
-    samples = _samples(counted)
-    runs = _runs(counted)
+    samples, runs = _samples(counted), _runs(counted)
     wide = [_wide(counted, run) for run in runs]
     groups, clusters = _groups(table, [run.index for run in wide])
     for run, group in zip(runs, groups, strict=True):
         if len(np.unique(group)) < 2:
-            raise BadInput(
-                f"Seed {run} has questions of one group only, which give no error bar: "
-                "expected at least 2, and hundreds for a verdict."
-            )
+            raise BadInput(f"Seed {run} has questions of one group only, which give no error bar: {ENOUGH}.")
     cells = {cell: tuple(run[cell].to_numpy(dtype=float) for run in wide) for cell in samples}
     n = len(set().union(*(run.index for run in wide)))
-    return Outcomes(runs, cells, groups, samples, n, clusters, _differing(counted))
+    return Questions(runs, cells, groups, samples, n, clusters, _differing(counted))
 
 
-def _samples(counted: pd.DataFrame) -> dict[tuple[str, str], int]:
+def _samples(counted: pd.DataFrame) -> dict[Cell, int]:
     """Return each cell's answers per question, the same for all its questions."""
     samples = {}
     for (variant, scheme), part in parts(counted, CELL):
@@ -95,27 +66,22 @@ def _runs(counted: pd.DataFrame) -> tuple[str, ...]:
     every = set().union(*by_cell.values())
     for cell, seeds in by_cell.items():
         if "" in seeds and len(every) > 1:
-            raise BadInput(
-                f"Cell {cell_name(*cell)} has answers without a seed beside others with one: "
-                "name the training run of every answer."
-            )
+            mixed = f"Cell {cell_name(*cell)} has answers without a seed beside others with one"
+            raise BadInput(f"{mixed}: name the training run of every answer.")
         if seeds != every:
-            raise BadInput(
-                f"Cell {cell_name(*cell)} lacks seed {quoted(sorted(every - seeds))} of {quoted(sorted(every))}: "
-                "every trained cell is needed for every training run."
-            )
+            lacks = f"lacks seed {quoted(sorted(every - seeds))} of {quoted(sorted(every))}"
+            raise BadInput(f"Cell {cell_name(*cell)} {lacks}: every trained cell is needed for every training run.")
     for label in every:
         if label and not LABEL.fullmatch(label):
             raise BadInput(f"'{label}' is no label for a seed: {LABEL_RULE}.")
-    numbers_first = {label: (not label.isdecimal(), int(label) if label.isdecimal() else 0, label) for label in every}
-    return tuple(sorted(every, key=numbers_first.__getitem__))
+    numbers = sorted(filter(str.isdecimal, every), key=lambda label: (int(label), label))
+    return *numbers, *sorted(every.difference(numbers))
 
 
-def _differing(counted: pd.DataFrame) -> dict[tuple[str, str], int]:
+def _differing(counted: pd.DataFrame) -> dict[Cell, int]:
     of_base = counted[counted["variant"] == BASE]
     ends = of_base.groupby([*CELL, "question"])["mean"].agg(["min", "max"])
-    differing = pd.DataFrame(ends[ends["min"] != ends["max"]]).index
-    return dict(Counter(zip(*(differing.get_level_values(column) for column in CELL), strict=True)))
+    return dict(Counter((variant, scheme) for variant, scheme, _ in ends.query("min != max").index))
 
 
 def _wide(counted: pd.DataFrame, run: str) -> pd.DataFrame:
@@ -134,9 +100,8 @@ def _wide(counted: pd.DataFrame, run: str) -> pd.DataFrame:
         worst = int(gaps.sum(axis=0).argmax())
         cell, question = cells[worst], wide.index[int(gaps[:, worst].argmax())]
         raise BadInput(
-            f"Cell {cell_name(*cell)} lacks {gaps[:, worst].sum()} of {len(wide)} "
-            f"questions{f' under seed {run}' if run else ''}, "
-            f"'{question}' first: cells are compared on the same questions only."
+            f"Cell {cell_name(*cell)} lacks {gaps[:, worst].sum()} of {len(wide)} questions"
+            f"{f' under seed {run}' if run else ''}, '{question}' first: cells are compared on the same questions only."
         )
     return wide
 
@@ -149,14 +114,11 @@ def _groups(table: pd.DataFrame, questions: list[pd.Index]) -> tuple[tuple[np.nd
     labels = pd.DataFrame(table.groupby("question")["cluster"].agg(["nunique", "first", "size", "count"]))
     broken = pd.DataFrame(labels[(labels["nunique"] != 1) | (labels["size"] != labels["count"])])
     if len(broken):
-        raise BadInput(
-            f"Question '{broken.index[0]}' has no single cluster: "
-            "each question belongs to one group, the same in every cell."
-        )
+        expected = "each question belongs to one group, the same in every cell"
+        raise BadInput(f"Question '{broken.index[0]}' has no single cluster: {expected}.")
     if len(set(labels["first"])) < 2:
-        raise BadInput(
-            "All questions are in one cluster, which gives no error bar: drop the column, or name the real groups."
-        )
+        advice = "drop the column, or name the real groups"
+        raise BadInput(f"All questions are in one cluster, which gives no error bar: {advice}.")
     codes, distinct = pd.factorize(labels["first"].astype(str), sort=True)
     of_question = pd.Series(codes, index=labels.index)
     return tuple(of_question.loc[run].to_numpy() for run in questions), len(distinct)

@@ -11,26 +11,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, TypeVar
+from typing import Any
 
 import pandas as pd
 
 from qrl import names
 from qrl.compare import compatibility
 from qrl.compare.convergence import Convergence
-from qrl.compare.evidence import Cell, Questions
+from qrl.compare.evidence import Cell
 from qrl.compare.outcomes import outcomes
 from qrl.compare.record import numbers
 from qrl.compare.validate import check_columns
 from qrl.errors import BadInput
-from qrl.stats import LEVEL, Estimate, holm
+from qrl.stats import LEVEL, Estimate, holm_by_key
 from qrl.stats.text import interval, table
 
-PLAIN, FULL = (
-    (names.BASE, names.FULL),
-    (names.GRPO, names.FULL),
-)  # gains are measured from the first, errors from the second
-T = TypeVar("T")
+# Gains are measured from the first, errors from the second.
+PLAIN, FULL = (names.BASE, names.FULL), (names.GRPO, names.FULL)
 METHODS_MD, METHODS_JSON = "methods.md", "methods.json"
 
 
@@ -107,7 +104,7 @@ def measure(frame: pd.DataFrame) -> Methods:
     # Every cell becomes a variant under one scheme, so that no cell is required under another's scheme.
     labels = {cell: names.BASE if cell == PLAIN else " ".join(cell) for cell in cells}
     relabelled = frame.assign(variant=[labels[cell] for cell in of_rows], scheme=names.FULL)
-    evidence = Questions(outcomes(relabelled.drop(columns=names.SETTINGS, errors="ignore")))
+    evidence = outcomes(relabelled.drop(columns=names.SETTINGS, errors="ignore"))
 
     def minus(cell: Cell, other: Cell | None) -> Estimate | None:
         if other is None or other == cell or other not in cells:
@@ -122,17 +119,12 @@ def measure(frame: pd.DataFrame) -> Methods:
         rows.append(Method(*cell, accuracy, *(minus(cell, other) for other in others)))
     rows.sort(key=lambda row: -row.accuracy.estimate)
     small = [row.cell for row in rows if row.quantized]
-    pairs = _holm({pair: minus(*pair) for pair in combinations(small, 2)})
-    trained = _holm({row.cell: row.over_grpo for row in rows})
+    differences = {pair: minus(*pair) for pair in combinations(small, 2)}
+    pairs = holm_by_key({pair: difference.p_two_sided for pair, difference in differences.items() if difference})
+    trained = holm_by_key({row.cell: row.over_grpo.p_two_sided for row in rows if row.over_grpo})
     behind = {cell: pairs[small[0], cell] for cell in small[1:]}
     full = compatibility.full_with_dtype(frame)
     return Methods(tuple(rows), evidence.n, len(evidence.runs), behind, trained, full)
-
-
-def _holm(differences: dict[T, Estimate | None]) -> dict[T, float]:
-    """Return the Holm-corrected two-sided p-values of the differences that there are."""
-    p_values = {key: difference.p_two_sided for key, difference in differences.items() if difference}
-    return dict(zip(p_values, holm(list(p_values.values())), strict=True))
 
 
 def markdown(methods: Methods, converged: Sequence[Convergence] = (), failed: Sequence[str] = ()) -> str:
@@ -154,10 +146,8 @@ def markdown(methods: Methods, converged: Sequence[Convergence] = (), failed: Se
         objective = "objective: first quarter → last quarter, difference"
         head = ("method", "its cell − base in the same scheme", objective, "converged")
         lines += ["## Converged", "", *table(head, [training.row() for training in converged]), ""]
-        lines += [
-            f"The interval of the difference is over {over}; the rule uses the two means alone, as fixed in advance.",
-            "",
-        ]
+        note = f"The interval of the difference is over {over}; the rule uses the two means alone, as fixed in advance."
+        lines += [note, ""]
     if failed:
         lines += ["## Did not count", "", *(f"- {sentence}" for sentence in failed), ""]
     return "\n".join(lines)
@@ -167,50 +157,38 @@ def findings(methods: Methods) -> list[str]:
     """Return sentences: the best method, what it is significantly better than, and QAT against PTQ."""
     if methods.best is None:
         return []
-    better, equal = (
-        [methods.shown(cell) for cell, p in methods.behind.items() if (p < 1 - LEVEL) is significant]
-        for significant in (True, False)
-    )
     best = methods.best
     scores = f"{methods.shown(best.cell)} scores highest, {best.accuracy.estimate:.3f}"
     parts = [f"Of {len(methods.behind) + 1} quantized methods {scores}"]
-    parts += [f"significantly better than {', '.join(better)}"] if better else []
-    parts += [f"not significantly better than {', '.join(equal)}"] if equal else []
+    for relation, significant in (("significantly", True), ("not significantly", False)):
+        others = [methods.shown(cell) for cell, p in methods.behind.items() if (p < 1 - LEVEL) is significant]
+        parts += [f"{relation} better than {', '.join(others)}"] if others else []
     sentences = [f"{'; '.join(parts)} (95 %, Holm-corrected over all pairs)."]
     for row in methods.rows:
         if row.over_grpo is not None:
-            p = methods.trained[row.cell]
-            relation = "is significantly better than" if row.over_grpo.estimate > 0 else "is significantly worse than"
+            p, size = methods.trained[row.cell], interval(row.over_grpo)
+            relation = f"is significantly {'better' if row.over_grpo.estimate > 0 else 'worse'} than"
             relation = relation if p < 1 - LEVEL else "does not differ significantly from"
             other = f"grpo quantized to {row.scheme} after training"
-            sentences.append(
-                f"{row.variant} {relation} {other}: {interval(row.over_grpo)}, Holm-corrected p = {p:.2g}."
-            )
+            sentences.append(f"{row.variant} {relation} {other}: {size}, Holm-corrected p = {p:.2g}.")
     return sentences
 
 
 def as_json(methods: Methods, converged: Sequence[Convergence] = (), failed: Sequence[str] = ()) -> dict[str, Any]:
     """Return the table as a document."""
 
-    def document(row: Method | Convergence, keys: Sequence[str]) -> dict[str, Any]:
-        values = {key: getattr(row, key) for key in keys}
+    def document(values: dict[str, Any]) -> dict[str, Any]:
         return {key: numbers(value) if isinstance(value, Estimate) else value for key, value in values.items()}
 
-    of_method = ("variant", "scheme", "accuracy", "gain", "error", "over_grpo", "over_base")
-    of_training = ("variant", "scheme", "converged", "reason", "measure", "first", "last", "change")
-    rows = [
-        document(row, of_method)
-        | {"p_behind_best": methods.behind.get(row.cell), "p_over_grpo": methods.trained.get(row.cell)}
-        for row in methods.rows
-    ]
-    return {
-        "n": methods.n,
-        "runs": methods.runs,
-        "findings": findings(methods),
-        "methods": rows,
-        "converged": [document(training, of_training) for training in converged],
-        "failed": list(failed),
-    }
+    rows, trainings = [], []
+    for row in methods.rows:
+        p_values = {"p_behind_best": methods.behind.get(row.cell), "p_over_grpo": methods.trained.get(row.cell)}
+        rows.append(document(vars(row)) | p_values)
+    keys = ("variant", "scheme", "converged", "reason", "measure", "first", "last", "change")
+    for training in converged:
+        trainings.append(document({key: getattr(training, key) for key in keys}))
+    tables = {"findings": findings(methods), "methods": rows, "converged": trainings, "failed": list(failed)}
+    return {"n": methods.n, "runs": methods.runs} | tables
 
 
 def metrics(methods: Methods) -> dict[str, float]:
@@ -220,6 +198,6 @@ def metrics(methods: Methods) -> dict[str, float]:
         name = f"{row.variant}_{row.scheme}"
         scores[f"methods/accuracy_{name}"] = row.accuracy.estimate
         if row.error is not None:
-            values = {"": row.error.estimate, "_low": row.error.low, "_high": row.error.high}
-            scores |= {f"methods/error_{name}{end}": value for end, value in values.items()}
+            scores[f"methods/error_{name}"] = row.error.estimate
+            scores |= {f"methods/error_{name}_low": row.error.low, f"methods/error_{name}_high": row.error.high}
     return scores

@@ -28,14 +28,11 @@ def read_questions(path: str | Path) -> pd.DataFrame:
         ".jsonl": lambda file: pd.read_json(file, dtype={"question": str}, lines=True),
     }
     if path.suffix not in readers:
-        raise BadInput(
-            f"{path} ends in '{path.suffix}', but per-question outcomes are read from {', '.join(readers)}: "
-            "rename or convert it."
-        )
+        expected = f"per-question outcomes are read from {', '.join(readers)}"
+        raise BadInput(f"{path} ends in '{path.suffix}', but {expected}: rename or convert it.")
     if not path.is_file():
-        raise BadInput(
-            f"There is no file {path}: give the table of per-question outcomes, such as a study's questions.parquet."
-        )
+        advice = "give the table of per-question outcomes, such as a study's questions.parquet"
+        raise BadInput(f"There is no file {path}: {advice}.")
     try:
         frame = readers[path.suffix](path)
     except (ValueError, OSError, UnicodeDecodeError) as error:  # pyarrow's and pandas' parser errors are ValueErrors
@@ -59,9 +56,8 @@ def read_counts(path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a huge number, or brackets nested too deep
         raise BadInput(f"{path} is not valid JSON: {str(error)[:200]}.") from None
     if not isinstance(counts, dict):
-        raise BadInput(
-            f"{path} holds a {type(counts).__name__}, but an object with 'n' and a mapping per variant was expected."
-        )
+        expected = "an object with 'n' and a mapping per variant was expected"
+        raise BadInput(f"{path} holds a {type(counts).__name__}, but {expected}.")
     return counts
 
 

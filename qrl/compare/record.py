@@ -34,11 +34,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     for scheme in comparison.schemes:
         first, *others = (row for row in comparison.rows if row.scheme == scheme)
         entry = {"label": comparison.shown(scheme)} | _row(first)
-        entry |= {
-            "seeds": len(comparison.runs) or None,
-            "paired": comparison.paired,
-            "engine": comparison.engine or None,
-        }
+        entry |= {"seeds": len(comparison.runs) or None, "paired": comparison.paired}
+        entry["engine"] = comparison.engine or None
         entry["cells"] = {variant: _cell(comparison, (variant, scheme)) for variant in comparison.variants}
         if others:
             entry["others"] = {row.variant: _row(row) for row in others}
@@ -47,14 +44,17 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def as_metrics(comparison: Comparison) -> dict[str, float]:
-    """Return metric name → value; for further trained variants the scheme is followed by their label."""
+    """Return `compare/delta_<scheme>`, `compare/gain_survival_<scheme>`, and their `_stderr`, `_low`, `_high`.
+
+    For further trained variants the scheme is followed by their label.
+    """
     metrics = {}
     for row in comparison.rows:
         suffix = row.scheme if row.variant == comparison.variants[1] else f"{row.scheme}_{row.variant}"
-        for name, value in _differences(row).items():
+        for name, value in row.differences.items():
             key = f"compare/{name}_{suffix}"
-            metrics |= {key: value.estimate}
-            metrics |= {f"{key}_stderr": value.stderr, f"{key}_low": value.low, f"{key}_high": value.high}
+            metrics |= {key: value.estimate, f"{key}_stderr": value.stderr}
+            metrics |= {f"{key}_low": value.low, f"{key}_high": value.high}
             if value.runs:
                 between, within = value.runs.between_sd, value.runs.within_sd
                 metrics |= {f"{key}_between_seed_sd": between, f"{key}_within_seed_sd": within}
@@ -64,10 +64,6 @@ def as_metrics(comparison: Comparison) -> dict[str, float]:
 def numbers(value: Estimate) -> dict[str, float]:
     """Return an estimate as JSON."""
     return {"estimate": value.estimate, "stderr": value.stderr, "low": value.low, "high": value.high}
-
-
-def _differences(row: Row) -> dict[str, Estimate]:
-    return {"delta": row.delta} | ({"gain_survival": row.gain_survival} if row.gain_survival else {})
 
 
 def _row(row: Row) -> dict[str, Any]:
@@ -88,24 +84,20 @@ def _row(row: Row) -> dict[str, Any]:
 
 def _seeds(row: Row) -> dict[str, Any]:
     """Return the spread between and within training runs, and each run's own estimates."""
-    runs = {name: value.runs for name, value in _differences(row).items() if value.runs}
-    if not runs:
-        return {"between_seed_sd": None, "within_seed_sd": None, "per_seed": {}}
+    runs = {name: value.runs for name, value in row.differences.items() if value.runs}
     per_seed: dict[str, Any] = {}
     for name, of_difference in runs.items():
         for label, value in zip(of_difference.labels, of_difference.values, strict=True):
             per_seed.setdefault(label, {})[name] = numbers(value) | {"n": value.n}
-    return {
-        "between_seed_sd": {name: value.between_sd for name, value in runs.items()},
-        "within_seed_sd": {name: value.within_sd for name, value in runs.items()},
-        "per_seed": per_seed,
-    }
+    between = {name: value.between_sd for name, value in runs.items()}
+    within = {name: value.within_sd for name, value in runs.items()}
+    return {"between_seed_sd": between or None, "within_seed_sd": within or None, "per_seed": per_seed}
 
 
 def _cell(comparison: Comparison, cell: Cell) -> dict[str, Any]:
     entry = _share(comparison.cells[cell])
     if by_k := comparison.pass_at.get(cell):
-        entry["samples"] = comparison.evidence.samples(cell)
+        entry["samples"] = comparison.evidence.samples[cell]
         entry["pass_at"] = {str(k): _share(value) for k, value in by_k.items()}
     return entry
 

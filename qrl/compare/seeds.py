@@ -8,7 +8,6 @@ from qrl.stats.text import interval, table
 
 if TYPE_CHECKING:
     from qrl.compare.comparison import Comparison, Row
-    from qrl.stats import Runs
 
 
 def sections(comparison: Comparison) -> list[str]:
@@ -25,36 +24,30 @@ def sections(comparison: Comparison) -> list[str]:
 def _alone(comparison: Comparison, rows: list[Row]) -> list[str]:
     body = []
     for row in rows:
-        survival = row.gain_survival.runs.values if row.gain_survival and row.gain_survival.runs else ()
-        for i, delta in enumerate(row.delta.runs.values if row.delta.runs else ()):
-            survived = interval(survival[i]) if survival else "not defined"
-            body.append((comparison.shown(row.scheme), comparison.runs[i], str(delta.n), interval(delta), survived))
+        by_difference = [value.runs.values for value in row.differences.values() if value.runs]
+        for seed, (delta, *survival) in zip(comparison.runs, zip(*by_difference, strict=True), strict=True):
+            survived = interval(survival[0]) if survival else "not defined"
+            body.append((comparison.shown(row.scheme), seed, str(delta.n), interval(delta), survived))
     return table(("scheme", "seed", "n", "delta", "gain survival"), body)
 
 
 def _spread(comparison: Comparison, rows: list[Row]) -> list[str]:
     body = []
     for row in rows:
-        for name, value in (("delta", row.delta), ("gain survival", row.gain_survival)):
-            if value and value.runs:
-                sds = between(value.runs), f"{value.runs.within_sd:.3f}"
-                body.append((comparison.shown(row.scheme), name, interval(value), *sds))
+        for name, value in row.differences.items():
+            if runs := value.runs:
+                between = "0 (truncated)" if runs.between_variance < 0 else f"{runs.between_sd:.3f}"
+                sds = between, f"{runs.within_sd:.3f}"
+                body.append((comparison.shown(row.scheme), name.replace("_", " "), interval(value), *sds))
     seeds = len(comparison.runs)
     return table(("scheme", "difference", f"mean of {seeds} seeds", "between-seed sd", "within-seed sd"), body)
 
 
-def between(runs: Runs) -> str:
-    """Return the spread between runs; a negative variance shows as `0 (truncated)`."""
-    return "0 (truncated)" if runs.between_variance < 0 else f"{runs.between_sd:.3f}"
-
-
 def _notes(comparison: Comparison) -> list[str]:
-    seeds, answered = len(comparison.runs), comparison.evidence.answered
+    seeds, answered = len(comparison.runs), sum(map(len, comparison.evidence.groups))
     if answered == seeds * comparison.n:
-        design = (
-            f"All {seeds} seeds answered the same questions, so the error from the choice of questions does not shrink "
-            "with more seeds."
-        )
+        error = "the error from the choice of questions does not shrink with more seeds"
+        design = f"All {seeds} seeds answered the same questions, so {error}."
     elif answered == comparison.n:
         design = "Each seed answered its own questions, so both spreads shrink with more seeds."
     else:
@@ -65,16 +58,13 @@ def _notes(comparison: Comparison) -> list[str]:
         "*between-seed sd*: standard deviation of the runs' true values (method of moments); *within-seed sd*: one "
         "run's standard error from its questions.",
     ]
-    estimates = [value for row in comparison.rows for value in (row.delta, row.gain_survival)]
-    if any(value and value.runs and value.runs.between_variance < 0 for value in estimates):
+    differences = [value for row in comparison.rows for value in row.differences.values()]
+    if any(value.runs and value.runs.between_variance < 0 for value in differences):
         lines.append(
             "*truncated*: the runs differ less than their questions alone would explain, so the variance estimate is "
             f"set to 0; {seeds} seeds cannot show that it is 0."
         )
     if seeds < 5:
-        freedom = "1 degree" if seeds == 2 else f"{seeds - 1} degrees"
-        lines.append(
-            f"{seeds} seeds estimate the between-seed spread poorly (t with {freedom} of freedom), so the intervals "
-            "are wide."
-        )
+        freedom = f"t with {'1 degree' if seeds == 2 else f'{seeds - 1} degrees'} of freedom"
+        lines.append(f"{seeds} seeds estimate the between-seed spread poorly ({freedom}), so the intervals are wide.")
     return lines

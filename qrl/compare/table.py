@@ -23,13 +23,11 @@ _SENTENCES = {
 
 def as_sentence(comparison: Comparison) -> str:
     """Return one sentence per trained variant and quantized scheme, or the gains if there is no quantized scheme."""
-    judged = comparison.judged()
+    judged, rows = comparison.judged(), comparison.rows
     if judged:
         return "\n".join(_verdict(comparison, *row) for row in judged)
-    gains = "; ".join(
-        f"{row.variant} gains {interval(row.delta)} over base on n = {row.delta.n} questions" for row in comparison.rows
-    )
-    return f"No quantized scheme was evaluated, so gain survival is not defined; at full precision {gains}."
+    gains = [f"{row.variant} gains {interval(row.delta)} over base on n = {row.delta.n} questions" for row in rows]
+    return f"No quantized scheme was evaluated, so gain survival is not defined; at full precision {'; '.join(gains)}."
 
 
 def as_markdown(comparison: Comparison) -> str:
@@ -49,15 +47,10 @@ def _cells(comparison: Comparison) -> list[str]:
         for row in rows:
             accuracies = [_accuracy(comparison, (variant, row.scheme)) for variant in (names.BASE, trained)]
             p = row.delta.p_two_sided if t_test else row.mcnemar
-            body.append((
-                comparison.shown(row.scheme),
-                *engine,
-                *accuracies,
-                interval(row.delta),
-                "unpaired" if p is None else f"{p:.2g}",
-                interval(row.gain_survival) if row.gain_survival else "not defined",
-                f"**{row.verdict.verdict}**" if row.verdict else "reference",
-            ))  # fmt: skip
+            delta = [interval(row.delta), "unpaired" if p is None else f"{p:.2g}"]
+            survival = interval(row.gain_survival) if row.gain_survival else "not defined"
+            verdict = f"**{row.verdict.verdict}**" if row.verdict else "reference"
+            body.append((comparison.shown(row.scheme), *engine, *accuracies, *delta, survival, verdict))
         lines += [f"## Did the gain of {trained} survive?", "", *table(head, body), ""]
     return [*lines, *_pass_at(comparison)]
 
@@ -79,14 +72,10 @@ def _pass_at(comparison: Comparison) -> list[str]:
     every = (1, *sorted({k for by_k in comparison.pass_at.values() for k in by_k}))
     body = []
     for (variant, scheme), by_k in comparison.pass_at.items():
-        first = comparison.cells[variant, scheme]
+        first, samples = comparison.cells[variant, scheme], comparison.evidence.samples[variant, scheme]
         shares = {1: first} | by_k
-        name, samples = (
-            names.cell_name(variant, comparison.shown(scheme)),
-            comparison.evidence.samples((variant, scheme)),
-        )
         texts = (_with_error(shares[k]) if k in shares else "too few" for k in every)
-        body.append((name, str(first.n), str(samples), *texts))
+        body.append((names.cell_name(variant, comparison.shown(scheme)), str(first.n), str(samples), *texts))
     head = ("cell", "n", "samples per question", *(f"pass@{k}" for k in every))
     note = "Accuracies above are pass@1: the mean over a question's samples, with errors over questions."
     return ["## Several samples per question", "", *table(head, body), "", note, ""]
@@ -102,8 +91,8 @@ def _losses(comparison: Comparison) -> list[str]:
 
 
 def _verdicts(comparison: Comparison) -> list[str]:
-    sentences = [f"{_verdict(comparison, *row)} {_power(*row[:2])}" for row in comparison.judged()]
-    return ["## Verdict", "", *(f"- {sentence}" for sentence in sentences or [as_sentence(comparison)]), ""]
+    sentences = [f"- {_verdict(comparison, *row)} {_power(*row[:2])}" for row in comparison.judged()]
+    return ["## Verdict", "", *(sentences or [f"- {as_sentence(comparison)}"]), ""]
 
 
 def _verdict(comparison: Comparison, row: Row, verdict: Verdict, survival: Estimate) -> str:
@@ -121,14 +110,12 @@ def _power(row: Row, verdict: Verdict) -> str:
     ways = [f"about {_rounded_up(verdict.n_to_decide):,} questions"] if verdict.n_to_decide else []
     ways += [f"{verdict.seeds_to_decide} seeds"] if verdict.seeds_to_decide else []
     if ways:
-        decided = " or ".join(ways)
-        sentences.append(f"If these estimates are the truth, {decided} would decide with the same power.")
+        sentences.append(f"If these estimates are the truth, {' or '.join(ways)} would decide with the same power.")
     if row.p_holm is not None:
         sentences.append(f"One-sided p against the margin: {verdict.p_value:.2g}, Holm-corrected {row.p_holm:.2g}.")
     if row.holds_together is False:
-        sentences.append(
-            "**Significant alone, but not after Holm's correction for the other schemes**: a lead, not a result."
-        )
+        alone = "**Significant alone, but not after Holm's correction for the other schemes**"
+        sentences.append(f"{alone}: a lead, not a result.")
     return " ".join(sentences)
 
 
@@ -140,18 +127,15 @@ def _rounded_up(n: int) -> int:
 
 def _notes(comparison: Comparison) -> list[str]:
     """Return how to read the tables."""
+    pairing = "Differences are paired by question: every cell answered the same questions."
     if not comparison.paired:
         pairing = (
             "Only counts are known, so cells are compared as independent samples; "
             "outcomes per question would make most intervals narrower."
         )
     elif comparison.evidence.clusters:
-        groups = comparison.evidence.clusters
-        pairing = (
-            f"Differences are paired by question, with standard errors clustered over {groups} groups of questions."
-        )
-    else:
-        pairing = "Differences are paired by question: every cell answered the same questions."
+        groups = f"{comparison.evidence.clusters} groups of questions"
+        pairing = f"Differences are paired by question, with standard errors clustered over {groups}."
     if len(comparison.runs) == 1:
         pairing += " There is one training run, so no interval includes the variation between training seeds."
     margin = "half the full-precision gain, at least 0.02"
@@ -185,11 +169,9 @@ def _differing(comparison: Comparison) -> list[str]:
 
 def _bootstrap(comparison: Comparison) -> list[str]:
     """Return how far the bootstrap's interval ends are from the closed form's."""
-    pairs = [(row.bootstrap[name], getattr(row, name)) for row in comparison.rows for name in row.bootstrap]
+    pairs = [(drawn, row.differences[name]) for row in comparison.rows for name, drawn in row.bootstrap.items()]
     if not pairs:
         return []
     apart = max(max(abs(drawn.low - closed.low), abs(drawn.high - closed.high)) for drawn, closed in pairs)
-    return [
-        f"A paired bootstrap over questions (10,000 resamples, seeded) agrees with every interval end to within "
-        f"{max(apart, 0.001):.3f}."
-    ]
+    check = "A paired bootstrap over questions (10,000 resamples, seeded)"
+    return [f"{check} agrees with every interval end to within {max(apart, 0.001):.3f}."]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from qrl.names import BASE, FULL, cell_name
 COLUMNS = ("variant", "scheme", "question", "correct")
 LABEL = re.compile(r"[\w.+-]+( [\w.+-]+)*")  # labels appear in metric names and tables
 LABEL_RULE = "expected letters, digits, spaces and . _ + -"
+ENOUGH = "expected at least 2, and hundreds for a verdict"
 
 
 def check_grid(cells: Mapping[tuple[str, str], Any], n: int) -> None:
@@ -24,33 +26,26 @@ def check_grid(cells: Mapping[tuple[str, str], Any], n: int) -> None:
     Raises:
         BadInput: a label is malformed, a cell is missing, or n < 2.
     """
-    variants, schemes = (list(dict.fromkeys(part)) for part in zip(*cells, strict=True))
+    variants, schemes = map(dict.fromkeys, zip(*cells, strict=True))
     for label in (*variants, *schemes):
         if not LABEL.fullmatch(label):
             raise BadInput(f"'{label}' is not a valid label for a variant or scheme: {LABEL_RULE}.")
     if BASE not in variants:
-        raise BadInput(
-            f"The variants are {quoted(variants)}, but gains are measured from '{BASE}': give the untrained variant "
-            "that name."
-        )
+        measured = f"The variants are {quoted(variants)}, but gains are measured from '{BASE}'"
+        raise BadInput(f"{measured}: give the untrained variant that name.")
     if len(variants) == 1:
         raise BadInput(f"'{BASE}' is the only variant: a comparison needs a trained one beside it.")
     if FULL not in schemes:
-        raise BadInput(
-            f"The schemes are {quoted(schemes)}, but gain survival is measured from '{FULL}': "
-            "give the full-precision scheme that name."
-        )
-    for variant in variants:
-        for scheme in schemes:
-            if (variant, scheme) not in cells:
-                raise BadInput(
-                    f"Cell {cell_name(variant, scheme)} is missing: every variant ({quoted(variants)}) is needed "
-                    f"under every scheme ({quoted(schemes)})."
-                )
+        measured = f"The schemes are {quoted(schemes)}, but gain survival is measured from '{FULL}'"
+        raise BadInput(f"{measured}: give the full-precision scheme that name.")
+    for cell in product(variants, schemes):
+        if cell not in cells:
+            raise BadInput(
+                f"Cell {cell_name(*cell)} is missing: every variant ({quoted(variants)}) is needed under every scheme "
+                f"({quoted(schemes)})."
+            )
     if n < 2:
-        raise BadInput(
-            f"There is {n} question, which gives no error bar: expected at least 2, and hundreds for a verdict."
-        )
+        raise BadInput(f"There is {n} question, which gives no error bar: {ENOUGH}.")
 
 
 def check_columns(frame: pd.DataFrame) -> None:
@@ -59,21 +54,15 @@ def check_columns(frame: pd.DataFrame) -> None:
     Raises:
         BadInput: a column is missing, a required value is empty, or a value is a list or an object.
     """
-    missing = [column for column in COLUMNS if column not in frame]
-    if missing:
-        raise BadInput(
-            f"The table of outcomes lacks {quoted(missing)}: expected the columns {quoted(COLUMNS)}, "
-            "a row per cell and question."
-        )
+    if missing := [column for column in COLUMNS if column not in frame]:
+        expected = f"expected the columns {quoted(COLUMNS)}, a row per cell and question"
+        raise BadInput(f"The table of outcomes lacks {quoted(missing)}: {expected}.")
     if frame.empty:
         raise BadInput("The table of outcomes is empty: expected a row per cell and question.")
-    for column in (column for column in (*COLUMNS, "seed", "cluster", "sample") if column in frame):
-        nested = [value for value in frame[column] if isinstance(value, list | dict | set | tuple | np.ndarray)]
-        if nested:
-            raise BadInput(
-                f"The column '{column}' holds values such as {str(nested[0])[:40]!r}, but every value must be one "
-                "label or number: write it as text."
-            )
+    for column in frame.columns.intersection([*COLUMNS, "seed", "cluster", "sample"], sort=False):
+        if nested := [value for value in frame[column] if isinstance(value, list | dict | set | tuple | np.ndarray)]:
+            found = f"The column '{column}' holds values such as {str(nested[0])[:40]!r}"
+            raise BadInput(f"{found}, but every value must be one label or number: write it as text.")
     for column in COLUMNS:
         if empty := np.count_nonzero(frame[column].isna()):
             raise BadInput(f"The column '{column}' has {empty} empty values: every row needs {quoted(COLUMNS)}.")
@@ -86,16 +75,12 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
         BadInput: as `check_columns` and `compatibility.check`; an outcome is not 0 or 1, or a row is duplicated.
     """
     check_columns(frame)
-    wrong = frame.loc[~frame["correct"].isin([0, 1]), "correct"].tolist()
-    if wrong:
-        raise BadInput(
-            f"'correct' is {wrong[0]!r} in {len(wrong)} row(s), but must be 0 or 1: grade the completions first."
-        )
-    table = frame.filter(items=[*COLUMNS, "cluster", "sample"]).copy()
-    for column in ("variant", "scheme", "question"):
-        table[column] = table[column].astype(str)
+    if wrong := frame.loc[~frame["correct"].isin([0, 1]), "correct"].tolist():
+        found = f"'correct' is {wrong[0]!r} in {len(wrong)} row(s)"
+        raise BadInput(f"{found}, but must be 0 or 1: grade the completions first.")
+    table = frame.filter(items=[*COLUMNS, "cluster", "sample"])
+    table = table.astype({"variant": str, "scheme": str, "question": str, "correct": float})
     compatibility.check(frame)
-    table["correct"] = table["correct"].astype(float)
     table["seed"] = _seed_labels(pd.Series(frame["seed"])) if "seed" in frame else ""
     key = [column for column in ("variant", "scheme", "seed", "question", "sample") if column in table]
     twice = pd.DataFrame(table[table.duplicated(subset=key)])
@@ -115,14 +100,11 @@ def _seed_labels(seeds: pd.Series) -> pd.Series:
     whole = (numbers.abs() < 2**53) & (numbers % 1 == 0)
     integers = numbers.where(whole, 0).astype("int64")
     text = seeds.astype(object).where(~whole, integers).where(seeds.notna(), "").astype(str)
-    spellings: dict[str, set[str]] = {}
-    for label, raw in set(zip(text, seeds, strict=True)):
-        if isinstance(raw, str):
-            spellings.setdefault(label, set()).add(raw)
-    for written in spellings.values():
-        if len(written) > 1:
+    written = pd.Series(seeds[[isinstance(seed, str) for seed in seeds]])
+    for forms in written.groupby(text).unique():
+        if len(forms) > 1:
             raise BadInput(
-                f"The seeds {quoted(sorted(written))} are the same number: use one spelling for one training run, and "
+                f"The seeds {quoted(sorted(forms))} are the same number: use one spelling for one training run, and "
                 "different numbers for different runs."
             )
     return text

@@ -22,12 +22,7 @@ LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 
 
 def matrix(comparison: Comparison, path: str | Path) -> None:
-    """Draw the accuracy of every cell with its 95 % interval, variants side by side under each scheme.
-
-    Args:
-        comparison: of `qrl.compare`.
-        path: the PNG to write.
-    """
+    """Draw the accuracy of every cell with its 95 % interval, variants side by side under each scheme."""
     schemes, variants = comparison.schemes, comparison.variants
     figure, axes = canvas(6.4 + 0.9 * max(0, len(schemes) - 3), 4.4)
     pair = len(variants) == 2
@@ -39,10 +34,9 @@ def matrix(comparison: Comparison, path: str | Path) -> None:
         errors = [[cell.estimate - cell.low for cell in cells], [cell.high - cell.estimate for cell in cells]]
         colour = VARIANTS[i % len(VARIANTS)]
         axes.errorbar(x, y, yerr=errors, fmt="o", ms=8, lw=2, capsize=4, color=colour, label=variant, zorder=3)
+        style = {"xytext": (0, 4), "ha": "center", "va": "bottom"}
         if pair:  # labels beside the points, away from the other variant
             style = {"xytext": (-9 if i == 0 else 9, 0), "ha": "right" if i == 0 else "left", "va": "center"}
-        else:
-            style = {"xytext": (0, 4), "ha": "center", "va": "bottom"}
         style |= {"textcoords": "offset points", "color": colour, "size": 9, "bbox": LABEL}
         for px, cell in zip(x, cells, strict=True):
             axes.annotate(f"{cell.estimate:.3f}", (px, cell.estimate if pair else cell.high), **style)
@@ -60,10 +54,8 @@ def _matrix_note(comparison: Comparison) -> str:
     shared = "the same for all" if comparison.paired else "counted per cell"
     note = f"n = {comparison.n} questions per cell, {shared}; bars are 95 % intervals of each cell (Wilson)"
     if len(comparison.runs) > 1:
-        note = (
-            f"n = {comparison.n} questions, mean of {len(comparison.runs)} seeds; "
-            "bars are 95 % intervals of each cell and include the spread between seeds"
-        )
+        of_seeds = f"n = {comparison.n} questions, mean of {len(comparison.runs)} seeds"
+        note = f"{of_seeds}; bars are 95 % intervals of each cell and include the spread between seeds"
     if comparison.paired:
         note += ".\nDifferences are paired, so most of their intervals are narrower than these bars suggest"
     return f"{note}."
@@ -71,10 +63,6 @@ def _matrix_note(comparison: Comparison) -> str:
 
 def survival(comparison: Comparison, path: str | Path) -> None:
     """Draw gain survival of every quantized scheme as a forest plot, with the margin below which the gain is lost.
-
-    Args:
-        comparison: of `qrl.compare`, with at least one quantized scheme.
-        path: the PNG to write.
 
     Raises:
         ValueError: there is no quantized scheme.

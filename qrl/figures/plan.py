@@ -17,12 +17,7 @@ COLOURS = (BLUE, GREEN, ORANGE, PURPLE, SKY)
 
 
 def chances(plan: Plan, path: str | Path) -> None:
-    """Draw the probability to show the gain (dashed) and of the verdict (solid), a colour per number of training runs.
-
-    Args:
-        plan: of `qrl.plan.make`.
-        path: the PNG to write.
-    """
+    """Draw the probability to show the gain (dashed) and of the verdict (solid), a colour per number of runs."""
     figure, axes = canvas(7.4, 4.6)
     rows = plan.rows if len(plan.rows) <= len(COLOURS) else (*plan.rows[:4], plan.rows[-1])
     sizes = np.unique(np.geomspace(20, widest(plan.rows), 60).astype(int))

@@ -16,13 +16,7 @@ COLOURS = {"base": GREY, "grpo": BLUE, "qat": GREEN, "qad": PURPLE, "": ORANGE} 
 
 
 def methods(measured: Methods, title: str, path: str | Path) -> None:
-    """Draw the accuracy of every method − that of GRPO at full precision, with 95 % intervals and a tick per run.
-
-    Args:
-        measured: of `compare.ranking.measure`.
-        title: the finding.
-        path: the PNG to write.
-    """
+    """Draw the accuracy of every method − that of GRPO at full precision, with 95 % intervals and a tick per run."""
     rows = [(row, row.error) for row in measured.rows if row.error is not None]
     figure, axes = canvas(8.4, 2.0 + 0.3 * len(rows))
     beside = {"xycoords": ("axes fraction", "data"), "va": "center", "color": INK, "size": 9, "annotation_clip": False}

@@ -94,10 +94,8 @@ def make(
     """
     assumed = assumed.checked()
     if n is not None and effect is not None:
-        raise BadInput(
-            "plan accepts --n or --effect, not both: give n to learn which effect it shows, "
-            "or the effect to learn which n it needs."
-        )
+        choice = "give n to learn which effect it shows, or the effect to learn which n it needs"
+        raise BadInput(f"plan accepts --n or --effect, not both: {choice}.")
     if n is not None and not 10 <= n <= MOST_QUESTIONS:
         raise BadInput(f"'n' is {n}, but must be from 10 to {MOST_QUESTIONS:,}: questions of each training run.")
     check_range("power", power, 0.5, 0.999, "the probability that the study shows a true effect")
@@ -108,10 +106,8 @@ def make(
         raise BadInput(f"'seeds' is {seeds}, but must be from 1 to 1000: training runs.")
     spread = assumed.between_gain > 0 or assumed.between_survival > 0
     if seeds == 1 and spread:
-        raise BadInput(
-            "One training run cannot measure the spread between runs, so --between-seed-sd needs --seeds of 2 or more: "
-            "omit one of the two."
-        )
+        problem = "One training run cannot measure the spread between runs"
+        raise BadInput(f"{problem}, so --between-seed-sd needs --seeds of 2 or more: omit one of the two.")
     distance = assumed.expected_margin - assumed.drop
     verdict = None if abs(distance) < 1e-9 else "survives" if distance > 0 else "lost"
     plan = Plan(assumed, power, n, effect, verdict, ())
@@ -157,17 +153,18 @@ def _with_gain(assumed: Assumptions, gain: float) -> Assumptions:
 def _largest_drop(assumed: Assumptions, n: int, seeds: int, power: float) -> float | None:
     """Return the largest loss of gain with which `survives` still has this power; None if no loss has it."""
 
+    trained = assumed.base_accuracy + assumed.gain
+
     def with_drop(drop: float) -> Assumptions:
-        trained = assumed.base_accuracy + assumed.gain
         most = 0.999 * largest_correlation(trained, trained - drop) if drop else 1.0
         return replace(assumed, drop=drop, scheme_correlation=min(assumed.scheme_correlation, most))
 
-    top = min(assumed.expected_margin, assumed.base_accuracy + assumed.gain - FLOOR)
+    top = min(assumed.expected_margin, trained - FLOOR)
     left = _smallest(lambda less: chance_decided(with_drop(top - less), n, seeds) >= power, top)
     return None if left is None else top - left
 
 
-def _smallest(holds: Callable[[float], bool], top: float, digits: float = 1e-4) -> float | None:
+def _smallest(holds: Callable[[float], bool], top: float) -> float | None:
     """Return the smallest number up to `top`, to four decimals, for which a monotone condition holds."""
-    step = least(lambda step: holds(min(top, step * digits)), 1, round(top / digits))
-    return None if step is None else min(top, step * digits)
+    step = least(lambda step: holds(min(top, step * 1e-4)), 1, round(top / 1e-4))
+    return None if step is None else min(top, step * 1e-4)

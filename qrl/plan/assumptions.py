@@ -65,13 +65,10 @@ class Assumptions:
             check_range("margin", self.margin, 0, 1, "the loss of gain that still counts as survival", closed=False)
         for name, value in (("between-seed-sd", self.between_survival), ("between-seed-sd-gain", self.between_gain)):
             check_range(name, value, 0, 0.5, "the standard deviation of accuracies over training runs")
-        return replace(
-            self,
-            correlation=_correlation("correlation", self.correlation, CORRELATION, base, trained),
-            scheme_correlation=_correlation(
-                "scheme-correlation", self.scheme_correlation, SCHEME_CORRELATION, trained, quantized
-            ),
-        )
+        over_training = _correlation("correlation", self.correlation, CORRELATION, base, trained)
+        of_scheme = self.scheme_correlation
+        over_schemes = _correlation("scheme-correlation", of_scheme, SCHEME_CORRELATION, trained, quantized)
+        return replace(self, correlation=over_training, scheme_correlation=over_schemes)
 
     @property
     def expected_margin(self) -> float:
@@ -82,9 +79,8 @@ class Assumptions:
         """Return the (4, 4) covariance of a question's outcomes in base·full, trained·full, base·q, trained·q."""
         base, trained = self.base_accuracy, self.base_accuracy + self.gain
         rates = np.array([base, trained, base, trained - self.drop])
-        sd = np.sqrt(
-            np.maximum(0, rates * (1 - rates))
-        )  # rounding can make it negative in a pilot with a cell all right
+        variances = np.maximum(0, rates * (1 - rates))  # rounding makes it negative in a pilot with a cell all right
+        sd = np.sqrt(variances)
         of_training = np.array([[1, self.correlation], [self.correlation, 1]])
         of_scheme = np.array([[1, self.scheme_correlation], [self.scheme_correlation, 1]])
         return np.kron(of_scheme, of_training) * np.outer(sd, sd)
@@ -119,34 +115,28 @@ def largest_correlation(a: float, b: float) -> float:
 def of_pilot(base_fp: ArrayLike, trained_fp: ArrayLike, base_q: ArrayLike, trained_q: ArrayLike) -> dict[str, float]:
     """Return the assumptions that a study's own outcomes suggest.
 
+    The correlation over schemes is chosen so that gain survival has the same variance as in these outcomes.
+
     Args:
         base_fp, trained_fp, base_q, trained_q: (n,) 0 or 1, or shares of a question's samples; the same questions in
             order.
-
-    Returns:
-        base_accuracy, gain, drop, correlation, scheme_correlation. The last is chosen so that gain survival has the
-        same variance as in these outcomes.
     """
     cells = np.array([base_fp, trained_fp, base_q, trained_q], dtype=float)
     rates = cells.mean(axis=1)
     base, gain = float(rates[0]), float(rates[1] - rates[0])
     drop = gain - float(rates[3] - rates[2])
-    spread = cells[:2].std(axis=1)
-    correlation = float(np.cov(cells[0], cells[1], ddof=0)[0, 1] / spread.prod()) if spread.all() else 0.0
-    correlation = min(max(correlation, 0.0), 0.999 * largest_correlation(*rates[:2])) if spread.all() else 0.0
+    spread, correlation = cells[:2].std(axis=1), 0.0
+    if spread.all():
+        correlation = float(np.cov(cells[0], cells[1], ddof=0)[0, 1] / spread.prod())
+        correlation = min(max(correlation, 0.0), 0.999 * largest_correlation(*rates[:2]))
     like = Assumptions(base, gain, drop, correlation, 0.0)
     free = like.moments()[1, 1]
     full = replace(like, scheme_correlation=1.0).moments()[1, 1]
     wanted = float(np.var((cells[3] - cells[2]) - (cells[1] - cells[0])))
     scheme = (free - wanted) / (free - full) if free > full else 0.0
     most = largest_correlation(base + gain, base + gain - drop)
-    return {
-        "base_accuracy": base,
-        "gain": gain,
-        "drop": drop,
-        "correlation": correlation,
-        "scheme_correlation": float(np.clip(scheme, 0, 0.999 * most)),
-    }
+    correlations = {"correlation": correlation, "scheme_correlation": float(np.clip(scheme, 0, 0.999 * most))}
+    return {"base_accuracy": base, "gain": gain, "drop": drop} | correlations
 
 
 def check_range(name: str, value: float, low: float, high: float, why: str, *, closed: bool = True) -> None:

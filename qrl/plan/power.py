@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from scipy.special import chdtri, ndtr
 
 from qrl.plan.assumptions import Assumptions
 from qrl.stats import LEVEL, quantile
@@ -19,30 +20,33 @@ from qrl.stats.estimate import TAIL
 from qrl.stats.verdict import KINK, MIN_MARGIN
 
 GAIN, SURVIVAL, KEPT = range(3)  # contrasts, in the order of `Assumptions.moments`
-
 NODES = 48  # of the integral over the estimated spread between runs
 GRID = 2001  # of the integral over the estimated gain
 
 
 def chance_shown(assumed: Assumptions, n: int, seeds: int = 1) -> float:
     """Return the probability that the 95 % interval of the full-precision gain is above 0."""
-    from scipy.special import ndtr
+    return _chance_above(assumed, n, seeds, GAIN, assumed.gain)
 
-    stderr, reach, weights = _reaches(assumed, n, seeds, GAIN, TAIL)
-    return float(weights @ ndtr((assumed.gain - reach) / stderr))
+
+def chance_seen(assumed: Assumptions, n: int, seeds: int, effect: float) -> float:
+    """Return the probability that a change of the gain shows: that the 95 % interval of gain survival excludes 0."""
+    return _chance_above(assumed, n, seeds, SURVIVAL, abs(effect))
+
+
+def _chance_above(assumed: Assumptions, n: int, seeds: int, which: int, truth: float) -> float:
+    stderr, reach, weights = _reaches(assumed, n, seeds, which, TAIL)
+    return float(weights @ ndtr((truth - reach) / stderr))
 
 
 def chance_decided(assumed: Assumptions, n: int, seeds: int = 1, *, verdict: str = "survives") -> float:
     """Return the probability of the verdict `survives`, or `lost`.
 
     Args:
-        assumed: the study as it is expected to be.
+        assumed, verdict: the study and the verdict that are expected.
         n: questions of every training run.
         seeds: training runs; 1 is about that run alone, without the spread between runs.
-        verdict: `survives` or `lost`.
     """
-    from scipy.special import ndtr
-
     sign = 1.0 if verdict == "survives" else -1.0
     moments = assumed.moments() / n
     between = np.diag([assumed.between_gain**2, assumed.between_survival**2]) * (seeds > 1)
@@ -50,8 +54,7 @@ def chance_decided(assumed: Assumptions, n: int, seeds: int = 1, *, verdict: str
     stderr_gain = math.sqrt(shared[0, 0])
     slope = shared[0, 1] / shared[0, 0]
     stderr_rest = math.sqrt(max(shared[1, 1] - slope * shared[0, 1], 1e-18))
-    _, gain_reach, gain_weights = _reaches(assumed, n, seeds, GAIN, TAIL)
-    _, _, weights = _reaches(assumed, n, seeds, SURVIVAL, TAIL)
+    _, gain_reach, weights = _reaches(assumed, n, seeds, GAIN, TAIL)
     z = np.linspace(-6, 6, GRID)
     density = np.exp(-(z**2) / 2)
     density /= density.sum()
@@ -69,7 +72,7 @@ def chance_decided(assumed: Assumptions, n: int, seeds: int = 1, *, verdict: str
     for regime, where in regimes.items():
         bound = _bound(assumed, n, seeds, gain, margin, regime, sign)
         decided = ndtr((sign * expected - bound) / stderr_rest) @ weights
-        chance += float(density @ (((where & shown) @ gain_weights) * decided))
+        chance += float(density @ (((where & shown) @ weights) * decided))
     return chance
 
 
@@ -94,19 +97,13 @@ def _bound(
 
 
 def _reaches(assumed: Assumptions, n: int, seeds: int, which: int, tail: float) -> tuple[float, np.ndarray, np.ndarray]:
-    """Return a contrast's standard error and the distances to its bound, at nodes of the estimated spread between runs.
+    """Return a contrast's standard error; (NODES,) distances to its bound with error `tail`; (NODES,) their weights.
 
-    Args:
-        which: `GAIN`, `SURVIVAL` or `KEPT`.
-        tail: error of the bound.
-
-    Returns:
-        The standard error; (NODES,) distances, as in `stats.Runs.reach`; (NODES,) their weights. One run has one node.
+    The nodes are values of the estimated spread between runs, the distances those of `stats.Runs.reach`. One run has
+    one node.
 
     Source: the spread's degrees of freedom times its ratio to the truth follow χ² with S − 1 degrees of freedom.
     """
-    from scipy.special import chdtri
-
     question = assumed.moments()[which, which] / n
     of_questions = quantile(1 - tail, n - 1)
     if seeds == 1:
@@ -118,14 +115,6 @@ def _reaches(assumed: Assumptions, n: int, seeds: int, which: int, tail: float) 
     both = quantile(1 - tail, seeds - 1) ** 2 * spread / seeds + of_questions**2 * shared
     reach = np.sqrt(np.maximum(both, of_questions**2 * (own / seeds + shared)))
     return math.sqrt((between + own) / seeds + shared), reach, np.full(NODES, 1 / NODES)
-
-
-def chance_seen(assumed: Assumptions, n: int, seeds: int, effect: float) -> float:
-    """Return the probability that a change of the gain shows: that the 95 % interval of gain survival excludes 0."""
-    from scipy.special import ndtr
-
-    stderr, reach, weights = _reaches(assumed, n, seeds, SURVIVAL, TAIL)
-    return float(weights @ ndtr((abs(effect) - reach) / stderr))
 
 
 def half_width(assumed: Assumptions, n: int, seeds: int, which: int) -> float:

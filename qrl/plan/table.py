@@ -12,14 +12,9 @@ from qrl.stats.text import table
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return all assumptions, the given numbers and the results; null if no size, or no effect, reaches the power."""
-    return {
-        "assumed": asdict(plan.assumed) | {"expected_margin": plan.assumed.expected_margin},
-        "power": plan.power,
-        "n": plan.n,
-        "effect": plan.effect,
-        "verdict": plan.verdict,
-        "rows": [asdict(row) for row in plan.rows],
-    }
+    document = asdict(plan)
+    document["assumed"]["expected_margin"] = plan.assumed.expected_margin
+    return document
 
 
 def as_markdown(plan: Plan) -> str:
@@ -51,10 +46,8 @@ def summary(plan: Plan) -> str:
             f"No n gives `survives`: a gain of {gain:.3f} is no larger than the margin, {margin:.3f}, so losing all of "
             "it would count as survival. Plan for a larger gain, or set a smaller margin."
         )
-    return (
-        f"No n gives `{plan.verdict}` with a probability of {plan.power:.2f}: the spread between training runs alone "
-        "is too wide. Plan for more seeds."
-    )
+    failed = f"No n gives `{plan.verdict}` with a probability of {plan.power:.2f}"
+    return f"{failed}: the spread between training runs alone is too wide. Plan for more seeds."
 
 
 def _of_n(plan: Plan, row: Row, n: int) -> str:
@@ -104,12 +97,10 @@ def _columns(plan: Plan) -> dict[str, Callable[[Row], str]]:
 
 def _assumed(plan: Plan) -> list[str]:
     a = plan.assumed
-    margin = f"{a.expected_margin:.3f}, half the gain as the study will estimate it (at least 0.02)"
-    if a.margin is not None:
-        margin = f"{a.margin:.3f}, fixed"
+    kind = "half the gain as the study will estimate it (at least 0.02)" if a.margin is None else "fixed"
     lines = [
-        f"Assumed: base {a.base_accuracy:.3f}, gain {a.gain:+.3f}, loss of gain {a.drop:.3f}; margin {margin}; "
-        f"power {plan.power:.2f}.",
+        f"Assumed: base {a.base_accuracy:.3f}, gain {a.gain:+.3f}, loss of gain {a.drop:.3f}; "
+        f"margin {a.expected_margin:.3f}, {kind}; power {plan.power:.2f}.",
         f"Correlation of a question's outcomes: {a.correlation:.2f} before and after training, "
         f"{a.scheme_correlation:.2f} at full precision and quantized.",
         "Probabilities follow the rule of the verdict: the gain's 95 % interval above 0, and the one-sided 95 % bound "

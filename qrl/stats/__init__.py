@@ -11,7 +11,7 @@ from qrl.stats.contrasts import bootstrap, contrast, independent_contrast
 from qrl.stats.estimate import LEVEL, Estimate, Runs, quantile, signed
 from qrl.stats.rates import accuracy, every_k, pass_at, rate
 from qrl.stats.runs import contrast_over_runs, rate_over_runs
-from qrl.stats.significance import holm, mcnemar
+from qrl.stats.significance import holm, holm_by_key, mcnemar
 
 __all__ = [
     "LEVEL",
@@ -23,6 +23,7 @@ __all__ = [
     "contrast_over_runs",
     "every_k",
     "holm",
+    "holm_by_key",
     "independent_contrast",
     "mcnemar",
     "pass_at",

@@ -31,11 +31,10 @@ def contrast(outcomes: ArrayLike, weights: Sequence[float], clusters: ArrayLike 
 
     Source: paired differences, Miller, arXiv 2411.00640, section 4; bound at zero deviations, Clopper and Pearson.
     """
-    values, (least, most) = weighted(outcomes, weights), extremes(weights)
-    mean = float(values.mean()) if values.size else math.nan
+    values, (least, most) = weighted(outcomes, weights), _extremes(weights)
     stderr, groups = stderr_of_mean(values, clusters)
-    sums = sums_by_group(values, clusters)
-    tails = Tails.of(sums if clusters is None else sums * (groups / len(values)), least, most)
+    mean = float(values.mean())
+    tails = Tails.of(_sums_by_group(values, clusters) * (groups / len(values)), least, most)
     if stderr < 1e-12:
         stderr = max(mean - least, most - mean) * (1 - TAIL ** (1 / groups)) / quantile(1 - TAIL, groups - 1)
     return Estimate(mean, stderr, 0, 0, len(values), groups - 1, None, tails, *limits(weights)).bounded()
@@ -79,11 +78,9 @@ def bootstrap(
     """Return the same contrast by resampling questions, all cells of a question together: a check of the closed form.
 
     Args:
-        outcomes: (cells, n), as for `contrast`.
-        weights: (cells,).
-        clusters: (n,) label of each question's group; groups are then resampled whole.
-        seed: seed of the resampling.
-        samples: resamples.
+        outcomes, weights, clusters: as for `contrast`; groups are resampled whole.
+        seed: of the resampling.
+        samples: how many resamples to draw.
 
     Returns:
         Estimate with the standard deviation of the resamples as stderr and their percentiles as interval.
@@ -92,7 +89,7 @@ def bootstrap(
         counts.
     """
     values = weighted(outcomes, weights)
-    sums, sizes = (sums_by_group(part, clusters) for part in (values, np.ones(len(values))))
+    sums, sizes = (_sums_by_group(part, clusters) for part in (values, np.ones(len(values))))
     kinds, counts = np.unique(np.stack([sums.round(12), sizes]), axis=1, return_counts=True)
     rng, resampled = np.random.default_rng(seed), []
     for size in [1000] * (samples // 1000) + [samples % 1000]:  # chunks of a few MB if every question has its own value
@@ -113,41 +110,38 @@ def weighted(outcomes: ArrayLike, weights: Sequence[float]) -> np.ndarray:
     """Return the (n,) weighted sums over cells, question by question."""
     cells, factors = np.asarray(outcomes, dtype=float), np.asarray(weights, dtype=float)
     if cells.ndim != 2 or factors.shape != cells.shape[:1]:
-        raise ValueError(
-            f"Outcomes of shape {cells.shape} do not match weights of shape {factors.shape}: "
-            "expected (cells, n) and (cells,)."
-        )
+        shapes = f"Outcomes of shape {cells.shape} do not match weights of shape {factors.shape}"
+        raise ValueError(f"{shapes}: expected (cells, n) and (cells,).")
     return factors @ cells
 
 
-def extremes(weights: Sequence[float]) -> tuple[float, float]:
+def _extremes(weights: Sequence[float]) -> tuple[float, float]:
     """Return the least and the most that a weighted sum of shares can be."""
     signs = np.asarray(weights, dtype=float)
     return float(signs[signs < 0].sum()), float(signs[signs > 0].sum())
 
 
 def limits(weights: Sequence[float]) -> tuple[float, float]:
-    """Return `extremes` for a difference; no limits for a single cell, since `rates` makes the interval of those."""
-    least, most = extremes(weights)
+    """Return `_extremes` for a difference; no limits for a single cell, since `rates` makes the interval of those."""
+    least, most = _extremes(weights)
     return (least, most) if least < 0 else (-math.inf, math.inf)
 
 
-def sums_by_group(values: np.ndarray, clusters: ArrayLike | None) -> np.ndarray:
+def _sums_by_group(values: np.ndarray, clusters: ArrayLike | None) -> np.ndarray:
     """Return (groups,) the sum over each group of questions; the (n,) values themselves if there are no clusters."""
     if clusters is None:
         return values
     labels = np.asarray(clusters)
     if labels.shape != values.shape:
-        raise ValueError(
-            f"{labels.shape} clusters do not match {values.shape} questions: expected one label per question."
-        )
+        shapes = f"{labels.shape} clusters do not match {values.shape} questions"
+        raise ValueError(f"{shapes}: expected one label per question.")
     _, group = np.unique(labels, return_inverse=True)
     return np.bincount(group, weights=values)
 
 
 def stderr_of_mean(values: np.ndarray, clusters: ArrayLike | None) -> tuple[float, int]:
     """Return the standard error of the mean, and the number of independent groups behind it."""
-    centred = sums_by_group(values - values.mean() if values.size else values, clusters)
+    centred = _sums_by_group(values - values.mean() if values.size else values, clusters)
     groups = len(centred)
     if groups < 2:
         raise ValueError(f"{len(values)} questions in {groups} groups give no error bar: expected at least 2 groups.")

@@ -153,15 +153,11 @@ class Estimate:
             return 0.5
         return math.exp(root_scalar(beyond, method="brentq", bracket=(least, most), xtol=1e-12).root)
 
-    def projected(self, questions: float = 1.0, runs: int | None = None) -> Estimate:
-        """Return this estimate with `questions` times the questions and `runs` training runs.
-
-        Raises:
-            ValueError: the estimate does not rest on several runs.
-        """
+    def projected(self, questions: float, runs: int) -> Estimate:
+        """Return this estimate of several runs with `questions` times the questions and `runs` runs."""
         if self.runs is None:
             raise ValueError("An estimate from one training run has no spread between runs to project.")
-        expected = self.runs.projected(questions, runs or self.runs.count)
+        expected = self.runs.projected(questions, runs)
         return replace(self, stderr=expected.stderr, n=max(2, round(self.n * questions)), runs=expected)
 
 

@@ -26,7 +26,7 @@ def accuracy(correct: int, n: int) -> Estimate:
     """
     check_count(correct, n)
     share = correct / n
-    return wilson(share, math.sqrt(share * (1 - share) / n), n, effective=n)
+    return _wilson(share, math.sqrt(share * (1 - share) / n), n, effective=n)
 
 
 def rate(values: ArrayLike, clusters: ArrayLike | None = None) -> Estimate:
@@ -47,8 +47,7 @@ def rate(values: ArrayLike, clusters: ArrayLike | None = None) -> Estimate:
     if shares.size and not (shares.min() >= 0 and shares.max() <= 1):
         raise ValueError(f"Shares range from {shares.min()} to {shares.max()}: expected 0 to 1.")
     stderr, groups = stderr_of_mean(shares, clusters)
-    mean, n = float(shares.mean()), len(shares)
-    return wilson(mean, stderr, n, effective_n(mean, stderr, groups, binary=is_binary(shares), n=n))
+    return clustered(float(shares.mean()), stderr, len(shares), groups, binary=is_binary(shares))
 
 
 def pass_at(k: int, correct: ArrayLike, samples: int) -> np.ndarray:
@@ -71,9 +70,8 @@ def pass_at(k: int, correct: ArrayLike, samples: int) -> np.ndarray:
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} cannot be estimated from {samples} samples: expected k from 1 to {samples}.")
     if counts.size and not (counts.min() >= 0 and counts.max() <= samples):
-        raise ValueError(
-            f"Right answers per question range from {counts.min()} to {counts.max()}: expected 0 to {samples}."
-        )
+        found = f"Right answers per question range from {counts.min()} to {counts.max()}"
+        raise ValueError(f"{found}: expected 0 to {samples}.")
     by_count = [1 - math.comb(samples - c, k) / math.comb(samples, k) for c in range(samples + 1)]
     return np.array(by_count)[counts.astype(int)]
 
@@ -88,16 +86,19 @@ def is_binary(shares: np.ndarray) -> bool:
     return bool(np.isin(shares, (0, 1)).all())
 
 
-def effective_n(mean: float, stderr: float, groups: int, *, binary: bool, n: int) -> float:
-    """Return how many independent questions would have this stderr; at most n for outcomes of 0 and 1."""
-    if stderr <= 0:
-        return groups
-    size = mean * (1 - mean) / stderr**2
-    size *= (quantile(1 - TAIL) / quantile(1 - TAIL, groups - 1)) ** 2
-    return min(size, n) if binary else size
+def clustered(share: float, stderr: float, n: int, groups: int, *, binary: bool) -> Estimate:
+    """Return a share with Wilson's interval at the number of independent questions that would have this stderr.
+
+    That number is at most n for outcomes of 0 and 1, which `binary` says.
+    """
+    effective = float(groups)
+    if stderr > 0:
+        effective = share * (1 - share) / stderr**2 * (quantile(1 - TAIL) / quantile(1 - TAIL, groups - 1)) ** 2
+        effective = min(effective, n) if binary else effective
+    return _wilson(share, stderr, n, effective)
 
 
-def wilson(share: float, stderr: float, n: int, effective: float) -> Estimate:
+def _wilson(share: float, stderr: float, n: int, effective: float) -> Estimate:
     """Return a share with Wilson's interval at `effective` questions."""
     z = quantile(1 - TAIL)
     shrink = 1 + z**2 / effective

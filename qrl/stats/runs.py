@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from qrl.stats.contrasts import contrast, limits, weighted
 from qrl.stats.estimate import Estimate, Runs
-from qrl.stats.rates import effective_n, is_binary, wilson
+from qrl.stats.rates import clustered, is_binary
 
 
 def contrast_over_runs(
@@ -26,7 +27,6 @@ def contrast_over_runs(
     n: int,
     *,
     vary: bool = True,
-    within: tuple[float, float] | None = None,
 ) -> Estimate:
     """Return a contrast averaged over training runs, with the spread between runs in its error.
 
@@ -39,7 +39,6 @@ def contrast_over_runs(
         n: distinct questions over all runs.
         vary: whether runs have weights of their own. False if all cells are the base's, which is one model under every
             seed: the error is then that of the questions, with the corrections of `contrast`.
-        within: the least and the most that the estimate can be; None derives both from the weights.
 
     Returns:
         Estimate, with `runs` if they vary. If no question and no run deviates from any other, the error is the one that
@@ -53,25 +52,22 @@ def contrast_over_runs(
         Verbal Learning and Verbal Behavior 12 (1973) 335.
     """
     if len(outcomes) < 2 or not len(outcomes) == len(groups) == len(labels):
-        raise ValueError(
-            f"Got {len(outcomes)} runs, {len(groups)} sets of groups and {len(labels)} labels: "
-            "expected the same number of each, at least 2."
-        )
-    within = within or limits(weights)
+        found = f"Got {len(outcomes)} runs, {len(groups)} sets of groups and {len(labels)} labels"
+        raise ValueError(f"{found}: expected the same number of each, at least 2.")
     values = [weighted(run, weights) for run in outcomes]
-    own, shared, distinct = question_variance(values, groups)
+    own, shared, distinct = _question_variance(values, groups)
     means = [float(run.mean()) for run in values]
     mean = float(np.mean(means))
     if not vary:
         pooled, stderr = _pooled(outcomes, weights, groups), math.sqrt(own / len(values) + shared)
         stderr = stderr if stderr > 1e-12 else pooled.stderr
-        return Estimate(mean, stderr, 0, 0, n, distinct - 1, None, pooled.tails, *within).bounded()
+        return Estimate(mean, stderr, 0, 0, n, distinct - 1, None, pooled.tails, *limits(weights)).bounded()
     alone = tuple(contrast(outcome, weights, group) for outcome, group in zip(outcomes, groups, strict=True))
     spread = float(np.var(means, ddof=1))
     if max(spread, own + shared) < 1e-24:
         shared = _pooled(outcomes, weights, groups).stderr ** 2
     runs = Runs(tuple(labels), alone, spread, own, shared, distinct)
-    return Estimate(mean, runs.stderr, 0, 0, n, len(labels) - 1, runs, None, *within).bounded()
+    return Estimate(mean, runs.stderr, 0, 0, n, len(labels) - 1, runs, None, *limits(weights)).bounded()
 
 
 def _pooled(outcomes: Sequence[ArrayLike], weights: Sequence[float], groups: Sequence[ArrayLike]) -> Estimate:
@@ -86,32 +82,23 @@ def rate_over_runs(
 
     Args:
         values: per run s, (n_s,) in 0..1 per question.
-        groups: per run, as for `contrast_over_runs`.
-        labels: one label per run.
-        n: distinct questions over all runs.
-        vary: whether each run has weights of its own. False for the base, which is one model under every seed: its
-            error is that of its questions, and its interval is Wilson's.
+        groups, labels, n: as for `contrast_over_runs`.
+        vary: as for `contrast_over_runs`; without it the interval is Wilson's.
     """
     shares = [np.asarray(run, dtype=float) for run in values]
     if vary:
-        return contrast_over_runs([run[None] for run in shares], (1,), groups, labels, n, within=(0.0, 1.0))
-    own, shared, distinct = question_variance(shares, groups)
+        mean = contrast_over_runs([run[None] for run in shares], (1,), groups, labels, n)
+        return replace(mean, least=0.0, most=1.0).bounded()
+    own, shared, distinct = _question_variance(shares, groups)
     mean, stderr = float(np.mean([run.mean() for run in shares])), math.sqrt(own / len(shares) + shared)
-    binary = all(map(is_binary, shares))
-    return wilson(mean, stderr, n, effective_n(mean, stderr, distinct, binary=binary, n=n))
+    return clustered(mean, stderr, n, distinct, binary=all(map(is_binary, shares)))
 
 
-def question_variance(values: Sequence[np.ndarray], groups: Sequence[ArrayLike]) -> tuple[float, float, int]:
-    """Return what the runs' means owe to their questions.
+def _question_variance(values: Sequence[np.ndarray], groups: Sequence[ArrayLike]) -> tuple[float, float, int]:
+    """Return what the runs' means owe to their questions: variance of each alone, shared variance, and all groups.
 
-    Args:
-        values: per run, (n_s,).
-        groups: per run, as for `contrast_over_runs`.
-
-    Returns:
-        The mean variance of a run that is not shared with the others; the covariance of two runs' means, from the
-        groups of questions that both answered, at least 0 since runs of one recipe are exchangeable; the groups over
-        all runs.
+    The first is a mean over runs. The second is the covariance of two runs' means, from the groups of questions that
+    both answered, at least 0 since runs of one recipe are exchangeable.
     """
     size = 1 + max(int(np.max(run)) for run in groups)
     sums = np.stack([np.bincount(g, weights=v - v.mean(), minlength=size) for v, g in zip(values, groups, strict=True)])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+K = TypeVar("K", bound=Hashable)
 
 
 def mcnemar(a: ArrayLike, b: ArrayLike) -> float:
@@ -38,3 +41,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
     corrected = np.empty(len(order))
     corrected[order] = np.minimum(1.0, np.maximum.accumulate(steps))
     return corrected.tolist()
+
+
+def holm_by_key(p_values: Mapping[K, float | None]) -> dict[K, float]:
+    """Return `holm` of named p-values; None marks a test that was not made, and is left out."""
+    made = {key: p for key, p in p_values.items() if p is not None}
+    return dict(zip(made, holm(list(made.values())), strict=True))

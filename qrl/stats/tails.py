@@ -32,29 +32,21 @@ class Side:
     most: float
     n: int
 
-    def upper(self, tail: float) -> float:
-        """Return the exact upper bound of the mean change; at least the observed mean plus the bound of unseen ones."""
+    def bounds(self, tail: float) -> tuple[float, float]:
+        """Return the exact bounds of the mean change, at the equal changes that have the same mean and mean square.
+
+        The upper one is at least the observed mean plus the bound of unseen changes.
+        """
         from scipy.special import betaincinv
 
         unseen = self.most * (1 - tail ** (1 / self.n))
         if not self.total:
-            return unseen
-        size, count = self._equal_changes()
-        return max(self.total + unseen, size * float(betaincinv(count + 1, self.n - count, 1 - tail)))
-
-    def lower(self, tail: float) -> float:
-        """Return the exact lower bound of the mean change."""
-        from scipy.special import betaincinv
-
-        if not self.total:
-            return 0.0
-        size, count = self._equal_changes()
-        return size * float(betaincinv(count, self.n - count + 1, tail))
-
-    def _equal_changes(self) -> tuple[float, float]:
-        """Return size and number of the equal changes that have the same mean and mean square."""
+            return 0.0, unseen
         size = self.squares / self.total
-        return size, self.n * self.total / size
+        count = self.n * self.total / size
+        lower = size * float(betaincinv(count, self.n - count + 1, tail))
+        upper = size * float(betaincinv(count + 1, self.n - count, 1 - tail))
+        return lower, max(self.total + unseen, upper)
 
 
 @dataclass(frozen=True)
@@ -114,4 +106,4 @@ class Tails:
         if self.changes is None:
             return skewed
         out, back = self.changes if upwards else self.changes[::-1]
-        return max(skewed, math.hypot(out.upper(tail) - out.total, back.total - back.lower(tail)))
+        return max(skewed, math.hypot(out.bounds(tail)[1] - out.total, back.total - back.bounds(tail)[0]))

@@ -71,36 +71,29 @@ def judge(
         return conclude("inconclusive", edge)
     if not gain.low > 0:
         n, seeds = _to_decide(gain, tested)
-        reason = (
-            f"the full-precision gain, {interval(gain)}, is not shown to be above 0, so there is nothing to survive"
-        )
+        reason = f"the full-precision gain, {interval(gain)}, is not shown to be above 0"
+        reason += ", so there is nothing to survive"
         return conclude("inconclusive", reason, n_to_decide=n, seeds_to_decide=seeds)
     if survives and gain.estimate <= margin:
-        reason = (
-            f"the full-precision gain, {signed(gain.estimate)}, is no larger than the margin, {margin:.3f}, "
-            "so even losing all of it would count as survival"
-        )
+        reason = f"the full-precision gain, {signed(gain.estimate)}, is no larger than the margin, {margin:.3f}"
+        reason += ", so even losing all of it would count as survival"
         return conclude("inconclusive", reason, p_value=tested.p_survives)
     if survives:
         bound = f"the one-sided 95 % lower bound of gain survival, {signed(survival.lower)},"
         if tested.tail == TAIL:
-            bound = (
-                f"the lower end of the 95 % interval of gain survival, {signed(survival.low)}, "
-                "(used because either margin may apply, so each gets half the error)"
-            )
+            bound = f"the lower end of the 95 % interval of gain survival, {signed(survival.low)},"
+            bound += " (used because either margin may apply, so each gets half the error)"
         return conclude("survives", f"{bound} is above −margin, {below}", p_value=tested.p_survives)
     if lost:
         reason = f"the one-sided 95 % upper bound of gain survival, {signed(survival.upper)}, is below −margin, {below}"
         return conclude("lost", reason, p_value=tested.p_lost)
-    reason = (
-        f"−margin, {below}, is between the one-sided 95 % bounds of gain survival, "
-        f"{signed(survival.lower)} and {signed(survival.upper)}"
-    )
+    bounds = f"{signed(survival.lower)} and {signed(survival.upper)}"
+    reason = f"−margin, {below}, is between the one-sided 95 % bounds of gain survival, {bounds}"
     if not survival.lower <= -margin <= survival.upper:
         reason = (
-            f"the margin, {margin:.3f}, is half of an estimated gain, and once the error of that estimate is included, "
-            "−margin is within the one-sided 95 % bounds"
+            f"the margin, {margin:.3f}, is half of an estimated gain, and once the error of that estimate is included"
         )
+        reason += ", −margin is within the one-sided 95 % bounds"
     n, seeds = _to_decide(gain, tested)
     p_value = min(tested.p_survives, tested.p_lost)
     return conclude("inconclusive", reason, n_to_decide=n, seeds_to_decide=seeds, p_value=p_value)
@@ -148,10 +141,8 @@ def _edge(accuracies: dict[str, float]) -> str | None:
     for name, rate in accuracies.items():
         if not FLOOR <= rate <= CEILING:
             edge, change = ("floor", "lose") if rate < FLOOR else ("ceiling", "gain")
-            return (
-                f"{name} is at the {edge} (accuracy {rate:.3f}) and can hardly {change} anything, "
-                "so differences between cells mean little"
-            )
+            at_edge = f"{name} is at the {edge} (accuracy {rate:.3f}) and can hardly {change} anything"
+            return f"{at_edge}, so differences between cells mean little"
     return None
 
 
@@ -169,8 +160,8 @@ def _to_decide(gain: Estimate, tested: _Tested) -> tuple[int | None, int | None]
     Both hold with `POWER` if the estimates are the truth; None if no number up to a thousand times the present one does
     it.
     """
-    separated = [(test, abs(test.estimate - bound), tested.tail) for test, bound in tested.tests]
-    settled = [(gain, gain.estimate, TAIL), *separated]
+    settled = [(gain, gain.estimate, TAIL)]
+    settled += [(test, abs(test.estimate - bound), tested.tail) for test, bound in tested.tests]
     if gain.estimate <= 0 or min(distance for _, distance, _ in settled) < 1e-9:
         return None, None
     if gain.runs is None:  # every reach and stderr shrinks with the root of n
@@ -178,13 +169,13 @@ def _to_decide(gain: Estimate, tested: _Tested) -> tuple[int | None, int | None]
         n = max(gain.n + 1, math.ceil(gain.n * times))
         return (n if n <= 1000 * gain.n else None), None
 
-    def decides(questions: float = 1.0, runs: int | None = None) -> bool:
-        return all(
-            smallest_detectable(value.projected(questions, runs), tail) <= distance for value, distance, tail in settled
-        )
+    def decides(questions: float, runs: int) -> bool:
+        expected = ((value.projected(questions, runs), distance, tail) for value, distance, tail in settled)
+        return all(smallest_detectable(value, tail) <= distance for value, distance, tail in expected)
 
-    n = least(lambda n: decides(questions=n / gain.n), gain.n + 1, 1000 * gain.n)
-    return n, least(lambda runs: decides(runs=runs), gain.runs.count + 1, 1000)
+    present = gain.runs.count
+    n = least(lambda n: decides(n / gain.n, present), gain.n + 1, 1000 * gain.n)
+    return n, least(lambda runs: decides(1.0, runs), present + 1, 1000)
 
 
 def least(holds: Callable[[int], bool], first: int, last: int) -> int | None:

@@ -69,12 +69,7 @@ def compare_files(recipe: Recipe, *, questions: str | None, counts: str | None, 
 
 
 def methods(recipe: Recipe, cells: list[str]) -> None:
-    """Log one row per cell against base and full precision: methods.md, methods.json, questions.parquet, a figure.
-
-    Args:
-        recipe: logged with the run.
-        cells: run ids of the cells' evaluations.
-    """
+    """Log one row per cell against base and full precision: methods.md, methods.json, questions.parquet, a figure."""
     store.prepare()
     frame = evaluated.rows(cells)
     measured = ranking.measure(frame)  # raises before a run is opened
@@ -98,25 +93,17 @@ def methods_files(questions: str | None, cells: list[str], out: str) -> None:
 
 
 def write(comparison: room.Comparison, out: Path, *, appendix: str = "") -> str:
-    """Write table.md, table.json and figures/*.png into a folder.
-
-    Args:
-        comparison: of `qrl.compare`.
-        out: the folder, made if need be.
-        appendix: Markdown to add at the end of table.md.
-
-    Returns:
-        The text of table.md.
+    """Write table.md, with Markdown to add at its end, table.json and figures/*.png; return the text of the first.
 
     Raises:
         BadInput: `out` cannot be written to.
     """
     text = f"{comparison.markdown()}\n{appendix}" if appendix else comparison.markdown()
-    with writable(out, "comparison"):
-        write_texts(out, {names.TABLE_MD: text, names.TABLE_JSON: json.dumps(comparison.table_json(), indent=2) + "\n"})
-        figures.matrix(comparison, out / names.FIGURES / "matrix.png")
+    document = json.dumps(comparison.table_json(), indent=2) + "\n"
+    with written(out, "comparison", {names.TABLE_MD: text, names.TABLE_JSON: document}) as drawn:
+        figures.matrix(comparison, drawn / "matrix.png")
         if len(comparison.schemes) > 1:
-            figures.survival(comparison, out / names.FIGURES / "survival.png")
+            figures.survival(comparison, drawn / "survival.png")
     return text
 
 
@@ -131,9 +118,8 @@ def write_methods(
     text = ranking.markdown(measured, converged, failed)
     document = json.dumps(ranking.as_json(measured, converged, failed), indent=1) + "\n"
     title = ranking.findings(measured)[0] if measured.best else "No quantized method"
-    with writable(out, "methods"):
-        write_texts(out, {ranking.METHODS_MD: text, ranking.METHODS_JSON: document})
-        figures.methods(measured, title, out / names.FIGURES / "methods.png")
+    with written(out, "methods", {ranking.METHODS_MD: text, ranking.METHODS_JSON: document}) as drawn:
+        figures.methods(measured, title, drawn / "methods.png")
     return text
 
 
@@ -142,20 +128,20 @@ def _rows(questions: str | None, cells: list[str]) -> pd.DataFrame:
 
 
 @contextmanager
-def writable(out: Path, what: str) -> Iterator[None]:
-    """Make the folder for figures, and turn errors of the file system into BadInput."""
+def written(out: Path, what: str, texts: dict[str, str]) -> Iterator[Path]:
+    """Write each text to its file, whole or not at all; yield the folder for figures.
+
+    Raises:
+        BadInput: the file system refuses to write.
+    """
     try:
         (out / names.FIGURES).mkdir(parents=True, exist_ok=True)
-        yield
+        for name, text in texts.items():
+            with written_whole(out / name) as path:
+                path.write_text(text, encoding="utf-8")
+        yield out / names.FIGURES
     except OSError as error:
         raise BadInput(
             f"The {what} cannot be written to {out} ({error.strerror or error}): "
             "give a folder that is writable and has space."
         ) from None
-
-
-def write_texts(out: Path, texts: dict[str, str]) -> None:
-    """Write each text to its file in a folder, whole or not at all."""
-    for name, text in texts.items():
-        with written_whole(out / name) as path:
-            path.write_text(text, encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,50 +15,31 @@ from qrl import figures, names, plan
 from qrl.errors import BadInput
 from qrl.plan import table
 from qrl.stats.text import interval
-from qrl.steps.compare import writable, write_texts
+from qrl.steps.compare import written
 from qrl.tracking import contents, runs, store
 from qrl.workspace import workspace
 
 FIGURE = "plan.png"
 
 
-@dataclass(frozen=True)
-class Pilot:
-    """What an earlier study's outcomes suggest."""
-
-    assumed: dict[str, float]  # fields of `plan.Assumptions`
-    notes: list[str]  # sentences on how certain they are
-
-
-def make(
-    assumed: dict,
-    *,
-    pilot: str | None,
-    scheme: str | None,
-    n: int | None,
-    effect: float | None,
-    power: float,
-    seeds: int | None,
-    out: str | None,
-) -> None:
+def make(assumed: dict, *, pilot: str | None, scheme: str | None, out: str | None, **wanted: Any) -> None:
     """Print the plan; write it into `out`, and into the MLflow run that `mlflow run` opened, if there is one.
 
     Args:
         assumed: fields of `plan.Assumptions` as typed; missing ones come from the pilot, or are defaults.
         pilot: a file with per-question outcomes of an earlier study.
         scheme: one of the pilot's schemes; None for the one with the lowest gain survival.
-        n, effect, power, seeds: as for `plan.make`.
         out: a folder.
+        wanted: n, effect, power and seeds, as for `plan.make`.
 
     Raises:
         BadInput: as `plan.make` and `read_pilot`; a scheme is given without a pilot, or `out` cannot be written to.
     """
     if scheme and not pilot:
         raise BadInput("--scheme names a scheme of the pilot: give --pilot FILE with it, or omit it.")
-    suggested = read_pilot(pilot, scheme) if pilot else Pilot({}, [])
-    fields = suggested.assumed | assumed
-    planned = plan.make(plan.Assumptions(**fields), n=n, effect=effect, power=power, seeds=seeds)
-    text = "\n".join((table.as_markdown(planned), *suggested.notes))
+    suggested, notes = read_pilot(pilot, scheme) if pilot else ({}, [])
+    planned = plan.make(plan.Assumptions(**suggested | assumed), **wanted)
+    text = "\n".join((table.as_markdown(planned), *notes))
     if out:
         _write(planned, text, Path(out))
     if os.environ.get("MLFLOW_RUN_ID"):
@@ -73,8 +53,8 @@ def make(
         click.echo(f"Written to {out}: {names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/{FIGURE}.", err=True)
 
 
-def read_pilot(path: str, scheme: str | None) -> Pilot:
-    """Return the assumptions that a study's questions suggest.
+def read_pilot(path: str, scheme: str | None) -> tuple[dict[str, float], list[str]]:
+    """Return fields of `plan.Assumptions` that a study's questions suggest, and sentences on how certain they are.
 
     Raises:
         BadInput: the file or scheme is missing, the outcomes are not comparable, or they show no gain.
@@ -94,7 +74,7 @@ def read_pilot(path: str, scheme: str | None) -> Pilot:
             "give --gain yourself."
         )
     order = [(variant, kind) for kind in (names.FULL, row.scheme) for variant in (names.BASE, row.variant)]
-    cells = comparison.evidence.outcomes.cells
+    cells = comparison.evidence.cells
     per_run = [plan.of_pilot(*(cells[cell][run] for cell in order)) for run in range(len(comparison.runs))]
     assumed = {key: float(np.mean([values[key] for values in per_run])) for key in per_run[0]}
     if gain.runs:
@@ -106,14 +86,13 @@ def read_pilot(path: str, scheme: str | None) -> Pilot:
         "A pilot's gain is an estimate, and often a lucky one. For a safe plan, use its lower bound: "
         f"--gain {max(gain.low, 0.001):.3f}.",
     ]
-    return Pilot(assumed, notes)
+    return assumed, notes
 
 
 def _write(planned: plan.Plan, text: str, out: Path) -> None:
-    with writable(out, "plan"):
-        figures.chances(planned, out / names.FIGURES / FIGURE)
-        document = json.dumps(table.as_json(planned), indent=2) + "\n"
-        write_texts(out, {names.TABLE_MD: text, names.TABLE_JSON: document})
+    document = json.dumps(table.as_json(planned), indent=2) + "\n"
+    with written(out, "plan", {names.TABLE_MD: text, names.TABLE_JSON: document}) as drawn:
+        figures.chances(planned, drawn / FIGURE)
 
 
 def _params(planned: plan.Plan) -> dict[str, Any]:
