@@ -11,27 +11,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import mlflow
+from mlflow import MlflowException
+from mlflow.entities.model_registry import ModelVersion
 
 from qrl import names
 from qrl.registry.versions import Version
 
-if TYPE_CHECKING:
-    import mlflow
-    from mlflow.entities.model_registry import ModelVersion
-
 
 def client() -> mlflow.MlflowClient:
     """Return a client of the registry."""
-    import mlflow
-
     return mlflow.MlflowClient()
 
 
 @contextmanager
 def locked(name: str) -> Iterator[None]:
     """Hold the lock of a registered model."""
-    import mlflow
     from filelock import FileLock
 
     from qrl.tracking import store
@@ -51,8 +47,6 @@ def versions_of(name: str) -> list[ModelVersion]:
 
 def aliased(name: str, alias: str) -> ModelVersion | None:
     """Return the version behind an alias, or None; a search gives no aliases, so each has a request of its own."""
-    from mlflow import MlflowException
-
     try:
         return client().get_model_version_by_alias(name, alias)
     except MlflowException as error:

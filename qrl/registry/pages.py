@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import quote
 
+from mlflow import MlflowException
+
 from qrl import names
 from qrl.registry.client import as_version, client, versions_of
 from qrl.registry.versions import Record, Version
@@ -43,8 +45,6 @@ def publish(name: str, table: str = "") -> None:
         name: the registered model.
         table: a study's table.md; empty keeps the table that is there.
     """
-    from mlflow import MlflowException
-
     try:
         former = client().get_registered_model(name).description or ""
     except MlflowException:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from mlflow import MlflowException
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from qrl import names
 from qrl.errors import BadInput
@@ -14,9 +17,6 @@ from qrl.registry import pages
 from qrl.registry.client import as_version, client, locked, versions_of
 from qrl.registry.versions import Version
 from qrl.tracking import models
-
-if TYPE_CHECKING:
-    from mlflow.entities.model_registry import ModelVersion
 
 _NAME = re.compile(r"\w[\w .+-]*")  # MLflow allows no / and no :, its search no quotes
 
@@ -82,8 +82,6 @@ def register(
 
 
 def _make_model(name: str) -> None:
-    from mlflow import MlflowException
-
     try:
         client().create_registered_model(name)
     except MlflowException as error:
@@ -111,9 +109,6 @@ def _new(name: str, model_uri: str, tags: dict[str, str]) -> str:
 
 def _exists(entry: ModelVersion) -> bool:
     """Whether the version's checkpoint is still in the store; lists, and downloads nothing."""
-    from mlflow import MlflowException
-    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-
     try:
         files = get_artifact_repository(as_version(entry).uri).list_artifacts("model")
     except (MlflowException, OSError):

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlflow import MlflowException
+from mlflow.artifacts import download_artifacts
+
 from qrl import checkpoint, names
 from qrl.errors import GateRefused, QrlError, first_line
 
@@ -87,9 +90,6 @@ def folder(version: Version) -> Path:
     Raises:
         QrlError: its files are gone.
     """
-    from mlflow import MlflowException
-    from mlflow.artifacts import download_artifacts
-
     try:
         path = Path(download_artifacts(version.uri)) / "model"
     except (MlflowException, OSError) as error:
