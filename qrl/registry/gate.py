@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from qrl.stats import Estimate, signed
 from qrl.stats.text import interval
@@ -47,8 +48,7 @@ class Evidence:
     version_digest: str
 
 
-@dataclass(frozen=True)
-class _Check:
+class _Check(NamedTuple):
     passed: bool
     reason: str
     facts: Mapping[str, float | str]
@@ -60,7 +60,7 @@ def decide_base(evidence: Evidence) -> Decision:
 
 
 def decide_grpo(
-    evidence: Evidence, *, parent_digest: str, base_digest: str, gain: Estimate, min_gain: float
+    evidence: Evidence, parent_digest: str, base_digest: str, *, gain: Estimate, min_gain: float
 ) -> Decision:
     """Decide on stage grpo: also made from the base version, and better than it.
 
@@ -75,7 +75,7 @@ def decide_grpo(
 
 
 def decide_awq(
-    evidence: Evidence, *, parent_digest: str, grpo_digest: str, difference: Estimate, max_loss: float
+    evidence: Evidence, parent_digest: str, grpo_digest: str, *, difference: Estimate, max_loss: float
 ) -> Decision:
     """Decide on stage awq: also quantized from the grpo version, and hardly worse than it.
 
@@ -106,11 +106,11 @@ def _health(evidence: Evidence) -> _Check:
 def _digest(evidence: Evidence) -> _Check:
     evaluated, version = evidence.evaluated_digest, evidence.version_digest
     passed = bool(version) and evaluated == version
-    same = f"The weights that were evaluated are the version's ({_short(version)})."
-    other = (
-        f"The evaluated weights ({_short(evaluated)}) are not the version's ({_short(version)}): evaluate this version."
-    )
-    return _Check(passed, same if passed else other, {"evaluated_digest": evaluated, "version_digest": version})
+    reason = f"The weights that were evaluated are the version's ({_short(version)})."
+    if not passed:
+        other = f"The evaluated weights ({_short(evaluated)}) are not the version's ({_short(version)})"
+        reason = f"{other}: evaluate this version."
+    return _Check(passed, reason, {"evaluated_digest": evaluated, "version_digest": version})
 
 
 def _lineage(parent: str, expected: str, stage: str) -> _Check:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import quote
 
-from mlflow import MlflowException
+from mlflow import MlflowClient, MlflowException
 
 from qrl import names
-from qrl.registry.client import as_version, client, versions_of
+from qrl.registry.client import as_version, versions_of
 from qrl.registry.versions import Record, Version
 from qrl.stats import Estimate
 from qrl.stats.text import interval
@@ -46,13 +46,13 @@ def publish(name: str, table: str = "") -> None:
         table: a study's table.md; empty keeps the table that is there.
     """
     try:
-        former = client().get_registered_model(name).description or ""
+        former = MlflowClient().get_registered_model(name).description or ""
     except MlflowException:
         return
     if former and not former.startswith(_HEAD):
         return
     table = table.replace("\n## ", "\n#### ").removeprefix("## ").strip() or former.partition(_TABLE)[2].strip()
-    client().update_registered_model(name, _cut(f"{_STAGES}\n{_TABLE}\n\n{table}" if table else _STAGES))
+    MlflowClient().update_registered_model(name, _cut(f"{_STAGES}\n{_TABLE}\n\n{table}" if table else _STAGES))
 
 
 def refresh(name: str, number: int) -> None:
@@ -62,7 +62,7 @@ def refresh(name: str, number: int) -> None:
         if version:
             children = [other.version for other in versions.values() if _parent(other) == version.version]
             page = _cut(certificate(version, sorted(children)))
-            client().update_model_version(name, str(version.version), page)
+            MlflowClient().update_model_version(name, str(version.version), page)
 
 
 def certificate(version: Version, children: list[int]) -> str:

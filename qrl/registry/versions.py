@@ -85,11 +85,7 @@ class Version:
 
 
 def folder(version: Version) -> Path:
-    """Return the version's checkpoint folder, in place if the store is local.
-
-    Raises:
-        QrlError: its files are gone.
-    """
+    """Return the version's checkpoint folder, in place if the store is local; raise QrlError if its files are gone."""
     try:
         path = Path(download_artifacts(version.uri)) / "model"
     except (MlflowException, OSError) as error:

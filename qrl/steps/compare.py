@@ -16,8 +16,6 @@ from qrl.compare import ranking
 from qrl.errors import BadInput
 from qrl.evaluate import groups
 from qrl.recipe import Recipe
-from qrl.tracking import cells as evaluated
-from qrl.tracking import contents, keys, reuse, runs, store
 from qrl.workspace import workspace, written_whole
 
 if TYPE_CHECKING:
@@ -36,7 +34,9 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         recipe: its `compare.margin` decides what counts as survival.
         cells: run ids of the cells' evaluations.
     """
-    store.prepare()
+    from qrl.tracking import cells as evaluated  # imports MLflow, which takes a second
+    from qrl.tracking import contents, keys, reuse, runs
+
     frame = evaluated.rows(cells)
     comparison = room.from_questions(frame, margin=recipe.compare.margin)  # raises before a run is opened
     key = keys.comparison(recipe, cells)
@@ -75,7 +75,9 @@ def methods(recipe: Recipe, cells: list[str]) -> None:
         recipe: logged with the run.
         cells: run ids of the cells' evaluations.
     """
-    store.prepare()
+    from qrl.tracking import cells as evaluated
+    from qrl.tracking import contents, runs
+
     frame = evaluated.rows(cells)
     measured = ranking.measure(frame)  # raises before a run is opened
     with (
@@ -138,7 +140,11 @@ def write_methods(
 
 
 def _rows(questions: str | None, cells: list[str]) -> pd.DataFrame:
-    return room.read_questions(questions) if questions else evaluated.rows(cells)
+    if questions:
+        return room.read_questions(questions)
+    from qrl.tracking import cells as evaluated
+
+    return evaluated.rows(cells)
 
 
 @contextmanager

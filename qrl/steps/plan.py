@@ -17,7 +17,6 @@ from qrl.errors import BadInput
 from qrl.plan import table
 from qrl.stats.text import interval
 from qrl.steps.compare import writable, write_texts
-from qrl.tracking import contents, runs, store
 from qrl.workspace import workspace
 
 FIGURE = "plan.png"
@@ -63,6 +62,8 @@ def make(
     if out:
         _write(planned, text, Path(out))
     if os.environ.get("MLFLOW_RUN_ID"):
+        from qrl.tracking import contents, runs, store  # imports MLflow, which takes a second
+
         store.prepare()
         with workspace(f"plan-{os.getpid()}") as work, runs.step("plan", params=_params(planned)):
             _write(planned, text, work)

@@ -28,8 +28,7 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str]) -> None:
         GateRefused: a gate refused a candidate; no pointer of its stage was moved.
     """
     for stage in stages:
-        if stage not in names.STAGES:
-            raise BadInput(f"There is no stage '{stage}' to promote to: expected one of {', '.join(names.STAGES)}.")
+        registry.check_stage(stage, "to promote to")
     if len(stages) != len(run_ids):
         raise BadInput(f"--stage names {len(stages)} and --cell {len(run_ids)}: give one cell's run per stage.")
     name = registry.registered_name(recipe)
@@ -67,17 +66,9 @@ def _promote_one(recipe: Recipe, name: str, stage: str, candidate: Evaluated) ->
         raise GateRefused(f"Stage {stage} is refused: {' '.join(candidate.broken)}")
     before = registry.resolve(name, BEFORE[stage]) if stage in BEFORE else None
     holder = _holder(name, stage)
-    version = registry.register(
-        name,
-        candidate.model,
-        digest=candidate.digest,
-        variant=candidate.variant,
-        scheme=candidate.scheme,
-        accuracy=candidate.accuracy,
-        stderr=candidate.stderr,
-        n=candidate.n,
-        parent_version=before.version if before else None,
-    )
+    facts = {key: getattr(candidate, key) for key in ("digest", "variant", "scheme", "accuracy", "stderr", "n")}
+    parent = before.version if before else None
+    version = registry.register(name, candidate.model, **facts, parent_version=parent)
     decision = _decide(recipe, stage, candidate, version, before)
     record = {"run": candidate.run_id, "reasons": decision.reasons, "bounds": decision.facts}
     if not decision.passed:
@@ -101,22 +92,11 @@ def _decide(
     evidence = gate.Evidence(candidate.broken, candidate.digest, checkpoint.digest(versions.folder(version)))
     if before is None:
         return gate.decide_base(evidence)
+    digests = candidate.parent, before.digest
     difference = _difference(candidate, _reference(before, BEFORE[stage]))
     if stage == "grpo":
-        return gate.decide_grpo(
-            evidence,
-            parent_digest=candidate.parent,
-            base_digest=before.digest,
-            gain=difference,
-            min_gain=recipe.promote.min_gain,
-        )
-    return gate.decide_awq(
-        evidence,
-        parent_digest=candidate.parent,
-        grpo_digest=before.digest,
-        difference=difference,
-        max_loss=recipe.promote.max_loss,
-    )
+        return gate.decide_grpo(evidence, *digests, gain=difference, min_gain=recipe.promote.min_gain)
+    return gate.decide_awq(evidence, *digests, difference=difference, max_loss=recipe.promote.max_loss)
 
 
 def _reference(version: versions.Version, stage: str) -> Evaluated:
@@ -133,7 +113,7 @@ def _difference(candidate: Evaluated, reference: Evaluated) -> stats.Estimate:
     Raises:
         BadInput: the cells have different questions, or answers of different engines.
     """
-    frames = [cell.rows() for cell in (candidate, reference)]
+    frames = [cells.rows([cell.run_id]) for cell in (candidate, reference)]
     check_compatible(pd.concat(frames, ignore_index=True))
     rates = [rows.groupby("question")["correct"].mean() for rows in frames]  # over samples, if there are several
     outcomes = rates[0].to_frame("correct").join(rates[1].rename("reference"), how="outer")

@@ -74,10 +74,8 @@ def sweep() -> list[str]:
         Ids of the runs that were ended.
     """
     client = mlflow.MlflowClient()
-    query, reason = (
-        "attributes.status = 'RUNNING'",
-        "Its process died without a report; the next command ended the run.",
-    )
+    reason = "Its process died without a report; the next command ended the run."
+    query = "attributes.status = 'RUNNING'"
     running = mlflow.search_runs(filter_string=query, search_all_experiments=True, output_format="list")
     abandoned = [run.info for run in running if _is_abandoned(run)]
     for run in abandoned:
