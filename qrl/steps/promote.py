@@ -13,8 +13,6 @@ from qrl.registry import gate, versions
 from qrl.tracking import cells, contents, runs, store
 from qrl.tracking.cells import Evaluated
 
-BEFORE = {"grpo": "base", "awq": "grpo"}  # stage → the stage that its weights are made from
-
 
 def promote(recipe: Recipe, stages: list[str], run_ids: list[str]) -> None:
     """Judge each candidate in turn; the first refusal ends it, since later stages are made from earlier ones.
@@ -64,7 +62,7 @@ def _study_table() -> str:
 def _promote_one(recipe: Recipe, name: str, stage: str, candidate: Evaluated) -> str:
     if not candidate.model:
         raise GateRefused(f"Stage {stage} is refused: {' '.join(candidate.broken)}")
-    before = registry.resolve(name, BEFORE[stage]) if stage in BEFORE else None
+    before = registry.resolve(name, gate.BEFORE[stage]) if stage in gate.BEFORE else None
     holder = _holder(name, stage)
     facts = {key: getattr(candidate, key) for key in ("digest", "variant", "scheme", "accuracy", "stderr", "n")}
     parent = before.version if before else None
@@ -91,12 +89,11 @@ def _decide(
     # The digest of the files in the store now, not the version's tag: those are what would be served.
     evidence = gate.Evidence(candidate.broken, candidate.digest, checkpoint.digest(versions.folder(version)))
     if before is None:
-        return gate.decide_base(evidence)
-    digests = candidate.parent, before.digest
-    difference = _difference(candidate, _reference(before, BEFORE[stage]))
-    if stage == "grpo":
-        return gate.decide_grpo(evidence, *digests, gain=difference, min_gain=recipe.promote.min_gain)
-    return gate.decide_awq(evidence, *digests, difference=difference, max_loss=recipe.promote.max_loss)
+        return gate.decide(stage, evidence)
+    digests = {"parent_digest": candidate.parent, "before_digest": before.digest}
+    difference = _difference(candidate, _reference(before, gate.BEFORE[stage]))
+    limit = recipe.promote.min_gain if stage == "grpo" else recipe.promote.max_loss
+    return gate.decide(stage, evidence, **digests, difference=difference, limit=limit)
 
 
 def _reference(version: versions.Version, stage: str) -> Evaluated:
