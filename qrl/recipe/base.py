@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -27,6 +27,8 @@ class NotInKey:
 
 
 NO_KEY = NotInKey()
+_Value = TypeVar("_Value")
+NoKey = Annotated[_Value, NO_KEY]
 
 
 class Section(BaseModel):
