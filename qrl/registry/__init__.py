@@ -2,6 +2,6 @@
 
 from qrl.registry.pages import publish
 from qrl.registry.registering import register, registered_name
-from qrl.registry.stages import check_stage, promote, refuse, resolve, rollback
+from qrl.registry.stages import promote, refuse, resolve, rollback
 
-__all__ = ["check_stage", "promote", "publish", "refuse", "register", "registered_name", "resolve", "rollback"]
+__all__ = ["promote", "publish", "refuse", "register", "registered_name", "resolve", "rollback"]

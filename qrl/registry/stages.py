@@ -81,7 +81,7 @@ def promote(
     with locked(name):
         check_stage(stage, "to promote to")
         target = resolve(name, version)
-        held_by = _holder(name, stage)
+        held_by = holder(name, stage)
         if expected is not _ANY and held_by not in (expected, version):
             raise QrlError(
                 f"Stage {stage} of '{name}' moved to version {held_by} while version {version} was judged: "
@@ -117,7 +117,7 @@ def rollback(name: str, stage: str) -> Version:
     """
     check_stage(stage, "to roll back")
     with locked(name):
-        now, before = _holder(name, stage), aliased(name, stage + _PREVIOUS)
+        now, before = holder(name, stage), aliased(name, stage + _PREVIOUS)
         if now is None or before is None or now == int(before.version):
             raise BadInput(f"Stage {stage} of '{name}' has had no other version, so there is nothing to roll back to.")
         versions.verify(as_version(before, stage))  # never to a version that could not be served
@@ -127,7 +127,8 @@ def rollback(name: str, stage: str) -> Version:
     return resolve(name, stage)
 
 
-def _holder(name: str, stage: str) -> int | None:
+def holder(name: str, stage: str) -> int | None:
+    """Return the number of the version that holds a stage, or None."""
     entry = aliased(name, stage)
     return int(entry.version) if entry else None
 
@@ -154,8 +155,8 @@ def _mirror(name: str) -> None:
     """Bring MLflow's stages in line with the aliases, also after a process that was killed half-way."""
     wanted = {}
     for stage, mirrored in names.MLFLOW_STAGE.items():  # if one version holds two stages, the later one counts
-        if holder := _holder(name, stage):
-            wanted[holder] = mirrored
+        if number := holder(name, stage):
+            wanted[number] = mirrored
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         for entry in sorted(versions_of(name), key=lambda entry: int(entry.version) not in wanted):

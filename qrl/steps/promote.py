@@ -10,6 +10,7 @@ from qrl.compare.compatibility import check as check_compatible
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
 from qrl.registry import gate, versions
+from qrl.registry.stages import check_stage, holder
 from qrl.tracking import cells, contents, runs, store
 from qrl.tracking.cells import Evaluated
 
@@ -26,7 +27,7 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str]) -> None:
         GateRefused: a gate refused a candidate; no pointer of its stage was moved.
     """
     for stage in stages:
-        registry.check_stage(stage, "to promote to")
+        check_stage(stage, "to promote to")
     if len(stages) != len(run_ids):
         raise BadInput(f"--stage names {len(stages)} and --cell {len(run_ids)}: give one cell's run per stage.")
     name = registry.registered_name(recipe)
@@ -63,7 +64,7 @@ def _promote_one(recipe: Recipe, name: str, stage: str, candidate: Evaluated) ->
     if not candidate.model:
         raise GateRefused(f"Stage {stage} is refused: {' '.join(candidate.broken)}")
     before = registry.resolve(name, gate.BEFORE[stage]) if stage in gate.BEFORE else None
-    holder = _holder(name, stage)
+    held_by = holder(name, stage)
     facts = {key: getattr(candidate, key) for key in ("digest", "variant", "scheme", "accuracy", "stderr", "n")}
     parent = before.version if before else None
     version = registry.register(name, candidate.model, **facts, parent_version=parent)
@@ -72,15 +73,8 @@ def _promote_one(recipe: Recipe, name: str, stage: str, candidate: Evaluated) ->
     if not decision.passed:
         registry.refuse(name, stage, version.version, record=record)
         raise GateRefused(f"{decision} The stage remains as it was.")
-    registry.promote(name, stage, version.version, record=record, expected=holder)
+    registry.promote(name, stage, version.version, record=record, expected=held_by)
     return f"{stage} is version {version.version} of {name}. {' '.join(decision.reasons)}"
-
-
-def _holder(name: str, stage: str) -> int | None:
-    try:
-        return registry.resolve(name, stage).version
-    except BadInput:
-        return None
 
 
 def _decide(

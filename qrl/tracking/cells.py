@@ -58,10 +58,7 @@ def read(run_id: str) -> Evaluated:
 
 
 def rows(run_ids: Sequence[str]) -> pd.DataFrame:
-    """Return the rows of evaluated cells: one per cell and question.
-
-    Args:
-        run_ids: of their evaluations.
+    """Return the rows of evaluated cells, by the runs of their evaluations: one per cell and question.
 
     Raises:
         BadInput: a run does not exist, or has no rows.

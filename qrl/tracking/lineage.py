@@ -14,11 +14,7 @@ STEPS_BACK = 8  # merge, quantize and the like; no chain of qrl's is longer
 def training_seed(model_uri: str) -> int | None:
     """Return the seed of the training that made a model's weights, also if they were merged or quantized since.
 
-    Args:
-        model_uri: "models:/m-…".
-
-    Returns:
-        None for the base, and for weights that no `train` of this store made.
+    It is None for the base, and for weights that no `train` of this store made. `model_uri` is "models:/m-…".
     """
     client = mlflow.MlflowClient()
     try:

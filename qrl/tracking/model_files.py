@@ -38,12 +38,7 @@ def write(
 ) -> Path:
     """Write a checkpoint and MLflow's files about it into the store, and return the folder that holds the weights.
 
-    Args:
-        client: of the store.
-        source: the checkpoint's folder.
-        model: initialized, not finalized.
-        facts: for MLmodel.
-        link: hard-link the files of a local store if possible, else copy them.
+    `facts` go into MLmodel. With `link`, files of a local store are hard-linked if possible; else they are copied.
     """
     files = _files(source)
     if target := local(model.artifact_location):

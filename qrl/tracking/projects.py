@@ -13,12 +13,7 @@ _MANAGER = "mlflow.project.env"
 
 
 def open_child(parent: str, name: str) -> str:
-    """Open a run for a step to join, below the parent, and return its id: it is known before the step begins.
-
-    Args:
-        parent: id of the study's run; empty for none.
-        name: what the UI shows.
-    """
+    """Open a run for a step to join, below the parent if there is one; return its id, known before the step begins."""
     client = mlflow.MlflowClient()
     experiment = experiment_id(parent) if parent else active.experiment()
     tags = {names.TAG_PID: signals.identity()} | ({runs.PARENT: parent} if parent else {})

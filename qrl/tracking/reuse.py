@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -53,12 +52,7 @@ def _finished(step: str, more: str = "", **how: Any) -> list[Run]:
     return mlflow.search_runs(filter_string=query, output_format="list", **how)
 
 
-def record_outputs(
-    *,
-    models: Mapping[str, str] | None = None,
-    artifacts: list[str] | None = None,
-    values: Mapping[str, Any] | None = None,
-) -> Outputs:
+def record_outputs(*, models: dict | None = None, artifacts: list | None = None, values: dict | None = None) -> Outputs:
     """Record in the active run what later steps need, with file sizes and artifact digests; the last call of a step.
 
     Args:
@@ -67,7 +61,7 @@ def record_outputs(
         values: anything that JSON holds.
     """
     run = active.run()
-    outputs = Outputs(dict(models or {}), list(artifacts or []), dict(values or {}))
+    outputs = Outputs(models or {}, artifacts or [], values or {})
     sizes = {place: _sizes(_address(run, place)) for place in (*outputs.models.values(), *outputs.artifacts)}
     digests = {place: _digests(_address(run, place)) for place in outputs.artifacts}
     key = mlflow.get_run(run.info.run_id).data.tags.get(names.TAG_CACHE_KEY, "")

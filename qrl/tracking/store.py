@@ -68,11 +68,7 @@ def database_of(address: str) -> Path | None:
 
 
 def sweep() -> list[str]:
-    """End as KILLED what still counts as RUNNING although its process on this host is dead.
-
-    Returns:
-        Ids of the runs that were ended.
-    """
+    """End as KILLED what still counts as RUNNING although its process on this host is dead; return the runs' ids."""
     client = mlflow.MlflowClient()
     reason = "Its process died without a report; the next command ended the run."
     query = "attributes.status = 'RUNNING'"
