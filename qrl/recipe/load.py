@@ -129,9 +129,8 @@ def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict:
     for section in {key.partition(".")[0] for key in known if "." in key} & document.keys():
         values = {} if document[section] is None else document[section]
         if not isinstance(values, dict):
-            raise BadInput(
-                f"'{section}' is a section of the recipe, but its value is {values!r}: write its keys below it."
-            )
+            wrong = f"'{section}' is a section of the recipe, but its value is {values!r}"
+            raise BadInput(f"{wrong}: write its keys below it.")
         parsed = {name: _value(f"{section}.{name}", value) for name, value in values.items()}
         document[section] = parent.get(section, {}) | parsed
     return parent | document

@@ -61,17 +61,12 @@ def refresh(name: str, number: int) -> None:
     for version in (versions[number], versions.get(_parent(versions[number]))):
         if version:
             children = [other.version for other in versions.values() if _parent(other) == version.version]
-            page = _cut(certificate(version, sorted(children)))
+            page = _cut(_certificate(version, sorted(children)))
             MlflowClient().update_model_version(name, str(version.version), page)
 
 
-def certificate(version: Version, children: list[int]) -> str:
-    """Return a version's description: verdict and reasons, table row, weights and lineage, how to load and serve it.
-
-    Args:
-        version: with its tags.
-        children: numbers of the versions that were made from it.
-    """
+def _certificate(version: Version, children: list[int]) -> str:
+    """Return a version's description; `children` are the numbers of the versions that were made from it."""
     records, parent = version.gates(), _parent(version)
     verdicts = [f"{'passed' if record.passed else 'refused by'} gate `{record.stage}`" for record in records]
     cell = names.cell_name(version.variant, version.scheme)
@@ -111,13 +106,8 @@ def _deltas(records: list[Record]) -> Iterator[str]:
 
 
 def _gate(record: Record) -> list[str]:
-    head = f"**Gate `{record.stage}`: {'passed' if record.passed else 'refused'}**"
-    return [
-        f"{head}, {record.time}, on evaluation run `{record.run}`",
-        "",
-        *(f"- {text}" for text in record.reasons),
-        "",
-    ]
+    head = f"**Gate `{record.stage}`: {'passed' if record.passed else 'refused'}**, {record.time}"
+    return [f"{head}, on evaluation run `{record.run}`", "", *(f"- {text}" for text in record.reasons), ""]
 
 
 def _cut(text: str) -> str:

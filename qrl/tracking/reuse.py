@@ -52,7 +52,7 @@ def _finished(step: str, more: str = "", **how: Any) -> list[Run]:
     return mlflow.search_runs(filter_string=query, output_format="list", **how)
 
 
-def record_outputs(*, models: dict | None = None, artifacts: list | None = None, values: dict | None = None) -> Outputs:
+def record_outputs(*, models: dict | None = None, artifacts: list | None = None, values: dict | None = None) -> None:
     """Record in the active run what later steps need, with file sizes and artifact digests; the last call of a step.
 
     Args:
@@ -67,7 +67,6 @@ def record_outputs(*, models: dict | None = None, artifacts: list | None = None,
     key = mlflow.get_run(run.info.run_id).data.tags.get(names.TAG_CACHE_KEY, "")
     document = {**vars(outputs), "sizes": sizes, "digests": digests, "parts": keys.PARTS.get(key, {})}
     mlflow.log_dict(document, _OUTPUTS)
-    return outputs
 
 
 def outputs(run: Run) -> Outputs:
