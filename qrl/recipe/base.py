@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -21,12 +21,10 @@ class NotInKey:
     field: str = ""
     value: object = None
 
-    def applies(self, section: Section) -> bool:
-        """Return whether the mark holds for a section's present values."""
-        return not self.field or getattr(section, self.field) == self.value
-
 
 NO_KEY = NotInKey()
+_Value = TypeVar("_Value")
+NoKey = Annotated[_Value, NO_KEY]
 
 
 class Section(BaseModel):
@@ -36,11 +34,11 @@ class Section(BaseModel):
 
     def in_key(self) -> list[str]:
         """Return the names of the fields that a cache key covers."""
-        return [
-            name
-            for name, field in type(self).model_fields.items()
-            if not any(mark.applies(self) for mark in field.metadata if isinstance(mark, NotInKey))
-        ]
+        return [name for name, field in type(self).model_fields.items() if not any(map(self._marked, field.metadata))]
+
+    def _marked(self, mark: object) -> bool:
+        """Whether this is a `NotInKey` that holds for the present values."""
+        return isinstance(mark, NotInKey) and (not mark.field or getattr(self, mark.field) == mark.value)
 
 
 def option(default: Any, description: str, **bounds: Any) -> Any:

@@ -11,6 +11,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,6 +38,7 @@ RENAMED = {  # former key → present key
 _INT = "tag:yaml.org,2002:int"
 
 
+@cache
 def fields() -> dict[str, tuple[Any, str]]:
     """Return every recipe field as dotted key → (type annotation, description); options are made from it."""
     known = {}
@@ -85,10 +87,10 @@ def load(name_or_path: str = DEFAULT, overrides: Mapping[str, str] | None = None
 
 def _locate(name_or_path: str, folder: Path) -> Path | None:
     """Return the file of a recipe, relative paths counted from `folder`, or None if there is none."""
-    path = NAMED / f"{name_or_path}.yaml"
-    if not path.is_file() and name_or_path.endswith((".yaml", ".yml")):
-        path = folder / name_or_path
-    return path if path.is_file() else None
+    places = [NAMED / f"{name_or_path}.yaml"]
+    if name_or_path.endswith((".yaml", ".yml")):
+        places.append(folder / name_or_path)
+    return next((path for path in places if path.is_file()), None)
 
 
 class _Loader(yaml.SafeLoader):
@@ -114,13 +116,7 @@ def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict:
     """Return a recipe file as sections of keys and values, on top of the recipe that it extends.
 
     An empty section holds the defaults, and a list may be written as it is typed.
-
-    Args:
-        path: the file.
-        extending: the files that led to this one by `extends`.
-
-    Raises:
-        BadInput: it is no such YAML, or what it extends is unknown or extends it in turn.
+    `extending` holds the files that led to this one by `extends`.
     """
     document = _parse_file(path)
     known = fields()
@@ -133,10 +129,9 @@ def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict:
     for section in {key.partition(".")[0] for key in known if "." in key} & document.keys():
         values = {} if document[section] is None else document[section]
         if not isinstance(values, dict):
-            raise BadInput(
-                f"'{section}' is a section of the recipe, but its value is {values!r}: write its keys below it."
-            )
-        parsed = {name: _value(f"{section}.{name}", value, known) for name, value in values.items()}
+            wrong = f"'{section}' is a section of the recipe, but its value is {values!r}"
+            raise BadInput(f"{wrong}: write its keys below it.")
+        parsed = {name: _value(f"{section}.{name}", value) for name, value in values.items()}
         document[section] = parent.get(section, {}) | parsed
     return parent | document
 
@@ -147,13 +142,11 @@ def _parse_file(path: Path) -> dict:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadInput(f"Recipe {path} is not valid YAML: {' '.join(str(error).split())}.") from None
     except RecursionError:
-        raise BadInput(
-            f"Recipe {path} is nested hundreds deep, but sections of keys were expected: see qrl/recipe/named."
-        ) from None
+        expected = "but sections of keys were expected: see qrl/recipe/named"
+        raise BadInput(f"Recipe {path} is nested hundreds deep, {expected}.") from None
     if not isinstance(document, dict):
-        raise BadInput(
-            f"Recipe {path} holds a {type(document).__name__}, but a mapping of keys to values was expected."
-        )
+        kind = type(document).__name__
+        raise BadInput(f"Recipe {path} holds a {kind}, but a mapping of keys to values was expected.")
     return document
 
 
@@ -172,10 +165,10 @@ def _parent(extends: object, path: Path, chain: tuple[Path, ...]) -> dict:
     return _read(parent, chain)
 
 
-def _value(key: str, value: Any, known: dict[str, tuple[Any, str]]) -> Any:
-    if key not in known:
+def _value(key: str, value: Any) -> Any:
+    if key not in fields():
         return value  # pydantic refuses it, with its siblings' names
-    annotation = known[key][0]
+    annotation = fields()[key][0]
     if isinstance(value, bool) and type_name(annotation) in ("int", "float"):
         raise BadInput(f"'{key}' is {value}, but a number was expected.")
     if isinstance(value, bool) and "on" in typing.get_args(annotation):
@@ -184,14 +177,14 @@ def _value(key: str, value: Any, known: dict[str, tuple[Any, str]]) -> Any:
 
 
 def _set(document: dict, key: str, text: str) -> None:
-    annotations = fields()
-    if key not in annotations:
+    if key not in fields():
         raise BadInput(_unknown(key))
+    value = _parse(text, fields()[key][0])
+    if value == () and isinstance(text, str) and text.strip():
+        raise BadInput(f"'{key}' is {text!r}, which names nothing: name something, separated by commas, or omit it.")
     *section, name = key.split(".")
     target = document.setdefault(section[0], {}) if section else document
-    target[name] = _parse(text, annotations[key][0])
-    if target[name] == () and isinstance(text, str) and text.strip():
-        raise BadInput(f"'{key}' is {text!r}, which names nothing: name something, separated by commas, or omit it.")
+    target[name] = value
 
 
 def _parse(text: Any, annotation: Any) -> Any:
@@ -230,9 +223,8 @@ def _sentence(error: ValidationError) -> str:
 def _allowed(message: str) -> str:
     message = message.removeprefix("Value error, ")
     message = (message[0].lower() + message[1:]).partition(", unable")[0].replace("a valid tuple", "a list")
-    return re.sub(
-        r"unable to parse string as (an?)", r"must be \1", re.sub(r"input should (be|have)", r"must \1", message)
-    )
+    message = re.sub(r"input should (be|have)", r"must \1", message)
+    return re.sub(r"unable to parse string as (an?)", r"must be \1", message)
 
 
 def type_name(annotation: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
-from qrl.recipe.base import NO_KEY, Count, Fraction, NotInKey, Section, once, option
+from qrl.recipe.base import NO_KEY, Count, Fraction, NoKey, NotInKey, Section, once, option
 from qrl.recipe.training import Merge, Rollout, Train, Watch
 
 Scheme = Literal[
@@ -33,7 +33,7 @@ class Quantize(Section):
     symmetric: bool | None = option(None, "no zero points, for awq-ct, gptq and w8a16; default: only awq-ct has them")
     calibration: str = option(
         "task",
-        "calibration texts of awq, awq-ct, gptq and nvfp4: task, rollouts (the policy's own answers), or a .jsonl file",
+        "calibration texts of awq, awq-ct, gptq and nvfp4: task, rollouts (its own answers), or a .jsonl file",
         min_length=1,
     )
     calibration_samples: int = option(128, "calibration texts, rendered as chats with the end token", ge=1, le=100_000)
@@ -49,16 +49,14 @@ class Evaluate(Section):
     )
     deterministic: bool = option(
         False,
-        "vLLM: batch-invariant kernels on a GPU (for w8a8, one or two answers of 1,000 may still depend on the batch)",
+        "vLLM: batch-invariant kernels on a GPU (for w8a8, 1 or 2 answers of 1,000 may still depend on the batch)",
     )
-    gpu_memory_utilization: Annotated[float, NO_KEY] = option(
+    gpu_memory_utilization: NoKey[float] = option(
         0.9, "vLLM: share of GPU memory for all engines together, weights and KV cache", gt=0, lt=1
     )
     n: int = option(2000, "held-out questions, at most; the same for every cell", ge=2, le=1_000_000)
     samples: int = option(1, "answers to each question; 1 is greedy, more are sampled", ge=1, le=1000)
-    temperature: Annotated[float, NotInKey("samples", 1)] = option(
-        1.0, "sampling temperature if samples is above 1", gt=0
-    )
+    temperature: Annotated[float, NotInKey("samples", 1)] = option(1.0, "temperature if samples is above 1", gt=0)
     batch_size: Count = option(256, "prompts decoded together")
     max_new_tokens: Count = option(128, "longest answer, in tokens")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute dtype; auto: bf16 on a GPU, fp32 on a CPU")
@@ -66,9 +64,7 @@ class Evaluate(Section):
     max_truncation_rate: Fraction = option(0.05, "largest share of answers cut at evaluate.max_new_tokens")
     min_parse_rate: Fraction = option(0.90, "smallest share of answers in the required format")
     max_prompt_leak_rate: Fraction = option(0.01, "largest share of answers that repeat chat markers or the question")
-    max_grader_fault_rate: Fraction = option(
-        0.01, "largest share of answers that cost the grader too much time or memory"
-    )
+    max_grader_fault_rate: Fraction = option(0.01, "largest share of answers with too much grader time or memory")
     samples_logged: Count = option(20, "completions in the table of each cell's run")
 
 
@@ -82,7 +78,7 @@ class Diagnose(Section):
     effective_rank: bool = option(True, "measure the effective rank of every update: slowest on large models")
     behaviour: int = option(
         0,
-        "held-out texts to compare the next-token distributions of quantized and full-precision models on; 0: none",
+        "held-out texts to compare next-token distributions of quantized and full models on; 0: none",
         ge=0,
         le=10_000,
     )
@@ -119,15 +115,13 @@ class Recipe(Section):
     """A whole study: one model, one task, and the settings of every step."""
 
     # Keys cover the digests of model and data instead of their addresses, and the device class that was chosen.
-    model: Annotated[str, NO_KEY] = option("qrl-tiny", "qrl-tiny (shipped), a folder, or a hub id", min_length=1)
-    registered_name: Annotated[str | None, NO_KEY] = option(None, "name in the registry; default: by the model's name")
+    model: NoKey[str] = option("qrl-tiny", "qrl-tiny (shipped), a folder, or a hub id", min_length=1)
+    registered_name: NoKey[str | None] = option(None, "name in the registry; default: by the model's name")
     task: Literal["arithmetic", "gsm8k", "math", "deepmath"] = option("arithmetic", "the questions and their grading")
-    data: Annotated[str | None, NO_KEY] = option(
-        None, "folder with train.jsonl and test.jsonl; default: generated, or from the hub"
-    )
+    data: NoKey[str | None] = option(None, "folder of train.jsonl and test.jsonl; default: generated, or the hub's")
     prompt: str = option("answer-line", "prompt template: answer-line, boxed or plain")
     seed: int = option(0, "seed of everything random", ge=0, lt=2**31)
-    device: Annotated[Literal["auto", "cpu", "cuda"], NO_KEY] = option("auto", "auto uses a GPU if there is one")
+    device: NoKey[Literal["auto", "cpu", "cuda"]] = option("auto", "auto uses a GPU if there is one")
     train: Train = Train()
     rollout: Rollout = Rollout()
     watch: Watch = Watch()

@@ -6,16 +6,19 @@ option's help.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import field_validator
 
 from qrl import names as known
-from qrl.recipe.base import NO_KEY, Count, Fraction, NotInKey, Section, once, option
+from qrl.recipe.base import Count, Fraction, NoKey, NotInKey, Section, once, option
 
 PACKED = ("int8", "nf4")  # ways to store a base as bitsandbytes codes
 _UNLESS_VLLM = NotInKey("engine", "transformers")  # settings of an engine that does not run
 _UNLESS_STOPPING = NotInKey("stop", ())  # a watcher that only warns trains the same weights
+_Value = TypeVar("_Value")
+_OfVllm = Annotated[_Value, _UNLESS_VLLM]
+_OfStop = Annotated[_Value, _UNLESS_STOPPING]
 
 
 class Train(Section):
@@ -64,11 +67,10 @@ class Train(Section):
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
     save_every: Count = option(10, "optimizer steps between checkpoints to resume from")
     qat: Literal["none", "int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4"] = option(
-        "none",
-        "quantization-aware training (QAT): the format that linears compute in; its codes become a checkpoint too",
+        "none", "quantization-aware training: the format that linears compute in; its codes become a checkpoint too"
     )
     # Its digest is an input of the key: an address may come to hold another model.
-    teacher: Annotated[str | None, NO_KEY] = option(
+    teacher: NoKey[str | None] = option(
         None, "distil on-policy from this model instead of GRPO: the student samples, the teacher scores"
     )
     distill_top_k: Count = option(64, "distillation: number of the teacher's top tokens to compare, re-normalized")
@@ -121,42 +123,29 @@ class Rollout(Section):
     """The engine that samples completions, and how far it may differ from the model that is trained."""
 
     engine: Literal["transformers", "vllm"] = option("transformers", "what samples; vllm needs a GPU and projects/vllm")
-    mode: Annotated[Literal["colocate", "server"], _UNLESS_VLLM] = option(
-        "colocate", "vLLM inside the training process, or a server on other GPUs"
-    )
-    quantization: Annotated[Literal["none", "fp8"], _UNLESS_VLLM] = option(
-        "none", "how vLLM stores its weights; quantized again from bf16 at every step"
-    )
-    kv_cache: Annotated[Literal["auto", "fp8"], _UNLESS_VLLM] = option(
-        "auto", "how vLLM stores keys and values; auto: bf16, as it computes"
-    )
-    gpu_memory_utilization: Annotated[float, _UNLESS_VLLM] = option(
+    mode: _OfVllm[Literal["colocate", "server"]] = option("colocate", "vLLM within training, or a server on other GPUs")
+    quantization: _OfVllm[Literal["none", "fp8"]] = option("none", "vLLM's weights, quantized from bf16 at every step")
+    kv_cache: _OfVllm[Literal["auto", "fp8"]] = option("auto", "how vLLM stores keys and values; auto: bf16")
+    gpu_memory_utilization: _OfVllm[float] = option(
         0.3, "share of GPU memory for a colocated engine, weights and KV cache", gt=0, lt=1
     )
-    max_model_tokens: Annotated[Count | None, _UNLESS_VLLM] = option(
+    max_model_tokens: _OfVllm[Count | None] = option(
         None, "longest prompt plus completion, in tokens; default: the checkpoint's limit"
     )
-    sleep: Annotated[Literal["auto", "on", "off"], _UNLESS_VLLM] = option(
+    sleep: _OfVllm[Literal["auto", "on", "off"]] = option(
         "auto", "release a colocated engine's memory while training; auto: if memory is short"
     )
-    server: Annotated[str, NO_KEY] = option("http://127.0.0.1:8000", "server's address, with rollout.mode=server")
-    server_timeout_s: Annotated[float, NO_KEY] = option(240.0, "longest wait for the server, in seconds", gt=0)
-    server_group_port: Annotated[int, NO_KEY] = option(51216, "port for sending it weights", ge=1, le=65535)
+    server: NoKey[str] = option("http://127.0.0.1:8000", "server's address, with rollout.mode=server")
+    server_timeout_s: NoKey[float] = option(240.0, "longest wait for the server, in seconds", gt=0)
+    server_group_port: NoKey[int] = option(51216, "port for sending it weights", ge=1, le=65535)
     is_correction: Annotated[
         Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"], _UNLESS_VLLM
     ] = option(
-        "token_truncate",
-        "importance-sampling correction between engine and trainer; none neither corrects nor measures",
+        "token_truncate", "importance-sampling correction of engine to trainer; none neither corrects nor measures"
     )
-    is_correction_max: Annotated[float, _UNLESS_VLLM] = option(
-        2.0, "weight above which a token or completion is truncated or masked", gt=0
-    )
-    max_engine_kl: Annotated[float, _UNLESS_VLLM] = option(
-        0.01, "warn above this engine-to-trainer KL (k3, nats/token)", gt=0
-    )
-    min_effective_sample_size: Annotated[Fraction, _UNLESS_VLLM] = option(
-        0.9, "warn below this effective sample size, as a share of the tokens"
-    )
+    is_correction_max: _OfVllm[float] = option(2.0, "weight above which a token or answer is truncated or masked", gt=0)
+    max_engine_kl: _OfVllm[float] = option(0.01, "warn above this engine-to-trainer KL (k3, nats/token)", gt=0)
+    min_effective_sample_size: _OfVllm[Fraction] = option(0.9, "warn below this effective sample size (token share)")
 
 
 class Watch(Section):
@@ -167,20 +156,14 @@ class Watch(Section):
         once("watcher"),
         _UNLESS_STOPPING,
     ] = option((), "watchers that end training early and keep the weights; default: all only warn")
-    window: Annotated[Count, _UNLESS_STOPPING] = option(5, "consecutive optimizer steps that a watcher looks at")
-    min_entropy_share: Annotated[Fraction, _UNLESS_STOPPING] = option(
-        0.1, "entropy: smallest share of the first window's entropy, nats per token"
-    )
-    max_reference_kl: Annotated[float, _UNLESS_STOPPING] = option(
+    window: _OfStop[Count] = option(5, "consecutive optimizer steps that a watcher looks at")
+    min_entropy_share: _OfStop[Fraction] = option(0.1, "entropy: smallest share of the first window's entropy")
+    max_reference_kl: _OfStop[float] = option(
         0.5, "kl: largest KL to the reference, nats per token; needs train.beta above 0", gt=0
     )
-    max_truncation: Annotated[Fraction, _UNLESS_STOPPING] = option(
-        0.5, "truncation: largest share of completions cut at train.max_completion_tokens"
-    )
+    max_truncation: _OfStop[Fraction] = option(0.5, "truncation: largest share cut at train.max_completion_tokens")
     probe_every: int = option(0, "probe: optimizer steps between checks of held-out accuracy; 0: none", ge=0)
-    probe_n: int = option(
-        128, "probe: training-split questions that are neither prompts nor held out", ge=2, le=100_000
-    )
+    probe_n: int = option(128, "probe: training questions that are neither prompts nor held out", ge=2, le=100_000)
 
 
 class Merge(Section):

@@ -11,31 +11,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import mlflow
+from filelock import FileLock
+from mlflow import MlflowClient, MlflowException
+from mlflow.entities.model_registry import ModelVersion
 
 from qrl import names
 from qrl.registry.versions import Version
-
-if TYPE_CHECKING:
-    import mlflow
-    from mlflow.entities.model_registry import ModelVersion
-
-
-def client() -> mlflow.MlflowClient:
-    """Return a client of the registry."""
-    import mlflow
-
-    return mlflow.MlflowClient()
+from qrl.tracking import store
 
 
 @contextmanager
 def locked(name: str) -> Iterator[None]:
     """Hold the lock of a registered model."""
-    import mlflow
-    from filelock import FileLock
-
-    from qrl.tracking import store
-
     address = mlflow.get_registry_uri()
     key = sha256(f"{address} {name}".encode()).hexdigest()[:16]
     database = store.database_of(address)
@@ -46,15 +35,13 @@ def locked(name: str) -> Iterator[None]:
 
 def versions_of(name: str) -> list[ModelVersion]:
     """Return all versions of a registered model, as MLflow has them."""
-    return list(client().search_model_versions(f"name = '{name}'", max_results=10_000))
+    return list(MlflowClient().search_model_versions(f"name = '{name}'", max_results=10_000))
 
 
 def aliased(name: str, alias: str) -> ModelVersion | None:
     """Return the version behind an alias, or None; a search gives no aliases, so each has a request of its own."""
-    from mlflow import MlflowException
-
     try:
-        return client().get_model_version_by_alias(name, alias)
+        return MlflowClient().get_model_version_by_alias(name, alias)
     except MlflowException as error:
         if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             return None

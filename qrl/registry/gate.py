@@ -12,9 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from qrl.stats import Estimate, signed
 from qrl.stats.text import interval
+
+BEFORE = {"grpo": "base", "awq": "grpo"}  # stage → the stage that its weights are made from
+_CHANGES = {"grpo": ("gain", "gain over base", 1), "awq": ("difference", "difference to grpo at full precision", -1)}
 
 
 @dataclass(frozen=True)
@@ -47,50 +51,36 @@ class Evidence:
     version_digest: str
 
 
-@dataclass(frozen=True)
-class _Check:
+class _Check(NamedTuple):
     passed: bool
     reason: str
     facts: Mapping[str, float | str]
 
 
-def decide_base(evidence: Evidence) -> Decision:
-    """Decide on stage base: there is no gain yet, so health and digest count."""
-    return _decide("base", evidence)
-
-
-def decide_grpo(
-    evidence: Evidence, *, parent_digest: str, base_digest: str, gain: Estimate, min_gain: float
+def decide(
+    stage: str,
+    evidence: Evidence,
+    *,
+    parent_digest: str = "",
+    before_digest: str = "",
+    difference: Estimate | None = None,
+    limit: float = 0.0,
 ) -> Decision:
-    """Decide on stage grpo: also made from the base version, and better than it.
+    """Decide on a stage: base by health and digest alone, the others also by lineage and difference.
 
     Args:
-        parent_digest: of the weights that training started from.
-        base_digest: of the version at stage base.
-        gain: grpo − base at full precision, paired.
-        min_gain: accuracy that the lower 95 % bound of `gain` must be above.
+        stage: base, grpo or awq.
+        evidence: what every gate looks at.
+        parent_digest: of the weights that were trained or quantized.
+        before_digest: of the version at the stage before.
+        difference: accuracy minus that of the version at the stage before, paired; only base has none.
+        limit: accuracy, `promote.min_gain` or `promote.max_loss`.
     """
-    bound = _bound("gain", "gain over base", gain, min_gain, limit=min_gain)
-    return _decide("grpo", evidence, _lineage(parent_digest, base_digest, "base"), bound)
-
-
-def decide_awq(
-    evidence: Evidence, *, parent_digest: str, grpo_digest: str, difference: Estimate, max_loss: float
-) -> Decision:
-    """Decide on stage awq: also quantized from the grpo version, and hardly worse than it.
-
-    Args:
-        parent_digest: of the weights that were quantized.
-        grpo_digest: of the version at stage grpo.
-        difference: (grpo, awq) − (grpo, full), paired.
-        max_loss: accuracy; the lower 95 % bound of `difference` must be above minus this.
-    """
-    bound = _bound("difference", "difference to grpo at full precision", difference, -max_loss, limit=max_loss)
-    return _decide("awq", evidence, _lineage(parent_digest, grpo_digest, "grpo"), bound)
-
-
-def _decide(stage: str, evidence: Evidence, *more: _Check) -> Decision:
-    checks = (_health(evidence), _digest(evidence), *more)
+    checks = [_health(evidence), _digest(evidence)]
+    if stage in BEFORE:
+        if difference is None:
+            raise ValueError(f"Stage {stage} needs the difference to stage {BEFORE[stage]}: pass both.")
+        checks += [_lineage(parent_digest, before_digest, BEFORE[stage]), _bound(stage, difference, limit)]
     facts = {key: value for check in checks for key, value in check.facts.items()}
     reasons = tuple(check.reason for check in sorted(checks, key=lambda check: check.passed))  # failed ones first
     return Decision(stage, all(check.passed for check in checks), reasons, facts)
@@ -106,11 +96,11 @@ def _health(evidence: Evidence) -> _Check:
 def _digest(evidence: Evidence) -> _Check:
     evaluated, version = evidence.evaluated_digest, evidence.version_digest
     passed = bool(version) and evaluated == version
-    same = f"The weights that were evaluated are the version's ({_short(version)})."
-    other = (
-        f"The evaluated weights ({_short(evaluated)}) are not the version's ({_short(version)}): evaluate this version."
-    )
-    return _Check(passed, same if passed else other, {"evaluated_digest": evaluated, "version_digest": version})
+    reason = f"The weights that were evaluated are the version's ({_short(version)})."
+    if not passed:
+        other = f"The evaluated weights ({_short(evaluated)}) are not the version's ({_short(version)})"
+        reason = f"{other}: evaluate this version."
+    return _Check(passed, reason, {"evaluated_digest": evaluated, "version_digest": version})
 
 
 def _lineage(parent: str, expected: str, stage: str) -> _Check:
@@ -121,7 +111,9 @@ def _lineage(parent: str, expected: str, stage: str) -> _Check:
     return _Check(passed, f"It was made from {at_stage}." if passed else other, facts)
 
 
-def _bound(key: str, name: str, value: Estimate, bound: float, *, limit: float) -> _Check:
+def _bound(stage: str, value: Estimate, limit: float) -> _Check:
+    key, name, sign = _CHANGES[stage]
+    bound = sign * limit
     passed = value.low > bound
     where = f"{'above' if passed else 'not above'} {'0' if bound == 0 else signed(bound)}"
     reason = f"The {name} is {interval(value)} on n = {value.n} questions; its lower 95 % bound is {where}."

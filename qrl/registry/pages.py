@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import quote
 
+from mlflow import MlflowClient, MlflowException
+
 from qrl import names
-from qrl.registry.client import as_version, client, versions_of
+from qrl.registry.client import as_version, versions_of
 from qrl.registry.versions import Record, Version
 from qrl.stats import Estimate
 from qrl.stats.text import interval
@@ -43,16 +45,14 @@ def publish(name: str, table: str = "") -> None:
         name: the registered model.
         table: a study's table.md; empty keeps the table that is there.
     """
-    from mlflow import MlflowException
-
     try:
-        former = client().get_registered_model(name).description or ""
+        former = MlflowClient().get_registered_model(name).description or ""
     except MlflowException:
         return
     if former and not former.startswith(_HEAD):
         return
     table = table.replace("\n## ", "\n#### ").removeprefix("## ").strip() or former.partition(_TABLE)[2].strip()
-    client().update_registered_model(name, _cut(f"{_STAGES}\n{_TABLE}\n\n{table}" if table else _STAGES))
+    MlflowClient().update_registered_model(name, _cut(f"{_STAGES}\n{_TABLE}\n\n{table}" if table else _STAGES))
 
 
 def refresh(name: str, number: int) -> None:
@@ -61,17 +61,12 @@ def refresh(name: str, number: int) -> None:
     for version in (versions[number], versions.get(_parent(versions[number]))):
         if version:
             children = [other.version for other in versions.values() if _parent(other) == version.version]
-            page = _cut(certificate(version, sorted(children)))
-            client().update_model_version(name, str(version.version), page)
+            page = _cut(_certificate(version, sorted(children)))
+            MlflowClient().update_model_version(name, str(version.version), page)
 
 
-def certificate(version: Version, children: list[int]) -> str:
-    """Return a version's description: verdict and reasons, table row, weights and lineage, how to load and serve it.
-
-    Args:
-        version: with its tags.
-        children: numbers of the versions that were made from it.
-    """
+def _certificate(version: Version, children: list[int]) -> str:
+    """Return a version's description; `children` are the numbers of the versions that were made from it."""
     records, parent = version.gates(), _parent(version)
     verdicts = [f"{'passed' if record.passed else 'refused by'} gate `{record.stage}`" for record in records]
     cell = names.cell_name(version.variant, version.scheme)
@@ -111,13 +106,8 @@ def _deltas(records: list[Record]) -> Iterator[str]:
 
 
 def _gate(record: Record) -> list[str]:
-    head = f"**Gate `{record.stage}`: {'passed' if record.passed else 'refused'}**"
-    return [
-        f"{head}, {record.time}, on evaluation run `{record.run}`",
-        "",
-        *(f"- {text}" for text in record.reasons),
-        "",
-    ]
+    head = f"**Gate `{record.stage}`: {'passed' if record.passed else 'refused'}**, {record.time}"
+    return [f"{head}, on evaluation run `{record.run}`", "", *(f"- {text}" for text in record.reasons), ""]
 
 
 def _cut(text: str) -> str:

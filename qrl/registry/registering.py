@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from mlflow import MlflowClient, MlflowException
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from qrl import names
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.registry import pages
-from qrl.registry.client import as_version, client, locked, versions_of
+from qrl.registry.client import as_version, locked, versions_of
 from qrl.registry.versions import Version
 from qrl.tracking import models
-
-if TYPE_CHECKING:
-    from mlflow.entities.model_registry import ModelVersion
 
 _NAME = re.compile(r"\w[\w .+-]*")  # MLflow allows no / and no :, its search no quotes
 
@@ -42,53 +42,33 @@ def registered_name(recipe: Recipe) -> str:
 
 
 def register(
-    name: str,
-    model_uri: str,
-    *,
-    digest: str,
-    variant: str,
-    scheme: str,
-    accuracy: float,
-    stderr: float,
-    n: int,
-    parent_version: int | None = None,
+    name: str, model_uri: str, *, accuracy: float, stderr: float, n: int, parent_version: int | None = None, **cell: str
 ) -> Version:
     """Return the version with this digest: an existing one with intact files, else a new one from the logged model.
 
     Args:
         name: the registered model, from `registered_name`.
         model_uri: "models:/m-…".
-        digest: of the weights that were evaluated.
-        variant, scheme: the cell.
         accuracy, stderr, n: of the newest evaluation; tags of the version.
         parent_version: the version that these weights were made from.
+        cell: `variant`, `scheme`, and `digest` of the weights that were evaluated.
     """
-    tags = {
-        names.TAG_DIGEST: digest,
-        names.TAG_VARIANT: variant,
-        names.TAG_SCHEME: scheme,
-        "accuracy": f"{accuracy:.4f}",
-        "stderr": f"{stderr:.4f}",
-        "n": str(n),
-        **({names.TAG_PARENT_VERSION: str(parent_version)} if parent_version else {}),
-    }
+    labels = {"digest": names.TAG_DIGEST, "variant": names.TAG_VARIANT, "scheme": names.TAG_SCHEME}
+    tags = {tag: cell[label] for label, tag in labels.items()}
+    tags |= {"accuracy": f"{accuracy:.4f}", "stderr": f"{stderr:.4f}", "n": str(n)}
+    if parent_version:
+        tags[names.TAG_PARENT_VERSION] = str(parent_version)
     with locked(name):
-        _make_model(name)
-        number = _existing(name, model_uri, digest) or _new(name, model_uri, tags)
+        try:
+            MlflowClient().create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        number = _existing(name, model_uri, cell["digest"]) or _new(name, model_uri, tags)
         for key, value in tags.items():
-            client().set_model_version_tag(name, number, key, value)
+            MlflowClient().set_model_version_tag(name, number, key, value)
         pages.refresh(name, int(number))
-        return as_version(client().get_model_version(name, number))
-
-
-def _make_model(name: str) -> None:
-    from mlflow import MlflowException
-
-    try:
-        client().create_registered_model(name)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
+        return as_version(MlflowClient().get_model_version(name, number))
 
 
 def _existing(name: str, model_uri: str, digest: str) -> str | None:
@@ -101,19 +81,16 @@ def _existing(name: str, model_uri: str, digest: str) -> str | None:
 
 
 def _new(name: str, model_uri: str, tags: dict[str, str]) -> str:
-    model_id = model_uri.removeprefix("models:/")
-    run_id = client().get_logged_model(model_id).source_run_id
-    number = client().create_model_version(name, model_uri, run_id, tags, model_id=model_id).version
+    model_id = models.id_of(model_uri)
+    run_id = MlflowClient().get_logged_model(model_id).source_run_id
+    number = MlflowClient().create_model_version(name, model_uri, run_id, tags, model_id=model_id).version
     shown = json.dumps([{"name": name, "version": number}])
-    client().set_logged_model_tags(model_id, {"mlflow.modelVersions": shown})  # the UI's link back to the version
+    MlflowClient().set_logged_model_tags(model_id, {"mlflow.modelVersions": shown})  # the UI's link back to the version
     return number
 
 
 def _exists(entry: ModelVersion) -> bool:
     """Whether the version's checkpoint is still in the store; lists, and downloads nothing."""
-    from mlflow import MlflowException
-    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-
     try:
         files = get_artifact_repository(as_version(entry).uri).list_artifacts("model")
     except (MlflowException, OSError):

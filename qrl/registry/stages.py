@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from mlflow import MlflowClient
+
 from qrl import names
 from qrl.errors import BadInput, QrlError
 from qrl.registry import pages, versions
-from qrl.registry.client import aliased, as_version, client, locked, versions_of
+from qrl.registry.client import aliased, as_version, locked, versions_of
 from qrl.registry.versions import PASSED, REFUSED, Version
 
 _PREVIOUS = "-previous"
@@ -52,7 +54,7 @@ def resolve(name: str, stage: str | int) -> Version:
         return as_version(entry, own)
     if alias != own:
         raise BadInput(f"Stage {own} of '{name}' has had no other version, so there is no {alias}.")
-    known = ", ".join(sorted(model.name for model in client().search_registered_models())) or "none"
+    known = ", ".join(sorted(model.name for model in MlflowClient().search_registered_models())) or "none"
     raise BadInput(
         f"Stage {alias} of '{name}' has no version yet (registered models here: {known}): `mlflow run .` makes all, "
         f"`python -m qrl promote --stage {alias} --cell RUN` makes this one from an evaluation."
@@ -77,8 +79,9 @@ def promote(
         QrlError: the stage moved since the gate decided.
     """
     with locked(name):
-        target = _target(name, stage, version)
-        held_by = _holder(name, stage)
+        check_stage(stage, "to promote to")
+        target = resolve(name, version)
+        held_by = holder(name, stage)
         if expected is not _ANY and held_by not in (expected, version):
             raise QrlError(
                 f"Stage {stage} of '{name}' moved to version {held_by} while version {version} was judged: "
@@ -86,9 +89,9 @@ def promote(
             )
         _write_gate(target, stage, PASSED, record)
         if held_by != version:
-            client().set_registered_model_alias(name, stage, str(version))
+            MlflowClient().set_registered_model_alias(name, stage, str(version))
             if held_by:
-                client().set_registered_model_alias(name, stage + _PREVIOUS, str(held_by))
+                MlflowClient().set_registered_model_alias(name, stage + _PREVIOUS, str(held_by))
         _mirror(name)
         pages.refresh(name, version)
     return resolve(name, stage)
@@ -100,8 +103,8 @@ def refuse(name: str, stage: str, version: int, *, record: Mapping[str, Any]) ->
     A version that passed this gate earlier keeps that record; the refusal goes to `qrl.gate.<stage>.refused`.
     """
     with locked(name):
-        target = _target(name, stage, version)
-        _write_gate(target, stage, REFUSED, record)
+        check_stage(stage, "to promote to")
+        _write_gate(resolve(name, version), stage, REFUSED, record)
         pages.refresh(name, version)
 
 
@@ -112,28 +115,28 @@ def rollback(name: str, stage: str) -> Version:
         BadInput: the stage had no other version before.
         QrlError: the files of that version are gone or changed; nothing is moved.
     """
-    if stage not in names.STAGES:
-        raise BadInput(f"There is no stage '{stage}' to roll back: expected one of {', '.join(names.STAGES)}.")
+    check_stage(stage, "to roll back")
     with locked(name):
-        now, before = _holder(name, stage), aliased(name, stage + _PREVIOUS)
+        now, before = holder(name, stage), aliased(name, stage + _PREVIOUS)
         if now is None or before is None or now == int(before.version):
             raise BadInput(f"Stage {stage} of '{name}' has had no other version, so there is nothing to roll back to.")
         versions.verify(as_version(before, stage))  # never to a version that could not be served
-        client().set_registered_model_alias(name, stage, str(before.version))
-        client().set_registered_model_alias(name, stage + _PREVIOUS, str(now))
+        MlflowClient().set_registered_model_alias(name, stage, str(before.version))
+        MlflowClient().set_registered_model_alias(name, stage + _PREVIOUS, str(now))
         _mirror(name)
     return resolve(name, stage)
 
 
-def _holder(name: str, stage: str) -> int | None:
+def holder(name: str, stage: str) -> int | None:
+    """Return the number of the version that holds a stage, or None."""
     entry = aliased(name, stage)
     return int(entry.version) if entry else None
 
 
-def _target(name: str, stage: str, version: int) -> Version:
+def check_stage(stage: str, use: str) -> None:
+    """Raise BadInput if there is no such stage for a use, such as "to promote to"."""
     if stage not in names.STAGES:
-        raise BadInput(f"There is no stage '{stage}' to promote to: expected one of {', '.join(names.STAGES)}.")
-    return resolve(name, version)
+        raise BadInput(f"There is no stage '{stage}' {use}: expected one of {', '.join(names.STAGES)}.")
 
 
 def _write_gate(version: Version, stage: str, verdict: str, record: Mapping[str, Any]) -> None:
@@ -145,19 +148,19 @@ def _write_gate(version: Version, stage: str, verdict: str, record: Mapping[str,
     if verdict == REFUSED and former and former.passed:
         tags = {f"{names.gate_tag(stage)}.{REFUSED}": entry}
     for key, value in tags.items():
-        client().set_model_version_tag(version.name, str(version.version), key, value)
+        MlflowClient().set_model_version_tag(version.name, str(version.version), key, value)
 
 
 def _mirror(name: str) -> None:
     """Bring MLflow's stages in line with the aliases, also after a process that was killed half-way."""
     wanted = {}
     for stage, mirrored in names.MLFLOW_STAGE.items():  # if one version holds two stages, the later one counts
-        if holder := _holder(name, stage):
-            wanted[holder] = mirrored
+        if number := holder(name, stage):
+            wanted[number] = mirrored
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         for entry in sorted(versions_of(name), key=lambda entry: int(entry.version) not in wanted):
             stage = wanted.get(int(entry.version), "None" if entry.current_stage == "None" else "Archived")
             if entry.current_stage != stage:
                 # Archiving in the same transaction: a reader sees the old version or the new one, never none or both.
-                client().transition_model_version_stage(name, entry.version, stage, stage in _BY_MLFLOW_STAGE)
+                MlflowClient().transition_model_version_stage(name, entry.version, stage, stage in _BY_MLFLOW_STAGE)

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlflow import MlflowException
+from mlflow.artifacts import download_artifacts
+
 from qrl import checkpoint, names
 from qrl.errors import GateRefused, QrlError, first_line
 
@@ -82,14 +85,7 @@ class Version:
 
 
 def folder(version: Version) -> Path:
-    """Return the version's checkpoint folder, in place if the store is local.
-
-    Raises:
-        QrlError: its files are gone.
-    """
-    from mlflow import MlflowException
-    from mlflow.artifacts import download_artifacts
-
+    """Return the version's checkpoint folder, in place if the store is local; raise QrlError if its files are gone."""
     try:
         path = Path(download_artifacts(version.uri)) / "model"
     except (MlflowException, OSError) as error:
@@ -101,8 +97,7 @@ def folder(version: Version) -> Path:
 
 def verify(version: Version) -> Path:
     """Return the version's checkpoint folder after checking gate and digest; raises as `admit` and `whole` do."""
-    path = admit(version)
-    whole(version, path)
+    whole(version, path := admit(version))
     return path
 
 
@@ -130,17 +125,8 @@ def admit(version: Version) -> Path:
 
 
 def whole(version: Version, path: Path) -> None:
-    """Check the digest of a version's files, which reads them all.
-
-    Args:
-        version: gives the digest that was evaluated.
-        path: its folder, from `admit`.
-
-    Raises:
-        QrlError: the files have changed since.
-    """
-    digest = checkpoint.digest(path)
-    if digest != version.digest:
+    """Read all files of a version, from `admit`; raise QrlError if they have changed since the evaluation."""
+    if (digest := checkpoint.digest(path)) != version.digest:
         raise QrlError(
             f"The files of {version} have changed, their digest is {digest[:12]} now: run the study again, which makes "
             "a new version."

@@ -16,8 +16,6 @@ from qrl.compare import ranking
 from qrl.errors import BadInput
 from qrl.evaluate import groups
 from qrl.recipe import Recipe
-from qrl.tracking import cells as evaluated
-from qrl.tracking import contents, keys, reuse, runs, store
 from qrl.workspace import workspace, written_whole
 
 if TYPE_CHECKING:
@@ -36,7 +34,9 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         recipe: its `compare.margin` decides what counts as survival.
         cells: run ids of the cells' evaluations.
     """
-    store.prepare()
+    from qrl.tracking import cells as evaluated  # imports MLflow, which takes a second
+    from qrl.tracking import contents, keys, reuse, runs
+
     frame = evaluated.rows(cells)
     comparison = room.from_questions(frame, margin=recipe.compare.margin)  # raises before a run is opened
     key = keys.comparison(recipe, cells)
@@ -70,7 +70,9 @@ def compare_files(recipe: Recipe, *, questions: str | None, counts: str | None, 
 
 def methods(recipe: Recipe, cells: list[str]) -> None:
     """Log one row per cell against base and full precision: methods.md, methods.json, questions.parquet, a figure."""
-    store.prepare()
+    from qrl.tracking import cells as evaluated
+    from qrl.tracking import contents, runs
+
     frame = evaluated.rows(cells)
     measured = ranking.measure(frame)  # raises before a run is opened
     with (
@@ -124,7 +126,11 @@ def write_methods(
 
 
 def _rows(questions: str | None, cells: list[str]) -> pd.DataFrame:
-    return room.read_questions(questions) if questions else evaluated.rows(cells)
+    if questions:
+        return room.read_questions(questions)
+    from qrl.tracking import cells as evaluated
+
+    return evaluated.rows(cells)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from qrl.errors import BadInput
 from qrl.plan import table
 from qrl.stats.text import interval
 from qrl.steps.compare import written
-from qrl.tracking import contents, runs, store
 from qrl.workspace import workspace
 
 FIGURE = "plan.png"
@@ -43,6 +42,8 @@ def make(assumed: dict, *, pilot: str | None, scheme: str | None, out: str | Non
     if out:
         _write(planned, text, Path(out))
     if os.environ.get("MLFLOW_RUN_ID"):
+        from qrl.tracking import contents, runs, store  # imports MLflow, which takes a second
+
         store.prepare()
         with workspace(f"plan-{os.getpid()}") as work, runs.step("plan", params=_params(planned)):
             _write(planned, text, work)

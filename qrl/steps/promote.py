@@ -10,10 +10,9 @@ from qrl.compare.compatibility import check as check_compatible
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
 from qrl.registry import gate, versions
+from qrl.registry.stages import check_stage, holder
 from qrl.tracking import cells, contents, runs, store
 from qrl.tracking.cells import Evaluated
-
-BEFORE = {"grpo": "base", "awq": "grpo"}  # stage → the stage that its weights are made from
 
 
 def promote(recipe: Recipe, stages: list[str], run_ids: list[str]) -> None:
@@ -28,8 +27,7 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str]) -> None:
         GateRefused: a gate refused a candidate; no pointer of its stage was moved.
     """
     for stage in stages:
-        if stage not in names.STAGES:
-            raise BadInput(f"There is no stage '{stage}' to promote to: expected one of {', '.join(names.STAGES)}.")
+        check_stage(stage, "to promote to")
     if len(stages) != len(run_ids):
         raise BadInput(f"--stage names {len(stages)} and --cell {len(run_ids)}: give one cell's run per stage.")
     name = registry.registered_name(recipe)
@@ -65,33 +63,18 @@ def _study_table() -> str:
 def _promote_one(recipe: Recipe, name: str, stage: str, candidate: Evaluated) -> str:
     if not candidate.model:
         raise GateRefused(f"Stage {stage} is refused: {' '.join(candidate.broken)}")
-    before = registry.resolve(name, BEFORE[stage]) if stage in BEFORE else None
-    holder = _holder(name, stage)
-    version = registry.register(
-        name,
-        candidate.model,
-        digest=candidate.digest,
-        variant=candidate.variant,
-        scheme=candidate.scheme,
-        accuracy=candidate.accuracy,
-        stderr=candidate.stderr,
-        n=candidate.n,
-        parent_version=before.version if before else None,
-    )
+    before = registry.resolve(name, gate.BEFORE[stage]) if stage in gate.BEFORE else None
+    held_by = holder(name, stage)
+    facts = {key: getattr(candidate, key) for key in ("digest", "variant", "scheme", "accuracy", "stderr", "n")}
+    parent = before.version if before else None
+    version = registry.register(name, candidate.model, **facts, parent_version=parent)
     decision = _decide(recipe, stage, candidate, version, before)
     record = {"run": candidate.run_id, "reasons": decision.reasons, "bounds": decision.facts}
     if not decision.passed:
         registry.refuse(name, stage, version.version, record=record)
         raise GateRefused(f"{decision} The stage remains as it was.")
-    registry.promote(name, stage, version.version, record=record, expected=holder)
+    registry.promote(name, stage, version.version, record=record, expected=held_by)
     return f"{stage} is version {version.version} of {name}. {' '.join(decision.reasons)}"
-
-
-def _holder(name: str, stage: str) -> int | None:
-    try:
-        return registry.resolve(name, stage).version
-    except BadInput:
-        return None
 
 
 def _decide(
@@ -100,23 +83,11 @@ def _decide(
     # The digest of the files in the store now, not the version's tag: those are what would be served.
     evidence = gate.Evidence(candidate.broken, candidate.digest, checkpoint.digest(versions.folder(version)))
     if before is None:
-        return gate.decide_base(evidence)
-    difference = _difference(candidate, _reference(before, BEFORE[stage]))
-    if stage == "grpo":
-        return gate.decide_grpo(
-            evidence,
-            parent_digest=candidate.parent,
-            base_digest=before.digest,
-            gain=difference,
-            min_gain=recipe.promote.min_gain,
-        )
-    return gate.decide_awq(
-        evidence,
-        parent_digest=candidate.parent,
-        grpo_digest=before.digest,
-        difference=difference,
-        max_loss=recipe.promote.max_loss,
-    )
+        return gate.decide(stage, evidence)
+    digests = {"parent_digest": candidate.parent, "before_digest": before.digest}
+    difference = _difference(candidate, _reference(before, gate.BEFORE[stage]))
+    limit = recipe.promote.min_gain if stage == "grpo" else recipe.promote.max_loss
+    return gate.decide(stage, evidence, **digests, difference=difference, limit=limit)
 
 
 def _reference(version: versions.Version, stage: str) -> Evaluated:
@@ -133,7 +104,7 @@ def _difference(candidate: Evaluated, reference: Evaluated) -> stats.Estimate:
     Raises:
         BadInput: the cells have different questions, or answers of different engines.
     """
-    frames = [cell.rows() for cell in (candidate, reference)]
+    frames = [cells.rows([cell.run_id]) for cell in (candidate, reference)]
     check_compatible(pd.concat(frames, ignore_index=True))
     rates = [rows.groupby("question")["correct"].mean() for rows in frames]  # over samples, if there are several
     outcomes = rates[0].to_frame("correct").join(rates[1].rename("reference"), how="outer")

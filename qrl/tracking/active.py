@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import mlflow
+import mlflow
+from mlflow.tracking.fluent import _get_experiment_id
 
 
 def run() -> mlflow.ActiveRun:
-    """Return the active run.
-
-    Raises:
-        RuntimeError: no run is active.
-    """
-    import mlflow
-
+    """Return the active run; raise RuntimeError if there is none."""
     if active := mlflow.active_run():
         return active
     raise RuntimeError("No run is active: call this inside a step.")
@@ -28,8 +20,5 @@ def run_id() -> str:
 
 def experiment() -> str:
     """Return the id of the active run's experiment, or of the one that a new run would be in."""
-    import mlflow
-    from mlflow.tracking.fluent import _get_experiment_id
-
     active = mlflow.active_run()
     return str(active.info.experiment_id if active else _get_experiment_id())

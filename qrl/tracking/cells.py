@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from qrl import names
 from qrl.errors import BadInput, QrlError, first_line
-from qrl.tracking import contents, reuse, store
-
-if TYPE_CHECKING:
-    import pandas as pd
+from qrl.tracking import contents, models, reuse, store
 
 
 @dataclass(frozen=True)
@@ -29,10 +27,6 @@ class Evaluated:
     n: int
     broken: tuple[str, ...]  # sentences on the limits that it broke, or why it ended early; empty if healthy
 
-    def rows(self) -> pd.DataFrame:
-        """Return a row per question; raises as `rows` does."""
-        return _rows(self.run_id)
-
 
 def read(run_id: str) -> Evaluated:
     """Return the evaluation that a run holds.
@@ -40,28 +34,22 @@ def read(run_id: str) -> Evaluated:
     Raises:
         BadInput: the run does not exist, or is not a cell's evaluation.
     """
-    import mlflow
-
-    try:
-        run = mlflow.get_run(run_id)
-    except mlflow.MlflowException:
-        raise BadInput(
-            f"There is no run '{run_id}' in {mlflow.get_tracking_uri()}: give the id of a cell's evaluation."
-        ) from None
+    run = contents.run(run_id, "a cell's evaluation")
     tags, metrics = run.data.tags, run.data.metrics
     if tags.get(names.TAG_STEP) != "evaluate" or names.TAG_DIGEST not in tags or names.ACCURACY not in metrics:
         raise BadInput(
             f"Run '{run_id}' ({run.info.run_name}) is not a cell's evaluation: give a run below an `evaluate` step."
         )
-    models = [model.model_id for model in run.inputs.model_inputs] if run.inputs else []
+    inputs = run.inputs.model_inputs if run.inputs else []
+    model = f"models:/{inputs[0].model_id}" if inputs else ""
     healthy = run.info.status == "FINISHED"
     return Evaluated(
         run_id=run_id,
         variant=tags[names.TAG_VARIANT],
         scheme=names.scheme(tags[names.TAG_SCHEME]),
         digest=tags[names.TAG_DIGEST],
-        parent=mlflow.get_logged_model(models[0]).params.get("parent", "") if models else "",
-        model=f"models:/{models[0]}" if models else "",
+        parent=models.params(model).get("parent", "") if model else "",
+        model=model,
         accuracy=metrics[names.ACCURACY],
         stderr=metrics[names.ACCURACY_STDERR],
         n=int(metrics[names.N]),
@@ -70,24 +58,17 @@ def read(run_id: str) -> Evaluated:
 
 
 def rows(run_ids: Sequence[str]) -> pd.DataFrame:
-    """Return the rows of evaluated cells: one per cell and question.
-
-    Args:
-        run_ids: of their evaluations.
+    """Return the rows of evaluated cells, by the runs of their evaluations: one per cell and question.
 
     Raises:
         BadInput: a run does not exist, or has no rows.
         QrlError: rows have changed since they were logged, or cannot be read.
     """
-    import pandas as pd
-
     store.prepare()
     return pd.concat([_rows(run_id) for run_id in run_ids], ignore_index=True)
 
 
 def _rows(run_id: str) -> pd.DataFrame:
-    import pandas as pd
-
     path = contents.artifact(run_id, names.QUESTIONS)
     reuse.check_artifact(run_id, names.QUESTIONS)
     try:

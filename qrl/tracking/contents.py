@@ -5,30 +5,29 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import mlflow
+import pandas as pd
+from mlflow.artifacts import download_artifacts
+from mlflow.data.code_dataset_source import CodeDatasetSource
+from mlflow.data.dataset import Dataset
+from mlflow.data.meta_dataset import MetaDataset
+from mlflow.entities import LoggedModelInput, Run
 
 from qrl.errors import BadInput, first_line
 from qrl.tracking import active, models
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from mlflow.data.dataset import Dataset
 
 MAX_TAG = 5000  # characters that every store accepts
 
 
 def log_params(params: Mapping[str, object]) -> None:
     """Log params of the active run under keys that it does not hold yet: MLflow refuses `1e-6` after `1e-06`."""
-    import mlflow
-
     known = mlflow.get_run(active.run_id()).data.params
     mlflow.log_params({key: value for key, value in params.items() if key not in known})
 
 
 def live_log() -> Callable[[Mapping[str, float], int], None]:
     """Return a `log(metrics, step)` into the active run, for rooms that know no MLflow; it works from any thread."""
-    import mlflow
-
     run_id = active.run_id()
 
     def log(metrics: Mapping[str, float], step: int) -> None:
@@ -45,10 +44,7 @@ def log_scores(metrics: Mapping[str, float], *, model_uri: str | None = None, da
         model_uri: "models:/m-…", from `models.log_checkpoint`; becomes an input of the active run.
         dataset: from `log_dataset`.
     """
-    import mlflow
-    from mlflow.entities import LoggedModelInput
-
-    model_id = model_uri.removeprefix("models:/") if model_uri else None
+    model_id = models.id_of(model_uri) if model_uri else None
     if model_id:
         mlflow.MlflowClient().log_inputs(active.run_id(), models=[LoggedModelInput(model_id=model_id)])
     mlflow.log_metrics({key: float(value) for key, value in metrics.items()}, model_id=model_id, dataset=dataset)
@@ -64,10 +60,6 @@ def log_dataset(name: str, *, digest: str, context: str, n: int, source: str) ->
         n: number of questions.
         source: where they come from, in words or as an address.
     """
-    import mlflow
-    from mlflow.data.code_dataset_source import CodeDatasetSource
-    from mlflow.data.meta_dataset import MetaDataset
-
     dataset = MetaDataset(CodeDatasetSource(tags={"mlflow.source.name": source}), name=name, digest=digest[:36])
     mlflow.log_input(dataset, context=context, tags={"n": str(n), "digest": digest})
     return dataset
@@ -75,29 +67,21 @@ def log_dataset(name: str, *, digest: str, context: str, n: int, source: str) ->
 
 def log_table(frame: pd.DataFrame, name: str) -> None:
     """Log a table of samples for the UI; `name` has no suffix."""
-    import mlflow
-
     mlflow.log_table(frame, f"{name}.json")
 
 
 def log_folder(folder: Path, into: str | None = None) -> None:
     """Log all files of a folder as artifacts of the active run, below `into`."""
-    import mlflow
-
     mlflow.log_artifacts(str(folder), into)
 
 
 def tag(key: str, text: str) -> None:
     """Set a tag of the active run."""
-    import mlflow
-
     mlflow.set_tag(key, text[:MAX_TAG])
 
 
 def note(tags: Mapping[str, str], metrics: Mapping[str, float], *, step: int) -> None:
     """Log tags and metrics of something that must continue if the store fails; print the failure instead."""
-    import mlflow
-
     try:
         mlflow.set_tags({key: text[:MAX_TAG] for key, text in tags.items()})
         mlflow.log_metrics(dict(metrics), step=step)
@@ -107,9 +91,16 @@ def note(tags: Mapping[str, str], metrics: Mapping[str, float], *, step: int) ->
 
 def describe(markdown: str) -> None:
     """Set the description that the UI shows above the active run."""
-    import mlflow
-
     mlflow.set_tag("mlflow.note.content", markdown)
+
+
+def run(run_id: str, expected: str = "a run that `mlflow ui` shows") -> Run:
+    """Return a run; raise BadInput, which names what was expected, if the store does not hold it."""
+    try:
+        return mlflow.get_run(run_id)
+    except mlflow.MlflowException:
+        store = mlflow.get_tracking_uri()
+        raise BadInput(f"There is no run '{run_id}' in {store}: give the id of {expected}.") from None
 
 
 def artifact(run_id: str, path: str) -> Path:
@@ -118,21 +109,11 @@ def artifact(run_id: str, path: str) -> Path:
     Raises:
         BadInput: the run does not exist, or has no such artifact.
     """
-    import mlflow
-    from mlflow.artifacts import download_artifacts
-
+    root = models.local(run(run_id).info.artifact_uri)
     try:
-        uri = mlflow.get_run(run_id).info.artifact_uri
-    except mlflow.MlflowException:
-        raise BadInput(
-            f"There is no run '{run_id}' in {mlflow.get_tracking_uri()}: give the id of a run that `mlflow ui` shows."
-        ) from None
-    missing = BadInput(f"Run {run_id} holds no artifact '{path}': give a run that made one, or run its step again.")
-    if root := models.local(uri):
-        if not (root / path).exists():
-            raise missing
-        return root / path
-    try:
-        return Path(download_artifacts(run_id=run_id, artifact_path=path))
+        found = root / path if root else Path(download_artifacts(run_id=run_id, artifact_path=path))
     except (mlflow.MlflowException, OSError):
-        raise missing from None
+        found = None
+    if found is None or not found.exists():
+        raise BadInput(f"Run {run_id} holds no artifact '{path}': give a run that made one, or run its step again.")
+    return found

@@ -8,15 +8,18 @@ import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import yaml
+from mlflow import pyfunc
+from mlflow.entities import LoggedModel
+from mlflow.models import Model, ModelSignature
+from mlflow.types.llm import CHAT_MODEL_INPUT_SCHEMA, CHAT_MODEL_OUTPUT_SCHEMA
 
 from qrl import checkpoint, names
-
-if TYPE_CHECKING:
-    from mlflow.entities import LoggedModel
+from qrl.tracking import keys
 
 _CHAT = "llm/v1/chat"
-_ENVIRONMENT = Path(__file__).parents[2] / "conda.yaml"
 _NEEDS = {
     **dict.fromkeys(names.BITSANDBYTES, ("bitsandbytes",)),
     names.AWQ: ("gptqmodel",),
@@ -27,10 +30,6 @@ _MAX_NEW_TOKENS = 512  # of a chat answer through pyfunc, unless the caller sets
 
 def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any], size: int | None = None) -> None:
     """Write MLmodel and its environment files beside `model/`, and the tokenizer where the flavor looks for it."""
-    from mlflow import pyfunc
-    from mlflow.models import Model, ModelSignature
-    from mlflow.types.llm import CHAT_MODEL_INPUT_SCHEMA, CHAT_MODEL_OUTPUT_SCHEMA
-
     tokenizer = folder / "components" / "tokenizer"
     tokenizer.mkdir(parents=True)
     for file in (folder / "model").iterdir():
@@ -73,11 +72,9 @@ def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any], size: int 
 
 def requirements(scheme: str) -> list[str]:
     """Return a model's pip requirements: the pins of the project's conda.yaml, or what is installed without one."""
-    import yaml
-
     pins = {}
-    if _ENVIRONMENT.is_file():
-        dependencies = yaml.safe_load(_ENVIRONMENT.read_text())["dependencies"]
+    if keys.CORE.is_file():
+        dependencies = yaml.safe_load(keys.CORE.read_text())["dependencies"]
         lines = next(part["pip"] for part in dependencies if isinstance(part, dict))
         pins = {line.partition("==")[0]: line for line in lines}
     wanted = ("mlflow", "torch", "transformers", "accelerate", *_NEEDS.get(scheme, ()))
@@ -97,8 +94,6 @@ def put(source: Path, target: Path, *, link: bool) -> None:
 
 
 def _write_environment(folder: Path, packages: list[str]) -> None:
-    import yaml
-
     python = ".".join(map(str, sys.version_info[:3]))
     dependencies = [f"python={python}", "pip", {"pip": packages}]
     conda = {"name": "mlflow-env", "channels": ["conda-forge"], "dependencies": dependencies}

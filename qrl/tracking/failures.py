@@ -7,6 +7,8 @@ import os
 import re
 from pathlib import Path
 
+import mlflow
+
 from qrl.errors import BadInput, QrlError, first_line
 from qrl.workspace import WORK
 
@@ -23,7 +25,8 @@ def sentence(error: BaseException) -> QrlError | None:
     while cause is not None:
         if isinstance(cause, QrlError):
             return cause
-        number = _number(cause)
+        rust = _RUST_ERROR.search(str(cause))
+        number = cause.errno if isinstance(cause, OSError) else int(rust[1]) if rust else None
         if number in _FULL_OR_READ_ONLY:  # of a copy, the second file was written
             return _unwritable(number, getattr(cause, "filename2", None) or getattr(cause, "filename", None))
         if any(words in str(cause) for words in _DATABASE_ERRORS):
@@ -34,20 +37,11 @@ def sentence(error: BaseException) -> QrlError | None:
 
 def unusable(error: BaseException) -> BadInput:
     """Return the error of a store that cannot be opened or written."""
-    import mlflow
-
     reason = first_line(error) if str(error).strip() else type(error).__name__
     return BadInput(
         f"The store {mlflow.get_tracking_uri()} cannot be used ({reason}): set MLFLOW_TRACKING_URI to one that can be "
         "opened and written, e.g. sqlite:///FOLDER/mlflow.db."
     )
-
-
-def _number(error: BaseException) -> int | None:
-    if isinstance(error, OSError):
-        return error.errno
-    match = _RUST_ERROR.search(str(error))
-    return int(match[1]) if match else None
 
 
 def _unwritable(number: int, path: str | None) -> BadInput:

@@ -79,7 +79,7 @@ def _key(
         "step": step,
         **recipe.key_settings(*sections),
         **{f"input {name}": digest for name, digest in inputs.items()},
-        "data": data_digest(recipe.data),
+        "data": _data_digest(recipe.data),
         "device": device,
         "environment": hashlib.sha256(environment.read_bytes()).hexdigest(),
         "sources": sources.digest(step),
@@ -90,7 +90,7 @@ def _key(
 
 
 @cache
-def data_digest(folder: str | None) -> str:
+def _data_digest(folder: str | None) -> str:
     """Return the sha256 over a data folder's jsonl files; of nothing if questions are generated or from the hub."""
     total = hashlib.sha256()
     for path in sorted(Path(folder).glob("*.jsonl")) if folder else []:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import mlflow
+from mlflow.entities import LoggedModel
 
 from qrl import names
-
-if TYPE_CHECKING:
-    import mlflow
-    from mlflow.entities import LoggedModel, Run
+from qrl.tracking import models
 
 STEPS_BACK = 8  # merge, quantize and the like; no chain of qrl's is longer
 
@@ -16,36 +14,26 @@ STEPS_BACK = 8  # merge, quantize and the like; no chain of qrl's is longer
 def training_seed(model_uri: str) -> int | None:
     """Return the seed of the training that made a model's weights, also if they were merged or quantized since.
 
-    Args:
-        model_uri: "models:/m-…".
-
-    Returns:
-        None for the base, and for weights that no `train` of this store made.
+    It is None for the base, and for weights that no `train` of this store made. `model_uri` is "models:/m-…".
     """
-    import mlflow
-
     client = mlflow.MlflowClient()
     try:
-        model = mlflow.get_logged_model(model_uri.removeprefix("models:/"))
+        model = client.get_logged_model(models.id_of(model_uri))
         for _ in range(STEPS_BACK):
             if model is None or not model.source_run_id:  # a model may be logged outside of any run
                 return None
-            if training := _training(client, client.get_run(model.source_run_id)):
-                return int(training.data.params["seed"])
-            model = _parent(client, model)
+            run = client.get_run(model.source_run_id)
+            step, adapter = run.data.tags.get(names.TAG_STEP), run.data.params.get("adapter", "")
+            if step == "merge" and adapter.startswith("runs:/"):  # of the run that trained the adapter
+                run = client.get_run(adapter.removeprefix("runs:/").partition("/")[0])
+            elif step != "train":
+                model = _parent(client, model)
+                continue
+            return int(run.data.params["seed"])
     except mlflow.MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # with a failing store, two trainings would look like none
             raise
     return None
-
-
-def _training(client: mlflow.MlflowClient, run: Run) -> Run | None:
-    """Return the run that trained: this one, or the one that trained the adapter which this one merged."""
-    step = run.data.tags.get(names.TAG_STEP)
-    adapter = run.data.params.get("adapter", "")
-    if step == "merge" and adapter.startswith("runs:/"):
-        return client.get_run(adapter.removeprefix("runs:/").partition("/")[0])
-    return run if step == "train" else None
 
 
 def _parent(client: mlflow.MlflowClient, model: LoggedModel) -> LoggedModel | None:

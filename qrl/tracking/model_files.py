@@ -14,24 +14,22 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import mlflow
+from mlflow.entities import LoggedModel
+from mlflow.utils.file_utils import local_file_uri_to_path
+from mlflow.utils.uri import is_local_uri
 
 from qrl import checkpoint
 from qrl.tracking import description
 from qrl.workspace import written_whole
-
-if TYPE_CHECKING:
-    import mlflow
-    from mlflow.entities import LoggedModel
 
 _CARDS = ("README.md", "LICENSE", "LICENSE.txt")
 
 
 def local(uri: str | None) -> Path | None:
     """Return the path behind an artifact address, or None if it is on another machine."""
-    from mlflow.utils.file_utils import local_file_uri_to_path
-    from mlflow.utils.uri import is_local_uri
-
     return Path(local_file_uri_to_path(uri)) if uri and is_local_uri(uri) else None
 
 
@@ -40,12 +38,7 @@ def write(
 ) -> Path:
     """Write a checkpoint and MLflow's files about it into the store, and return the folder that holds the weights.
 
-    Args:
-        client: of the store.
-        source: the checkpoint's folder.
-        model: initialized, not finalized.
-        facts: for MLmodel.
-        link: hard-link the files of a local store if possible, else copy them.
+    `facts` go into MLmodel. With `link`, files of a local store are hard-linked if possible; else they are copied.
     """
     files = _files(source)
     if target := local(model.artifact_location):

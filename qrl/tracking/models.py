@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import mlflow
+from mlflow.artifacts import download_artifacts
+from mlflow.entities import LoggedModel, LoggedModelOutput
+from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
 
 from qrl import checkpoint, names
 from qrl.errors import BadInput, QrlError, first_line
 from qrl.tracking import active, model_files
 from qrl.tracking.model_files import local
-
-if TYPE_CHECKING:
-    from mlflow.entities import LoggedModel
 
 
 def log_checkpoint(
@@ -43,9 +45,6 @@ def log_checkpoint(
     Raises:
         QrlError: the files in the store do not have the digest.
     """
-    import mlflow
-    from mlflow.entities import LoggedModelOutput
-
     client = mlflow.MlflowClient()
     facts = {"variant": variant, "scheme": scheme, "task": task, "digest": digest, **(metadata or {})}
     model = mlflow.initialize_logged_model(
@@ -69,43 +68,34 @@ def log_checkpoint(
     return f"models:/{model.model_id}", stored
 
 
-def local_path(model_uri: str, into: Path | None = None) -> Path:
-    """Return the checkpoint folder behind a model's address, in place if the store is local.
+def id_of(model_uri: str) -> str:
+    """Return the id in "models:/m-…"."""
+    return model_uri.removeprefix("models:/")
+
+
+def local_path(model_uri: str) -> Path:
+    """Return the checkpoint folder behind a model's address, in place if the store is local, else downloaded.
 
     Args:
-        model_uri: "models:/m-…", "models:/name/3", "models:/name@alias" or "runs:/…".
-        into: where remote files are downloaded to; default: a new temporary folder.
+        model_uri: "models:/m-…", "models:/name/3" or "models:/name@alias".
 
     Raises:
         BadInput: the model does not exist.
         QrlError: the model holds no checkpoint.
     """
-    import mlflow
-    from mlflow.artifacts import download_artifacts
-    from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
-    from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
-
-    underlying = model_uri
     try:
-        if model_uri.startswith("models:/"):
-            underlying = ModelsArtifactRepository.get_underlying_uri(model_uri)
-        elif model_uri.startswith("runs:/"):
-            underlying = RunsArtifactRepository.get_underlying_uri(model_uri)
+        folder = local(str(ModelsArtifactRepository.get_underlying_uri(model_uri)))
     except mlflow.MlflowException as error:
         raise BadInput(
             f"There is no model '{model_uri}' in {mlflow.get_tracking_uri()} ({first_line(error).rstrip('.')}): "
             "give one that `mlflow ui` shows."
         ) from None
-    folder = local(str(underlying))
     if folder is None or not folder.is_dir():
-        if into:
-            into.mkdir(parents=True, exist_ok=True)
-        folder = Path(download_artifacts(artifact_uri=model_uri, dst_path=str(into) if into else None))
-    if not (folder / "model" / "config.json").is_file():
-        raise QrlError(
-            f"The model {model_uri} holds no checkpoint at {folder / 'model'}: log it again with the step that made it."
-        )
-    return folder / "model"
+        folder = Path(download_artifacts(artifact_uri=model_uri))
+    path = folder / "model"
+    if not (path / "config.json").is_file():
+        raise QrlError(f"The model {model_uri} holds no checkpoint at {path}: log it again with the step that made it.")
+    return path
 
 
 def find(digest: str) -> str | None:
@@ -122,38 +112,23 @@ def child(parent: str, variant: str, scheme: str) -> str | None:
 
 def _ready(**tags: str) -> Iterator[LoggedModel]:
     """Yield the finished models of the active experiment that have these tags."""
-    import mlflow
-
     query = " AND ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
     models = mlflow.MlflowClient().search_logged_models([active.experiment()], filter_string=query)
     return (model for model in models if str(model.status) == "READY")
 
 
 def params(model_uri: str) -> dict[str, str]:
-    """Return what was logged with a model: variant, scheme, digest, and the facts of the step that made it.
-
-    Args:
-        model_uri: "models:/m-…".
-    """
-    import mlflow
-
-    return dict(mlflow.get_logged_model(model_uri.removeprefix("models:/")).params)
+    """Return what was logged with "models:/m-…": variant, scheme, digest, and the facts of the step that made it."""
+    return dict(mlflow.get_logged_model(id_of(model_uri)).params)
 
 
 def holds(model_uri: str, digest: str) -> bool:
     """Return whether a model's files have this digest; they are read, since disks rot without changing a date.
 
-    Args:
-        model_uri: "models:/…".
-        digest: of the checkpoint that was logged.
-
-    Returns:
-        True for a remote store: files are checked when they are fetched.
+    It is True for a remote store: files are checked when they are fetched.
     """
-    import mlflow
-
     try:
-        model = mlflow.MlflowClient().get_logged_model(model_uri.removeprefix("models:/"))
+        model = mlflow.get_logged_model(id_of(model_uri))
         folder = local(model.artifact_location)
         if folder is None:
             return True
@@ -172,8 +147,6 @@ def _digest(folder: Path, _state: tuple) -> str:
 
 def abandon(experiment_id: str, run_id: str) -> None:
     """Discard the half-made models of a run whose process died."""
-    import mlflow
-
     client = mlflow.MlflowClient()
     for model in client.search_logged_models([experiment_id], filter_string=f"source_run_id = '{run_id}'"):
         if str(model.status) == "PENDING":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlflow
+
 from qrl import names
 from qrl.tracking import active, model_files, runs, signals
 
@@ -11,14 +13,7 @@ _MANAGER = "mlflow.project.env"
 
 
 def open_child(parent: str, name: str) -> str:
-    """Open a run for a step to join, below the parent, and return its id: it is known before the step begins.
-
-    Args:
-        parent: id of the study's run; empty for none.
-        name: what the UI shows.
-    """
-    import mlflow
-
+    """Open a run for a step to join, below the parent if there is one; return its id, known before the step begins."""
     client = mlflow.MlflowClient()
     experiment = experiment_id(parent) if parent else active.experiment()
     tags = {names.TAG_PID: signals.identity()} | ({runs.PARENT: parent} if parent else {})
@@ -36,8 +31,6 @@ def mark_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
     Returns:
         Whether its step finished all the same, as a server does that is stopped; else it was KILLED.
     """
-    import mlflow
-
     client = mlflow.MlflowClient()
     run = client.get_run(run_id)
     finished = names.SECONDS in run.data.metrics
@@ -51,23 +44,17 @@ def mark_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
 
 def failure(run_id: str) -> tuple[str, int]:
     """Return the reason that a failed step left in its run, and its exit code; empty and 1 if it left none."""
-    import mlflow
-
     tags = mlflow.get_run(run_id).data.tags
     return tags.get(names.TAG_REASON, ""), int(tags.get(names.TAG_EXIT_CODE, 1))
 
 
 def experiment_id(run_id: str) -> str:
     """Return the id of a run's experiment."""
-    import mlflow
-
     return mlflow.get_run(run_id).info.experiment_id
 
 
 def artifact_place(run_id: str) -> str:
     """Return where a run's artifacts are: a path if the store is local, else an address."""
-    import mlflow
-
     uri = mlflow.get_run(run_id).info.artifact_uri
     path = model_files.local(uri)
     if path is None:

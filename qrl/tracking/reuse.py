@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import mlflow
+from mlflow.artifacts import load_text
+from mlflow.entities import Run
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from qrl import names
 from qrl.errors import QrlError
 from qrl.tracking import active, keys, models
 
-if TYPE_CHECKING:
-    from mlflow.entities import Run
-
 _OUTPUTS = "outputs.json"
+_UNREADABLE = (mlflow.MlflowException, OSError, ValueError)  # what reading a record may raise
 
 
 @dataclass(frozen=True)
@@ -30,39 +33,26 @@ class Outputs:
 
 def find(step: str, key: str) -> Run | None:
     """Return the newest finished run with this key in the active experiment, or None if its outputs are not intact."""
-    import mlflow
-
-    query = f"attributes.status = 'FINISHED' and tags.`{names.TAG_CACHE_KEY}` = '{key}'"
-    runs = mlflow.search_runs(
-        filter_string=f"{query} and tags.`{names.TAG_STEP}` = '{step}'",
-        order_by=["attributes.start_time DESC"],
-        output_format="list",
-    )
+    runs = _finished(step, f" and tags.`{names.TAG_CACHE_KEY}` = '{key}'", order_by=["attributes.start_time DESC"])
     return next((run for run in runs if _is_intact(run)), None)
 
 
 def changes(step: str, key: str) -> list[str]:
     """Return what a key differs in from that of the most similar finished run of the step; empty if there is none."""
-    import mlflow
-
-    query = f"attributes.status = 'FINISHED' and tags.`{names.TAG_STEP}` = '{step}'"
-    runs = mlflow.search_runs(filter_string=query, max_results=20, output_format="list")
     wanted, differences = keys.PARTS.get(key, {}), []
-    for run in runs:
-        try:
+    for run in _finished(step, max_results=20):
+        with suppress(*_UNREADABLE):
             parts = _document(run).get("parts") or wanted  # a run of an earlier version
-        except (mlflow.MlflowException, OSError, ValueError):
-            continue
-        differences.append(sorted(name for name in parts | wanted if parts.get(name) != wanted.get(name)))
+            differences.append(sorted(name for name in parts | wanted if parts.get(name) != wanted.get(name)))
     return min(filter(None, differences), key=len, default=[])
 
 
-def record_outputs(
-    *,
-    models: Mapping[str, str] | None = None,
-    artifacts: list[str] | None = None,
-    values: Mapping[str, Any] | None = None,
-) -> Outputs:
+def _finished(step: str, more: str = "", **how: Any) -> list[Run]:
+    query = f"attributes.status = 'FINISHED' and tags.`{names.TAG_STEP}` = '{step}'{more}"
+    return mlflow.search_runs(filter_string=query, output_format="list", **how)
+
+
+def record_outputs(*, models: dict | None = None, artifacts: list | None = None, values: dict | None = None) -> None:
     """Record in the active run what later steps need, with file sizes and artifact digests; the last call of a step.
 
     Args:
@@ -70,16 +60,13 @@ def record_outputs(
         artifacts: paths in the active run, files or folders.
         values: anything that JSON holds.
     """
-    import mlflow
-
     run = active.run()
-    outputs = Outputs(dict(models or {}), list(artifacts or []), dict(values or {}))
+    outputs = Outputs(models or {}, artifacts or [], values or {})
     sizes = {place: _sizes(_address(run, place)) for place in (*outputs.models.values(), *outputs.artifacts)}
     digests = {place: _digests(_address(run, place)) for place in outputs.artifacts}
     key = mlflow.get_run(run.info.run_id).data.tags.get(names.TAG_CACHE_KEY, "")
     document = {**vars(outputs), "sizes": sizes, "digests": digests, "parts": keys.PARTS.get(key, {})}
     mlflow.log_dict(document, _OUTPUTS)
-    return outputs
 
 
 def outputs(run: Run) -> Outputs:
@@ -94,13 +81,9 @@ def check_artifact(run_id: str, place: str) -> None:
     Raises:
         QrlError: its bytes have changed since.
     """
-    import mlflow
-
-    run = mlflow.get_run(run_id)
-    try:
+    run, recorded = mlflow.get_run(run_id), {}
+    with suppress(*_UNREADABLE):
         recorded = _document(run).get("digests", {})
-    except (mlflow.MlflowException, OSError, ValueError):
-        return
     if place in recorded and recorded[place] != _digests(_address(run, place)):
         raise QrlError(
             f"{place} of run {run_id} is not what was logged: its bytes have changed. Run its step again; damaged "
@@ -110,8 +93,6 @@ def check_artifact(run_id: str, place: str) -> None:
 
 def _is_intact(run: Run) -> bool:
     """Whether every recorded file is there with its size, and weights and artifacts with their digests."""
-    import mlflow
-
     try:
         document = _document(run)
         return (
@@ -119,20 +100,16 @@ def _is_intact(run: Run) -> bool:
             and all(_digests(_address(run, place)) == digests for place, digests in document.get("digests", {}).items())
             and all(_is_ready(uri, document["values"].get("digest")) for uri in document["models"].values())
         )
-    except (mlflow.MlflowException, OSError, ValueError, KeyError):
+    except (*_UNREADABLE, KeyError):
         return False  # what cannot be read cannot be reused
 
 
 def _is_ready(model_uri: str, digest: str) -> bool:
-    import mlflow
-
-    model = mlflow.MlflowClient().get_logged_model(model_uri.removeprefix("models:/"))
+    model = mlflow.get_logged_model(models.id_of(model_uri))
     return str(model.status) == "READY" and models.holds(model_uri, digest)
 
 
 def _document(run: Run) -> dict:
-    from mlflow.artifacts import load_text
-
     return json.loads(load_text(f"{run.info.artifact_uri}/{_OUTPUTS}"))
 
 
@@ -142,8 +119,6 @@ def _address(run: Run, place: str) -> str:
 
 def _sizes(address: str) -> dict[str, int | None]:
     """Return path below the address → bytes, for every file except MLflow's own note of a download."""
-    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-
     parent, _, name = address.rpartition("/")
     if not address.startswith("models:/"):
         siblings = {Path(info.path).name: info for info in get_artifact_repository(parent).list_artifacts()}

@@ -12,7 +12,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+
+import mlflow
+from mlflow.entities import Run
 
 from qrl import names
 from qrl.errors import BadInput, QrlError, first_line
@@ -20,10 +22,7 @@ from qrl.recipe import Recipe
 from qrl.tasks import prompt
 from qrl.tracking import active, contents, signals, store
 
-if TYPE_CHECKING:
-    import mlflow
-    from mlflow.entities import Run
-
+active_id = active.run_id
 PARENT = "mlflow.parentRunId"
 _SYSTEM_METRICS_EVERY = 5  # seconds; a tiny step ends before MLflow's ten
 
@@ -54,8 +53,6 @@ def step(
         BadInput: MLFLOW_RUN_ID names a run that the store does not hold; or the store filled up meanwhile.
         SystemExit: 130 or 143 after Ctrl-C or SIGTERM; the run is ended as KILLED.
     """
-    import mlflow
-
     signals.guard()
     store.sweep()
     run = _start(run_name or name, system_metrics)
@@ -78,15 +75,7 @@ def step(
 def child(
     run_name: str, *, params: Mapping[str, object] | None = None, tags: Mapping[str, object] | None = None
 ) -> Iterator[mlflow.ActiveRun]:
-    """Yield a run nested in the active one, for a cell; an error ends it as FAILED and is raised again.
-
-    Args:
-        run_name: `names.cell_name(variant, scheme)` for a cell.
-        params: `variant`, `scheme`, `task`: the compare view reads params.
-        tags: further tags.
-    """
-    import mlflow
-
+    """Yield a run nested in the active one, for a cell; an error ends it as FAILED and is raised again."""
     run = mlflow.start_run(run_name=run_name, nested=True)
     with _ended(run):
         mlflow.set_tags({names.TAG_PID: signals.identity(), **(tags or {})})
@@ -97,23 +86,11 @@ def child(
 def close_opened(error: BaseException) -> None:
     """End the run that `mlflow run` opened if no step has joined it: after bad input, or a signal during imports."""
     if run_id := os.environ.pop("MLFLOW_RUN_ID", None):
-        import mlflow
-
-        try:
-            _end(mlflow.MlflowClient(), run_id, error)
-        except Exception as failure:  # a stale variable, say; the first error is the one to report
-            print(f"Run {run_id}, from MLFLOW_RUN_ID, could not be ended: {first_line(failure)}", file=sys.stderr)
-
-
-def active_id() -> str:
-    """Return the id of the active run."""
-    return active.run_id()
+        _end(run_id, error, ", from MLFLOW_RUN_ID,")  # a stale variable, maybe
 
 
 def parent_id() -> str | None:
     """Return the id of the run above the active one, or above the one to be joined: a study's, for its steps."""
-    import mlflow
-
     run_id = active.run_id() if mlflow.active_run() else os.environ.get("MLFLOW_RUN_ID")
     return opened(run_id).data.tags.get(PARENT) if run_id else None
 
@@ -124,52 +101,40 @@ def is_launched() -> bool:
 
 
 def opened(run_id: str) -> Run:
-    """Return a run by its id.
-
-    Raises:
-        BadInput: the store does not hold it, so MLFLOW_RUN_ID is stale.
-    """
-    import mlflow
-
-    try:
+    """Return a run by its id; raise BadInput if the store does not hold it, so MLFLOW_RUN_ID is stale."""
+    with _explained(run_id):
         return mlflow.get_run(run_id)
+
+
+@contextmanager
+def _explained(run_id: str | None) -> Iterator[None]:
+    """Raise MLflow's errors as sentences; `run_id` is what MLFLOW_RUN_ID holds."""
+    try:
+        yield
     except mlflow.MlflowException as error:
-        raise _unknown(error, run_id) or store.sentence(error) or error from None
-
-
-def _unknown(error: mlflow.MlflowException, run_id: str | None) -> BadInput | None:
-    import mlflow
-
-    if run_id and error.error_code == "RESOURCE_DOES_NOT_EXIST":
-        return BadInput(f"MLFLOW_RUN_ID names run {run_id}, which {mlflow.get_tracking_uri()} does not hold: unset it.")
-    return None
+        if run_id and error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            held_by = mlflow.get_tracking_uri()
+            raise BadInput(f"MLFLOW_RUN_ID names run {run_id}, which {held_by} does not hold: unset it.") from None
+        raise store.sentence(error) or error from None
 
 
 def _start(run_name: str, system_metrics: bool) -> mlflow.ActiveRun:
-    import mlflow
-
     if system_metrics:
         mlflow.set_system_metrics_sampling_interval(_SYSTEM_METRICS_EVERY)
-    joined, nested = os.environ.get("MLFLOW_RUN_ID"), mlflow.active_run() is not None
-    try:
+    nested = mlflow.active_run() is not None
+    with _explained(os.environ.get("MLFLOW_RUN_ID")):  # which MLflow takes out of the environment
         return mlflow.start_run(run_name=run_name, nested=nested, log_system_metrics=system_metrics)
-    except mlflow.MlflowException as error:
-        raise _unknown(error, joined) or store.sentence(error) or error from None
 
 
 @contextmanager
 def _ended(run: mlflow.ActiveRun) -> Iterator[None]:
     """End the active run with the status that fits, and pass the error on."""
-    import mlflow
-
     try:
         yield
     except BaseException as error:
         reported = (store.sentence(error) if isinstance(error, Exception) else None) or error
         try:
-            _end(mlflow.MlflowClient(), run.info.run_id, reported)
-        except Exception as failure:  # the store itself may have failed; the first error is the one to report
-            print(f"Run {run.info.run_id} could not be ended: {first_line(failure)}", file=sys.stderr)
+            _end(run.info.run_id, reported)
         finally:
             _leave("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         if reported is error:
@@ -181,8 +146,6 @@ def _ended(run: mlflow.ActiveRun) -> Iterator[None]:
 
 def _leave(status: str) -> None:
     """Take the run off MLflow's stack, stop its monitor, set its status."""
-    import mlflow
-
     try:
         mlflow.end_run(status)
     except Exception as failure:
@@ -190,12 +153,17 @@ def _leave(status: str) -> None:
             raise store.sentence(failure) or failure from None
 
 
-def _end(client: mlflow.MlflowClient, run_id: str, error: BaseException) -> None:
+def _end(run_id: str, error: BaseException, origin: str = "") -> None:
+    """End a run with the error's status and reason; a failure to do so is printed, since the first error counts."""
     if isinstance(error, KeyboardInterrupt):
         status, code, reason = "KILLED", signals.exit_code(error), str(error) or "Stopped by Ctrl-C."
     else:
         status, code = "FAILED", getattr(error, "exit_code", 1)
         reason = str(error) if isinstance(error, QrlError) else f"{type(error).__name__}: {first_line(error)}"
-    client.set_tag(run_id, names.TAG_REASON, reason[: contents.MAX_TAG])
-    client.set_tag(run_id, names.TAG_EXIT_CODE, str(code))
-    client.set_terminated(run_id, status)
+    try:
+        client = mlflow.MlflowClient()
+        client.set_tag(run_id, names.TAG_REASON, reason[: contents.MAX_TAG])
+        client.set_tag(run_id, names.TAG_EXIT_CODE, str(code))
+        client.set_terminated(run_id, status)
+    except Exception as failure:
+        print(f"Run {run_id}{origin} could not be ended: {first_line(failure)}", file=sys.stderr)

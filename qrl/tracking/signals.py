@@ -13,7 +13,9 @@ import threading
 import time
 from types import FrameType
 
-_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+import psutil
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -47,12 +49,11 @@ def guard() -> None:
         if stopping:
             return
         stopping = True
-        for name in _SIGNALS:
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
         raise Stopped(signum)
 
-    for name in _SIGNALS:
-        signum = getattr(signal, name)
+    for signum in _SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:  # ignored on purpose, as `nohup` does
             signal.signal(signum, stop)
     if os.environ.get("MLFLOW_RUN_ID") and sys.platform == "linux":
@@ -61,12 +62,11 @@ def guard() -> None:
 
 def import_mlflow() -> None:
     """Import MLflow with stop signals blocked: a half-imported MLflow could not end the run that waits for us."""
-    numbers = {getattr(signal, name) for name in _SIGNALS}
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         import mlflow  # noqa: F401
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 def _die_with_parent() -> None:
@@ -78,15 +78,11 @@ def _die_with_parent() -> None:
 
 def identity() -> str:
     """Return host:pid:start of this process, in whole seconds since the epoch."""
-    import psutil
-
     return f"{socket.gethostname()}:{os.getpid()}:{psutil.Process().create_time():.0f}"
 
 
 def started() -> float:
     """Return when this process began, in seconds since the epoch, before interpreter and imports were loaded."""
-    import psutil
-
     began = psutil.Process().create_time()
     if hasattr(time, "CLOCK_BOOTTIME"):  # Linux: psutil adds the boot time in whole seconds, up to one second too early
         began += time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) - psutil.boot_time()
@@ -95,26 +91,22 @@ def started() -> float:
 
 def is_dead(identity: str) -> bool:
     """Return True if a process of this host is surely gone; False if it lives, is elsewhere or cannot be read."""
-    import psutil
-
-    host, _, rest = identity.rpartition(":")[0].rpartition(":")
-    start = identity.rpartition(":")[2]
-    if host != socket.gethostname() or not (rest.isdigit() and start.isdigit()):
+    host, *numbers = identity.rsplit(":", 2)
+    if host != socket.gethostname() or len(numbers) != 2 or not all(number.isdigit() for number in numbers):
         return False
+    pid, start = map(int, numbers)
     try:
-        process = psutil.Process(int(rest))
+        process = psutil.Process(pid)
         started, status = process.create_time(), process.status()
     except psutil.NoSuchProcess:
         return True
     except psutil.Error:
         return False
-    return status == psutil.STATUS_ZOMBIE or abs(started - int(start)) > 2  # the clock may be slewed; pids are reused
+    return status == psutil.STATUS_ZOMBIE or abs(started - start) > 2  # the clock may be slewed; pids are reused
 
 
 def launcher_alive(started: float) -> bool:
     """Return whether a process of this host could have opened a run at `started` (seconds since the epoch)."""
-    import psutil
-
     for process in psutil.process_iter(["cmdline", "create_time"]):
         words = {os.path.basename(word) for word in process.info["cmdline"] or ()}
         runs_projects = {"mlflow", "run"} <= words or "qrl" in words

@@ -20,10 +20,9 @@ NO_RESULT = (
     *("figures", "steps/record.py", "steps/outcome.py"),  # draw, log and report results
     *("tracking", "registry", "study", "cli", "__init__.py"),  # store, find and launch them
     *("workspace.py", "process.py", "errors.py", "source.py"),  # where a step works, how it fails, which files it finds
-    *(
-        f"recipe/{name}.py" for name in ("__init__", "base", "load", "sections")
-    ),  # define settings; a key has their values
+    *("recipe/__init__.py", "recipe/base.py", "recipe/load.py", "recipe/sections.py"),  # define settings: values count
 )
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _MODULE = re.compile(r"qrl(\.\w+)+")
 
 
@@ -58,16 +57,9 @@ def _parsed(source: bytes) -> tuple[str, frozenset[str]]:
     """Return the digest of a file's code, and the modules of this package that it imports or names in a string."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and _has_docstring(
-            node
-        ):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             del node.body[0]
     return sha256(repr(_structure(tree)).encode()).hexdigest(), frozenset(_modules(tree))
-
-
-def _has_docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    first = node.body[0] if node.body else None
-    return isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
 
 
 def _structure(node: object) -> object:

@@ -11,16 +11,17 @@ import sqlite3
 import tempfile
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
+
+import mlflow
+import requests
+from filelock import FileLock
+from mlflow.entities import Run
 
 from qrl import names
 from qrl.errors import BadInput
-from qrl.tracking import models, signals
+from qrl.tracking import keys, models, signals
 from qrl.tracking.failures import sentence, unusable
-
-if TYPE_CHECKING:
-    from mlflow.entities import Run
 
 _SQLITE = "sqlite:///"
 _EXPERIMENT_KIND = "mlflow.experimentKind"
@@ -35,9 +36,8 @@ def prepare() -> str:
     Raises:
         BadInput: the store cannot be reached, opened or written.
     """
-    import mlflow
-
-    _quiet()
+    for logger in ("alembic", "mlflow.store.db", "mlflow.tracking", "mlflow.system_metrics"):
+        logging.getLogger(logger).setLevel(logging.WARNING)
     os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"  # nothing from a checkpoint is executed
     address = _absolute(mlflow.get_tracking_uri())
     mlflow.set_tracking_uri(address)  # sets the environment variable too
@@ -49,7 +49,7 @@ def prepare() -> str:
             os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # a folder needs no download
             _create(address, database)
         elif urlsplit(address).scheme in ("http", "https"):
-            _reach(address)
+            requests.get(address.rstrip("/") + "/health", timeout=15)  # MLflow's client would retry for minutes
         mlflow.MlflowClient().search_experiments(max_results=1)
     except Exception as error:
         raise sentence(error) or unusable(error) from error
@@ -58,8 +58,6 @@ def prepare() -> str:
 
 def is_there() -> bool:
     """Return whether anything can have been recorded yet: the store has a database file, or needs none."""
-    import mlflow
-
     database = database_of(_absolute(mlflow.get_tracking_uri()))
     return database is None or database.is_file()
 
@@ -70,29 +68,21 @@ def database_of(address: str) -> Path | None:
 
 
 def sweep() -> list[str]:
-    """End as KILLED what still counts as RUNNING although its process on this host is dead.
-
-    Returns:
-        Ids of the runs that were ended.
-    """
-    import mlflow
-
+    """End as KILLED what still counts as RUNNING although its process on this host is dead; return the runs' ids."""
     client = mlflow.MlflowClient()
+    reason = "Its process died without a report; the next command ended the run."
     query = "attributes.status = 'RUNNING'"
     running = mlflow.search_runs(filter_string=query, search_all_experiments=True, output_format="list")
-    abandoned = [run for run in running if _is_abandoned(run)]
+    abandoned = [run.info for run in running if _is_abandoned(run)]
     for run in abandoned:
-        reason = "Its process died without a report; the next command ended the run."
-        client.set_tag(run.info.run_id, names.TAG_REASON, reason)
-        client.set_terminated(run.info.run_id, "KILLED")
-        models.abandon(run.info.experiment_id, run.info.run_id)
-    return [run.info.run_id for run in abandoned]
+        client.set_tag(run.run_id, names.TAG_REASON, reason)
+        client.set_terminated(run.run_id, "KILLED")
+        models.abandon(run.experiment_id, run.run_id)
+    return [run.run_id for run in abandoned]
 
 
 def mark_experiment(experiment_id: str) -> None:
     """Tell the UI that an experiment is model development, unless its kind is set."""
-    import mlflow
-
     client = mlflow.MlflowClient()
     if _EXPERIMENT_KIND not in client.get_experiment(experiment_id).tags:
         client.set_experiment_tag(experiment_id, _EXPERIMENT_KIND, "custom_model_development")
@@ -115,8 +105,6 @@ def _absolute(address: str) -> str:
 
 def _create(address: str, database: Path) -> None:
     """Create tables and the default experiment under a lock: a race on a cold SQLite file breaks it (tried)."""
-    from filelock import FileLock
-
     artifacts = database.parent / "mlruns"
     artifacts.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=artifacts) as probe:  # a full disk should fail before the work, not after it
@@ -145,26 +133,11 @@ def _is_ready(database: Path) -> bool:
     return experiments > 0
 
 
-def _reach(address: str) -> None:
-    """Try once, briefly: MLflow's client would retry for minutes."""
-    import requests
-
-    requests.get(address.rstrip("/") + "/health", timeout=15)
-
-
 def _is_abandoned(run: Run) -> bool:
-    from qrl import __file__ as package
-
     tags = run.data.tags
     if owner := tags.get(names.TAG_PID):
         return signals.is_dead(owner)
     # `mlflow run` opened it for this project, and no step has joined it: the environment may still be being built.
     source = tags.get("mlflow.source.name", "").replace("#", "/").removeprefix("file://")
-    root = str(Path(package).parents[1])
-    ours = source == root or source.startswith(root + os.sep)
+    ours = Path(source).is_relative_to(keys.ROOT)
     return ours and "mlflow.project.entryPoint" in tags and not signals.launcher_alive(run.info.start_time / 1000)
-
-
-def _quiet() -> None:
-    for name in ("alembic", "mlflow.store.db", "mlflow.tracking", "mlflow.system_metrics"):
-        logging.getLogger(name).setLevel(logging.WARNING)

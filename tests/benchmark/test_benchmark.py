@@ -16,6 +16,8 @@ from qrl.steps import benchmark as step
 from qrl.tasks import load, prompt
 from qrl.tracking import models, runs
 
+pytestmark = pytest.mark.process
+
 SMALL = {"batches": (1, 4), "requests": 4, "rounds": 2, "new_tokens": 5}
 CELLS = [benchmark.Subject("base", "full", tiny.PATH), benchmark.Subject("grpo", "full", tiny.PATH)]
 

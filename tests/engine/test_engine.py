@@ -7,6 +7,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from qrl import tiny
 from qrl.engine import attention
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def models():

@@ -15,6 +15,8 @@ from qrl.steps import inputs
 from qrl.tasks import prompt
 from qrl.tasks.math import pool
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def loaded():

@@ -19,6 +19,8 @@ from qrl.formats import kind
 from qrl.quantize import calibration, error, fit, settings
 from qrl.recipe import Quantize
 
+pytestmark = pytest.mark.process
+
 SCHEMES = (names.INT8, *names.COMPRESSED)
 # Bits of a code plus, where the format fixes small groups, the bits that a scale adds to each code.
 BITS = {

@@ -24,6 +24,8 @@ from qrl.steps import inputs
 from qrl.steps import quantize as step
 from qrl.tasks import prompt
 
+pytestmark = pytest.mark.process
+
 SAMPLES = 4
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from qrl.registry.gate import Evidence, decide_awq, decide_base, decide_grpo
+from qrl.registry.gate import Evidence, decide
 from qrl.stats import Estimate
 
 GOOD = Evidence(broken_limits=(), evaluated_digest="sha256-aaaa", version_digest="sha256-aaaa")
@@ -12,18 +12,13 @@ GOOD = Evidence(broken_limits=(), evaluated_digest="sha256-aaaa", version_digest
 
 def grpo(gain=(0.05, 0.03, 0.07), evidence=GOOD, parent="bbbb", base="bbbb", min_gain=0.0):
     estimate, low, high = gain
-    return decide_grpo(
-        evidence,
-        parent_digest=parent,
-        base_digest=base,
-        gain=Estimate(estimate, 0.01, low, high, 2000),
-        min_gain=min_gain,
-    )
+    digests, gain = {"parent_digest": parent, "before_digest": base}, Estimate(estimate, 0.01, low, high, 2000)
+    return decide("grpo", evidence, **digests, difference=gain, limit=min_gain)
 
 
 def awq(low, evidence=GOOD, parent="cccc", max_loss=0.05):
-    difference = Estimate(-0.02, 0.01, low, 0.0, 2000)
-    return decide_awq(evidence, parent_digest=parent, grpo_digest="cccc", difference=difference, max_loss=max_loss)
+    digests, difference = {"parent_digest": parent, "before_digest": "cccc"}, Estimate(-0.02, 0.01, low, 0.0, 2000)
+    return decide("awq", evidence, **digests, difference=difference, limit=max_loss)
 
 
 def test_a_good_version_passes_with_its_reasons():
@@ -64,9 +59,9 @@ def test_the_loss_to_awq_decides(low, max_loss, passed):
 @pytest.mark.parametrize(
     ("decision", "reason"),
     [
-        (decide_base(Evidence(["eos rate 0.20 is under 0.95"], "a", "a")), "eos rate 0.20 is under 0.95"),
-        (decide_base(Evidence([], "aaaa", "bbbb")), "are not the version's (bbbb)"),
-        (decide_base(Evidence([], "", "")), "none recorded"),
+        (decide("base", Evidence(["eos rate 0.20 is under 0.95"], "a", "a")), "eos rate 0.20 is under 0.95"),
+        (decide("base", Evidence([], "aaaa", "bbbb")), "are not the version's (bbbb)"),
+        (decide("base", Evidence([], "", "")), "none recorded"),
         (grpo(parent="dddd"), "from dddd, not from the version at stage base (bbbb)"),
         (grpo(parent="", base=""), "none recorded"),
         (awq(-0.01, parent="dddd"), "not from the version at stage grpo (cccc)"),
@@ -78,4 +73,4 @@ def test_any_failed_check_refuses_and_is_named_first(decision, reason):
 
 
 def test_base_needs_no_gain():
-    assert decide_base(GOOD).passed
+    assert decide("base", GOOD).passed

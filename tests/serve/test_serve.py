@@ -22,6 +22,8 @@ from qrl.serve import engines, process, server
 from qrl.serve.log import cause
 from qrl.tracking import models, runs
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(qrl.__file__).parents[1]
 QUESTION = "Tom has 3 apples and buys 12 more. How many apples does Tom have?"
 # Like the serve step: a signal raises, the server stops, and the program ends by itself.

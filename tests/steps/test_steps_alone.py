@@ -8,6 +8,8 @@ import pytest
 from qrl import cli
 from qrl.errors import GateRefused
 
+pytestmark = pytest.mark.process
+
 SMALL = [
     "--device",
     "cpu",

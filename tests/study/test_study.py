@@ -21,6 +21,8 @@ import pytest
 import qrl
 from qrl import names
 
+pytestmark = pytest.mark.study
+
 ROOT = Path(qrl.__file__).parents[1]
 SMALL = {
     "train.steps": "3",

@@ -17,6 +17,8 @@ from qrl.recipe import Train
 from qrl.tasks import prompt
 from qrl.train import Job, arguments, grpo, guard, merge, policy, reward
 
+pytestmark = pytest.mark.process
+
 QUESTIONS = tasks.load("arithmetic", "train", 16, 0)
 BATCH = {
     "steps": 2,

@@ -26,6 +26,8 @@ from qrl.train.qat import calibration
 from qrl.train.qat import linear as qat
 from qrl.train.rollout import sync
 
+pytestmark = pytest.mark.process
+
 SHAPE = {
     "hidden_size": 256,
     "num_hidden_layers": 2,

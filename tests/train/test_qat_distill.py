@@ -16,6 +16,8 @@ from qrl.formats.fakequant import linears
 from qrl.recipe import Rollout, Train, Watch
 from qrl.train import Job, distill, rollout
 
+pytestmark = pytest.mark.process
+
 QUESTIONS = tasks.load("arithmetic", "train", 16, 0)
 FAST = Train(
     steps=5,

@@ -19,6 +19,8 @@ from qrl.recipe import Quantize
 from qrl.train.qat import calibration, linear
 from qrl.train.rollout import sync
 
+pytestmark = pytest.mark.process
+
 IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
 BATCH = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 TEXTS = ["Tom has 3 apples and buys 4 more.", "How many does he have? #### 7"]

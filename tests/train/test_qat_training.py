@@ -21,6 +21,8 @@ from qrl.train import Job, grpo
 from qrl.train.qat import linear as qat
 from qrl.train.qat import prepare
 
+pytestmark = pytest.mark.process
+
 QUESTIONS = tasks.load("arithmetic", "train", 16, 0)
 FAST = Train(
     steps=2,

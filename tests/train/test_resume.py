@@ -19,6 +19,8 @@ from qrl import recipe, tasks, tiny
 from qrl.recipe import Train
 from qrl.train import Job, grpo
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(qrl.__file__).parents[1]
 SMALL = {
     "steps": 5,

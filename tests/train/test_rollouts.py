@@ -17,6 +17,8 @@ from qrl.tracking import keys
 from qrl.train import Job, arguments, guard, policy, rollout, trl_private
 from qrl.train.rollout import checks, colocated, engine_gap, sync, vllm_engine
 
+pytestmark = pytest.mark.process
+
 METHODS = {
     "full": Train(),
     "lora": Train(method="lora"),

@@ -17,6 +17,8 @@ from qrl.recipe import Train
 from qrl.tasks import prompt
 from qrl.train import Job, arguments, grpo, merge, policy, resume, reward, save
 
+pytestmark = pytest.mark.process
+
 QUESTIONS = tasks.load("arithmetic", "train", 32, 0)
 FAST = Train(steps=2, prompts_per_step=4, generations=4, micro_batch=16, max_completion_tokens=48, save_every=1)
 

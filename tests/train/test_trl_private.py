@@ -13,6 +13,8 @@ from qrl.recipe import Rollout, Train
 from qrl.train import Job, grpo, sharded, trl_private
 from qrl.train.rollout import vllm_engine
 
+pytestmark = pytest.mark.process
+
 SMALL = Train(steps=2, prompts_per_step=4, generations=2, micro_batch=4, max_completion_tokens=16, save_every=2)
 
 

@@ -11,6 +11,8 @@ from qrl.steps import inputs
 from qrl.train import Job, grpo
 from qrl.train.monitor import watchers
 
+pytestmark = pytest.mark.process
+
 HEALTHY = {"reward": 0.5, "entropy": 1.0, "frac_reward_zero_std": 0.4, "kl": 0.01, "completions/clipped_ratio": 0.02}
 TROUBLES = {
     "entropy": ({"entropy": 0.05}, r"nats per token over steps 6 to 8, 1 over steps 1 to 3.*watch\.min_entropy_share"),
