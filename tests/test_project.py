@@ -45,7 +45,7 @@ def test_every_entry_point_is_a_command_in_the_order_of_the_command_line():
 def test_mlproject_declares_no_field_of_a_recipe():
     for name, entry in MLPROJECT["entry_points"].items():
         declared = set(entry.get("parameters", {}))
-        assert declared <= {"recipe", "stage", "only"}, name
+        assert declared <= {"recipe", "stage", "only", "workers"}, name
         assert not declared & set(recipe.fields())
         assert "path" not in str(entry.get("parameters", {})), "type: path refuses hub ids"
 

@@ -141,7 +141,7 @@ BAD = {
         ["diagnose", "--trained", "qrl-tiny", "--quantized", "grpo:full=qrl-tiny", "--out", "out"],
         "no quantized cell of the two",
     ),
-    "folder that cannot be made": (["diagnose", "--trained", "qrl-tiny", "--out", "/proc/none"], "cannot be made"),
+    "folder that cannot be made": (["diagnose", "--trained", "qrl-tiny", "--out", "/proc/none"], "/proc/none"),
     "no file to grade": (["grade", "--task", "gsm8k", "--out", "out.jsonl"], "--file"),
     "wrong label of a cell": (["evaluate", "--cells", "base:nf4=qrl-tiny"], "stored as full precision"),
     "unknown task": (["evaluate", "--task", "trivia"], "'task' is 'trivia'"),
@@ -210,6 +210,7 @@ def test_bad_input_gets_a_sentence_and_exit_code_2_and_no_run(case, broken, stor
     assert mlflow.MlflowClient().search_runs(["0"]) == []
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("case", sorted(AS_A_PROCESS))
 def test_bad_input_of_a_process_gets_no_traceback(case, broken, store):
     words, says = BAD[case]
@@ -245,6 +246,7 @@ def test_cuda_on_a_machine_without_one_is_bad_input(store, here):
     assert code == 2 and "no GPU" in stderr
 
 
+@pytest.mark.process
 def test_a_read_only_store_is_refused_before_the_work(tmp_path):
     if os.geteuid() == 0:
         uri = "sqlite:////proc/qrl/mlflow.db"  # root writes anywhere but here
@@ -255,6 +257,7 @@ def test_a_read_only_store_is_refused_before_the_work(tmp_path):
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.process
 def test_a_full_disk_gets_a_sentence_whichever_library_meets_it(tmp_path):
     """The error of safetensors is no OSError, and no tracking URI moves the folder of work in progress."""
     lines = [
@@ -282,6 +285,7 @@ def test_a_full_disk_gets_a_sentence_whichever_library_meets_it(tmp_path):
     assert work.endswith("start qrl from a folder on another disk."), done.stdout
 
 
+@pytest.mark.process
 def test_counts_of_the_seed_study_give_its_deltas_and_no_verdict(tmp_path):
     counts = {"n": 100, "base": {"full": 68, "nf4": 65, "awq": 58}, "grpo": {"full": 72, "nf4": 68, "awq": 67}}
     (tmp_path / "counts.json").write_text(json.dumps(counts))
@@ -295,6 +299,7 @@ def test_counts_of_the_seed_study_give_its_deltas_and_no_verdict(tmp_path):
     assert not (tmp_path / "mlflow.db").exists()
 
 
+@pytest.mark.process
 def test_a_terminal_that_knows_no_minus_sign_still_gets_the_table(tmp_path):
     (tmp_path / "counts.json").write_text(
         '{"n": 100, "base": {"full": 68, "nf4": 65}, "grpo": {"full": 72, "nf4": 68}}'
@@ -305,6 +310,7 @@ def test_a_terminal_that_knows_no_minus_sign_still_gets_the_table(tmp_path):
     assert done.returncode == 0 and r"\u22120.010 [\u22120.192, +0.172]" in done.stdout, done.stderr
 
 
+@pytest.mark.process
 def test_grade_adds_verdicts_to_rows(tmp_path):
     rows = [{"completion": "so\n#### 1,000", "answer": "1000", "id": 7}, {"completion": "about 18", "answer": "18"}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -317,6 +323,7 @@ def test_grade_adds_verdicts_to_rows(tmp_path):
     assert graded[0]["id"] == 7 and graded[1]["parsed"] is None
 
 
+@pytest.mark.process
 def test_grade_of_math_judges_boxes_and_tells_what_it_could_not(tmp_path):
     answers = [r"\boxed{\frac{2}{12}}", r"\boxed{10^{10^{10}}}", "\ud800 1/6", r"\boxed{7}"]
     rows = [{"completion": completion, "answer": r"\frac{1}{6}"} for completion in answers]
@@ -357,6 +364,7 @@ def test_grade_names_the_line_that_is_wrong(tmp_path, here):
     assert not (tmp_path / "out.jsonl").exists()
 
 
+@pytest.mark.process
 def test_diagnose_of_two_folders_needs_no_store_and_leaves_a_folders_other_files_alone(tmp_path):
     (tmp_path / "out" / "figures").mkdir(parents=True)
     (tmp_path / "out" / "figures" / "matrix.png").write_text("a comparison's, say")
@@ -410,6 +418,7 @@ def test_help_says_what_is_done_where_nothing_is_typed(command, auto):
     )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("model", ["./trained", "runs/trained"])
 def test_a_relative_model_of_mlflow_run_gets_the_absolute_path_to_try(model, tmp_path, monkeypatch):
     """MLflow starts a step in the project's folder and itself stays in the user's: this process plays MLflow."""

@@ -164,6 +164,7 @@ def test_promotion_of_what_is_not_there_is_refused(version, stage, number):
     assert pointers() == {}
 
 
+@pytest.mark.process
 def test_processes_that_promote_at_once_leave_one_version_in_production(version, store):
     for _ in range(3):
         version()

@@ -61,6 +61,7 @@ def test_a_dry_run_reports_the_folder_of_each_missing_step_and_finds_nothing_tha
     assert [folder.name for folder in folders] == [core, core, "awq", core]  # train, nf4, grpo's awq, cells
 
 
+@pytest.mark.process
 def test_a_refused_study_makes_no_store(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(keys.ROOT), "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
     done = subprocess.run(

@@ -112,6 +112,7 @@ def test_training_is_checked_against_the_same_questions_whatever_the_sample_size
     assert len(inputs.all_heldout(recipe.load("tiny", {"evaluate.n": "7"}))) == 7
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("held", "limit", "reason"), [(LONG, "1", "word for word"), (LONG + " And then?", "0.1", "train.max_ngram_share")]
 )

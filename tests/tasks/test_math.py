@@ -116,6 +116,7 @@ def perturbed(answer: str) -> list[str]:
     return variants
 
 
+@pytest.mark.process
 def test_answers_that_never_end_are_counted_and_do_not_delay_the_others(monkeypatch):
     monkeypatch.setattr(math_pool, "CPU_S", 1.0)
     math_pool.close()  # start with new workers
@@ -238,6 +239,7 @@ def test_every_way_to_write_an_integer_is_the_same_number(number):
         assert tasks.grade("math", boxed(written), str(number)).strict
 
 
+@pytest.mark.process
 def test_workers_end_with_their_process():
     code = (
         "import os, signal, sys\nfrom qrl import tasks\nfrom qrl.tasks.math import pool as math_pool\n"
@@ -264,6 +266,7 @@ def test_workers_end_with_their_process():
         assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.process
 def test_a_command_that_waits_for_bombs_stops_on_sigterm(tmp_path):
     rows = [
         {"completion": boxed(f"9^{{9^{{9^{{{i}}}}}}}"), "answer": r"\frac{1}{6}"} for i in range(9, 209)
@@ -284,6 +287,7 @@ def test_a_command_that_waits_for_bombs_stops_on_sigterm(tmp_path):
     assert not (tmp_path / "out.jsonl").exists()
 
 
+@pytest.mark.process
 def test_a_script_without_a_guard_gets_a_sentence(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(r"from qrl import tasks; tasks.grade('math', r'\boxed{\frac{2}{12}}', r'\frac{1}{6}')")

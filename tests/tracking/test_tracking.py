@@ -44,6 +44,7 @@ def test_prepare_makes_the_address_absolute_for_children(store, monkeypatch, add
     assert mlflow.get_tracking_uri() == f"sqlite:///{here}/mlflow.db"
 
 
+@pytest.mark.process
 def test_processes_that_race_for_a_cold_store_all_get_it(tmp_path):
     program = (
         "from qrl.tracking import store; import mlflow; store.prepare();"
@@ -179,6 +180,7 @@ def wait_for(wanted: str, run_id: str, seconds: float = 60) -> None:
     assert status(run_id) == wanted
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
 def test_no_signal_leaves_a_run_running(store):
     opened = mlflow.MlflowClient().create_run("0").info.run_id
