@@ -28,10 +28,11 @@ for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_TRACKING_URI"):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test without another tier as `unit`."""
+    """Mark every test without another tier as `unit`, and begin with the studies, which take longest."""
     for item in items:
         if not any(item.get_closest_marker(tier) for tier in TIERS):
             item.add_marker(pytest.mark.unit)
+    items.sort(key=lambda item: not item.get_closest_marker("study"))
 
 
 @pytest.fixture(scope="session")

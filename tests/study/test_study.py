@@ -303,27 +303,6 @@ def test_raw_text_prompts_trip_the_gate_instead_of_giving_a_number(store):
     assert any("chat template" in problem for problem in problems)
 
 
-def test_an_adapter_is_merged_on_its_way_through_the_study(tmp_path):
-    given = {"train.method": "lora", "train.steps": "1", "quantize.schemes": "nf4", "evaluate.n": "64"}
-    words = [word for key, value in (SMALL | given).items() for word in (f"--{key}", value)]
-    done = python_m_qrl(tmp_path, "study", *words)
-    assert done.returncode == 0, done.stderr
-    assert "[2/7] merge: adapter into full precision" in done.stderr
-    import mlflow
-
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    (merge,) = runs_of(client, **{names.TAG_STEP: "merge"})
-    assert 0 <= merge.data.metrics["merge/max_logit_diff"] <= 0.25
-    merged = client.get_model_version_by_alias("qrl-tiny", "grpo").tags[names.TAG_DIGEST]
-    assert merged != client.get_model_version_by_alias("qrl-tiny", "base").tags[names.TAG_DIGEST]
-    quantized = [
-        run.data.tags[names.TAG_PARENT_DIGEST]
-        for run in runs_of(client, **{names.TAG_STEP: "quantize"})
-        if run.outputs.model_outputs
-    ]
-    assert merged in quantized  # what was quantized is the merged model, not the adapter
-
-
 def test_sigterm_ends_the_run_and_the_next_try_goes_on_from_the_last_checkpoint(studied, client):
     words = [
         "train",
