@@ -1,6 +1,8 @@
 """The project's files keep their promises: entry points, parameters, pins."""
 
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import qrl
 from qrl import cli, recipe
 
 ROOT = Path(qrl.__file__).parents[1]
+PYRIGHT = "1.1.414"
 MLPROJECT = yaml.safe_load((ROOT / "MLproject").read_text())
 FOLDERS = sorted(path.parent for path in (ROOT / "projects").glob("*/MLproject"))
 TOP_LEVEL = {"mlruns", "projects", "qrl", "tests", "MLproject", "conda.yaml", "pyproject.toml"}
@@ -106,3 +109,11 @@ def test_nothing_else_lies_at_the_top_level():
     top = {path.split("/")[0] for path in tracked()}
     assert {name for name in top if not name.startswith(".")} <= TOP_LEVEL
     assert "uv.lock" not in top  # it would switch MLflow's uv manager to `uv sync`
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("uvx") is None, reason="pyright runs through uvx: pip install uv")
+def test_types_hold_in_the_folders_that_pyproject_names():
+    words = ["uvx", "--from", f"pyright[nodejs]=={PYRIGHT}", "pyright", "--pythonpath", sys.executable]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -75,6 +75,7 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
         BadInput: as `check_columns` and `compatibility.check`; an outcome is not 0 or 1, or a row is duplicated.
     """
     check_columns(frame)
+    frame = frame.reset_index(drop=True)  # tables that were concatenated repeat their labels
     if wrong := frame.loc[~frame["correct"].isin([0, 1]), "correct"].tolist():
         found = f"'correct' is {wrong[0]!r} in {len(wrong)} row(s)"
         raise BadInput(f"{found}, but must be 0 or 1: grade the completions first.")

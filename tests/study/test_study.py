@@ -118,7 +118,7 @@ def test_the_study_holds_its_artifacts(client):
         assert artifact(study, name).stat().st_size > 0
     figures = {path.name for path in artifact(study, names.FIGURES).iterdir()}
     assert {"matrix.png", "survival.png", "layer_error.png", "training.png"} <= figures
-    assert b"What the schemes store" in artifact(study, names.REPORT).read_bytes()
+    assert b"<h2>Schemes</h2>" in artifact(study, names.REPORT).read_bytes()
     from qrl import recipe
 
     assert recipe.load(str(artifact(study, names.RECIPE))).train.steps == 3
