@@ -26,8 +26,12 @@ UPDATE = {"qlora": 0.01, "full": 0.05}  # an adapter's weights move by this, a m
 ENGINE = """
 import functools, json, sys
 from pathlib import Path
-import vllm
+import torch, vllm
+from vllm.model_executor.layers import utils
 vllm.LLM = functools.partial(vllm.LLM, enforce_eager=True)  # compiling takes longer than the test
+def keep_weight(layer, remove_weight):
+    layer.cpu_linear = torch.nn.functional.linear
+utils.dispatch_cpu_unquantized_gemm = keep_weight  # a CPU with AVX512 packs weights and drops them; a GPU does not
 from safetensors.torch import load_file
 from qrl.recipe import Rollout
 from qrl.train.rollout import vllm_engine
