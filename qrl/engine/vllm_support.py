@@ -10,7 +10,7 @@ from qrl import checkpoint
 from qrl.errors import BadInput
 
 # With this kernel one or two answers of 1,000 depend on the batch even in the deterministic mode: measured in
-# qrl/benchmark/SCHEMES.md.
+# tests/benchmarks/results/schemes.md.
 _BATCH_VARIANT = "Int8ScaledMM"
 
 

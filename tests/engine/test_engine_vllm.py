@@ -50,7 +50,7 @@ def test_a_missing_vllm_is_an_error_with_advice():
     ],
 )
 def test_a_receipt_calls_kernels_batch_invariant_as_measured(kernel, invariant):
-    """Kernels of an H200 that gave the same answers, or not, with 32 and 256 sequences (qrl/benchmark/SCHEMES.md)."""
+    """Kernels of an H200 that gave the same answers, or not, with 32 and 256 sequences (results/schemes.md)."""
     assert vllm.batch_invariant({"UnquantizedEmbeddingMethod": 1, kernel: 16, "FlashAttentionImpl": 4}) is invariant
 
 
