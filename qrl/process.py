@@ -1,7 +1,5 @@
 """Settings of this process: quiet libraries, threads that do not spin, an allocator that keeps its memory."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib

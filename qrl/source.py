@@ -1,7 +1,5 @@
 """Where a model's name leads: the shipped model, a checkpoint folder, or the hub."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders to work in, held under a lock and deleted afterwards; files and folders that appear whole or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """A running server under load, measured by vLLM's own `bench serve`, which the field compares by."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

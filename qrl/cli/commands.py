@@ -4,8 +4,6 @@ A step's options are the recipe's fields, made by `options.py`, and the few inpu
 before a command runs, so that `--help` answers at once.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import click

@@ -1,7 +1,5 @@
 """How a command ends: every error in a sentence, its exit code, and the end of the run that `mlflow run` opened."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,7 +1,5 @@
 """Commands for the models that a study has made: `promote`, `serve` and `benchmark`."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import click

@@ -1,7 +1,5 @@
 """A recipe's fields as options of the command line: what is typed for a field overrides the recipe."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Commands that need neither a recipe nor a store: `plan` and `grade`."""
 
-from __future__ import annotations
-
 import click
 from click import option
 

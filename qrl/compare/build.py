@@ -1,7 +1,5 @@
 """Comparisons from outcomes per question, or from counts alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

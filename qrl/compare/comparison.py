@@ -1,7 +1,5 @@
 """A comparison: every cell's accuracy, and the gains, losses and verdicts that follow from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property

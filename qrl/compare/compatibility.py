@@ -3,8 +3,6 @@
 `evaluate` records both in two columns, `engine` and `settings_digest`; tables without them are not checked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

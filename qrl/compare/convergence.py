@@ -6,8 +6,6 @@ over the first quarter; for a distillation loss, it is not above. The rule uses 
 difference, over seeds or over the steps of a single seed, is reported beside the verdict.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a comparison is computed from: outcomes per question, or counts alone. Both compute contrasts of cells."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar

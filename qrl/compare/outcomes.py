@@ -1,7 +1,5 @@
 """Outcomes of all cells, aligned by question and training run."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -6,8 +6,6 @@ random effect. If grpo and base were evaluated under a method's own scheme too, 
 is QAT better than PTQ, and did the training learn anything?
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations

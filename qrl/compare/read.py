@@ -1,7 +1,5 @@
 """Files to compare: a row per cell and question, or counts alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Hashable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a table of outcomes must hold before any statistic is computed from it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from itertools import product

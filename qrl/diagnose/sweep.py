@@ -4,8 +4,6 @@ Each thread works on rows of its own with operations that are not split further:
 and an operation on one ends before a second thread could be woken for it.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The device and the dtype that models run in, decided once and recorded in every run."""
 
-from __future__ import annotations
-
 from qrl.errors import BadInput
 
 

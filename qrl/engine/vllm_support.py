@@ -1,7 +1,5 @@
 """Which stored checkpoints vLLM can run on this machine, checked before a weight is read or a worker started."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The parts of a study's page that are text: head, a card per scheme and per gate, the table of cells."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape

@@ -1,7 +1,5 @@
 """plotly's figures of weights and next-token distributions, as plain mappings; pointing shows matrix and value."""
 
-from __future__ import annotations
-
 import pandas as pd
 
 from qrl.figures import divergence, heatmaps

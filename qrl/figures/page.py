@@ -4,8 +4,6 @@ plotly's JavaScript is embedded, compressed, which makes a page of 2 MB instead 
 Nothing is fetched, so a page also works inside the sandboxed frame in which MLflow shows artifacts.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

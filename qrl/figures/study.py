@@ -1,7 +1,5 @@
 """A study as one page to send to a colleague: does the gain survive, at what size, and how do we know?"""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape

@@ -1,7 +1,5 @@
 """Check the sizes in config.json against the tensors beside it; transformers checks the rest when it loads them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ A file is eight bytes of length, a JSON header of that length, then the tensors'
 Source: https://github.com/huggingface/safetensors, "Format".
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Which kind of codes a config.json describes, so that a cell's scheme can be checked against its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ With `n`: what n questions can show. With `effect`: how many questions show an e
 many questions show the gain, and give the verdict, that the assumptions expect.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

@@ -7,8 +7,6 @@ the estimated spread between runs. The corrections of `stats.tails` for few chan
 studies that are large enough for a verdict.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A plan as a table for people and as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any

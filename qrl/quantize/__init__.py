@@ -4,8 +4,6 @@ Public: `run`, `Quantized`, `check_fit`; `settings.of`, `settings.unheeded`, `ca
 Tokenizer, chat template and generation settings are copied from the source unchanged.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Sequence

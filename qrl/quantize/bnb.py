@@ -4,8 +4,6 @@ NF4 has double quantization. INT8 stores a byte a weight and a scale a row. Wher
 also rounds activations to eight bits, except outliers; transformers' engine on a CPU unpacks the weights and does not.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from qrl import names

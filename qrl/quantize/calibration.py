@@ -1,7 +1,5 @@
 """Calibration texts: read from a file, packed into rows of one length, and named by a digest."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Two cells of one scheme may be compared if their digests are equal: same setting
 questions. Only settings that a scheme uses belong to its digest.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Collection, Sequence

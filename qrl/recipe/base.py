@@ -1,7 +1,5 @@
 """What every section of a recipe is built on: checked, frozen fields, and a mark for those that no cache key covers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 

@@ -4,8 +4,6 @@ A recipe is a YAML file of this package (by name) or of the user (by path). With
 another recipe, it holds only what differs.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 import types

@@ -4,8 +4,6 @@ A field is a command-line option, MLflow's `-P` key and a logged parameter under
 option's help.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import yaml

@@ -4,8 +4,6 @@ The lock is a file beside the database. For a remote registry it is in the tempo
 processes of this machine.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ Bounds are those of the two-sided 95 % interval, the one that the table prints. 
 NaN, an empty digest) counts as not shown and is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """What MLflow's UI shows of a registered model and its versions: descriptions in Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from urllib.parse import quote
 

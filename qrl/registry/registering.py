@@ -1,7 +1,5 @@
 """Registered models by name, and versions made from logged models: one per digest."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -5,8 +5,6 @@ version that a rollback returns to, and MLflow's own stages are mirrored from th
 the alias first: three racing transitions left two versions in Production, aliases never did (tried).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import warnings

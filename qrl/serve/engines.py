@@ -5,8 +5,6 @@ vLLM has an option for the model's name. `transformers serve` has none: the id i
 link to the checkpoint folder. Nothing is copied, and requests, answers and the list show the same id.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

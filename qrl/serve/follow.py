@@ -6,8 +6,6 @@ another. At most two engines run at once: one that serves, and one that loads or
 one keeps serving.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

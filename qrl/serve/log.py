@@ -1,7 +1,5 @@
 """An engine's log: read as it is written, kept while the model loads, and searched for the cause of a failure."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -4,8 +4,6 @@ It runs in a session of its own, so that Ctrl-C reaches only this process and th
 first, and after a grace period SIGKILL to the whole group, since vLLM keeps workers that outlive its front process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """An OpenAI-compatible server of one checkpoint: start it, wait for it, and stop it."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable

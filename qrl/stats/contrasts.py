@@ -1,7 +1,5 @@
 """Contrasts: weighted sums of cells' accuracies, paired by question or from counts alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Shares of right answers: accuracy, accuracy in groups, pass@k."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -5,8 +5,6 @@ runs are correlated to the extent that they answered the same questions: all of 
 More runs do not reduce that shared part. The estimate of θ is the plain mean over runs, each counting once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

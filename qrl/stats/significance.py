@@ -1,7 +1,5 @@
 """P-values: McNemar's test of two cells, and Holm's correction for several tests."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Estimates and tables as Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from qrl.stats.estimate import Estimate, signed

@@ -4,8 +4,6 @@ This is a non-inferiority test. "No significant loss" is no evidence of survival
 margin.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Benchmark stages, versions or checkpoints side by side: a nested run for each, a table and a figure for all."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Diagnose: what training and quantization did to the weights, layer by layer."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Evaluate cells: all of them on the same questions in one process, a nested run for each."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Parse and check what steps get as text: lists of models, cells, questions."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

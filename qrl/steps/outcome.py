@@ -1,7 +1,5 @@
 """What a step prints at its end: where its result is, and the command that uses it next. Silent within a study."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import click

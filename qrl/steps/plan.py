@@ -1,7 +1,5 @@
 """Plan a study before any GPU time."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

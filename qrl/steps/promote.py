@@ -1,7 +1,5 @@
 """Promote: an evaluated cell becomes a version, and gets a stage if its gate lets it in."""
 
-from __future__ import annotations
-
 import click
 import pandas as pd
 

@@ -1,7 +1,5 @@
 """A checkpoint in the store: logged once, and found by its digest from then on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from qrl import checkpoint

@@ -1,7 +1,5 @@
 """Serve a registered stage: resolve it once, check it, and hand it to an engine."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

@@ -1,7 +1,5 @@
 """Train with GRPO or by distillation, and merge an adapter: each logs a full-precision model."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ Most steps run in the core environment (conda.yaml). FOLDERS lists the others: f
 environment of several gigabytes that MLflow builds. Bad input is therefore refused before a step is handed over.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

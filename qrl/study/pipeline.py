@@ -1,7 +1,5 @@
 """The order of a study's steps. Each step is launched as a project run of its own, never imported."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """What a study or a sweep checks before it trains anything."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

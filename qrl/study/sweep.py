@@ -5,8 +5,6 @@ with quantized weights (QAT) or by distillation, which starts from the first rec
 for a teacher. Each step is launched below the sweep's run and reused by its key, as in `pipeline.study`.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ solutions by R1 of thousands of tokens. The solutions are not used: they are ano
 calibration. A folder may have the same columns, or MATH's.
 """
 
-from __future__ import annotations
-
 import warnings
 import zlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Grading a file of the user's own completions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The active run and its experiment."""
 
-from __future__ import annotations
-
 import mlflow
 from mlflow.tracking.fluent import _get_experiment_id
 

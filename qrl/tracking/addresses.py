@@ -1,7 +1,5 @@
 """Where the address of a model or an adapter leads: the store, a folder, or the hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from qrl import names, source

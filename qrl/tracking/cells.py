@@ -1,7 +1,5 @@
 """Evaluated cells, read back from their runs: what a gate and a comparison look at."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What a run holds: written into the active one, read back from any."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What MLflow reads beside a checkpoint: MLmodel, the environment's files, and the tokenizer for MLflow's flavor."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Errors of a full disk or an unusable store, as one sentence that says what to do."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -5,8 +5,6 @@ and the sources that can change its result. It does not cover the commit: a chan
 that can change no result is marked `NotInKey` in the recipe.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Which training made a model, according to the store; a user's own folders have no answer."""
 
-from __future__ import annotations
-
 import mlflow
 from mlflow.entities import LoggedModel
 

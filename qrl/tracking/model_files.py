@@ -8,8 +8,6 @@ the model's artifact folder. A user's files are copied once, since an edit in a 
     <artifacts>/components/tokenizer/   the tokenizer's files again, by hard link: where MLflow's flavor looks for them
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Mapping

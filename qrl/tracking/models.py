@@ -1,7 +1,5 @@
 """Checkpoints as MLflow models: logged, found again by digest, and opened in place."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """MLflow Projects: runs opened for steps that are about to be launched, and how those steps ended."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import mlflow

@@ -1,7 +1,5 @@
 """Finished steps are found again by their key, if everything that they left is still there and unchanged."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from dataclasses import dataclass, field

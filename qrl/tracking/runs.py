@@ -5,8 +5,6 @@ Whatever happens inside, the run is ended with a status and, unless it finished,
 code; the tags remain.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -3,8 +3,6 @@
 The default is MLflow's own: `./mlflow.db` and `./mlruns`, which a bare `mlflow ui` shows.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sqlite3

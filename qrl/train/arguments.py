@@ -1,7 +1,5 @@
 """The recipe as arguments of TRL's trainers: batch arithmetic, configuration, data set."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any

@@ -5,8 +5,6 @@ teacher's likeliest tokens and normalized again over them, as in NeMo-RL; `train
 vocabulary gives the plain KL.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -6,8 +6,6 @@ callback would take over and end the project's run, and drop parameters in batch
 Several processes (`torchrun`, `accelerate launch`) run this same code; the first one logs and writes.
 """
 
-from __future__ import annotations
-
 from qrl import checkpoint, process
 from qrl.engine import hf
 from qrl.errors import BadInput

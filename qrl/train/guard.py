@@ -1,7 +1,5 @@
 """Check that the frozen weights did not change, however many processes hold parts of them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping
 

@@ -1,7 +1,5 @@
 """The training loop, whatever the loss: train from the newest checkpoint, check what is frozen, write, report."""
 
-from __future__ import annotations
-
 import time
 
 from qrl import checkpoint, process

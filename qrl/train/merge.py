@@ -4,8 +4,6 @@ An adapter that was trained over packed weights corrects the quantization error 
 the original ones: the base is quantized and dequantized again, and the adapter is folded into that.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

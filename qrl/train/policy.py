@@ -4,8 +4,6 @@ An adapter's base stays frozen, so it may be stored in fewer bits than the train
 double quantization (arXiv 2305.14314, sections 3 and 4). The reference policy is the same base with the adapter off.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Find the newest checkpoint that a killed training left whole."""
 
-from __future__ import annotations
-
 import functools
 import json
 import warnings

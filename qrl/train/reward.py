@@ -1,7 +1,5 @@
 """Rewards by the grader that also evaluates: training and evaluation agree on what is right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from qrl import tasks

@@ -1,7 +1,5 @@
 """Write a trained model as a checkpoint folder that appears whole."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Reconcile FSDP, PEFT and transformers, where several processes hold parts of one model."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

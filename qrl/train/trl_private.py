@@ -6,8 +6,6 @@ ids and flat log-probabilities: TRL decodes them itself, and text with an object
 resumed run samples the same.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ problems with a text that is not in MATH-500: the 12,000 that MATH-500's authors
 the same text. A folder is read as it is.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator

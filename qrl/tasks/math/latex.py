@@ -3,8 +3,6 @@
 Time is linear in a completion's length; only short texts, the content of one box, are examined more closely.
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

@@ -5,8 +5,6 @@ listing candidates earns nothing. Flexible: the last box alone; without a box, t
 math-verify extracts near the end. Text after an end token is ignored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ multiplication, so it is turned off here. Instead the kernel kills a worker that
 CPU time, not wall time, so that a busy machine reaches the same verdicts as an idle one.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import math

@@ -1,7 +1,5 @@
 """Live metrics: what TRL logs under our names, with throughput and peak memory, and sampled completions."""
 
-from __future__ import annotations
-
 import json
 import resource
 import time

@@ -4,8 +4,6 @@ Its questions come from the training split and are not trained on; the final eva
 draws no random number, so a training with a probe ends with the same weights as one without.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pandas as pd

@@ -4,8 +4,6 @@ Watchers see only the rows that a trainer logs and the outcomes of probes. A che
 training knows what the interrupted one knew.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from statistics import mean

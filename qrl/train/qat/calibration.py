@@ -1,7 +1,5 @@
 """What quantization-aware training measures before its first step: activation scales, and how far Q(W) is from W."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ same matrix. Its gradient passes straight through to W (Bengio et al., arXiv 130
 norms stay unquantized.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Set up quantization-aware training: attach, calibrate, and fold Q(W) anew after each optimizer step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

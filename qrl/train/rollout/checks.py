@@ -1,7 +1,5 @@
 """What rollouts by vLLM need, checked before any environment is built or weight is loaded."""
 
-from __future__ import annotations
-
 import urllib.error
 import urllib.request
 

@@ -1,7 +1,5 @@
 """Training and an engine that share one GPU: whose memory it is, and whose random numbers."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

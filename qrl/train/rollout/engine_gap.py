@@ -1,7 +1,5 @@
 """How far the sampling engine is from the trained model, in log-probabilities of the sampled tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

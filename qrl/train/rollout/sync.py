@@ -7,8 +7,6 @@ and then freed. With quantized linears the engine receives Q(W), so that it samp
 computes with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
