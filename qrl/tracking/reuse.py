@@ -14,7 +14,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 
 from qrl import names
 from qrl.errors import QrlError
-from qrl.tracking import active, keys, models
+from qrl.tracking import contents, keys, models
 
 _OUTPUTS = "outputs.json"
 _UNREADABLE = (mlflow.MlflowException, OSError, ValueError)  # what reading a record may raise
@@ -58,12 +58,12 @@ def record_outputs(*, models: dict | None = None, artifacts: list | None = None,
         artifacts: paths in the active run, files or folders.
         values: anything that JSON holds.
     """
-    run = active.run()
+    run = mlflow.get_run(contents.active_id())
     outputs = Outputs(models or {}, artifacts or [], values or {})
     sizes = {place: _sizes(_address(run, place)) for place in (*outputs.models.values(), *outputs.artifacts)}
     digests = {place: _digests(_address(run, place)) for place in outputs.artifacts}
-    key = mlflow.get_run(run.info.run_id).data.tags.get(names.TAG_CACHE_KEY, "")
-    document = {**vars(outputs), "sizes": sizes, "digests": digests, "parts": keys.PARTS.get(key, {})}
+    parts = keys.PARTS.get(run.data.tags.get(names.TAG_CACHE_KEY, ""), {})
+    document = {**vars(outputs), "sizes": sizes, "digests": digests, "parts": parts}
     mlflow.log_dict(document, _OUTPUTS)
 
 

@@ -18,9 +18,9 @@ from qrl import names
 from qrl.errors import BadInput, QrlError, first_line
 from qrl.recipe import Recipe
 from qrl.tasks import prompt
-from qrl.tracking import active, contents, signals, store
+from qrl.tracking import contents, signals, store
 
-active_id = active.run_id
+active_id = contents.active_id
 PARENT = "mlflow.parentRunId"
 _SYSTEM_METRICS_EVERY = 5  # seconds; a tiny step ends before MLflow's ten
 
@@ -89,7 +89,7 @@ def close_opened(error: BaseException) -> None:
 
 def parent_id() -> str | None:
     """Return the id of the run above the active one, or above the one to be joined: a study's, for its steps."""
-    run_id = active.run_id() if mlflow.active_run() else os.environ.get("MLFLOW_RUN_ID")
+    run_id = active_id() if mlflow.active_run() else os.environ.get("MLFLOW_RUN_ID")
     return opened(run_id).data.tags.get(PARENT) if run_id else None
 
 
