@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from qrl.stats import Estimate, signed
 from qrl.stats.text import interval
+from qrl.tracking.cells import Evaluated
 
 BEFORE = {"grpo": "base", "awq": "grpo"}  # stage → the stage that its weights are made from
 _CHANGES = {"grpo": ("gain", "gain over base", 1), "awq": ("difference", "difference to grpo at full precision", -1)}
@@ -36,24 +37,11 @@ class Decision:
         return f"Stage {self.stage} {verb}: {' '.join(self.reasons)}"
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What every gate looks at.
-
-    `broken_limits` are the sentences of the cells' health checks, empty for healthy cells; `evaluated_digest` is of the
-    weights that answered the questions, `version_digest` of those that would be served.
-    """
-
-    broken_limits: Sequence[str]
-    evaluated_digest: str
-    version_digest: str
-
-
 def decide(
     stage: str,
-    evidence: Evidence,
+    cell: Evaluated,
+    version_digest: str,
     *,
-    parent_digest: str = "",
     before_digest: str = "",
     difference: Estimate | None = None,
     limit: float = 0.0,
@@ -62,30 +50,28 @@ def decide(
 
     Args:
         stage: base, grpo or awq.
-        evidence: what every gate looks at.
-        parent_digest: of the weights that were trained or quantized.
+        cell: the candidate's evaluation.
+        version_digest: of the weights that would be served.
         before_digest: of the version at the stage before.
         difference: accuracy minus that of the version at the stage before, paired; only base has none.
         limit: accuracy, `promote.min_gain` or `promote.max_loss`.
     """
-    checks = [_health(evidence), _digest(evidence)]
+    checks = [_health(cell.broken), _digest(cell.digest, version_digest)]
     if stage in BEFORE:
         if difference is None:
             raise ValueError(f"Stage {stage} needs the difference to stage {BEFORE[stage]}: pass both.")
-        checks += [_lineage(parent_digest, before_digest, BEFORE[stage]), _bound(stage, difference, limit)]
+        checks += [_lineage(cell.parent, before_digest, BEFORE[stage]), _bound(stage, difference, limit)]
     facts = {key: value for _, _, compared in checks for key, value in compared.items()}
     reasons = tuple(reason for _, reason, _ in sorted(checks, key=lambda check: check[0]))  # failed ones first
     return Decision(stage, all(passed for passed, _, _ in checks), reasons, facts)
 
 
-def _health(evidence: Evidence) -> _Check:
-    broken = evidence.broken_limits
+def _health(broken: Sequence[str]) -> _Check:
     unhealthy = f"The evaluation was unhealthy, so its accuracy does not count: {'; '.join(broken)}."
     return not broken, unhealthy if broken else "The evaluation was healthy.", {"broken_limits": float(len(broken))}
 
 
-def _digest(evidence: Evidence) -> _Check:
-    evaluated, version = evidence.evaluated_digest, evidence.version_digest
+def _digest(evaluated: str, version: str) -> _Check:
     facts: dict[str, float | str] = {"evaluated_digest": evaluated, "version_digest": version}
     if version and evaluated == version:
         return True, f"The weights that were evaluated are the version's ({_short(version)}).", facts

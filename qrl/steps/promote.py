@@ -79,13 +79,12 @@ def _decide(
     recipe: Recipe, stage: str, candidate: Evaluated, version: versions.Version, before: versions.Version | None
 ) -> gate.Decision:
     # The digest of the files in the store now, not the version's tag: those are what would be served.
-    evidence = gate.Evidence(candidate.broken, candidate.digest, checkpoint.digest(versions.folder(version)))
+    digest = checkpoint.digest(versions.folder(version))
     if before is None:
-        return gate.decide(stage, evidence)
-    digests = {"parent_digest": candidate.parent, "before_digest": before.digest}
+        return gate.decide(stage, candidate, digest)
     difference = _difference(candidate, _reference(before, gate.BEFORE[stage]))
     limit = recipe.promote.min_gain if stage == "grpo" else recipe.promote.max_loss
-    return gate.decide(stage, evidence, **digests, difference=difference, limit=limit)
+    return gate.decide(stage, candidate, digest, before_digest=before.digest, difference=difference, limit=limit)
 
 
 def _reference(version: versions.Version, stage: str) -> Evaluated:

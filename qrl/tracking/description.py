@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -83,11 +84,8 @@ def put(source: Path, target: Path, *, link: bool) -> None:
     """Put a file at another place, by hard link if wanted and possible, else by copy."""
     source = source.resolve()  # the hub's cache holds links
     if link:
-        try:
-            os.link(source, target)
-            return
-        except OSError:  # another file system, or one without hard links
-            pass
+        with suppress(OSError):  # another file system, or one without hard links
+            return os.link(source, target)
     shutil.copyfile(source, target)
 
 

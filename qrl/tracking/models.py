@@ -119,15 +119,15 @@ def params(model_uri: str) -> dict[str, str]:
 
 
 def holds(model_uri: str, digest: str) -> bool:
-    """Return whether a model's files have this digest; they are read, since disks rot without changing a date.
+    """Return whether a finished model's files have this digest; they are read, since disks rot without changing a date.
 
     It is True for a remote store: files are checked when they are fetched.
     """
     try:
         model = mlflow.get_logged_model(id_of(model_uri))
         folder = local(model.artifact_location)
-        if folder is None:
-            return True
+        if folder is None or str(model.status) != "READY":
+            return str(model.status) == "READY"
         stats = [(file.name, file.stat()) for file in sorted((folder / "model").iterdir())]
         state = tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats)
         return _digest(folder / "model", state) == digest
