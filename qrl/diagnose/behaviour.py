@@ -6,20 +6,17 @@ top-1 agreement is whether their likeliest tokens are the same. Positions of one
 errors are those of a ratio over texts, not over positions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from qrl.diagnose.weights import place
 from qrl.formats import rtn
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
 
 POSITIONS = 2048  # at most, in one batch, so that logits fit into memory
 Texts = Sequence[Sequence[int]]  # token ids
@@ -62,8 +59,6 @@ def sensitivity(model: PreTrainedModel, texts: Texts, *, bits: int = 4, group_si
         texts: as in `against`.
         bits, group_size: of the rounding.
     """
-    import torch
-
     layers: dict[int, list] = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and (layer := place(name)["layer"]) >= 0:
@@ -101,8 +96,6 @@ def _batches(texts: Texts) -> Iterator[Texts]:
 
 def _log_probabilities(model: PreTrainedModel, batch: Texts) -> list[Tensor]:
     """Return (T, V) float32 for each text. Texts are padded on the right, which causal attention does not see."""
-    import torch
-
     width = max(map(len, batch))
     ids = torch.tensor([[*text, *[0] * (width - len(text))] for text in batch], device=model.device)
     mask = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in batch], device=model.device)
@@ -112,8 +105,6 @@ def _log_probabilities(model: PreTrainedModel, batch: Texts) -> list[Tensor]:
 
 
 def _compare(full: list[Tensor], quantized: PreTrainedModel, batch: Texts) -> Iterator[Sums]:
-    import torch
-
     answers = _log_probabilities(quantized, batch)
     for p, q in zip((values.to(quantized.device) for values in full), answers, strict=True):
         divergence = torch.nn.functional.kl_div(q.double(), p.double(), reduction="sum", log_target=True).item()

@@ -13,7 +13,10 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pandas
+import torch
+from torch import Tensor
 
 from qrl import checkpoint
 from qrl.diagnose import rank, weights
@@ -21,10 +24,6 @@ from qrl.diagnose.sweep import BLOCK, Sources, sweep
 from qrl.errors import BadInput
 from qrl.formats import rtn
 from qrl.formats.stream import Rows
-
-if TYPE_CHECKING:
-    import pandas
-    from torch import Tensor
 
 # Of sparsity. Source: Mukherjee et al. (arXiv 2505.11711), who found that RL changes only a small part of the weights.
 TOLERANCE = 1e-5
@@ -47,8 +46,6 @@ class Change:
 
     def add(self, before: Tensor, after: Tensor, stored: tuple[Tensor, Tensor], flips: int) -> None:
         """Add rows (R, I) of W and W', of Q(W) and Q(W'), and how many of their codes differ."""
-        import torch
-
         old, new = before.float(), after.float()
         delta, moved = new - old, stored[1] - stored[0]
         self.numel += old.numel()
@@ -107,8 +104,6 @@ def movement(
     Raises:
         BadInput: a checkpoint is quantized, the two differ in tensors or shapes, or a matrix contains NaN or infinity.
     """
-    import pandas
-
     check_same(base, trained)
     after = dict(weights.matrices(trained, embeddings))
     pairs = [(name, [*own, *after[name]]) for name, own in weights.matrices(base, embeddings) if name in after]
@@ -164,8 +159,6 @@ def totals(moved: pandas.DataFrame) -> dict[str, float]:
 
 
 def _rank(sources: Sources, device: str) -> dict[str, float]:
-    import torch
-
     entry = sources[0][1]
     if entry.numel > RANK_NUMEL:
         return {"effective_rank": math.nan, "effective_rank_stderr": math.nan}
@@ -186,6 +179,4 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 def _sum_of_squares(values: Tensor) -> float:
     """Return Σ v² in float64 from sums over rows in float32, in a tenth of the time of converting every weight."""
-    import torch
-
     return torch.linalg.vector_norm(values, dim=-1).double().square().sum().item()

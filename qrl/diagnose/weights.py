@@ -5,21 +5,17 @@ median, and the proxy of quantization is `formats.rtn`. Tensors are streamed; a 
 whole.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pandas
 
 from qrl import checkpoint
 from qrl.diagnose.patterns import ExactMedian
 from qrl.diagnose.scan import Scan, Scratch, proxy
 from qrl.diagnose.sweep import Sources, sweep
 from qrl.errors import BadInput
-
-if TYPE_CHECKING:
-    import pandas
 
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
@@ -58,8 +54,6 @@ def measure(
 
     Source: the seed study's weight statistics.
     """
-    import pandas
-
     wanted = matrices(path, embeddings)
     if not wanted:
         raise BadInput(f"{path} holds no matrix of floating-point weights: expected the weights of a language model.")

@@ -10,7 +10,6 @@ import pandas as pd
 from tqdm import tqdm
 
 from qrl import checkpoint, figures, names
-from qrl.diagnose import behaviour, movement, scan, schemes, weights
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import BadInput
@@ -103,6 +102,8 @@ def _quantized(recipe: Recipe, text: str | None) -> Quantized:
 
 def _measure(recipe: Recipe, full: dict[str, Path], quantized: Quantized, out: Path) -> dict[str, float]:
     """Write tables and figures; return metrics, the base's as `weights/…_base`, a scheme's as `weights/…_<scheme>`."""
+    from qrl.diagnose import movement, schemes  # here and below: they load torch, which a reused step does not need
+
     movement.check_same(*full.values())
     frame, metrics = _weights(recipe, full)
     _write(frame, out / names.WEIGHTS)
@@ -140,6 +141,8 @@ def _write(frame: pd.DataFrame, path: Path) -> None:
 
 def _weights(recipe: Recipe, full: dict[str, Path]) -> tuple[pd.DataFrame, dict[str, float]]:
     """Return the table of the full-precision weights, and their metrics."""
+    from qrl.diagnose import movement, weights
+
     settings = recipe.diagnose
     chosen = {"bits": settings.bits, "group_size": settings.group_size, "embeddings": settings.embeddings}
     chosen["device"] = devices.choose(recipe.device)
@@ -158,6 +161,8 @@ def _weights(recipe: Recipe, full: dict[str, Path]) -> tuple[pd.DataFrame, dict[
 
 def _behaviour(recipe: Recipe, full: dict[str, Path], quantized: Quantized) -> pd.DataFrame:
     """Compare next-token distributions: every scheme, and full precision with one layer rounded (layer ≥ 0)."""
+    from qrl.diagnose import behaviour, scan
+
     settings, device = recipe.diagnose, devices.choose(recipe.device)
     dtype = devices.compute_dtype(recipe.evaluate.dtype, device)
     questions = inputs.questions(recipe, "heldout", max(2, settings.behaviour))
