@@ -74,7 +74,6 @@ def sensitivity(model: PreTrainedModel, texts: Texts, *, bits: int = 4, group_si
 
 @contextmanager
 def _rounded(modules: list, bits: int, group_size: int) -> Iterator[None]:
-    """Round the weights of these linears inside the block."""
     originals = [module.weight.data for module in modules]
     try:
         for module, weight in zip(modules, originals, strict=True):

@@ -75,7 +75,6 @@ def measure(
 
 
 def _compared(name: str, pairs: Mapping[str, _Pair]) -> list[dict]:
-    """Return the next matrix's rows, one per variant."""
     rows, codes, true, values = [], [], [], []
     for variant, pair in pairs.items():
         (_, coded), (_, original) = next(pair.packed), next(pair.originals)

@@ -67,7 +67,6 @@ def report(study: Study, path: str | Path) -> None:
 
 
 def _matrix(table: Mapping[str, Any]) -> dict:
-    """Return accuracy of every cell with its interval."""
     cells = {name: entry["cells"] for name, entry in table.items()}
     drawn = []
     for number, variant in enumerate(next(iter(cells.values()))):

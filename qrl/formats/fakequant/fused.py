@@ -64,7 +64,6 @@ def _fused(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: to
 
 
 def _fits(weight: Tensor) -> bool:
-    """Return whether the kernel can read it."""
     return weight.is_cuda and weight.is_contiguous() and weight.data_ptr() % 64 == 0
 
 
