@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from qrl.diagnose.weights import place
 from qrl.formats import rtn
+from qrl.recipe.sections import Diagnose
 
 POSITIONS = 2048  # at most, in one batch, so that logits fit into memory
 Texts = Sequence[Sequence[int]]  # token ids
@@ -51,13 +52,13 @@ def against(full: PreTrainedModel, quantized: PreTrainedModel, texts: Texts) -> 
     return _summary(of_texts)
 
 
-def sensitivity(model: PreTrainedModel, texts: Texts, *, bits: int = 4, group_size: int = 128) -> dict[int, Behaviour]:
+def sensitivity(model: PreTrainedModel, texts: Texts, settings: Diagnose = Diagnose()) -> dict[int, Behaviour]:
     """Return by layer what rounding the linears of that layer alone does.
 
     Args:
         model: in full precision; its weights are restored afterwards.
         texts: as in `against`.
-        bits, group_size: of the rounding.
+        settings: bits and group size of the rounding.
     """
     layers: dict[int, list] = {}
     for name, module in model.named_modules():
@@ -67,17 +68,18 @@ def sensitivity(model: PreTrainedModel, texts: Texts, *, bits: int = 4, group_si
     for batch in _batches(texts):
         full = _log_probabilities(model, batch)
         for layer, of_texts in sums.items():
-            with _rounded(layers[layer], bits, group_size):
+            with _rounded(layers[layer], settings):
                 of_texts.extend(_compare(full, model, batch))
     return {layer: _summary(of_texts) for layer, of_texts in sums.items()}
 
 
 @contextmanager
-def _rounded(modules: list, bits: int, group_size: int) -> Iterator[None]:
+def _rounded(modules: list, settings: Diagnose) -> Iterator[None]:
     originals = [module.weight.data for module in modules]
     try:
         for module, weight in zip(modules, originals, strict=True):
-            module.weight.data = rtn.decode(*rtn.encode(weight, bits, group_size), weight.shape[1]).to(weight)
+            coded = rtn.encode(weight, settings.bits, settings.group_size)
+            module.weight.data = rtn.decode(*coded, weight.shape[1]).to(weight)
         yield
     finally:
         for module, weight in zip(modules, originals, strict=True):

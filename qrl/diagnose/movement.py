@@ -24,6 +24,7 @@ from qrl.diagnose.sweep import BLOCK, Sources, sweep
 from qrl.errors import BadInput
 from qrl.formats import rtn
 from qrl.formats.stream import Rows
+from qrl.recipe.sections import Diagnose
 
 # Of sparsity. Source: Mukherjee et al. (arXiv 2505.11711), who found that RL changes only a small part of the weights.
 TOLERANCE = 1e-5
@@ -83,11 +84,8 @@ class Change:
 def movement(
     base: Path | str,
     trained: Path | str,
+    settings: Diagnose = Diagnose(),
     *,
-    bits: int = 4,
-    group_size: int = 128,
-    embeddings: bool = False,
-    ranks: bool = True,
     device: str = "cpu",
     progress: Callable[[int], object] = lambda n: None,
 ) -> pandas.DataFrame:
@@ -95,21 +93,21 @@ def movement(
 
     Args:
         base, trained: full-precision checkpoint folders of one architecture.
-        bits, group_size, embeddings, device, progress: as in `weights.measure`; each checkpoint has its own scales.
-        ranks: measure effective ranks too, which takes longer than all the rest.
+        settings, device, progress: as in `weights.measure`; each checkpoint has its own scales. Effective ranks take
+            longer than all the rest.
 
     Returns:
-        A row per matrix: tensor, layer, projection, and `Change.result`; with `ranks` effective_rank and its stderr.
+        A row per matrix: tensor, layer, projection, and `Change.result`; effective_rank and its stderr.
 
     Raises:
         BadInput: a checkpoint is quantized, the two differ in tensors or shapes, or a matrix contains NaN or infinity.
     """
     check_same(base, trained)
-    after = dict(weights.matrices(trained, embeddings))
-    pairs = [(name, [*own, *after[name]]) for name, own in weights.matrices(base, embeddings) if name in after]
+    after = dict(weights.matrices(trained, settings.embeddings))
+    pairs = [(name, [*own, *after[name]]) for name, own in weights.matrices(base, settings.embeddings) if name in after]
 
     def add(change: Change, _: int, *blocks: Tensor) -> None:
-        codes = [rtn.encode(block, bits, group_size) for block in blocks]
+        codes = [rtn.encode(block, settings.bits, settings.group_size) for block in blocks]
         stored = tuple(rtn.decode(*coded, blocks[0].shape[1]) for coded in codes)
         change.add(*blocks, stored, int((codes[0][0] != codes[1][0]).sum()))
 
@@ -118,7 +116,7 @@ def movement(
         weights.check_finite(name, f"{base} and {trained}", change.broken)
         rows.append(weights.place(name) | change.result())
         progress(1)
-    if ranks:
+    if settings.effective_rank:
         rows = [row | _rank(sources, device) for row, (_, sources) in zip(rows, pairs, strict=True)]
     return pandas.DataFrame(rows)
 

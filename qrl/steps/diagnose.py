@@ -144,14 +144,11 @@ def _weights(recipe: Recipe, full: dict[str, Path]) -> tuple[pd.DataFrame, dict[
     from qrl.diagnose import movement, weights
 
     settings = recipe.diagnose
-    chosen = {"bits": settings.bits, "group_size": settings.group_size, "embeddings": settings.embeddings}
-    chosen["device"] = devices.choose(recipe.device)
     total = 3 * len(weights.matrices(full[names.BASE], settings.embeddings))
     with tqdm(total=total, desc="weights", unit="matrix", leave=False) as bar:
-        chosen["progress"] = bar.update
-        own = chosen | {"outlier_multiplier": settings.outlier_multiplier}
-        frames = {variant: weights.measure(path, variant, **own) for variant, path in full.items()}
-        moved = movement.movement(*full.values(), **chosen, ranks=settings.effective_rank)
+        how = {"device": devices.choose(recipe.device), "progress": bar.update}
+        frames = {variant: weights.measure(path, variant, settings, **how) for variant, path in full.items()}
+        moved = movement.movement(*full.values(), settings, **how)
     both = pd.concat(frames.values(), ignore_index=True)
     frame = both.merge(moved.drop(columns=["layer", "projection", "numel"]), on="tensor", how="left")
     metrics = {f"weights/{name}": value for name, value in weights.summary(frames[names.GRPO]).items()}
@@ -171,7 +168,7 @@ def _behaviour(recipe: Recipe, full: dict[str, Path], quantized: Quantized) -> p
         model, tokens = hf.load(path, device, dtype)
         rendered = (prompt.training_text(tokens, question, recipe.prompt) for question in questions)
         texts = [tokens.encode(text, add_special_tokens=False) for text in rendered]
-        layers = behaviour.sensitivity(model, texts, bits=settings.bits, group_size=settings.group_size)
+        layers = behaviour.sensitivity(model, texts, settings)
         own = {"variant": variant, "scheme": scan.proxy(settings.bits)}
         rows += [own | {"layer": layer} | asdict(measured) for layer, measured in layers.items()]
         for scheme, paths in quantized.items():

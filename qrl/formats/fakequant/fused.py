@@ -56,15 +56,19 @@ def _fused(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: to
 
     sizes = [len(weights) for weights in groups]
     owners = tuple(group for group, size in enumerate(sizes) for _ in range(size))
-    matrices = [weight for weights in groups for weight in weights]
-    largest = torch.stack(torch._foreach_norm(matrices, math.inf))  # |w| of each, in one pass; NaN where there is one
+    largest = _largest(groups)
     scales = _global_scales(largest, owners) if args.strategy == "tensor_group" else None
-    rounded = iter(kernel.folded(matrices, args, dtype, scales, owners))
+    rounded = iter(kernel.folded([weight for weights in groups for weight in weights], args, dtype, scales, owners))
     return [(list(islice(rounded, size)), part) for size, part in zip(sizes, largest.split(sizes), strict=True)]
 
 
 def _fits(weight: Tensor) -> bool:
     return weight.is_cuda and weight.is_contiguous() and weight.data_ptr() % 64 == 0
+
+
+def _largest(groups: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the largest |w| of every matrix, in one pass over all of them; NaN where there is one."""
+    return torch.stack(torch._foreach_norm([weight for weights in groups for weight in weights], math.inf))
 
 
 def _global_scales(largest: Tensor, owners: tuple[int, ...]) -> Tensor:
