@@ -18,8 +18,6 @@ from typing import NamedTuple
 from qrl.figures.canvas import INK
 from qrl.workspace import written_whole
 
-CONFIG = {"displaylogo": False, "displayModeBar": False, "responsive": True}
-
 
 class Section(NamedTuple):
     """A part of the page."""
@@ -35,10 +33,8 @@ def write(title: str, head: str, sections: Sequence[Section], path: str | Path, 
     shown = [item for section in sections for item in section.content if isinstance(item, dict)]
     figures = {f"figure{number}": figure for number, figure in enumerate(shown)}
     data = json.dumps(figures, allow_nan=False).replace("</", "<\\/")
-    style, script = ((files("qrl.figures") / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    script = f"const CONFIG = {json.dumps(CONFIG)};{script}"
     parts = {"head": head, "sections": sections, "foot": foot}
-    text = html("page", title=title, **parts, style=style, script=script, figures=data, library=_plotly())
+    text = html("page", title=title, **parts, figures=data, library=_plotly())
     with written_whole(Path(path)) as partial:
         partial.write_text(text, encoding="utf-8")
 
