@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from qrl import benchmark as bench
 from qrl import figures, names, process, registry
-from qrl.benchmark import Subject, local, summary
+from qrl.benchmark import Subject, summary
 from qrl.benchmark import http as load
 from qrl.engine import device as devices
 from qrl.engine import hf
@@ -102,6 +102,8 @@ def _log(lines: list[summary.Line], note: str, work: Path, rows: str, at_once: s
 
 def _opener(recipe: Recipe, prompts: list, device: str) -> Callable[[Subject], bench.Engine]:
     """Return a function that loads a subject as evaluation loads it."""
+    from qrl.benchmark import local  # loads torch
+
     dtype = recipe.evaluate.dtype
     if recipe.evaluate.engine == hf.NAME:
         return lambda subject: local.Transformers(subject.path, device, dtype)
