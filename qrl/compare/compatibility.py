@@ -3,9 +3,6 @@
 `evaluate` records both in two columns, `engine` and `settings_digest`; tables without them are not checked.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
 import pandas as pd
 
 from qrl import names
@@ -28,7 +25,7 @@ def check(frame: pd.DataFrame) -> None:
     cells = frame[["variant", "scheme"]].assign(settings=frame[names.SETTINGS].fillna("").astype(str), seed=seeds)
     cells = cells.drop_duplicates()
     is_base = cells["variant"] == names.BASE
-    for (scheme, seed), trained in parts(pd.DataFrame(cells[~is_base]), ["scheme", "seed"]):
+    for (scheme, seed), trained in dict(list(cells[~is_base].groupby(["scheme", "seed"]))).items():
         base = cells[is_base & (cells["scheme"] == scheme)]
         own = base[base["seed"] == seed]
         if len(set(trained["settings"]) | set((own if len(own) else base)["settings"])) > 1:
@@ -58,11 +55,6 @@ def engine(frame: pd.DataFrame) -> str:
             "cannot be compared: evaluate all of them with one evaluate.engine."
         )
     return max(engines, key=len, default="") if bool(frame[names.ENGINE].notna().all()) else ""
-
-
-def parts(frame: pd.DataFrame, columns: list[str]) -> Iterator[tuple[Any, pd.DataFrame]]:
-    """Yield the values of these columns, and the rows that have them."""
-    yield from frame.groupby(columns)
 
 
 def full_with_dtype(frame: pd.DataFrame) -> str:
