@@ -168,8 +168,10 @@ def _to_decide(gain: Estimate, tested: _Tested) -> tuple[int | None, int | None]
         return (n if n <= 1000 * gain.n else None), None
 
     def decides(questions: float, runs: int) -> bool:
-        expected = ((value.projected(questions, runs), distance, tail) for value, distance, tail in settled)
-        return all(smallest_detectable(value, tail) <= distance for value, distance, tail in expected)
+        expected = (
+            (value.runs.projected(questions, runs), distance, tail) for value, distance, tail in settled if value.runs
+        )
+        return all(of.reach(tail) + quantile(POWER) * of.stderr <= distance for of, distance, tail in expected)
 
     present = gain.runs.count
     n = least(lambda n: decides(n / gain.n, present), gain.n + 1, 1000 * gain.n)
