@@ -5,11 +5,10 @@ from typing import Any
 import pandas as pd
 
 from qrl import names
-from qrl.compare import compatibility
 from qrl.compare.comparison import Comparison
 from qrl.compare.evidence import Cell, Counts
 from qrl.compare.outcomes import outcomes
-from qrl.compare.validate import check_grid
+from qrl.compare.validate import check_grid, engine, full_with_dtype
 from qrl.errors import BadInput
 
 
@@ -26,7 +25,7 @@ def from_questions(frame: pd.DataFrame, *, margin: float | None = None) -> Compa
         BadInput: columns are missing, outcomes are not 0 or 1, rows are duplicated, cells answered different questions,
             or base or full is missing.
     """
-    return Comparison(outcomes(frame), margin, compatibility.engine(frame), compatibility.full_with_dtype(frame))
+    return Comparison(outcomes(frame), margin, engine(frame), full_with_dtype(frame))
 
 
 def from_counts(counts: dict[str, Any], *, margin: float | None = None) -> Comparison:
