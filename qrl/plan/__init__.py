@@ -164,5 +164,5 @@ def _largest_drop(assumed: Assumptions, n: int, seeds: int, power: float) -> flo
 
 def _smallest(holds: Callable[[float], bool], top: float) -> float | None:
     """Return the smallest number up to `top`, to four decimals, for which a monotone condition holds."""
-    step = least(lambda step: holds(min(top, step * 1e-4)), 1, round(top / 1e-4))
+    step = least(lambda step: holds(min(top, step * 1e-4)), 1, max(1, round(top / 1e-4)))
     return None if step is None else min(top, step * 1e-4)

@@ -5,6 +5,7 @@ margin.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -174,9 +175,6 @@ def _to_decide(gain: Estimate, tested: _Tested) -> dict[str, int | None]:
 
 def least(holds: Callable[[int], bool], first: int, last: int) -> int | None:
     """Return the smallest integer from `first` to `last` for which a monotone condition holds; None if none does."""
-    if not holds(last):
-        return None
-    while first < last:
-        middle = (first + last) // 2
-        first, last = (first, middle) if holds(middle) else (middle + 1, last)
-    return first
+    numbers = range(first, last + 1)
+    index = bisect_left(numbers, True, key=holds)
+    return numbers[index] if index < len(numbers) else None
