@@ -23,6 +23,7 @@ class Counts:
     n: int
     paired = False
     runs: ClassVar[tuple[str, ...]] = ()
+    groups: ClassVar[tuple[np.ndarray, ...]] = ()
     samples: ClassVar[Mapping[Cell, int]] = {}
     clusters: ClassVar[int | None] = None
     differing: ClassVar[Mapping[Cell, int]] = {}

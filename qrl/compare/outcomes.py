@@ -81,8 +81,8 @@ def _wide(counted: pd.DataFrame, run: str) -> pd.DataFrame:
     """Return one run's outcomes: a row per question, a column per cell, all cells on the same questions."""
     own = counted[counted["seed"] == run]
     has_own = counted["scheme"].isin(own.loc[own["variant"] == BASE, "scheme"])
-    lent = counted[(counted["variant"] == BASE) & ~has_own & counted["question"].isin(own["question"])]
-    lent = lent.drop_duplicates([*CELL, "question"])  # sorted: rows without a seed come first
+    lent = (counted["variant"] == BASE) & ~has_own & counted["question"].isin(list(own["question"]))
+    lent = pd.DataFrame(counted[lent]).drop_duplicates([*CELL, "question"])  # sorted: rows without a seed come first
     wide = pd.concat([own, lent]).pivot(index="question", columns=CELL, values="mean")
     cells = pd.MultiIndex.from_frame(pd.DataFrame(counted[CELL]).drop_duplicates())
     wide = wide.reindex(columns=cells).sort_index()

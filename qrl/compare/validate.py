@@ -129,7 +129,9 @@ def check_compatible(frame: pd.DataFrame) -> None:
     cells = frame[["variant", "scheme"]].assign(settings=frame[names.SETTINGS].fillna("").astype(str), seed=seeds)
     cells = cells.drop_duplicates()
     is_base = cells["variant"] == BASE
-    for (scheme, seed), trained in dict(list(cells[~is_base].groupby(["scheme", "seed"]))).items():
+    every = cells[~is_base]
+    for scheme, seed in sorted(set(zip(every["scheme"], every["seed"], strict=True))):
+        trained = every[(every["scheme"] == scheme) & (every["seed"] == seed)]
         base = cells[is_base & (cells["scheme"] == scheme)]
         own = base[base["seed"] == seed]
         if len(set(trained["settings"]) | set((own if len(own) else base)["settings"])) > 1:

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from qrl.stats.estimate import LEVEL, TAIL, Estimate, quantile, signed
 from qrl.stats.text import interval
@@ -151,7 +151,7 @@ def smallest_detectable(contrast: Estimate, tail: float = TAIL, power: float = P
     return max(contrast.reach(tail, upwards=upwards) for upwards in (False, True)) + quantile(power) * contrast.stderr
 
 
-def _to_decide(gain: Estimate, tested: _Tested) -> dict[str, int | None]:
+def _to_decide(gain: Estimate, tested: _Tested) -> dict[str, Any]:
     """Return `n_to_decide` and `seeds_to_decide` of the verdict, if the estimates are the truth."""
     settled = [(gain, gain.estimate, TAIL)]
     settled += [(test, abs(test.estimate - bound), tested.tail) for test, bound in tested.tests]
