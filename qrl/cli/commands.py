@@ -177,10 +177,8 @@ def compare_command(settings, rank: bool | None, methods: bool | None, out: str 
     if not out and options != ["--cells"]:
         raise BadInput(f"compare {options[0]} needs --out DIR: the folder for the table and the figures.")
     run_ids = listed("--cells", inputs["cells"]) if inputs["cells"] else []
-    if rank and out:
-        compare.methods_files(inputs["questions"], run_ids, out)
-    elif rank:
-        compare.methods(settings, run_ids)
+    if rank:
+        compare.methods(settings, inputs["questions"], run_ids, out)
     elif out:
         compare.compare_files(settings, **inputs | {"cells": run_ids}, out=out)
     else:

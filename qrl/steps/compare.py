@@ -34,25 +34,20 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         recipe: its `compare.margin` decides what counts as survival.
         cells: run ids of the cells' evaluations.
     """
-    from qrl.tracking import cells as evaluated  # imports MLflow, which takes a second
-    from qrl.tracking import contents, keys, reuse, runs
+    from qrl.tracking import keys, reuse, runs  # imports MLflow, which takes a second
 
-    frame = evaluated.rows(cells)
+    frame = _rows(None, cells)
     comparison = room.from_questions(frame, margin=recipe.compare.margin)  # raises before a run is opened
     key = keys.comparison(recipe, cells)
     with (
         workspace(f"compare-{key[:16]}") as work,
         runs.step("compare", recipe, sections=("compare",), tags={names.TAG_CACHE_KEY: key}),
     ):
-        frame.to_parquet(work / names.QUESTIONS)
         text = write(comparison, work, appendix=groups.markdown(frame))
-        contents.log_folder(work)
-        contents.log_scores(comparison.metrics())
-        contents.describe(comparison.markdown())
+        artifacts = _log(frame, work, comparison.metrics(), comparison.markdown())
         if not runs.is_launched():  # a study prints the table at its end
             click.echo(text)
             click.echo(f"Logged to run {runs.active_id()}: {TABLE_FILES}.", err=True)
-        artifacts = sorted(path.name for path in work.iterdir())
         values = {"sentence": comparison.sentence(), "metrics": comparison.metrics()}
         reuse.record_outputs(artifacts=artifacts, values=values)
 
@@ -68,30 +63,38 @@ def compare_files(recipe: Recipe, *, questions: str | None, counts: str | None, 
     click.echo(f"Written to {out}: {TABLE_FILES}.", err=True)
 
 
-def methods(recipe: Recipe, cells: list[str]) -> None:
-    """Log one row per cell against base and full precision: methods.md, methods.json, questions.parquet, a figure."""
-    from qrl.tracking import cells as evaluated
-    from qrl.tracking import contents, runs
+def methods(recipe: Recipe, questions: str | None, cells: list[str], out: str | None) -> None:
+    """Rank cells against base and full precision: methods.md, methods.json, a figure.
 
-    frame = evaluated.rows(cells)
+    They are written to `out`, or logged with questions.parquet to a run of their own.
+    """
+    frame = _rows(questions, cells)
     measured = ranking.measure(frame)  # raises before a run is opened
+    if out:
+        click.echo(write_methods(measured, Path(out)))
+        click.echo(f"Written to {out}: {METHODS_FILES}.", err=True)
+        return
+    from qrl.tracking import runs
+
     with (
         workspace("compare-methods", shared=True) as work,
         runs.step("compare", recipe, sections=("compare",), run_name="compare methods"),
     ):
         text = write_methods(measured, work)
-        frame.to_parquet(work / names.QUESTIONS)
-        contents.log_folder(work)
-        contents.log_scores(ranking.metrics(measured))
-        contents.describe(text)
+        _log(frame, work, ranking.metrics(measured), text)
         click.echo(text)
         click.echo(f"Logged to run {runs.active_id()}: {METHODS_FILES}, {names.QUESTIONS}.", err=True)
 
 
-def methods_files(questions: str | None, cells: list[str], out: str) -> None:
-    """Write the same table into a folder, for a file of the user or cells of the store; log nothing."""
-    click.echo(write_methods(ranking.measure(_rows(questions, cells)), Path(out)))
-    click.echo(f"Written to {out}: {METHODS_FILES}.", err=True)
+def _log(frame: pd.DataFrame, work: Path, metrics: dict[str, float], text: str) -> list[str]:
+    """Log a folder with the compared rows, metrics and the description of the active run; return the folder's names."""
+    from qrl.tracking import contents
+
+    frame.to_parquet(work / names.QUESTIONS)
+    contents.log_folder(work)
+    contents.log_scores(metrics)
+    contents.describe(text)
+    return sorted(path.name for path in work.iterdir())
 
 
 def write(comparison: room.Comparison, out: Path, *, appendix: str = "") -> str:

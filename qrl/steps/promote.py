@@ -4,7 +4,7 @@ import click
 import pandas as pd
 
 from qrl import checkpoint, names, registry, stats
-from qrl.compare.compatibility import check as check_compatible
+from qrl.compare.validate import check_compatible
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
 from qrl.registry import gate, versions
