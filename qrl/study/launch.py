@@ -7,8 +7,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,6 +98,10 @@ class Launcher:
         self._announce(step, title, [], [step])
         self._launch(None, step, parameters)
 
+    def result(self, step: str) -> Result:
+        """Return the result of a step that has one, such as train or compare."""
+        return dict(self.results)[f"{step} {step}"]
+
     def _launch(self, folder: Path | None, step: str, parameters: dict[str, str]) -> None:
         began = time.monotonic()
         try:
@@ -177,15 +181,9 @@ def local_path() -> str:
     return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
 
 
-@contextmanager
-def variables(folder: Path) -> Iterator[None]:
+def variables(folder: Path) -> AbstractContextManager[None]:
     """Set our working folder, for relative paths, and uv's overrides.txt if the project has one: it replaces pins."""
     ours, overrides = {process.FOLDER: os.getcwd()}, folder / "overrides.txt"
     if overrides.is_file() and "UV_OVERRIDE" not in os.environ:  # a user's own has precedence
         ours["UV_OVERRIDE"] = str(overrides.resolve())
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            del os.environ[name]
+    return process.variables(**ours)
