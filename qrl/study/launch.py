@@ -68,10 +68,12 @@ class Launcher:
         """
         runs = {label: reuse.find(step.name, key) for label, key in step.keys.items()}
         missing = [label for label, run in runs.items() if run is None]
-        self._announce(step.name, step.title, [label for label in runs if label not in missing], missing)
+        self._announce(step.name, step.title, "" if missing else " (reused)")
+        if reused := [f"{label} from run {run.info.run_id[:8]}" for label, run in runs.items() if run]:
+            click.echo(f"      reused: {', '.join(reused)}", err=True)
         for label in missing:
             if changed := reuse.changes(step.name, step.keys[label]):
-                click.echo(f"      {label} is not reused: {', '.join(changed)} changed", err=True)
+                click.echo(f"      {label} is not reused: {', '.join(changed)}", err=True)
         if missing:
             error = None
             try:
@@ -95,7 +97,7 @@ class Launcher:
 
     def run(self, step: str, title: str, parameters: dict[str, str]) -> None:
         """Launch a step whose result is never reused."""
-        self._announce(step, title, [], [step])
+        self._announce(step, title)
         self._launch(None, step, parameters)
 
     def result(self, step: str) -> Result:
@@ -109,9 +111,8 @@ class Launcher:
         finally:
             self.seconds += time.monotonic() - began  # of a refused promotion too
 
-    def _announce(self, step: str, title: str, reused: list[str], missing: list[str]) -> None:
-        notes = f" (reused: {', '.join(reused)})" if reused and missing else " (reused)" if reused else ""
-        click.secho(f"[{next(self._numbers)}/{self.steps}] {step}: {title}{notes}", bold=True, err=True)
+    def _announce(self, step: str, title: str, note: str = "") -> None:
+        click.secho(f"[{next(self._numbers)}/{self.steps}] {step}: {title}{note}", bold=True, err=True)
 
 
 class DryRun(Launcher):
