@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import warnings
+from importlib.metadata import PackageNotFoundError, version
 
 CHATTY = ("torchao", "torch.utils._pytree", "bitsandbytes", "torch.distributed.elastic", "torch.fx", "alembic")
 FOLDER = "QRL_FOLDER"  # the folder in which the launching command was typed; MLflow starts us in the project's own
@@ -47,6 +48,14 @@ def hush_gptqmodel() -> None:
     """Import GPTQModel, if installed, without its banner: PEFT imports it for every adapter, whatever the base."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(ImportError):
         importlib.import_module("gptqmodel")
+
+
+def installed(package: str) -> str | None:
+    """Return the installed version of a package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def rank() -> int:

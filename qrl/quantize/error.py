@@ -1,7 +1,6 @@
 """How far quantization moves a model's hidden states, layer by layer.
 
-Errors of weights cannot be compared between schemes: AWQ scales the weights and undoes it in the norm before them. The
-output of a decoder layer can, under every scheme; it contains the error of all layers up to this one.
+The output of a decoder layer can be compared under every scheme, and contains the error of all layers up to this one.
 """
 
 from __future__ import annotations

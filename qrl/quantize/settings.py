@@ -8,9 +8,8 @@ import hashlib
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 
-from qrl import names
+from qrl import names, process
 from qrl.errors import BadInput
 from qrl.recipe import Quantize
 
@@ -53,7 +52,7 @@ class Settings:
         settings = asdict(self)
         if self.calibration not in (None, TASK, ROLLOUTS):
             settings["calibration"] = "file"  # identified by its content, not its path
-        libraries = {name: _installed(name) for name in LIBRARIES[self.scheme]}
+        libraries = {name: process.installed(name) for name in LIBRARIES[self.scheme]}
         text = json.dumps({"settings": settings, "libraries": libraries, "questions": questions}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -109,10 +108,3 @@ def unheeded(recipe: Quantize, schemes: Sequence[str], typed: Collection[str], b
         others = f"only {', '.join(using)} uses it" if using else "and no other scheme is quantized"
         warnings.append(f"{sentence}; {others}.")
     return warnings
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

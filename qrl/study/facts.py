@@ -6,11 +6,10 @@ import os
 import platform
 from collections.abc import Mapping
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qrl import __version__, checkpoint, names
+from qrl import __version__, checkpoint, names, process
 from qrl.recipe import Recipe
 from qrl.tracking import models, runs
 
@@ -41,10 +40,7 @@ def head(recipe: Recipe, run_id: str, table: Mapping[str, Any]) -> dict[str, str
 
 
 def _library(name: str) -> str:
-    try:
-        return f"{name} {version(name)}"
-    except PackageNotFoundError:
-        return f"{name} not installed"
+    return f"{name} {process.installed(name) or 'not installed'}"
 
 
 def _machine(device: str) -> str:

@@ -21,7 +21,12 @@ def of_folder(folder: Path, split: str) -> Iterator[Row]:
         raise BadInput(f"There is no data folder {folder}: expected a folder with {' and '.join(FILES.values())}.")
     if not path.is_file():
         raise BadInput(f"The data folder {folder} has no {path.name}, which has the {split} split: add it.")
-    with path.open("rb") as lines:
+    yield from of_file(path)
+
+
+def of_file(path: Path) -> Iterator[Row]:
+    """Yield the objects of a JSONL file; raise BadInput if a line is not a JSON object in UTF-8."""
+    with path.open("rb") as lines:  # not splitlines: JSON strings may hold characters that it takes for line ends
         for number, line in enumerate(lines, 1):
             if line.strip():
                 where = f"{path}, line {number}"

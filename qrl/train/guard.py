@@ -15,26 +15,23 @@ class Guard:
 
     def __init__(self, model, adapter: bool) -> None:
         """Hash the frozen weights, before training shards the model; without an adapter nothing is frozen."""
-        self.model, self.before = model, ""
+        self.model = model
         self.names = [name for name, weight in model.named_parameters() if not weight.requires_grad]
-        if adapter and not process.sharded():
-            self.before = frozen_digest(model)
-        elif adapter and not process.rank():  # under FSDP only the first process loads the weights
-            self.before = self._value_digest(dict(model.named_parameters()))
+        hashed = adapter and not (process.sharded() and process.rank())  # FSDP's first process alone loads the weights
+        self.before = self._digest(dict(model.named_parameters()) if process.sharded() else None) if hashed else ""
 
     def check(self, state: Mapping[str, torch.Tensor] | None) -> None:
         """Raise QrlError if the frozen weights have changed; `state` has those that several processes hold in parts."""
-        if not self.before:
-            return
-        if self.before != (frozen_digest(self.model) if state is None else self._value_digest(state)):
+        if self.before and self.before != self._digest(state):
             raise QrlError(
                 "The base changed in memory while its adapter was trained, so the adapter fits no base that can be "
                 "loaded. This is a bug in qrl or a library: report it; nothing is kept."
             )
 
-    def _value_digest(self, state: Mapping[str, torch.Tensor]) -> str:
-        """Return the sha256 of the frozen weights' values in fp32: FSDP may store them in another dtype."""
-        return _digest((name, state[name].float()) for name in self.names)
+    def _digest(self, state: Mapping[str, torch.Tensor] | None) -> str:
+        if state is None:
+            return frozen_digest(self.model)
+        return _digest((name, state[name].float()) for name in self.names)  # FSDP may store them in another dtype
 
 
 def frozen_digest(model) -> str:

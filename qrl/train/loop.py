@@ -1,9 +1,18 @@
-"""The training loop, whatever the loss: train from the newest checkpoint, check what is frozen, write, report."""
+"""The training loop, whatever the loss: train from the newest whole checkpoint, check what is frozen, write, report."""
 
+import functools
+import json
 import time
+import warnings
+import zipfile
+from pathlib import Path
+
+import torch
 
 from qrl import checkpoint, process
-from qrl.train import arguments, guard, resume, save
+from qrl.errors import BadInput
+from qrl.formats import header
+from qrl.train import arguments, guard, save
 from qrl.train.job import Job, Trained
 from qrl.train.monitor import metrics, probe
 from qrl.train.qat import prepare
@@ -22,8 +31,8 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind) -> T
     if process.rank() == 0:
         job.work.mkdir(parents=True, exist_ok=True)
         (job.work / arguments.FILE).write_text(trainer.args.to_json_string())
-    last = resume.latest(job.work)
-    resume.register_numbered_cpus()
+    last = latest(job.work)
+    register_numbered_cpus()
     began = time.perf_counter()
     trainer.train(resume_from_checkpoint=str(last) if last else None)
     seconds = time.perf_counter() - began
@@ -38,7 +47,48 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind) -> T
         history=metrics.history(trainer.state.log_history, kind),
         probes=probe.curve(trainer.state.log_history),
         completions=metrics.completions(job.work, job.settings, kind),
-        resumed_from=resume.step(last) if last else 0,
+        resumed_from=step(last) if last else 0,
         seconds=seconds,
         stopped=watching.stopped,
     )
+
+
+def latest(work: Path) -> Path | None:
+    """Return the newest `checkpoint-N` that a killed training left whole, if there is one; warn of broken ones."""
+    for path in sorted(work.glob("checkpoint-*"), key=step, reverse=True):
+        reason = _broken(path)
+        if reason is None:
+            return path
+        warnings.warn(f"{path.name} is broken ({reason}): the checkpoint before it is used.", stacklevel=2)
+    return None
+
+
+def step(checkpoint: Path) -> int:
+    """Return the optimizer step of a `checkpoint-N`."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+@functools.cache
+def register_numbered_cpus() -> None:
+    """Let torch load a checkpoint to "cpu:0", which several processes on a CPU ask for; torch knows only "cpu"."""
+    torch.serialization.register_package(
+        15, lambda storage: None, lambda storage, place: storage if place.startswith("cpu:") else None
+    )
+
+
+def _broken(path: Path) -> str | None:
+    """Return why a checkpoint cannot be resumed from: a kill while saving leaves files missing or truncated."""
+    world, optimizer = process.world_size(), "optimizer.bin" if process.sharded() else "optimizer.pt"
+    states = [f"rng_state_{rank}.pth" for rank in range(world)] if world > 1 else ["rng_state.pth"]
+    try:
+        json.loads((path / "trainer_state.json").read_text())
+        weights = list(path.glob("*.safetensors"))
+        for file in weights:
+            if not header.read(file):
+                return f"{file.name} holds no weights"
+        for name in (optimizer, "scheduler.pt", *states):
+            if (bad := zipfile.ZipFile(path / name).testzip()) is not None:
+                return f"{name} holds a damaged {bad}"
+    except (OSError, ValueError, zipfile.BadZipFile, BadInput) as error:
+        return str(error)
+    return None if weights else "it holds no weights"

@@ -428,8 +428,12 @@ def parts(made) -> dict:
         answers = engine.generate(asked, sampling_params=SamplingParams(**options), use_tqdm=False)
         if name == "as_TRL_asks_s":
             extract_logprobs(answers)
-        elif "logprobs" in options:
+        elif "flat_logprobs" in options:
             [vllm_engine._sampled(answer.outputs[0]) for answer in answers]
+        elif "logprobs" in options:
+            for answer in answers:
+                pairs = zip(answer.outputs[0].token_ids, answer.outputs[0].logprobs, strict=True)
+                [position[token].logprob for token, position in pairs]
         found[name] = finished() - began
     model = engine.llm_engine.model_executor.driver_worker.model_runner.model
     began = finished()
