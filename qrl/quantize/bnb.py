@@ -1,8 +1,4 @@
-"""bitsandbytes' two formats, for every linear except the output head, without calibration: NF4 and LLM.int8().
-
-NF4 has double quantization. INT8 stores a byte a weight and a scale a row. Where its kernels run (a GPU), LLM.int8()
-also rounds activations to eight bits, except outliers; transformers' engine on a CPU unpacks the weights and does not.
-"""
+"""bitsandbytes' two formats, for every linear except the output head, without calibration: NF4 and LLM.int8()."""
 
 from pathlib import Path
 

@@ -1,7 +1,4 @@
-"""How far quantization moves a model's hidden states, layer by layer.
-
-The output of a decoder layer can be compared under every scheme, and contains the error of all layers up to this one.
-"""
+"""How far quantization moves a model's hidden states, layer by layer."""
 
 from __future__ import annotations
 

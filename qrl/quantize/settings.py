@@ -1,8 +1,4 @@
-"""The settings that decide how a scheme stores weights, and a digest of them.
-
-Two cells of one scheme may be compared if their digests are equal: same settings, same libraries, same calibration
-questions. Only settings that a scheme uses belong to its digest.
-"""
+"""The settings that decide how a scheme stores weights, and a digest of them."""
 
 import hashlib
 import json

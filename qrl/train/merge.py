@@ -1,7 +1,4 @@
-"""Fold a low-rank adapter into its base: in full precision, never into codes of four or eight bits.
-
-An adapter that was trained over packed weights fits their values: README.md says what it is folded into.
-"""
+"""Fold a low-rank adapter into its base: in full precision, never into codes of four or eight bits."""
 
 import json
 from collections.abc import Sequence

@@ -14,7 +14,7 @@ from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train
 from qrl.study import environments
 from qrl.tracking import keys
-from qrl.train import Job, arguments, guard, policy, rollout, trl_private
+from qrl.train import Job, arguments, loop, policy, rollout, trl_private
 from qrl.train.rollout import checks, engine_gap, sync, vllm_engine
 
 pytestmark = pytest.mark.process
@@ -51,7 +51,7 @@ def stored(model) -> str:
     """Return the digest of every weight in memory, the trained ones too."""
     state = {name: weight.requires_grad for name, weight in model.named_parameters()}
     model.requires_grad_(False)
-    digest = guard.frozen_digest(model)
+    digest = loop.frozen_digest(model)
     for name, weight in model.named_parameters():
         if state[name]:
             weight.requires_grad_(True)
@@ -99,13 +99,13 @@ def test_ten_syncs_leave_every_weight_bit_for_bit_and_send_the_same(held):
 def test_a_packed_base_is_moved_by_trls_own_way_and_not_by_ours():
     """Why `sync` exists: merging and unmerging in place rounds the codes again."""
     model = adapted(METHODS["qlora"])
-    before = guard.frozen_digest(model)
+    before = loop.frozen_digest(model)
     for _ in sync.named_weights(model):
         pass
-    assert guard.frozen_digest(model) == before
+    assert loop.frozen_digest(model) == before
     model.merge_adapter()
     model.unmerge_adapter()
-    assert guard.frozen_digest(model) != before
+    assert loop.frozen_digest(model) != before
 
 
 def test_a_forward_after_syncing_is_what_it_was(held):
