@@ -1,5 +1,6 @@
 """Rows of data sets, from JSONL files or the Hugging Face Hub, as questions."""
 
+import codecs
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -28,9 +29,9 @@ def of_file(path: Path) -> Iterator[Row]:
     """Yield the objects of a JSONL file; raise BadInput if a line is not a JSON object in UTF-8."""
     with path.open("rb") as lines:  # not splitlines: JSON strings may hold characters that it takes for line ends
         for number, line in enumerate(lines, 1):
-            if line.strip():
+            if text := line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
                 where = f"{path}, line {number}"
-                yield where, _object(where, line, "utf-8-sig" if number == 1 else "utf-8")
+                yield where, _object(where, text)
 
 
 def of_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
@@ -55,9 +56,9 @@ def questions(
     return found if n is None or n >= len(found) else random.Random(seed).sample(found, n)
 
 
-def _object(where: str, line: bytes, encoding: str) -> dict[str, Any]:
+def _object(where: str, line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode(encoding))
+        row = json.loads(line.decode())
         if b"\\u" in line:  # a lone surrogate, `\ud800`, is not a text that a tokenizer can read
             json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
