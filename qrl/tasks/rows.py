@@ -4,6 +4,7 @@ import codecs
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,23 @@ def of_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
         remedy = "connect to it, or pass a folder with train.jsonl and test.jsonl as data"
         raise BadInput(f"{name} could not be loaded from the hub ({type(error).__name__}): {remedy}.") from error
     return ((f"{name} {config or ''} {split}, row {index}", row) for index, row in enumerate(table))
+
+
+@contextmanager
+def from_cache() -> Iterator[None]:
+    """Read the hub's data sets from its cache alone: one that is not there is refused at once, without any request."""
+    import datasets
+    import huggingface_hub
+
+    switches = (datasets.config, huggingface_hub.constants)
+    before = [switch.HF_HUB_OFFLINE for switch in switches]
+    try:
+        for switch in switches:
+            switch.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.HF_HUB_OFFLINE = value
 
 
 def questions(
