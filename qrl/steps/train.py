@@ -128,7 +128,7 @@ def _prompts_to_check(recipe: Recipe, base: Path) -> tuple[list[list[int]], str]
         lists = [[draw(len(tokens)) for _ in range(RANDOM_TOKENS)] for _ in range(PROMPTS_TO_CHECK)]
         return (
             lists,
-            f"{len(lists)} lists of random token ids: give data=FOLDER to compare on questions of {recipe.task}",
+            f"{len(lists)} lists of random token ids, since no question of {recipe.task} is at hand: give data=FOLDER",
         )
     rendered = [prompt.render(tokens, question.question, recipe.prompt) for question in questions]
     return rendered, f"{len(rendered)} questions of {recipe.task}"
