@@ -126,8 +126,8 @@ def test_without_a_compiler_the_one_package_that_needs_it_says_how_to_get_one(tm
     (tmp_path / "sh").symlink_to(shutil.which("sh"))
 
     def compiled() -> subprocess.CompletedProcess:
-        how = {"env": {"PATH": str(tmp_path)}, "capture_output": True, "text": True, "check": False}
-        return subprocess.run([*command, "-c", "a b.c"], **how)
+        words = [*command, "-c", "a b.c"]
+        return subprocess.run(words, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
 
     without = compiled()
     assert without.returncode == 1 and "apt install gcc" in without.stderr and without.stderr.count("\n") == 1
