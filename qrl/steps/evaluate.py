@@ -19,9 +19,6 @@ from qrl.tasks import prompt
 from qrl.tracking import contents, keys, lineage, models, reuse, runs, store
 from qrl.workspace import workspace
 
-# Fields of `recipe.evaluate` that are arguments of `room.ask`.
-_HANDED_ON = {"dtype", "max_new_tokens", "batch_size", "samples", "temperature", "engine", "deterministic"}
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -134,18 +131,8 @@ def _evaluate_cell(cell: Evaluation, ask: answers.Ask) -> str:
 
 
 def _ask(cell: Evaluation, progress: answers.Progress) -> room.Asked:
-    recipe, settings = cell.recipe, cell.recipe.evaluate
-    return room.ask(
-        room.Cell(cell.variant, cell.scheme, cell.weights.path),
-        cell.questions,
-        task=recipe.task,
-        template=recipe.prompt,
-        device=cell.device,
-        memory=settings.gpu_memory_utilization,
-        seed=recipe.seed,
-        progress=progress,
-        **settings.model_dump(include=_HANDED_ON),
-    )
+    asked = room.Cell(cell.variant, cell.scheme, cell.weights.path)
+    return room.ask(asked, cell.questions, cell.recipe, cell.device, progress=progress)
 
 
 def _sampled(metrics: dict[str, float], samples: int) -> str:

@@ -22,7 +22,6 @@ FOLDERS = {  # step, scheme or engine → folder on a GPU, folder on a CPU; None
     ("serve", "vllm"): ("vllm", "vllm_cpu"),
     ("serve", "auto"): ("vllm", None),
 }
-PACKAGES = {"awq": "awq", "vllm": "vllm", "vllm_cpu": "vllm"}  # folder → a package that only its environment has
 COSTS = {  # folder → what its environment costs once; downloads take longer
     "awq": "half a minute and 2.5 GB",
     "vllm": "minutes and more than 5 GB",
@@ -60,18 +59,29 @@ def log(folder: Path) -> Path:
     return WORK / f"environment-{folder.name}.log"
 
 
-def begin(folder: Path, manager: str) -> None:
-    """Begin to build the environment of a folder, unless it is there, or every step shares this one (`local`)."""
+def is_ready(folder: Path, manager: str) -> bool:
+    """Return whether a folder has no environment of its own, shares this one (`local`), or has it built."""
     from qrl.tracking import projects
 
-    package = PACKAGES.get(folder.name)
-    if package is None or manager == "local" or folder in _running or projects.is_built(folder, package):
+    return folder.name not in COSTS or manager == "local" or projects.is_built(folder, package(folder))
+
+
+def package(folder: Path) -> str:
+    """Return the name of a package that only this folder's environment has."""
+    return folder.name.removesuffix("_cpu")
+
+
+def begin(folder: Path, manager: str) -> None:
+    """Begin to build the environment of a folder, unless it is there, or every step shares this one (`local`)."""
+    if is_ready(folder, manager) or folder in _running:
         return
     log(folder).parent.mkdir(parents=True, exist_ok=True)
     program = "import sys; from qrl.tracking import projects; projects.build(*sys.argv[1:])"
     with log(folder).open("w") as written:
         how = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "stdout": written, "stderr": subprocess.STDOUT}
-        _running[folder] = subprocess.Popen([sys.executable, "-c", program, str(folder), manager, package], **how)
+        _running[folder] = subprocess.Popen(
+            [sys.executable, "-c", program, str(folder), manager, package(folder)], **how
+        )
 
 
 def wait(folder: Path, manager: str) -> None:

@@ -14,43 +14,33 @@ from pathlib import Path
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.study import build
-from qrl.study.build import PACKAGES, PLACE, environment_for
+from qrl.study.build import PLACE, environment_for
 from qrl.study.launch import DryRun, Launcher, launch, local_path, variables
 from qrl.tracking import projects
 from qrl.tracking.keys import ROOT
 
 
-def check_reachable(step: str, folder: Path) -> None:
+def check_reachable(step: str, folder: Path | None) -> None:
     """Check that the environment in `folder` is there or will be built, for a command that began as entry point `step`.
 
     Raises:
         BadInput: this Python, which all steps share without `--env-manager`, lacks the environment's package.
     """
-    if _manager() == "local" and not _is_there(folder):
-        raise BadInput(
-            f"`{step}` needs the environment of projects/{folder.name}, but {_python()} has no package "
-            f"{PACKAGES[folder.name]}: run `mlflow run . -e {'main' if step == 'study' else step} … --env-manager uv`, "
-            "which builds that environment, or choose a scheme or an engine that needs none."
-        )
-
-
-def _is_there(folder: Path) -> bool:
-    """Return whether the environment in a folder is built, or shared by this Python and complete."""
-    package, manager = PACKAGES.get(folder.name), _manager()
-    if package is None:
-        return True
-    if manager != "local":
-        return projects.is_built(folder, package)
+    if folder in (None, ROOT) or _manager() != "local":
+        return
+    package = build.package(folder)
+    python = shutil.which("python", path=local_path()) or sys.executable
     program = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
-    return not subprocess.run([_python(), "-c", program], env=os.environ | {PLACE: folder.name}, check=False).returncode
+    if subprocess.run([python, "-c", program], env=os.environ | {PLACE: folder.name}, check=False).returncode:
+        raise BadInput(
+            f"`{step}` needs the environment of projects/{folder.name}, but {python} has no package {package}: "
+            f"run `mlflow run . -e {'main' if step == 'study' else step} … --env-manager uv`, which builds that "
+            "environment, or choose a scheme or an engine that needs none."
+        )
 
 
 def _manager() -> str:
     return projects.env_manager(os.environ.get("MLFLOW_RUN_ID"))
-
-
-def _python() -> str:
-    return shutil.which("python", path=local_path()) or sys.executable
 
 
 def prepare_environments(step: str, recipe: Recipe, walk: Callable[[Launcher], object]) -> None:
@@ -67,16 +57,26 @@ def prepare_environments(step: str, recipe: Recipe, walk: Callable[[Launcher], o
     folders = {environment_for("quantize", scheme) for scheme in recipe.quantize.schemes}
     folders.add(environment_for("train", recipe.rollout.engine))
     folders.add(environment_for("evaluate", recipe.evaluate.engine, recipe.device))
-    missing = {folder for folder in folders if folder and not _is_there(folder)}
+    manager = _manager()
+    if manager == "local":
+        try:
+            for folder in folders:
+                check_reachable(step, folder)
+        except BadInput:
+            if not store.is_there():
+                raise
+            store.prepare()
+            walk(DryRun(lambda folder: check_reachable(step, folder)))
+        return
+    missing = {folder for folder in folders if folder and not build.is_ready(folder, manager)}
     if missing and store.is_there():
         store.prepare()
         needed: set[Path] = set()
         walk(DryRun(needed.add))
         missing &= needed
     for folder in missing:
-        check_reachable(step, folder)
         with variables(folder):
-            build.begin(folder, _manager())
+            build.begin(folder, manager)
 
 
 def check_checkout(step: str) -> None:
@@ -101,10 +101,3 @@ def hand_over(folder: Path, step: str, parameters: dict[str, str]) -> None:
     signals.guard()
     store.prepare()
     launch(folder, step, parameters, run_id=os.environ.pop("MLFLOW_RUN_ID", None))
-
-
-def is_relaunched() -> bool:
-    """Return whether this process was launched by a study or by its own command, which has printed the warnings."""
-    from qrl.tracking import runs
-
-    return PLACE in os.environ or runs.is_launched()

@@ -13,7 +13,7 @@ from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.evaluate import cells
 from qrl.quantize import calibration, staging
-from qrl.recipe import Train
+from qrl.recipe import Evaluate, Recipe, Train
 from qrl.tasks import prompt
 from qrl.train import Job, arguments, grpo, loop, merge, policy, reward, save
 
@@ -76,7 +76,8 @@ def test_rollouts_cells_and_calibration_feed_the_weights_the_same_ids(template, 
     settings = FAST.model_copy(update={"steps": 1, "max_completion_tokens": 4})
     grpo.run(job(tmp_path, settings, questions=questions, template=template))  # TRL's data set, renderer and rollout
     cell = cells.Cell("base", "full", tiny.PATH)
-    cells.ask(cell, questions, task="arithmetic", template=template, device="cpu", max_new_tokens=1, batch_size=4)
+    short = Recipe(task="arithmetic", prompt=template, evaluate=Evaluate(max_new_tokens=1, batch_size=4))
+    cells.ask(cell, questions, short, "cpu")
     texts = [prompt.training_text(staging.tokenizer(tiny.PATH), question, template) for question in questions]
     calibrated = calibration.rows(quantize.token_ids(tiny.PATH, texts), 512)
 
