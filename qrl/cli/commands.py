@@ -15,6 +15,7 @@ from qrl.cli.models import benchmark_command, promote_command, serve_command
 from qrl.cli.options import SWITCH, RecipeCommand, Typed, listed
 from qrl.cli.standalone import grade_command, plan_command
 from qrl.errors import BadInput
+from qrl.tracking import signals
 
 ALL = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
 ROWS = "Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster."
@@ -57,6 +58,10 @@ def study_command(typed: Typed, settings) -> None:
 
     Its steps are train, quantize, evaluate, diagnose, compare and promote. Finished steps are reused.
     """
+    from qrl.study import build
+
+    build.announce(settings)
+    signals.import_mlflow()
     from qrl.study import pipeline
 
     pipeline.study(settings, typed.overrides)

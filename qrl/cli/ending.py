@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     command = next((word for word in words if word in cli.commands), "")
     try:
-        if os.environ.get("MLFLOW_RUN_ID"):
+        if os.environ.get("MLFLOW_RUN_ID") and command != "study":  # which says first what it will do
             signals.import_mlflow()
         cli.main(args=arguments, prog_name="qrl", standalone_mode=False)
         return

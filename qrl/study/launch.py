@@ -17,6 +17,7 @@ import click
 
 from qrl import process
 from qrl.errors import BadInput, GateRefused, QrlError
+from qrl.study import build
 from qrl.tracking import projects, reuse
 from qrl.tracking.keys import ROOT
 
@@ -166,6 +167,7 @@ def launch(folder: Path, step: str, parameters: dict[str, str], *, run_id: str |
     how = {"entry_point": step, "parameters": parameters, "env_manager": manager, "run_id": run_id}
     try:
         with variables(folder):
+            build.wait(folder, manager)
             mlflow.projects.run(str(folder), **how)
     except KeyboardInterrupt as stopped:
         if not projects.mark_stopped(run_id, stopped) or parent:

@@ -7,7 +7,7 @@ from qrl import checkpoint, names
 from qrl.errors import GateRefused
 from qrl.recipe import Recipe
 from qrl.study import preflight
-from qrl.study.environments import check_checkout, check_environments, environment_for
+from qrl.study.environments import check_checkout, environment_for, prepare_environments
 from qrl.study.launch import Failed, Launcher, Result, Step
 from qrl.tracking import keys
 
@@ -35,7 +35,7 @@ def study(recipe: Recipe, overrides: dict[str, str]) -> None:
     registry.registered_name(recipe)  # the last step would refuse a bad name
     device, base = preflight.check(recipe, overrides)
     teacher = checkpoint.check(addresses.folder(recipe.train.teacher)).digest if recipe.train.teacher else None
-    check_environments("study", recipe, lambda dry_run: StudySteps(recipe, dry_run, device).cells(base, teacher))
+    prepare_environments("study", recipe, lambda dry_run: StudySteps(recipe, dry_run, device).cells(base, teacher))
     store.prepare()
     began = time.monotonic()
     with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}) as run:

@@ -1,8 +1,13 @@
 """MLflow Projects: runs opened for steps that are about to be launched, and how those steps ended."""
 
+import logging
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import mlflow
+from filelock import FileLock
 from mlflow.tracking.fluent import _get_experiment_id
 
 from qrl import names
@@ -21,6 +26,59 @@ def open_child(parent: str, name: str) -> str:
 def env_manager(run_id: str | None) -> str:
     """Return the environment manager that a run was started under; `local` if `mlflow run` did not start it."""
     return runs.opened(run_id).data.tags.get(_MANAGER, "local") if run_id else "local"
+
+
+def environment(folder: Path) -> Path:
+    """Return the folder of the virtual environment that MLflow keeps for a project, built or not."""
+    from mlflow.utils import virtualenv
+
+    return Path(virtualenv._get_mlflow_virtualenv_root()) / virtualenv._get_virtualenv_name(_python(folder), folder)
+
+
+def is_built(folder: Path, package: str) -> bool:
+    """Return whether a project's environment holds a package: one whose build was killed does not."""
+    return any(environment(folder).glob(f"lib/python*/site-packages/{package}"))
+
+
+def build(folder: str, manager: str, package: str) -> None:
+    """Build a project's environment as MLflow does, and import a package of it once, which compiles it.
+
+    Args:
+        folder: of the project.
+        manager: as in `mlflow run --env-manager`.
+        package: that the environment is for.
+
+    Raises:
+        SystemExit: 1, after the installer's own message.
+    """
+    from mlflow.utils import virtualenv
+    from mlflow.utils.process import ShellCommandException
+
+    signals.guard()
+    signals.die_with_parent()
+    os.nice(10)  # what runs meanwhile has precedence
+    logging.getLogger("mlflow").setLevel(logging.ERROR)  # the installer says what is wrong, and should say it last
+    project = Path(folder)
+    place = environment(project)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{place}.lock"):  # of two first studies at once, one builds
+        if is_built(project, package):
+            return
+        shutil.rmtree(place, ignore_errors=True)  # a build that was killed
+        try:
+            virtualenv._create_virtualenv(project, _python(project), place, env_manager=manager)
+        except ShellCommandException:
+            raise SystemExit(1) from None
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)
+            raise
+        subprocess.run([place / "bin" / "python", "-c", f"import {package}"], check=False)
+
+
+def _python(folder: Path):
+    from mlflow.utils.environment import _PythonEnv
+
+    return _PythonEnv.from_conda_yaml(str(folder / "conda.yaml"))
 
 
 def mark_stopped(run_id: str, error: KeyboardInterrupt) -> bool:

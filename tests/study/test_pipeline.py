@@ -39,7 +39,7 @@ def study_of(small: recipe.Recipe):
 
 def test_a_study_needs_awqs_environment_only_while_something_is_to_be_quantized_in_it(store, small):
     def check() -> None:
-        environments.check_environments("study", small, study_of(small))
+        environments.prepare_environments("study", small, study_of(small))
 
     with pytest.raises(BadInput, match="needs the environment of projects/awq"):
         check()
