@@ -262,9 +262,8 @@ def evaluated(store, tiny_checkpoint, tmp_path):
         tags |= {names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme}
         metadata = {"parent": parent} if parent else {"source": str(folder)}
         with runs.step("evaluate", recipe.load(overrides=settings)), runs.child(cell, tags=tags) as run:
-            uri, _ = models.log_checkpoint(
-                folder, name=f"{variant}-{scheme}", digest=digest, task="arithmetic", move=False, metadata=metadata, **labels
-            )
+            facts = {"digest": digest, "task": "arithmetic", "metadata": metadata, **labels}
+            uri, _ = models.log_checkpoint(folder, name=f"{variant}-{scheme}", move=False, **facts)
             questions = contents.log_dataset("arithmetic", digest="of the questions", context="heldout", n=4, source="")
             numbers = {names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 4}
             contents.log_scores(numbers, model_uri=uri, dataset=questions)
