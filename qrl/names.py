@@ -42,6 +42,7 @@ TAG_CACHE_KEY = "qrl.cache_key"
 TAG_PARENT_DIGEST = "qrl.parent_digest"
 TAG_PARENT_VERSION = "qrl.parent_version"
 TAG_REASON = "qrl.reason"
+TAG_VERDICT = "qrl.verdict"  # of a run that a gate refused: `refused`; qrl.reason says why
 TAG_EXIT_CODE = "qrl.exit_code"
 TAG_PID = "qrl.pid"  # host:pid:start of the run's process, to recognize a run whose process is dead
 TAG_SERVING = "qrl.serving"  # the version that a following server serves now, `qrl-tiny@3`

@@ -41,8 +41,13 @@ def mark_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
 
 
 def failure(run_id: str) -> tuple[str, int]:
-    """Return the reason that a failed step left in its run, and its exit code; empty and 1 if it left none."""
+    """Return the reason that a failed step left in its run, and its exit code; empty and 1 if it left none.
+
+    MLflow calls every run FAILED that ends with an exit code. One that a gate refused is FINISHED again afterwards.
+    """
     tags = mlflow.get_run(run_id).data.tags
+    if names.TAG_VERDICT in tags:
+        mlflow.MlflowClient().set_terminated(run_id, "FINISHED")
     return tags.get(names.TAG_REASON, ""), int(tags.get(names.TAG_EXIT_CODE, 1))
 
 

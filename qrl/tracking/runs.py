@@ -1,8 +1,8 @@
 """Runs that always end: a step's own run, or the one `mlflow run` opened for it, and a nested run per cell.
 
 Whatever happens inside, the run is ended with a status and, unless it finished, with a sentence in the tag
-`qrl.reason`. A run that a living `mlflow run` opened gets its final status from there, FINISHED or FAILED by the exit
-code; the tags remain.
+`qrl.reason`. A gate's refusal is a result: the run is FINISHED, and the tag `qrl.verdict` is `refused`. A run that a
+living `mlflow run` opened gets its final status from there, FINISHED or FAILED by the exit code; the tags remain.
 """
 
 import os
@@ -12,16 +12,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import mlflow
-from mlflow.entities import Run
+from mlflow.entities import Run, RunInfo
 
 from qrl import names
-from qrl.errors import BadInput, QrlError, first_line
+from qrl.errors import BadInput, GateRefused, QrlError, first_line
 from qrl.recipe import Recipe
 from qrl.tasks import prompt
 from qrl.tracking import contents, signals, store
 
 active_id = contents.active_id
-PARENT = "mlflow.parentRunId"
+PARENT, NOTE = "mlflow.parentRunId", "mlflow.note.content"
 _KIND = "mlflow.experimentKind"  # by which the UI shows it as model development
 _SYSTEM_METRICS_EVERY = 5  # seconds; a tiny step ends before MLflow's ten
 
@@ -54,6 +54,7 @@ def step(
     """
     signals.guard()
     store.sweep()
+    joined = "MLFLOW_RUN_ID" in os.environ
     run = _start(run_name or name, system_metrics)
     try:
         with _ended(run):
@@ -69,6 +70,14 @@ def step(
         ending = "The run is ended as KILLED; run the same command again to resume."
         print(f"{stopped or 'Stopped by Ctrl-C.'} {ending}", file=sys.stderr)
         raise SystemExit(signals.exit_code(stopped)) from None
+    finally:
+        if not joined and mlflow.get_tracking_uri().startswith("http"):
+            print(f"Look    {page(run.info)}")
+
+
+def page(run: RunInfo) -> str:
+    """Return the address of a run's page on the server that holds it."""
+    return f"{mlflow.get_tracking_uri().rstrip('/')}/#/experiments/{run.experiment_id}/runs/{run.run_id}"
 
 
 @contextmanager
@@ -154,9 +163,22 @@ def _end(run_id: str, error: BaseException, origin: str = "") -> str:
         reason = str(error) if isinstance(error, QrlError) else f"{type(error).__name__}: {first_line(error)}"
     try:
         client = mlflow.MlflowClient()
+        if isinstance(error, GateRefused):
+            status = "FINISHED"
+            _refuse(client, run_id, reason)
         client.set_tag(run_id, names.TAG_REASON, reason[: contents.MAX_TAG])
         client.set_tag(run_id, names.TAG_EXIT_CODE, str(code))
         client.set_terminated(run_id, status)
     except Exception as failure:
         print(f"Run {run_id}{origin} could not be ended: {first_line(failure)}", file=sys.stderr)
     return status
+
+
+def _refuse(client: mlflow.MlflowClient, run_id: str, reason: str) -> None:
+    """Tag a run as refused, and say so above its description; `mlflow run` will call it FAILED, which is explained."""
+    tags = client.get_run(run_id).data.tags
+    why = ""
+    if "mlflow.project.env" in tags and PARENT not in tags:
+        why = f" MLflow calls this run FAILED because the command ended with exit code {GateRefused.exit_code}."
+    client.set_tag(run_id, names.TAG_VERDICT, "refused")
+    client.set_tag(run_id, NOTE, f"**{reason}**{why}\n\n{tags.get(NOTE, '')}")
