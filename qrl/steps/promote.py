@@ -3,6 +3,7 @@
 What a cell is, its run says: the base model, the task, the data and the seed. Options that contradict it are refused.
 """
 
+import contextlib
 from collections.abc import Collection
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import click
 import pandas as pd
 
 from qrl import checkpoint, names, registry, source, stats
-from qrl.compare.compatibility import check as check_compatible
+from qrl.compare.validate import check_compatible
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
 from qrl.registry import gate, versions
@@ -58,7 +59,10 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
                 click.echo(f"      {outcomes[-1]}", err=True)
         finally:
             contents.describe("\n".join(f"- {outcome}" for outcome in outcomes))
-            registry.publish(name, _study_table())
+            study, table = runs.parent_id(), ""
+            with contextlib.suppress(BadInput):  # a study that has none yet
+                table = contents.artifact(study, names.TABLE_MD).read_text(encoding="utf-8") if study else ""
+            registry.publish(name, table)
 
 
 def _own(recipe: Recipe, cell: Evaluated, base: Ancestor, typed: Collection[str]) -> Recipe:
@@ -115,15 +119,6 @@ def rollback(recipe: Recipe, stage: str) -> None:
     click.echo(f"Stage {stage} is {registry.rollback(name, stage)} again.")
 
 
-def _study_table() -> str:
-    """Return the table of cells of the study that this step belongs to; empty if it belongs to none."""
-    study = runs.parent_id()
-    try:
-        return contents.artifact(study, names.TABLE_MD).read_text(encoding="utf-8") if study else ""
-    except BadInput:
-        return ""
-
-
 def _promote_one(recipe: Recipe, name: str, stage: str, candidate: Evaluated, base: Ancestor) -> str:
     if not candidate.model:
         raise GateRefused(f"Stage {stage} is refused: {' '.join(candidate.broken)}")
@@ -148,17 +143,12 @@ def _decide(
     digest = checkpoint.digest(versions.folder(version))
     if isinstance(before, Ancestor):
         return gate.decide(stage, candidate, digest, before_digest=before.digest)
-    difference = _difference(candidate, _reference(before, gate.BEFORE[stage]))
+    earned = before.gate(gate.BEFORE[stage])
+    if earned is None or not earned.run:
+        raise BadInput(f"No evaluation is recorded for {before}: promote it again first.")
+    difference = _difference(candidate, cells.read(earned.run))
     limit = recipe.promote.min_gain if stage == "grpo" else recipe.promote.max_loss
     return gate.decide(stage, candidate, digest, before_digest=before.digest, difference=difference, limit=limit)
-
-
-def _reference(version: versions.Version, stage: str) -> Evaluated:
-    """Return the evaluation by which a version earned its stage."""
-    record = version.gate(stage)
-    if record is None or not record.run:
-        raise BadInput(f"No evaluation is recorded for {version}: promote it again first.")
-    return cells.read(record.run)
 
 
 def _difference(candidate: Evaluated, reference: Evaluated) -> stats.Estimate:
