@@ -14,7 +14,7 @@ STEPS_BACK = 8  # merge, quantize and the like; no chain of qrl's is longer
 
 @dataclass(frozen=True)
 class Ancestor:
-    """A model in a line, by the digest of its weights and by its address as typed: empty if the store has none."""
+    """A model in a line: the digest of its weights, and the folder or hub id that it came from, empty if unknown."""
 
     digest: str
     address: str
@@ -31,7 +31,7 @@ def line(model_uri: str) -> list[Ancestor]:
         found[digest] = model.params.get("source", "") or found.get(digest, "")
         if parent:
             found[parent] = run.data.params.get("model", "") if _step(run) in ("train", "merge") else ""
-    return [Ancestor(digest, address) for digest, address in found.items()]
+    return [Ancestor(digest, "" if address.startswith("models:/") else address) for digest, address in found.items()]
 
 
 def training_seed(model_uri: str) -> int | None:

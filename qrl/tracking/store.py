@@ -17,13 +17,14 @@ from urllib.parse import unquote, urlsplit
 import mlflow
 import requests
 from filelock import FileLock
-from mlflow.entities import Run
+from mlflow.entities import Run, RunInfo
 
 from qrl import names
 from qrl.errors import BadInput, QrlError, first_line
 from qrl.tracking import keys, models, signals
 from qrl.workspace import WORK
 
+DIED = "Its process died without a report: it was killed, or memory ran out."
 _SQLITE = "sqlite:///"
 _REQUEST = re.compile(r"/api/2\.0/mlflow(?:-artifacts)?/([\w/-]+)")  # in MLflow's and requests' errors
 _FULL_OR_READ_ONLY = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
@@ -134,19 +135,23 @@ def database_of(address: str) -> Path | None:
 
 def sweep() -> list[str]:
     """End as KILLED what still counts as RUNNING although its process on this host is dead; return the ended runs."""
-    client = mlflow.MlflowClient()
-    reason = "Its process died without a report; the next command ended the run."
     query = "attributes.status = 'RUNNING'"
     running = mlflow.search_runs(filter_string=query, search_all_experiments=True, output_format="list")
     abandoned = [run.info for run in running if _is_abandoned(run)]
     ended = []
     for run in abandoned:
         with suppress(mlflow.MlflowException):  # another user's, on a server that does not let us end it
-            client.set_tag(run.run_id, names.TAG_REASON, reason)
-            client.set_terminated(run.run_id, "KILLED")
-            models.abandon(run.experiment_id, run.run_id)
+            end_dead(run)
             ended.append(run.run_id)
     return ended
+
+
+def end_dead(run: RunInfo) -> None:
+    """End as KILLED a run whose process died, and discard the models that it left half-made."""
+    client = mlflow.MlflowClient()
+    client.set_tag(run.run_id, names.TAG_REASON, DIED)
+    client.set_terminated(run.run_id, "KILLED")
+    models.abandon(run.experiment_id, run.run_id)
 
 
 def _absolute(address: str) -> str:
