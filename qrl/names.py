@@ -29,6 +29,7 @@ STORED_AS = {  # scheme → quant_method in config.json
 
 # Stages: each is an alias in the registry, mirrored to one of MLflow's own stages.
 STAGES = ("base", "grpo", "awq")
+STAGE_CELL = {"base": f"{BASE}:{FULL}", "grpo": f"{GRPO}:{FULL}", "awq": f"{GRPO}:{AWQ}"}  # the one that may hold it
 MLFLOW_STAGE = {"base": "None", "grpo": "Staging", "awq": "Production"}
 
 # Tags
@@ -41,6 +42,7 @@ TAG_CACHE_KEY = "qrl.cache_key"
 TAG_PARENT_DIGEST = "qrl.parent_digest"
 TAG_PARENT_VERSION = "qrl.parent_version"
 TAG_REASON = "qrl.reason"
+TAG_VERDICT = "qrl.verdict"  # of a run that a gate refused: `refused`; qrl.reason says why
 TAG_EXIT_CODE = "qrl.exit_code"
 TAG_PID = "qrl.pid"  # host:pid:start of the run's process, to recognize a run whose process is dead
 TAG_SERVING = "qrl.serving"  # the version that a following server serves now, `qrl-tiny@3`

@@ -62,11 +62,11 @@ def _explained(error: Exception, command: str) -> QrlError | None:
             f"The package '{error.name}' is not installed for {sys.executable}: run the step as "
             f"`mlflow run . -e {command or 'main'} --env-manager uv`, or activate the environment that a study prints."
         )
-    if not isinstance(error, OSError):
-        return None
-    if error.errno == errno.ENAMETOOLONG:
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         path = str(error.filename)[:40]
         return BadInput(f"'{path}…' is longer than a path may be: give the path of a file or folder that exists.")
+    if not isinstance(error, OSError) and "mlflow" not in sys.modules:
+        return None
     from qrl.tracking import store
 
-    return store.sentence(error)  # a full or read-only disk, before a run began; inside one, the run explains it
+    return store.sentence(error)  # a full disk, a server's refusal, before a run began; inside one, the run explains it

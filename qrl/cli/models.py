@@ -20,7 +20,8 @@ DRAIN = "With --follow: how long a replaced version may finish its requests. [de
 @option("--stage", required=True, metavar="base|grpo|awq", help="Stage to promote to; several by comma, in order.")
 @option("--cell", metavar="RUN", help="Evaluation run of the candidate; one per stage, by comma.")
 @option("--rollback", **SWITCH, help="Return the stage to the version before its last promotion.")
-def promote_command(settings, stage: str, cell: str | None, rollback: bool | None) -> None:
+@click.pass_obj
+def promote_command(typed: Typed, settings, stage: str, cell: str | None, rollback: bool | None) -> None:
     """Move a stage to an evaluated model, if its gate admits it. A refusal moves nothing and gives the reason."""
     from qrl.steps import promote
 
@@ -31,7 +32,7 @@ def promote_command(settings, stage: str, cell: str | None, rollback: bool | Non
     elif cell is None:
         raise BadInput("promote needs --cell RUN: the id of the candidate's evaluation run (a cell of `evaluate`).")
     else:
-        promote.promote(settings, listed("--stage", stage), listed("--cell", cell))
+        promote.promote(settings, listed("--stage", stage), listed("--cell", cell), typed.overrides)
 
 
 @click.command("serve", cls=RecipeCommand)

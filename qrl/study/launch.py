@@ -18,7 +18,7 @@ import click
 from qrl import process
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.study import build
-from qrl.tracking import projects, reuse
+from qrl.tracking import projects, reuse, runs
 from qrl.tracking.keys import ROOT
 
 if TYPE_CHECKING:
@@ -158,9 +158,10 @@ def launch(folder: Path, step: str, parameters: dict[str, str], *, run_id: str |
 
     if not (folder / "MLproject").is_file():
         raise BadInput(f"{folder} has no MLproject file: run from a checkout of the project, which has one.")
-    logging.getLogger("mlflow.projects").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.projects").setLevel(logging.CRITICAL)  # that a run was interrupted is said once, here
     logging.getLogger("mlflow.utils.virtualenv").addFilter(lambda line: "already exists" not in line.getMessage())
     manager = projects.env_manager(parent or run_id)
+    own = not (run_id or parent)
     run_id = run_id or projects.open_child(parent, step)
     if manager == "local":  # a step runs `python`, which is this one only where its environment was activated
         os.environ["PATH"] = local_path()
@@ -174,9 +175,15 @@ def launch(folder: Path, step: str, parameters: dict[str, str], *, run_id: str |
             raise  # otherwise a server was stopped, and has done its work, handed over or not
     except ExecutionException as error:
         reason, exit_code = projects.failure(run_id)
-        failure = ERRORS.get(exit_code, QrlError)(reason or f"Step {step} failed ({error}); see its output above.")
-        failure.printed = bool(reason)
+        reason = reason or f"It did not begin ({error}); see the output above."
+        failure = QrlError(f"Step {step}: {reason}")
+        if exit_code is not None:  # the step has printed its sentence
+            failure = ERRORS.get(exit_code, QrlError)(reason)
+            failure.printed = True
         raise failure from None
+    finally:
+        if own:
+            runs.show_page(run_id)
 
 
 def local_path() -> str:

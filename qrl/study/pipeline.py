@@ -13,11 +13,6 @@ from qrl.tracking import keys
 
 Model = tuple[str, str]  # address and digest
 Models = dict[str, Model]  # by variant or by variant:scheme
-EARNED = {  # stage → the cell that a study promotes to it
-    "base": f"{names.BASE}:{names.FULL}",
-    "grpo": f"{names.GRPO}:{names.FULL}",
-    "awq": f"{names.GRPO}:{names.AWQ}",
-}
 
 
 def study(recipe: Recipe, overrides: dict[str, str]) -> None:
@@ -127,9 +122,13 @@ class StudySteps:
 
         Never reused, since a stage may have moved. A stage whose cell the study lacks stays as it is.
         """
-        chosen = {stage: cells[cell].run_id for stage, cell in EARNED.items() if cell in cells}
-        unchanged = [f"; {stage} is unchanged: no cell {cell}" for stage, cell in EARNED.items() if stage not in chosen]
-        parameters = {"stage": ",".join(chosen), "cell": ",".join(chosen.values())}
+        from qrl import registry
+
+        chosen = {stage: cells[cell].run_id for stage, cell in names.STAGE_CELL.items() if cell in cells}
+        absent = {stage: cell for stage, cell in names.STAGE_CELL.items() if stage not in chosen}
+        unchanged = [f"; {stage} is unchanged: no cell {cell}" for stage, cell in absent.items()]
+        parameters = {"stage": ",".join(chosen), "cell": ",".join(chosen.values()), "model": self.recipe.model}
+        parameters["registered_name"] = registry.registered_name(self.recipe)  # reused cells may have other ones
         self.launcher.run("promote", f"{' → '.join(chosen)}{''.join(unchanged)}", parameters)
         return list(chosen)[-1]
 

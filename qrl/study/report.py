@@ -17,7 +17,7 @@ from qrl.recipe import Recipe
 from qrl.study import page
 from qrl.study.environments import PLACE
 from qrl.study.launch import Launcher
-from qrl.tracking import contents, projects, runs, store
+from qrl.tracking import contents, projects, runs
 from qrl.workspace import workspace
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
     lines = [
         f"Artifacts   {folder}: {', '.join(page.LINKED)}, {names.FIGURES}/",
         f"Environment {python}",
-        f"Look        {look(os.environ['MLFLOW_TRACKING_URI'])}",
+        *look(os.environ["MLFLOW_TRACKING_URI"]),
     ]
     if stage:
         lines += [
@@ -136,13 +136,13 @@ def _convergence(methods: Methods, outcome: SweepOutcome, variant: str, scheme: 
     return convergence.judge(variant, scheme, row.over_base, curves, measure)
 
 
-def look(address: str) -> str:
-    """Return how to see the store at this absolute address; a bare `mlflow ui` shows its own default only."""
-    if not address.startswith("sqlite:"):
-        return address
-    default = Path.cwd() / "mlflow.db"  # an address may spell its path with %20
-    option = "" if store.database_of(address) == default else f" --backend-store-uri {shlex.quote(address)}"
-    return f"mlflow ui{option}, then http://127.0.0.1:5000"
+def look(address: str) -> list[str]:
+    """Return the line that says how to see the store at this absolute address, from any folder.
+
+    There is none for a server: the address of the run's page is printed at the command's end.
+    """
+    ui = f"Look        mlflow ui --backend-store-uri {shlex.quote(address)}, then http://127.0.0.1:5000"
+    return [] if address.startswith("http") else [ui]
 
 
 def _serve(recipe: Recipe, stage: str) -> str:

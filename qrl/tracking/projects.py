@@ -11,7 +11,7 @@ from filelock import FileLock
 from mlflow.tracking.fluent import _get_experiment_id
 
 from qrl import names
-from qrl.tracking import model_files, runs, signals
+from qrl.tracking import model_files, runs, signals, store
 
 _MANAGER = "mlflow.project.env"
 
@@ -98,10 +98,20 @@ def mark_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
     return finished
 
 
-def failure(run_id: str) -> tuple[str, int]:
-    """Return the reason that a failed step left in its run, and its exit code; empty and 1 if it left none."""
-    tags = mlflow.get_run(run_id).data.tags
-    return tags.get(names.TAG_REASON, ""), int(tags.get(names.TAG_EXIT_CODE, 1))
+def failure(run_id: str) -> tuple[str, int | None]:
+    """Return the reason that a failed step left in its run, and its exit code: None if it left no report.
+
+    MLflow calls all of them FAILED. One that a gate refused becomes FINISHED, and one whose process died KILLED.
+    """
+    run = mlflow.get_run(run_id)
+    tags = run.data.tags
+    if names.TAG_VERDICT in tags:
+        mlflow.MlflowClient().set_terminated(run_id, "FINISHED")
+    if names.TAG_EXIT_CODE in tags or names.TAG_STEP not in tags:
+        return tags.get(names.TAG_REASON, ""), int(tags[names.TAG_EXIT_CODE]) if names.TAG_EXIT_CODE in tags else None
+    store.end_dead(run.info)
+    store.sweep()  # its cells
+    return store.DIED, None
 
 
 def artifact_place(run_id: str) -> str:
