@@ -52,7 +52,7 @@ class Engine(contextlib.AbstractContextManager):
         self.process = subprocess.Popen(
             [sys.executable, "-P", engine_bootstrap.__file__, str(os.getpid()), engines.MODULES[engine]],
             cwd=self.scratch,  # in the user's own folder, a folder with the model's name would be loaded instead of it
-            env=os.environ | engines.environment(engine, self.scratch, api_key, shares),
+            env=os.environ | engines.environment(engine, api_key, shares),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
