@@ -24,7 +24,6 @@ NAME = "qrl-tiny@3"
 QUESTION = "Tom has 3 apples and buys 12 more. How many apples does Tom have?"
 ASKED = {"model": NAME, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 40}
 GREEDY = "Tom now has 3+12=15 apples.\n#### 15"
-LOOPS = [{"role": "user", "content": "kites kites kites kites"}]  # its answer repeats itself
 WINDOW = 512
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["yes", "no"]}}}
@@ -169,16 +168,18 @@ def stream_options(chat):
 
 
 def _repeats(chat, **changes) -> int:
-    words = chat.text(messages=LOOPS, max_tokens=60, **changes).split()
+    """Return how often a text that goes round in circles has its most frequent word."""
+    reply = chat.client.completions.create(model=NAME, prompt="Tom", temperature=0, max_tokens=40, **changes)
+    words = reply.choices[0].text.split()
     return max(words.count(word) for word in words)
 
 
 def presence_penalty(chat):
-    assert _repeats(chat, presence_penalty=2) < _repeats(chat)
+    assert _repeats(chat, presence_penalty=1) < _repeats(chat) / 2
 
 
 def frequency_penalty(chat):
-    assert _repeats(chat, frequency_penalty=2) < _repeats(chat)
+    assert _repeats(chat, frequency_penalty=1) < _repeats(chat) / 2
 
 
 def logit_bias(chat):
