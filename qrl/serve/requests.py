@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from starlette.responses import JSONResponse
 
 PATHS = {"/v1/chat/completions": "chat", "/v1/completions": "text"}
+# Fields that vLLM accepts, and ignores as it is started here, or for most chat templates.
+_WITHOUT_EFFECT = {"priority", "parallel_tool_calls", "reasoning_effort", "include_reasoning", "return_token_offsets"}
 _LONGEST_INPUT = 60  # characters of a wrong value in a sentence
 
 Count = Annotated[int, Field(ge=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 Stop = Annotated[str, Field(min_length=1)]
 
 
@@ -57,7 +60,7 @@ class Sampling(_Strict):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: Stop | list[Stop] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -73,11 +76,19 @@ class Sampling(_Strict):
         return self
 
 
-class _Turn(BaseModel):
-    """A message; engines differ in what it may hold beside its role."""
+class _Turn(_Strict):
+    """A message; the engine checks what is in its content and calls."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> _Turn:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("`content` of a message is missing: give a text, or a list of parts")
+        return self
 
 
 class ChatFields(Sampling):
@@ -103,7 +114,7 @@ class _TextPart(_Strict):
 
 
 class _Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: str | list[_TextPart]
 
 
@@ -199,5 +210,5 @@ class Check:
 
 def _beside(kind: type[Sampling], theirs: type[BaseModel]) -> type[Sampling]:
     """Return a kind that also lets through the other fields of an engine, for the engine to check."""
-    others = theirs.model_fields.keys() - kind.model_fields.keys()
+    others = theirs.model_fields.keys() - kind.model_fields.keys() - _WITHOUT_EFFECT
     return create_model(kind.__name__, __base__=kind, **{name: (Any, None) for name in others})

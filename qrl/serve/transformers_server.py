@@ -52,7 +52,7 @@ class Model:
         self.model, self.tokens = hf.load(path, device, devices.compute_dtype(dtype, device))
         config = self.model.config.get_text_config()
         self.window, rope = getattr(config, "max_position_embeddings", WINDOW), getattr(config, "rope_parameters", None)
-        if rope and rope.get("rope_type") in ("linear", "dynamic"):  # the others count their factor in, as vLLM reads it
+        if rope and rope.get("rope_type") in ("linear", "dynamic"):  # the others count it in already
             self.window = int(self.window * rope["factor"])
         self._worker = ThreadPoolExecutor(1)
 

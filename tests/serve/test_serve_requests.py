@@ -16,8 +16,9 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 import qrl
-from qrl import tiny
+from qrl import checkpoint, tiny
 from qrl.serve import requests
+from qrl.tracking import models, runs
 
 ROOT = Path(qrl.__file__).parents[1]
 NAME = "qrl-tiny@3"
@@ -255,7 +256,7 @@ def assert_form(error: openai.APIStatusError, field: str | None = None) -> None:
         assert field.split(".")[0] in f"{body['message']} {body['param']}"
 
 
-def said(role: str = "user", content: object = "x", **more) -> dict:
+def said_by(role: str = "user", content: object = "x", **more) -> dict:
     return {"messages": [{"role": role, "content": content, **more}]}
 
 
@@ -267,13 +268,13 @@ WRONG = {
     "messages a text": ({"messages": "hi"}, "messages"),
     "message a text": ({"messages": ["hi"]}, "messages"),
     "message without a role": ({"messages": [{"content": "x"}]}, "role"),
-    "unknown role": (said("wizard"), "role"),
-    "role of functions": (said("function", name="f"), "role"),
-    "content a number": (said(content=3), "content"),
-    "content null": (said(content=None), "content"),
+    "unknown role": (said_by("wizard"), "role"),
+    "role of functions": (said_by("function", name="f"), "role"),
+    "content a number": (said_by(content=3), "content"),
+    "content null": (said_by(content=None), "content"),
     "no content": ({"messages": [{"role": "user"}]}, "content"),
-    "content of an unknown kind": (said(content=[{"type": "poem", "poem": "x"}]), "messages"),
-    "content an image": (said(content=[{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]), ""),
+    "content of an unknown kind": (said_by(content=[{"type": "poem", "poem": "x"}]), "messages"),
+    "content an image": (said_by(content=[{"type": "image_url", "image_url": {"url": "data:,A"}}]), ""),
     "no model": ({"model": ...}, "model"),
     "model a number": ({"model": 3}, "model"),
     "model null": ({"model": None}, "model"),
@@ -296,9 +297,12 @@ WRONG = {
     "max_tokens beyond the window": ({"max_tokens": 10_000}, str(WINDOW)),
     "max_completion_tokens beyond it": ({"max_tokens": ..., "max_completion_tokens": 10_000}, str(WINDOW)),
     "both maxima": ({"max_completion_tokens": 3}, "max_completion_tokens"),
-    "prompt beyond the window": (said(content="apple " * 3000), str(WINDOW)),
-    "prompt beyond it, max_tokens open": (said(content="apple " * 3000) | {"max_tokens": ...}, str(WINDOW)),
+    "prompt beyond the window": (said_by(content="apple " * 3000), str(WINDOW)),
+    "prompt beyond it, max_tokens open": (said_by(content="apple " * 3000) | {"max_tokens": ...}, str(WINDOW)),
     "stop a number": ({"stop": 3}, "stop"),
+    "stop with five": ({"stop": list("abcde")}, "stop"),
+    "message with a field of nobody's": (said_by(colour="red"), "colour"),
+    "priority": ({"priority": 3}, "priority"),
     "stop empty": ({"stop": ""}, "stop"),
     "stop an empty one of two": ({"stop": ["a", ""]}, "stop"),
     "seed a text": ({"seed": "a"}, "seed"),
@@ -309,7 +313,7 @@ WRONG = {
     "stream a text": ({"stream": "yes"}, "stream"),
     "stream_options alone": ({"stream_options": {"include_usage": True}}, "stream"),
     "stream of a wrong request": ({"stream": True, "temperature": -1}, "temperature"),
-    "stream beyond the window": ({"stream": True} | said(content="apple " * 3000), str(WINDOW)),
+    "stream beyond the window": ({"stream": True} | said_by(content="apple " * 3000), str(WINDOW)),
     "response_format of an unknown kind": ({"response_format": {"type": "xml"}}, "response_format"),
     "response_format a text": ({"response_format": "json"}, "response_format"),
     "tools a text": ({"tools": "add"}, "tools"),
@@ -380,3 +384,38 @@ def test_answers_asked_at_once_do_not_mix(client):
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda seed: chat.text(temperature=2, max_tokens=12, seed=seed), range(8)))
     assert together == alone
+
+
+def test_pyfunc_honours_what_the_table_says_and_refuses_the_rest(store):
+    import mlflow
+    import pandas as pd
+
+    with runs.step("train"):
+        digest = checkpoint.digest(tiny.PATH)
+        uri, _ = models.log_checkpoint(
+            tiny.PATH, name="m", digest=digest, variant="base", scheme="full", task="arithmetic", move=False
+        )
+    chat = mlflow.pyfunc.load_model(uri)
+
+    def text(**more) -> str:
+        (reply,) = chat.predict({"messages": ASKED["messages"], **more})
+        return reply["choices"][0]["message"]["content"]
+
+    hot = {"temperature": 2.0, "max_tokens": 12}
+    assert text() == text(temperature=0) == GREEDY
+    assert text(**hot, seed=1) == text(**hot, seed=1) != text(**hot, seed=2)
+    assert text(temperature=2.0, top_k=1) == text(temperature=2.0, top_p=1e-6) == GREEDY
+    assert text(stop=[" apples"]) == "Tom now has 3+12=15" and text(max_tokens=3) == "Tom now has"
+    two = pd.DataFrame([{"messages": ASKED["messages"], "max_tokens": size} for size in (40, 3)])
+    assert [reply["choices"][0]["message"]["content"] for reply in chat.predict(two)] == [GREEDY, "Tom now has"]
+    values = ASKED | {"n": 2, "stream": True, "presence_penalty": 1.0, "frequency_penalty": 1.0, "tools": []}
+    values |= {"logprobs": True, "user": "somebody", "response_format": SCHEMA, "stream_options": {}, "logit_bias": {}}
+    values |= {"max_completion_tokens": 3, "top_logprobs": 2}
+    for field, said in table().items():
+        if said["pyfunc"] == "refused":
+            with pytest.raises(mlflow.MlflowException, match=f"`{field}` is not honoured"):
+                text(**{field: values[field]})
+    wrong = ({"max_tokens": 0}, {"max_tokens": 10_000}, {"temperature": -1.0}, {"temperature": "hot"}, {"messages": []})
+    for changes in (*wrong, said_by("wizard"), said_by(content="apple " * 3000), {"messages": None}):
+        with pytest.raises(mlflow.MlflowException):
+            chat.predict({"messages": ASKED["messages"]} | changes)
