@@ -18,7 +18,7 @@ from qrl.recipe import Recipe
 from qrl.steps import inputs
 from qrl.tasks import prompt
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
-from qrl.workspace import workspace, written_whole
+from qrl.workspace import workspace, written, written_whole
 
 PAGE = "weights.html"
 Quantized = dict[str, dict[str, Path]]  # scheme → variant → checkpoint
@@ -37,21 +37,12 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, 
     full = {variant: _full(recipe, address) for variant, address in ((names.BASE, base), (names.GRPO, trained))}
     below = _quantized(recipe, quantized)
     if out is not None:
-        folder = Path(out)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()  # fails before minutes of work, not after them
-            metrics = _measure(recipe, full, below, folder)
-        except OSError as error:  # errors of the inputs are BadInput already
-            where = f"{folder} ({error.strerror or error})"
-            raise BadInput(
-                f"Tables and figures cannot be written to {where}: give a writable folder, on a disk with free space."
-            ) from None
+        with written(Path(out), "diagnosis", {}):  # errors of the inputs are BadInput already
+            tempfile.TemporaryFile(dir=out).close()  # fails before minutes of work, not after them
+            metrics = _measure(recipe, full, below, Path(out))
         click.echo("\n".join(f"{name:36} {value:.6g}" for name, value in metrics.items()))
-        tables = [names.WEIGHTS]
-        tables += [names.STORED] if below else []
-        tables += [names.BEHAVIOUR] if recipe.diagnose.behaviour else []
-        click.echo(f"Written to {out}: {', '.join(tables)}, {names.FIGURES}/.", err=True)
+        made = {names.WEIGHTS: True, names.STORED: below, names.BEHAVIOUR: recipe.diagnose.behaviour}
+        click.echo(f"Written to {out}: {', '.join(filter(made.get, made))}, {names.FIGURES}/.", err=True)
         return
     store.prepare()
     digests = {variant: checkpoint.digest(path) for variant, path in full.items()}
