@@ -9,6 +9,8 @@ import re
 import signal
 import socket
 import subprocess
+import sys
+import types
 from pathlib import Path
 
 import openai
@@ -16,8 +18,11 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 import qrl
-from qrl import checkpoint, tiny
+from qrl import checkpoint, quantize, tasks, tiny
+from qrl.evaluate import cells
+from qrl.recipe import Evaluate, Recipe
 from qrl.serve import requests
+from qrl.tasks import prompt
 from qrl.tracking import models, runs
 
 ROOT = Path(qrl.__file__).parents[1]
@@ -419,3 +424,64 @@ def test_pyfunc_honours_what_the_table_says_and_refuses_the_rest(store):
     for changes in (*wrong, said_by("wizard"), said_by(content="apple " * 3000), {"messages": None}):
         with pytest.raises(mlflow.MlflowException):
             chat.predict({"messages": ASKED["messages"]} | changes)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("scheme", ["nf4", "w8a8"])
+def test_a_quantized_model_gives_the_answers_that_evaluation_grades(scheme, tmp_path):
+    from starlette.testclient import TestClient
+
+    from qrl.serve import transformers_server
+
+    path = quantize.run(scheme, tiny.PATH, tmp_path / scheme, calibration=[QUESTION] * 8).path
+    questions = tasks.load("arithmetic", "heldout", 24, 0)
+    recipe = Recipe(task="arithmetic", prompt="answer-line", evaluate=Evaluate(max_new_tokens=64, batch_size=1))
+    graded = cells.ask(cells.Cell("base", scheme, path), questions, recipe, "cpu").frame["completion"].tolist()
+    app = transformers_server.application(transformers_server.Model(path, "cpu", "auto"), NAME)
+    with TestClient(app) as connection:
+        chat = Chat(openai.OpenAI(base_url="http://testserver/v1", api_key="none", http_client=connection))
+        served = [
+            chat.text(messages=prompt.messages(question.question, "answer-line"), max_tokens=64)
+            for question in questions
+        ]
+    assert served == graded
+
+
+@pytest.fixture
+def behind_check(monkeypatch):
+    """A client of an application that says what it was asked, behind the check that stands before vLLM."""
+    from pydantic import BaseModel
+    from starlette.applications import Starlette
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+    from starlette.testclient import TestClient
+
+    class Theirs(BaseModel):
+        """Some fields of vLLM's own."""
+
+        messages: list
+        top_k: int = 0
+        priority: int = 0
+        response_format: dict | None = None
+
+    for kind, name in (("chat_completion", "ChatCompletionRequest"), ("completion", "CompletionRequest")):
+        place = f"vllm.entrypoints.openai.{kind}.protocol"
+        monkeypatch.setitem(sys.modules, place, types.SimpleNamespace(**{name: Theirs}))
+
+    async def echo(request):
+        return JSONResponse({"asked": (await request.body()).decode()})
+
+    routes = [Route(path, echo, methods=["POST"]) for path in (*requests.PATHS, "/v1/other")]
+    return TestClient(requests.Check(Starlette(routes=routes)))
+
+
+def test_the_check_before_vllm_passes_whole_bodies_and_refuses_what_vllm_would_ignore(behind_check):
+    body = json.dumps(ASKED | {"top_k": 3, "response_format": SCHEMA}, indent=3)
+    assert behind_check.post("/v1/chat/completions", content=body).json() == {"asked": body}
+    assert behind_check.post("/v1/other", content="{nope").json() == {"asked": "{nope"}
+    for changes in ({"colour": 1}, {"priority": 1}, {"temperature": "0.5"}, {"n": True}, said_by("wizard")):
+        reply = behind_check.post("/v1/chat/completions", json=ASKED | changes)
+        assert reply.status_code == 400 and next(iter(changes)) in reply.json()["error"]["message"]
+    tool = {"role": "tool", "content": "3", "tool_call_id": "a"}
+    calls = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "add", "arguments": "{}"}}]}
+    assert behind_check.post("/v1/chat/completions", json=ASKED | {"messages": [calls, tool]}).status_code == 200
