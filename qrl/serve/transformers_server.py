@@ -22,7 +22,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from transformers import GenerationConfig
 
 from qrl.engine import device as devices
 from qrl.engine import hf
@@ -43,6 +42,17 @@ class Piece:
     logprobs: list[dict]  # of its tokens, if they were wanted
     finish: str | None  # with the last piece: "stop" or "length"
     written: int  # tokens of this answer so far
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A request on its way to the worker, and where its pieces go."""
+
+    asked: Chat | Text
+    prompt: list[int]
+    room: int
+    hand_over: Callable[[Piece], None]
+    cancelled: threading.Event
 
 
 class Model:
@@ -97,13 +107,11 @@ class Model:
         finally:
             cancelled.set()
 
-    def _generate(self, job: "_Job") -> None:
+    def _generate(self, job: _Job) -> None:
         asked = job.asked
         temperature = 1.0 if asked.temperature is None else asked.temperature
-        own, sampled = self.model.generation_config, temperature >= GREEDY
-        sampling = {"temperature": temperature, "top_p": asked.top_p or 1.0, "top_k": 0} if sampled else {}
-        ends = {"eos_token_id": own.eos_token_id, "pad_token_id": own.pad_token_id}
-        settings = GenerationConfig(do_sample=sampled, max_new_tokens=job.room, **sampling, **ends)
+        how = {"do_sample": temperature >= GREEDY, "max_new_tokens": job.room}
+        how |= {"temperature": temperature, "top_p": asked.top_p or 1.0, "top_k": 0} if how["do_sample"] else {}
         ids = torch.tensor([job.prompt], device=self.model.device)
         if asked.seed is None:
             torch.seed()  # not the continuation of an earlier request's seed
@@ -111,21 +119,10 @@ class Model:
             torch.manual_seed(asked.seed)
         for index in range(asked.n or 1):
             answer = _Answer(self, job, index)
-            how = {"logits_processor": [answer.shape], "stopping_criteria": [answer.watch]}
+            how |= {"logits_processor": [answer.shape], "stopping_criteria": [answer.watch]}
             if not job.cancelled.is_set():
                 with torch.inference_mode():
-                    self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings, **how)
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A request on its way to the worker, and where its pieces go."""
-
-    asked: Chat | Text
-    prompt: list[int]
-    room: int
-    hand_over: Callable[[Piece], None]
-    cancelled: threading.Event
+                    self.model.generate(ids, attention_mask=torch.ones_like(ids), **how)
 
 
 class _Answer:
