@@ -20,6 +20,7 @@ from qrl.formats import plain
 TRANSFORMERS, VLLM = "transformers", "vllm"
 # Run as `python -m`: the `vllm` command crashes in the CPU build.
 MODULES = {TRANSFORMERS: "qrl.serve.transformers_server", VLLM: "vllm.entrypoints.openai.api_server"}
+API_KEY = "QRL_API_KEY"  # the variable with the key that clients must send
 DRAIN_S = 25  # how long an engine may finish running answers once it is told to stop
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # No downloads, no telemetry, no check for newer versions.
@@ -65,11 +66,8 @@ def default(device: str) -> str:
     return VLLM if device != "cpu" and importlib.util.find_spec("vllm") else TRANSFORMERS
 
 
-def check(engine: str, api_key: str | None) -> None:
-    """Raise BadInput if an engine is not installed, or knows no API key and would serve unguarded."""
-    if api_key and engine == TRANSFORMERS:
-        unguarded = "on loopback without --api-key and QRL_API_KEY"
-        raise BadInput(f"`transformers serve` knows no API key: serve with --engine vllm, or {unguarded}.")
+def check(engine: str) -> None:
+    """Raise BadInput if an engine is not installed."""
     if engine == VLLM and importlib.util.find_spec("vllm") is None:
         raise BadInput(
             "vLLM is not installed in this environment: run `mlflow run . -e serve … --env-manager uv`, which builds "
@@ -81,7 +79,7 @@ def environment(engine: str, api_key: str | None, shares: bool = False) -> dict[
     """Return an engine's environment variables; `shares`: beside another engine."""
     common = _QUIET | {"PYTHONPATH": os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))}
     if engine == TRANSFORMERS:
-        return common
+        return common | {API_KEY: api_key or ""}
     # Otherwise every vLLM on a CPU pins itself to the same cores, and the serving engine, spinning, starves the other.
     unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if shares else {}
     return common | _CPU_CACHE | unbound | ({"VLLM_API_KEY": api_key} if api_key else {})

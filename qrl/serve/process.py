@@ -41,9 +41,9 @@ class Engine(contextlib.AbstractContextManager):
             shares: another engine will run beside it.
 
         Raises:
-            BadInput: vLLM is not installed here, or a key is set for an engine without keys.
+            BadInput: vLLM is not installed here.
         """
-        engines.check(engine, api_key)
+        engines.check(engine)
         self.engine = engine
         self.serving = self._reaped = False
         self.listen: tuple[str, int] | Path | None = None  # set by `load`; a path is a Unix socket's

@@ -7,6 +7,8 @@ one after the other. `requests` says what is honoured; anything else is refused.
 import argparse
 import asyncio
 import json
+import os
+import secrets
 import threading
 import time
 import uuid
@@ -26,7 +28,7 @@ from starlette.routing import Route
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.serve import requests
-from qrl.serve.engines import DRAIN_S
+from qrl.serve.engines import API_KEY, DRAIN_S
 from qrl.serve.requests import PATHS, Chat, Refusal, Text
 
 GREEDY = 1e-5  # temperatures below it are greedy, as in vLLM
@@ -182,8 +184,9 @@ def _text(content: str | list) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def application(model: Model, name: str) -> Starlette:
-    """Return the application that serves a model under a name."""
+def application(model: Model, name: str, key: str = "") -> Starlette:
+    """Return the application that serves a model under a name, to clients that send the key, if there is one."""
+    expected = f"Bearer {key}".encode()
     card = {
         "id": name,
         "object": "model",
@@ -192,7 +195,12 @@ def application(model: Model, name: str) -> Starlette:
         "max_model_len": model.window,
     }
 
+    def check_key(request: Request) -> None:
+        if key and not secrets.compare_digest(request.headers.get("authorization", "").encode(), expected):
+            raise Refusal("The API key is missing or wrong: send this server's.", code="invalid_api_key", status=401)
+
     async def complete(request: Request) -> Response:
+        check_key(request)
         is_chat = PATHS[request.url.path] == "chat"
         asked = requests.parse(Chat if is_chat else Text, await request.body())
         if asked.model != name:
@@ -215,7 +223,8 @@ def application(model: Model, name: str) -> Starlette:
         written = sum(parts[-1].written for parts in answers.values())
         return JSONResponse(head | {"choices": choices, "usage": _usage(len(prompt), written)})
 
-    async def models(_request: Request) -> Response:
+    async def models(request: Request) -> Response:
+        check_key(request)
         return JSONResponse({"object": "list", "data": [card]})
 
     async def health(_request: Request) -> Response:
@@ -279,7 +288,7 @@ def main() -> None:
     for option in ("--model", "--name", "--device", "--dtype", "--host", "--port"):
         parser.add_argument(option, required=True, type=int if option == "--port" else str)
     given = parser.parse_args()
-    app = application(Model(Path(given.model), given.device, given.dtype), given.name)
+    app = application(Model(Path(given.model), given.device, given.dtype), given.name, os.environ.get(API_KEY, ""))
     uvicorn.run(app, host=given.host, port=given.port, timeout_graceful_shutdown=DRAIN_S)
 
 

@@ -329,8 +329,8 @@ def test_a_version_that_cannot_be_served_is_reported_in_one_sentence_and_never_a
 
 
 def test_a_key_is_passed_by_the_environment_and_never_ignored():
-    with pytest.raises(BadInput, match="knows no API key"):
-        process.Engine("transformers", "s3cret")
+    assert engines.environment("transformers", "s3cret")["QRL_API_KEY"] == "s3cret"
+    assert engines.environment("transformers", None)["QRL_API_KEY"] == ""  # not one of this process's environment
     assert engines.environment("vllm", "s3cret")["VLLM_API_KEY"] == "s3cret"
 
 

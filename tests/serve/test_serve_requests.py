@@ -447,6 +447,24 @@ def test_a_quantized_model_gives_the_answers_that_evaluation_grades(scheme, tmp_
     assert served == graded
 
 
+def test_a_request_without_the_servers_key_is_a_401():
+    from starlette.testclient import TestClient
+
+    from qrl.serve import transformers_server
+
+    model = types.SimpleNamespace(window=WINDOW)  # which nobody without the key reaches
+    with TestClient(transformers_server.application(model, NAME, "s3cret")) as connection:
+        for key in ("none", "s3cret2", "s3cr\xe9", ""):
+            headers = {"Authorization": f"Bearer {key}".encode("latin-1")}
+            for reply in (
+                connection.get("/v1/models", headers=headers),
+                connection.post("/v1/chat/completions", json=ASKED, headers=headers),
+            ):
+                assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+        let_in = connection.get("/v1/models", headers={"Authorization": "Bearer s3cret"})
+        assert let_in.status_code == connection.get("/health").status_code == 200
+
+
 @pytest.fixture
 def behind_check(monkeypatch):
     """A client of an application that says what it was asked, behind the check that stands before vLLM."""
