@@ -56,7 +56,7 @@ class Sampling(_Strict):
     """Fields of both endpoints. None is OpenAI's default."""
 
     model: str
-    max_tokens: Count | None = None  # None: as many as the window has room for
+    max_tokens: Count | None = None  # None: as many as the window has room for, 16 of a text
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None

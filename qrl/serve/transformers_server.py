@@ -32,6 +32,7 @@ from qrl.serve.engines import API_KEY, DRAIN_S
 from qrl.serve.requests import PATHS, Chat, Refusal, Text
 
 GREEDY = 1e-5  # temperatures below it are greedy, as in vLLM
+TEXT_TOKENS = 16  # OpenAI's default of `max_tokens` at /v1/completions
 WINDOW = 2048  # tokens, where a config names no window, as in vLLM
 
 
@@ -90,7 +91,7 @@ class Model:
             raise Refusal(f"{limit}: shorten it.", "messages" if isinstance(asked, Chat) else "prompt", code)
         if (wanted or 0) > left:
             raise Refusal(f"{limit}: an answer can have {left} at most, not {wanted}.", "max_tokens", code)
-        return wanted or left
+        return wanted or (left if isinstance(asked, Chat) else min(TEXT_TOKENS, left))
 
     async def write(self, asked: Chat | Text, prompt: list[int], room: int) -> AsyncIterator[Piece]:
         """Yield the pieces of all answers to a request as they are written; a caller that stops cancels the rest."""

@@ -364,18 +364,12 @@ def test_a_text_is_completed_and_a_wrong_one_refused(client):
     asked = {"model": NAME, "prompt": "Tom has 3", "max_tokens": 4, "temperature": 0}
     reply = client.completions.create(**asked)
     assert reply.usage.completion_tokens == 4 and reply.choices[0].finish_reason == "length"
-    assert (
-        "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True))
-        == reply.choices[0].text
-    )
-    assert len(client.completions.create(**asked, n=2).choices) == 2
-    for wrong in (
-        {"prompt": "apple " * 3000},
-        {"prompt": 3},
-        {"n": 0},
-        {"temperature": "hot"},
-        {"extra_body": {"colour": 1}},
-    ):
+    chunks = client.completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == reply.choices[0].text
+    assert len(client.completions.create(**asked | {"temperature": 1}, n=2).choices) == 2
+    assert client.completions.create(**asked | {"max_tokens": openai.omit}).usage.completion_tokens == 16
+    long, unknown = {"prompt": "apple " * 3000}, {"extra_body": {"colour": 1}}
+    for wrong in (long, unknown, {"prompt": 3}, {"n": 0}, {"temperature": "hot"}):
         with pytest.raises(openai.BadRequestError) as caught:
             client.completions.create(**(asked | wrong))
         assert_form(caught.value)
