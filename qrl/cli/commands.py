@@ -12,12 +12,13 @@ from click import option
 import qrl
 from qrl import names
 from qrl.cli.models import benchmark_command, promote_command, serve_command
-from qrl.cli.options import SWITCH, RecipeCommand, Typed, listed
+from qrl.cli.options import SWITCH, RecipeCommand, Typed, listed, named
 from qrl.cli.standalone import grade_command, plan_command
 from qrl.errors import BadInput
 
 ALL = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
-ROWS = "Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster."
+ROWS = "Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster. "
+ROWS += "VARIANT:SCHEME=FILE,… for a file per cell."
 SCHEMES = ", ".join(names.QUANTIZED_SCHEMES)
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
 RENAMED = "was renamed: `sweep` trains several methods and ranks them, `compare --rank` ranks cells already evaluated."
@@ -154,6 +155,10 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 @cli.command("compare", cls=RecipeCommand, sections=("compare",))
 @option("--questions", metavar="FILE", help=ROWS)
 @option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"full": 68, …}, "grpo": {…}}')
+@option(
+    "--columns", metavar="OURS=THEIRS,…", help="Other names of columns, such as correct=exact_match,question=doc_id."
+)
+@option("--reference", metavar="SCHEME", help="The files' name for full precision, such as bf16. [default: full]")
 @option("--cells", metavar="RUN,…", help="Evaluation runs of cells, under one training seed or several.")
 @option("--rank", **SWITCH, help="Rank cells by accuracy, against base and grpo in full precision.")
 @option("--methods", **SWITCH, hidden=True)
@@ -172,15 +177,20 @@ def compare_command(settings, rank: bool | None, methods: bool | None, out: str 
     options = [f"--{name}" for name in ("questions", "counts", "cells") if inputs[name]]
     if len(options) != 1:
         raise BadInput(f"compare needs one of --questions, --counts or --cells, not {' and '.join(options) or 'none'}.")
+    other = [f"--{name}" for name in ("columns", "reference") if inputs[name] is not None]
+    if other and (options == ["--cells"] or (options == ["--counts"] and "--columns" in other)):
+        raise BadInput(f"{other[0]} is about files of --questions, not {options[0]}: omit it.")
     if rank and options == ["--counts"]:
         raise BadInput("compare --rank pairs answers question by question: give --questions or --cells, not --counts.")
     if not out and options != ["--cells"]:
         raise BadInput(f"compare {options[0]} needs --out DIR: the folder for the table and the figures.")
+    columns = named("--columns", inputs["columns"])
     run_ids = listed("--cells", inputs["cells"]) if inputs["cells"] else []
+    source = compare.Source(**inputs | {"columns": columns, "cells": run_ids})
     if rank:
-        compare.methods(settings, inputs["questions"], run_ids, out)
+        compare.methods(settings, source, out)
     elif out:
-        compare.compare_files(settings, **inputs | {"cells": run_ids}, out=out)
+        compare.compare_files(settings, source, out)
     else:
         environments.check_checkout("compare")
         compare.compare(settings, run_ids)

@@ -3,7 +3,7 @@
 import click
 from click import option
 
-from qrl.cli.options import SWITCH
+from qrl.cli.options import SWITCH, named
 from qrl.errors import BadInput
 
 
@@ -48,12 +48,22 @@ def plan_command(between_seed_sd: float | None, between_seed_sd_gain: float | No
 @click.command("grade")
 @option("--task", required=True, metavar="TASK", help="Grader to use: arithmetic, gsm8k, math, deepmath.")
 @option("--out", required=True, metavar="OUT.jsonl", help="File for the graded rows.")
-@option("--file", "option", metavar="FILE.jsonl", help="The same as the argument, for `mlflow run … -P file=…`.")
-@click.argument("file", metavar="FILE.jsonl", required=False)
-def grade_command(task: str, out: str, option: str | None, file: str | None) -> None:
-    """Grade your own completions. Rows with `completion` and `answer` get `parsed`, `strict` and `flexible`."""
+@option("--columns", metavar="OURS=THEIRS,…", help="Other names of columns, such as completion=output,answer=target.")
+@option("--file", "option", metavar="FILE", help="The same as the argument, for `mlflow run … -P file=…`.")
+@click.argument("file", metavar="FILE", required=False)
+def grade_command(task: str, out: str, columns: str | None, option: str | None, file: str | None) -> None:
+    """Grade your own completions: the first of two commands to a verdict on results from elsewhere.
+
+    \b
+    qrl grade --task gsm8k answers.jsonl --out graded.jsonl     rows of all cells
+    qrl grade --task gsm8k base:full=a.jsonl,grpo:full=b.jsonl,base:nf4=c.jsonl,grpo:nf4=d.jsonl --out graded.jsonl
+    qrl compare --questions graded.jsonl --out report
+
+    FILE is parquet, CSV, JSON or JSONL. Rows with `completion` and `answer` get `parsed`, `strict`, `flexible` and
+    `correct`, which is `strict` as 0 or 1.
+    """
     from qrl.tasks import files
 
     if (file is None) == (option is None):
         raise BadInput("grade reads one file of completions: give it as FILE.jsonl or as --file FILE.jsonl.")
-    click.echo(files.grade(task, file or option, out))
+    click.echo(files.grade_file(task, file or option, out, named("--columns", columns)))

@@ -1,42 +1,62 @@
-"""Files to compare: a row per cell and question, or counts alone."""
+"""Files to compare: a row per cell and question, or counts alone; their names for columns and full precision."""
 
 import json
-from collections.abc import Hashable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from qrl import names
+from qrl import names, tables
 from qrl.errors import BadInput
 
 
-def read_questions(path: str | Path) -> pd.DataFrame:
+def read_questions(
+    source: str | Path, *, columns: Mapping[str, str] | None = None, reference: str | None = None
+) -> pd.DataFrame:
     """Return a row per cell and question, from parquet, CSV or JSON (an array of records, or a record per line).
 
+    Args:
+        source: a file, or `VARIANT:SCHEME=FILE,…`.
+        columns: our name of a column → its name in the file, such as {"correct": "exact_match"}.
+        reference: the file's name for the full-precision scheme; None if it is `full`.
+
     Raises:
-        BadInput: the file is missing, or is not in the format that its name says.
+        BadInput: as `tables.records`, or as `referred`.
     """
-    path = Path(path)
-    labels: dict[Hashable, type[str]] = dict.fromkeys(("variant", "scheme", "question", "cluster", "seed"), str)
-    readers = {
-        ".parquet": pd.read_parquet,
-        ".csv": lambda file: pd.read_csv(file, dtype=labels),
-        ".json": lambda file: pd.read_json(file, dtype={"question": str}),
-        ".jsonl": lambda file: pd.read_json(file, dtype={"question": str}, lines=True),
-    }
-    if path.suffix not in readers:
-        expected = f"per-question outcomes are read from {', '.join(readers)}"
-        raise BadInput(f"{path} ends in '{path.suffix}', but {expected}: rename or convert it.")
-    if not path.is_file():
-        advice = "give the table of per-question outcomes, such as a study's questions.parquet"
-        raise BadInput(f"There is no file {path}: {advice}.")
-    try:
-        frame = readers[path.suffix](path)
-    except (ValueError, OSError, UnicodeDecodeError) as error:  # pyarrow's and pandas' parser errors are ValueErrors
-        reason = " ".join(str(error).split())[:200].rstrip(".")
-        raise BadInput(f"{path} is not readable as {path.suffix[1:]}: {reason}.") from None
-    return frame.assign(scheme=frame["scheme"].map(names.scheme, na_action="ignore")) if "scheme" in frame else frame
+    return referred(tables.frame(source, columns), reference)
+
+
+def referred(frame: pd.DataFrame, reference: str | None) -> pd.DataFrame:
+    """Return a table of outcomes with full precision called `full`; tables show the reference's own name beside it.
+
+    Raises:
+        BadInput: as `present_names`.
+    """
+    if "scheme" not in frame:
+        return frame
+    labels = frame["scheme"].astype(object)
+    schemes = present_names({label for label in labels if isinstance(label, str)}, reference)
+    if reference is not None:
+        dtype = frame[names.DTYPE].astype(object) if names.DTYPE in frame else pd.Series("", frame.index, dtype=object)
+        frame = frame.assign(**{names.DTYPE: dtype.mask(labels == reference, reference)})
+    return frame.assign(scheme=[schemes.get(label, label) if isinstance(label, str) else label for label in labels])
+
+
+def present_names(labels: Iterable[str], reference: str | None) -> dict[str, str]:
+    """Return a file's name of each scheme → ours; `reference` is the file's name of full precision.
+
+    Raises:
+        BadInput: the reference is none of the labels, or another label means full precision too.
+    """
+    schemes = {label: names.FULL if label == reference else names.scheme(label) for label in labels}
+    full = [label for label, scheme in schemes.items() if scheme == names.FULL]
+    if reference is not None and full != [reference]:
+        found = (
+            f"beside {', '.join(full)}" if reference in full else f"but the schemes are {', '.join(sorted(schemes))}"
+        )
+        raise BadInput(f"The reference is '{reference}', {found}: name the one scheme that is full precision.")
+    return schemes
 
 
 def read_counts(path: str | Path) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,28 @@ TABLE_FILES = f"{names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/"
 METHODS_FILES = f"{ranking.METHODS_MD}, {ranking.METHODS_JSON}, {names.FIGURES}/"
 
 
+@dataclass(frozen=True)
+class Source:
+    """What to compare: rows of a user's file, counts alone, or cells of the store.
+
+    `columns` and `reference` are the file's names, as for `read_questions`.
+    """
+
+    questions: str | None = None
+    counts: str | None = None
+    cells: Sequence[str] = ()
+    columns: Mapping[str, str] = field(default_factory=dict)
+    reference: str | None = None
+
+    def rows(self) -> pd.DataFrame:
+        """Return a row per cell and question."""
+        if self.questions:
+            return room.read_questions(self.questions, columns=self.columns, reference=self.reference)
+        from qrl.tracking import cells  # imports MLflow, which takes a second
+
+        return cells.rows(list(self.cells))
+
+
 def compare(recipe: Recipe, cells: list[str]) -> None:
     """Log the table of evaluated cells: table.md, table.json, questions.parquet, figures, metrics with intervals.
 
@@ -34,9 +57,9 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         recipe: its `compare.margin` decides what counts as survival.
         cells: run ids of the cells' evaluations.
     """
-    from qrl.tracking import keys, reuse, runs  # imports MLflow, which takes a second
+    from qrl.tracking import keys, reuse, runs
 
-    frame = _rows(None, cells)
+    frame = Source(cells=cells).rows()
     comparison = room.from_questions(frame, margin=recipe.compare.margin)  # raises before a run is opened
     key = keys.comparison(recipe, cells)
     with (
@@ -52,23 +75,23 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         reuse.record_outputs(artifacts=artifacts, values=values)
 
 
-def compare_files(recipe: Recipe, *, questions: str | None, counts: str | None, cells: list[str], out: str) -> None:
+def compare_files(recipe: Recipe, source: Source, out: str) -> None:
     """Write the same table into a folder, for files of the user or cells of the store; log nothing."""
     margin = recipe.compare.margin
-    if counts:
-        comparison = room.from_counts(room.read_counts(counts), margin=margin)
+    if source.counts:
+        comparison = room.from_counts(room.read_counts(source.counts), margin=margin, reference=source.reference)
     else:
-        comparison = room.from_questions(_rows(questions, cells), margin=margin)
+        comparison = room.from_questions(source.rows(), margin=margin)
     click.echo(write(comparison, Path(out)))
     click.echo(f"Written to {out}: {TABLE_FILES}.", err=True)
 
 
-def methods(recipe: Recipe, questions: str | None, cells: list[str], out: str | None) -> None:
+def methods(recipe: Recipe, source: Source, out: str | None) -> None:
     """Rank cells against base and full precision: methods.md, methods.json, a figure.
 
     They are written to `out`, or logged with questions.parquet to a run of their own.
     """
-    frame = _rows(questions, cells)
+    frame = source.rows()
     measured = ranking.measure(frame)  # raises before a run is opened
     if out:
         click.echo(write_methods(measured, Path(out)))
@@ -126,14 +149,6 @@ def write_methods(
     with written(out, "methods", {ranking.METHODS_MD: text, ranking.METHODS_JSON: document}) as drawn:
         figures.methods(measured, title, drawn / "methods.png")
     return text
-
-
-def _rows(questions: str | None, cells: list[str]) -> pd.DataFrame:
-    if questions:
-        return room.read_questions(questions)
-    from qrl.tracking import cells as evaluated
-
-    return evaluated.rows(cells)
 
 
 @contextmanager

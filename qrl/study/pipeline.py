@@ -20,12 +20,15 @@ EARNED = {  # stage → the cell that a study promotes to it
 }
 
 
-def study(recipe: Recipe, overrides: dict[str, str]) -> None:
+def study(recipe: Recipe, overrides: dict[str, str]) -> str:
     """Run the whole study, reuse finished steps, and print the table, the verdict and what to do next.
 
     Args:
         recipe: the resolved settings.
         overrides: recipe name and overrides as typed; every step gets them, so its run shows how to repeat it alone.
+
+    Returns:
+        The id of the study's run.
     """
     from qrl import registry
     from qrl.study import report
@@ -51,6 +54,7 @@ def study(recipe: Recipe, overrides: dict[str, str]) -> None:
             report.close(shown, time.monotonic() - began, refused=str(refused))
             raise
         report.close(shown, time.monotonic() - began, stage=stage)
+        return run.info.run_id
 
 
 class StudySteps:
