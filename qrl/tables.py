@@ -125,12 +125,12 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _of_parquet(path: Path) -> Iterator[Row]:
-    from pyarrow import lib, parquet
+    from pyarrow import ArrowException, parquet
 
     try:
         table = parquet.ParquetFile(path).read()
         rows = table.to_pylist()
-    except (lib.ArrowException, OSError, ValueError, OverflowError):
+    except (ArrowException, OSError, ValueError, OverflowError):
         raise BadInput(f"{path} is no parquet file, or is damaged: write it again, or give the table as CSV.") from None
     _check(str(path), table.column_names, {})
     return ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))

@@ -58,7 +58,7 @@ def test_other_names_for_columns_and_full_precision(tmp_path):
     assert ranked.shown(("grpo", "full")) == "grpo · full (bf16)"
     counts = {"n": 100, "base": {"bf16": 60, "nf4": 58}, "grpo": {"bf16": 80, "nf4": 78}}
     assert "| full (bf16) |" in compare.compare(counts, reference="bf16").markdown()
-    for reference, says in (("fp32", "the schemes are bf16, nf4"), ("nf4", "beside full")):
+    for reference, says in (("fp32", "the schemes are bf16, nf4"), ("nf4", "full means full precision too")):
         schemes = table if reference == "fp32" else frame()
         with pytest.raises(BadInput, match=says):
             compare.compare(schemes.assign(correct=1, question="a"), reference=reference)

@@ -164,7 +164,7 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 @option("--methods", **SWITCH, hidden=True)
 @option("--out", metavar="DIR", help="Write files there, without MLflow; needed with --questions and --counts.")
 def compare_command(settings, rank: bool | None, methods: bool | None, out: str | None, **inputs: str | None) -> None:
-    """Compute deltas and gain survival with paired intervals.
+    """Compute gains and gain survival with paired intervals.
 
     `seed` numbers training runs: a random effect, never pooled. `sample` numbers answers to the same question: averaged
     per question, with pass@k beside them. `cluster` names groups of questions that are not independent.

@@ -52,9 +52,9 @@ def present_names(labels: Iterable[str], reference: str | None) -> dict[str, str
     schemes = {label: names.FULL if label == reference else names.scheme(label) for label in labels}
     full = [label for label, scheme in schemes.items() if scheme == names.FULL]
     if reference is not None and full != [reference]:
-        found = (
-            f"beside {', '.join(full)}" if reference in full else f"but the schemes are {', '.join(sorted(schemes))}"
-        )
+        found = f"but the schemes are {', '.join(sorted(schemes))}"
+        if reference in full:
+            found = f"but {', '.join(label for label in full if label != reference)} means full precision too"
         raise BadInput(f"The reference is '{reference}', {found}: name the one scheme that is full precision.")
     return schemes
 

@@ -124,7 +124,7 @@ class StudySteps:
         """Return the comparison of all cells."""
         run_ids = [cell.run_id for cell in cells.values()]
         key = keys.comparison(self.recipe, run_ids)
-        return self._one("compare", "deltas and gain survival", key, {"cells": ",".join(run_ids)})
+        return self._one("compare", "gains and gain survival", key, {"cells": ",".join(run_ids)})
 
     def promote(self, cells: dict[str, Result]) -> str:
         """Promote the study's cells to their stages, each through its gate, and return the last stage.

@@ -132,7 +132,7 @@ def _packed(recipe: Recipe) -> str:
         return ""
     return (
         f"The adapter was trained over a base in {recipe.train.storage} and merged into the dequantized base. "
-        "`base` is the original model in every delta, so the gain includes the cost of packing."
+        "`base` is the original model in every gain, so the gain includes the cost of packing."
     )
 
 

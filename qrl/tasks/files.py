@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ class Graded:
     """
 
     task: str
-    rows: tuple[dict[str, Any], ...]
+    rows: tuple[dict[str, Any], ...] = field(repr=False)
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -109,7 +109,12 @@ def grade_file(task: str, source: str | Path, out: str | Path, columns: Mapping[
     failed = f", {faults} of them not graded within the grader's limits" if faults else ""
     line = f"n = {n}{failed}: strict {strict:.4f}, flexible {flexible:.4f}, parsed {parsed:.4f}; rows in {out}"
     needed = [key for key in (*CELL, "question") if not all(key in row for row in graded.rows)]
-    following = f"Next: python -m qrl compare --questions {shlex.quote(str(out))} --out DIR"
+    schemes = {str(row.get("scheme")) for row in graded.rows}
+    other = sorted(schemes.difference(names.QUANTIZED_SCHEMES))  # full precision under another name
+    reference = (
+        f" --reference {shlex.quote(other[0])}" if len(other) == 1 and names.scheme(other[0]) != names.FULL else ""
+    )
+    following = f"Next: python -m qrl compare --questions {shlex.quote(str(out))}{reference} --out DIR"
     if needed:
         following = f"To compare cells, the rows also need {', '.join(needed)}; see qrl/compare/README.md."
     return "\n".join((line, *([] if needed else ["", str(graded), ""]), following))

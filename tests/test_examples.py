@@ -1,0 +1,82 @@
+"""The example notebook: its cells run in order, and give the outputs that are stored in it.
+
+`python -m tests.test_examples --write`, in the project's root, stores the outputs of today.
+"""
+
+import ast
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import qrl
+
+NOTEBOOKS = sorted((Path(qrl.__file__).parent / "examples").glob("*.ipynb"))
+
+
+def executed(notebook: dict) -> list[dict]:
+    """Return the notebook's cells with the outputs that a kernel would store, run in this process in order."""
+    names: dict = {"__name__": "__main__"}
+    cells, count = [], 0
+    for cell in notebook["cells"]:
+        ran = {}
+        if cell["cell_type"] == "code":
+            count += 1
+            ran = {"execution_count": count, "outputs": outputs("".join(cell["source"]), names, count)}
+        cells.append(cell | ran)
+    return cells
+
+
+def outputs(source: str, names: dict, count: int) -> list[dict]:
+    """Return what a cell prints, and how its last expression shows itself."""
+    *statements, last = ast.parse(source).body
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        value = None
+        if isinstance(last, ast.Expr):
+            value = (compiled(statements, names), eval(ast.unparse(last), names))[1]
+        else:
+            compiled([*statements, last], names)
+    stored = []
+    if text := printed.getvalue():
+        stored.append({"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)})
+    if value is not None:
+        shown = {"text/html": "_repr_html_", "text/markdown": "_repr_markdown_", "text/plain": "__repr__"}
+        data = {kind: getattr(value, method)() for kind, method in shown.items() if hasattr(value, method)}
+        data = {kind: text.splitlines(keepends=True) for kind, text in data.items()}
+        stored.append({"data": data, "execution_count": count, "metadata": {}, "output_type": "execute_result"})
+    return stored
+
+
+def compiled(statements: list[ast.stmt], names: dict) -> None:
+    exec(compile(ast.Module(statements, []), "cell", "exec"), names)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_gives_the_outputs_that_it_shows(path):
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    for cell, now in zip(notebook["cells"], executed(notebook), strict=True):
+        assert cell == now, "run `python -m tests.test_examples --write`"
+    assert len(notebook["cells"]) <= 10 and path.stat().st_size < 20_000
+
+
+def test_the_package_imports_nothing_heavy_and_its_rooms_are_functions():
+    code = (
+        "import sys, qrl; heavy = {'pandas', 'numpy', 'torch', 'mlflow', 'pydantic', 'scipy'} & set(sys.modules); "
+        "import qrl.study.pipeline, qrl.compare.table, inspect; "
+        "print(heavy, callable(qrl.study), callable(qrl.compare), list(inspect.signature(qrl.compare).parameters))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set() True True ['data', 'columns', 'reference', 'margin']"
+    with pytest.raises(AttributeError, match="no attribute 'diagnoze'"):
+        qrl.diagnoze  # noqa: B018
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
+    for path in NOTEBOOKS:
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        notebook["cells"] = executed(notebook)
+        path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
