@@ -21,13 +21,16 @@ CELL = re.compile(r"([\w.+ -]+):([\w.+ -]+)=(.+)")
 FORMATS = (".parquet", ".csv", ".json", ".jsonl")
 
 
-def records(source: str | Path, columns: Mapping[str, str] | None = None) -> list[Row]:
+def records(
+    source: str | Path, columns: Mapping[str, str] | None = None, where: Mapping[str, str] | None = None
+) -> list[Row]:
     """Return a table's rows, each with where it stands.
 
     Args:
         source: a file, or `VARIANT:SCHEME=FILE,…`, whose rows get the columns `variant` and `scheme`. Files per cell
             without a column `question` are matched by position if their answers are the same.
         columns: our name of a column → its name in the file.
+        where: column → the value of the rows to keep, such as {"filter": "strict-match"}.
 
     Raises:
         BadInput: a file is missing, is not in the format that its name says, lacks a named column, or has no rows;
@@ -40,6 +43,12 @@ def records(source: str | Path, columns: Mapping[str, str] | None = None) -> lis
     for path, rows in by_file.items():
         if not rows:
             raise BadInput(f"{path} has no rows: expected a header or keys, and a row per answer.")
+        for column, value in (where or {}).items():
+            values = dict.fromkeys(str(row.get(column)) for _, row in rows)
+            if value not in values:
+                present = ", ".join(values)[:300]
+                raise BadInput(f"{path} has no row with '{value}' in the column '{column}', which holds {present}.")
+            rows[:] = [row for row in rows if str(row[1].get(column)) == value]
         if columns:
             _check(str(path), list(dict.fromkeys(key for _, row in rows for key in row)), columns)
             new = [{ours: row.get(theirs) for ours, theirs in columns.items()} for _, row in rows]
@@ -49,13 +58,14 @@ def records(source: str | Path, columns: Mapping[str, str] | None = None) -> lis
     return [row for rows in by_file.values() for row in rows]
 
 
-def frame(source: str | Path, columns: Mapping[str, str] | None = None) -> pd.DataFrame:
+def frame(
+    source: str | Path, columns: Mapping[str, str] | None = None, where: Mapping[str, str] | None = None
+) -> pd.DataFrame:
     """Return the same table as a frame; empty cells of a CSV file are missing values. Arguments, errors: `records`."""
     import pandas as pd
 
-    return pd.DataFrame(
-        [{key: value for key, value in row.items() if value != ""} for _, row in records(source, columns)]
-    )
+    rows = records(source, columns, where)
+    return pd.DataFrame([{key: value for key, value in row.items() if value != ""} for _, row in rows])
 
 
 def renamed(frame: pd.DataFrame, columns: Mapping[str, str] | None) -> pd.DataFrame:

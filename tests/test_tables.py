@@ -12,7 +12,15 @@ from qrl.compare import ranking
 from qrl.errors import BadInput
 from qrl.tasks import files
 
+pytestmark = pytest.mark.usefixtures("in_process")
 CELLS = [(variant, scheme) for variant in ("base", "grpo") for scheme in ("full", "nf4")]
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Let a command run in this process, whose signals and libraries keep their settings."""
+    monkeypatch.setattr(ending.process, "settle", lambda: None)
+    monkeypatch.setattr(ending.signals, "guard", lambda: None)
 
 
 def rows(n: int = 40, **changes) -> list[dict]:
@@ -85,9 +93,7 @@ def completions(tmp_path, **changes) -> str:
     return ",".join(f"{v}:{s}={tmp_path}/{v}-{s}.jsonl" for v, s in CELLS)
 
 
-def test_from_grade_to_compare_in_two_commands(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(ending.process, "settle", lambda: None)
-    monkeypatch.setattr(ending.signals, "guard", lambda: None)
+def test_from_grade_to_compare_in_two_commands(tmp_path, capsys):
     source, graded = completions(tmp_path), str(tmp_path / "graded.jsonl")
     cli.main(["grade", "--task", "gsm8k", source, "--out", graded])
     said = capsys.readouterr().out
@@ -168,10 +174,8 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_file_gets_a_sentence_and_exit_code_2(case, tmp_path, monkeypatch, capsys):
+def test_a_broken_file_gets_a_sentence_and_exit_code_2(case, tmp_path, capsys):
     name, content, says = BROKEN[case]
-    monkeypatch.setattr(ending.process, "settle", lambda: None)
-    monkeypatch.setattr(ending.signals, "guard", lambda: None)
     (tmp_path / "folder.csv").mkdir()
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -192,9 +196,7 @@ def test_a_broken_file_gets_a_sentence_and_exit_code_2(case, tmp_path, monkeypat
         (["--reference", "bf16"], "the schemes are full, nf4"),
     ],
 )
-def test_names_that_the_file_lacks(words, says, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(ending.process, "settle", lambda: None)
-    monkeypatch.setattr(ending.signals, "guard", lambda: None)
+def test_names_that_the_file_lacks(words, says, tmp_path, capsys):
     frame().to_csv(tmp_path / "q.csv", index=False)
     with pytest.raises(SystemExit) as ended:
         cli.main(["compare", "--questions", str(tmp_path / "q.csv"), "--out", str(tmp_path / "out"), *words])
@@ -215,3 +217,40 @@ def test_cells_that_are_no_files(source, says, tmp_path, monkeypatch):
         frame().to_csv(name, index=False)
     with pytest.raises(BadInput, match=says):
         tables.records(source)
+
+
+def test_the_samples_of_another_harness(tmp_path, capsys):
+    """Files as lm-evaluation-harness writes them: a line per question and filter, an object per question."""
+    for variant, scheme in CELLS:
+        part = [row for row in rows() if (row["variant"], row["scheme"]) == (variant, scheme)]
+        lines = [
+            {
+                "doc_id": number,
+                "doc": {"question": "?", "answer": "#### 7"},
+                "resps": [["#### 7"]],
+                "filter": kind,
+                "exact_match": float(row["correct"] if kind == "strict-match" else 1),
+            }
+            for kind in ("strict-match", "flexible-extract")
+            for number, row in enumerate(part)
+        ]
+        (tmp_path / f"{variant}-{scheme}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source = ",".join(f"{v}:{s.replace('full', 'bf16')}={tmp_path}/{v}-{s}.jsonl" for v, s in CELLS)
+    words = [
+        "compare",
+        "--questions",
+        source,
+        "--columns",
+        "question=doc_id,correct=exact_match",
+        "--reference",
+        "bf16",
+    ]
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--out", str(tmp_path / "out")])
+    assert "more than once" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--where", "filter=loose", "--out", str(tmp_path / "out")])
+    assert "which holds strict-match, flexible-extract" in capsys.readouterr().err
+    cli.main([*words, "--where", "filter=strict-match", "--out", str(tmp_path / "out")])
+    table = json.loads((tmp_path / "out" / "table.json").read_text())
+    assert {scheme: entry["delta"] for scheme, entry in table.items()} == verdicts(compare.from_questions(frame()))

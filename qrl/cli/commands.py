@@ -158,6 +158,7 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 @option(
     "--columns", metavar="OURS=THEIRS,…", help="Other names of columns, such as correct=exact_match,question=doc_id."
 )
+@option("--where", metavar="COLUMN=VALUE,…", help="Rows to keep, such as filter=strict-match; the others are ignored.")
 @option("--reference", metavar="SCHEME", help="The files' name for full precision, such as bf16. [default: full]")
 @option("--cells", metavar="RUN,…", help="Evaluation runs of cells, under one training seed or several.")
 @option("--rank", **SWITCH, help="Rank cells by accuracy, against base and grpo in full precision.")
@@ -165,6 +166,11 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 @option("--out", metavar="DIR", help="Write files there, without MLflow; needed with --questions and --counts.")
 def compare_command(settings, rank: bool | None, methods: bool | None, out: str | None, **inputs: str | None) -> None:
     """Compute gains and gain survival with paired intervals.
+
+    \b
+    qrl compare --questions graded.jsonl --out report                   rows that `grade` wrote, or your own
+    qrl compare --questions base:bf16=a.jsonl,grpo:bf16=b.jsonl,base:nf4=c.jsonl,grpo:nf4=d.jsonl \\
+        --columns question=doc_id,correct=exact_match --where filter=strict-match --reference bf16 --out report
 
     `seed` numbers training runs: a random effect, never pooled. `sample` numbers answers to the same question: averaged
     per question, with pass@k beside them. `cluster` names groups of questions that are not independent.
@@ -177,16 +183,16 @@ def compare_command(settings, rank: bool | None, methods: bool | None, out: str 
     options = [f"--{name}" for name in ("questions", "counts", "cells") if inputs[name]]
     if len(options) != 1:
         raise BadInput(f"compare needs one of --questions, --counts or --cells, not {' and '.join(options) or 'none'}.")
-    other = [f"--{name}" for name in ("columns", "reference") if inputs[name] is not None]
-    if other and (options == ["--cells"] or (options == ["--counts"] and "--columns" in other)):
+    other = [f"--{name}" for name in ("columns", "where", "reference") if inputs[name] is not None]
+    if other and (options == ["--cells"] or (options == ["--counts"] and other != ["--reference"])):
         raise BadInput(f"{other[0]} is about files of --questions, not {options[0]}: omit it.")
     if rank and options == ["--counts"]:
         raise BadInput("compare --rank pairs answers question by question: give --questions or --cells, not --counts.")
     if not out and options != ["--cells"]:
         raise BadInput(f"compare {options[0]} needs --out DIR: the folder for the table and the figures.")
-    columns = named("--columns", inputs["columns"])
+    mapped = {name: named(f"--{name}", inputs[name]) for name in ("columns", "where")}
     run_ids = listed("--cells", inputs["cells"]) if inputs["cells"] else []
-    source = compare.Source(**inputs | {"columns": columns, "cells": run_ids})
+    source = compare.Source(**inputs | mapped | {"cells": run_ids})
     if rank:
         compare.methods(settings, source, out)
     elif out:

@@ -117,7 +117,7 @@ def named(option: str, text: str | None) -> dict[str, str]:
     pairs = [[part.strip() for part in item.split("=", 1)] for item in listed(option, text)] if text is not None else []
     for item in pairs:
         if len(item) < 2 or not all(item):
-            raise BadInput(f"{option} has the item '{'='.join(item)}': expected OURS=THEIRS, several by comma.")
+            raise BadInput(f"{option} has the item '{'='.join(item)}': expected NAME=VALUE, several by comma.")
     if len(names := dict(pairs)) < len(pairs):
         raise BadInput(f"{option} is '{text}', which repeats a name: give each name once.")
     return names

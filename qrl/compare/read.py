@@ -12,19 +12,24 @@ from qrl.errors import BadInput
 
 
 def read_questions(
-    source: str | Path, *, columns: Mapping[str, str] | None = None, reference: str | None = None
+    source: str | Path,
+    *,
+    columns: Mapping[str, str] | None = None,
+    where: Mapping[str, str] | None = None,
+    reference: str | None = None,
 ) -> pd.DataFrame:
     """Return a row per cell and question, from parquet, CSV or JSON (an array of records, or a record per line).
 
     Args:
         source: a file, or `VARIANT:SCHEME=FILE,…`.
         columns: our name of a column → its name in the file, such as {"correct": "exact_match"}.
+        where: column → the value of the rows to keep, such as {"filter": "strict-match"}.
         reference: the file's name for the full-precision scheme; None if it is `full`.
 
     Raises:
         BadInput: as `tables.records`, or as `referred`.
     """
-    return referred(tables.frame(source, columns), reference)
+    return referred(tables.frame(source, columns, where), reference)
 
 
 def referred(frame: pd.DataFrame, reference: str | None) -> pd.DataFrame:

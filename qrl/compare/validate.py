@@ -59,9 +59,8 @@ def check_columns(frame: pd.DataFrame) -> None:
     """
     if missing := [column for column in COLUMNS if column not in frame]:
         present = ", ".join(map(str, frame.columns))[:300] or "none"
-        expected = f"expected {quoted(COLUMNS)}, a row per cell and question"
-        named = f"its columns are {present}. Name others with --columns, as in {missing[0]}=NAME"
-        raise BadInput(f"The table of outcomes lacks {quoted(missing)}: {expected}; {named}.")
+        expected = f"expected {quoted(COLUMNS)}, or other names for them in --columns {missing[0]}=NAME"
+        raise BadInput(f"The table of outcomes lacks {quoted(missing)} among its columns {present}: {expected}.")
     if frame.empty:
         raise BadInput("The table of outcomes is empty: expected a row per cell and question.")
     for column in frame.columns.intersection([*COLUMNS, "seed", "cluster", "sample"], sort=False):
@@ -96,7 +95,7 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
         raise BadInput(
             f"Cell {cell_name(row.variant, row.scheme)} answers question '{row.question}' more than once ({len(twice)} "
             "such rows in all): expected one row per cell and question. Mark training runs in a column 'seed', and "
-            "several answers to one question in a column 'sample'."
+            "several answers to one question in a column 'sample'; --where COLUMN=VALUE keeps some rows only."
         )
     return table
 

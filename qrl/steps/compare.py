@@ -32,19 +32,21 @@ METHODS_FILES = f"{ranking.METHODS_MD}, {ranking.METHODS_JSON}, {names.FIGURES}/
 class Source:
     """What to compare: rows of a user's file, counts alone, or cells of the store.
 
-    `columns` and `reference` are the file's names, as for `read_questions`.
+    `columns`, `where` and `reference` are those of `read_questions`.
     """
 
     questions: str | None = None
     counts: str | None = None
     cells: Sequence[str] = ()
     columns: Mapping[str, str] = field(default_factory=dict)
+    where: Mapping[str, str] = field(default_factory=dict)
     reference: str | None = None
 
     def rows(self) -> pd.DataFrame:
         """Return a row per cell and question."""
         if self.questions:
-            return room.read_questions(self.questions, columns=self.columns, reference=self.reference)
+            named = {"columns": self.columns, "where": self.where}
+            return room.read_questions(self.questions, **named, reference=self.reference)
         from qrl.tracking import cells  # imports MLflow, which takes a second
 
         return cells.rows(list(self.cells))
