@@ -1,4 +1,4 @@
-"""The example notebook: its cells run in order, and give the outputs that are stored in it.
+"""The Python face: the example notebook's cells give the outputs stored in it, and a study returns what it found.
 
 `python -m tests.test_examples --write`, in the project's root, stores the outputs of today.
 """
@@ -11,11 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 import qrl
 
 NOTEBOOKS = sorted((Path(qrl.__file__).parent / "examples").glob("*.ipynb"))
+CELLS = {("base", "full"): 2, ("grpo", "full"): 7, ("base", "nf4"): 2, ("grpo", "nf4"): 6}
 
 
 def executed(notebook: dict) -> list[dict]:
@@ -73,6 +75,26 @@ def test_the_package_imports_nothing_heavy_and_its_rooms_are_functions():
     assert done.stdout.strip() == "set() True True ['data', 'columns', 'reference', 'margin']"
     with pytest.raises(AttributeError, match="no attribute 'diagnoze'"):
         qrl.diagnoze  # noqa: B018
+
+
+def test_a_study_returns_its_comparison(store, monkeypatch, tmp_path):
+    from qrl.study import pipeline
+    from qrl.tracking import contents, runs
+
+    asked = []
+    rows = [(v, s, q, int(q % 10 < right)) for (v, s), right in CELLS.items() for q in range(60)]
+    frame = pd.DataFrame(rows, columns=["variant", "scheme", "question", "correct"])
+    with runs.step("study") as run:
+        (tmp_path / "out").mkdir()
+        frame.to_parquet(tmp_path / "out" / "questions.parquet")
+        contents.log_folder(tmp_path / "out")
+    monkeypatch.setattr(pipeline, "study", lambda *words: asked.append(words) or run.info.run_id)
+    found = qrl.study("tiny", **{"train.steps": 3, "compare.margin": 0.1})
+    assert asked[0][0].train.steps == 3 and asked[0][1]["train.steps"] == "3"
+    assert found.run_id == run.info.run_id and found.comparison.margin == 0.1
+    assert str(found) == found._repr_markdown_() == qrl.compare(frame, margin=0.1).markdown()
+    with pytest.raises(AttributeError):
+        found.run_id = ""
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["--write"]:

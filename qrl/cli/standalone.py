@@ -23,6 +23,7 @@ from qrl.errors import BadInput
 @option("--own-questions", **SWITCH, help="Seeds draw their own questions, as in the task arithmetic, and share none.")
 @option("--pilot", metavar="FILE", help="questions.parquet of an earlier study, to estimate the numbers above.")
 @option("--scheme", metavar="SCHEME", help="Scheme of the pilot. [default: the one that loses most of the gain]")
+@option("--reference", metavar="SCHEME", help="The pilot's name for full precision, such as bf16. [default: full]")
 @option("--out", metavar="DIR", help="Write table.md, table.json and a figure there.")
 def plan_command(between_seed_sd: float | None, between_seed_sd_gain: float | None, **options) -> None:
     """Compute how many questions and training seeds a study needs.
@@ -39,7 +40,9 @@ def plan_command(between_seed_sd: float | None, between_seed_sd_gain: float | No
     """
     from qrl.steps import plan
 
-    requested = {key: options.pop(key) for key in ("pilot", "scheme", "n", "effect", "power", "seeds", "out")}
+    requested = {
+        key: options.pop(key) for key in ("pilot", "scheme", "reference", "n", "effect", "power", "seeds", "out")
+    }
     options["between_survival"] = between_seed_sd
     options["between_gain"] = between_seed_sd if between_seed_sd_gain is None else between_seed_sd_gain
     plan.make({key: value for key, value in options.items() if value is not None}, **requested)
