@@ -13,20 +13,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import pandas as pd
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from qrl.compare.build import compare as compare
     from qrl.registry.versions import Version
     from qrl.study.face import study as study
-    from qrl.tasks.files import Graded
+    from qrl.tasks.files import grade as grade
 
 __version__ = "0.1.0"
 __all__ = ["compare", "grade", "load", "resolve", "study"]
@@ -43,29 +40,14 @@ class Room(ModuleType):
         return vars(self)[self.__name__.rpartition(".")[2]]
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     if name in ("compare", "study"):
         return import_module(f"qrl.{name}")
+    if name == "grade":
+        from qrl.tasks.files import grade
+
+        return grade
     raise AttributeError(f"module 'qrl' has no attribute '{name}'")
-
-
-def grade(data: pd.DataFrame | str | Path, task: str, *, columns: Mapping[str, str] | None = None) -> Graded:
-    """Grade your own completions.
-
-    Args:
-        data: rows with `completion` and `answer`: a frame, a file, or files per cell (`VARIANT:SCHEME=FILE,…`).
-        task: the task with the grader to use: arithmetic, gsm8k, math or deepmath.
-        columns: our name of a column → its name in the data, such as {"completion": "output"}.
-
-    Returns:
-        Graded, which shows its rates as a table; `frame` has the rows with their verdicts.
-
-    Raises:
-        BadInput: the task is unknown, the data cannot be read, or a row lacks a field; the row is named.
-    """
-    from qrl.tasks import files
-
-    return files.grade(data, task, columns=columns)
 
 
 def load(

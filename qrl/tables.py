@@ -1,4 +1,4 @@
-"""Tables that users bring: parquet, CSV, JSON or JSONL, in one file or in a file per cell."""
+"""Tables that users bring: a frame, or parquet, CSV, JSON or JSONL in one file or in a file per cell."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,105 +17,64 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Row = tuple[str, dict[str, Any]]  # where it is, for errors, and its fields
-CELL = re.compile(r"([\w.+ -]+):([\w.+ -]+)=(.+)")
 FORMATS = (".parquet", ".csv", ".json", ".jsonl")
+CELL = re.compile(r"([^:=,]+):([^:=,]+)=(.+)")
 
 
 def records(
-    source: str | Path, columns: Mapping[str, str] | None = None, where: Mapping[str, str] | None = None
+    source: pd.DataFrame | str | Path, columns: Mapping[str, str] | None = None, where: Mapping[str, str] | None = None
 ) -> list[Row]:
     """Return a table's rows, each with where it stands.
 
     Args:
-        source: a file, or `VARIANT:SCHEME=FILE,…`, whose rows get the columns `variant` and `scheme`. Files per cell
-            without a column `question` are matched by position if their answers are the same.
-        columns: our name of a column → its name in the file.
+        source: a frame, a file, or `VARIANT:SCHEME=FILE,…`, whose rows get the columns `variant` and `scheme`.
+        columns: our name of a column → its name in the table.
         where: column → the value of the rows to keep, such as {"filter": "strict-match"}.
 
     Raises:
-        BadInput: a file is missing, is not in the format that its name says, lacks a named column, or has no rows;
-            files per cell cannot be matched.
+        BadInput: a file is missing, or not in the format that its name says; a named column or value is missing from
+            it; it has no rows.
     """
-    files = _files(str(source))
-    by_file = {path: [(where, row | labels) for where, row in _rows(path)] for labels, path in files}
-    if len(by_file) < len(files):
-        raise BadInput(f"'{source}' names a file twice: expected a file of its own for every cell.")
-    for path, rows in by_file.items():
+    kept: list[Row] = []
+    for labels, name, rows in _parts(source):
+        present = list(dict.fromkeys(key for _, row in rows for key in row))
         if not rows:
-            raise BadInput(f"{path} has no rows: expected a header or keys, and a row per answer.")
+            raise BadInput(f"{name} has no rows: expected named columns, and a row per answer.")
+        if absent := [column for column in [*(columns or {}).values(), *(where or {})] if column not in present]:
+            raise BadInput(f"{name} has no column '{absent[0]}': its columns are {', '.join(present)[:300]}.")
         for column, value in (where or {}).items():
-            values = dict.fromkeys(str(row.get(column)) for _, row in rows)
+            values = dict.fromkeys(str(row[column]) for _, row in rows if column in row)
             if value not in values:
-                present = ", ".join(values)[:300]
-                raise BadInput(f"{path} has no row with '{value}' in the column '{column}', which holds {present}.")
-            rows[:] = [row for row in rows if str(row[1].get(column)) == value]
-        if columns:
-            _check(str(path), list(dict.fromkeys(key for _, row in rows for key in row)), columns)
-            new = [{ours: row.get(theirs) for ours, theirs in columns.items()} for _, row in rows]
-            rows[:] = [(where, row | named) for (where, row), named in zip(rows, new, strict=True)]
-    if files[0][0]:
-        _match(by_file)
-    return [row for rows in by_file.values() for row in rows]
+                raise BadInput(f"{name} has no row with {column}={value}: that column holds {', '.join(values)[:300]}.")
+            rows[:] = [(at, row) for at, row in rows if str(row.get(column)) == value]
+        renamed = (columns or {}).items()
+        kept += [(at, row | labels | {new: row.get(old) for new, old in renamed}) for at, row in rows]
+    return kept
 
 
 def frame(
-    source: str | Path, columns: Mapping[str, str] | None = None, where: Mapping[str, str] | None = None
+    source: pd.DataFrame | str | Path, columns: Mapping[str, str] | None = None, where: Mapping[str, str] | None = None
 ) -> pd.DataFrame:
-    """Return the same table as a frame; empty cells of a CSV file are missing values. Arguments, errors: `records`."""
+    """Return the same table as a frame; empty texts are missing values. Arguments and errors as for `records`."""
     import pandas as pd
 
-    rows = records(source, columns, where)
-    return pd.DataFrame([{key: value for key, value in row.items() if value != ""} for _, row in rows])
+    table = pd.DataFrame([row for _, row in records(source, columns, where)])
+    return table.mask(table.map(lambda value: isinstance(value, str) and not value), None)
 
 
-def renamed(frame: pd.DataFrame, columns: Mapping[str, str] | None) -> pd.DataFrame:
-    """Return a frame with our names for some columns; `columns` as for `records`.
-
-    Raises:
-        BadInput: a column is missing, or two have one name.
-    """
-    _check("The table", list(map(str, frame.columns)), columns or {})
-    return frame.assign(**{ours: frame[theirs] for ours, theirs in (columns or {}).items()})
-
-
-def _check(source: str, present: list[str], columns: Mapping[str, str]) -> None:
-    if len(set(present)) < len(present):
-        raise BadInput(f"{source} has two columns of one name: rename one of {', '.join(present)[:300]}.")
-    for ours, theirs in columns.items():
-        if theirs not in present:
-            raise BadInput(f"{source} has no column '{theirs}': name one of {', '.join(present)[:300]} for '{ours}'.")
-
-
-def _files(source: str) -> list[tuple[dict[str, str], Path]]:
-    """Return the labels and the path of each file; a single file has no labels."""
-    if not CELL.match(source):
-        return [({}, Path(source))]
-    files: dict[tuple[str, str], Path] = {}
-    for item in filter(None, map(str.strip, source.split(","))):
-        if not (match := CELL.fullmatch(item)):
-            raise BadInput(f"'{item}' is not a cell with its file: expected VARIANT:SCHEME=FILE, several by comma.")
-        variant, scheme, path = match.groups()
-        if (variant, scheme) in files:
-            raise BadInput(f"The cell {variant}:{scheme} is given twice: expected one file per cell.")
-        files[variant, scheme] = Path(path)
-    return [({"variant": variant, "scheme": scheme}, path) for (variant, scheme), path in files.items()]
-
-
-def _match(by_file: dict[Path, list[Row]]) -> None:
-    """Number the rows of files per cell that have no `question`, if the same answers stand in the same rows."""
-    if any("question" in row for rows in by_file.values() for _, row in rows):
-        return
-    first, *others = by_file
-    answers = {path: [str(row.get("answer", "")) for _, row in rows] for path, rows in by_file.items()}
-    for path in others:
-        if answers[path] != answers[first] or not all(answers[path]):
-            raise BadInput(
-                f"{first} and {path} have no column 'question', and not the same 'answer' in every row, so their rows "
-                "cannot be matched: name the column that identifies the question, as in --columns question=id."
-            )
-    for rows in by_file.values():
-        for number, (_, row) in enumerate(rows, 1):
-            row["question"] = str(number)
+def _parts(source: pd.DataFrame | str | Path) -> Iterator[tuple[dict[str, str], str, list[Row]]]:
+    """Yield each file's labels, name and rows; a frame and a single file have no labels."""
+    if not isinstance(source, str | Path):
+        _check("The table", list(map(str, source.columns)))
+        yield {}, "The table", _numbered("row", source.to_dict("records"))
+    elif not CELL.match(str(source)):
+        yield {}, str(source), list(_rows(Path(source)))
+    else:
+        for item in filter(None, map(str.strip, str(source).split(","))):
+            if not (cell := CELL.fullmatch(item)):
+                raise BadInput(f"'{item}' is no cell with its file: expected VARIANT:SCHEME=FILE, several by comma.")
+            variant, scheme, path = cell.groups()
+            yield {"variant": variant, "scheme": scheme}, path, list(_rows(Path(path)))
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -125,25 +84,32 @@ def _rows(path: Path) -> Iterator[Row]:
     if not path.is_file():
         raise BadInput(f"There is no file {path}: give a table, such as a study's questions.parquet.")
     try:
-        if path.suffix == ".parquet":
-            yield from _of_parquet(path)
-        else:
-            text = path.read_bytes().decode("utf-8-sig", errors="replace")
-            yield from {".csv": _of_csv, ".json": _of_json, ".jsonl": _of_lines}[path.suffix](path, text)
+        content = path.read_bytes()
     except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror or error}): give a file that is readable.") from None
+        raise BadInput(f"{path} cannot be read ({error.strerror}): give a file that is readable.") from None
+    text = content.decode("utf-8-sig", errors="replace") if path.suffix != ".parquet" else ""
+    if path.suffix == ".csv":
+        yield from _of_csv(path, text)
+    elif path.suffix == ".jsonl":
+        lines = ((f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), 1))
+        yield from ((at, _object(at, _parsed(at, line))) for at, line in lines if line.strip())
+    else:
+        rows = _of_parquet(path, content) if path.suffix == ".parquet" else _parsed(str(path), text)
+        if not isinstance(rows, list):
+            raise BadInput(f"{path} holds a JSON {type(rows).__name__}: expected an array of objects, one per row.")
+        yield from ((at, _object(at, row)) for at, row in _numbered(f"{path}, row", rows))
 
 
-def _of_parquet(path: Path) -> Iterator[Row]:
-    from pyarrow import ArrowException, parquet
+def _of_parquet(path: Path, content: bytes) -> list[dict[str, Any]]:
+    from pyarrow import ArrowException, BufferReader, parquet
 
     try:
-        table = parquet.ParquetFile(path).read()
+        table = parquet.ParquetFile(BufferReader(content)).read()
         rows = table.to_pylist()
     except (ArrowException, OSError, ValueError, OverflowError):
         raise BadInput(f"{path} is no parquet file, or is damaged: write it again, or give the table as CSV.") from None
-    _check(str(path), table.column_names, {})
-    return ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+    _check(str(path), table.column_names)
+    return rows
 
 
 def _of_csv(path: Path, text: str) -> Iterator[Row]:
@@ -152,32 +118,25 @@ def _of_csv(path: Path, text: str) -> Iterator[Row]:
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=head.count), strict=True)
     try:
         names = next(reader, [])
-        _check(str(path), names, {})
-        for fields in reader:
-            where = f"{path}, line {reader.line_num}"
-            if fields and len(fields) != len(names):
-                raise BadInput(
-                    f"{where} has {len(fields)} values, but the header names {len(names)} columns: correct it."
-                )
-            if fields:
-                yield where, dict(zip(names, fields, strict=True))
+        _check(str(path), names)
+        for fields in filter(None, reader):
+            at = f"{path}, line {reader.line_num}"
+            if len(fields) != len(names):
+                raise BadInput(f"{at} has {len(fields)} values, but the header names {len(names)} columns: correct it.")
+            yield at, dict(zip(names, fields, strict=True))
     except csv.Error:
         raise BadInput(
             f"{path}, line {reader.line_num} has a quotation mark too many or too few: correct it."
         ) from None
 
 
-def _of_json(path: Path, text: str) -> Iterator[Row]:
-    rows = _parsed(str(path), text)
-    if not isinstance(rows, list):
-        raise BadInput(f"{path} holds a JSON {type(rows).__name__}: expected an array of objects, one per row.")
-    yield from (_object(f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+def _check(name: str, columns: Sequence[str]) -> None:
+    if len(set(columns)) < len(columns):
+        raise BadInput(f"{name} has two columns of one name: rename one of {', '.join(columns)[:300]}.")
 
 
-def _of_lines(path: Path, text: str) -> Iterator[Row]:
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield _object(f"{path}, line {number}", _parsed(f"{path}, line {number}", line))
+def _numbered(what: str, rows: Sequence[Any]) -> list[tuple[str, Any]]:
+    return [(f"{what} {number}", row) for number, row in enumerate(rows, 1)]
 
 
 def _parsed(where: str, text: str) -> Any:
@@ -187,7 +146,7 @@ def _parsed(where: str, text: str) -> Any:
         raise BadInput(f"{where} is not JSON: expected objects with a value per column.") from None
 
 
-def _object(where: str, row: Any) -> Row:
+def _object(where: str, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise BadInput(f"{where} is a JSON {type(row).__name__}: expected an object with a value per column.")
-    return where, row
+    return row

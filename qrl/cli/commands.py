@@ -190,13 +190,12 @@ def compare_command(settings, rank: bool | None, methods: bool | None, out: str 
         raise BadInput("compare --rank pairs answers question by question: give --questions or --cells, not --counts.")
     if not out and options != ["--cells"]:
         raise BadInput(f"compare {options[0]} needs --out DIR: the folder for the table and the figures.")
-    mapped = {name: named(f"--{name}", inputs[name]) for name in ("columns", "where")}
-    run_ids = listed("--cells", inputs["cells"]) if inputs["cells"] else []
-    source = compare.Source(**inputs | mapped | {"cells": run_ids})
+    given = inputs | {name: named(f"--{name}", inputs[name]) for name in ("columns", "where")}
+    given["cells"] = run_ids = listed("--cells", inputs["cells"]) if inputs["cells"] else []
     if rank:
-        compare.methods(settings, source, out)
+        compare.methods(settings, out, **given)
     elif out:
-        compare.compare_files(settings, source, out)
+        compare.compare_files(settings, out, **given)
     else:
         environments.check_checkout("compare")
         compare.compare(settings, run_ids)

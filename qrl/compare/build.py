@@ -6,11 +6,11 @@ from typing import Any
 
 import pandas as pd
 
-from qrl import names, tables
+from qrl import names
 from qrl.compare.comparison import Comparison
 from qrl.compare.evidence import Cell, Counts
 from qrl.compare.outcomes import outcomes
-from qrl.compare.read import present_names, referred
+from qrl.compare.read import read_questions
 from qrl.compare.validate import check_grid, engine, full_with_dtype
 from qrl.errors import BadInput
 
@@ -39,13 +39,9 @@ def compare(
     """
     if isinstance(data, Mapping):
         return from_counts(data, margin=margin, reference=reference)
-    if isinstance(data, pd.DataFrame):
-        data = tables.renamed(data, columns)
-    elif isinstance(data, str | Path):
-        data = tables.frame(data, columns)
-    else:
+    if not isinstance(data, pd.DataFrame | str | Path):
         raise BadInput(f"A {type(data).__name__} cannot be compared: give a frame, a file, or counts per cell.")
-    return from_questions(referred(data, reference), margin=margin)
+    return from_questions(read_questions(data, columns=columns, reference=reference), margin=margin)
 
 
 def from_questions(frame: pd.DataFrame, *, margin: float | None = None) -> Comparison:
@@ -85,9 +81,8 @@ def from_counts(counts: Mapping[str, Any], *, margin: float | None = None, refer
         if not isinstance(schemes, dict):
             expected = 'must map schemes to right answers, as in {"full": 68}'
             raise BadInput(f"'{variant}' is {schemes!r}, but {expected}.")
-        ours = present_names(schemes, reference)
         for label, count in schemes.items():
-            cell = variant, ours[label]
+            cell = variant, names.scheme(label, reference)
             if type(count) is not int or not 0 <= count <= n:
                 problem = f"Cell {names.cell_name(*cell)} has {count!r} right answers"
                 raise BadInput(f"{problem}, but must have a whole number from 0 to n = {n}.")

@@ -1,7 +1,7 @@
 """Files to compare: a row per cell and question, or counts alone; their names for columns and full precision."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,56 +12,38 @@ from qrl.errors import BadInput
 
 
 def read_questions(
-    source: str | Path,
+    source: pd.DataFrame | str | Path,
     *,
     columns: Mapping[str, str] | None = None,
     where: Mapping[str, str] | None = None,
     reference: str | None = None,
 ) -> pd.DataFrame:
-    """Return a row per cell and question, from parquet, CSV or JSON (an array of records, or a record per line).
+    """Return a row per cell and question, with our names for columns and for full precision.
 
     Args:
-        source: a file, or `VARIANT:SCHEME=FILE,…`.
-        columns: our name of a column → its name in the file, such as {"correct": "exact_match"}.
+        source: a frame, a file (parquet, CSV, JSON, JSONL), or `VARIANT:SCHEME=FILE,…`.
+        columns: our name of a column → its name in the table, such as {"correct": "exact_match"}.
         where: column → the value of the rows to keep, such as {"filter": "strict-match"}.
-        reference: the file's name for the full-precision scheme; None if it is `full`.
+        reference: the table's name for the scheme `full`; it is shown as a dtype, `full (bf16)`.
 
     Raises:
-        BadInput: as `tables.records`, or as `referred`.
+        BadInput: as `tables.records`; no row has the reference as its scheme.
     """
-    return referred(tables.frame(source, columns, where), reference)
-
-
-def referred(frame: pd.DataFrame, reference: str | None) -> pd.DataFrame:
-    """Return a table of outcomes with full precision called `full`; tables show the reference's own name beside it.
-
-    Raises:
-        BadInput: as `present_names`.
-    """
+    frame = tables.frame(source, columns, where)
     if "scheme" not in frame:
         return frame
-    labels = frame["scheme"].astype(object)
-    schemes = present_names({label for label in labels if isinstance(label, str)}, reference)
+    labels = list(frame["scheme"])
     if reference is not None:
-        dtype = frame[names.DTYPE].astype(object) if names.DTYPE in frame else pd.Series("", frame.index, dtype=object)
-        frame = frame.assign(**{names.DTYPE: dtype.mask(labels == reference, reference)})
-    return frame.assign(scheme=[schemes.get(label, label) if isinstance(label, str) else label for label in labels])
-
-
-def present_names(labels: Iterable[str], reference: str | None) -> dict[str, str]:
-    """Return a file's name of each scheme → ours; `reference` is the file's name of full precision.
-
-    Raises:
-        BadInput: the reference is none of the labels, or another label means full precision too.
-    """
-    schemes = {label: names.FULL if label == reference else names.scheme(label) for label in labels}
-    full = [label for label, scheme in schemes.items() if scheme == names.FULL]
-    if reference is not None and full != [reference]:
-        found = f"but the schemes are {', '.join(sorted(schemes))}"
-        if reference in full:
-            found = f"but {', '.join(label for label in full if label != reference)} means full precision too"
-        raise BadInput(f"The reference is '{reference}', {found}: name the one scheme that is full precision.")
-    return schemes
+        if reference not in labels:
+            raise BadInput(
+                f"No row has the scheme '{reference}': the schemes are {', '.join(sorted(set(map(str, labels))))}."
+            )
+        former = frame[names.DTYPE] if names.DTYPE in frame else [None] * len(frame)
+        dtypes = [reference if label == reference else dtype for label, dtype in zip(labels, former, strict=True)]
+        frame = frame.assign(**{names.DTYPE: dtypes})
+    return frame.assign(
+        scheme=[names.scheme(label, reference) if isinstance(label, str) else label for label in labels]
+    )
 
 
 def read_counts(path: str | Path) -> dict[str, Any]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -28,30 +27,6 @@ TABLE_FILES = f"{names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/"
 METHODS_FILES = f"{ranking.METHODS_MD}, {ranking.METHODS_JSON}, {names.FIGURES}/"
 
 
-@dataclass(frozen=True)
-class Source:
-    """What to compare: rows of a user's file, counts alone, or cells of the store.
-
-    `columns`, `where` and `reference` are those of `read_questions`.
-    """
-
-    questions: str | None = None
-    counts: str | None = None
-    cells: Sequence[str] = ()
-    columns: Mapping[str, str] = field(default_factory=dict)
-    where: Mapping[str, str] = field(default_factory=dict)
-    reference: str | None = None
-
-    def rows(self) -> pd.DataFrame:
-        """Return a row per cell and question."""
-        if self.questions:
-            named = {"columns": self.columns, "where": self.where}
-            return room.read_questions(self.questions, **named, reference=self.reference)
-        from qrl.tracking import cells  # imports MLflow, which takes a second
-
-        return cells.rows(list(self.cells))
-
-
 def compare(recipe: Recipe, cells: list[str]) -> None:
     """Log the table of evaluated cells: table.md, table.json, questions.parquet, figures, metrics with intervals.
 
@@ -61,7 +36,7 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
     """
     from qrl.tracking import keys, reuse, runs
 
-    frame = Source(cells=cells).rows()
+    frame = _rows(None, cells)
     comparison = room.from_questions(frame, margin=recipe.compare.margin)  # raises before a run is opened
     key = keys.comparison(recipe, cells)
     with (
@@ -77,23 +52,28 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         reuse.record_outputs(artifacts=artifacts, values=values)
 
 
-def compare_files(recipe: Recipe, source: Source, out: str) -> None:
-    """Write the same table into a folder, for files of the user or cells of the store; log nothing."""
+def compare_files(
+    recipe: Recipe, out: str, *, questions: str | None, counts: str | None, cells: list[str], **given: Any
+) -> None:
+    """Write the same table into a folder, for files of the user or cells of the store; log nothing.
+
+    `given` are columns, where and reference, as for `read_questions`.
+    """
     margin = recipe.compare.margin
-    if source.counts:
-        comparison = room.from_counts(room.read_counts(source.counts), margin=margin, reference=source.reference)
+    if counts:
+        comparison = room.from_counts(room.read_counts(counts), margin=margin, reference=given["reference"])
     else:
-        comparison = room.from_questions(source.rows(), margin=margin)
+        comparison = room.from_questions(_rows(questions, cells, **given), margin=margin)
     click.echo(write(comparison, Path(out)))
     click.echo(f"Written to {out}: {TABLE_FILES}.", err=True)
 
 
-def methods(recipe: Recipe, source: Source, out: str | None) -> None:
+def methods(recipe: Recipe, out: str | None, questions: str | None, cells: list[str], **given: Any) -> None:
     """Rank cells against base and full precision: methods.md, methods.json, a figure.
 
-    They are written to `out`, or logged with questions.parquet to a run of their own.
+    They are written to `out`, or logged with questions.parquet to a run of their own. `given` as in `compare_files`.
     """
-    frame = source.rows()
+    frame = _rows(questions, cells, **given)
     measured = ranking.measure(frame)  # raises before a run is opened
     if out:
         click.echo(write_methods(measured, Path(out)))
@@ -109,6 +89,14 @@ def methods(recipe: Recipe, source: Source, out: str | None) -> None:
         _log(frame, work, ranking.metrics(measured), text)
         click.echo(text)
         click.echo(f"Logged to run {runs.active_id()}: {METHODS_FILES}, {names.QUESTIONS}.", err=True)
+
+
+def _rows(questions: str | None, cells: list[str], **given: Any) -> pd.DataFrame:
+    if questions:
+        return room.read_questions(questions, **given)
+    from qrl.tracking import cells as evaluated  # imports MLflow, which takes a second
+
+    return evaluated.rows(cells)
 
 
 def _log(frame: pd.DataFrame, work: Path, metrics: dict[str, float], text: str) -> list[str]:

@@ -67,11 +67,7 @@ def grade(data: pd.DataFrame | str | Path, task: str, *, columns: Mapping[str, s
     Raises:
         BadInput: the task is unknown, the data cannot be read, or a row lacks a field; the row is named.
     """
-    if isinstance(data, str | Path):
-        rows = tables.records(data, columns)
-    else:
-        frame = tables.renamed(data, columns)
-        rows = [(f"row {number}", row) for number, row in enumerate(frame.to_dict("records"), 1)]
+    rows = tables.records(data, columns)
     for where, row in rows:
         _check(where, row)
     return Graded(task, tuple(_graded(task, rows)))
