@@ -1,7 +1,6 @@
 """Evaluate cells: all of them on the same questions in one process, a nested run for each."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +18,6 @@ from qrl.steps import inputs, outcome, record
 from qrl.tasks import prompt
 from qrl.tracking import contents, keys, lineage, models, reuse, runs, store
 from qrl.workspace import workspace
-
-# Fields of `recipe.evaluate` that are arguments of `room.ask`.
-_HANDED_ON = {"dtype", "max_new_tokens", "batch_size", "samples", "temperature", "engine", "deterministic"}
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,8 @@ def _evaluate_cell(cell: Evaluation) -> str:
         runs.child(cell.name, params=labels | {"prompt_hash": prompt_hash}, tags=tags),
         tqdm(total=len(cell.questions) * settings.samples, desc=cell.name, unit="answer", leave=False) as bar,
     ):
-        answers = _ask(cell, progress=bar.update)
+        asked = room.Cell(cell.variant, cell.scheme, cell.weights.path)
+        answers = room.ask(asked, cell.questions, recipe, cell.device, progress=bar.update)
         uri = record.given(recipe, cell.address, cell.weights, cell.variant, cell.scheme)
         digest = inputs.digest(cell.questions)
         origin = {"digest": digest, "n": len(cell.questions), "source": inputs.source_of(recipe)}
@@ -124,21 +121,6 @@ def _evaluate_cell(cell: Evaluation) -> str:
         n = f"(n = {len(cell.questions)}{_sampled(metrics, settings.samples)})"
         click.echo(f"      {cell.name}: {accuracy} {n}, {answers.tokens_per_s:,.0f} tokens/s", err=True)
         return runs.active_id()
-
-
-def _ask(cell: Evaluation, progress: Callable[[int], object]) -> room.Asked:
-    recipe, settings = cell.recipe, cell.recipe.evaluate
-    return room.ask(
-        room.Cell(cell.variant, cell.scheme, cell.weights.path),
-        cell.questions,
-        task=recipe.task,
-        template=recipe.prompt,
-        device=cell.device,
-        memory=settings.gpu_memory_utilization,
-        seed=recipe.seed,
-        progress=progress,
-        **settings.model_dump(include=_HANDED_ON),
-    )
 
 
 def _sampled(metrics: dict[str, float], samples: int) -> str:
