@@ -65,6 +65,8 @@ def frame(
 def _parts(source: pd.DataFrame | str | Path) -> Iterator[tuple[dict[str, str], str, list[Row]]]:
     """Yield each file's labels, name and rows; a frame and a single file have no labels."""
     if not isinstance(source, str | Path):
+        if not hasattr(source, "to_dict"):
+            raise BadInput(f"A {type(source).__name__} is no table: give a frame, or the path of a file.")
         _check("The table", list(map(str, source.columns)))
         yield {}, "The table", _numbered("row", source.to_dict("records"))
     elif not CELL.match(str(source)):

@@ -39,8 +39,6 @@ def compare(
     """
     if isinstance(data, Mapping):
         return from_counts(data, margin=margin, reference=reference)
-    if not isinstance(data, pd.DataFrame | str | Path):
-        raise BadInput(f"A {type(data).__name__} cannot be compared: give a frame, a file, or counts per cell.")
     return from_questions(read_questions(data, columns=columns, reference=reference), margin=margin)
 
 

@@ -19,6 +19,7 @@ from qrl.names import BASE, FULL, cell_name
 COLUMNS = ("variant", "scheme", "question", "correct")
 LABEL = re.compile(r"[\w.+-]+( [\w.+-]+)*")  # labels appear in metric names and tables
 OUTCOMES = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
+OPTIONAL = ("seed", "cluster", "sample", names.ENGINE, names.DTYPE, names.SETTINGS)
 LABEL_RULE = "expected letters, digits, spaces and . _ + -"
 ENOUGH = "expected at least 2, and hundreds for a verdict"
 
@@ -63,7 +64,7 @@ def check_columns(frame: pd.DataFrame) -> None:
         raise BadInput(f"The table of outcomes lacks {quoted(missing)} among its columns {present}: {expected}.")
     if frame.empty:
         raise BadInput("The table of outcomes is empty: expected a row per cell and question.")
-    for column in frame.columns.intersection([*COLUMNS, "seed", "cluster", "sample"], sort=False):
+    for column in frame.columns.intersection([*COLUMNS, *OPTIONAL], sort=False):
         if nested := [value for value in frame[column] if isinstance(value, list | dict | set | tuple | np.ndarray)]:
             found = f"The column '{column}' holds values such as {str(nested[0])[:40]!r}"
             raise BadInput(f"{found}, but every value must be one label or number: write it as text.")
@@ -128,7 +129,7 @@ def check_compatible(frame: pd.DataFrame) -> None:
     engine(frame)
     if names.SETTINGS not in frame:
         return
-    seeds = frame["seed"].astype(str) if "seed" in frame else pd.Series("", index=frame.index)
+    seeds = frame["seed"].fillna("").astype(str) if "seed" in frame else pd.Series("", index=frame.index)
     cells = (
         frame[["variant", "scheme"]]
         .astype(str)
