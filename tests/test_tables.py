@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -191,6 +192,18 @@ def test_names_that_the_file_lacks(words, says, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["compare", "--questions", str(tmp_path / "q.csv"), "--out", str(tmp_path / "out"), *words])
     assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_values_of_no_label_get_a_sentence_too():
+    lists = [np.array([1])] * len(frame())
+    for column in ("dtype", "engine", "settings_digest"):
+        with pytest.raises(BadInput, match=f"The column '{column}' holds values such as"):
+            compare.compare(frame().assign(**{column: lists}))
+    some = frame().assign(seed=[0.0, None] * (len(frame()) // 2), settings_digest="a")
+    with pytest.raises(BadInput, match="answers without a seed"):
+        compare.compare(some)
+    with pytest.raises(BadInput, match="A NoneType is no table"):
+        compare.compare(None)
 
 
 def test_a_cell_without_its_file(tmp_path):
