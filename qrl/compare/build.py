@@ -19,6 +19,7 @@ def compare(
     data: pd.DataFrame | str | Path | Mapping[str, Any],
     *,
     columns: Mapping[str, str] | None = None,
+    where: Mapping[str, str] | None = None,
     reference: str | None = None,
     margin: float | None = None,
 ) -> Comparison:
@@ -28,6 +29,7 @@ def compare(
         data: a row per cell and question, as a frame, a file or files per cell (`VARIANT:SCHEME=FILE,…`), with the
             columns of `from_questions`; or counts alone, as for `from_counts`.
         columns: our name of a column → its name in the data, such as {"correct": "exact_match"}.
+        where: column → the value of the rows to keep, such as {"filter": "strict-match"}.
         reference: the data's name for full precision, such as "bf16"; None if it is "full".
         margin: loss of gain, in accuracy, that still counts as survival; None for half the gain, at least 0.02.
 
@@ -39,7 +41,7 @@ def compare(
     """
     if isinstance(data, Mapping):
         return from_counts(data, margin=margin, reference=reference)
-    return from_questions(read_questions(data, columns=columns, reference=reference), margin=margin)
+    return from_questions(read_questions(data, columns=columns, where=where, reference=reference), margin=margin)
 
 
 def from_questions(frame: pd.DataFrame, *, margin: float | None = None) -> Comparison:

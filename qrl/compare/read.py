@@ -35,15 +35,13 @@ def read_questions(
     labels = list(frame["scheme"])
     if reference is not None:
         if reference not in labels:
-            raise BadInput(
-                f"No row has the scheme '{reference}': the schemes are {', '.join(sorted(set(map(str, labels))))}."
-            )
+            present = ", ".join(dict.fromkeys(map(str, labels)))
+            raise BadInput(f"No row has the scheme '{reference}': the schemes are {present}.")
         former = frame[names.DTYPE] if names.DTYPE in frame else [None] * len(frame)
         dtypes = [reference if label == reference else dtype for label, dtype in zip(labels, former, strict=True)]
         frame = frame.assign(**{names.DTYPE: dtypes})
-    return frame.assign(
-        scheme=[names.scheme(label, reference) if isinstance(label, str) else label for label in labels]
-    )
+    schemes = [names.scheme(label, reference) if isinstance(label, str) else label for label in labels]
+    return frame.assign(scheme=schemes)
 
 
 def read_counts(path: str | Path) -> dict[str, Any]:
