@@ -112,7 +112,9 @@ def grade_file(task: str, source: str | Path, out: str | Path, columns: Mapping[
     )
     following = f"Next: python -m qrl compare --questions {shlex.quote(str(out))}{reference} --out DIR"
     if needed:
-        following = f"To compare cells, the rows also need {', '.join(needed)}; see qrl/compare/README.md."
+        following = (
+            f"To compare cells, the rows also need {', '.join(needed)}: name them with --columns, as in question=id."
+        )
     return "\n".join((line, *([] if needed else ["", str(graded), ""]), following))
 
 
