@@ -102,9 +102,9 @@ WEIGHTS, STORED, BEHAVIOUR = "weights.parquet", "schemes.parquet", "behaviour.pa
 FIGURES = "figures"
 
 
-def scheme(label: str) -> str:
-    """Return the present name of a scheme: older stores and files say `fp16` for `full`."""
-    return _FORMER.get(label, label)
+def scheme(label: str, reference: str | None = None) -> str:
+    """Return the present name of a scheme: older stores and files say `fp16` for `full`, a user's say `reference`."""
+    return FULL if label == reference else _FORMER.get(label, label)
 
 
 def shown(scheme: str, dtypes: Iterable[object]) -> str:

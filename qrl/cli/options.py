@@ -103,5 +103,20 @@ def listed(option: str, text: str) -> list[str]:
     return items
 
 
+def named(option: str, text: str | None) -> dict[str, str]:
+    """Return `a=x,b=y` as a mapping; empty if the option is not given.
+
+    Raises:
+        BadInput: an item has no `=`, or a name is repeated.
+    """
+    pairs = [[part.strip() for part in item.split("=", 1)] for item in listed(option, text)] if text is not None else []
+    for item in pairs:
+        if len(item) < 2 or not all(item):
+            raise BadInput(f"{option} has the item '{'='.join(item)}': expected NAME=VALUE, several by comma.")
+    if len(names := dict(pairs)) < len(pairs):
+        raise BadInput(f"{option} is '{text}', which repeats a name: give each name once.")
+    return names
+
+
 def _identifier(key: str) -> str:
     return "recipe_field_" + key.replace(".", "__")

@@ -15,12 +15,15 @@ Model = tuple[str, str]  # address and digest
 Models = dict[str, Model]  # by variant or by variant:scheme
 
 
-def study(recipe: Recipe, overrides: dict[str, str]) -> None:
+def study(recipe: Recipe, overrides: dict[str, str]) -> str:
     """Run the whole study, reuse finished steps, and print the table, the verdict and what to do next.
 
     Args:
         recipe: the resolved settings.
         overrides: recipe name and overrides as typed; every step gets them, so its run shows how to repeat it alone.
+
+    Returns:
+        The id of the study's run.
     """
     from qrl import registry
     from qrl.study import report
@@ -46,6 +49,7 @@ def study(recipe: Recipe, overrides: dict[str, str]) -> None:
             report.close(recipe, launcher, time.monotonic() - began, refused=str(refused))
             raise
         report.close(recipe, launcher, time.monotonic() - began, stage=stage)
+        return run.info.run_id
 
 
 class StudySteps:
@@ -115,7 +119,7 @@ class StudySteps:
         """Return the comparison of all cells."""
         run_ids = [cell.run_id for cell in cells.values()]
         key = keys.comparison(self.recipe, run_ids)
-        return self._one("compare", "deltas and gain survival", key, {"cells": ",".join(run_ids)})
+        return self._one("compare", "gains and gain survival", key, {"cells": ",".join(run_ids)})
 
     def promote(self, cells: dict[str, Result]) -> str:
         """Promote the study's cells to their stages, each through its gate, and return the last stage.

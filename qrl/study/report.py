@@ -62,7 +62,7 @@ def show(recipe: Recipe, launcher: Launcher) -> None:
     if recipe.train.packed:
         text += (
             f"\n\nThe adapter was trained over a base in {recipe.train.storage} and merged into the dequantized base. "
-            "`base` is the original model in every delta, so the gain includes the cost of packing."
+            "`base` is the original model in every gain, which therefore includes the cost of packing."
         )
     contents.describe(page.description(launcher, text, figures))
     click.echo(f"\n{text}\n")

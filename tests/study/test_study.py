@@ -285,7 +285,7 @@ def test_a_refused_gate_moves_nothing_and_says_why(studied, client):
 
 
 def test_raw_text_prompts_trip_the_gate_instead_of_giving_a_number(store):
-    """The seed study's own accident: a chat model asked without its chat template never stops."""
+    """Study 000's own accident: a chat model asked without its chat template never stops."""
     from qrl import tasks, tiny
     from qrl.evaluate import cells, scores
     from qrl.recipe import Evaluate
