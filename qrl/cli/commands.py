@@ -51,15 +51,18 @@ def cli() -> None:
 
 
 @cli.command("study", cls=RecipeCommand, sections=ALL, checkout=True)
+@option(
+    "--yes", **SWITCH, help="Start although the machine, the memory or the base's 20 trial answers speak against it."
+)
 @click.pass_obj
-def study_command(typed: Typed, settings) -> None:
+def study_command(typed: Typed, settings, yes: bool | None) -> None:
     """Run the whole study and print the verdict.
 
     Its steps are train, quantize, evaluate, diagnose, compare and promote. Finished steps are reused.
     """
     from qrl.study import pipeline
 
-    pipeline.study(settings, typed.overrides)
+    pipeline.study(settings, typed.overrides, yes=bool(yes))
 
 
 @cli.command("sweep", cls=RecipeCommand, sections=ALL, auto="tiny-ptq", checkout=True)

@@ -64,12 +64,21 @@ def rates(frame: pd.DataFrame) -> dict[str, float]:
     }
 
 
-def problems(metrics: dict[str, float], limits: Evaluate, n: int) -> list[str]:
-    """Return a sentence for each broken limit, with the rate, the limit and the likely cause; empty if healthy."""
+def problems(metrics: dict[str, float], limits: Evaluate, n: int, *, sure: bool = False) -> list[str]:
+    """Return a sentence for each broken limit, with the rate, the limit and the likely cause; empty if healthy.
+
+    Args:
+        metrics: as `rates` returns them.
+        limits: the recipe's.
+        n: answers that the rates are of.
+        sure: count a limit as broken only if the rate's 95 % interval excludes it, for a small n.
+    """
     sentences = []
     for metric, (setting, cause) in _LIMITS.items():
         rate, limit, least = metrics[metric], getattr(limits, setting), setting.startswith("min_")
-        if (rate < limit) if least else (rate > limit):
+        known = stats.accuracy(round(rate * n), n) if sure else None
+        low, high = (known.low, known.high) if known else (rate, rate)
+        if (high < limit) if least else (low > limit):
             side = "below" if least else "above"
             allowed = f"{side} the limit evaluate.{setting} = {limit:g}"
             sentences.append(f"{metric} is {rate:.3f} (n = {n}), {allowed}; likely cause: {cause}.")

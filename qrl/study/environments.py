@@ -13,7 +13,6 @@ from pathlib import Path
 
 from qrl import names, process
 from qrl.errors import BadInput
-from qrl.recipe import Recipe
 from qrl.study.launch import DryRun, Launcher, launch, local_path
 from qrl.tracking import projects
 from qrl.tracking.keys import ROOT
@@ -71,28 +70,26 @@ def check_reachable(step: str, folder: Path | None) -> None:
         )
 
 
-def check_environments(step: str, recipe: Recipe, walk: Callable[[Launcher], object]) -> None:
-    """Check, before a study begins, that every environment its unfinished steps need can be built.
+def look_ahead(step: str, walk: Callable[[Launcher], object]) -> DryRun:
+    """Find, before a study begins, what it has still to make, and check that its steps' environments can be built.
 
-    Finished steps need none. The store is searched for them only where an environment is missing: `walk` obtains the
-    study's results from the launcher it is given, here a `DryRun`.
+    Args:
+        step: the entry point.
+        walk: obtains the study's results from the launcher that it is given, here a `DryRun`.
 
     Raises:
-        BadInput: an environment is missing, as in `check_reachable`.
+        BadInput: an environment is missing, as in `check_reachable`; finished steps need none.
     """
     from qrl.tracking import store
 
-    folders = {environment_for("quantize", scheme) for scheme in recipe.quantize.schemes}
-    folders.add(environment_for("train", recipe.rollout.engine))
-    folders.add(environment_for("evaluate", recipe.evaluate.engine, recipe.device))
-    try:
-        for folder in folders:
-            check_reachable(step, folder)
-    except BadInput:
-        if not store.is_there():
-            raise
+    there = store.is_there()
+    if there:
         store.prepare()
-        walk(DryRun(lambda folder: check_reachable(step, folder)))
+    ahead = DryRun(empty=not there)
+    walk(ahead)
+    for folder in dict.fromkeys(ahead.folders):
+        check_reachable(step, folder)
+    return ahead
 
 
 def check_checkout(step: str) -> None:

@@ -17,7 +17,7 @@ from qrl import recipe as recipes
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Recipe
 from qrl.study import preflight
-from qrl.study.environments import check_checkout, check_environments
+from qrl.study.environments import check_checkout, look_ahead
 from qrl.study.launch import Launcher
 from qrl.study.pipeline import Model, Models, StudySteps
 from qrl.study.report import SweepOutcome
@@ -101,7 +101,7 @@ def study(first: str, others: tuple[str, ...], seeds: tuple[int, ...], overrides
             steps = StudySteps(grpo, dry_run, device)
             steps.evaluate(steps.quantize({names.GRPO: steps.train(base, None)}))
 
-    check_environments("sweep", methods[0], walk)
+    look_ahead("sweep", walk)
     store.prepare()
     began, outcome = time.monotonic(), SweepOutcome()
     params = {"device": device, "seeds": ",".join(map(str, seeds)), "arms": ",".join(map(label, methods))}
