@@ -51,9 +51,7 @@ def cli() -> None:
 
 
 @cli.command("study", cls=RecipeCommand, sections=ALL, checkout=True)
-@option(
-    "--yes", **SWITCH, help="Start although the machine, the memory or the base's 20 trial answers speak against it."
-)
+@option("--yes", **SWITCH, help="Start although the machine, the memory or the base's trial speaks against it.")
 @click.pass_obj
 def study_command(typed: Typed, settings, yes: bool | None) -> None:
     """Run the whole study and print the verdict.

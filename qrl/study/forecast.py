@@ -91,7 +91,7 @@ def memory(recipe: Recipe, shape: Shape, prompt: float) -> tuple[float, float]:
         shape: of the model.
         prompt: length of a prompt, in tokens.
 
-    Source: activations as in Korthikanti et al., arXiv 2205.05198, table 2, without the term that fused attention saves.
+    Source: activations as in Korthikanti et al., arXiv 2205.05198, table 2, less what fused attention saves.
     """
     train = recipe.train
     width = _STORED[train.compute]

@@ -1,4 +1,4 @@
-"""The base's answers to 20 questions before anything is trained: are they readable, is one right, how long they take."""
+"""The base's answers to 20 questions before anything is trained: readable? one right? how slow?"""
 
 from __future__ import annotations
 
