@@ -136,21 +136,21 @@ def _without_room(recipe: Recipe, base: Path, positions: int | None) -> list[str
     asked["heldout"] = (recipe.evaluate.n, "evaluate.max_new_tokens", recipe.evaluate.max_new_tokens)
     for split, (n, key, answer) in asked.items():
         longest = nlargest(LONGEST, inputs.questions(recipe, split, n), key=lambda question: len(question.question))
-        prompt_tokens = max(len(prompt.render(tokens, question.question, recipe.prompt)) for question in longest)
-        if positions and prompt_tokens + answer > positions:
-            texts = (
-                f"A {split} prompt of {prompt_tokens:,} tokens and {key} = {answer:,} exceed the {positions:,} tokens"
-            )
-            room = positions - prompt_tokens
-            remedy = f"set {key} to at most {room:,}" if room > 0 else "remove long questions"
-            objections.append(f"{texts} that the model was made for: {remedy}.")
+        length = max(len(prompt.render(tokens, question.question, recipe.prompt)) for question in longest)
+        if positions and length + answer > positions:
+            wrong = f"A {split} prompt of {length:,} tokens and {key} = {answer:,} exceed the model's {positions:,}"
+            remedy = f"set {key} to at most {positions - length:,}" if positions > length else "remove long questions"
+            objections.append(f"{wrong} positions: {remedy}.")
     for scheme in recipe.quantize.schemes:
         settings = choices.of(scheme, recipe.quantize, recipe.seed)
         if settings.calibration == choices.TASK:
             seeded = recipe.model_copy(update={"seed": settings.seed})
             chosen = inputs.questions(seeded, "train", settings.samples)
             calibration.check_count(len(chosen), settings.samples, f"The task {recipe.task}")
-            texts = [prompt.training_text(tokens, question, recipe.prompt) for question in chosen]
-            calibration.rows(tokens(texts, add_special_tokens=False)["input_ids"], settings.max_tokens)
-            break  # the others have the same texts
+            longest = nlargest(LONGEST, chosen, key=lambda question: len(question.question + question.solution))
+            texts = [prompt.training_text(tokens, question, recipe.prompt) for question in longest]
+            if (length := max(map(len, tokens(texts, add_special_tokens=False)["input_ids"]))) > settings.max_tokens:
+                allowed = f"quantize.calibration_max_tokens is {settings.max_tokens:,}: raise it"
+                raise BadInput(f"A calibration text has {length:,} tokens, question and solution, but {allowed}.")
+            break  # the other schemes have the same texts
     return objections
