@@ -66,7 +66,8 @@ def study(recipe: str = "auto", **overrides: object) -> None:
         QrlError: a step failed, an input is wrong, or a gate refused a promotion; see `qrl.errors`.
     """
     from qrl import recipe as recipes
-    from qrl.study import pipeline
+    from qrl.study import pipeline, preflight
 
     typed = {key: str(value) for key, value in overrides.items()}
+    recipe = preflight.recipe_for(recipe, typed)
     pipeline.study(recipes.load(recipe, typed), {"recipe": recipe, **typed})

@@ -80,10 +80,10 @@ class RecipeCommand(click.Command):
             from qrl.study import environments
 
             environments.check_checkout(self.name)
-        if name == recipe.DEFAULT and self.auto == "tiny" and recipe.default(overrides) != "tiny":
-            from qrl.engine import device as devices
+        if self.auto == "tiny":
+            from qrl.study import preflight
 
-            name = recipe.default(overrides, device=devices.choose(overrides.get("device", "auto")))
+            name = preflight.recipe_for(name, overrides)
         settings = ctx.params["settings"] = recipe.load(name, overrides)
         ctx.obj = Typed({"recipe": name, **overrides}, own, settings.device)
         return super().invoke(ctx)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,14 +49,14 @@ class Shape:
         )
 
 
-def seconds(trial: Trial, recipe: Recipe, shape: Shape, missing: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """Return the seconds of each part of a study that is still to run, quantization and new environments excepted.
+def seconds(trial: Trial, recipe: Recipe, shape: Shape, missing: Mapping[str, int]) -> dict[str, float]:
+    """Return the seconds of training and of evaluation, as far as they are still to run.
 
     Args:
         trial: the measured speed.
         recipe: how much is trained and evaluated.
         shape: of the model; its output head, which the trial computed for one token a prompt, costs more in training.
-        missing: step → labels of the results that are not in the store.
+        missing: step → number of its results that are not in the store.
     """
     frame, train, asked = trial.frame, recipe.train, recipe.evaluate
     prompt, answer, longest = (frame["prompt_tokens"].mean(), frame["n_tokens"].mean(), int(frame["n_tokens"].max()))
@@ -66,7 +66,7 @@ def seconds(trial: Trial, recipe: Recipe, shape: Shape, missing: Mapping[str, Se
         return math.ceil(count / batch) * (fixed * tokens) + count * (trial.forward_s * prompt + each * tokens)
 
     parts = {}
-    if "train" in missing:
+    if trainings := missing.get("train"):
         batch = train.prompts_per_step * train.generations
         sampled = math.ceil(train.steps / train.num_iterations)
         rollouts = sampled * answers(batch, batch, min(longest, train.max_completion_tokens))
@@ -74,12 +74,9 @@ def seconds(trial: Trial, recipe: Recipe, shape: Shape, missing: Mapping[str, Se
         head = shape.hidden * shape.vocabulary
         head_share = 1 + head / max(1, shape.parameters - head)
         updates = train.steps * batch * (prompt + answer) * trial.forward_s * (3 + extra) * head_share
-        parts["train"] = rollouts + updates
-    if cells := len(missing.get("evaluate", ())):
-        count = asked.n * asked.samples
-        parts["evaluate"] = cells * answers(count, asked.batch_size, longest)
-    started = len(missing) + max(0, len(missing.get("quantize", ())) // 2 - 1)
-    parts["starting the steps"] = (started + 2) * trial.load_s
+        parts["train"] = trainings * (rollouts + updates)
+    if cells := missing.get("evaluate"):
+        parts["evaluate"] = cells * answers(asked.n * asked.samples, asked.batch_size, longest)
     return parts
 
 
@@ -125,7 +122,16 @@ def free_bytes(device: str) -> int:
 
 def duration(seconds: float) -> str:
     """Return a time as people say it: 40 s, 4 min, 2.5 h, 3 days."""
-    for unit, size, limit in (("s", 1, 100), ("min", 60, 100), ("h", 3600, 48)):
-        if seconds < limit * size:
-            return f"{seconds / size:.2g} {unit}" if seconds < 10 * size else f"{seconds / size:.0f} {unit}"
+    for unit, length, limit in (("s", 1, 100), ("min", 60, 100), ("h", 3600, 48)):
+        if seconds < limit * length:
+            return f"{_short(seconds / length)} {unit}"
     return f"{seconds / 86400:.0f} days"
+
+
+def size(memory: float) -> str:
+    """Return bytes as 0.04 GiB, 5.1 GiB or 48 GiB."""
+    return f"{_short(memory / 2**30)} GiB"
+
+
+def _short(number: float) -> str:
+    return f"{number:.2g}" if number < 10 else f"{number:.0f}"

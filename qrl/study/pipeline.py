@@ -42,7 +42,7 @@ def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> No
     device, base = preflight.check(recipe, overrides, yes=yes)
     teacher = checkpoint.check(addresses.folder(recipe.train.teacher)).digest if recipe.train.teacher else None
     ahead = look_ahead("study", lambda dry_run: StudySteps(recipe, dry_run, device).cells(base, teacher))
-    preflight.rehearse(recipe, device, ahead.missing, yes=yes)
+    preflight.rehearse(recipe, device, ahead, yes=yes)
     store.prepare()
     began = time.monotonic()
     with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}) as run:

@@ -1,6 +1,6 @@
 """What a study or a sweep checks before it builds an environment or trains anything."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from heapq import nlargest
 from pathlib import Path
 
@@ -10,9 +10,20 @@ from qrl import checkpoint, names, source
 from qrl import recipe as recipes
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
+from qrl.study.launch import DryRun
 
+LAST_STEPS = 3  # diagnose, compare and promote, which a `DryRun` does not reach
 LONGEST = 50  # questions whose length is checked: those with the most characters
 _ANYWAY = "To start the study anyway, add --yes (with mlflow run: -P yes=true)."
+
+
+def recipe_for(name: str, overrides: dict[str, str]) -> str:
+    """Return the recipe to load: the one that was named or, for `auto`, the one that fits the model and the device."""
+    if name != recipes.DEFAULT or recipes.default(overrides) == recipes.default(overrides, device="cpu"):
+        return name
+    from qrl.engine import device as devices
+
+    return recipes.default(overrides, device=devices.choose(overrides.get("device", "auto")))
 
 
 def check(
@@ -44,7 +55,7 @@ def check(
     report.warn(unheeded + evaluate.unheeded(recipe.evaluate))
     device, name = devices.choose(recipe.device), overrides.get("recipe", recipes.DEFAULT)
     if device == "cpu" and recipes.needs_gpu(name):
-        fitting = f"{recipes.default(overrides, device=device)} is sized for one"
+        fitting = f"use a machine with one, or recipe={recipes.default(overrides, device=device)}"
         insist([f"Recipe {name} is sized for a GPU, but this study would run on a CPU: {fitting}."], yes=yes)
     base = checkpoint.check(source.locate(recipe.model))
     check_schemes(recipe, base.path)
@@ -64,15 +75,15 @@ def check_schemes(recipe: Recipe, base: Path) -> None:
 
 
 def insist(objections: list[str], *, yes: bool) -> None:
-    """Raise BadInput with the objections to a study; with `yes`, only print them."""
+    """Raise BadInput with the first objection to a study, and print the others; with `yes`, print all and go on."""
     from qrl.study import report
 
+    report.warn(objections if yes else objections[1:])
     if objections and not yes:
-        raise BadInput(" ".join([*objections, _ANYWAY]))
-    report.warn(objections)
+        raise BadInput(f"{objections[0]} {_ANYWAY}")
 
 
-def rehearse(recipe: Recipe, device: str, missing: Mapping[str, Sequence[str]], *, yes: bool) -> None:
+def rehearse(recipe: Recipe, device: str, ahead: DryRun, *, yes: bool, methods: int = 1) -> None:
     """Check data and lengths, ask the base 20 questions, and print their answers and what the study will take.
 
     A base that a finished run has evaluated already is not asked again: it was healthy.
@@ -80,14 +91,15 @@ def rehearse(recipe: Recipe, device: str, missing: Mapping[str, Sequence[str]], 
     Args:
         recipe: the resolved settings.
         device: cpu or cuda.
-        missing: step → labels of the results that are not in the store.
+        ahead: what the store lacks.
         yes: only warn of what speaks against the study.
+        methods: how many are trained and evaluated like the recipe's.
 
     Raises:
         BadInput: held-out questions are among the training ones, a text is too long, the memory is too small, or the
             base's answers are unhealthy or all wrong.
     """
-    if f"{names.BASE}:{names.FULL}" not in missing.get("evaluate", ()):
+    if f"{names.BASE}:{names.FULL}" not in ahead.missing.get("evaluate", ()):
         return
     from qrl.study import forecast, trial
 
@@ -97,16 +109,18 @@ def rehearse(recipe: Recipe, device: str, missing: Mapping[str, Sequence[str]], 
     insist(_without_room(recipe, base, shape.positions), yes=yes)
     made = trial.run(recipe, base, device)
     click.echo(trial.text(made), err=True)
-    parts = forecast.seconds(made, recipe, shape, missing)
+    parts = forecast.seconds(made, recipe, shape, {step: len(labels) for step, labels in ahead.missing.items()})
+    parts = {name: seconds * methods for name, seconds in parts.items()}
+    parts["starting the steps"] = (len(ahead.folders) * methods + LAST_STEPS) * made.start_s
     each = ", ".join(f"{name} {forecast.duration(seconds)}" for name, seconds in parts.items())
     based = f"from the speed of these {made.n} answers; quantization and new environments come on top"
     click.echo(f"      time: about {forecast.duration(sum(parts.values()))} ({each}), {based}", err=True)
     needed = forecast.memory(recipe, shape, made.frame["prompt_tokens"].max())
-    weights, peak, free = (f"{size / 2**30:.1f} GiB" for size in (*needed, made.free))
+    weights, peak, free = map(forecast.size, (*needed, made.free))
     sizes = f"about {peak} for training, {weights} of it for weights and optimizer; {free} are free"
     click.echo(f"      memory: {sizes}", err=True)
     objections = trial.objections(made, recipe)
-    if "train" in missing and needed[0] > made.free:
+    if "train" in ahead.missing and needed[0] > made.free:
         remedy = "use train.method=qlora, a smaller model or a larger machine"
         objections.append(f"Training needs {weights} for weights and optimizer, but {free} are free: {remedy}.")
     insist(objections, yes=yes)

@@ -28,7 +28,7 @@ class Trial:
 
     frame: pd.DataFrame  # a row per question, as `evaluate.cells.ask` returns them, and `prompt_tokens`
     free: int  # bytes of memory on the device, before the model was loaded
-    load_s: float  # of importing the libraries and loading the model
+    start_s: float  # of CPU time until the first answer: what a step needs to start
     answers_s: float  # of all answers
     forward_s: float  # per token of a prompt
     step_s: tuple[float, float]  # per token that every answer of a batch gets: fixed part, and part per answer
@@ -64,18 +64,17 @@ def run(recipe: Recipe, path: Path, device: str) -> Trial:
 
 
 def _run(recipe: Recipe, path: Path, device: str) -> Trial:
-    began = time.perf_counter()
     from qrl.engine import device as devices
     from qrl.engine import hf
     from qrl.evaluate import cells
     from qrl.steps import inputs
     from qrl.tasks import prompt
 
-    questions = inputs.questions(recipe, "heldout", recipe.evaluate.n)[:N]
+    questions = inputs.questions(recipe, "heldout", max(N, recipe.evaluate.n))[:N]
     free, needed = forecast.free_bytes(device), forecast.Shape.of(path).parameters * 2
     if needed > free:
-        gib = f"{needed / 2**30:.1f} GiB in bf16, but {free / 2**30:.1f} GiB of memory are free on this {device}"
-        raise BadInput(f"{path} has weights of {gib}: use a smaller model or a larger machine.")
+        weights = f"{forecast.size(needed)} of weights in bf16, but {forecast.size(free)} of memory are free"
+        raise BadInput(f"{path} has {weights} on this {device}: use a smaller model or a larger machine.")
     model, tokens = hf.load(path, device, devices.compute_dtype(recipe.evaluate.dtype, device))
     prompts = [prompt.render(tokens, question.question, recipe.prompt) for question in questions]
     cells.check_lengths(path, questions, prompts)
@@ -86,7 +85,7 @@ def _run(recipe: Recipe, path: Path, device: str) -> Trial:
         return time.perf_counter() - start, answers
 
     timed(prompts[:FEW], 2)  # warm-up: libraries initialize themselves
-    load_s = time.perf_counter() - began
+    start_s = time.process_time()
     few_s = _per_step(timed(prompts[:FEW], 1)[0], *timed(prompts[:FEW], STEPS))
     read_s, _ = timed(prompts, 1)
     answers_s, answers = timed(prompts, recipe.evaluate.max_new_tokens)
@@ -94,7 +93,7 @@ def _run(recipe: Recipe, path: Path, device: str) -> Trial:
     each = max(0.0, (_per_step(read_s, answers_s, answers) - few_s) / max(1, len(prompts) - FEW))
     frame = cells.graded({}, questions, answers, recipe.task, tokens)
     fixed = max(0.0, few_s - FEW * each)
-    return Trial(frame.assign(prompt_tokens=lengths), free, load_s, answers_s, read_s / sum(lengths), (fixed, each))
+    return Trial(frame.assign(prompt_tokens=lengths), free, start_s, answers_s, read_s / sum(lengths), (fixed, each))
 
 
 def _per_step(read_s: float, whole_s: float, answers: list) -> float:
@@ -107,22 +106,19 @@ def objections(trial: Trial, recipe: Recipe) -> list[str]:
     from qrl.evaluate import scores
 
     rates = scores.rates(trial.frame)
-    sentences = [f"In the base's trial, {line}" for line in scores.problems(rates, recipe.evaluate, trial.n, sure=True)]
+    sentences = [f"In this trial {line}" for line in scores.problems(rates, recipe.evaluate, trial.n, sure=True)]
     if not trial.right and not recipe.train.teacher:
         unread = f"{int(trial.frame['parsed'].isna().sum())} are not in the form that the task {recipe.task} grades"
         elsewhere = int(trial.frame["correct_flexible"].sum())
         loose = f", {elsewhere} have the right number elsewhere" if elsewhere else ""
-        sentences.insert(
-            0,
-            f"The base answers none of {trial.n} held-out questions correctly ({unread}{loose}), so GRPO has no right "
-            "answer to reinforce: use a stronger model, easier questions, or another prompt or "
-            "evaluate.max_new_tokens.",
-        )
+        none = f"The base answers none of {trial.n} held-out questions correctly ({unread}{loose})"
+        remedy = "use a stronger model, easier questions, another prompt or a larger evaluate.max_new_tokens"
+        return [f"{none}, so GRPO has no right answer to reinforce: {remedy}.", *sentences]
     return sentences
 
 
 def text(trial: Trial) -> str:
-    """Return the trial's rates and two of its answers, a right and a wrong one if there are both, for the terminal."""
+    """Return the trial's rates and two of its answers, for the terminal."""
     from qrl.evaluate import scores
 
     rates, n = scores.rates(trial.frame), trial.n
@@ -133,15 +129,4 @@ def text(trial: Trial) -> str:
         f"[trial] base answers {n} held-out questions: {trial.right} right ({known.estimate:.2f}, 95 % interval "
         f"{known.low:.2f} to {known.high:.2f}), {shares}; {trial.answers_s / n:.2g} s an answer"
     ]
-    ordered = trial.frame.sort_values("correct", kind="stable")
-    for row in ordered.iloc[[-1, 0]].to_dict("records"):
-        verdict = "right" if row["correct"] else f"wrong, expected {row['answer']}"
-        lines.append(f"      {row['question']} ({verdict}): {shortened(row['completion'])}")
-    return "\n".join(lines)
-
-
-def shortened(answer: str, longest: int = 240) -> str:
-    """Return an answer on one line, its middle left out where it is long."""
-    line = " ⏎ ".join(part.strip() for part in answer.splitlines() if part.strip()) or "(empty)"
-    half = longest // 2
-    return line if len(line) <= longest else f"{line[:half]} … {line[-half:]}"
+    return "\n".join([*lines, *(f"      {line}" for line in scores.answers(trial.frame))])
