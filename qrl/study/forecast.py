@@ -59,7 +59,8 @@ def seconds(trial: Trial, recipe: Recipe, shape: Shape, missing: Mapping[str, in
         missing: step → number of its results that are not in the store.
     """
     frame, train, asked = trial.frame, recipe.train, recipe.evaluate
-    prompt, answer, longest = (frame["prompt_tokens"].mean(), frame["n_tokens"].mean(), int(frame["n_tokens"].max()))
+    prompt, answer = float(frame["prompt_tokens"].mean()), float(frame["n_tokens"].mean())
+    longest = int(frame["n_tokens"].max())
 
     def answers(count: int, batch: int, tokens: int) -> float:
         fixed, each = trial.step_s

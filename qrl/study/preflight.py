@@ -146,13 +146,20 @@ def _without_room(recipe: Recipe, base: Path, positions: int | None) -> list[str
     from qrl.tasks import prompt
 
     tokens, objections = hf.tokenizer(base), []
-    asked = {"train": (recipe.train.questions, "train.max_completion_tokens", recipe.train.max_completion_tokens)}
-    asked["heldout"] = (recipe.evaluate.n, "evaluate.max_new_tokens", recipe.evaluate.max_new_tokens)
-    for split, (n, key, answer) in asked.items():
+    asked = {
+        "training": (
+            "train",
+            recipe.train.questions,
+            "train.max_completion_tokens",
+            recipe.train.max_completion_tokens,
+        ),
+        "held-out": ("heldout", recipe.evaluate.n, "evaluate.max_new_tokens", recipe.evaluate.max_new_tokens),
+    }
+    for kind, (split, n, key, answer) in asked.items():
         longest = nlargest(LONGEST, inputs.questions(recipe, split, n), key=lambda question: len(question.question))
         length = max(len(prompt.render(tokens, question.question, recipe.prompt)) for question in longest)
         if positions and length + answer > positions:
-            wrong = f"A {split} prompt of {length:,} tokens and {key} = {answer:,} exceed the model's {positions:,}"
+            wrong = f"A {kind} prompt of {length:,} tokens and {key} = {answer:,} exceed the model's {positions:,}"
             remedy = f"set {key} to at most {positions - length:,}" if positions > length else "remove long questions"
             objections.append(f"{wrong} positions: {remedy}.")
     for scheme in recipe.quantize.schemes:
