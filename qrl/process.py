@@ -7,6 +7,9 @@ import io
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 
 CHATTY = ("torchao", "torch.utils._pytree", "bitsandbytes", "torch.distributed.elastic", "torch.fx", "alembic")
 FOLDER = "QRL_FOLDER"  # the folder in which the launching command was typed; MLflow starts us in the project's own
@@ -47,6 +50,27 @@ def hush_gptqmodel() -> None:
     """Import GPTQModel, if installed, without its banner: PEFT imports it for every adapter, whatever the base."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(ImportError):
         importlib.import_module("gptqmodel")
+
+
+@contextmanager
+def variables(**wanted: str) -> Iterator[None]:
+    """Set environment variables, for the processes that the block starts, and restore the former values at its end."""
+    before = {name: os.environ[name] for name in wanted if name in os.environ}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name in wanted:
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def installed(package: str) -> str | None:
+    """Return the installed version of a package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def rank() -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from qrl import names
 from qrl.errors import BadInput
 
 _YOUNG_S = 60  # a younger temporary folder may not be locked yet
@@ -88,6 +89,26 @@ def written_whole(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):  # the disk may be what failed
             _delete(partial)
         raise
+
+
+@contextmanager
+def written(out: Path, what: str, texts: dict[str, str]) -> Iterator[Path]:
+    """Write each text to its file, whole or not at all; yield the folder for figures.
+
+    Raises:
+        BadInput: the file system refuses to write.
+    """
+    try:
+        (out / names.FIGURES).mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            with written_whole(out / name) as path:
+                path.write_text(text, encoding="utf-8")
+        yield out / names.FIGURES
+    except OSError as error:
+        raise BadInput(
+            f"The {what} cannot be written to {out} ({error.strerror or error}): "
+            "give a folder that is writable and has space."
+        ) from None
 
 
 def _delete(path: Path) -> None:

@@ -112,11 +112,10 @@ def quantize_command(typed: Typed, settings, scheme: str, models: str | None) ->
     """Quantize models under one scheme. All get the same settings and calibration set."""
     from qrl.quantize import settings as choices
     from qrl.steps import quantize
-    from qrl.study import environments, report
+    from qrl.study import report
 
     choices.of(scheme, settings.quantize, settings.seed)  # refuses bad input before the warnings
-    if not environments.is_relaunched():
-        report.warn(choices.unheeded(settings.quantize, (scheme,), {*typed.overrides, "quantize.schemes"}))
+    report.warn(choices.unheeded(settings.quantize, (scheme,), {*typed.overrides, "quantize.schemes"}))
     check, here = partial(quantize.sources, settings, models), partial(quantize.quantize, settings, scheme, models)
     typed.run("quantize", scheme, check, here)
 
@@ -131,10 +130,9 @@ def evaluate_command(typed: Typed, settings, cells: str | None) -> None:
     """
     from qrl import evaluate as evaluation
     from qrl.steps import evaluate
-    from qrl.study import environments, report
+    from qrl.study import report
 
-    if not environments.is_relaunched():
-        report.warn(evaluation.unheeded(settings.evaluate))
+    report.warn(evaluation.unheeded(settings.evaluate))
     check, here = partial(evaluate.check, settings, cells), partial(evaluate.evaluate, settings, cells)
     typed.run("evaluate", settings.evaluate.engine, check, here)
 
@@ -180,12 +178,10 @@ def compare_command(settings, rank: bool | None, methods: bool | None, out: str 
     if not out and options != ["--cells"]:
         raise BadInput(f"compare {options[0]} needs --out DIR: the folder for the table and the figures.")
     run_ids = listed("--cells", inputs["cells"]) if inputs["cells"] else []
-    if rank and out:
-        compare.methods_files(inputs["questions"], run_ids, out)
+    if out:
+        compare.files(settings, **inputs | {"cells": run_ids}, rank=bool(rank), out=out)
     elif rank:
         compare.methods(settings, run_ids)
-    elif out:
-        compare.compare_files(settings, **inputs | {"cells": run_ids}, out=out)
     else:
         environments.check_checkout("compare")
         compare.compare(settings, run_ids)

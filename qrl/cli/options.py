@@ -73,7 +73,13 @@ class RecipeCommand(click.Command):
         """Call the command with the resolved recipe as `settings`, and with `Typed` as the context's object."""
         from qrl import recipe
 
-        own = self._own(ctx)
+        own = {}
+        for option in self.params:
+            value = ctx.params.get(option.name)
+            if option.envvar and value:  # a secret goes on in its variable, since runs log parameters
+                os.environ[option.envvar] = value
+            elif ctx.get_parameter_source(option.name) is ParameterSource.COMMANDLINE and value not in (None, ""):
+                own[option.opts[0].lstrip("-")] = str(value)
         fields = {key: ctx.params.pop(_identifier(key)) for key in recipe.fields()}
         overrides = {key: text for key, text in fields.items() if text is not None}
         name = ctx.params.pop("recipe_name")
@@ -88,17 +94,6 @@ class RecipeCommand(click.Command):
         settings = ctx.params["settings"] = recipe.load(name, overrides)
         ctx.obj = Typed({"recipe": name, **overrides}, own, settings.device)
         return super().invoke(ctx)
-
-    def _own(self, ctx: click.Context) -> dict[str, str]:
-        """Return the command's own options as typed; a secret goes on in its variable, since runs log parameters."""
-        own = {}
-        for option in self.params:
-            value = ctx.params.get(option.name)
-            if option.envvar and value:
-                os.environ[option.envvar] = value
-            elif ctx.get_parameter_source(option.name) is ParameterSource.COMMANDLINE and value not in (None, ""):
-                own[option.opts[0].lstrip("-")] = str(value)
-        return own
 
 
 def listed(option: str, text: str) -> list[str]:

@@ -5,7 +5,6 @@ import http.client
 import json
 import os
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -28,6 +27,7 @@ from qrl.workspace import workspace
 
 TABLE, ROWS, FIGURE = "benchmark.md", "benchmark.parquet", "benchmark.png"
 SERVER_ROWS = "server.json"  # the results of `vllm bench serve`
+_UNANSWERED = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)
 API_KEY = "QRL_API_KEY"  # of the measured server, the same variable as for `serve`
 
 
@@ -72,13 +72,22 @@ def subjects(recipe: Recipe, stages: str | None, models: str | None) -> list[Sub
 
 
 def _side_by_side(recipe: Recipe, subjects: list[Subject], prompts: list, device: str, work: Path) -> None:
-    settings = recipe.benchmark
+    settings, engine, dtype = recipe.benchmark, recipe.evaluate.engine, recipe.evaluate.dtype
+    longest = max(len(ids) for own in prompts for ids in own) + settings.new_tokens
+    memory = recipe.evaluate.gpu_memory_utilization / len(prompts)
+    sizes = {"max_tokens": longest, "sequences": max(settings.batches), "memory": memory}
+
+    def load(subject: Subject) -> bench.Engine:  # as evaluation loads it
+        if engine == hf.NAME:
+            return local.Transformers(subject.path, device, dtype)
+        return local.Vllm(subject.path, device, dtype, **sizes)
+
     turns = len(subjects) * settings.rounds * len(settings.batches)
     with tqdm(total=turns, desc="benchmark", unit="turn", leave=False) as bar:
-        frame = bench.run(subjects, prompts, _opener(recipe, prompts, device), settings, bar.update)
+        frame = bench.run(subjects, prompts, load, settings, bar.update)
     frame.to_parquet(work / ROWS)
     unpacks = "This engine unpacks every scheme's codes: it shows the saving on disk, not a kernel's speed."
-    _log(summary.lines(frame), unpacks if recipe.evaluate.engine == hf.NAME else "", work, ROWS)
+    _log(summary.lines(frame), unpacks if engine == hf.NAME else "", work, ROWS)
 
 
 def _log(lines: list[summary.Line], note: str, work: Path, rows: str, at_once: str = "batch") -> None:
@@ -100,17 +109,6 @@ def _log(lines: list[summary.Line], note: str, work: Path, rows: str, at_once: s
         click.echo(f"Logged to run {runs.active_id()}: {TABLE}, {rows}, {names.FIGURES}/{FIGURE}.", err=True)
 
 
-def _opener(recipe: Recipe, prompts: list, device: str) -> Callable[[Subject], bench.Engine]:
-    """Return a function that loads a subject as evaluation loads it."""
-    dtype = recipe.evaluate.dtype
-    if recipe.evaluate.engine == hf.NAME:
-        return lambda subject: local.Transformers(subject.path, device, dtype)
-    longest = max(len(ids) for own in prompts for ids in own) + recipe.benchmark.new_tokens
-    memory = recipe.evaluate.gpu_memory_utilization / len(prompts)
-    sizes = {"max_tokens": longest, "sequences": max(recipe.benchmark.batches), "memory": memory}
-    return lambda subject: local.Vllm(subject.path, device, dtype, **sizes)
-
-
 def _server(recipe: Recipe, url: str, subject: Subject, prompts: list[list[int]], work: Path) -> None:
     tokens = hf.tokenizer(subject.path)
     url = url.removesuffix("/").removesuffix("/v1")
@@ -123,11 +121,10 @@ def _server(recipe: Recipe, url: str, subject: Subject, prompts: list[list[int]]
 
 
 def _served_model(url: str) -> str:
-    """Return the id of the model that a server lists."""
     address = f"{url}/v1/models"
     try:
         return _get(address)["data"][0]["id"]
-    except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
+    except _UNANSWERED as error:
         raise BadInput(
             f"{address} lists no model ({error}): start a server with `serve` first, and give its address; put its "
             f"key, if it has one, in {API_KEY}."
@@ -135,10 +132,9 @@ def _served_model(url: str) -> str:
 
 
 def _engine(url: str) -> str:
-    """Return the server's name and version, as vLLM reports it."""
     try:
         return f"vllm {_get(f'{url}/version')['version']}"
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+    except _UNANSWERED:
         return "a server of unknown version"
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,14 +12,11 @@ import click
 from qrl import compare as room
 from qrl import figures, names
 from qrl.compare import ranking
-from qrl.errors import BadInput
 from qrl.evaluate import groups
 from qrl.recipe import Recipe
-from qrl.workspace import workspace, written_whole
+from qrl.workspace import workspace, written
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from qrl.compare.convergence import Convergence
 
 TABLE_FILES = f"{names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/"
@@ -57,15 +53,23 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         reuse.record_outputs(artifacts=artifacts, values=values)
 
 
-def compare_files(recipe: Recipe, *, questions: str | None, counts: str | None, cells: list[str], out: str) -> None:
-    """Write the same table into a folder, for files of the user or cells of the store; log nothing."""
-    margin = recipe.compare.margin
+def files(recipe: Recipe, *, questions: str | None, counts: str | None, cells: list[str], rank: bool, out: str) -> None:
+    """Write the table of `compare`, or of `methods` to `rank`, for files or cells of the store; log nothing."""
     if counts:
-        comparison = room.from_counts(room.read_counts(counts), margin=margin)
+        evidence = room.read_counts(counts)
+    elif questions:
+        evidence = room.read_questions(questions)
     else:
-        comparison = room.from_questions(_rows(questions, cells), margin=margin)
-    click.echo(write(comparison, Path(out)))
-    click.echo(f"Written to {out}: {TABLE_FILES}.", err=True)
+        from qrl.tracking import cells as evaluated
+
+        evidence = evaluated.rows(cells)
+    if rank:
+        text = write_methods(ranking.measure(evidence), Path(out))
+    else:
+        make = room.from_counts if counts else room.from_questions
+        text = write(make(evidence, margin=recipe.compare.margin), Path(out))
+    click.echo(text)
+    click.echo(f"Written to {out}: {METHODS_FILES if rank else TABLE_FILES}.", err=True)
 
 
 def methods(recipe: Recipe, cells: list[str]) -> None:
@@ -86,12 +90,6 @@ def methods(recipe: Recipe, cells: list[str]) -> None:
         contents.describe(text)
         click.echo(text)
         click.echo(f"Logged to run {runs.active_id()}: {METHODS_FILES}, {names.QUESTIONS}.", err=True)
-
-
-def methods_files(questions: str | None, cells: list[str], out: str) -> None:
-    """Write the same table into a folder, for a file of the user or cells of the store; log nothing."""
-    click.echo(write_methods(ranking.measure(_rows(questions, cells)), Path(out)))
-    click.echo(f"Written to {out}: {METHODS_FILES}.", err=True)
 
 
 def write(comparison: room.Comparison, out: Path, *, appendix: str = "") -> str:
@@ -123,31 +121,3 @@ def write_methods(
     with written(out, "methods", {ranking.METHODS_MD: text, ranking.METHODS_JSON: document}) as drawn:
         figures.methods(measured, title, drawn / "methods.png")
     return text
-
-
-def _rows(questions: str | None, cells: list[str]) -> pd.DataFrame:
-    if questions:
-        return room.read_questions(questions)
-    from qrl.tracking import cells as evaluated
-
-    return evaluated.rows(cells)
-
-
-@contextmanager
-def written(out: Path, what: str, texts: dict[str, str]) -> Iterator[Path]:
-    """Write each text to its file, whole or not at all; yield the folder for figures.
-
-    Raises:
-        BadInput: the file system refuses to write.
-    """
-    try:
-        (out / names.FIGURES).mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            with written_whole(out / name) as path:
-                path.write_text(text, encoding="utf-8")
-        yield out / names.FIGURES
-    except OSError as error:
-        raise BadInput(
-            f"The {what} cannot be written to {out} ({error.strerror or error}): "
-            "give a folder that is writable and has space."
-        ) from None

@@ -79,15 +79,20 @@ def check_variant(variant: str) -> str:
     return variant
 
 
-def questions(recipe: Recipe, split: tasks.Split, n: int) -> list[tasks.Question]:
-    """Return `n` questions of a split, for the recipe's prompt.
+def questions(recipe: Recipe, split: tasks.Split, n: int | None) -> list[tasks.Question]:
+    """Return `n` questions of a split, for the recipe's prompt; None: all.
 
     Raises:
         BadInput: they cannot be read, the prompt elicits another form than the task grades, or only one is held out.
     """
     prompt.check(recipe.task, recipe.prompt)
     chosen = tasks.load(recipe.task, split, n, recipe.seed, recipe.data)
-    return chosen if split == "train" or n < 2 else _enough(chosen, recipe)
+    if split == "heldout" and len(chosen) < 2 and n != 1:
+        raise BadInput(
+            f"There is {len(chosen)} held-out question in {source_of(recipe)}, which supports no error bar: put at "
+            "least 2 into test.jsonl, and hundreds for a verdict."
+        )
+    return chosen
 
 
 def digest(questions: Sequence[tasks.Question]) -> str:
@@ -107,22 +112,11 @@ def source_of(recipe: Recipe) -> str:
 
 def all_heldout(recipe: Recipe) -> list[tasks.Question]:
     """Return every held-out question, whatever `evaluate.n` is; of an endless task, the first `evaluate.n`."""
-    return _enough(_load(recipe, "heldout", endless=recipe.evaluate.n), recipe)
+    return questions(recipe, "heldout", recipe.evaluate.n if _is_endless(recipe) else None)
 
 
-def _enough(heldout: list[tasks.Question], recipe: Recipe) -> list[tasks.Question]:
-    if len(heldout) < 2:
-        raise BadInput(
-            f"There is {len(heldout)} held-out question in {source_of(recipe)}, which supports no error bar: put at "
-            "least 2 into test.jsonl, and hundreds for a verdict."
-        )
-    return heldout
-
-
-def _load(recipe: Recipe, split: tasks.Split, *, endless: int) -> list[tasks.Question]:
-    """Return a whole split; of the generated task, which has no end, as many questions as `endless`."""
-    n = endless if recipe.task == "arithmetic" and recipe.data is None else None
-    return tasks.load(recipe.task, split, n, recipe.seed, recipe.data)
+def _is_endless(recipe: Recipe) -> bool:
+    return recipe.task == "arithmetic" and recipe.data is None
 
 
 def probe(recipe: Recipe, trained: Sequence[tasks.Question], heldout: Sequence[tasks.Question]) -> list[tasks.Question]:
@@ -132,7 +126,7 @@ def probe(recipe: Recipe, trained: Sequence[tasks.Question], heldout: Sequence[t
         BadInput: fewer than `watch.probe_n` are left.
     """
     wanted = recipe.watch.probe_n
-    pool = _load(recipe, "train", endless=len(trained) + wanted)
+    pool = questions(recipe, "train", len(trained) + wanted if _is_endless(recipe) else None)
     used = {bare(question.question) for question in (*trained, *heldout)}
     left = [question for question in pool if bare(question.question) not in used]
     if len(left) < wanted:

@@ -13,8 +13,7 @@ from qrl import figures, names, plan
 from qrl.errors import BadInput
 from qrl.plan import table
 from qrl.stats.text import interval
-from qrl.steps.compare import written
-from qrl.workspace import workspace
+from qrl.workspace import workspace, written
 
 FIGURE = "plan.png"
 
@@ -43,7 +42,9 @@ def make(assumed: dict, *, pilot: str | None, scheme: str | None, out: str | Non
         from qrl.tracking import contents, runs, store  # imports MLflow, which takes a second
 
         store.prepare()
-        with workspace(f"plan-{os.getpid()}") as work, runs.step("plan", params=_params(planned)):
+        fields = {"power": planned.power, "n": planned.n, "effect": planned.effect, **table.as_json(planned)["assumed"]}
+        params = {f"plan.{key}": value for key, value in fields.items() if value is not None}
+        with workspace(f"plan-{os.getpid()}") as work, runs.step("plan", params=params):
             _write(planned, text, work)
             contents.log_folder(work)
             contents.describe(text)
@@ -92,9 +93,3 @@ def _write(planned: plan.Plan, text: str, out: Path) -> None:
     document = json.dumps(table.as_json(planned), indent=2) + "\n"
     with written(out, "plan", {names.TABLE_MD: text, names.TABLE_JSON: document}) as drawn:
         figures.chances(planned, drawn / FIGURE)
-
-
-def _params(planned: plan.Plan) -> dict[str, Any]:
-    fields = {"power": planned.power, "n": planned.n, "effect": planned.effect}
-    fields |= table.as_json(planned)["assumed"]
-    return {f"plan.{key}": value for key, value in fields.items() if value is not None}

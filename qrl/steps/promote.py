@@ -1,10 +1,12 @@
 """Promote: an evaluated cell becomes a version, and gets a stage if its gate lets it in."""
 
+import contextlib
+
 import click
 import pandas as pd
 
 from qrl import checkpoint, names, registry, stats
-from qrl.compare.compatibility import check as check_compatible
+from qrl.compare.validate import check_compatible
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
 from qrl.registry import gate, versions
@@ -39,7 +41,10 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str]) -> None:
                 click.echo(f"      {outcomes[-1]}", err=True)
         finally:
             contents.describe("\n".join(f"- {outcome}" for outcome in outcomes))
-            registry.publish(name, _study_table())
+            study, table = runs.parent_id(), ""
+            with contextlib.suppress(BadInput):  # a study that has none yet
+                table = contents.artifact(study, names.TABLE_MD).read_text(encoding="utf-8") if study else ""
+            registry.publish(name, table)
 
 
 def rollback(recipe: Recipe, stage: str) -> None:
@@ -47,15 +52,6 @@ def rollback(recipe: Recipe, stage: str) -> None:
     name = registry.registered_name(recipe)
     store.prepare()
     click.echo(f"Stage {stage} is {registry.rollback(name, stage)} again.")
-
-
-def _study_table() -> str:
-    """Return the table of cells of the study that this step belongs to; empty if it belongs to none."""
-    study = runs.parent_id()
-    try:
-        return contents.artifact(study, names.TABLE_MD).read_text(encoding="utf-8") if study else ""
-    except BadInput:
-        return ""
 
 
 def _promote_one(recipe: Recipe, name: str, stage: str, candidate: Evaluated) -> str:
@@ -79,21 +75,15 @@ def _decide(
     recipe: Recipe, stage: str, candidate: Evaluated, version: versions.Version, before: versions.Version | None
 ) -> gate.Decision:
     # The digest of the files in the store now, not the version's tag: those are what would be served.
-    evidence = gate.Evidence(candidate.broken, candidate.digest, checkpoint.digest(versions.folder(version)))
+    digest = checkpoint.digest(versions.folder(version))
     if before is None:
-        return gate.decide(stage, evidence)
-    digests = {"parent_digest": candidate.parent, "before_digest": before.digest}
-    difference = _difference(candidate, _reference(before, gate.BEFORE[stage]))
+        return gate.decide(stage, candidate, digest)
+    earned = before.gate(gate.BEFORE[stage])
+    if earned is None or not earned.run:
+        raise BadInput(f"No evaluation is recorded for {before}: promote it again first.")
+    difference = _difference(candidate, cells.read(earned.run))
     limit = recipe.promote.min_gain if stage == "grpo" else recipe.promote.max_loss
-    return gate.decide(stage, evidence, **digests, difference=difference, limit=limit)
-
-
-def _reference(version: versions.Version, stage: str) -> Evaluated:
-    """Return the evaluation by which a version earned its stage."""
-    record = version.gate(stage)
-    if record is None or not record.run:
-        raise BadInput(f"No evaluation is recorded for {version}: promote it again first.")
-    return cells.read(record.run)
+    return gate.decide(stage, candidate, digest, before_digest=before.digest, difference=difference, limit=limit)
 
 
 def _difference(candidate: Evaluated, reference: Evaluated) -> stats.Estimate:

@@ -26,7 +26,6 @@ FOLDERS = {  # step, scheme or engine → folder on a GPU, folder on a CPU; None
     ("serve", "vllm"): ("vllm", "vllm_cpu"),
     ("serve", "auto"): ("vllm", None),
 }
-PACKAGES = {"awq": "awq", "vllm": "vllm", "vllm_cpu": "vllm"}  # folder → a package that only its environment has
 
 
 def environment_for(step: str, choice: str, device: str = "auto") -> Path | None:
@@ -57,9 +56,9 @@ def check_reachable(step: str, folder: Path | None) -> None:
     Raises:
         BadInput: this Python, which all steps share without `--env-manager`, lacks the environment's package.
     """
-    package = PACKAGES.get(folder.name) if folder else None
-    if package is None or projects.env_manager(os.environ.get("MLFLOW_RUN_ID")) != "local":
+    if folder in (None, ROOT) or projects.env_manager(os.environ.get("MLFLOW_RUN_ID")) != "local":
         return
+    package = folder.name.removesuffix("_cpu")  # only its environment has a package of this name
     python = shutil.which("python", path=local_path()) or sys.executable
     program = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
     if subprocess.run([python, "-c", program], env=os.environ | {PLACE: folder.name}, check=False).returncode:
@@ -114,10 +113,3 @@ def hand_over(folder: Path, step: str, parameters: dict[str, str]) -> None:
     signals.guard()
     store.prepare()
     launch(folder, step, parameters, run_id=os.environ.pop("MLFLOW_RUN_ID", None))
-
-
-def is_relaunched() -> bool:
-    """Return whether this process was launched by a study or by its own command, which has printed the warnings."""
-    from qrl.tracking import runs
-
-    return PLACE in os.environ or runs.is_launched()

@@ -6,11 +6,10 @@ import os
 import platform
 from collections.abc import Mapping
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qrl import __version__, checkpoint, names
+from qrl import __version__, checkpoint, names, process
 from qrl.recipe import Recipe
 from qrl.tracking import models, runs
 
@@ -27,6 +26,7 @@ def head(recipe: Recipe, run_id: str, table: Mapping[str, Any]) -> dict[str, str
     cell = next(iter(entry["cells"].values()))
     seeds, training = entry.get("seeds") or 1, recipe.train
     method = "distillation" if training.teacher else "GRPO"
+    libraries = [f"{name} {process.installed(name) or 'not installed'}" for name in LIBRARIES]
     return {
         "Model": recipe.model,
         "Task": recipe.task + (f", {recipe.data}" if recipe.data else ""),
@@ -36,15 +36,8 @@ def head(recipe: Recipe, run_id: str, table: Mapping[str, Any]) -> dict[str, str
         "Date": datetime.fromtimestamp(run.info.start_time / 1000).astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "Commit": run.data.tags.get("mlflow.source.git.commit", "")[:12],
         "Machine": _machine(run.data.params.get("device", "")),
-        "Versions": ", ".join([f"qrl {__version__}", *map(_library, LIBRARIES), f"Python {platform.python_version()}"]),
+        "Versions": ", ".join([f"qrl {__version__}", *libraries, f"Python {platform.python_version()}"]),
     }
-
-
-def _library(name: str) -> str:
-    try:
-        return f"{name} {version(name)}"
-    except PackageNotFoundError:
-        return f"{name} not installed"
 
 
 def _machine(device: str) -> str:
@@ -70,19 +63,15 @@ def _processor() -> str:
 
 def cells(launcher: Launcher) -> dict[str, tuple[str, int | None]]:
     """Return the models that the steps made: address → `variant:scheme`, and bytes of weights, None where unknown."""
-    made = {}
+    made, local = {}, models.local(runs.opened(launcher.run_id).info.artifact_uri)
     for _, result in launcher.results:
         address = result.outputs.models.get("model", "")
         if address.startswith("models:/"):
             facts = models.params(address)
-            size = int(facts["bytes"]) if "bytes" in facts else _bytes(address, launcher.run_id)
-            made[address] = (f"{facts.get('variant')}:{names.scheme(facts.get('scheme', ''))}", size)
+            size = facts.get("bytes")
+            if size is None and local:  # of a remote store, nothing is downloaded for this
+                folder = models.local_path(address)
+                size = sum((folder / name).stat().st_size for name in checkpoint.shards(folder))
+            cell = f"{facts.get('variant')}:{names.scheme(facts.get('scheme', ''))}"
+            made[address] = (cell, None if size is None else int(size))
     return made
-
-
-def _bytes(address: str, run_id: str) -> int | None:
-    """Return the bytes of a model's weight files, or None where the store is remote: nothing is downloaded for this."""
-    if models.local(runs.opened(run_id).info.artifact_uri) is None:
-        return None
-    folder = models.local_path(address)
-    return sum((folder / name).stat().st_size for name in checkpoint.shards(folder))

@@ -7,8 +7,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,10 +68,12 @@ class Launcher:
         """
         runs = {label: reuse.find(step.name, key) for label, key in step.keys.items()}
         missing = [label for label, run in runs.items() if run is None]
-        self._announce(step.name, step.title, [label for label in runs if label not in missing], missing)
+        self._announce(step.name, step.title, "" if missing else " (reused)")
+        if reused := [f"{label} from run {run.info.run_id[:8]}" for label, run in runs.items() if run]:
+            click.echo(f"      reused: {', '.join(reused)}", err=True)
         for label in missing:
             if changed := reuse.changes(step.name, step.keys[label]):
-                click.echo(f"      {label} is not reused: {', '.join(changed)} changed", err=True)
+                click.echo(f"      {label} is not reused: {', '.join(changed)}", err=True)
         if missing:
             error = None
             try:
@@ -95,8 +97,12 @@ class Launcher:
 
     def run(self, step: str, title: str, parameters: dict[str, str]) -> None:
         """Launch a step whose result is never reused."""
-        self._announce(step, title, [], [step])
+        self._announce(step, title)
         self._launch(None, step, parameters)
+
+    def result(self, step: str) -> Result:
+        """Return the result of a step that has one, such as train or compare."""
+        return dict(self.results)[f"{step} {step}"]
 
     def _launch(self, folder: Path | None, step: str, parameters: dict[str, str]) -> None:
         began = time.monotonic()
@@ -105,9 +111,8 @@ class Launcher:
         finally:
             self.seconds += time.monotonic() - began  # of a refused promotion too
 
-    def _announce(self, step: str, title: str, reused: list[str], missing: list[str]) -> None:
-        notes = f" (reused: {', '.join(reused)})" if reused and missing else " (reused)" if reused else ""
-        click.secho(f"[{next(self._numbers)}/{self.steps}] {step}: {title}{notes}", bold=True, err=True)
+    def _announce(self, step: str, title: str, note: str = "") -> None:
+        click.secho(f"[{next(self._numbers)}/{self.steps}] {step}: {title}{note}", bold=True, err=True)
 
 
 class DryRun(Launcher):
@@ -181,15 +186,9 @@ def local_path() -> str:
     return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
 
 
-@contextmanager
-def variables(folder: Path) -> Iterator[None]:
+def variables(folder: Path) -> AbstractContextManager[None]:
     """Set our working folder, for relative paths, and uv's overrides.txt if the project has one: it replaces pins."""
     ours, overrides = {process.FOLDER: os.getcwd()}, folder / "overrides.txt"
     if overrides.is_file() and "UV_OVERRIDE" not in os.environ:  # a user's own has precedence
         ours["UV_OVERRIDE"] = str(overrides.resolve())
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            del os.environ[name]
+    return process.variables(**ours)

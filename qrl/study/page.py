@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,8 @@ from qrl import names
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.study import facts
-from qrl.study.launch import Launcher, Result
-from qrl.tracking import contents, projects, runs
+from qrl.study.launch import Launcher
+from qrl.tracking import contents, runs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,35 +24,25 @@ MAX_DESCRIPTION = 7900  # characters; MLflow cuts what is longer
 LINKED = (names.REPORT, names.TABLE_MD, names.TABLE_JSON, names.QUESTIONS, names.RECIPE)
 
 
-@dataclass(frozen=True)
-class Shown:
-    """A study after `show`: what `close` needs to finish its page."""
-
-    recipe: Recipe
-    launcher: Launcher
-    compared: Result
-    diagnosed: Result
-    trained: Result
-
-
-def write(path: Path, shown: Shown, gates: list[Gate]) -> None:
+def write(path: Path, recipe: Recipe, launcher: Launcher, gates: list[Gate]) -> None:
     """Write the study as one page."""
     from qrl import figures
 
-    table = _read_table(shown)
+    table = _read_table(launcher)
     study = figures.Study(
         table,
-        facts.head(shown.recipe, shown.launcher.run_id, table),
-        {cell: size for cell, size in facts.cells(shown.launcher).values() if size},
+        facts.head(recipe, launcher.run_id, table),
+        {cell: size for cell, size in facts.cells(launcher).values() if size},
         gates,
-        frame(shown.trained.run_id, names.HISTORY),
-        *(frame(shown.diagnosed.run_id, name) for name in (names.WEIGHTS, names.STORED, names.BEHAVIOUR)),
+        frame(launcher.result("train").run_id, names.HISTORY),
+        *(frame(launcher.result("diagnose").run_id, name) for name in (names.WEIGHTS, names.STORED, names.BEHAVIOUR)),
     )
     figures.report(study, path)
 
 
-def _read_table(shown: Shown) -> dict[str, Any]:
-    return json.loads(contents.artifact(shown.compared.run_id, names.TABLE_JSON).read_text(encoding="utf-8"))
+def _read_table(launcher: Launcher) -> dict[str, Any]:
+    path = contents.artifact(launcher.result("compare").run_id, names.TABLE_JSON)
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def frame(run_id: str, name: str) -> pd.DataFrame:
@@ -91,16 +80,15 @@ def gates(name: str, launcher: Launcher, refused: str) -> list[Gate]:
     return decided
 
 
-def description(shown: Shown, text: str, figures: list[str]) -> str:
+def description(launcher: Launcher, text: str, figures: list[str]) -> str:
     """Return the run's description: the finding and links first, since MLflow's UI folds it after a few lines."""
     from qrl.figures.cards import headline
 
-    launcher = shown.launcher
-    place = f"#/experiments/{projects.experiment_id(launcher.run_id)}/runs/{launcher.run_id}/artifacts"
+    place = f"#/experiments/{runs.opened(launcher.run_id).info.experiment_id}/runs/{launcher.run_id}/artifacts"
     pictures = [f"{names.FIGURES}/{name}" for name in figures]
     links = [f"[{Path(file).stem if file in pictures else file}]({place}/{file})" for file in (*LINKED, *pictures)]
     files, drawn = (" · ".join(part) for part in (links[: len(LINKED)], links[len(LINKED) :]))
-    top = f"**{headline(_read_table(shown))}.**\n\n{files}\n\nFigures: {drawn}"
+    top = f"**{headline(_read_table(launcher))}.**\n\n{files}\n\nFigures: {drawn}"
     runs_made = steps(launcher)
     if len(top) + len(text) + len(runs_made) > MAX_DESCRIPTION:  # the tables stay whole; the sentences are in table.md
         text = f"{text.partition('## Verdict')[0]}[{names.TABLE_MD}]({place}/{names.TABLE_MD}) gives the reasons."
@@ -109,7 +97,7 @@ def description(shown: Shown, text: str, figures: list[str]) -> str:
 
 def steps(launcher: Launcher) -> str:
     """Return a list of the steps' runs, the reused ones marked."""
-    experiment, models = projects.experiment_id(launcher.run_id), facts.cells(launcher)
+    experiment, models = runs.opened(launcher.run_id).info.experiment_id, facts.cells(launcher)
     lines = []
     for label, result in launcher.results:
         step, _, of = label.partition(" ")

@@ -49,15 +49,15 @@ def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> No
         launcher = Launcher(overrides, run.info.run_id, 5 + len(recipe.quantize.schemes) + recipe.train.adapter)
         steps = StudySteps(recipe, launcher, device)
         models, cells = steps.cells(base, teacher)
-        diagnosed = steps.diagnose(base, models[f"{recipe.train.variant}:{names.FULL}"], models)
-        compared = steps.compare(cells)
-        shown = report.show(recipe, launcher, compared, diagnosed, steps.trained)
+        steps.diagnose(base, models[f"{recipe.train.variant}:{names.FULL}"], models)
+        steps.compare(cells)
+        report.show(recipe, launcher)
         try:
             stage = steps.promote(cells)
         except GateRefused as refused:
-            report.close(shown, time.monotonic() - began, refused=str(refused))
+            report.close(recipe, launcher, time.monotonic() - began, refused=str(refused))
             raise
-        report.close(shown, time.monotonic() - began, stage=stage)
+        report.close(recipe, launcher, time.monotonic() - began, stage=stage)
 
 
 class StudySteps:

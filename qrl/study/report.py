@@ -15,9 +15,9 @@ import click
 from qrl import names
 from qrl.recipe import Recipe
 from qrl.study import page
-from qrl.study.launch import Launcher, Result
-from qrl.study.page import Shown
-from qrl.tracking import contents, projects, store
+from qrl.study.environments import PLACE
+from qrl.study.launch import Launcher
+from qrl.tracking import contents, projects, runs, store
 from qrl.workspace import workspace
 
 if TYPE_CHECKING:
@@ -36,29 +36,39 @@ class SweepOutcome:
 
 
 def warn(sentences: list[str]) -> None:
-    """Print warnings about settings that have no effect or were changed."""
-    for sentence in sentences:
-        click.secho(f"qrl: {sentence}", fg="yellow", err=True)
+    """Print warnings about settings that have no effect, unless a study or the same command has launched this one."""
+    if PLACE not in os.environ and not runs.is_launched():
+        for sentence in sentences:
+            click.secho(f"qrl: {sentence}", fg="yellow", err=True)
 
 
-def show(recipe: Recipe, launcher: Launcher, compared: Result, diagnosed: Result, trained: Result) -> Shown:
+def show(recipe: Recipe, launcher: Launcher) -> None:
     """Gather the study's artifacts from its steps' runs, and print the table and the verdict."""
-    shown = Shown(recipe, launcher, compared, diagnosed, trained)
+    compared = launcher.result("compare")
     with workspace(f"study-{launcher.run_id}") as work:
-        _gather(work, shown)
+        for file in (names.TABLE_MD, names.TABLE_JSON, names.QUESTIONS):
+            shutil.copy(contents.artifact(compared.run_id, file), work / file)
+        for step in ("compare", "diagnose", "train"):
+            source = contents.artifact(launcher.result(step).run_id, names.FIGURES)
+            pictures = shutil.ignore_patterns("*.html")
+            shutil.copytree(source, work / names.FIGURES, dirs_exist_ok=True, ignore=pictures)
         figures = sorted(path.name for path in (work / names.FIGURES).iterdir())
-        page.write(work / names.REPORT, shown, [])
+        page.write(work / names.REPORT, recipe, launcher, [])
         (work / names.RECIPE).write_text(recipe.dump())
         table = (work / names.TABLE_MD).read_text()
         contents.log_folder(work)
     contents.log_scores(compared.outputs.values["metrics"])
-    text = f"{table}\n{_packed(recipe)}".rstrip()
-    contents.describe(page.description(shown, text, figures))
+    text = table.rstrip()
+    if recipe.train.packed:
+        text += (
+            f"\n\nThe adapter was trained over a base in {recipe.train.storage} and merged into the dequantized base. "
+            "`base` is the original model in every delta, so the gain includes the cost of packing."
+        )
+    contents.describe(page.description(launcher, text, figures))
     click.echo(f"\n{text}\n")
-    return shown
 
 
-def close(shown: Shown, seconds: float, *, stage: str | None = None, refused: str = "") -> None:
+def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | None = None, refused: str = "") -> None:
     """Complete the page with gates and versions; print where everything is, what to run next, and how long it took.
 
     Args:
@@ -67,16 +77,18 @@ def close(shown: Shown, seconds: float, *, stage: str | None = None, refused: st
     """
     from qrl import registry
 
-    recipe, launcher = shown.recipe, shown.launcher
     name = registry.registered_name(recipe)
     with workspace(f"study-{launcher.run_id}") as work:
-        page.write(work / names.REPORT, shown, page.gates(name, launcher, refused))
+        page.write(work / names.REPORT, recipe, launcher, page.gates(name, launcher, refused))
         contents.log_folder(work)
     contents.log_scores({"study/seconds": seconds, "study/outside_steps_s": seconds - launcher.seconds})
     folder = projects.artifact_place(launcher.run_id)
+    python = f"{sys.executable}, for the commands below"
+    if sys.prefix != sys.base_prefix:
+        python = f"source {shlex.quote(str(Path(sys.prefix) / 'bin' / 'activate'))}, before the commands below"
     lines = [
         f"Artifacts   {folder}: {', '.join(page.LINKED)}, {names.FIGURES}/",
-        f"Environment {_activate()}",
+        f"Environment {python}",
         f"Look        {look(os.environ['MLFLOW_TRACKING_URI'])}",
     ]
     if stage:
@@ -101,9 +113,7 @@ def sweep_table(launcher: Launcher, outcome: SweepOutcome, seeds: tuple[int, ...
     methods = ranking.measure(frame)
     judged = (_convergence(methods, outcome, variant, scheme) for variant, scheme in outcome.schemes.items())
     with workspace(f"methods-{launcher.run_id}") as work:
-        text = write_methods(
-            methods, work, [convergence for convergence in judged if convergence], outcome.failed + left_out
-        )
+        text = write_methods(methods, work, list(filter(None, judged)), outcome.failed + left_out)
         frame.to_parquet(work / names.QUESTIONS)
         contents.log_folder(work)
     contents.log_scores(ranking.metrics(methods) | {"study/seconds": seconds})
@@ -126,23 +136,6 @@ def _convergence(methods: Methods, outcome: SweepOutcome, variant: str, scheme: 
     return convergence.judge(variant, scheme, row.over_base, curves, measure)
 
 
-def _packed(recipe: Recipe) -> str:
-    """Return what `base` means where the policy was trained over a packed one."""
-    if not recipe.train.packed:
-        return ""
-    return (
-        f"The adapter was trained over a base in {recipe.train.storage} and merged into the dequantized base. "
-        "`base` is the original model in every delta, so the gain includes the cost of packing."
-    )
-
-
-def _activate() -> str:
-    """Return how to get a shell that finds the commands below."""
-    if sys.prefix == sys.base_prefix:
-        return f"{sys.executable}, for the commands below"
-    return f"source {shlex.quote(str(Path(sys.prefix) / 'bin' / 'activate'))}, before the commands below"
-
-
 def look(address: str) -> str:
     """Return how to see the store at this absolute address; a bare `mlflow ui` shows its own default only."""
     if not address.startswith("sqlite:"):
@@ -156,13 +149,3 @@ def _serve(recipe: Recipe, stage: str) -> str:
     model = "" if recipe.model == "qrl-tiny" else f" -P model={shlex.quote(recipe.model)}"
     name = f" -P registered_name={shlex.quote(recipe.registered_name)}" if recipe.registered_name else ""
     return f"mlflow run . -e serve -P stage={stage}{model}{name} --env-manager uv"
-
-
-def _gather(work: Path, shown: Shown) -> None:
-    """Copy the tables and figures of the study's steps into one folder."""
-    for file in (names.TABLE_MD, names.TABLE_JSON, names.QUESTIONS):
-        shutil.copy(contents.artifact(shown.compared.run_id, file), work / file)
-    for result in (shown.compared, shown.diagnosed, shown.trained):
-        source = contents.artifact(result.run_id, names.FIGURES)
-        pictures = shutil.ignore_patterns("*.html")
-        shutil.copytree(source, work / names.FIGURES, dirs_exist_ok=True, ignore=pictures)

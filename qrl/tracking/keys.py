@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = {names.AWQ: ROOT / "projects" / "awq" / "conda.yaml"}
 CORE = ROOT / "conda.yaml"
 VLLM = {"cpu": ROOT / "projects" / "vllm_cpu" / "conda.yaml", "cuda": ROOT / "projects" / "vllm" / "conda.yaml"}
+INPUT, SOURCE = "input ", "qrl/"  # begin the names of inputs and sources among a key's parts
 SECTIONS = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
 PARTS: dict[str, dict[str, str]] = {}  # of the keys that this process made, to say why a finished step is not reused
 
@@ -76,14 +77,14 @@ def _key(
     parts = {
         "step": step,
         **recipe.key_settings(*sections),
-        **{f"input {name}": digest for name, digest in inputs.items()},
+        **{f"{INPUT}{name}": digest for name, digest in inputs.items()},
         "data": _data_digest(recipe.data),
         "device": device,
         "environment": hashlib.sha256(environment.read_bytes()).hexdigest(),
-        "sources": sources.digest(step),
     }
-    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    PARTS[key] = parts
+    whole = parts | {"sources": sources.digest(step)}
+    key = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+    PARTS[key] = parts | {f"{SOURCE}{name}": digest for name, digest in sources.digests(step).items()}
     return key
 
 

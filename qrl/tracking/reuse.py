@@ -1,6 +1,7 @@
 """Finished steps are found again by their key, if everything that they left is still there and unchanged."""
 
 import json
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -14,9 +15,12 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 
 from qrl import names
 from qrl.errors import QrlError
-from qrl.tracking import active, keys, models
+from qrl.tracking import contents, keys, models
 
 _OUTPUTS = "outputs.json"
+_NEWEST_FIRST = ["attributes.start_time DESC"]
+_DIGEST = re.compile(r"[0-9a-f]{32,64}")  # of contents, or a run's id
+_FILES_NAMED = 3
 _UNREADABLE = (mlflow.MlflowException, OSError, ValueError)  # what reading a record may raise
 
 
@@ -31,18 +35,51 @@ class Outputs:
 
 def find(step: str, key: str) -> Run | None:
     """Return the newest finished run with this key in the active experiment, or None if its outputs are not intact."""
-    runs = _finished(step, f" and tags.`{names.TAG_CACHE_KEY}` = '{key}'", order_by=["attributes.start_time DESC"])
+    runs = _finished(step, f" and tags.`{names.TAG_CACHE_KEY}` = '{key}'", order_by=_NEWEST_FIRST)
     return next((run for run in runs if _is_intact(run)), None)
 
 
 def changes(step: str, key: str) -> list[str]:
-    """Return what a key differs in from that of the most similar finished run of the step; empty if there is none."""
-    wanted, differences = keys.PARTS.get(key, {}), []
-    for run in _finished(step, max_results=20):
+    """Return in words how a wanted result differs from the newest finished one; empty if there is none to compare.
+
+    Results that share more of the wanted inputs come first, such as those of the same variant and scheme.
+    """
+    wanted, recorded = keys.PARTS.get(key, {}), []
+    for run in _finished(step, order_by=_NEWEST_FIRST, max_results=20):
         with suppress(*_UNREADABLE):
-            parts = _document(run).get("parts") or wanted  # a run of an earlier version
-            differences.append(sorted(name for name in parts | wanted if parts.get(name) != wanted.get(name)))
-    return min(filter(None, differences), key=len, default=[])
+            recorded.append(_document(run).get("parts"))
+
+    def unlike(parts: dict[str, str]) -> int:
+        return sum(parts.get(name) != value for name, value in wanted.items() if name.startswith(keys.INPUT))
+
+    newest = min(filter(None, recorded), key=unlike, default=None)
+    return _differences(newest, wanted) if newest and wanted else []
+
+
+def _differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Return a phrase for each difference: `train.steps 16 → 20`, or `qrl/train/grpo.py changed`."""
+    phrases, files = [], []
+    for name in now | before:
+        old, new = before.get(name, ""), now.get(name, "")
+        if old == new or name == "sources":  # one digest of all, in the records of earlier versions
+            continue
+        if name.startswith(keys.SOURCE):
+            files.append(name)
+        elif _DIGEST.fullmatch(old or new):
+            phrases.append(f"{_spoken(name)} changed")
+        else:
+            phrases.append(f"{_spoken(name)} {old or 'unset'} → {new or 'unset'}")
+    if "sources" in before:
+        files = ["the sources"]
+    if files:
+        more = len(files) - _FILES_NAMED
+        phrases.append(f"{', '.join(files[:_FILES_NAMED])}{f' and {more} more sources' if more > 0 else ''} changed")
+    return list(dict.fromkeys(phrases)) or ["files of the last result are missing or were changed"]
+
+
+def _spoken(part: str) -> str:
+    name = part.removeprefix(keys.INPUT)
+    return "cells" if name.isdecimal() else name
 
 
 def _finished(step: str, more: str = "", **how: Any) -> list[Run]:
@@ -58,12 +95,12 @@ def record_outputs(*, models: dict | None = None, artifacts: list | None = None,
         artifacts: paths in the active run, files or folders.
         values: anything that JSON holds.
     """
-    run = active.run()
+    run = mlflow.get_run(contents.active_id())
     outputs = Outputs(models or {}, artifacts or [], values or {})
     sizes = {place: _sizes(_address(run, place)) for place in (*outputs.models.values(), *outputs.artifacts)}
     digests = {place: _digests(_address(run, place)) for place in outputs.artifacts}
-    key = mlflow.get_run(run.info.run_id).data.tags.get(names.TAG_CACHE_KEY, "")
-    document = {**vars(outputs), "sizes": sizes, "digests": digests, "parts": keys.PARTS.get(key, {})}
+    parts = keys.PARTS.get(run.data.tags.get(names.TAG_CACHE_KEY, ""), {})
+    document = {**vars(outputs), "sizes": sizes, "digests": digests, "parts": parts}
     mlflow.log_dict(document, _OUTPUTS)
 
 
@@ -96,15 +133,10 @@ def _is_intact(run: Run) -> bool:
         return (
             all(sizes and _sizes(_address(run, place)) == sizes for place, sizes in document["sizes"].items())
             and all(_digests(_address(run, place)) == digests for place, digests in document.get("digests", {}).items())
-            and all(_is_ready(uri, document["values"].get("digest")) for uri in document["models"].values())
+            and all(models.holds(uri, document["values"].get("digest")) for uri in document["models"].values())
         )
     except (*_UNREADABLE, KeyError):
         return False  # what cannot be read cannot be reused
-
-
-def _is_ready(model_uri: str, digest: str) -> bool:
-    model = mlflow.get_logged_model(models.id_of(model_uri))
-    return str(model.status) == "READY" and models.holds(model_uri, digest)
 
 
 def _document(run: Run) -> dict:
@@ -118,19 +150,18 @@ def _address(run: Run, place: str) -> str:
 def _sizes(address: str) -> dict[str, int | None]:
     """Return path below the address → bytes, for every file except MLflow's own note of a download."""
     parent, _, name = address.rpartition("/")
-    if not address.startswith("models:/"):
-        siblings = {Path(info.path).name: info for info in get_artifact_repository(parent).list_artifacts()}
-        if name in siblings and not siblings[name].is_dir:
-            return {name: siblings[name].file_size}
+    siblings = [] if address.startswith("models:/") else get_artifact_repository(parent).list_artifacts(None)
+    for info in siblings:
+        if Path(info.path).name == name and not info.is_dir:
+            return {name: info.file_size}
     repository = get_artifact_repository(address)
-    sizes: dict[str, int | None] = {}
-    folders: list[str | None] = [None]
-    while folders:
-        for info in repository.list_artifacts(folders.pop()):
-            if info.is_dir:
-                folders.append(info.path)
-            elif info.path != "registered_model_meta":
-                sizes[info.path] = info.file_size
+    pending, sizes = repository.list_artifacts(None), {}
+    while pending:
+        info = pending.pop()
+        if info.is_dir:
+            pending += repository.list_artifacts(info.path)
+        elif info.path != "registered_model_meta":
+            sizes[info.path] = info.file_size
     return sizes
 
 

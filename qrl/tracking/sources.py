@@ -28,11 +28,17 @@ _MODULE = re.compile(r"qrl(\.\w+)+")
 
 def digest(step: str, package: Path = PACKAGE) -> str:
     """Return the sha256 over all sources that can change a step's result; edits while this process runs count."""
-    total = sha256()
-    for file in files(step, package):
-        content = _parsed(file.read_bytes())[0] if file.suffix == ".py" else sha256(file.read_bytes()).hexdigest()
-        total.update(f"{file.relative_to(package).as_posix()}\0{content}\0".encode())
-    return total.hexdigest()
+    content = "".join(f"{name}\0{digest}\0" for name, digest in digests(step, package).items())
+    return sha256(content.encode()).hexdigest()
+
+
+def digests(step: str, package: Path = PACKAGE) -> dict[str, str]:
+    """Return the sha256 of each source that can change a step's result, by its path in the package."""
+    contents = {file.relative_to(package).as_posix(): file for file in files(step, package)}
+    return {
+        name: _parsed(file.read_bytes())[0] if file.suffix == ".py" else sha256(file.read_bytes()).hexdigest()
+        for name, file in contents.items()
+    }
 
 
 def files(step: str, package: Path = PACKAGE) -> list[Path]:

@@ -67,8 +67,8 @@ def study(store, tmp_path):
 
 def test_a_studys_page_links_its_report_and_figures_and_marks_reused_steps(study):
     launcher, *steps = study
-    shown = report.show(recipe.load("tiny"), launcher, *steps)
-    report.close(shown, 60.0, stage="awq")
+    report.show(recipe.load("tiny"), launcher)
+    report.close(recipe.load("tiny"), launcher, 60.0, stage="awq")
     run = mlflow.get_run(launcher.run_id)
     text = run.data.tags["mlflow.note.content"]
     place = f"#/experiments/{run.info.experiment_id}/runs/{launcher.run_id}/artifacts"
@@ -86,9 +86,11 @@ def test_a_studys_page_links_its_report_and_figures_and_marks_reused_steps(study
 
 
 def test_a_refusal_is_on_the_page_and_nothing_is_offered_to_load(study, capsys):
-    launcher, *steps = study
-    shown = report.show(recipe.load("tiny"), launcher, *steps)
-    report.close(shown, 60.0, refused="Stage grpo is refused: No gain. The stage stays as it was.")
+    launcher, *_ = study
+    report.show(recipe.load("tiny"), launcher)
+    report.close(
+        recipe.load("tiny"), launcher, 60.0, refused="Stage grpo is refused: No gain. The stage stays as it was."
+    )
     html = contents.artifact(launcher.run_id, names.REPORT).read_text()
     assert "The gate refused grpo" in html and "No gain. The stage stays as it was." in html
     assert "Load " not in capsys.readouterr().out
@@ -119,6 +121,6 @@ def test_gates_of_this_study_are_on_its_page_and_those_of_earlier_ones_are_not(s
 def test_a_description_that_would_be_cut_keeps_its_tables_and_steps(study, monkeypatch):
     launcher, *steps = study
     monkeypatch.setattr(page, "MAX_DESCRIPTION", 1000)
-    report.show(recipe.load("tiny"), launcher, *steps)
+    report.show(recipe.load("tiny"), launcher)
     text = mlflow.get_run(launcher.run_id).data.tags["mlflow.note.content"]
     assert "| nf4 |" in text and "## Verdict" not in text and steps[2].run_id in text

@@ -16,7 +16,7 @@ import qrl
 from qrl import checkpoint, names, recipe
 from qrl.errors import BadInput, QrlError
 from qrl.tasks import prompt
-from qrl.tracking import cells, contents, description, keys, models, reuse, runs, signals
+from qrl.tracking import cells, contents, description, keys, models, reuse, runs, signals, sources
 from qrl.tracking import store as stores
 
 ROOT = Path(qrl.__file__).parents[1]
@@ -255,19 +255,40 @@ def test_a_finished_step_is_found_until_a_file_of_it_is_gone(store, tmp_path):
     assert reuse.find("compare", "k") is None
 
 
-def test_a_step_that_is_not_reused_names_what_changed(store):
-    def key(**overrides: str) -> str:
+def test_a_step_that_is_not_reused_names_what_changed_since_the_newest(store, monkeypatch):
+    def key(base: str = "d", **overrides: str) -> str:
         return keys.trained(
-            recipe.load("tiny", {f"train.{name}": text for name, text in overrides.items()}), "d", "cpu"
+            recipe.load("tiny", {f"train.{name}": text for name, text in overrides.items()}), base, "cpu"
         )
 
-    assert reuse.changes("train", key()) == []
-    for made in (key(), key(steps="17", loss="grpo")):
+    def finish(made: str) -> None:
         with runs.step("train", tags={names.TAG_CACHE_KEY: made}):
             reuse.record_outputs()
-    assert reuse.changes("train", key(steps="18")) == ["train.steps"]
-    assert reuse.changes("train", key(loss="grpo", steps="18")) == ["train.steps"]
+
+    assert reuse.changes("train", key()) == []
+    finish(key(steps="18"))
+    finish(key())
+    assert reuse.changes("train", key(steps="18", loss="grpo")) == ["train.steps 16 → 18", "train.loss dr_grpo → grpo"]
+    assert reuse.changes("train", key()) == ["files of the last result are missing or were changed"]
     assert reuse.changes("merge", key(steps="18")) == []
+    other = "e" * 64
+    finish(key(base=other, steps="17"))
+    assert reuse.changes("train", key(steps="18")) == ["train.steps 16 → 18"]  # since the newest of the same base
+    assert reuse.changes("train", key(base="f" * 64, steps="17")) == ["base changed"]
+
+
+def test_a_step_whose_sources_changed_names_the_files(store, monkeypatch):
+    settings, read = recipe.load("tiny"), sources.digests
+    with runs.step("train", tags={names.TAG_CACHE_KEY: keys.trained(settings, "d", "cpu")}):
+        reuse.record_outputs()
+
+    def edited(*files: str) -> list[str]:
+        monkeypatch.setattr(sources, "digests", lambda *of: read(*of) | dict.fromkeys(files, "0" * 64))
+        return reuse.changes("train", keys.trained(settings, "d", "cpu"))
+
+    assert edited("train/grpo.py") == ["qrl/train/grpo.py changed"]
+    (phrase,) = edited("train/grpo.py", "train/loop.py", "train/save.py", "train/new.py", "formats/kind.py")
+    assert "qrl/train/grpo.py, " in phrase and phrase.endswith(" and 2 more sources changed")
 
 
 def test_an_artifact_whose_bytes_changed_is_not_reused_and_its_rows_are_not_read(store, tmp_path):

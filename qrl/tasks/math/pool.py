@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qrl import process
 from qrl.errors import QrlError
 from qrl.tasks.math.verdict import Claim, by_text, claim
 from qrl.tasks.question import Verdict
@@ -115,7 +115,9 @@ def _pool() -> ProcessPool:
             context.set_forkserver_preload([WORKER])
             count, limits = min(len(os.sched_getaffinity(0)), MOST_WORKERS), ("prepare", MEMORY_BYTES)
             pool = ProcessPool(count, initializer=_in_worker, initargs=limits, context=context)
-            with _environment():
+            # The server process gets this package, nothing from the working folder, and a fixed hash seed.
+            path = os.pathsep.join(filter(None, (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH"))))
+            with process.variables(PYTHONPATH=path, PYTHONSAFEPATH="1", PYTHONHASHSEED="0"):
                 pool.schedule(_in_worker, args=("grade", [], CPU_S))  # starts the server and the workers
             _pools[os.getpid()] = pool
         return _pools[os.getpid()]
@@ -129,21 +131,6 @@ def close() -> None:
     if pool is not None:
         pool.stop()
         pool.join()
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    """Set the server process's environment: import this package, nothing from the working folder; fix the hash seed."""
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH"))))
-    wanted = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0"}
-    before = {name: os.environ[name] for name in wanted if name in os.environ}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name in wanted:
-            del os.environ[name]
-        os.environ.update(before)
 
 
 def _check_workers() -> None:
