@@ -55,7 +55,8 @@ def check(
     report.warn(unheeded + evaluate.unheeded(recipe.evaluate))
     device, name = devices.choose(recipe.device), overrides.get("recipe", recipes.DEFAULT)
     if device == "cpu" and recipes.needs_gpu(name):
-        fitting = f"use a machine with one, or recipe={recipes.default(overrides, device=device)}"
+        smaller = recipes.default({"model": recipe.model, "task": recipe.task}, device=device)
+        fitting = f"use a machine with one, or recipe={smaller}"
         insist([f"Recipe {name} is sized for a GPU, but this study would run on a CPU: {fitting}."], yes=yes)
     base = checkpoint.check(source.locate(recipe.model))
     check_schemes(recipe, base.path)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qrl import names, stats
+from qrl import names, process, stats
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.study import forecast
@@ -59,7 +59,8 @@ def run(recipe: Recipe, path: Path, device: str) -> Trial:
     """
     if device == "cpu":
         return _run(recipe, path, device)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")  # a process that has used a GPU cannot fork
+    with ProcessPoolExecutor(1, context, process.settle) as pool:
         return pool.submit(_run, recipe, path, device).result()
 
 

@@ -147,7 +147,7 @@ def test_times_and_sizes_are_short():
 def test_a_recipe_for_a_gpu_is_refused_on_a_cpu_at_once_and_runs_with_yes(capsys):
     overrides = {"device": "cpu", "task": "arithmetic", "model": "qrl-tiny"}
     settings = recipe.load("instruct", overrides)
-    with pytest.raises(BadInput, match=r"instruct is sized for a GPU.*--yes"):
+    with pytest.raises(BadInput, match=r"instruct is sized for a GPU.* recipe=tiny\. .*--yes"):
         preflight.check(settings, {"recipe": "instruct", **overrides})
     preflight.check(settings, {"recipe": "instruct", **overrides}, yes=True)
     assert "sized for a GPU" in capsys.readouterr().err
