@@ -114,7 +114,7 @@ def rehearse(recipe: Recipe, device: str, ahead: DryRun, *, yes: bool, methods: 
     parts = {name: seconds * methods for name, seconds in parts.items()}
     parts["starting the steps"] = (len(ahead.folders) * methods + LAST_STEPS) * made.start_s
     each = ", ".join(f"{name} {forecast.duration(seconds)}" for name, seconds in parts.items())
-    based = f"from the speed of these {made.n} answers; quantization and new environments come on top"
+    based = f"from the speed of these {len(made.frame)} answers; quantization and new environments come on top"
     click.echo(f"      time: about {forecast.duration(sum(parts.values()))} ({each}), {based}", err=True)
     needed = forecast.memory(recipe, shape, made.frame["prompt_tokens"].max())
     weights, peak, free = map(forecast.size, (*needed, made.free))

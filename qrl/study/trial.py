@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qrl import names, process, stats
+from qrl import process, stats
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.study import forecast
@@ -32,16 +32,6 @@ class Trial:
     answers_s: float  # of all answers
     forward_s: float  # per token of a prompt
     step_s: tuple[float, float]  # per token that every answer of a batch gets: fixed part, and part per answer
-
-    @property
-    def n(self) -> int:
-        """Number of answers."""
-        return len(self.frame)
-
-    @property
-    def right(self) -> int:
-        """Number of right answers."""
-        return int(self.frame["correct"].sum())
 
 
 def run(recipe: Recipe, path: Path, device: str) -> Trial:
@@ -106,13 +96,15 @@ def objections(trial: Trial, recipe: Recipe) -> list[str]:
     """Return a sentence for each reason not to start: no right answer, or a health limit that is surely broken."""
     from qrl.evaluate import scores
 
-    rates = scores.rates(trial.frame)
-    sentences = [f"In this trial {line}" for line in scores.problems(rates, recipe.evaluate, trial.n, sure=True)]
-    if not trial.right and not recipe.train.teacher:
-        unread = f"{int(trial.frame['parsed'].isna().sum())} are not in the form that the task {recipe.task} grades"
-        elsewhere = int(trial.frame["correct_flexible"].sum())
+    frame, n = trial.frame, len(trial.frame)
+    sentences = [
+        f"In this trial {line}" for line in scores.problems(scores.rates(frame), recipe.evaluate, n, sure=True)
+    ]
+    if not frame["correct"].any() and not recipe.train.teacher:
+        unread = f"{frame['parsed'].isna().sum()} are not in the form that the task {recipe.task} grades"
+        elsewhere = frame["correct_flexible"].sum()
         loose = f", {elsewhere} have the right number elsewhere" if elsewhere else ""
-        none = f"The base answers none of {trial.n} held-out questions correctly ({unread}{loose})"
+        none = f"The base answers none of {n} held-out questions correctly ({unread}{loose})"
         remedy = "use a stronger model, easier questions, another prompt or a larger evaluate.max_new_tokens"
         return [f"{none}, so GRPO has no right answer to reinforce: {remedy}.", *sentences]
     return sentences
@@ -122,12 +114,9 @@ def text(trial: Trial) -> str:
     """Return the trial's rates and two of its answers, for the terminal."""
     from qrl.evaluate import scores
 
-    rates, n = scores.rates(trial.frame), trial.n
-    known = stats.accuracy(trial.right, n)
-    counts = {"in the required form": names.PARSE_RATE, "ended by themselves": names.EOS_RATE}
-    shares = ", ".join(f"{round(rates[name] * n)} {what}" for what, name in counts.items())
-    lines = [
-        f"[trial] base answers {n} held-out questions: {trial.right} right ({known.estimate:.2f}, 95 % interval "
-        f"{known.low:.2f} to {known.high:.2f}), {shares}; {trial.answers_s / n:.2g} s an answer"
-    ]
-    return "\n".join([*lines, *(f"      {line}" for line in scores.answers(trial.frame))])
+    frame, n, right = trial.frame, len(trial.frame), int(trial.frame["correct"].sum())
+    known, ended = stats.accuracy(right, n), (frame["finish_reason"] == "stop").sum()
+    rate = f"{right} right ({known.estimate:.2f}, 95 % interval {known.low:.2f} to {known.high:.2f})"
+    form = f"{frame['parsed'].notna().sum()} in the required form, {ended} ended by themselves"
+    first = f"[trial] base answers {n} held-out questions: {rate}, {form}; {trial.answers_s / n:.2g} s an answer"
+    return "\n      ".join([first, *scores.answers(frame)])
