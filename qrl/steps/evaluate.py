@@ -63,7 +63,6 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
             try:
                 run_ids[":".join(cell)] = _evaluate_cell(evaluation)
             except UnhealthyCell as error:
-                click.secho(f"      {error}", fg="red", err=True)
                 broken.append(str(error))
                 if cell[0] == names.BASE:  # the others are measured against it
                     break
@@ -117,10 +116,11 @@ def _evaluate_cell(cell: Evaluation) -> str:
         _log_rows(answers, recipe, stored_by, work, recipe.seed if training_seed is None else training_seed)
         if problems := scores.problems(metrics, settings, len(answers.frame)):
             bar.close()
-            click.echo("\n".join(f"      {line}" for line in scores.answers(answers.frame)), err=True)
-            where = f"Its answers are in {projects.artifact_place(runs.active_id())}/{names.QUESTIONS}."
-            unhealthy = f"Cell {cell.name} is unhealthy, so its accuracy does not count: {' '.join(problems)}"
-            raise UnhealthyCell(f"{unhealthy} {where}")
+            problems.insert(0, f"Cell {cell.name} is unhealthy, so its accuracy does not count:")
+            where = f"All its answers are in {projects.artifact_place(runs.active_id())}/{names.QUESTIONS}."
+            lines = "\n      ".join([*problems, "Two of its answers:", *scores.answers(answers.frame), where])
+            click.secho(f"      {lines}", fg="red", err=True)
+            raise UnhealthyCell(" ".join([*problems, where]))
         values = {"digest": cell.weights.digest, "questions": digest, "accuracy": metrics[names.ACCURACY]}
         reuse.record_outputs(models={"model": uri}, artifacts=[names.QUESTIONS], values=values)
         bar.close()
