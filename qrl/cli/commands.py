@@ -21,6 +21,7 @@ ALL = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose",
 ROWS = "Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster. "
 ROWS += "VARIANT:SCHEME=FILE,… for a file per cell."
 SCHEMES = ", ".join(names.QUANTIZED_SCHEMES)
+YES = option("--yes", **SWITCH, help="Start although the machine, the memory or the base's trial speaks against it.")
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
 RENAMED = "was renamed: `sweep` trains several methods and ranks them, `compare --rank` ranks cells already evaluated."
 
@@ -53,8 +54,9 @@ def cli() -> None:
 
 
 @cli.command("study", cls=RecipeCommand, sections=ALL, checkout=True)
+@YES
 @click.pass_obj
-def study_command(typed: Typed, settings) -> None:
+def study_command(typed: Typed, settings, yes: bool | None) -> None:
     """Run the whole study and print the verdict.
 
     Its steps are train, quantize, evaluate, diagnose, compare and promote. Finished steps are reused.
@@ -65,14 +67,15 @@ def study_command(typed: Typed, settings) -> None:
     signals.import_mlflow()
     from qrl.study import pipeline
 
-    pipeline.study(settings, typed.overrides)
+    pipeline.study(settings, typed.overrides, yes=bool(yes))
 
 
 @cli.command("sweep", cls=RecipeCommand, sections=ALL, auto="tiny-ptq", checkout=True)
 @option("--arms", metavar="NAME|FILE.yaml,…", help="Recipes of the other methods. [default: those for qrl-tiny]")
 @option("--seeds", default="0", metavar="N,…", help="Seeds; every method runs under each.")
+@YES
 @click.pass_obj
-def sweep_command(typed: Typed, settings, arms: str | None, seeds: str) -> None:
+def sweep_command(typed: Typed, settings, arms: str | None, seeds: str, yes: bool | None) -> None:
     """Train several methods under several seeds, and rank them.
 
     --recipe is GRPO in full precision, quantized afterwards (PTQ). --arms are the other methods, by default QLoRA,
@@ -83,7 +86,7 @@ def sweep_command(typed: Typed, settings, arms: str | None, seeds: str) -> None:
     overrides = {key: text for key, text in typed.overrides.items() if key not in ("recipe", "seed")}
     first = sweep.FIRST if typed.overrides["recipe"] == "auto" else typed.overrides["recipe"]
     others = sweep.ARMS if arms is None else tuple(listed("--arms", arms))
-    sweep.study(first, others, sweep.parse_seeds(seeds, typed.overrides.get("seed")), overrides)
+    sweep.study(first, others, sweep.parse_seeds(seeds, typed.overrides.get("seed")), overrides, yes=bool(yes))
 
 
 @cli.command("train", cls=RecipeCommand, sections=("train", "rollout", "watch"), checkout=True)

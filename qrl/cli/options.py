@@ -57,7 +57,8 @@ class RecipeCommand(click.Command):
         """Return the command's own options, `--recipe`, and every field with its value in the recipe `auto`."""
         from qrl import recipe  # takes longer than the rest of `--help`
 
-        others = ", or instruct for another model, or math for a task of that kind" if self.auto == "tiny" else ""
+        others = ", instruct for another model, or math for such a task; without a GPU, instruct-cpu or math-cpu"
+        others = others if self.auto == "tiny" else ""
         which = f"Recipe to start from: {', '.join(recipe.names())}, or a YAML file; auto: {self.auto}{others}."
         options = [click.Option(["--recipe", "recipe_name"], default="auto", metavar="NAME|FILE.yaml", help=which)]
         values = recipe.load(self.auto).flat()
@@ -86,6 +87,10 @@ class RecipeCommand(click.Command):
             from qrl.study import environments
 
             environments.check_checkout(self.name)
+        if self.auto == "tiny":
+            from qrl.study import preflight
+
+            name = preflight.recipe_for(name, overrides)
         settings = ctx.params["settings"] = recipe.load(name, overrides)
         ctx.obj = Typed({"recipe": name, **overrides}, own, settings.device)
         return super().invoke(ctx)

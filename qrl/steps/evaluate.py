@@ -16,7 +16,7 @@ from qrl.evaluate import groups, scores
 from qrl.recipe import Recipe
 from qrl.steps import answers, inputs, outcome, record
 from qrl.tasks import prompt
-from qrl.tracking import contents, keys, lineage, models, reuse, runs, store
+from qrl.tracking import contents, keys, lineage, models, projects, reuse, runs, store
 from qrl.workspace import workspace
 
 
@@ -45,7 +45,8 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
         given: cells as typed, `variant:scheme=model,…`; None for the recipe's model.
 
     Raises:
-        UnhealthyCell: cells broke a limit, a sentence for each; raised after all cells were evaluated.
+        UnhealthyCell: cells broke a limit, a sentence for each; raised after the first such cell of the base, or after
+            all cells were evaluated.
     """
     cells = check(recipe, given)
     device = devices.choose(recipe.device)
@@ -63,8 +64,9 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
                 try:
                     run_ids[f"{evaluation.variant}:{evaluation.scheme}"] = _evaluate_cell(evaluation, ask)
                 except UnhealthyCell as error:
-                    click.secho(f"      {error}", fg="red", err=True)
                     broken.append(str(error))
+                    if evaluation.variant == names.BASE:  # the others are measured against it
+                        break
         if run_ids:
             outcome.evaluated(run_ids)
         if broken:
@@ -120,7 +122,12 @@ def _evaluate_cell(cell: Evaluation, ask: answers.Ask) -> str:
         stored_by = models.params(uri).get(names.SETTINGS, "")
         _log_rows(asked, recipe, stored_by, work, recipe.seed if training_seed is None else training_seed)
         if problems := scores.problems(metrics, settings, len(asked.frame)):
-            raise UnhealthyCell(f"Cell {cell.name} is unhealthy, so its accuracy does not count: {' '.join(problems)}")
+            bar.close()
+            problems.insert(0, f"Cell {cell.name} is unhealthy, so its accuracy does not count:")
+            where = f"All its answers are in {projects.artifact_place(runs.active_id())}/{names.QUESTIONS}."
+            lines = "\n      ".join([*problems, "Two of its answers:", *scores.answers(asked.frame), where])
+            click.secho(f"      {lines}", fg="red", err=True)
+            raise UnhealthyCell(" ".join([*problems, where]))
         values = {"digest": cell.weights.digest, "questions": digest, "accuracy": metrics[names.ACCURACY]}
         reuse.record_outputs(models={"model": uri}, artifacts=[names.QUESTIONS], values=values)
         bar.close()

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qrl.errors import BadInput
-from qrl.recipe import Recipe
 from qrl.study import build
 from qrl.study.build import PLACE, environment_for
 from qrl.study.launch import DryRun, Launcher, launch, local_path, variables
@@ -43,40 +42,33 @@ def _manager() -> str:
     return projects.env_manager(os.environ.get("MLFLOW_RUN_ID"))
 
 
-def prepare_environments(step: str, recipe: Recipe, walk: Callable[[Launcher], object]) -> None:
-    """Begin to build the environments that a study's unfinished steps need, before it trains anything.
+def look_ahead(step: str, walk: Callable[[Launcher], object]) -> DryRun:
+    """Find, before a study begins, what it has still to make, and check that its steps' environments can be built.
 
-    Finished steps need none. The store is searched for them only where an environment is missing: `walk` obtains the
-    study's results from the launcher it is given, here a `DryRun`.
+    Args:
+        step: the entry point.
+        walk: obtains the study's results from the launcher that it is given, here a `DryRun`.
 
     Raises:
-        BadInput: an environment is missing and cannot be built, as in `check_reachable`.
+        BadInput: an environment is missing, as in `check_reachable`; finished steps need none.
     """
     from qrl.tracking import store
 
-    folders = {environment_for("quantize", scheme) for scheme in recipe.quantize.schemes}
-    folders.add(environment_for("train", recipe.rollout.engine))
-    folders.add(environment_for("evaluate", recipe.evaluate.engine, recipe.device))
-    manager = _manager()
-    if manager == "local":
-        try:
-            for folder in folders:
-                check_reachable(step, folder)
-        except BadInput:
-            if not store.is_there():
-                raise
-            store.prepare()
-            walk(DryRun(lambda folder: check_reachable(step, folder)))
-        return
-    missing = {folder for folder in folders if folder and not build.is_ready(folder, manager)}
-    if missing and store.is_there():
+    there = store.is_there()
+    if there:
         store.prepare()
-        needed: set[Path] = set()
-        walk(DryRun(needed.add))
-        missing &= needed
-    for folder in missing:
+    ahead = DryRun(empty=not there)
+    walk(ahead)
+    for folder in dict.fromkeys(ahead.folders):
+        check_reachable(step, folder)
+    return ahead
+
+
+def begin_builds(ahead: DryRun) -> None:
+    """Begin to build the environments that the steps still to run need, beside the steps before them."""
+    for folder in dict.fromkeys(ahead.folders):
         with variables(folder):
-            build.begin(folder, manager)
+            build.begin(folder, _manager())
 
 
 def check_checkout(step: str) -> None:

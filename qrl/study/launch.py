@@ -117,20 +117,24 @@ class Launcher:
 
 
 class DryRun(Launcher):
-    """A launcher that launches nothing: it finds finished results and reports the folders of steps still to run.
+    """A launcher that launches nothing: it finds finished results and notes those that are still to be made.
 
     A missing result is replaced by one without a model, so nothing that builds on it is found either.
     """
 
-    def __init__(self, missing: Callable[[Path], None]) -> None:
+    def __init__(self, *, empty: bool = False) -> None:
+        """Start with nothing missing; `empty` says that there is no store yet, so that nothing can be found."""
         super().__init__({}, "", 0)
-        self.missing = missing
+        self.empty = empty
+        self.missing: dict[str, list[str]] = {}  # step → labels of results still to be made
+        self.folders: list[Path] = []  # of the steps still to run, in their order
 
     def obtain(self, step: Step, failed: Failed | None = None) -> dict[str, Result]:
-        """Return results as `Launcher.obtain` does; `missing` gets the folder of a step to launch, and may raise."""
-        runs = {label: reuse.find(step.name, key) for label, key in step.keys.items()}
-        if None in runs.values():
-            self.missing(step.folder or ROOT)
+        """Return results as `Launcher.obtain` does."""
+        runs = {label: None if self.empty else reuse.find(step.name, key) for label, key in step.keys.items()}
+        if lost := [label for label, run in runs.items() if run is None]:
+            self.missing.setdefault(step.name, []).extend(lost)
+            self.folders.append(step.folder or ROOT)
         unmade = Result("", reuse.Outputs({"model": ""}, values={"digest": ""}), reused=False)
         return {label: _result(run, reused=True) if run else unmade for label, run in runs.items()}
 

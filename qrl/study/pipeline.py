@@ -7,7 +7,7 @@ from qrl import checkpoint, names
 from qrl.errors import GateRefused
 from qrl.recipe import Recipe
 from qrl.study import preflight
-from qrl.study.environments import check_checkout, environment_for, prepare_environments
+from qrl.study.environments import begin_builds, check_checkout, environment_for, look_ahead
 from qrl.study.launch import Failed, Launcher, Result, Step
 from qrl.tracking import keys
 
@@ -15,15 +15,21 @@ Model = tuple[str, str]  # address and digest
 Models = dict[str, Model]  # by variant or by variant:scheme
 
 
-def study(recipe: Recipe, overrides: dict[str, str]) -> str:
+def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> str:
     """Run the whole study, reuse finished steps, and print the table, the verdict and what to do next.
 
     Args:
         recipe: the resolved settings.
         overrides: recipe name and overrides as typed; every step gets them, so its run shows how to repeat it alone.
+        yes: start although the machine, the sizes or the base's trial speak against it; only warn of them.
 
     Returns:
         The id of the study's run.
+
+    Raises:
+        BadInput: the study cannot succeed as it is set up, or should not begin without `yes`.
+        QrlError: a step failed.
+        GateRefused: a gate refused a stage, after everything else is done.
     """
     from qrl import registry
     from qrl.study import report
@@ -31,9 +37,11 @@ def study(recipe: Recipe, overrides: dict[str, str]) -> str:
 
     check_checkout("study")
     registry.registered_name(recipe)  # the last step would refuse a bad name
-    device, base = preflight.check(recipe, overrides)
+    device, base = preflight.check(recipe, overrides, yes=yes)
     teacher = checkpoint.check(addresses.folder(recipe.train.teacher)).digest if recipe.train.teacher else None
-    prepare_environments("study", recipe, lambda dry_run: StudySteps(recipe, dry_run, device).cells(base, teacher))
+    ahead = look_ahead("study", lambda dry_run: StudySteps(recipe, dry_run, device).cells(base, teacher))
+    preflight.rehearse(recipe, device, ahead, yes=yes)
+    begin_builds(ahead)
     store.prepare()
     began = time.monotonic()
     with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}) as run:
