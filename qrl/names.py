@@ -29,6 +29,7 @@ STORED_AS = {  # scheme → quant_method in config.json
 
 # Stages: each is an alias in the registry, mirrored to one of MLflow's own stages.
 STAGES = ("base", "grpo", "awq")
+STAGE_CELLS = {"base": f"{BASE}:{FULL}", "grpo": f"{GRPO}:{FULL}", "awq": f"{GRPO}:{AWQ}"}  # what is promoted to each
 MLFLOW_STAGE = {"base": "None", "grpo": "Staging", "awq": "Production"}
 
 # Tags

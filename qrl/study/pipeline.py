@@ -13,11 +13,6 @@ from qrl.tracking import keys
 
 Model = tuple[str, str]  # address and digest
 Models = dict[str, Model]  # by variant or by variant:scheme
-EARNED = {  # stage → the cell that a study promotes to it
-    "base": f"{names.BASE}:{names.FULL}",
-    "grpo": f"{names.GRPO}:{names.FULL}",
-    "awq": f"{names.GRPO}:{names.AWQ}",
-}
 
 
 def study(recipe: Recipe, overrides: dict[str, str]) -> None:
@@ -127,8 +122,8 @@ class StudySteps:
 
         Never reused, since a stage may have moved. A stage whose cell the study lacks stays as it is.
         """
-        chosen = {stage: cells[cell].run_id for stage, cell in EARNED.items() if cell in cells}
-        unchanged = [f"; {stage} is unchanged: no cell {cell}" for stage, cell in EARNED.items() if stage not in chosen]
+        chosen = {stage: cells[cell].run_id for stage, cell in names.STAGE_CELLS.items() if cell in cells}
+        unchanged = [f"; {stage} is unchanged: no cell {cell}" for stage, cell in names.STAGE_CELLS.items() if stage not in chosen]
         parameters = {"stage": ",".join(chosen), "cell": ",".join(chosen.values())}
         self.launcher.run("promote", f"{' → '.join(chosen)}{''.join(unchanged)}", parameters)
         return list(chosen)[-1]
