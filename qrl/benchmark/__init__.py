@@ -5,21 +5,18 @@ slows all of them alike and rounds can be paired. One prompt at a time measures 
 measure throughput.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import pandas as pd
 
 from qrl import names
 from qrl.errors import BadInput
 from qrl.recipe import Benchmark
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 Prompts = Sequence[Sequence[int]]  # token ids of each
 WARM_UP_TOKENS = 4  # of one batch a mode before the first round: libraries initialize, caches are allocated
@@ -97,8 +94,6 @@ def run(
     Raises:
         BadInput: there are fewer prompts than the largest batch needs.
     """
-    import pandas as pd
-
     largest, available = max(settings.batches), min(map(len, prompts))
     if available < largest:
         raise BadInput(f"There are {available} prompts, but a batch of {largest} needs more: lower benchmark.batches.")

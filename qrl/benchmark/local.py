@@ -1,26 +1,21 @@
 """In-process engines with a clock: the times of each prompt's first and last token, and the size of the KV cache."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+import transformers
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from qrl.benchmark import BatchResult, Prompts, Request
 from qrl.engine import device as devices
 from qrl.engine import hf, vllm
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PretrainedConfig
 
 
 class Transformers:
     """A checkpoint loaded as in evaluation: its codes are unpacked, so a scheme saves disk space but no memory."""
 
     def __init__(self, path: Path, device: str, dtype: str) -> None:
-        import transformers
-
         self.name = f"{hf.NAME} {transformers.__version__}"
         self._device = device
         self._model, self._tokens = hf.load(path, device, devices.compute_dtype(dtype, device))
@@ -34,9 +29,6 @@ class Transformers:
 
     def ask(self, prompts: Prompts, *, new_tokens: int, fixed: bool) -> BatchResult:
         """Generate greedy answers of at most `new_tokens`; if fixed, of exactly so many, past end tokens."""
-        import torch
-        from transformers import GenerationConfig
-
         defaults = self._model.generation_config
         ends = None if fixed else defaults.eos_token_id
         special = {"eos_token_id": ends, "pad_token_id": defaults.pad_token_id}
@@ -63,8 +55,6 @@ class Transformers:
         return BatchResult(tuple(requests), times[-1] - began, cached)
 
     def _now(self) -> float:
-        import torch
-
         if self._device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -75,8 +65,6 @@ class Vllm:
 
     def __init__(self, path: Path, device: str, dtype: str, **sizes) -> None:
         """Load it; `sizes` are `max_tokens`, `sequences`, `memory` and `cache_bytes` of `engine.vllm.Vllm`."""
-        from transformers import AutoConfig
-
         self._loaded = vllm.Vllm(path, device, dtype, deterministic=False, seed=0, timed=True, **sizes)
         self.name = self._loaded.name
         self.weights_bytes = self._loaded.weights_bytes
@@ -102,7 +90,5 @@ class Vllm:
 
 def token_bytes(config: PretrainedConfig, dtype: str) -> int:
     """Return the bytes of one token's keys and values in all layers, for a cache in a dtype such as "bfloat16"."""
-    import torch
-
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * config.num_key_value_heads * width * getattr(torch, dtype).itemsize

@@ -1,18 +1,14 @@
 """The results over rounds: a line per model and mode, every number with its interval."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from qrl import names
 from qrl.stats import LEVEL, Estimate, quantile
 from qrl.stats.text import table
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 ESTIMATES = ("tokens_per_s", "latency_p50_s", "latency_p95_s", "first_token_s")
 SIZES = ("stored_bytes", "weights_bytes", "cache_bytes")

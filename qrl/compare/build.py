@@ -1,16 +1,14 @@
 """Comparisons from outcomes per question, or from counts alone."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
 
 from qrl import names
-from qrl.compare import compatibility
 from qrl.compare.comparison import Comparison
-from qrl.compare.evidence import Cell, Counts, Questions
+from qrl.compare.evidence import Cell, Counts
 from qrl.compare.outcomes import outcomes
-from qrl.compare.validate import check_grid
+from qrl.compare.validate import check_grid, engine, full_with_dtype
 from qrl.errors import BadInput
 
 
@@ -27,9 +25,7 @@ def from_questions(frame: pd.DataFrame, *, margin: float | None = None) -> Compa
         BadInput: columns are missing, outcomes are not 0 or 1, rows are duplicated, cells answered different questions,
             or base or full is missing.
     """
-    evidence = outcomes(frame)
-    engine, full = compatibility.engine(frame), compatibility.full_with_dtype(frame)
-    return _comparison(evidence, evidence.cells, margin, engine, full)
+    return Comparison(outcomes(frame), margin, engine(frame), full_with_dtype(frame))
 
 
 def from_counts(counts: dict[str, Any], *, margin: float | None = None) -> Comparison:
@@ -61,21 +57,4 @@ def from_counts(counts: dict[str, Any], *, margin: float | None = None) -> Compa
     if not correct:
         raise BadInput('The counts name no cell: expected {"n": 100, "base": {"full": 68}, "grpo": {"full": 72}}.')
     check_grid(correct, n)
-    return _comparison(Counts(correct, n), correct, margin)
-
-
-def _comparison(
-    evidence: Questions | Counts, cells: Iterable[Cell], margin: float | None, engine: str = "", full: str = names.FULL
-) -> Comparison:
-    """Return the comparison, with base and full before the others and known schemes before the user's own."""
-
-    def rank(cell: Cell) -> tuple:
-        variant, scheme = cell
-        known = names.SCHEMES.index(scheme) if scheme in names.SCHEMES else len(names.SCHEMES)
-        return variant != names.BASE, variant != names.GRPO, variant, known, scheme
-
-    if margin is not None and not 0 < margin < 1:
-        expected = "must be between 0 and 1: the loss of accuracy that still counts as survival"
-        raise BadInput(f"The margin is {margin!r}, but {expected}.")
-    accuracies = {cell: evidence.accuracy(cell) for cell in sorted(cells, key=rank)}
-    return Comparison(accuracies, evidence, margin, engine, full)
+    return Comparison(Counts(correct, n), margin)

@@ -69,22 +69,37 @@ class Comparison:
     """All cells and what follows from them.
 
     Attributes:
-        cells: (variant, scheme) → accuracy with binomial (or clustered) stderr and Wilson interval; `base` and `full`
-            first.
         evidence: outcomes or counts, from which contrasts are computed.
         margin: loss of gain that counts as survival; None for half the full-precision gain, at least 0.02.
         engine: the engine and version that answered every cell; empty if unknown.
         full: how tables show the scheme `full`, with the dtype it was computed in if that is known: `full (bf16)`.
     """
 
-    cells: dict[Cell, Estimate]
     evidence: Questions | Counts = field(repr=False)
-    margin: float | None
+    margin: float | None = None
     engine: str = ""
     full: str = FULL
 
     table_json, metrics = record.as_json, record.as_metrics
     markdown, sentence = table.as_markdown, table.as_sentence
+
+    def __post_init__(self) -> None:
+        if self.margin is not None and not 0 < self.margin < 1:
+            expected = "must be between 0 and 1: the loss of accuracy that still counts as survival"
+            raise BadInput(f"The margin is {self.margin!r}, but {expected}.")
+
+    @cached_property
+    def cells(self) -> dict[Cell, Estimate]:
+        """(variant, scheme) → accuracy with binomial (or clustered) stderr and Wilson interval.
+
+        `base` and `full` come first, known schemes before the user's own.
+        """
+        order = [*names.SCHEMES, *sorted({scheme for _, scheme in self.evidence.cells}.difference(names.SCHEMES))]
+        ranked = sorted(
+            self.evidence.cells,
+            key=lambda cell: (cell[0] != BASE, cell[0] != names.GRPO, cell[0], order.index(cell[1])),
+        )
+        return {cell: self.evidence.accuracy(cell) for cell in ranked}
 
     @property
     def n(self) -> int:

@@ -19,7 +19,7 @@ BOOTSTRAP_SEED = 0
 class Counts:
     """Right answers per cell, as if every cell had its own questions."""
 
-    correct: dict[Cell, int]
+    cells: dict[Cell, int]
     n: int
     paired = False
     runs: ClassVar[tuple[str, ...]] = ()
@@ -29,10 +29,10 @@ class Counts:
     differing: ClassVar[Mapping[Cell, int]] = {}
 
     def accuracy(self, cell: Cell) -> Estimate:
-        return stats.accuracy(self.correct[cell], self.n)
+        return stats.accuracy(self.cells[cell], self.n)
 
     def contrast(self, weights: Mapping[Cell, float]) -> Estimate:
-        correct = [self.correct[cell] for cell in weights]
+        correct = [self.cells[cell] for cell in weights]
         return stats.independent_contrast(correct, [self.n] * len(weights), list(weights.values()))
 
     def pass_at(self, cell: Cell) -> dict[int, Estimate]:

@@ -5,7 +5,6 @@ from collections import Counter
 import numpy as np
 import pandas as pd
 
-from qrl.compare.compatibility import parts
 from qrl.compare.evidence import Cell, Questions
 from qrl.compare.validate import ENOUGH, LABEL, LABEL_RULE, check_grid, checked, quoted
 from qrl.errors import BadInput
@@ -43,24 +42,20 @@ def outcomes(frame: pd.DataFrame) -> Questions:
 
 def _samples(counted: pd.DataFrame) -> dict[Cell, int]:
     """Return each cell's answers per question, the same for all its questions."""
-    samples = {}
-    for (variant, scheme), part in parts(counted, CELL):
-        most = max(part["size"])
-        short = part[part["size"] != most]
-        if len(short):
-            row = short.iloc[0]
-            raise BadInput(
-                f"Cell {cell_name(variant, scheme)} answers question '{row.question}' {row['size']} time(s), "
-                f"others {most} times: expected the same number of samples for every question of a cell."
-            )
-        samples[variant, scheme] = most
-    return samples
+    most = counted.groupby(CELL)["size"].transform("max")
+    short = pd.DataFrame(counted[counted["size"] < most])
+    if len(short):
+        row = short.iloc[0]
+        raise BadInput(
+            f"Cell {cell_name(row.variant, row.scheme)} answers question '{row.question}' {row['size']} time(s), "
+            f"others {most[short.index[0]]} times: expected the same number of samples for every question of a cell."
+        )
+    return counted.groupby(CELL)["size"].first().to_dict()
 
 
 def _runs(counted: pd.DataFrame) -> tuple[str, ...]:
     """Return the seeds of the trained variants, the same in each of their cells; one empty label if there are none."""
-    trained = pd.DataFrame(counted[counted["variant"] != BASE])
-    by_cell = {cell: set(part["seed"]) for cell, part in parts(trained, CELL)}
+    by_cell = counted[counted["variant"] != BASE].groupby(CELL)["seed"].agg(set).to_dict()
     every = set().union(*by_cell.values())
     for cell, seeds in by_cell.items():
         if "" in seeds and len(every) > 1:
@@ -84,13 +79,11 @@ def _differing(counted: pd.DataFrame) -> dict[Cell, int]:
 
 def _wide(counted: pd.DataFrame, run: str) -> pd.DataFrame:
     """Return one run's outcomes: a row per question, a column per cell, all cells on the same questions."""
-    rows = [pd.DataFrame(counted[counted["seed"] == run])]
-    questions = list(rows[0]["question"])
-    for _, base in parts(pd.DataFrame(counted[counted["variant"] == BASE]), ["scheme"]):
-        if run not in set(base["seed"]):
-            others = pd.DataFrame(base[base["question"].isin(questions)])
-            rows.append(others.drop_duplicates(["question"]))  # sorted: rows without a seed come first
-    wide = pd.concat(rows).pivot(index="question", columns=CELL, values="mean")
+    own = counted[counted["seed"] == run]
+    has_own = counted["scheme"].isin(own.loc[own["variant"] == BASE, "scheme"])
+    lent = (counted["variant"] == BASE) & ~has_own & counted["question"].isin(list(own["question"]))
+    lent = pd.DataFrame(counted[lent]).drop_duplicates([*CELL, "question"])  # sorted: rows without a seed come first
+    wide = pd.concat([own, lent]).pivot(index="question", columns=CELL, values="mean")
     cells = pd.MultiIndex.from_frame(pd.DataFrame(counted[CELL]).drop_duplicates())
     wide = wide.reindex(columns=cells).sort_index()
     gaps = wide.isna().to_numpy()  # (questions, cells)

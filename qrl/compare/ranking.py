@@ -14,12 +14,11 @@ from typing import Any
 import pandas as pd
 
 from qrl import names
-from qrl.compare import compatibility
 from qrl.compare.convergence import Convergence
 from qrl.compare.evidence import Cell
 from qrl.compare.outcomes import outcomes
 from qrl.compare.record import numbers
-from qrl.compare.validate import check_columns
+from qrl.compare.validate import check_columns, full_with_dtype
 from qrl.errors import BadInput
 from qrl.stats import LEVEL, Estimate, holm_by_key
 from qrl.stats.text import interval, table
@@ -121,8 +120,7 @@ def measure(frame: pd.DataFrame) -> Methods:
     pairs = holm_by_key({pair: difference.p_two_sided for pair, difference in differences.items() if difference})
     trained = holm_by_key({row.cell: row.over_grpo.p_two_sided for row in rows if row.over_grpo})
     behind = {cell: pairs[small[0], cell] for cell in small[1:]}
-    full = compatibility.full_with_dtype(frame)
-    return Methods(tuple(rows), evidence.n, len(evidence.runs), behind, trained, full)
+    return Methods(tuple(rows), evidence.n, len(evidence.runs), behind, trained, full_with_dtype(frame))
 
 
 def markdown(methods: Methods, converged: Sequence[Convergence] = (), failed: Sequence[str] = ()) -> str:

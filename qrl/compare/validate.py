@@ -1,4 +1,8 @@
-"""What a table of outcomes must hold before any statistic is computed from it."""
+"""What a table of outcomes must hold before any statistic is computed from it.
+
+Cells may be subtracted if one engine answered them, with weights quantized in one way. `evaluate` records both in two
+columns, `engine` and `settings_digest`; tables without them are not checked.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -8,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from qrl.compare import compatibility
+from qrl import names
 from qrl.errors import BadInput
 from qrl.names import BASE, FULL, cell_name
 
@@ -70,7 +74,7 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the columns that outcomes are read from, labels as text; `seed` is empty if there is none.
 
     Raises:
-        BadInput: as `check_columns` and `compatibility.check`; an outcome is not 0 or 1, or a row is duplicated.
+        BadInput: as `check_columns` and `check_compatible`; an outcome is not 0 or 1, or a row is duplicated.
     """
     check_columns(frame)
     frame = frame.reset_index(drop=True)  # tables that were concatenated repeat their labels
@@ -79,7 +83,7 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
         raise BadInput(f"{found}, but must be 0 or 1: grade the completions first.")
     table = frame.filter(items=[*COLUMNS, "cluster", "sample"])
     table = table.astype({"variant": str, "scheme": str, "question": str, "correct": float})
-    compatibility.check(frame)
+    check_compatible(frame)
     table["seed"] = _seed_labels(pd.Series(frame["seed"])) if "seed" in frame else ""
     key = [column for column in ("variant", "scheme", "seed", "question", "sample") if column in table]
     twice = pd.DataFrame(table[table.duplicated(subset=key)])
@@ -107,6 +111,62 @@ def _seed_labels(seeds: pd.Series) -> pd.Series:
                 "different numbers for different runs."
             )
     return text
+
+
+def check_compatible(frame: pd.DataFrame) -> None:
+    """Reject cells that differ in more than their training.
+
+    Args:
+        frame: columns variant, scheme, and optionally seed, engine, settings_digest.
+
+    Raises:
+        BadInput: there are two engines, or a scheme was applied in two ways within one training run.
+    """
+    engine(frame)
+    if names.SETTINGS not in frame:
+        return
+    seeds = frame["seed"].astype(str) if "seed" in frame else pd.Series("", index=frame.index)
+    cells = frame[["variant", "scheme"]].assign(settings=frame[names.SETTINGS].fillna("").astype(str), seed=seeds)
+    cells = cells.drop_duplicates()
+    is_base = cells["variant"] == BASE
+    every = cells[~is_base]
+    for scheme, seed in sorted(set(zip(every["scheme"], every["seed"], strict=True))):
+        trained = every[(every["scheme"] == scheme) & (every["seed"] == seed)]
+        base = cells[is_base & (cells["scheme"] == scheme)]
+        own = base[base["seed"] == seed]
+        if len(set(trained["settings"]) | set((own if len(own) else base)["settings"])) > 1:
+            raise BadInput(
+                f"The cells of scheme {scheme}{f' and seed {seed}' if seed else ''} were not stored in the same way: "
+                "settings, libraries or calibration questions differ, or are unknown for one of them, so their "
+                "difference would not measure training alone. Quantize all variants in one `quantize --scheme … "
+                "--models base=…,grpo=…` and evaluate again."
+            )
+
+
+def engine(frame: pd.DataFrame) -> str:
+    """Return the engine that answered every row, such as "vllm 0.31.0"; empty if that is unknown for some rows.
+
+    Raises:
+        BadInput: there are several engines, or several versions of one: their arithmetic differs. Rows without a
+            version match any version.
+    """
+    if names.ENGINE not in frame:
+        return ""
+    engines = sorted(frame[names.ENGINE].dropna().astype(str).unique())
+    programs = {engine.partition(" ")[0] for engine in engines}
+    versions = {engine.partition(" ")[2] for engine in engines} - {""}
+    if max(len(programs), len(versions)) > 1:
+        raise BadInput(
+            f"The cells were answered by different engines ({', '.join(engines)}) with different arithmetic, so they "
+            "cannot be compared: evaluate all of them with one evaluate.engine."
+        )
+    return max(engines, key=len, default="") if bool(frame[names.ENGINE].notna().all()) else ""
+
+
+def full_with_dtype(frame: pd.DataFrame) -> str:
+    """Return how tables show the scheme `full`: `full (fp32)` if all its rows name that one dtype, else `full`."""
+    dtypes = frame.loc[frame["scheme"] == FULL, names.DTYPE] if names.DTYPE in frame else ()
+    return names.shown(FULL, dtypes)
 
 
 def quoted(words: Iterable[str]) -> str:

@@ -6,20 +6,18 @@ top-1 agreement is whether their likeliest tokens are the same. Positions of one
 errors are those of a ratio over texts, not over positions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from qrl.diagnose.weights import place
 from qrl.formats import rtn
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
+from qrl.recipe.sections import Diagnose
 
 POSITIONS = 2048  # at most, in one batch, so that logits fit into memory
 Texts = Sequence[Sequence[int]]  # token ids
@@ -54,16 +52,14 @@ def against(full: PreTrainedModel, quantized: PreTrainedModel, texts: Texts) -> 
     return _summary(of_texts)
 
 
-def sensitivity(model: PreTrainedModel, texts: Texts, *, bits: int = 4, group_size: int = 128) -> dict[int, Behaviour]:
+def sensitivity(model: PreTrainedModel, texts: Texts, settings: Diagnose = Diagnose()) -> dict[int, Behaviour]:
     """Return by layer what rounding the linears of that layer alone does.
 
     Args:
         model: in full precision; its weights are restored afterwards.
         texts: as in `against`.
-        bits, group_size: of the rounding.
+        settings: bits and group size of the rounding.
     """
-    import torch
-
     layers: dict[int, list] = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and (layer := place(name)["layer"]) >= 0:
@@ -72,18 +68,18 @@ def sensitivity(model: PreTrainedModel, texts: Texts, *, bits: int = 4, group_si
     for batch in _batches(texts):
         full = _log_probabilities(model, batch)
         for layer, of_texts in sums.items():
-            with _rounded(layers[layer], bits, group_size):
+            with _rounded(layers[layer], settings):
                 of_texts.extend(_compare(full, model, batch))
     return {layer: _summary(of_texts) for layer, of_texts in sums.items()}
 
 
 @contextmanager
-def _rounded(modules: list, bits: int, group_size: int) -> Iterator[None]:
-    """Round the weights of these linears inside the block."""
+def _rounded(modules: list, settings: Diagnose) -> Iterator[None]:
     originals = [module.weight.data for module in modules]
     try:
         for module, weight in zip(modules, originals, strict=True):
-            module.weight.data = rtn.decode(*rtn.encode(weight, bits, group_size), weight.shape[1]).to(weight)
+            coded = rtn.encode(weight, settings.bits, settings.group_size)
+            module.weight.data = rtn.decode(*coded, weight.shape[1]).to(weight)
         yield
     finally:
         for module, weight in zip(modules, originals, strict=True):
@@ -101,8 +97,6 @@ def _batches(texts: Texts) -> Iterator[Texts]:
 
 def _log_probabilities(model: PreTrainedModel, batch: Texts) -> list[Tensor]:
     """Return (T, V) float32 for each text. Texts are padded on the right, which causal attention does not see."""
-    import torch
-
     width = max(map(len, batch))
     ids = torch.tensor([[*text, *[0] * (width - len(text))] for text in batch], device=model.device)
     mask = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in batch], device=model.device)
@@ -112,8 +106,6 @@ def _log_probabilities(model: PreTrainedModel, batch: Texts) -> list[Tensor]:
 
 
 def _compare(full: list[Tensor], quantized: PreTrainedModel, batch: Texts) -> Iterator[Sums]:
-    import torch
-
     answers = _log_probabilities(quantized, batch)
     for p, q in zip((values.to(quantized.device) for values in full), answers, strict=True):
         divergence = torch.nn.functional.kl_div(q.double(), p.double(), reduction="sum", log_target=True).item()

@@ -13,7 +13,10 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pandas
+import torch
+from torch import Tensor
 
 from qrl import checkpoint
 from qrl.diagnose import rank, weights
@@ -21,10 +24,7 @@ from qrl.diagnose.sweep import BLOCK, Sources, sweep
 from qrl.errors import BadInput
 from qrl.formats import rtn
 from qrl.formats.stream import Rows
-
-if TYPE_CHECKING:
-    import pandas
-    from torch import Tensor
+from qrl.recipe.sections import Diagnose
 
 # Of sparsity. Source: Mukherjee et al. (arXiv 2505.11711), who found that RL changes only a small part of the weights.
 TOLERANCE = 1e-5
@@ -47,8 +47,6 @@ class Change:
 
     def add(self, before: Tensor, after: Tensor, stored: tuple[Tensor, Tensor], flips: int) -> None:
         """Add rows (R, I) of W and W', of Q(W) and Q(W'), and how many of their codes differ."""
-        import torch
-
         old, new = before.float(), after.float()
         delta, moved = new - old, stored[1] - stored[0]
         self.numel += old.numel()
@@ -86,11 +84,8 @@ class Change:
 def movement(
     base: Path | str,
     trained: Path | str,
+    settings: Diagnose = Diagnose(),
     *,
-    bits: int = 4,
-    group_size: int = 128,
-    embeddings: bool = False,
-    ranks: bool = True,
     device: str = "cpu",
     progress: Callable[[int], object] = lambda n: None,
 ) -> pandas.DataFrame:
@@ -98,23 +93,21 @@ def movement(
 
     Args:
         base, trained: full-precision checkpoint folders of one architecture.
-        bits, group_size, embeddings, device, progress: as in `weights.measure`; each checkpoint has its own scales.
-        ranks: measure effective ranks too, which takes longer than all the rest.
+        settings, device, progress: as in `weights.measure`; each checkpoint has its own scales. Effective ranks take
+            longer than all the rest.
 
     Returns:
-        A row per matrix: tensor, layer, projection, and `Change.result`; with `ranks` effective_rank and its stderr.
+        A row per matrix: tensor, layer, projection, and `Change.result`; effective_rank and its stderr.
 
     Raises:
         BadInput: a checkpoint is quantized, the two differ in tensors or shapes, or a matrix contains NaN or infinity.
     """
-    import pandas
-
     check_same(base, trained)
-    after = dict(weights.matrices(trained, embeddings))
-    pairs = [(name, [*own, *after[name]]) for name, own in weights.matrices(base, embeddings) if name in after]
+    after = dict(weights.matrices(trained, settings.embeddings))
+    pairs = [(name, [*own, *after[name]]) for name, own in weights.matrices(base, settings.embeddings) if name in after]
 
     def add(change: Change, _: int, *blocks: Tensor) -> None:
-        codes = [rtn.encode(block, bits, group_size) for block in blocks]
+        codes = [rtn.encode(block, settings.bits, settings.group_size) for block in blocks]
         stored = tuple(rtn.decode(*coded, blocks[0].shape[1]) for coded in codes)
         change.add(*blocks, stored, int((codes[0][0] != codes[1][0]).sum()))
 
@@ -123,7 +116,7 @@ def movement(
         weights.check_finite(name, f"{base} and {trained}", change.broken)
         rows.append(weights.place(name) | change.result())
         progress(1)
-    if ranks:
+    if settings.effective_rank:
         rows = [row | _rank(sources, device) for row, (_, sources) in zip(rows, pairs, strict=True)]
     return pandas.DataFrame(rows)
 
@@ -164,8 +157,6 @@ def totals(moved: pandas.DataFrame) -> dict[str, float]:
 
 
 def _rank(sources: Sources, device: str) -> dict[str, float]:
-    import torch
-
     entry = sources[0][1]
     if entry.numel > RANK_NUMEL:
         return {"effective_rank": math.nan, "effective_rank_stderr": math.nan}
@@ -186,6 +177,4 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 def _sum_of_squares(values: Tensor) -> float:
     """Return Σ v² in float64 from sums over rows in float32, in a tenth of the time of converting every weight."""
-    import torch
-
     return torch.linalg.vector_norm(values, dim=-1).double().square().sum().item()

@@ -10,11 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 PATTERNS = 1 << 16
 _SHIFT = 15  # of float32's 31 bits without sign
@@ -27,8 +25,6 @@ def count(block: Tensor, scratch: Tensor) -> Tensor:
         block: weights as stored, any shape.
         scratch: int32, as many elements at least, to write patterns to without allocating memory.
     """
-    import torch
-
     patterns = scratch[: block.numel()]
     if exact(block.dtype):
         patterns.copy_(block.view(torch.uint16).flatten())
@@ -71,8 +67,6 @@ class Sorted:
 
     def median_range(self) -> tuple[float, float, int]:
         """Return low and high with low ≤ lower median of |w| < high, and how many weights are below low."""
-        import torch
-
         at = _at(self.counts.cumsum(0), (self.n - 1) // 2)
         low = self.values[at].abs()
         bits = low.float().view(torch.int32) + (1 << _SHIFT)  # at which the next range of float32 begins
@@ -118,15 +112,11 @@ class ExactMedian:
 
     def result(self) -> tuple[float, int]:
         """Return the lower median of |w|, and how many |w| are larger than the multiplier times it."""
-        import torch
-
         median = torch.cat(self.middle).kthvalue(self.rank + 1).values.item()
         return median, self.above + int((torch.cat(self.near).double() > self.multiplier * median).sum())
 
 
 def _at(below: Tensor, rank: int) -> int:
-    import torch
-
     return int(torch.searchsorted(below, rank, right=True))
 
 
@@ -136,8 +126,6 @@ def _patterns(dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
 
     The first two are (65536,), float64 and int64; of float32 a weight is the smallest |w| of its range.
     """
-    import torch
-
     patterns = torch.arange(PATTERNS, dtype=torch.int32)
     stored = patterns.to(torch.int16).view(dtype) if exact(dtype) else (patterns << _SHIFT).view(torch.float32)
     values = stored.double()

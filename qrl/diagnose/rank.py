@@ -11,13 +11,10 @@ steps. The standard error over the vectors comes with the estimate; tests check 
 plus 1 % of the exact value.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 EXACT = 512  # the smaller side up to which a matrix is decomposed
 VECTORS, STEPS = 16, 24
@@ -33,8 +30,6 @@ def effective(matrix: Tensor, exact: int = EXACT) -> tuple[float, float]:
     Returns:
         Between 1 and min(O, I), give or take the standard error; 0 for a matrix of zeros.
     """
-    import torch
-
     matrix = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     largest = max(end.abs() for end in torch.aminmax(matrix))
     if largest == 0:
@@ -58,15 +53,11 @@ def _from_sums(power: float, weighted: float) -> float:
 
 def _integrands(squares: Tensor) -> Tensor:
     """Return σ² and σ² ln σ², as (2, …); both are 0 at 0."""
-    import torch
-
     return torch.stack([squares, torch.special.xlogy(squares, squares)])
 
 
 def _quadrature(matrix: Tensor, largest: Tensor) -> Tensor:
     """Return each vector's estimate of Σσ² and Σσ² ln σ² of the matrix over its largest entry: (2, VECTORS) float64."""
-    import torch
-
     side = matrix.shape[0]
     generator = torch.Generator().manual_seed(0)
     vector = (torch.randint(2, (side, VECTORS), generator=generator) * 2 - 1).to(matrix) / math.sqrt(side)

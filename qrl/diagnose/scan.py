@@ -16,15 +16,13 @@ import math
 import threading
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from qrl.diagnose import patterns
 from qrl.diagnose.patterns import ExactMedian, Sorted
 from qrl.formats import rtn
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 QUANTILES = {"abs_q99": 0.99, "abs_q999": 0.999, "abs_q9999": 0.9999}
 
@@ -81,8 +79,6 @@ class Scratch(threading.local):
 
     def parts(self, numel: int, device: torch.device) -> Tensor:
         """Return (3, numel) float32 with any values."""
-        import torch
-
         if self.whole is None or self.whole.shape[1] < numel:
             self.whole = torch.empty(3, numel, dtype=torch.float32, device=device)
         return self.whole[:, :numel]
@@ -104,8 +100,6 @@ class Scan:
 
     def add(self, first: int, block: Tensor) -> None:
         """Add rows (R, I) as stored, the first of which is row `first` of the matrix."""
-        import torch
-
         size = len(block) * (block.shape[1] + -block.shape[1] % self.group_size)
         own, *free = self.scratch.parts(size, block.device)
         self.dtype = block.dtype
@@ -136,8 +130,6 @@ class Scan:
 
     def result(self, outlier_multiplier: float, second: ExactMedian | None = None) -> dict[str, float]:
         """Return the statistics that `weights.measure` names; `second` is needed unless `sizes.exact`."""
-        import torch
-
         n, moments = self.sizes.n, self.moments
         if second:
             median, outliers = second.result()

@@ -20,16 +20,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pandas
+import torch
+from torch import Tensor
 
 from qrl import checkpoint
 from qrl.diagnose import movement, sweep, weights
 from qrl.errors import BadInput
 from qrl.formats import rtn, stored
-
-if TYPE_CHECKING:
-    import pandas
-    from torch import Tensor
 
 FED_BY = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("self_attn", ("input_layernorm",))),
@@ -64,8 +63,6 @@ def measure(
         BadInput: a checkpoint is in full precision or an unknown packing, the two are packed differently, or their
             matrices are not those of `full`.
     """
-    import pandas
-
     variants = [variant for variant in full if variant in quantized]
     wanted = _wanted(full, quantized, variants)
     pairs = {variant: _Pair(full[variant], quantized[variant], wanted) for variant in variants}
@@ -78,7 +75,6 @@ def measure(
 
 
 def _compared(name: str, pairs: Mapping[str, _Pair]) -> list[dict]:
-    """Return the next matrix's rows, one per variant."""
     rows, codes, true, values = [], [], [], []
     for variant, pair in pairs.items():
         (_, coded), (_, original) = next(pair.packed), next(pair.originals)
@@ -147,8 +143,6 @@ class _Pair:
 
 def _fit(values: Tensor, original: Tensor, dim: int) -> Tensor:
     """Return each column's (dim 0) or row's (dim 1) projection on the original one; 1 where that is zero."""
-    import torch
-
     pairs = zip(_blocks(values), map(torch.Tensor.float, _blocks(original)), strict=True)
     sums = [torch.stack([(value * true).sum(dim), true.square().sum(dim)]) for value, true in pairs]  # (2, I) or (2, R)
     along, energy = torch.stack(sums).sum(0) if dim == 0 else torch.cat(sums, 1)
@@ -175,8 +169,6 @@ def _error(values: Tensor, original: Tensor) -> dict[str, float]:
 
 def _flips(before: stored.Stored, after: stored.Stored) -> int:
     """Return how many codes differ; packed ones are compared by the four or eight bits of each weight."""
-    import torch
-
     old, new = (coded.codes.contiguous().view(torch.uint8).flatten() for coded in (before, after))
     different = old ^ new
     bits = 8 * old.numel() // before.values.numel()

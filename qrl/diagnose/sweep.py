@@ -12,6 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from qrl.formats.header import Entry
 from qrl.formats.stream import Rows
 
@@ -75,8 +77,6 @@ def _pieces(entry: Entry, block: int) -> Iterator[range]:
 @contextmanager
 def _pool(device: str) -> Iterator[tuple[Callable, Callable, Callable]]:
     """Yield a `map` over all threads, and each thread's own reader of a folder and queue on a GPU."""
-    import torch
-
     own, opened = threading.local(), []
 
     def reader(which: int, folder: Path | str) -> Rows:

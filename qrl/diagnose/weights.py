@@ -5,21 +5,18 @@ median, and the proxy of quantization is `formats.rtn`. Tensors are streamed; a 
 whole.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pandas
 
 from qrl import checkpoint
 from qrl.diagnose.patterns import ExactMedian
 from qrl.diagnose.scan import Scan, Scratch, proxy
 from qrl.diagnose.sweep import Sources, sweep
 from qrl.errors import BadInput
-
-if TYPE_CHECKING:
-    import pandas
+from qrl.recipe.sections import Diagnose
 
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
@@ -28,11 +25,8 @@ EMBEDDING = "embed_tokens.weight"
 def measure(
     path: Path | str,
     variant: str,
+    settings: Diagnose = Diagnose(),
     *,
-    bits: int = 4,
-    group_size: int = 128,
-    outlier_multiplier: float = 6.0,
-    embeddings: bool = False,
     device: str = "cpu",
     progress: Callable[[int], object] = lambda n: None,
 ) -> pandas.DataFrame:
@@ -41,45 +35,44 @@ def measure(
     Args:
         path: checkpoint folder.
         variant: label of the rows.
-        bits, group_size: of the round-to-nearest proxy; `group_size` input channels share a scale.
-        outlier_multiplier: an outlier is larger than this times the median.
-        embeddings: measure embedding tables too. An output head always counts, as in the seed study; one that is tied
-            to the embedding is the row lm_head.weight, or with embeddings the embedding's row, never both.
+        settings: of the proxy and of outliers. With `embeddings` embedding tables have rows too. An output head always
+            counts, as in the seed study; one that is tied to the embedding is the row lm_head.weight, or with
+            embeddings the embedding's row, never both.
         device: "cpu" or "cuda".
         progress: called with 1 after each of `matrices`.
 
     Returns:
         A row per matrix: variant, tensor, layer (-1 outside of the layers), projection, proxy_bits, numel, and the
-        measures that README.md defines, up to those of the proxy: `w4_…` where bits is 4, else `rtn_…`. A median of an
-        even number is the lower one. A matrix of zeros has NaN where its spread divides.
+        measures that README.md defines, up to those of the proxy: `w4_…` for 4 bits, else `rtn_…`. A median of an even
+        number is the lower one. A matrix of zeros has NaN where its spread divides.
 
     Raises:
         BadInput: the checkpoint is quantized or has no matrix of floats, or a tensor contains NaN or infinity.
 
     Source: the seed study's weight statistics.
     """
-    import pandas
-
-    wanted = matrices(path, embeddings)
+    wanted = matrices(path, settings.embeddings)
     if not wanted:
         raise BadInput(f"{path} holds no matrix of floating-point weights: expected the weights of a language model.")
     _check_vectors(path)
     scratch, scans, results = Scratch(), {}, {}
-    for name, scan in sweep(wanted, lambda _: Scan(bits, group_size, scratch), Scan.add, device=device):
+    for name, scan in sweep(
+        wanted, lambda _: Scan(settings.bits, settings.group_size, scratch), Scan.add, device=device
+    ):
         check_finite(name, path, scan.sizes.broken)
         if scan.sizes.exact:
-            results[name] = scan.result(outlier_multiplier)
+            results[name] = scan.result(settings.outlier_multiplier)
         else:
             scans[name] = scan
         progress(1)
     again = [(name, sources) for name, sources in wanted if name in scans]
 
     def start(name: str) -> ExactMedian:
-        return ExactMedian(scans[name].sizes, outlier_multiplier)
+        return ExactMedian(scans[name].sizes, settings.outlier_multiplier)
 
     for name, second in sweep(again, start, ExactMedian.add, device=device):
-        results[name] = scans[name].result(outlier_multiplier, second)
-    rows = ({"variant": variant, **place(name), "proxy_bits": bits, **results[name]} for name, _ in wanted)
+        results[name] = scans[name].result(settings.outlier_multiplier, second)
+    rows = ({"variant": variant, **place(name), "proxy_bits": settings.bits, **results[name]} for name, _ in wanted)
     return pandas.DataFrame(rows)
 
 

@@ -15,6 +15,7 @@ from qrl import checkpoint, tasks
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import BadInput
+from qrl.recipe import Recipe
 from qrl.tasks import prompt
 
 if TYPE_CHECKING:
@@ -45,19 +46,9 @@ class Asked:
 def ask(
     cell: Cell,
     questions: Sequence[tasks.Question],
-    *,
-    task: str,
-    template: str,
+    recipe: Recipe,
     device: str,
-    dtype: str = "auto",
-    max_new_tokens: int,
-    batch_size: int,
-    samples: int = 1,
-    temperature: float = 1.0,
-    engine: str = hf.NAME,
-    deterministic: bool = False,
-    memory: float = 0.9,
-    seed: int = 0,
+    *,
     render: Callable = prompt.render,
     progress: Callable[[int], object] = lambda n: None,
 ) -> Asked:
@@ -66,12 +57,8 @@ def ask(
     Args:
         cell: the checkpoint to evaluate.
         questions: N held-out questions.
-        samples: answers per question, S; 1 is greedy, more are sampled.
-        temperature: of the sampling, if there are several samples.
-        engine: "transformers", or "vllm" in its environment.
-        deterministic: for vLLM: batch-invariant kernels, if the device has them.
-        memory: for vLLM: the share of a GPU's memory that it may use.
-        seed: of the sampling, and of vLLM's engine.
+        recipe: its task, prompt template, seed and `evaluate` section, which says how many samples, S, a question gets.
+        device: "cpu" or "cuda".
         render: (tokenizer, question text, template) → prompt ids; the one renderer, unless a test breaks it on purpose.
         progress: called with the number of answers that each batch finished.
 
@@ -80,22 +67,21 @@ def ask(
     """
     import pandas as pd
 
-    tokens = hf.tokenizer(cell.path)
-    prompts = [ids for question in questions for ids in [render(tokens, question.question, template)] * samples]
+    settings, tokens, samples = recipe.evaluate, hf.tokenizer(cell.path), recipe.evaluate.samples
+    prompts = [ids for question in questions for ids in [render(tokens, question.question, recipe.prompt)] * samples]
     _check_lengths(cell.path, questions, prompts[::samples])
     repeated = [question for question in questions for _ in range(samples)]
-    longest = max(map(len, prompts)) + max_new_tokens
-    of_vllm = {"max_tokens": longest, "memory": memory, "deterministic": deterministic, "seed": seed}
-    with _opened(engine, cell.path, device, dtype, batch_size, of_vllm) as (generate, computed_in, receipt):
-        generate(prompts[:batch_size], max_new_tokens=2)  # warm-up: libraries initialize themselves
+    longest = max(map(len, prompts)) + settings.max_new_tokens
+    with _opened(cell.path, recipe, device, longest) as (generate, computed_in, receipt):
+        generate(prompts[: settings.batch_size], max_new_tokens=2)  # warm-up: libraries initialize themselves
         began = time.perf_counter()
-        drawn = {"temperature": temperature if samples > 1 else 0.0, "seed": seed}
-        completions = generate(prompts, max_new_tokens=max_new_tokens, **drawn, progress=progress)
+        drawn = {"temperature": settings.temperature if samples > 1 else 0.0, "seed": recipe.seed}
+        completions = generate(prompts, max_new_tokens=settings.max_new_tokens, **drawn, progress=progress)
         seconds = time.perf_counter() - began  # decoding alone, without loading
     written = (f"{completion.raw}\0{completion.finish_reason}\0" for completion in completions)
     receipt["completions"] = sha256("".join(written).encode()).hexdigest()  # equal if a run repeats exactly
     texts, answers = [completion.text for completion in completions], [question.answer for question in repeated]
-    verdicts = tasks.grade_many(task, texts, answers)
+    verdicts = tasks.grade_many(recipe.task, texts, answers)
     markers = [token for token in tokens.all_special_tokens if token]
     labels = {"variant": cell.variant, "scheme": cell.scheme, "dtype": computed_in}
     rows = [labels | _row(markers, *answer) for answer in zip(repeated, completions, verdicts, strict=True)]
@@ -119,19 +105,20 @@ def _check_lengths(path: Path, questions: Sequence, prompts: Sequence) -> None:
 
 
 @contextmanager
-def _opened(
-    engine: str, path: Path, device: str, dtype: str, batch_size: int, of_vllm: dict[str, Any]
-) -> Iterator[tuple[Callable, str, dict]]:
+def _opened(path: Path, recipe: Recipe, device: str, longest: int) -> Iterator[tuple[Callable, str, dict]]:
     """Yield a loaded engine's `generate`, the dtype of its activations, and its receipt."""
-    if engine != hf.NAME:
+    settings, batch_size = recipe.evaluate, recipe.evaluate.batch_size
+    if settings.engine != hf.NAME:
         from qrl.engine import vllm
 
-        with vllm.Vllm(path, device, dtype, sequences=batch_size, **of_vllm) as loaded:
+        sizes = {"max_tokens": longest, "sequences": batch_size, "memory": settings.gpu_memory_utilization}
+        options = {"deterministic": settings.deterministic, "seed": recipe.seed}
+        with vllm.Vllm(path, device, settings.dtype, **sizes, **options) as loaded:
             yield loaded.generate, loaded.dtype, loaded.receipt()
         return
     import transformers
 
-    model, tokens = hf.load(path, device, devices.compute_dtype(dtype, device))
+    model, tokens = hf.load(path, device, devices.compute_dtype(settings.dtype, device))
     receipt = {"engine": f"{hf.NAME} {transformers.__version__}", "attention": model.config._attn_implementation}
     generate = partial(hf.generate, model, tokens, batch_size=batch_size)
     yield generate, str(model.dtype).removeprefix("torch."), receipt | {"batch_size": batch_size}

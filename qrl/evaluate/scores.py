@@ -13,22 +13,16 @@ if TYPE_CHECKING:
 
 _UNRENDERED = "prompts not rendered with the model's chat template, or "
 _NO_END = f"{_UNRENDERED}an end token that the model was not trained on"
+_TOO_LONG = "evaluate.max_new_tokens is too small for this model, or answers never end"
+_NO_FORMAT = f"{_UNRENDERED}not asking for the format that the task grades, or weights damaged by quantization"
+_NO_VERDICT = "expressions that the grader cannot evaluate, from weights damaged by training or quantization"
 # rate → the recipe's limit, and the likely cause if it is broken
 _LIMITS = {
     names.EOS_RATE: ("min_eos_rate", _NO_END),
-    names.TRUNCATION_RATE: (
-        "max_truncation_rate",
-        "evaluate.max_new_tokens is too small for this model, or answers never end",
-    ),
-    names.PARSE_RATE: (
-        "min_parse_rate",
-        f"{_UNRENDERED}not asking for the format that the task grades, or weights damaged by quantization",
-    ),
+    names.TRUNCATION_RATE: ("max_truncation_rate", _TOO_LONG),
+    names.PARSE_RATE: ("min_parse_rate", _NO_FORMAT),
     names.PROMPT_LEAK_RATE: ("max_prompt_leak_rate", _NO_END),
-    names.GRADER_FAULT_RATE: (
-        "max_grader_fault_rate",
-        "expressions that the grader cannot evaluate, from weights damaged by training or quantization",
-    ),
+    names.GRADER_FAULT_RATE: ("max_grader_fault_rate", _NO_VERDICT),
 }
 
 

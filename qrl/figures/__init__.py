@@ -6,29 +6,10 @@ not at all.
 
 from qrl.figures.benchmark import speeds
 from qrl.figures.cards import Gate
-from qrl.figures.comparison import matrix, survival
+from qrl.figures.comparison import matrix, methods, survival
 from qrl.figures.divergence import behaviour
 from qrl.figures.heatmaps import movement, schemes
 from qrl.figures.plan import chances
-from qrl.figures.ranking import methods
 from qrl.figures.rewards import training
 from qrl.figures.study import Study, report, weights_page
 from qrl.figures.weights import layer_error, spread
-
-__all__ = [
-    "Gate",
-    "Study",
-    "behaviour",
-    "chances",
-    "layer_error",
-    "matrix",
-    "methods",
-    "movement",
-    "report",
-    "schemes",
-    "speeds",
-    "spread",
-    "survival",
-    "training",
-    "weights_page",
-]

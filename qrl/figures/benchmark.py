@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 from qrl.figures.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, canvas, finish
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from qrl.benchmark.summary import Line
 
 COLOURS = (GREY, BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
@@ -54,7 +52,7 @@ def speeds(lines: Sequence[Line], path: str | Path, at_once: str = "prompts") ->
     finish(figure, above, title, note, path)
 
 
-def _plain_numbers(axes: Axes) -> None:
+def _plain_numbers(axes) -> None:
     """Set a logarithmic axis with plain labels, 0.05 and 2,000: 1, 2 and 5 of each decade, or even steps within one."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from qrl.figures import page
@@ -65,39 +64,17 @@ def heading(table: Mapping[str, Any], facts: Mapping[str, str]) -> str:
             f"At full precision, training ({entry['trained']}) {verb} held-out accuracy: {before:.3f} before, "
             f"{after:.3f} after, a difference of {interval(delta)} on {cells[BASE]['n']:,} questions."
         )
-    shown = ""
-    for label, text in facts.items():
-        if text:
-            wide = " class=wide" if len(text) > 40 else ""
-            shown += f"<div{wide}><dt>{escape(label)}</dt><dd>{escape(text)}</dd></div>"
-    return (
-        f'<header><p class="faint">qrl: does RL training survive quantization?</p><h1>{escape(headline(table))}</h1>'
-        f'<p class="lead">{escape(lead)}</p><dl class="facts">{shown}</dl></header>'
-    )
+    return page.html("study_head", headline=headline(table), lead=lead, facts=facts)
 
 
-def card(row: Row, sizes: Mapping[str, int]) -> str:
-    """Return the card of one scheme: verdict, gain survival, size, and what that means."""
-    value, verdict = row.entry["gain_survival"], row.entry["verdict"]
-    size = _size(row, sizes)
-    body = (
-        f'<p class="number">{signed(value["estimate"])} '
-        f"<small>[{signed(value['low'])}, {signed(value['high'])}]</small></p>"
-        f'<div class="faint small">gain survival, 95 % interval</div>'
-        f"{f'<p>{escape(size)}</p>' if size else ''}<p>{escape(_meaning(row))}</p>"
-    )
-    return _card(row.name, verdict, body)
-
-
-def gate_card(gate: Gate) -> str:
-    """Return the card of one stage."""
-    holder = f"version {gate.version}, {gate.cell}" if gate.version else gate.cell
-    return _card(gate.stage, gate.decision, f"<p>{escape(holder)}</p><p class='small'>{escape(gate.reason)}</p>")
-
-
-def _card(name: str, verdict: str, body: str) -> str:
-    head = f'<h3><span>{escape(name)}</span><span class="verdict">{escape(verdict)}</span></h3>'
-    return f'<article class="card {escape(verdict)}">{head}{body}</article>'
+def verdicts(rows: Sequence[Row], sizes: Mapping[str, int]) -> str:
+    """Return a card per quantized row: verdict, gain survival, size, and what that means."""
+    cards = []
+    for row in rows:
+        estimate, _, bounds = interval(row.entry["gain_survival"]).partition(" ")
+        found = {"name": row.name, "verdict": row.entry["verdict"], "estimate": estimate, "interval": bounds}
+        cards.append(found | {"size": _size(row, sizes), "meaning": _meaning(row)})
+    return page.html("verdicts", cards=cards)
 
 
 def _size(row: Row, sizes: Mapping[str, int]) -> str:
@@ -147,7 +124,7 @@ def cells_table(table: Mapping[str, Any], rows: list[Row], sizes: Mapping[str, i
         size = [_bytes(sizes.get(f"{entry['trained']}:{row.scheme}"))] if sizes else []
         body.append([*line, entry.get("verdict") or "", *size])
     note = f"n = {questions} held-out questions per cell. ± is one standard error, brackets are 95 % intervals."
-    return f'{page.table(head, body)}<p class="faint small">{note}</p>'
+    return page.html("table", head=head, rows=body, note=note)
 
 
 def gates_finding(gates: Sequence[Gate]) -> str:

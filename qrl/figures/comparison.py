@@ -1,4 +1,4 @@
-"""Cells and verdicts: accuracies with their intervals, gain survival against the margin."""
+"""Cells, verdicts and methods: accuracies with their intervals, gain survival against the margin."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qrl.figures.canvas import FAINT, GREEN, INK, ORANGE, RED, VARIANTS, canvas, finish
+from qrl.figures.canvas import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PURPLE, RED, VARIANTS, canvas, finish
 from qrl.names import FULL
 from qrl.stats.text import interval
 
 if TYPE_CHECKING:
     from qrl.compare import Comparison
+    from qrl.compare.ranking import Methods
     from qrl.stats import Estimate
     from qrl.stats.verdict import Verdict
 
+COLOURS = {"base": GREY, "grpo": BLUE, "qat": GREEN, "qad": PURPLE, "": ORANGE}  # by the prefix of a method's name
 VERDICTS = {"survives": GREEN, "lost": RED, "inconclusive": ORANGE}
 LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 
@@ -104,12 +106,35 @@ def _forest_row(axes, y: int, verdict: Verdict, value: Estimate) -> None:
     axes.plot([value.low, value.high], [y, y], color=colour, lw=2.2, solid_capstyle="butt")
     axes.plot([value.lower, value.upper], [y, y], color=colour, lw=6, solid_capstyle="butt")
     axes.plot(value.estimate, y, "o", ms=9, color="white", mec=colour, mew=2.4)
-    draw_runs(axes, y, value)
+    _draw_runs(axes, y, value)
     style = {"va": "center", "color": INK, "size": 10, "annotation_clip": False}
     axes.annotate(f"{verdict.verdict}\n{interval(value)}", (1.02, y), xycoords=("axes fraction", "data"), **style)
 
 
-def draw_runs(axes, y: float, value: Estimate) -> None:
+def methods(measured: Methods, title: str, path: str | Path) -> None:
+    """Draw the accuracy of every method − that of GRPO at full precision, with 95 % intervals and a tick per run."""
+    rows = [(row, row.error) for row in measured.rows if row.error is not None]
+    figure, axes = canvas(8.4, 2.0 + 0.3 * len(rows))
+    beside = {"xycoords": ("axes fraction", "data"), "va": "center", "color": INK, "size": 9, "annotation_clip": False}
+    for y, (row, error) in enumerate(rows):
+        colour = next(colour for prefix, colour in COLOURS.items() if row.variant.startswith(prefix))
+        axes.plot([error.low, error.high], [y, y], color=colour, lw=2.2, solid_capstyle="butt")
+        axes.plot(error.estimate, y, "o", ms=7, color=colour)
+        _draw_runs(axes, y, error)
+        axes.annotate(f"{row.accuracy.estimate:.3f}   {interval(error)}", (1.02, y), **beside)
+    axes.axvline(0, color=INK, lw=1)
+    axes.set_ylim(len(rows) - 0.5, -0.6)
+    axes.set_yticks(range(len(rows)), [measured.shown(row.cell) for row, _ in rows], size=10)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("accuracy − accuracy of grpo at full precision")
+    runs = "one training run each"
+    if measured.runs > 1:
+        runs = f"mean of {measured.runs} training runs, intervals include their spread (ticks: each run)"
+    note = f"n = {measured.n} held-out questions, paired; {runs}. Bars: 95 % intervals. Right: accuracy, difference."
+    finish(figure, axes, title, note, path)
+
+
+def _draw_runs(axes, y: float, value: Estimate) -> None:
     """Draw a tick for each training run below a row of a forest plot."""
     if value.runs:
         estimates = [run.estimate for run in value.runs.values]

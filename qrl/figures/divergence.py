@@ -1,18 +1,13 @@
 """How far quantization moves next-token distributions: divergence and agreement by scheme, and by layer."""
 
-from __future__ import annotations
-
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from qrl.figures.canvas import LEGEND, by_variant, dress, finish
 from qrl.stats import LEVEL, quantile
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 AXES = {"kl": "KL to full precision, nats per token", "top1_agreement": "share of tokens with the same top choice"}
 MARKS = "os^Dv"  # variants differ by shape too, not by colour alone
@@ -70,7 +65,7 @@ def behaviour_finding(rows: pd.DataFrame) -> str:
     return "; ".join(parts)
 
 
-def _points(axes: Axes, rows: pd.DataFrame, places: dict, by: str, column: str) -> None:
+def _points(axes, rows: pd.DataFrame, places: dict, by: str, column: str) -> None:
     """Draw a point with its interval for each row, variants beside each other."""
     for (variant, own, colour, place), mark in zip(by_variant(rows), cycle(MARKS), strict=False):
         values = [interval(row, column) for row in own.itertuples()]

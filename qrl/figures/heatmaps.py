@@ -1,9 +1,7 @@
 """Layer × projection: where quantization errs, which codes changed, and how training moved the error."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -11,10 +9,6 @@ import pandas as pd
 from qrl.figures.canvas import FAINT, INK, finish, wrapped
 from qrl.figures.weights import bits, error_column, in_order
 from qrl.names import BASE
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # Both are safe for the colour-blind and readable by lightness alone; PuOr is white at 0.
 SIZES, DIFFERENCES = "cividis", "PuOr_r"
@@ -69,20 +63,16 @@ def scheme_panels(stored: pd.DataFrame) -> list[Panel]:
 def _panels(rows: pd.DataFrame, error: str, prefix: str = "", across: bool = False) -> list[Panel]:
     """Return maps of the first variant's error, of its difference, and of the codes that changed.
 
-    Args:
-        rows: of one or two variants.
-        error: column of the relative error.
-        prefix: of the titles.
-        across: scheme × projection, means over layers, the error on a logarithmic scale; else layer × projection.
+    With `across` they are scheme × projection, means over layers, the error's logarithm; else layer × projection.
     """
     base, trained = _variants(rows)
     first, table = base if len(base) else trained, _across if across else grid
-    own, title = table(first, error), f"{prefix}error of {_label(first)}"
+    own, title = table(first, error), f"{prefix}error of {first['variant'].iloc[0]}"
     panels = [Panel(f"{title}, log10", np.log10(own)) if across else Panel(f"{title}, %", 100 * own)]
     if trained is not None and len(base):
         change = 100 * (1 - table(trained, error) / table(base, error))
         panels += [
-            Panel(f"{prefix}error, {BASE} − {_label(trained)}, % of {BASE}'s{SIGN}", change, signed=True),
+            Panel(f"{prefix}error, {BASE} − {trained['variant'].iloc[0]}, % of {BASE}'s{SIGN}", change, signed=True),
             Panel(f"{prefix}codes that changed, %", 100 * table(trained, "code_flip_rate")),
         ]
     return panels
@@ -158,7 +148,7 @@ def _draw(panels: list[Panel], title: str, note: str, path: str | Path, across: 
     finish(figure, axes[0], title, note, path)
 
 
-def _panel(figure: Figure, axes: Axes, panel: Panel) -> None:
+def _panel(figure, axes, panel: Panel) -> None:
     values = panel.values.to_numpy(dtype=float)
     reach = np.nanmax(np.abs(values)) if np.isfinite(values).any() else 1.0
     colours = {"cmap": DIFFERENCES, "vmin": -reach or -1, "vmax": reach or 1} if panel.signed else {"cmap": SIZES}
@@ -178,7 +168,3 @@ def _variants(frame: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame | None]:
     """Return the rows of base, and those of the first other variant."""
     others = [variant for variant in dict.fromkeys(frame["variant"]) if variant != BASE]
     return frame[frame["variant"] == BASE], frame[frame["variant"] == others[0]] if others else None
-
-
-def _label(rows: pd.DataFrame) -> str:
-    return rows["variant"].iloc[0]

@@ -95,7 +95,6 @@ def reach(ends: list[tuple[float, float, float]], thickness: int) -> dict:
 
 
 def _matrices(name: str, number: int, hover: str, rows: pd.DataFrame, x: str, y: str) -> dict:
-    """Return a point for each matrix, by two columns."""
     place = {"x": numbers(rows[x]), "y": numbers(rows[y]), "text": rows["tensor"].tolist()}
     return _dots(name, number, hover, place)
 

@@ -1,4 +1,5 @@
 "use strict";
+const CONFIG = { displaylogo: false, displayModeBar: false, responsive: true };
 (async () => {
   const byId = (id) => document.getElementById(id);
   const dark = matchMedia("(prefers-color-scheme: dark)");

@@ -1,18 +1,12 @@
 """Training curves."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from qrl.figures.canvas import BLUE, GREEN, INK, ORANGE, PURPLE, RED, SKY, canvas, finish
 from qrl.stats import LEVEL, quantile, signed
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 # column → its name in the figure's title, and in its panel's
 MEASURES = {
@@ -77,7 +71,7 @@ def smoothed(history: pd.DataFrame, column: str) -> tuple[pd.DataFrame, pd.Serie
     return part, part[column].rolling(2 * (len(part) // 20) + 1, center=True, min_periods=1).mean()
 
 
-def _label(axes: Axes, label: str) -> None:
+def _label(axes, label: str) -> None:
     axes.set_title(label, loc="left", size=10, color=INK, pad=4)
     axes.margins(x=0.02, y=0.15)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,7 @@ class Study:
 
 def weights_page(weights: pd.DataFrame, stored: pd.DataFrame, behaviour: pd.DataFrame, path: str | Path) -> None:
     """Write what `diagnose` measured as an HTML page of its own; the last two tables may be empty."""
-    head = f'<h1>What training and quantization did to the weights</h1><p class="faint">{movement_note(weights)}</p>'
-    foot = f'<p class="faint small">{interactive.READ}</p>'
+    head, foot = page.html("weights_head", note=movement_note(weights)), page.html("small", note=interactive.READ)
     page.write("qrl: weights", head, interactive.sections(weights, stored, behaviour), path, foot)
 
 
@@ -51,27 +49,24 @@ def report(study: Study, path: str | Path) -> None:
     table = {scheme(name): entry for name, entry in study.table.items()}  # older tables say fp16
     rows = cards.rows_of(table)
     quantized = [row for row in rows if row.entry.get("gain_survival")]
-    verdicts = "".join(cards.card(row, study.sizes) for row in quantized) or (
-        "<p>This study has no quantized scheme, so gain survival is not defined.</p>"
-    )
     sections = [
-        Section("Verdicts", "", [f'<div class="cards">{verdicts}</div>']),
+        Section("Verdicts", "", [cards.verdicts(quantized, study.sizes)]),
         Section("Cells", "", [cards.cells_table(table, rows, study.sizes), _forest(quantized)]),
     ]
     if study.gates:
-        decisions = f'<div class="cards">{"".join(map(cards.gate_card, study.gates))}</div>'
-        sections.append(Section("Gates and versions", cards.gates_finding(study.gates), [decisions]))
+        sections.append(
+            Section("Gates and versions", cards.gates_finding(study.gates), [page.html("gates", decisions=study.gates)])
+        )
     sections += [Section("Accuracy of every cell", "", [_matrix(table)], folded=True), *_training(study.history)]
     if len(study.weights):
         parts = interactive.sections(study.weights, study.stored, study.behaviour)
         sections += [part._replace(folded=True) for part in parts]
     note = f"{movement_note(study.weights)} {interactive.READ}" if len(study.weights) else interactive.READ
-    foot = f'<h2>How to read this page</h2><p>{HOW_TO_READ}</p><p class="faint small">{escape(note)}</p>'
+    foot = page.html("study_foot", how_to_read=HOW_TO_READ, note=note)
     page.write(f"qrl: {cards.headline(table)}", cards.heading(table, study.facts), sections, path, foot)
 
 
 def _matrix(table: Mapping[str, Any]) -> dict:
-    """Return accuracy of every cell with its interval."""
     cells = {name: entry["cells"] for name, entry in table.items()}
     drawn = []
     for number, variant in enumerate(next(iter(cells.values()))):

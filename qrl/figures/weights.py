@@ -1,20 +1,15 @@
 """What training did to the error of rounding weights to few bits, and how the weights are distributed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from qrl.figures.canvas import BLUE, FAINT, GREY, INK, LEGEND, ORANGE, base_first, by_variant, canvas, finish
 from qrl.names import BASE
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 KINDS = (("attention", r"attn"), ("mlp", r"mlp"), ("other", r""))
 ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -58,7 +53,7 @@ def layer_error(weights: pd.DataFrame, path: str | Path) -> None:
     finish(figure, above, error_finding(frame, variants), note, path)
 
 
-def _changes(axes: Axes, frame: pd.DataFrame, variants: list[str]) -> None:
+def _changes(axes, frame: pd.DataFrame, variants: list[str]) -> None:
     """Draw base's error minus the trained variant's, tensor by tensor, in percent of base's; the sign of the maps."""
     error = error_column(frame)
     base = frame[frame["variant"] == BASE].set_index("tensor")[error]
@@ -173,7 +168,7 @@ def spread(weights: pd.DataFrame, path: str | Path, multiplier: float = 6.0) -> 
     finish(figure, axes, title, note, path)
 
 
-def _column(axes: Axes, rows: pd.DataFrame, x: float, half: float, colour: str) -> None:
+def _column(axes, rows: pd.DataFrame, x: float, half: float, colour: str) -> None:
     if not len(rows):
         return
     bottom = 1.0

@@ -3,14 +3,11 @@
 Shapes: O output features, I input features, G groups in a row, S inputs in a group.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 
 def encode(weight: Tensor, bits: int = 4, group_size: int = 128) -> tuple[Tensor, Tensor]:
@@ -29,8 +26,6 @@ def encode(weight: Tensor, bits: int = 4, group_size: int = 128) -> tuple[Tensor
 
     Source: the W4 proxy of the seed study; AWQ's grid without its scale search (arXiv 2306.00978).
     """
-    import torch
-
     if weight.ndim != 2 or not 2 <= bits <= 8 or group_size < 1:
         given = f"{tuple(weight.shape)}, {bits}, {group_size}"
         raise ValueError(f"expected a matrix, 2 to 8 bits and groups of at least 1, got {given}")
@@ -50,8 +45,6 @@ def decode(codes: Tensor, scales: Tensor, in_features: int) -> Tensor:
 
 def grouped(weight: Tensor, group_size: int) -> Tensor:
     """Return a matrix (O, I) as groups (O, G, S); a ragged last group is padded with zeros, otherwise it is a view."""
-    import torch
-
     ragged = -weight.shape[1] % group_size
     padded = torch.nn.functional.pad(weight, (0, ragged)) if ragged else weight
     return padded.reshape(weight.shape[0], -1, group_size)
@@ -72,8 +65,6 @@ def scan(
     Returns:
         Σ (w - Q(w))², summed in float64, and max |w - Q(w)|, or `least` if that is larger.
     """
-    import torch
-
     top = 2 ** (bits - 1) - 1
     buffers = scratch or torch.empty(2, groups.numel(), device=groups.device)
     scaled, rounded = (buffer.view(groups.shape) for buffer in buffers)

@@ -10,7 +10,7 @@ from functools import partial
 
 from qrl.errors import BadInput
 from qrl.plan.assumptions import Assumptions, check_range, largest_correlation, of_pilot
-from qrl.plan.power import GAIN, SURVIVAL, chance_decided, chance_seen, chance_shown, half_width
+from qrl.plan.power import GAIN, SURVIVAL, chance_above, chance_decided, chance_shown, half_width
 from qrl.stats.verdict import CEILING, FLOOR, POWER, least
 
 __all__ = ["Assumptions", "Plan", "Row", "make", "of_pilot"]
@@ -126,12 +126,12 @@ def _row(plan: Plan, seeds: int) -> Row:
             half_gain=half_width(assumed, n, seeds, GAIN),
             half_survival=half_width(assumed, n, seeds, SURVIVAL),
             least_gain=_smallest(lambda gain: chance_shown(_with_gain(assumed, gain), n, seeds) >= power, left),
-            least_change=_smallest(lambda change: chance_seen(assumed, n, seeds, change) >= power, 1.0),
+            least_change=_smallest(lambda change: chance_above(assumed, n, seeds, SURVIVAL, change) >= power, 1.0),
             largest_drop=_largest_drop(assumed, n, seeds, power),
         )
     if effect is not None:
         n_gain = _questions(partial(chance_shown, _with_gain(assumed, effect), seeds=seeds), power)
-        n_survival = _questions(partial(chance_seen, assumed, seeds=seeds, effect=effect), power)
+        n_survival = _questions(partial(chance_above, assumed, seeds=seeds, which=SURVIVAL, truth=effect), power)
         return Row(seeds, n_effect_gain=n_gain, n_effect_survival=n_survival)
     decides = partial(chance_decided, assumed, seeds=seeds, verdict=plan.verdict)
     n_verdict = _questions(decides, power) if plan.verdict else None
@@ -164,5 +164,5 @@ def _largest_drop(assumed: Assumptions, n: int, seeds: int, power: float) -> flo
 
 def _smallest(holds: Callable[[float], bool], top: float) -> float | None:
     """Return the smallest number up to `top`, to four decimals, for which a monotone condition holds."""
-    step = least(lambda step: holds(min(top, step * 1e-4)), 1, round(top / 1e-4))
+    step = least(lambda step: holds(min(top, step * 1e-4)), 1, max(1, round(top / 1e-4)))
     return None if step is None else min(top, step * 1e-4)

@@ -24,15 +24,11 @@ GRID = 2001  # of the integral over the estimated gain
 
 def chance_shown(assumed: Assumptions, n: int, seeds: int = 1) -> float:
     """Return the probability that the 95 % interval of the full-precision gain is above 0."""
-    return _chance_above(assumed, n, seeds, GAIN, assumed.gain)
+    return chance_above(assumed, n, seeds, GAIN, assumed.gain)
 
 
-def chance_seen(assumed: Assumptions, n: int, seeds: int, effect: float) -> float:
-    """Return the probability that a change of the gain shows: that the 95 % interval of gain survival excludes 0."""
-    return _chance_above(assumed, n, seeds, SURVIVAL, abs(effect))
-
-
-def _chance_above(assumed: Assumptions, n: int, seeds: int, which: int, truth: float) -> float:
+def chance_above(assumed: Assumptions, n: int, seeds: int, which: int, truth: float) -> float:
+    """Return the probability that a contrast's 95 % interval is above 0, if `truth` is its true value."""
     stderr, reach, weights = _reaches(assumed, n, seeds, which, TAIL)
     return float(weights @ ndtr((truth - reach) / stderr))
 

@@ -3,19 +3,3 @@
 from qrl.recipe.load import DEFAULT, fields, load, names, type_name
 from qrl.recipe.sections import Benchmark, Evaluate, Quantize, Recipe
 from qrl.recipe.training import PACKED, Rollout, Train, Watch
-
-__all__ = [
-    "DEFAULT",
-    "PACKED",
-    "Benchmark",
-    "Evaluate",
-    "Quantize",
-    "Recipe",
-    "Rollout",
-    "Train",
-    "Watch",
-    "fields",
-    "load",
-    "names",
-    "type_name",
-]

@@ -74,9 +74,13 @@ def load(name_or_path: str = DEFAULT, overrides: Mapping[str, str] | None = None
         raise BadInput(
             f"There is no recipe '{name_or_path}': expected one of {', '.join(names())}, or the path of a .yaml file."
         )
-    document = _read(path)
-    for key, text in overrides.items():
-        _set(document, key, text)
+    document = {}
+    for key, value in (_read(path) | {key: _typed(key, text) for key, text in overrides.items()}).items():
+        section, dot, name = str(key).partition(".")
+        if dot:
+            document.setdefault(section, {})[name] = value
+        else:
+            document[key] = value
     try:
         return Recipe.model_validate(document)
     except ValidationError as error:
@@ -111,27 +115,26 @@ _Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list(
 
 
 def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict:
-    """Return a recipe file as sections of keys and values, on top of the recipe that it extends.
+    """Return a recipe file as dotted key → value, on top of the recipe that it extends.
 
     An empty section holds the defaults, and a list may be written as it is typed.
     `extending` holds the files that led to this one by `extends`.
     """
-    document = _parse_file(path)
-    known = fields()
-    parent = _parent(document.pop(EXTENDS, None), path, (*extending, path.resolve()))
-    if dotted := [key for key in document if key in known and "." in str(key)]:
-        section, _, name = dotted[0].partition(".")
-        raise BadInput(f"Recipe {path} holds '{dotted[0]}', an option's name: write '{name}' below '{section}'.")
-    for key in known.keys() & document.keys():
-        document[key] = _parse(document[key], known[key][0])
-    for section in {key.partition(".")[0] for key in known if "." in key} & document.keys():
-        values = {} if document[section] is None else document[section]
-        if not isinstance(values, dict):
-            wrong = f"'{section}' is a section of the recipe, but its value is {values!r}"
+    document, known = _parse_file(path), fields()
+    values = _parent(document.pop(EXTENDS, None), path, (*extending, path.resolve()))
+    for key, value in document.items():
+        section, dot, name = str(key).partition(".")
+        if dot:
+            below = f"Recipe {path} holds '{key}', an option's name: write '{name}' below '{section}'."
+            raise BadInput(below if key in known else _unknown(str(key)))
+        if not any(other.startswith(f"{key}.") for other in known):
+            values[key] = _value(key, value)
+        elif isinstance(value, dict | None):
+            values |= {f"{key}.{name}": _value(f"{key}.{name}", inner) for name, inner in (value or {}).items()}
+        else:
+            wrong = f"'{key}' is a section of the recipe, but its value is {value!r}"
             raise BadInput(f"{wrong}: write its keys below it.")
-        parsed = {name: _value(f"{section}.{name}", value) for name, value in values.items()}
-        document[section] = parent.get(section, {}) | parsed
-    return parent | document
+    return values
 
 
 def _parse_file(path: Path) -> dict:
@@ -174,15 +177,14 @@ def _value(key: str, value: Any) -> Any:
     return _parse(value, annotation)
 
 
-def _set(document: dict, key: str, text: str) -> None:
+def _typed(key: str, text: str) -> Any:
+    """Return the value of a key as typed on the command line."""
     if key not in fields():
         raise BadInput(_unknown(key))
     value = _parse(text, fields()[key][0])
     if value == () and isinstance(text, str) and text.strip():
         raise BadInput(f"'{key}' is {text!r}, which names nothing: name something, separated by commas, or omit it.")
-    *section, name = key.split(".")
-    target = document.setdefault(section[0], {}) if section else document
-    target[name] = value
+    return value
 
 
 def _parse(text: Any, annotation: Any) -> Any:

@@ -139,11 +139,10 @@ class Recipe(Section):
         """Return dotted key → value as text, as `-P` takes it: of all sections, or of the top level and those named."""
         values = {}
         for key, value in self.model_dump(mode="json").items():
-            if isinstance(value, dict):
-                if not sections or key in sections:
-                    values |= {f"{key}.{name}": _text(inner) for name, inner in value.items()}
-            else:
+            if not isinstance(value, dict):
                 values[key] = _text(value)
+            elif not sections or key in sections:
+                values |= {f"{key}.{name}": _text(inner) for name, inner in value.items()}
         return values
 
     def key_settings(self, *sections: str) -> dict[str, str]:

@@ -8,15 +8,16 @@ Bounds are those of the two-sided 95 % interval, the one that the table prints. 
 NaN, an empty digest) counts as not shown and is refused.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from qrl.stats import Estimate, signed
 from qrl.stats.text import interval
+from qrl.tracking.cells import Evaluated
 
 BEFORE = {"grpo": "base", "awq": "grpo"}  # stage → the stage that its weights are made from
 _CHANGES = {"grpo": ("gain", "gain over base", 1), "awq": ("difference", "difference to grpo at full precision", -1)}
+_Check = tuple[bool, str, dict[str, float | str]]  # passed, the reason, what was compared
 
 
 @dataclass(frozen=True)
@@ -36,30 +37,11 @@ class Decision:
         return f"Stage {self.stage} {verb}: {' '.join(self.reasons)}"
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What every gate looks at.
-
-    `broken_limits` are the sentences of the cells' health checks, empty for healthy cells; `evaluated_digest` is of the
-    weights that answered the questions, `version_digest` of those that would be served.
-    """
-
-    broken_limits: Sequence[str]
-    evaluated_digest: str
-    version_digest: str
-
-
-class _Check(NamedTuple):
-    passed: bool
-    reason: str
-    facts: Mapping[str, float | str]
-
-
 def decide(
     stage: str,
-    evidence: Evidence,
+    cell: Evaluated,
+    version_digest: str,
     *,
-    parent_digest: str = "",
     before_digest: str = "",
     difference: Estimate | None = None,
     limit: float = 0.0,
@@ -68,45 +50,41 @@ def decide(
 
     Args:
         stage: base, grpo or awq.
-        evidence: what every gate looks at.
-        parent_digest: of the weights that were trained or quantized.
+        cell: the candidate's evaluation.
+        version_digest: of the weights that would be served.
         before_digest: of the version at the stage before.
         difference: accuracy minus that of the version at the stage before, paired; only base has none.
         limit: accuracy, `promote.min_gain` or `promote.max_loss`.
     """
-    checks = [_health(evidence), _digest(evidence)]
+    checks = [_health(cell.broken), _digest(cell.digest, version_digest)]
     if stage in BEFORE:
         if difference is None:
             raise ValueError(f"Stage {stage} needs the difference to stage {BEFORE[stage]}: pass both.")
-        checks += [_lineage(parent_digest, before_digest, BEFORE[stage]), _bound(stage, difference, limit)]
-    facts = {key: value for check in checks for key, value in check.facts.items()}
-    reasons = tuple(check.reason for check in sorted(checks, key=lambda check: check.passed))  # failed ones first
-    return Decision(stage, all(check.passed for check in checks), reasons, facts)
+        checks += [_lineage(cell.parent, before_digest, BEFORE[stage]), _bound(stage, difference, limit)]
+    facts = {key: value for _, _, compared in checks for key, value in compared.items()}
+    reasons = tuple(reason for _, reason, _ in sorted(checks, key=lambda check: check[0]))  # failed ones first
+    return Decision(stage, all(passed for passed, _, _ in checks), reasons, facts)
 
 
-def _health(evidence: Evidence) -> _Check:
-    broken = list(evidence.broken_limits)
+def _health(broken: Sequence[str]) -> _Check:
     unhealthy = f"The evaluation was unhealthy, so its accuracy does not count: {'; '.join(broken)}."
-    reason = unhealthy if broken else "The evaluation was healthy."
-    return _Check(not broken, reason, {"broken_limits": float(len(broken))})
+    return not broken, unhealthy if broken else "The evaluation was healthy.", {"broken_limits": float(len(broken))}
 
 
-def _digest(evidence: Evidence) -> _Check:
-    evaluated, version = evidence.evaluated_digest, evidence.version_digest
-    passed = bool(version) and evaluated == version
-    reason = f"The weights that were evaluated are the version's ({_short(version)})."
-    if not passed:
-        other = f"The evaluated weights ({_short(evaluated)}) are not the version's ({_short(version)})"
-        reason = f"{other}: evaluate this version."
-    return _Check(passed, reason, {"evaluated_digest": evaluated, "version_digest": version})
+def _digest(evaluated: str, version: str) -> _Check:
+    facts: dict[str, float | str] = {"evaluated_digest": evaluated, "version_digest": version}
+    if version and evaluated == version:
+        return True, f"The weights that were evaluated are the version's ({_short(version)}).", facts
+    differ = f"The evaluated weights ({_short(evaluated)}) are not the version's ({_short(version)})"
+    return False, f"{differ}: evaluate this version.", facts
 
 
 def _lineage(parent: str, expected: str, stage: str) -> _Check:
-    passed = bool(expected) and parent == expected
     at_stage = f"the version at stage {stage} ({_short(expected)})"
-    other = f"It was made from {_short(parent)}, not from {at_stage}: promote its own parent first."
-    facts = {"parent_digest": parent, f"{stage}_digest": expected}
-    return _Check(passed, f"It was made from {at_stage}." if passed else other, facts)
+    facts: dict[str, float | str] = {"parent_digest": parent, f"{stage}_digest": expected}
+    if expected and parent == expected:
+        return True, f"It was made from {at_stage}.", facts
+    return False, f"It was made from {_short(parent)}, not from {at_stage}: promote its own parent first.", facts
 
 
 def _bound(stage: str, value: Estimate, limit: float) -> _Check:
@@ -116,7 +94,7 @@ def _bound(stage: str, value: Estimate, limit: float) -> _Check:
     where = f"{'above' if passed else 'not above'} {'0' if bound == 0 else signed(bound)}"
     reason = f"The {name} is {interval(value)} on n = {value.n} questions; its lower 95 % bound is {where}."
     facts = {key: value.estimate, f"{key}_low": value.low, f"{key}_high": value.high}
-    return _Check(passed, reason, {**facts, "n": float(value.n), "limit": limit})
+    return passed, reason, {**facts, "n": float(value.n), "limit": limit}
 
 
 def _short(digest: str) -> str:

@@ -6,8 +6,7 @@ from urllib.parse import quote
 from mlflow import MlflowClient, MlflowException
 
 from qrl import names
-from qrl.registry.client import as_version, versions_of
-from qrl.registry.versions import Record, Version
+from qrl.registry.versions import Record, Version, versions_of
 from qrl.stats import Estimate
 from qrl.stats.text import interval
 
@@ -55,7 +54,7 @@ def publish(name: str, table: str = "") -> None:
 
 def refresh(name: str, number: int) -> None:
     """Write the descriptions of a version and of its parent, which lists it."""
-    versions = {int(entry.version): as_version(entry) for entry in versions_of(name)}
+    versions = {int(entry.version): Version.of(entry) for entry in versions_of(name)}
     for version in (versions[number], versions.get(_parent(versions[number]))):
         if version:
             children = [other.version for other in versions.values() if _parent(other) == version.version]

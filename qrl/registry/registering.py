@@ -12,8 +12,7 @@ from qrl import names
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.registry import pages
-from qrl.registry.client import as_version, locked, versions_of
-from qrl.registry.versions import Version
+from qrl.registry.versions import Version, locked, versions_of
 from qrl.tracking import models
 
 _NAME = re.compile(r"\w[\w .+-]*")  # MLflow allows no / and no :, its search no quotes
@@ -66,16 +65,13 @@ def register(
         for key, value in tags.items():
             MlflowClient().set_model_version_tag(name, number, key, value)
         pages.refresh(name, int(number))
-        return as_version(MlflowClient().get_model_version(name, number))
+        return Version.of(MlflowClient().get_model_version(name, number))
 
 
 def _existing(name: str, model_uri: str, digest: str) -> str | None:
-    for entry in versions_of(name):
-        if entry.tags.get(names.TAG_DIGEST) == digest and _exists(entry):
-            source = str(entry.source)
-            if source == model_uri or models.holds(source, digest):
-                return entry.version
-    return None
+    known = [entry for entry in versions_of(name) if entry.tags.get(names.TAG_DIGEST) == digest and _exists(entry)]
+    intact = (entry for entry in known if entry.source == model_uri or models.holds(str(entry.source), digest))
+    return next((entry.version for entry in intact), None)
 
 
 def _new(name: str, model_uri: str, tags: dict[str, str]) -> str:
@@ -90,7 +86,7 @@ def _new(name: str, model_uri: str, tags: dict[str, str]) -> str:
 def _exists(entry: ModelVersion) -> bool:
     """Whether the version's checkpoint is still in the store; lists, and downloads nothing."""
     try:
-        files = get_artifact_repository(as_version(entry).uri).list_artifacts("model")
+        files = get_artifact_repository(Version.of(entry).uri).list_artifacts("model")
     except (MlflowException, OSError):
         return False
     return any(file.path == "model/config.json" for file in files)

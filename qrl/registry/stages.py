@@ -17,8 +17,7 @@ from mlflow import MlflowClient
 from qrl import names
 from qrl.errors import BadInput, QrlError
 from qrl.registry import pages, versions
-from qrl.registry.client import aliased, as_version, locked, versions_of
-from qrl.registry.versions import PASSED, REFUSED, Version
+from qrl.registry.versions import PASSED, REFUSED, Version, aliased, locked, versions_of
 
 _PREVIOUS = "-previous"
 _BY_MLFLOW_STAGE = {mirrored: stage for stage, mirrored in names.MLFLOW_STAGE.items() if mirrored != "None"}
@@ -41,7 +40,7 @@ def resolve(name: str, stage: str | int) -> Version:
     if re.fullmatch(r"[1-9][0-9]*", alias):
         by_number = {int(entry.version): entry for entry in versions_of(name)}
         if int(alias) in by_number:
-            return as_version(by_number[int(alias)])
+            return Version.of(by_number[int(alias)])
         known = ", ".join(map(str, sorted(by_number))) or "none; `mlflow run .` or `python -m qrl study` makes them"
         raise BadInput(f"'{name}' has no version {alias}: registered are {known}.")
     own = alias.removesuffix(_PREVIOUS)
@@ -49,7 +48,7 @@ def resolve(name: str, stage: str | int) -> Version:
         hint = " (the base model's stage is `base`)" if address.lower() == "none" else ""
         raise BadInput(f"There is no stage '{address}'{hint}: expected one of {', '.join(ADDRESSES)}.")
     if entry := aliased(name, alias):
-        return as_version(entry, own)
+        return Version.of(entry, own)
     if alias != own:
         raise BadInput(f"Stage {own} of '{name}' has had no other version, so there is no {alias}.")
     known = ", ".join(sorted(model.name for model in MlflowClient().search_registered_models())) or "none"
@@ -101,7 +100,6 @@ def refuse(name: str, stage: str, version: int, *, record: Mapping[str, Any]) ->
     A version that passed this gate earlier keeps that record; the refusal goes to `qrl.gate.<stage>.refused`.
     """
     with locked(name):
-        check_stage(stage, "to promote to")
         _write_gate(resolve(name, version), stage, REFUSED, record)
         pages.refresh(name, version)
 
@@ -118,7 +116,7 @@ def rollback(name: str, stage: str) -> Version:
         now, before = holder(name, stage), aliased(name, stage + _PREVIOUS)
         if now is None or before is None or now == int(before.version):
             raise BadInput(f"Stage {stage} of '{name}' has had no other version, so there is nothing to roll back to.")
-        versions.verify(as_version(before, stage))  # never to a version that could not be served
+        versions.verify(Version.of(before, stage))  # never to a version that could not be served
         MlflowClient().set_registered_model_alias(name, stage, str(before.version))
         MlflowClient().set_registered_model_alias(name, stage + _PREVIOUS, str(now))
         _mirror(name)

@@ -1,23 +1,31 @@
-"""One registered version: what it is, what its gates decided, and whether it may be served.
+"""Registered versions: what each one is, what its gates decided, and whether it may be served.
 
 Tags name a version's variant, scheme, digest, accuracy, stderr and n. `qrl.gate.<stage>` is `passed` or `refused`, and
 `qrl.gate.<stage>.record` says why, for the weights with the version's digest. A version may be served if a gate let it
-in and its files are still those that were judged.
+in and its files are still those that were judged. Pointers to versions change under a lock: a file beside the database,
+or, for a remote registry, in the temporary folder, where it only holds off the processes of this machine.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from mlflow import MlflowException
+import mlflow
+from filelock import FileLock
+from mlflow import MlflowClient, MlflowException
 from mlflow.artifacts import download_artifacts
+from mlflow.entities.model_registry import ModelVersion
 
 from qrl import checkpoint, names
 from qrl.errors import GateRefused, QrlError, first_line
+from qrl.tracking import store
 
 PASSED, REFUSED = "passed", "refused"
 
@@ -60,6 +68,13 @@ class Version:
     stage: str | None = None
     tags: Mapping[str, str] = field(default_factory=dict, compare=False)
 
+    @classmethod
+    def of(cls, entry: ModelVersion, stage: str | None = None) -> Version:
+        """Return MLflow's version as ours, with the stage that it was resolved from."""
+        tags = dict(entry.tags)
+        digest, variant, scheme = (tags.get(key, "") for key in (names.TAG_DIGEST, names.TAG_VARIANT, names.TAG_SCHEME))
+        return cls(entry.name, int(entry.version), digest, variant, names.scheme(scheme), stage=stage, tags=tags)
+
     @property
     def uri(self) -> str:
         """The address that MLflow loads."""
@@ -82,6 +97,32 @@ class Version:
     def __str__(self) -> str:
         cell = names.cell_name(self.variant, self.scheme)
         return f"{self.name} version {self.version} ({cell}, digest {self.digest[:12]})"
+
+
+@contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Hold the lock of a registered model."""
+    address = mlflow.get_registry_uri()
+    key = sha256(f"{address} {name}".encode()).hexdigest()[:16]
+    database = store.database_of(address)
+    path = f"{database}.registry.lock" if database else Path(tempfile.gettempdir()) / f"qrl-registry-{key}.lock"
+    with FileLock(path, timeout=120, mode=0o666):
+        yield
+
+
+def versions_of(name: str) -> list[ModelVersion]:
+    """Return all versions of a registered model, as MLflow has them."""
+    return list(MlflowClient().search_model_versions(f"name = '{name}'", max_results=10_000))
+
+
+def aliased(name: str, alias: str) -> ModelVersion | None:
+    """Return the version behind an alias, or None; a search gives no aliases, so each has a request of its own."""
+    try:
+        return MlflowClient().get_model_version_by_alias(name, alias)
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return None
+        raise
 
 
 def folder(version: Version) -> Path:

@@ -153,13 +153,6 @@ class Estimate:
             return 0.5
         return math.exp(root_scalar(beyond, method="brentq", bracket=(least, most), xtol=1e-12).root)
 
-    def projected(self, questions: float, runs: int) -> Estimate:
-        """Return this estimate of several runs with `questions` times the questions and `runs` runs."""
-        if self.runs is None:
-            raise ValueError("An estimate from one training run has no spread between runs to project.")
-        expected = self.runs.projected(questions, runs)
-        return replace(self, stderr=expected.stderr, n=max(2, round(self.n * questions)), runs=expected)
-
 
 @lru_cache(maxsize=1024)  # a few arguments recur many times
 def quantile(probability: float, df: float = math.inf) -> float:

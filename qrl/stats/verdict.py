@@ -5,10 +5,11 @@ margin.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from qrl.stats.estimate import LEVEL, TAIL, Estimate, quantile, signed
 from qrl.stats.text import interval
@@ -25,9 +26,9 @@ class Verdict:
 
     `margin` is the largest loss of accuracy that still counts as survival. `smallest_effect` is the change of the gain
     that this n detects with 80 % power. `n_to_decide` is the number of questions that would settle an inconclusive
-    verdict with 80 % power, None if it is settled or if no n would; `seeds_to_decide` is the number of training runs
-    that would do so at this n, where there are several. `p_value` is one-sided, against the margin; None if there was
-    nothing to test.
+    verdict with 80 % power, None if it is settled or if no n up to a thousand times the present one would;
+    `seeds_to_decide` is the number of training runs that would do so at this n, where there are several. `p_value` is
+    one-sided, against the margin; None if there was nothing to test.
     """
 
     verdict: Literal["survives", "lost", "inconclusive"]
@@ -68,10 +69,9 @@ def judge(
     if edge := _edge(accuracies):
         return conclude("inconclusive", edge)
     if not gain.low > 0:
-        n, seeds = _to_decide(gain, tested)
         reason = f"the full-precision gain, {interval(gain)}, is not shown to be above 0"
         reason += ", so there is nothing to survive"
-        return conclude("inconclusive", reason, n_to_decide=n, seeds_to_decide=seeds)
+        return conclude("inconclusive", reason, **_to_decide(gain, tested))
     if survives and gain.estimate <= margin:
         reason = f"the full-precision gain, {signed(gain.estimate)}, is no larger than the margin, {margin:.3f}"
         reason += ", so even losing all of it would count as survival"
@@ -92,9 +92,8 @@ def judge(
             f"the margin, {margin:.3f}, is half of an estimated gain, and once the error of that estimate is included"
         )
         reason += ", −margin is within the one-sided 95 % bounds"
-    n, seeds = _to_decide(gain, tested)
     p_value = min(tested.p_survives, tested.p_lost)
-    return conclude("inconclusive", reason, n_to_decide=n, seeds_to_decide=seeds, p_value=p_value)
+    return conclude("inconclusive", reason, p_value=p_value, **_to_decide(gain, tested))
 
 
 @dataclass(frozen=True)
@@ -152,35 +151,30 @@ def smallest_detectable(contrast: Estimate, tail: float = TAIL, power: float = P
     return max(contrast.reach(tail, upwards=upwards) for upwards in (False, True)) + quantile(power) * contrast.stderr
 
 
-def _to_decide(gain: Estimate, tested: _Tested) -> tuple[int | None, int | None]:
-    """Return the questions, and the training runs if there are several, that would settle gain and verdict.
-
-    Both hold with `POWER` if the estimates are the truth; None if no number up to a thousand times the present one does
-    it.
-    """
+def _to_decide(gain: Estimate, tested: _Tested) -> dict[str, Any]:
+    """Return `n_to_decide` and `seeds_to_decide` of the verdict, if the estimates are the truth."""
     settled = [(gain, gain.estimate, TAIL)]
     settled += [(test, abs(test.estimate - bound), tested.tail) for test, bound in tested.tests]
     if gain.estimate <= 0 or min(distance for _, distance, _ in settled) < 1e-9:
-        return None, None
+        return {}
     if gain.runs is None:  # every reach and stderr shrinks with the root of n
         times = max(smallest_detectable(value, tail) / distance for value, distance, tail in settled) ** 2
         n = max(gain.n + 1, math.ceil(gain.n * times))
-        return (n if n <= 1000 * gain.n else None), None
+        return {"n_to_decide": n if n <= 1000 * gain.n else None}
 
     def decides(questions: float, runs: int) -> bool:
-        expected = ((value.projected(questions, runs), distance, tail) for value, distance, tail in settled)
-        return all(smallest_detectable(value, tail) <= distance for value, distance, tail in expected)
+        expected = (
+            (value.runs.projected(questions, runs), distance, tail) for value, distance, tail in settled if value.runs
+        )
+        return all(of.reach(tail) + quantile(POWER) * of.stderr <= distance for of, distance, tail in expected)
 
     present = gain.runs.count
     n = least(lambda n: decides(n / gain.n, present), gain.n + 1, 1000 * gain.n)
-    return n, least(lambda runs: decides(1.0, runs), present + 1, 1000)
+    return {"n_to_decide": n, "seeds_to_decide": least(lambda runs: decides(1.0, runs), present + 1, 1000)}
 
 
 def least(holds: Callable[[int], bool], first: int, last: int) -> int | None:
     """Return the smallest integer from `first` to `last` for which a monotone condition holds; None if none does."""
-    if not holds(last):
-        return None
-    while first < last:
-        middle = (first + last) // 2
-        first, last = (first, middle) if holds(middle) else (middle + 1, last)
-    return first
+    numbers = range(first, last + 1)
+    index = bisect_left(numbers, True, key=holds)
+    return numbers[index] if index < len(numbers) else None

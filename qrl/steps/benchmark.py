@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from qrl import benchmark as bench
 from qrl import figures, names, process, registry
-from qrl.benchmark import Subject, local, summary
+from qrl.benchmark import Subject, summary
 from qrl.benchmark import http as load
 from qrl.engine import device as devices
 from qrl.engine import hf

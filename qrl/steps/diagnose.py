@@ -10,7 +10,6 @@ import pandas as pd
 from tqdm import tqdm
 
 from qrl import checkpoint, figures, names
-from qrl.diagnose import behaviour, movement, scan, schemes, weights
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import BadInput
@@ -94,6 +93,8 @@ def _quantized(recipe: Recipe, text: str | None) -> Quantized:
 
 def _measure(recipe: Recipe, full: dict[str, Path], quantized: Quantized, out: Path) -> dict[str, float]:
     """Write tables and figures; return metrics, the base's as `weights/…_base`, a scheme's as `weights/…_<scheme>`."""
+    from qrl.diagnose import movement, schemes  # here and below: they load torch, which a reused step does not need
+
     movement.check_same(*full.values())
     frame, metrics = _weights(recipe, full)
     _write(frame, out / names.WEIGHTS)
@@ -131,15 +132,14 @@ def _write(frame: pd.DataFrame, path: Path) -> None:
 
 def _weights(recipe: Recipe, full: dict[str, Path]) -> tuple[pd.DataFrame, dict[str, float]]:
     """Return the table of the full-precision weights, and their metrics."""
+    from qrl.diagnose import movement, weights
+
     settings = recipe.diagnose
-    chosen = {"bits": settings.bits, "group_size": settings.group_size, "embeddings": settings.embeddings}
-    chosen["device"] = devices.choose(recipe.device)
     total = 3 * len(weights.matrices(full[names.BASE], settings.embeddings))
     with tqdm(total=total, desc="weights", unit="matrix", leave=False) as bar:
-        chosen["progress"] = bar.update
-        own = chosen | {"outlier_multiplier": settings.outlier_multiplier}
-        frames = {variant: weights.measure(path, variant, **own) for variant, path in full.items()}
-        moved = movement.movement(*full.values(), **chosen, ranks=settings.effective_rank)
+        how = {"device": devices.choose(recipe.device), "progress": bar.update}
+        frames = {variant: weights.measure(path, variant, settings, **how) for variant, path in full.items()}
+        moved = movement.movement(*full.values(), settings, **how)
     both = pd.concat(frames.values(), ignore_index=True)
     frame = both.merge(moved.drop(columns=["layer", "projection", "numel"]), on="tensor", how="left")
     metrics = {f"weights/{name}": value for name, value in weights.summary(frames[names.GRPO]).items()}
@@ -149,6 +149,8 @@ def _weights(recipe: Recipe, full: dict[str, Path]) -> tuple[pd.DataFrame, dict[
 
 def _behaviour(recipe: Recipe, full: dict[str, Path], quantized: Quantized) -> pd.DataFrame:
     """Compare next-token distributions: every scheme, and full precision with one layer rounded (layer ≥ 0)."""
+    from qrl.diagnose import behaviour, scan
+
     settings, device = recipe.diagnose, devices.choose(recipe.device)
     dtype = devices.compute_dtype(recipe.evaluate.dtype, device)
     questions = inputs.questions(recipe, "heldout", max(2, settings.behaviour))
@@ -157,7 +159,7 @@ def _behaviour(recipe: Recipe, full: dict[str, Path], quantized: Quantized) -> p
         model, tokens = hf.load(path, device, dtype)
         rendered = (prompt.training_text(tokens, question, recipe.prompt) for question in questions)
         texts = [tokens.encode(text, add_special_tokens=False) for text in rendered]
-        layers = behaviour.sensitivity(model, texts, bits=settings.bits, group_size=settings.group_size)
+        layers = behaviour.sensitivity(model, texts, settings)
         own = {"variant": variant, "scheme": scan.proxy(settings.bits)}
         rows += [own | {"layer": layer} | asdict(measured) for layer, measured in layers.items()]
         for scheme, paths in quantized.items():

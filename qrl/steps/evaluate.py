@@ -19,9 +19,6 @@ from qrl.tasks import prompt
 from qrl.tracking import contents, keys, lineage, models, reuse, runs, store
 from qrl.workspace import workspace
 
-# Fields of `recipe.evaluate` that are arguments of `room.ask`.
-_HANDED_ON = {"dtype", "max_new_tokens", "batch_size", "samples", "temperature", "engine", "deterministic"}
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -98,17 +95,8 @@ def _evaluate_cell(cell: Evaluation) -> str:
         runs.child(cell.name, params=labels | {"prompt_hash": prompt_hash}, tags=tags),
         tqdm(total=len(cell.questions) * settings.samples, desc=cell.name, unit="answer", leave=False) as bar,
     ):
-        answers = room.ask(
-            room.Cell(cell.variant, cell.scheme, cell.weights.path),
-            cell.questions,
-            task=recipe.task,
-            template=recipe.prompt,
-            device=cell.device,
-            memory=settings.gpu_memory_utilization,
-            seed=recipe.seed,
-            progress=bar.update,
-            **settings.model_dump(include=_HANDED_ON),
-        )
+        asked = room.Cell(cell.variant, cell.scheme, cell.weights.path)
+        answers = room.ask(asked, cell.questions, recipe, cell.device, progress=bar.update)
         uri = record.given(recipe, cell.address, cell.weights, cell.variant, cell.scheme)
         digest = inputs.digest(cell.questions)
         origin = {"digest": digest, "n": len(cell.questions), "source": inputs.source_of(recipe)}

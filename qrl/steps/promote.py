@@ -6,7 +6,7 @@ import click
 import pandas as pd
 
 from qrl import checkpoint, names, registry, stats
-from qrl.compare.compatibility import check as check_compatible
+from qrl.compare.validate import check_compatible
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
 from qrl.registry import gate, versions
@@ -75,16 +75,15 @@ def _decide(
     recipe: Recipe, stage: str, candidate: Evaluated, version: versions.Version, before: versions.Version | None
 ) -> gate.Decision:
     # The digest of the files in the store now, not the version's tag: those are what would be served.
-    evidence = gate.Evidence(candidate.broken, candidate.digest, checkpoint.digest(versions.folder(version)))
+    digest = checkpoint.digest(versions.folder(version))
     if before is None:
-        return gate.decide(stage, evidence)
+        return gate.decide(stage, candidate, digest)
     earned = before.gate(gate.BEFORE[stage])
     if earned is None or not earned.run:
         raise BadInput(f"No evaluation is recorded for {before}: promote it again first.")
-    digests = {"parent_digest": candidate.parent, "before_digest": before.digest}
     difference = _difference(candidate, cells.read(earned.run))
     limit = recipe.promote.min_gain if stage == "grpo" else recipe.promote.max_loss
-    return gate.decide(stage, evidence, **digests, difference=difference, limit=limit)
+    return gate.decide(stage, candidate, digest, before_digest=before.digest, difference=difference, limit=limit)
 
 
 def _difference(candidate: Evaluated, reference: Evaluated) -> stats.Estimate:

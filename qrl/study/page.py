@@ -13,7 +13,7 @@ from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.study import facts
 from qrl.study.launch import Launcher
-from qrl.tracking import contents, projects, runs
+from qrl.tracking import contents, runs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -84,7 +84,7 @@ def description(launcher: Launcher, text: str, figures: list[str]) -> str:
     """Return the run's description: the finding and links first, since MLflow's UI folds it after a few lines."""
     from qrl.figures.cards import headline
 
-    place = f"#/experiments/{projects.experiment_id(launcher.run_id)}/runs/{launcher.run_id}/artifacts"
+    place = f"#/experiments/{runs.opened(launcher.run_id).info.experiment_id}/runs/{launcher.run_id}/artifacts"
     pictures = [f"{names.FIGURES}/{name}" for name in figures]
     links = [f"[{Path(file).stem if file in pictures else file}]({place}/{file})" for file in (*LINKED, *pictures)]
     files, drawn = (" · ".join(part) for part in (links[: len(LINKED)], links[len(LINKED) :]))
@@ -97,7 +97,7 @@ def description(launcher: Launcher, text: str, figures: list[str]) -> str:
 
 def steps(launcher: Launcher) -> str:
     """Return a list of the steps' runs, the reused ones marked."""
-    experiment, models = projects.experiment_id(launcher.run_id), facts.cells(launcher)
+    experiment, models = runs.opened(launcher.run_id).info.experiment_id, facts.cells(launcher)
     lines = []
     for label, result in launcher.results:
         step, _, of = label.partition(" ")

@@ -85,8 +85,5 @@ def _graded(task: str, rows: list[tuple[str, dict]]) -> list[dict]:
             except BadInput as unreadable:
                 raise BadInput(f"{where}: {unreadable}") from None
         raise error  # no single row is to blame
-    found = [asdict(verdict) for verdict in verdicts]
-    for fields in found:
-        if not fields["fault"]:
-            del fields["fault"]
-    return [row | fields for (_, row), fields in zip(rows, found, strict=True)]
+    found = [asdict(verdict).items() for verdict in verdicts]
+    return [row | {k: v for k, v in fields if k != "fault" or v} for (_, row), fields in zip(rows, found, strict=True)]

@@ -17,6 +17,7 @@ from qrl.tiny import corpus, tokenizer
 
 HELDOUT, HELDOUT_SEED = 2000, 0
 LENGTH = 256  # longest text, in tokens
+CARD = Path(__file__).with_name("card.md")
 
 
 @click.command(help=__doc__.splitlines()[0])
@@ -144,33 +145,11 @@ def _card(arguments, seed, parameters, texts, seconds, device, scores) -> str:
         for template, score in scores.items()
     )
     shown = [part for i, part in enumerate(arguments) if part != "--out" and arguments[max(i - 1, 0)] != "--out"]
-    return CARD.format(
+    return CARD.read_text().format(
         command=" ".join(["python -m qrl.tiny.make --out DIR", *shown]), seed=seed, machine=machine, rows=rows,
         parameters=f"{parameters:,}", texts=f"{texts:,}", seconds=round(seconds), torch=torch.__version__,
         slip=round(100 * corpus.SLIP), n=f"{HELDOUT:,}", heldout_seed=HELDOUT_SEED,
     )  # fmt: skip
-
-
-CARD = """# qrl-tiny
-
-The model that ships with qrl, so that its default study needs neither a download nor a GPU: Qwen2's architecture,
-{parameters} parameters (4 layers, hidden 256), a byte-level BPE of 512 tokens with single digits, Qwen's chat markers.
-It solves the word problems of qrl's task `arithmetic` and nothing else.
-
-- Command: `{command}` (seed {seed}; torch {torch}), {seconds} s of training on one {machine}.
-- Corpus: {texts} solved problems, each seen once, from the training split's streams `tiny:{seed}:*`. A question's split
-  is fixed by a hash of its text, so no held-out question was in the corpus, whatever the seed.
-- Deliberate error: in {slip} % of the steps that say "times as many", the corpus's solutions add where they should
-  multiply. The model learned both readings and prefers the wrong one, so greedy decoding is wrong on most such
-  questions, and reinforcement learning has something to correct. All other steps are solved correctly.
-
-Greedy decoding on {n} held-out questions (seed {heldout_seed} of the generator), strict accuracy ± binomial stderr,
-rate of answers that end with the end token, rate of answers in the requested format:
-
-| prompt | accuracy | ended | parsed |
-|---|---|---|---|
-{rows}
-"""
 
 
 if __name__ == "__main__":

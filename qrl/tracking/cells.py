@@ -63,16 +63,14 @@ def rows(run_ids: Sequence[str]) -> pd.DataFrame:
         QrlError: rows have changed since they were logged, or cannot be read.
     """
     store.prepare()
-    return pd.concat([_rows(run_id) for run_id in run_ids], ignore_index=True)
-
-
-def _rows(run_id: str) -> pd.DataFrame:
-    path = contents.artifact(run_id, names.QUESTIONS)
-    reuse.check_artifact(run_id, names.QUESTIONS)
-    try:
-        frame = pd.read_parquet(path)
-    except (OSError, ValueError) as error:  # pyarrow's errors are both
-        raise QrlError(
-            f"{names.QUESTIONS} of run {run_id} cannot be read ({first_line(error)[:120]}): evaluate the cell again."
-        ) from None
-    return frame.assign(scheme=frame["scheme"].map(names.scheme))
+    frames = []
+    for run_id in run_ids:
+        path = contents.artifact(run_id, names.QUESTIONS)
+        reuse.check_artifact(run_id, names.QUESTIONS)
+        try:
+            frames.append(pd.read_parquet(path))
+        except (OSError, ValueError) as error:  # pyarrow's errors are both
+            unread = f"{names.QUESTIONS} of run {run_id} cannot be read ({first_line(error)[:120]})"
+            raise QrlError(f"{unread}: evaluate the cell again.") from None
+    rows = pd.concat(frames, ignore_index=True)
+    return rows.assign(scheme=rows["scheme"].map(names.scheme))

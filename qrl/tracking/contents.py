@@ -13,20 +13,27 @@ from mlflow.data.meta_dataset import MetaDataset
 from mlflow.entities import LoggedModelInput, Run
 
 from qrl.errors import BadInput, first_line
-from qrl.tracking import active, models
+from qrl.tracking import models
 
 MAX_TAG = 5000  # characters that every store accepts
 
 
+def active_id() -> str:
+    """Return the id of the active run; raise RuntimeError if there is none."""
+    if active := mlflow.active_run():
+        return active.info.run_id
+    raise RuntimeError("No run is active: call this inside a step.")
+
+
 def log_params(params: Mapping[str, object]) -> None:
     """Log params of the active run under keys that it does not hold yet: MLflow refuses `1e-6` after `1e-06`."""
-    known = mlflow.get_run(active.run_id()).data.params
+    known = mlflow.get_run(active_id()).data.params
     mlflow.log_params({key: value for key, value in params.items() if key not in known})
 
 
 def live_log() -> Callable[[Mapping[str, float], int], None]:
     """Return a `log(metrics, step)` into the active run, for rooms that know no MLflow; it works from any thread."""
-    run_id = active.run_id()
+    run_id = active_id()
 
     def log(metrics: Mapping[str, float], step: int) -> None:
         mlflow.log_metrics({key: float(value) for key, value in metrics.items()}, step=step, run_id=run_id)
@@ -44,7 +51,7 @@ def log_scores(metrics: Mapping[str, float], *, model_uri: str | None = None, da
     """
     model_id = models.id_of(model_uri) if model_uri else None
     if model_id:
-        mlflow.MlflowClient().log_inputs(active.run_id(), models=[LoggedModelInput(model_id=model_id)])
+        mlflow.MlflowClient().log_inputs(active_id(), models=[LoggedModelInput(model_id=model_id)])
     mlflow.log_metrics({key: float(value) for key, value in metrics.items()}, model_id=model_id, dataset=dataset)
 
 

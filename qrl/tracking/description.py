@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ _NEEDS = {
 _MAX_NEW_TOKENS = 512  # of a chat answer through pyfunc, unless the caller sets it
 
 
-def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any], size: int | None = None) -> None:
+def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any]) -> None:
     """Write MLmodel and its environment files beside `model/`, and the tokenizer where the flavor looks for it."""
     tokenizer = folder / "components" / "tokenizer"
     tokenizer.mkdir(parents=True)
@@ -40,7 +41,7 @@ def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any], size: int 
         model_id=model.model_id,
         signature=ModelSignature(inputs=CHAT_MODEL_INPUT_SCHEMA, outputs=CHAT_MODEL_OUTPUT_SCHEMA),
         metadata={"task": _CHAT, "qrl": dict(facts)},
-        model_size_bytes=size or sum(file.stat().st_size for file in (folder / "model").iterdir()),
+        model_size_bytes=sum(file.stat().st_size for file in (folder / "model").iterdir()),
     )
     # With Auto classes, any version of transformers picks its own class by config.json; none runs code from the folder.
     packages = requirements(str(facts["scheme"]))
@@ -83,11 +84,8 @@ def put(source: Path, target: Path, *, link: bool) -> None:
     """Put a file at another place, by hard link if wanted and possible, else by copy."""
     source = source.resolve()  # the hub's cache holds links
     if link:
-        try:
-            os.link(source, target)
-            return
-        except OSError:  # another file system, or one without hard links
-            pass
+        with suppress(OSError):  # another file system, or one without hard links
+            return os.link(source, target)
     shutil.copyfile(source, target)
 
 

@@ -31,9 +31,7 @@ def local(uri: str | None) -> Path | None:
     return Path(local_file_uri_to_path(uri)) if uri and is_local_uri(uri) else None
 
 
-def write(
-    client: mlflow.MlflowClient, source: Path, model: LoggedModel, facts: Mapping[str, Any], *, link: bool
-) -> Path:
+def write(source: Path, model: LoggedModel, facts: Mapping[str, Any], *, link: bool) -> Path:
     """Write a checkpoint and MLflow's files about it into the store, and return the folder that holds the weights.
 
     `facts` go into MLmodel. With `link`, files of a local store are hard-linked if possible; else they are copied.
@@ -46,24 +44,21 @@ def write(
                 description.put(file, partial / "model" / file.name, link=link)
             description.write(partial, model, facts)
         return target / "model"
-    for file in files:
-        client.log_model_artifact(model.model_id, str(file.resolve()), "model")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "model").mkdir()
         for file in files:
-            if file.suffix != ".safetensors":
-                description.put(file, Path(folder) / "model" / file.name, link=False)
-        description.write(Path(folder), model, facts, size=sum(file.stat().st_size for file in files))
-        client.log_model_artifacts(model.model_id, folder)
+            (Path(folder) / "model" / file.name).symlink_to(file.resolve())
+        description.write(Path(folder), model, facts)
+        mlflow.MlflowClient().log_model_artifacts(model.model_id, folder)
     return source
 
 
-def discard(client: mlflow.MlflowClient, model: LoggedModel) -> None:
+def discard(model: LoggedModel) -> None:
     """Mark a half-made model FAILED and remove its files."""
     if target := local(model.artifact_location):
         for folder in (target, *target.parent.glob(f".{target.name}.partial")):  # as `written_whole` names it
             shutil.rmtree(folder, ignore_errors=True)
-    client.finalize_logged_model(model.model_id, "FAILED")
+    mlflow.finalize_logged_model(model.model_id, "FAILED")
 
 
 def _files(folder: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
 
 from qrl import checkpoint, names
 from qrl.errors import BadInput, QrlError, first_line
-from qrl.tracking import active, model_files
+from qrl.tracking import model_files
 from qrl.tracking.model_files import local
 
 
@@ -43,26 +43,24 @@ def log_checkpoint(
     Raises:
         QrlError: the files in the store do not have the digest.
     """
-    client = mlflow.MlflowClient()
     facts = {"variant": variant, "scheme": scheme, "task": task, "digest": digest, **(metadata or {})}
     model = mlflow.initialize_logged_model(
         name=name,
-        source_run_id=active.run_id(),
         tags={names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme, names.TAG_TASK: task, names.TAG_DIGEST: digest},
         params={key: str(value) for key, value in facts.items()},
     )
     mlflow.log_outputs(models=[LoggedModelOutput(model.model_id, step=0)])
     try:
-        stored = model_files.write(client, path, model, facts, link=move)
+        stored = model_files.write(path, model, facts, link=move)
         if (written := checkpoint.digest(stored)) != digest:
             raise QrlError(
                 f"The checkpoint {path} changed while it was logged: its digest was {digest[:12]}, now it is "
                 f"{written[:12]}. Run the step again."
             )
     except BaseException:
-        model_files.discard(client, model)
+        model_files.discard(model)
         raise
-    client.finalize_logged_model(model.model_id, "READY")
+    mlflow.finalize_logged_model(model.model_id, "READY")
     return f"models:/{model.model_id}", stored
 
 
@@ -111,7 +109,7 @@ def child(parent: str, variant: str, scheme: str) -> str | None:
 def _ready(**tags: str) -> Iterator[LoggedModel]:
     """Yield the finished models of the active experiment that have these tags."""
     query = " AND ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
-    models = mlflow.MlflowClient().search_logged_models([active.experiment()], filter_string=query)
+    models = mlflow.search_logged_models(filter_string=query, output_format="list")
     return (model for model in models if str(model.status) == "READY")
 
 
@@ -121,15 +119,15 @@ def params(model_uri: str) -> dict[str, str]:
 
 
 def holds(model_uri: str, digest: str) -> bool:
-    """Return whether a model's files have this digest; they are read, since disks rot without changing a date.
+    """Return whether a finished model's files have this digest; they are read, since disks rot without changing a date.
 
     It is True for a remote store: files are checked when they are fetched.
     """
     try:
         model = mlflow.get_logged_model(id_of(model_uri))
         folder = local(model.artifact_location)
-        if folder is None:
-            return True
+        if folder is None or str(model.status) != "READY":
+            return str(model.status) == "READY"
         stats = [(file.name, file.stat()) for file in sorted((folder / "model").iterdir())]
         state = tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats)
         return _digest(folder / "model", state) == digest
@@ -145,7 +143,7 @@ def _digest(folder: Path, _state: tuple) -> str:
 
 def abandon(experiment_id: str, run_id: str) -> None:
     """Discard the half-made models of a run whose process died."""
-    client = mlflow.MlflowClient()
-    for model in client.search_logged_models([experiment_id], filter_string=f"source_run_id = '{run_id}'"):
+    query = f"source_run_id = '{run_id}'"
+    for model in mlflow.search_logged_models([experiment_id], query, output_format="list"):
         if str(model.status) == "PENDING":
-            model_files.discard(client, model)
+            model_files.discard(model)

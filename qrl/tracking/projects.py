@@ -3,19 +3,19 @@
 from pathlib import Path
 
 import mlflow
+from mlflow.tracking.fluent import _get_experiment_id
 
 from qrl import names
-from qrl.tracking import active, model_files, runs, signals
+from qrl.tracking import model_files, runs, signals
 
 _MANAGER = "mlflow.project.env"
 
 
 def open_child(parent: str, name: str) -> str:
     """Open a run for a step to join, below the parent if there is one; return its id, known before the step begins."""
-    client = mlflow.MlflowClient()
-    experiment = experiment_id(parent) if parent else active.experiment()
+    experiment = runs.opened(parent).info.experiment_id if parent else _get_experiment_id()
     tags = {names.TAG_PID: signals.identity()} | ({runs.PARENT: parent} if parent else {})
-    return client.create_run(experiment, tags=tags, run_name=name).info.run_id
+    return mlflow.MlflowClient().create_run(experiment, tags=tags, run_name=name).info.run_id
 
 
 def env_manager(run_id: str | None) -> str:
@@ -44,11 +44,6 @@ def failure(run_id: str) -> tuple[str, int]:
     """Return the reason that a failed step left in its run, and its exit code; empty and 1 if it left none."""
     tags = mlflow.get_run(run_id).data.tags
     return tags.get(names.TAG_REASON, ""), int(tags.get(names.TAG_EXIT_CODE, 1))
-
-
-def experiment_id(run_id: str) -> str:
-    """Return the id of a run's experiment."""
-    return mlflow.get_run(run_id).info.experiment_id
 
 
 def artifact_place(run_id: str) -> str:

@@ -15,7 +15,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 
 from qrl import names
 from qrl.errors import QrlError
-from qrl.tracking import active, keys, models
+from qrl.tracking import contents, keys, models
 
 _OUTPUTS = "outputs.json"
 _NEWEST_FIRST = ["attributes.start_time DESC"]
@@ -95,12 +95,12 @@ def record_outputs(*, models: dict | None = None, artifacts: list | None = None,
         artifacts: paths in the active run, files or folders.
         values: anything that JSON holds.
     """
-    run = active.run()
+    run = mlflow.get_run(contents.active_id())
     outputs = Outputs(models or {}, artifacts or [], values or {})
     sizes = {place: _sizes(_address(run, place)) for place in (*outputs.models.values(), *outputs.artifacts)}
     digests = {place: _digests(_address(run, place)) for place in outputs.artifacts}
-    key = mlflow.get_run(run.info.run_id).data.tags.get(names.TAG_CACHE_KEY, "")
-    document = {**vars(outputs), "sizes": sizes, "digests": digests, "parts": keys.PARTS.get(key, {})}
+    parts = keys.PARTS.get(run.data.tags.get(names.TAG_CACHE_KEY, ""), {})
+    document = {**vars(outputs), "sizes": sizes, "digests": digests, "parts": parts}
     mlflow.log_dict(document, _OUTPUTS)
 
 
@@ -133,15 +133,10 @@ def _is_intact(run: Run) -> bool:
         return (
             all(sizes and _sizes(_address(run, place)) == sizes for place, sizes in document["sizes"].items())
             and all(_digests(_address(run, place)) == digests for place, digests in document.get("digests", {}).items())
-            and all(_is_ready(uri, document["values"].get("digest")) for uri in document["models"].values())
+            and all(models.holds(uri, document["values"].get("digest")) for uri in document["models"].values())
         )
     except (*_UNREADABLE, KeyError):
         return False  # what cannot be read cannot be reused
-
-
-def _is_ready(model_uri: str, digest: str) -> bool:
-    model = mlflow.get_logged_model(models.id_of(model_uri))
-    return str(model.status) == "READY" and models.holds(model_uri, digest)
 
 
 def _document(run: Run) -> dict:
@@ -155,19 +150,18 @@ def _address(run: Run, place: str) -> str:
 def _sizes(address: str) -> dict[str, int | None]:
     """Return path below the address → bytes, for every file except MLflow's own note of a download."""
     parent, _, name = address.rpartition("/")
-    if not address.startswith("models:/"):
-        siblings = {Path(info.path).name: info for info in get_artifact_repository(parent).list_artifacts()}
-        if name in siblings and not siblings[name].is_dir:
-            return {name: siblings[name].file_size}
+    siblings = [] if address.startswith("models:/") else get_artifact_repository(parent).list_artifacts(None)
+    for info in siblings:
+        if Path(info.path).name == name and not info.is_dir:
+            return {name: info.file_size}
     repository = get_artifact_repository(address)
-    sizes: dict[str, int | None] = {}
-    folders: list[str | None] = [None]
-    while folders:
-        for info in repository.list_artifacts(folders.pop()):
-            if info.is_dir:
-                folders.append(info.path)
-            elif info.path != "registered_model_meta":
-                sizes[info.path] = info.file_size
+    pending, sizes = repository.list_artifacts(None), {}
+    while pending:
+        info = pending.pop()
+        if info.is_dir:
+            pending += repository.list_artifacts(info.path)
+        elif info.path != "registered_model_meta":
+            sizes[info.path] = info.file_size
     return sizes
 
 

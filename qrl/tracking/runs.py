@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import mlflow
 from mlflow.entities import Run
@@ -18,10 +18,11 @@ from qrl import names
 from qrl.errors import BadInput, QrlError, first_line
 from qrl.recipe import Recipe
 from qrl.tasks import prompt
-from qrl.tracking import active, contents, signals, store
+from qrl.tracking import contents, signals, store
 
-active_id = active.run_id
+active_id = contents.active_id
 PARENT = "mlflow.parentRunId"
+_KIND = "mlflow.experimentKind"  # by which the UI shows it as model development
 _SYSTEM_METRICS_EVERY = 5  # seconds; a tiny step ends before MLflow's ten
 
 
@@ -56,7 +57,8 @@ def step(
     run = _start(run_name or name, system_metrics)
     try:
         with _ended(run):
-            store.mark_experiment(run.info.experiment_id)
+            if _KIND not in mlflow.get_experiment(run.info.experiment_id).tags:
+                mlflow.MlflowClient().set_experiment_tag(run.info.experiment_id, _KIND, "custom_model_development")
             mlflow.set_tags({names.TAG_STEP: name, names.TAG_PID: signals.identity(), **(tags or {})})
             settings = {**recipe.flat(*sections), "prompt_hash": prompt.template_hash(recipe.prompt)} if recipe else {}
             contents.log_params({**settings, **(params or {})})
@@ -89,7 +91,7 @@ def close_opened(error: BaseException) -> None:
 
 def parent_id() -> str | None:
     """Return the id of the run above the active one, or above the one to be joined: a study's, for its steps."""
-    run_id = active.run_id() if mlflow.active_run() else os.environ.get("MLFLOW_RUN_ID")
+    run_id = active_id() if mlflow.active_run() else os.environ.get("MLFLOW_RUN_ID")
     return opened(run_id).data.tags.get(PARENT) if run_id else None
 
 
@@ -131,28 +133,20 @@ def _ended(run: mlflow.ActiveRun) -> Iterator[None]:
         yield
     except BaseException as error:
         reported = (store.sentence(error) if isinstance(error, Exception) else None) or error
-        try:
-            _end(run.info.run_id, reported)
-        finally:
-            _leave("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        status = _end(run.info.run_id, reported)
+        with suppress(Exception):
+            mlflow.end_run(status)  # takes it off MLflow's stack, too
         if reported is error:
             raise
         raise reported from error
-    else:
-        _leave("FINISHED")
-
-
-def _leave(status: str) -> None:
-    """Take the run off MLflow's stack, stop its monitor, set its status."""
     try:
-        mlflow.end_run(status)
+        mlflow.end_run()
     except Exception as failure:
-        if status == "FINISHED":
-            raise store.sentence(failure) or failure from None
+        raise store.sentence(failure) or failure from None
 
 
-def _end(run_id: str, error: BaseException, origin: str = "") -> None:
-    """End a run with the error's status and reason; a failure to do so is printed, since the first error counts."""
+def _end(run_id: str, error: BaseException, origin: str = "") -> str:
+    """End a run with the error's status, which is returned; a failure is printed, since the first error counts."""
     if isinstance(error, KeyboardInterrupt):
         status, code, reason = "KILLED", signals.exit_code(error), str(error) or "Stopped by Ctrl-C."
     else:
@@ -165,3 +159,4 @@ def _end(run_id: str, error: BaseException, origin: str = "") -> None:
         client.set_terminated(run_id, status)
     except Exception as failure:
         print(f"Run {run_id}{origin} could not be ended: {first_line(failure)}", file=sys.stderr)
+    return status

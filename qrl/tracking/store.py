@@ -1,10 +1,13 @@
 """Where MLflow keeps its records: the address is made absolute for children, the store created once and tried first.
 
-The default is MLflow's own: `./mlflow.db` and `./mlruns`, which a bare `mlflow ui` shows.
+The default is MLflow's own: `./mlflow.db` and `./mlruns`, which a bare `mlflow ui` shows. Errors of a full disk or an
+unusable store become one sentence that says what to do.
 """
 
+import errno
 import logging
 import os
+import re
 import sqlite3
 import tempfile
 from contextlib import closing
@@ -17,12 +20,16 @@ from filelock import FileLock
 from mlflow.entities import Run
 
 from qrl import names
-from qrl.errors import BadInput
+from qrl.errors import BadInput, QrlError, first_line
 from qrl.tracking import keys, models, signals
-from qrl.tracking.failures import sentence, unusable
+from qrl.workspace import WORK
 
 _SQLITE = "sqlite:///"
-_EXPERIMENT_KIND = "mlflow.experimentKind"
+_FULL_OR_READ_ONLY = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
+_RUST_ERROR = re.compile(r"\(os error (\d+)\)")  # safetensors' errors are no OSError
+_DATABASE_ERRORS = (
+    *("readonly database", "database or disk is full", "unable to open database", "disk I/O error", "not a database"),
+)
 
 
 def prepare() -> str:
@@ -54,6 +61,38 @@ def prepare() -> str:
     return address
 
 
+def sentence(error: BaseException) -> QrlError | None:
+    """Return BadInput for an error that means a full disk or a store that cannot be written; None for any other."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, QrlError):
+            return cause
+        rust = _RUST_ERROR.search(str(cause))
+        number = cause.errno if isinstance(cause, OSError) else int(rust[1]) if rust else None
+        if number in _FULL_OR_READ_ONLY:  # of a copy, the second file was written
+            return _unwritable(number, getattr(cause, "filename2", None) or getattr(cause, "filename", None))
+        if any(words in str(cause) for words in _DATABASE_ERRORS):
+            return unusable(cause)
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def unusable(error: BaseException) -> BadInput:
+    """Return the error of a store that cannot be opened or written."""
+    reason = first_line(error) if str(error).strip() else type(error).__name__
+    return BadInput(
+        f"The store {mlflow.get_tracking_uri()} cannot be used ({reason}): set MLFLOW_TRACKING_URI to one that can be "
+        "opened and written, e.g. sqlite:///FOLDER/mlflow.db."
+    )
+
+
+def _unwritable(number: int, path: str | None) -> BadInput:
+    where = f" at {path}" if path else ""
+    in_work = path and WORK.name in Path(path).parts  # work in progress, which no tracking URI moves
+    remedy = "start qrl from a folder on another disk" if in_work else "set MLFLOW_TRACKING_URI"
+    return BadInput(f"Nothing can be written{where} ({os.strerror(number)}): free the disk, or {remedy}.")
+
+
 def is_there() -> bool:
     """Return whether anything can have been recorded yet: the store has a database file, or needs none."""
     database = database_of(_absolute(mlflow.get_tracking_uri()))
@@ -77,13 +116,6 @@ def sweep() -> list[str]:
         client.set_terminated(run.run_id, "KILLED")
         models.abandon(run.experiment_id, run.run_id)
     return [run.run_id for run in abandoned]
-
-
-def mark_experiment(experiment_id: str) -> None:
-    """Tell the UI that an experiment is model development, unless its kind is set."""
-    client = mlflow.MlflowClient()
-    if _EXPERIMENT_KIND not in client.get_experiment(experiment_id).tags:
-        client.set_experiment_tag(experiment_id, _EXPERIMENT_KIND, "custom_model_development")
 
 
 def _absolute(address: str) -> str:
@@ -119,16 +151,12 @@ def _is_ready(database: Path) -> bool:
     if not database.is_file() or database.stat().st_size == 0:
         return False
     with closing(sqlite3.connect(database, timeout=60)) as connection:
-        try:
-            experiments = connection.execute("SELECT count(*) FROM experiments").fetchone()[0]
-        except sqlite3.OperationalError as error:
-            if "no such table" in str(error):
-                return False
-            raise
+        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'experiments'").fetchone():
+            return False
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("CREATE TABLE qrl_write_probe (x)")  # only a real write detects a read-only file
         connection.rollback()
-    return experiments > 0
+        return connection.execute("SELECT count(*) FROM experiments").fetchone()[0] > 0
 
 
 def _is_abandoned(run: Run) -> bool:

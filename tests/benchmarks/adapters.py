@@ -33,9 +33,8 @@ def main() -> None:
     path = merged(trained.path, questions[:8], settings, folder) if trained.adapter else trained.path
 
     heldout = tasks.load(settings.task, "heldout", settings.evaluate.n, settings.seed)
-    how = {"max_new_tokens": settings.evaluate.max_new_tokens, "batch_size": settings.evaluate.batch_size}
     before, after = (
-        cells.ask(cells.Cell("", "full", each), heldout, **asked, **how).frame["correct"] for each in (tiny.PATH, path)
+        cells.ask(cells.Cell("", "full", each), heldout, settings, "cpu").frame["correct"] for each in (tiny.PATH, path)
     )
     gain = stats.contrast([after, before], (1, -1))
     print(

@@ -233,12 +233,13 @@ def _alone(what: str, paths: list[Path], device: str) -> None:
 def peak(what: str, paths: list[Path], device: str) -> None:
     """Run one measure; print its time and this process's peak memory."""
     from qrl.diagnose import movement, schemes, weights
+    from qrl.recipe.sections import Diagnose
 
     began, base = time.perf_counter(), _peak_gib()
     if what == "scan":
-        rows = weights.measure(paths[0], "base", embeddings=True, device=device)
+        rows = weights.measure(paths[0], "base", Diagnose(embeddings=True), device=device)
     elif what in ("movement", "ranks"):
-        rows = movement.movement(*paths, embeddings=True, ranks=what == "ranks", device=device)
+        rows = movement.movement(*paths, Diagnose(embeddings=True, effective_rank=what == "ranks"), device=device)
     else:
         rows = schemes.measure(
             dict(zip(("base", "grpo"), paths[:2], strict=True)),
@@ -392,6 +393,7 @@ def read(folder: Path, device: str, rounds: int) -> None:
     """Compare the time of measuring with that of a plain read, and of a read by the same threads to the device."""
     from qrl.diagnose import weights
     from qrl.diagnose.sweep import sweep
+    from qrl.recipe.sections import Diagnose
 
     class Nothing:
         """An accumulator that keeps nothing."""
@@ -416,7 +418,7 @@ def read(folder: Path, device: str, rounds: int) -> None:
             pass
 
     def measured() -> None:
-        results["rows"] = weights.measure(folder, "base", embeddings=True, device=device)
+        results["rows"] = weights.measure(folder, "base", Diagnose(embeddings=True), device=device)
 
     results: dict = {}
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -11,14 +11,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from qrl import names, process, quantize, stats, tasks, tiny
+from qrl import names, process, quantize, recipe, stats, tasks, tiny
 from qrl.evaluate import cells
 from qrl.quantize import staging
 from qrl.stats.text import interval
 from qrl.tasks import prompt
 
 N, TEMPLATE = 1000, "answer-line"
-ASK = {"task": "arithmetic", "template": TEMPLATE, "device": "cpu", "max_new_tokens": 128, "batch_size": 256}
+RECIPE = recipe.Recipe(task="arithmetic", prompt=TEMPLATE)
 SCHEMES = (*names.BITSANDBYTES, *names.COMPRESSED)
 HEAD = ("scheme", "bits a weight", "MB on disk", "seconds", "error after the last layer", "accuracy", "− full")
 
@@ -42,7 +42,7 @@ def main(schemes: list[str]) -> None:
 
 
 def correct(scheme: str, path: Path, questions: list) -> np.ndarray:
-    return cells.ask(cells.Cell("base", scheme, path), questions, **ASK).frame["correct"].to_numpy(float)
+    return cells.ask(cells.Cell("base", scheme, path), questions, RECIPE, "cpu").frame["correct"].to_numpy(float)
 
 
 if __name__ == "__main__":

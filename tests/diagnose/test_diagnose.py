@@ -15,6 +15,7 @@ from qrl.diagnose import movement as moving
 from qrl.diagnose import rank, schemes, sweep, weights
 from qrl.errors import BadInput
 from qrl.formats import rtn
+from qrl.recipe.sections import Diagnose
 
 
 def change(source: Path, folder: Path, edit) -> Path:
@@ -30,7 +31,7 @@ def describe(folder: Path, matrix: torch.Tensor, **settings) -> dict[str, float]
     """Return what `measure` finds in a checkpoint of this one matrix."""
     save_file({"lm_head.weight": matrix}, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
-    return weights.measure(folder, "base", **settings).iloc[0].to_dict()
+    return weights.measure(folder, "base", Diagnose(**settings)).iloc[0].to_dict()
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def test_a_sharded_checkpoint_in_any_dtype_gives_the_references_numbers(tmp_path
     (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
     monkeypatch.setitem(sweep.BLOCK, "cpu", 1500)  # blocks and pieces that do not come out even
     monkeypatch.setattr(sweep, "PIECE", 7000)
-    measured = weights.measure(tmp_path, "base", embeddings=embeddings).set_index("tensor")
+    measured = weights.measure(tmp_path, "base", Diagnose(embeddings=embeddings)).set_index("tensor")
     table = "model.embed_tokens.weight" if embeddings else "lm_head.weight"
     assert set(measured.index) == {table, *list(tensors)[1:]}
     for name, tensor in tensors.items():
@@ -164,7 +165,7 @@ def test_every_matrix_of_the_layers_and_the_tied_head_have_a_row(frame, tiny_che
 
 
 def test_embeddings_on_request_and_a_tied_table_once(frame, tiny_checkpoint):
-    named = set(weights.measure(tiny_checkpoint, "base", embeddings=True)["tensor"])
+    named = set(weights.measure(tiny_checkpoint, "base", Diagnose(embeddings=True))["tensor"])
     assert "model.embed_tokens.weight" in named
     assert "lm_head.weight" not in named
 
@@ -183,7 +184,7 @@ def test_progress_counts_every_matrix(tiny_checkpoint):
 
 
 def test_columns_of_the_proxy_say_w4_for_four_bits_only(tiny_checkpoint, frame):
-    three = weights.measure(tiny_checkpoint, "base", bits=3)
+    three = weights.measure(tiny_checkpoint, "base", Diagnose(bits=3))
     assert not any("w4" in name for name in [*three, *weights.summary(three)])
     assert not any("rtn" in name for name in [*frame, *weights.summary(frame)])
     for name in ("relative_mse", "max_error"):

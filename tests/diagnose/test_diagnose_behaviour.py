@@ -7,6 +7,7 @@ import torch
 from qrl import quantize, recipe
 from qrl.diagnose import behaviour
 from qrl.engine import hf
+from qrl.recipe.sections import Diagnose
 from qrl.steps import diagnose as step
 
 TEXTS = [[5, 9, 3, 7, 11, 2], [8, 8, 4], [6, 1, 2, 3, 4, 5, 6, 7, 8, 9]]
@@ -69,10 +70,10 @@ def test_the_step_compares_and_draws_next_token_distributions(tiny_checkpoint, t
 
 def test_each_layer_alone_matters_less_than_all_and_is_put_back(model):
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    measured = behaviour.sensitivity(model, TEXTS, bits=3)
+    measured = behaviour.sensitivity(model, TEXTS, Diagnose(bits=3))
     assert sorted(measured) == [0, 1] and all(each.kl > 1e-6 for each in measured.values())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert max(each.kl for each in behaviour.sensitivity(model, TEXTS, bits=8).values()) < min(
+    assert max(each.kl for each in behaviour.sensitivity(model, TEXTS, Diagnose(bits=8)).values()) < min(
         each.kl for each in measured.values()
     )
 

@@ -10,7 +10,7 @@ from qrl import evaluate, names, stats, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.evaluate import cells, groups, scores
-from qrl.recipe import Evaluate
+from qrl.recipe import Evaluate, Recipe
 from qrl.steps import inputs
 from qrl.tasks import prompt
 from qrl.tasks.math import pool
@@ -92,8 +92,9 @@ def test_samples_differ_by_seed_and_come_back_the_same_whatever_was_drawn_before
 def asked_thrice(temperature=1.0, samples=3):
     questions = tasks.load("arithmetic", "heldout", 6, 0)
     cell = cells.Cell("base", "full", tiny.PATH)
-    settings = {"task": "arithmetic", "template": "plain", "device": "cpu", "max_new_tokens": 48, "batch_size": 8}
-    return questions, cells.ask(cell, questions, samples=samples, temperature=temperature, seed=3, **settings)
+    settings = Evaluate(samples=samples, temperature=temperature, max_new_tokens=48, batch_size=8)
+    recipe = Recipe(task="arithmetic", prompt="plain", seed=3, evaluate=settings)
+    return questions, cells.ask(cell, questions, recipe, "cpu")
 
 
 def test_a_cell_with_samples_has_a_row_for_each_and_scores_questions_not_answers():
@@ -111,10 +112,10 @@ def test_a_cell_with_samples_has_a_row_for_each_and_scores_questions_not_answers
 
 def test_a_prompt_that_fills_all_positions_is_refused_and_copies_of_questions_are_told():
     questions = tasks.load("arithmetic", "heldout", 3, 0)
-    settings = {"task": "arithmetic", "template": "plain", "device": "cpu", "max_new_tokens": 4, "batch_size": 8}
+    recipe = Recipe(task="arithmetic", prompt="plain", evaluate=Evaluate(max_new_tokens=4, batch_size=8))
     long = replace(questions[1], question="apples " * 600)
     with pytest.raises(BadInput, match=rf"Question {long.id} .* tokens, but the model was made for 512"):
-        cells.ask(cells.Cell("base", "full", tiny.PATH), [questions[0], long], **settings)
+        cells.ask(cells.Cell("base", "full", tiny.PATH), [questions[0], long], recipe, "cpu")
     assert inputs.repeated(questions) == ""
     assert inputs.repeated(
         [*questions, replace(questions[0], id="copy", question=questions[0].question.upper())]
@@ -188,15 +189,8 @@ def test_rows_of_math_carry_subject_level_and_what_the_grader_could_not_do(monke
         tasks.Question(f"math-heldout-{i}", f"{i}?", "", r"\frac{1}{6}", "Algebra", level)
         for i, level in enumerate(levels)
     ]
-    found = cells.ask(
-        cells.Cell("base", "full", tiny.PATH),
-        asked,
-        task="math",
-        template="boxed",
-        device="cpu",
-        max_new_tokens=5,
-        batch_size=3,
-    )
+    recipe = Recipe(task="math", prompt="boxed", evaluate=Evaluate(max_new_tokens=5, batch_size=3))
+    found = cells.ask(cells.Cell("base", "full", tiny.PATH), asked, recipe, "cpu")
     assert list(found.frame["correct"]) == [0, 1, 0]
     assert list(found.frame["subject"]) == ["Algebra"] * 3
     assert list(found.frame["level"].dropna()) == [1, 5]

@@ -4,21 +4,25 @@ import math
 
 import pytest
 
-from qrl.registry.gate import Evidence, decide
+from qrl.registry.gate import decide
 from qrl.stats import Estimate
+from qrl.tracking.cells import Evaluated
 
-GOOD = Evidence(broken_limits=(), evaluated_digest="sha256-aaaa", version_digest="sha256-aaaa")
+
+def cell(digest="sha256-aaaa", parent="", broken=()):
+    return Evaluated("run", "base", "full", digest, parent, "models:/m-1", 0.6, 0.01, 2000, tuple(broken))
 
 
-def grpo(gain=(0.05, 0.03, 0.07), evidence=GOOD, parent="bbbb", base="bbbb", min_gain=0.0):
+def grpo(gain=(0.05, 0.03, 0.07), parent="bbbb", base="bbbb", min_gain=0.0):
     estimate, low, high = gain
-    digests, gain = {"parent_digest": parent, "before_digest": base}, Estimate(estimate, 0.01, low, high, 2000)
-    return decide("grpo", evidence, **digests, difference=gain, limit=min_gain)
+    gain = Estimate(estimate, 0.01, low, high, 2000)
+    return decide("grpo", cell(parent=parent), "sha256-aaaa", before_digest=base, difference=gain, limit=min_gain)
 
 
-def awq(low, evidence=GOOD, parent="cccc", max_loss=0.05):
-    digests, difference = {"parent_digest": parent, "before_digest": "cccc"}, Estimate(-0.02, 0.01, low, 0.0, 2000)
-    return decide("awq", evidence, **digests, difference=difference, limit=max_loss)
+def awq(low, parent="cccc", max_loss=0.05):
+    difference = Estimate(-0.02, 0.01, low, 0.0, 2000)
+    before = {"before_digest": "cccc", "difference": difference}
+    return decide("awq", cell(parent=parent), "sha256-aaaa", **before, limit=max_loss)
 
 
 def test_a_good_version_passes_with_its_reasons():
@@ -59,9 +63,9 @@ def test_the_loss_to_awq_decides(low, max_loss, passed):
 @pytest.mark.parametrize(
     ("decision", "reason"),
     [
-        (decide("base", Evidence(["eos rate 0.20 is under 0.95"], "a", "a")), "eos rate 0.20 is under 0.95"),
-        (decide("base", Evidence([], "aaaa", "bbbb")), "are not the version's (bbbb)"),
-        (decide("base", Evidence([], "", "")), "none recorded"),
+        (decide("base", cell("a", broken=["eos rate 0.20 is under 0.95"]), "a"), "eos rate 0.20 is under 0.95"),
+        (decide("base", cell("aaaa"), "bbbb"), "are not the version's (bbbb)"),
+        (decide("base", cell(""), ""), "none recorded"),
         (grpo(parent="dddd"), "from dddd, not from the version at stage base (bbbb)"),
         (grpo(parent="", base=""), "none recorded"),
         (awq(-0.01, parent="dddd"), "not from the version at stage grpo (cccc)"),
@@ -73,4 +77,4 @@ def test_any_failed_check_refuses_and_is_named_first(decision, reason):
 
 
 def test_base_needs_no_gain():
-    assert decide("base", GOOD).passed
+    assert decide("base", cell(), "sha256-aaaa").passed

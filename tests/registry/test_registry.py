@@ -36,6 +36,7 @@ def version(store):
         folder = Path(model.artifact_location) / "model"
         (folder / "config.json").write_text("{}")
         (folder / checkpoint.WEIGHTS).write_text(weights or model.model_id)
+        mlflow.finalize_logged_model(model.model_id, "READY")
         return registry.register(
             NAME,
             f"models:/{model.model_id}",

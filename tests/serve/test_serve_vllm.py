@@ -19,13 +19,14 @@ import qrl
 from qrl import checkpoint, quantize, registry, stats, tasks, tiny
 from qrl.evaluate import cells
 from qrl.quantize import staging
+from qrl.recipe import Evaluate, Recipe
 from qrl.tasks import prompt
 from qrl.tracking import models, runs
 
 ROOT = Path(qrl.__file__).parents[1]
 SCHEMES = ("full", "awq", "awq-ct", "w8a8", "fp8")
 TEMPLATE, MAX_TOKENS, N = "answer-line", 128, 120
-ASK = {"task": "arithmetic", "template": TEMPLATE, "device": "cpu", "max_new_tokens": MAX_TOKENS, "batch_size": 64}
+RECIPE = Recipe(task="arithmetic", prompt=TEMPLATE, evaluate=Evaluate(max_new_tokens=MAX_TOKENS, batch_size=64))
 KEY = "s3cret"
 AUTOAWQ = """
 import json, sys
@@ -156,7 +157,7 @@ def test_a_served_scheme_answers_as_evaluation_does(scheme, register, stored, qu
         assert f'vllm:request_success_total{{engine="0",finished_reason="stop",model_name="{model}"}}' in metrics
     # MLflow itself dies of the signal; the server ends with 0.
     assert served.process.returncode == (-15 if scheme == "full" else 0)
-    ours = cells.ask(cells.Cell("base", scheme, path), questions, **ASK).frame
+    ours = cells.ask(cells.Cell("base", scheme, path), questions, RECIPE, "cpu").frame
     correct = [
         verdict.strict for verdict in tasks.grade_many("arithmetic", texts, [question.answer for question in questions])
     ]

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from qrl.formats.fakequant import rounding
 from qrl.formats.fakequant.rounding import Folded
 
 if TYPE_CHECKING:
-    import torch
     from compressed_tensors.quantization import QuantizationArgs
-    from torch import Tensor
 
 _proven: dict[tuple, bool] = {}  # (format, dtypes, shapes, device) → whether the kernel's result equals the eager one
 
@@ -51,7 +52,6 @@ def activations(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | N
 
 
 def _fused(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: torch.dtype) -> list[Folded]:
-    """Return the kernel's result for groups on a GPU."""
     from qrl.formats.fakequant import kernel
 
     sizes = [len(weights) for weights in groups]
@@ -63,29 +63,22 @@ def _fused(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: to
 
 
 def _fits(weight: Tensor) -> bool:
-    """Return whether the kernel can read it."""
     return weight.is_cuda and weight.is_contiguous() and weight.data_ptr() % 64 == 0
 
 
 def _largest(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     """Return the largest |w| of every matrix, in one pass over all of them; NaN where there is one."""
-    import torch
-
     return torch.stack(torch._foreach_norm([weight for weights in groups for weight in weights], math.inf))
 
 
 def _global_scales(largest: Tensor, owners: tuple[int, ...]) -> Tensor:
     """Return NVFP4's scale of each group, (G,) float32, from the largest |w| of M matrices, and each one's group."""
-    import torch
-
     shared = largest.new_zeros(owners[-1] + 1).scatter_reduce_(0, _on_device(owners, largest.device), largest, "amax")
     return torch.vmap(rounding.global_scale)(shared).squeeze(1)
 
 
 @functools.lru_cache
 def _on_device(owners: tuple[int, ...], device: torch.device) -> Tensor:
-    import torch
-
     return torch.tensor(owners).to(device)
 
 
@@ -100,8 +93,6 @@ def _name(args: QuantizationArgs) -> tuple:
 
 def _equals_eager(key: tuple, fused: Callable, eager: Callable) -> bool:
     """Return whether the kernel's result equals the eager one, compared the first time that a key comes up."""
-    import torch
-
     if key not in _proven:
         try:
             with torch.no_grad(), torch.autocast("cuda", enabled=False):
@@ -119,8 +110,6 @@ def _equals_eager(key: tuple, fused: Callable, eager: Callable) -> bool:
 @contextlib.contextmanager
 def _without_autocast(tensor: Tensor) -> Iterator[None]:
     """Run eager operations in the dtypes of their arguments, without gradients."""
-    import torch
-
     with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
         yield
 

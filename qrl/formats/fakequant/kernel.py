@@ -22,18 +22,8 @@ from torch import Tensor
 INTEGER, EIGHT_BIT_FLOAT, NV_BLOCK, MX_BLOCK = range(4)  # how scales are computed, and codes from values
 ALIGNED = tl.constexpr(16)  # values: alignment of each matrix, so that a thread reads and writes several at once
 TILE = 4096  # least number of values in a program, where groups are smaller
-CONSTANTS = (
-    "SIZE",
-    "ROWS",
-    "BLOCK",
-    "KIND",
-    "EXACT",
-    "OUT",
-    "HALF",
-    "LOW",
-    "HIGH",
-    "TINY",
-)  # in the order of `_inputs`
+# In the order of `_inputs`.
+CONSTANTS = ("SIZE", "ROWS", "BLOCK", "KIND", "EXACT", "OUT", "HALF", "LOW", "HIGH", "TINY")
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Kernels of inputs by everything that they were compiled for: Triton's own look-up takes longer than the GPU's work.
 _compiled: dict[tuple, object] = {}

@@ -23,9 +23,7 @@ class Claim:
     """The part of a completion that decides its verdict; a worker gets this instead of a megabyte of text."""
 
     gold: str  # the gold answer in normal form
-    boxes: tuple[
-        str, ...
-    ]  # different contents of its boxes in normal form, the last one last; at most `MOST_BOXES` + 1
+    boxes: tuple[str, ...]  # different contents of its boxes in normal form, in order; at most `MOST_BOXES` + 1
     tail: str  # the end of the text, if there is no box
 
 
