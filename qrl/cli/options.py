@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from qrl.errors import BadInput
 
 # A flag that can have a value too, since `mlflow run` passes -P rank=true on as `--rank true`.
 SWITCH = {"is_flag": False, "flag_value": True, "type": bool, "metavar": "[BOOL]"}
+
+_OURS = re.compile(r"models:/|runs:/|\b[0-9a-f]{32}\b")  # addresses in the store
+_PLACES = {"model", "registered_name", "device"}  # settings in which cells to compare may differ
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,35 @@ class RecipeCommand(click.Command):
             from qrl.study import environments
 
             environments.check_checkout(self.name)
-        settings = ctx.params["settings"] = recipe.load(name, overrides)
+        inherited = self._inherited(own, overrides) if name == recipe.DEFAULT else {}
+        settings = ctx.params["settings"] = recipe.load(name, inherited | overrides)
         ctx.obj = Typed({"recipe": name, **overrides}, own, settings.device)
         return super().invoke(ctx)
+
+    def _inherited(self, own: dict[str, str], overrides: dict[str, str]) -> dict[str, str]:
+        """Return the settings of the run that made the result given in an option, and print which they are."""
+        text = " ".join(own.values())
+        if not _OURS.search(text):
+            return {}
+        from qrl import recipe
+        from qrl.study import environments
+        from qrl.tracking import origin, runs
+
+        if runs.is_launched() or not (found := origin.find(text)):  # a study names every setting itself
+            return {}
+        newest, *others = found
+        base = recipe.default(newest.values | overrides)
+        usual = recipe.load(base).flat(*self.sections)
+        read = {key: value for key, value in newest.values.items() if key in usual and key not in overrides}
+        changed = [f"{key}={value}" for key, value in read.items() if value != usual[key]]
+        differing = {key for other in others for key in read if other.values.get(key, read[key]) != read[key]}
+        which = ", ".join(changed) or f"those of recipe {base}"
+        notes = [f"Settings of run {newest.run_id[:8]} ({newest.step}): {which}"]
+        if differing - _PLACES:
+            notes.append(f"the other runs differ in {', '.join(sorted(differing - _PLACES))}")
+        if environments.PLACE not in os.environ:  # printed before the step was handed over
+            click.echo("; ".join(notes), err=True)
+        return dict(newest.values)
 
 
 def listed(option: str, text: str) -> list[str]:

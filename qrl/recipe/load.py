@@ -66,9 +66,7 @@ def load(name_or_path: str = DEFAULT, overrides: Mapping[str, str] | None = None
     """
     overrides = overrides or {}
     if name_or_path == DEFAULT:
-        task = overrides.get("task")
-        own = overrides.get("model", "qrl-tiny") != "qrl-tiny" or task == "gsm8k"
-        name_or_path = "math" if task in ("math", "deepmath") else "instruct" if own else "tiny"
+        name_or_path = default(overrides)
     path = _locate(name_or_path, Path())
     if path is None:
         raise BadInput(
@@ -85,6 +83,13 @@ def load(name_or_path: str = DEFAULT, overrides: Mapping[str, str] | None = None
         return Recipe.model_validate(document)
     except ValidationError as error:
         raise BadInput(_sentence(error)) from None
+
+
+def default(overrides: Mapping[str, str]) -> str:
+    """Return the recipe that `auto` stands for."""
+    task = overrides.get("task")
+    own = overrides.get("model", "qrl-tiny") != "qrl-tiny" or task == "gsm8k"
+    return "math" if task in ("math", "deepmath") else "instruct" if own else "tiny"
 
 
 def _locate(name_or_path: str, folder: Path) -> Path | None:

@@ -72,6 +72,8 @@ def subjects(recipe: Recipe, stages: str | None, models: str | None) -> list[Sub
 
 
 def _side_by_side(recipe: Recipe, subjects: list[Subject], prompts: list, device: str, work: Path) -> None:
+    from qrl.benchmark import local  # loads torch
+
     settings, engine, dtype = recipe.benchmark, recipe.evaluate.engine, recipe.evaluate.dtype
     longest = max(len(ids) for own in prompts for ids in own) + settings.new_tokens
     memory = recipe.evaluate.gpu_memory_utilization / len(prompts)

@@ -3,14 +3,14 @@
 The command needs no setting of the recipe: a step takes them from the run of a result that it is given.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import click
 
 from qrl import names, process
 from qrl import recipe as recipes
 from qrl.recipe import Recipe
-from qrl.tracking import runs
+from qrl.tracking import cells, runs
 
 
 def adapter(address: str) -> None:
@@ -31,9 +31,10 @@ def quantized(sources: Mapping[str, str], stored: Mapping[str, str]) -> None:
     _print(f"Models  {_listed(stored)}", "evaluate", {"cells": _listed(full | stored)})
 
 
-def diagnosed(models: Mapping[str, str]) -> None:
-    """Evaluate diagnosed models next, by `variant:scheme`."""
-    _print("", "evaluate", {"cells": _listed(models)})
+def diagnosed(base: str, trained: str, quantized: str | None) -> None:
+    """Evaluate the models of a diagnosis next: `quantized` lists some by `variant:scheme`."""
+    full = _listed({f"{names.BASE}:{names.FULL}": base, f"{names.GRPO}:{names.FULL}": trained})
+    _print("", "evaluate", {"cells": ",".join(filter(None, (full, quantized)))})
 
 
 def evaluated(recipe: Recipe, models: Mapping[str, str], run_ids: Mapping[str, str]) -> None:
@@ -52,10 +53,13 @@ def evaluated(recipe: Recipe, models: Mapping[str, str], run_ids: Mapping[str, s
         _print(result, "evaluate", {"cells": _listed({base: recipe.model, **models})})
 
 
-def compared(run_ids: Mapping[str, str]) -> None:
-    """Promote next what has a stage; `run_ids` are the cells' evaluations, by `variant:scheme`."""
-    earned = {stage: run_ids[cell] for stage, cell in names.STAGE_CELLS.items() if cell in run_ids}
-    _print("", "promote", {"stage": ",".join(earned), "cell": ",".join(earned.values())})
+def compared(run_ids: Sequence[str]) -> None:
+    """Promote next the cells that have a stage, by the runs of their evaluations; under several seeds, the first."""
+    evaluated = [cells.read(run_id) for run_id in reversed(run_ids)]
+    by_cell = {f"{cell.variant}:{cell.scheme}": cell.run_id for cell in evaluated}
+    earned = {stage: by_cell[cell] for stage, cell in names.STAGE_CELLS.items() if cell in by_cell}
+    if earned:
+        _print("", "promote", {"stage": ",".join(earned), "cell": ",".join(earned.values())})
 
 
 def promoted(name: str, stage: str) -> None:
