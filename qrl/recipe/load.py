@@ -5,6 +5,7 @@ another recipe, it holds only what differs.
 """
 
 import difflib
+import itertools
 import re
 import types
 import typing
@@ -54,6 +55,14 @@ def names() -> list[str]:
     return sorted(path.stem for path in NAMED.glob("*.yaml"))
 
 
+def about(name_or_path: str) -> str:
+    """Return the comment at the head of a recipe's file; raise BadInput if there is no such recipe."""
+    lines = _path(name_or_path).read_text(encoding="utf-8").splitlines()
+    return "\n".join(
+        line.removeprefix("#").strip() for line in itertools.takewhile(lambda each: each[:1] == "#", lines)
+    )
+
+
 def load(name_or_path: str = DEFAULT, overrides: Mapping[str, str] | None = None) -> Recipe:
     """Return a recipe by name or path, with dotted overrides applied and everything validated.
 
@@ -67,13 +76,10 @@ def load(name_or_path: str = DEFAULT, overrides: Mapping[str, str] | None = None
     overrides = overrides or {}
     if name_or_path == DEFAULT:
         name_or_path = default(overrides)
-    path = _locate(name_or_path, Path())
-    if path is None:
-        raise BadInput(
-            f"There is no recipe '{name_or_path}': expected one of {', '.join(names())}, or the path of a .yaml file."
-        )
     document = {}
-    for key, value in (_read(path) | {key: _typed(key, text) for key, text in overrides.items()}).items():
+    for key, value in (
+        _read(_path(name_or_path)) | {key: _typed(key, text) for key, text in overrides.items()}
+    ).items():
         section, dot, name = str(key).partition(".")
         if dot:
             document.setdefault(section, {})[name] = value
@@ -90,6 +96,14 @@ def default(overrides: Mapping[str, str]) -> str:
     task = overrides.get("task")
     own = overrides.get("model", "qrl-tiny") != "qrl-tiny" or task == "gsm8k"
     return "math" if task in ("math", "deepmath") else "instruct" if own else "tiny"
+
+
+def _path(name_or_path: str) -> Path:
+    if path := _locate(name_or_path, Path()):
+        return path
+    raise BadInput(
+        f"There is no recipe '{name_or_path}': expected one of {', '.join(names())}, or the path of a .yaml file."
+    )
 
 
 def _locate(name_or_path: str, folder: Path) -> Path | None:

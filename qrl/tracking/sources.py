@@ -1,4 +1,4 @@
-"""The sources that can change a step's result, as one digest.
+"""The sources that can change a step's result, each with its digest.
 
 They are the step's file and all that it imports from this package, at whatever depth. Python is compared as parsed
 code without comments and docstrings, so that wording and layout never retrain, and a changed number does. Data beside a
