@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 CHATTY = ("torchao", "torch.utils._pytree", "bitsandbytes", "torch.distributed.elastic", "torch.fx", "alembic")
@@ -111,6 +112,14 @@ def variables(**wanted: str) -> Iterator[None]:
         for name in wanted:
             del os.environ[name]
         os.environ.update(before)
+
+
+def installed(package: str) -> str | None:
+    """Return the installed version of a package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def rank() -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qrl import names
 from qrl.errors import BadInput
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    import torch
+    from transformers import BitsAndBytesConfig, PreTrainedModel
 
 # What model classes raise over a config that they cannot build.
 _UNFIT = (ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError)
@@ -42,6 +44,14 @@ def load(path: Path, **options) -> PreTrainedModel:
         lacking = f"{path} lacks {name}, which would be filled with random numbers"
         raise BadInput(f"{lacking}: copy or save the whole model again.")
     return model
+
+
+def bitsandbytes(scheme: str, compute: torch.dtype) -> BitsAndBytesConfig:
+    """Return how bitsandbytes packs linears: `nf4` with double quantization, unpacked to `compute`, or `int8`."""
+    from transformers import BitsAndBytesConfig
+
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": compute}
+    return BitsAndBytesConfig(**{"load_in_8bit": True} if scheme == names.INT8 else {"load_in_4bit": True} | nf4)
 
 
 def skeleton(config: dict) -> PreTrainedModel:

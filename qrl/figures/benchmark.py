@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,10 +55,14 @@ def speeds(lines: Sequence[Line], path: str | Path, at_once: str = "prompts") ->
 
 def _plain_numbers(axes) -> None:
     """Set a logarithmic axis with plain labels, 0.05 and 2,000: 1, 2 and 5 of each decade, or even steps within one."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)) if high / low > 10 else MaxNLocator(5))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 100 else f"{value:.4g}"))
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
+    ticks = [step * 10.0**decade for decade in decades for step in (1, 2, 5)]
+    if high < 10 * low:
+        ticks = MaxNLocator(5, integer=low >= 1000).tick_values(low, high)
+    axes.set_yticks([tick for tick in ticks if low <= tick <= high])  # fixed: LogLocator may find none on a short axis
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())

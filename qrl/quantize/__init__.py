@@ -1,6 +1,5 @@
 """Quantize a full-precision checkpoint into a new folder: `run`, with one file per family of schemes.
 
-Public: `run`, `Quantized`, `check_fit`; `settings.of`, `settings.unheeded`, `calibration`, `staging.tokenizer`.
 Tokenizer, chat template and generation settings are copied from the source unchanged.
 """
 

@@ -5,8 +5,6 @@ Runs in the environment of projects/awq: AutoAWQ 0.2.9 is archived and needs tra
 Source: Lin et al., AWQ (arXiv 2306.00978).
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -14,18 +12,16 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qrl import checkpoint
 from qrl.errors import BadInput, QrlError
 from qrl.formats import stored
 from qrl.quantize import error, staging
 from qrl.quantize.settings import Settings
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-    from transformers import PreTrainedModel
 
 CLIP_STEPS = 20  # of AutoAWQ's grid; its search uses the first half
 
@@ -63,8 +59,6 @@ def measure(source: Path, out: Path, rows: Sequence[Sequence[int]], device: str)
 
     transformers 4.51 misreads the folder `out` itself.
     """
-    import torch
-
     with _staged(source, out, device) as model:
         before = error.states(model, rows)
         model.load_state_dict(stored.plain_state(out, torch.float16), strict=False)
@@ -74,10 +68,9 @@ def measure(source: Path, out: Path, rows: Sequence[Sequence[int]], device: str)
 def _autoawq() -> tuple[dict[str, type], type, type]:
     """Return AutoAWQ's architectures, its settings class, and its quantizer with both searches corrected.
 
-    The search for scales multiplies weights in place and restores them from a copy made by `.cpu()`. On a CPU that is
-    no copy: the first scale stays in the weights, uncompensated, and distorts every later trial. On qrl-tiny that cost
-    0.029 ± 0.004 of accuracy; without it AWQ loses 0.008 ± 0.003 (2,000 questions, paired). The search for clips, which
-    takes most of the time on a CPU, is replaced by `best_clip`, the same search through another formula.
+    The search for scales restores weights from a copy made by `.cpu()`, which on a CPU is no copy: the first scale
+    stays in the weights and distorts every later trial (on qrl-tiny AWQ lost 0.029 ± 0.004 of accuracy instead of 0.008
+    ± 0.003; 2,000 questions, paired). The search for clips is replaced by `best_clip`.
     """
     try:
         with warnings.catch_warnings(record=True):  # a long notice of its end of life, at every import
@@ -105,9 +98,6 @@ def _autoawq() -> tuple[dict[str, type], type, type]:
 @contextlib.contextmanager
 def _staged(source: Path, out: Path, device: str) -> Iterator[PreTrainedModel]:
     """Yield the staged copy, verified in float32; in float32 on a CPU, in AutoAWQ's float16 on a GPU."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     options = {"trust_remote_code": False, "use_safetensors": True, "use_cache": False, "output_loading_info": True}
     with tempfile.TemporaryDirectory(dir=out) as staged:
         staging.stage(source, Path(staged))
@@ -134,8 +124,6 @@ def best_clip(weight: Tensor, inputs: Tensor, group_size: int, quantize_matrix: 
 
     Source: AutoAWQ 0.2.9, AwqQuantizer._compute_best_clip.
     """
-    import torch
-
     groups = weight.float().reshape(len(weight), -1, group_size)
     tokens = inputs.to(weight.device).float().reshape(-1, groups.shape[1], group_size)
     products = torch.einsum("tgi,tgj->gij", tokens, tokens) / len(tokens)

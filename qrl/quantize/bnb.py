@@ -1,24 +1,19 @@
-"""bitsandbytes' two formats, for every linear except the output head, without calibration: NF4 and LLM.int8().
-
-NF4 has double quantization. INT8 stores a byte a weight and a scale a row. Where its kernels run (a GPU), LLM.int8()
-also rounds activations to eight bits, except outliers; transformers' engine on a CPU unpacks the weights and does not.
-"""
+"""bitsandbytes' two formats, for every linear except the output head, without calibration: NF4 and LLM.int8()."""
 
 from pathlib import Path
 
-from qrl import names
+import torch
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
 from qrl.engine import pretrained
 from qrl.errors import BadInput
 from qrl.quantize.settings import Settings
-
-OUTLIER = 6.0  # larger activations stay in 16 bits: bitsandbytes' own default
 
 
 def quantize(source: Path, out: Path, *, settings: Settings, rows: list, device: str) -> None:
     """Write `source` in NF4 or INT8 to `out`; arguments as in `_family`, without calibration.
 
-    The model is saved before any forward pass: on a CPU with AVX512-BF16 the first pass repacks the codes in place, and
-    a later save would be silently wrong.
+    The model is saved before any forward pass, which on some CPUs repacks the codes in place.
 
     Raises:
         BadInput: no linear of the model can be quantized.
@@ -26,17 +21,8 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: list, device:
     Source: NF4: Dettmers et al., QLoRA (arXiv 2305.14314), sections 3 and 4. INT8: Dettmers et al., LLM.int8() (arXiv
     2208.07339).
     """
-    import torch
-    from bitsandbytes.nn import Linear4bit, Linear8bitLt
-    from transformers import BitsAndBytesConfig
-
-    if settings.scheme == names.NF4:
-        options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **options)
-    else:
-        quantization = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=OUTLIER)
+    quantization = pretrained.bitsandbytes(settings.scheme, torch.bfloat16)
     model = pretrained.load(source, quantization_config=quantization, dtype=torch.bfloat16, device_map=device)
     if not any(isinstance(module, Linear4bit | Linear8bitLt) for module in model.modules()):
-        lacking = f"{source} has no linear layer that bitsandbytes quantizes"
-        raise BadInput(f"{lacking}: expected a transformer language model.")
+        raise BadInput(f"{source} has no linear that bitsandbytes packs: expected a transformer language model.")
     model.save_pretrained(out)

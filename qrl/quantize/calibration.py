@@ -1,12 +1,12 @@
 """Calibration texts: read from a file, packed into rows of one length, and named by a digest."""
 
 import hashlib
-import json
 from collections.abc import Sequence
 from itertools import chain, count, islice
 from pathlib import Path
 
 from qrl.errors import BadInput
+from qrl.tasks.rows import of_file
 
 
 def digest(texts: Sequence[str]) -> str:
@@ -21,22 +21,14 @@ def read(file: Path, n: int) -> list[str]:
         BadInput: the file does not exist, a row holds no text, or there are fewer than n.
     """
     try:
-        # Not splitlines: JSON strings may hold characters that it takes for line ends.
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        found = list(of_file(file))
+    except OSError as error:
         failed = f"Calibration texts cannot be read from {file} ({error})"
         raise BadInput(f"{failed}: expected task, rollouts, or a .jsonl file.") from None
-    texts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            text = None
+    texts = [row.get("text") for _, row in found]
+    for (where, _), text in zip(found, texts, strict=True):
         if not isinstance(text, str) or not text.strip():
-            raise BadInput(f'Line {number} of {file} holds no calibration text: expected rows like {{"text": "…"}}.')
-        texts.append(text)
+            raise BadInput(f'{where} holds no calibration text: expected rows like {{"text": "…"}}.')
     check_count(len(texts), n, str(file))
     return texts[:n]
 
@@ -51,10 +43,9 @@ def check_count(available: int, n: int, where: str) -> None:
 def rows(texts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
     """Return calibration texts as rows of one length, so that no row is padded and none is dropped.
 
-    AutoAWQ on its own drops long texts, concatenates the others, cuts them into blocks of `max_calib_seq_len` wherever
-    a text begins, and discards the rest; a small set can give no block at all. Here every text begins a row, so that
-    its tokens have the positions that they have in evaluation, and the texts that follow fill the row up to the length
-    of the longest text. (On qrl-tiny both give the same error: this is for small sets, not for accuracy.)
+    AutoAWQ on its own drops long texts and cuts the others into blocks, of which a small set can give none. Here every
+    text begins a row, so that its tokens have the positions that they have in evaluation, and the texts that follow
+    fill the row up to the length of the longest.
 
     Args:
         texts: N lists of token ids.

@@ -6,13 +6,13 @@ result is stored in the source's own dtype. Source: GPTQ: Frantar et al. (arXiv 
 2306.00978). NVFP4, MXFP4: the formats' presets in compressed-tensors, which `projects/vllm` runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
 
 from qrl import checkpoint, names
 from qrl.engine import pretrained
@@ -20,10 +20,6 @@ from qrl.errors import QrlError
 from qrl.formats.fakequant import linears, rounding
 from qrl.quantize.fit import HEAD
 from qrl.quantize.settings import CALIBRATED, GROUPED, Settings
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
 
 BATCH = 16  # calibration rows in one forward pass
 _PRESETS = {scheme: scheme.upper() for scheme in (names.NVFP4, names.NVFP4A16, names.MXFP4A16, names.W8A8)}
@@ -59,13 +55,10 @@ def _compressed(oneshot: Callable, source: Path, settings: Settings, rows: Seque
 
 
 def _rounded(oneshot: Callable, source: Path, settings: Settings, rows: Sequence) -> PreTrainedModel:
-    """Round to nearest in a format of `train.qat`; tensors that are not quantized stay in float32.
+    """Round to nearest in a format of `train.qat`, in float32, as training does with its masters.
 
-    Scales are always computed from the weights in float32, as training computes them from its masters: for a checkpoint
-    that was trained in the format, the codes equal those of training bit for bit. The scales of NVFP4's activations
-    cannot be computed from weights; training stores them beside its masters. `rows` calibrate them where it did not.
+    Training stores the scales of NVFP4's activations beside its masters; `rows` calibrate them where it did not.
     """
-    import torch
     from compressed_tensors.offload import update_offload_parameter
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
@@ -87,7 +80,6 @@ def _rounded(oneshot: Callable, source: Path, settings: Settings, rows: Sequence
 def _oneshot_on(device: str) -> Iterator[Callable]:
     """Yield llm-compressor's `oneshot`, without bars, on "cpu" or "cuda"; on its own it uses any GPU that it finds."""
     oneshot = quiet_oneshot()
-    import torch
     from compressed_tensors.utils import patch_attr
     from llmcompressor.pipelines.cache import IntermediatesCache
     from llmcompressor.pipelines.data_free import pipeline as data_free
@@ -119,8 +111,6 @@ def quiet_oneshot() -> Callable:
 
 def _load(source: Path, *, in_float32: bool) -> tuple[PreTrainedModel, torch.dtype]:
     """Return the model, and the dtype for unquantized tensors: the source's own, or bfloat16 for float32 masters."""
-    import torch
-
     stored = {"float16": torch.float16}.get(checkpoint.main_dtype(checkpoint.entries(source)), torch.bfloat16)
     model = pretrained.load(source, dtype=torch.float32 if in_float32 else stored)
     return model.eval(), stored
@@ -148,8 +138,6 @@ def _batches(rows: Sequence[Sequence[int]]):
     """Return a loader of N calibration rows of L token ids, `BATCH` at a time; None if there are none."""
     if not rows:
         return None
-    import torch
-
     ids = map(torch.tensor, rows)
     samples = [{"input_ids": row, "attention_mask": torch.ones(len(row), dtype=torch.long)} for row in ids]
     return torch.utils.data.DataLoader(samples, batch_size=BATCH)
@@ -157,8 +145,6 @@ def _batches(rows: Sequence[Sequence[int]]):
 
 def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Convert all tensors to the checkpoint's dtype, except NVFP4's global scales, which are float32 by definition."""
-    import torch
-
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype is torch.float32 and not name.endswith("global_scale"):
             tensor.data = tensor.data.to(dtype)

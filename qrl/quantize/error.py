@@ -1,8 +1,4 @@
-"""How far quantization moves a model's hidden states, layer by layer.
-
-Errors of weights cannot be compared between schemes: AWQ scales the weights and undoes it in the norm before them. The
-output of a decoder layer can, under every scheme; it contains the error of all layers up to this one.
-"""
+"""How far quantization moves a model's hidden states, layer by layer."""
 
 from __future__ import annotations
 

@@ -1,16 +1,11 @@
-"""The settings that decide how a scheme stores weights, and a digest of them.
-
-Two cells of one scheme may be compared if their digests are equal: same settings, same libraries, same calibration
-questions. Only settings that a scheme uses belong to its digest.
-"""
+"""The settings that decide how a scheme stores weights, and a digest of them."""
 
 import hashlib
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 
-from qrl import names
+from qrl import names, process
 from qrl.errors import BadInput
 from qrl.recipe import Quantize
 
@@ -53,7 +48,7 @@ class Settings:
         settings = asdict(self)
         if self.calibration not in (None, TASK, ROLLOUTS):
             settings["calibration"] = "file"  # identified by its content, not its path
-        libraries = {name: _installed(name) for name in LIBRARIES[self.scheme]}
+        libraries = {name: process.installed(name) for name in LIBRARIES[self.scheme]}
         text = json.dumps({"settings": settings, "libraries": libraries, "questions": questions}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -109,10 +104,3 @@ def unheeded(recipe: Quantize, schemes: Sequence[str], typed: Collection[str], b
         others = f"only {', '.join(using)} uses it" if using else "and no other scheme is quantized"
         warnings.append(f"{sentence}; {others}.")
     return warnings
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

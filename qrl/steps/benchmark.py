@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from qrl import benchmark as bench
 from qrl import figures, names, process, registry
-from qrl.benchmark import Subject, summary
+from qrl.benchmark import Subject, local, summary
 from qrl.benchmark import http as load
 from qrl.engine import device as devices
 from qrl.engine import hf
@@ -72,8 +72,6 @@ def subjects(recipe: Recipe, stages: str | None, models: str | None) -> list[Sub
 
 
 def _side_by_side(recipe: Recipe, subjects: list[Subject], prompts: list, device: str, work: Path) -> None:
-    from qrl.benchmark import local  # loads torch
-
     settings, engine, dtype = recipe.benchmark, recipe.evaluate.engine, recipe.evaluate.dtype
     longest = max(len(ids) for own in prompts for ids in own) + settings.new_tokens
     memory = recipe.evaluate.gpu_memory_utilization / len(prompts)

@@ -1,7 +1,9 @@
 """Train with GRPO or by distillation, and merge an adapter: each logs a full-precision model."""
 
 import dataclasses
+import random
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -10,9 +12,10 @@ import pandas as pd
 from qrl import checkpoint, figures, names, process, source, tiny
 from qrl.engine import device as devices
 from qrl.engine import hf
+from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.steps import inputs, outcome, record
-from qrl.tasks import contamination, prompt
+from qrl.tasks import contamination, prompt, rows
 from qrl.tiny import corpus
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
 from qrl.train import Job, Trained, arguments, distill, grpo, rollout
@@ -20,7 +23,8 @@ from qrl.train import merge as merging
 from qrl.train.job import Alarm
 from qrl.workspace import WORK, workspace
 
-PROMPTS_TO_CHECK = 8  # training questions that a merged model answers beside the adapter-on model
+PROMPTS_TO_CHECK = 8  # that a merged model answers beside the adapter-on model
+RANDOM_TOKENS = 64  # in a prompt, where no question is at hand
 
 
 def train(recipe: Recipe) -> None:
@@ -88,7 +92,7 @@ def merge(recipe: Recipe, adapter: str) -> None:
     """Fold an adapter into the recipe's model, and log the merged model with what the merge lost."""
     base, folder = checkpoint.check(source.locate(recipe.model)), addresses.folder(adapter)
     merging.check_adapter(folder)
-    questions = inputs.questions(recipe, "train", PROMPTS_TO_CHECK)
+    prompts, compared_on = _prompts_to_check(recipe, base.path)
     store.prepare()
     device = devices.choose(recipe.device)
     key = keys.merged(recipe, base.digest, adapter, device)
@@ -97,14 +101,37 @@ def merge(recipe: Recipe, adapter: str) -> None:
         workspace(f"merge-{key[:16]}") as work,
         runs.step("merge", recipe, sections=("merge",), params={"adapter": adapter}, tags=tags),
     ):
-        tokens, out, into = hf.tokenizer(base.path), work / "model", recipe.merge.into
-        prompts = [prompt.render(tokens, question.question, recipe.prompt) for question in questions]
+        out, into = work / "model", recipe.merge.into
         merged = merging.run(base.path, folder, out, prompts, max_logit_diff=limit, into=into, device=device)
         stored = "in full precision" if merged.into == "full" else f"in {merged.into}, dequantized"
-        contents.log_params({"merged_into": f"the base {stored}"})
+        contents.log_params({"merged_into": f"the base {stored}", "compared_on": compared_on})
+        click.echo(f"      largest logit difference {merged.max_logit_diff:.2g} on {compared_on}", err=True)
         lost = {"merge/max_logit_diff": merged.max_logit_diff, "merge/residual": merged.merge_residual}
         contents.log_scores(lost | {"merge/base_shift": merged.base_shift})
         _record(recipe, merged.path, base.digest, [])
+
+
+def _prompts_to_check(recipe: Recipe, base: Path) -> tuple[list[list[int]], str]:
+    """Return prompts that merged and adapter-on model answer, and what they are; the hub is never requested.
+
+    They are questions of the task where it is generated, in the recipe's data, or in the hub's cache, else random
+    token ids.
+    """
+    tokens = hf.tokenizer(base)
+    try:
+        with nullcontext() if recipe.data or recipe.task == "arithmetic" else rows.from_cache():
+            questions = inputs.questions(recipe, "train", PROMPTS_TO_CHECK)
+    except BadInput:
+        if recipe.data:
+            raise
+        draw = random.Random(recipe.seed).randrange
+        lists = [[draw(len(tokens)) for _ in range(RANDOM_TOKENS)] for _ in range(PROMPTS_TO_CHECK)]
+        return (
+            lists,
+            f"{len(lists)} lists of random token ids, since no question of {recipe.task} is at hand: give data=FOLDER",
+        )
+    rendered = [prompt.render(tokens, question.question, recipe.prompt) for question in questions]
+    return rendered, f"{len(rendered)} questions of {recipe.task}"
 
 
 def _tags(recipe: Recipe, key: str, parent: str) -> dict[str, str]:

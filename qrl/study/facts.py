@@ -6,11 +6,10 @@ import os
 import platform
 from collections.abc import Mapping
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qrl import __version__, checkpoint, names
+from qrl import __version__, checkpoint, names, process
 from qrl.recipe import Recipe
 from qrl.tracking import models, runs
 
@@ -27,7 +26,7 @@ def head(recipe: Recipe, run_id: str, table: Mapping[str, Any]) -> dict[str, str
     cell = next(iter(entry["cells"].values()))
     seeds, training = entry.get("seeds") or 1, recipe.train
     method = "distillation" if training.teacher else "GRPO"
-    libraries = [f"{name} {version(name)}" for name in LIBRARIES]
+    libraries = [f"{name} {process.installed(name) or 'not installed'}" for name in LIBRARIES]
     return {
         "Model": recipe.model,
         "Task": recipe.task + (f", {recipe.data}" if recipe.data else ""),

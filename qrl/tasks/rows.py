@@ -1,8 +1,10 @@
 """Rows of data sets, from JSONL files or the Hugging Face Hub, as questions."""
 
+import codecs
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,16 @@ def of_folder(folder: Path, split: str) -> Iterator[Row]:
         raise BadInput(f"There is no data folder {folder}: expected a folder with {' and '.join(FILES.values())}.")
     if not path.is_file():
         raise BadInput(f"The data folder {folder} has no {path.name}, which has the {split} split: add it.")
-    with path.open("rb") as lines:
+    yield from of_file(path)
+
+
+def of_file(path: Path) -> Iterator[Row]:
+    """Yield the objects of a JSONL file; raise BadInput if a line is not a JSON object in UTF-8."""
+    with path.open("rb") as lines:  # not splitlines: JSON strings may hold characters that it takes for line ends
         for number, line in enumerate(lines, 1):
-            if line.strip():
+            if text := line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
                 where = f"{path}, line {number}"
-                yield where, _object(where, line, "utf-8-sig" if number == 1 else "utf-8")
+                yield where, _object(where, text)
 
 
 def of_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
@@ -40,6 +47,23 @@ def of_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
     return ((f"{name} {config or ''} {split}, row {index}", row) for index, row in enumerate(table))
 
 
+@contextmanager
+def from_cache() -> Iterator[None]:
+    """Read the hub's data sets from its cache alone: one that is not there is refused at once, without any request."""
+    import datasets
+    import huggingface_hub
+
+    switches = (datasets.config, huggingface_hub.constants)
+    before = [switch.HF_HUB_OFFLINE for switch in switches]
+    try:
+        for switch in switches:
+            switch.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.HF_HUB_OFFLINE = value
+
+
 def questions(
     prefix: str, rows: Iterable[Row], read_row: ReadRow, n: int | None, seed: int, source: str
 ) -> list[Question]:
@@ -50,9 +74,9 @@ def questions(
     return found if n is None or n >= len(found) else random.Random(seed).sample(found, n)
 
 
-def _object(where: str, line: bytes, encoding: str) -> dict[str, Any]:
+def _object(where: str, line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode(encoding))
+        row = json.loads(line.decode())
         if b"\\u" in line:  # a lone surrogate, `\ud800`, is not a text that a tokenizer can read
             json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError):

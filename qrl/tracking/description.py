@@ -5,7 +5,6 @@ import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from mlflow.entities import LoggedModel
 from mlflow.models import Model, ModelSignature
 from mlflow.types.llm import CHAT_MODEL_INPUT_SCHEMA, CHAT_MODEL_OUTPUT_SCHEMA
 
-from qrl import checkpoint, names
+from qrl import checkpoint, names, process
 from qrl.tracking import keys
 
 _CHAT = "llm/v1/chat"
@@ -99,7 +98,5 @@ def _write_environment(folder: Path, packages: list[str]) -> None:
 
 
 def _installed(package: str) -> str:
-    try:
-        return f"{package}=={version(package).partition('+')[0]}"  # no index has 2.13.0+cpu
-    except PackageNotFoundError:
-        return package
+    found = process.installed(package)
+    return f"{package}=={found.partition('+')[0]}" if found else package  # no index has 2.13.0+cpu

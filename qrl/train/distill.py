@@ -1,7 +1,6 @@
 """On-policy distillation with TRL's trainer: the student samples, a full-precision teacher scores each of its tokens.
 
-With quantized linears this is quantization-aware distillation. The loss is ours: both distributions are cut to the
-teacher's likeliest tokens and normalized again over them, as in NeMo-RL; `train.distill_top_k` of at least the
+With quantized linears this is quantization-aware distillation. The loss is ours; `train.distill_top_k` of at least the
 vocabulary gives the plain KL.
 """
 

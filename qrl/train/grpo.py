@@ -2,8 +2,6 @@
 
 The recipe, the rewards, the live metrics and resuming are qrl's. The trainer reports nowhere else: TRL's own MLflow
 callback would take over and end the project's run, and drop parameters in batches.
-
-Several processes (`torchrun`, `accelerate launch`) run this same code; the first one logs and writes.
 """
 
 from qrl import checkpoint, process

@@ -1,9 +1,20 @@
-"""The training loop, whatever the loss: train from the newest checkpoint, check what is frozen, write, report."""
+"""The training loop, whatever the loss: train from the newest whole checkpoint, check what is frozen, write, report."""
 
+import functools
+import hashlib
+import json
 import time
+import warnings
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
 
 from qrl import checkpoint, process
-from qrl.train import arguments, guard, resume, save
+from qrl.errors import BadInput, QrlError
+from qrl.formats import header
+from qrl.train import arguments, policy, save
 from qrl.train.job import Job, Trained
 from qrl.train.monitor import metrics, probe
 from qrl.train.qat import prepare
@@ -17,13 +28,13 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind) -> T
     watching = probe.callback(trainer, job)
     trainer.add_callback(watching)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    frozen = guard.Guard(model, job.settings.adapter)
+    frozen = Guard(model, job.settings.adapter)
     trainer.remove_callback(PrinterCallback)
     if process.rank() == 0:
         job.work.mkdir(parents=True, exist_ok=True)
         (job.work / arguments.FILE).write_text(trainer.args.to_json_string())
-    last = resume.latest(job.work)
-    resume.register_numbered_cpus()
+    last = latest(job.work)
+    register_numbered_cpus()
     began = time.perf_counter()
     trainer.train(resume_from_checkpoint=str(last) if last else None)
     seconds = time.perf_counter() - began
@@ -38,7 +49,92 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind) -> T
         history=metrics.history(trainer.state.log_history, kind),
         probes=probe.curve(trainer.state.log_history),
         completions=metrics.completions(job.work, job.settings, kind),
-        resumed_from=resume.step(last) if last else 0,
+        resumed_from=step(last) if last else 0,
         seconds=seconds,
         stopped=watching.stopped,
     )
+
+
+def latest(work: Path) -> Path | None:
+    """Return the newest `checkpoint-N` that a killed training left whole, if there is one; warn of broken ones."""
+    for path in sorted(work.glob("checkpoint-*"), key=step, reverse=True):
+        reason = _broken(path)
+        if reason is None:
+            return path
+        warnings.warn(f"{path.name} is broken ({reason}): the checkpoint before it is used.", stacklevel=2)
+    return None
+
+
+def step(checkpoint: Path) -> int:
+    """Return the optimizer step of a `checkpoint-N`."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+@functools.cache
+def register_numbered_cpus() -> None:
+    """Let torch load a checkpoint to "cpu:0", which several processes on a CPU ask for; torch knows only "cpu"."""
+    torch.serialization.register_package(
+        15, lambda storage: None, lambda storage, place: storage if place.startswith("cpu:") else None
+    )
+
+
+def _broken(path: Path) -> str | None:
+    """Return why a checkpoint cannot be resumed from: a kill while saving leaves files missing or truncated."""
+    world, optimizer = process.world_size(), "optimizer.bin" if process.sharded() else "optimizer.pt"
+    states = [f"rng_state_{rank}.pth" for rank in range(world)] if world > 1 else ["rng_state.pth"]
+    try:
+        json.loads((path / "trainer_state.json").read_text())
+        weights = list(path.glob("*.safetensors"))
+        for file in weights:
+            if not header.read(file):
+                return f"{file.name} holds no weights"
+        for name in (optimizer, "scheduler.pt", *states):
+            if (bad := zipfile.ZipFile(path / name).testzip()) is not None:
+                return f"{name} holds a damaged {bad}"
+    except (OSError, ValueError, zipfile.BadZipFile, BadInput) as error:
+        return str(error)
+    return None if weights else "it holds no weights"
+
+
+class Guard:
+    """The base under an adapter, hashed before training and again after it."""
+
+    def __init__(self, model, adapter: bool) -> None:
+        """Hash the frozen weights, before training shards the model; without an adapter nothing is frozen."""
+        self.model = model
+        self.names = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+        hashed = adapter and not (process.sharded() and process.rank())  # FSDP's first process alone loads the weights
+        self.before = self._digest(dict(model.named_parameters()) if process.sharded() else None) if hashed else ""
+
+    def check(self, state: Mapping[str, torch.Tensor] | None) -> None:
+        """Raise QrlError if the frozen weights have changed; `state` has those that several processes hold in parts."""
+        if self.before and self.before != self._digest(state):
+            raise QrlError(
+                "The base changed in memory while its adapter was trained, so the adapter fits no base that can be "
+                "loaded. This is a bug in qrl or a library: report it; nothing is kept."
+            )
+
+    def _digest(self, state: Mapping[str, torch.Tensor] | None) -> str:
+        if state is None:
+            return frozen_digest(self.model)
+        return _digest((name, state[name].float()) for name in self.names)  # FSDP may store them in another dtype
+
+
+def frozen_digest(model) -> str:
+    """Return the sha256 of everything that is not trained, as stored in memory: codes, scales and unpacked weights."""
+    tensors = [(name, weight.data) for name, weight in model.named_parameters() if not weight.requires_grad]
+    for name, module in policy.packed(model):
+        if (state := getattr(module.weight, "quant_state", None)) is not None:
+            tensors += [(f"{name}.{key}", value) for key, value in state.as_dict(packed=True).items()]
+        else:
+            scales = getattr(module.weight, "SCB", None)
+            tensors.append((f"{name}.SCB", module.state.SCB if scales is None else scales))
+    return _digest(tensors)
+
+
+def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
+        digest.update(name.encode() + b"\0")
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -1,8 +1,4 @@
-"""Fold a low-rank adapter into its base: in full precision, never into codes of four or eight bits.
-
-An adapter that was trained over packed weights corrects the quantization error of those values, so it fits them and not
-the original ones: the base is quantized and dequantized again, and the adapter is folded into that.
-"""
+"""Fold a low-rank adapter into its base: in full precision, never into codes of four or eight bits."""
 
 import json
 from collections.abc import Sequence

@@ -86,11 +86,10 @@ def load(base: Path, settings: Train, device: str):
     options = {}
     if storage in PACKED:
         place = f"cuda:{process.local_rank()}" if device == "cuda" else "cpu"
-        options = {"quantization_config": quantization(storage, compute), "device_map": {"": place}}
+        options = {"quantization_config": pretrained.bitsandbytes(storage, compute), "device_map": {"": place}}
     model = pretrained.load(base, dtype=torch.float32 if storage == "fp32" else compute, **options)
     for _, module in packed(model):
-        # On CPUs with AVX512-BF16 bitsandbytes would repack codes in place at the first forward pass, and anything
-        # trained, unpacked or saved afterwards would be silently wrong.
+        # Else the first forward pass on some CPUs repacks codes in place (README.md, traps that are closed).
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     if storage in PACKED and not any(packed(model)):
@@ -98,14 +97,6 @@ def load(base: Path, settings: Train, device: str):
     if device == "cpu":
         attention.use_grouped(model)
     return model
-
-
-def quantization(storage: str, compute: torch.dtype):
-    """Return how bitsandbytes packs the linears of a base; codes are unpacked to `compute`."""
-    from transformers import BitsAndBytesConfig
-
-    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": compute}
-    return BitsAndBytesConfig(**{"load_in_8bit": True} if storage == "int8" else {"load_in_4bit": True} | nf4)
 
 
 def compute_in_fp32(model) -> None:

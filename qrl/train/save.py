@@ -1,7 +1,6 @@
 """Write a trained model as a checkpoint folder that appears whole."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 
 from qrl import checkpoint
 from qrl.errors import QrlError
-from qrl.formats import header
+from qrl.formats import header, plain
 from qrl.formats.fakequant import linears
 from qrl.train import policy
 from qrl.train.job import Job
@@ -59,10 +58,7 @@ def write(model, base: Path, out: Path, *, dtype: str | None, state: dict | None
         elif state is not None:  # the config has the dtype of the parts
             config = json.loads((folder / "config.json").read_text())
             (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
-        for name in (*checkpoint.TOKENIZER_FILES, "generation_config.json"):
-            (folder / name).unlink(missing_ok=True)
-            if (base / name).is_file():
-                shutil.copy2(base / name, folder / name)
+        plain.copy_text_files(base, folder)
         if note:
             note(folder)
 

@@ -18,8 +18,8 @@ def prepare(trainer, adapter: bool) -> None:
 def keep_precision(policy, adapter: bool):
     """Return FSDP's mixed-precision policy without the casts that lose precision.
 
-    Buffers hold the frequencies of rotary positions: bf16 changes each by up to 0.2 %, and so the angle at position
-    1,000 by up to 2 radians. PEFT casts an adapter's inputs to the dtype of its weights, so each part casts them back.
+    bf16 changes a rotary position's angle at 1,000 by up to 2 radians. PEFT casts an adapter's inputs to the dtype of
+    its weights, so each part casts them back.
     """
     return dataclasses.replace(policy, buffer_dtype=None, cast_forward_inputs=policy.cast_forward_inputs or adapter)
 

@@ -1,9 +1,8 @@
 """The only file that touches what TRL keeps private; `tests/train/test_trl_private.py` states what it relies on.
 
 TRL's link to vLLM is replaced in four points. Weights are sent out of place (`rollout.sync`). Completions come as token
-ids and flat log-probabilities: TRL decodes them itself, and text with an object per token took 7.1 s where this takes
-3.0. A colocated engine can store its weights in FP8. The seed of a rollout follows from recipe and step, so that a
-resumed run samples the same.
+ids and flat log-probabilities (3.0 s instead of 7.1). A colocated engine can store its weights in FP8. The seed of a
+rollout follows from recipe and step, so that a resumed run samples the same.
 """
 
 import time
@@ -13,7 +12,7 @@ import torch
 
 from qrl.recipe import Rollout
 from qrl.train import rollout as sampling
-from qrl.train.rollout import colocated, engine_gap, sync, vllm_engine
+from qrl.train.rollout import engine_gap, sync, vllm_engine
 
 
 def unsharded(trainer):
@@ -85,7 +84,7 @@ class Link:
             if self.accelerator.is_main_process:
                 sampling.check_server_storage(self.vllm_client.get_server_info(), self.settings)
             return
-        self.enable_sleep_mode = colocated.sleeps(self.settings, self.model)
+        self.enable_sleep_mode = vllm_engine.sleeps(self.settings, self.model)
         size = {"sequences": self.max_num_seqs, "sleeps": self.enable_sleep_mode}
         place = {"rank": self.accelerator.process_index, "world": self.accelerator.num_processes}
         self.llm = vllm_engine.create(self.model.name_or_path, self.settings, **size, **place)
@@ -130,7 +129,7 @@ class Link:
             vllm_engine.wake(self.llm, "kv_cache")
         options = {"top_p": self.top_p, "top_k": self.top_k, "repetition_penalty": self.repetition_penalty}
         limits = {"temperature": self.temperature, "max_tokens": self.max_completion_length}
-        with colocated.seeded(self._seed()):
+        with vllm_engine.seeded(self._seed()):
             ids, logprobs = vllm_engine.generate(self.llm, prompts, **limits, more=options | self.generation_kwargs)
         if self.enable_sleep_mode:
             vllm_engine.sleep(self.llm)

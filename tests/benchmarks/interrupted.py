@@ -36,11 +36,11 @@ from qrl import process
 process.settle()
 from qrl import tasks, tiny
 from qrl.recipe import Rollout, Train
-from qrl.train import Job, grpo, guard
+from qrl.train import Job, grpo, loop
 
 work, out, device, train, rollout = sys.argv[1:]
-hashed, inner = [], guard.frozen_digest
-guard.frozen_digest = lambda model: hashed.append(inner(model)) or hashed[-1]
+hashed, inner = [], loop.frozen_digest
+loop.frozen_digest = lambda model: hashed.append(inner(model)) or hashed[-1]
 log = lambda metrics, step: print("step", step, flush=True)
 settings, rollout = Train.model_validate_json(train), Rollout.model_validate_json(rollout)
 if rollout.engine == "vllm":

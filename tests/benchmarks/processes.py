@@ -114,7 +114,7 @@ def gains(rows: list[dict], n: int) -> None:
     from transformers import AutoModelForCausalLM
 
     from qrl import stats, tasks, tiny
-    from qrl.engine import hf
+    from qrl.engine import hf, pretrained
     from qrl.tasks import prompt
     from qrl.train import policy
 
@@ -137,7 +137,10 @@ def gains(rows: list[dict], n: int) -> None:
         storage = policy.recorded(weights)["base_storage"]
         packed = {}
         if storage in policy.PACKED:
-            packed = {"quantization_config": policy.quantization(storage, torch.float32), "device_map": {"": device}}
+            packed = {
+                "quantization_config": pretrained.bitsandbytes(storage, torch.float32),
+                "device_map": {"": device},
+            }
         base = AutoModelForCausalLM.from_pretrained(tiny.PATH, dtype=torch.float32, **packed).to(device)
         base.generation_config = hf.load(tiny.PATH, device, torch.float32)[0].generation_config
         return PeftModel.from_pretrained(base, weights).eval()

@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from qrl.formats.fakequant import fused
 from qrl.formats.fakequant import linears as fake_linears
 from qrl.formats.fakequant import rounding as values
-from qrl.train.qat import calibration
 from qrl.train.qat import linear as qat
+from qrl.train.qat import prepare
 
 LARGE = {
     "hidden_size": 1536,
@@ -149,7 +149,7 @@ class Arm:
         if name != "none":
             qat.attach(self.model, name, self.compute)
             if fake_linears.needs_calibration(name):
-                calibration.calibrate(self.model, [self.batch])
+                prepare.calibrate(self.model, [self.batch])
         self.attach = time.perf_counter() - began
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=device == "cuda")
         for _ in range(WARM_UP):

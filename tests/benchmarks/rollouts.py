@@ -218,7 +218,7 @@ def train(case: dict) -> dict:
     import torch
     from transformers import TrainerCallback
 
-    from qrl.train import guard
+    from qrl.train import loop
 
     drawing, steps = [], []
 
@@ -247,7 +247,7 @@ def train(case: dict) -> dict:
             return answer
 
         made._generate_single_turn = timed
-        frozen = guard.frozen_digest(made.model) if settings.adapter and not case.get("canned") else None
+        frozen = loop.frozen_digest(made.model) if settings.adapter and not case.get("canned") else None
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         with card:
@@ -270,7 +270,7 @@ def train(case: dict) -> dict:
                 found[name] = statistics.median(values[1:])
                 found[f"{name}_worst"] = min(values) if name.endswith("ess") else max(values)
         if frozen:
-            found["base_unmoved"] = guard.frozen_digest(made.model) == frozen
+            found["base_unmoved"] = loop.frozen_digest(made.model) == frozen
         if case.get("parts"):
             found |= parts(made)
         if "shape" not in case:
@@ -428,8 +428,12 @@ def parts(made) -> dict:
         answers = engine.generate(asked, sampling_params=SamplingParams(**options), use_tqdm=False)
         if name == "as_TRL_asks_s":
             extract_logprobs(answers)
-        elif "logprobs" in options:
+        elif "flat_logprobs" in options:
             [vllm_engine._sampled(answer.outputs[0]) for answer in answers]
+        elif "logprobs" in options:
+            for answer in answers:
+                pairs = zip(answer.outputs[0].token_ids, answer.outputs[0].logprobs, strict=True)
+                [position[token].logprob for token, position in pairs]
         found[name] = finished() - began
     model = engine.llm_engine.model_executor.driver_worker.model_runner.model
     began = finished()

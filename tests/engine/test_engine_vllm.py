@@ -15,30 +15,37 @@ from qrl import names, quantize, recipe, tiny
 from qrl.engine import vllm
 from qrl.errors import BadInput
 from qrl.evaluate import cells
+from qrl.recipe import Evaluate, Recipe
 from qrl.study import environments
 from qrl.tasks import load
 from qrl.tracking import keys
 
 ROOT = Path(qrl.__file__).parents[1]
-ASK = {"task": "arithmetic", "template": "answer-line", "device": "cpu", "max_new_tokens": 128, "batch_size": 32}
+ASK = {"max_new_tokens": 128, "batch_size": 32}
 N = 96
 PROGRAM = """
 import json, sys
 from pathlib import Path
 from qrl.evaluate import cells
+from qrl.recipe import Evaluate, Recipe
 from qrl.tasks import load
 if __name__ == "__main__":
     out, path, given = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     questions = load("arithmetic", "heldout", given.pop("n"), 0)
-    asked = cells.ask(cells.Cell("base", "full", path), questions, engine="vllm", **given)
+    settings = Recipe(task="arithmetic", prompt="answer-line", evaluate=Evaluate(engine="vllm", **given))
+    asked = cells.ask(cells.Cell("base", "full", path), questions, settings, "cpu")
     asked.frame.to_parquet(out / "rows.parquet")
     (out / "receipt.json").write_text(json.dumps(asked.receipt))
 """
 
 
+def asked(engine: str) -> Recipe:
+    return Recipe(task="arithmetic", prompt="answer-line", evaluate=Evaluate(engine=engine, dtype="fp32", **ASK))
+
+
 def test_a_missing_vllm_is_an_error_with_advice():
     with pytest.raises(BadInput, match=r"vLLM.*evaluate\.engine=transformers"):
-        cells.ask(cells.Cell("base", "full", tiny.PATH), load("arithmetic", "heldout", 2, 0), engine="vllm", **ASK)
+        cells.ask(cells.Cell("base", "full", tiny.PATH), load("arithmetic", "heldout", 2, 0), asked("vllm"), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +106,9 @@ def answered(tmp_path_factory, python_of):
 @pytest.mark.slow
 def test_answers_are_those_of_transformers_on_nearly_all_questions(answered):
     rows, receipt = answered()
-    ours = cells.ask(cells.Cell("base", "full", tiny.PATH), load("arithmetic", "heldout", N, 0), dtype="fp32", **ASK)
+    ours = cells.ask(
+        cells.Cell("base", "full", tiny.PATH), load("arithmetic", "heldout", N, 0), asked("transformers"), "cpu"
+    )
     assert list(rows.columns) == list(ours.frame.columns)
     same = (
         (rows["completion"] == ours.frame["completion"])

@@ -283,7 +283,7 @@ def test_a_step_whose_sources_changed_names_the_files(store, monkeypatch):
         reuse.record_outputs()
 
     def edited(*files: str) -> list[str]:
-        monkeypatch.setattr(sources, "digests", lambda step: read(step) | dict.fromkeys(files, "0" * 64))
+        monkeypatch.setattr(sources, "digests", lambda *of: read(*of) | dict.fromkeys(files, "0" * 64))
         return reuse.changes("train", keys.trained(settings, "d", "cpu"))
 
     assert edited("train/grpo.py") == ["qrl/train/grpo.py changed"]

@@ -15,7 +15,7 @@ from qrl.errors import BadInput, QrlError
 from qrl.formats.header import Entry
 from qrl.recipe import Train
 from qrl.tasks import prompt
-from qrl.train import Job, arguments, grpo, guard, merge, policy, reward
+from qrl.train import Job, arguments, grpo, loop, merge, policy, reward
 
 pytestmark = pytest.mark.process
 
@@ -53,7 +53,7 @@ class Ran:
 
             def noted(job):
                 self.trainer = make(job)
-                self.before = guard.frozen_digest(self.trainer.model)
+                self.before = loop.frozen_digest(self.trainer.model)
                 return self.trainer
 
             patch.setattr(grpo, "make_trainer", noted)
@@ -72,7 +72,7 @@ def prompts():
 
 def test_the_base_is_the_same_in_memory_and_on_disk_while_its_adapter_moves(ran):
     model = ran.trainer.model
-    assert guard.frozen_digest(model) == ran.before
+    assert loop.frozen_digest(model) == ran.before
     assert policy.recorded(ran.done.path)["base_digest"] == checkpoint.digest(tiny.PATH)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     assert {weight.dtype for weight in trained} == {torch.float32}
@@ -89,7 +89,7 @@ def test_the_base_is_the_same_in_memory_and_on_disk_while_its_adapter_moves(ran)
 def test_a_base_that_moved_keeps_nothing(ran):
     weight = next(weight for name, weight in ran.trainer.model.named_parameters() if "base_layer.weight" in name).data
     first = weight.reshape(-1)[0].clone()
-    watching = guard.Guard(ran.trainer.model, adapter=True)
+    watching = loop.Guard(ran.trainer.model, adapter=True)
     assert watching.before == ran.before
     try:
         weight.reshape(-1)[0] += 1
@@ -105,7 +105,7 @@ def test_a_base_that_fsdp_lays_out_anew_is_guarded_by_its_values(ran, monkeypatc
         pytest.skip("packed bases are refused under FSDP")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     model = ran.trainer.model
-    watching = guard.Guard(model, adapter=True)
+    watching = loop.Guard(model, adapter=True)
     state = {name: weight.detach().clone() for name, weight in model.named_parameters()}  # as its parts are gathered
     watching.check({name: weight.to(torch.float64) for name, weight in state.items()})
     next(value for name, value in state.items() if "lora_B" in name).add_(1)
@@ -114,7 +114,7 @@ def test_a_base_that_fsdp_lays_out_anew_is_guarded_by_its_values(ran, monkeypatc
     with pytest.raises(QrlError, match="changed in memory"):
         watching.check(state)
     monkeypatch.setenv("RANK", "1")
-    guard.Guard(model, adapter=True).check(None)  # the others have nothing to hash
+    loop.Guard(model, adapter=True).check(None)  # the others have nothing to hash
 
 
 IN_PARTS = """

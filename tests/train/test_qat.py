@@ -22,8 +22,8 @@ from qrl.errors import BadInput, QrlError
 from qrl.formats.fakequant import fused
 from qrl.formats.fakequant import linears as fake_linears
 from qrl.formats.fakequant import rounding as values
-from qrl.train.qat import calibration
 from qrl.train.qat import linear as qat
+from qrl.train.qat import prepare
 from qrl.train.rollout import sync
 
 pytestmark = pytest.mark.process
@@ -50,7 +50,7 @@ def attached(name, **options):
     model = small()
     qat.attach(model, name, **options)
     if fake_linears.needs_calibration(name):
-        calibration.calibrate(model, [batch()])
+        prepare.calibrate(model, [batch()])
     return model
 
 
@@ -276,7 +276,7 @@ def test_activation_scales_come_from_the_largest_input_padding_apart_and_are_rea
     model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     padded = batch()
     padded["attention_mask"][1, :5] = 0
-    scales = calibration.calibrate(model, [padded])
+    scales = prepare.calibrate(model, [padded])
     largest = seen[0][padded["attention_mask"].bool()].abs().max()
     linear = model.model.layers[1].mlp.down_proj
     assert (
@@ -287,10 +287,10 @@ def test_activation_scales_come_from_the_largest_input_padding_apart_and_are_rea
     fake_linears.write_activation_scales(tmp_path, scales)
     again = small()
     qat.attach(again, "nvfp4-a4")
-    calibration.set_activation_scales(again, fake_linears.read_activation_scales(tmp_path))
+    prepare.set_activation_scales(again, fake_linears.read_activation_scales(tmp_path))
     assert torch.equal(again.model.layers[1].mlp.down_proj.input_global_scale, linear.input_global_scale)
     with pytest.raises(BadInput, match="do not fit the model"):
-        calibration.set_activation_scales(again, {"model.layers.9.mlp.down_proj": 1.0})
+        prepare.set_activation_scales(again, {"model.layers.9.mlp.down_proj": 1.0})
     assert fake_linears.read_activation_scales(tmp_path / "elsewhere") is None
 
 

@@ -16,7 +16,7 @@ from qrl.formats.fakequant import rounding as values
 from qrl.quantize import compressed
 from qrl.quantize import settings as choices
 from qrl.recipe import Quantize
-from qrl.train.qat import calibration, linear
+from qrl.train.qat import linear, prepare
 from qrl.train.rollout import sync
 
 pytestmark = pytest.mark.process
@@ -60,7 +60,7 @@ def test_stored_weights_and_answers_are_bit_equal_to_the_trained_ones(name, mast
     trained, source = in_training(masters, name), tmp_path / "masters"
     shutil.copytree(masters, source)
     if linears.needs_calibration(name):
-        linears.write_activation_scales(source, calibration.calibrate(trained, [BATCH]))
+        linears.write_activation_scales(source, prepare.calibrate(trained, [BATCH]))
     store(source, tmp_path / "out", name)
 
     written = checkpoint.check(tmp_path / "out")
@@ -120,7 +120,7 @@ def test_the_trainings_activation_scales_are_stored_where_llm_compressor_has_the
     (offload := tmp_path / "offload").mkdir()
     source = tmp_path / "masters"
     shutil.copytree(masters, source)
-    wanted = calibration.calibrate(in_training(masters, "nvfp4-a4"), [BATCH])
+    wanted = prepare.calibrate(in_training(masters, "nvfp4-a4"), [BATCH])
     linears.write_activation_scales(source, wanted)
     monkeypatch.setattr(compressed, "quiet_oneshot", quiet_oneshot)
     store(source, tmp_path / "out", "nvfp4-a4")

@@ -14,8 +14,8 @@ from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train
 from qrl.study import environments
 from qrl.tracking import keys
-from qrl.train import Job, arguments, guard, policy, rollout, trl_private
-from qrl.train.rollout import checks, colocated, engine_gap, sync, vllm_engine
+from qrl.train import Job, arguments, loop, policy, rollout, trl_private
+from qrl.train.rollout import checks, engine_gap, sync, vllm_engine
 
 pytestmark = pytest.mark.process
 
@@ -51,7 +51,7 @@ def stored(model) -> str:
     """Return the digest of every weight in memory, the trained ones too."""
     state = {name: weight.requires_grad for name, weight in model.named_parameters()}
     model.requires_grad_(False)
-    digest = guard.frozen_digest(model)
+    digest = loop.frozen_digest(model)
     for name, weight in model.named_parameters():
         if state[name]:
             weight.requires_grad_(True)
@@ -99,13 +99,13 @@ def test_ten_syncs_leave_every_weight_bit_for_bit_and_send_the_same(held):
 def test_a_packed_base_is_moved_by_trls_own_way_and_not_by_ours():
     """Why `sync` exists: merging and unmerging in place rounds the codes again."""
     model = adapted(METHODS["qlora"])
-    before = guard.frozen_digest(model)
+    before = loop.frozen_digest(model)
     for _ in sync.named_weights(model):
         pass
-    assert guard.frozen_digest(model) == before
+    assert loop.frozen_digest(model) == before
     model.merge_adapter()
     model.unmerge_adapter()
-    assert guard.frozen_digest(model) != before
+    assert loop.frozen_digest(model) != before
 
 
 def test_a_forward_after_syncing_is_what_it_was(held):
@@ -189,16 +189,16 @@ def test_what_an_engine_draws_depends_on_its_seed_alone_and_shifts_nothing_that_
     start()
     undisturbed = drawn()
     start()
-    with colocated.seeded(2**40 + 7):
+    with vllm_engine.seeded(2**40 + 7):
         first = drawn()
     assert drawn() == undisturbed
-    with colocated.seeded(2**40 + 7):
+    with vllm_engine.seeded(2**40 + 7):
         assert drawn() == first
-    with colocated.seeded(2**40 + 8):
+    with vllm_engine.seeded(2**40 + 8):
         other = drawn()
     assert other[0] != first[0] and other[1] != first[1]
     start()
-    with pytest.raises(RuntimeError, match="engine"), colocated.seeded(1):
+    with pytest.raises(RuntimeError, match="engine"), vllm_engine.seeded(1):
         drawn()
         raise RuntimeError("the engine fell over")
     assert drawn() == undisturbed
@@ -206,10 +206,10 @@ def test_what_an_engine_draws_depends_on_its_seed_alone_and_shifts_nothing_that_
 
 def test_an_engine_sleeps_where_memory_asks_for_it():
     gib = 2**30
-    assert not colocated.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 140 * gib)  # full, 1.5 B, one H200
-    assert colocated.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 40 * gib)
-    assert not colocated.memory_is_short(6 * gib, gib // 50, 0.2, 24 * gib)  # QLoRA, 8 B
-    assert colocated.sleeps(Rollout(sleep="on"), None) and not colocated.sleeps(Rollout(sleep="off"), None)
+    assert not vllm_engine.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 140 * gib)  # full, 1.5 B, one H200
+    assert vllm_engine.memory_is_short(6 * gib, int(1.5 * gib), 0.3, 40 * gib)
+    assert not vllm_engine.memory_is_short(6 * gib, gib // 50, 0.2, 24 * gib)  # QLoRA, 8 B
+    assert vllm_engine.sleeps(Rollout(sleep="on"), None) and not vllm_engine.sleeps(Rollout(sleep="off"), None)
 
 
 def test_an_fp8_engine_pads_batches_whose_products_are_slow_to_one_that_it_may_draw():

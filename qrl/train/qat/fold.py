@@ -29,7 +29,6 @@ class Fold:
     on: bool = True
     made: int = 0  # how often Q(W) was computed
     state: list | None = None  # of the weights that Q(W) was computed from
-    kept: dict[int, Tensor] | None = None  # id of a linear → Q(W)
     stand: dict[int, tuple] = field(default_factory=dict)  # id of a linear → W, its kind, Q(W) with a gradient to W
     largest: Tensor | None = None  # (members,), each one's largest |w|
     final: QATLinear | None = None  # the last member
@@ -37,17 +36,13 @@ class Fold:
 
     def weight_of(self, linear: QATLinear) -> Tensor:
         """Return Q(W) of a member, (O, I); computed again only where a member's weight has changed."""
-        self._refresh()
-        return self.kept[id(linear)]
+        return self.straight_through(linear).detach()
 
     def straight_through(self, linear: QATLinear) -> Tensor:
         """Return Q(W) of a member, (O, I), with a gradient that goes straight through to its W."""
-        self._refresh()
-        return self.stand[id(linear)][-1]
-
-    def _refresh(self) -> None:
         if self.stale:
             _renew([fold for fold in self.together if fold.stale])
+        return self.stand[id(linear)][-1]
 
     def fed(self, linear: QATLinear, inputs: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a member's quantized inputs (..., I): one tensor for members with the same inputs, as q, k and v."""
@@ -65,10 +60,6 @@ class Fold:
             self.last = None
         return quantized
 
-    def weights(self) -> list[Tensor]:
-        """Return the members' masters."""
-        return [linear.weight for linear in self.members.values()]
-
     @property
     def stale(self) -> bool:
         """Return whether a member's weight has changed since Q(W) was computed."""
@@ -76,8 +67,7 @@ class Fold:
 
     def keep(self, quantized: list[Tensor], largest: Tensor) -> None:
         """Store Q(W) of every member, just computed."""
-        self.kept = {id(linear): weight for linear, weight in zip(self.members.values(), quantized, strict=True)}
-        for linear in self.members.values():
+        for linear, values in zip(self.members.values(), quantized, strict=True):
             exact, old = linear.weight, self.stand.get(id(linear))
             kind = (exact.dtype, exact.device, exact.requires_grad)  # autograd remembers these
             if old is None or old[0] is not exact or old[1] != kind:
@@ -85,11 +75,10 @@ class Fold:
                     # A cast passes its gradient unchanged, natively; its values are replaced below.
                     self.stand[id(linear)] = (exact, kind, exact.to(self.dtype, copy=True))
             stands = self.stand[id(linear)][-1]
-            stands.data = self.kept[id(linear)]
+            stands.data = values
             # A backward pass through a forward pass from before this fold raises, instead of using the new Q(W).
             torch.autograd.graph.increment_version(stands)
-        self.final = linear
-        self.largest, self.state = largest, self._state()
+        self.final, self.largest, self.state = linear, largest, self._state()
         self.made += 1
 
     def _state(self) -> list[tuple[int, int]]:
@@ -113,14 +102,15 @@ def _renew(stale: Sequence[Fold]) -> None:
     """Compute Q(W) of folds of one format, in the memory of the previous one."""
     groups: dict[tuple, list[Fold]] = {}
     for fold in stale:
-        fold.kept = fold.state = None
+        fold.state = None
         for *_, stands in fold.stand.values():
             stands.data = stands.new_empty(0)  # frees its memory
-        weight = fold.weights()[0]
+        weight = next(iter(fold.members.values())).weight
         groups.setdefault((fold.dtype, weight.dtype, weight.device), []).append(fold)
     for (dtype, _, _), group in groups.items():
         with torch.inference_mode(False), torch.no_grad():
-            computed = fused.folded([fold.weights() for fold in group], group[0].scheme.weights, dtype)
+            masters = [[linear.weight for linear in fold.members.values()] for fold in group]
+            computed = fused.folded(masters, group[0].scheme.weights, dtype)
             for fold, (quantized, largest) in zip(group, computed, strict=True):
                 fold.keep(quantized, largest)
             finite = torch.cat([fold.largest for fold in group]).isfinite()

@@ -1,9 +1,7 @@
 """Linears that compute with Q(W), while the optimizer moves W.
 
-A linear's class is swapped, so that parameters, state-dict keys and checkpoints stay the same. Q(W) is folded once
-after each optimizer step, and every forward pass until the next one, rollouts and training alike, multiplies by that
-same matrix. Its gradient passes straight through to W (Bengio et al., arXiv 1308.3432). Output head, embeddings and
-norms stay unquantized.
+A linear's class is swapped, so that parameters, state-dict keys and checkpoints stay the same. README.md defines Q(W),
+its folds and its gradient.
 """
 
 from collections.abc import Iterator

@@ -1,16 +1,22 @@
-"""Set up quantization-aware training: attach, calibrate, and fold Q(W) anew after each optimizer step."""
+"""Set up quantization-aware training: attach, calibrate, measure, and fold Q(W) anew after each optimizer step."""
 
+import contextlib
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from qrl import checkpoint, process
 from qrl.engine import hf, pretrained
 from qrl.errors import BadInput
-from qrl.formats.fakequant import linears
+from qrl.formats.fakequant import linears, rounding
 from qrl.recipe import Train
 from qrl.tasks import prompt
 from qrl.train.job import Job
+from qrl.train.qat.fold import refold
+from qrl.train.qat.linear import QATLinear, attach, off
 
 GAP, GAP_LARGEST = "train/qat_logprob_gap", "train/qat_logprob_gap_max"
 
@@ -28,9 +34,8 @@ def check(settings: Train, base: Path) -> None:
 def begin(trainer, job: Job) -> None:
     """Attach the format to a trainer's policy, if there is one, and fold Q(W) after each of its optimizer steps.
 
-    Activations are calibrated on the worked solutions of the first training questions, unless an earlier try left its
-    scales in the work folder. How far Q(W) moves those solutions' log-probabilities is logged at step 0. The reference
-    policy, if there is one, is a separate model and stays in full precision.
+    Activations are calibrated unless an earlier try left its scales in the work folder. The reference policy, if there
+    is one, is a separate model and stays in full precision.
 
     Raises:
         BadInput: FSDP shards the weights, or the format does not fit the model.
@@ -40,35 +45,33 @@ def begin(trainer, job: Job) -> None:
         return
     from transformers import TrainerCallback
 
-    from qrl.train.qat import calibration, fold, linear
-
     if trainer.is_fsdp_enabled:
         raise BadInput("train.qat needs whole weights in each process, but FSDP shards them: set train.qat = none.")
     model = trainer.accelerator.unwrap_model(trainer.model)
     bf16, training = settings.compute == "bf16", model.training
-    linear.attach(model.eval(), settings.qat, torch.bfloat16 if bf16 else None)
+    attach(model.eval(), settings.qat, torch.bfloat16 if bf16 else None)
     batches = texts(job, model.device)
     if linears.needs_calibration(settings.qat):
         if (scales := linears.read_activation_scales(job.work)) is not None:
-            calibration.set_activation_scales(model, scales)
+            set_activation_scales(model, scales)
         else:
-            scales = calibration.calibrate(model, batches)
+            scales = calibrate(model, batches)
             if process.rank() == 0:
                 job.work.mkdir(parents=True, exist_ok=True)
                 linears.write_activation_scales(job.work, scales)
     with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=bf16):  # as the loss computes
-        mean, largest = calibration.logprob_gap(model, batches)
+        mean, largest = logprob_gap(model, batches)
     model.train(training)
     job.log({GAP: mean, GAP_LARGEST: largest}, 0)
 
     class Folding(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
-            fold.refold(model)
+            refold(model)
 
     trainer.add_callback(Folding())
 
 
-def texts(job: Job, device="cpu") -> list[dict[str, torch.Tensor]]:
+def texts(job: Job, device="cpu") -> list[dict[str, Tensor]]:
     """Return the worked solutions of the first questions, chat-rendered, with the end token, padded on the right."""
     settings, tokens = job.settings, hf.tokenizer(job.base)
     limit, questions = settings.qat_calibration_max_tokens, job.questions[: settings.qat_calibration_samples]
@@ -82,3 +85,68 @@ def texts(job: Job, device="cpu") -> list[dict[str, torch.Tensor]]:
             raise BadInput(f"A calibration text has {length} tokens, {above}: raise it, or choose shorter texts.")
         batches.append({key: batch[key].to(device) for key in ("input_ids", "attention_mask")})
     return batches
+
+
+def calibrate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+    """Set the scale of each linear's inputs from the largest |x| over texts, in full precision.
+
+    Args:
+        model: with linears attached, in evaluation mode.
+        batches: keyword arguments of the model: input_ids and attention_mask, (B, L); padding does not count.
+
+    Returns:
+        Linear's name → global scale, for `set_activation_scales`.
+    """
+    largest: dict[str, Tensor] = {}
+
+    def note(path: str, module: QATLinear, inputs: tuple[Tensor]) -> None:
+        seen = inputs[0][mask].abs().amax().float()
+        largest[path] = torch.maximum(largest.get(path, seen), seen)
+
+    with off(model), torch.no_grad(), contextlib.ExitStack() as hooks:
+        for path, module in _attached(model).items():
+            hooks.enter_context(module.register_forward_pre_hook(functools.partial(note, path)))
+        for batch in batches:
+            mask = batch["attention_mask"].bool()
+            model(**batch, use_cache=False)
+    scales = {path: float(rounding.global_scale(value)) for path, value in largest.items()}
+    set_activation_scales(model, scales)
+    return scales
+
+
+def set_activation_scales(model: nn.Module, scales: dict[str, float]) -> None:
+    """Set the scales of an earlier calibration; raise BadInput if they belong to another model."""
+    attached = _attached(model)
+    if missing := sorted(set(attached) ^ set(scales)):
+        raise BadInput(f"The activation scales do not fit the model ({missing[0]} is in only one): calibrate again.")
+    shared: dict[float, Tensor] = {}  # one tensor per value, so that members of a fold recognize equal inputs
+    for path, module in attached.items():
+        scale = torch.tensor([scales[path]], dtype=torch.float32, device=module.weight.device)
+        module.input_global_scale = shared.setdefault(scales[path], scale)
+
+
+def _attached(model: nn.Module) -> dict[str, QATLinear]:
+    return {path: module for path, module in model.named_modules() if isinstance(module, QATLinear)}
+
+
+def logprob_gap(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> tuple[float, float]:
+    """Return how far Q(W) moves log-probabilities, in nats: mean and largest |log p_Q − log p| per token.
+
+    Args:
+        model: with linears attached and calibrated, in evaluation mode.
+        batches: input_ids and attention_mask, (B, L), padded on the right; padding does not count.
+    """
+    gaps = []
+    with torch.no_grad():
+        for batch in batches:
+            quantized = _logprobs(model, batch)
+            with off(model):
+                gaps.append((quantized - _logprobs(model, batch)).abs()[batch["attention_mask"][:, 1:].bool()])
+    every = torch.cat(gaps)
+    return float(every.mean()), float(every.max())
+
+
+def _logprobs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the log-probability of each next token, (B, L - 1), float32."""
+    logits = model(**batch, use_cache=False).logits[:, :-1].float()
+    return logits.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)

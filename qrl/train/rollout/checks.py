@@ -1,5 +1,6 @@
 """What rollouts by vLLM need, checked before any environment is built or weight is loaded."""
 
+import importlib.util
 import urllib.error
 import urllib.request
 
@@ -74,7 +75,7 @@ def _check_qat(settings: Rollout, train: Train) -> None:
 
 def check_installed(settings: Rollout) -> None:
     """Raise BadInput if the recipe samples with vLLM, but vLLM cannot be imported."""
-    if settings.engine == VLLM and not vllm_engine.installed():
+    if settings.engine == VLLM and not importlib.util.find_spec("vllm"):
         build = "run `mlflow run . -e train … --env-manager uv`, which builds projects/vllm"
         raise BadInput(f"rollout.engine = vllm, but vLLM is not installed in this environment: {build}, or {_REMEDY}.")
 

@@ -1,10 +1,7 @@
 """The weights a rollout engine is sent: full precision, under their checkpoint's names, computed out of place.
 
-TRL merges the adapter into the base, reads the base and unmerges the adapter again. In four bits that streams packed
-codes and rounds the base anew at every step (its error grew from 10 % to 22 % in three steps); in bf16 it drifts more
-slowly. Here the trained model is never written to: each tensor is the dequantized base plus the adapter's share, sent
-and then freed. With quantized linears the engine receives Q(W), so that it samples from the model that the loss
-computes with.
+TRL merges and unmerges the adapter in place, and the base drifts (README.md). Here the trained model is never written
+to: each tensor is the dequantized base plus the adapter's share, sent and then freed; of quantized linears it is Q(W).
 """
 
 from collections.abc import Iterator

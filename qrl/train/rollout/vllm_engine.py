@@ -1,4 +1,4 @@
-"""vLLM in the training process: create an engine, load weights into it, sample, sleep and wake.
+"""vLLM in the training process: create an engine, load weights, sample, sleep and wake; whose random numbers it draws.
 
 The only file that depends on vLLM's version. Tested with 0.25.1; 0.22 to 0.31, which TRL 1.16 supports, are expected to
 differ only in options that they have or lack.
@@ -6,31 +6,28 @@ differ only in options that they have or lack.
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import math
 import os
-import socket
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy
+import torch
+from torch.distributed.elastic.utils.distributed import get_free_port
+
+from qrl import checkpoint
 from qrl.errors import QrlError
-from qrl.formats import header
 from qrl.recipe import Rollout
 
 if TYPE_CHECKING:
-    import torch
     from vllm import LLM
 
 FP8 = "fp8_per_tensor"  # one scale per weight tensor, computed at every sync, and one per token's activations
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper: the first GPUs that multiply in 8-bit floats
 BATCHED_TOKENS = 8192  # of prompts, in one engine step
+_TAKEN = 0.5  # largest share of the GPU for weights, gradients, optimizer and an awake engine; the rest: activations
 SLOW_FP8 = range(17, 64)  # batch sizes with slower FP8 products on Hopper than a batch of 64 (README.md)
-
-
-def installed() -> bool:
-    """Return whether vLLM can be imported here."""
-    return importlib.util.find_spec("vllm") is not None
 
 
 def create(model: str, settings: Rollout, *, sequences: int, sleeps: bool, rank: int, world: int) -> LLM:
@@ -49,7 +46,7 @@ def create(model: str, settings: Rollout, *, sequences: int, sleeps: bool, rank:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ.setdefault("LOCAL_RANK", str(rank))
     os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", str(_free_port()))  # TRL's 29500 collides when two trainings start together
+    os.environ.setdefault("MASTER_PORT", str(get_free_port()))  # TRL's 29500 collides when two trainings start together
     return LLM(
         model=model,
         dtype="bfloat16",
@@ -77,12 +74,6 @@ def _batches(sequences: int, *, fp8: bool) -> dict:
     return {"max_num_seqs": most, "compilation_config": {"cudagraph_capture_sizes": sizes}}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def load(engine: LLM, weights: Iterator[tuple[str, torch.Tensor]], *, fp8: bool) -> None:
     """Replace all weights of the engine, and drop its prefix cache.
 
@@ -94,8 +85,6 @@ def load(engine: LLM, weights: Iterator[tuple[str, torch.Tensor]], *, fp8: bool)
     Raises:
         QrlError: a weight of the engine was not among them, so it would sample with an old one.
     """
-    import torch
-
     runner = engine.llm_engine.model_executor.driver_worker.model_runner
     with torch.no_grad():
         if fp8:
@@ -122,8 +111,7 @@ def _noted(weights: Iterator[tuple[str, torch.Tensor]], names: set[str]) -> Iter
 
 def _checkpoint_names(engine: LLM) -> set[str]:
     """Return the tensors of the engine's checkpoint; training sends a tied head only once, so it is left out."""
-    folder = Path(engine.llm_engine.model_config.model)
-    names = {name for file in folder.glob("*.safetensors") for name in header.read(file)} - {"__metadata__"}
+    names = set(checkpoint.entries(engine.llm_engine.model_config.model))
     tied = getattr(engine.llm_engine.model_config.hf_config, "tie_word_embeddings", False)
     return names - {"lm_head.weight"} if tied else names
 
@@ -143,8 +131,7 @@ def generate(
     from vllm import SamplingParams
 
     options = {"temperature": temperature, "max_tokens": max_tokens, "logprobs": 0, "detokenize": False} | more
-    if hasattr(SamplingParams, "flat_logprobs"):
-        options["flat_logprobs"] = True  # else an object and a dictionary for every token
+    options["flat_logprobs"] = True  # else an object and a dictionary for every token
     requests = [{"prompt_token_ids": list(ids)} for ids in prompts]
     answers = engine.generate(requests, sampling_params=SamplingParams(**options), use_tqdm=False)
     completions = [answer.outputs[0] for answer in answers]
@@ -153,11 +140,8 @@ def generate(
 
 def _sampled(completion) -> list[float | None]:
     """Return the log-probabilities of a completion's own tokens."""
-    logprobs = completion.logprobs
-    if hasattr(logprobs, "start_indices"):  # flat: the sampled token comes first at every position
-        values = [logprobs.logprobs[start] for start in logprobs.start_indices]
-    else:
-        values = [position[token].logprob for token, position in zip(completion.token_ids, logprobs, strict=True)]
+    logprobs = completion.logprobs  # flat: the sampled token comes first at every position
+    values = [logprobs.logprobs[start] for start in logprobs.start_indices]
     return [None if math.isnan(value) else value for value in values]
 
 
@@ -168,7 +152,38 @@ def sleep(engine: LLM) -> None:
 
 def wake(engine: LLM, part: str) -> None:
     """Allocate memory again for "weights" or for the "kv_cache"."""
-    import torch
-
     torch.cuda.empty_cache()
     engine.wake_up(tags=[part])
+
+
+def sleeps(settings: Rollout, model) -> bool:
+    """Return whether a colocated engine gives its memory back during updates; `auto` depends on model and GPU."""
+    if settings.sleep != "auto":
+        return settings.sleep == "on"
+    weights = list(model.parameters())
+    stored = sum(weight.numel() * weight.element_size() for weight in weights)
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    card = torch.cuda.get_device_properties(weights[0].device).total_memory
+    return memory_is_short(stored, trained, settings.gpu_memory_utilization, card)
+
+
+def memory_is_short(stored: int, trained: int, share: float, card: int) -> bool:
+    """Return whether training and an awake engine leave activations too little of a card; card and stored in bytes."""
+    # A trained weight has a gradient and AdamW's two moments: 12 bytes in fp32.
+    return stored + 12 * trained + share * card > _TAKEN * card
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Let an engine draw from its own seed, without changing what training draws afterwards.
+
+    On a CPU vLLM samples tokens with torch's generator; on a GPU it may seed each completion from numpy's.
+    """
+    state = numpy.random.get_state()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        numpy.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            numpy.random.set_state(state)
