@@ -67,9 +67,8 @@ def command(step: str, options: Mapping[str, str]) -> str:
         options: name without dashes → value.
     """
     pattern = caller()
-    form = "-P {}" if " run " in pattern else "--{}"
-    separator = "=" if " run " in pattern else " "
-    words = (form.format(separator.join((name, shlex.quote(value)))) for name, value in options.items())
+    form = "-P {}={}" if " run " in pattern else "--{} {}"
+    words = (form.format(name, shlex.quote(value)) for name, value in options.items())
     return " ".join((pattern.format(step), *words))
 
 

@@ -11,9 +11,8 @@ from click import option
 
 import qrl
 from qrl import names
-from qrl.cli.models import benchmark_command, promote_command, serve_command
+from qrl.cli import models, standalone
 from qrl.cli.options import SWITCH, RecipeCommand, Typed, listed
-from qrl.cli.standalone import grade_command, plan_command, recipes_command, schemes_command
 from qrl.errors import BadInput
 
 ALL = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
@@ -220,13 +219,5 @@ def compare_command(settings, rank: bool | None, methods: bool | None, out: str 
         compare.compare(settings, run_ids)
 
 
-for command in (
-    promote_command,
-    serve_command,
-    benchmark_command,
-    plan_command,
-    grade_command,
-    recipes_command,
-    schemes_command,
-):
+for command in (*models.COMMANDS, *standalone.COMMANDS):
     cli.add_command(command)

@@ -75,3 +75,6 @@ def benchmark_command(typed: Typed, settings, stages: str | None, models: str | 
     engine, check = "vllm" if url else settings.evaluate.engine, partial(benchmark.subjects, settings, stages, models)
     here = partial(benchmark.benchmark, settings, stages=stages, models=models, url=url)
     typed.run("benchmark", engine, check, here)
+
+
+COMMANDS = (promote_command, serve_command, benchmark_command)

@@ -98,3 +98,6 @@ def schemes_command() -> None:
         if bits:
             measured = f", {heads[-1]} {cost}, n = 1,000" if cost else ""
             click.echo(f"{'':10} measured on qrl-tiny: {bits} {heads[-2]}{measured}")
+
+
+COMMANDS = (plan_command, grade_command, recipes_command, schemes_command)
