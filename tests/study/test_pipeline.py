@@ -13,7 +13,7 @@ import pytest
 from qrl import checkpoint, names, process, recipe, tiny
 from qrl.errors import BadInput
 from qrl.study import environments, pipeline, preflight
-from qrl.study.launch import DryRun, launch
+from qrl.study.launch import DryRun, Launcher, Step, launch
 from qrl.tracking import keys, models, reuse, runs
 
 DIGEST = checkpoint.digest(tiny.PATH)
@@ -59,6 +59,20 @@ def test_a_dry_run_reports_the_folder_of_each_missing_step_and_finds_nothing_tha
     study_of(small)(DryRun(folders.append))
     core = keys.ROOT.name
     assert [folder.name for folder in folders] == [core, core, "awq", core]  # train, nf4, grpo's awq, cells
+
+
+def test_a_study_prints_what_it_reuses_and_why_it_does_not(store, small, capsys, monkeypatch):
+    key = keys.trained(small, DIGEST, "cpu")
+    longer = keys.trained(
+        small.model_copy(update={"train": small.train.model_copy(update={"steps": 20})}), DIGEST, "cpu"
+    )
+    first, launcher = finished("train", key), Launcher({}, "", 2)
+    launcher.obtain(Step("train", "GRPO", {"train": key}, lambda missing: {}))
+    printed = capsys.readouterr().err
+    assert "[1/2] train: GRPO (reused)" in printed and f"train from run {first[:8]}" in printed
+    monkeypatch.setattr(launcher, "_launch", lambda *launched: finished("train", longer))
+    launcher.obtain(Step("train", "GRPO", {"train": longer}, lambda missing: {}))
+    assert "train is not reused: train.steps 16 → 20\n" in capsys.readouterr().err
 
 
 @pytest.mark.process
