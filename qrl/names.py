@@ -29,7 +29,7 @@ STORED_AS = {  # scheme → quant_method in config.json
 
 # Stages: each is an alias in the registry, mirrored to one of MLflow's own stages.
 STAGES = ("base", "grpo", "awq")
-STAGE_CELLS = {"base": f"{BASE}:{FULL}", "grpo": f"{GRPO}:{FULL}", "awq": f"{GRPO}:{AWQ}"}  # what is promoted to each
+STAGE_CELL = {"base": f"{BASE}:{FULL}", "grpo": f"{GRPO}:{FULL}", "awq": f"{GRPO}:{AWQ}"}  # the one that may hold it
 MLFLOW_STAGE = {"base": "None", "grpo": "Staging", "awq": "Production"}
 
 # Tags

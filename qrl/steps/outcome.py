@@ -57,7 +57,7 @@ def compared(run_ids: Sequence[str]) -> None:
     """Promote next the cells that have a stage, by the runs of their evaluations; under several seeds, the first."""
     evaluated = [cells.read(run_id) for run_id in reversed(run_ids)]
     by_cell = {f"{cell.variant}:{cell.scheme}": cell.run_id for cell in evaluated}
-    earned = {stage: by_cell[cell] for stage, cell in names.STAGE_CELLS.items() if cell in by_cell}
+    earned = {stage: by_cell[cell] for stage, cell in names.STAGE_CELL.items() if cell in by_cell}
     if earned:
         _print("", "promote", {"stage": ",".join(earned), "cell": ",".join(earned.values())})
 

@@ -122,9 +122,9 @@ class StudySteps:
 
         Never reused, since a stage may have moved. A stage whose cell the study lacks stays as it is.
         """
-        chosen = {stage: cells[cell].run_id for stage, cell in names.STAGE_CELLS.items() if cell in cells}
-        lacking = {stage: cell for stage, cell in names.STAGE_CELLS.items() if stage not in chosen}
-        unchanged = [f"; {stage} is unchanged: no cell {cell}" for stage, cell in lacking.items()]
+        chosen = {stage: cells[cell].run_id for stage, cell in names.STAGE_CELL.items() if cell in cells}
+        absent = {stage: cell for stage, cell in names.STAGE_CELL.items() if stage not in chosen}
+        unchanged = [f"; {stage} is unchanged: no cell {cell}" for stage, cell in absent.items()]
         parameters = {"stage": ",".join(chosen), "cell": ",".join(chosen.values())}
         self.launcher.run("promote", f"{' → '.join(chosen)}{''.join(unchanged)}", parameters)
         return list(chosen)[-1]
