@@ -86,7 +86,7 @@ def _key(
     content = "".join(f"{name}\0{digest}\0" for name, digest in files.items())
     whole = parts | {"sources": hashlib.sha256(content.encode()).hexdigest()}
     key = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
-    PARTS[key] = parts | {f"{SOURCE}{name}": digest for name, digest in files.items()}
+    PARTS[key] = whole | {f"{SOURCE}{name}": digest for name, digest in files.items()}
     return key
 
 

@@ -90,16 +90,21 @@ def test_a_refused_study_makes_no_store(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_launched_step_counts_relative_paths_from_where_the_study_was_started(store, tmp_path):
+def test_a_launched_step_counts_relative_paths_and_types_commands_as_the_study_was_started(
+    store, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(process, "caller", lambda: "mlflow run . -e {}")
     project = tmp_path / "project"
     project.mkdir()
-    program = "from qrl import process; process.settle(); import pathlib; pathlib.Path('here').touch()"
+    program = (
+        "from qrl import process; process.settle(); import pathlib; pathlib.Path('here').write_text(process.caller())"
+    )
     command = f'PYTHONPATH={keys.ROOT} python -c \\"{program}\\"'
     (project / "MLproject").write_text(f'name: one\nentry_points:\n  step:\n    command: "{command}"\n')
     with runs.step("study") as run:
         launch(project, "step", {}, parent=run.info.run_id)
-    assert Path("here").is_file() and not (project / "here").exists()
-    assert process.FOLDER not in os.environ
+    assert Path("here").read_text() == "mlflow run . -e {}" and not (project / "here").exists()
+    assert {process.FOLDER, process.CALLER}.isdisjoint(os.environ)
 
 
 def test_a_model_that_a_scheme_does_not_fit_is_refused_before_it_is_trained(store, tmp_path):
