@@ -49,7 +49,7 @@ def _step(match: re.Match) -> Run:
         run_id = mlflow.MlflowClient().get_model_version(name, number).run_id
     elif model:
         run_id = mlflow.get_logged_model(model).source_run_id
-    run = mlflow.get_run(run_id)
+    run = mlflow.get_run(run_id or "")  # a model that no run made is nowhere to be found
     while "seed" not in run.data.params and (parent := run.data.tags.get(runs.PARENT)):  # a cell's, below its step
         run = mlflow.get_run(parent)
     return run
