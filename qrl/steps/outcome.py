@@ -3,12 +3,14 @@
 The command needs no setting of the recipe: a step takes them from the run of a result that it is given.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import click
 
 from qrl import names, process
 from qrl import recipe as recipes
+from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.tracking import cells, runs
 
@@ -55,8 +57,11 @@ def evaluated(recipe: Recipe, models: Mapping[str, str], run_ids: Mapping[str, s
 
 def compared(run_ids: Sequence[str]) -> None:
     """Promote next the cells that have a stage, by the runs of their evaluations; under several seeds, the first."""
-    evaluated = [cells.read(run_id) for run_id in reversed(run_ids)]
-    by_cell = {f"{cell.variant}:{cell.scheme}": cell.run_id for cell in evaluated}
+    by_cell = {}
+    for run_id in reversed(run_ids):
+        with contextlib.suppress(BadInput):  # rows that somebody else logged
+            cell = cells.read(run_id)
+            by_cell[f"{cell.variant}:{cell.scheme}"] = run_id
     earned = {stage: by_cell[cell] for stage, cell in names.STAGE_CELL.items() if cell in by_cell}
     if earned:
         _print("", "promote", {"stage": ",".join(earned), "cell": ",".join(earned.values())})

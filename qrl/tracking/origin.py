@@ -40,7 +40,8 @@ def find(text: str) -> list[Origin]:
             continue
         made[run.info.run_id] = run
     newest = sorted(made.values(), key=lambda run: run.info.start_time, reverse=True)
-    return [Origin(run.info.run_id, run.data.tags.get(names.TAG_STEP, ""), _values(run)) for run in newest]
+    origins = [Origin(run.info.run_id, run.data.tags.get(names.TAG_STEP, ""), _values(run)) for run in newest]
+    return [origin for origin in origins if origin.values]
 
 
 def _step(match: re.Match) -> Run:
