@@ -6,12 +6,19 @@ import importlib
 import io
 import logging
 import os
+import re
+import shlex
+import shutil
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 CHATTY = ("torchao", "torch.utils._pytree", "bitsandbytes", "torch.distributed.elastic", "torch.fx", "alembic")
+ROOT = Path(__file__).parents[1]
+CALLER = "QRL_CALLER"  # how the user types commands, for processes that such a command launches
 FOLDER = "QRL_FOLDER"  # the folder in which the launching command was typed; MLflow starts us in the project's own
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _NEVER = -1, -3, 1 << 30  # glibc's mallopt
 
@@ -50,6 +57,47 @@ def hush_gptqmodel() -> None:
     """Import GPTQModel, if installed, without its banner: PEFT imports it for every adapter, whatever the base."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(ImportError):
         importlib.import_module("gptqmodel")
+
+
+def command(step: str, options: Mapping[str, str]) -> str:
+    """Return the line that runs a step, as the user would type it who typed the command that runs now.
+
+    Args:
+        step: entry point.
+        options: name without dashes → value.
+    """
+    pattern = caller()
+    form = "-P {}={}" if " run " in pattern else "--{} {}"
+    words = (form.format(name, shlex.quote(value)) for name, value in options.items())
+    return " ".join((pattern.format(step), *words))
+
+
+def caller() -> str:
+    """Return how commands are typed here, with `{}` for the step: `mlflow run . -e {} --env-manager uv`, say."""
+    if CALLER in os.environ:  # this process was started by such a command, in another environment
+        return os.environ[CALLER]
+    words, above, folder = _launchers()
+    if "run" in words and Path(words[words.index("run") - 1]).name == "mlflow":
+        program = f"{shlex.quote(words[0])} -m mlflow" if words[1] == "-m" else "mlflow"
+        if above[1:3] == ["tool", "uvx"]:  # as which uv starts itself
+            program = shlex.join(["uvx", *above[3 : above.index("run")]])
+        manager = re.search(r"--env-manager[ =]\S+", " ".join(words))
+        project = "." if folder == str(ROOT) else shlex.quote(str(ROOT))
+        return " ".join(filter(None, (program, "run", project, "-e {}", manager and manager[0])))
+    if sys.argv[0] == shutil.which("qrl"):
+        return "qrl {}"
+    return f"{shlex.quote(sys.orig_argv[0])} -m qrl {{}}"
+
+
+def _launchers() -> tuple[list[str], list[str], str]:
+    """Return the words of the process that started this one, and of the one above it; the former's folder."""
+    import psutil
+
+    try:
+        first, second = psutil.Process().parents()[:2]
+        return first.cmdline(), second.cmdline(), first.cwd()
+    except (psutil.Error, ValueError):  # another user's, or there are no two
+        return [], [], ""
 
 
 @contextmanager

@@ -11,13 +11,25 @@ from click import option
 
 import qrl
 from qrl import names
-from qrl.cli.models import benchmark_command, promote_command, serve_command
+from qrl.cli import models, standalone
 from qrl.cli.options import SWITCH, RecipeCommand, Typed, listed, named
-from qrl.cli.standalone import grade_command, plan_command
 from qrl.errors import BadInput
 from qrl.tracking import signals
 
 ALL = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
+DATA = ("model", "task", "data", "seed", "device")  # fields that `--help` shows first
+STUDY = (*DATA, "train.steps", "train.method", "quantize.schemes", "evaluate.n")
+TRAIN = (*DATA, "train.steps", "train.method", "train.learning_rate", "train.qat", "rollout.engine")
+QUANTIZE = (*DATA, "quantize.group_size", "quantize.bits", "quantize.calibration", "quantize.calibration_samples")
+EVALUATE = (
+    *DATA,
+    "evaluate.n",
+    "evaluate.max_new_tokens",
+    "evaluate.samples",
+    "evaluate.temperature",
+    "evaluate.engine",
+)
+DIAGNOSE = (*DATA, "diagnose.bits", "diagnose.group_size", "diagnose.behaviour")
 ROWS = "Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster. "
 ROWS += "VARIANT:SCHEME=FILE,… for a file per cell."
 SCHEMES = ", ".join(names.QUANTIZED_SCHEMES)
@@ -53,13 +65,18 @@ def cli() -> None:
     """
 
 
-@cli.command("study", cls=RecipeCommand, sections=ALL, checkout=True)
+@cli.command("study", cls=RecipeCommand, sections=ALL, first=STUDY, checkout=True)
 @YES
 @click.pass_obj
 def study_command(typed: Typed, settings, yes: bool | None) -> None:
     """Run the whole study and print the verdict.
 
     Its steps are train, quantize, evaluate, diagnose, compare and promote. Finished steps are reused.
+
+    \b
+    qrl study                                                 the shipped model: minutes on two cores
+    qrl study --model FOLDER --task gsm8k --data FOLDER       your model, your questions
+    qrl study --recipe tiny-qlora --train.steps 8 --seed 1    a recipe, with changes
     """
     from qrl.study import build
 
@@ -70,7 +87,7 @@ def study_command(typed: Typed, settings, yes: bool | None) -> None:
     pipeline.study(settings, typed.overrides, yes=bool(yes))
 
 
-@cli.command("sweep", cls=RecipeCommand, sections=ALL, auto="tiny-ptq", checkout=True)
+@cli.command("sweep", cls=RecipeCommand, sections=ALL, first=STUDY, auto="tiny-ptq", checkout=True)
 @option("--arms", metavar="NAME|FILE.yaml,…", help="Recipes of the other methods. [default: those for qrl-tiny]")
 @option("--seeds", default="0", metavar="N,…", help="Seeds; every method runs under each.")
 @YES
@@ -80,6 +97,10 @@ def sweep_command(typed: Typed, settings, arms: str | None, seeds: str, yes: boo
 
     --recipe is GRPO in full precision, quantized afterwards (PTQ). --arms are the other methods, by default QLoRA,
     quantization-aware training (QAT) and distillation. All other options apply to every method.
+
+    \b
+    qrl sweep --seeds 0,1,2
+    qrl sweep --arms qat-int4,tiny-qlora --evaluate.n 1000
     """
     from qrl.study import sweep
 
@@ -89,19 +110,23 @@ def sweep_command(typed: Typed, settings, arms: str | None, seeds: str, yes: boo
     sweep.study(first, others, sweep.parse_seeds(seeds, typed.overrides.get("seed")), overrides, yes=bool(yes))
 
 
-@cli.command("train", cls=RecipeCommand, sections=("train", "rollout", "watch"), checkout=True)
+@cli.command("train", cls=RecipeCommand, sections=("train", "rollout", "watch"), first=TRAIN, checkout=True)
 @click.pass_obj
 def train_command(typed: Typed, settings) -> None:
     """Train with GRPO, or distil a teacher.
 
     A training that was killed resumes from its last checkpoint when the same command runs again.
+
+    \b
+    qrl train --train.steps 50 --train.learning_rate 1e-5
+    qrl train --recipe tiny-lora               an adapter, to be merged next
     """
     from qrl.steps import train
 
     typed.run("train", settings.rollout.engine, partial(train.check_rollouts, settings), partial(train.train, settings))
 
 
-@cli.command("merge", cls=RecipeCommand, sections=("merge",), checkout=True)
+@cli.command("merge", cls=RecipeCommand, sections=("merge",), first=(*DATA, "merge.into"), checkout=True)
 @option("--adapter", required=True, metavar="DIR|MODEL", help="PEFT adapter to merge into the recipe's model.")
 def merge_command(settings, adapter: str) -> None:
     """Merge an adapter into its full-precision base. How far the merge moves the logits is measured and limited."""
@@ -110,12 +135,18 @@ def merge_command(settings, adapter: str) -> None:
     train.merge(settings, adapter)
 
 
-@cli.command("quantize", cls=RecipeCommand, sections=("quantize",), checkout=True)
+@cli.command("quantize", cls=RecipeCommand, sections=("quantize",), first=QUANTIZE, checkout=True)
 @option("--scheme", default="nf4", metavar="SCHEME", help=f"One of {SCHEMES}.")
 @option("--models", metavar="VARIANT=MODEL,…", help="Models to quantize. [default: base=<model>]")
 @click.pass_obj
 def quantize_command(typed: Typed, settings, scheme: str, models: str | None) -> None:
-    """Quantize models under one scheme. All get the same settings and calibration set."""
+    """Quantize models under one scheme. All get the same settings and calibration set.
+
+    \b
+    qrl quantize --scheme nf4 --models base=FOLDER,grpo=FOLDER
+    qrl quantize --scheme gptq --quantize.bits 8
+    qrl schemes                                what each scheme stores and needs
+    """
     from qrl.quantize import settings as choices
     from qrl.steps import quantize
     from qrl.study import report
@@ -126,13 +157,17 @@ def quantize_command(typed: Typed, settings, scheme: str, models: str | None) ->
     typed.run("quantize", scheme, check, here)
 
 
-@cli.command("evaluate", cls=RecipeCommand, sections=("evaluate",), checkout=True)
+@cli.command("evaluate", cls=RecipeCommand, sections=("evaluate",), first=EVALUATE, checkout=True)
 @option("--cells", metavar="VARIANT:SCHEME=MODEL,…", help="Cells to evaluate. [default: base:full=<model>]")
 @click.pass_obj
 def evaluate_command(typed: Typed, settings, cells: str | None) -> None:
     """Evaluate cells on the same held-out questions.
 
     Every cell gets a run of its own, with a row per question. A cell that breaks a health limit fails.
+
+    \b
+    qrl evaluate --cells base:full=FOLDER,base:nf4=FOLDER
+    qrl evaluate --model FOLDER --task gsm8k --evaluate.n 500
     """
     from qrl import evaluate as evaluation
     from qrl.steps import evaluate
@@ -143,7 +178,7 @@ def evaluate_command(typed: Typed, settings, cells: str | None) -> None:
     typed.run("evaluate", settings.evaluate.engine, check, here)
 
 
-@cli.command("diagnose", cls=RecipeCommand, sections=("diagnose",), checkout=True)
+@cli.command("diagnose", cls=RecipeCommand, sections=("diagnose",), first=DIAGNOSE, checkout=True)
 @option("--base", metavar="DIR|MODEL", help="Checkpoint before training. [default: the recipe's model]")
 @option("--trained", required=True, metavar="DIR|MODEL", help="Checkpoint after training.")
 @option("--quantized", metavar="VARIANT:SCHEME=MODEL,…", help="The same two, as base and grpo, quantized.")
@@ -158,7 +193,7 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
     diagnose.diagnose(settings, base or settings.model, trained, quantized=quantized, out=out)
 
 
-@cli.command("compare", cls=RecipeCommand, sections=("compare",))
+@cli.command("compare", cls=RecipeCommand, sections=("compare",), first=("compare.margin",))
 @option("--questions", metavar="FILE", help=ROWS)
 @option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"full": 68, …}, "grpo": {…}}')
 @option(
@@ -207,5 +242,5 @@ def compare_command(settings, rank: bool | None, methods: bool | None, out: str 
         compare.compare(settings, run_ids)
 
 
-for command in (promote_command, serve_command, benchmark_command, plan_command, grade_command):
+for command in (*models.COMMANDS, *standalone.COMMANDS):
     cli.add_command(command)

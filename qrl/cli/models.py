@@ -8,6 +8,8 @@ from click import option
 from qrl.cli.options import SWITCH, Finite, RecipeCommand, Typed, listed
 from qrl.errors import BadInput
 
+GATES = ("model", "registered_name", "promote.min_gain", "promote.max_loss")  # fields that `--help` shows first
+SPEED = ("model", "device", "evaluate.engine", "benchmark.batches", "benchmark.rounds", "benchmark.new_tokens")
 POSITIVE = Finite(0, min_open=True)
 # What `serve --help` says of the options for vLLM.
 KEY = "Key that clients must send. Prefer the variable QRL_API_KEY: MLflow logs what -P passes."
@@ -16,7 +18,7 @@ FOLLOW = "With vLLM: check every so often whether the stage moved, and switch wi
 DRAIN = "With --follow: how long a replaced version may finish its requests. [default: 300]"
 
 
-@click.command("promote", cls=RecipeCommand, sections=("promote",))
+@click.command("promote", cls=RecipeCommand, sections=("promote",), first=GATES)
 @option("--stage", required=True, metavar="base|grpo|awq", help="Stage to promote to; several by comma, in order.")
 @option("--cell", metavar="RUN", help="Evaluation run of the candidate; one per stage, by comma.")
 @option("--rollback", **SWITCH, help="Return the stage to the version before its last promotion.")
@@ -35,7 +37,7 @@ def promote_command(typed: Typed, settings, stage: str, cell: str | None, rollba
         promote.promote(settings, listed("--stage", stage), listed("--cell", cell), typed.overrides)
 
 
-@click.command("serve", cls=RecipeCommand)
+@click.command("serve", cls=RecipeCommand, first=("model", "registered_name", "device"))
 @option("--stage", required=True, metavar="base|grpo|awq|N", help="Stage or version number to serve.")
 @option("--host", default="127.0.0.1", help="Address to listen on.")
 @option("--port", default=8000, type=click.IntRange(1, 65535), help="Port to listen on.")
@@ -56,7 +58,7 @@ def serve_command(typed: Typed, settings, **options) -> None:
     typed.run("serve", options["engine"], check, partial(serve.serve, settings, **options))
 
 
-@click.command("benchmark", cls=RecipeCommand, sections=("benchmark",))
+@click.command("benchmark", cls=RecipeCommand, sections=("benchmark",), first=SPEED)
 @option("--stages", metavar="STAGE|N,…", help="Stages or versions. [default: base, grpo, awq, and base under AWQ]")
 @option("--models", metavar="VARIANT:SCHEME=MODEL,…", help="Models to measure instead of stages.")
 @option("--url", metavar="URL", help="Measure a running server of the first model with `vllm bench serve`.")
@@ -74,3 +76,6 @@ def benchmark_command(typed: Typed, settings, stages: str | None, models: str | 
     engine, check = "vllm" if url else settings.evaluate.engine, partial(benchmark.subjects, settings, stages, models)
     here = partial(benchmark.benchmark, settings, stages=stages, models=models, url=url)
     typed.run("benchmark", engine, check, here)
+
+
+COMMANDS = (promote_command, serve_command, benchmark_command)

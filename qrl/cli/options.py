@@ -1,9 +1,12 @@
 """A recipe's fields as options of the command line: what is typed for a field overrides the recipe."""
 
+import itertools
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 from click.core import ParameterSource
@@ -12,6 +15,10 @@ from qrl.errors import BadInput
 
 # A flag that can have a value too, since `mlflow run` passes -P rank=true on as `--rank true`.
 SWITCH = {"is_flag": False, "flag_value": True, "type": bool, "metavar": "[BOOL]"}
+
+_OURS = re.compile(r"models:/|runs:/|\b[0-9a-f]{32}\b")  # addresses in the store
+_RECIPE, _ALL = "qrl.recipe", "qrl.all"  # what `--help` shows: whose values, and whether every field
+_PLACES = {"model", "registered_name", "device"}  # settings in which cells to compare may differ
 
 
 @dataclass(frozen=True)
@@ -49,24 +56,50 @@ class RecipeCommand(click.Command):
     Every command accepts every field, since a study hands all of them to every step; `--help` shows those it reads.
     """
 
-    def __init__(self, *args, sections: tuple[str, ...] = (), auto: str = "tiny", checkout: bool = False, **kwargs):
+    def __init__(
+        self,
+        *args,
+        sections: tuple[str, ...] = (),
+        first: tuple[str, ...] = ("model", "seed", "device"),
+        auto: str = "tiny",
+        checkout: bool = False,
+        **kwargs,
+    ):
         super().__init__(*args, **kwargs)
-        self.sections, self.auto, self.checkout = sections, auto, checkout  # auto: the recipe where none is named
+        self.sections, self.first, self.checkout = sections, first, checkout  # first: the fields that `--help` shows
+        self.auto = auto  # the recipe where none is named
 
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the command's own options, `--recipe`, and every field with its value in the recipe `auto`."""
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words of a command; note for `--help` which recipe they would run."""
         from qrl import recipe  # takes longer than the rest of `--help`
 
-        others = ", instruct for another model, or math for such a task; without a GPU, instruct-cpu or math-cpu"
-        others = others if self.auto == "tiny" else ""
-        which = f"Recipe to start from: {', '.join(recipe.names())}, or a YAML file; auto: {self.auto}{others}."
+        words = [part for word in args for part in (word.split("=", 1) if word.startswith("--") else [word])]
+        typed = {option.removeprefix("--"): value for option, value in itertools.pairwise(words)}
+        name = typed.get("recipe", recipe.DEFAULT)
+        if name == recipe.DEFAULT:
+            name = recipe.default(typed) if self.auto == "tiny" else self.auto
+        ctx.meta[_RECIPE] = name
+        return super().parse_args(ctx, args)
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the command's own options, `--recipe`, and every field with its value in the recipe that would run."""
+        from qrl import recipe
+
+        name, all_shown = ctx.meta.get(_RECIPE, self.auto), ctx.meta.get(_ALL, False)
+        try:
+            values = recipe.load(name).flat()
+        except BadInput:  # which is reported when the command is invoked
+            name, values = self.auto, recipe.load(self.auto).flat()
+        which = "Recipe to start from: a name from `qrl recipes`, or a YAML file. auto: by model, task and device."
         options = [click.Option(["--recipe", "recipe_name"], default="auto", metavar="NAME|FILE.yaml", help=which)]
-        values = recipe.load(self.auto).flat()
         for key, (annotation, description) in recipe.fields().items():
-            hidden = "." in key and key.split(".", maxsplit=1)[0] not in self.sections
-            value = "" if values[key] in ("null", "") else f"  [{self.auto}: {values[key]}]"
-            words = {"metavar": recipe.type_name(annotation), "help": description + value, "hidden": hidden}
-            options.append(click.Option([f"--{key}", _identifier(key)], **words))
+            read = "." not in key or key.split(".", maxsplit=1)[0] in self.sections
+            value = "" if values[key] in ("null", "") else f"  [{Path(name).stem}: {values[key]}]"
+            words = {"metavar": recipe.type_name(annotation), "help": description + value}
+            hidden = not read or not (all_shown or key in self.first)
+            options.append(click.Option([f"--{key}", _identifier(key)], **words, hidden=hidden))
+        show_all = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
+        options.append(click.Option(["--help-all"], **show_all, help="Show this with every option, and exit."))
         return [*self.params, *options, *super().get_params(ctx)[len(self.params) :]]
 
     def invoke(self, ctx: click.Context):
@@ -87,13 +120,46 @@ class RecipeCommand(click.Command):
             from qrl.study import environments
 
             environments.check_checkout(self.name)
+        inherited = self._inherited(own, overrides) if name == recipe.DEFAULT else {}
         if self.auto == "tiny":
             from qrl.study import preflight
 
-            name = preflight.recipe_for(name, overrides)
-        settings = ctx.params["settings"] = recipe.load(name, overrides)
+            name = preflight.recipe_for(name, inherited | overrides)
+        settings = ctx.params["settings"] = recipe.load(name, inherited | overrides)
         ctx.obj = Typed({"recipe": name, **overrides}, own, settings.device)
         return super().invoke(ctx)
+
+    def _inherited(self, own: dict[str, str], overrides: dict[str, str]) -> dict[str, str]:
+        """Return the settings of the run that made the result given in an option, and print which they are."""
+        text = " ".join(own.values())
+        if not _OURS.search(text):
+            return {}
+        from qrl import recipe
+        from qrl.study import environments
+        from qrl.tracking import origin, runs
+
+        if runs.is_launched() or not (found := origin.find(text)):  # a study names every setting itself
+            return {}
+        newest, *others = found
+        base = recipe.default(newest.values | overrides)
+        usual = recipe.load(base).flat(*self.sections)
+        read = {key: value for key, value in newest.values.items() if key in usual and key not in overrides}
+        changed = [f"{key}={value}" for key, value in read.items() if value != usual[key]]
+        differing = {key for other in others for key in read if other.values.get(key, read[key]) != read[key]}
+        which = ", ".join(changed) or f"those of recipe {base}"
+        notes = [f"Settings of run {newest.run_id[:8]} ({newest.step}): {which}"]
+        if differing - _PLACES:
+            notes.append(f"the other runs differ in {', '.join(sorted(differing - _PLACES))}")
+        if environments.PLACE not in os.environ:  # printed before the step was handed over
+            click.echo("; ".join(notes), err=True)
+        return dict(newest.values)
+
+
+def _show_all(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        ctx.meta[_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
 
 
 def listed(option: str, text: str) -> list[str]:

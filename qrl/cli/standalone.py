@@ -1,10 +1,15 @@
-"""Commands that need neither a recipe nor a store: `plan` and `grade`."""
+"""Commands that need no store: `plan`, `grade`, and the lists of recipes and schemes."""
+
+import re
+from pathlib import Path
 
 import click
 from click import option
 
 from qrl.cli.options import SWITCH, named
 from qrl.errors import BadInput
+
+SCHEMES = Path(__file__).parents[1] / "quantize" / "README.md"  # its first table
 
 
 @click.command("plan")
@@ -70,3 +75,42 @@ def grade_command(task: str, out: str, columns: str | None, option: str | None, 
     if (file is None) == (option is None):
         raise BadInput("grade reads one file of completions: give it as FILE.jsonl or as --file FILE.jsonl.")
     click.echo(files.grade_file(task, file or option, out, named("--columns", columns)))
+
+
+@click.command("recipes")
+@click.argument("name", metavar="[NAME|FILE.yaml]", required=False)
+def recipes_command(name: str | None) -> None:
+    """List the recipes, or show all settings of one.
+
+    \b
+    qrl recipes                               what each is for
+    qrl recipes tiny-qlora > mine.yaml        a file to change: --recipe mine.yaml
+    """
+    from qrl import recipe
+
+    if name is not None:
+        about = "\n".join(f"# {line}" for line in recipe.about(name).splitlines())
+        click.echo(f"{about}\n{recipe.load(name).dump()}", nl=False)
+        return
+    for each in recipe.names():
+        about = " ".join(recipe.about(each).split())
+        untried = " Not run on real weights yet." if "Not run yet" in about else ""
+        click.echo(f"{each:24} {about.partition('. ')[0].rstrip('.')}.{untried}")
+
+
+@click.command("schemes")
+def schemes_command() -> None:
+    """List the schemes: what each stores, what it needs, and what was measured on the shipped model."""
+    text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", SCHEMES.read_text(encoding="utf-8")).replace("`", "")
+    table = text[text.index("| scheme |") :].partition("\n\n")[0]
+    heads, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
+    for scheme, weights, activations, library, calibrated, fields, bits, cost in rows:
+        texts = {"no": "", "yes": ", calibration texts"}.get(calibrated, f", calibration texts for {calibrated}")
+        click.echo(f"{scheme:10} {weights}; activations {activations}")
+        click.echo(f"{'':10} needs {library}{texts}" + (f"; uses quantize.{fields}" if fields else ""))
+        if bits:
+            measured = f", {heads[-1]} {cost}, n = 1,000" if cost else ""
+            click.echo(f"{'':10} measured on qrl-tiny: {bits} {heads[-2]}{measured}")
+
+
+COMMANDS = (plan_command, grade_command, recipes_command, schemes_command)

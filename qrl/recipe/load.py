@@ -5,6 +5,7 @@ another recipe, it holds only what differs.
 """
 
 import difflib
+import itertools
 import re
 import types
 import typing
@@ -53,6 +54,14 @@ def fields() -> dict[str, tuple[Any, str]]:
 def names() -> list[str]:
     """Return the names of the recipes that ship with the package."""
     return sorted(path.stem for path in NAMED.glob("*.yaml"))
+
+
+def about(name_or_path: str) -> str:
+    """Return the comment at the head of a recipe's file; raise BadInput if there is no such recipe."""
+    lines = _path(name_or_path).read_text(encoding="utf-8").splitlines()
+    return "\n".join(
+        line.removeprefix("#").strip() for line in itertools.takewhile(lambda each: each[:1] == "#", lines)
+    )
 
 
 def load(name_or_path: str = DEFAULT, overrides: Mapping[str, str] | None = None) -> Recipe:

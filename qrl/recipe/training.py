@@ -37,7 +37,7 @@ class Train(Section):
     max_completion_tokens: Count = option(80, "longest sampled completion, in tokens")
     loss: Literal["grpo", "dr_grpo", "dapo", "bnpo"] = option("dr_grpo", "how the token losses are averaged")
     importance_sampling_level: Literal["token", "sequence"] = option(
-        "token", "which ratio is clipped: of each token (GRPO) or of the sequence (GSPO)"
+        "token", "which ratio is clipped: of each token (GRPO) or of the whole answer (GSPO)"
     )
     num_iterations: Count = option(1, "optimizer steps on each batch of completions; clipping has an effect above 1")
     epsilon: float = option(0.2, "ratios are clipped to 1 − epsilon … 1 + epsilon_high", gt=0, lt=1)
@@ -74,7 +74,7 @@ class Train(Section):
     distill_top_k: Count = option(64, "distillation: number of the teacher's top tokens to compare, re-normalized")
     distill_reverse: Fraction = option(0.5, "distillation: weight of reverse KL; 0: forward only, 1: reverse only")
     qat_calibration_samples: int = option(
-        128, "training texts that calibrate activation scales and measure the error of Q(W)", ge=1, le=100_000
+        128, "training texts for activation scales and for the error of quantized weights", ge=1, le=100_000
     )
     qat_calibration_batch: Count = option(16, "calibration texts in one forward pass")
     qat_calibration_max_tokens: Count = option(1024, "longest calibration text, in tokens; a longer one is an error")
@@ -142,7 +142,7 @@ class Rollout(Section):
         "token_truncate", "importance-sampling correction of engine to trainer; none neither corrects nor measures"
     )
     is_correction_max: _OfVllm[float] = option(2.0, "weight above which a token or answer is truncated or masked", gt=0)
-    max_engine_kl: _OfVllm[float] = option(0.01, "warn above this engine-to-trainer KL (k3, nats/token)", gt=0)
+    max_engine_kl: _OfVllm[float] = option(0.01, "warn above this engine-to-trainer KL, nats per token", gt=0)
     min_effective_sample_size: _OfVllm[Fraction] = option(0.9, "warn below this effective sample size (token share)")
 
 

@@ -30,7 +30,8 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         recipe: its `compare.margin` decides what counts as survival.
         cells: run ids of the cells' evaluations.
     """
-    from qrl.tracking import cells as evaluated  # imports MLflow, which takes a second
+    from qrl.steps import outcome  # imports MLflow, which takes a second
+    from qrl.tracking import cells as evaluated
     from qrl.tracking import contents, keys, reuse, runs
 
     frame = evaluated.rows(cells)
@@ -48,6 +49,7 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         if not runs.is_launched():  # a study prints the table at its end
             click.echo(text)
             click.echo(f"Logged to run {runs.active_id()}: {TABLE_FILES}.", err=True)
+            outcome.compared(cells)
         artifacts = sorted(path.name for path in work.iterdir())
         values = {"sentence": comparison.sentence(), "metrics": comparison.metrics()}
         reuse.record_outputs(artifacts=artifacts, values=values)
@@ -80,6 +82,7 @@ def files(
 
 def methods(recipe: Recipe, cells: list[str]) -> None:
     """Log one row per cell against base and full precision: methods.md, methods.json, questions.parquet, a figure."""
+    from qrl.steps import outcome
     from qrl.tracking import cells as evaluated
     from qrl.tracking import contents, runs
 
@@ -96,6 +99,7 @@ def methods(recipe: Recipe, cells: list[str]) -> None:
         contents.describe(text)
         click.echo(text)
         click.echo(f"Logged to run {runs.active_id()}: {METHODS_FILES}, {names.QUESTIONS}.", err=True)
+        outcome.compared(cells)
 
 
 def write(comparison: room.Comparison, out: Path, *, appendix: str = "") -> str:

@@ -15,7 +15,7 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.formats import stored
 from qrl.recipe import Recipe
-from qrl.steps import inputs
+from qrl.steps import inputs, outcome
 from qrl.tasks import prompt
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
 from qrl.workspace import workspace, written, written_whole
@@ -57,6 +57,7 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, 
         contents.log_scores(metrics)
         contents.log_folder(work)
         reuse.record_outputs(artifacts=sorted(path.name for path in work.iterdir()), values={"metrics": metrics})
+        outcome.diagnosed(base, trained, quantized)
 
 
 def _check(recipe: Recipe, address: str) -> checkpoint.Checkpoint:

@@ -68,7 +68,8 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
                     if evaluation.variant == names.BASE:  # the others are measured against it
                         break
         if run_ids:
-            outcome.evaluated(run_ids)
+            models = {":".join(cell): address for cell, (address, _) in cells.items()}
+            outcome.evaluated(recipe, models, run_ids)
         if broken:
             unhealthy = UnhealthyCell(" ".join(broken))
             unhealthy.printed = True  # cell by cell, above

@@ -1,40 +1,89 @@
-"""What a step prints at its end: where its result is, and the command that uses it next. Silent within a study."""
+"""What a step prints at its end: its result, and on the last line the command that uses it next. Silent within a study.
 
-from collections.abc import Mapping
+The command needs no setting of the recipe: a step takes them from the run of a result that it is given.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
 
 import click
 
-from qrl.tracking import runs
-
-SAME = "with the same recipe"
-
-
-def model(address: str, variant: str, scheme: str) -> None:
-    """Print a full-precision model, which can be quantized and evaluated."""
-    then = f"`evaluate --cells {variant}:{scheme}={address}` or `quantize --models {variant}={address}`, {SAME}"
-    _print({"Model": f"{address}, {variant} in full precision", "Next": then})
+from qrl import names, process
+from qrl import recipe as recipes
+from qrl.errors import BadInput
+from qrl.recipe import Recipe
+from qrl.tracking import cells, runs
 
 
 def adapter(address: str) -> None:
-    """Print an adapter, which is to be merged first."""
-    _print({"Adapter": address, "Next": f"`merge --adapter {address}`, {SAME}"})
+    """Print an adapter; it is merged next."""
+    _print(f"Adapter {address}", "merge", {"adapter": address})
 
 
-def cells(stored: Mapping[str, str]) -> None:
-    """Print quantized models by `variant:scheme`."""
-    listed = ",".join(f"{cell}={address}" for cell, address in stored.items())
-    _print({"Models": listed, "Next": f"`evaluate --cells {listed}`, {SAME}"})
+def model(recipe: Recipe, address: str) -> None:
+    """Print a trained model in full precision; it is quantized next, and the model before training with it."""
+    scheme, models = recipe.quantize.schemes[0], {names.BASE: recipe.model, recipe.train.variant: address}
+    result = f"Model   {address}, {recipe.train.variant} in full precision"
+    _print(result, "quantize", {"scheme": scheme, "models": _listed(models)})
 
 
-def evaluated(run_ids: Mapping[str, str]) -> None:
-    """Print evaluation runs by `variant:scheme`."""
-    first, *more = run_ids.values()
-    then = f"`compare --cells {','.join(run_ids.values())}`" if more else f"`promote --stage STAGE --cell {first}`"
-    if more and len({cell.partition(":")[0] for cell in run_ids}) == 1:
-        then += ", with the runs of another variant to compare with"
-    _print({"Runs": ", ".join(f"{cell} {run_id}" for cell, run_id in run_ids.items()), "Next": then})
+def quantized(sources: Mapping[str, str], stored: Mapping[str, str]) -> None:
+    """Print quantized models, by `variant:scheme`; they are evaluated next, with their sources, by variant."""
+    full = {f"{variant}:{names.FULL}": address for variant, address in sources.items()}
+    _print(f"Models  {_listed(stored)}", "evaluate", {"cells": _listed(full | stored)})
 
 
-def _print(lines: Mapping[str, str]) -> None:
+def diagnosed(base: str, trained: str, quantized: str | None) -> None:
+    """Evaluate the models of a diagnosis next: `quantized` lists some by `variant:scheme`."""
+    full = _listed({f"{names.BASE}:{names.FULL}": base, f"{names.GRPO}:{names.FULL}": trained})
+    _print("", "evaluate", {"cells": ",".join(filter(None, (full, quantized)))})
+
+
+def evaluated(recipe: Recipe, models: Mapping[str, str], run_ids: Mapping[str, str]) -> None:
+    """Print evaluation runs, by `variant:scheme`, as `models`.
+
+    Two variants in full precision are compared next, and base is promoted; any other cell is evaluated beside base.
+    """
+    result = "\n".join(f"Run     {run_id}, {cell}" for cell, run_id in run_ids.items())
+    full = [cell for cell in run_ids if cell.endswith(f":{names.FULL}")]
+    base = f"{names.BASE}:{names.FULL}"
+    if len(full) > 1 and base in full:
+        _print(result, "compare", {"cells": ",".join(run_ids.values())})
+    elif base in full:
+        _print(result, "promote", {"stage": names.BASE, "cell": run_ids[base]})
+    else:
+        _print(result, "evaluate", {"cells": _listed({base: recipe.model, **models})})
+
+
+def compared(run_ids: Sequence[str]) -> None:
+    """Promote next the cells that have a stage, by the runs of their evaluations; under several seeds, the first."""
+    by_cell = {}
+    for run_id in reversed(run_ids):
+        with contextlib.suppress(BadInput):  # rows that somebody else logged
+            cell = cells.read(run_id)
+            by_cell[f"{cell.variant}:{cell.scheme}"] = run_id
+    earned = {stage: by_cell[cell] for stage, cell in names.STAGE_CELL.items() if cell in by_cell}
+    if earned:
+        _print("", "promote", {"stage": ",".join(earned), "cell": ",".join(earned.values())})
+
+
+def promoted(name: str, stage: str) -> None:
+    """Serve a stage next, of the registered model `name`."""
+    _print("", "serve", serving(name, stage))
+
+
+def serving(name: str, stage: str) -> dict[str, str]:
+    """Return the options with which `serve` serves a stage of a registered model."""
+    shipped = recipes.Recipe().model
+    return {"stage": stage} | ({} if name == shipped else {"registered_name": name})
+
+
+def _listed(models: Mapping[str, str]) -> str:
+    return ",".join(f"{label}={address}" for label, address in models.items())
+
+
+def _print(result: str, step: str, options: Mapping[str, str]) -> None:
     if not runs.is_launched():
-        click.echo("\n".join(f"{label:8}{text}" for label, text in lines.items()))
+        if result:
+            click.echo(result)
+        click.echo(f"Next, with the same settings:\n{process.command(step, options)}")

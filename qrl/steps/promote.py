@@ -16,7 +16,7 @@ from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
 from qrl.registry import gate, versions
 from qrl.registry.stages import check_stage, holder
-from qrl.steps import inputs
+from qrl.steps import inputs, outcome
 from qrl.tracking import cells, contents, lineage, runs, store
 from qrl.tracking.cells import Evaluated
 from qrl.tracking.lineage import Ancestor
@@ -63,6 +63,7 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
             with contextlib.suppress(BadInput):  # a study that has none yet
                 table = contents.artifact(study, names.TABLE_MD).read_text(encoding="utf-8") if study else ""
             registry.publish(name, table)
+        outcome.promoted(name, stages[-1])
 
 
 def _own(recipe: Recipe, cell: Evaluated, base: Ancestor, typed: Collection[str]) -> Recipe:
@@ -117,6 +118,7 @@ def rollback(recipe: Recipe, stage: str) -> None:
     name = registry.registered_name(recipe)
     store.prepare()
     click.echo(f"Stage {stage} is {registry.rollback(name, stage)} again.")
+    outcome.promoted(name, stage)
 
 
 def _promote_one(recipe: Recipe, name: str, stage: str, candidate: Evaluated, base: Ancestor) -> str:

@@ -26,15 +26,19 @@ _Solved = tuple[tasks.Question, bool]  # with its solution, and whether that end
 STAGES = ("reading texts", "storing", "measuring")  # of one checkpoint; rollouts are generated in the first
 
 
+def chosen(recipe: Recipe, models: str | None) -> dict[str, str]:
+    """Return the addresses in `variant=model,…`; default: the recipe's model as base."""
+    return inputs.pairs(models, "a variant and its model") if models else {names.BASE: recipe.model}
+
+
 def sources(recipe: Recipe, models: str | None) -> dict[str, checkpoint.Checkpoint]:
     """Return the full-precision checkpoint of each variant in `variant=model,…`; default: the recipe's model as base.
 
     Raises:
         BadInput: the list is malformed, a model is not a checkpoint, or one is already quantized.
     """
-    chosen = inputs.pairs(models, "a variant and its model") if models else {names.BASE: recipe.model}
     checkpoints = {}
-    for variant, address in chosen.items():
+    for variant, address in chosen(recipe, models).items():
         checkpoints[inputs.check_variant(variant)] = source = checkpoint.check(addresses.folder(address))
         if source.quantization:
             raise BadInput(f"{address} is already quantized ({source.quantization}): use full-precision weights.")
@@ -60,7 +64,7 @@ def quantize(recipe: Recipe, scheme: str, models: str | None) -> None:
             facts = {"digest": texts.questions_digest, "n": settings.samples, "source": texts.source}
             contents.log_dataset(f"{recipe.task}-calibration", context="calibration", **facts)
         models_made = {variant: _quantize_one(texts, variant, source, work) for variant, source in checkpoints.items()}
-        outcome.cells({f"{variant}:{scheme}": uri for variant, uri in models_made.items()})
+        outcome.quantized(chosen(recipe, models), {f"{variant}:{scheme}": uri for variant, uri in models_made.items()})
 
 
 def _quantize_one(texts: Texts, variant: str, source: checkpoint.Checkpoint, work: Path) -> str:

@@ -182,4 +182,4 @@ def _record(recipe: Recipe, path: Path, parent: str, artifacts: list[str], *, ad
         return
     uri, digest = record.own(recipe, path, recipe.train.variant, names.FULL, parent=parent)
     reuse.record_outputs(models={"model": uri}, artifacts=artifacts, values={"digest": digest, "parent": parent})
-    outcome.model(uri, recipe.train.variant, names.FULL)
+    outcome.model(recipe, uri)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from qrl.errors import BadInput
 from qrl.study import build
-from qrl.study.build import PLACE, environment_for
+from qrl.study.build import PLACE
 from qrl.study.launch import DryRun, Launcher, launch, local_path, variables
 from qrl.tracking import projects
 from qrl.tracking.keys import ROOT

@@ -196,8 +196,8 @@ def local_path() -> str:
 
 
 def variables(folder: Path) -> AbstractContextManager[None]:
-    """Set our working folder, for relative paths, and uv's overrides.txt if the project has one: it replaces pins."""
-    ours, overrides = {process.FOLDER: os.getcwd()}, folder / "overrides.txt"
+    """Set our working folder, how commands are typed, and uv's overrides.txt, which replaces pins, if there is one."""
+    ours, overrides = {process.FOLDER: os.getcwd(), process.CALLER: process.caller()}, folder / "overrides.txt"
     if overrides.is_file() and "UV_OVERRIDE" not in os.environ:  # a user's own has precedence
         ours["UV_OVERRIDE"] = str(overrides.resolve())
     return process.variables(**ours)

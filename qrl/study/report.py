@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qrl import names
+from qrl import names, process
 from qrl.recipe import Recipe
+from qrl.steps import outcome
 from qrl.study import page
 from qrl.study.environments import PLACE
 from qrl.study.launch import Launcher
@@ -54,7 +55,6 @@ def show(recipe: Recipe, launcher: Launcher) -> None:
             shutil.copytree(source, work / names.FIGURES, dirs_exist_ok=True, ignore=pictures)
         figures = sorted(path.name for path in (work / names.FIGURES).iterdir())
         page.write(work / names.REPORT, recipe, launcher, [])
-        (work / names.RECIPE).write_text(recipe.dump())
         table = (work / names.TABLE_MD).read_text()
         contents.log_folder(work)
     contents.log_scores(compared.outputs.values["metrics"])
@@ -94,7 +94,7 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
     if stage:
         lines += [
             f'Load        python -c \'import qrl; model, tokenizer = qrl.load("{name}", stage="{stage}")\'',
-            f"Serve       {_serve(recipe, stage)}",
+            f"Serve       {process.command('serve', outcome.serving(name, stage))}",
         ]
     lines.append(f"Took        {seconds:.0f} s, {launcher.seconds:.0f} s of it in the steps that ran")
     click.echo("\n".join(lines))
@@ -143,9 +143,3 @@ def look(address: str) -> list[str]:
     """
     ui = f"Look        mlflow ui --backend-store-uri {shlex.quote(address)}, then http://127.0.0.1:5000"
     return [] if address.startswith("http") else [ui]
-
-
-def _serve(recipe: Recipe, stage: str) -> str:
-    model = "" if recipe.model == "qrl-tiny" else f" -P model={shlex.quote(recipe.model)}"
-    name = f" -P registered_name={shlex.quote(recipe.registered_name)}" if recipe.registered_name else ""
-    return f"mlflow run . -e serve -P stage={stage}{model}{name} --env-manager uv"

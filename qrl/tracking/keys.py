@@ -82,9 +82,11 @@ def _key(
         "device": device,
         "environment": hashlib.sha256(environment.read_bytes()).hexdigest(),
     }
-    whole = parts | {"sources": sources.digest(step)}
+    files = sources.digests(step)
+    content = "".join(f"{name}\0{digest}\0" for name, digest in files.items())
+    whole = parts | {"sources": hashlib.sha256(content.encode()).hexdigest()}
     key = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
-    PARTS[key] = parts | {f"{SOURCE}{name}": digest for name, digest in sources.digests(step).items()}
+    PARTS[key] = whole | {f"{SOURCE}{name}": digest for name, digest in files.items()}
     return key
 
 

@@ -61,7 +61,7 @@ def _differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
     phrases, files = [], []
     for name in now | before:
         old, new = before.get(name, ""), now.get(name, "")
-        if old == new or name == "sources":  # one digest of all, in the records of earlier versions
+        if old == new or name == "sources":
             continue
         if name.startswith(keys.SOURCE):
             files.append(name)
@@ -69,8 +69,8 @@ def _differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
             phrases.append(f"{_spoken(name)} changed")
         else:
             phrases.append(f"{_spoken(name)} {old or 'unset'} → {new or 'unset'}")
-    if "sources" in before:
-        files = ["the sources"]
+    if not any(name.startswith(keys.SOURCE) for name in before):  # an earlier version's record: one digest of all
+        files = ["the sources"] if before.get("sources") != now.get("sources") else []
     if files:
         more = len(files) - _FILES_NAMED
         phrases.append(f"{', '.join(files[:_FILES_NAMED])}{f' and {more} more sources' if more > 0 else ''} changed")

@@ -42,7 +42,8 @@ def step(
 
     Args:
         name: the step, for the tag qrl.step and the run's name.
-        recipe: logged as params, under keys that MLflow has not logged already; its prompt template by hash too.
+        recipe: logged as params, under keys that MLflow has not logged already, and whole as recipe.yaml; its prompt
+            template by hash too.
         sections: the recipe's sections that this step reads, logged with its top level; default: all.
         params: further params, e.g. `variant` and `scheme`.
         tags: further tags.
@@ -63,6 +64,8 @@ def step(
                 mlflow.MlflowClient().set_experiment_tag(run.info.experiment_id, _KIND, "custom_model_development")
             settings = {**recipe.flat(*sections), "prompt_hash": prompt.template_hash(recipe.prompt)} if recipe else {}
             contents.log_params({**settings, **(params or {})})
+            if recipe:  # whole, for steps that go on from here
+                mlflow.log_text(recipe.dump(), names.RECIPE)
             began = time.time()
             yield run
             mlflow.log_metrics({names.SECONDS: time.time() - began, "step/startup_s": began - signals.started()})

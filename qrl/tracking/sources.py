@@ -1,4 +1,4 @@
-"""The sources that can change a step's result, as one digest.
+"""The sources that can change a step's result, each with its digest.
 
 They are the step's file and all that it imports from this package, at whatever depth. Python is compared as parsed
 code without comments and docstrings, so that wording and layout never retrain, and a changed number does. Data beside a
@@ -26,14 +26,16 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _MODULE = re.compile(r"qrl(\.\w+)+")
 
 
-def digest(step: str, package: Path = PACKAGE) -> str:
-    """Return the sha256 over all sources that can change a step's result; edits while this process runs count."""
-    content = "".join(f"{name}\0{digest}\0" for name, digest in digests(step, package).items())
-    return sha256(content.encode()).hexdigest()
-
-
 def digests(step: str, package: Path = PACKAGE) -> dict[str, str]:
-    """Return the sha256 of each source that can change a step's result, by its path in the package."""
+    """Return the sha256 of every source that can change a step's result; edits while this process runs count.
+
+    Args:
+        step: entry point.
+        package: folder of the package.
+
+    Returns:
+        Path in the package → 64 hexadecimal digits.
+    """
     contents = {file.relative_to(package).as_posix(): file for file in files(step, package)}
     return {
         name: _parsed(file.read_bytes())[0] if file.suffix == ".py" else sha256(file.read_bytes()).hexdigest()

@@ -404,18 +404,69 @@ def test_help_of_every_command_shows_its_options():
         )
 
 
-@pytest.mark.parametrize(("command", "auto"), [("train", "tiny"), ("sweep", "tiny-ptq")])
-def test_help_says_what_is_done_where_nothing_is_typed(command, auto):
+def shown(*words: str) -> str:
     from click.testing import CliRunner
 
+    result = CliRunner().invoke(cli.cli, words, terminal_width=10_000)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["train"], "tiny"),
+        (["sweep"], "tiny-ptq"),
+        (["train", "--recipe", "tiny-lora"], "tiny-lora"),
+        (["study", "--model", "/a/model"], "instruct"),
+        (["study", "--task=math"], "math"),
+        (["train", "--recipe", "no such recipe"], "tiny"),
+    ],
+)
+def test_help_shows_the_values_of_the_recipe_that_would_run(words, name):
     from qrl import recipe
 
-    shown = " ".join(CliRunner().invoke(cli.cli, [command, "--help"], terminal_width=10_000).output.split())
-    assert f"auto: {auto}" in shown
-    values = recipe.load(auto).flat("train")
-    assert all(
-        f"[{auto}: {values[key]}]" in shown for key in ("train.steps", "train.learning_rate", "train.loss", "prompt")
+    text = " ".join(shown(*words, "--help-all").split())
+    values = recipe.load(name).flat("train")
+    for key in ("train.steps", "train.learning_rate", "train.loss", "train.method", "prompt"):
+        assert f"[{name}: {values[key]}]" in text
+
+
+def test_help_of_a_study_has_the_ten_options_that_matter_and_three_examples():
+    from qrl import recipe
+
+    text = shown("study", "--help")
+    options = [line.split()[0] for line in text.splitlines() if line.startswith("  --") and "help" not in line]
+    assert (
+        options[0] == "--recipe" and len(options) == 10 and {"--model", "--data", "--quantize.schemes"} < set(options)
     )
+    assert sum(line.startswith("  qrl study") for line in text.splitlines()) == 3
+    every = shown("study", "--help-all")
+    assert all(f"--{key} " in every for key in recipe.fields() if not key.startswith("benchmark."))
+
+
+def test_recipes_are_listed_and_one_is_shown_as_a_file_that_loads_to_it(tmp_path):
+    from qrl import recipe
+
+    listed = shown("recipes").splitlines()
+    assert [line.split()[0] for line in listed] == recipe.names() and "two CPU cores" in listed[-4]
+    assert "Not run on real weights" in listed[0]
+    (tmp_path / "mine.yaml").write_text(shown("recipes", "tiny-qlora"))
+    assert recipe.load(str(tmp_path / "mine.yaml")) == recipe.load("tiny-qlora")
+
+
+def test_schemes_are_listed_with_what_was_measured():
+    from qrl import names
+
+    text = shown("schemes")
+    heads = [line.split()[0] for line in text.splitlines() if not line.startswith(" ")]
+    assert set(heads) - {"rtn-*"} == {name for name in names.QUANTIZED_SCHEMES if name not in names.ROUNDED}
+    table = (ROOT / "tests" / "benchmarks" / "results" / "quantization.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table if line.startswith("| ")]
+    measured = {row[0]: row for row in rows if row[0] in heads}
+    assert len(measured) == 10
+    for row in measured.values():
+        assert f"{row[1]} bits a weight, accuracy − full {row[-1]}, n = 1,000" in text
 
 
 @pytest.mark.process

@@ -1,51 +1,99 @@
-"""Steps run one by one: each prints at its end the command for the next, with its inputs."""
+"""Steps run one by one: the last line of each is the command for the next, whole, pasted as it is."""
 
-import re
+import shlex
 
 import mlflow
 import pytest
 
-from qrl import cli
+from qrl import cli, process
 from qrl.errors import GateRefused
+from qrl.tracking import contents
 
-pytestmark = pytest.mark.process
-
-SMALL = [
-    "--device",
-    "cpu",
-    "--train.steps",
-    "1",
-    "--train.prompts_per_step",
-    "2",
-    "--train.questions",
-    "8",
-    "--train.micro_batch",
-    "16",
-    "--evaluate.n",
-    "40",
-]
+SMALL = {
+    "recipe": "tiny-lora",
+    "device": "cpu",
+    "seed": "3",
+    "train.steps": "1",
+    "train.prompts_per_step": "2",
+    "train.questions": "8",
+    "train.micro_batch": "16",
+    "evaluate.n": "20",
+}
 
 
-def test_from_an_adapter_to_a_stage_by_what_each_step_says(store, capsys):
-    def say(step: str, *words: str) -> str:
-        cli.cli.main([step, "--recipe", "tiny-lora", *SMALL, *words], standalone_mode=False)
-        return capsys.readouterr().out
+@pytest.fixture
+def paste(store, monkeypatch, capsys):
+    """Run a command as it was printed; return its last line, and what it said of settings."""
+    monkeypatch.setenv(process.CALLER, "python -m qrl {}")
 
-    def following(output: str, step: str) -> list[str]:
-        """Return the words of the next command, as the previous step printed it."""
-        return re.search(rf"^Next .*`{step} ([^`]+)`", output, re.MULTILINE)[1].split()
+    def run(line: str) -> tuple[str, str]:
+        words = shlex.split(line)
+        assert words[:3] == ["python", "-m", "qrl"]
+        cli.cli.main(words[3:], standalone_mode=False)
+        said = capsys.readouterr()
+        return said.out.splitlines()[-1], said.err
 
-    merge = following(say("train"), "merge")
-    merged = say("merge", *merge)
-    variant, address = following(merged, "quantize")[1].split("=")
-    assert variant == "grpo" and address.startswith("models:/m-")
-    stored = following(say("quantize", "--scheme", "nf4", "--models", f"base=qrl-tiny,{variant}={address}"), "evaluate")
-    full = f"base:full=qrl-tiny,grpo:full={address}"
-    ids = following(say("evaluate", "--cells", f"{full},{stored[1]}"), "compare")
-    assert len(ids[1].split(",")) == 4
-    assert "gain survival" in say("compare", *ids)
-    promote = following(say("evaluate"), "promote")
-    say("promote", "--stage", "base", *promote[2:])
-    with pytest.raises(GateRefused, match="Stage grpo is refused"):  # one step on two questions teaches nothing
-        say("promote", "--stage", "grpo", "--cell", ids[1].split(",")[1])
+    return run
+
+
+@pytest.mark.process
+def test_from_an_adapter_to_a_stage_by_pasting_what_each_step_prints(paste):
+    line, said = paste(process.command("train", SMALL))
+    assert "Settings of run" not in said
+    for step, settings in (
+        ("merge", "seed=3"),
+        ("quantize", "seed=3"),
+        ("evaluate", "seed=3, device=cpu, evaluate.n=20"),
+        ("compare", "seed=3"),
+    ):
+        assert line.startswith(f"python -m qrl {step} --")
+        line, said = paste(line)
+        assert said.count("Settings of run") == 1 and settings in said
+    promote = shlex.split(line)
+    assert promote[3:6] == ["promote", "--stage", "base,grpo"] and line.count(",") == 2
+    with pytest.raises(GateRefused, match=r"Stage grpo is refused.* n = 20"):  # a step on two questions teaches nothing
+        paste(line)
     assert int(mlflow.MlflowClient().get_model_version_by_alias("qrl-tiny", "base").version) == 1
+    (train,) = mlflow.search_runs(filter_string="tags.`qrl.step` = 'train'", output_format="list")
+    assert "method: lora" in contents.artifact(train.info.run_id, "recipe.yaml").read_text()
+    cell = promote[-1].split(",")[0]
+    line, said = paste(f"python -m qrl promote --stage base --cell {cell} --seed 3 --device cpu")
+    assert line == "python -m qrl serve --stage base" and "those of recipe tiny" in said
+
+
+@pytest.mark.parametrize(
+    ("caller", "line"),
+    [
+        ("python -m qrl {}", "python -m qrl serve --stage awq --model 'a b'"),
+        ("mlflow run . -e {} --env-manager uv", "mlflow run . -e serve --env-manager uv -P stage=awq -P model='a b'"),
+    ],
+)
+def test_a_next_line_is_typed_as_this_command_was(caller, line, monkeypatch):
+    monkeypatch.setenv(process.CALLER, caller)
+    assert process.command("serve", {"stage": "awq", "model": "a b"}) == line
+
+
+MLFLOW = ["/x/bin/python", "/x/bin/mlflow", "run", "..", "-e", "train"]
+
+
+@pytest.mark.parametrize(
+    ("words", "above", "folder", "typed"),
+    [
+        (MLFLOW, [], str(process.ROOT), "mlflow run . -e {}"),
+        ([*MLFLOW, "--env-manager=local"], ["bash"], str(process.ROOT), "mlflow run . -e {} --env-manager=local"),
+        (
+            [*MLFLOW, "--env-manager", "uv"],
+            ["/b/uv", "tool", "uvx", "--from", "mlflow==3", "mlflow", *MLFLOW[2:]],
+            str(process.ROOT),
+            "uvx --from mlflow==3 mlflow run . -e {} --env-manager uv",
+        ),
+        (MLFLOW, [], "/elsewhere", f"mlflow run {process.ROOT} -e {{}}"),
+        (["bash"], [], "/elsewhere", "/y/python -m qrl {}"),
+        ([], [], "", "/y/python -m qrl {}"),
+    ],
+)
+def test_how_a_command_was_typed_is_read_from_the_processes_above(words, above, folder, typed, monkeypatch):
+    monkeypatch.delenv(process.CALLER, raising=False)
+    monkeypatch.setattr(process, "_launchers", lambda: (words, above, folder))
+    monkeypatch.setattr(process.sys, "orig_argv", ["/y/python", "-m", "qrl", "train"])
+    assert process.caller() == typed

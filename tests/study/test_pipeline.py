@@ -13,7 +13,7 @@ import pytest
 from qrl import checkpoint, names, process, recipe, tiny
 from qrl.errors import BadInput
 from qrl.study import environments, pipeline, preflight
-from qrl.study.launch import DryRun, launch
+from qrl.study.launch import DryRun, Launcher, Step, launch
 from qrl.tracking import keys, models, reuse, runs
 
 DIGEST = checkpoint.digest(tiny.PATH)
@@ -72,6 +72,20 @@ def test_without_a_store_everything_is_missing_and_none_is_made(small, tmp_path,
     mlflow.set_tracking_uri(None)
 
 
+def test_a_study_prints_what_it_reuses_and_why_it_does_not(store, small, capsys, monkeypatch):
+    key = keys.trained(small, DIGEST, "cpu")
+    longer = keys.trained(
+        small.model_copy(update={"train": small.train.model_copy(update={"steps": 20})}), DIGEST, "cpu"
+    )
+    first, launcher = finished("train", key), Launcher({}, "", 2)
+    launcher.obtain(Step("train", "GRPO", {"train": key}, lambda missing: {}))
+    printed = capsys.readouterr().err
+    assert "[1/2] train: GRPO (reused)" in printed and f"train from run {first[:8]}" in printed
+    monkeypatch.setattr(launcher, "_launch", lambda *launched: finished("train", longer))
+    launcher.obtain(Step("train", "GRPO", {"train": longer}, lambda missing: {}))
+    assert "train is not reused: train.steps 16 → 20\n" in capsys.readouterr().err
+
+
 @pytest.mark.process
 def test_a_refused_study_makes_no_store(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(keys.ROOT), "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
@@ -87,16 +101,21 @@ def test_a_refused_study_makes_no_store(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_launched_step_counts_relative_paths_from_where_the_study_was_started(store, tmp_path):
+def test_a_launched_step_counts_relative_paths_and_types_commands_as_the_study_was_started(
+    store, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(process, "caller", lambda: "mlflow run . -e {}")
     project = tmp_path / "project"
     project.mkdir()
-    program = "from qrl import process; process.settle(); import pathlib; pathlib.Path('here').touch()"
+    program = (
+        "from qrl import process; process.settle(); import pathlib; pathlib.Path('here').write_text(process.caller())"
+    )
     command = f'PYTHONPATH={keys.ROOT} python -c \\"{program}\\"'
     (project / "MLproject").write_text(f'name: one\nentry_points:\n  step:\n    command: "{command}"\n')
     with runs.step("study") as run:
         launch(project, "step", {}, parent=run.info.run_id)
-    assert Path("here").is_file() and not (project / "here").exists()
-    assert process.FOLDER not in os.environ
+    assert Path("here").read_text() == "mlflow run . -e {}" and not (project / "here").exists()
+    assert {process.FOLDER, process.CALLER}.isdisjoint(os.environ)
 
 
 def test_a_model_that_a_scheme_does_not_fit_is_refused_before_it_is_trained(store, tmp_path):

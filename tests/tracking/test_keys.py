@@ -24,7 +24,7 @@ def test_a_key_changes_with_everything_that_matters_and_nothing_else(tmp_path, m
     made += [keys.cell(tiny, *cell, "d", "cpu") for cell in (("base", "full"), ("grpo", "full"), ("base", "nf4"))]
     vllm = recipe.load("tiny", {"evaluate.engine": "vllm"})
     made += [keys.cell(vllm, "base", "full", "d", device) for device in ("cpu", "cuda")]
-    monkeypatch.setattr(sources, "digest", lambda step: "other sources")
+    monkeypatch.setattr(sources, "digests", lambda step: {"train/grpo.py": "other"})
     made += [keys.trained(tiny, "a", "cpu")]
     assert len(set(made)) == len(made) - 1 and made[0] == made[1]
 
@@ -120,7 +120,7 @@ def package(tmp_path):
 
 
 def digests(package: Path) -> dict[str, str]:
-    return {step: sources.digest(step, package) for step in STEPS}
+    return {step: sources.digests(step, package) for step in STEPS}
 
 
 def change(file: Path, former: str, present: str) -> None:

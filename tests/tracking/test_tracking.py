@@ -405,6 +405,14 @@ def test_a_step_whose_sources_changed_names_the_files(store, monkeypatch):
     assert edited("train/grpo.py") == ["qrl/train/grpo.py changed"]
     (phrase,) = edited("train/grpo.py", "train/loop.py", "train/save.py", "train/new.py", "formats/kind.py")
     assert "qrl/train/grpo.py, " in phrase and phrase.endswith(" and 2 more sources changed")
+    monkeypatch.setattr(sources, "digests", read)
+    key = keys.trained(settings, "d", "cpu")
+    earlier = {name: part for name, part in keys.PARTS[key].items() if not name.startswith("qrl/")}
+    monkeypatch.setitem(keys.PARTS, key, earlier | {"train.steps": "9"})  # as an earlier version recorded them
+    with runs.step("train", tags={names.TAG_CACHE_KEY: key}):
+        reuse.record_outputs()
+    assert edited() == ["train.steps 9 → 16"]
+    assert edited("train/grpo.py") == ["train.steps 9 → 16", "the sources changed"]
 
 
 def test_an_artifact_whose_bytes_changed_is_not_reused_and_its_rows_are_not_read(store, tmp_path):

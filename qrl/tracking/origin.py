@@ -1,0 +1,65 @@
+"""The recipe behind a result of ours: a step that is given one takes its settings from the run that made it."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import mlflow
+from mlflow.entities import Run
+
+from qrl import names, recipe
+from qrl.errors import BadInput
+from qrl.tracking import contents, runs, store
+
+_ADDRESS = re.compile(r"models:/(m-[0-9a-f]+)|models:/([^/,\s]+)/(\d+)|(?:runs:/|\b)([0-9a-f]{32})\b")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A step's run that made a result, and the recipe that it ran under."""
+
+    run_id: str
+    step: str
+    values: Mapping[str, str]  # by dotted key, as `-P` takes them
+
+
+def find(text: str) -> list[Origin]:
+    """Return the steps that made the models and runs named in an option's text, the newest first.
+
+    What the store does not hold is left out: the step that is given it reports it.
+    """
+    matches = list(_ADDRESS.finditer(text))
+    if not matches or not store.is_there():
+        return []
+    store.prepare()
+    made = {}
+    for match in matches:
+        try:
+            run = _step(match)
+        except mlflow.MlflowException:
+            continue
+        made[run.info.run_id] = run
+    newest = sorted(made.values(), key=lambda run: run.info.start_time, reverse=True)
+    origins = [Origin(run.info.run_id, run.data.tags.get(names.TAG_STEP, ""), _values(run)) for run in newest]
+    return [origin for origin in origins if origin.values]
+
+
+def _step(match: re.Match) -> Run:
+    model, name, number, run_id = match.groups()
+    if name:
+        run_id = mlflow.MlflowClient().get_model_version(name, number).run_id
+    elif model:
+        run_id = mlflow.get_logged_model(model).source_run_id
+    run = mlflow.get_run(run_id or "")  # a model that no run made is nowhere to be found
+    while "seed" not in run.data.params and (parent := run.data.tags.get(runs.PARENT)):  # a cell's, below its step
+        run = mlflow.get_run(parent)
+    return run
+
+
+def _values(run: Run) -> dict[str, str]:
+    """Return the recipe that a run recorded; of an older run, the part of it among its params."""
+    try:
+        return recipe.load(str(contents.artifact(run.info.run_id, names.RECIPE))).flat()
+    except BadInput:
+        known = {recipe.RENAMED.get(key, key): value for key, value in run.data.params.items()}
+        return {key: value for key, value in known.items() if key in recipe.fields()}

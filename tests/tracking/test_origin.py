@@ -1,0 +1,59 @@
+"""A step that is given a result of ours finds the recipe that it was made under."""
+
+import mlflow
+import pytest
+
+from qrl import checkpoint, names, recipe, registry, tiny
+from qrl.tracking import contents, models, origin, runs
+
+
+def logged() -> str:
+    about = {"variant": "grpo", "scheme": "full", "task": "arithmetic", "digest": checkpoint.digest(tiny.PATH)}
+    return models.log_checkpoint(tiny.PATH, name="made", move=False, **about)[0]
+
+
+@pytest.fixture
+def made(store) -> tuple[recipe.Recipe, str, str, str]:
+    """A recipe, the run of a training under it, its model, and the run of a cell below another step."""
+    settings = recipe.load("tiny-lora", {"seed": "3", "evaluate.n": "40", "data": "a folder", "train.steps": "7"})
+    with runs.step("train", settings, sections=("train",)) as trained:
+        address = logged()
+    with (
+        runs.step("evaluate", settings.model_copy(update={"seed": 4}), sections=("evaluate",)),
+        runs.child("c") as cell,
+    ):
+        pass
+    return settings, trained.info.run_id, address, cell.info.run_id
+
+
+def test_settings_come_from_the_step_that_made_a_model_an_adapter_or_a_cell(made):
+    settings, run_id, address, cell = made
+    for text in (f"base=qrl-tiny,grpo={address}", f"runs:/{run_id}/adapter", run_id):
+        (found,) = origin.find(text)
+        assert (found.run_id, found.step, found.values) == (run_id, "train", settings.flat())
+        assert recipe.load("auto", found.values) == settings
+    both = origin.find(f"grpo:full={address},{cell}")
+    assert [(each.step, each.values["seed"]) for each in both] == [
+        ("evaluate", "4"),
+        ("train", "3"),
+    ]  # the newest first
+    assert origin.find(f"qrl-tiny,models:/m-{'0' * 32},{'0' * 32},./models,nf4") == []
+
+
+def test_settings_come_from_the_run_behind_a_registered_version(made):
+    _, run_id, address, _ = made
+    facts = {"digest": checkpoint.digest(tiny.PATH), "variant": "base", "scheme": "full"}
+    version = registry.register("own", address, **facts, accuracy=0.5, stderr=0.1, n=10)
+    assert [found.run_id for found in origin.find(f"models:/own/{version.version}")] == [run_id]
+
+
+def test_of_a_run_without_a_recorded_recipe_the_params_count(made):
+    settings, run_id, address, _ = made
+    contents.artifact(run_id, names.RECIPE).unlink()
+    mlflow.MlflowClient().log_param(run_id, "train.clip", "0.3")  # as it was called once
+    (found,) = origin.find(address)
+    loaded = recipe.load("auto", found.values)
+    assert (loaded.seed, loaded.train.steps, loaded.data) == (3, 7, "a folder") and found.values[
+        "train.epsilon"
+    ] == "0.3"
+    assert loaded.evaluate.n == recipe.load("tiny").evaluate.n != settings.evaluate.n
