@@ -2,24 +2,52 @@
 
     import qrl
 
+    graded = qrl.grade("answers.jsonl", task="gsm8k")  # a verdict on each completion, as a table
+    qrl.compare(graded.frame)  # gains, gain survival and verdicts, as tables
     model, tokenizer = qrl.load("qrl-tiny", stage="awq")  # a transformers model; gate and digest are checked
     version = qrl.resolve("qrl-tiny", stage="Production")  # number, digest, address; nothing is loaded
     qrl.study("tiny")  # train, quantize, evaluate, compare: what `mlflow run .` does
 
-Importing the package imports nothing heavy.
+`examples/verdict.ipynb` is a notebook from answers to a verdict. Importing the package imports nothing heavy.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from qrl.compare.build import compare as compare
     from qrl.registry.versions import Version
+    from qrl.study.face import study as study
+    from qrl.tasks.files import grade as grade
 
 __version__ = "0.1.0"
-__all__ = ["load", "resolve", "study"]
+__all__ = ["compare", "grade", "load", "resolve", "study"]
+
+
+class Room(ModuleType):
+    """A folder of the package that is a function too: `qrl.compare(frame)` calls `qrl.compare.compare`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Any:  # where `help` and notebooks find the signature
+        return vars(self)[self.__name__.rpartition(".")[2]]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("compare", "study"):
+        return import_module(f"qrl.{name}")
+    if name == "grade":
+        from qrl.tasks.files import grade
+
+        return grade
+    raise AttributeError(f"module 'qrl' has no attribute '{name}'")
 
 
 def load(
@@ -53,20 +81,3 @@ def resolve(name: str, stage: str | int) -> Version:
 
     store.prepare()
     return registry.resolve(name, stage)
-
-
-def study(recipe: str = "auto", **overrides: object) -> None:
-    """Run a whole study in this process's environment, as `python -m qrl study` does.
-
-    Args:
-        recipe: name or file of a recipe.
-        overrides: recipe fields by dotted key, such as `**{"train.steps": 50}`.
-
-    Raises:
-        QrlError: a step failed, an input is wrong, or a gate refused a promotion; see `qrl.errors`.
-    """
-    from qrl import recipe as recipes
-    from qrl.study import pipeline
-
-    typed = {key: str(value) for key, value in overrides.items()}
-    pipeline.study(recipes.load(recipe, typed), {"recipe": recipe, **typed})

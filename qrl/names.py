@@ -42,6 +42,7 @@ TAG_CACHE_KEY = "qrl.cache_key"
 TAG_PARENT_DIGEST = "qrl.parent_digest"
 TAG_PARENT_VERSION = "qrl.parent_version"
 TAG_REASON = "qrl.reason"
+TAG_VERDICT = "qrl.verdict"  # of a run that a gate refused: `refused`; qrl.reason says why
 TAG_EXIT_CODE = "qrl.exit_code"
 TAG_PID = "qrl.pid"  # host:pid:start of the run's process, to recognize a run whose process is dead
 TAG_SERVING = "qrl.serving"  # the version that a following server serves now, `qrl-tiny@3`
@@ -101,9 +102,9 @@ WEIGHTS, STORED, BEHAVIOUR = "weights.parquet", "schemes.parquet", "behaviour.pa
 FIGURES = "figures"
 
 
-def scheme(label: str) -> str:
-    """Return the present name of a scheme: older stores and files say `fp16` for `full`."""
-    return _FORMER.get(label, label)
+def scheme(label: str, reference: str | None = None) -> str:
+    """Return the present name of a scheme: older stores and files say `fp16` for `full`, a user's say `reference`."""
+    return FULL if label == reference else _FORMER.get(label, label)
 
 
 def shown(scheme: str, dtypes: Iterable[object]) -> str:

@@ -4,6 +4,7 @@
 """
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -38,6 +39,8 @@ def clause(path: Path) -> str:
         text = ast.get_docstring(ast.parse(text)) or ""
     elif path.suffix == ".md":
         text = text[text.index("# ") + 2 :].partition("\n")[0]
+    elif path.suffix == ".ipynb":
+        text = "".join(json.loads(text)["cells"][0]["source"]).partition("\n")[0].removeprefix("# ")
     elif path.suffix in (".yaml", ".yml", ".txt"):
         comments = [line.removeprefix("#").strip() for line in text.split("\n")]
         text = " ".join(comments[: next(i for i, line in enumerate(text.split("\n")) if not line.startswith("#"))])

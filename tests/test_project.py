@@ -1,5 +1,6 @@
 """The project's files keep their promises: entry points, parameters, pins."""
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -117,3 +118,19 @@ def test_types_hold_in_the_folders_that_pyproject_names():
     words = ["uvx", "--from", f"pyright[nodejs]=={PYRIGHT}", "pyright", "--pythonpath", sys.executable]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_without_a_compiler_the_one_package_that_needs_it_says_how_to_get_one(tmp_path):
+    uv = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
+    command = shlex.split(uv["extra-build-variables"]["pypcre"]["CC"])
+    (tmp_path / "sh").symlink_to(shutil.which("sh"))
+
+    def compiled() -> subprocess.CompletedProcess:
+        words = [*command, "-c", "a b.c"]
+        return subprocess.run(words, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+
+    without = compiled()
+    assert without.returncode == 1 and "apt install gcc" in without.stderr and without.stderr.count("\n") == 1
+    (tmp_path / "clang").write_text('#!/bin/sh\necho "$0 $#: $2"\n')
+    (tmp_path / "clang").chmod(0o755)
+    assert compiled().stdout.endswith("clang 2: a b.c\n")

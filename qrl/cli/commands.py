@@ -12,25 +12,21 @@ from click import option
 import qrl
 from qrl import names
 from qrl.cli import models, standalone
-from qrl.cli.options import SWITCH, RecipeCommand, Typed, listed
+from qrl.cli.options import SWITCH, RecipeCommand, Typed, listed, named
 from qrl.errors import BadInput
+from qrl.tracking import signals
 
 ALL = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
 DATA = ("model", "task", "data", "seed", "device")  # fields that `--help` shows first
 STUDY = (*DATA, "train.steps", "train.method", "quantize.schemes", "evaluate.n")
 TRAIN = (*DATA, "train.steps", "train.method", "train.learning_rate", "train.qat", "rollout.engine")
 QUANTIZE = (*DATA, "quantize.group_size", "quantize.bits", "quantize.calibration", "quantize.calibration_samples")
-EVALUATE = (
-    *DATA,
-    "evaluate.n",
-    "evaluate.max_new_tokens",
-    "evaluate.samples",
-    "evaluate.temperature",
-    "evaluate.engine",
-)
+EVALUATE = (*DATA, "evaluate.n", "evaluate.max_new_tokens", "evaluate.samples", "evaluate.engine")
 DIAGNOSE = (*DATA, "diagnose.bits", "diagnose.group_size", "diagnose.behaviour")
-ROWS = "Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster."
+ROWS = "Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster. "
+ROWS += "VARIANT:SCHEME=FILE,… for a file per cell."
 SCHEMES = ", ".join(names.QUANTIZED_SCHEMES)
+YES = option("--yes", **SWITCH, help="Start although the machine, the memory or the base's trial speaks against it.")
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
 RENAMED = "was renamed: `sweep` trains several methods and ranks them, `compare --rank` ranks cells already evaluated."
 
@@ -63,8 +59,9 @@ def cli() -> None:
 
 
 @cli.command("study", cls=RecipeCommand, sections=ALL, first=STUDY, checkout=True)
+@YES
 @click.pass_obj
-def study_command(typed: Typed, settings) -> None:
+def study_command(typed: Typed, settings, yes: bool | None) -> None:
     """Run the whole study and print the verdict.
 
     Its steps are train, quantize, evaluate, diagnose, compare and promote. Finished steps are reused.
@@ -74,16 +71,21 @@ def study_command(typed: Typed, settings) -> None:
     qrl study --model FOLDER --task gsm8k --data FOLDER       your model, your questions
     qrl study --recipe tiny-qlora --train.steps 8 --seed 1    a recipe, with changes
     """
+    from qrl.study import build
+
+    build.announce(settings)
+    signals.import_mlflow()
     from qrl.study import pipeline
 
-    pipeline.study(settings, typed.overrides)
+    pipeline.study(settings, typed.overrides, yes=bool(yes))
 
 
 @cli.command("sweep", cls=RecipeCommand, sections=ALL, first=STUDY, auto="tiny-ptq", checkout=True)
 @option("--arms", metavar="NAME|FILE.yaml,…", help="Recipes of the other methods. [default: those for qrl-tiny]")
 @option("--seeds", default="0", metavar="N,…", help="Seeds; every method runs under each.")
+@YES
 @click.pass_obj
-def sweep_command(typed: Typed, settings, arms: str | None, seeds: str) -> None:
+def sweep_command(typed: Typed, settings, arms: str | None, seeds: str, yes: bool | None) -> None:
     """Train several methods under several seeds, and rank them.
 
     --recipe is GRPO in full precision, quantized afterwards (PTQ). --arms are the other methods, by default QLoRA,
@@ -98,7 +100,7 @@ def sweep_command(typed: Typed, settings, arms: str | None, seeds: str) -> None:
     overrides = {key: text for key, text in typed.overrides.items() if key not in ("recipe", "seed")}
     first = sweep.FIRST if typed.overrides["recipe"] == "auto" else typed.overrides["recipe"]
     others = sweep.ARMS if arms is None else tuple(listed("--arms", arms))
-    sweep.study(first, others, sweep.parse_seeds(seeds, typed.overrides.get("seed")), overrides)
+    sweep.study(first, others, sweep.parse_seeds(seeds, typed.overrides.get("seed")), overrides, yes=bool(yes))
 
 
 @cli.command("train", cls=RecipeCommand, sections=("train", "rollout", "watch"), first=TRAIN, checkout=True)
@@ -187,12 +189,22 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 @cli.command("compare", cls=RecipeCommand, sections=("compare",), first=("compare.margin",))
 @option("--questions", metavar="FILE", help=ROWS)
 @option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"full": 68, …}, "grpo": {…}}')
+@option(
+    "--columns", metavar="OURS=THEIRS,…", help="Other names of columns, such as correct=exact_match,question=doc_id."
+)
+@option("--where", metavar="COLUMN=VALUE,…", help="Rows to keep, such as filter=strict-match; the others are ignored.")
+@option("--reference", metavar="SCHEME", help="The files' name for full precision, such as bf16. [default: full]")
 @option("--cells", metavar="RUN,…", help="Evaluation runs of cells, under one training seed or several.")
 @option("--rank", **SWITCH, help="Rank cells by accuracy, against base and grpo in full precision.")
 @option("--methods", **SWITCH, hidden=True)
 @option("--out", metavar="DIR", help="Write files there, without MLflow; needed with --questions and --counts.")
 def compare_command(settings, rank: bool | None, methods: bool | None, out: str | None, **inputs: str | None) -> None:
-    """Compute deltas and gain survival with paired intervals.
+    """Compute gains and gain survival with paired intervals.
+
+    \b
+    qrl compare --questions graded.jsonl --out report                   rows that `grade` wrote, or your own
+    qrl compare --questions base:bf16=a.jsonl,grpo:bf16=b.jsonl,base:nf4=c.jsonl,grpo:nf4=d.jsonl \\
+        --columns question=doc_id,correct=exact_match --where filter=strict-match --reference bf16 --out report
 
     `seed` numbers training runs: a random effect, never pooled. `sample` numbers answers to the same question: averaged
     per question, with pass@k beside them. `cluster` names groups of questions that are not independent.
@@ -205,13 +217,17 @@ def compare_command(settings, rank: bool | None, methods: bool | None, out: str 
     options = [f"--{name}" for name in ("questions", "counts", "cells") if inputs[name]]
     if len(options) != 1:
         raise BadInput(f"compare needs one of --questions, --counts or --cells, not {' and '.join(options) or 'none'}.")
+    other = [f"--{name}" for name in ("columns", "where", "reference") if inputs[name] is not None]
+    if other and (options == ["--cells"] or (options == ["--counts"] and other != ["--reference"])):
+        raise BadInput(f"{other[0]} is about files of --questions, not {options[0]}: omit it.")
     if rank and options == ["--counts"]:
         raise BadInput("compare --rank pairs answers question by question: give --questions or --cells, not --counts.")
     if not out and options != ["--cells"]:
         raise BadInput(f"compare {options[0]} needs --out DIR: the folder for the table and the figures.")
-    run_ids = listed("--cells", inputs["cells"]) if inputs["cells"] else []
+    given = inputs | {name: named(f"--{name}", inputs[name]) for name in ("columns", "where")}
+    given["cells"] = run_ids = listed("--cells", inputs["cells"]) if inputs["cells"] else []
     if out:
-        compare.files(settings, **inputs | {"cells": run_ids}, rank=bool(rank), out=out)
+        compare.files(settings, **given, rank=bool(rank), out=out)
     elif rank:
         compare.methods(settings, run_ids)
     else:

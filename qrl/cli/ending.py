@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     command = next((word for word in words if word in cli.commands), "")
     try:
-        if os.environ.get("MLFLOW_RUN_ID"):
+        if os.environ.get("MLFLOW_RUN_ID") and command != "study":  # which says first what it will do
             signals.import_mlflow()
         cli.main(args=arguments, prog_name="qrl", standalone_mode=False)
         return
@@ -62,11 +62,11 @@ def _explained(error: Exception, command: str) -> QrlError | None:
             f"The package '{error.name}' is not installed for {sys.executable}: run the step as "
             f"`mlflow run . -e {command or 'main'} --env-manager uv`, or activate the environment that a study prints."
         )
-    if not isinstance(error, OSError):
-        return None
-    if error.errno == errno.ENAMETOOLONG:
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         path = str(error.filename)[:40]
         return BadInput(f"'{path}…' is longer than a path may be: give the path of a file or folder that exists.")
+    if not isinstance(error, OSError) and "mlflow" not in sys.modules:
+        return None
     from qrl.tracking import store
 
-    return store.sentence(error)  # a full or read-only disk, before a run began; inside one, the run explains it
+    return store.sentence(error)  # a full disk, a server's refusal, before a run began; inside one, the run explains it

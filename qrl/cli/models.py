@@ -12,7 +12,7 @@ GATES = ("model", "registered_name", "promote.min_gain", "promote.max_loss")  # 
 SPEED = ("model", "device", "evaluate.engine", "benchmark.batches", "benchmark.rounds", "benchmark.new_tokens")
 POSITIVE = Finite(0, min_open=True)
 # What `serve --help` says of the options for vLLM.
-KEY = "Key that clients must send (vLLM). Prefer the variable QRL_API_KEY: MLflow logs what -P passes."
+KEY = "Key that clients must send. Prefer the variable QRL_API_KEY: MLflow logs what -P passes."
 MEMORY = "Share of the GPU's memory for vLLM. [default: vLLM's own; 0.45 with --follow]"
 FOLLOW = "With vLLM: check every so often whether the stage moved, and switch without losing a request. [alone: 5]"
 DRAIN = "With --follow: how long a replaced version may finish its requests. [default: 300]"
@@ -22,7 +22,8 @@ DRAIN = "With --follow: how long a replaced version may finish its requests. [de
 @option("--stage", required=True, metavar="base|grpo|awq", help="Stage to promote to; several by comma, in order.")
 @option("--cell", metavar="RUN", help="Evaluation run of the candidate; one per stage, by comma.")
 @option("--rollback", **SWITCH, help="Return the stage to the version before its last promotion.")
-def promote_command(settings, stage: str, cell: str | None, rollback: bool | None) -> None:
+@click.pass_obj
+def promote_command(typed: Typed, settings, stage: str, cell: str | None, rollback: bool | None) -> None:
     """Move a stage to an evaluated model, if its gate admits it. A refusal moves nothing and gives the reason."""
     from qrl.steps import promote
 
@@ -33,7 +34,7 @@ def promote_command(settings, stage: str, cell: str | None, rollback: bool | Non
     elif cell is None:
         raise BadInput("promote needs --cell RUN: the id of the candidate's evaluation run (a cell of `evaluate`).")
     else:
-        promote.promote(settings, listed("--stage", stage), listed("--cell", cell))
+        promote.promote(settings, listed("--stage", stage), listed("--cell", cell), typed.overrides)
 
 
 @click.command("serve", cls=RecipeCommand, first=("model", "registered_name", "device"))

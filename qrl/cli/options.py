@@ -76,9 +76,12 @@ class RecipeCommand(click.Command):
         words = [part for word in args for part in (word.split("=", 1) if word.startswith("--") else [word])]
         typed = {option.removeprefix("--"): value for option, value in itertools.pairwise(words)}
         name = typed.get("recipe", recipe.DEFAULT)
-        if name == recipe.DEFAULT:
-            name = recipe.default(typed) if self.auto == "tiny" else self.auto
-        ctx.meta[_RECIPE] = name
+        if name == recipe.DEFAULT and self.auto == "tiny" and {"-h", "--help", "--help-all"} & set(args):
+            from qrl.study import preflight
+
+            name = preflight.recipe_for(name, typed)
+            name = recipe.default(typed) if name == recipe.DEFAULT else name
+        ctx.meta[_RECIPE] = self.auto if name == recipe.DEFAULT else name
         return super().parse_args(ctx, args)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
@@ -121,6 +124,10 @@ class RecipeCommand(click.Command):
 
             environments.check_checkout(self.name)
         inherited = self._inherited(own, overrides) if name == recipe.DEFAULT else {}
+        if self.auto == "tiny" and not inherited:
+            from qrl.study import preflight
+
+            name = preflight.recipe_for(name, overrides)
         settings = ctx.params["settings"] = recipe.load(name, inherited | overrides)
         ctx.obj = Typed({"recipe": name, **overrides}, own, settings.device)
         return super().invoke(ctx)
@@ -168,6 +175,21 @@ def listed(option: str, text: str) -> list[str]:
     if not items:
         raise BadInput(f"{option} is '{text}', which names nothing: give one name, or several by comma.")
     return items
+
+
+def named(option: str, text: str | None) -> dict[str, str]:
+    """Return `a=x,b=y` as a mapping; empty if the option is not given.
+
+    Raises:
+        BadInput: an item has no `=`, or a name is repeated.
+    """
+    pairs = [[part.strip() for part in item.split("=", 1)] for item in listed(option, text)] if text is not None else []
+    for item in pairs:
+        if len(item) < 2 or not all(item):
+            raise BadInput(f"{option} has the item '{'='.join(item)}': expected NAME=VALUE, several by comma.")
+    if len(names := dict(pairs)) < len(pairs):
+        raise BadInput(f"{option} is '{text}', which repeats a name: give each name once.")
+    return names
 
 
 def _identifier(key: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 from click import option
 
-from qrl.cli.options import SWITCH
+from qrl.cli.options import SWITCH, named
 from qrl.errors import BadInput
 
 SCHEMES = Path(__file__).parents[1] / "quantize" / "README.md"  # its first table
@@ -28,6 +28,7 @@ SCHEMES = Path(__file__).parents[1] / "quantize" / "README.md"  # its first tabl
 @option("--own-questions", **SWITCH, help="Seeds draw their own questions, as in the task arithmetic, and share none.")
 @option("--pilot", metavar="FILE", help="questions.parquet of an earlier study, to estimate the numbers above.")
 @option("--scheme", metavar="SCHEME", help="Scheme of the pilot. [default: the one that loses most of the gain]")
+@option("--reference", metavar="SCHEME", help="The pilot's name for full precision, such as bf16. [default: full]")
 @option("--out", metavar="DIR", help="Write table.md, table.json and a figure there.")
 def plan_command(between_seed_sd: float | None, between_seed_sd_gain: float | None, **options) -> None:
     """Compute how many questions and training seeds a study needs.
@@ -44,7 +45,9 @@ def plan_command(between_seed_sd: float | None, between_seed_sd_gain: float | No
     """
     from qrl.steps import plan
 
-    requested = {key: options.pop(key) for key in ("pilot", "scheme", "n", "effect", "power", "seeds", "out")}
+    requested = {
+        key: options.pop(key) for key in ("pilot", "scheme", "reference", "n", "effect", "power", "seeds", "out")
+    }
     options["between_survival"] = between_seed_sd
     options["between_gain"] = between_seed_sd if between_seed_sd_gain is None else between_seed_sd_gain
     plan.make({key: value for key, value in options.items() if value is not None}, **requested)
@@ -53,15 +56,25 @@ def plan_command(between_seed_sd: float | None, between_seed_sd_gain: float | No
 @click.command("grade")
 @option("--task", required=True, metavar="TASK", help="Grader to use: arithmetic, gsm8k, math, deepmath.")
 @option("--out", required=True, metavar="OUT.jsonl", help="File for the graded rows.")
-@option("--file", "option", metavar="FILE.jsonl", help="The same as the argument, for `mlflow run … -P file=…`.")
-@click.argument("file", metavar="FILE.jsonl", required=False)
-def grade_command(task: str, out: str, option: str | None, file: str | None) -> None:
-    """Grade your own completions. Rows with `completion` and `answer` get `parsed`, `strict` and `flexible`."""
+@option("--columns", metavar="OURS=THEIRS,…", help="Other names of columns, such as completion=output,answer=target.")
+@option("--file", "option", metavar="FILE", help="The same as the argument, for `mlflow run … -P file=…`.")
+@click.argument("file", metavar="FILE", required=False)
+def grade_command(task: str, out: str, columns: str | None, option: str | None, file: str | None) -> None:
+    """Grade your own completions: the first of two commands to a verdict on results from elsewhere.
+
+    \b
+    qrl grade --task gsm8k answers.jsonl --out graded.jsonl     rows of all cells
+    qrl grade --task gsm8k base:full=a.jsonl,grpo:full=b.jsonl,base:nf4=c.jsonl,grpo:nf4=d.jsonl --out graded.jsonl
+    qrl compare --questions graded.jsonl --out report
+
+    FILE is parquet, CSV, JSON or JSONL. Rows with `completion` and `answer` get `parsed`, `strict`, `flexible` and
+    `correct`, which is `strict` as 0 or 1.
+    """
     from qrl.tasks import files
 
     if (file is None) == (option is None):
         raise BadInput("grade reads one file of completions: give it as FILE.jsonl or as --file FILE.jsonl.")
-    click.echo(files.grade(task, file or option, out))
+    click.echo(files.grade_file(task, file or option, out, named("--columns", columns)))
 
 
 @click.command("recipes")

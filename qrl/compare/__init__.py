@@ -6,7 +6,10 @@ are compared by their mean, and the spread between them is part of every error. 
 definition.
 """
 
-from qrl.compare.build import from_counts, from_questions
+import sys
+
+from qrl import Room
+from qrl.compare.build import compare, from_counts, from_questions
 from qrl.compare.comparison import Comparison, Row, gain_survival
 from qrl.compare.evidence import Cell
 from qrl.compare.read import read_counts, read_questions
@@ -15,9 +18,12 @@ __all__ = [
     "Cell",
     "Comparison",
     "Row",
+    "compare",
     "from_counts",
     "from_questions",
     "gain_survival",
     "read_counts",
     "read_questions",
 ]
+
+sys.modules[__name__].__class__ = Room

@@ -1,5 +1,7 @@
 """Comparisons from outcomes per question, or from counts alone."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -8,8 +10,38 @@ from qrl import names
 from qrl.compare.comparison import Comparison
 from qrl.compare.evidence import Cell, Counts
 from qrl.compare.outcomes import outcomes
+from qrl.compare.read import read_questions
 from qrl.compare.validate import check_grid, engine, full_with_dtype
 from qrl.errors import BadInput
+
+
+def compare(
+    data: pd.DataFrame | str | Path | Mapping[str, Any],
+    *,
+    columns: Mapping[str, str] | None = None,
+    where: Mapping[str, str] | None = None,
+    reference: str | None = None,
+    margin: float | None = None,
+) -> Comparison:
+    """Compare cells: every variant with `base`, every scheme with full precision.
+
+    Args:
+        data: a row per cell and question, as a frame, a file or files per cell (`VARIANT:SCHEME=FILE,…`), with the
+            columns of `from_questions`; or counts alone, as for `from_counts`.
+        columns: our name of a column → its name in the data, such as {"correct": "exact_match"}.
+        where: column → the value of the rows to keep, such as {"filter": "strict-match"}.
+        reference: the data's name for full precision, such as "bf16"; None if it is "full".
+        margin: loss of gain, in accuracy, that still counts as survival; None for half the gain, at least 0.02.
+
+    Returns:
+        Comparison, which shows itself as tables and verdicts; `row(scheme)` has the numbers.
+
+    Raises:
+        BadInput: the data cannot be read or compared.
+    """
+    if isinstance(data, Mapping):
+        return from_counts(data, margin=margin, reference=reference)
+    return from_questions(read_questions(data, columns=columns, where=where, reference=reference), margin=margin)
 
 
 def from_questions(frame: pd.DataFrame, *, margin: float | None = None) -> Comparison:
@@ -28,12 +60,13 @@ def from_questions(frame: pd.DataFrame, *, margin: float | None = None) -> Compa
     return Comparison(outcomes(frame), margin, engine(frame), full_with_dtype(frame))
 
 
-def from_counts(counts: dict[str, Any], *, margin: float | None = None) -> Comparison:
+def from_counts(counts: Mapping[str, Any], *, margin: float | None = None, reference: str | None = None) -> Comparison:
     """Compare cells by their number of right answers alone, as if each cell had its own questions.
 
     Args:
         counts: `{"n": 100, "base": {"full": 68, …}, "grpo": {…}}`.
         margin: loss of gain, in accuracy, that still counts as survival.
+        reference: the name of full precision among the schemes; None if it is `full`.
 
     Raises:
         BadInput: n is missing, a count is outside 0..n, or no gain can be computed from the cells.
@@ -49,7 +82,7 @@ def from_counts(counts: dict[str, Any], *, margin: float | None = None) -> Compa
             expected = 'must map schemes to right answers, as in {"full": 68}'
             raise BadInput(f"'{variant}' is {schemes!r}, but {expected}.")
         for label, count in schemes.items():
-            cell = variant, names.scheme(label)
+            cell = variant, names.scheme(label, reference)
             if type(count) is not int or not 0 <= count <= n:
                 problem = f"Cell {names.cell_name(*cell)} has {count!r} right answers"
                 raise BadInput(f"{problem}, but must have a whole number from 0 to n = {n}.")
@@ -57,4 +90,4 @@ def from_counts(counts: dict[str, Any], *, margin: float | None = None) -> Compa
     if not correct:
         raise BadInput('The counts name no cell: expected {"n": 100, "base": {"full": 68}, "grpo": {"full": 72}}.')
     check_grid(correct, n)
-    return Comparison(Counts(correct, n), margin)
+    return Comparison(Counts(correct, n), margin, full=names.shown(names.FULL, [reference]))

@@ -83,6 +83,11 @@ class Comparison:
     table_json, metrics = record.as_json, record.as_metrics
     markdown, sentence = table.as_markdown, table.as_sentence
 
+    def __str__(self) -> str:
+        return self.markdown()
+
+    _repr_markdown_ = __str__
+
     def __post_init__(self) -> None:
         if self.margin is not None and not 0 < self.margin < 1:
             expected = "must be between 0 and 1: the loss of accuracy that still counts as survival"

@@ -1,42 +1,47 @@
-"""Files to compare: a row per cell and question, or counts alone."""
+"""Files to compare: a row per cell and question, or counts alone; their names for columns and full precision."""
 
 import json
-from collections.abc import Hashable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from qrl import names
+from qrl import names, tables
 from qrl.errors import BadInput
 
 
-def read_questions(path: str | Path) -> pd.DataFrame:
-    """Return a row per cell and question, from parquet, CSV or JSON (an array of records, or a record per line).
+def read_questions(
+    source: pd.DataFrame | str | Path,
+    *,
+    columns: Mapping[str, str] | None = None,
+    where: Mapping[str, str] | None = None,
+    reference: str | None = None,
+) -> pd.DataFrame:
+    """Return a row per cell and question, with our names for columns and for full precision.
+
+    Args:
+        source: a frame, a file (parquet, CSV, JSON, JSONL), or `VARIANT:SCHEME=FILE,…`.
+        columns: our name of a column → its name in the table, such as {"correct": "exact_match"}.
+        where: column → the value of the rows to keep, such as {"filter": "strict-match"}.
+        reference: the table's name for the scheme `full`; it is shown as a dtype, `full (bf16)`.
 
     Raises:
-        BadInput: the file is missing, or is not in the format that its name says.
+        BadInput: as `tables.records`; no row has the reference as its scheme.
     """
-    path = Path(path)
-    labels: dict[Hashable, type[str]] = dict.fromkeys(("variant", "scheme", "question", "cluster", "seed"), str)
-    readers = {
-        ".parquet": pd.read_parquet,
-        ".csv": lambda file: pd.read_csv(file, dtype=labels),
-        ".json": lambda file: pd.read_json(file, dtype={"question": str}),
-        ".jsonl": lambda file: pd.read_json(file, dtype={"question": str}, lines=True),
-    }
-    if path.suffix not in readers:
-        expected = f"per-question outcomes are read from {', '.join(readers)}"
-        raise BadInput(f"{path} ends in '{path.suffix}', but {expected}: rename or convert it.")
-    if not path.is_file():
-        advice = "give the table of per-question outcomes, such as a study's questions.parquet"
-        raise BadInput(f"There is no file {path}: {advice}.")
-    try:
-        frame = readers[path.suffix](path)
-    except (ValueError, OSError, UnicodeDecodeError) as error:  # pyarrow's and pandas' parser errors are ValueErrors
-        reason = " ".join(str(error).split())[:200].rstrip(".")
-        raise BadInput(f"{path} is not readable as {path.suffix[1:]}: {reason}.") from None
-    return frame.assign(scheme=frame["scheme"].map(names.scheme, na_action="ignore")) if "scheme" in frame else frame
+    frame = tables.frame(source, columns, where)
+    if "scheme" not in frame:
+        return frame
+    labels = list(frame["scheme"])
+    if reference is not None:
+        if reference not in labels:
+            present = ", ".join(dict.fromkeys(map(str, labels)))
+            raise BadInput(f"No row has the scheme '{reference}': the schemes are {present}.")
+        former = frame[names.DTYPE] if names.DTYPE in frame else [None] * len(frame)
+        dtypes = [reference if label == reference else dtype for label, dtype in zip(labels, former, strict=True)]
+        frame = frame.assign(**{names.DTYPE: dtypes})
+    schemes = [names.scheme(label, reference) if isinstance(label, str) else label for label in labels]
+    return frame.assign(scheme=schemes)
 
 
 def read_counts(path: str | Path) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from qrl.stats.text import interval, table
 if TYPE_CHECKING:
     from qrl.compare.comparison import Comparison, Row
 
+_SHOWN = {"delta": "gain", "gain_survival": "gain survival"}
+
 
 def sections(comparison: Comparison) -> list[str]:
     """Return Markdown lines; none for one run."""
@@ -28,7 +30,7 @@ def _alone(comparison: Comparison, rows: list[Row]) -> list[str]:
         for seed, (delta, *survival) in zip(comparison.runs, zip(*by_difference, strict=True), strict=True):
             survived = interval(survival[0]) if survival else "not defined"
             body.append((comparison.shown(row.scheme), seed, str(delta.n), interval(delta), survived))
-    return table(("scheme", "seed", "n", "delta", "gain survival"), body)
+    return table(("scheme", "seed", "n", "gain", "gain survival"), body)
 
 
 def _spread(comparison: Comparison, rows: list[Row]) -> list[str]:
@@ -38,7 +40,7 @@ def _spread(comparison: Comparison, rows: list[Row]) -> list[str]:
             if runs := value.runs:
                 between = "0 (truncated)" if runs.between_variance < 0 else f"{runs.between_sd:.3f}"
                 sds = between, f"{runs.within_sd:.3f}"
-                body.append((comparison.shown(row.scheme), name.replace("_", " "), interval(value), *sds))
+                body.append((comparison.shown(row.scheme), _SHOWN[name], interval(value), *sds))
     seeds = len(comparison.runs)
     return table(("scheme", "difference", f"mean of {seeds} seeds", "between-seed sd", "within-seed sd"), body)
 

@@ -41,16 +41,16 @@ def _cells(comparison: Comparison) -> list[str]:
     for trained in comparison.variants[1:]:
         rows = [row for row in comparison.rows if row.variant == trained]
         t_test = comparison.paired and all(row.mcnemar is None for row in rows)  # several runs or samples
-        head = ["scheme", *(["engine"] if engine else []), names.BASE, trained, f"delta: {trained} − base"]
-        head += ["p of delta (t)" if t_test else "McNemar's p", "gain survival", "verdict"]
+        head = ["scheme", *(["engine"] if engine else []), names.BASE, trained, f"gain: {trained} − base"]
+        head += ["p of gain (t)" if t_test else "McNemar's p", "gain survival", "verdict"]
         body = []
         for row in rows:
             accuracies = [_accuracy(comparison, (variant, row.scheme)) for variant in (names.BASE, trained)]
             p = row.delta.p_two_sided if t_test else row.mcnemar
-            delta = [interval(row.delta), "unpaired" if p is None else f"{p:.2g}"]
+            gain = [interval(row.delta), "unpaired" if p is None else f"{p:.2g}"]
             survival = interval(row.gain_survival) if row.gain_survival else "not defined"
             verdict = f"**{row.verdict.verdict}**" if row.verdict else "reference"
-            body.append((comparison.shown(row.scheme), *engine, *accuracies, *delta, survival, verdict))
+            body.append((comparison.shown(row.scheme), *engine, *accuracies, *gain, survival, verdict))
         lines += [f"## Did the gain of {trained} survive?", "", *table(head, body), ""]
     return [*lines, *_pass_at(comparison)]
 
@@ -146,8 +146,8 @@ def _notes(comparison: Comparison) -> list[str]:
         *_differing(comparison),
         *_bootstrap(comparison),
         "",
-        "- *delta* = trained − base under one scheme.",
-        "- *gain survival* = delta under the scheme − delta at full precision; 0 means that no gain is lost.",
+        "- *gain* = trained − base under one scheme.",
+        "- *gain survival* = gain under the scheme − gain at full precision; 0 means that no gain is lost.",
         f"- The verdict is a non-inferiority test; the margin is {margin}. *survives*: the one-sided 95 %",
         "  lower bound of gain survival is above −margin. *lost*: the upper bound is below −margin. *inconclusive*:",
         "  neither, or there is no significant gain to lose.",

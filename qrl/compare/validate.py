@@ -18,6 +18,8 @@ from qrl.names import BASE, FULL, cell_name
 
 COLUMNS = ("variant", "scheme", "question", "correct")
 LABEL = re.compile(r"[\w.+-]+( [\w.+-]+)*")  # labels appear in metric names and tables
+OUTCOMES = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
+OPTIONAL = ("seed", "cluster", "sample", names.ENGINE, names.DTYPE, names.SETTINGS)
 LABEL_RULE = "expected letters, digits, spaces and . _ + -"
 ENOUGH = "expected at least 2, and hundreds for a verdict"
 
@@ -39,7 +41,7 @@ def check_grid(cells: Mapping[tuple[str, str], Any], n: int) -> None:
         raise BadInput(f"'{BASE}' is the only variant: a comparison needs a trained one beside it.")
     if FULL not in schemes:
         measured = f"The schemes are {quoted(schemes)}, but gain survival is measured from '{FULL}'"
-        raise BadInput(f"{measured}: give the full-precision scheme that name.")
+        raise BadInput(f"{measured}: give the full-precision scheme that name, or name it with --reference.")
     for cell in product(variants, schemes):
         if cell not in cells:
             raise BadInput(
@@ -57,11 +59,12 @@ def check_columns(frame: pd.DataFrame) -> None:
         BadInput: a column is missing, a required value is empty, or a value is a list or an object.
     """
     if missing := [column for column in COLUMNS if column not in frame]:
-        expected = f"expected the columns {quoted(COLUMNS)}, a row per cell and question"
-        raise BadInput(f"The table of outcomes lacks {quoted(missing)}: {expected}.")
+        present = ", ".join(map(str, frame.columns))[:300] or "none"
+        expected = f"expected {quoted(COLUMNS)}, or other names for them in --columns {missing[0]}=NAME"
+        raise BadInput(f"The table of outcomes lacks {quoted(missing)} among its columns {present}: {expected}.")
     if frame.empty:
         raise BadInput("The table of outcomes is empty: expected a row per cell and question.")
-    for column in frame.columns.intersection([*COLUMNS, "seed", "cluster", "sample"], sort=False):
+    for column in frame.columns.intersection([*COLUMNS, *OPTIONAL], sort=False):
         if nested := [value for value in frame[column] if isinstance(value, list | dict | set | tuple | np.ndarray)]:
             found = f"The column '{column}' holds values such as {str(nested[0])[:40]!r}"
             raise BadInput(f"{found}, but every value must be one label or number: write it as text.")
@@ -77,12 +80,13 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
         BadInput: as `check_columns` and `check_compatible`; an outcome is not 0 or 1, or a row is duplicated.
     """
     check_columns(frame)
-    frame = frame.reset_index(drop=True)  # tables that were concatenated repeat their labels
-    if wrong := frame.loc[~frame["correct"].isin([0, 1]), "correct"].tolist():
-        found = f"'correct' is {wrong[0]!r} in {len(wrong)} row(s)"
-        raise BadInput(f"{found}, but must be 0 or 1: grade the completions first.")
-    table = frame.filter(items=[*COLUMNS, "cluster", "sample"])
-    table = table.astype({"variant": str, "scheme": str, "question": str, "correct": float})
+    frame = frame.reset_index(drop=True).astype(object)  # tables that were concatenated repeat their labels
+    correct = frame["correct"].astype(str).str.lower().map(OUTCOMES)
+    if wrong := frame.loc[correct.isna(), "correct"].tolist():
+        found = f"'correct' is {wrong[0]!r:.40} in {len(wrong)} row(s)"
+        raise BadInput(f"{found}, but must be 0 or 1: grade the completions first, or name another column.")
+    table = frame.filter(items=[*COLUMNS, "cluster", "sample"]).assign(correct=correct)
+    table = table.astype({"variant": str, "scheme": str, "question": str})
     check_compatible(frame)
     table["seed"] = _seed_labels(pd.Series(frame["seed"])) if "seed" in frame else ""
     key = [column for column in ("variant", "scheme", "seed", "question", "sample") if column in table]
@@ -92,14 +96,14 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
         raise BadInput(
             f"Cell {cell_name(row.variant, row.scheme)} answers question '{row.question}' more than once ({len(twice)} "
             "such rows in all): expected one row per cell and question. Mark training runs in a column 'seed', and "
-            "several answers to one question in a column 'sample'."
+            "several answers to one question in a column 'sample'; --where COLUMN=VALUE keeps some rows only."
         )
     return table
 
 
 def _seed_labels(seeds: pd.Series) -> pd.Series:
     """Return seeds as text; whole numbers stay whole even if empty values made the column float."""
-    numbers = pd.Series(pd.to_numeric(seeds, errors="coerce"), dtype=float)
+    numbers = pd.Series(pd.to_numeric(seeds.astype(str), errors="coerce"), dtype=float)
     whole = (numbers.abs() < 2**53) & (numbers % 1 == 0)
     integers = numbers.where(whole, 0).astype("int64")
     text = seeds.astype(object).where(~whole, integers).where(seeds.notna(), "").astype(str)
@@ -125,8 +129,12 @@ def check_compatible(frame: pd.DataFrame) -> None:
     engine(frame)
     if names.SETTINGS not in frame:
         return
-    seeds = frame["seed"].astype(str) if "seed" in frame else pd.Series("", index=frame.index)
-    cells = frame[["variant", "scheme"]].assign(settings=frame[names.SETTINGS].fillna("").astype(str), seed=seeds)
+    seeds = frame["seed"].fillna("").astype(str) if "seed" in frame else pd.Series("", index=frame.index)
+    cells = (
+        frame[["variant", "scheme"]]
+        .astype(str)
+        .assign(settings=frame[names.SETTINGS].fillna("").astype(str), seed=seeds)
+    )
     cells = cells.drop_duplicates()
     is_base = cells["variant"] == BASE
     every = cells[~is_base]

@@ -28,7 +28,7 @@ QUANTILES = {"abs_q99": 0.99, "abs_q999": 0.999, "abs_q9999": 0.9999}
 
 
 def proxy(bits: int) -> str:
-    """Return the prefix of the proxy's columns: `w4` as in the seed study for 4 bits, else `rtn`."""
+    """Return the prefix of the proxy's columns: `w4` as in study 000 for 4 bits, else `rtn`."""
     return "w4" if bits == 4 else "rtn"
 
 

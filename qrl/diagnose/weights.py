@@ -1,6 +1,6 @@
 """Statistics of the weights: outliers, and the error of rounding to few bits.
 
-The statistics are the seed study's, so that its numbers can be reproduced: an outlier is larger than a multiple of the
+The statistics are study 000's, so that its numbers can be reproduced: an outlier is larger than a multiple of the
 median, and the proxy of quantization is `formats.rtn`. Tensors are streamed; a large model is never in memory as a
 whole.
 """
@@ -36,7 +36,7 @@ def measure(
         path: checkpoint folder.
         variant: label of the rows.
         settings: of the proxy and of outliers. With `embeddings` embedding tables have rows too. An output head always
-            counts, as in the seed study; one that is tied to the embedding is the row lm_head.weight, or with
+            counts, as in study 000; one that is tied to the embedding is the row lm_head.weight, or with
             embeddings the embedding's row, never both.
         device: "cpu" or "cuda".
         progress: called with 1 after each of `matrices`.
@@ -49,7 +49,7 @@ def measure(
     Raises:
         BadInput: the checkpoint is quantized or has no matrix of floats, or a tensor contains NaN or infinity.
 
-    Source: the seed study's weight statistics.
+    Source: study 000's weight statistics.
     """
     wanted = matrices(path, settings.embeddings)
     if not wanted:
@@ -77,7 +77,7 @@ def measure(
 
 
 def summary(frame: pandas.DataFrame) -> dict[str, float]:
-    """Summarize the rows of one variant from `measure`, as the seed study does.
+    """Summarize the rows of one variant from `measure`, as study 000 does.
 
     Returns:
         outlier_frac, channel_outlier_frac, kurtosis and the proxy's relative_mse as means weighted by size, its snr_db

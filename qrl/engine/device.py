@@ -1,5 +1,8 @@
 """The device and the dtype that models run in, decided once and recorded in every run."""
 
+import sys
+from pathlib import Path
+
 from qrl.errors import BadInput
 
 
@@ -9,12 +12,18 @@ def choose(wanted: str) -> str:
     Raises:
         BadInput: the recipe says `cuda` and torch sees no GPU.
     """
-    import torch
-
-    available = torch.cuda.is_available()
+    available = wanted != "cpu" and _sees_gpu()
     if wanted == "cuda" and not available:
         raise BadInput("device is 'cuda', but torch sees no GPU here: run on a machine with one, or set device=cpu.")
     return "cuda" if wanted == "cuda" or (wanted == "auto" and available) else "cpu"
+
+
+def _sees_gpu() -> bool:
+    if "torch" not in sys.modules and not any(any(Path("/dev").glob(name)) for name in ("nvidia*", "kfd", "dxg")):
+        return False  # the import would take seconds
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def compute_dtype(wanted: str, device: str):

@@ -65,11 +65,9 @@ def ask(
     Returns:
         N × S rows in the order of `questions`, the samples of a question together, and the decoding speed.
     """
-    import pandas as pd
-
     settings, tokens, samples = recipe.evaluate, hf.tokenizer(cell.path), recipe.evaluate.samples
     prompts = [ids for question in questions for ids in [render(tokens, question.question, recipe.prompt)] * samples]
-    _check_lengths(cell.path, questions, prompts[::samples])
+    check_lengths(cell.path, questions, prompts[::samples])
     repeated = [question for question in questions for _ in range(samples)]
     longest = max(map(len, prompts)) + settings.max_new_tokens
     with _opened(cell.path, recipe, device, longest) as (generate, computed_in, receipt):
@@ -80,19 +78,36 @@ def ask(
         seconds = time.perf_counter() - began  # decoding alone, without loading
     written = (f"{completion.raw}\0{completion.finish_reason}\0" for completion in completions)
     receipt["completions"] = sha256("".join(written).encode()).hexdigest()  # equal if a run repeats exactly
-    texts, answers = [completion.text for completion in completions], [question.answer for question in repeated]
-    verdicts = tasks.grade_many(recipe.task, texts, answers)
-    markers = [token for token in tokens.all_special_tokens if token]
     labels = {"variant": cell.variant, "scheme": cell.scheme, "dtype": computed_in}
-    rows = [labels | _row(markers, *answer) for answer in zip(repeated, completions, verdicts, strict=True)]
+    frame = graded(labels, repeated, completions, recipe.task, tokens)
     if samples > 1:
-        rows = [row | {"sample": number % samples} for number, row in enumerate(rows)]
+        frame["sample"] = [number % samples for number in range(len(frame))]
     generated = sum(completion.n_tokens for completion in completions)
-    return Asked(pd.DataFrame(rows), generated / seconds, computed_in, receipt)
+    return Asked(frame, generated / seconds, computed_in, receipt)
 
 
-def _check_lengths(path: Path, questions: Sequence, prompts: Sequence) -> None:
-    """Reject a prompt that fills all of the model's positions: it would answer, but beyond what it was trained for."""
+def graded(labels: dict, questions: Sequence, completions: Sequence, task: str, tokens: Any) -> pd.DataFrame:
+    """Return a row per answer: its labels, and the verdict on it.
+
+    Args:
+        labels: of every row, before the other columns.
+        questions: N, one per completion.
+        completions: N answers of an engine.
+        task: which grader judges them.
+        tokens: the tokenizer; its special tokens are leaks in an answer.
+    """
+    import pandas as pd
+
+    texts, answers = [completion.text for completion in completions], [question.answer for question in questions]
+    verdicts = tasks.grade_many(task, texts, answers)
+    markers = [token for token in tokens.all_special_tokens if token]
+    return pd.DataFrame(
+        [labels | _row(markers, *answer) for answer in zip(questions, completions, verdicts, strict=True)]
+    )
+
+
+def check_lengths(path: Path, questions: Sequence, prompts: Sequence) -> None:
+    """Raise BadInput if a prompt fills all of the model's positions: it would answer beyond what it was trained for."""
     config = checkpoint.config(path)
     positions = config.get("max_position_embeddings")
     scaled = "factor" in (config.get("rope_scaling") or config.get("rope_parameters") or {})

@@ -64,13 +64,48 @@ def rates(frame: pd.DataFrame) -> dict[str, float]:
     }
 
 
-def problems(metrics: dict[str, float], limits: Evaluate, n: int) -> list[str]:
-    """Return a sentence for each broken limit, with the rate, the limit and the likely cause; empty if healthy."""
+def problems(metrics: dict[str, float], limits: Evaluate, n: int, *, sure: bool = False) -> list[str]:
+    """Return a sentence for each broken limit, with the rate, the limit and the likely cause; empty if healthy.
+
+    Args:
+        metrics: as `rates` returns them.
+        limits: the recipe's.
+        n: answers that the rates are of.
+        sure: count a limit as broken only if the rate's 95 % interval excludes it, for a small n.
+    """
     sentences = []
     for metric, (setting, cause) in _LIMITS.items():
         rate, limit, least = metrics[metric], getattr(limits, setting), setting.startswith("min_")
-        if (rate < limit) if least else (rate > limit):
+        known = stats.accuracy(round(rate * n), n) if sure else None
+        low, high = (known.low, known.high) if known else (rate, rate)
+        if (high < limit) if least else (low > limit):
             side = "below" if least else "above"
             allowed = f"{side} the limit evaluate.{setting} = {limit:g}"
             sentences.append(f"{metric} is {rate:.3f} (n = {n}), {allowed}; likely cause: {cause}.")
     return sentences
+
+
+def answers(frame: pd.DataFrame, n: int = 2) -> list[str]:
+    """Return n answers as lines for the terminal, of different kinds if there are: unreadable, wrong, right.
+
+    Args:
+        frame: a row per answer: question, correct (0/1), parsed, answer, completion.
+        n: number of answers.
+    """
+    kinds = frame["correct"] + frame["parsed"].notna()
+    first_of_each = frame.groupby(kinds).cumcount().to_frame("place").assign(kind=kinds)
+    chosen = frame.loc[first_of_each.sort_values(["place", "kind"]).index[:n]]
+    return [f"{row['question']} ({_judged(row)}): {_short(row['completion'])}" for row in chosen.to_dict("records")]
+
+
+def _judged(row: dict) -> str:
+    if row["correct"]:
+        return "right"
+    return f"{'unreadable' if row['parsed'] is None else 'wrong'}, expected {row['answer']}"
+
+
+def _short(answer: str, longest: int = 240) -> str:
+    """Return an answer on one line, without its middle if it is long."""
+    line = " ⏎ ".join(part.strip() for part in answer.splitlines() if part.strip()) or "(empty)"
+    half = longest // 2
+    return line if len(line) <= longest else f"{line[:half]} … {line[-half:]}"

@@ -24,7 +24,7 @@ def encode(weight: Tensor, bits: int = 4, group_size: int = 128) -> tuple[Tensor
     Raises:
         ValueError: bits or group_size is out of range, or weight is not a matrix.
 
-    Source: the W4 proxy of the seed study; AWQ's grid without its scale search (arXiv 2306.00978).
+    Source: the W4 proxy of study 000; AWQ's grid without its scale search (arXiv 2306.00978).
     """
     if weight.ndim != 2 or not 2 <= bits <= 8 or group_size < 1:
         given = f"{tuple(weight.shape)}, {bits}, {group_size}"
@@ -99,6 +99,6 @@ def snr_db(relative_mse: float) -> float:
     Args:
         relative_mse: mean squared error / mean squared weight.
 
-    Source: relative MSE and SNR as the seed study defines them.
+    Source: relative MSE and SNR as study 000 defines them.
     """
     return -10 * math.log10(relative_mse) if relative_mse > 0 else (math.inf if relative_mse == 0 else math.nan)

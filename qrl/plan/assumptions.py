@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from qrl.errors import BadInput
 from qrl.stats.verdict import CEILING, FLOOR, default_margin
 
-# Defaults. Accuracy and gain are the seed study's (68 of 100, and about its gain); the correlations are conservative
+# Defaults. Accuracy and gain are study 000's (68 of 100, and about its gain); the correlations are conservative
 # compared with those of qrl-tiny's seed 0, 0.23 and 0.92.
 BASE_ACCURACY, GAIN, DROP, CORRELATION, SCHEME_CORRELATION = 0.68, 0.05, 0.01, 0.2, 0.7
 

@@ -22,8 +22,9 @@ from qrl.recipe.base import Section
 from qrl.recipe.sections import Recipe
 
 NAMED = Path(__file__).parent / "named"  # a YAML file per recipe
-DEFAULT = "auto"  # `tiny`; with no recipe named, `math` for such a task, `instruct` for a model of the user's or gsm8k
+DEFAULT = "auto"  # no recipe is named: the one that `default` returns
 EXTENDS = "extends"
+MACHINE = "machine"  # `gpu` in a recipe sized for one, `any` in others; recipes that extend it inherit it
 RENAMED = {  # former key → present key
     "train.importance_sampling": "train.importance_sampling_level",
     "train.iterations": "train.num_iterations",
@@ -74,12 +75,10 @@ def load(name_or_path: str = DEFAULT, overrides: Mapping[str, str] | None = None
         BadInput: the recipe or a key is unknown, a type is wrong or a number out of range.
     """
     overrides = overrides or {}
-    if name_or_path == DEFAULT:
-        name_or_path = default(overrides)
+    values = _read(_path(default(overrides) if name_or_path == DEFAULT else name_or_path))
+    values.pop(MACHINE, None)
     document = {}
-    for key, value in (
-        _read(_path(name_or_path)) | {key: _typed(key, text) for key, text in overrides.items()}
-    ).items():
+    for key, value in (values | {key: _typed(key, text) for key, text in overrides.items()}).items():
         section, dot, name = str(key).partition(".")
         if dot:
             document.setdefault(section, {})[name] = value
@@ -91,11 +90,17 @@ def load(name_or_path: str = DEFAULT, overrides: Mapping[str, str] | None = None
         raise BadInput(_sentence(error)) from None
 
 
-def default(overrides: Mapping[str, str]) -> str:
-    """Return the recipe that `auto` stands for."""
+def default(overrides: Mapping[str, str], *, device: str = "cuda") -> str:
+    """Return the recipe that `auto` stands for: tiny, or instruct or math, which have smaller versions for a CPU."""
     task = overrides.get("task")
     own = overrides.get("model", "qrl-tiny") != "qrl-tiny" or task == "gsm8k"
-    return "math" if task in ("math", "deepmath") else "instruct" if own else "tiny"
+    name = "math" if task in ("math", "deepmath") else "instruct" if own else "tiny"
+    return f"{name}-cpu" if device == "cpu" and name != "tiny" else name
+
+
+def needs_gpu(name_or_path: str) -> bool:
+    """Return whether a recipe is sized for a GPU, as it says itself; raise BadInput if there is no such recipe."""
+    return name_or_path != DEFAULT and _read(_path(name_or_path)).get(MACHINE) == "gpu"
 
 
 def _path(name_or_path: str) -> Path:
@@ -142,6 +147,8 @@ def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict:
     document, known = _parse_file(path), fields()
     values = _parent(document.pop(EXTENDS, None), path, (*extending, path.resolve()))
     for key, value in document.items():
+        if key == MACHINE and value not in ("gpu", "any"):
+            raise BadInput(f"Recipe {path} says {MACHINE}: {value!r}, but gpu or any was expected.")
         section, dot, name = str(key).partition(".")
         if dot:
             below = f"Recipe {path} holds '{key}', an option's name: write '{name}' below '{section}'."

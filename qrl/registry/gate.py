@@ -1,8 +1,8 @@
 """The promotion decision: numbers in, verdict and reasons out. It reads nothing and moves nothing.
 
-    base   healthy, and the weights that were evaluated are the version's
-    grpo   the same, made from the base version, and the lower bound of its paired gain is above `promote.min_gain`
-    awq    the same, made from the grpo version, and its loss against that is smaller than `promote.max_loss`
+    base   base:full, the base model itself; healthy; and the weights that were evaluated are the version's
+    grpo   grpo:full, made from the base version; the lower bound of its paired gain is above `promote.min_gain`
+    awq    grpo:awq, made from the grpo version; its loss against that is smaller than `promote.max_loss`
 
 Bounds are those of the two-sided 95 % interval, the one that the table prints. What cannot be compared (a bound that is
 NaN, an empty digest) counts as not shown and is refused.
@@ -11,6 +11,7 @@ NaN, an empty digest) counts as not shown and is refused.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from qrl import names
 from qrl.stats import Estimate, signed
 from qrl.stats.text import interval
 from qrl.tracking.cells import Evaluated
@@ -46,24 +47,41 @@ def decide(
     difference: Estimate | None = None,
     limit: float = 0.0,
 ) -> Decision:
-    """Decide on a stage: base by health and digest alone, the others also by lineage and difference.
+    """Decide on a stage: by cell, health, digest and lineage, and all but base by their difference too.
 
     Args:
         stage: base, grpo or awq.
         cell: the candidate's evaluation.
         version_digest: of the weights that would be served.
-        before_digest: of the version at the stage before.
+        before_digest: of the version at the stage before; for base, of the base model.
         difference: accuracy minus that of the version at the stage before, paired; only base has none.
         limit: accuracy, `promote.min_gain` or `promote.max_loss`.
     """
-    checks = [_health(cell.broken), _digest(cell.digest, version_digest)]
-    if stage in BEFORE:
+    checks = [_cell(stage, cell), _health(cell.broken), _digest(cell.digest, version_digest)]
+    if stage not in BEFORE:
+        checks.append(_itself(cell.digest, before_digest))
+    else:
         if difference is None:
             raise ValueError(f"Stage {stage} needs the difference to stage {BEFORE[stage]}: pass both.")
         checks += [_lineage(cell.parent, before_digest, BEFORE[stage]), _bound(stage, difference, limit)]
     facts = {key: value for _, _, compared in checks for key, value in compared.items()}
     reasons = tuple(reason for _, reason, _ in sorted(checks, key=lambda check: check[0]))  # failed ones first
     return Decision(stage, all(passed for passed, _, _ in checks), reasons, facts)
+
+
+def _cell(stage: str, cell: Evaluated) -> _Check:
+    wanted, actual = names.STAGE_CELL[stage], f"{cell.variant}:{cell.scheme}"
+    facts: dict[str, float | str] = {"cell": actual}
+    if actual == wanted:
+        return True, f"It is the cell {wanted}.", facts
+    return False, f"It is the cell {actual}, but only {wanted} can hold the stage: give a run of {wanted}.", facts
+
+
+def _itself(digest: str, base: str) -> _Check:
+    if base and digest == base:
+        return True, "It is the base model itself.", {"base_digest": base}
+    made = f"It is not the base model itself ({_short(base)}) but was made from it"
+    return False, f"{made}: give the base's own evaluation.", {"base_digest": base}
 
 
 def _health(broken: Sequence[str]) -> _Check:

@@ -122,7 +122,7 @@ def aliased(name: str, alias: str) -> ModelVersion | None:
     except MlflowException as error:
         if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             return None
-        raise
+        raise store.sentence(error) or error from None
 
 
 def folder(version: Version) -> Path:

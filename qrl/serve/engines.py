@@ -1,28 +1,33 @@
 """How each serving engine is started: its module, environment and options.
 
-vLLM has an option for the model's name. `transformers serve` has none: the id is the name that it loads, and
-`/v1/models` lists the hub's cache. So it gets a cache of its own, with the registered name and version as a symbolic
-link to the checkpoint folder. Nothing is copied, and requests, answers and the list show the same id.
+`transformers serve` ignores much of a request (n, logprobs, a temperature above 0, a prompt beyond the window), so
+transformers has a server of this package. vLLM gets middleware for what it ignores, and OpenAI's defaults of sampling
+instead of the model's own: a repetition penalty in generation_config.json would change greedy answers, too.
 """
 
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import qrl
 from qrl.errors import BadInput
 from qrl.formats import plain
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
 # Run as `python -m`: the `vllm` command crashes in the CPU build.
-MODULES = {TRANSFORMERS: "transformers.cli.transformers", VLLM: "vllm.entrypoints.openai.api_server"}
+MODULES = {TRANSFORMERS: "qrl.serve.transformers_server", VLLM: "vllm.entrypoints.openai.api_server"}
+API_KEY = "QRL_API_KEY"  # the variable with the key that clients must send
 DRAIN_S = 25  # how long an engine may finish running answers once it is told to stop
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # No downloads, no telemetry, no check for newer versions.
 _QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
 _QUIET |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+_ROOT = str(Path(qrl.__file__).parents[1])  # an engine runs in another folder, and imports this package
+_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _CPU_CACHE = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB, read only on a CPU; the default takes half of the memory
 
 
@@ -61,11 +66,8 @@ def default(device: str) -> str:
     return VLLM if device != "cpu" and importlib.util.find_spec("vllm") else TRANSFORMERS
 
 
-def check(engine: str, api_key: str | None) -> None:
-    """Raise BadInput if an engine is not installed, or knows no API key and would serve unguarded."""
-    if api_key and engine == TRANSFORMERS:
-        unguarded = "on loopback without --api-key and QRL_API_KEY"
-        raise BadInput(f"`transformers serve` knows no API key: serve with --engine vllm, or {unguarded}.")
+def check(engine: str) -> None:
+    """Raise BadInput if an engine is not installed."""
     if engine == VLLM and importlib.util.find_spec("vllm") is None:
         raise BadInput(
             "vLLM is not installed in this environment: run `mlflow run . -e serve … --env-manager uv`, which builds "
@@ -73,13 +75,14 @@ def check(engine: str, api_key: str | None) -> None:
         )
 
 
-def environment(engine: str, scratch: Path, api_key: str | None, shares: bool = False) -> dict[str, str]:
-    """Return an engine's environment variables; `scratch` is its empty folder, `shares`: beside another engine."""
+def environment(engine: str, api_key: str | None, shares: bool = False) -> dict[str, str]:
+    """Return an engine's environment variables; `shares`: beside another engine."""
+    common = _QUIET | {"PYTHONPATH": os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))}
     if engine == TRANSFORMERS:
-        return _QUIET | {"HF_HUB_CACHE": str(scratch)}
+        return common | {API_KEY: api_key or ""}
     # Otherwise every vLLM on a CPU pins itself to the same cores, and the serving engine, spinning, starves the other.
     unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if shares else {}
-    return _QUIET | _CPU_CACHE | unbound | ({"VLLM_API_KEY": api_key} if api_key else {})
+    return common | _CPU_CACHE | unbound | ({"VLLM_API_KEY": api_key} if api_key else {})
 
 
 def arguments(engine: str, model: ServedModel, listen: tuple[str, int] | Path, scratch: Path) -> list[str]:
@@ -87,7 +90,7 @@ def arguments(engine: str, model: ServedModel, listen: tuple[str, int] | Path, s
 
     Args:
         listen: host and port, or the path of a Unix socket (vLLM).
-        scratch: the same folder as for `environment`.
+        scratch: the engine's empty folder.
     """
     address = ["--uds", str(listen)] if isinstance(listen, Path) else ["--host", listen[0], "--port", str(listen[1])]
     if engine == VLLM:
@@ -95,35 +98,16 @@ def arguments(engine: str, model: ServedModel, listen: tuple[str, int] | Path, s
         if unpacks(engine, path, model.device):
             path, dtype = plain.write(path, scratch / "plain"), "fp32" if dtype == "auto" else dtype
         options = ["--model", str(path.resolve()), "--served-model-name", model.id, *model.aliases]
-        options += ["--dtype", _DTYPES.get(dtype, "auto")]
+        options += ["--dtype", _DTYPES.get(dtype, "auto"), "--middleware", "qrl.serve.requests.Check"]
+        options += ["--override-generation-config", json.dumps(_NEUTRAL)]
         options += ["--shutdown-timeout", str(DRAIN_S), *address]  # without it, running answers are cut off
         if model.device == "cpu":
             return [*options, "--enforce-eager"]
         return [*options, "--gpu-memory-utilization", str(model.memory)] if model.memory else options
-    name, version = model.id.split("@")
-    refs, snapshots = (scratch / f"models--{name}" / part for part in ("refs", "snapshots"))
-    refs.mkdir(parents=True)
-    snapshots.mkdir()
-    (refs / version).write_text(version)
-    (snapshots / version).symlink_to(model.path.resolve(), target_is_directory=True)
-    return ["serve", model.id, "--device", model.device, "--dtype", _transformers_dtype(model), *address]
+    options = {"model": model.path.resolve(), "name": model.id, "device": model.device, "dtype": model.dtype}
+    return [*(word for key, value in options.items() for word in (f"--{key}", str(value))), *address]
 
 
 def unpacks(engine: str, path: Path, device: str) -> bool:
     """Return whether an engine gets an unpacked copy of a quantized checkpoint, because this machine lacks a kernel."""
     return engine == VLLM and device == "cpu" and plain.needed(path)
-
-
-def _transformers_dtype(model: ServedModel) -> str:
-    """Return the dtype of evaluation on a CPU, fp32, so that the server gives the answers that were graded.
-
-    Two exceptions use bf16. bitsandbytes: evaluation unpacks its codes first, but the server does so at every product,
-    and only bf16 has a CPU kernel for that (one token of a 2.5 M model took 0.2 s in fp32, 7 ms in bf16). NVFP4 and
-    MXFP4: the server unpacks them to bf16 in any case.
-    """
-    stored = json.loads((model.path / "config.json").read_text()).get("quantization_config", {})
-    if model.dtype == "auto" and model.device == "cpu":
-        formats = [group.get("format") or "" for group in stored.get("config_groups", {}).values()]
-        in_bf16 = any(name.startswith(("nvfp4", "mxfp4")) for name in formats)
-        return "bfloat16" if in_bf16 or stored.get("quant_method") == "bitsandbytes" else "float32"
-    return _DTYPES.get(model.dtype, "auto")

@@ -41,9 +41,9 @@ class Engine(contextlib.AbstractContextManager):
             shares: another engine will run beside it.
 
         Raises:
-            BadInput: vLLM is not installed here, or a key is set for an engine without keys.
+            BadInput: vLLM is not installed here.
         """
-        engines.check(engine, api_key)
+        engines.check(engine)
         self.engine = engine
         self.serving = self._reaped = False
         self.listen: tuple[str, int] | Path | None = None  # set by `load`; a path is a Unix socket's
@@ -52,7 +52,7 @@ class Engine(contextlib.AbstractContextManager):
         self.process = subprocess.Popen(
             [sys.executable, "-P", engine_bootstrap.__file__, str(os.getpid()), engines.MODULES[engine]],
             cwd=self.scratch,  # in the user's own folder, a folder with the model's name would be loaded instead of it
-            env=os.environ | engines.environment(engine, self.scratch, api_key, shares),
+            env=os.environ | engines.environment(engine, api_key, shares),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -101,6 +101,9 @@ class Estimate:
     least: float = -math.inf
     most: float = math.inf
 
+    def __str__(self) -> str:
+        return f"{signed(self.estimate)} [{signed(self.low)}, {signed(self.high)}] (n = {self.n})"
+
     def bounded(self) -> Estimate:
         """Return the estimate with the two-sided 95 % interval that its error gives, cut at `least` and `most`."""
         low, high = self.estimate - self.reach(TAIL, upwards=False), self.estimate + self.reach(TAIL, upwards=True)

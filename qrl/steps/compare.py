@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -55,21 +55,27 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         reuse.record_outputs(artifacts=artifacts, values=values)
 
 
-def files(recipe: Recipe, *, questions: str | None, counts: str | None, cells: list[str], rank: bool, out: str) -> None:
-    """Write the table of `compare`, or of `methods` to `rank`, for files or cells of the store; log nothing."""
-    if counts:
-        evidence = room.read_counts(counts)
-    elif questions:
-        evidence = room.read_questions(questions)
-    else:
+def files(
+    recipe: Recipe, *, questions: str | None, counts: str | None, cells: list[str], rank: bool, out: str, **given: Any
+) -> None:
+    """Write the table of `compare`, or of `methods` to `rank`, for files or cells of the store; log nothing.
+
+    `given` are columns, where and reference, as for `read_questions`.
+    """
+    if questions:
+        evidence = room.read_questions(questions, **given)
+    elif not counts:
         from qrl.tracking import cells as evaluated
 
         evidence = evaluated.rows(cells)
+    margin = recipe.compare.margin
     if rank:
         text = write_methods(ranking.measure(evidence), Path(out))
+    elif counts:
+        found = room.from_counts(room.read_counts(counts), margin=margin, reference=given["reference"])
+        text = write(found, Path(out))
     else:
-        make = room.from_counts if counts else room.from_questions
-        text = write(make(evidence, margin=recipe.compare.margin), Path(out))
+        text = write(room.from_questions(evidence, margin=margin), Path(out))
     click.echo(text)
     click.echo(f"Written to {out}: {METHODS_FILES if rank else TABLE_FILES}.", err=True)
 

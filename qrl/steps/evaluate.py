@@ -14,9 +14,9 @@ from qrl.errors import UnhealthyCell
 from qrl.evaluate import cells as room
 from qrl.evaluate import groups, scores
 from qrl.recipe import Recipe
-from qrl.steps import inputs, outcome, record
+from qrl.steps import answers, inputs, outcome, record
 from qrl.tasks import prompt
-from qrl.tracking import contents, keys, lineage, models, reuse, runs, store
+from qrl.tracking import contents, keys, lineage, models, projects, reuse, runs, store
 from qrl.workspace import workspace
 
 
@@ -45,7 +45,8 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
         given: cells as typed, `variant:scheme=model,…`; None for the recipe's model.
 
     Raises:
-        UnhealthyCell: cells broke a limit, a sentence for each; raised after all cells were evaluated.
+        UnhealthyCell: cells broke a limit, a sentence for each; raised after the first such cell of the base, or after
+            all cells were evaluated.
     """
     cells = check(recipe, given)
     device = devices.choose(recipe.device)
@@ -57,13 +58,15 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
     params, tags = {"device": device}, {names.TAG_TASK: recipe.task}
     with runs.step("evaluate", recipe, sections=("evaluate",), params=params, tags=tags):
         broken, run_ids = [], {}
-        for cell, stored in cells.items():
-            evaluation = Evaluation(recipe, *cell, *stored, questions, device)
-            try:
-                run_ids[":".join(cell)] = _evaluate_cell(evaluation)
-            except UnhealthyCell as error:
-                click.secho(f"      {error}", fg="red", err=True)
-                broken.append(str(error))
+        evaluations = [Evaluation(recipe, *cell, *stored, questions, device) for cell, stored in cells.items()]
+        with answers.in_processes(_ask, evaluations, _processes(evaluations)) as ask:
+            for evaluation in evaluations:
+                try:
+                    run_ids[f"{evaluation.variant}:{evaluation.scheme}"] = _evaluate_cell(evaluation, ask)
+                except UnhealthyCell as error:
+                    broken.append(str(error))
+                    if evaluation.variant == names.BASE:  # the others are measured against it
+                        break
         if run_ids:
             models = {":".join(cell): address for cell, (address, _) in cells.items()}
             outcome.evaluated(recipe, models, run_ids)
@@ -84,8 +87,15 @@ def check(recipe: Recipe, given: str | None) -> dict[tuple[str, str], tuple[str,
     return {cell: (address, inputs.stored_as(cell, address)) for cell, address in addresses.items()}
 
 
-def _evaluate_cell(cell: Evaluation) -> str:
-    """Evaluate one cell in a nested run; return the run's id."""
+def _processes(cells: list[Evaluation]) -> int:
+    """Return how many processes answer the cells; vLLM and a GPU are used by one alone."""
+    if cells[0].device != "cpu" or cells[0].recipe.evaluate.engine != hf.NAME:
+        return 1
+    return answers.processes(len(cells), max(cell.weights.bytes for cell in cells))
+
+
+def _evaluate_cell(cell: Evaluation, ask: answers.Ask) -> str:
+    """Evaluate one cell in a nested run with the answers that `ask` obtains; return the run's id."""
     recipe, settings, prompt_hash = cell.recipe, cell.recipe.evaluate, prompt.template_hash(cell.recipe.prompt)
     labels = {"variant": cell.variant, "scheme": cell.scheme, "task": recipe.task}
     key = keys.cell(recipe, cell.variant, cell.scheme, cell.weights.digest, cell.device)
@@ -96,32 +106,41 @@ def _evaluate_cell(cell: Evaluation) -> str:
         runs.child(cell.name, params=labels | {"prompt_hash": prompt_hash}, tags=tags),
         tqdm(total=len(cell.questions) * settings.samples, desc=cell.name, unit="answer", leave=False) as bar,
     ):
-        asked = room.Cell(cell.variant, cell.scheme, cell.weights.path)
-        answers = room.ask(asked, cell.questions, recipe, cell.device, progress=bar.update)
+        asked = ask(cell, bar.update)
         uri = record.given(recipe, cell.address, cell.weights, cell.variant, cell.scheme)
         digest = inputs.digest(cell.questions)
         origin = {"digest": digest, "n": len(cell.questions), "source": inputs.source_of(recipe)}
         heldout = contents.log_dataset(f"{recipe.task}-heldout", context="heldout", **origin)
-        metrics = scores.metrics(answers)
+        metrics = scores.metrics(asked)
         contents.log_scores(metrics, model_uri=uri, dataset=heldout)
         training_seed = lineage.training_seed(uri) if cell.variant != names.BASE else None
         simulated = hf.simulated(cell.weights.path, cell.device) if settings.engine == hf.NAME else ""
-        params = {"dtype": answers.dtype, "simulated": simulated, "training_seed": training_seed}
-        params[names.ENGINE] = answers.receipt["engine"]
+        params = {"dtype": asked.dtype, "simulated": simulated, "training_seed": training_seed}
+        params[names.ENGINE] = asked.receipt["engine"]
         contents.log_params({key: value for key, value in params.items() if value not in ("", None)})
-        receipt = answers.receipt | {"weights": cell.weights.digest, "prompt_hash": prompt_hash, "questions": digest}
+        receipt = asked.receipt | {"weights": cell.weights.digest, "prompt_hash": prompt_hash, "questions": digest}
         (work / names.RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
         stored_by = models.params(uri).get(names.SETTINGS, "")
-        _log_rows(answers, recipe, stored_by, work, recipe.seed if training_seed is None else training_seed)
-        if problems := scores.problems(metrics, settings, len(answers.frame)):
-            raise UnhealthyCell(f"Cell {cell.name} is unhealthy, so its accuracy does not count: {' '.join(problems)}")
+        _log_rows(asked, recipe, stored_by, work, recipe.seed if training_seed is None else training_seed)
+        if problems := scores.problems(metrics, settings, len(asked.frame)):
+            bar.close()
+            problems.insert(0, f"Cell {cell.name} is unhealthy, so its accuracy does not count:")
+            where = f"All its answers are in {projects.artifact_place(runs.active_id())}/{names.QUESTIONS}."
+            lines = "\n      ".join([*problems, "Two of its answers:", *scores.answers(asked.frame), where])
+            click.secho(f"      {lines}", fg="red", err=True)
+            raise UnhealthyCell(" ".join([*problems, where]))
         values = {"digest": cell.weights.digest, "questions": digest, "accuracy": metrics[names.ACCURACY]}
         reuse.record_outputs(models={"model": uri}, artifacts=[names.QUESTIONS], values=values)
         bar.close()
         accuracy = f"{metrics[names.ACCURACY]:.3f} ± {metrics[names.ACCURACY_STDERR]:.3f}"
         n = f"(n = {len(cell.questions)}{_sampled(metrics, settings.samples)})"
-        click.echo(f"      {cell.name}: {accuracy} {n}, {answers.tokens_per_s:,.0f} tokens/s", err=True)
+        click.echo(f"      {cell.name}: {accuracy} {n}, {asked.tokens_per_s:,.0f} tokens/s", err=True)
         return runs.active_id()
+
+
+def _ask(cell: Evaluation, progress: answers.Progress) -> room.Asked:
+    asked = room.Cell(cell.variant, cell.scheme, cell.weights.path)
+    return room.ask(asked, cell.questions, cell.recipe, cell.device, progress=progress)
 
 
 def _sampled(metrics: dict[str, float], samples: int) -> str:
@@ -132,12 +151,12 @@ def _sampled(metrics: dict[str, float], samples: int) -> str:
     return f" × {samples} samples, pass@{samples} {metrics[key]:.3f} ± {metrics[f'{key}_stderr']:.3f}"
 
 
-def _log_rows(answers: room.Asked, recipe: Recipe, stored_by: str, work: Path, seed: int) -> None:
+def _log_rows(asked: room.Asked, recipe: Recipe, stored_by: str, work: Path, seed: int) -> None:
     """Log the rows under the seed of the training that made the weights, and the seed of the questions beside it."""
-    origin = {names.ENGINE: answers.receipt["engine"], names.SETTINGS: stored_by}
-    answers.frame.assign(seed=seed, question_seed=recipe.seed, **origin).to_parquet(work / names.QUESTIONS)
-    if by_group := groups.markdown(answers.frame):
+    origin = {names.ENGINE: asked.receipt["engine"], names.SETTINGS: stored_by}
+    asked.frame.assign(seed=seed, question_seed=recipe.seed, **origin).to_parquet(work / names.QUESTIONS)
+    if by_group := groups.markdown(asked.frame):
         (work / names.GROUPS_MD).write_text(by_group, encoding="utf-8")
     contents.log_folder(work)
     shown = ["question", "correct", "parsed", "answer", "finish_reason", "completion"]
-    contents.log_table(answers.frame.head(recipe.evaluate.samples_logged)[shown], "completions")
+    contents.log_table(asked.frame.head(recipe.evaluate.samples_logged)[shown], "completions")

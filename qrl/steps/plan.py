@@ -18,22 +18,26 @@ from qrl.workspace import workspace, written
 FIGURE = "plan.png"
 
 
-def make(assumed: dict, *, pilot: str | None, scheme: str | None, out: str | None, **wanted: Any) -> None:
+def make(
+    assumed: dict, *, pilot: str | None, scheme: str | None, reference: str | None, out: str | None, **wanted: Any
+) -> None:
     """Print the plan; write it into `out`, and into the MLflow run that `mlflow run` opened, if there is one.
 
     Args:
         assumed: fields of `plan.Assumptions` as typed; missing ones come from the pilot, or are defaults.
         pilot: a file with per-question outcomes of an earlier study.
         scheme: one of the pilot's schemes; None for the one with the lowest gain survival.
+        reference: the pilot's name for full precision; None if it is `full`.
         out: a folder.
         wanted: n, effect, power and seeds, as for `plan.make`.
 
     Raises:
         BadInput: as `plan.make` and `read_pilot`; a scheme is given without a pilot, or `out` cannot be written to.
     """
-    if scheme and not pilot:
-        raise BadInput("--scheme names a scheme of the pilot: give --pilot FILE with it, or omit it.")
-    suggested, notes = read_pilot(pilot, scheme) if pilot else ({}, [])
+    if (scheme or reference) and not pilot:
+        option = "--scheme" if scheme else "--reference"
+        raise BadInput(f"{option} names a scheme of the pilot: give --pilot FILE with it, or omit it.")
+    suggested, notes = read_pilot(pilot, scheme, reference) if pilot else ({}, [])
     planned = plan.make(plan.Assumptions(**suggested | assumed), **wanted)
     text = "\n".join((table.as_markdown(planned), *notes))
     if out:
@@ -53,13 +57,13 @@ def make(assumed: dict, *, pilot: str | None, scheme: str | None, out: str | Non
         click.echo(f"Written to {out}: {names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/{FIGURE}.", err=True)
 
 
-def read_pilot(path: str, scheme: str | None) -> tuple[dict[str, float], list[str]]:
+def read_pilot(path: str, scheme: str | None, reference: str | None = None) -> tuple[dict[str, float], list[str]]:
     """Return fields of `plan.Assumptions` that a study's questions suggest, and sentences on how certain they are.
 
     Raises:
         BadInput: the file or scheme is missing, the outcomes are not comparable, or they show no gain.
     """
-    comparison = room.from_questions(room.read_questions(path))
+    comparison = room.from_questions(room.read_questions(path, reference=reference))
     rows = {row.scheme: row for row, _, _ in comparison.judged() if row.variant == comparison.variants[1]}
     if not rows or (scheme and scheme not in rows):
         raise BadInput(

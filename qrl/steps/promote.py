@@ -1,44 +1,61 @@
-"""Promote: an evaluated cell becomes a version, and gets a stage if its gate lets it in."""
+"""Promote: an evaluated cell becomes a version, and gets a stage if its gate lets it in.
+
+What a cell is, its run says: the base model, the task, the data and the seed. Options that contradict it are refused.
+"""
 
 import contextlib
+from collections.abc import Collection
+from pathlib import Path
 
 import click
 import pandas as pd
 
-from qrl import checkpoint, names, registry, stats
+from qrl import checkpoint, names, registry, source, stats
 from qrl.compare.validate import check_compatible
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
 from qrl.registry import gate, versions
 from qrl.registry.stages import check_stage, holder
-from qrl.steps import outcome
-from qrl.tracking import cells, contents, runs, store
+from qrl.steps import inputs, outcome
+from qrl.tracking import cells, contents, lineage, runs, store
 from qrl.tracking.cells import Evaluated
+from qrl.tracking.lineage import Ancestor
 
 
-def promote(recipe: Recipe, stages: list[str], run_ids: list[str]) -> None:
+def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collection[str] = ()) -> None:
     """Judge each candidate in turn; the first refusal ends it, since later stages are made from earlier ones.
 
     Args:
-        recipe: the section `promote`.
+        recipe: the section `promote`, and the fields that the user typed.
         stages: of base, grpo, awq, in that order.
         run_ids: the candidates' evaluation runs, one per stage.
+        typed: keys of the fields that the user typed; all others are those of the candidates' runs.
 
     Raises:
+        BadInput: a typed field contradicts a candidate's run, or the candidates belong to several models.
         GateRefused: a gate refused a candidate; no pointer of its stage was moved.
     """
     for stage in stages:
         check_stage(stage, "to promote to")
     if len(stages) != len(run_ids):
         raise BadInput(f"--stage names {len(stages)} and --cell {len(run_ids)}: give one cell's run per stage.")
-    name = registry.registered_name(recipe)
     store.prepare()
     candidates = [cells.read(run_id) for run_id in run_ids]
+    bases = [_base(recipe, candidate, typed) for candidate in candidates]
+    own = [_own(recipe, *pair, typed) for pair in zip(candidates, bases, strict=True)]
+    recipe, name = own[0], registry.registered_name(own[0])
+    if differing := {registry.registered_name(each) for each in own} - {name}:
+        several = " and ".join([name, *sorted(differing)])
+        raise BadInput(f"The cells belong to several models, {several}: promote each of them by itself.")
+    if not runs.is_launched():
+        facts = {"model": recipe.model, "task": recipe.task, "data": recipe.data, "seed": recipe.seed}
+        said = ", ".join(f"{key} {value}" for key, value in facts.items() if value is not None)
+        click.echo(f"      As the cell's run says: {said}.", err=True)
     with runs.step("promote", recipe, sections=("promote",), params={"stage": ",".join(stages), "registered": name}):
         outcomes = []
         try:
-            for stage, candidate in zip(stages, candidates, strict=True):
-                outcomes.append(_promote_one(recipe, name, stage, candidate))
+            for stage, candidate, base in zip(stages, candidates, bases, strict=True):
+                outcomes.append(_promote_one(recipe, name, stage, candidate, base))
                 click.echo(f"      {outcomes[-1]}", err=True)
         finally:
             contents.describe("\n".join(f"- {outcome}" for outcome in outcomes))
@@ -49,6 +66,53 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str]) -> None:
         outcome.promoted(name, stages[-1])
 
 
+def _own(recipe: Recipe, cell: Evaluated, base: Ancestor, typed: Collection[str]) -> Recipe:
+    """Return the recipe with the model, task, data, prompt and seed of a cell's run.
+
+    Raises:
+        BadInput: one was typed and differs, or nothing says by which name to register the cell.
+    """
+    recorded = {key: text for key, text in cell.settings.items() if text != "null"}
+    for key in {"task", "prompt", "seed"} & set(typed):
+        if (wanted := recipe.flat()[key]) != (actual := recorded.get(key, wanted)):
+            raise _contradicted(f"--{key} {wanted}", cell, f"it was evaluated with {key} {actual}")
+    fields = {key: recorded[key] for key in ("task", "prompt", "data", "registered_name") if key in recorded}
+    fields |= {"seed": int(recorded.get("seed", recipe.seed)), "model": base.address or recipe.model}
+    own = recipe.model_copy(update={key: value for key, value in fields.items() if key not in typed})
+    if "data" in typed and cell.questions not in ("", inputs.digest(inputs.questions(own, "heldout", cell.n))):
+        raise _contradicted(f"--data {own.data}", cell, "it was evaluated on other questions")
+    if not (base.address or own.registered_name or "model" in typed):
+        raise BadInput(f"The store does not say which base the model of run {cell.run_id} has: add --registered_name.")
+    return own
+
+
+def _base(recipe: Recipe, cell: Evaluated, typed: Collection[str]) -> Ancestor:
+    """Return the base model of a cell: the one that was typed, else its run's, else where the model's line begins.
+
+    Raises:
+        BadInput: the model that was typed is not in the line of the cell's model.
+    """
+    line = lineage.line(cell.model) if cell.model else []
+    if "model" in typed and line:
+        if base := _member(line, recipe.model, source.locate(recipe.model)):
+            return base
+        raise _contradicted(f"--model {recipe.model}", cell, f"its model was made from {line[-1].address or 'another'}")
+    claimed = cell.settings.get("model", "")
+    begin = line[-1] if line else Ancestor(cell.digest, "")
+    return _member(line, claimed, source.SHIPPED.get(claimed) or Path(claimed)) or begin
+
+
+def _member(line: list[Ancestor], address: str, folder: Path) -> Ancestor | None:
+    """Return the model in a line that has an address, or the weights in its folder."""
+    digest = checkpoint.digest(folder) if (folder / "config.json").is_file() else None
+    same = (ancestor.digest for ancestor in line if address == ancestor.address or digest == ancestor.digest)
+    return next((Ancestor(digest, address) for digest in same), None)
+
+
+def _contradicted(option: str, cell: Evaluated, fact: str) -> BadInput:
+    return BadInput(f"{option} contradicts run {cell.run_id} ({cell.variant}:{cell.scheme}), since {fact}: remove it.")
+
+
 def rollback(recipe: Recipe, stage: str) -> None:
     """Return a stage to the version before its last promotion."""
     name = registry.registered_name(recipe)
@@ -57,7 +121,7 @@ def rollback(recipe: Recipe, stage: str) -> None:
     outcome.promoted(name, stage)
 
 
-def _promote_one(recipe: Recipe, name: str, stage: str, candidate: Evaluated) -> str:
+def _promote_one(recipe: Recipe, name: str, stage: str, candidate: Evaluated, base: Ancestor) -> str:
     if not candidate.model:
         raise GateRefused(f"Stage {stage} is refused: {' '.join(candidate.broken)}")
     before = registry.resolve(name, gate.BEFORE[stage]) if stage in gate.BEFORE else None
@@ -65,7 +129,7 @@ def _promote_one(recipe: Recipe, name: str, stage: str, candidate: Evaluated) ->
     facts = {key: getattr(candidate, key) for key in ("digest", "variant", "scheme", "accuracy", "stderr", "n")}
     parent = before.version if before else None
     version = registry.register(name, candidate.model, **facts, parent_version=parent)
-    decision = _decide(recipe, stage, candidate, version, before)
+    decision = _decide(recipe, stage, candidate, version, before or base)
     record = {"run": candidate.run_id, "reasons": decision.reasons, "bounds": decision.facts}
     if not decision.passed:
         registry.refuse(name, stage, version.version, record=record)
@@ -75,12 +139,12 @@ def _promote_one(recipe: Recipe, name: str, stage: str, candidate: Evaluated) ->
 
 
 def _decide(
-    recipe: Recipe, stage: str, candidate: Evaluated, version: versions.Version, before: versions.Version | None
+    recipe: Recipe, stage: str, candidate: Evaluated, version: versions.Version, before: versions.Version | Ancestor
 ) -> gate.Decision:
     # The digest of the files in the store now, not the version's tag: those are what would be served.
     digest = checkpoint.digest(versions.folder(version))
-    if before is None:
-        return gate.decide(stage, candidate, digest)
+    if isinstance(before, Ancestor):
+        return gate.decide(stage, candidate, digest, before_digest=before.digest)
     earned = before.gate(gate.BEFORE[stage])
     if earned is None or not earned.run:
         raise BadInput(f"No evaluation is recorded for {before}: promote it again first.")

@@ -27,7 +27,8 @@ def given(recipe: Recipe, address: str, weights: checkpoint.Checkpoint, variant:
         return address
     if (known := models.find(weights.digest)) is not None:
         return known
-    return _log(recipe, weights.path, weights.digest, variant, scheme, move=False, metadata={"source": address})
+    origin = str(Path(address).resolve()) if Path(address).is_dir() else address
+    return _log(recipe, weights.path, weights.digest, variant, scheme, move=False, metadata={"source": origin})
 
 
 def _log(recipe: Recipe, path: Path, digest: str, variant: str, scheme: str, **how: object) -> str:

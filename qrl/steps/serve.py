@@ -133,7 +133,8 @@ def _print_notes(address: str, model: ServedModel, stage: str, follow_s: float |
     if model.aliases:
         click.echo(f"Follows   stage {stage}, checked every {follow_s:g} s; '{model.aliases[0]}' is its version now.")
     messages = [{"role": "user", "content": "…"}]
-    body = json.dumps({"model": (*model.aliases, model.id)[0], "messages": messages}, ensure_ascii=False)
+    asked = {"model": (*model.aliases, model.id)[0], "messages": messages, "temperature": 0}
+    body = json.dumps(asked, ensure_ascii=False)
     click.echo(f"Try it    curl {address}/chat/completions -H 'Content-Type: application/json' -d '{body}'")
 
 

@@ -1,7 +1,7 @@
-"""Which environment a step runs in, and how it gets there: the same rules for a command and for a study's steps.
+"""How a step gets to the environment that it needs: the same rules for a command and for a study's steps.
 
-Most steps run in the core environment (conda.yaml). FOLDERS lists the others: folders under projects/, each with an
-environment of several gigabytes that MLflow builds. Bad input is therefore refused before a step is handed over.
+Most steps run in the core environment (conda.yaml). `build.FOLDERS` lists the others: folders under projects/, each
+with an environment of several gigabytes. Bad input is therefore refused before a step is handed over.
 """
 
 import os
@@ -11,55 +11,23 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from qrl import names, process
 from qrl.errors import BadInput
-from qrl.recipe import Recipe
-from qrl.study.launch import DryRun, Launcher, launch, local_path
+from qrl.study import build
+from qrl.study.build import PLACE
+from qrl.study.launch import DryRun, Launcher, launch, local_path, variables
 from qrl.tracking import projects
 from qrl.tracking.keys import ROOT
 
-PLACE = "QRL_PLACE"  # set by projects/*/MLproject: the folder whose environment this process runs in
-FOLDERS = {  # step, scheme or engine → folder on a GPU, folder on a CPU; None: the core environment
-    ("train", "vllm"): ("vllm", "vllm"),
-    ("quantize", names.AWQ): ("awq", "awq"),
-    ("evaluate", "vllm"): ("vllm", "vllm_cpu"),
-    ("benchmark", "vllm"): ("vllm", "vllm_cpu"),
-    ("serve", "vllm"): ("vllm", "vllm_cpu"),
-    ("serve", "auto"): ("vllm", None),
-}
-
-
-def environment_for(step: str, choice: str, device: str = "auto") -> Path | None:
-    """Return the folder whose environment a step needs, or None if this process runs it; a wheel has no such folders.
-
-    Args:
-        step: entry point.
-        choice: the scheme (`quantize`) or the engine (other steps).
-        device: the recipe's device; it decides between vLLM's two environments.
-    """
-    on_gpu, on_cpu = FOLDERS.get((step, choice), (None, None))
-    here = os.environ.get(PLACE)
-    if on_gpu is None or here in (on_gpu, on_cpu or on_gpu) or not (ROOT / "MLproject").is_file():
-        return None
-    if step == "train" and process.world_size() > 1:  # torchrun has started every process in its environment already
-        return None
-    folder = on_gpu
-    if on_gpu != on_cpu:
-        from qrl.engine import device as devices  # imports torch, which takes seconds
-
-        folder = on_gpu if devices.choose(device) == "cuda" else on_cpu
-    return ROOT / "projects" / folder if folder else None
-
 
 def check_reachable(step: str, folder: Path | None) -> None:
-    """Check that the environment in `folder` will be built, for a command that began as the entry point `step`.
+    """Check that the environment in `folder` is there or will be built, for a command that began as entry point `step`.
 
     Raises:
         BadInput: this Python, which all steps share without `--env-manager`, lacks the environment's package.
     """
-    if folder in (None, ROOT) or projects.env_manager(os.environ.get("MLFLOW_RUN_ID")) != "local":
+    if folder in (None, ROOT) or _manager() != "local":
         return
-    package = folder.name.removesuffix("_cpu")  # only its environment has a package of this name
+    package = build.package(folder)
     python = shutil.which("python", path=local_path()) or sys.executable
     program = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
     if subprocess.run([python, "-c", program], env=os.environ | {PLACE: folder.name}, check=False).returncode:
@@ -70,28 +38,37 @@ def check_reachable(step: str, folder: Path | None) -> None:
         )
 
 
-def check_environments(step: str, recipe: Recipe, walk: Callable[[Launcher], object]) -> None:
-    """Check, before a study begins, that every environment its unfinished steps need can be built.
+def _manager() -> str:
+    return projects.env_manager(os.environ.get("MLFLOW_RUN_ID"))
 
-    Finished steps need none. The store is searched for them only where an environment is missing: `walk` obtains the
-    study's results from the launcher it is given, here a `DryRun`.
+
+def look_ahead(step: str, walk: Callable[[Launcher], object]) -> DryRun:
+    """Find, before a study begins, what it has still to make, and check that its steps' environments can be built.
+
+    Args:
+        step: the entry point.
+        walk: obtains the study's results from the launcher that it is given, here a `DryRun`.
 
     Raises:
-        BadInput: an environment is missing, as in `check_reachable`.
+        BadInput: an environment is missing, as in `check_reachable`; finished steps need none.
     """
     from qrl.tracking import store
 
-    folders = {environment_for("quantize", scheme) for scheme in recipe.quantize.schemes}
-    folders.add(environment_for("train", recipe.rollout.engine))
-    folders.add(environment_for("evaluate", recipe.evaluate.engine, recipe.device))
-    try:
-        for folder in folders:
-            check_reachable(step, folder)
-    except BadInput:
-        if not store.is_there():
-            raise
+    there = store.is_there()
+    if there:
         store.prepare()
-        walk(DryRun(lambda folder: check_reachable(step, folder)))
+    ahead = DryRun(empty=not there)
+    walk(ahead)
+    for folder in dict.fromkeys(ahead.folders):
+        check_reachable(step, folder)
+    return ahead
+
+
+def begin_builds(ahead: DryRun) -> None:
+    """Begin to build the environments that the steps still to run need, beside the steps before them."""
+    for folder in dict.fromkeys(ahead.folders):
+        with variables(folder):
+            build.begin(folder, _manager())
 
 
 def check_checkout(step: str) -> None:

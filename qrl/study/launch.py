@@ -17,7 +17,8 @@ import click
 
 from qrl import process
 from qrl.errors import BadInput, GateRefused, QrlError
-from qrl.tracking import projects, reuse
+from qrl.study import build
+from qrl.tracking import projects, reuse, runs
 from qrl.tracking.keys import ROOT
 
 if TYPE_CHECKING:
@@ -116,20 +117,24 @@ class Launcher:
 
 
 class DryRun(Launcher):
-    """A launcher that launches nothing: it finds finished results and reports the folders of steps still to run.
+    """A launcher that launches nothing: it finds finished results and notes those that are still to be made.
 
     A missing result is replaced by one without a model, so nothing that builds on it is found either.
     """
 
-    def __init__(self, missing: Callable[[Path], None]) -> None:
+    def __init__(self, *, empty: bool = False) -> None:
+        """Start with nothing missing; `empty` says that there is no store yet, so that nothing can be found."""
         super().__init__({}, "", 0)
-        self.missing = missing
+        self.empty = empty
+        self.missing: dict[str, list[str]] = {}  # step → labels of results still to be made
+        self.folders: list[Path] = []  # of the steps still to run, in their order
 
     def obtain(self, step: Step, failed: Failed | None = None) -> dict[str, Result]:
-        """Return results as `Launcher.obtain` does; `missing` gets the folder of a step to launch, and may raise."""
-        runs = {label: reuse.find(step.name, key) for label, key in step.keys.items()}
-        if None in runs.values():
-            self.missing(step.folder or ROOT)
+        """Return results as `Launcher.obtain` does."""
+        runs = {label: None if self.empty else reuse.find(step.name, key) for label, key in step.keys.items()}
+        if lost := [label for label, run in runs.items() if run is None]:
+            self.missing.setdefault(step.name, []).extend(lost)
+            self.folders.append(step.folder or ROOT)
         unmade = Result("", reuse.Outputs({"model": ""}, values={"digest": ""}), reused=False)
         return {label: _result(run, reused=True) if run else unmade for label, run in runs.items()}
 
@@ -157,24 +162,32 @@ def launch(folder: Path, step: str, parameters: dict[str, str], *, run_id: str |
 
     if not (folder / "MLproject").is_file():
         raise BadInput(f"{folder} has no MLproject file: run from a checkout of the project, which has one.")
-    logging.getLogger("mlflow.projects").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.projects").setLevel(logging.CRITICAL)  # that a run was interrupted is said once, here
     logging.getLogger("mlflow.utils.virtualenv").addFilter(lambda line: "already exists" not in line.getMessage())
     manager = projects.env_manager(parent or run_id)
+    own = not (run_id or parent)
     run_id = run_id or projects.open_child(parent, step)
     if manager == "local":  # a step runs `python`, which is this one only where its environment was activated
         os.environ["PATH"] = local_path()
     how = {"entry_point": step, "parameters": parameters, "env_manager": manager, "run_id": run_id}
     try:
         with variables(folder):
+            build.wait(folder, manager)
             mlflow.projects.run(str(folder), **how)
     except KeyboardInterrupt as stopped:
         if not projects.mark_stopped(run_id, stopped) or parent:
             raise  # otherwise a server was stopped, and has done its work, handed over or not
     except ExecutionException as error:
         reason, exit_code = projects.failure(run_id)
-        failure = ERRORS.get(exit_code, QrlError)(reason or f"Step {step} failed ({error}); see its output above.")
-        failure.printed = bool(reason)
+        reason = reason or f"It did not begin ({error}); see the output above."
+        failure = QrlError(f"Step {step}: {reason}")
+        if exit_code is not None:  # the step has printed its sentence
+            failure = ERRORS.get(exit_code, QrlError)(reason)
+            failure.printed = True
         raise failure from None
+    finally:
+        if own:
+            runs.show_page(run_id)
 
 
 def local_path() -> str:

@@ -7,7 +7,7 @@ from qrl import checkpoint, names
 from qrl.errors import GateRefused
 from qrl.recipe import Recipe
 from qrl.study import preflight
-from qrl.study.environments import check_checkout, check_environments, environment_for
+from qrl.study.environments import begin_builds, check_checkout, environment_for, look_ahead
 from qrl.study.launch import Failed, Launcher, Result, Step
 from qrl.tracking import keys
 
@@ -15,12 +15,21 @@ Model = tuple[str, str]  # address and digest
 Models = dict[str, Model]  # by variant or by variant:scheme
 
 
-def study(recipe: Recipe, overrides: dict[str, str]) -> None:
+def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> str:
     """Run the whole study, reuse finished steps, and print the table, the verdict and what to do next.
 
     Args:
         recipe: the resolved settings.
         overrides: recipe name and overrides as typed; every step gets them, so its run shows how to repeat it alone.
+        yes: start although the machine, the sizes or the base's trial speak against it; only warn of them.
+
+    Returns:
+        The id of the study's run.
+
+    Raises:
+        BadInput: the study cannot succeed as it is set up, or should not begin without `yes`.
+        QrlError: a step failed.
+        GateRefused: a gate refused a stage, after everything else is done.
     """
     from qrl import registry
     from qrl.study import report
@@ -28,9 +37,11 @@ def study(recipe: Recipe, overrides: dict[str, str]) -> None:
 
     check_checkout("study")
     registry.registered_name(recipe)  # the last step would refuse a bad name
-    device, base = preflight.check(recipe, overrides)
+    device, base = preflight.check(recipe, overrides, yes=yes)
     teacher = checkpoint.check(addresses.folder(recipe.train.teacher)).digest if recipe.train.teacher else None
-    check_environments("study", recipe, lambda dry_run: StudySteps(recipe, dry_run, device).cells(base, teacher))
+    ahead = look_ahead("study", lambda dry_run: StudySteps(recipe, dry_run, device).cells(base, teacher))
+    preflight.rehearse(recipe, device, ahead, yes=yes)
+    begin_builds(ahead)
     store.prepare()
     began = time.monotonic()
     with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}) as run:
@@ -46,6 +57,7 @@ def study(recipe: Recipe, overrides: dict[str, str]) -> None:
             report.close(recipe, launcher, time.monotonic() - began, refused=str(refused))
             raise
         report.close(recipe, launcher, time.monotonic() - began, stage=stage)
+        return run.info.run_id
 
 
 class StudySteps:
@@ -115,17 +127,20 @@ class StudySteps:
         """Return the comparison of all cells."""
         run_ids = [cell.run_id for cell in cells.values()]
         key = keys.comparison(self.recipe, run_ids)
-        return self._one("compare", "deltas and gain survival", key, {"cells": ",".join(run_ids)})
+        return self._one("compare", "gains and gain survival", key, {"cells": ",".join(run_ids)})
 
     def promote(self, cells: dict[str, Result]) -> str:
         """Promote the study's cells to their stages, each through its gate, and return the last stage.
 
         Never reused, since a stage may have moved. A stage whose cell the study lacks stays as it is.
         """
+        from qrl import registry
+
         chosen = {stage: cells[cell].run_id for stage, cell in names.STAGE_CELL.items() if cell in cells}
         absent = {stage: cell for stage, cell in names.STAGE_CELL.items() if stage not in chosen}
         unchanged = [f"; {stage} is unchanged: no cell {cell}" for stage, cell in absent.items()]
-        parameters = {"stage": ",".join(chosen), "cell": ",".join(chosen.values())}
+        parameters = {"stage": ",".join(chosen), "cell": ",".join(chosen.values()), "model": self.recipe.model}
+        parameters["registered_name"] = registry.registered_name(self.recipe)  # reused cells may have other ones
         self.launcher.run("promote", f"{' → '.join(chosen)}{''.join(unchanged)}", parameters)
         return list(chosen)[-1]
 

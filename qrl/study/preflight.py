@@ -1,25 +1,47 @@
-"""What a study or a sweep checks before it trains anything."""
+"""What a study or a sweep checks before it builds an environment or trains anything."""
 
 from collections.abc import Sequence
+from heapq import nlargest
 from pathlib import Path
 
-from qrl import checkpoint, source
+import click
+
+from qrl import checkpoint, names, source
+from qrl import recipe as recipes
+from qrl.errors import BadInput
 from qrl.recipe import Recipe
+from qrl.study.launch import DryRun
+
+LAST_STEPS = 3  # diagnose, compare and promote, which a `DryRun` does not reach
+LONGEST = 50  # questions whose length is checked: those with the most characters
+_ANYWAY = "To start the study anyway, add --yes (with mlflow run: -P yes=true)."
 
 
-def check(recipe: Recipe, overrides: dict[str, str], *, beside: Sequence[str] = ()) -> tuple[str, str]:
+def recipe_for(name: str, overrides: dict[str, str]) -> str:
+    """Return the recipe to load: the one that was named or, for `auto`, the one that fits the model and the device."""
+    if name != recipes.DEFAULT or recipes.default(overrides) == recipes.default(overrides, device="cpu"):
+        return name
+    from qrl.engine import device as devices
+
+    return recipes.default(overrides, device=devices.choose(overrides.get("device", "auto")))
+
+
+def check(
+    recipe: Recipe, overrides: dict[str, str], *, beside: Sequence[str] = (), yes: bool = False
+) -> tuple[str, str]:
     """Refuse what a later step could not do, and warn of settings that have no effect.
 
     Args:
         recipe: the resolved settings.
         overrides: as typed.
         beside: schemes that the study makes too, beyond the recipe's.
+        yes: only warn if the recipe is sized for another machine.
 
     Returns:
         The device that models run on, cpu or cuda, and the digest of the base model.
 
     Raises:
-        BadInput: the prompt, the model, a scheme or the rollouts do not fit the rest.
+        BadInput: the prompt, the model, a scheme, the rollouts or the machine do not fit the rest.
     """
     from qrl import evaluate
     from qrl.engine import device as devices
@@ -31,9 +53,13 @@ def check(recipe: Recipe, overrides: dict[str, str], *, beside: Sequence[str] = 
     prompt.check(recipe.task, recipe.prompt)
     unheeded = choices.unheeded(recipe.quantize, recipe.quantize.schemes, overrides, beside)
     report.warn(unheeded + evaluate.unheeded(recipe.evaluate))
+    device, name = devices.choose(recipe.device), overrides.get("recipe", recipes.DEFAULT)
+    if device == "cpu" and recipes.needs_gpu(name):
+        smaller = recipes.default({"model": recipe.model, "task": recipe.task}, device=device)
+        fitting = f"use a machine with one, or recipe={smaller}"
+        insist([f"Recipe {name} is sized for a GPU, but this study would run on a CPU: {fitting}."], yes=yes)
     base = checkpoint.check(source.locate(recipe.model))
     check_schemes(recipe, base.path)
-    device = devices.choose(recipe.device)
     rollout.check(recipe.rollout, device, recipe.train)
     return device, base.digest
 
@@ -47,3 +73,106 @@ def check_schemes(recipe: Recipe, base: Path) -> None:
         settings = choices.of(scheme, recipe.quantize, recipe.seed)
         if recipe.model not in source.SHIPPED:  # the shipped model fits every scheme; the check imports torch
             quantize.check_fit(base, settings)
+
+
+def insist(objections: list[str], *, yes: bool) -> None:
+    """Raise BadInput with the first objection to a study, and print the others; with `yes`, print all and go on."""
+    from qrl.study import report
+
+    report.warn(objections if yes else objections[1:])
+    if objections and not yes:
+        raise BadInput(f"{objections[0]} {_ANYWAY}")
+
+
+def rehearse(recipe: Recipe, device: str, ahead: DryRun, *, yes: bool, methods: int = 1) -> None:
+    """Check data and lengths, ask the base 20 questions, and print their answers and what the study will take.
+
+    A base that a finished run has evaluated already is not asked again: it was healthy.
+
+    Args:
+        recipe: the resolved settings.
+        device: cpu or cuda.
+        ahead: what the store lacks.
+        yes: only warn of what speaks against the study.
+        methods: how many are trained and evaluated like the recipe's.
+
+    Raises:
+        BadInput: held-out questions are among the training ones, a text is too long, the memory is too small, or the
+            base's answers are unhealthy or all wrong.
+    """
+    if f"{names.BASE}:{names.FULL}" not in ahead.missing.get("evaluate", ()):
+        return
+    from qrl.study import forecast, trial
+
+    base = source.locate(recipe.model)
+    shape = forecast.Shape.of(base)
+    _check_contamination(recipe)
+    insist(_without_room(recipe, base, shape.positions), yes=yes)
+    made = trial.run(recipe, base, device)
+    click.echo(trial.text(made), err=True)
+    parts = forecast.seconds(made, recipe, shape, {step: len(labels) for step, labels in ahead.missing.items()})
+    parts = {name: seconds * methods for name, seconds in parts.items()}
+    parts["starting the steps"] = (len(ahead.folders) * methods + LAST_STEPS) * made.start_s
+    each = ", ".join(f"{name} {forecast.duration(seconds)}" for name, seconds in parts.items())
+    based = f"from the speed of these {len(made.frame)} answers; quantization and new environments come on top"
+    click.echo(f"      time: about {forecast.duration(sum(parts.values()))} ({each}), {based}", err=True)
+    needed = forecast.memory(recipe, shape, made.frame["prompt_tokens"].max())
+    weights, peak, free = map(forecast.size, (*needed, made.free))
+    sizes = f"about {peak} for training, {weights} of it for weights and optimizer; {free} are free"
+    click.echo(f"      memory: {sizes}", err=True)
+    objections = trial.objections(made, recipe)
+    if "train" in ahead.missing and needed[0] > made.free:
+        remedy = "use train.method=qlora, a smaller model or a larger machine"
+        objections.append(f"Training needs {weights} for weights and optimizer, but {free} are free: {remedy}.")
+    insist(objections, yes=yes)
+
+
+def _check_contamination(recipe: Recipe) -> None:
+    """Raise BadInput if training and held-out questions overlap; generated ones cannot."""
+    from qrl.steps import inputs
+    from qrl.tasks import contamination
+
+    if recipe.data or recipe.task != "arithmetic":
+        trained = inputs.questions(recipe, "train", recipe.train.questions)
+        overlap = contamination.overlap(trained, inputs.all_heldout(recipe))
+        contamination.check(overlap, recipe.task, recipe.train.max_ngram_share)
+
+
+def _without_room(recipe: Recipe, base: Path, positions: int | None) -> list[str]:
+    """Return a sentence for each length that the model or the recipe has no room for."""
+    from qrl.engine import hf
+    from qrl.quantize import calibration
+    from qrl.quantize import settings as choices
+    from qrl.steps import inputs
+    from qrl.tasks import prompt
+
+    tokens, objections = hf.tokenizer(base), []
+    asked = {
+        "training": (
+            "train",
+            recipe.train.questions,
+            "train.max_completion_tokens",
+            recipe.train.max_completion_tokens,
+        ),
+        "held-out": ("heldout", recipe.evaluate.n, "evaluate.max_new_tokens", recipe.evaluate.max_new_tokens),
+    }
+    for kind, (split, n, key, answer) in asked.items():
+        longest = nlargest(LONGEST, inputs.questions(recipe, split, n), key=lambda question: len(question.question))
+        length = max(len(prompt.render(tokens, question.question, recipe.prompt)) for question in longest)
+        if positions and length + answer > positions:
+            wrong = f"A {kind} prompt of {length:,} tokens and {key} = {answer:,} exceed the model's {positions:,}"
+            remedy = f"set {key} to at most {positions - length:,}" if positions > length else "remove long questions"
+            objections.append(f"{wrong} positions: {remedy}.")
+    for scheme in recipe.quantize.schemes:
+        settings = choices.of(scheme, recipe.quantize, recipe.seed)
+        if settings.calibration == choices.TASK:
+            seeded = recipe.model_copy(update={"seed": settings.seed})
+            chosen = inputs.questions(seeded, "train", settings.samples)
+            calibration.check_count(len(chosen), settings.samples, f"The task {recipe.task}")
+            longest = nlargest(LONGEST, chosen, key=lambda question: len(question.question + question.solution))
+            texts = [prompt.training_text(tokens, question, recipe.prompt) for question in longest]
+            if (length := max(map(len, tokens(texts, add_special_tokens=False)["input_ids"]))) > settings.max_tokens:
+                allowed = f"quantize.calibration_max_tokens is {settings.max_tokens:,}: raise it"
+                raise BadInput(f"A calibration text has {length:,} tokens, question and solution, but {allowed}.")
+            break  # the other schemes have the same texts
+    return objections

@@ -18,7 +18,7 @@ from qrl.steps import outcome
 from qrl.study import page
 from qrl.study.environments import PLACE
 from qrl.study.launch import Launcher
-from qrl.tracking import contents, projects, runs, store
+from qrl.tracking import contents, projects, runs
 from qrl.workspace import workspace
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def show(recipe: Recipe, launcher: Launcher) -> None:
     if recipe.train.packed:
         text += (
             f"\n\nThe adapter was trained over a base in {recipe.train.storage} and merged into the dequantized base. "
-            "`base` is the original model in every delta, so the gain includes the cost of packing."
+            "`base` is the original model in every gain, which therefore includes the cost of packing."
         )
     contents.describe(page.description(launcher, text, figures))
     click.echo(f"\n{text}\n")
@@ -89,7 +89,7 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
     lines = [
         f"Artifacts   {folder}: {', '.join(page.LINKED)}, {names.FIGURES}/",
         f"Environment {python}",
-        f"Look        {look(os.environ['MLFLOW_TRACKING_URI'])}",
+        *look(os.environ["MLFLOW_TRACKING_URI"]),
     ]
     if stage:
         lines += [
@@ -136,10 +136,10 @@ def _convergence(methods: Methods, outcome: SweepOutcome, variant: str, scheme: 
     return convergence.judge(variant, scheme, row.over_base, curves, measure)
 
 
-def look(address: str) -> str:
-    """Return how to see the store at this absolute address; a bare `mlflow ui` shows its own default only."""
-    if not address.startswith("sqlite:"):
-        return address
-    default = Path.cwd() / "mlflow.db"  # an address may spell its path with %20
-    option = "" if store.database_of(address) == default else f" --backend-store-uri {shlex.quote(address)}"
-    return f"mlflow ui{option}, then http://127.0.0.1:5000"
+def look(address: str) -> list[str]:
+    """Return the line that says how to see the store at this absolute address, from any folder.
+
+    There is none for a server: the address of the run's page is printed at the command's end.
+    """
+    ui = f"Look        mlflow ui --backend-store-uri {shlex.quote(address)}, then http://127.0.0.1:5000"
+    return [] if address.startswith("http") else [ui]

@@ -17,7 +17,7 @@ from qrl import recipe as recipes
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Recipe
 from qrl.study import preflight
-from qrl.study.environments import check_checkout, check_environments
+from qrl.study.environments import begin_builds, check_checkout, look_ahead
 from qrl.study.launch import Launcher
 from qrl.study.pipeline import Model, Models, StudySteps
 from qrl.study.report import SweepOutcome
@@ -82,10 +82,13 @@ def label(recipe: Recipe) -> str:
     return recipe.train.method if recipe.train.adapter else recipe.train.variant
 
 
-def study(first: str, others: tuple[str, ...], seeds: tuple[int, ...], overrides: dict[str, str]) -> None:
+def study(
+    first: str, others: tuple[str, ...], seeds: tuple[int, ...], overrides: dict[str, str], *, yes: bool = False
+) -> None:
     """Run every method under every seed, and print and log the table that ranks them.
 
-    A method that fails is reported in the table, and the others continue. Arguments as in `load`.
+    A method that fails is reported in the table, and the others continue. Arguments as in `load`, and `yes` as in
+    `pipeline.study`.
     """
     from qrl.study import report
     from qrl.tracking import runs, store
@@ -94,14 +97,17 @@ def study(first: str, others: tuple[str, ...], seeds: tuple[int, ...], overrides
     arms = {seed: load(first, others, overrides, seed) for seed in seeds}
     methods = [recipe for _, recipe in arms[seeds[0]]]
     own_schemes = [_scheme(recipe) for recipe in methods if recipe.train.qat != "none"]
-    device, base = preflight.check(methods[0], overrides, beside=own_schemes)
+    device, base = preflight.check(methods[0], {"recipe": first, **overrides}, beside=own_schemes, yes=yes)
 
     def walk(dry_run: Launcher) -> None:
         for (_, grpo), *_ in arms.values():  # the other methods use the core environment's formats
             steps = StudySteps(grpo, dry_run, device)
-            steps.evaluate(steps.quantize({names.GRPO: steps.train(base, None)}))
+            models = steps.quantize({names.GRPO: steps.train(base, None)})
+            steps.evaluate({f"{names.BASE}:{names.FULL}": (grpo.model, base)} | models)
 
-    check_environments("sweep", methods[0], walk)
+    ahead = look_ahead("sweep", walk)
+    preflight.rehearse(methods[0], device, ahead, yes=yes, methods=len(methods))
+    begin_builds(ahead)
     store.prepare()
     began, outcome = time.monotonic(), SweepOutcome()
     params = {"device": device, "seeds": ",".join(map(str, seeds)), "arms": ",".join(map(label, methods))}

@@ -1,77 +1,136 @@
-"""Grading a file of the user's own completions."""
+"""Grading the user's own completions: a file's, or a frame's."""
+
+from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from qrl import tasks
+from qrl import names, stats, tables, tasks
 from qrl.errors import BadInput
+from qrl.stats.text import table
 from qrl.workspace import written_whole
 
+if TYPE_CHECKING:
+    import pandas as pd
 
-def grade(task: str, file: str | Path, out: str | Path) -> str:
-    """Write the rows of a JSONL file with `parsed`, `strict` and `flexible` added; the file appears whole.
+CELL = ("variant", "scheme")
+
+
+@dataclass(frozen=True)
+class Graded:
+    """Completions with a verdict each.
+
+    Attributes:
+        task: the task with the grader that was used.
+        rows: the rows that were given, each with `parsed`, `strict`, `flexible` and `correct` (0/1: `strict`), and with
+            `fault` if the grader failed.
+    """
+
+    task: str
+    rows: tuple[dict[str, Any], ...] = field(repr=False)
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """The rows as a table, which `compare` reads if it has `variant`, `scheme` and `question`."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows)
+
+    def __str__(self) -> str:
+        """Return a table with the rates of each cell, or of all rows if they name no cells, as Markdown."""
+        cells: dict[str, list[dict[str, Any]]] = {}
+        for row in self.rows:
+            name = names.cell_name(row["variant"], row["scheme"]) if row.keys() >= set(CELL) else "all"
+            cells.setdefault(name, []).append(row)
+        body = []
+        for name, rows in cells.items():
+            verdicts = [[row["strict"] for row in rows], [row["flexible"] for row in rows]]
+            shares = [sum(right) for right in (*verdicts, [row["parsed"] is not None for row in rows])]
+            body.append((name, str(len(rows)), *(_rate(right, len(rows)) for right in shares)))
+        return "\n".join(table(("cell", "n", "strict", "flexible", "parsed"), body))
+
+    _repr_markdown_ = __str__
+
+
+def grade(data: pd.DataFrame | str | Path, task: str, *, columns: Mapping[str, str] | None = None) -> Graded:
+    """Return a verdict on each completion.
 
     Args:
+        data: rows with `completion` and `answer`: a frame, a file, or files per cell (`VARIANT:SCHEME=FILE,…`).
         task: the task with the grader to use.
-        file: a JSON object a line, with `completion` and `answer`.
-
-    Returns:
-        A line with n and the rates of right answers.
+        columns: our name of a column → its name in the data, such as {"completion": "output"}.
 
     Raises:
-        BadInput: the task is unknown, a file cannot be read or written, or a line is not an object with both fields;
-            the line is named.
+        BadInput: the task is unknown, the data cannot be read, or a row lacks a field; the row is named.
     """
-    rows = list(_rows(Path(file)))
-    if not rows:
-        raise BadInput(f"{file} has no rows: expected a JSON object a line, with 'completion' and 'answer'.")
+    rows = tables.records(data, columns)
+    for where, row in rows:
+        _check(where, row)
+    return Graded(task, tuple(_graded(task, rows)))
+
+
+def grade_file(task: str, source: str | Path, out: str | Path, columns: Mapping[str, str] | None = None) -> str:
+    """Write a file's rows with their verdicts as JSONL, whole or not at all; return a summary.
+
+    Args:
+        task, source, columns: as for `grade`.
+        out: the file to write.
+
+    Returns:
+        A line with n and the rates of right answers, a table if the rows name cells, and the next command.
+
+    Raises:
+        BadInput: as `grade`, or `out` cannot be written.
+    """
     target = Path(out)
     if target.is_dir() or not target.parent.is_dir():  # checked before minutes of grading
         why = "it is a folder" if target.is_dir() else "there is no such folder"
         raise BadInput(f"{out} cannot be written ({why}): give the path of a file, in a folder that exists.")
-    graded = _graded(task, rows)
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in graded)
+    graded = grade(source, task, columns=columns)
+    text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in graded.rows)
     try:
         with written_whole(target) as partial:  # a lone surrogate is written as JSON's own escape, `\ud800`
             partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         where = "a path in a folder that exists, on a disk with space"
         raise BadInput(f"{out} cannot be written ({error.strerror}): give {where}.") from None
-    n = len(graded)
-    strict, flexible = (sum(row[key] for row in graded) / n for key in ("strict", "flexible"))
-    parsed = sum(row["parsed"] is not None for row in graded) / n
-    faults = sum("fault" in row for row in graded)
+    n = len(graded.rows)
+    strict, flexible = (sum(row[key] for row in graded.rows) / n for key in ("strict", "flexible"))
+    parsed = sum(row["parsed"] is not None for row in graded.rows) / n
+    faults = sum("fault" in row for row in graded.rows)
     failed = f", {faults} of them not graded within the grader's limits" if faults else ""
-    return f"n = {n}{failed}: strict {strict:.4f}, flexible {flexible:.4f}, parsed {parsed:.4f}; rows in {out}"
+    line = f"n = {n}{failed}: strict {strict:.4f}, flexible {flexible:.4f}, parsed {parsed:.4f}; rows in {out}"
+    needed = [key for key in (*CELL, "question") if not all(key in row for row in graded.rows)]
+    schemes = {str(row.get("scheme")) for row in graded.rows}
+    other = sorted(schemes.difference(names.QUANTIZED_SCHEMES))  # full precision under another name
+    reference = (
+        f" --reference {shlex.quote(other[0])}" if len(other) == 1 and names.scheme(other[0]) != names.FULL else ""
+    )
+    following = f"Next: python -m qrl compare --questions {shlex.quote(str(out))}{reference} --out DIR"
+    if needed:
+        following = (
+            f"To compare cells, the rows also need {', '.join(needed)}: name them with --columns, as in question=id."
+        )
+    return "\n".join((line, *([] if needed else ["", str(graded), ""]), following))
 
 
-def _rows(file: Path) -> Iterator[tuple[str, dict]]:
-    try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise BadInput(f"{file} cannot be read ({error.strerror}): give a JSONL file of completions.") from None
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            where = f"{file}, line {number}"
-            yield where, _row(where, line)
+def _rate(right: int, n: int) -> str:
+    return f"{right / n:.3f} ± {stats.accuracy(right, n).stderr:.3f}" if n > 1 else f"{right / n:.3f}"
 
 
-def _row(where: str, line: str) -> dict:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):  # the latter for brackets nested by the thousand
-        raise BadInput(f"{where} is not JSON: expected an object with 'completion' and 'answer'.") from None
-    if not (isinstance(row, dict) and isinstance(row.get("completion"), str) and "answer" in row):
-        raise BadInput(f"{where} lacks 'completion' or 'answer': expected an object with both.")
+def _check(where: str, row: dict[str, Any]) -> None:
+    if not isinstance(row.get("completion"), str) or "answer" not in row:
+        raise BadInput(f"{where} lacks 'completion' or 'answer': expected both; --columns names other columns.")
     answer = row["answer"]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise BadInput(f"{where}: 'answer' is {json.dumps(answer)[:40]}, but must be a text or a number.")
-    return row
+        raise BadInput(f"{where}: 'answer' is {json.dumps(answer, default=str)[:40]}, but must be a text or a number.")
 
 
-def _graded(task: str, rows: list[tuple[str, dict]]) -> list[dict]:
+def _graded(task: str, rows: list[tables.Row]) -> list[dict[str, Any]]:
     from tqdm import tqdm
 
     completions, answers = [row["completion"] for _, row in rows], [str(row["answer"]) for _, row in rows]
@@ -85,5 +144,8 @@ def _graded(task: str, rows: list[tuple[str, dict]]) -> list[dict]:
             except BadInput as unreadable:
                 raise BadInput(f"{where}: {unreadable}") from None
         raise error  # no single row is to blame
-    found = [asdict(verdict).items() for verdict in verdicts]
-    return [row | {k: v for k, v in fields if k != "fault" or v} for (_, row), fields in zip(rows, found, strict=True)]
+    graded = []
+    for (_, row), verdict in zip(rows, verdicts, strict=True):
+        fields = {key: value for key, value in asdict(verdict).items() if key != "fault" or value}
+        graded.append(row | fields | {"correct": int(verdict.strict)})
+    return graded

@@ -1,13 +1,13 @@
 """Evaluated cells, read back from their runs: what a gate and a comparison look at."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import pandas as pd
 
 from qrl import names
 from qrl.errors import BadInput, QrlError, first_line
-from qrl.tracking import contents, models, reuse, store
+from qrl.tracking import contents, models, reuse, runs, store
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Evaluated:
     stderr: float
     n: int
     broken: tuple[str, ...]  # sentences on the limits that it broke, or why it ended early; empty if healthy
+    questions: str = ""  # digest of the held-out questions
+    settings: Mapping[str, str] = field(default_factory=dict)  # of the `evaluate` step, by key of the recipe, as text
 
 
 def read(run_id: str) -> Evaluated:
@@ -39,7 +41,9 @@ def read(run_id: str) -> Evaluated:
             f"Run '{run_id}' ({run.info.run_name}) is not a cell's evaluation: give a run below an `evaluate` step."
         )
     inputs = run.inputs.model_inputs if run.inputs else []
+    datasets = run.inputs.dataset_inputs if run.inputs else []
     model = f"models:/{inputs[0].model_id}" if inputs else ""
+    step = tags.get(runs.PARENT)
     healthy = run.info.status == "FINISHED"
     return Evaluated(
         run_id=run_id,
@@ -52,6 +56,8 @@ def read(run_id: str) -> Evaluated:
         stderr=metrics[names.ACCURACY_STDERR],
         n=int(metrics[names.N]),
         broken=() if healthy else (tags.get(names.TAG_REASON, f"its run ended as {run.info.status}"),),
+        questions=next((tag.value for dataset in datasets for tag in dataset.tags if tag.key == "digest"), ""),
+        settings=contents.run(step).data.params if step else {},
     )
 
 

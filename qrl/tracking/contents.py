@@ -103,9 +103,11 @@ def run(run_id: str, expected: str = "a run that `mlflow ui` shows") -> Run:
     """Return a run; raise BadInput, which names what was expected, if the store does not hold it."""
     try:
         return mlflow.get_run(run_id)
-    except mlflow.MlflowException:
-        store = mlflow.get_tracking_uri()
-        raise BadInput(f"There is no run '{run_id}' in {store}: give the id of {expected}.") from None
+    except mlflow.MlflowException as error:
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise
+        place = mlflow.get_tracking_uri()
+        raise BadInput(f"There is no run '{run_id}' in {place}: give the id of {expected}.") from None
 
 
 def artifact(run_id: str, path: str) -> Path:

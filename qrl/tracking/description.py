@@ -12,10 +12,12 @@ import yaml
 from mlflow import pyfunc
 from mlflow.entities import LoggedModel
 from mlflow.models import Model, ModelSignature
+from mlflow.types import ColSpec, Schema
 from mlflow.types.llm import CHAT_MODEL_INPUT_SCHEMA, CHAT_MODEL_OUTPUT_SCHEMA
+from mlflow.types.schema import AnyType
 
 from qrl import checkpoint, names, process
-from qrl.tracking import keys
+from qrl.tracking import keys, pyfunc_chat
 
 _CHAT = "llm/v1/chat"
 _NEEDS = {
@@ -23,7 +25,10 @@ _NEEDS = {
     names.AWQ: ("gptqmodel",),
     **dict.fromkeys((*names.COMPRESSED, *names.ROUNDED), ("compressed-tensors",)),
 }
-_MAX_NEW_TOKENS = 512  # of a chat answer through pyfunc, unless the caller sets it
+# OpenAI's fields that MLflow's signature lacks; it drops such fields with a warning, where `pyfunc_chat` refuses them.
+_MORE = ("model", "user", "seed", "logprobs", "top_logprobs", "logit_bias", "max_completion_tokens", "response_format")
+_MORE += ("stream_options", "tool_choice")
+_CODE = "code"  # the folder that MLflow puts on Python's path
 
 
 def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any]) -> None:
@@ -33,12 +38,15 @@ def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any]) -> None:
     for file in (folder / "model").iterdir():
         if file.name in (*checkpoint.TOKENIZER_FILES, "config.json"):
             put(file, tokenizer / file.name, link=True)
+    (folder / _CODE).mkdir()
+    put(Path(pyfunc_chat.__file__), folder / _CODE / Path(pyfunc_chat.__file__).name, link=False)
+    inputs = Schema([*CHAT_MODEL_INPUT_SCHEMA.inputs, *(ColSpec(AnyType(), name, required=False) for name in _MORE)])
     described = Model(
         artifact_path=model.artifact_location,
         run_id=model.source_run_id,
         model_uuid=model.model_id,
         model_id=model.model_id,
-        signature=ModelSignature(inputs=CHAT_MODEL_INPUT_SCHEMA, outputs=CHAT_MODEL_OUTPUT_SCHEMA),
+        signature=ModelSignature(inputs=inputs, outputs=CHAT_MODEL_OUTPUT_SCHEMA),
         metadata={"task": _CHAT, "qrl": dict(facts)},
         model_size_bytes=sum(file.stat().st_size for file in (folder / "model").iterdir()),
     )
@@ -59,10 +67,11 @@ def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any]) -> None:
     )
     pyfunc.add_to_model(
         described,
-        loader_module="mlflow.transformers",
+        loader_module=pyfunc_chat.__name__.rpartition(".")[2],
+        code=_CODE,
         conda_env="conda.yaml",
         python_env="python_env.yaml",
-        model_config={"max_new_tokens": _MAX_NEW_TOKENS, "do_sample": False},  # greedy, as it was evaluated
+        model_config={"do_sample": False},  # greedy, as it was evaluated
     )
     described.save(str(folder / "MLmodel"))
     _write_environment(folder, packages)

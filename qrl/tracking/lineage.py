@@ -1,7 +1,10 @@
-"""Which training made a model, according to the store; a user's own folders have no answer."""
+"""Where a model comes from, according to the store: the models that it was made from, and the training's seed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import mlflow
-from mlflow.entities import LoggedModel
+from mlflow.entities import LoggedModel, Run
 
 from qrl import names
 from qrl.tracking import models
@@ -9,37 +12,68 @@ from qrl.tracking import models
 STEPS_BACK = 8  # merge, quantize and the like; no chain of qrl's is longer
 
 
+@dataclass(frozen=True)
+class Ancestor:
+    """A model in a line: the digest of its weights, and the folder or hub id that it came from, empty if unknown."""
+
+    digest: str
+    address: str
+
+
+def line(model_uri: str) -> list[Ancestor]:
+    """Return a model and what it was made from: itself first, its base last. `model_uri` is "models:/m-…".
+
+    A base that is not in the store is known from the training that started from it.
+    """
+    found: dict[str, str] = {}
+    for model, run in _chain(model_uri):
+        digest, parent = model.params.get("digest", ""), model.params.get("parent", "")
+        found[digest] = model.params.get("source", "") or found.get(digest, "")
+        if parent:
+            found[parent] = run.data.params.get("model", "") if _step(run) in ("train", "merge") else ""
+    return [Ancestor(digest, "" if address.startswith("models:/") else address) for digest, address in found.items()]
+
+
 def training_seed(model_uri: str) -> int | None:
     """Return the seed of the training that made a model's weights, also if they were merged or quantized since.
 
     It is None for the base, and for weights that no `train` of this store made. `model_uri` is "models:/m-…".
     """
-    client = mlflow.MlflowClient()
+    seeds = (int(run.data.params["seed"]) for _, run in _chain(model_uri) if _step(run) == "train")
+    return next(seeds, None)
+
+
+def _step(run: Run) -> str | None:
+    return run.data.tags.get(names.TAG_STEP)
+
+
+def _chain(model_uri: str) -> Iterator[tuple[LoggedModel, Run]]:
+    """Yield a model and the run that made it, then the model that it was made from and its run, and so on.
+
+    The run of a merged model is the training of its adapter, if the store has it.
+    """
     try:
-        model = client.get_logged_model(models.id_of(model_uri))
+        model = mlflow.get_logged_model(models.id_of(model_uri))
         for _ in range(STEPS_BACK):
             if model is None or not model.source_run_id:  # a model may be logged outside of any run
-                return None
-            run = client.get_run(model.source_run_id)
-            step, adapter = run.data.tags.get(names.TAG_STEP), run.data.params.get("adapter", "")
-            if step == "merge" and adapter.startswith("runs:/"):  # of the run that trained the adapter
-                run = client.get_run(adapter.removeprefix("runs:/").partition("/")[0])
-            elif step != "train":
-                model = _parent(client, model)
-                continue
-            return int(run.data.params["seed"])
+                return
+            run = mlflow.get_run(model.source_run_id)
+            adapter = run.data.params.get("adapter", "")
+            if _step(run) == "merge" and adapter.startswith("runs:/"):
+                run = mlflow.get_run(adapter.removeprefix("runs:/").partition("/")[0])
+            yield model, run
+            model = _parent(model)
     except mlflow.MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # with a failing store, two trainings would look like none
             raise
-    return None
 
 
-def _parent(client: mlflow.MlflowClient, model: LoggedModel) -> LoggedModel | None:
+def _parent(model: LoggedModel) -> LoggedModel | None:
     """Return the model that this one was made from: the first logged with that digest, since later ones are copies."""
     digest = model.params.get("parent")
     if not digest:
         return None
     query = f"tags.`{names.TAG_DIGEST}` = '{digest}'"
-    logged = client.search_logged_models([model.experiment_id], filter_string=query)
+    logged = mlflow.search_logged_models([model.experiment_id], query, output_format="list")
     parents = [other for other in logged if other.source_run_id and other.model_id != model.model_id]
     return min(parents, key=lambda parent: parent.creation_timestamp, default=None)

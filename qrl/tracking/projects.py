@@ -1,12 +1,17 @@
 """MLflow Projects: runs opened for steps that are about to be launched, and how those steps ended."""
 
+import logging
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import mlflow
+from filelock import FileLock
 from mlflow.tracking.fluent import _get_experiment_id
 
 from qrl import names
-from qrl.tracking import model_files, runs, signals
+from qrl.tracking import model_files, runs, signals, store
 
 _MANAGER = "mlflow.project.env"
 
@@ -21,6 +26,59 @@ def open_child(parent: str, name: str) -> str:
 def env_manager(run_id: str | None) -> str:
     """Return the environment manager that a run was started under; `local` if `mlflow run` did not start it."""
     return runs.opened(run_id).data.tags.get(_MANAGER, "local") if run_id else "local"
+
+
+def environment(folder: Path) -> Path:
+    """Return the folder of the virtual environment that MLflow keeps for a project, built or not."""
+    from mlflow.utils import virtualenv
+
+    return Path(virtualenv._get_mlflow_virtualenv_root()) / virtualenv._get_virtualenv_name(_python(folder), folder)
+
+
+def is_built(folder: Path, package: str) -> bool:
+    """Return whether a project's environment holds a package: one whose build was killed does not."""
+    return any(environment(folder).glob(f"lib/python*/site-packages/{package}"))
+
+
+def build(folder: str, manager: str, package: str) -> None:
+    """Build a project's environment as MLflow does, and import a package of it once, which compiles it.
+
+    Args:
+        folder: of the project.
+        manager: as in `mlflow run --env-manager`.
+        package: that the environment is for.
+
+    Raises:
+        SystemExit: 1, after the installer's own message.
+    """
+    from mlflow.utils import virtualenv
+    from mlflow.utils.process import ShellCommandException
+
+    signals.guard()
+    signals.die_with_parent()
+    os.nice(10)  # what runs meanwhile has precedence
+    logging.getLogger("mlflow").setLevel(logging.ERROR)  # the installer says what is wrong, and should say it last
+    project = Path(folder)
+    place = environment(project)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{place}.lock"):  # of two first studies at once, one builds
+        if is_built(project, package):
+            return
+        shutil.rmtree(place, ignore_errors=True)  # a build that was killed
+        try:
+            virtualenv._create_virtualenv(project, _python(project), place, env_manager=manager)
+        except ShellCommandException:
+            raise SystemExit(1) from None
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)
+            raise
+        subprocess.run([place / "bin" / "python", "-c", f"import {package}"], check=False)
+
+
+def _python(folder: Path):
+    from mlflow.utils.environment import _PythonEnv
+
+    return _PythonEnv.from_conda_yaml(str(folder / "conda.yaml"))
 
 
 def mark_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
@@ -40,10 +98,20 @@ def mark_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
     return finished
 
 
-def failure(run_id: str) -> tuple[str, int]:
-    """Return the reason that a failed step left in its run, and its exit code; empty and 1 if it left none."""
-    tags = mlflow.get_run(run_id).data.tags
-    return tags.get(names.TAG_REASON, ""), int(tags.get(names.TAG_EXIT_CODE, 1))
+def failure(run_id: str) -> tuple[str, int | None]:
+    """Return the reason that a failed step left in its run, and its exit code: None if it left no report.
+
+    MLflow calls all of them FAILED. One that a gate refused becomes FINISHED, and one whose process died KILLED.
+    """
+    run = mlflow.get_run(run_id)
+    tags = run.data.tags
+    if names.TAG_VERDICT in tags:
+        mlflow.MlflowClient().set_terminated(run_id, "FINISHED")
+    if names.TAG_EXIT_CODE in tags or names.TAG_STEP not in tags:
+        return tags.get(names.TAG_REASON, ""), int(tags[names.TAG_EXIT_CODE]) if names.TAG_EXIT_CODE in tags else None
+    store.end_dead(run.info)
+    store.sweep()  # its cells
+    return store.DIED, None
 
 
 def artifact_place(run_id: str) -> str:

@@ -1,27 +1,28 @@
 """Runs that always end: a step's own run, or the one `mlflow run` opened for it, and a nested run per cell.
 
 Whatever happens inside, the run is ended with a status and, unless it finished, with a sentence in the tag
-`qrl.reason`. A run that a living `mlflow run` opened gets its final status from there, FINISHED or FAILED by the exit
-code; the tags remain.
+`qrl.reason`. A gate's refusal is a result: the run is FINISHED, and the tag `qrl.verdict` is `refused`. A run that a
+living `mlflow run` opened gets its final status from there, FINISHED or FAILED by the exit code; the tags remain.
 """
 
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import mlflow
-from mlflow.entities import Run
+from mlflow.entities import Run, RunTag
 
 from qrl import names
-from qrl.errors import BadInput, QrlError, first_line
+from qrl.errors import BadInput, GateRefused, QrlError, first_line
 from qrl.recipe import Recipe
 from qrl.tasks import prompt
 from qrl.tracking import contents, signals, store
 
 active_id = contents.active_id
-PARENT = "mlflow.parentRunId"
+PARENT, NOTE = "mlflow.parentRunId", "mlflow.note.content"
 _KIND = "mlflow.experimentKind"  # by which the UI shows it as model development
 _SYSTEM_METRICS_EVERY = 5  # seconds; a tiny step ends before MLflow's ten
 
@@ -55,12 +56,12 @@ def step(
     """
     signals.guard()
     store.sweep()
-    run = _start(run_name or name, system_metrics)
+    joined = "MLFLOW_RUN_ID" in os.environ
+    run = _start(run_name or name, {names.TAG_STEP: name, **(tags or {})}, log_system_metrics=system_metrics)
     try:
         with _ended(run):
             if _KIND not in mlflow.get_experiment(run.info.experiment_id).tags:
                 mlflow.MlflowClient().set_experiment_tag(run.info.experiment_id, _KIND, "custom_model_development")
-            mlflow.set_tags({names.TAG_STEP: name, names.TAG_PID: signals.identity(), **(tags or {})})
             settings = {**recipe.flat(*sections), "prompt_hash": prompt.template_hash(recipe.prompt)} if recipe else {}
             contents.log_params({**settings, **(params or {})})
             if recipe:  # whole, for steps that go on from here
@@ -69,9 +70,21 @@ def step(
             yield run
             mlflow.log_metrics({names.SECONDS: time.time() - began, "step/startup_s": began - signals.started()})
     except KeyboardInterrupt as stopped:
-        ending = "The run is ended as KILLED; run the same command again to resume."
-        print(f"{stopped or 'Stopped by Ctrl-C.'} {ending}", file=sys.stderr)
+        if PARENT not in run.data.tags:  # else the study says it
+            ending = "The run is ended as KILLED; run the same command again to resume."
+            print(f"{stopped or 'Stopped by Ctrl-C.'} {ending}", file=sys.stderr)
         raise SystemExit(signals.exit_code(stopped)) from None
+    finally:
+        if not joined:
+            show_page(run.info.run_id)
+
+
+def show_page(run_id: str) -> None:
+    """Print the address of a run's page, if a server has it."""
+    server = mlflow.get_tracking_uri().rstrip("/")
+    if server.startswith("http"):
+        with suppress(mlflow.MlflowException):
+            print(f"Look    {server}/#/experiments/{mlflow.get_run(run_id).info.experiment_id}/runs/{run_id}")
 
 
 @contextmanager
@@ -79,9 +92,8 @@ def child(
     run_name: str, *, params: Mapping[str, object] | None = None, tags: Mapping[str, object] | None = None
 ) -> Iterator[mlflow.ActiveRun]:
     """Yield a run nested in the active one, for a cell; an error ends it as FAILED and is raised again."""
-    run = mlflow.start_run(run_name=run_name, nested=True)
+    run = _start(run_name, tags or {})
     with _ended(run):
-        mlflow.set_tags({names.TAG_PID: signals.identity(), **(tags or {})})
         mlflow.log_params(dict(params or {}))
         yield run
 
@@ -89,7 +101,7 @@ def child(
 def close_opened(error: BaseException) -> None:
     """End the run that `mlflow run` opened if no step has joined it: after bad input, or a signal during imports."""
     if run_id := os.environ.pop("MLFLOW_RUN_ID", None):
-        _end(run_id, error, ", from MLFLOW_RUN_ID,")  # a stale variable, maybe
+        _end(run_id, error, partial(mlflow.MlflowClient().set_terminated, run_id))  # the variable may be stale
 
 
 def parent_id() -> str | None:
@@ -121,12 +133,12 @@ def _explained(run_id: str | None) -> Iterator[None]:
         raise store.sentence(error) or error from None
 
 
-def _start(run_name: str, system_metrics: bool) -> mlflow.ActiveRun:
-    if system_metrics:
-        mlflow.set_system_metrics_sampling_interval(_SYSTEM_METRICS_EVERY)
-    nested = mlflow.active_run() is not None
+def _start(run_name: str, tags: Mapping[str, object], **how: bool) -> mlflow.ActiveRun:
+    """Begin a run that has its process's identity from the first moment, or join the one that MLFLOW_RUN_ID names."""
+    mlflow.set_system_metrics_sampling_interval(_SYSTEM_METRICS_EVERY)
+    nested, tags = mlflow.active_run() is not None, {names.TAG_PID: signals.identity(), **tags}
     with _explained(os.environ.get("MLFLOW_RUN_ID")):  # which MLflow takes out of the environment
-        return mlflow.start_run(run_name=run_name, nested=nested, log_system_metrics=system_metrics)
+        return mlflow.start_run(run_name=run_name, nested=nested, tags=tags, **how)
 
 
 @contextmanager
@@ -136,9 +148,7 @@ def _ended(run: mlflow.ActiveRun) -> Iterator[None]:
         yield
     except BaseException as error:
         reported = (store.sentence(error) if isinstance(error, Exception) else None) or error
-        status = _end(run.info.run_id, reported)
-        with suppress(Exception):
-            mlflow.end_run(status)  # takes it off MLflow's stack, too
+        _end(run.info.run_id, reported, mlflow.end_run)
         if reported is error:
             raise
         raise reported from error
@@ -148,18 +158,29 @@ def _ended(run: mlflow.ActiveRun) -> Iterator[None]:
         raise store.sentence(failure) or failure from None
 
 
-def _end(run_id: str, error: BaseException, origin: str = "") -> str:
-    """End a run with the error's status, which is returned; a failure is printed, since the first error counts."""
+def _end(run_id: str, error: BaseException, end: Callable[[str], object]) -> None:
+    """Tag a run with the error's reason and `end` it with its status; a failure is printed: the first error counts."""
     if isinstance(error, KeyboardInterrupt):
         status, code, reason = "KILLED", signals.exit_code(error), str(error) or "Stopped by Ctrl-C."
     else:
         status, code = "FAILED", getattr(error, "exit_code", 1)
         reason = str(error) if isinstance(error, QrlError) else f"{type(error).__name__}: {first_line(error)}"
+    tags = {names.TAG_REASON: reason[: contents.MAX_TAG], names.TAG_EXIT_CODE: str(code)}
     try:
-        client = mlflow.MlflowClient()
-        client.set_tag(run_id, names.TAG_REASON, reason[: contents.MAX_TAG])
-        client.set_tag(run_id, names.TAG_EXIT_CODE, str(code))
-        client.set_terminated(run_id, status)
+        if isinstance(error, GateRefused):
+            status, tags = "FINISHED", tags | _refused(run_id, reason)
+        mlflow.MlflowClient().log_batch(run_id, tags=[RunTag(*tag) for tag in tags.items()])
     except Exception as failure:
-        print(f"Run {run_id}{origin} could not be ended: {first_line(failure)}", file=sys.stderr)
-    return status
+        print(f"Run {run_id} was not told its reason: {first_line(failure)}", file=sys.stderr)
+    try:
+        end(status)
+    except Exception as failure:
+        print(f"Run {run_id} could not be ended: {first_line(failure)}", file=sys.stderr)
+
+
+def _refused(run_id: str, reason: str) -> dict[str, str]:
+    """Return the tags of a refused run; its description begins with the reason, and explains MLflow's FAILED."""
+    tags, why = mlflow.get_run(run_id).data.tags, ""
+    if "mlflow.project.env" in tags and PARENT not in tags:  # `mlflow run` will overwrite the status
+        why = f" MLflow calls this run FAILED because the command ended with exit code {GateRefused.exit_code}."
+    return {names.TAG_VERDICT: "refused", NOTE: f"**{reason}**{why}\n\n{tags.get(NOTE, '')}"}

@@ -56,8 +56,8 @@ def guard() -> None:
     for signum in _SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:  # ignored on purpose, as `nohup` does
             signal.signal(signum, stop)
-    if os.environ.get("MLFLOW_RUN_ID") and sys.platform == "linux":
-        _die_with_parent()
+    if os.environ.get("MLFLOW_RUN_ID"):
+        die_with_parent()
 
 
 def import_mlflow() -> None:
@@ -69,7 +69,10 @@ def import_mlflow() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Ask the kernel for SIGTERM at the parent's death, however it dies; on Linux alone."""
+    if sys.platform != "linux":
+        return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it died before the request

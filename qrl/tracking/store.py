@@ -10,21 +10,23 @@ import os
 import re
 import sqlite3
 import tempfile
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import mlflow
 import requests
 from filelock import FileLock
-from mlflow.entities import Run
+from mlflow.entities import Run, RunInfo
 
 from qrl import names
 from qrl.errors import BadInput, QrlError, first_line
 from qrl.tracking import keys, models, signals
 from qrl.workspace import WORK
 
+DIED = "Its process died without a report: it was killed, or memory ran out."
 _SQLITE = "sqlite:///"
+_REQUEST = re.compile(r"/api/2\.0/mlflow(?:-artifacts)?/([\w/-]+)")  # in MLflow's and requests' errors
 _FULL_OR_READ_ONLY = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")  # safetensors' errors are no OSError
 _DATABASE_ERRORS = (
@@ -44,6 +46,8 @@ def prepare() -> str:
     for logger in ("alembic", "mlflow.store.db", "mlflow.tracking", "mlflow.system_metrics"):
         logging.getLogger(logger).setLevel(logging.WARNING)
     os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"  # nothing from a checkpoint is executed
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # a bar per file, however small
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # two lines per run: `runs.step` prints one
     address = _absolute(mlflow.get_tracking_uri())
     mlflow.set_tracking_uri(address)  # sets the environment variable too
     if registry := os.environ.get("MLFLOW_REGISTRY_URI"):
@@ -51,7 +55,6 @@ def prepare() -> str:
         os.environ["MLFLOW_REGISTRY_URI"] = _absolute(registry)
     try:
         if database := database_of(address):
-            os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # a folder needs no download
             _create(address, database)
         elif urlsplit(address).scheme in ("http", "https"):
             requests.get(address.rstrip("/") + "/health", timeout=15)  # MLflow's client would retry for minutes
@@ -62,11 +65,13 @@ def prepare() -> str:
 
 
 def sentence(error: BaseException) -> QrlError | None:
-    """Return BadInput for an error that means a full disk or a store that cannot be written; None for any other."""
+    """Return BadInput for an error that means a full disk, or a store that cannot be written; None for any other."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, QrlError):
             return cause
+        if rejected := _rejected(cause):
+            return rejected
         rust = _RUST_ERROR.search(str(cause))
         number = cause.errno if isinstance(cause, OSError) else int(rust[1]) if rust else None
         if number in _FULL_OR_READ_ONLY:  # of a copy, the second file was written
@@ -83,6 +88,30 @@ def unusable(error: BaseException) -> BadInput:
     return BadInput(
         f"The store {mlflow.get_tracking_uri()} cannot be used ({reason}): set MLFLOW_TRACKING_URI to one that can be "
         "opened and written, e.g. sqlite:///FOLDER/mlflow.db."
+    )
+
+
+def _rejected(error: BaseException) -> BadInput | None:
+    """Return the error of a server that does not know the user or gives them no right; None for any other error."""
+    response, server = getattr(error, "response", None), mlflow.get_tracking_uri()
+    status = error.get_http_status_code() if isinstance(error, mlflow.MlflowException) else None
+    status = getattr(response, "status_code", status)
+    user = os.environ.get("MLFLOW_TRACKING_USERNAME", "")
+    if status == 401:
+        return BadInput(
+            f"The server {server} does not accept {f'the password of {user}' if user else 'requests without a user'}: "
+            "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN."
+        )
+    if status != 403:
+        return None
+    request = _REQUEST.search(str(error))
+    registry = request and request[1].startswith(("registered-models", "model-versions"))
+    what = "registered model" if registry else "experiment"
+    own = "--registered_name NAME" if registry else "MLFLOW_EXPERIMENT_NAME=NAME"
+    asked = f"the request {request[1]}" if request else "a request"
+    return BadInput(
+        f"The server {server} denies {user or 'this user'} {asked}: ask for the permission EDIT on the {what}, or use "
+        f"one of your own ({own})."
     )
 
 
@@ -105,17 +134,24 @@ def database_of(address: str) -> Path | None:
 
 
 def sweep() -> list[str]:
-    """End as KILLED what still counts as RUNNING although its process on this host is dead; return the runs' ids."""
-    client = mlflow.MlflowClient()
-    reason = "Its process died without a report; the next command ended the run."
+    """End as KILLED what still counts as RUNNING although its process on this host is dead; return the ended runs."""
     query = "attributes.status = 'RUNNING'"
     running = mlflow.search_runs(filter_string=query, search_all_experiments=True, output_format="list")
     abandoned = [run.info for run in running if _is_abandoned(run)]
+    ended = []
     for run in abandoned:
-        client.set_tag(run.run_id, names.TAG_REASON, reason)
-        client.set_terminated(run.run_id, "KILLED")
-        models.abandon(run.experiment_id, run.run_id)
-    return [run.run_id for run in abandoned]
+        with suppress(mlflow.MlflowException):  # another user's, on a server that does not let us end it
+            end_dead(run)
+            ended.append(run.run_id)
+    return ended
+
+
+def end_dead(run: RunInfo) -> None:
+    """End as KILLED a run whose process died, and discard the models that it left half-made."""
+    client = mlflow.MlflowClient()
+    client.set_tag(run.run_id, names.TAG_REASON, DIED)
+    client.set_terminated(run.run_id, "KILLED")
+    models.abandon(run.experiment_id, run.run_id)
 
 
 def _absolute(address: str) -> str:

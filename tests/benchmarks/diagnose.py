@@ -1,6 +1,6 @@
 """How fast weights are measured, and in how much memory.
 
-    python tests/benchmarks/diagnose.py                        # Qwen2.5-0.5B's shape, against the seed study's approach
+    python tests/benchmarks/diagnose.py                        # Qwen2.5-0.5B's shape, against study 000's approach
     python tests/benchmarks/diagnose.py --memory DIR           # peak memory at Qwen3-8B's shape; writes 90 GB to DIR
     python tests/benchmarks/diagnose.py --make DIR             # a checkpoint of that shape, 16.4 GB, for:
     python tests/benchmarks/diagnose.py --read DIR --device cuda   # time over that of reading the file, on a GPU
@@ -129,7 +129,7 @@ def make(folder: Path, name: str, seed: int = 0) -> Path:
 
 
 def as_in_the_seed(folder: Path) -> dict[str, dict[str, float]]:
-    """Measure as the seed study did: load the model with transformers, then pass over each matrix per statistic."""
+    """Measure as study 000 did: load the model with transformers, then pass over each matrix per statistic."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -520,3 +520,8 @@ def test_a_package_without_its_checkout_says_what_it_lacks(monkeypatch, tmp_path
     for words in (["train"], ["sweep"], ["evaluate"], ["diagnose", "--trained", "x"], ["compare", "--cells", "0123"]):
         with pytest.raises(BadInput, match=f"`{words[0]}` needs MLproject"):
             cli.cli.main(words, standalone_mode=False)
+
+
+def test_a_recipe_for_a_gpu_ends_a_study_on_a_cpu_at_once(here):
+    code, said = here("study", "--recipe", "instruct", "--device", "cpu", "--model", str(tiny.PATH))
+    assert code == 2 and "sized for a GPU" in said and "recipe=instruct-cpu" in said and "--yes" in said

@@ -1,4 +1,4 @@
-"""The table of cells: seed 000's numbers, the contract, pairing, and what is refused."""
+"""The table of cells: study 000's numbers, the contract, pairing, and what is refused."""
 
 import json
 import math

@@ -226,7 +226,7 @@ def test_samples_are_averaged_per_question():
         survival.stderr, rel=1e-9
     )  # the same as clustering the samples
     assert found.cells["grpo", "nf4"].estimate == pytest.approx(means.loc["grpo", "nf4"].mean())
-    assert found.row("nf4").mcnemar is None and "p of delta (t)" in found.markdown()
+    assert found.row("nf4").mcnemar is None and "p of gain (t)" in found.markdown()
 
 
 def test_pass_at_k_stands_in_the_table_only_where_there_are_samples():

@@ -191,6 +191,7 @@ def test_a_pilot_with_a_cell_all_right_is_refused_in_a_sentence():
         (["--seeds", "1", "--between-seed-sd", "0.1"], "--seeds of 2 or more"),
         (["--between-seed-sd", "-1"], "'between-seed-sd'"),
         (["--scheme", "nf4"], "--pilot FILE"),
+        (["--reference", "bf16"], "--pilot FILE"),
         (["--pilot", "none.parquet"], "none.parquet"),
     ],
 )

@@ -244,3 +244,21 @@ def test_every_task_is_a_choice_and_every_recipes_prompt_asks_for_the_form_that_
     for name in recipe.names():
         loaded = recipe.load(name)
         prompt.check(loaded.task, loaded.prompt)
+
+
+def test_a_recipe_says_whether_it_needs_a_gpu_and_those_that_extend_it_inherit_it(tmp_path):
+    (tmp_path / "own.yaml").write_text("extends: instruct\ntrain: {steps: 3}")
+    (tmp_path / "small.yaml").write_text("extends: own.yaml\nmachine: any")
+    assert recipe.needs_gpu(str(tmp_path / "own.yaml")) and not recipe.needs_gpu(str(tmp_path / "small.yaml"))
+    assert not recipe.needs_gpu("auto") and not recipe.needs_gpu("tiny-qlora")
+    assert recipe.load(str(tmp_path / "own.yaml")).train.steps == 3
+    (tmp_path / "own.yaml").write_text("machine: toaster")
+    with pytest.raises(BadInput, match="machine: 'toaster', but gpu or any"):
+        recipe.load(str(tmp_path / "own.yaml"))
+
+
+def test_what_auto_stands_for_depends_on_model_task_and_device():
+    own = {"model": "some/model"}
+    assert [recipe.default(typed) for typed in ({}, own, {"task": "math"})] == ["tiny", "instruct", "math"]
+    assert recipe.default(own, device="cpu") == "instruct-cpu" and recipe.default({}, device="cpu") == "tiny"
+    assert recipe.load("math-cpu").prompt == "boxed" and recipe.load("instruct-cpu").train.compute == "fp32"

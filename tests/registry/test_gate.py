@@ -9,25 +9,30 @@ from qrl.stats import Estimate
 from qrl.tracking.cells import Evaluated
 
 
-def cell(digest="sha256-aaaa", parent="", broken=()):
-    return Evaluated("run", "base", "full", digest, parent, "models:/m-1", 0.6, 0.01, 2000, tuple(broken))
+def cell(name="base:full", digest="sha256-aaaa", parent="", broken=()):
+    variant, scheme = name.split(":")
+    return Evaluated("run", variant, scheme, digest, parent, "models:/m-1", 0.6, 0.01, 2000, tuple(broken))
 
 
-def grpo(gain=(0.05, 0.03, 0.07), parent="bbbb", base="bbbb", min_gain=0.0):
+def base(digest="sha256-aaaa", version="sha256-aaaa", model="sha256-aaaa", **facts):
+    return decide("base", cell(digest=digest, **facts), version, before_digest=model)
+
+
+def grpo(gain=(0.05, 0.03, 0.07), parent="bbbb", base="bbbb", min_gain=0.0, name="grpo:full"):
     estimate, low, high = gain
     gain = Estimate(estimate, 0.01, low, high, 2000)
-    return decide("grpo", cell(parent=parent), "sha256-aaaa", before_digest=base, difference=gain, limit=min_gain)
+    return decide("grpo", cell(name, parent=parent), "sha256-aaaa", before_digest=base, difference=gain, limit=min_gain)
 
 
-def awq(low, parent="cccc", max_loss=0.05):
+def awq(low, parent="cccc", max_loss=0.05, name="grpo:awq"):
     difference = Estimate(-0.02, 0.01, low, 0.0, 2000)
     before = {"before_digest": "cccc", "difference": difference}
-    return decide("awq", cell(parent=parent), "sha256-aaaa", **before, limit=max_loss)
+    return decide("awq", cell(name, parent=parent), "sha256-aaaa", **before, limit=max_loss)
 
 
 def test_a_good_version_passes_with_its_reasons():
     decision = grpo()
-    assert decision.passed and decision.stage == "grpo" and len(decision.reasons) == 4
+    assert decision.passed and decision.stage == "grpo" and len(decision.reasons) == 5
     reason = next(reason for reason in decision.reasons if "gain over base" in reason)
     assert "+0.050 [+0.030, +0.070]" in reason and "n = 2000" in reason and "lower 95 % bound is above 0." in reason
     assert decision.facts["gain_low"] == 0.03 and decision.facts["version_digest"] == "sha256-aaaa"
@@ -63,12 +68,18 @@ def test_the_loss_to_awq_decides(low, max_loss, passed):
 @pytest.mark.parametrize(
     ("decision", "reason"),
     [
-        (decide("base", cell("a", broken=["eos rate 0.20 is under 0.95"]), "a"), "eos rate 0.20 is under 0.95"),
-        (decide("base", cell("aaaa"), "bbbb"), "are not the version's (bbbb)"),
-        (decide("base", cell(""), ""), "none recorded"),
+        (base(broken=["eos rate 0.20 is under 0.95"]), "eos rate 0.20 is under 0.95"),
+        (base("aaaa", "bbbb", "aaaa"), "are not the version's (bbbb)"),
+        (base("", "", ""), "none recorded"),
         (grpo(parent="dddd"), "from dddd, not from the version at stage base (bbbb)"),
         (grpo(parent="", base=""), "none recorded"),
         (awq(-0.01, parent="dddd"), "not from the version at stage grpo (cccc)"),
+        (base(name="grpo:full"), "grpo:full, but only base:full"),
+        (grpo(name="grpo:awq"), "grpo:awq, but only grpo:full"),
+        (grpo(name="qat-int4:full"), "qat-int4:full, but only grpo:full"),
+        (awq(-0.01, name="grpo:nf4"), "grpo:nf4, but only grpo:awq"),
+        (awq(-0.01, name="base:awq"), "base:awq, but only grpo:awq"),
+        (base(model="bbbb"), "not the base model itself"),
     ],
 )
 def test_any_failed_check_refuses_and_is_named_first(decision, reason):
@@ -77,4 +88,4 @@ def test_any_failed_check_refuses_and_is_named_first(decision, reason):
 
 
 def test_base_needs_no_gain():
-    assert decide("base", cell(), "sha256-aaaa").passed
+    assert base().passed

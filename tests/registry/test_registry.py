@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -216,6 +217,11 @@ def test_what_is_served_is_what_was_measured(store, tiny_checkpoint):
     assert registry.register(NAME, uri, digest=digest, variant="base", scheme="full", **numbers).version == 2
 
 
+def promote_base(run_id: str, **typed: str) -> None:
+    typed = {"registered_name": NAME, **typed}
+    promoting.promote(recipe.load(overrides=typed), ["base"], [run_id], typed)
+
+
 def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
     digest = checkpoint.digest(tiny_checkpoint)
     tags = {names.TAG_DIGEST: digest, names.TAG_VARIANT: "base", names.TAG_SCHEME: "full"}
@@ -224,19 +230,86 @@ def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
             tiny_checkpoint, name="base", digest=digest, variant="base", scheme="full", task="arithmetic", move=False
         )
         contents.log_scores({names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 2000}, model_uri=uri)
-    promoting.promote(recipe.load(), ["base"], [run.info.run_id])
+    promote_base(run.info.run_id)
     assert pointers() == {"base": "1"}
     (stored / "generation_config.json").write_text('{"temperature": 0.5}')
     with pytest.raises(GateRefused, match="are not the version's"):
-        promoting.promote(recipe.load(), ["base"], [run.info.run_id])
+        promote_base(run.info.run_id)
     assert pointers() == {"base": "1"} and list(mlflow_stages()) == [1]
     with runs.step("evaluate", tags=tags) as again:
         uri, _ = models.log_checkpoint(
             tiny_checkpoint, name="base", digest=digest, variant="base", scheme="full", task="arithmetic", move=False
         )
         contents.log_scores({names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 2000}, model_uri=uri)
-    promoting.promote(recipe.load(), ["base"], [again.info.run_id])
+    promote_base(again.info.run_id)
     assert pointers() == {"base": "2", "base-previous": "1"}  # whole weights displace damaged ones
+
+
+@pytest.fixture
+def evaluated(store, tiny_checkpoint, tmp_path):
+    """Return a maker of evaluated cells of somebody's model in the folder my-llama; `changed` makes other weights."""
+
+    def make(cell: str, parent: str = "", changed: str = "", **settings: str) -> tuple[str, str]:
+        folder = tmp_path / (changed or "my-llama")
+        if not folder.exists():
+            shutil.copytree(tiny_checkpoint, folder)
+            (folder / "generation_config.json").write_text(json.dumps({"note": changed}))
+        variant, scheme = cell.split(":")
+        labels, digest = {"variant": variant, "scheme": scheme}, checkpoint.digest(folder)
+        rows = pd.DataFrame({"question": ["a", "b", "c", "d"], "correct": [0, 1, 1, int(variant != "base")], **labels})
+        rows.assign(**{names.ENGINE: "transformers"}).to_parquet(tmp_path / names.QUESTIONS)
+        tags = {names.TAG_STEP: "evaluate", names.TAG_DIGEST: digest}
+        tags |= {names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme}
+        metadata = {"parent": parent} if parent else {"source": str(folder)}
+        with runs.step("evaluate", recipe.load(overrides=settings)), runs.child(cell, tags=tags) as run:
+            facts = {"digest": digest, "task": "arithmetic", "metadata": metadata, **labels}
+            uri, _ = models.log_checkpoint(folder, name=f"{variant}-{scheme}", move=False, **facts)
+            questions = contents.log_dataset("arithmetic", digest="of the questions", context="heldout", n=4, source="")
+            numbers = {names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 4}
+            contents.log_scores(numbers, model_uri=uri, dataset=questions)
+            mlflow.log_artifact(str(tmp_path / names.QUESTIONS))
+        return run.info.run_id, digest
+
+    return make
+
+
+def newest() -> mlflow.entities.Run:
+    return mlflow.search_runs(output_format="list", order_by=["attributes.start_time DESC"])[0]
+
+
+def test_a_cell_knows_its_model_its_task_and_its_seed(evaluated, tmp_path):
+    own, other = evaluated("base:full", seed="3"), evaluated("base:full", changed="second-model", seed="3")
+    promoting.promote(recipe.load(), ["base"], [own[0]])
+    assert registry.resolve("qrl-my-llama", "base").digest == own[1]
+    params = newest().data.params
+    assert (params["model"], params["seed"], params["registered"]) == (str(tmp_path / "my-llama"), "3", "qrl-my-llama")
+    promote_base(own[0], model=str(tmp_path / "my-llama"), seed="3", registered_name="mine")
+    assert registry.resolve("mine", "base").digest == own[1]
+    for typed in ({"model": "qrl-tiny"}, {"task": "gsm8k"}, {"seed": "0"}, {"data": str(tmp_path)}):
+        (tmp_path / "test.jsonl").write_text('{"question": "a", "answer": "#### 1"}\n' * 4)
+        with pytest.raises(BadInput, match=rf"--{next(iter(typed))} .* contradicts run {own[0]}"):
+            promote_base(own[0], **typed)
+    with pytest.raises(BadInput, match="several models, qrl-my-llama and qrl-second-model"):
+        promoting.promote(recipe.load(), ["base", "grpo"], [own[0], other[0]])
+    assert [model.name for model in mlflow.search_registered_models()] == ["mine", "qrl-my-llama"]
+
+
+def test_a_trained_model_belongs_to_its_base_and_to_its_stage_alone(evaluated):
+    base = evaluated("base:full")
+    grpo = evaluated("grpo:full", parent=base[1], changed="a")
+    nf4 = evaluated("grpo:nf4", parent=grpo[1], changed="b")
+    awq = evaluated("grpo:awq", parent=grpo[1], changed="c")
+    free = recipe.load(overrides={"promote.min_gain": "-0.9", "promote.max_loss": "1"})
+    promoting.promote(free, ["base", "grpo"], [base[0], grpo[0]])
+    for stage, wrong, wanted in (("awq", nf4, "grpo:awq"), ("grpo", awq, "grpo:full"), ("base", grpo, "base:full")):
+        with pytest.raises(GateRefused, match=f"only {wanted} can hold the stage"):
+            promoting.promote(free, [stage], [wrong[0]])
+    relabelled = evaluated("base:full", parent=base[1], changed="a")
+    with pytest.raises(GateRefused, match="not the base model itself"):
+        promoting.promote(free, ["base"], [relabelled[0]])
+    promoting.promote(free, ["awq"], [awq[0]])
+    aliases = mlflow.MlflowClient().get_registered_model("qrl-my-llama").aliases
+    assert aliases == {"base": 1, "grpo": 2, "awq": 4}
 
 
 def test_a_gate_subtracts_no_answers_of_two_engines(store, tmp_path):

@@ -259,6 +259,7 @@ def test_intervals_cover_at_their_level():
 
 
 def test_differences_are_printed_with_sign_and_never_as_minus_nothing():
+    assert str(stats.contrast([[1, 0, 1, 1], [0, 0, 1, 1]], (1, -1))).startswith("+0.250 [−")
     assert [stats.signed(value) for value in (0.04, -0.0511, -0.0001, 0)] == ["+0.040", "−0.051", "0.000", "0.000"]
 
 

@@ -39,7 +39,7 @@ def study_of(small: recipe.Recipe):
 
 def test_a_study_needs_awqs_environment_only_while_something_is_to_be_quantized_in_it(store, small):
     def check() -> None:
-        environments.check_environments("study", small, study_of(small))
+        environments.look_ahead("study", study_of(small))
 
     with pytest.raises(BadInput, match="needs the environment of projects/awq"):
         check()
@@ -55,10 +55,21 @@ def test_a_study_needs_awqs_environment_only_while_something_is_to_be_quantized_
 
 def test_a_dry_run_reports_the_folder_of_each_missing_step_and_finds_nothing_that_builds_on_it(store, small):
     finished("quantize", keys.quantized(small, names.AWQ, DIGEST, "cpu"))
-    folders = []
-    study_of(small)(DryRun(folders.append))
+    ahead = DryRun()
+    study_of(small)(ahead)
     core = keys.ROOT.name
-    assert [folder.name for folder in folders] == [core, core, "awq", core]  # train, nf4, grpo's awq, cells
+    assert [folder.name for folder in ahead.folders] == [core, core, "awq", core]  # train, nf4, grpo's awq, cells
+    assert ahead.missing["quantize"] == ["base", "grpo", "grpo"] and len(ahead.missing["evaluate"]) == 6
+
+
+def test_without_a_store_everything_is_missing_and_none_is_made(small, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/none/mlflow.db")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/none/mlflow.db")
+    monkeypatch.setattr(environments, "check_reachable", lambda *_: None)
+    ahead = environments.look_ahead("study", study_of(small))
+    assert {step: len(labels) for step, labels in ahead.missing.items()} == {"train": 1, "quantize": 4, "evaluate": 6}
+    assert not list(tmp_path.iterdir())
+    mlflow.set_tracking_uri(None)
 
 
 def test_a_study_prints_what_it_reuses_and_why_it_does_not(store, small, capsys, monkeypatch):

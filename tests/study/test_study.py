@@ -280,11 +280,12 @@ def test_a_refused_gate_moves_nothing_and_says_why(studied, client):
     assert "lower 95 % bound is not above" in done.stderr and "Traceback" not in done.stderr
     assert {stage: client.get_model_version_by_alias("qrl-tiny", stage).version for stage in names.STAGES} == before
     newest = runs_of(client, **{names.TAG_STEP: "promote"})[0]
-    assert newest.info.status == "FAILED" and "0.990" in newest.data.tags[names.TAG_REASON]
+    assert newest.info.status == "FINISHED" and newest.data.tags[names.TAG_VERDICT] == "refused"
+    assert "0.990" in newest.data.tags[names.TAG_REASON]
 
 
 def test_raw_text_prompts_trip_the_gate_instead_of_giving_a_number(store):
-    """The seed study's own accident: a chat model asked without its chat template never stops."""
+    """Study 000's own accident: a chat model asked without its chat template never stops."""
     from qrl import tasks, tiny
     from qrl.evaluate import cells, scores
     from qrl.recipe import Evaluate

@@ -16,7 +16,7 @@ def test_rows_come_back_with_their_verdicts_whatever_characters_they_contain(tmp
     ]
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    summary = files.grade("gsm8k", file, out)
+    summary = files.grade_file("gsm8k", file, out)
     graded = [json.loads(line) for line in out.read_text(encoding="utf-8").split("\n")[:-1]]
     assert [{key: row[key] for key in ("completion", "answer")} for row in graded] == [
         {key: row[key] for key in ("completion", "answer")} for row in rows
@@ -32,7 +32,7 @@ def test_rows_come_back_with_their_verdicts_whatever_characters_they_contain(tmp
 
 def test_bytes_that_are_not_utf8_are_replaced_and_graded(tmp_path):
     (tmp_path / "in.jsonl").write_bytes(b'{"completion": "\xff\xfe\\n#### 18 \xed\xa0", "answer": "18"}\n')
-    assert "strict 1.0000" in files.grade("gsm8k", tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert "strict 1.0000" in files.grade_file("gsm8k", tmp_path / "in.jsonl", tmp_path / "out.jsonl")
 
 
 @pytest.mark.parametrize("answer", ["null", "true", "[1]", '{"a": 1}'])
@@ -42,14 +42,14 @@ def test_an_answer_that_is_neither_text_nor_number_is_rejected_for_every_task(tm
     )
     for task in ("gsm8k", "math"):
         with pytest.raises(BadInput, match=r"line 2: 'answer' is .*, but must be a text or a number"):
-            files.grade(task, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+            files.grade_file(task, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
 
 
 def test_an_output_that_cannot_be_written_is_reported_before_grading(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "one"}\n')  # the grader would reject it
     for out in ("none/out.jsonl", "."):
         with pytest.raises(BadInput, match="cannot be written"):
-            files.grade("gsm8k", tmp_path / "in.jsonl", tmp_path / out)
+            files.grade_file("gsm8k", tmp_path / "in.jsonl", tmp_path / out)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_an_output_that_cannot_be_written_is_reported_before_grading(tmp_path):
 def test_a_line_that_cannot_be_graded_is_named_and_nothing_is_written(tmp_path, line):
     (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "1"}\n' + line)
     with pytest.raises(BadInput, match="line 2"):
-        files.grade("gsm8k", tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+        files.grade_file("gsm8k", tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
 
 
@@ -67,17 +67,17 @@ def test_files_that_cannot_be_read_or_written_are_told(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "1"}\n')
     (tmp_path / "empty.jsonl").write_text("\n")
     for file, out, reason in [
-        ("none.jsonl", "out", "cannot be read"),
+        ("none.jsonl", "out", "There is no file"),
         ("in.jsonl", "none/out", "cannot be written"),
         ("empty.jsonl", "out", "no rows"),
     ]:
         with pytest.raises(BadInput, match=reason):
-            files.grade("gsm8k", tmp_path / file, tmp_path / out)
+            files.grade_file("gsm8k", tmp_path / file, tmp_path / out)
 
 
 def test_nothing_is_left_where_the_rows_cannot_be_put(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"completion": "#### 3", "answer": "#### 3"}\n')
     (tmp_path / "out").mkdir()
     with pytest.raises(BadInput, match="cannot be written"):
-        files.grade("gsm8k", tmp_path / "in.jsonl", tmp_path / "out")
+        files.grade_file("gsm8k", tmp_path / "in.jsonl", tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out"}

@@ -1,22 +1,27 @@
 """Tracking, with the real MLflow on a store in a temporary folder."""
 
+import contextlib
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import mlflow
 import pandas as pd
 import pytest
+from mlflow.protos.databricks_pb2 import UNAUTHENTICATED
 
 import qrl
-from qrl import checkpoint, names, recipe
-from qrl.errors import BadInput, QrlError
+from qrl import checkpoint, names, recipe, registry
+from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.tasks import prompt
-from qrl.tracking import cells, contents, description, keys, models, reuse, runs, signals, sources
+from qrl.tracking import cells, contents, description, keys, models, projects, reuse, runs, signals, sources
 from qrl.tracking import store as stores
 
 ROOT = Path(qrl.__file__).parents[1]
@@ -125,6 +130,42 @@ def test_however_a_step_ends_its_run_says_so(store, error, ended, says):
         assert raised.value.code == 143
 
 
+@pytest.mark.parametrize("opened_by", ["python -m qrl", "mlflow run"])
+def test_a_gates_refusal_is_a_result_and_the_run_finishes_with_a_verdict(store, opened_by):
+    tags = {"mlflow.project.env": "uv"} if opened_by == "mlflow run" else {}
+    with pytest.raises(GateRefused), runs.step("promote", tags=tags) as run:
+        contents.describe("- base is version 1.")
+        raise GateRefused("The gain is not above 0.")
+    tags = mlflow.get_run(run.info.run_id).data.tags
+    assert status(run) == "FINISHED" and reason(run) == "The gain is not above 0."
+    assert tags[names.TAG_VERDICT] == "refused" and tags[names.TAG_EXIT_CODE] == "3"
+    page = tags["mlflow.note.content"]
+    assert page.startswith("**The gain is not above 0.**") and page.endswith("- base is version 1.")
+    assert ("MLflow calls this run FAILED" in page) == (opened_by == "mlflow run")
+
+
+@pytest.mark.parametrize("how", ["killed", "refused", "failed", "not begun"])
+def test_a_launched_step_has_one_end_and_one_reason(store, how):
+    parent = mlflow.MlflowClient().create_run("0").info.run_id
+    launched = projects.open_child(parent, "train")
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(QrlError):
+        patch.setenv("MLFLOW_RUN_ID", launched)
+        if how != "not begun":
+            with runs.step("train"):
+                if how == "killed":
+                    patch.setattr(runs, "_end", lambda *_: None)
+                raise GateRefused("No gain.") if how == "refused" else QrlError("It failed.")
+    mlflow.MlflowClient().set_terminated(launched, "FAILED")  # as MLflow calls every run with an exit code
+    while mlflow.active_run():
+        mlflow.end_run("FAILED")
+    found, code = projects.failure(launched)
+    ends = {"killed": ("KILLED", stores.DIED, None), "refused": ("FINISHED", "No gain.", 3)}
+    ends |= {"failed": ("FAILED", "It failed.", 1), "not begun": ("FAILED", "", None)}
+    assert (status(launched), found, code) == ends[how]
+    if found:
+        assert reason(launched) == found
+
+
 def test_a_failing_cell_fails_alone(store):
     model = mlflow.initialize_logged_model("m")
     with runs.step("evaluate") as parent:
@@ -209,6 +250,81 @@ def test_a_process_knows_when_it_began():
     assert (
         before - 0.05 < began < then
     )  # the kernel's clock ticks a hundred times a second; the boot's time is whole seconds
+
+
+class Server(BaseHTTPRequestHandler):
+    """A tracking server on which another user's run is dead, and on which we may only read."""
+
+    def do_POST(self) -> None:
+        """Answer MLflow's client."""
+        request = self.path.removeprefix("/api/2.0/mlflow/")
+        self.server.asked.append(request)
+        self.rfile.read(int(self.headers["Content-Length"]))
+        data = {"tags": [{"key": names.TAG_PID, "value": signals.identity().rpartition(":")[0] + ":1"}]}
+        info = {"run_id": "a" * 32, "experiment_id": "0", "status": "RUNNING", "start_time": 1, "artifact_uri": "x"}
+        answers = {"experiments/search": {"experiments": [{"experiment_id": "0", "name": "Default"}]}}
+        answers["runs/search"] = {"runs": [{"info": info, "data": data}]}
+        body = json.dumps(answers[request]).encode() if request in answers else b"Permission denied"
+        self.send_response(200 if request in answers else 403)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        """Answer the question whether the server lives, and no other one."""
+        self.send_response(200 if self.path == "/health" else 403)
+        body = b"Permission denied"
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def server(monkeypatch):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        server.asked = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "alice")
+        mlflow.set_tracking_uri(None)
+        yield server
+        server.shutdown()
+    mlflow.set_tracking_uri(None)
+
+
+def test_a_servers_refusal_is_one_sentence_and_anothers_dead_run_stops_nobody(server, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    stores.prepare()
+    assert stores.sweep() == [] and "runs/set-tag" in server.asked
+    with (
+        pytest.raises(BadInput, match=r"denies alice the request runs/create: ask for the permission EDIT on the exp"),
+        runs.step("train"),
+    ):
+        pass
+    with pytest.raises(BadInput, match=r"denies alice .* EDIT on the registered model"):
+        registry.resolve("qrl-tiny", "base")
+
+
+def test_a_server_that_does_not_know_the_user_gets_a_sentence():
+    unknown = mlflow.MlflowException("Body: 'You are not authenticated.'", error_code=UNAUTHENTICATED)
+    assert "MLFLOW_TRACKING_PASSWORD" in str(stores.sentence(unknown))
+
+
+def test_a_run_knows_its_process_from_its_creation(store, monkeypatch):
+    create = mlflow.MlflowClient.create_run
+
+    def created_and_killed(*args, **how):
+        create(*args, **how)
+        raise signals.Stopped(signal.SIGTERM)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "create_run", created_and_killed)
+    with pytest.raises(signals.Stopped), runs.step("train"):
+        pass
+    (run,) = mlflow.search_runs(output_format="list")
+    assert run.info.status == "RUNNING" and run.data.tags[names.TAG_PID] == signals.identity()  # for a later sweep
 
 
 def test_sweep_spares_the_living_and_other_hosts(store):

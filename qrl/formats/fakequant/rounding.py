@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Recipe's name → preset of compressed-tensors and vLLM; they have none for int8.
 PRESETS = {
     "int8": None,  # per output channel; activations not rounded
-    "int8-attention": None,  # the same for attention only: the scope of seed 002's straight-through arm
+    "int8-attention": None,  # the same for attention only: the scope of study 002's straight-through arm
     "int4": "W4A16",  # groups of 128
     "nvfp4-a16": "NVFP4A16",  # blocks of 16 with FP8 scales, one scale per tensor; activations not rounded
     "nvfp4-a4": "NVFP4",  # activations too: blocks of 16 scaled dynamically, one calibrated scale per tensor

@@ -1,0 +1,214 @@
+"""Requests of OpenAI's API, checked before an engine reads them: a field is honoured, or the answer is 400.
+
+`Chat` and `Text` are what the transformers server honours. vLLM ignores fields that it does not know and renders any
+role, so `Check` stands before it. README.md has the table of what each engine honours.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+
+if TYPE_CHECKING:
+    from starlette.responses import JSONResponse
+
+PATHS = {"/v1/chat/completions": "chat", "/v1/completions": "text"}
+# Fields that vLLM accepts, and ignores as it is started here, or for most chat templates.
+_WITHOUT_EFFECT = {"priority", "parallel_tool_calls", "reasoning_effort", "include_reasoning", "return_token_offsets"}
+_LONGEST_INPUT = 60  # characters of a wrong value in a sentence
+
+Count = Annotated[int, Field(ge=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Stop = Annotated[str, Field(min_length=1)]
+
+
+class Refusal(Exception):
+    """A request that is not answered, with the reason for its client."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+    def response(self) -> JSONResponse:
+        """Return the error in OpenAI's form."""
+        from starlette.responses import JSONResponse
+
+        kind = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return JSONResponse({"error": error}, self.status)
+
+
+class _Strict(BaseModel):
+    """JSON's types as they are: no number from a text, no field without a meaning here."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class _StreamOptions(_Strict):
+    include_usage: bool = False
+
+
+class Sampling(_Strict):
+    """Fields of both endpoints. None is OpenAI's default."""
+
+    model: str
+    max_tokens: Count | None = None  # None: as many as the window has room for, 16 of a text
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^\d+$")], Bias] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    user: str | None = None  # the client's own name for its user; it changes no answer
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Sampling:
+        if self.stream_options and not self.stream:
+            raise ValueError("`stream_options` needs `stream`: set it to true, or leave both out")
+        return self
+
+
+class _Turn(_Strict):
+    """A message; the engine checks what is in its content and calls."""
+
+    role: Role
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> _Turn:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("`content` of a message is missing: give a text, or a list of parts")
+        return self
+
+
+class ChatFields(Sampling):
+    """Fields of `/v1/chat/completions` that mean the same to every engine."""
+
+    messages: Annotated[list[_Turn], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> ChatFields:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("`top_logprobs` needs `logprobs`: set it to true, or leave both out")
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise ValueError("`max_tokens` is the old name of `max_completion_tokens`: give one of them")
+        return self
+
+
+class _TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(_Strict):
+    role: Role
+    content: str | list[_TextPart]
+
+
+class _TextFormat(_Strict):
+    type: Literal["text"]
+
+
+class Chat(ChatFields):
+    """What the transformers server honours at `/v1/chat/completions`."""
+
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    response_format: _TextFormat | None = None
+    tools: None = None
+    tool_choice: Literal["none"] | None = None
+
+
+class Text(Sampling):
+    """What the transformers server honours at `/v1/completions`."""
+
+    prompt: str | list[int]
+    echo: Literal[False] | None = None
+    logprobs: None = None
+    suffix: None = None
+    best_of: Literal[1] | None = None
+
+
+Asked = TypeVar("Asked", bound=Sampling)
+
+
+def parse(kind: type[Asked], body: bytes) -> Asked:
+    """Return a request from its body.
+
+    Raises:
+        Refusal: it is no JSON, or lacks a field, or has one that would not be honoured; the first is named.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _refusal(error: ValidationError) -> Refusal:
+    first = error.errors(include_url=False)[0]
+    place, reason = first["loc"], first["msg"]
+    depth = 3 if place[:1] == ("messages",) else 1  # what follows is pydantic's name of a type
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place[:depth]).removeprefix(".")
+    if first["type"] == "value_error":
+        reason = reason.removeprefix("Value error, ")
+        return Refusal(f"{reason}.", reason.split("`")[1], "invalid_value")
+    if not place:
+        return Refusal(f"The body is not what was expected ({reason}): send one JSON object.")
+    if first["type"] == "missing":
+        return Refusal(f"`{param}` is missing: it is needed.", param, "missing_required_parameter")
+    if first["type"] == "extra_forbidden":
+        return Refusal(f"`{param}` is no field that this engine honours: leave it out.", param, "unknown_parameter")
+    given = repr(first["input"])
+    given = given if len(given) <= _LONGEST_INPUT else f"{given[:_LONGEST_INPUT]}…"
+    if first["type"] == "none_required":
+        reason = "This engine does not support it: leave it out, or serve with --engine vllm"
+    return Refusal(f"`{param}` is {given}. {reason}.", param, "invalid_value")
+
+
+class Check:
+    """ASGI middleware before vLLM: refuse what `ChatFields` and `Sampling` refuse, and fields that vLLM ignores."""
+
+    def __init__(self, app: Any) -> None:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+        self.app = app
+        self.kinds = {"chat": _beside(ChatFields, ChatCompletionRequest), "text": _beside(Sampling, CompletionRequest)}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        from starlette.requests import Request
+
+        kind = PATHS.get(scope.get("path")) if scope.get("method") == "POST" else None
+        if kind is None:
+            await self.app(scope, receive, send)
+            return
+        body = await Request(scope, receive).body()
+        try:
+            parse(self.kinds[kind], body)
+        except Refusal as refusal:
+            await refusal.response()(scope, receive, send)
+            return
+        read = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def again() -> Any:
+            return next(read, None) or await receive()
+
+        await self.app(scope, again, send)
+
+
+def _beside(kind: type[Sampling], theirs: type[BaseModel]) -> type[Sampling]:
+    """Return a kind that also lets through the other fields of an engine, for the engine to check."""
+    others = theirs.model_fields.keys() - kind.model_fields.keys() - _WITHOUT_EFFECT
+    return create_model(kind.__name__, __base__=kind, **{name: (Any, None) for name in others})

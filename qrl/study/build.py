@@ -1,0 +1,126 @@
+"""Where a step runs, and its environment: built while the steps before it run, with a log of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+from qrl import names, process
+from qrl.errors import QrlError
+from qrl.recipe import Recipe
+from qrl.tracking.keys import ROOT
+from qrl.workspace import WORK
+
+PLACE = "QRL_PLACE"  # set by projects/*/MLproject: the folder whose environment this process runs in
+FOLDERS = {  # step, scheme or engine → folder on a GPU, folder on a CPU; None: the core environment
+    ("train", "vllm"): ("vllm", "vllm"),
+    ("quantize", names.AWQ): ("awq", "awq"),
+    ("evaluate", "vllm"): ("vllm", "vllm_cpu"),
+    ("benchmark", "vllm"): ("vllm", "vllm_cpu"),
+    ("serve", "vllm"): ("vllm", "vllm_cpu"),
+    ("serve", "auto"): ("vllm", None),
+}
+COSTS = {  # folder → what its environment costs once; downloads take longer
+    "awq": "half a minute and 2.5 GB",
+    "vllm": "minutes and more than 5 GB",
+    "vllm_cpu": "a minute and 3.4 GB",
+}
+LINES = 15  # of a log, shown where a build failed
+
+_running: dict[Path, subprocess.Popen] = {}  # by folder
+
+
+def environment_for(step: str, choice: str, device: str = "auto") -> Path | None:
+    """Return the folder whose environment a step needs, or None if this process runs it; a wheel has no such folders.
+
+    Args:
+        step: entry point.
+        choice: the scheme (`quantize`) or the engine (other steps).
+        device: the recipe's device; it decides between vLLM's two environments.
+    """
+    on_gpu, on_cpu = FOLDERS.get((step, choice), (None, None))
+    here = os.environ.get(PLACE)
+    if on_gpu is None or here in (on_gpu, on_cpu or on_gpu) or not (ROOT / "MLproject").is_file():
+        return None
+    if step == "train" and process.world_size() > 1:  # torchrun has started every process in its environment already
+        return None
+    folder = on_gpu
+    if on_gpu != on_cpu:
+        from qrl.engine import device as devices  # imports torch, which takes seconds
+
+        folder = on_gpu if devices.choose(device) == "cuda" else on_cpu
+    return ROOT / "projects" / folder if folder else None
+
+
+def log(folder: Path) -> Path:
+    """Return the file that the build of a folder's environment writes to."""
+    return WORK / f"environment-{folder.name}.log"
+
+
+def is_ready(folder: Path, manager: str) -> bool:
+    """Return whether a folder has no environment of its own, shares this one (`local`), or has it built."""
+    from qrl.tracking import projects
+
+    return folder.name not in COSTS or manager == "local" or projects.is_built(folder, package(folder))
+
+
+def package(folder: Path) -> str:
+    """Return the name of a package that only this folder's environment has."""
+    return folder.name.removesuffix("_cpu")
+
+
+def begin(folder: Path, manager: str) -> None:
+    """Begin to build the environment of a folder, unless it is there, or every step shares this one (`local`)."""
+    if is_ready(folder, manager) or folder in _running:
+        return
+    log(folder).parent.mkdir(parents=True, exist_ok=True)
+    program = "import sys; from qrl.tracking import projects; projects.build(*sys.argv[1:])"
+    with log(folder).open("w") as written:
+        how = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "stdout": written, "stderr": subprocess.STDOUT}
+        _running[folder] = subprocess.Popen(
+            [sys.executable, "-c", program, str(folder), manager, package(folder)], **how
+        )
+
+
+def wait(folder: Path, manager: str) -> None:
+    """Wait for the environment of a folder, whose build begins now if it has not before.
+
+    Raises:
+        QrlError: it could not be built; the sentence ends with the log's path and its last lines.
+    """
+    begin(folder, manager)
+    building = _running.pop(folder, None)
+    if building is None:
+        return
+    if building.poll() is None:
+        cost = f"which takes {COSTS[folder.name]} in all"
+        click.echo(f"      The environment of projects/{folder.name} is built, {cost}; log: {log(folder)}", err=True)
+    try:
+        code = building.wait()
+    finally:
+        building.terminate()  # does nothing to one that has ended
+    if code:
+        last = "\n".join(log(folder).read_text(errors="replace").splitlines()[-LINES:])
+        raise QrlError(
+            f"The environment of projects/{folder.name} could not be built (exit code {code}). Mend what its log says, "
+            f"and run the same command again: finished steps are reused. {log(folder).resolve()} ends with:\n{last}"
+        )
+
+
+def announce(recipe: Recipe) -> None:
+    """Print what a study will do and which environments it may build, before anything slow is imported."""
+    schemes, time = recipe.quantize.schemes, ", about 3 minutes on two cores" if recipe.model == "qrl-tiny" else ""
+    steps = f"train, quantize ({', '.join(schemes)}), evaluate {2 + 2 * len(schemes)} cells, diagnose, compare, promote"
+    click.echo(f"Study of {recipe.model} on {recipe.task}{time}: {steps}. Finished steps are reused.", err=True)
+    chosen = {("quantize", scheme) for scheme in schemes} | {("train", recipe.rollout.engine)}
+    for step, choice in sorted(chosen | {("evaluate", recipe.evaluate.engine)}):
+        folders = dict.fromkeys(filter(None, FOLDERS.get((step, choice), ())))
+        if (
+            folders and "MLFLOW_RUN_ID" in os.environ
+        ):  # MLflow's command builds environments; others have only their own
+            costs = " or ".join(f"{COSTS[name]}, log in {log(Path(name))}" for name in folders)
+            click.echo(
+                f"      {choice} has an environment of its own, built beside training if missing: {costs}", err=True
+            )

@@ -1,0 +1,54 @@
+"""A whole study from Python, and what it found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qrl import names
+
+if TYPE_CHECKING:
+    from qrl.compare import Comparison
+
+
+@dataclass(frozen=True)
+class Study:
+    """A finished study; it shows itself as the comparison's tables.
+
+    Attributes:
+        run_id: its run in MLflow, whose artifacts hold the report, the tables and the figures.
+        artifacts: where they are: a folder, or an address if the store is not local.
+        comparison: all cells with their gains, gain survival and verdicts.
+    """
+
+    run_id: str
+    artifacts: str
+    comparison: Comparison
+
+    def __str__(self) -> str:
+        return str(self.comparison)
+
+    _repr_markdown_ = __str__
+
+
+def study(recipe: str = "auto", **overrides: object) -> Study:
+    """Run a whole study in this process's environment, as `python -m qrl study` does.
+
+    Args:
+        recipe: name or file of a recipe.
+        overrides: recipe fields by dotted key, such as `**{"train.steps": 50}`.
+
+    Raises:
+        QrlError: a step failed, an input is wrong, or a gate refused a promotion; see `qrl.errors`.
+    """
+    from qrl import compare
+    from qrl import recipe as recipes
+    from qrl.study import pipeline
+    from qrl.tracking import contents, projects
+
+    typed = {key: str(value) for key, value in overrides.items()}
+    settings = recipes.load(recipe, typed)
+    run_id = pipeline.study(settings, {"recipe": recipe, **typed})
+    rows = compare.read_questions(contents.artifact(run_id, names.QUESTIONS))
+    found = compare.from_questions(rows, margin=settings.compare.margin)
+    return Study(run_id, projects.artifact_place(run_id), found)

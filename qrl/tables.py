@@ -1,0 +1,154 @@
+"""Tables that users bring: a frame, or parquet, CSV, JSON or JSONL in one file or in a file per cell."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qrl.errors import BadInput
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Row = tuple[str, dict[str, Any]]  # where it is, for errors, and its fields
+FORMATS = (".parquet", ".csv", ".json", ".jsonl")
+CELL = re.compile(r"([^:=,]+):([^:=,]+)=(.+)")
+
+
+def records(
+    source: pd.DataFrame | str | Path, columns: Mapping[str, str] | None = None, where: Mapping[str, str] | None = None
+) -> list[Row]:
+    """Return a table's rows, each with where it stands.
+
+    Args:
+        source: a frame, a file, or `VARIANT:SCHEME=FILE,…`, whose rows get the columns `variant` and `scheme`.
+        columns: our name of a column → its name in the table.
+        where: column → the value of the rows to keep, such as {"filter": "strict-match"}.
+
+    Raises:
+        BadInput: a file is missing, or not in the format that its name says; a named column or value is missing from
+            it; it has no rows.
+    """
+    kept: list[Row] = []
+    for labels, name, rows in _parts(source):
+        present = list(dict.fromkeys(key for _, row in rows for key in row))
+        if not rows:
+            raise BadInput(f"{name} has no rows: expected named columns, and a row per answer.")
+        if absent := [column for column in [*(columns or {}).values(), *(where or {})] if column not in present]:
+            raise BadInput(f"{name} has no column '{absent[0]}': its columns are {', '.join(present)[:300]}.")
+        for column, value in (where or {}).items():
+            values = dict.fromkeys(str(row[column]) for _, row in rows if column in row)
+            if value not in values:
+                raise BadInput(f"{name} has no row with {column}={value}: that column holds {', '.join(values)[:300]}.")
+            rows[:] = [(at, row) for at, row in rows if str(row.get(column)) == value]
+        renamed = (columns or {}).items()
+        kept += [(at, row | labels | {new: row.get(old) for new, old in renamed}) for at, row in rows]
+    return kept
+
+
+def frame(
+    source: pd.DataFrame | str | Path, columns: Mapping[str, str] | None = None, where: Mapping[str, str] | None = None
+) -> pd.DataFrame:
+    """Return the same table as a frame; empty texts are missing values. Arguments and errors as for `records`."""
+    import pandas as pd
+
+    table = pd.DataFrame([row for _, row in records(source, columns, where)])
+    return table.mask(table.map(lambda value: isinstance(value, str) and not value), None)
+
+
+def _parts(source: pd.DataFrame | str | Path) -> Iterator[tuple[dict[str, str], str, list[Row]]]:
+    """Yield each file's labels, name and rows; a frame and a single file have no labels."""
+    if not isinstance(source, str | Path):
+        if not hasattr(source, "to_dict"):
+            raise BadInput(f"A {type(source).__name__} is no table: give a frame, or the path of a file.")
+        _check("The table", list(map(str, source.columns)))
+        yield {}, "The table", _numbered("row", source.to_dict("records"))
+    elif not CELL.match(str(source)):
+        yield {}, str(source), list(_rows(Path(source)))
+    else:
+        for item in filter(None, map(str.strip, str(source).split(","))):
+            if not (cell := CELL.fullmatch(item)):
+                raise BadInput(f"'{item}' is no cell with its file: expected VARIANT:SCHEME=FILE, several by comma.")
+            variant, scheme, path = cell.groups()
+            yield {"variant": variant, "scheme": scheme}, path, list(_rows(Path(path)))
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    """Yield a file's rows; characters that are not UTF-8 are replaced."""
+    if path.suffix not in FORMATS:
+        raise BadInput(f"{path} ends in '{path.suffix}', but tables are read from {', '.join(FORMATS)}: convert it.")
+    if not path.is_file():
+        raise BadInput(f"There is no file {path}: give a table, such as a study's questions.parquet.")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror}): give a file that is readable.") from None
+    text = content.decode("utf-8-sig", errors="replace") if path.suffix != ".parquet" else ""
+    if path.suffix == ".csv":
+        yield from _of_csv(path, text)
+    elif path.suffix == ".jsonl":
+        lines = ((f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), 1))
+        yield from ((at, _object(at, _parsed(at, line))) for at, line in lines if line.strip())
+    else:
+        rows = _of_parquet(path, content) if path.suffix == ".parquet" else _parsed(str(path), text)
+        if not isinstance(rows, list):
+            raise BadInput(f"{path} holds a JSON {type(rows).__name__}: expected an array of objects, one per row.")
+        yield from ((at, _object(at, row)) for at, row in _numbered(f"{path}, row", rows))
+
+
+def _of_parquet(path: Path, content: bytes) -> list[dict[str, Any]]:
+    from pyarrow import ArrowException, BufferReader, parquet
+
+    try:
+        table = parquet.ParquetFile(BufferReader(content)).read()
+        rows = table.to_pylist()
+    except (ArrowException, OSError, ValueError, OverflowError):
+        raise BadInput(f"{path} is no parquet file, or is damaged: write it again, or give the table as CSV.") from None
+    _check(str(path), table.column_names)
+    return rows
+
+
+def _of_csv(path: Path, text: str) -> Iterator[Row]:
+    csv.field_size_limit(sys.maxsize)  # completions are longer than 128 kB
+    head = text.partition("\n")[0]
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=head.count), strict=True)
+    try:
+        names = next(reader, [])
+        _check(str(path), names)
+        for fields in filter(None, reader):
+            at = f"{path}, line {reader.line_num}"
+            if len(fields) != len(names):
+                raise BadInput(f"{at} has {len(fields)} values, but the header names {len(names)} columns: correct it.")
+            yield at, dict(zip(names, fields, strict=True))
+    except csv.Error:
+        raise BadInput(
+            f"{path}, line {reader.line_num} has a quotation mark too many or too few: correct it."
+        ) from None
+
+
+def _check(name: str, columns: Sequence[str]) -> None:
+    if len(set(columns)) < len(columns):
+        raise BadInput(f"{name} has two columns of one name: rename one of {', '.join(columns)[:300]}.")
+
+
+def _numbered(what: str, rows: Sequence[Any]) -> list[tuple[str, Any]]:
+    return [(f"{what} {number}", row) for number, row in enumerate(rows, 1)]
+
+
+def _parsed(where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # the latter for brackets nested by the thousand
+        raise BadInput(f"{where} is not JSON: expected objects with a value per column.") from None
+
+
+def _object(where: str, row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise BadInput(f"{where} is a JSON {type(row).__name__}: expected an object with a value per column.")
+    return row

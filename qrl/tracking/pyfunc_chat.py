@@ -1,0 +1,84 @@
+"""What `mlflow.pyfunc.load_model` loads of a stored model: chats in which every field is honoured or refused.
+
+MLflow's own wrapper ignores a temperature, and answers past the model's window. This file is copied into each stored
+model, under `code/`, so that it answers where qrl is not installed: it must not import qrl.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from mlflow import transformers
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
+
+if TYPE_CHECKING:
+    import pandas
+
+LONGEST = 512  # tokens of an answer, unless `max_tokens` says otherwise
+ROLES = ("system", "developer", "user", "assistant", "tool")
+HONOURED = ("messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+
+
+def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> Chat:
+    return Chat(transformers._load_pyfunc(path, model_config))
+
+
+class Chat:
+    """A chat model; `wrapped` is MLflow's own."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = wrapped
+
+    def predict(self, data: pandas.DataFrame | dict[str, Any], params: dict[str, Any] | None = None) -> list[dict]:
+        """Return a chat completion per row, greedy unless a row has a `temperature` above 0.
+
+        Args:
+            data: `messages` and, optionally, other fields of `HONOURED`; a row per chat, or one chat as a dict.
+            params: fields of all rows.
+
+        Raises:
+            MlflowException: a field is not honoured here, or the window has no room for the answer.
+        """
+        rows = [data] if isinstance(data, dict) else data.to_dict("records")
+        return [self._answer({**(params or {}), **row}) for row in rows]
+
+    def _answer(self, row: dict[str, Any]) -> dict:
+        asked = {key: value for key, value in row.items() if value is not None and not _is_nan(value)}
+        if unknown := sorted(asked.keys() - set(HONOURED)):
+            raise _wrong(f"`{unknown[0]}` is not honoured by pyfunc: leave it out, or serve the model with qrl")
+        pipeline, messages = self._wrapped.pipeline, list(asked["messages"])
+        if not messages or any(message["role"] not in ROLES for message in messages):
+            raise _wrong(f"`messages` is empty or has another role than {', '.join(ROLES)}")
+        prompt = pipeline.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        n, window = len(prompt["input_ids"]), getattr(pipeline.model.config, "max_position_embeddings", 2048)
+        if n >= window:
+            raise _wrong(f"The model's window is {window} tokens, and the prompt has {n}: shorten it")
+        longest = asked.get("max_tokens", min(LONGEST, window - n))
+        if not 0 < longest <= window - n:
+            raise _wrong(f"`max_tokens` is {longest}, but after this prompt it can be 1 to {window - n}")
+        temperature = asked.get("temperature", 0.0)
+        if not 0 <= temperature <= 2:
+            raise _wrong(f"`temperature` is {temperature}: expected 0 to 2")
+        sampling = {key: asked[key] for key in ("top_p", "top_k") if key in asked}
+        how = {"do_sample": True, "temperature": temperature, "top_k": 0, **sampling} if temperature else {}
+        if "seed" in asked:
+            torch.manual_seed(asked["seed"])
+        stops = list(asked.get("stop", ()))
+        body = {"messages": messages, "max_tokens": longest} | ({"stop": stops} if stops else {})
+        (answer,) = self._wrapped.predict(body, how)
+        message = answer["choices"][0]["message"]  # MLflow leaves the stop sequence in
+        ends = [at for word in stops if (at := message["content"].find(word)) >= 0]
+        message["content"] = message["content"][: min(ends, default=None)]
+        return answer
+
+
+def _is_nan(value: object) -> bool:
+    """Return whether a frame lacks a value."""
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _wrong(sentence: str) -> MlflowException:
+    return MlflowException(f"{sentence}.", error_code=INVALID_PARAMETER_VALUE)

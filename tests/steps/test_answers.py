@@ -1,0 +1,68 @@
+"""Cells answered by several processes: the same answers, in order, and an end whatever happens in them."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+
+from qrl import checkpoint, recipe, tasks, tiny
+from qrl.errors import BadInput, QrlError
+from qrl.steps import answers, evaluate
+
+pytestmark = pytest.mark.unit
+
+
+def ask(cell: str, progress: answers.Progress) -> tuple[str, int]:
+    """Answer as the cell's name says: bad, killed, endless, or with this process's id after 3 answers."""
+    if cell == "bad":
+        raise BadInput("This cell cannot be asked.")
+    if cell == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if cell == "endless":
+        time.sleep(600)
+    for _ in range(3):
+        progress(1)
+    return cell, os.getpid()
+
+
+def test_every_cell_is_answered_elsewhere_with_its_progress():
+    seen: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+    with answers.in_processes(ask, list(seen), 2) as wait:
+        told = [wait(cell, seen[cell].append) for cell in seen]
+    assert [cell for cell, _ in told] == ["a", "b", "c"] and os.getpid() not in {pid for _, pid in told}
+    assert {sum(counted) for counted in seen.values()} == {3}
+    assert not multiprocessing.active_children()
+    with answers.in_processes(ask, ["a"], 1) as here:
+        assert here is ask
+
+
+@pytest.mark.parametrize(("cell", "error", "words"), [("bad", BadInput, "cannot be"), ("killed", QrlError, "memory")])
+def test_an_error_in_a_process_is_the_steps_and_the_others_are_ended(cell, error, words):
+    began = time.monotonic()
+    with pytest.raises(error, match=words), answers.in_processes(ask, [cell, "endless"], 2) as wait:
+        wait(cell, lambda n: None)
+    assert not multiprocessing.active_children() and time.monotonic() - began < 60
+
+
+def test_one_process_per_thread_answers_small_models(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert [answers.processes(cells, answers.SMALL) for cells in (1, 3, 6)] == [1, 3, 4]
+    assert answers.processes(6, answers.SMALL + 1) == 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert answers.processes(6, 1) == 1
+
+
+def test_a_cell_has_the_same_answers_wherever_it_is_asked():
+    settings = recipe.load("tiny", {"evaluate.max_new_tokens": "8"})
+    questions = tasks.load("arithmetic", "heldout", 8, 0)
+    stored = ("qrl-tiny", checkpoint.check(tiny.PATH))
+    cells = [evaluate.Evaluation(settings, variant, "full", *stored, questions, "cpu") for variant in ("base", "grpo")]
+    with answers.in_processes(evaluate._ask, cells, 2) as wait:
+        there = [wait(cell, lambda n: None) for cell in cells]
+    here = evaluate._ask(cells[0], lambda n: None)
+    assert {asked.receipt["completions"] for asked in (*there, here)} == {here.receipt["completions"]}
+    assert there[1].frame["variant"].unique() == ["grpo"]

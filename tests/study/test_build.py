@@ -1,0 +1,85 @@
+"""Environments of other projects: built beside a study, awaited, and refused with the last lines of their log."""
+
+import sys
+import zipfile
+
+import pytest
+
+from qrl import recipe
+from qrl.errors import QrlError
+from qrl.study import build
+from qrl.tracking import projects
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """Return a project whose environment holds one wheel, without an index."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_ENV_ROOT", str(tmp_path / "environments"))
+    folder = tmp_path / "projects" / "awq"
+    folder.mkdir(parents=True)
+    wheel = tmp_path / "awq-1.0-py3-none-any.whl"
+    lines = f"name: one\ndependencies:\n  - python=3.{sys.version_info[1]}\n  - pip:\n      - {wheel}\n"
+    (folder / "conda.yaml").write_text(lines)
+    return folder, wheel
+
+
+def write(wheel) -> None:
+    info = "awq-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("awq/__init__.py", "print('imported')\n")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: awq\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+
+
+def test_an_environment_is_built_where_mlflow_looks_for_it_and_only_once(project, monkeypatch, capsys):
+    folder, wheel = project
+    write(wheel)
+    place = projects.environment(folder)
+    place.mkdir(parents=True)  # of a build that was killed
+    build.begin(folder, "uv")
+    build.wait(folder, "uv")
+    assert "projects/awq is built" in capsys.readouterr().err
+    assert projects.is_built(folder, "awq") and (place / "bin" / "activate").is_file()
+    assert "imported" in build.log(folder).read_text()  # which compiles it
+    build.log(folder).unlink()
+    build.wait(folder, "uv")
+    assert not build.log(folder).exists() and not capsys.readouterr().err
+
+    monkeypatch.setattr(projects.mlflow, "get_run", None)  # MLflow itself finds it, and builds nothing
+    from mlflow.utils import virtualenv
+
+    monkeypatch.setattr(virtualenv, "_exec_cmd", None)
+    found = virtualenv._create_virtualenv(folder, projects._python(folder), place, env_manager="uv")
+    assert found == f"source {place}/bin/activate"
+
+
+def test_a_failed_build_ends_with_the_path_of_its_log_and_the_installers_words(project):
+    folder, wheel = project  # which does not exist
+    with pytest.raises(QrlError, match="could not be built") as failed:
+        build.wait(folder, "uv")
+    *_, first, last = str(failed.value).splitlines()
+    assert str(build.log(folder).resolve()) in str(failed.value) and wheel.name in first + last
+    assert not projects.environment(folder).exists()
+
+
+def test_with_the_local_manager_nothing_is_built(project):
+    folder, _ = project
+    build.begin(folder, "local")
+    build.wait(folder, "local")
+    assert not build.log(folder).exists()
+
+
+@pytest.mark.parametrize(("schemes", "named"), [("nf4,awq", True), ("nf4", False)])
+def test_a_study_says_first_what_it_does_and_what_it_builds(monkeypatch, capsys, schemes, named):
+    monkeypatch.setenv("MLFLOW_RUN_ID", "0")
+    build.announce(recipe.load("tiny", {"quantize.schemes": schemes}))
+    said = capsys.readouterr().err
+    assert "train" in said and schemes.replace(",", ", ") in said and "promote" in said
+    assert ("environment-awq.log" in said) is named and ("GB" in said) is named
+    monkeypatch.delenv("MLFLOW_RUN_ID")
+    build.announce(recipe.load("tiny"))
+    assert "environment" not in capsys.readouterr().err

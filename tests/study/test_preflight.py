@@ -1,0 +1,228 @@
+"""What speaks against a study is said before anything is built or trained, and twenty answers of the base are shown."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from qrl import names, recipe, tasks, tiny
+from qrl.errors import BadInput, UnhealthyCell
+from qrl.evaluate import scores
+from qrl.recipe import Evaluate
+from qrl.steps import evaluate
+from qrl.study import forecast, preflight, trial
+from qrl.study.launch import DryRun
+
+SMALL = {"device": "cpu", "evaluate.n": "40", "evaluate.batch_size": "40", "quantize.schemes": "nf4"}
+QWEN = forecast.Shape(1_543_714_304, layers=28, hidden=1536, vocabulary=151_936, cached=512, positions=32_768)
+
+
+def study(**overrides: str) -> recipe.Recipe:
+    return recipe.load("tiny", SMALL | overrides)
+
+
+def everything() -> DryRun:
+    """Nothing of a study is in the store."""
+    ahead = DryRun(empty=True)
+    ahead.missing = {"train": ["train"], "evaluate": ["base:full", "grpo:full"]}
+    return ahead
+
+
+@pytest.fixture(scope="module")
+def random_llama(tmp_path_factory) -> Path:
+    """A Llama of random weights with the shipped model's tokenizer."""
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    folder = shutil.copytree(tiny.PATH, tmp_path_factory.mktemp("llama") / "llama")
+    ends = {"eos_token_id": 2, "pad_token_id": 0} | {
+        key: value
+        for key, value in json.loads((tiny.PATH / "generation_config.json").read_text()).items()
+        if "id" in key
+    }
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, max_position_embeddings=512, **ends))
+    model.generation_config = GenerationConfig(**ends)
+    model.save_pretrained(folder)
+    return folder
+
+
+def gsm8k(folder: Path, *, shared: bool = False) -> Path:
+    """Write questions in GSM8K's form; with `shared`, one held-out question is a training one."""
+    folder.mkdir(exist_ok=True)
+    for split, file in (("train", "train.jsonl"), ("heldout", "test.jsonl")):
+        questions = tasks.load("arithmetic", split, 60, 0)
+        if shared and split == "heldout":
+            questions[0] = tasks.load("arithmetic", "train", 60, 0)[7]
+        rows = [{"question": question.question, "answer": question.solution} for question in questions]
+        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def answers(right: int, wrong: int, unread: int) -> pd.DataFrame:
+    kinds = ["right"] * right + ["wrong"] * wrong + ["unread"] * unread
+    return pd.DataFrame(
+        {
+            "question": [f"q{i}" for i in range(len(kinds))],
+            "correct": [int(kind == "right") for kind in kinds],
+            "correct_flexible": [int(kind == "right") for kind in kinds],
+            "parsed": [None if kind == "unread" else "1" for kind in kinds],
+            "answer": "7",
+            "completion": kinds,
+            "leaked": 0,
+            "n_tokens": 30,
+            "finish_reason": "stop",
+            "fault": None,
+            "prompt_tokens": 100,
+        }
+    )
+
+
+def tried(right: int, wrong: int = 0, unread: int = 0) -> trial.Trial:
+    return trial.Trial(answers(right, wrong, unread), 2**34, 5.0, 2.0, 1e-4, (0.01, 0.001))
+
+
+def test_a_base_with_no_right_answer_is_objected_to_unless_a_teacher_gives_the_signal():
+    (sentence,) = trial.objections(tried(0, 20), study())
+    assert "none of 20" in sentence
+    assert trial.objections(tried(1, 19), study()) == []
+    assert trial.objections(tried(0, 20), study(**{"train.teacher": "qrl-tiny"})) == []
+
+
+def test_a_limit_counts_as_broken_only_if_twenty_answers_show_it():
+    assert trial.objections(tried(12, 5, 3), study()) == []  # 17 of 20 may well be 0.9 of all
+    (sentence,) = trial.objections(tried(8, 2, 10), study())
+    assert "eval/parse_rate is 0.500 (n = 20)" in sentence and "evaluate.min_parse_rate" in sentence
+    rates = scores.rates(answers(12, 5, 3))
+    assert scores.problems(rates, Evaluate(), 20) and not scores.problems(rates, Evaluate(), 20, sure=True)
+
+
+def test_the_answers_shown_are_of_different_kinds_and_short():
+    shown = scores.answers(answers(8, 4, 4))
+    assert [line.rpartition(" ")[2] for line in shown] == ["unread", "wrong"] and "expected 7" in shown[0]
+    assert [line.rpartition(" ")[2] for line in scores.answers(answers(2, 0, 0))] == ["right", "right"]
+    long = answers(1, 1, 0).assign(completion="first\n\n" + "x" * 5000 + "\nlast")
+    assert all("first ⏎" in line and line.endswith("⏎ last") and len(line) < 400 for line in scores.answers(long))
+
+
+def test_training_memory_is_sixteen_bytes_a_parameter_and_an_adapter_needs_less():
+    full = recipe.load("instruct")
+    weights, peak = forecast.memory(full, QWEN, 150)
+    assert weights == 16 * QWEN.parameters and weights < peak < 80 * 2**30  # the recipe says one 80 GB GPU
+    adapter = recipe.load("instruct", {"train.method": "qlora"})
+    assert forecast.memory(adapter, QWEN, 150)[0] < weights / 20
+    more = recipe.load("instruct", {"train.micro_batch": "64"})
+    assert forecast.memory(more, QWEN, 150)[1] > peak
+
+
+def test_time_grows_with_what_is_asked_and_finished_steps_cost_none():
+    shape, missing = forecast.Shape.of(tiny.PATH), {"train": 1, "evaluate": 6}
+    once = forecast.seconds(tried(10, 10), study(), shape, missing)
+    assert set(once) == {"train", "evaluate"} and all(seconds > 0 for seconds in once.values())
+    twice = forecast.seconds(tried(10, 10), study(**{"train.steps": "32", "evaluate.n": "80"}), shape, missing)
+    assert twice["train"] == pytest.approx(2 * once["train"])
+    assert twice["evaluate"] == pytest.approx(2 * once["evaluate"])
+    assert forecast.seconds(tried(10, 10), study(), shape, {"evaluate": 3}) == {"evaluate": once["evaluate"] / 2}
+
+
+def test_an_evaluations_time_is_its_batches_of_steps():
+    trial_ = tried(20)
+    settings = study(**{"evaluate.n": "200", "evaluate.batch_size": "100"})
+    expected = 2 * 30 * (0.01 + 100 * 0.001) + 200 * 100 * 1e-4  # two batches, 30 tokens each, and reading the prompts
+    seconds = forecast.seconds(trial_, settings, forecast.Shape.of(tiny.PATH), {"evaluate": 1})
+    assert seconds == {"evaluate": pytest.approx(expected)}
+
+
+def test_times_and_sizes_are_short():
+    assert [forecast.duration(seconds) for seconds in (4.25, 59, 240, 9000, 1e6)] == [
+        "4.2 s", "59 s", "4 min", "2.5 h", "12 days",
+    ]  # fmt: skip
+    assert [forecast.size(size) for size in (4e7, 5.5e9, 5e10)] == ["0.037 GiB", "5.1 GiB", "47 GiB"]
+
+
+def test_a_recipe_for_a_gpu_is_refused_on_a_cpu_at_once_and_runs_with_yes(capsys):
+    overrides = {"device": "cpu", "task": "arithmetic", "model": "qrl-tiny"}
+    settings = recipe.load("instruct", overrides)
+    with pytest.raises(BadInput, match=r"instruct is sized for a GPU.* recipe=tiny\. .*--yes"):
+        preflight.check(settings, {"recipe": "instruct", **overrides})
+    preflight.check(settings, {"recipe": "instruct", **overrides}, yes=True)
+    assert "sized for a GPU" in capsys.readouterr().err
+
+
+def test_without_a_recipe_the_device_decides_between_the_small_and_the_large_one():
+    own = {"model": "some/model", "device": "cpu"}
+    assert preflight.recipe_for("auto", own) == "instruct-cpu"
+    assert preflight.recipe_for("auto", {"task": "math", "device": "cpu"}) == "math-cpu"
+    assert preflight.recipe_for("auto", {"device": "cpu"}) == "auto" and preflight.recipe_for("math", own) == "math"
+
+
+def test_an_overlap_of_the_users_own_questions_is_found_before_the_base_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "run", lambda *_: pytest.fail("the base was loaded"))
+    own = study(task="gsm8k", data=str(gsm8k(tmp_path / "data", shared=True)))
+    with pytest.raises(BadInput, match="1 of 60 held-out questions are among the training questions"):
+        preflight.rehearse(own, "cpu", everything(), yes=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"evaluate.max_new_tokens": "480"}, "held-out prompt of .* evaluate.max_new_tokens = 480 exceed .* 512"),
+        ({"train.max_completion_tokens": "480"}, "training prompt of .*train.max_completion_tokens to at most"),
+        ({"quantize.schemes": "nf4,gptq", "quantize.calibration_max_tokens": "60"}, "quantize.calibration_max_tokens"),
+    ],
+)
+def test_texts_without_room_are_named_before_the_base_is_loaded(overrides, says, monkeypatch):
+    monkeypatch.setattr(trial, "run", lambda *_: pytest.fail("the base was loaded"))
+    with pytest.raises(BadInput, match=says):
+        preflight.rehearse(study(**overrides), "cpu", everything(), yes=False)
+
+
+def test_a_base_that_was_evaluated_already_is_not_asked_again(monkeypatch):
+    monkeypatch.setattr(trial, "run", lambda *_: pytest.fail("the base was loaded"))
+    ahead = everything()
+    ahead.missing["evaluate"].remove("base:full")
+    preflight.rehearse(study(), "cpu", ahead, yes=False)
+
+
+def test_too_little_memory_for_the_optimizer_is_an_objection(monkeypatch):
+    monkeypatch.setattr(trial, "run", lambda *_: replace(tried(12, 8), free=2**20))
+    with pytest.raises(BadInput, match=r"Training needs .* for weights and optimizer, but .* are free"):
+        preflight.rehearse(study(), "cpu", everything(), yes=False)
+    monkeypatch.undo()
+    monkeypatch.setattr(forecast, "free_bytes", lambda device: 1000)
+    with pytest.raises(BadInput, match=r"of weights in bf16, but .* are free"):
+        trial.run(study(), tiny.PATH, "cpu")
+
+
+@pytest.mark.process
+def test_the_shipped_model_passes_and_two_answers_a_time_and_the_memory_are_shown(capsys):
+    preflight.rehearse(study(), "cpu", everything(), yes=False)
+    shown = capsys.readouterr().err
+    assert "base answers 20 held-out questions" in shown and shown.count("arithmetic-heldout-0-") == 2
+    assert "(train " in shown and "evaluate " in shown and "of it for weights and optimizer" in shown
+
+
+@pytest.mark.process
+def test_a_base_that_cannot_answer_ends_the_study_with_its_answers_and_yes_goes_on(random_llama, capsys):
+    own = study(model=str(random_llama))
+    with pytest.raises(BadInput, match=r"none of 20 held-out questions.*--yes"):
+        preflight.rehearse(own, "cpu", everything(), yes=False)
+    assert capsys.readouterr().err.count("(unreadable, expected") == 2
+    preflight.rehearse(own, "cpu", everything(), yes=True)
+    assert "none of 20" in capsys.readouterr().err
+
+
+@pytest.mark.process
+def test_an_unhealthy_cell_of_the_base_ends_the_evaluation_with_answers_and_their_place(store, random_llama, capsys):
+    import mlflow
+
+    cells = ",".join(f"{variant}:full={random_llama}" for variant in ("base", "grpo"))
+    with pytest.raises(UnhealthyCell, match=rf"base · full is unhealthy.*{names.EOS_RATE}.*{names.QUESTIONS}"):
+        evaluate.evaluate(study(model=str(random_llama)), cells)
+    assert capsys.readouterr().err.count("(unreadable, expected") == 2
+    statuses = {run.info.run_name: run.info.status for run in mlflow.search_runs(["0"], output_format="list")}
+    assert statuses == {"evaluate": "FAILED", "base · full": "FAILED"}
