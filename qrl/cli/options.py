@@ -93,7 +93,7 @@ class RecipeCommand(click.Command):
             values = recipe.load(name).flat()
         except BadInput:  # which is reported when the command is invoked
             name, values = self.auto, recipe.load(self.auto).flat()
-        which = "Recipe to start from: a name that `qrl recipes` lists, or a YAML file. auto: by model and task."
+        which = "Recipe to start from: a name from `qrl recipes`, or a YAML file. auto: by model, task and device."
         options = [click.Option(["--recipe", "recipe_name"], default="auto", metavar="NAME|FILE.yaml", help=which)]
         for key, (annotation, description) in recipe.fields().items():
             read = "." not in key or key.split(".", maxsplit=1)[0] in self.sections
@@ -124,10 +124,10 @@ class RecipeCommand(click.Command):
 
             environments.check_checkout(self.name)
         inherited = self._inherited(own, overrides) if name == recipe.DEFAULT else {}
-        if self.auto == "tiny" and not inherited:
+        if self.auto == "tiny":
             from qrl.study import preflight
 
-            name = preflight.recipe_for(name, overrides)
+            name = preflight.recipe_for(name, inherited | overrides)
         settings = ctx.params["settings"] = recipe.load(name, inherited | overrides)
         ctx.obj = Typed({"recipe": name, **overrides}, own, settings.device)
         return super().invoke(ctx)

@@ -43,10 +43,11 @@ def study(recipe: str = "auto", **overrides: object) -> Study:
     """
     from qrl import compare
     from qrl import recipe as recipes
-    from qrl.study import pipeline
+    from qrl.study import pipeline, preflight
     from qrl.tracking import contents, projects
 
     typed = {key: str(value) for key, value in overrides.items()}
+    recipe = preflight.recipe_for(recipe, typed)
     settings = recipes.load(recipe, typed)
     run_id = pipeline.study(settings, {"recipe": recipe, **typed})
     rows = compare.read_questions(contents.artifact(run_id, names.QUESTIONS))

@@ -7,7 +7,8 @@ from qrl import checkpoint, names
 from qrl.errors import GateRefused
 from qrl.recipe import Recipe
 from qrl.study import preflight
-from qrl.study.environments import begin_builds, check_checkout, environment_for, look_ahead
+from qrl.study.build import environment_for
+from qrl.study.environments import begin_builds, check_checkout, look_ahead
 from qrl.study.launch import Failed, Launcher, Result, Step
 from qrl.tracking import keys
 
