@@ -31,9 +31,9 @@ class Typed:
 
     def run(self, step: str, choice: str, check: Callable[[], object], here: Callable[[], object]) -> None:
         """Do the work `here`, or `check` and hand it to the environment that the scheme or engine, `choice`, needs."""
-        from qrl.study import environments
+        from qrl.study import build, environments
 
-        if folder := environments.environment_for(step, choice, self.device):
+        if folder := build.environment_for(step, choice, self.device):
             check()
             environments.hand_over(folder, step, self.overrides | self.options)
         else:
@@ -124,10 +124,10 @@ class RecipeCommand(click.Command):
 
             environments.check_checkout(self.name)
         inherited = self._inherited(own, overrides) if name == recipe.DEFAULT else {}
-        if self.auto == "tiny":
+        if self.auto == "tiny" and not inherited:
             from qrl.study import preflight
 
-            name = preflight.recipe_for(name, inherited | overrides)
+            name = preflight.recipe_for(name, overrides)
         settings = ctx.params["settings"] = recipe.load(name, inherited | overrides)
         ctx.obj = Typed({"recipe": name, **overrides}, own, settings.device)
         return super().invoke(ctx)
@@ -138,7 +138,7 @@ class RecipeCommand(click.Command):
         if not _OURS.search(text):
             return {}
         from qrl import recipe
-        from qrl.study import environments
+        from qrl.study import build
         from qrl.tracking import origin, runs
 
         if runs.is_launched() or not (found := origin.find(text)):  # a study names every setting itself
@@ -153,7 +153,7 @@ class RecipeCommand(click.Command):
         notes = [f"Settings of run {newest.run_id[:8]} ({newest.step}): {which}"]
         if differing - _PLACES:
             notes.append(f"the other runs differ in {', '.join(sorted(differing - _PLACES))}")
-        if environments.PLACE not in os.environ:  # printed before the step was handed over
+        if build.PLACE not in os.environ:  # printed before the step was handed over
             click.echo("; ".join(notes), err=True)
         return dict(newest.values)
 

@@ -16,7 +16,7 @@ from qrl.engine import vllm
 from qrl.errors import BadInput
 from qrl.evaluate import cells
 from qrl.recipe import Evaluate, Recipe
-from qrl.study import environments
+from qrl.study import build
 from qrl.tasks import load
 from qrl.tracking import keys
 
@@ -71,13 +71,13 @@ def test_a_receipt_calls_kernels_batch_invariant_as_measured(kernel, invariant):
     ],
 )
 def test_a_step_runs_where_its_engine_or_scheme_is(step, choice, folder, monkeypatch):
-    monkeypatch.delenv(environments.PLACE, raising=False)
-    environment = environments.environment_for(step, choice, "cpu")
+    monkeypatch.delenv(build.PLACE, raising=False)
+    environment = build.environment_for(step, choice, "cpu")
     assert environment == (ROOT / "projects" / folder if folder else None)
     if folder:
         assert f"  {step}:" in (environment / "MLproject").read_text()
-        monkeypatch.setenv(environments.PLACE, folder)
-        assert environments.environment_for(step, choice, "cpu") is None
+        monkeypatch.setenv(build.PLACE, folder)
+        assert build.environment_for(step, choice, "cpu") is None
 
 
 def test_the_engines_share_of_memory_is_not_part_of_a_cells_key():

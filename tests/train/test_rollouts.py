@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from qrl import recipe, tiny
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train
-from qrl.study import environments
+from qrl.study import build
 from qrl.tracking import keys
 from qrl.train import Job, arguments, loop, policy, rollout, trl_private
 from qrl.train.rollout import checks, engine_gap, sync, vllm_engine
@@ -337,11 +337,11 @@ def test_the_correction_reaches_trl(tmp_path):
 
 
 def test_training_with_vllm_runs_in_its_environment_and_is_another_result(monkeypatch):
-    monkeypatch.delenv(environments.PLACE, raising=False)
-    assert environments.environment_for("train", "transformers") is None
-    assert environments.environment_for("train", "vllm").name == "vllm"
-    monkeypatch.setenv(environments.PLACE, "vllm")
-    assert environments.environment_for("train", "vllm") is None
+    monkeypatch.delenv(build.PLACE, raising=False)
+    assert build.environment_for("train", "transformers") is None
+    assert build.environment_for("train", "vllm").name == "vllm"
+    monkeypatch.setenv(build.PLACE, "vllm")
+    assert build.environment_for("train", "vllm") is None
 
     def key(**overrides):
         return keys.trained(
