@@ -21,14 +21,7 @@ DATA = ("model", "task", "data", "seed", "device")  # fields that `--help` shows
 STUDY = (*DATA, "train.steps", "train.method", "quantize.schemes", "evaluate.n")
 TRAIN = (*DATA, "train.steps", "train.method", "train.learning_rate", "train.qat", "rollout.engine")
 QUANTIZE = (*DATA, "quantize.group_size", "quantize.bits", "quantize.calibration", "quantize.calibration_samples")
-EVALUATE = (
-    *DATA,
-    "evaluate.n",
-    "evaluate.max_new_tokens",
-    "evaluate.samples",
-    "evaluate.temperature",
-    "evaluate.engine",
-)
+EVALUATE = (*DATA, "evaluate.n", "evaluate.max_new_tokens", "evaluate.samples", "evaluate.engine")
 DIAGNOSE = (*DATA, "diagnose.bits", "diagnose.group_size", "diagnose.behaviour")
 ROWS = "Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster. "
 ROWS += "VARIANT:SCHEME=FILE,… for a file per cell."

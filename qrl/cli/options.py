@@ -76,9 +76,12 @@ class RecipeCommand(click.Command):
         words = [part for word in args for part in (word.split("=", 1) if word.startswith("--") else [word])]
         typed = {option.removeprefix("--"): value for option, value in itertools.pairwise(words)}
         name = typed.get("recipe", recipe.DEFAULT)
-        if name == recipe.DEFAULT:
-            name = recipe.default(typed) if self.auto == "tiny" else self.auto
-        ctx.meta[_RECIPE] = name
+        if name == recipe.DEFAULT and self.auto == "tiny" and {"-h", "--help", "--help-all"} & set(args):
+            from qrl.study import preflight
+
+            name = preflight.recipe_for(name, typed)
+            name = recipe.default(typed) if name == recipe.DEFAULT else name
+        ctx.meta[_RECIPE] = self.auto if name == recipe.DEFAULT else name
         return super().parse_args(ctx, args)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
@@ -121,10 +124,10 @@ class RecipeCommand(click.Command):
 
             environments.check_checkout(self.name)
         inherited = self._inherited(own, overrides) if name == recipe.DEFAULT else {}
-        if self.auto == "tiny":
+        if self.auto == "tiny" and not inherited:
             from qrl.study import preflight
 
-            name = preflight.recipe_for(name, inherited | overrides)
+            name = preflight.recipe_for(name, overrides)
         settings = ctx.params["settings"] = recipe.load(name, inherited | overrides)
         ctx.obj = Typed({"recipe": name, **overrides}, own, settings.device)
         return super().invoke(ctx)

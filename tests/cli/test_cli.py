@@ -491,11 +491,11 @@ def test_a_relative_model_of_mlflow_run_gets_the_absolute_path_to_try(model, tmp
 
 def test_a_step_is_handed_over_with_its_options_as_typed_after_a_check(monkeypatch, tmp_path):
     from qrl.steps import serve
-    from qrl.study import environments
+    from qrl.study import build, environments
 
     done = []
     monkeypatch.setenv("QRL_API_KEY", "")
-    monkeypatch.setattr(environments, "environment_for", lambda *_: tmp_path)
+    monkeypatch.setattr(build, "environment_for", lambda *_: tmp_path)
     monkeypatch.setattr(environments, "hand_over", lambda *arguments: done.append(arguments))
     monkeypatch.setattr(serve, "check", lambda *_, **where: done.append(where))
     words = ["serve", "--stage", "base", "--engine", "vllm", "--follow", "--api-key", "secret", "--device", "cuda"]
