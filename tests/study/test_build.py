@@ -66,10 +66,11 @@ def test_a_failed_build_ends_with_the_path_of_its_log_and_the_installers_words(p
     assert not projects.environment(folder).exists()
 
 
-def test_with_the_local_manager_nothing_is_built(project):
+@pytest.mark.parametrize("manager", ["local", "conda"])
+def test_other_managers_are_left_alone(project, manager):
     folder, _ = project
-    build.begin(folder, "local")
-    build.wait(folder, "local")
+    build.begin(folder, manager)
+    build.wait(folder, manager)
     assert not build.log(folder).exists()
 
 
