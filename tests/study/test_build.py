@@ -42,7 +42,7 @@ def test_an_environment_is_built_where_mlflow_looks_for_it_and_only_once(project
     place.mkdir(parents=True)  # of a build that was killed
     build.begin(folder, "uv")
     build.wait(folder, "uv")
-    assert "projects/awq is built" in capsys.readouterr().err
+    assert "projects/awq is being built" in capsys.readouterr().err
     assert projects.is_built(folder, "awq") and (place / "bin" / "activate").is_file()
     assert "imported" in build.log(folder).read_text()  # which compiles it
     build.log(folder).unlink()
