@@ -99,7 +99,9 @@ def wait(folder: Path, manager: str) -> None:
         return
     if building.poll() is None:
         cost = f"which takes {COSTS[folder.name]} in all"
-        click.echo(f"      The environment of projects/{folder.name} is being built, {cost}; log: {log(folder)}", err=True)
+        click.echo(
+            f"      The environment of projects/{folder.name} is being built, {cost}; log: {log(folder)}", err=True
+        )
     try:
         code = building.wait()
     finally:
