@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Literal
 
 import mlflow
 from filelock import FileLock
@@ -40,7 +41,7 @@ def is_built(folder: Path, package: str) -> bool:
     return any(environment(folder).glob(f"lib/python*/site-packages/{package}"))
 
 
-def build(folder: str, manager: str, package: str) -> None:
+def build(folder: str, manager: Literal["uv", "virtualenv"], package: str) -> None:
     """Build a project's environment as MLflow does, and import a package of it once, which compiles it.
 
     Args:
