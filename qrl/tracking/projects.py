@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Literal
 
 import mlflow
 from filelock import FileLock
@@ -18,7 +19,7 @@ _MANAGER = "mlflow.project.env"
 
 def open_child(parent: str, name: str) -> str:
     """Open a run for a step to join, below the parent if there is one; return its id, known before the step begins."""
-    experiment = runs.opened(parent).info.experiment_id if parent else _get_experiment_id()
+    experiment = runs.opened(parent).info.experiment_id if parent else _get_experiment_id() or "0"
     tags = {names.TAG_PID: signals.identity()} | ({runs.PARENT: parent} if parent else {})
     return mlflow.MlflowClient().create_run(experiment, tags=tags, run_name=name).info.run_id
 
@@ -40,7 +41,7 @@ def is_built(folder: Path, package: str) -> bool:
     return any(environment(folder).glob(f"lib/python*/site-packages/{package}"))
 
 
-def build(folder: str, manager: str, package: str) -> None:
+def build(folder: str, manager: Literal["uv", "virtualenv"], package: str) -> None:
     """Build a project's environment as MLflow does, and import a package of it once, which compiles it.
 
     Args:
