@@ -276,13 +276,15 @@ def newest_run():
 
 def test_a_server_in_another_environment_stops_like_one_in_this(registered, tmp_path):
     command = f"cd {ROOT} && exec {sys.executable} -m qrl serve"
-    (tmp_path / "MLproject").write_text(
+    project = tmp_path / "mlflow"  # an environment's folder is named after a package that it has
+    project.mkdir()
+    (project / "MLproject").write_text(
         json.dumps({"name": "elsewhere", "entry_points": {"serve": {"command": command}}})
     )
     port = free_port()
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", HAND_OVER, str(tmp_path), str(port)],
+            [sys.executable, "-c", HAND_OVER, str(project), str(port)],
             cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, stdout=subprocess.PIPE, stderr=log, text=True,
         )  # fmt: skip
     ready = process.stdout.readline()
