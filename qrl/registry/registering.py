@@ -77,7 +77,8 @@ def _existing(name: str, model_uri: str, digest: str) -> str | None:
 def _new(name: str, model_uri: str, tags: dict[str, str]) -> str:
     model_id = models.id_of(model_uri)
     run_id = MlflowClient().get_logged_model(model_id).source_run_id
-    number = MlflowClient().create_model_version(name, model_uri, run_id, tags, model_id=model_id).version
+    how = {"tags": tags, "model_id": model_id, "await_creation_for": None}  # its files are there: nothing to wait for
+    number = MlflowClient().create_model_version(name, model_uri, run_id, **how).version
     shown = json.dumps([{"name": name, "version": number}])
     MlflowClient().set_logged_model_tags(model_id, {"mlflow.modelVersions": shown})  # the UI's link back to the version
     return number

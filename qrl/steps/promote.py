@@ -125,10 +125,10 @@ def _promote_one(recipe: Recipe, name: str, stage: str, candidate: Evaluated, ba
     if not candidate.model:
         raise GateRefused(f"Stage {stage} is refused: {' '.join(candidate.broken)}")
     before = registry.resolve(name, gate.BEFORE[stage]) if stage in gate.BEFORE else None
-    held_by = holder(name, stage)
     facts = {key: getattr(candidate, key) for key in ("digest", "variant", "scheme", "accuracy", "stderr", "n")}
     parent = before.version if before else None
     version = registry.register(name, candidate.model, **facts, parent_version=parent)
+    held_by = holder(name, stage)  # asked of a model that is there: a server with rights denies what it does not have
     decision = _decide(recipe, stage, candidate, version, before or base)
     record = {"run": candidate.run_id, "reasons": decision.reasons, "bounds": decision.facts}
     if not decision.passed:

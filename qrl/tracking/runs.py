@@ -57,7 +57,7 @@ def step(
     signals.guard()
     store.sweep()
     joined = "MLFLOW_RUN_ID" in os.environ
-    run = _start(run_name or name, {names.TAG_STEP: name, **(tags or {})}, log_system_metrics=system_metrics)
+    run = _start(run_name or name, {names.TAG_STEP: name, **(tags or {})}, system_metrics)
     try:
         with _ended(run):
             if _KIND not in mlflow.get_experiment(run.info.experiment_id).tags:
@@ -133,12 +133,12 @@ def _explained(run_id: str | None) -> Iterator[None]:
         raise store.sentence(error) or error from None
 
 
-def _start(run_name: str, tags: Mapping[str, object], **how: bool) -> mlflow.ActiveRun:
+def _start(run_name: str, tags: Mapping[str, object], system_metrics: bool = False) -> mlflow.ActiveRun:
     """Begin a run that has its process's identity from the first moment, or join the one that MLFLOW_RUN_ID names."""
     mlflow.set_system_metrics_sampling_interval(_SYSTEM_METRICS_EVERY)
     nested, tags = mlflow.active_run() is not None, {names.TAG_PID: signals.identity(), **tags}
     with _explained(os.environ.get("MLFLOW_RUN_ID")):  # which MLflow takes out of the environment
-        return mlflow.start_run(run_name=run_name, nested=nested, tags=tags, **how)
+        return mlflow.start_run(run_name=run_name, nested=nested, tags=tags, log_system_metrics=system_metrics)
 
 
 @contextmanager

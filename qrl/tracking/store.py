@@ -110,8 +110,8 @@ def _rejected(error: BaseException) -> BadInput | None:
     own = "--registered_name NAME" if registry else "MLFLOW_EXPERIMENT_NAME=NAME"
     asked = f"the request {request[1]}" if request else "a request"
     return BadInput(
-        f"The server {server} denies {user or 'this user'} {asked}: ask for the permission EDIT on the {what}, or use "
-        f"one of your own ({own})."
+        f"The server {server} denies {user or 'this user'} {asked}: ask for a permission on the {what} (READ to load, "
+        f"EDIT to write), or use one of your own ({own})."
     )
 
 

@@ -300,11 +300,11 @@ def test_a_servers_refusal_is_one_sentence_and_anothers_dead_run_stops_nobody(se
     stores.prepare()
     assert stores.sweep() == [] and "runs/set-tag" in server.asked
     with (
-        pytest.raises(BadInput, match=r"denies alice the request runs/create: ask for the permission EDIT on the exp"),
+        pytest.raises(BadInput, match=r"denies alice the request runs/create: ask for a permission on the experiment"),
         runs.step("train"),
     ):
         pass
-    with pytest.raises(BadInput, match=r"denies alice .* EDIT on the registered model"):
+    with pytest.raises(BadInput, match=r"denies alice .* permission on the registered model"):
         registry.resolve("qrl-tiny", "base")
 
 
