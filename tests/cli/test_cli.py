@@ -418,8 +418,8 @@ def shown(*words: str) -> str:
         (["train"], "tiny"),
         (["sweep"], "tiny-ptq"),
         (["train", "--recipe", "tiny-lora"], "tiny-lora"),
-        (["study", "--model", "/a/model"], "instruct"),
-        (["study", "--task=math"], "math"),
+        (["study", "--model", "/a/model", "--device", "cpu"], "instruct-cpu"),
+        (["study", "--task=math", "--device=cpu"], "math-cpu"),
         (["train", "--recipe", "no such recipe"], "tiny"),
     ],
 )
