@@ -98,6 +98,8 @@ class ChatFields(Sampling):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: None = None  # vLLM needs a parser of the model's own calls for them
+    tool_choice: Literal["none"] | None = None
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatFields:
@@ -127,8 +129,6 @@ class Chat(ChatFields):
 
     messages: Annotated[list[_Message], Field(min_length=1)]
     response_format: _TextFormat | None = None
-    tools: None = None
-    tool_choice: Literal["none"] | None = None
 
 
 class Text(Sampling):
@@ -173,7 +173,7 @@ def _refusal(error: ValidationError) -> Refusal:
     given = repr(first["input"])
     given = given if len(given) <= _LONGEST_INPUT else f"{given[:_LONGEST_INPUT]}…"
     if first["type"] == "none_required":
-        reason = "This engine does not support it: leave it out, or serve with --engine vllm"
+        reason = "It is not supported here: leave it out"
     return Refusal(f"`{param}` is {given}. {reason}.", param, "invalid_value")
 
 

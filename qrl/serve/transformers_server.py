@@ -182,7 +182,7 @@ def _held(text: str, stops: list[str]) -> int:
 
 
 def _text(content: str | list) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)  # as vLLM joins them
 
 
 def application(model: Model, name: str, key: str = "") -> Starlette:

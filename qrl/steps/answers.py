@@ -1,8 +1,9 @@
 """A step's cells answered in several processes at once, where that is faster than one process with all threads.
 
-Decoding a small model on a CPU is bound by Python, not by products of matrices, so a second thread helps little where a
-second process doubles the throughput. The processes are forked, so they import nothing anew, and have one thread each.
-They compute alone; the step logs.
+Threads that share the small matrices of a small model wait for one another: on two cores of an AMD EPYC two processes
+needed 15 % less CPU time than two threads for the same answers, and less wall time still beside other work; on 2 and on
+16 cores of an idle Xeon they took as long as threads (tests/benchmarks/results/study.md). The processes are forked, so
+they import nothing anew, and have one thread each. They compute alone; the step logs.
 """
 
 import concurrent.futures

@@ -27,6 +27,10 @@ COSTS = {  # folder → what its environment costs once; downloads take longer
     "vllm": "minutes and more than 5 GB",
     "vllm_cpu": "a minute and 3.4 GB",
 }
+MANAGERS = (
+    "uv",
+    "virtualenv",
+)  # under `local` all steps share one environment; conda builds its own when a step begins
 LINES = 15  # of a log, shown where a build failed
 
 _running: dict[Path, subprocess.Popen] = {}  # by folder
@@ -60,10 +64,10 @@ def log(folder: Path) -> Path:
 
 
 def is_ready(folder: Path, manager: str) -> bool:
-    """Return whether a folder has no environment of its own, shares this one (`local`), or has it built."""
+    """Return whether there is nothing to build ahead: no environment of its own, another manager's, or one built."""
     from qrl.tracking import projects
 
-    return folder.name not in COSTS or manager == "local" or projects.is_built(folder, package(folder))
+    return folder.name not in COSTS or manager not in MANAGERS or projects.is_built(folder, package(folder))
 
 
 def package(folder: Path) -> str:
@@ -72,16 +76,15 @@ def package(folder: Path) -> str:
 
 
 def begin(folder: Path, manager: str) -> None:
-    """Begin to build the environment of a folder, unless it is there, or every step shares this one (`local`)."""
+    """Begin to build the environment of a folder, unless it is ready."""
     if is_ready(folder, manager) or folder in _running:
         return
     log(folder).parent.mkdir(parents=True, exist_ok=True)
     program = "import sys; from qrl.tracking import projects; projects.build(*sys.argv[1:])"
     with log(folder).open("w") as written:
         how = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "stdout": written, "stderr": subprocess.STDOUT}
-        _running[folder] = subprocess.Popen(
-            [sys.executable, "-c", program, str(folder), manager, package(folder)], **how
-        )
+        words = [str(folder), manager, package(folder)]
+        _running[folder] = subprocess.Popen([sys.executable, "-c", program, *words], **how)
 
 
 def wait(folder: Path, manager: str) -> None:
@@ -96,7 +99,9 @@ def wait(folder: Path, manager: str) -> None:
         return
     if building.poll() is None:
         cost = f"which takes {COSTS[folder.name]} in all"
-        click.echo(f"      The environment of projects/{folder.name} is built, {cost}; log: {log(folder)}", err=True)
+        click.echo(
+            f"      The environment of projects/{folder.name} is being built, {cost}; log: {log(folder)}", err=True
+        )
     try:
         code = building.wait()
     finally:
@@ -111,16 +116,14 @@ def wait(folder: Path, manager: str) -> None:
 
 def announce(recipe: Recipe) -> None:
     """Print what a study will do and which environments it may build, before anything slow is imported."""
-    schemes, time = recipe.quantize.schemes, ", about 3 minutes on two cores" if recipe.model == "qrl-tiny" else ""
+    schemes, time = recipe.quantize.schemes, ", about 4 minutes on two cores" if recipe.model == "qrl-tiny" else ""
     steps = f"train, quantize ({', '.join(schemes)}), evaluate {2 + 2 * len(schemes)} cells, diagnose, compare, promote"
     click.echo(f"Study of {recipe.model} on {recipe.task}{time}: {steps}. Finished steps are reused.", err=True)
+    if "MLFLOW_RUN_ID" not in os.environ:  # without `mlflow run` no environment is built
+        return
     chosen = {("quantize", scheme) for scheme in schemes} | {("train", recipe.rollout.engine)}
     for step, choice in sorted(chosen | {("evaluate", recipe.evaluate.engine)}):
         folders = dict.fromkeys(filter(None, FOLDERS.get((step, choice), ())))
-        if (
-            folders and "MLFLOW_RUN_ID" in os.environ
-        ):  # MLflow's command builds environments; others have only their own
+        if folders:
             costs = " or ".join(f"{COSTS[name]}, log in {log(Path(name))}" for name in folders)
-            click.echo(
-                f"      {choice} has an environment of its own, built beside training if missing: {costs}", err=True
-            )
+            click.echo(f"      {choice} has its own environment, built beside training if missing: {costs}", err=True)

@@ -42,7 +42,7 @@ def test_an_environment_is_built_where_mlflow_looks_for_it_and_only_once(project
     place.mkdir(parents=True)  # of a build that was killed
     build.begin(folder, "uv")
     build.wait(folder, "uv")
-    assert "projects/awq is built" in capsys.readouterr().err
+    assert "projects/awq is being built" in capsys.readouterr().err
     assert projects.is_built(folder, "awq") and (place / "bin" / "activate").is_file()
     assert "imported" in build.log(folder).read_text()  # which compiles it
     build.log(folder).unlink()
@@ -66,10 +66,11 @@ def test_a_failed_build_ends_with_the_path_of_its_log_and_the_installers_words(p
     assert not projects.environment(folder).exists()
 
 
-def test_with_the_local_manager_nothing_is_built(project):
+@pytest.mark.parametrize("manager", ["local", "conda"])
+def test_other_managers_are_left_alone(project, manager):
     folder, _ = project
-    build.begin(folder, "local")
-    build.wait(folder, "local")
+    build.begin(folder, manager)
+    build.wait(folder, manager)
     assert not build.log(folder).exists()
 
 
