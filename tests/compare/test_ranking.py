@@ -188,7 +188,7 @@ def test_compare_methods_says_at_its_end_where_things_are(store, tmp_path, capsy
     assert {path.name for path in contents.artifact(run.info.run_id, ".").iterdir()} == listed
     _, last = compare("--cells", ",".join(ids), "--out", str(tmp_path / "out"))
     assert f"Written to {tmp_path}/out: methods.md, methods.json, figures/" in last
-    assert {path.name for path in (tmp_path / "out").iterdir()} == listed - {"questions.parquet"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == listed - {"questions.parquet", "recipe.yaml"}
     with pytest.raises(BadInput, match="--questions needs --out"):
         compare("--questions", str(tmp_path / "questions.parquet"))
     count = len(mlflow.MlflowClient().search_runs(["0"]))
