@@ -103,7 +103,9 @@ class RecipeCommand(click.Command):
             options.append(click.Option([f"--{key}", _identifier(key)], **words, hidden=hidden))
         show_all = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
         options.append(click.Option(["--help-all"], **show_all, help="Show this with every option, and exit."))
-        return [*self.params, *options, *super().get_params(ctx)[len(self.params) :]]
+        last = [param for param in self.params if param.name == "yes"]
+        own = [param for param in self.params if param not in last]
+        return [*own, *options, *last, *super().get_params(ctx)[len(self.params) :]]
 
     def invoke(self, ctx: click.Context):
         """Call the command with the resolved recipe as `settings`, and with `Typed` as the context's object."""

@@ -437,7 +437,8 @@ def test_help_of_a_study_has_the_ten_options_that_matter_and_three_examples():
 
     text = shown("study", "--help")
     options = [line.split()[0] for line in text.splitlines() if line.startswith("  --") and "help" not in line]
-    assert len(options) == 10 and {"--recipe", "--model", "--quantize.schemes"} < set(options)
+    assert options[0] == "--recipe" and {"--model", "--data", "--quantize.schemes"} < set(options)
+    assert options[-1] == "--yes" and len(options[:-1]) == 10
     assert sum(line.startswith("  qrl study") for line in text.splitlines()) == 3
     every = shown("study", "--help-all")
     assert all(f"--{key} " in every for key in recipe.fields() if not key.startswith("benchmark."))

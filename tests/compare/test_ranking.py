@@ -184,7 +184,7 @@ def test_compare_methods_says_at_its_end_where_things_are(store, tmp_path, capsy
         contents.artifact(run.info.run_id, "methods.md").read_text() == text.removesuffix("\n")
         and run.data.metrics["methods/error_grpo_nf4"] < 0
     )
-    listed = {"methods.md", "methods.json", "questions.parquet", "figures", "recipe.yaml"}
+    listed = {"methods.md", "methods.json", "questions.parquet", "recipe.yaml", "figures"}
     assert {path.name for path in contents.artifact(run.info.run_id, ".").iterdir()} == listed
     _, last = compare("--cells", ",".join(ids), "--out", str(tmp_path / "out"))
     assert f"Written to {tmp_path}/out: methods.md, methods.json, figures/" in last
