@@ -18,7 +18,7 @@ from qrl.tracking import signals
 
 ALL = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
 DATA = ("model", "task", "data", "seed", "device")  # fields that `--help` shows first
-STUDY = ("model", "task", "data", "seed", "train.steps", "train.method", "quantize.schemes", "evaluate.n")
+STUDY = (*DATA, "train.steps", "train.method", "quantize.schemes", "evaluate.n")
 TRAIN = (*DATA, "train.steps", "train.method", "train.learning_rate", "train.qat", "rollout.engine")
 QUANTIZE = (*DATA, "quantize.group_size", "quantize.bits", "quantize.calibration", "quantize.calibration_samples")
 EVALUATE = (*DATA, "evaluate.n", "evaluate.max_new_tokens", "evaluate.samples", "evaluate.engine")
