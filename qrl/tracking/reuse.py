@@ -21,6 +21,8 @@ _OUTPUTS = "outputs.json"
 _NEWEST_FIRST = ["attributes.start_time DESC"]
 _DIGEST = re.compile(r"[0-9a-f]{32,64}")  # of contents, or a run's id
 _FILES_NAMED = 3
+_BASE = f"{keys.INPUT}base"
+_SAME = ("task", f"{keys.INPUT}variant", f"{keys.INPUT}scheme")  # parts that name a result
 _UNREADABLE = (mlflow.MlflowException, OSError, ValueError)  # what reading a record may raise
 
 
@@ -42,7 +44,8 @@ def find(step: str, key: str) -> Run | None:
 def changes(step: str, key: str) -> list[str]:
     """Return in words how a wanted result differs from the newest finished one; empty if there is none to compare.
 
-    Results that share more of the wanted inputs come first, such as those of the same variant and scheme.
+    A result to compare has the same task, variant and scheme: another one is no earlier version of it.
+    Results that share more of the wanted inputs come first.
     """
     wanted, recorded = keys.PARTS.get(key, {}), []
     for run in _finished(step, order_by=_NEWEST_FIRST, max_results=20):
@@ -52,12 +55,15 @@ def changes(step: str, key: str) -> list[str]:
     def unlike(parts: dict[str, str]) -> int:
         return sum(parts.get(name) != value for name, value in wanted.items() if name.startswith(keys.INPUT))
 
-    newest = min(filter(None, recorded), key=unlike, default=None)
+    alike = [parts for parts in recorded if parts and all(parts.get(name) == wanted.get(name) for name in _SAME)]
+    newest = min(alike, key=unlike, default=None)
     return _differences(newest, wanted) if newest and wanted else []
 
 
 def _differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
     """Return a phrase for each difference: `train.steps 16 → 20`, or `qrl/train/grpo.py changed`."""
+    if before.get(_BASE) != now.get(_BASE):  # another study: the rest does not matter
+        return [f"{_spoken(_BASE)} changed"]
     phrases, files = [], []
     for name in now | before:
         old, new = before.get(name, ""), now.get(name, "")

@@ -391,6 +391,13 @@ def test_a_step_that_is_not_reused_names_what_changed_since_the_newest(store, mo
     finish(key(base=other, steps="17"))
     assert reuse.changes("train", key(steps="18")) == ["train.steps 16 → 18"]  # since the newest of the same base
     assert reuse.changes("train", key(base="f" * 64, steps="17")) == ["base changed"]
+    assert reuse.changes("train", key(base="f" * 64, steps="19", loss="grpo")) == ["base changed"]  # in one phrase
+    first = keys.trained(recipe.load("tiny", {"task": "gsm8k"}), "d", "cpu")
+    assert reuse.changes("train", first) == []  # of another task
+    scheme = keys.quantized(recipe.load("tiny"), names.AWQ, "d", "cpu")
+    with runs.step("quantize", tags={names.TAG_CACHE_KEY: keys.quantized(recipe.load("tiny"), "nf4", "d", "cpu")}):
+        reuse.record_outputs()
+    assert reuse.changes("quantize", scheme) == []  # of another scheme
 
 
 def test_a_step_whose_sources_changed_names_the_files(store, monkeypatch):
