@@ -121,9 +121,11 @@ def announce(recipe: Recipe) -> None:
     click.echo(f"Study of {recipe.model} on {recipe.task}{time}: {steps}. Finished steps are reused.", err=True)
     if "MLFLOW_RUN_ID" not in os.environ:  # without `mlflow run` no environment is built
         return
+    if "MLFLOW_RUN_ID" not in os.environ:  # MLflow's command builds environments; others have only their own
+        return
     chosen = {("quantize", scheme) for scheme in schemes} | {("train", recipe.rollout.engine)}
     for step, choice in sorted(chosen | {("evaluate", recipe.evaluate.engine)}):
-        folders = dict.fromkeys(filter(None, FOLDERS.get((step, choice), ())))
-        if folders:
+        if folders := dict.fromkeys(filter(None, FOLDERS.get((step, choice), ()))):
             costs = " or ".join(f"{COSTS[name]}, log in {log(Path(name))}" for name in folders)
-            click.echo(f"      {choice} has its own environment, built beside training if missing: {costs}", err=True)
+            built = f"{choice} has its own environment, built beside training if missing: {costs}"
+            click.echo(f"      {built}", err=True)
