@@ -288,16 +288,13 @@ def test_raw_text_prompts_trip_the_gate_instead_of_giving_a_number(store):
     """Study 000's own accident: a chat model asked without its chat template never stops."""
     from qrl import tasks, tiny
     from qrl.evaluate import cells, scores
-    from qrl.recipe import Evaluate
+    from qrl.recipe import Evaluate, Recipe
 
     asked = cells.ask(
         cells.Cell("base", "full", tiny.PATH),
         tasks.load("arithmetic", "heldout", 64, 0),
-        task="arithmetic",
-        template="plain",
-        device="cpu",
-        max_new_tokens=96,
-        batch_size=64,
+        Recipe(task="arithmetic", prompt="plain", evaluate=Evaluate(max_new_tokens=96, batch_size=64)),
+        "cpu",
         render=lambda tokenizer, question, template: tokenizer(question)["input_ids"],
     )
     problems = scores.problems(scores.rates(asked.frame), Evaluate(), 64)
