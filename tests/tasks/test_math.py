@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 import qrl
 from qrl import tasks
-from qrl.errors import BadInput
+from qrl.errors import BadInput, QrlError
 from qrl.tasks.math import latex
 from qrl.tasks.math import pool as math_pool
 from qrl.train import reward
@@ -141,6 +142,41 @@ def test_memory_is_bounded_and_a_worker_that_dies_is_replaced():
     modules = pool.schedule(eval, args=("set(__import__('sys').modules)",)).result()
     assert worker.__name__ in modules
     assert not {"torch", "transformers", "mlflow"} & modules
+
+
+@pytest.mark.parametrize("when", ["idle", "sending", "always"])
+def test_workers_that_are_killed_without_a_task_are_replaced(when, monkeypatch):
+    texts = [boxed(rf"\frac{{{i}}}{{{2 * i + 2}}}") for i in range(3, 3 + 4 * math_pool.BATCH)]
+    answers = [rf"\frac{{{2 * i}}}{{{4 * i + 4}}}" for i in range(3, 3 + 4 * math_pool.BATCH)]
+    original, calls = math_pool._pool, []
+
+    def kill():
+        pool = original()
+        while not (pids := list(pool._pool_manager.worker_manager.workers)):
+            time.sleep(0.01)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while pool.active and time.monotonic() < deadline:  # Pebble notices, and gives the whole pool up
+            time.sleep(0.01)
+        assert not pool.active
+
+    def killed():
+        calls.append(when)
+        if when == "always" or len(calls) == 3:
+            kill()
+        return original()
+
+    assert tasks.grade("math", texts[0], answers[0]).strict  # the pool is there
+    if when == "idle":
+        kill()
+    else:
+        monkeypatch.setattr(math_pool, "_pool", killed)
+    if when == "always":
+        with pytest.raises(QrlError, match="end as they start"):
+            tasks.grade_many("math", texts, answers)
+    else:
+        assert all(verdict.strict for verdict in tasks.grade_many("math", texts, answers))
 
 
 def test_verdicts_do_not_depend_on_order_or_on_other_answers(verdicts):

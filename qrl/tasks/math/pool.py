@@ -80,7 +80,10 @@ def _round(claims: Sequence[Claim], batches: list[list[int]], one_by_one: bool) 
 
     One by one, a crash of the whole pool can be attributed to the answer at work.
     """
-    scheduled = [(batch, None if one_by_one else _schedule([claims[i] for i in batch])) for batch in batches]
+    try:
+        scheduled = [(batch, None if one_by_one else _schedule([claims[i] for i in batch])) for batch in batches]
+    except BrokenProcessPool:  # the next round grades all; one by one nothing is sent above
+        return close()
     for batch, future in scheduled:
         try:
             verdicts = (future or _schedule([claims[i] for i in batch])).result()
@@ -102,7 +105,17 @@ def _in_worker(function: str, *args: object) -> object:
 
 
 def _schedule(batch: list[Claim]) -> Future[list[Verdict | None]]:
-    return _pool().schedule(_in_worker, args=("grade", batch, CPU_S), timeout=WALL_S)
+    """Send a batch to a worker.
+
+    Raises:
+        BrokenProcessPool: the pool broke while this was sent, also where Pebble says so in another way.
+    """
+    try:
+        if (pool := _pools.get(os.getpid())) is not None and not pool.active:  # e.g. a worker was killed while idle
+            close()
+        return _pool().schedule(_in_worker, args=("grade", batch, CPU_S), timeout=WALL_S)
+    except RuntimeError as error:
+        raise BrokenProcessPool(str(error)) from error
 
 
 def _pool() -> ProcessPool:
