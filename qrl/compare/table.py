@@ -174,4 +174,4 @@ def _bootstrap(comparison: Comparison) -> list[str]:
         return []
     apart = max(max(abs(drawn.low - closed.low), abs(drawn.high - closed.high)) for drawn, closed in pairs)
     check = "A paired bootstrap over questions (10,000 resamples, seeded)"
-    return [f"{check} agrees with every interval end to within {max(apart, 0.001):.3f}."]
+    return [f"{check} moves no end of an interval above by more than {max(apart, 0.001):.3f}."]

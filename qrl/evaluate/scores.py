@@ -11,7 +11,9 @@ from qrl.recipe import Evaluate
 if TYPE_CHECKING:
     import pandas as pd
 
-_UNRENDERED = "prompts not rendered with the model's chat template, or "
+_UNRENDERED = (
+    "prompts not rendered with the model's chat template or with another prompt than it was trained on (--prompt), or "
+)
 _NO_END = f"{_UNRENDERED}an end token that the model was not trained on"
 _TOO_LONG = "evaluate.max_new_tokens is too small for this model, or answers never end"
 _NO_FORMAT = f"{_UNRENDERED}not asking for the format that the task grades, or weights damaged by quantization"

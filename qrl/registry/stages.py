@@ -53,7 +53,8 @@ def resolve(name: str, stage: str | int) -> Version:
         raise BadInput(f"Stage {own} of '{name}' has had no other version, so there is no {alias}.")
     known = ", ".join(sorted(model.name for model in MlflowClient().search_registered_models())) or "none"
     raise BadInput(
-        f"Stage {alias} of '{name}' has no version yet (registered models here: {known}): `mlflow run .` makes all, "
+        f"Stage {alias} of '{name}' has no version yet (registered models here: {known}; choose one with "
+        "--registered_name): `mlflow run .` makes all, "
         f"`python -m qrl promote --stage {alias} --cell RUN` makes this one from an evaluation."
     )
 

@@ -123,6 +123,8 @@ def rehearse(recipe: Recipe, device: str, ahead: DryRun, *, yes: bool, methods: 
     sizes = f"about {peak} for training, {weights} of it for weights and optimizer; {free} are free"
     click.echo(f"      memory: {sizes}", err=True)
     objections = trial.objections(made, recipe)
+    if yes and objections:
+        objections.append("The health limits hold for the study too: an unhealthy cell of the base will end it.")
     if "train" in ahead.missing and needed[0] > made.free:
         remedy = "use train.method=qlora, a smaller model or a larger machine"
         objections.append(f"Training needs {weights} for weights and optimizer, but {free} are free: {remedy}.")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qrl import names, stats, tables, tasks
+from qrl import names, process, stats, tables, tasks
 from qrl.errors import BadInput
 from qrl.stats.text import table
 from qrl.workspace import written_whole
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CELL = ("variant", "scheme")
+_PRECISIONS = ("bf16", "bfloat16", "fp32", "float32", "float16", "half")  # what others call full precision
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,17 @@ def grade_file(task: str, source: str | Path, out: str | Path, columns: Mapping[
     parsed = sum(row["parsed"] is not None for row in graded.rows) / n
     faults = sum("fault" in row for row in graded.rows)
     failed = f", {faults} of them not graded within the grader's limits" if faults else ""
+    if not parsed:
+        failed += f", none in the form that --task {task} reads: is it the right task"
     line = f"n = {n}{failed}: strict {strict:.4f}, flexible {flexible:.4f}, parsed {parsed:.4f}; rows in {out}"
     needed = [key for key in (*CELL, "question") if not all(key in row for row in graded.rows)]
     schemes = {str(row.get("scheme")) for row in graded.rows}
     other = sorted(schemes.difference(names.QUANTIZED_SCHEMES))  # full precision under another name
-    reference = (
-        f" --reference {shlex.quote(other[0])}" if len(other) == 1 and names.scheme(other[0]) != names.FULL else ""
-    )
-    following = f"Next: python -m qrl compare --questions {shlex.quote(str(out))}{reference} --out DIR"
+    other = [scheme for scheme in other if scheme.lower() in _PRECISIONS] or other
+    options = {"questions": str(out)}
+    if names.FULL not in map(names.scheme, schemes):
+        options["reference"] = other[0] if len(other) == 1 else "SCHEME"
+    following = f"Next: {process.command('compare', options | {'out': 'DIR'})}"
     if needed:
         following = (
             f"To compare cells, the rows also need {', '.join(needed)}: name them with --columns, as in question=id."
