@@ -86,7 +86,7 @@ def _round(claims: Sequence[Claim], batches: list[list[int]], one_by_one: bool) 
         return close()
     for batch, future in scheduled:
         try:
-            verdicts = (future or _schedule([claims[i] for i in batch])).result()
+            verdicts = _result(future or _schedule([claims[i] for i in batch]))
             yield batch, [verdict or FAILED[ERROR] for verdict in verdicts]
         except BrokenProcessPool:
             close()
@@ -110,12 +110,31 @@ def _schedule(batch: list[Claim]) -> Future[list[Verdict | None]]:
     Raises:
         BrokenProcessPool: the pool broke while this was sent, also where Pebble says so in another way.
     """
+    if (pool := _pools.get(os.getpid())) is not None and not pool.active:  # e.g. a worker was killed while idle
+        close()
+    pool = _pool()  # outside of `try`: where a worker runs an unguarded script again, Python's own error must end it
     try:
-        if (pool := _pools.get(os.getpid())) is not None and not pool.active:  # e.g. a worker was killed while idle
-            close()
-        return _pool().schedule(_in_worker, args=("grade", batch, CPU_S), timeout=WALL_S)
+        return pool.schedule(_in_worker, args=("grade", batch, CPU_S), timeout=WALL_S)
     except RuntimeError as error:
         raise BrokenProcessPool(str(error)) from error
+
+
+def _result(future: Future[list[Verdict | None]]) -> list[Verdict | None]:
+    """Wait for a batch; a pool that breaks may forget what it was about to send, so it is looked at every second.
+
+    Raises:
+        BrokenProcessPool: the pool broke.
+        Exception: Pebble's, where the batch exceeded a limit or its worker died.
+    """
+    while True:
+        try:
+            return future.result(timeout=1)
+        except FutureTimeoutError:
+            if future.done():  # just now, or with the batch's own limit
+                return future.result()
+            pool = _pools.get(os.getpid())
+            if pool is None or not pool.active:
+                raise BrokenProcessPool("The pool of workers broke while a batch was sent.") from None
 
 
 def _pool() -> ProcessPool:
@@ -148,7 +167,7 @@ def close() -> None:
 
 def _check_workers() -> None:
     try:
-        _schedule([]).result()
+        _result(_schedule([]))
     except BrokenProcessPool:
         close()
         raise QrlError(
