@@ -79,5 +79,6 @@ def resolve(name: str, stage: str | int) -> Version:
     from qrl import registry
     from qrl.tracking import store
 
+    store.check_there()
     store.prepare()
     return registry.resolve(name, stage)

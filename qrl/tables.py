@@ -41,7 +41,9 @@ def records(
         if not rows:
             raise BadInput(f"{name} has no rows: expected named columns, and a row per answer.")
         if absent := [column for column in [*(columns or {}).values(), *(where or {})] if column not in present]:
-            raise BadInput(f"{name} has no column '{absent[0]}': its columns are {', '.join(present)[:300]}.")
+            turned = [ours for ours, theirs in (columns or {}).items() if theirs == absent[0] and ours in present]
+            hint = f" Our name comes first: --columns {absent[0]}={turned[0]}." if turned else ""
+            raise BadInput(f"{name} has no column '{absent[0]}': its columns are {', '.join(present)[:300]}.{hint}")
         for column, value in (where or {}).items():
             values = dict.fromkeys(str(row[column]) for _, row in rows if column in row)
             if value not in values:

@@ -184,7 +184,9 @@ def test_a_broken_file_gets_a_sentence_and_exit_code_2(case, tmp_path, capsys):
         (["--columns", "correct"], "--columns has the item 'correct'"),
         (["--columns", "correct=a,correct=b"], "repeats a name"),
         (["--columns", "correct=hit"], "has no column 'hit': its columns are variant, scheme, question, correct"),
+        (["--columns", "question=id"], "has no column 'id'"),
         (["--reference", "bf16"], "the schemes are full, nf4"),
+        (["--reference", "nf4"], "the scheme 'nf4' and the scheme 'full', but only one"),
     ],
 )
 def test_names_that_the_file_lacks(words, says, tmp_path, capsys):
@@ -192,6 +194,11 @@ def test_names_that_the_file_lacks(words, says, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["compare", "--questions", str(tmp_path / "q.csv"), "--out", str(tmp_path / "out"), *words])
     assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_a_renaming_the_wrong_way_round_gets_a_hint():
+    with pytest.raises(BadInput, match=r"no column 'correct'.* Our name comes first: --columns correct=hit\."):
+        tables.records(frame().rename(columns={"correct": "hit"}), {"hit": "correct"})
 
 
 def test_values_of_no_label_get_a_sentence_too():

@@ -37,6 +37,9 @@ def read_questions(
         if reference not in labels:
             present = ", ".join(dict.fromkeys(map(str, labels)))
             raise BadInput(f"No row has the scheme '{reference}': the schemes are {present}.")
+        if names.FULL in {names.scheme(str(label)) for label in labels if label != reference}:
+            both = f"Rows have the scheme '{reference}' and the scheme 'full'"
+            raise BadInput(f"{both}, but only one can be full precision: rename the other, or leave out --reference.")
         former = frame[names.DTYPE] if names.DTYPE in frame else [None] * len(frame)
         dtypes = [reference if label == reference else dtype for label, dtype in zip(labels, former, strict=True)]
         frame = frame.assign(**{names.DTYPE: dtypes})

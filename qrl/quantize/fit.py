@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from qrl.quantize.settings import Settings
 if TYPE_CHECKING:
     import torch
 
+GROUP_SIZES = (128, 64, 32)  # of quantize.group_size
 HEAD = "lm_head"  # stays in full precision under every scheme
 
 
@@ -47,8 +49,10 @@ def check_widths(model: torch.nn.Module, group_size: int, outputs: int = 1) -> N
     for name, linear in named:
         if linear.in_features % group_size:
             unfit = f"Layer {name} has {linear.in_features} inputs, which groups of {group_size} do not divide"
-            advice = "choose another quantize.group_size, or a scheme with a scale per row, such as fp8 or w8a8"
-            raise BadInput(f"{unfit}: {advice}.")
+            common = math.gcd(*(other.in_features for _, other in named))
+            fitting = next((size for size in GROUP_SIZES if common % size == 0), None)
+            advice = f"set quantize.group_size to {fitting}, which divides all, or choose" if fitting else "choose"
+            raise BadInput(f"{unfit}: {advice} a scheme with a scale per row, such as fp8 or w8a8.")
         if linear.out_features % outputs:
             unfit = f"Layer {name} has {linear.out_features} outputs"
             raise BadInput(f"{unfit}, but AutoAWQ needs a multiple of {outputs}; use nf4.")

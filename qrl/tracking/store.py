@@ -128,6 +128,17 @@ def is_there() -> bool:
     return database is None or database.is_file()
 
 
+def check_there() -> None:
+    """Check that something can be read, where `prepare` would make a new store.
+
+    Raises:
+        BadInput: the store has no database file.
+    """
+    if not is_there():
+        address = _absolute(mlflow.get_tracking_uri())
+        raise BadInput(f"There is no store at {address}: go to the folder of a study, or set MLFLOW_TRACKING_URI.")
+
+
 def database_of(address: str) -> Path | None:
     """Return the file behind an address like sqlite:////folder/mlflow.db; None for every other store."""
     return Path(unquote(address.removeprefix(_SQLITE))) if address.startswith(_SQLITE) else None

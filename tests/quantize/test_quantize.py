@@ -86,8 +86,10 @@ def test_every_text_begins_a_row_and_rows_are_as_long_as_the_longest():
 def test_widths_that_groups_do_not_divide_are_refused():
     layers = torch.nn.ModuleList([torch.nn.Linear(192, 64)])
     fit.check_widths(layers, 64, outputs=8)
-    with pytest.raises(BadInput, match=r"192 inputs.*128"):
+    with pytest.raises(BadInput, match=r"192 inputs.*128 do not divide: set quantize\.group_size to 64"):
         fit.check_widths(layers, 128, outputs=8)
+    with pytest.raises(BadInput, match="do not divide: choose a scheme with a scale per row"):
+        fit.check_widths(torch.nn.ModuleList([torch.nn.Linear(200, 64)]), 128, outputs=8)
     with pytest.raises(BadInput, match="60 outputs"):
         fit.check_widths(torch.nn.ModuleList([torch.nn.Linear(128, 60)]), 128, outputs=8)
 

@@ -81,6 +81,13 @@ def test_a_name_of_ones_own_is_taken_or_refused():
             registry.registered_name(recipe.load(overrides={"registered_name": wrong}))
 
 
+def test_looking_where_no_store_is_makes_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(mlflow, "get_tracking_uri", lambda: f"sqlite:///{tmp_path}/mlflow.db")
+    with pytest.raises(BadInput, match=r"no store at .*MLFLOW_TRACKING_URI"):
+        qrl.resolve("qrl-tiny", "awq")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_digest_is_registered_once(version):
     first, again, other = version(weights="a"), version(weights="a"), version(weights="b")
     assert (first.version, again.version, other.version) == (1, 1, 2)
