@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import process, stats
-from qrl.errors import BadInput
+from qrl.errors import BadInput, QrlError, first_line
 from qrl.recipe import Recipe
 from qrl.study import forecast
 
@@ -46,12 +46,19 @@ def run(recipe: Recipe, path: Path, device: str) -> Trial:
 
     Raises:
         BadInput: the model cannot be loaded, or a prompt cannot be rendered.
+        QrlError: memory ran out on a GPU.
     """
     if device == "cpu":
         return _run(recipe, path, device)
     context = multiprocessing.get_context("spawn")  # a process that has used a GPU cannot fork
-    with ProcessPoolExecutor(1, context, process.settle) as pool:
-        return pool.submit(_run, recipe, path, device).result()
+    try:
+        with ProcessPoolExecutor(1, context, process.settle) as pool:
+            return pool.submit(_run, recipe, path, device).result()
+    except RuntimeError as error:  # torch's OutOfMemoryError, or BrokenProcessPool where the process was killed
+        if type(error).__name__ not in ("OutOfMemoryError", "BrokenProcessPool"):
+            raise
+        lacking = f"The base could not answer {N} questions on this {device} ({first_line(error)})"
+        raise QrlError(f"{lacking}: free its memory, or use a smaller model or evaluate.max_new_tokens.") from None
 
 
 def _run(recipe: Recipe, path: Path, device: str) -> Trial:

@@ -1,6 +1,7 @@
 """What speaks against a study is said before anything is built or trained, and twenty answers of the base are shown."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from qrl import names, recipe, tasks, tiny
-from qrl.errors import BadInput, UnhealthyCell
+from qrl.errors import BadInput, QrlError, UnhealthyCell
 from qrl.evaluate import scores
 from qrl.recipe import Evaluate
 from qrl.steps import evaluate
@@ -207,6 +208,22 @@ def test_the_shipped_model_passes_and_two_answers_a_time_and_the_memory_are_show
 
 
 @pytest.mark.process
+def full(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.\nMore.")
+
+
+def killed(*_: object) -> None:
+    os._exit(9)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("end", "says"), [(full, r"\(CUDA out of memory\..*\): free"), (killed, "terminated abruptly")])
+def test_a_gpu_without_room_for_the_trial_gets_a_sentence(end, says, monkeypatch):
+    monkeypatch.setattr(trial, "_run", end)
+    with pytest.raises(QrlError, match=f"could not answer 20 questions on this cuda .*{says}"):
+        trial.run(study(), tiny.PATH, "cuda")
+
+
 def test_a_base_that_cannot_answer_ends_the_study_with_its_answers_and_yes_goes_on(random_llama, capsys):
     own = study(model=str(random_llama))
     with pytest.raises(BadInput, match=r"none of 20 held-out questions.*--yes"):
