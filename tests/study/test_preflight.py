@@ -217,7 +217,7 @@ def killed(*_: object) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("end", "says"), [(full, r"\(CUDA out of memory\..*\): free"), (killed, "terminated abruptly")])
+@pytest.mark.parametrize(("end", "says"), [(full, r"\(CUDA out of memory\..*\): free"), (killed, "terminated")])
 def test_a_gpu_without_room_for_the_trial_gets_a_sentence(end, says, monkeypatch):
     monkeypatch.setattr(trial, "_run", end)
     with pytest.raises(QrlError, match=f"could not answer 20 questions on this cuda .*{says}"):
