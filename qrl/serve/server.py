@@ -37,11 +37,11 @@ def run(engine: Engine, model: ServedModel, host: str, port: int, *, on_ready: C
 
 
 def wait(engine: Engine, label: str) -> None:
-    """Show a clock with a label until the engine is ready; raise QrlError as `run` does."""
+    """Show a clock with a label, in a terminal, until the engine is ready; raise QrlError as `run` does."""
     from tqdm import tqdm
 
     deadline = time.monotonic() + READY_TIMEOUT_S
-    with tqdm(bar_format="{desc} {elapsed}", desc=label, leave=False, mininterval=1) as bar:
+    with tqdm(bar_format="{desc} {elapsed}", desc=label, leave=False, mininterval=1, disable=None) as bar:
         while not engine.ready():
             if time.monotonic() > deadline:
                 raise engine.failure(f"did not answer within {READY_TIMEOUT_S} s")
