@@ -2,11 +2,12 @@
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -26,14 +27,21 @@ for options in json.load(sys.stdin):
     serve.main(parser.parse_args(options))
 """
 
-# A result's keys in the order of `summary.ESTIMATES`, and how many of their units make one of ours.
-_UNITS = {"output_throughput": 1, "p50_e2el_ms": 1000, "p95_e2el_ms": 1000, "p50_ttft_ms": 1000}
+# Our estimate → a result's key, and how many of its units make one of ours.
+_KEYS = (("output_throughput", 1), ("p50_e2el_ms", 1000), ("p95_e2el_ms", 1000), ("p50_ttft_ms", 1000))
+UNITS = dict(zip(summary.ESTIMATES, _KEYS, strict=True))
 
 
 def run(
-    url: str, model: str, prompts: Sequence[str], tokenizer: Path, settings: Benchmark, api_key: str | None = None
+    url: str,
+    model: str,
+    prompts: Sequence[str],
+    tokenizer: Path,
+    settings: Benchmark,
+    api_key: str | None = None,
+    rate: float | None = None,
 ) -> list[dict]:
-    """Measure a server in rounds, with each batch's number of concurrent clients.
+    """Measure a server in rounds: with each batch's number of concurrent clients, or with arrivals at a rate.
 
     Args:
         url: of an OpenAI-compatible server, without /v1.
@@ -42,9 +50,11 @@ def run(
         tokenizer: folder of the model's tokenizer, which counts the tokens.
         settings: batches are numbers of clients; `requests` is the least number of requests for each.
         api_key: the server's key; passed by the environment, since anybody may read a command line.
+        rate: requests that arrive a second, whether or not earlier ones are answered; None: clients wait for answers.
 
     Returns:
-        The results of `vllm bench serve`: a dict per round and number of clients, with both as "round" and "clients".
+        The results of `vllm bench serve`: a dict per round and number of clients or rate, each with its "round" and
+        "clients" or "rate".
 
     Raises:
         BadInput: vLLM is not installed here.
@@ -60,9 +70,10 @@ def run(
         file = folder / "prompts.jsonl"
         file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
         plan = {folder / "warm-up.json": {"clients": max(settings.batches)}}
-        for number, clients in product(range(settings.rounds), settings.batches):
-            plan[folder / f"{number}-{clients}.json"] = {"round": number, "clients": clients}
-        commands = [options(url, model, file, tokenizer, run["clients"], settings, path) for path, run in plan.items()]
+        key, values = ("clients", settings.batches) if rate is None else ("rate", (rate,))
+        for number, value in product(range(settings.rounds), values):
+            plan[folder / f"{number}-{value}.json"] = {"round": number, key: value}
+        commands = [options(url, model, file, tokenizer, load, settings, path) for path, load in plan.items()]
         words, key = [sys.executable, "-c", _PROGRAM], {"OPENAI_API_KEY": api_key} if api_key else {}
         how = {"input": json.dumps(commands), "env": os.environ | key, "capture_output": True, "text": True}
         done = subprocess.run(words, **how, check=False)
@@ -74,14 +85,19 @@ def run(
 
 
 def options(
-    url: str, model: str, prompts: Path, tokenizer: Path, clients: int, settings: Benchmark, result: Path
+    url: str, model: str, prompts: Path, tokenizer: Path, load: Mapping[str, float], settings: Benchmark, result: Path
 ) -> list[str]:
-    """Return the options of vLLM's benchmark for one round and number of clients."""
-    values = {
+    """Return the options of vLLM's benchmark for one round, with a number of `clients` or at a `rate` of arrivals."""
+    least = settings.requests
+    if "rate" in load:  # a seed of its own: other arrivals in every round
+        least = max(least, math.ceil(load["rate"] * settings.round_s))
+        how = {"num-prompts": least, "request-rate": load["rate"], "seed": load["round"]}
+    else:
+        how = {"num-prompts": max(least, load["clients"]), "max-concurrency": load["clients"], "seed": 0}
+    values = how | {
         "backend": "openai", "base-url": url, "endpoint": "/v1/completions", "model": model, "served-model-name": model,
         "tokenizer": str(tokenizer), "dataset-name": "custom", "dataset-path": str(prompts),
-        "custom-output-len": settings.new_tokens, "num-prompts": max(settings.requests, clients),
-        "max-concurrency": clients, "temperature": 0, "seed": 0, "percentile-metrics": "ttft,tpot,itl,e2el",
+        "custom-output-len": settings.new_tokens, "temperature": 0, "percentile-metrics": "ttft,tpot,itl,e2el",
         "metric-percentiles": "50,95", "result-dir": str(result.parent), "result-filename": result.name,
     }  # fmt: skip
     flags = ["--save-result", "--skip-chat-template", *(["--ignore-eos"] if settings.length == "fixed" else [])]
@@ -102,7 +118,7 @@ def lines(results: Sequence[dict], subject: Subject, engine: str) -> list[summar
     for clients in sorted({result["clients"] for result in results}):
         rounds = [result for result in results if result["clients"] == clients]
         requests = sum(result["completed"] for result in rounds)
-        estimates = [summary.over_rounds([result[key] / per for result in rounds]) for key, per in _UNITS.items()]
+        estimates = [summary.over_rounds([result[key] / per for result in rounds]) for key, per in UNITS.values()]
         cell = (subject.variant, subject.scheme, engine)
         by_line.append(summary.Line(*cell, clients, requests, *estimates, subject.stored_bytes))
     return by_line

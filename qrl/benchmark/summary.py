@@ -83,9 +83,9 @@ def markdown(lines: Sequence[Line], note: str, at_once: str = "batch") -> str:
         [
             line.label,
             str(line.batch),
-            _text(line.tokens_per_s, 1),
-            _text(line.relative, 2) if line.relative else "1",
-            *(_text(seconds, 4) for seconds in (line.latency_p50_s, line.latency_p95_s, line.first_token_s)),
+            text(line.tokens_per_s, 1),
+            text(line.relative, 2) if line.relative else "1",
+            *(text(seconds, 4) for seconds in (line.latency_p50_s, line.latency_p95_s, line.first_token_s)),
             *("not known" if size is None else f"{size / 1e6:.2f}" for size in (getattr(line, key) for key in SIZES)),
         ]
         for line in lines
@@ -131,5 +131,6 @@ def _speeds(rows: pd.DataFrame) -> list[float]:
     return [part["new_tokens"].sum() / part.drop_duplicates("turn")["turn_s"].sum() for part in rounds]
 
 
-def _text(value: Estimate, digits: int) -> str:
+def text(value: Estimate, digits: int) -> str:
+    """Return an estimate with its interval."""
     return f"{value.estimate:,.{digits}f} [{value.low:,.{digits}f}, {value.high:,.{digits}f}]"

@@ -62,19 +62,28 @@ def serve_command(typed: Typed, settings, **options) -> None:
 @option("--stages", metavar="STAGE|N,…", help="Stages or versions. [default: base, grpo, awq, and base under AWQ]")
 @option("--models", metavar="VARIANT:SCHEME=MODEL,…", help="Models to measure instead of stages.")
 @option("--url", metavar="URL", help="Measure a running server of the first model with `vllm bench serve`.")
+@option("--capacity", "rates", **SWITCH, help="Find the requests a second that each model holds when vLLM serves it.")
 @click.pass_obj
-def benchmark_command(typed: Typed, settings, stages: str | None, models: str | None, url: str | None) -> None:
+def benchmark_command(
+    typed: Typed, settings, stages: str | None, models: str | None, url: str | None, rates: bool | None
+) -> None:
     """Measure speed, latency and memory of models side by side.
 
     Models run in evaluate.engine, one prompt at a time and in batches. A server is measured by vLLM's own
-    `bench serve`, in vLLM's environment.
+    `bench serve`, in vLLM's environment. With --capacity, vLLM serves each model in turn, and requests arrive at rising
+    rates until the 95th percentile of latency breaks benchmark.latency_limit_s.
     """
-    from qrl.steps import benchmark
-
     if stages and models:
         raise BadInput("benchmark measures stages or models, but got both: give --stages or --models.")
-    engine, check = "vllm" if url else settings.evaluate.engine, partial(benchmark.subjects, settings, stages, models)
-    here = partial(benchmark.benchmark, settings, stages=stages, models=models, url=url)
+    if url and rates:
+        raise BadInput("benchmark --capacity starts servers of its own: remove --url, or leave out --capacity.")
+    from qrl.steps import benchmark
+
+    engine, check = (
+        "vllm" if url or rates else settings.evaluate.engine,
+        partial(benchmark.subjects, settings, stages, models),
+    )
+    here = partial(benchmark.benchmark, settings, stages=stages, models=models, url=url, rates=bool(rates))
     typed.run("benchmark", engine, check, here)
 
 

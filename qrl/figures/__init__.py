@@ -4,7 +4,7 @@ matplotlib is loaded on first use, without pyplot, and so without a display or g
 not at all.
 """
 
-from qrl.figures.benchmark import speeds
+from qrl.figures.benchmark import capacities, speeds
 from qrl.figures.cards import Gate
 from qrl.figures.comparison import matrix, methods, survival
 from qrl.figures.divergence import behaviour

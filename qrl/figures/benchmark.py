@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from qrl.figures.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, canvas, finish
 
 if TYPE_CHECKING:
+    from qrl.benchmark.capacity import Capacity
     from qrl.benchmark.summary import Line
 
 COLOURS = (GREY, BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
@@ -51,6 +52,41 @@ def speeds(lines: Sequence[Line], path: str | Path, at_once: str = "prompts") ->
         f"n = {min(line.requests for line in lines)} requests or more a point."
     )
     finish(figure, above, title, note, path)
+
+
+def capacities(measured: Sequence[Capacity], path: str | Path) -> None:
+    """Draw the 95th percentile of latency over the rate of arrivals, a line per model, with the limit.
+
+    Args:
+        measured: from `benchmark.capacity`.
+        path: the PNG to write.
+    """
+    from qrl.benchmark.capacity import rate_text
+
+    figure, axes = canvas(7.4, 4.2)
+    for number, capacity in enumerate(measured):
+        values = [point.latency_p95_s for point in capacity.points]
+        bars = [value.estimate - value.low for value in values], [value.high - value.estimate for value in values]
+        look = {"color": COLOURS[number % len(COLOURS)], "marker": "o", "ms": 4, "capsize": 2}
+        rates, estimates = [point.rate for point in capacity.points], [value.estimate for value in values]
+        axes.errorbar(rates, estimates, yerr=bars, label=capacity.label, **look)
+    limit = measured[0].limit_s
+    axes.axhline(limit, color=GREY, ls=":", lw=1)
+    axes.set_xscale("log", base=2)
+    _plain_numbers(axes)
+    axes.set_xlabel("requests a second, as they arrive")
+    axes.set_ylabel("latency p95, seconds")
+    rates = sorted({2.0 ** round(math.log2(point.rate)) for capacity in measured for point in capacity.points})
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    best = max(measured, key=lambda capacity: capacity.held)
+    title = f"At a p95 of {limit:g} s, {best.label} holds {rate_text(best)} requests/s"
+    points = [point for capacity in measured for point in capacity.points]
+    note = (
+        f"{best.engine}, Poisson arrivals. The dotted line is the limit. Bars are 95 % intervals over "
+        f"{points[0].latency_p95_s.n} rounds; n = {min(point.requests for point in points)} requests or more a point."
+    )
+    finish(figure, axes, title, note, path)
 
 
 def _plain_numbers(axes) -> None:

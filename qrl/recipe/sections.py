@@ -107,6 +107,10 @@ class Benchmark(Section):
     rounds: int = option(5, "rounds, each of which measures every model in every mode; intervals are over rounds", ge=2)
     new_tokens: Count = option(64, "length of an answer, in tokens; its upper limit with benchmark.length=natural")
     length: Literal["fixed", "natural"] = option("fixed", "fixed: all have new_tokens; natural: the end token ends it")
+    latency_limit_s: float = option(
+        5, "with --capacity: largest 95th percentile of a request's latency, in seconds", gt=0
+    )
+    round_s: float = option(10, "with --capacity: seconds of arrivals a round, at least", gt=0)
 
 
 class Recipe(Section):

@@ -4,21 +4,28 @@ import contextlib
 import http.client
 import json
 import os
+import socket
 import urllib.request
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import click
 from tqdm import tqdm
+from transformers import AutoConfig
 
 from qrl import benchmark as bench
 from qrl import figures, names, process, registry
-from qrl.benchmark import Subject, local, summary
+from qrl.benchmark import Subject, capacity, local, summary
 from qrl.benchmark import http as load
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.registry import versions
+from qrl.serve import engines, server
+from qrl.serve.engines import ServedModel
+from qrl.serve.process import Engine
 from qrl.steps import inputs
 from qrl.tasks import prompt
 from qrl.tracking import contents, runs, store
@@ -26,12 +33,13 @@ from qrl.tracking import models as store_models
 from qrl.workspace import workspace
 
 TABLE, ROWS, FIGURE = "benchmark.md", "benchmark.parquet", "benchmark.png"
+CAPACITY, CAPACITY_FIGURE = "capacity.md", "capacity.png"
 SERVER_ROWS = "server.json"  # the results of `vllm bench serve`
 _UNANSWERED = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)
 API_KEY = "QRL_API_KEY"  # of the measured server, the same variable as for `serve`
 
 
-def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: str | None) -> None:
+def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: str | None, rates: bool = False) -> None:
     """Measure and log; print the table.
 
     Args:
@@ -39,6 +47,7 @@ def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: st
         stages: stages or versions, by comma; None without `models`: those of base, grpo, awq that exist.
         models: `variant:scheme=model`, by comma, instead of stages.
         url: of a running server to measure instead; the first subject gives its model and tokenizer.
+        rates: serve each model with vLLM, and find the requests a second that it holds.
 
     Raises:
         BadInput: a stage or model does not exist, or there is nothing to measure.
@@ -56,7 +65,9 @@ def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: st
             [prompt.render(hf.tokenizer(subject.path), question.question, recipe.prompt) for question in questions]
             for subject in chosen
         ]
-        if url:
+        if rates:
+            _capacities(recipe, chosen, prompts, device, work)
+        elif url:
             _server(recipe, url, chosen[0], prompts[0], work)
         else:
             _side_by_side(recipe, chosen, prompts, device, work)
@@ -91,22 +102,30 @@ def _side_by_side(recipe: Recipe, subjects: list[Subject], prompts: list, device
 
 
 def _log(lines: list[summary.Line], note: str, work: Path, rows: str, at_once: str = "batch") -> None:
-    """Log the folder, which has the file `rows`, with a table and a figure; log a nested run for each model."""
-    table = summary.markdown(lines, note, at_once)
-    (work / TABLE).write_text(table, encoding="utf-8")
+    """Log the folder, which has the file `rows`, with a table and a figure, and a nested run for each model."""
     figures.speeds(lines, work / names.FIGURES / FIGURE, "clients" if at_once == "clients" else "prompts")
-    contents.log_folder(work)
+    _publish(summary.markdown(lines, note, at_once), work, TABLE, rows, FIGURE)
     contents.log_params({names.ENGINE: lines[0].engine})
-    for (variant, scheme), by_batch in summary.metrics(lines).items():
-        params, tags = {"variant": variant, "scheme": scheme}, {names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme}
-        with runs.child(names.cell_name(variant, scheme), params=params, tags=tags):
+    for cell, by_batch in summary.metrics(lines).items():
+        with _child(*cell):
             log = contents.live_log()
             for batch, values in by_batch.items():
                 log(values, batch)
+
+
+def _child(variant: str, scheme: str) -> contextlib.AbstractContextManager:
+    params, tags = {"variant": variant, "scheme": scheme}, {names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme}
+    return runs.child(names.cell_name(variant, scheme), params=params, tags=tags)
+
+
+def _publish(table: str, work: Path, name: str, rows: str, figure: str) -> None:
+    """Log the folder, which has the rows and the figure, with the table; show the table."""
+    (work / name).write_text(table, encoding="utf-8")
+    contents.log_folder(work)
     contents.describe(table)
     if not runs.is_launched():
         click.echo(table)
-        click.echo(f"Logged to run {runs.active_id()}: {TABLE}, {rows}, {names.FIGURES}/{FIGURE}.", err=True)
+        click.echo(f"Logged to run {runs.active_id()}: {name}, {rows}, {names.FIGURES}/{figure}.", err=True)
 
 
 def _server(recipe: Recipe, url: str, subject: Subject, prompts: list[list[int]], work: Path) -> None:
@@ -118,6 +137,52 @@ def _server(recipe: Recipe, url: str, subject: Subject, prompts: list[list[int]]
     (work / SERVER_ROWS).write_text(json.dumps(results, indent=1), encoding="utf-8")
     note = f"Requests over HTTP to {model}, by `vllm bench serve`."
     _log(load.lines(results, subject, _engine(url)), note, work, SERVER_ROWS, at_once="clients")
+
+
+def _capacities(recipe: Recipe, subjects: list[Subject], prompts: list, device: str, work: Path) -> None:
+    """Serve each model by itself, ask it at rising rates, and log a curve, its limit and the cache of a request."""
+    settings, measured, results = recipe.benchmark, [], {}
+    for subject, own in zip(subjects, prompts, strict=True):
+        model = ServedModel(subject.variant, subject.scheme, subject.path, device=device, dtype=recipe.evaluate.dtype)
+        tokens, by_rate = hf.tokenizer(subject.path), results.setdefault(subject.label, {})
+        texts = [tokens.decode(ids, skip_special_tokens=False) for ids in own]
+        with _serving(model) as url:
+            ask = partial(load.run, url, model.id, texts, subject.path, settings)
+            points = capacity.search(partial(_at_rate, ask, by_rate, subject.label), settings.latency_limit_s)
+            engine = _engine(url)
+        wide = model.dtype == "fp32" or (model.dtype == "auto" and engines.unpacks(engines.VLLM, subject.path, device))
+        each = local.token_bytes(AutoConfig.from_pretrained(subject.path), "float32" if wide else "bfloat16")
+        size = each * (sum(map(len, own)) / len(own) + settings.new_tokens)
+        cell = (subject.variant, subject.scheme, engine, settings.latency_limit_s)
+        measured.append(capacity.Capacity(*cell, tuple(points), size))
+    (work / SERVER_ROWS).write_text(json.dumps(results, indent=1), encoding="utf-8")
+    figures.capacities(measured, work / names.FIGURES / CAPACITY_FIGURE)
+    _publish(capacity.markdown(measured), work, CAPACITY, SERVER_ROWS, CAPACITY_FIGURE)
+    contents.log_params({names.ENGINE: measured[0].engine})
+    for each in measured:
+        with _child(each.variant, each.scheme):
+            contents.log_scores(capacity.metrics(each))
+
+
+@contextlib.contextmanager
+def _serving(model: ServedModel) -> Iterator[str]:
+    """Serve a model with vLLM on a free port; give its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        host, port = free.getsockname()
+    with Engine(engines.VLLM) as child:
+        child.load(model, (host, port))
+        server.wait(child, f"loading {model.id}")
+        yield server.url(host, port)
+
+
+def _at_rate(
+    ask: Callable[..., list[dict]], results: dict[float, list[dict]], label: str, rate: float
+) -> capacity.Point:
+    results[rate] = ask(rate=rate)
+    point = capacity.point(rate, results[rate])
+    p95 = summary.text(point.latency_p95_s, 3)
+    click.echo(f"      {label} at {rate:.3g} requests/s: latency p95 {p95} s, n = {point.requests}", err=True)
+    return point
 
 
 def _served_model(url: str) -> str:

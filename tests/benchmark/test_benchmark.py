@@ -301,7 +301,13 @@ def test_a_server_needs_vllm_and_is_measured_by_its_own_benchmark(tmp_path):
     with pytest.raises(BadInput, match="vllm bench serve"):
         http.run("http://127.0.0.1:1", "m@1", ["a"], tiny.PATH, Benchmark())
     words = http.options(
-        "http://h:1", "m@1", tmp_path / "p", tiny.PATH, 16, Benchmark(new_tokens=9, requests=4), tmp_path / "0-16.json"
+        "http://h:1",
+        "m@1",
+        tmp_path / "p",
+        tiny.PATH,
+        {"clients": 16},
+        Benchmark(new_tokens=9, requests=4),
+        tmp_path / "0-16.json",
     )
     options = dict(zip(words[:-3:2], words[1:-2:2], strict=True))
     assert (options["--max-concurrency"], options["--num-prompts"], options["--custom-output-len"]) == ("16", "16", "9")

@@ -1,0 +1,102 @@
+"""The rate of requests that a server holds: the search on simulated queues, bounds, text and the figure."""
+
+import heapq
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from qrl import figures
+from qrl.benchmark import capacity, http, summary
+from qrl.cli import main
+from qrl.errors import QrlError
+from qrl.recipe import Benchmark
+
+ROUNDS, REQUESTS, SERVERS, SERVICE_S, LIMIT_S = 4, 2000, 4, 0.5, 1.0
+
+
+def rounds(rate: float, service_s: float = SERVICE_S) -> list[dict]:
+    """Return results in the form of `vllm bench serve`, of a queue with Poisson arrivals and four servers."""
+    results = []
+    for seed in range(ROUNDS):
+        arrivals = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, REQUESTS))
+        free, ends = [0.0] * SERVERS, []
+        for arrival in arrivals:
+            ends.append(max(arrival, heapq.heappop(free)) + service_s)
+            heapq.heappush(free, ends[-1])
+        latency_ms = (np.array(ends) - arrivals) * 1000
+        p50, p95 = np.quantile(latency_ms, (0.5, 0.95))
+        made = {"output_throughput": 64 * REQUESTS / ends[-1], "request_throughput": REQUESTS / ends[-1]}
+        made |= {"p50_e2el_ms": p50, "p95_e2el_ms": p95, "p50_ttft_ms": p50 / 4, "failed": 0}
+        results.append(made | {"completed": REQUESTS, "num_prompts": REQUESTS})
+    return results
+
+
+def measured(limit_s: float = LIMIT_S, scheme: str = "full", service_s: float = SERVICE_S) -> capacity.Capacity:
+    points = capacity.search(lambda rate: capacity.point(rate, rounds(rate, service_s)), limit_s)
+    return capacity.Capacity("base", scheme, "vllm 9.9", limit_s, tuple(points), 2_000_000.0)
+
+
+def test_the_search_finds_the_rate_at_which_a_queue_breaks_the_limit():
+    found = measured()
+    assert [point.rate for point in found.points] == sorted(point.rate for point in found.points)
+    low, high = found.bounds
+    assert low <= found.held <= high < SERVERS / SERVICE_S  # beyond it the queue grows without bound
+    tried = [point.rate for point in found.points]
+    above = tried[tried.index(found.held) + 1]
+    assert above / found.held == pytest.approx(2 ** (1 / 8))
+    assert found.at_limit.latency_p95_s.estimate <= LIMIT_S
+    broken = capacity.point(above, rounds(above))
+    assert broken.latency_p95_s.estimate > LIMIT_S
+    assert len(tried) == math.ceil(math.log2(found.held)) + 1 + capacity.REFINEMENTS
+
+
+def test_a_slow_server_is_asked_less_and_one_that_never_holds_is_named():
+    slow = measured(service_s=0.99 * LIMIT_S * 20, limit_s=LIMIT_S * 20)
+    assert 0 < slow.held < 0.25 and slow.points[0].rate < 1
+    never = measured(limit_s=0.01)
+    assert never.held == 0 and never.at_limit is None
+    assert capacity.rate_text(never) == f"below {capacity.LEAST:.3g}"
+    assert capacity.metrics(never)["serve/capacity_per_s"] == 0
+
+
+def test_a_server_that_falls_behind_does_not_hold_its_rate_although_its_latency_is_small():
+    late = [result | {"request_throughput": 5.0} for result in rounds(6.0)]
+    assert not capacity.point(6.0, late).kept_up and capacity.point(6.0, rounds(6.0)).kept_up
+
+
+def test_failed_requests_do_not_count_as_fast():
+    with pytest.raises(QrlError, match=r"failed 4 of 8000 requests at 3 a second"):
+        capacity.point(3.0, [result | {"failed": 1} for result in rounds(3.0)])
+
+
+def test_every_round_has_other_arrivals_and_enough_of_them(tmp_path):
+    def asked(load: dict) -> dict[str, str]:
+        settings = Benchmark(new_tokens=9, requests=4, round_s=20)
+        words = http.options("http://h:1", "m@1", tmp_path / "p", tmp_path, load, settings, tmp_path / "r.json")
+        return dict(itertools.pairwise(words))
+
+    first, second = (asked({"round": number, "rate": 2.5}) for number in (0, 1))
+    assert (first["--request-rate"], first["--num-prompts"]) == ("2.5", "50")
+    assert first["--seed"] != second["--seed"] and "--max-concurrency" not in first
+
+
+def test_table_and_figure_give_limit_rounds_and_n(tmp_path):
+    both = [measured(), measured(scheme="awq", service_s=SERVICE_S / 2)]
+    table = capacity.markdown(both)
+    assert "base · awq" in table and "2.00" in table
+    assert f"{LIMIT_S:g} s" in table and f"over {ROUNDS} rounds" in table and f"n = {ROUNDS * REQUESTS}" in table
+    assert both[1].held > both[0].held
+    figures.capacities(both, tmp_path / "capacity.png")
+    assert (tmp_path / "capacity.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_capacity_starts_its_own_servers(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["benchmark", "--capacity", "--url", "http://127.0.0.1:1"])
+    assert ended.value.code == 2 and "servers of its own" in capsys.readouterr().err
+
+
+def test_the_estimates_are_those_of_the_table():
+    assert set(http.UNITS) == set(summary.ESTIMATES)
