@@ -43,8 +43,8 @@ SUMS = ("How many {o} do {n} and {m} have together?", "How many {o} do {n} and {
 
 KINDS = tuple(SENTENCES)
 WEIGHTS = (20, 20, 16, 16, 18, 10)  # frequency of each kind, where its numbers allow it
-# How a solution writes a calculation, {0} and {1} giving {2} by each sign, and its end, x: as `arithmetic` does, as GSM8K
-# does in its rows, with calculator annotations, and as MATH does, in LaTeX.
+# How a solution writes a calculation by its sign, `{0}+{1}={2}`, and its end: as `arithmetic` does; as GSM8K's rows do,
+# with calculator annotations; as MATH does, in LaTeX.
 FORMS = {
     "plain": {sign: f"{{0}}{sign}{{1}}={{2}}" for sign in "+-*/"} | {"end": "#### {0}"},
     "gsm8k": {sign: f"{{0}}{sign}{{1}}=<<{{0}}{sign}{{1}}={{2}}>>{{2}}" for sign in "+-*/"} | {"end": "#### {0}"},
