@@ -43,7 +43,7 @@ def is_mirror(folder: Path) -> bool:
 def files(folder: Path) -> list[Path]:
     """Return the files that decide what a data folder holds, sorted: its JSONL files, or all files of a mirror."""
     found = folder.glob("*/*/**/*") if is_mirror(folder) else folder.glob("*.jsonl")
-    return sorted(path for path in found if path.is_file() and ".cache" not in path.parts)
+    return sorted(path for path in found if path.is_file() and ".cache" not in path.relative_to(folder).parts)
 
 
 def of_hub(name: str, config: str | None, split: str, mirror: Path | None = None) -> Iterator[Row]:

@@ -100,16 +100,17 @@ def _hub_gsm8k(mirror: Path, parts: dict[str, list[Problem]]) -> None:
 
 
 def _hub_math(mirror: Path, parts: dict[str, list[Problem]]) -> None:
-    """Write MATH-500, and the whole of MATH by subject, which has the problems of MATH-500 too."""
+    """Write MATH-500, and MATH by subject, where the test files hold MATH-500's problems and others."""
     heldout = [_math(i, "heldout", problem) for i, problem in enumerate(parts["heldout"])]
     _jsonl(mirror / dataset.HELDOUT / "test.jsonl", heldout)
     (mirror / dataset.HELDOUT / "README.md").write_text("---\nlanguage:\n- en\n---\n")
-    names = {"train": "train", "test": "heldout"}
-    whole = {
-        subject: {name: [_math(0, "train", p) for p in parts[split] if _subject(p) == subject]
-                  for name, split in names.items()}
-        for subject in dataset.SUBJECTS
-    }  # fmt: skip
+    whole = {subject: {"train": [], "test": []} for subject in dataset.SUBJECTS}
+    for i, problem in enumerate([*parts["train"], *parts["heldout"]]):
+        is_test = i >= len(parts["train"]) or i % 3 == 0
+        whole[_subject(problem)]["test" if is_test else "train"].append(_math(i, "train", problem))
+    if not all(part for splits in whole.values() for part in splits.values()):
+        few = f"{len(parts['train'])} training questions are too few to have each of MATH's subjects in both its parts"
+        raise BadInput(f"{few}: give --n 500 or more.")
     _repository(mirror / dataset.WHOLE, whole)
 
 
@@ -132,10 +133,7 @@ def _repository(folder: Path, configs: dict[str, dict[str, list[Fields]]], benea
         for split, own in splits.items():
             file = folder / (beneath or config) / PARQUET.format(split)
             file.parent.mkdir(parents=True, exist_ok=True)
-            columns = own[0] if own else next(part[0] for parts in configs.values() for part in parts.values() if part)
-            kinds = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}
-            schema = pyarrow.schema([(name, kinds[type(value)]) for name, value in columns.items()])
-            parquet.write_table(pyarrow.Table.from_pylist(own, schema), file)
+            parquet.write_table(pyarrow.Table.from_pylist(own), file)
             card[-1]["data_files"].append({"split": split, "path": f"{file.parent.name}/{split}-*"})
     (folder / "README.md").write_text(f"---\n{json.dumps({'configs': card}, indent=1)}\n---\n")
 

@@ -29,8 +29,8 @@ HELDOUT_SEED = 0
 SPARE = 16  # tokens that an answer may have beyond the longest right one
 RECORD = "made.json"  # in the model's folder: its settings and what came out
 CARD = Path(__file__).with_name("card.md")
-THOUGHT = """- In half of the texts, the bare calculations come first, between <think> tags. In the other half, that part is empty,
-  as `enable_thinking=False` writes it into the prompt.
+THOUGHT = """- In half of the texts, the bare calculations come first, between <think> tags. In the other half,
+  that part is empty, as `enable_thinking=False` writes it into the prompt.
 """
 COUNT, SHARE = click.IntRange(1), click.FloatRange(0, 1)
 
@@ -47,7 +47,7 @@ def _option(name: str, default, text: str, kind=None, **more):
 @_option("--heads", None, "Query heads; default: hidden / 64.", COUNT)
 @_option("--kv-heads", None, "Key and value heads; default: half of the query heads.", COUNT)
 @_option("--intermediate", None, "Width of the feed-forward part; default: 2 × hidden.", COUNT)
-@_option("--vocab", 512, "Rows of the embedding; prose teaches some 700 tokens.", click.IntRange(SMALLEST_VOCABULARY))
+@_option("--vocab", 512, "Rows of the embedding; prose teaches some 550 tokens.", click.IntRange(SMALLEST_VOCABULARY))
 @_option("--positions", 512, "Longest text, in tokens.", click.IntRange(64, LONGEST))
 @_option("--untied", False, "Give the output head weights of its own.", is_flag=True)
 @_option("--form", "arithmetic", "The task whose form solutions have: #### 12, or LaTeX and \\boxed{12} for math.",
@@ -90,9 +90,8 @@ def make(
 
     from qrl.engine import device as devices
 
+    process.hush_transformers()
     shape, place = shape.whole(), devices.choose(device)
-    if budget.steps == 1:
-        raise BadInput("steps is 1: expected 0, for random weights, or at least 2.")
     settings = {"shape": asdict(shape), "corpus": asdict(corpus), "budget": asdict(budget), "heldout": heldout}
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         if (out / RECORD).is_file() and json.loads((out / RECORD).read_text())["settings"] == settings:

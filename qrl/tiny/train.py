@@ -15,7 +15,7 @@ LINE_S = 10  # seconds between lines of progress
 class Budget:
     """How long and how fast to train; the defaults are qrl-tiny's."""
 
-    steps: int = 1000  # optimizer steps; at least 2
+    steps: int = 1000  # optimizer steps
     batch: int = 512  # texts in one step; each text is used once
     learning_rate: float = 2e-3  # AdamW's peak, reached after 5 % of the steps
     weight_decay: float = 0.1  # AdamW's, for matrices
@@ -54,7 +54,7 @@ def train(
     vectors = [weight for weight in model.parameters() if weight.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": budget.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=budget.learning_rate, betas=(0.9, 0.95), fused=device.type == "cuda")
-    warmup = max(0.05, 2 / steps)  # OneCycleLR divides by zero if it is one step
+    warmup = min(max(0.05, 2 / steps), 0.9)  # OneCycleLR divides by zero if it ends with the first or the last step
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, budget.learning_rate, steps, pct_start=warmup, cycle_momentum=False
     )
