@@ -1,11 +1,15 @@
 """The shipped model, and models of other shapes: architecture, corpus, the format of answers, resumed trainings."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
@@ -227,6 +231,24 @@ def test_a_killed_training_goes_on_to_the_same_weights_and_a_finished_one_is_not
     assert "already" in capsys.readouterr().out
     with pytest.raises(BadInput, match="holds something else"):
         make.make(place / "resumed", SMALL, Corpus(seed=1), budget, **MADE)
+
+
+@pytest.mark.process
+def test_a_killed_command_leaves_its_state_and_no_worker(place):
+    sizes = "--hidden 32 --layers 1 --steps 9999 --batch 4 --workers 1 --save-every 1"
+    command = [sys.executable, "-m", "qrl.tiny.make", "--out", "model", "--device", "cpu", *sizes.split()]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen(command, cwd=place, env=environment, stdout=subprocess.PIPE, text=True)
+    while not process.stdout.readline().startswith("step 1 of 9,999"):
+        assert process.poll() is None
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.stdout.readline()  # ten seconds later: steps and states have followed
+    process.kill()
+    process.wait()
+    assert workers and not psutil.wait_procs(workers, timeout=20)[1]
+    (state,) = (place / ".qrl").glob("*/state.pt")
+    assert torch.load(state, weights_only=True)["progress"]["step"] > 1
+    assert not (place / "model").exists()
 
 
 def test_without_steps_the_weights_stay_random(place):

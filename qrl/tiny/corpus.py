@@ -8,7 +8,9 @@ text's split is fixed by its hash, so no held-out question is in the corpus.
 
 import itertools
 import multiprocessing
+import os
 import random
+import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -102,7 +104,7 @@ def _ahead(jobs: Iterator[tuple], workers: int) -> Iterator[list[list[int]]]:
 
     New processes are spawned: a fork could copy a lock that a thread of torch or of the tokenizer holds.
     """
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _end_with_parent) as pool:
         pending = deque()
         for job in jobs:
             pending.append(pool.submit(_tokenized, *job))
@@ -110,6 +112,12 @@ def _ahead(jobs: Iterator[tuple], workers: int) -> Iterator[list[list[int]]]:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+
+
+def _end_with_parent() -> None:
+    """Let this worker end when its parent does: one that is killed cannot say goodbye."""
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _tokenized(corpus: Corpus, folder: Path, n: int, index: int, positions: int) -> list[list[int]]:
