@@ -180,7 +180,7 @@ def evaluate(folder: Path, shape: Shape, corpus: Corpus, n: int, device: str) ->
             bounds = (right.estimate, right.stderr, right.low, right.high)
             scores.append(Score(template, thinking, n, *bounds, *shares))
             print(
-                f"prompt {scores[-1].name}: {right.estimate:.3f} right [{right.low:.3f}, {right.high:.3f}] (n = {n:,}); "
+                f"prompt {scores[-1].name}: {right.estimate:.3f} right [{right.low:.3f}, {right.high:.3f}], n = {n:,}; "
                 f"{shares[1]:.3f} in the form, {shares[0]:.3f} ended, {shares[2]:.1f} tokens an answer",
                 flush=True,
             )
