@@ -16,11 +16,23 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from qrl.errors import QrlError
+
 CHATTY = ("torchao", "torch.utils._pytree", "bitsandbytes", "torch.distributed.elastic", "torch.fx", "alembic")
 ROOT = Path(__file__).parents[1]
 CALLER = "QRL_CALLER"  # how the user types commands, for processes that such a command launches
 FOLDER = "QRL_FOLDER"  # the folder in which the launching command was typed; MLflow starts us in the project's own
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _NEVER = -1, -3, 1 << 30  # glibc's mallopt
+
+
+@contextmanager
+def sentences() -> Iterator[None]:
+    """End a program with the exit code of an expected error, its sentence printed without a traceback."""
+    try:
+        yield
+    except QrlError as error:
+        print(f"qrl: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 def settle() -> None:

@@ -1,15 +1,29 @@
-"""The shipped model: its architecture, its corpus, and the format of its answers."""
+"""The shipped model, and models of other shapes: architecture, corpus, the format of answers, resumed trainings."""
 
 import json
+import os
 import random
+import subprocess
+import sys
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
 
+import psutil
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qrl import tiny
+from qrl import checkpoint, tiny, workspace
+from qrl.engine import hf
+from qrl.errors import BadInput
 from qrl.tasks import arithmetic, grade, load, prompt
-from qrl.tiny import corpus
+from qrl.tiny import corpus, make, shape, train
+from qrl.tiny import tokenizer as tokenizers
+from qrl.tiny.corpus import Corpus
+from qrl.tiny.shape import Shape
+from qrl.tiny.train import Budget
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -83,7 +97,7 @@ def test_the_corpus_slips_at_the_stated_rate_and_only_in_times_steps():
     rng, slipped, steps = random.Random(0), 0, 0
     for problem, _ in zip(arithmetic.problems("train", 4), range(3000), strict=False):
         kinds = [step.kind for step in problem.steps]
-        solution, answer = corpus.solve_with_slips(problem, rng)
+        solution, answer = arithmetic.solve(problem, corpus.slipped(problem, rng))
         assert solution.endswith(f"#### {answer}")
         if "times" not in kinds:
             assert (solution, answer) == arithmetic.solve(problem)
@@ -92,9 +106,169 @@ def test_the_corpus_slips_at_the_stated_rate_and_only_in_times_steps():
     assert abs(slipped / steps - corpus.SLIP) < 4 * (corpus.SLIP * (1 - corpus.SLIP) / steps) ** 0.5
 
 
-def test_the_corpus_is_from_the_training_split_alone(tokenizer):
-    texts = list(corpus.texts(tokenizer, 300, seed=0, workers=1))
+def test_the_corpus_is_from_the_training_split_alone_and_pinned(tokenizer):
+    texts = Corpus().texts(tokenizer, 300, 0)
     assert len(texts) == 300
     questions = [text.split("user\n")[1].split("<|im_end|>")[0].split("\n\n")[0] for text in texts]
     assert {arithmetic.split_of(question) for question in questions} == {"train"}
-    assert json.dumps(texts) == json.dumps(list(corpus.texts(tokenizer, 300, seed=0, workers=1)))
+    assert sha256(json.dumps(texts).encode()).hexdigest()[:16] == "0736e346916fd1cf"  # qrl-tiny saw these texts first
+
+
+def test_token_ids_are_the_texts_in_order_from_any_step_and_by_any_number_of_workers(tokenizer, monkeypatch):
+    monkeypatch.setattr(corpus, "CHUNK", 8)
+    wanted = [tokenizer(text)["input_ids"] for index in range(3) for text in Corpus(5).texts(tokenizer, 8, index)]
+    assert list(Corpus(5).token_ids(tiny.PATH, 0, 20, 512, 0)) == wanted[:20]
+    assert list(Corpus(5).token_ids(tiny.PATH, 11, 20, 512, 0)) == wanted[11:20]
+    with pytest.raises(BadInput, match="64 positions"):
+        list(Corpus(5).token_ids(tiny.PATH, 0, 8, 64, 0))
+
+
+@pytest.mark.process
+def test_worker_processes_make_the_same_token_ids(tokenizer):
+    wanted = [tokenizer(text)["input_ids"] for text in Corpus(5).texts(tokenizer, 30, 0)]
+    assert list(Corpus(5).token_ids(tiny.PATH, 0, 30, 512, 2)) == wanted
+
+
+@pytest.mark.parametrize("form", corpus.FORMS)
+@pytest.mark.parametrize("thinking", [False, True])
+def test_solutions_of_every_form_are_right_for_the_grader_of_their_task(form, thinking):
+    questions = Corpus(3, form, thinking, slip=0.0).questions(40, 0)
+    assert all(grade(form, question.solution, question.answer).strict for question in questions)
+    empty = [question.solution.startswith(corpus.NO_THOUGHT) for question in questions]
+    assert sum(empty) == (20 if thinking else 0)
+    thoughts = [
+        question.solution.split("</think>\n\n") for question in questions if "<think>\n\n" not in question.solution
+    ]
+    for thought, worked in (part for part in thoughts if len(part) == 2):
+        assert thought.splitlines()[-1].partition("=")[2] in worked.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    """A tokenizer that knows `enable_thinking`."""
+    texts = [question.solution for question in Corpus(form="math", thinking=True).questions(200, 0)]
+    return tokenizers.make(texts, tmp_path_factory.mktemp("thinker"), 400, 1024, thinking=True)
+
+
+def test_without_thinking_the_prompt_ends_in_an_empty_part_as_qwen3s_does_and_the_corpus_has_such_texts(thinker):
+    chat = prompt.messages("How many?", "plain")
+    on, plain, off = (
+        thinker.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **options)
+        for options in ({"enable_thinking": True}, {}, {"enable_thinking": False})
+    )
+    assert on == plain
+    assert off == plain + "<think>\n\n</think>\n\n"
+    assert thinker(off)["input_ids"] == thinker(plain)["input_ids"] + thinker(corpus.NO_THOUGHT)["input_ids"]
+    texts = Corpus(form="math", thinking=True).texts(thinker, 8, 0)
+    assert [text.split("assistant\n")[1].startswith("<think>\n\n</think>\n\n") for text in texts] == [False] * 4 + [
+        True
+    ] * 4
+
+
+def test_thinking_tags_are_tokens_that_answers_keep(thinker):
+    ids = thinker("<think>\n3+4=7\n</think>\n\nIt is 7.")["input_ids"]
+    assert len(thinker) <= 400 and thinker.convert_ids_to_tokens(ids)[0] == "<think>"
+    assert thinker.decode(ids, skip_special_tokens=True) == "<think>\n3+4=7\n</think>\n\nIt is 7."
+    assert "enable_thinking" in thinker.chat_template
+
+
+def test_the_defaults_are_the_shipped_models_shape(tokenizer):
+    found = shape.new_model(Shape().whole(), tokenizer).config.to_dict()
+    shipped = json.loads((tiny.PATH / "config.json").read_text())
+    same = shipped.keys() - {"architectures", "dtype", "transformers_version"}
+    assert {key: found[key] for key in same} == {key: shipped[key] for key in same}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+SMALL = Shape(layers=1, hidden=32, heads=2, intermediate=64, vocab=400, positions=512)
+MADE = {"heldout": 4, "device": "cpu", "workers": 0, "save_every": 2}
+
+
+@pytest.mark.parametrize("kind", shape.TYPES)
+def test_every_type_is_made_with_its_sizes_and_answers_in_the_engine(place, kind):
+    sizes = replace(SMALL, type=kind, layers=2, heads=4, kv_heads=1, vocab=700, untied=True)
+    make.make(place / "model", sizes, Corpus(form="math", thinking=kind == "qwen3"), Budget(steps=2, batch=4), **MADE)
+    assert checkpoint.check(place / "model").dtype == "bfloat16"
+    model, tokens = hf.load(place / "model", "cpu", torch.float32)
+    config = model.config
+    assert (config.model_type, config.num_hidden_layers, config.num_key_value_heads) == (kind, 2, 1)
+    assert (config.vocab_size, config.max_position_embeddings, config.tie_word_embeddings) == (700, 512, False)
+    record = json.loads((place / "model" / "made.json").read_text())
+    assert record["result"]["parameters"] == model.num_parameters()
+    assert len(record["scores"]) == (4 if kind == "qwen3" else 2)
+    assert all(score["n"] == 4 and score["low"] <= score["accuracy"] <= score["high"] for score in record["scores"])
+    assert ("enable_thinking" in tokens.chat_template) == (kind == "qwen3")
+
+
+def test_a_killed_training_goes_on_to_the_same_weights_and_a_finished_one_is_not_made_again(place, monkeypatch, capsys):
+    budget = Budget(steps=6, batch=4)
+    make.make(place / "straight", SMALL, Corpus(), budget, **MADE)
+    saves = iter(range(2))
+
+    def killed(path):
+        if next(saves) == 1:  # the second state, after step 4, is never stored
+            raise KeyboardInterrupt
+        return workspace.written_whole(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train, "written_whole", killed)
+        with pytest.raises(KeyboardInterrupt):
+            make.make(place / "resumed", SMALL, Corpus(), budget, **MADE)
+    assert not (place / "resumed").exists()
+    with pytest.raises(BadInput, match="another budget"):
+        make.make(place / "resumed", SMALL, Corpus(), replace(budget, steps=8), **MADE)
+    capsys.readouterr()
+    make.make(place / "resumed", SMALL, Corpus(), budget, **MADE)
+    assert "Resumed after step 2" in capsys.readouterr().out
+    assert checkpoint.digest(place / "resumed") == checkpoint.digest(place / "straight")
+    assert not list((place / ".qrl").iterdir())
+    make.make(place / "resumed", SMALL, Corpus(), budget, **MADE)
+    assert "already" in capsys.readouterr().out
+    with pytest.raises(BadInput, match="holds something else"):
+        make.make(place / "resumed", SMALL, Corpus(seed=1), budget, **MADE)
+
+
+@pytest.mark.process
+def test_a_killed_command_leaves_its_state_and_no_worker(place):
+    sizes = "--hidden 32 --layers 1 --steps 9999 --batch 4 --workers 1 --save-every 1"
+    command = [sys.executable, "-m", "qrl.tiny.make", "--out", "model", "--device", "cpu", *sizes.split()]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen(command, cwd=place, env=environment, stdout=subprocess.PIPE, text=True)
+    while not process.stdout.readline().startswith("step 1 of 9,999"):
+        assert process.poll() is None
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.stdout.readline()  # ten seconds later: steps and states have followed
+    process.kill()
+    process.wait()
+    assert workers and not psutil.wait_procs(workers, timeout=20)[1]
+    (state,) = (place / ".qrl").glob("*/state.pt")
+    assert torch.load(state, weights_only=True)["progress"]["step"] > 1
+    assert not (place / "model").exists()
+
+
+def test_without_steps_the_weights_stay_random(place):
+    make.make(place / "model", SMALL, Corpus(), Budget(steps=0), **MADE)
+    assert checkpoint.check(place / "model").dtype == "bfloat16"
+    assert "random" in (place / "model" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("--hidden 100 --heads 3", "3 heads"),
+        ("--heads 4 --kv-heads 3", "3 kv-heads"),
+        ("--positions 8192", "8192"),
+        ("--type gpt2", "gpt2"),
+        ("--vocab 100", "100"),
+        ("--form latex", "latex"),
+    ],
+)
+def test_impossible_settings_get_a_sentence(place, options, reason):
+    result = CliRunner().invoke(make.main, ["--out", "model", "--device", "cpu", *options.split()])
+    assert (result.exit_code, reason in result.output) == (2, True)
+    assert not (place / "model").exists()

@@ -120,7 +120,9 @@ class Recipe(Section):
     model: NoKey[str] = option("qrl-tiny", "qrl-tiny (shipped), a folder, or a hub id", min_length=1)
     registered_name: NoKey[str | None] = option(None, "name in the registry; default: by the model's name")
     task: Literal["arithmetic", "gsm8k", "math", "deepmath"] = option("arithmetic", "the questions and their grading")
-    data: NoKey[str | None] = option(None, "folder of train.jsonl and test.jsonl; default: generated, or the hub's")
+    data: NoKey[str | None] = option(
+        None, "folder of train.jsonl and test.jsonl, or of the hub's repositories; default: generated, or the hub's"
+    )
     prompt: str = option("answer-line", "prompt template: answer-line, boxed or plain")
     seed: int = option(0, "seed of everything random", ge=0, lt=2**31)
     device: NoKey[Literal["auto", "cpu", "cuda"]] = option("auto", "auto uses a GPU if there is one")

@@ -29,8 +29,8 @@ def load(task: str, split: Split, n: int | None = None, seed: int = 0, data: str
         split: "train" or "heldout"; a question of a generated task is never in both, whatever the seeds.
         n: maximum number of questions; None means all of them, for a task with a finite data set.
         seed: which questions are generated, or which n rows of a larger set are drawn.
-        data: folder with train.jsonl and test.jsonl in GSM8K's format, or in MATH's for `math`; None generates the
-            questions or downloads them from the hub.
+        data: folder with train.jsonl and test.jsonl in GSM8K's format, or in MATH's for `math`, or with copies of
+            the hub's data sets, as OWNER/NAME; None generates the questions or downloads them from the hub.
 
     Raises:
         BadInput: the task or split is unknown, n < 1, a file is missing or malformed, or the hub cannot be reached.
@@ -41,7 +41,9 @@ def load(task: str, split: Split, n: int | None = None, seed: int = 0, data: str
     if n is not None and n < 1:
         raise BadInput(f"{n} questions were requested, but at least 1 was expected: give a positive number.")
     reader = BOXED.get(task, gsm8k)
-    if data is not None:
+    if data is not None and rows.is_mirror(Path(data)):
+        found, source = reader.of_hub(split, Path(data)), data
+    elif data is not None:
         found, source = rows.of_folder(Path(data), split), str(Path(data) / rows.FILES[split])
     elif task == "arithmetic":
         if n is None:

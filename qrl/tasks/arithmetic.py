@@ -43,6 +43,16 @@ SUMS = ("How many {o} do {n} and {m} have together?", "How many {o} do {n} and {
 
 KINDS = tuple(SENTENCES)
 WEIGHTS = (20, 20, 16, 16, 18, 10)  # frequency of each kind, where its numbers allow it
+# How a solution writes a calculation by its sign, `{0}+{1}={2}`, and its end: as `arithmetic` does; as GSM8K's rows do,
+# with calculator annotations; as MATH does, in LaTeX.
+FORMS = {
+    "plain": {sign: f"{{0}}{sign}{{1}}={{2}}" for sign in "+-*/"} | {"end": "#### {0}"},
+    "gsm8k": {sign: f"{{0}}{sign}{{1}}=<<{{0}}{sign}{{1}}={{2}}>>{{2}}" for sign in "+-*/"} | {"end": "#### {0}"},
+    "math": {
+        "+": "${0} + {1} = {2}$", "-": "${0} - {1} = {2}$", "*": "${0} \\times {1} = {2}$",
+        "/": "$\\frac{{{0}}}{{{1}}} = {2}$", "end": "The answer is $\\boxed{{{0}}}$.",
+    },
+}  # fmt: skip
 SIGN = {"gain": "+", "lose": "-", "more": "+", "fewer": "-", "times": "*", "share": "/", "together": "+"}
 TOGETHER = 0.15  # share of questions that add up the last two people, where the last step moved on to another person
 
@@ -118,21 +128,33 @@ def draw(rng: random.Random) -> Problem:
     return Problem(" ".join(sentences), start, tuple(steps))
 
 
-def solve(problem: Problem, signs: Sequence[str] | None = None) -> tuple[str, int] | None:
-    """Return the worked solution, which ends in `#### x`, and x; None if wrong signs leave the whole numbers 0..999.
+def solve(problem: Problem, signs: Sequence[str] | None = None, form: str = "plain") -> tuple[str, int] | None:
+    """Return the worked solution, which ends in the answer, and the answer; None if `calculate` returns None.
 
     Args:
         signs: an operator per step; None means the right ones, others give a wrong solution.
+        form: how the solution is written, one of `FORMS`.
     """
-    previous, value, lines = None, problem.start, []
+    calculations, written = calculate(problem, signs), FORMS[form]
+    if calculations is None:
+        return None
+    shown = (written[sign].format(left, right, result) for left, sign, right, result in calculations)
+    lines = [step.line.format(e=calculation) for step, calculation in zip(problem.steps, shown, strict=True)]
+    answer = calculations[-1][-1]
+    return "\n".join([*lines, written["end"].format(answer)]), answer
+
+
+def calculate(problem: Problem, signs: Sequence[str] | None = None) -> list[tuple[int, str, int, int]] | None:
+    """Return each step as left, sign, right, result; None if wrong signs leave the whole numbers 0..999."""
+    previous, value, calculations = None, problem.start, []
     for step, sign in zip(problem.steps, signs or [SIGN[step.kind] for step in problem.steps], strict=True):
         left, right = (previous, value) if step.number is None else (value, step.number)
         result = apply(left, sign, right)
         if result is None:
             return None
-        lines.append(step.line.format(e=f"{left}{sign}{right}={result}"))
+        calculations.append((left, sign, right, result))
         previous, value = value, result
-    return "\n".join([*lines, f"#### {value}"]), value
+    return calculations
 
 
 def apply(left: int, sign: str, right: int) -> int | None:

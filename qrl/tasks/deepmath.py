@@ -9,6 +9,7 @@ calibration. A folder may have the same columns, or MATH's.
 import warnings
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from qrl.errors import BadInput
@@ -20,10 +21,10 @@ HUB = "zwhe99/DeepMath-103K"
 HELDOUT_SHARE = 100  # one text in so many is held out
 
 
-def of_hub(split: str) -> Iterator[rows.Row]:
+def of_hub(split: str, mirror: Path | None = None) -> Iterator[rows.Row]:
     """Yield the rows of a split, except those that the grader cannot read; warn about them at the end."""
     found = unread = 0
-    for where, row in rows.of_hub(HUB, None, "train"):
+    for where, row in rows.of_hub(HUB, None, "train", mirror):
         if split_of(str(row.get("question"))) != split:
             continue
         found += 1

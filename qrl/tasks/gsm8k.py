@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from qrl.errors import BadInput
@@ -14,9 +15,9 @@ HUB, CONFIG = "openai/gsm8k", "main"
 CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # GSM8K's calculator annotations, `<<48/2=24>>`, are not part of the prose
 
 
-def of_hub(split: str) -> Iterator[rows.Row]:
+def of_hub(split: str, mirror: Path | None = None) -> Iterator[rows.Row]:
     """Return the rows of a split; the held-out split is the hub's `test`."""
-    return rows.of_hub(HUB, CONFIG, "test" if split == "heldout" else "train")
+    return rows.of_hub(HUB, CONFIG, "test" if split == "heldout" else "train", mirror)
 
 
 def question(name: str, where: str, row: dict[str, Any]) -> Question:

@@ -35,15 +35,31 @@ def of_file(path: Path) -> Iterator[Row]:
                 yield where, _object(where, text)
 
 
-def of_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
-    """Return the rows of a data set on the hub; raise BadInput if it cannot be loaded."""
+def is_mirror(folder: Path) -> bool:
+    """Return whether a folder holds copies of the hub's data sets, as OWNER/NAME, instead of files for the splits."""
+    return not any((folder / name).exists() for name in FILES.values()) and any(folder.glob("*/*/README.md"))
+
+
+def files(folder: Path) -> list[Path]:
+    """Return the files that decide what a data folder holds, sorted: its JSONL files, or all files of a mirror."""
+    found = folder.glob("*/*/**/*") if is_mirror(folder) else folder.glob("*.jsonl")
+    return sorted(path for path in found if path.is_file() and ".cache" not in path.relative_to(folder).parts)
+
+
+def of_hub(name: str, config: str | None, split: str, mirror: Path | None = None) -> Iterator[Row]:
+    """Return the rows of a data set on the hub, or of its copy in a mirror; raise BadInput if it cannot be loaded."""
     import datasets
 
+    copy = None if mirror is None else mirror / name
+    if copy is not None and not copy.is_dir():
+        raise BadInput(f"{mirror} has copies of the hub's data sets, but not {name}: download it into {copy}.")
     try:
-        table = datasets.load_dataset(name, config, split=split)
+        table = datasets.load_dataset(str(copy or name), config, split=split)
     except Exception as error:  # a dozen kinds, by network, proxy and cache; the remedy is the same for all
-        remedy = "connect to it, or pass a folder with train.jsonl and test.jsonl as data"
-        raise BadInput(f"{name} could not be loaded from the hub ({type(error).__name__}): {remedy}.") from error
+        failed = f"{copy} could not be loaded" if copy else f"{name} could not be loaded from the hub"
+        connect = "connect to it, or pass a folder with train.jsonl and test.jsonl as data"
+        remedy = f"download {name} into it again, whole" if copy else connect
+        raise BadInput(f"{failed} ({type(error).__name__}): {remedy}.") from error
     return ((f"{name} {config or ''} {split}, row {index}", row) for index, row in enumerate(table))
 
 

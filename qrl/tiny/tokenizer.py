@@ -1,13 +1,18 @@
-"""qrl-tiny's tokenizer: byte-level BPE with single digits, Qwen2's pre-tokenization, and Qwen's chat markers."""
+"""The tokenizer of models made here: byte-level BPE, single digits, Qwen2's pre-tokenization, Qwen's chat markers."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 END, START, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
-VOCABULARY = 512
+THINK = ("<think>", "</think>")  # tokens of their own, but not special, so that answers keep them, as Qwen3's do
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# As Qwen3's template: the model thinks, unless `enable_thinking` is false, which writes an empty thinking part for it.
+THINKING_TEMPLATE = CHAT_TEMPLATE.removesuffix("{% endif %}") + (
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{% endif %}"
 )
 # Qwen2's own pattern, so that transformers' Qwen2Tokenizer, which builds it again, splits like tokenizer.json.
 SPLIT = (
@@ -15,9 +20,17 @@ SPLIT = (
 )
 
 
-def make(texts: Iterable[str], folder: Path):
-    """Learn merges from prose and the chat's roles; save the tokenizer into a folder and return it as read back."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+def make(texts: Iterable[str], folder: Path, vocabulary: int = 512, positions: int = 512, thinking: bool = False):
+    """Learn merges from prose and the chat's roles; save the tokenizer into a folder and return it as read back.
+
+    Args:
+        texts: prose to learn from.
+        folder: where it is saved.
+        vocabulary: most tokens; prose with few different words gives fewer.
+        positions: the model's longest text, in tokens.
+        thinking: add `THINK`, and a chat template that knows `enable_thinking`.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import AutoTokenizer, Qwen2Tokenizer
 
     bpe = Tokenizer(models.BPE())
@@ -27,11 +40,14 @@ def make(texts: Iterable[str], folder: Path):
     bpe.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     bpe.decoder = decoders.ByteLevel()
     alphabet, markers = sorted(pre_tokenizers.ByteLevel.alphabet()), [PAD, START, END]
-    settings = {"vocab_size": VOCABULARY, "special_tokens": markers, "initial_alphabet": alphabet}
+    added = [AddedToken(token, normalized=False, special=False) for token in THINK] if thinking else []
+    settings = {"vocab_size": vocabulary - len(added), "special_tokens": markers, "initial_alphabet": alphabet}
     trainer = trainers.BpeTrainer(show_progress=False, **settings)
     bpe.train_from_iterator((f"user\n{text}\nassistant\n" for text in texts), trainer)
+    bpe.add_tokens(added)
     special = {"eos_token": END, "pad_token": PAD, "unk_token": None, "bos_token": None}
     special |= {"additional_special_tokens": [START], "clean_up_tokenization_spaces": False}
-    tokenizer = Qwen2Tokenizer(tokenizer_object=bpe, chat_template=CHAT_TEMPLATE, model_max_length=512, **special)
+    chat = THINKING_TEMPLATE if thinking else CHAT_TEMPLATE
+    tokenizer = Qwen2Tokenizer(tokenizer_object=bpe, chat_template=chat, model_max_length=positions, **special)
     tokenizer.save_pretrained(folder, save_jinja_files=False)
     return AutoTokenizer.from_pretrained(folder)

@@ -14,6 +14,7 @@ from pathlib import Path
 from qrl import names
 from qrl.quantize import settings as choices
 from qrl.recipe import Recipe
+from qrl.tasks import rows
 from qrl.tracking import sources
 
 ROOT = Path(__file__).parents[2]
@@ -92,8 +93,8 @@ def _key(
 
 @cache
 def _data_digest(folder: str | None) -> str:
-    """Return the sha256 over a data folder's jsonl files; of nothing if questions are generated or from the hub."""
+    """Return the sha256 over a data folder's files; of nothing if questions are generated or from the hub."""
     total = hashlib.sha256()
-    for path in sorted(Path(folder).glob("*.jsonl")) if folder else []:
-        total.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in rows.files(Path(folder)) if folder else []:
+        total.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return total.hexdigest()

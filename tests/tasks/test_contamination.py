@@ -89,7 +89,7 @@ def test_generated_heldout_questions_are_in_neither_the_training_set_nor_the_cor
 
 def test_the_sample_of_qrl_tinys_corpus_is_the_text_it_was_trained_on():
     assert [question.question for question in corpus.sample(50)] == [
-        question.question for question in corpus._chunk((60, 0, 0))
+        question.question for question in corpus.Corpus().questions(60, 0)
     ][:50]
     assert len({question.id for question in corpus.sample(50)}) == 50
 

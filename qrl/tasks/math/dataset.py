@@ -8,6 +8,7 @@ the same text. A folder is read as it is.
 import itertools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from qrl.errors import BadInput
@@ -25,15 +26,15 @@ _LINE = re.compile(r"####[ \t]*([^\n]*?)[ \t]*\Z")  # the form of an answer in G
 _LEVEL = re.compile(r"(?:Level\s*)?(\d+)")
 
 
-def of_hub(split: str) -> Iterator[rows.Row]:
+def of_hub(split: str, mirror: Path | None = None) -> Iterator[rows.Row]:
     """Yield the rows of a split."""
-    heldout = list(rows.of_hub(HELDOUT, None, "test"))
+    heldout = list(rows.of_hub(HELDOUT, None, "test", mirror))
     if split == "heldout":
         yield from heldout
         return
     texts = {_squeezed(row["problem"]) for _, row in heldout}
     for subject, part in itertools.product(SUBJECTS, ("train", "test")):
-        for where, row in rows.of_hub(WHOLE, subject, part):
+        for where, row in rows.of_hub(WHOLE, subject, part, mirror):
             if _squeezed(row["problem"]) not in texts:
                 yield where, row
 
