@@ -52,8 +52,9 @@ def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: st
         workspace("benchmark") as work,
         runs.step("benchmark", recipe, sections=("benchmark",), params=params, system_metrics=True),
     ):
+        template = prompt.of(recipe)
         prompts = [
-            [prompt.render(hf.tokenizer(subject.path), question.question, recipe.prompt) for question in questions]
+            [prompt.render(hf.tokenizer(subject.path), question.question, template) for question in questions]
             for subject in chosen
         ]
         if url:

@@ -158,7 +158,7 @@ def _behaviour(recipe: Recipe, full: dict[str, Path], quantized: Quantized) -> p
     rows = []
     for variant, path in full.items():
         model, tokens = hf.load(path, device, dtype)
-        rendered = (prompt.training_text(tokens, question, recipe.prompt) for question in questions)
+        rendered = (prompt.training_text(tokens, question, prompt.of(recipe)) for question in questions)
         texts = [tokens.encode(text, add_special_tokens=False) for text in rendered]
         layers = behaviour.sensitivity(model, texts, settings)
         own = {"variant": variant, "scheme": scan.proxy(settings.bits)}
