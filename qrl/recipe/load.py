@@ -166,26 +166,27 @@ def _value(key: str, value: Any) -> Any:
         raise BadInput(f"'{key}' is {value}, but a number was expected.")
     if isinstance(value, bool) and "on" in typing.get_args(annotation):
         value = "on" if value else "off"  # YAML reads both as booleans
-    return _parse(value, annotation)
+    return _parse(key, value)
 
 
 def _typed(key: str, text: str) -> Any:
     """Return the value of a key as typed on the command line."""
     if key not in fields():
         raise BadInput(_unknown(key))
-    value = prompts.resolve(text, Path()) if key == "prompt" else _parse(text, fields()[key][0])
+    value = prompts.resolve(text, Path()) if key == "prompt" else _parse(key, text)
     if value == () and isinstance(text, str) and text.strip():
         raise BadInput(f"'{key}' is {text!r}, which names nothing: name something, separated by commas, or omit it.")
     return value
 
 
-def _parse(text: Any, annotation: Any) -> Any:
+def _parse(key: str, text: Any) -> Any:
     """Return a value for pydantic to judge: lists are split at commas, null and integers of a choice are read here."""
     if not isinstance(text, str):
         return text
+    annotation = fields()[key][0]
     options = typing.get_args(annotation)
     if typing.get_origin(annotation) is dict and text.lstrip().startswith("{"):
-        return documents.parse(text, f"The value {text}")
+        return documents.parse(text, f"'{key}'")
     if typing.get_origin(annotation) is tuple:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if text.lower() in ("null", "none", "") and type(None) in options:
@@ -217,6 +218,7 @@ def _sentence(error: ValidationError) -> str:
 def _allowed(message: str) -> str:
     message = message.removeprefix("Value error, ")
     message = (message[0].lower() + message[1:]).partition(", unable")[0].replace("a valid tuple", "a list")
+    message = message.replace("a valid dictionary", 'JSON, such as {"name": false}')
     message = re.sub(r"input should (be|have)", r"must \1", message)
     return re.sub(r"unable to parse string as (an?)", r"must be \1", message)
 

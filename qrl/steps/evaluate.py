@@ -136,7 +136,8 @@ def _evaluate_cell(cell: Evaluation, ask: answers.Ask) -> str:
         reuse.record_outputs(models={"model": uri}, artifacts=[names.QUESTIONS], values=values)
         bar.close()
         accuracy = f"{metrics[names.ACCURACY]:.3f} ± {metrics[names.ACCURACY_STDERR]:.3f}"
-        n = f"(n = {len(cell.questions)}{_sampled(metrics, settings.samples)})"
+        first = ", the first rows" if settings.selection == "first" else ""
+        n = f"(n = {len(cell.questions)}{first}{_sampled(metrics, settings.samples)})"
         click.echo(f"      {cell.name}: {accuracy} {n}, {asked.tokens_per_s:,.0f} tokens/s", err=True)
         return runs.active_id()
 
