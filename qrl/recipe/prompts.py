@@ -39,7 +39,9 @@ def resolve(value: Any, folder: Path) -> Any:
         return value
     path, what = folder / value, f"The prompt file {value}"
     if not path.is_file():
-        raise BadInput(f"There is no prompt file {path}: expected a YAML file with `user`, a text with {SLOT}.")
+        raise BadInput(
+            f"There is no prompt file {path.resolve()}: expected a YAML file with `user`, a text with {SLOT}."
+        )
     if path.stat().st_size > 10 * LONGEST:
         raise _too_long(what, path.stat().st_size, "bytes")
     return _checked(documents.parse(path, what), what)

@@ -13,6 +13,7 @@ import pytest
 
 import qrl
 from qrl import checkpoint, names, recipe, registry
+from qrl.engine import hf
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.registry import versions
 from qrl.steps import promote as promoting
@@ -296,7 +297,8 @@ def test_a_cell_knows_its_model_its_task_and_its_seed(evaluated, tmp_path):
     assert [model.name for model in mlflow.search_registered_models()] == ["mine", "qrl-my-llama"]
 
 
-def test_a_version_renders_chats_as_it_was_evaluated(evaluated, tmp_path):
+def test_a_version_renders_chats_as_it_was_evaluated(evaluated, monkeypatch):
+    monkeypatch.setattr(hf, "load", lambda path, *how: (None, hf.tokenizer(path)))
     off, name = '{"enable_thinking": false}', "qrl-my-llama"
     unlike = evaluated("base:full", **{"chat.template_kwargs": off})
     with pytest.raises(BadInput, match=f"rendered chats with chat.template_kwargs {off}, but .* stored .* with {{}}"):

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import mlflow
 import pytest
 
 from qrl import checkpoint, recipe, tiny
@@ -15,7 +16,7 @@ from qrl.serve import engines, requests, transformers_server
 from qrl.steps import evaluate, inputs, quantize, train
 from qrl.study import preflight
 from qrl.tasks import load, prompt
-from qrl.tracking import description
+from qrl.tracking import description, origin
 from qrl.train import Job, grpo
 
 # The part of Qwen3's template that decides about thinking.
@@ -103,6 +104,25 @@ def test_a_variable_that_the_template_lacks_is_refused_before_a_model_is_loaded(
         with pytest.raises(BadInput, match=f"sets '{name}'"):
             inputs.check_chat(own, thinking)
     inputs.check_chat(settings(thinking), thinking)
+
+
+def test_the_readmes_prompt_runs_and_is_kept_with_the_run_when_its_file_is_gone(store, tmp_path):
+    text = (Path(prompt.__file__).parent / "README.md").read_text().partition("```yaml\n")[2].partition("```")[0]
+    file = tmp_path / "my-prompt.yaml"
+    file.write_text(text)
+    small = {"evaluate.n": "4", "evaluate.max_new_tokens": "4", "prompt": str(file), "device": "cpu"}
+    limits = ("max_truncation_rate=1", "min_eos_rate=0", "min_parse_rate=0", "max_prompt_leak_rate=1")
+    own = recipe.load("tiny", small | dict(f"evaluate.{limit}".split("=") for limit in limits))
+    file.unlink()
+    evaluate.evaluate(own, None)
+    (run,) = mlflow.search_runs(filter_string="params.variant = 'base'", output_format="list")
+    assert run.data.params["prompt_hash"] == prompt.template_hash(own.prompt)
+    (found,) = origin.find(run.info.run_id)  # what `qrl compare --cells RUN`, say, or a later step inherits
+    inherited = recipe.load("auto", found.values)
+    system, user = prompt.messages("1 + 1?", prompt.of(inherited))
+    assert system["content"] == "You are a careful tutor." and user["content"].startswith("1 + 1?\n\nEnd with a line")
+    with pytest.raises(BadInput, match="the task is math"):
+        prompt.check("math", inherited.prompt)
 
 
 @pytest.mark.parametrize("value", [False, None, 3, -0.5, 'it\'s "%}" ü\n', ["a", {"b": True}], {}])
