@@ -90,7 +90,7 @@ BAD = {
         ["study", "--registered_name", "a/b", "--quantize.schemes", "nf4"],
         "registered_name is 'a/b'",
     ),
-    "a prompt file that is not there": (["evaluate", "--prompt", "own.yaml"], f"no prompt file {Path.cwd()}/own.yaml"),
+    "a prompt file that is not there": (["evaluate", "--prompt", "own.yaml"], "/store/own.yaml: expected a YAML file"),
     "a prompt file whose name no file can have": (
         ["train", "--prompt", "a" * 5000 + ".yaml"],
         "longer than a path may be",
