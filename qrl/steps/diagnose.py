@@ -62,8 +62,11 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, 
 
 def _check(recipe: Recipe, address: str) -> checkpoint.Checkpoint:
     """Return a checkpoint after its checks; its tokenizer matters only where models read texts."""
-    folder = addresses.folder(address)
-    return checkpoint.check(folder, need_tokenizer=recipe.diagnose.behaviour > 0, need_chat_template=False)
+    folder, reads = addresses.folder(address), recipe.diagnose.behaviour > 0
+    checked = checkpoint.check(folder, need_tokenizer=reads, need_chat_template=False)
+    if reads:
+        inputs.check_chat(recipe, folder)
+    return checked
 
 
 def _full(recipe: Recipe, address: str) -> Path:
