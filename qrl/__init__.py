@@ -69,9 +69,13 @@ def load(
     from qrl.engine import device as devices
     from qrl.engine import hf
     from qrl.registry import versions
+    from qrl.tasks import prompt
 
-    where = devices.choose(device)
-    return hf.load(versions.verify(resolve(name, stage)), where, devices.compute_dtype(dtype, where))
+    where, version = devices.choose(device), resolve(name, stage)
+    model, tokens = hf.load(versions.verify(version), where, devices.compute_dtype(dtype, where))
+    if version.chat:  # chats are rendered as they were evaluated
+        tokens.chat_template = prompt.fixed(tokens.get_chat_template(), version.chat)
+    return model, tokens
 
 
 def resolve(name: str, stage: str | int) -> Version:

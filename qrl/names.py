@@ -40,6 +40,7 @@ TAG_TASK = "qrl.task"
 TAG_DIGEST = "qrl.digest"
 TAG_CACHE_KEY = "qrl.cache_key"
 TAG_PARENT_DIGEST = "qrl.parent_digest"
+TAG_CHAT = "qrl.chat_template_kwargs"  # of a version, as JSON: how its evaluation rendered chats; absent if plainly
 TAG_PARENT_VERSION = "qrl.parent_version"
 TAG_REASON = "qrl.reason"
 TAG_VERDICT = "qrl.verdict"  # of a run that a gate refused: `refused`; qrl.reason says why

@@ -51,6 +51,11 @@ def serve_command(typed: Typed, settings, **options) -> None:
     """Serve a registered stage with an OpenAI-compatible API. Its gate and its digest are checked first."""
     from qrl.steps import serve
 
+    if {"prompt", "chat.template_kwargs"} & typed.overrides.keys():
+        raise BadInput(
+            "serve renders chats as the version was evaluated: leave --prompt and --chat.template_kwargs out."
+        )
+
     def check() -> None:
         serve.check_options("vllm", *(options[name] for name in ("stage", "memory", "follow_s", "drain_s")))
         serve.check(settings, options["stage"], host=options["host"], port=options["port"])

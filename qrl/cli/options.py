@@ -96,7 +96,7 @@ class RecipeCommand(click.Command):
         which = "Recipe to start from: a name from `qrl recipes`, or a YAML file. auto: by model, task and device."
         options = [click.Option(["--recipe", "recipe_name"], default="auto", metavar="NAME|FILE.yaml", help=which)]
         for key, (annotation, description) in recipe.fields().items():
-            read = "." not in key or key.split(".", maxsplit=1)[0] in self.sections
+            read = "." not in key or key.split(".", maxsplit=1)[0] in (*self.sections, "chat")
             value = "" if values[key] in ("null", "") else f"  [{Path(name).stem}: {values[key]}]"
             words = {"metavar": recipe.type_name(annotation), "help": description + value}
             hidden = not read or not (all_shown or key in self.first)
@@ -131,6 +131,8 @@ class RecipeCommand(click.Command):
 
             name = preflight.recipe_for(name, overrides)
         settings = ctx.params["settings"] = recipe.load(name, inherited | overrides)
+        if "prompt" in overrides:  # a file's contents, which its later steps then share
+            overrides["prompt"] = settings.prompt
         ctx.obj = Typed({"recipe": name, **overrides}, own, settings.device)
         return super().invoke(ctx)
 

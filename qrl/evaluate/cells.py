@@ -66,7 +66,8 @@ def ask(
         N × S rows in the order of `questions`, the samples of a question together, and the decoding speed.
     """
     settings, tokens, samples = recipe.evaluate, hf.tokenizer(cell.path), recipe.evaluate.samples
-    prompts = [ids for question in questions for ids in [render(tokens, question.question, recipe.prompt)] * samples]
+    template = prompt.of(recipe)
+    prompts = [ids for question in questions for ids in [render(tokens, question.question, template)] * samples]
     check_lengths(cell.path, questions, prompts[::samples])
     repeated = [question for question in questions for _ in range(samples)]
     longest = max(map(len, prompts)) + settings.max_new_tokens

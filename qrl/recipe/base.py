@@ -1,7 +1,7 @@
 """What every section of a recipe is built on: checked, frozen fields, and a mark for those that no cache key covers."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -23,6 +23,7 @@ class NotInKey:
 NO_KEY = NotInKey()
 _Value = TypeVar("_Value")
 NoKey = Annotated[_Value, NO_KEY]
+Selection = Annotated[Literal["random", "first"], NotInKey("selection", "random")]  # which questions of a split
 
 
 class Section(BaseModel):

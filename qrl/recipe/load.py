@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import ValidationError
 
 from qrl.errors import BadInput
+from qrl.recipe import documents, prompts
 from qrl.recipe.base import Section
 from qrl.recipe.sections import Recipe
 
@@ -35,7 +35,6 @@ RENAMED = {  # former key → present key
     "rollout.max_kl": "rollout.max_engine_kl",
     "watch.max_kl": "watch.max_reference_kl",
 }
-_INT = "tag:yaml.org,2002:int"
 
 
 @cache
@@ -119,32 +118,13 @@ def _locate(name_or_path: str, folder: Path) -> Path | None:
     return next((path for path in places if path.is_file()), None)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML with unique keys and decimal numbers; the library keeps the last of two keys, and reads 010 as 8."""
-
-    yaml_implicit_resolvers: typing.ClassVar = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != _INT]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.YAMLError(f"'{key}' is given twice")
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
-
-
 def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict:
     """Return a recipe file as dotted key → value, on top of the recipe that it extends.
 
     An empty section holds the defaults, and a list may be written as it is typed.
     `extending` holds the files that led to this one by `extends`.
     """
-    document, known = _parse_file(path), fields()
+    document, known = documents.parse(path, f"Recipe {path}"), fields()
     values = _parent(document.pop(EXTENDS, None), path, (*extending, path.resolve()))
     for key, value in document.items():
         if key == MACHINE and value not in ("gpu", "any"):
@@ -154,27 +134,13 @@ def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict:
             below = f"Recipe {path} holds '{key}', an option's name: write '{name}' below '{section}'."
             raise BadInput(below if key in known else _unknown(str(key)))
         if not any(other.startswith(f"{key}.") for other in known):
-            values[key] = _value(key, value)
+            values[key] = prompts.resolve(value, path.parent) if key == "prompt" else _value(key, value)
         elif isinstance(value, dict | None):
             values |= {f"{key}.{name}": _value(f"{key}.{name}", inner) for name, inner in (value or {}).items()}
         else:
             wrong = f"'{key}' is a section of the recipe, but its value is {value!r}"
             raise BadInput(f"{wrong}: write its keys below it.")
     return values
-
-
-def _parse_file(path: Path) -> dict:
-    try:
-        document = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInput(f"Recipe {path} is not valid YAML: {' '.join(str(error).split())}.") from None
-    except RecursionError:
-        expected = "but sections of keys were expected: see qrl/recipe/named"
-        raise BadInput(f"Recipe {path} is nested hundreds deep, {expected}.") from None
-    if not isinstance(document, dict):
-        kind = type(document).__name__
-        raise BadInput(f"Recipe {path} holds a {kind}, but a mapping of keys to values was expected.")
-    return document
 
 
 def _parent(extends: object, path: Path, chain: tuple[Path, ...]) -> dict:
@@ -200,24 +166,27 @@ def _value(key: str, value: Any) -> Any:
         raise BadInput(f"'{key}' is {value}, but a number was expected.")
     if isinstance(value, bool) and "on" in typing.get_args(annotation):
         value = "on" if value else "off"  # YAML reads both as booleans
-    return _parse(value, annotation)
+    return _parse(key, value)
 
 
 def _typed(key: str, text: str) -> Any:
     """Return the value of a key as typed on the command line."""
     if key not in fields():
         raise BadInput(_unknown(key))
-    value = _parse(text, fields()[key][0])
+    value = prompts.resolve(text, Path()) if key == "prompt" else _parse(key, text)
     if value == () and isinstance(text, str) and text.strip():
         raise BadInput(f"'{key}' is {text!r}, which names nothing: name something, separated by commas, or omit it.")
     return value
 
 
-def _parse(text: Any, annotation: Any) -> Any:
+def _parse(key: str, text: Any) -> Any:
     """Return a value for pydantic to judge: lists are split at commas, null and integers of a choice are read here."""
     if not isinstance(text, str):
         return text
+    annotation = fields()[key][0]
     options = typing.get_args(annotation)
+    if typing.get_origin(annotation) is dict and text.lstrip().startswith("{"):
+        return documents.parse(text, f"'{key}'")
     if typing.get_origin(annotation) is tuple:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if text.lower() in ("null", "none", "") and type(None) in options:
@@ -249,6 +218,7 @@ def _sentence(error: ValidationError) -> str:
 def _allowed(message: str) -> str:
     message = message.removeprefix("Value error, ")
     message = (message[0].lower() + message[1:]).partition(", unable")[0].replace("a valid tuple", "a list")
+    message = message.replace("a valid dictionary", 'JSON, such as {"name": false}')
     message = re.sub(r"input should (be|have)", r"must \1", message)
     return re.sub(r"unable to parse string as (an?)", r"must be \1", message)
 
@@ -260,8 +230,8 @@ def type_name(annotation: Any) -> str:
         return "|".join(map(str, typing.get_args(annotation)))
     if origin is Annotated:
         return type_name(typing.get_args(annotation)[0])
-    if origin is tuple:
-        return "list"
+    if origin in (tuple, dict):
+        return "list" if origin is tuple else "JSON"
     if origin in (typing.Union, types.UnionType):
         return type_name(next(part for part in typing.get_args(annotation) if part is not type(None)))
     return "text" if annotation is str else annotation.__name__

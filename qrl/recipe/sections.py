@@ -4,17 +4,22 @@ A field is a command-line option, MLflow's `-P` key and a logged parameter under
 option's help.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import JsonValue
 
-from qrl.recipe.base import NO_KEY, Count, Fraction, NoKey, NotInKey, Section, once, option
+from qrl.recipe.base import NO_KEY, Count, Fraction, NoKey, NotInKey, Section, Selection, once, option
 from qrl.recipe.training import Merge, Rollout, Train, Watch
 
 Scheme = Literal[
     "nf4", "int8", "awq", "awq-ct", "gptq", "fp8", "nvfp4a16", "nvfp4", "w8a16", "w8a8", "mxfp4a16", "rtn-int8",
     "rtn-int8-attention", "rtn-int4", "rtn-nvfp4-a16", "rtn-nvfp4-a4", "rtn-fp8", "rtn-mxfp4",
 ]  # fmt: skip  # the same as names.QUANTIZED_SCHEMES, by test: a Literal takes no variable
+
+
+_ALWAYS = "chat"  # the section that every step reads
 
 
 class Quantize(Section):
@@ -64,6 +69,9 @@ class Evaluate(Section):
     max_prompt_leak_rate: Fraction = option(0.01, "largest share of answers that repeat chat markers or the question")
     max_grader_fault_rate: Fraction = option(0.01, "largest share of answers with too much grader time or memory")
     samples_logged: Count = option(20, "completions in the table of each cell's run")
+    selection: Selection = option(
+        "random", "held-out questions to take: random (drawn by the seed) or first (the first rows of the file)"
+    )
 
 
 class Diagnose(Section):
@@ -113,6 +121,14 @@ class Benchmark(Section):
     round_s: float = option(10, "with --capacity: seconds of arrivals a round, at least", gt=0)
 
 
+class Chat(Section):
+    """How every chat is rendered, wherever the recipe's model reads one."""
+
+    template_kwargs: Annotated[dict[str, JsonValue], NotInKey("template_kwargs", {})] = option(
+        {}, "variables of the model's chat template, such as {enable_thinking: false} for Qwen3"
+    )
+
+
 class Recipe(Section):
     """A whole study: one model, one task, and the settings of every step."""
 
@@ -123,7 +139,11 @@ class Recipe(Section):
     data: NoKey[str | None] = option(
         None, "folder of train.jsonl and test.jsonl, or of the hub's repositories; default: generated, or the hub's"
     )
-    prompt: str = option("answer-line", "prompt template: answer-line, boxed or plain")
+    prompt: str = option(
+        "answer-line",
+        "prompt: answer-line, boxed or plain; or a YAML file of your own with user (a text with {question}) and, "
+        "optionally, system and tasks",
+    )
     seed: int = option(0, "seed of everything random", ge=0, lt=2**31)
     device: NoKey[Literal["auto", "cpu", "cuda"]] = option("auto", "auto uses a GPU if there is one")
     train: Train = Train()
@@ -136,10 +156,14 @@ class Recipe(Section):
     compare: Compare = Compare()
     promote: Promote = Promote()
     benchmark: Benchmark = Benchmark()
+    chat: Chat = Chat()
 
     def dump(self) -> str:
         """Return the resolved recipe as YAML, which `load` reads back to an equal recipe."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        document = self.model_dump(mode="json")
+        if self.prompt.startswith("{"):
+            document["prompt"] = json.loads(self.prompt)
+        return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
 
     def flat(self, *sections: str) -> dict[str, str]:
         """Return dotted key → value as text, as `-P` takes it: of all sections, or of the top level and those named."""
@@ -147,14 +171,14 @@ class Recipe(Section):
         for key, value in self.model_dump(mode="json").items():
             if not isinstance(value, dict):
                 values[key] = _text(value)
-            elif not sections or key in sections:
+            elif not sections or key in (*sections, _ALWAYS):
                 values |= {f"{key}.{name}": _text(inner) for name, inner in value.items()}
         return values
 
     def key_settings(self, *sections: str) -> dict[str, str]:
         """Return the part of `flat` that a cache key covers: of the top level, and of the sections named."""
         covered = {key for key in self.in_key() if not isinstance(getattr(self, key), Section)}
-        for section in sections:
+        for section in (*sections, _ALWAYS):
             covered |= {f"{section}.{name}" for name in getattr(self, section).in_key()}
         return {key: value for key, value in self.flat().items() if key in covered}
 
@@ -162,4 +186,6 @@ class Recipe(Section):
 def _text(value: Any) -> str:
     if isinstance(value, list):
         return ",".join(map(str, value))
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False, sort_keys=True)
     return "null" if value is None else str(value)

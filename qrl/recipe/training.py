@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import field_validator
 
 from qrl import names as known
-from qrl.recipe.base import Count, Fraction, NoKey, NotInKey, Section, once, option
+from qrl.recipe.base import Count, Fraction, NoKey, NotInKey, Section, Selection, once, option
 
 PACKED = ("int8", "nf4")  # ways to store a base as bitsandbytes codes
 _UNLESS_VLLM = NotInKey("engine", "transformers")  # settings of an engine that does not run
@@ -79,6 +79,9 @@ class Train(Section):
     qat_calibration_batch: Count = option(16, "calibration texts in one forward pass")
     qat_calibration_max_tokens: Count = option(1024, "longest calibration text, in tokens; a longer one is an error")
     completions_logged: Count = option(8, "completions that each logged step adds to the table of samples")
+    selection: Selection = option(
+        "random", "training questions to take: random (drawn by the seed) or first (the first rows of the file)"
+    )
 
     @field_validator("reward_weights")
     @classmethod

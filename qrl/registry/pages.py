@@ -76,6 +76,7 @@ def _certificate(version: Version, children: list[int]) -> str:
         "",
         # Not a table: the UI draws the columns of narrow ones without space between them.
         f"- accuracy **{accuracy:.3f} ± {stderr:.3f}** (± one standard error), n = {version.tags.get('n')} questions",
+        *([f"- chats rendered with `{version.tags[names.TAG_CHAT]}`"] if version.chat else []),
         *(f"- difference **{delta}** (95 % interval)" for delta in _deltas(records)),
         "",
         *(line for record in records for line in _gate(record)),

@@ -39,15 +39,24 @@ def registered_name(recipe: Recipe) -> str:
 
 
 def register(
-    name: str, model_uri: str, *, accuracy: float, stderr: float, n: int, parent_version: int | None = None, **cell: str
+    name: str,
+    model_uri: str,
+    *,
+    accuracy: float,
+    stderr: float,
+    n: int,
+    parent_version: int | None = None,
+    chat: str = "{}",
+    **cell: str,
 ) -> Version:
-    """Return the version with this digest: an existing one with intact files, else a new one from the logged model.
+    """Return the version with this digest and rendering: one with intact files, else a new one from the logged model.
 
     Args:
         name: the registered model, from `registered_name`.
         model_uri: "models:/m-…".
         accuracy, stderr, n: of the newest evaluation; tags of the version.
         parent_version: the version that these weights were made from.
+        chat: the evaluation's `chat.template_kwargs`, as JSON.
         cell: `variant`, `scheme`, and `digest` of the weights that were evaluated.
     """
     labels = {"digest": names.TAG_DIGEST, "variant": names.TAG_VARIANT, "scheme": names.TAG_SCHEME}
@@ -55,21 +64,24 @@ def register(
     tags |= {"accuracy": f"{accuracy:.4f}", "stderr": f"{stderr:.4f}", "n": str(n)}
     if parent_version:
         tags[names.TAG_PARENT_VERSION] = str(parent_version)
+    if chat != "{}":
+        tags[names.TAG_CHAT] = chat
     with locked(name):
         try:
             MlflowClient().create_registered_model(name)
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        number = _existing(name, model_uri, cell["digest"]) or _new(name, model_uri, tags)
+        number = _existing(name, model_uri, cell["digest"], chat) or _new(name, model_uri, tags)
         for key, value in tags.items():
             MlflowClient().set_model_version_tag(name, number, key, value)
         pages.refresh(name, int(number))
         return Version.of(MlflowClient().get_model_version(name, number))
 
 
-def _existing(name: str, model_uri: str, digest: str) -> str | None:
-    known = [entry for entry in versions_of(name) if entry.tags.get(names.TAG_DIGEST) == digest and _exists(entry)]
+def _existing(name: str, model_uri: str, digest: str, chat: str) -> str | None:
+    alike = [entry for entry in versions_of(name) if entry.tags.get(names.TAG_CHAT, "{}") == chat]
+    known = [entry for entry in alike if entry.tags.get(names.TAG_DIGEST) == digest and _exists(entry)]
     intact = (entry for entry in known if entry.source == model_uri or models.holds(str(entry.source), digest))
     return next((entry.version for entry in intact), None)
 

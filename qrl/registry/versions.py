@@ -80,6 +80,11 @@ class Version:
         """The address that MLflow loads."""
         return f"models:/{self.name}/{self.version}"
 
+    @property
+    def chat(self) -> dict[str, Any]:
+        """The variables that the evaluation gave to the chat template."""
+        return json.loads(self.tags.get(names.TAG_CHAT, "{}"))
+
     def gate(self, stage: str) -> Record | None:
         """Return the recorded decision on this version for a stage, or None without one."""
         verdict = self.tags.get(names.gate_tag(stage))

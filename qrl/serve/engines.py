@@ -9,9 +9,10 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import qrl
 from qrl.errors import BadInput
@@ -44,6 +45,7 @@ class ServedModel:
     dtype: str = "auto"  # or "fp32", "bf16", "fp16", as the recipe's `evaluate.dtype`
     aliases: tuple[str, ...] = ()  # other ids that clients may use; vLLM only
     memory: float | None = None  # share of the GPU's memory, for vLLM; None: its default
+    chat: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template, as in the evaluation
 
     @property
     def id(self) -> str:
@@ -101,10 +103,13 @@ def arguments(engine: str, model: ServedModel, listen: tuple[str, int] | Path, s
         options += ["--dtype", _DTYPES.get(dtype, "auto"), "--middleware", "qrl.serve.requests.Check"]
         options += ["--override-generation-config", json.dumps(_NEUTRAL)]
         options += ["--shutdown-timeout", str(DRAIN_S), *address]  # without it, running answers are cut off
+        if model.chat:
+            options += ["--default-chat-template-kwargs", json.dumps(model.chat)]
         if model.device == "cpu":
             return [*options, "--enforce-eager"]
         return [*options, "--gpu-memory-utilization", str(model.memory)] if model.memory else options
     options = {"model": model.path.resolve(), "name": model.id, "device": model.device, "dtype": model.dtype}
+    options["chat"] = json.dumps(model.chat)
     return [*(word for key, value in options.items() for word in (f"--{key}", str(value))), *address]
 
 

@@ -12,10 +12,11 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import uvicorn
@@ -61,7 +62,8 @@ class _Job:
 class Model:
     """A loaded checkpoint that answers one request at a time."""
 
-    def __init__(self, path: Path, device: str, dtype: str) -> None:
+    def __init__(self, path: Path, device: str, dtype: str, chat: Mapping[str, Any] | None = None) -> None:
+        self.chat = chat or {}  # variables of the chat template
         self.model, self.tokens = hf.load(path, device, devices.compute_dtype(dtype, device))
         config = self.model.config.get_text_config()
         self.window, rope = getattr(config, "max_position_embeddings", WINDOW), getattr(config, "rope_parameters", None)
@@ -77,8 +79,9 @@ class Model:
                 raise Refusal("`prompt` is empty or has tokens that the model does not know: give a text.", "prompt")
             return ids
         messages = [{"role": turn.role, "content": _text(turn.content)} for turn in asked.messages]
+        how = {"add_generation_prompt": True, "return_dict": True, **self.chat}
         try:
-            return self.tokens.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+            return self.tokens.apply_chat_template(messages, **how)["input_ids"]
         except Exception as error:  # the template is a program: it can raise anything
             raise Refusal(f"The model's chat template refuses these messages ({error}).", "messages") from None
 
@@ -286,10 +289,11 @@ def _usage(prompt: int, written: int) -> dict[str, int]:
 def main() -> None:
     """Load the checkpoint that the options name, then listen."""
     parser = argparse.ArgumentParser()
-    for option in ("--model", "--name", "--device", "--dtype", "--host", "--port"):
+    for option in ("--model", "--name", "--device", "--dtype", "--chat", "--host", "--port"):
         parser.add_argument(option, required=True, type=int if option == "--port" else str)
     given = parser.parse_args()
-    app = application(Model(Path(given.model), given.device, given.dtype), given.name, os.environ.get(API_KEY, ""))
+    model = Model(Path(given.model), given.device, given.dtype, json.loads(given.chat))
+    app = application(model, given.name, os.environ.get(API_KEY, ""))
     uvicorn.run(app, host=given.host, port=given.port, timeout_graceful_shutdown=DRAIN_S)
 
 

@@ -56,15 +56,16 @@ def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: st
     device = devices.choose(recipe.device)
     chosen = subjects(recipe, stages, models)
     questions = inputs.questions(recipe, "heldout", max(recipe.benchmark.requests, *recipe.benchmark.batches))
+    template = prompt.of(recipe)
+    prompts = [
+        [prompt.render(tokens, question.question, template) for question in questions]
+        for tokens in (hf.tokenizer(subject.path) for subject in chosen)
+    ]
     params = {"device": device, "models": ", ".join(subject.label for subject in chosen)}
     with (
         workspace("benchmark") as work,
         runs.step("benchmark", recipe, sections=("benchmark",), params=params, system_metrics=True),
     ):
-        prompts = [
-            [prompt.render(hf.tokenizer(subject.path), question.question, recipe.prompt) for question in questions]
-            for subject in chosen
-        ]
         if rates:
             _capacities(recipe, chosen, prompts, device, work)
         elif url:

@@ -62,8 +62,11 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, 
 
 def _check(recipe: Recipe, address: str) -> checkpoint.Checkpoint:
     """Return a checkpoint after its checks; its tokenizer matters only where models read texts."""
-    folder = addresses.folder(address)
-    return checkpoint.check(folder, need_tokenizer=recipe.diagnose.behaviour > 0, need_chat_template=False)
+    folder, reads = addresses.folder(address), recipe.diagnose.behaviour > 0
+    checked = checkpoint.check(folder, need_tokenizer=reads, need_chat_template=False)
+    if reads:
+        inputs.check_chat(recipe, folder)
+    return checked
 
 
 def _full(recipe: Recipe, address: str) -> Path:
@@ -158,7 +161,7 @@ def _behaviour(recipe: Recipe, full: dict[str, Path], quantized: Quantized) -> p
     rows = []
     for variant, path in full.items():
         model, tokens = hf.load(path, device, dtype)
-        rendered = (prompt.training_text(tokens, question, recipe.prompt) for question in questions)
+        rendered = (prompt.training_text(tokens, question, prompt.of(recipe)) for question in questions)
         texts = [tokens.encode(text, add_special_tokens=False) for text in rendered]
         layers = behaviour.sensitivity(model, texts, settings)
         own = {"variant": variant, "scheme": scan.proxy(settings.bits)}

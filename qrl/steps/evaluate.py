@@ -50,8 +50,7 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
     """
     cells = check(recipe, given)
     device = devices.choose(recipe.device)
-    questions = inputs.questions(recipe, "heldout", recipe.evaluate.n)
-    prompt.template_hash(recipe.prompt)  # rejects an unknown template before anything starts
+    questions = inputs.evaluated(recipe)
     if copies := inputs.repeated(questions):
         click.secho(f"qrl: {copies}", fg="yellow", err=True)
     store.prepare()
@@ -80,11 +79,15 @@ def check(recipe: Recipe, given: str | None) -> dict[tuple[str, str], tuple[str,
     """Return the cells' addresses and checkpoints, by variant and scheme.
 
     Raises:
-        BadInput: the list is malformed, or weights are stored in another scheme than the cell names.
+        BadInput: the list is malformed, weights are stored in another scheme than the cell names, or a chat template
+            has no variable that `chat.template_kwargs` sets.
     """
     text = given or f"{names.BASE}:{names.FULL}={recipe.model}"
     addresses = {inputs.cell(cell): address for cell, address in inputs.pairs(text, "a cell and its model").items()}
-    return {cell: (address, inputs.stored_as(cell, address)) for cell, address in addresses.items()}
+    cells = {cell: (address, inputs.stored_as(cell, address)) for cell, address in addresses.items()}
+    for _, weights in cells.values():
+        inputs.check_chat(recipe, weights.path)
+    return cells
 
 
 def _processes(cells: list[Evaluation]) -> int:
@@ -96,7 +99,7 @@ def _processes(cells: list[Evaluation]) -> int:
 
 def _evaluate_cell(cell: Evaluation, ask: answers.Ask) -> str:
     """Evaluate one cell in a nested run with the answers that `ask` obtains; return the run's id."""
-    recipe, settings, prompt_hash = cell.recipe, cell.recipe.evaluate, prompt.template_hash(cell.recipe.prompt)
+    recipe, settings, prompt_hash = cell.recipe, cell.recipe.evaluate, prompt.template_hash(prompt.of(cell.recipe))
     labels = {"variant": cell.variant, "scheme": cell.scheme, "task": recipe.task}
     key = keys.cell(recipe, cell.variant, cell.scheme, cell.weights.digest, cell.device)
     tags = {names.TAG_STEP: "evaluate", names.TAG_CACHE_KEY: key, names.TAG_DIGEST: cell.weights.digest}
@@ -133,7 +136,8 @@ def _evaluate_cell(cell: Evaluation, ask: answers.Ask) -> str:
         reuse.record_outputs(models={"model": uri}, artifacts=[names.QUESTIONS], values=values)
         bar.close()
         accuracy = f"{metrics[names.ACCURACY]:.3f} ± {metrics[names.ACCURACY_STDERR]:.3f}"
-        n = f"(n = {len(cell.questions)}{_sampled(metrics, settings.samples)})"
+        first = ", the first rows" if settings.selection == "first" else ""
+        n = f"(n = {len(cell.questions)}{first}{_sampled(metrics, settings.samples)})"
         click.echo(f"      {cell.name}: {accuracy} {n}, {asked.tokens_per_s:,.0f} tokens/s", err=True)
         return runs.active_id()
 

@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import Literal
 
 from qrl import checkpoint, names, tasks
+from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.formats import kind
 from qrl.recipe import Recipe
@@ -79,20 +81,38 @@ def check_variant(variant: str) -> str:
     return variant
 
 
-def questions(recipe: Recipe, split: tasks.Split, n: int | None) -> list[tasks.Question]:
+def trained(recipe: Recipe) -> list[tasks.Question]:
+    """Return the questions to train on; errors as in `questions`."""
+    return questions(recipe, "train", recipe.train.questions, recipe.train.selection)
+
+
+def evaluated(recipe: Recipe, n: int | None = None) -> list[tasks.Question]:
+    """Return the first `n` of the held-out questions that cells answer, by default `evaluate.n`; see `questions`."""
+    return questions(recipe, "heldout", recipe.evaluate.n if n is None else n, recipe.evaluate.selection)
+
+
+def questions(
+    recipe: Recipe, split: tasks.Split, n: int | None, selection: Literal["random", "first"] = "random"
+) -> list[tasks.Question]:
     """Return `n` questions of a split, for the recipe's prompt; None: all.
 
     Raises:
         BadInput: they cannot be read, the prompt elicits another form than the task grades, or only one is held out.
     """
     prompt.check(recipe.task, recipe.prompt)
-    chosen = tasks.load(recipe.task, split, n, recipe.seed, recipe.data)
+    chosen = tasks.load(recipe.task, split, n, recipe.seed, recipe.data, selection)
     if split == "heldout" and len(chosen) < 2 and n != 1:
         raise BadInput(
             f"There is {len(chosen)} held-out question in {source_of(recipe)}, which supports no error bar: put at "
             "least 2 into test.jsonl, and hundreds for a verdict."
         )
     return chosen
+
+
+def check_chat(recipe: Recipe, folder: Path) -> None:
+    """Raise BadInput if the chat template in a checkpoint's folder has no variable that `chat.template_kwargs` sets."""
+    if recipe.chat.template_kwargs:
+        prompt.check_kwargs(hf.tokenizer(folder), prompt.of(recipe))
 
 
 def digest(questions: Sequence[tasks.Question]) -> str:

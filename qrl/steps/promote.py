@@ -17,7 +17,7 @@ from qrl.recipe import Recipe
 from qrl.registry import gate, versions
 from qrl.registry.stages import check_stage, holder
 from qrl.steps import inputs, outcome
-from qrl.tracking import cells, contents, lineage, runs, store
+from qrl.tracking import cells, contents, lineage, models, runs, store
 from qrl.tracking.cells import Evaluated
 from qrl.tracking.lineage import Ancestor
 
@@ -78,8 +78,10 @@ def _own(recipe: Recipe, cell: Evaluated, base: Ancestor, typed: Collection[str]
             raise _contradicted(f"--{key} {wanted}", cell, f"it was evaluated with {key} {actual}")
     fields = {key: recorded[key] for key in ("task", "prompt", "data", "registered_name") if key in recorded}
     fields |= {"seed": int(recorded.get("seed", recipe.seed)), "model": base.address or recipe.model}
+    asked = {"selection": recorded.get("evaluate.selection", "random")}
+    fields["evaluate"] = recipe.evaluate.model_copy(update=asked)
     own = recipe.model_copy(update={key: value for key, value in fields.items() if key not in typed})
-    if "data" in typed and cell.questions not in ("", inputs.digest(inputs.questions(own, "heldout", cell.n))):
+    if "data" in typed and cell.questions not in ("", inputs.digest(inputs.evaluated(own, cell.n))):
         raise _contradicted(f"--data {own.data}", cell, "it was evaluated on other questions")
     if not (base.address or own.registered_name or "model" in typed):
         raise BadInput(f"The store does not say which base the model of run {cell.run_id} has: add --registered_name.")
@@ -124,8 +126,14 @@ def rollback(recipe: Recipe, stage: str) -> None:
 def _promote_one(recipe: Recipe, name: str, stage: str, candidate: Evaluated, base: Ancestor) -> str:
     if not candidate.model:
         raise GateRefused(f"Stage {stage} is refused: {' '.join(candidate.broken)}")
+    if candidate.chat != (stored := models.params(candidate.model).get(models.CHAT, "{}")):
+        evaluated = f"Run {candidate.run_id} rendered chats with chat.template_kwargs {candidate.chat}"
+        raise BadInput(
+            f"{evaluated}, but {candidate.model} is stored to render them with {stored}: evaluate it with the latter, "
+            "or train and quantize with the former."
+        )
     before = registry.resolve(name, gate.BEFORE[stage]) if stage in gate.BEFORE else None
-    facts = {key: getattr(candidate, key) for key in ("digest", "variant", "scheme", "accuracy", "stderr", "n")}
+    facts = {key: getattr(candidate, key) for key in ("digest", "variant", "scheme", "accuracy", "stderr", "n", "chat")}
     parent = before.version if before else None
     version = registry.register(name, candidate.model, **facts, parent_version=parent)
     held_by = holder(name, stage)  # asked of a model that is there: a server with rights denies what it does not have

@@ -42,6 +42,7 @@ def sources(recipe: Recipe, models: str | None) -> dict[str, checkpoint.Checkpoi
         checkpoints[inputs.check_variant(variant)] = source = checkpoint.check(addresses.folder(address))
         if source.quantization:
             raise BadInput(f"{address} is already quantized ({source.quantization}): use full-precision weights.")
+        inputs.check_chat(recipe, source.path)
     return checkpoints
 
 
@@ -150,10 +151,10 @@ class Texts:
 
     def _rendered(self, model: Path, solved: list[_Solved]) -> list[str]:
         """Render questions with their solutions; the end token is left out where a solution was cut."""
-        tokens, texts = staging.tokenizer(model), []
+        tokens, texts, template = staging.tokenizer(model), [], prompt.of(self.recipe)
         with _bar(len(solved), "render texts") as bar:
             for question, ended in solved:
-                text = prompt.training_text(tokens, question, self.recipe.prompt)
+                text = prompt.training_text(tokens, question, template)
                 texts.append(text if ended else text.removesuffix(tokens.eos_token))
                 bar.update()
         return texts
@@ -162,7 +163,7 @@ class Texts:
 def _answers(recipe: Recipe, model: Path, questions: list[tasks.Question], device: str) -> list[_Solved]:
     """Return questions with a model's greedy answers as their solutions, and whether each answer ended."""
     loaded, tokens = hf.load(model, device, devices.compute_dtype(recipe.evaluate.dtype, device))
-    prompts = [prompt.render(tokens, question.question, recipe.prompt) for question in questions]
+    prompts = [prompt.render(tokens, question.question, prompt.of(recipe)) for question in questions]
     sizes = {"max_new_tokens": recipe.evaluate.max_new_tokens, "batch_size": recipe.evaluate.batch_size}
     with _bar(len(prompts), "generate rollouts") as bar:
         completions = hf.generate(loaded, tokens, prompts, **sizes, progress=bar.update)

@@ -25,13 +25,20 @@ def given(recipe: Recipe, address: str, weights: checkpoint.Checkpoint, variant:
     """Return the store's address of a user's checkpoint, which is copied there unless it is known by its digest."""
     if address.startswith("models:/m-"):
         return address
-    if (known := models.find(weights.digest)) is not None:
+    if (known := models.find(weights.digest, _chat(recipe))) is not None:
         return known
     origin = str(Path(address).resolve()) if Path(address).is_dir() else address
     return _log(recipe, weights.path, weights.digest, variant, scheme, move=False, metadata={"source": origin})
 
 
-def _log(recipe: Recipe, path: Path, digest: str, variant: str, scheme: str, **how: object) -> str:
+def _log(
+    recipe: Recipe, path: Path, digest: str, variant: str, scheme: str, *, move: bool, metadata: dict[str, object]
+) -> str:
     facts = {"digest": digest, "variant": variant, "scheme": scheme, "task": recipe.task}
-    uri, _ = models.log_checkpoint(path, name=f"{variant}-{scheme}", **facts, **how)
+    metadata |= {models.CHAT: _chat(recipe)} if recipe.chat.template_kwargs else {}
+    uri, _ = models.log_checkpoint(path, name=f"{variant}-{scheme}", **facts, move=move, metadata=metadata)
     return uri
+
+
+def _chat(recipe: Recipe) -> str:
+    return recipe.flat("chat")["chat.template_kwargs"]

@@ -124,7 +124,9 @@ def check(recipe: Recipe, stage: str, *, host: str, port: int) -> tuple[versions
     server.check_port(host, port)
     verify = partial(versions.whole, version, path)
     device = devices.choose(recipe.device)
-    return version, ServedModel(version.name, version.version, path, verify, device, recipe.evaluate.dtype)
+    return version, ServedModel(
+        version.name, version.version, path, verify, device, recipe.evaluate.dtype, chat=version.chat
+    )
 
 
 def _print_notes(address: str, model: ServedModel, stage: str, follow_s: float | None, unpacked: bool) -> None:
@@ -146,7 +148,9 @@ def _followed(first: versions.Version, model: ServedModel, start: Callable[[], p
         version = replace(registry.resolve(first.name, number), stage=first.stage)  # checks the gate of this stage only
         path = versions.admit(version)
         digests[number] = version.digest
-        return replace(model, version=number, path=path, verify=partial(versions.whole, version, path))
+        return replace(
+            model, version=number, path=path, verify=partial(versions.whole, version, path), chat=version.chat
+        )
 
     def on_switch(new: ServedModel, sentence: str) -> None:
         click.echo(sentence)

@@ -33,16 +33,17 @@ def train(recipe: Recipe) -> None:
     Under `torchrun` or `accelerate launch` every process trains, and only the first logs and writes.
     """
     base = checkpoint.check(source.locate(recipe.model))
+    inputs.check_chat(recipe, base.path)
     device = devices.choose(recipe.device)
     teacher = checkpoint.check(addresses.folder(recipe.train.teacher)) if recipe.train.teacher else None
-    questions = inputs.questions(recipe, "train", recipe.train.questions)
+    questions = inputs.trained(recipe)
     heldout = inputs.all_heldout(recipe)
     world = process.world_size()
     key = keys.trained(recipe, base.digest, device, teacher=teacher.digest if teacher else None, processes=world)
     work = (WORK / f"train-{key[:16]}").resolve()
     probed = inputs.probe(recipe, questions, heldout) if recipe.watch.probe_every else ()
     sections = {"settings": recipe.train, "rollout": recipe.rollout, "watch": recipe.watch}
-    how = {"task": recipe.task, "template": recipe.prompt, "seed": recipe.seed, "device": device}
+    how = {"task": recipe.task, "template": prompt.of(recipe), "seed": recipe.seed, "device": device}
     folders = {"base": base.path, "work": work / "trainer", "out": work / "model"}
     job = Job(questions=questions, probed=probed, **sections, **how, **folders)
     rollout.check(recipe.rollout, device, recipe.train)
@@ -51,7 +52,6 @@ def train(recipe: Recipe) -> None:
     else:
         grpo.check(base, job)
         rollout.check_installed(recipe.rollout)
-    prompt.template_hash(recipe.prompt)  # refuses an unknown template before anything starts
     if process.rank():
         grpo.run(job)
         return
@@ -130,7 +130,7 @@ def _prompts_to_check(recipe: Recipe, base: Path) -> tuple[list[list[int]], str]
             lists,
             f"{len(lists)} lists of random token ids, since no question of {recipe.task} is at hand: give data=FOLDER",
         )
-    rendered = [prompt.render(tokens, question.question, recipe.prompt) for question in questions]
+    rendered = [prompt.render(tokens, question.question, prompt.of(recipe)) for question in questions]
     return rendered, f"{len(rendered)} questions of {recipe.task}"
 
 

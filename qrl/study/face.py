@@ -49,6 +49,7 @@ def study(recipe: str = "auto", **overrides: object) -> Study:
     typed = {key: str(value) for key, value in overrides.items()}
     recipe = preflight.recipe_for(recipe, typed)
     settings = recipes.load(recipe, typed)
+    typed |= {"prompt": settings.prompt} if "prompt" in typed else {}  # a file's contents
     run_id = pipeline.study(settings, {"recipe": recipe, **typed})
     rows = compare.read_questions(contents.artifact(run_id, names.QUESTIONS))
     found = compare.from_questions(rows, margin=settings.compare.margin)

@@ -31,7 +31,7 @@ def head(recipe: Recipe, run_id: str, table: Mapping[str, Any]) -> dict[str, str
         "Model": recipe.model,
         "Task": recipe.task + (f", {recipe.data}" if recipe.data else ""),
         "Training": f"{method}, {training.steps} steps, {training.prompts_per_step} × {training.generations} answers",
-        "Questions": f"{cell['n']:,} held-out",
+        "Questions": f"{cell['n']:,} held-out{', the first rows' * (recipe.evaluate.selection == 'first')}",
         "Seed": str(recipe.seed) if seeds == 1 else f"{seeds} seeds",
         "Date": datetime.fromtimestamp(run.info.start_time / 1000).astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "Commit": run.data.tags.get("mlflow.source.git.commit", "")[:12],

@@ -46,6 +46,7 @@ def check(
     from qrl import evaluate
     from qrl.engine import device as devices
     from qrl.quantize import settings as choices
+    from qrl.steps import inputs
     from qrl.study import report
     from qrl.tasks import prompt
     from qrl.train import rollout
@@ -59,6 +60,7 @@ def check(
         fitting = f"use a machine with one, or recipe={smaller}"
         insist([f"Recipe {name} is sized for a GPU, but this study would run on a CPU: {fitting}."], yes=yes)
     base = checkpoint.check(source.locate(recipe.model))
+    inputs.check_chat(recipe, base.path)
     check_schemes(recipe, base.path)
     rollout.check(recipe.rollout, device, recipe.train)
     return device, base.digest
@@ -137,7 +139,7 @@ def _check_contamination(recipe: Recipe) -> None:
     from qrl.tasks import contamination
 
     if recipe.data or recipe.task != "arithmetic":
-        trained = inputs.questions(recipe, "train", recipe.train.questions)
+        trained = inputs.trained(recipe)
         overlap = contamination.overlap(trained, inputs.all_heldout(recipe))
         contamination.check(overlap, recipe.task, recipe.train.max_ngram_share)
 
@@ -150,19 +152,14 @@ def _without_room(recipe: Recipe, base: Path, positions: int | None) -> list[str
     from qrl.steps import inputs
     from qrl.tasks import prompt
 
-    tokens, objections = hf.tokenizer(base), []
+    tokens, template, objections = hf.tokenizer(base), prompt.of(recipe), []
     asked = {
-        "training": (
-            "train",
-            recipe.train.questions,
-            "train.max_completion_tokens",
-            recipe.train.max_completion_tokens,
-        ),
-        "held-out": ("heldout", recipe.evaluate.n, "evaluate.max_new_tokens", recipe.evaluate.max_new_tokens),
+        "training": (inputs.trained, "train.max_completion_tokens", recipe.train.max_completion_tokens),
+        "held-out": (inputs.evaluated, "evaluate.max_new_tokens", recipe.evaluate.max_new_tokens),
     }
-    for kind, (split, n, key, answer) in asked.items():
-        longest = nlargest(LONGEST, inputs.questions(recipe, split, n), key=lambda question: len(question.question))
-        length = max(len(prompt.render(tokens, question.question, recipe.prompt)) for question in longest)
+    for kind, (questions, key, answer) in asked.items():
+        longest = nlargest(LONGEST, questions(recipe), key=lambda question: len(question.question))
+        length = max(len(prompt.render(tokens, question.question, template)) for question in longest)
         if positions and length + answer > positions:
             wrong = f"A {kind} prompt of {length:,} tokens and {key} = {answer:,} exceed the model's {positions:,}"
             remedy = f"set {key} to at most {positions - length:,}" if positions > length else "remove long questions"
@@ -174,7 +171,7 @@ def _without_room(recipe: Recipe, base: Path, positions: int | None) -> list[str
             chosen = inputs.questions(seeded, "train", settings.samples)
             calibration.check_count(len(chosen), settings.samples, f"The task {recipe.task}")
             longest = nlargest(LONGEST, chosen, key=lambda question: len(question.question + question.solution))
-            texts = [prompt.training_text(tokens, question, recipe.prompt) for question in longest]
+            texts = [prompt.training_text(tokens, question, template) for question in longest]
             if (length := max(map(len, tokens(texts, add_special_tokens=False)["input_ids"]))) > settings.max_tokens:
                 allowed = f"quantize.calibration_max_tokens is {settings.max_tokens:,}: raise it"
                 raise BadInput(f"A calibration text has {length:,} tokens, question and solution, but {allowed}.")

@@ -26,7 +26,7 @@ from qrl.tracking.keys import SECTIONS
 FIRST = "tiny-ptq"
 QAT = ("qat-int8", "qat-int8-attention", "qat-int4", "qat-nvfp4-a16", "qat-nvfp4-a4")
 ARMS = ("tiny-qlora", *QAT, "qad-int4", "qad-nvfp4-a4")
-SHARED = ("model", "task", "data", "prompt", "device", "evaluate", "quantize.calibration_samples")  # by all methods
+SHARED = ("model", "task", "data", "prompt", "chat", "device", "evaluate", "quantize.calibration_samples")  # by all
 Arm = tuple[str, Recipe]  # a method: the recipe's name or file, and the recipe
 
 

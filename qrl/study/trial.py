@@ -68,13 +68,13 @@ def _run(recipe: Recipe, path: Path, device: str) -> Trial:
     from qrl.steps import inputs
     from qrl.tasks import prompt
 
-    questions = inputs.questions(recipe, "heldout", max(N, recipe.evaluate.n))[:N]
+    questions = inputs.evaluated(recipe, max(N, recipe.evaluate.n))[:N]
     free, needed = forecast.free_bytes(device), forecast.Shape.of(path).parameters * 2
     if needed > free:
         weights = f"{forecast.size(needed)} of weights in bf16, but {forecast.size(free)} of memory are free"
         raise BadInput(f"{path} has {weights} on this {device}: use a smaller model or a larger machine.")
     model, tokens = hf.load(path, device, devices.compute_dtype(recipe.evaluate.dtype, device))
-    prompts = [prompt.render(tokens, question.question, recipe.prompt) for question in questions]
+    prompts = [prompt.render(tokens, question.question, prompt.of(recipe)) for question in questions]
     cells.check_lengths(path, questions, prompts)
 
     def timed(asked: list, longest: int) -> tuple[float, list]:

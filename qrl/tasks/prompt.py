@@ -1,15 +1,24 @@
 """The only renderer of prompts: training, calibration and evaluation use it, so all three see the same token ids.
 
-Every function raises BadInput if the template is unknown, or if the tokenizer's chat template is missing or fails.
+Every function raises BadInput if the template is unknown, or if the tokenizer's chat template is missing, fails, or has
+no variable of a name in `chat.template_kwargs`.
 """
 
+from __future__ import annotations
+
 import hashlib
+import inspect
 import json
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from qrl.errors import BadInput
 from qrl.tasks.question import Question
+
+if TYPE_CHECKING:
+    from qrl.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +28,7 @@ class Template:
     user: str  # the user's turn; `{question}` is replaced by the question
     system: str | None = None  # the system's turn; None leaves it out (or to the model's own chat template)
     tasks: tuple[str, ...] | None = None  # tasks with a grader that reads the requested format; None means any task
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the model's chat template
 
 
 TEMPLATES = {
@@ -34,19 +44,37 @@ TEMPLATES = {
 }
 
 
-def messages(question: str, template: str) -> list[dict[str, str]]:
+def of(recipe: Recipe) -> Template:
+    """Return a recipe's prompt with its `chat.template_kwargs`."""
+    return replace(resolve(recipe.prompt), kwargs=recipe.chat.template_kwargs)
+
+
+def resolve(template: str | Template) -> Template:
+    """Return the template of a name, or of a user's own as JSON, as recipes hold it."""
+    if isinstance(template, Template):
+        return template
+    if template.startswith("{"):
+        own = json.loads(template)
+        return Template(own["user"], own.get("system"), tuple(own["tasks"]) if "tasks" in own else None)
+    if template not in TEMPLATES:
+        names = ", ".join(TEMPLATES)
+        raise BadInput(f"There is no prompt template '{template}': expected one of {names}, or a YAML file's path.")
+    return TEMPLATES[template]
+
+
+def messages(question: str, template: str | Template) -> list[dict[str, str]]:
     """Return the chat of a question: an optional system turn and the user's."""
-    wording = _template(template)
+    wording = resolve(template)
     user = {"role": "user", "content": wording.user.replace("{question}", question)}
     return [user] if wording.system is None else [{"role": "system", "content": wording.system}, user]
 
 
-def render(tokenizer: Any, question: str, template: str) -> list[int]:
+def render(tokenizer: Any, question: str, template: str | Template) -> list[int]:
     """Return the token ids of the prompt, up to the start of the model's own turn."""
     return tokenizer(_prompt(tokenizer, question, template), add_special_tokens=False)["input_ids"]
 
 
-def training_text(tokenizer: Any, question: Question, template: str) -> str:
+def training_text(tokenizer: Any, question: Question, template: str | Template) -> str:
     """Return prompt, solution and end token as one text, for calibration; tokenize it without special tokens.
 
     Raises:
@@ -57,35 +85,74 @@ def training_text(tokenizer: Any, question: Question, template: str) -> str:
     return _prompt(tokenizer, question.question, template) + question.solution + tokenizer.eos_token
 
 
-def check(task: str, template: str) -> None:
+def check(task: str, template: str | Template) -> None:
     """Raise BadInput if a template requests a format that the task's grader does not read."""
-    tasks = _template(template).tasks
+    tasks = resolve(template).tasks
     if tasks is not None and task not in tasks:
         fitting = [name for name, other in TEMPLATES.items() if other.tasks is None or task in other.tasks]
         what = f"The prompt template '{template}' requests the answer format of {' and '.join(tasks)}"
+        if template not in TEMPLATES:
+            what = f"The prompt of your own is for {' and '.join(tasks)}, as its `tasks` say"
         raise BadInput(f"{what}, but the task is {task}: expected prompt={' or prompt='.join(fitting)}.")
 
 
-def template_hash(template: str) -> str:
-    """Return the first 16 hex digits of the sha256 over a template's texts, which every run records."""
-    wording = _template(template)
+def check_kwargs(tokenizer: Any, template: str | Template) -> None:
+    """Raise BadInput if the tokenizer's chat template has no variable of a name in the template's `kwargs`."""
+    kwargs = resolve(template).kwargs
+    if not kwargs:
+        return
+    from jinja2 import TemplateError
+
+    try:
+        known = sorted(_variables(tokenizer.get_chat_template()) - _set_by_rendering(tokenizer))
+    except (ValueError, TemplateError):  # no template, or a broken one: rendering says so
+        return
+    if unknown := [name for name in kwargs if name not in known]:
+        has = f"which has {', '.join(known)}" if known else "which has none"
+        raise BadInput(
+            f"chat.template_kwargs sets '{unknown[0]}', but this is no variable of the model's chat template, {has}: "
+            "leave it out or use another model."
+        )
+
+
+def template_hash(template: str | Template) -> str:
+    """Return the first 16 hex digits of the sha256 over a template's texts and kwargs, which every run records."""
+    wording = resolve(template)
     texts = {"user": wording.user, "system": wording.system}
+    texts |= {"kwargs": wording.kwargs} if wording.kwargs else {}
     return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _template(name: str) -> Template:
-    if name not in TEMPLATES:
-        raise BadInput(f"There is no prompt template '{name}': expected one of {', '.join(TEMPLATES)}.")
-    return TEMPLATES[name]
+def fixed(chat_template: str, kwargs: Mapping[str, Any]) -> str:
+    """Return a chat template whose variables have fixed values, for readers that set none: MLflow, `qrl.load`."""
+    # Jinja reads Python's literals; `+` keeps a line break that the template begins with.
+    return "".join(f"{{% set {name} = {value!r} +%}}" for name, value in sorted(kwargs.items())) + chat_template
 
 
-def _prompt(tokenizer: Any, question: str, template: str) -> str:
-    chat = messages(question, template)
+@lru_cache(maxsize=8)
+def _variables(chat_template: str) -> frozenset[str]:
+    """Return the variables that a chat template reads and does not set before."""
+    from jinja2 import meta
+    from transformers.utils import chat_template_utils
+
+    environment = chat_template_utils._compile_jinja_template(chat_template).environment
+    return frozenset(meta.find_undeclared_variables(environment.parse(chat_template)) - environment.globals.keys())
+
+
+def _set_by_rendering(tokenizer: Any) -> set[str]:
+    """Return the names that a tokenizer itself gives to its chat template."""
+    arguments = inspect.signature(tokenizer.apply_chat_template).parameters
+    return {"messages", *tokenizer.special_tokens_map, *arguments}
+
+
+def _prompt(tokenizer: Any, question: str, template: str | Template) -> str:
+    chat, kwargs = messages(question, template), resolve(template).kwargs
     if not tokenizer.chat_template:
         remedy = "use an instruction-tuned model, or add chat_template to its tokenizer_config.json"
         raise BadInput(f"The tokenizer has no chat template, which prompts need: {remedy}.")
+    check_kwargs(tokenizer, template)
     try:
-        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **kwargs)
     except Exception as error:  # the template is a program, run in Jinja's sandbox: it can raise anything
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
         what = f"The model's chat template fails on a single question ({reason})"

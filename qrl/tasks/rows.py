@@ -81,13 +81,25 @@ def from_cache() -> Iterator[None]:
 
 
 def questions(
-    prefix: str, rows: Iterable[Row], read_row: ReadRow, n: int | None, seed: int, source: str
+    prefix: str,
+    rows: Iterable[Row],
+    read_row: ReadRow,
+    n: int | None,
+    seed: int,
+    source: str,
+    selection: str = "random",
 ) -> list[Question]:
-    """Return all questions, or n drawn without replacement; ids count the rows; raise BadInput without any."""
+    """Return all questions, or n of them, the first or drawn without replacement; ids count the rows.
+
+    Raises:
+        BadInput: there is no row, or one is malformed.
+    """
     found = [read_row(f"{prefix}-{index}", where, row) for index, (where, row) in enumerate(rows)]
     if not found:
         raise BadInput(f"{source} has no questions: expected at least one row.")
-    return found if n is None or n >= len(found) else random.Random(seed).sample(found, n)
+    if n is None or n >= len(found) or selection == "first":
+        return found[:n]
+    return random.Random(seed).sample(found, n)
 
 
 def _object(where: str, line: bytes) -> dict[str, Any]:

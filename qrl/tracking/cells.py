@@ -7,7 +7,7 @@ import pandas as pd
 
 from qrl import names
 from qrl.errors import BadInput, QrlError, first_line
-from qrl.tracking import contents, models, reuse, runs, store
+from qrl.tracking import contents, models, origin, reuse, runs, store
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,11 @@ class Evaluated:
     broken: tuple[str, ...]  # sentences on the limits that it broke, or why it ended early; empty if healthy
     questions: str = ""  # digest of the held-out questions
     settings: Mapping[str, str] = field(default_factory=dict)  # of the `evaluate` step, by key of the recipe, as text
+
+    @property
+    def chat(self) -> str:
+        """How chats were rendered: `chat.template_kwargs` as JSON."""
+        return self.settings.get("chat.template_kwargs", "{}")
 
 
 def read(run_id: str) -> Evaluated:
@@ -57,7 +62,7 @@ def read(run_id: str) -> Evaluated:
         n=int(metrics[names.N]),
         broken=() if healthy else (tags.get(names.TAG_REASON, f"its run ended as {run.info.status}"),),
         questions=next((tag.value for dataset in datasets for tag in dataset.tags if tag.key == "digest"), ""),
-        settings=contents.run(step).data.params if step else {},
+        settings=origin.values(contents.run(step)) if step else {},
     )
 
 

@@ -1,5 +1,6 @@
 """What MLflow reads beside a checkpoint: MLmodel, the environment's files, and the tokenizer for MLflow's flavor."""
 
+import json
 import os
 import shutil
 import sys
@@ -17,6 +18,8 @@ from mlflow.types.llm import CHAT_MODEL_INPUT_SCHEMA, CHAT_MODEL_OUTPUT_SCHEMA
 from mlflow.types.schema import AnyType
 
 from qrl import checkpoint, names, process
+from qrl.engine import hf
+from qrl.tasks import prompt
 from qrl.tracking import keys, pyfunc_chat
 
 _CHAT = "llm/v1/chat"
@@ -28,6 +31,7 @@ _NEEDS = {
 # OpenAI's fields that MLflow's signature lacks; it drops such fields with a warning, where `pyfunc_chat` refuses them.
 _MORE = ("model", "user", "seed", "logprobs", "top_logprobs", "logit_bias", "max_completion_tokens", "response_format")
 _MORE += ("stream_options", "tool_choice")
+CHAT = "chat_template_kwargs"  # among a model's facts, as JSON: the variables that its flavor's tokenizer fixes
 _CODE = "code"  # the folder that MLflow puts on Python's path
 
 
@@ -38,6 +42,10 @@ def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any]) -> None:
     for file in (folder / "model").iterdir():
         if file.name in (*checkpoint.TOKENIZER_FILES, "config.json"):
             put(file, tokenizer / file.name, link=True)
+    if chat := facts.get(CHAT):
+        fixed = prompt.fixed(hf.tokenizer(folder / "model").get_chat_template(), json.loads(str(chat)))
+        (tokenizer / checkpoint.CHAT_TEMPLATES[0]).unlink(missing_ok=True)  # a link to the checkpoint's own
+        (tokenizer / checkpoint.CHAT_TEMPLATES[0]).write_text(fixed, encoding="utf-8")
     (folder / _CODE).mkdir()
     put(Path(pyfunc_chat.__file__), folder / _CODE / Path(pyfunc_chat.__file__).name, link=False)
     inputs = Schema([*CHAT_MODEL_INPUT_SCHEMA.inputs, *(ColSpec(AnyType(), name, required=False) for name in _MORE)])

@@ -13,6 +13,7 @@ from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
 from qrl import checkpoint, names
 from qrl.errors import BadInput, QrlError, first_line
 from qrl.tracking import model_files
+from qrl.tracking.description import CHAT
 from qrl.tracking.model_files import local
 
 
@@ -94,10 +95,13 @@ def local_path(model_uri: str) -> Path:
     return path
 
 
-def find(digest: str) -> str | None:
-    """Return the address of a model in the active experiment with this digest and intact files, or None."""
-    ready = (f"models:/{model.model_id}" for model in _ready(**{names.TAG_DIGEST: digest}))
-    return next((uri for uri in ready if holds(uri, digest)), None)
+def find(digest: str, chat: str = "{}") -> str | None:
+    """Return the address of a model in the active experiment with this digest and intact files, or None.
+
+    `chat` is `chat.template_kwargs` as JSON, with which MLflow's flavor of the model renders chats.
+    """
+    ready = [model for model in _ready(**{names.TAG_DIGEST: digest}) if model.params.get(CHAT, "{}") == chat]
+    return next((uri for model in ready if holds(uri := f"models:/{model.model_id}", digest)), None)
 
 
 def child(parent: str, variant: str, scheme: str) -> str | None:

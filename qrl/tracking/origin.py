@@ -40,7 +40,7 @@ def find(text: str) -> list[Origin]:
             continue
         made[run.info.run_id] = run
     newest = sorted(made.values(), key=lambda run: run.info.start_time, reverse=True)
-    origins = [Origin(run.info.run_id, run.data.tags.get(names.TAG_STEP, ""), _values(run)) for run in newest]
+    origins = [Origin(run.info.run_id, run.data.tags.get(names.TAG_STEP, ""), values(run)) for run in newest]
     return [origin for origin in origins if origin.values]
 
 
@@ -56,7 +56,7 @@ def _step(match: re.Match) -> Run:
     return run
 
 
-def _values(run: Run) -> dict[str, str]:
+def values(run: Run) -> dict[str, str]:
     """Return the recipe that a run recorded; of an older run, the part of it among its params."""
     try:
         return recipe.load(str(contents.artifact(run.info.run_id, names.RECIPE))).flat()

@@ -62,7 +62,9 @@ def step(
         with _ended(run):
             if _KIND not in mlflow.get_experiment(run.info.experiment_id).tags:
                 mlflow.MlflowClient().set_experiment_tag(run.info.experiment_id, _KIND, "custom_model_development")
-            settings = {**recipe.flat(*sections), "prompt_hash": prompt.template_hash(recipe.prompt)} if recipe else {}
+            settings = (
+                {**recipe.flat(*sections), "prompt_hash": prompt.template_hash(prompt.of(recipe))} if recipe else {}
+            )
             contents.log_params({**settings, **(params or {})})
             if recipe:  # whole, for steps that go on from here
                 mlflow.log_text(recipe.dump(), names.RECIPE)

@@ -7,6 +7,7 @@ from typing import Any
 from qrl import process
 from qrl.errors import BadInput
 from qrl.recipe import Train
+from qrl.tasks import prompt
 from qrl.train import rollout
 from qrl.train.job import Job
 
@@ -80,6 +81,7 @@ def common(job: Job) -> dict[str, Any]:
         "num_completions_to_print": 0,
         "report_to": "none",
         "disable_tqdm": True,
+        "chat_template_kwargs": dict(prompt.resolve(job.template).kwargs) or None,
         "seed": job.seed,
         "data_seed": job.seed,
         "use_cpu": job.device == "cpu",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from qrl import tasks
+    from qrl.tasks import prompt
 
 Log = Callable[[dict[str, float], int], None]  # metrics by name, and the optimizer step
 
@@ -34,7 +35,7 @@ class Job:
     questions: Sequence[tasks.Question]  # to train on; a step draws `prompts_per_step` of them
     settings: Train
     task: str  # the task that grades; distillation does not grade
-    template: str  # name of the prompt template
+    template: str | prompt.Template  # the prompt: its name, or its texts and variables of the chat template
     seed: int  # of data order and sampling
     device: str  # "cpu" or "cuda"
     work: Path  # folder of the trainer's checkpoints: the same for a run and its second try, and for all processes

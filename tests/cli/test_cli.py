@@ -90,6 +90,24 @@ BAD = {
         ["study", "--registered_name", "a/b", "--quantize.schemes", "nf4"],
         "registered_name is 'a/b'",
     ),
+    "a prompt file that is not there": (["evaluate", "--prompt", "own.yaml"], "/store/own.yaml: expected a YAML file"),
+    "a prompt file whose name no file can have": (
+        ["train", "--prompt", "a" * 5000 + ".yaml"],
+        "longer than a path may be",
+    ),
+    "a prompt of another task": (
+        ["study", "--prompt", "{{user: '{{question}}', tasks: [math]}}", "--quantize.schemes", "nf4"],
+        "is for math, as its `tasks` say, but the task is arithmetic",
+    ),
+    "a variable that the chat template lacks": (
+        ["evaluate", "--chat.template_kwargs", '{{"enable_thinking": false}}'],
+        "sets 'enable_thinking', but this is no variable of the model's chat template",
+    ),
+    "the first of generated questions": (["train", "--train.selection", "first"], "has no first rows"),
+    "a server that renders otherwise": (
+        ["serve", "--stage", "awq", "--chat.template_kwargs", "{{a: 1}}"],
+        "serve renders chats as the version was evaluated",
+    ),
     "unknown recipe": (["study", "--recipe", "tinny"], "no recipe 'tinny'"),
     "unknown scheme": (["quantize", "--scheme", "gguf"], "no scheme 'gguf'"),
     "awq of no model, in whatever environment": (

@@ -1,5 +1,6 @@
 """Recipes: what is typed is what runs, and what cannot run is refused in one sentence."""
 
+import re
 import typing
 
 import pytest
@@ -111,6 +112,10 @@ def test_seed_002s_recipes_are_its_runs(size):
         ("watch.stop", "kl,kl", "must name each watcher once"),
         ("rollout.kv_cache", "int8", "'auto' or 'fp8'"),
         ("nonsense", "1", "not a key"),
+        ("train.selection", "last", "must be 'random' or 'first'"),
+        ("chat.template_kwargs", "thinking", 'must be JSON, such as {"name": false}'),
+        ("chat.template_kwargs", "{a: ", "is not valid YAML"),
+        ("prompt", "{user: 'Solve it.'}", "no `user` with {question}"),
     ],
 )
 def test_bad_values_are_refused_in_one_sentence_that_names_key_and_allowed_values(key, text, says):
@@ -244,6 +249,63 @@ def test_every_task_is_a_choice_and_every_recipes_prompt_asks_for_the_form_that_
     for name in recipe.names():
         loaded = recipe.load(name)
         prompt.check(loaded.task, loaded.prompt)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("user: '{question}'\nsytem: Be brief.", "has the key 'sytem', but only user, system and tasks"),
+        ("user: Solve it.", "has no `user` with {question}"),
+        ("system: Be brief.", "has no `user` with {question}"),
+        ("user: 5", "has no `user` with {question}"),
+        ("user: '{question}'\nsystem: ' '", "`system` that is empty"),
+        ("user: '{question}'\ntasks: gsm8k", "`tasks` that are no list"),
+        ("user: '{question}'\ntasks: []", "`tasks` that are no list"),
+        ("user: '{question}'\nuser: '{question}!'", "'user' is given twice"),
+        ("user: {question", "is not valid YAML"),
+        ("user: '{question}" + "a" * 6000 + "'", "is too long: 6,0"),
+        ("#" * 60_001, "is too long: 60,001 bytes"),
+        ("- '{question}'", "holds a list"),
+        ("", "has no `user`"),
+        ("user: '{question}'".encode("utf-16"), "is not valid YAML"),
+        (None, "There is no prompt file"),
+    ],
+)
+def test_a_prompt_file_that_cannot_be_used_is_refused_in_one_sentence(text, says, tmp_path):
+    path = tmp_path / "own.yaml"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(BadInput) as refused:
+        recipe.load("tiny", {"prompt": str(path)})
+    assert "own.yaml" in str(refused.value) and says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_recipe_holds_the_contents_of_its_prompt_file_so_that_the_file_may_go(tmp_path):
+    (tmp_path / "own.yaml").write_text('system: Be brief.\nuser: "Q: {question}\\nA:"\ntasks: [arithmetic]')
+    (tmp_path / "study.yaml").write_text("extends: tiny\nprompt: own.yaml")  # beside the recipe, wherever it is run
+    loaded = recipe.load(str(tmp_path / "study.yaml"))
+    assert recipe.load("tiny", {"prompt": str(tmp_path / "own.yaml")}) == loaded
+    (tmp_path / "own.yaml").unlink()
+    (tmp_path / "kept.yaml").write_text(loaded.dump())
+    assert recipe.load(str(tmp_path / "kept.yaml")) == recipe.load("tiny", loaded.flat()) == loaded
+    assert yaml.safe_load(loaded.dump())["prompt"] == {
+        "system": "Be brief.",
+        "user": "Q: {question}\nA:",
+        "tasks": ["arithmetic"],
+    }
+    assert [turn["content"] for turn in prompt.messages("1?", prompt.of(loaded))] == ["Be brief.", "Q: 1?\nA:"]
+    with pytest.raises(BadInput, match="is for arithmetic, as its `tasks` say, but the task is gsm8k"):
+        prompt.check("gsm8k", loaded.prompt)
+
+
+def test_qwen3_answers_without_thinking_within_the_default_health_limits():
+    limits = [key for key in recipe.fields() if re.match(r"evaluate\.(min|max)_.*_rate", key)]
+    named = [recipe.load(name) for name in recipe.names() if "qwen3" in name]
+    assert len(limits) == 5 and len(named) == 3
+    for loaded in named:
+        assert loaded.chat.template_kwargs == {"enable_thinking": False}
+        assert all(loaded.flat()[key] == recipe.load("tiny").flat()[key] for key in limits)
 
 
 def test_a_recipe_says_whether_it_needs_a_gpu_and_those_that_extend_it_inherit_it(tmp_path):

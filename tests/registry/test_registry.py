@@ -13,9 +13,11 @@ import pytest
 
 import qrl
 from qrl import checkpoint, names, recipe, registry
+from qrl.engine import hf
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.registry import versions
 from qrl.steps import promote as promoting
+from qrl.steps import serve as serving
 from qrl.tracking import cells, contents, models, runs
 
 ROOT = Path(qrl.__file__).parents[1]
@@ -256,7 +258,7 @@ def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
 def evaluated(store, tiny_checkpoint, tmp_path):
     """Return a maker of evaluated cells of somebody's model in the folder my-llama; `changed` makes other weights."""
 
-    def make(cell: str, parent: str = "", changed: str = "", **settings: str) -> tuple[str, str]:
+    def make(cell: str, parent: str = "", changed: str = "", chat: str = "", **settings: str) -> tuple[str, str]:
         folder = tmp_path / (changed or "my-llama")
         if not folder.exists():
             shutil.copytree(tiny_checkpoint, folder)
@@ -268,6 +270,7 @@ def evaluated(store, tiny_checkpoint, tmp_path):
         tags = {names.TAG_STEP: "evaluate", names.TAG_DIGEST: digest}
         tags |= {names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme}
         metadata = {"parent": parent} if parent else {"source": str(folder)}
+        metadata |= {models.CHAT: chat} if chat else {}
         with runs.step("evaluate", recipe.load(overrides=settings)), runs.child(cell, tags=tags) as run:
             facts = {"digest": digest, "task": "arithmetic", "metadata": metadata, **labels}
             uri, _ = models.log_checkpoint(folder, name=f"{variant}-{scheme}", move=False, **facts)
@@ -299,6 +302,39 @@ def test_a_cell_knows_its_model_its_task_and_its_seed(evaluated, tmp_path):
     with pytest.raises(BadInput, match="several models, qrl-my-llama and qrl-second-model"):
         promoting.promote(recipe.load(), ["base", "grpo"], [own[0], other[0]])
     assert [model.name for model in mlflow.search_registered_models()] == ["mine", "qrl-my-llama"]
+
+
+def test_a_version_renders_chats_as_it_was_evaluated(evaluated, monkeypatch):
+    monkeypatch.setattr(hf, "load", lambda path, *how: (None, hf.tokenizer(path)))
+    off, name = '{"enable_thinking": false}', "qrl-my-llama"
+    unlike = evaluated("base:full", **{"chat.template_kwargs": off})
+    with pytest.raises(BadInput, match=f"rendered chats with chat.template_kwargs {off}, but .* stored .* with {{}}"):
+        promoting.promote(recipe.load(), ["base"], [unlike[0]])
+    assert not mlflow.search_registered_models()
+    for chat, number in ((off, 1), ("{}", 2), (off, 1)):  # the same weights, rendered otherwise, are another version
+        asked = evaluated("base:full", chat="" if chat == "{}" else chat, **{"chat.template_kwargs": chat})
+        promoting.promote(recipe.load(), ["base"], [asked[0]])
+        version = registry.resolve(name, "base")
+        assert (version.version, json.dumps(version.chat), version.digest) == (number, chat, asked[1])
+        described = mlflow.MlflowClient().get_model_version(name, str(number)).description
+        assert ("chats rendered with `" in described) is (chat == off)
+        settings = recipe.load(overrides={"registered_name": name, "device": "cpu"})
+        _, served = serving.check(settings, "base", host="127.0.0.1", port=0)
+        assert served.chat == json.loads(chat)
+        _, tokens = qrl.load(name, "base", device="cpu")
+        assert tokens.chat_template.startswith("{% set enable_thinking = False +%}") is (chat == off)
+
+
+def test_a_cells_settings_are_the_resolved_ones_and_not_what_was_typed(evaluated, tmp_path, monkeypatch):
+    (tmp_path / "own.yaml").write_text("user: 'Q: {question}'")
+    opened = mlflow.MlflowClient().create_run("0").info.run_id
+    mlflow.MlflowClient().log_param(opened, "prompt", "own.yaml")  # as `mlflow run -P prompt=own.yaml` does
+    monkeypatch.setenv("MLFLOW_RUN_ID", opened)
+    run_id, _ = evaluated("base:full", prompt=str(tmp_path / "own.yaml"))
+    assert json.loads(cells.read(run_id).settings["prompt"]) == {"user": "Q: {question}"}
+    promoting.promote(recipe.load(), ["base"], [run_id])
+    with pytest.raises(BadInput, match="contradicts run"):
+        promoting.promote(recipe.load(overrides={"prompt": "plain"}), ["base"], [run_id], {"prompt": "plain"})
 
 
 def test_a_trained_model_belongs_to_its_base_and_to_its_stage_alone(evaluated):

@@ -83,6 +83,24 @@ def test_thresholds_that_only_warn_are_in_no_key_and_probes_always_are():
     assert len({trained(), trained(watch__stop="entropy"), trained(watch__probe_every="2")}) == 3
 
 
+def test_how_chats_are_rendered_and_questions_selected_is_in_keys_unless_as_ever(tmp_path):
+    (tmp_path / "own.yaml").write_text("user: 'Q: {question}'")
+    as_ever = {"chat__template_kwargs": "{}", "train__selection": "random", "evaluate__selection": "random"}
+    for made in (trained, evaluated):
+        assert made(**as_ever) == made()
+        assert len({made(), made(prompt=str(tmp_path / "own.yaml")), made(chat__template_kwargs="{a: 1}")}) == 3
+    assert trained(train__selection="first") != trained() == trained(evaluate__selection="first")
+    assert evaluated(evaluate__selection="first") != evaluated() == evaluated(train__selection="first")
+    covered = recipe.load("tiny").key_settings("train", "evaluate", "quantize")
+    assert not [key for key in covered if key.startswith("chat") or "selection" in key]  # as in stores made before
+    own = recipe.load("tiny", {"prompt": str(tmp_path / "own.yaml")})
+    (tmp_path / "moved.yaml").write_text("# elsewhere\nuser: 'Q: {question}'")
+    assert keys.cell(own, "base", "full", "digest", "cpu") == evaluated(prompt=str(tmp_path / "moved.yaml"))
+    thinking = recipe.load("tiny", {"chat.template_kwargs": "{a: 1}"})
+    both = [keys.quantized(each, "nf4", "d", "cpu") for each in (thinking, recipe.load("tiny"))]
+    assert both[0] != both[1]
+
+
 def test_settings_of_an_engine_that_does_not_run_are_in_no_key():
     for setting in ({"rollout__sleep": "off"}, {"rollout__max_engine_kl": "0.5"}, {"rollout__is_correction": "none"}):
         assert trained() == trained(**setting)

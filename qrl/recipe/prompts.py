@@ -1,0 +1,74 @@
+"""Prompts of the user: a YAML file with `user`, and optionally `system` and `tasks`, becomes the setting's value.
+
+A recipe holds the contents, as JSON: they go into cache keys and every run's recipe.yaml, and the file may then change
+or vanish.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qrl.errors import BadInput
+from qrl.recipe import documents
+
+SUFFIXES = (".yaml", ".yml")
+LONGEST = 6000  # characters as JSON: MLflow keeps no longer param
+SLOT = "{question}"
+_KEYS = ("user", "system", "tasks")
+
+
+def resolve(value: Any, folder: Path) -> Any:
+    """Return a prompt's name as it is, and a prompt's contents, given as a file or a mapping, as JSON.
+
+    Args:
+        value: a name, the path of a YAML file, a mapping, or a mapping as text.
+        folder: where relative paths begin.
+
+    Raises:
+        BadInput: the file is missing or no YAML, a key is unknown, `user` lacks `{question}`, a value has another form,
+            or all is too long.
+    """
+    if isinstance(value, Mapping):
+        return _checked(dict(value), "The prompt")
+    if not isinstance(value, str):
+        return value  # pydantic refuses it
+    if value.lstrip().startswith("{"):
+        return _checked(documents.parse(value, "The prompt"), "The prompt")
+    if not value.endswith(SUFFIXES):
+        return value
+    path, what = folder / value, f"The prompt file {value}"
+    if not path.is_file():
+        raise BadInput(
+            f"There is no prompt file {path.resolve()}: expected a YAML file with `user`, a text with {SLOT}."
+        )
+    if path.stat().st_size > 10 * LONGEST:
+        raise _too_long(what, path.stat().st_size, "bytes")
+    return _checked(documents.parse(path, what), what)
+
+
+def _checked(contents: dict, what: str) -> str:
+    given = {key: value for key, value in contents.items() if value is not None}
+    if unknown := [str(key) for key in given if key not in _KEYS]:
+        raise BadInput(f"{what} has the key '{unknown[0]}', but only user, system and tasks were expected: correct it.")
+    if not isinstance(given.get("user"), str) or SLOT not in given["user"]:
+        raise BadInput(f"{what} has no `user` with {SLOT}: write a text in which {SLOT} stands for the question.")
+    system, tasks = given.get("system", SLOT), given.get("tasks", [SLOT])
+    if not isinstance(system, str) or not system.strip():
+        raise BadInput(f"{what} has a `system` that is empty or no text: write a text, or leave the key out.")
+    if not isinstance(tasks, list) or not tasks or not all(isinstance(task, str) and task.strip() for task in tasks):
+        raise BadInput(f"{what} has `tasks` that are no list of names: write [gsm8k], say, or leave the key out.")
+    text = json.dumps(given, ensure_ascii=False, sort_keys=True)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadInput(f"{what} has half of a surrogate pair, which is no character: remove it.") from None
+    if len(text) > LONGEST:
+        raise _too_long(what, len(text), "characters")
+    return text
+
+
+def _too_long(what: str, size: int, unit: str) -> BadInput:
+    return BadInput(
+        f"{what} is too long: {size:,} {unit}, but at most {LONGEST:,} characters were expected: shorten it."
+    )
