@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
-from qrl.recipe.base import NO_KEY, Count, Fraction, NoKey, NotInKey, Section, once, option
+from qrl.recipe.base import NO_KEY, Count, Fraction, NoKey, NotInKey, Section, once, one_of, option
 from qrl.recipe.training import Merge, Rollout, Train, Watch
 
 Scheme = Literal[
@@ -115,7 +115,9 @@ class Recipe(Section):
     # Keys cover the digests of model and data instead of their addresses, and the device class that was chosen.
     model: NoKey[str] = option("qrl-tiny", "qrl-tiny (shipped), a folder, or a hub id", min_length=1)
     registered_name: NoKey[str | None] = option(None, "name in the registry; default: by the model's name")
-    task: Literal["arithmetic", "gsm8k", "math", "deepmath"] = option("arithmetic", "the questions and their grading")
+    task: Annotated[str, one_of(("arithmetic", "gsm8k", "math", "deepmath"), "FILE.py")] = option(
+        "arithmetic", "questions and their grading: arithmetic, gsm8k, math, deepmath, or FILE.py with load and grade"
+    )
     data: NoKey[str | None] = option(None, "folder of train.jsonl and test.jsonl; default: generated, or the hub's")
     prompt: str = option("answer-line", "prompt template: answer-line, boxed or plain")
     seed: int = option(0, "seed of everything random", ge=0, lt=2**31)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qrl.errors import BadInput
+from qrl.tasks import own
 from qrl.tasks.question import Question
 
 
@@ -60,7 +61,7 @@ def training_text(tokenizer: Any, question: Question, template: str) -> str:
 def check(task: str, template: str) -> None:
     """Raise BadInput if a template requests a format that the task's grader does not read."""
     tasks = _template(template).tasks
-    if tasks is not None and task not in tasks:
+    if tasks is not None and task not in tasks and not own.is_file(task):  # a file's grader reads what it likes
         fitting = [name for name, other in TEMPLATES.items() if other.tasks is None or task in other.tasks]
         what = f"The prompt template '{template}' requests the answer format of {' and '.join(tasks)}"
         raise BadInput(f"{what}, but the task is {task}: expected prompt={' or prompt='.join(fitting)}.")
