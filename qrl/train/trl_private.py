@@ -48,9 +48,11 @@ def grpo_trainer(settings: Rollout, resamples: int = 0) -> type:
         def _generate_and_score_completions(self, inputs):
             batch = super()._generate_and_score_completions(inputs)
             engine, own = batch.get("sampling_per_token_logps"), batch.get("old_per_token_logps")
-            metrics = self.vllm_generation.speed(batch["completion_mask"])
-            if engine is not None and own is not None:
-                metrics |= vars(engine_gap.measure(own, engine, batch["completion_mask"], self.accelerator.gather))
+            mask, gather = batch["completion_mask"], self.accelerator.gather
+            metrics = self.vllm_generation.speed()
+            # Completions that were cut may be masked, and then all of them.
+            if engine is not None and own is not None and gather(mask.sum()[None]).any():
+                metrics |= vars(engine_gap.measure(own, engine, mask, gather))
             for name, value in metrics.items():
                 self._metrics["train" if self.model.training else "eval"][sampling.PREFIX + name].append(value)
             return batch
@@ -158,7 +160,7 @@ class Link:
     def _init_vllm(self):
         from accelerate.utils import set_seed
 
-        self.seconds = {"sync": 0.0, "generate": 0.0}
+        self._reset()
         self._drawn = (-1, 0)  # a step, and the number of its latest rollout
         if self.mode == "server":
             super()._init_vllm()
@@ -203,6 +205,8 @@ class Link:
         else:
             answer = self._sample(prompts)
         self.seconds["generate"] += time.perf_counter() - began
+        self.made["completions"] += len(answer[1])
+        self.made["tokens"] += sum(map(len, answer[1]))
         return answer
 
     def _sample(self, prompts):
@@ -224,12 +228,16 @@ class Link:
         key = (self.trainer.args.seed, step, self._drawn[1], self.accelerator.process_index)
         return hash(key) % 2**63
 
-    def speed(self, mask) -> dict[str, float]:
-        """Return the seconds since the last call, and the throughput of these completions, sync included."""
-        seconds, self.seconds = self.seconds, {"sync": 0.0, "generate": 0.0}
+    def _reset(self):
+        self.seconds = {"sync": 0.0, "generate": 0.0}
+        self.made = {"completions": 0, "tokens": 0}
+
+    def speed(self) -> dict[str, float]:
+        """Return the seconds since the last call, and the throughput of what was sampled, sync included."""
+        seconds, made = self.seconds, self.made
+        self._reset()
         total = sum(seconds.values()) or float("nan")
-        counts = {"completions_per_s": len(mask), "tokens_per_s": mask.sum().item()}
-        rates = {name: count * self.accelerator.num_processes / total for name, count in counts.items()}
+        rates = {f"{name}_per_s": count * self.accelerator.num_processes / total for name, count in made.items()}
         return {"sync_s": seconds["sync"], "generate_s": seconds["generate"]} | rates
 
 
