@@ -18,6 +18,7 @@ from qrl.errors import BadInput, first_line
 from qrl.tasks import own
 from qrl.tracking import models
 
+FILE = "file "  # begins the params that hold the digests of the user's own files, by label
 MAX_TAG = 5000  # characters that every store accepts
 
 
@@ -87,7 +88,7 @@ def log_files(paths: Sequence[str]) -> None:
     """Keep the user's own files with the active run, below files/, and their digests as params."""
     for path in filter(os.path.isfile, paths):  # a step that needs one that is gone refuses to begin
         mlflow.log_artifact(path, f"{names.FILES}/{own.label(path)}")
-        log_params({f"file {own.label(path)}": own.digest(path)})
+        log_params({f"{FILE}{own.label(path)}": own.digest(path)})
 
 
 def tag(key: str, text: str) -> None:
