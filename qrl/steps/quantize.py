@@ -78,7 +78,7 @@ def _quantize_one(texts: Texts, variant: str, source: checkpoint.Checkpoint, wor
         names.TAG_PARENT_DIGEST: source.digest,
     }
     name = names.cell_name(variant, scheme)
-    params = {"variant": variant, "scheme": scheme, "task": tags[names.TAG_TASK]}
+    params = {"variant": variant, "scheme": scheme, "task": tasks.label(recipe.task)}
     with runs.child(name, params=params, tags=tags):
         result = _with_bars(texts, name, source.path, work / variant)
         calibrated_on = {"calibration_digest": result.calibration_digest} if result.calibration_digest else {}
