@@ -27,6 +27,7 @@ SIGNATURES = {
     "load": "load(split, n, seed), which returns a list of qrl.tasks.Question",
     "grade": "grade(completion, answer), which returns True, False or a qrl.tasks.Verdict",
 }
+_read: dict[str, bytes] = {}  # path → text
 _CHECKED = 8  # solutions of a split that must be graded as right
 _SHOWN = 80  # last characters of a completion, shown where a grader returns only right or wrong
 _TIMEOUT, _ERROR = (Verdict(None, False, False, fault) for fault in ("timeout", "error"))
@@ -66,7 +67,8 @@ def function(path: str, name: str, expected: str = "") -> Callable:
 
 
 def check(task: str) -> None:
-    """Raise BadInput if a task file cannot be loaded, or lacks a function."""
+    """Read a task file anew; raise BadInput if it cannot be loaded, or lacks a function."""
+    read(task)
     for name in SIGNATURES:
         function(task, name)
 
@@ -190,8 +192,18 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 def _source(path: str) -> bytes:
+    return _read[path] if path in _read else read(path)
+
+
+def read(path: str) -> bytes:
+    """Read a file anew; between two calls this process uses the text that it has, so that no edit changes a run.
+
+    Raises:
+        BadInput: there is no such file, or it cannot be read.
+    """
     try:
-        return Path(path).read_bytes()
+        _read[path] = Path(path).read_bytes()
+        return _read[path]
     except OSError as error:
         kept = "a run that used one keeps it in its artifacts, below files/"
         raise BadInput(

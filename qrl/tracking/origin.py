@@ -27,7 +27,7 @@ class Origin:
     def edited(self, values: Mapping[str, str]) -> list[str]:
         """Return the user's files in settings that are not those which the run read; raise BadInput if one is gone."""
         named = own.files(values.get("task", ""), values.get("train.rewards", "").split(","))
-        return [path for path in named if own.label(path) not in self.files]
+        return [path for path in named if own.read(path) and own.label(path) not in self.files]
 
 
 def find(text: str) -> list[Origin]:

@@ -35,6 +35,8 @@ def check(settings: Train, questions: Sequence[tasks.Question]) -> None:
         raise BadInput(
             f"train.soft_overlong_tokens = {length} exceeds train.max_completion_tokens = {limit}: lower it."
         )
+    for path in own.files("", settings.rewards):
+        own.read(path)
     for name in filter(_is_own, settings.rewards):
         reward, tried = _own(name), questions[:_CHECKED]
         if tried:

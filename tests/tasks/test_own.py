@@ -31,6 +31,7 @@ def grade(completion, answer):
 
 def written(folder: Path, source: str, name: str = "mine.py") -> str:
     (folder / name).write_text(source)
+    own.read(str(folder / name))
     return str(folder / name)
 
 
@@ -57,6 +58,18 @@ def test_questions_are_drawn_if_there_are_more_and_told_apart_by_the_files_text(
     assert tasks.label(task) != label and not {each.id for each in tasks.load(task, "heldout", 12)} & {
         each.id for each in everything
     }
+
+
+def test_an_edit_changes_no_run_that_has_begun(tmp_path):
+    task = written(tmp_path, LOAD + GRADE)
+    tasks.load(task, "train", 5)
+    label = tasks.label(task)
+    Path(task).write_text("def grade(completion, answer):\n    return False\n")
+    assert tasks.grade(task, "so 4", "4").strict and tasks.label(task) == label
+    Path(task).unlink()
+    assert tasks.grade(task, "so 4", "4").strict and tasks.label(task) == label
+    with pytest.raises(BadInput, match="cannot be read"):
+        tasks.load(task, "train", 5)  # what begins next
 
 
 def test_a_grader_of_true_and_false_reads_any_text_but_none(tmp_path):
