@@ -97,6 +97,7 @@ QUESTIONS = "questions.parquet"
 GROUPS_MD = "groups.md"  # a cell's accuracy by subject and level
 RECEIPT = "receipt.json"  # of a cell: engine, version, kernels, digests
 RECIPE = "recipe.yaml"
+FILES = "files"  # the user's own: a task, rewards
 REPORT = "report.html"
 HISTORY = "history.parquet"  # training curves
 WEIGHTS, STORED, BEHAVIOUR = "weights.parquet", "schemes.parquet", "behaviour.parquet"  # of diagnose

@@ -157,6 +157,8 @@ class RecipeCommand(click.Command):
         notes = [f"Settings of run {newest.run_id[:8]} ({newest.step}): {which}"]
         if differing - _PLACES:
             notes.append(f"the other runs differ in {', '.join(sorted(differing - _PLACES))}")
+        if edited := newest.edited(newest.values | overrides):
+            notes.append(f"{', '.join(edited)} is not what that run read, so results are of another task or reward")
         if build.PLACE not in os.environ:  # printed before the step was handed over
             click.echo("; ".join(notes), err=True)
         return dict(newest.values)

@@ -54,7 +54,7 @@ def plan_command(between_seed_sd: float | None, between_seed_sd_gain: float | No
 
 
 @click.command("grade")
-@option("--task", required=True, metavar="TASK", help="Grader to use: arithmetic, gsm8k, math, deepmath.")
+@option("--task", required=True, metavar="TASK", help="Grader to use: arithmetic, gsm8k, math, deepmath, or FILE.py.")
 @option("--out", required=True, metavar="OUT.jsonl", help="File for the graded rows.")
 @option("--columns", metavar="OURS=THEIRS,…", help="Other names of columns, such as completion=output,answer=target.")
 @option("--file", "option", metavar="FILE", help="The same as the argument, for `mlflow run … -P file=…`.")

@@ -17,6 +17,7 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.tasks import prompt
+from qrl.tasks.question import leaked
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -149,13 +150,8 @@ def _row(markers: list[str], question: tasks.Question, completion: hf.Completion
         "parsed": verdict.parsed,
         "answer": question.answer,
         "completion": completion.text,
-        "leaked": int(_leaked(question.question, completion, markers)),
+        "leaked": int(leaked(question.question, completion.text, completion.raw, markers)),
         "n_tokens": completion.n_tokens,
         "finish_reason": completion.finish_reason,
         "fault": verdict.fault,
     } | {name: value for name, value in groups.items() if value is not None}
-
-
-def _leaked(question: str, completion: hf.Completion, markers: list[str]) -> bool:
-    """Return whether the answer contains chat markers or repeats the question: signs of a wrongly rendered prompt."""
-    return any(marker in completion.raw for marker in markers) or question.strip() in completion.text

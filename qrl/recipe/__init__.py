@@ -2,4 +2,4 @@
 
 from qrl.recipe.load import DEFAULT, RENAMED, about, default, fields, load, names, needs_gpu, type_name
 from qrl.recipe.sections import Benchmark, Evaluate, Quantize, Recipe
-from qrl.recipe.training import PACKED, Rollout, Train, Watch
+from qrl.recipe.training import PACKED, Rollout, Train, Watch, reward_name

@@ -1,5 +1,6 @@
 """What every section of a recipe is built on: checked, frozen fields, and a mark for those that no cache key covers."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -43,6 +44,18 @@ class Section(BaseModel):
 def option(default: Any, description: str, **bounds: Any) -> Any:
     """Return a field with a default, the help text of its option, and pydantic's bounds."""
     return Field(default=default, description=description, **bounds)
+
+
+def one_of(names: tuple[str, ...], or_file: str) -> AfterValidator:
+    """Return a validator of a name of ours, or of a user's file: FILE.py alone, or with `:` and a name in it."""
+    pattern = re.escape(or_file).replace("FILE", r".*[^/]").replace("FUNCTION", r"[^\W\d]\w*")
+
+    def check(value: str) -> str:
+        if value not in names and not re.fullmatch(pattern, value):
+            raise ValueError(f"must be {', '.join(names)} or {or_file}")
+        return value
+
+    return AfterValidator(check)
 
 
 def once(what: str, *, at_least_one: bool = False) -> AfterValidator:

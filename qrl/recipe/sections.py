@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import JsonValue
 
-from qrl.recipe.base import NO_KEY, Count, Fraction, NoKey, NotInKey, Section, Selection, once, option
+from qrl.recipe.base import NO_KEY, Count, Fraction, NoKey, NotInKey, Section, Selection, once, one_of, option
 from qrl.recipe.training import Merge, Rollout, Train, Watch
 
 Scheme = Literal[
@@ -135,7 +135,9 @@ class Recipe(Section):
     # Keys cover the digests of model and data instead of their addresses, and the device class that was chosen.
     model: NoKey[str] = option("qrl-tiny", "qrl-tiny (shipped), a folder, or a hub id", min_length=1)
     registered_name: NoKey[str | None] = option(None, "name in the registry; default: by the model's name")
-    task: Literal["arithmetic", "gsm8k", "math", "deepmath"] = option("arithmetic", "the questions and their grading")
+    task: Annotated[str, one_of(("arithmetic", "gsm8k", "math", "deepmath"), "FILE.py")] = option(
+        "arithmetic", "questions and their grading: arithmetic, gsm8k, math, deepmath, or FILE.py with load and grade"
+    )
     data: NoKey[str | None] = option(
         None, "folder of train.jsonl and test.jsonl, or of the hub's repositories; default: generated, or the hub's"
     )

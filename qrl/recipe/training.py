@@ -6,17 +6,29 @@ option's help.
 
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import field_validator
+from pydantic import AfterValidator, field_validator
 
 from qrl import names as known
-from qrl.recipe.base import Count, Fraction, NoKey, NotInKey, Section, Selection, once, option
+from qrl.recipe.base import Count, Fraction, NoKey, NotInKey, Section, Selection, once, one_of, option
 
+REWARDS = ("correct", "format", "flexible", "leak", "soft_overlong")
 PACKED = ("int8", "nf4")  # ways to store a base as bitsandbytes codes
 _UNLESS_VLLM = NotInKey("engine", "transformers")  # settings of an engine that does not run
 _UNLESS_STOPPING = NotInKey("stop", ())  # a watcher that only warns trains the same weights
 _Value = TypeVar("_Value")
 _OfVllm = Annotated[_Value, _UNLESS_VLLM]
 _OfStop = Annotated[_Value, _UNLESS_STOPPING]
+
+
+def _different_names(rewards: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(map(reward_name, rewards))) < len(rewards):
+        raise ValueError("must name functions with different names: a reward is logged by its function's name")
+    return rewards
+
+
+def reward_name(reward: str) -> str:
+    """Return the name by which a reward is logged: of FILE.py:FUNCTION the function's."""
+    return reward.rpartition(":")[2]
 
 
 class Train(Section):
@@ -43,9 +55,11 @@ class Train(Section):
     epsilon: float = option(0.2, "ratios are clipped to 1 − epsilon … 1 + epsilon_high", gt=0, lt=1)
     epsilon_high: float | None = option(None, "upper clip range; default: epsilon", gt=0)
     scale_rewards: Literal["none", "group", "batch"] = option("none", "whose standard deviation divides the rewards")
-    rewards: Annotated[tuple[Literal["correct", "format"], ...], once("reward", at_least_one=True)] = option(
-        ("correct",), "correct: the strict verdict; format: the answer has the form that the prompt requires"
-    )
+    rewards: Annotated[
+        tuple[Annotated[str, one_of(REWARDS, "FILE.py:FUNCTION")], ...],
+        once("reward", at_least_one=True),
+        AfterValidator(_different_names),
+    ] = option(("correct",), f"{', '.join(REWARDS)} (train/README.md) or FILE.py:FUNCTION, comma-separated; summed")
     reward_weights: tuple[float, ...] = option((), "one weight per reward, in order; default: all 1")
     beta: float = option(0.0, "weight of the KL term to the reference policy; 0 keeps no reference", ge=0)
     method: Literal["full", "lora", "qlora"] = option(
@@ -81,6 +95,28 @@ class Train(Section):
     completions_logged: Count = option(8, "completions that each logged step adds to the table of samples")
     selection: Selection = option(
         "random", "training questions to take: random (drawn by the seed) or first (the first rows of the file)"
+    )
+    # No key covers these while they have their defaults: the keys of earlier results stay.
+    top_p: Annotated[float, NotInKey("top_p", 1.0)] = option(
+        1.0, "rollouts: sample from the likeliest tokens that together have this probability", gt=0, le=1
+    )
+    top_k: Annotated[int, NotInKey("top_k", 0)] = option(
+        0, "rollouts: sample from this many of the likeliest tokens; 0: from all", ge=0, lt=2**31
+    )
+    min_p: Annotated[Fraction, NotInKey("min_p", 0.0)] = option(
+        0.0, "rollouts: leave out tokens with less than this share of the likeliest one's probability"
+    )
+    repetition_penalty: Annotated[float, NotInKey("repetition_penalty", 1.0)] = option(
+        1.0, "rollouts: tokens that are in the prompt or the answer already become less likely above 1", gt=0
+    )
+    mask_truncated: Annotated[bool, NotInKey("mask_truncated", False)] = option(
+        False, "leave completions that were cut at train.max_completion_tokens out of the loss"
+    )
+    soft_overlong_tokens: Annotated[Count | None, NotInKey("soft_overlong_tokens", None)] = option(
+        None, "soft_overlong: last tokens of max_completion_tokens in which it falls from 0 to -1; default: a fifth"
+    )
+    max_resamples: Annotated[int, NotInKey("max_resamples", 0)] = option(
+        0, "rounds in which groups with equal rewards are replaced by new questions, at most; 0: none", ge=0, le=1000
     )
 
     @field_validator("reward_weights")
@@ -153,7 +189,7 @@ class Watch(Section):
     """What training warns about, and which warnings end it."""
 
     stop: Annotated[
-        tuple[Literal["entropy", "signal", "kl", "truncation", "probe", "rollout"], ...],
+        tuple[Literal["entropy", "signal", "kl", "truncation", "probe", "rollout", "resample"], ...],
         once("watcher"),
         _UNLESS_STOPPING,
     ] = option((), "watchers that end training early and keep the weights; default: all only warn")

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
-from qrl import checkpoint, names
+from qrl import checkpoint, names, tasks
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import UnhealthyCell
@@ -54,7 +54,7 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
     if copies := inputs.repeated(questions):
         click.secho(f"qrl: {copies}", fg="yellow", err=True)
     store.prepare()
-    params, tags = {"device": device}, {names.TAG_TASK: recipe.task}
+    params, tags = {"device": device}, {names.TAG_TASK: tasks.label(recipe.task)}
     with runs.step("evaluate", recipe, sections=("evaluate",), params=params, tags=tags):
         broken, run_ids = [], {}
         evaluations = [Evaluation(recipe, *cell, *stored, questions, device) for cell, stored in cells.items()]
@@ -100,10 +100,11 @@ def _processes(cells: list[Evaluation]) -> int:
 def _evaluate_cell(cell: Evaluation, ask: answers.Ask) -> str:
     """Evaluate one cell in a nested run with the answers that `ask` obtains; return the run's id."""
     recipe, settings, prompt_hash = cell.recipe, cell.recipe.evaluate, prompt.template_hash(prompt.of(cell.recipe))
-    labels = {"variant": cell.variant, "scheme": cell.scheme, "task": recipe.task}
+    task = tasks.label(recipe.task)
+    labels = {"variant": cell.variant, "scheme": cell.scheme, "task": task}
     key = keys.cell(recipe, cell.variant, cell.scheme, cell.weights.digest, cell.device)
     tags = {names.TAG_STEP: "evaluate", names.TAG_CACHE_KEY: key, names.TAG_DIGEST: cell.weights.digest}
-    tags |= {names.TAG_VARIANT: cell.variant, names.TAG_SCHEME: cell.scheme, names.TAG_TASK: recipe.task}
+    tags |= {names.TAG_VARIANT: cell.variant, names.TAG_SCHEME: cell.scheme, names.TAG_TASK: task}
     with (
         workspace(f"evaluate-{cell.variant}-{cell.scheme}", shared=True) as work,
         runs.child(cell.name, params=labels | {"prompt_hash": prompt_hash}, tags=tags),
@@ -113,7 +114,7 @@ def _evaluate_cell(cell: Evaluation, ask: answers.Ask) -> str:
         uri = record.given(recipe, cell.address, cell.weights, cell.variant, cell.scheme)
         digest = inputs.digest(cell.questions)
         origin = {"digest": digest, "n": len(cell.questions), "source": inputs.source_of(recipe)}
-        heldout = contents.log_dataset(f"{recipe.task}-heldout", context="heldout", **origin)
+        heldout = contents.log_dataset(f"{task}-heldout", context="heldout", **origin)
         metrics = scores.metrics(asked)
         contents.log_scores(metrics, model_uri=uri, dataset=heldout)
         training_seed = lineage.training_seed(uri) if cell.variant != names.BASE else None

@@ -13,7 +13,7 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.formats import kind
 from qrl.recipe import Recipe
-from qrl.tasks import prompt
+from qrl.tasks import own, prompt
 from qrl.tasks.question import bare
 from qrl.tracking import addresses
 
@@ -127,6 +127,8 @@ def source_of(recipe: Recipe) -> str:
     """Return where the questions come from, for MLflow's record of a data set."""
     if recipe.data:
         return str(Path(recipe.data).resolve())
+    if own.is_file(recipe.task):
+        return f"{recipe.task}, sha256 {own.digest(recipe.task)}"
     return f"generated, seed {recipe.seed}" if recipe.task == "arithmetic" else "the hub's data set of the task"
 
 

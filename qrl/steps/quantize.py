@@ -56,14 +56,14 @@ def quantize(recipe: Recipe, scheme: str, models: str | None) -> None:
     device = devices.choose(recipe.device)
     texts = Texts(recipe, settings, device)
     store.prepare()
-    tags = {names.TAG_SCHEME: scheme, names.TAG_TASK: recipe.task}
+    tags = {names.TAG_SCHEME: scheme, names.TAG_TASK: tasks.label(recipe.task)}
     with (
         workspace(f"quantize-{scheme}", shared=True) as work,
         runs.step("quantize", recipe, sections=("quantize",), params={"scheme": scheme, "device": device}, tags=tags),
     ):
         if settings.calibration:
             facts = {"digest": texts.questions_digest, "n": settings.samples, "source": texts.source}
-            contents.log_dataset(f"{recipe.task}-calibration", context="calibration", **facts)
+            contents.log_dataset(f"{tags[names.TAG_TASK]}-calibration", context="calibration", **facts)
         models_made = {variant: _quantize_one(texts, variant, source, work) for variant, source in checkpoints.items()}
         outcome.quantized(chosen(recipe, models), {f"{variant}:{scheme}": uri for variant, uri in models_made.items()})
 
@@ -79,7 +79,8 @@ def _quantize_one(texts: Texts, variant: str, source: checkpoint.Checkpoint, wor
         names.TAG_PARENT_DIGEST: source.digest,
     }
     name = names.cell_name(variant, scheme)
-    with runs.child(name, params={"variant": variant, "scheme": scheme, "task": recipe.task}, tags=tags):
+    params = {"variant": variant, "scheme": scheme, "task": tasks.label(recipe.task)}
+    with runs.child(name, params=params, tags=tags):
         result = _with_bars(texts, name, source.path, work / variant)
         calibrated_on = {"calibration_digest": result.calibration_digest} if result.calibration_digest else {}
         facts = {"bytes": result.bytes, "bits_per_weight": round(result.bits_per_weight, 3), **calibrated_on}

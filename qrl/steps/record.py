@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from qrl import checkpoint
+from qrl import checkpoint, tasks
 from qrl.recipe import Recipe
 from qrl.tracking import models
 
@@ -34,7 +34,7 @@ def given(recipe: Recipe, address: str, weights: checkpoint.Checkpoint, variant:
 def _log(
     recipe: Recipe, path: Path, digest: str, variant: str, scheme: str, *, move: bool, metadata: dict[str, object]
 ) -> str:
-    facts = {"digest": digest, "variant": variant, "scheme": scheme, "task": recipe.task}
+    facts = {"digest": digest, "variant": variant, "scheme": scheme, "task": tasks.label(recipe.task)}
     metadata |= {models.CHAT: _chat(recipe)} if recipe.chat.template_kwargs else {}
     uri, _ = models.log_checkpoint(path, name=f"{variant}-{scheme}", **facts, move=move, metadata=metadata)
     return uri

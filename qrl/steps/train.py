@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pandas as pd
 
-from qrl import checkpoint, figures, names, process, source, tiny
+from qrl import checkpoint, figures, names, process, source, tasks, tiny
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import BadInput
@@ -66,7 +66,7 @@ def train(recipe: Recipe) -> None:
         for context, asked in {"train": questions, "probe": job.probed}.items():
             if asked:
                 about = {"digest": inputs.digest(asked), "n": len(asked), "source": inputs.source_of(recipe)}
-                contents.log_dataset(f"{recipe.task}-{context}", context=context, **about)
+                contents.log_dataset(f"{tasks.label(recipe.task)}-{context}", context=context, **about)
         _check_contamination(recipe, base.path, questions, heldout)
         shutil.rmtree(job.out, ignore_errors=True)
         job = dataclasses.replace(job, log=contents.live_log(), warn=_warn)
@@ -122,7 +122,7 @@ def _prompts_to_check(recipe: Recipe, base: Path) -> tuple[list[list[int]], str]
         with nullcontext() if recipe.data or recipe.task == "arithmetic" else rows.from_cache():
             questions = inputs.questions(recipe, "train", PROMPTS_TO_CHECK)
     except BadInput:
-        if recipe.data:
+        if recipe.data or recipe.task not in tasks.TASKS:
             raise
         draw = random.Random(recipe.seed).randrange
         lists = [[draw(len(tokens)) for _ in range(RANDOM_TOKENS)] for _ in range(PROMPTS_TO_CHECK)]
@@ -135,7 +135,8 @@ def _prompts_to_check(recipe: Recipe, base: Path) -> tuple[list[list[int]], str]
 
 
 def _tags(recipe: Recipe, key: str, parent: str) -> dict[str, str]:
-    own = {names.TAG_VARIANT: recipe.train.variant, names.TAG_SCHEME: names.FULL, names.TAG_TASK: recipe.task}
+    own = {names.TAG_VARIANT: recipe.train.variant, names.TAG_SCHEME: names.FULL}
+    own[names.TAG_TASK] = tasks.label(recipe.task)
     return {names.TAG_CACHE_KEY: key, names.TAG_PARENT_DIGEST: parent} | own
 
 

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qrl import __version__, checkpoint, names, process
+from qrl import __version__, checkpoint, names, process, tasks
 from qrl.recipe import Recipe
 from qrl.tracking import models, runs
 
@@ -29,7 +29,7 @@ def head(recipe: Recipe, run_id: str, table: Mapping[str, Any]) -> dict[str, str
     libraries = [f"{name} {process.installed(name) or 'not installed'}" for name in LIBRARIES]
     return {
         "Model": recipe.model,
-        "Task": recipe.task + (f", {recipe.data}" if recipe.data else ""),
+        "Task": tasks.label(recipe.task) + (f", {recipe.data}" if recipe.data else ""),
         "Training": f"{method}, {training.steps} steps, {training.prompts_per_step} × {training.generations} answers",
         "Questions": f"{cell['n']:,} held-out{', the first rows' * (recipe.evaluate.selection == 'first')}",
         "Seed": str(recipe.seed) if seeds == 1 else f"{seeds} seeds",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from qrl import checkpoint, names, source
+from qrl import checkpoint, names, source, tasks
 from qrl import recipe as recipes
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
@@ -49,8 +49,9 @@ def check(
     from qrl.steps import inputs
     from qrl.study import report
     from qrl.tasks import prompt
-    from qrl.train import rollout
+    from qrl.train import reward, rollout
 
+    tasks.check(recipe.task)
     prompt.check(recipe.task, recipe.prompt)
     unheeded = choices.unheeded(recipe.quantize, recipe.quantize.schemes, overrides, beside)
     report.warn(unheeded + evaluate.unheeded(recipe.evaluate))
@@ -63,6 +64,7 @@ def check(
     inputs.check_chat(recipe, base.path)
     check_schemes(recipe, base.path)
     rollout.check(recipe.rollout, device, recipe.train)
+    reward.check(recipe.train, ())
     return device, base.digest
 
 

@@ -2,7 +2,7 @@
 
 Training, calibration and evaluation render every question with `prompt.py` and grade every completion by the same
 rules. Numbers after `####` are graded in this process (`numeric.py`). Answers in `\\boxed{}` may need algebra, which
-runs in worker processes with limits (`math/pool.py`).
+runs in worker processes with limits (`math/pool.py`). A task may be a file of the user's own (`own.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Literal
 
 from qrl.errors import BadInput
-from qrl.tasks import arithmetic, deepmath, gsm8k, numeric, rows
+from qrl.tasks import arithmetic, deepmath, gsm8k, numeric, own, rows
 from qrl.tasks.math import dataset, pool
+from qrl.tasks.own import label
 from qrl.tasks.question import Question, Verdict
 
-__all__ = ["TASKS", "Question", "Split", "Verdict", "grade", "grade_many", "load"]
+__all__ = ["TASKS", "Question", "Split", "Verdict", "check", "grade", "grade_many", "label", "load"]
 
 TASKS = ("arithmetic", "gsm8k", "math", "deepmath")
 BOXED = {"math": dataset, "deepmath": deepmath}  # graded by the content of \boxed{}
@@ -32,7 +33,7 @@ def load(
     """Return the questions of a split; the same arguments give the same questions on every machine.
 
     Args:
-        task: one of `TASKS`.
+        task: one of `TASKS`, or a task file.
         split: "train" or "heldout"; a question of a generated task is never in both, whatever the seeds.
         n: maximum number of questions; None means all of them, for a task with a finite data set.
         seed: which questions are generated, or which n rows of a larger set are drawn.
@@ -42,13 +43,19 @@ def load(
 
     Raises:
         BadInput: the task or split is unknown, n < 1, a file is missing or malformed, the hub cannot be reached, or
-            the first rows are wanted of generated questions, which have no file.
+            the first rows are wanted of questions that have no file, or a task file is wrong.
     """
-    _check(task)
+    check(task)
     if split not in ("train", "heldout"):
         raise BadInput(f"There is no split '{split}': expected train or heldout.")
     if n is not None and n < 1:
         raise BadInput(f"{n} questions were requested, but at least 1 was expected: give a positive number.")
+    if own.is_file(task):
+        if data is not None:
+            raise BadInput(f"data = {data} has no effect where the task is a file: read it in load of {task}.")
+        if selection == "first":
+            raise BadInput(f"selection = first has no effect where the task is a file: take them in load of {task}.")
+        return own.load(task, split, n, seed)
     reader = BOXED.get(task, gsm8k)
     if data is not None and rows.is_mirror(Path(data)):
         found, source = reader.of_hub(split, Path(data)), data
@@ -77,7 +84,7 @@ def grade_many(
     """Return a verdict on each completion, in order; see `numeric.py` and `math/verdict.py` for the rules.
 
     Args:
-        task: one of `TASKS`.
+        task: one of `TASKS`, or a task file.
         completions: N texts of a model.
         answers: N gold answers.
         progress: called with the number of verdicts since the last call.
@@ -86,9 +93,11 @@ def grade_many(
         N verdicts; where a grader failed, the verdict carries the `fault`.
 
     Raises:
-        BadInput: the task is unknown, or a gold answer cannot be read.
+        BadInput: the task is unknown, a gold answer cannot be read, or a task file is wrong.
     """
-    _check(task)
+    if own.is_file(task):
+        return own.grade_many(task, completions, answers, progress)
+    check(task)
     if task in BOXED:
         return pool.grade_many(completions, answers, progress)
     verdicts = []
@@ -98,6 +107,9 @@ def grade_many(
     return verdicts
 
 
-def _check(task: str) -> None:
-    if task not in TASKS:
-        raise BadInput(f"There is no task '{task}': expected one of {', '.join(TASKS)}.")
+def check(task: str) -> None:
+    """Raise BadInput if a task is neither known nor a task file with its two functions."""
+    if own.is_file(task):
+        own.check(task)
+    elif task not in TASKS:
+        raise BadInput(f"There is no task '{task}': expected one of {', '.join(TASKS)}, or the path of a .py file.")

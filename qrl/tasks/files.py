@@ -61,12 +61,13 @@ def grade(data: pd.DataFrame | str | Path, task: str, *, columns: Mapping[str, s
 
     Args:
         data: rows with `completion` and `answer`: a frame, a file, or files per cell (`VARIANT:SCHEME=FILE,…`).
-        task: the task with the grader to use.
+        task: the task with the grader to use, or a task file.
         columns: our name of a column → its name in the data, such as {"completion": "output"}.
 
     Raises:
         BadInput: the task is unknown, the data cannot be read, or a row lacks a field; the row is named.
     """
+    tasks.check(task)
     rows = tables.records(data, columns)
     for where, row in rows:
         _check(where, row)

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from qrl.errors import BadInput
+from qrl.tasks import own
 from qrl.tasks.question import Question
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ def resolve(template: str | Template) -> Template:
     if isinstance(template, Template):
         return template
     if template.startswith("{"):
-        own = json.loads(template)
-        return Template(own["user"], own.get("system"), tuple(own["tasks"]) if "tasks" in own else None)
+        given = json.loads(template)
+        return Template(given["user"], given.get("system"), tuple(given["tasks"]) if "tasks" in given else None)
     if template not in TEMPLATES:
         names = ", ".join(TEMPLATES)
         raise BadInput(f"There is no prompt template '{template}': expected one of {names}, or a YAML file's path.")
@@ -88,7 +89,8 @@ def training_text(tokenizer: Any, question: Question, template: str | Template) 
 def check(task: str, template: str | Template) -> None:
     """Raise BadInput if a template requests a format that the task's grader does not read."""
     tasks = resolve(template).tasks
-    if tasks is not None and task not in tasks:
+    # A file's grader reads what it likes.
+    if tasks is not None and task not in tasks and not (own.is_file(task) and template in TEMPLATES):
         fitting = [name for name, other in TEMPLATES.items() if other.tasks is None or task in other.tasks]
         what = f"The prompt template '{template}' requests the answer format of {' and '.join(tasks)}"
         if template not in TEMPLATES:

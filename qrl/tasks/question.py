@@ -1,5 +1,6 @@
 """What tasks and graders exchange: a question with its gold answer, and the verdict on a completion."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -28,3 +29,15 @@ class Verdict:
     strict: bool  # the strict answer equals the gold answer
     flexible: bool  # the last number anywhere equals the gold answer
     fault: str | None = None  # "timeout" or "error" where the grader itself failed, which counts as wrong
+
+
+def leaked(question: str, text: str, raw: str, markers: Sequence[str]) -> bool:
+    """Return whether a completion has chat markers or repeats the question: signs of a new prompt after the answer.
+
+    Args:
+        question: its text.
+        text: the completion without special tokens.
+        raw: the completion with special tokens, but without the end token.
+        markers: the tokenizer's special tokens.
+    """
+    return any(marker in raw for marker in markers) or question.strip() in text

@@ -1,7 +1,8 @@
 """What a run holds: written into the active one, read back from any."""
 
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import mlflow
@@ -12,9 +13,12 @@ from mlflow.data.dataset import Dataset
 from mlflow.data.meta_dataset import MetaDataset
 from mlflow.entities import LoggedModelInput, Run
 
+from qrl import names
 from qrl.errors import BadInput, first_line
+from qrl.tasks import own
 from qrl.tracking import models
 
+FILE = "file "  # begins the params that hold the digests of the user's own files, by label
 MAX_TAG = 5000  # characters that every store accepts
 
 
@@ -78,6 +82,13 @@ def log_table(frame: pd.DataFrame, name: str) -> None:
 def log_folder(folder: Path, into: str | None = None) -> None:
     """Log all files of a folder as artifacts of the active run, below `into`."""
     mlflow.log_artifacts(str(folder), into)
+
+
+def log_files(paths: Sequence[str]) -> None:
+    """Keep the user's own files with the active run, below files/, and their digests as params."""
+    for path in filter(os.path.isfile, paths):  # a step that needs one that is gone refuses to begin
+        mlflow.log_artifact(path, f"{names.FILES}/{own.label(path)}")
+        log_params({f"{FILE}{own.label(path)}": own.digest(path)})
 
 
 def tag(key: str, text: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from qrl import names
 from qrl.quantize import settings as choices
 from qrl.recipe import Recipe
-from qrl.tasks import rows
+from qrl.tasks import own, rows
 from qrl.tracking import sources
 
 ROOT = Path(__file__).parents[2]
@@ -83,12 +83,28 @@ def _key(
         "device": device,
         "environment": hashlib.sha256(environment.read_bytes()).hexdigest(),
     }
+    parts |= _of_files(recipe, sections)
     files = sources.digests(step)
     content = "".join(f"{name}\0{digest}\0" for name, digest in files.items())
     whole = parts | {"sources": hashlib.sha256(content.encode()).hexdigest()}
     key = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
     PARTS[key] = whole | {f"{SOURCE}{name}": digest for name, digest in files.items()}
     return key
+
+
+def _of_files(recipe: Recipe, sections: tuple[str, ...]) -> dict[str, str]:
+    """Return the parts that name the user's files, by their own names and digests: an address may come to hold others.
+
+    They replace the settings of the same names.
+    """
+    rewards, parts = recipe.train.rewards if "train" in sections else (), {}
+    if own.is_file(recipe.task):
+        parts["task"] = Path(recipe.task).name
+    if own.files("", rewards):
+        parts["train.rewards"] = ",".join(name.rpartition("/")[2] for name in rewards)
+    for number, path in enumerate(own.files(recipe.task, rewards)):
+        parts[f"{INPUT}file {number} ({Path(path).name})"] = own.digest(path)
+    return parts
 
 
 @cache

@@ -1,7 +1,7 @@
 """The recipe behind a result of ours: a step that is given one takes its settings from the run that made it."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import mlflow
@@ -9,6 +9,7 @@ from mlflow.entities import Run
 
 from qrl import names, recipe
 from qrl.errors import BadInput
+from qrl.tasks import own
 from qrl.tracking import contents, runs, store
 
 _ADDRESS = re.compile(r"models:/(m-[0-9a-f]+)|models:/([^/,\s]+)/(\d+)|(?:runs:/|\b)([0-9a-f]{32})\b")
@@ -21,6 +22,12 @@ class Origin:
     run_id: str
     step: str
     values: Mapping[str, str]  # by dotted key, as `-P` takes them
+    files: Collection[str] = ()  # labels of the user's own files that it read
+
+    def edited(self, values: Mapping[str, str]) -> list[str]:
+        """Return the user's files in settings that are not those which the run read; raise BadInput if one is gone."""
+        named = own.files(values.get("task", ""), values.get("train.rewards", "").split(","))
+        return [path for path in named if own.read(path) and own.label(path) not in self.files]
 
 
 def find(text: str) -> list[Origin]:
@@ -40,8 +47,13 @@ def find(text: str) -> list[Origin]:
             continue
         made[run.info.run_id] = run
     newest = sorted(made.values(), key=lambda run: run.info.start_time, reverse=True)
-    origins = [Origin(run.info.run_id, run.data.tags.get(names.TAG_STEP, ""), values(run)) for run in newest]
+    origins = [_origin(run) for run in newest]
     return [origin for origin in origins if origin.values]
+
+
+def _origin(run: Run) -> Origin:
+    files = [name.removeprefix(contents.FILE) for name in run.data.params if name.startswith(contents.FILE)]
+    return Origin(run.info.run_id, run.data.tags.get(names.TAG_STEP, ""), values(run), files)
 
 
 def _step(match: re.Match) -> Run:

@@ -18,7 +18,7 @@ from mlflow.entities import Run, RunTag
 from qrl import names
 from qrl.errors import BadInput, GateRefused, QrlError, first_line
 from qrl.recipe import Recipe
-from qrl.tasks import prompt
+from qrl.tasks import own, prompt
 from qrl.tracking import contents, signals, store
 
 active_id = contents.active_id
@@ -68,6 +68,7 @@ def step(
             contents.log_params({**settings, **(params or {})})
             if recipe:  # whole, for steps that go on from here
                 mlflow.log_text(recipe.dump(), names.RECIPE)
+                contents.log_files(own.files(recipe.task, recipe.train.rewards))
             began = time.time()
             yield run
             mlflow.log_metrics({names.SECONDS: time.time() - began, "step/startup_s": began - signals.started()})

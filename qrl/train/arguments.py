@@ -13,7 +13,14 @@ from qrl.train.job import Job
 
 FILE = "arguments.json"  # the trainer's whole configuration, in the work folder
 SCHEDULES = {"constant": "constant_with_warmup"}  # our name → transformers' name, where they differ
-SHARED = ("temperature", "learning_rate", "warmup_steps", "gradient_checkpointing")  # named alike in recipe and trainer
+SAMPLING = ("top_p", "top_k", "repetition_penalty")  # beside temperature and min_p
+SHARED = (
+    "temperature",
+    *SAMPLING,
+    "learning_rate",
+    "warmup_steps",
+    "gradient_checkpointing",
+)  # named alike in recipe and trainer
 SAME = ("num_iterations", "importance_sampling_level", "epsilon", "epsilon_high", "scale_rewards", "beta")  # GRPO alone
 
 
@@ -35,6 +42,9 @@ def check(settings: Train, questions: int) -> None:
     weights, rewards = len(settings.reward_weights), f"{len(settings.rewards)} rewards ({', '.join(settings.rewards)})"
     if weights not in (0, len(settings.rewards)):
         raise BadInput(f"train.reward_weights has {weights} numbers for {rewards}: give one per reward, or none.")
+    if settings.max_resamples and world > 1:
+        remedy = "leave it out, or start the step without torchrun or accelerate launch"
+        raise BadInput(f"train.max_resamples = {settings.max_resamples} works in one process, not {world}: {remedy}.")
     if settings.save_every % settings.num_iterations:
         raise BadInput(
             f"train.save_every = {settings.save_every} is no multiple of train.num_iterations = "
@@ -55,6 +65,7 @@ def make(job: Job, **more):
         **{name: getattr(settings, name) for name in SAME},
         num_generations=settings.generations,
         loss_type=settings.loss,
+        mask_truncated_completions=settings.mask_truncated,
         reward_weights=list(settings.reward_weights) or None,
         ddp_find_unused_parameters=False,  # there are none, and looking for them costs a pass over the graph
         **more,
@@ -71,6 +82,7 @@ def common(job: Job) -> dict[str, Any]:
         "max_steps": settings.steps,
         "per_device_train_batch_size": micro,
         "gradient_accumulation_steps": share // micro,
+        "min_p": settings.min_p or None,
         "max_completion_length": settings.max_completion_tokens,
         "lr_scheduler_type": SCHEDULES.get(settings.schedule, settings.schedule),
         "bf16": settings.compute == "bf16",

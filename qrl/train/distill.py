@@ -28,6 +28,9 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
             several processes train, the batch does not divide, or there are too few questions.
     """
     settings = job.settings
+    for key in ("mask_truncated", "max_resamples"):
+        if getattr(settings, key):
+            raise BadInput(f"train.{key} has no effect where train.teacher distils, without rewards: leave it out.")
     if job.watch.stop or job.watch.probe_every:
         reason = "train.teacher trains without watchers, which read GRPO's rewards"
         raise BadInput(f"{reason}: leave watch.stop out, and watch.probe_every at 0.")

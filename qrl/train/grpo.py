@@ -19,8 +19,8 @@ def check(base: checkpoint.Checkpoint, job: Job) -> None:
 
     Raises:
         BadInput: the base is quantized, FSDP runs on a CPU, adapter settings fit neither method nor model, the
-            reference does not fit into memory, the batch does not divide, or training would stop for what is not
-            measured.
+            reference does not fit into memory, the batch does not divide, a reward of the user's fails, or training
+            would stop for what is not measured.
     """
     if base.quantization:
         raise BadInput(
@@ -34,14 +34,17 @@ def check(base: checkpoint.Checkpoint, job: Job) -> None:
     policy.check_reference(job.settings, tensors, job.device)
     _check_stop(job)
     arguments.check(job.settings, len(job.questions))
+    reward.check(job.settings, job.questions)
     prepare.check(job.settings, base.path)
 
 
 def _check_stop(job: Job) -> None:
     gap_is_measured = job.rollout.engine == rollout.VLLM and job.rollout.is_correction != "none"
+    resamples = job.settings.max_resamples
     measured = {
         "kl": (job.settings.beta, "set train.beta above 0"),
         "probe": (job.watch.probe_every, "set watch.probe_every to a number of steps"),
+        "resample": (resamples, "set train.max_resamples above 0"),
         "rollout": (gap_is_measured, "set rollout.engine = vllm and rollout.is_correction to anything but none"),
     }
     for watcher, (is_measured, remedy) in measured.items():
@@ -66,13 +69,17 @@ def run(job: Job) -> Trained:
 def make_trainer(job: Job):
     """Return TRL's trainer with the policy, rewards, metrics and rollouts of a job."""
     settings, questions = job.settings, job.questions
-    rows = [{"prompt": prompt.messages(item.question, job.template), "answer": item.answer} for item in questions]
-    trainer = trl_private.grpo_trainer(job.rollout)(
+    rows = [
+        {"prompt": prompt.messages(item.question, job.template), "answer": item.answer, "question": item.question}
+        for item in questions
+    ]
+    tokens = hf.tokenizer(job.base)
+    trainer = trl_private.grpo_trainer(job.rollout, settings.max_resamples)(
         model=policy.load(job.base, settings, job.device),
-        reward_funcs=reward.functions(job.task, settings.rewards),
+        reward_funcs=reward.functions(job.task, settings.rewards, settings, tokens),
         args=arguments.make(job),
         train_dataset=arguments.dataset(rows),
-        processing_class=hf.tokenizer(job.base),
+        processing_class=tokens,
         callbacks=[metrics.callback(settings, job.log)],
         peft_config=policy.adapter(settings),
     )

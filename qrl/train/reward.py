@@ -1,25 +1,72 @@
-"""Rewards by the grader that also evaluates: training and evaluation agree on what is right."""
+"""Rewards by the grader that also evaluates: training and evaluation agree on what is right. And the user's own."""
 
+import math
+import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from qrl import tasks
+from qrl.engine import hf
+from qrl.errors import BadInput, QrlError
+from qrl.recipe import Train, reward_name
+from qrl.tasks import number, own
+from qrl.tasks.question import leaked
 
 TIMEOUTS, ERRORS = "grader_timeout_rate", "grader_error_rate"  # shares of a step's completions, as TRL logs them
+LEAK = -0.25
+_OVERLONG_SHARE = 5  # DAPO punishes within the last fifth of the allowed length: 4,096 of 20,480 tokens
+_EXPECTED = "NAME(completions, answers), which returns a list with a number for each completion"
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_PHRASE = re.compile(r"\banswer(?:\s+is\b|\s*[:=])\s*:?\s*([^\n]{1,200}?)(?=\.?\s*(?:\n|$)|\.\s)", re.IGNORECASE)
+_CHECKED = 2  # solutions that a reward of the user's is tried on before the run
 
 
-def functions(task: str, names: Sequence[str] = ("correct",)) -> list[Callable[..., list[float]]]:
+def check(settings: Train, questions: Sequence[tasks.Question]) -> None:
+    """Raise BadInput if a setting of a reward has no effect, or if a function of the user's fails on solutions.
+
+    Args:
+        questions: to try the functions on; none only loads them.
+    """
+    length, limit = settings.soft_overlong_tokens, settings.max_completion_tokens
+    if length is not None and "soft_overlong" not in settings.rewards:
+        remedy = "add soft_overlong to train.rewards, or leave it out"
+        raise BadInput(f"train.soft_overlong_tokens = {length} has no effect without that reward: {remedy}.")
+    if length is not None and length > limit:
+        raise BadInput(
+            f"train.soft_overlong_tokens = {length} exceeds train.max_completion_tokens = {limit}: lower it."
+        )
+    for path in own.files("", settings.rewards):
+        own.read(path)
+    for name in filter(_is_own, settings.rewards):
+        reward, tried = _own(name), questions[:_CHECKED]
+        if tried:
+            try:
+                reward([item.solution or item.answer for item in tried], [item.answer for item in tried])
+            except QrlError as error:
+                raise BadInput(str(error)) from error
+
+
+def functions(
+    task: str, names: Sequence[str] = ("correct",), settings: Train | None = None, tokens: Any = None
+) -> list[Callable[..., list[float]]]:
     """Return TRL's reward functions of a task, which grade each batch once between them.
 
     Args:
-        task: a task's name; the training rows carry the column `answer`.
+        task: a task; the training rows carry the columns `answer` and `question`.
         names: `correct` is 1.0 where the strict verdict is right, `format` 1.0 where the answer has the required form,
-            right or wrong; else 0.0.
+            right or wrong, `flexible` 1.0 where the answer is right wherever it is (`_claimed`), else 0.0; `leak` is
+            -0.25 where a completion has chat markers or repeats the question, as evaluation counts it, else 0.0;
+            `soft_overlong` falls from 0.0 to -1.0 over the last tokens that are allowed. FILE.py:FUNCTION is a
+            function of the user's.
+        settings: the lengths for `soft_overlong`, in tokens, the end token included; default: a recipe's own.
+        tokens: the tokenizer, for `leak`.
+
+    Source: soft_overlong is equation 13 of DAPO (arXiv 2503.14476), as TRL computes it.
     """
     graded: dict[tuple, list[tasks.Verdict]] = {}
 
     def verdicts(completions: list, answers: list[str]) -> list[tasks.Verdict]:
-        texts = tuple(item[0]["content"] if isinstance(item, list) else item for item in completions)
-        key = (texts, tuple(answers))
+        key = (tuple(_texts(completions)), tuple(answers))
         if key not in graded:
             graded.clear()
             graded[key] = tasks.grade_many(task, *key)
@@ -35,4 +82,98 @@ def functions(task: str, names: Sequence[str] = ("correct",)) -> list[Callable[.
     def format(completions: list, answer: list[str], **_) -> list[float]:  # TRL logs a reward under its function's name
         return [float(verdict.parsed is not None) for verdict in verdicts(completions, answer)]
 
-    return [{"correct": correct, "format": format}[name] for name in names]
+    def flexible(completions: list, answer: list[str], **_) -> list[float]:
+        batch = verdicts(completions, answer)
+        claims = [_claimed(task, *pair) for pair in zip(_texts(completions), batch, strict=True)]
+        places = [place for place, claim in enumerate(claims) if claim is not None]
+        again = tasks.grade_many(task, [claims[place] for place in places], [answer[place] for place in places])
+        right = dict(zip(places, (verdict.strict for verdict in again), strict=True))
+        return [float(right.get(place, verdict.flexible)) for place, verdict in enumerate(batch)]
+
+    def leak(completions: list, completion_ids: list[list[int]], question: list[str], **_) -> list[float]:
+        special, markers = set(tokens.all_special_ids), [token for token in tokens.all_special_tokens if token]
+        bodies = (ids[:-1] if special.intersection(ids[-1:]) else ids for ids in completion_ids)  # TRL keeps the end
+        written = (hf.completion(tokens, ids, set(), special) for ids in bodies)
+        leaks = (leaked(text, each.text, each.raw, markers) for text, each in zip(question, written, strict=True))
+        return [LEAK if found else 0.0 for found in leaks]
+
+    built_in = {"correct": correct, "format": format, "flexible": flexible, "leak": leak}
+    if "soft_overlong" in names:
+        built_in["soft_overlong"] = _soft_overlong(settings or Train())
+    return [_as_trl(name) if _is_own(name) else built_in[name] for name in names]
+
+
+def _claimed(task: str, completion: str, verdict: tasks.Verdict) -> str | None:
+    """Return what a completion claims, in the form that its task grades; None where the flexible verdict decides.
+
+    The claim is the content of the last <answer>; else the strict answer; else what follows the last "answer is"; else
+    the flexible verdict judges the last number or box. A file's grader judges flexibly by its own rules.
+    """
+    if own.is_file(task):
+        return None
+    boxed = task in tasks.BOXED
+    if tags := _TAG.findall(completion):
+        return rf"\boxed{{{tags[-1].strip()}}}" if boxed else f"#### {tags[-1].strip()}"
+    if verdict.parsed is not None:
+        return completion
+    if phrases := _PHRASE.findall(completion):
+        if boxed:
+            return rf"\boxed{{{phrases[-1].strip(' $')}}}"
+        if (values := number.numbers(number.tidy(phrases[-1]))) and values[0] is not None:
+            return f"#### {number.text(values[0])}"
+    return None
+
+
+def _soft_overlong(settings: Train) -> Callable[..., list[float]]:
+    from trl.rewards import get_soft_overlong_punishment
+
+    longest = settings.max_completion_tokens
+    punish = get_soft_overlong_punishment(longest, settings.soft_overlong_tokens or max(1, longest // _OVERLONG_SHARE))
+    punish.__name__ = "soft_overlong"
+    return punish
+
+
+def _is_own(name: str) -> bool:
+    return ":" in name
+
+
+def _own(name: str) -> Callable[[list[str], list[str]], list[float]]:
+    """Return the function of FILE.py:FUNCTION, whose faults are sentences.
+
+    Raises:
+        BadInput: the file cannot be loaded, or has no such function.
+    """
+    path, _, called = name.rpartition(":")
+    reward = own.function(path, called, _EXPECTED.replace("NAME", called))
+
+    def checked(completions: list[str], answers: list[str]) -> list[float]:
+        try:
+            given = reward(completions, answers)
+            values = [float(value) for value in given]
+        except Exception as error:
+            raise QrlError(f"{path}: {called} failed ({own.reason(error, path)}): correct it.") from error
+        if len(values) != len(completions):
+            wrong = f"returned {len(values)} rewards for {len(completions)} completions: return one for each"
+            raise QrlError(f"{path}: {called} {wrong}.")
+        if not all(map(math.isfinite, values)):
+            first = next(value for value in values if not math.isfinite(value))
+            raise QrlError(f"{path}: {called} returned {first}, but finite numbers were expected: correct it.")
+        return values
+
+    return checked
+
+
+def _as_trl(name: str) -> Callable[..., list[float]]:
+    """Return a function of the user's with TRL's signature, and the name that TRL logs it by."""
+    reward = _own(name)
+
+    def adapted(completions: list, answer: list[str], **_) -> list[float]:
+        return reward(_texts(completions), list(answer))
+
+    adapted.__name__ = reward_name(name)
+    return adapted
+
+
+def _texts(completions: list) -> list[str]:
+    """Return completions as texts, which TRL hands over as conversations."""
+    return [item[0]["content"] if isinstance(item, list) else item for item in completions]

@@ -5,6 +5,7 @@ ids and flat log-probabilities (3.0 s instead of 7.1). A colocated engine can st
 rollout follows from recipe and step, so that a resumed run samples the same.
 """
 
+import random
 import time
 from collections.abc import Callable
 
@@ -20,15 +21,23 @@ def unsharded(trainer):
     return trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False)
 
 
-def grpo_trainer(settings: Rollout) -> type:
-    """Return TRL's GRPO trainer, or a subclass that samples with vLLM and logs its gap; raise BadInput without vLLM."""
+def grpo_trainer(settings: Rollout, resamples: int = 0) -> type:
+    """Return TRL's GRPO trainer, or a subclass that samples with vLLM and logs its gap, or that samples groups again.
+
+    Args:
+        resamples: rounds of `_resampling`, at most.
+
+    Raises:
+        BadInput: the recipe samples with vLLM, which is not installed.
+    """
     sampling.check_installed(settings)
     from trl import GRPOTrainer
 
+    base = _resampling(GRPOTrainer, resamples) if resamples else GRPOTrainer
     if settings.engine != sampling.VLLM:
-        return GRPOTrainer
+        return base
 
-    class Trainer(GRPOTrainer):
+    class Trainer(base):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.use_vllm, self.vllm_mode = True, settings.mode
@@ -39,14 +48,88 @@ def grpo_trainer(settings: Rollout) -> type:
         def _generate_and_score_completions(self, inputs):
             batch = super()._generate_and_score_completions(inputs)
             engine, own = batch.get("sampling_per_token_logps"), batch.get("old_per_token_logps")
-            metrics = self.vllm_generation.speed(batch["completion_mask"])
-            if engine is not None and own is not None:
-                metrics |= vars(engine_gap.measure(own, engine, batch["completion_mask"], self.accelerator.gather))
+            mask, gather = batch["completion_mask"], self.accelerator.gather
+            metrics = self.vllm_generation.speed()
+            # Completions that were cut may be masked, and then all of them.
+            if engine is not None and own is not None and gather(mask.sum()[None]).any():
+                metrics |= vars(engine_gap.measure(own, engine, mask, gather))
             for name, value in metrics.items():
                 self._metrics["train" if self.model.training else "eval"][sampling.PREFIX + name].append(value)
             return batch
 
     return Trainer
+
+
+def _resampling(base: type, most: int) -> type:
+    """Return a trainer that replaces groups with equal rewards, which have no gradient, by groups of new questions.
+
+    Every group of a step that is flat gets another question, drawn by seed, step and round, so that a resumed training
+    draws the same; after `most` rounds flat groups stay. Lengths and truncation are logged of the first round, which
+    no selection has changed, rewards of what is trained on.
+
+    Source: dynamic sampling, section 3.2 of DAPO (arXiv 2503.14476). It samples until the batch is full.
+    """
+    per_completion = (0, 1, 3, 4)  # of what TRL's `_generate` returns: prompt ids, ids, texts, log-probabilities
+
+    class Trainer(base):
+        def _generate_and_score_completions(self, inputs):
+            self._asked, self._scores = inputs, None
+            return super()._generate_and_score_completions(inputs)
+
+        def _generate(self, prompts):
+            made, metrics = list(super()._generate(prompts)), self._metrics["train"]
+            first = {name: list(values) for name, values in metrics.items() if name.startswith("completions/")}
+            scores = self._scored(range(len(prompts)), prompts, made)
+            seen, count = {_text(prompt) for prompt in prompts}, 0
+            for number in range(most):
+                flat = self._flat(scores)
+                fresh = self._fresh(seen, len(flat), number)
+                if not fresh:
+                    break
+                places = []
+                for group, row in zip(flat, fresh, strict=False):
+                    places += range(group * self.num_generations, (group + 1) * self.num_generations)
+                    for place in places[-self.num_generations :]:
+                        self._asked[place], prompts[place] = row, row["prompt"]  # TRL reads both after this
+                again = super()._generate([prompts[place] for place in places])
+                for part in per_completion:
+                    if made[part] is not None:
+                        for place, value in zip(places, again[part], strict=True):
+                            made[part][place] = value
+                scores[places] = self._scored(places, prompts, made)
+                seen |= {_text(row["prompt"]) for row in fresh}
+                count += len(fresh)
+            metrics.update(first)
+            metrics["resampled_groups"].append(count)
+            metrics["flat_groups"].append(len(self._flat(scores)))
+            self._scores = scores
+            return tuple(made)
+
+        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+            if self._scores is not None:
+                return self._scores
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+
+        def _scored(self, places, prompts, made):
+            parts = (self._asked, prompts, made[3], made[1])
+            return self._calculate_rewards(*([part[place] for place in places] for part in parts))
+
+        def _flat(self, scores) -> list[int]:
+            """Return the groups whose completions earned the same."""
+            rewards = (scores * self.reward_weights.to(scores.device)).nansum(dim=1).view(-1, self.num_generations)
+            return (rewards.amax(dim=1) == rewards.amin(dim=1)).nonzero().flatten().tolist()
+
+        def _fresh(self, seen: set[str], count: int, number: int) -> list[dict]:
+            """Return rows of questions that this step has not seen, `count` at most."""
+            rows = [row for row in self.train_dataset if _text(row["prompt"]) not in seen] if count else []
+            draw = random.Random(f"{self.args.seed} {self.state.global_step} {number}")
+            return draw.sample(rows, min(count, len(rows)))
+
+    return Trainer
+
+
+def _text(prompt: list[dict]) -> str:
+    return prompt[-1]["content"]
 
 
 def link(trainer, settings: Rollout):
@@ -77,7 +160,7 @@ class Link:
     def _init_vllm(self):
         from accelerate.utils import set_seed
 
-        self.seconds = {"sync": 0.0, "generate": 0.0}
+        self._reset()
         self._drawn = (-1, 0)  # a step, and the number of its latest rollout
         if self.mode == "server":
             super()._init_vllm()
@@ -122,12 +205,15 @@ class Link:
         else:
             answer = self._sample(prompts)
         self.seconds["generate"] += time.perf_counter() - began
+        self.made["completions"] += len(answer[1])
+        self.made["tokens"] += sum(map(len, answer[1]))
         return answer
 
     def _sample(self, prompts):
         if self.enable_sleep_mode:
             vllm_engine.wake(self.llm, "kv_cache")
-        options = {"top_p": self.top_p, "top_k": self.top_k, "repetition_penalty": self.repetition_penalty}
+        options = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p or 0.0}
+        options["repetition_penalty"] = self.repetition_penalty
         limits = {"temperature": self.temperature, "max_tokens": self.max_completion_length}
         with vllm_engine.seeded(self._seed()):
             ids, logprobs = vllm_engine.generate(self.llm, prompts, **limits, more=options | self.generation_kwargs)
@@ -142,12 +228,16 @@ class Link:
         key = (self.trainer.args.seed, step, self._drawn[1], self.accelerator.process_index)
         return hash(key) % 2**63
 
-    def speed(self, mask) -> dict[str, float]:
-        """Return the seconds since the last call, and the throughput of these completions, sync included."""
-        seconds, self.seconds = self.seconds, {"sync": 0.0, "generate": 0.0}
+    def _reset(self):
+        self.seconds = {"sync": 0.0, "generate": 0.0}
+        self.made = {"completions": 0, "tokens": 0}
+
+    def speed(self) -> dict[str, float]:
+        """Return the seconds since the last call, and the throughput of what was sampled, sync included."""
+        seconds, made = self.seconds, self.made
+        self._reset()
         total = sum(seconds.values()) or float("nan")
-        counts = {"completions_per_s": len(mask), "tokens_per_s": mask.sum().item()}
-        rates = {name: count * self.accelerator.num_processes / total for name, count in counts.items()}
+        rates = {f"{name}_per_s": count * self.accelerator.num_processes / total for name, count in made.items()}
         return {"sync_s": seconds["sync"], "generate_s": seconds["generate"]} | rates
 
 

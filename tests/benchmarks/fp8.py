@@ -98,7 +98,7 @@ def round_of(made, count: int, tokens: int) -> dict:
 
     own = made.vllm_generation
     ids = made.processing_class("Tom has 3 apples and buys 12 more. " * 6)["input_ids"]
-    own.speed(torch.ones(1, 1))
+    own.speed()
     own.sync_weights()
     sync, began = own.seconds["sync"], shapes.finished()
     more = {"ignore_eos": True}

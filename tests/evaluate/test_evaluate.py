@@ -14,6 +14,7 @@ from qrl.recipe import Evaluate, Recipe
 from qrl.steps import inputs
 from qrl.tasks import prompt
 from qrl.tasks.math import pool
+from qrl.tasks.question import leaked as is_leaked
 
 pytestmark = pytest.mark.process
 
@@ -175,8 +176,7 @@ def test_a_limit_that_is_met_exactly_is_kept():
     ],
 )
 def test_chat_markers_and_a_repeated_question_are_leaks(raw, text, leaked):
-    completion = hf.Completion(text, raw, 9, "stop")
-    assert cells._leaked("Why?", completion, ["<|im_start|>", "<|im_end|>"]) is leaked
+    assert is_leaked("Why?", text, raw, ["<|im_start|>", "<|im_end|>"]) is leaked
 
 
 def test_rows_of_math_carry_subject_level_and_what_the_grader_could_not_do(monkeypatch):

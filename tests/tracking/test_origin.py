@@ -1,9 +1,13 @@
 """A step that is given a result of ours finds the recipe that it was made under."""
 
+from pathlib import Path
+
 import mlflow
 import pytest
 
 from qrl import checkpoint, names, recipe, registry, tiny
+from qrl.errors import BadInput
+from qrl.tasks import own
 from qrl.tracking import contents, models, origin, runs
 
 
@@ -57,3 +61,23 @@ def test_of_a_run_without_a_recorded_recipe_the_params_count(made):
         "train.epsilon"
     ] == "0.3"
     assert loaded.evaluate.n == recipe.load("tiny").evaluate.n != settings.evaluate.n
+
+
+def test_a_run_keeps_the_users_files_and_knows_them_from_edited_ones(store, tmp_path):
+    (tmp_path / "mine.py").write_text("def load(): ...\n")
+    (tmp_path / "reward.py").write_bytes(b"# \xe9\r\n")  # kept to the byte
+    task, reward = str(tmp_path / "mine.py"), f"{tmp_path}/reward.py:f"
+    settings = recipe.load("tiny", {"task": task, "train.rewards": f"correct,{reward}"})
+    with runs.step("train", settings) as run:
+        pass
+    for path in (task, str(tmp_path / "reward.py")):
+        kept = contents.artifact(run.info.run_id, f"{names.FILES}/{own.label(path)}/{Path(path).name}")
+        assert kept.read_bytes() == Path(path).read_bytes()
+        assert mlflow.get_run(run.info.run_id).data.params[f"file {own.label(path)}"] == own.digest(path)
+    (found,) = origin.find(run.info.run_id)
+    assert found.values["task"] == task and found.edited(found.values) == []
+    (tmp_path / "mine.py").write_text("def load(): return []\n")
+    assert found.edited(found.values) == [task] and found.edited(found.values | {"task": "gsm8k"}) == []
+    (tmp_path / "reward.py").unlink()
+    with pytest.raises(BadInput, match=r"reward\.py cannot be read .*below files/"):
+        found.edited(found.values)

@@ -11,7 +11,8 @@ import pandas as pd
 import torch
 
 from qrl import process
-from qrl.recipe import Train
+from qrl.recipe import Train, reward_name
+from qrl.recipe.training import REWARDS
 from qrl.train import reward, rollout
 from qrl.train.job import Log
 
@@ -27,8 +28,7 @@ class Kind:
 
 _OURS = {  # TRL's name → ours, below train/
     **{name: name for name in ("reward", "reward_std")},
-    "rewards/correct/mean": "reward_correct",
-    "rewards/format/mean": "reward_format",
+    **{f"rewards/{name}/mean": f"reward_{name}" for name in REWARDS},
     **{name: name for name in ("frac_reward_zero_std", "entropy", "kl", "loss", "grad_norm", "learning_rate")},
     "completions/mean_length": "completion_tokens",
     "completions/min_length": "completion_tokens_min",
@@ -37,6 +37,7 @@ _OURS = {  # TRL's name → ours, below train/
     "clip_ratio/region_mean": "clip_ratio",
     "clip_ratio/low_mean": "clip_ratio_low",
     "clip_ratio/high_mean": "clip_ratio_high",
+    **{name: name for name in ("resampled_groups", "flat_groups")},
     **{name: name for name in (reward.TIMEOUTS, reward.ERRORS, "completions_per_s", "peak_memory_gib")},
 }
 _TRAIN = {name: f"train/{ours}" for name, ours in _OURS.items()}
@@ -70,7 +71,7 @@ def callback(settings: Train, log: Log, kind: Kind = GRPO):
             row = state.log_history[-1]  # `logs` is a copy of it
             row["completions_per_s"] = completions * len(self.seconds) / sum(self.seconds)
             row["peak_memory_gib"] = _peak_memory_gib()
-            named = {ours: float(row[name]) for name, ours in kind.names.items() if row.get(name) is not None}
+            named = {ours: float(row[name]) for name, ours in _names(kind, row).items() if row.get(name) is not None}
             log(named, state.global_step)
             self.bar.set_postfix({kind.shown: f"{logs[kind.shown]:.3g}"}, refresh=False)
             self.bar.update(state.global_step - self.bar.n)
@@ -90,16 +91,25 @@ def _peak_memory_gib() -> float:
 
 def history(log_history: list[dict], kind: Kind = GRPO) -> pd.DataFrame:
     """Return a row per logged step: step, and the metrics without their prefix."""
-    columns = {"step": "step"} | kind.names
-    rows = [{key: row.get(name) for name, key in columns.items()} for row in log_history if kind.shown in row]
+    logged = [row for row in log_history if kind.shown in row]
+    columns = {"step": "step"} | _names(kind, *logged)
+    rows = [{key: row.get(name) for name, key in columns.items()} for row in logged]
     frame = pd.DataFrame(rows).rename(columns=lambda key: key.removeprefix("train/").replace("/", "_"))
     return frame.dropna(axis="columns", how="all")
+
+
+def _names(kind: Kind, *rows: dict) -> dict[str, str]:
+    """Return TRL's names with ours: those of a kind, and the means of the user's own rewards in rows of the log."""
+    means = (name for row in rows for name in row if name.startswith("rewards/") and name.endswith("/mean"))
+    own = {name: f"train/reward_{name.split('/')[1]}" for name in means}
+    return kind.names | own
 
 
 def completions(work: Path, settings: Train, kind: Kind) -> pd.DataFrame:
     """Return the first completions of every step, from TRL's files: step, prompt, completion, and GRPO's reward."""
     columns = ["step", "prompt", "completion", *(("reward",) if kind is GRPO else ())]
-    weights = dict(zip(settings.rewards, settings.reward_weights or [1.0] * len(settings.rewards), strict=True))
+    names = map(reward_name, settings.rewards)
+    weights = dict(zip(names, settings.reward_weights or [1.0] * len(settings.rewards), strict=True))
     parts = [pd.DataFrame(columns=columns)]
     for file in sorted((work / "completions").glob("*.parquet")):
         frame = pd.read_parquet(file).head(settings.completions_logged)

@@ -34,7 +34,7 @@ class Watchers:
             sentences = {"probe": self._probe()}
         elif "reward" in row:
             self.rows.append(row)
-            sentences = {"rollout": self._rollout(row)} | dict(self._lasting())
+            sentences = {"rollout": self._rollout(row), "resample": _resample(row)} | dict(self._lasting())
         else:
             return []
         new = {name: text for name, text in sentences.items() if text and name not in self.raised}
@@ -116,6 +116,16 @@ class Watchers:
             f"[{stats.signed(change.low)}, {stats.signed(change.high)}] since step {since}. Something other than right "
             "answers earns the reward: read the sampled completions."
         )
+
+
+def _resample(row: dict) -> str | None:
+    if not (left := row.get("flat_groups", 0)):
+        return None
+    return (
+        f"Resampling has reached its bound: in step {row['step']} the completions of {left:.0f} groups still earned "
+        "the same, so they give no gradient: choose questions that the model answers sometimes, or raise "
+        "train.max_resamples."
+    )
 
 
 def _mean(rows: list[dict], name: str) -> float:

@@ -16,6 +16,7 @@ _REMEDY = "set rollout.engine = transformers"
 DEFAULT = Rollout()
 SERVER = ("server", "server_timeout_s", "server_group_port")  # settings of mode server
 COLOCATED = ("gpu_memory_utilization", "max_model_tokens", "sleep")  # settings of mode colocate
+REDISTRIBUTED = ("top_p", "top_k", "min_p", "repetition_penalty")  # ways to sample that change more than temperature
 CORRECTION = ("is_correction_max", "max_engine_kl", "min_effective_sample_size")  # settings of a measured gap
 
 
@@ -24,13 +25,15 @@ def check(settings: Rollout, device: str, train: Train) -> None:
 
     Raises:
         BadInput: a setting has no effect; vLLM would sample without a GPU, for a distillation, or for a format that
-            quantizes activations; FSDP shards its weights; the GPU lacks FP8; or the server does not answer.
+            quantizes activations; the gap of a truncated distribution would be corrected; FSDP shards its weights; the
+            GPU lacks FP8; or the server does not answer.
     """
     check_heeded(settings)
     if settings.engine != VLLM:
         return
     if train.qat != "none":
         _check_qat(settings, train)
+    _check_sampling(settings, train)
     if train.teacher:
         raise BadInput(f"train.teacher samples with transformers, but rollout.engine = vllm: {_REMEDY}.")
     if device != "cuda":
@@ -59,6 +62,22 @@ def check_heeded(settings: Rollout) -> None:
         if getattr(settings, key) == value and (named := [name for name in changed if name in ignored and name != key]):
             what = f"rollout.{named[0]} = {getattr(settings, named[0])}"
             raise BadInput(f"{what} has no effect where rollout.{key} = {value}: set {remedy}, or leave it out.")
+
+
+def _check_sampling(settings: Rollout, train: Train) -> None:
+    """Refuse to correct for the engine's gap where tokens are sampled from another distribution than the policy's.
+
+    vLLM's log-probabilities are of the distribution that it sampled from: penalized, truncated, normalized again. The
+    trainer's are of the whole policy. Their difference would hold the kept probability mass beside the gap, and each
+    token's loss would be scaled by it (huggingface/trl issue 6789). The trainer does not know which tokens were kept,
+    so the gap is neither measured nor corrected for; transformers' rollouts never compare the two.
+    """
+    default = Train()
+    changed = [key for key in REDISTRIBUTED if getattr(train, key) != getattr(default, key)]
+    if changed and settings.is_correction != "none":
+        other = f"train.{changed[0]} = {getattr(train, changed[0])} samples from another distribution than the policy's"
+        biased = f"the importance weights of rollout.is_correction = {settings.is_correction} would be biased"
+        raise BadInput(f"{other}, so {biased}: set rollout.is_correction = none, or leave train.{changed[0]} out.")
 
 
 def _check_qat(settings: Rollout, train: Train) -> None:

@@ -1,0 +1,222 @@
+"""Files of Python that the user brings, loaded by path here and nowhere else: task files, and rewards.
+
+A task file has two functions, `load(split, n, seed)` and `grade(completion, answer)`; a reward is a function of any
+file. What they do wrong becomes a sentence with their line. Nothing that comes with a checkpoint is loaded as code.
+"""
+
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+from signal import ITIMER_REAL, SIGALRM, setitimer, signal
+from types import FrameType, ModuleType
+from typing import Any
+
+from qrl.errors import BadInput, first_line
+from qrl.tasks.question import Question, Verdict
+
+GRADE_S = 5.0  # longest time for one completion; a grader that needs more has probably hung
+SIGNATURES = {
+    "load": "load(split, n, seed), which returns a list of qrl.tasks.Question",
+    "grade": "grade(completion, answer), which returns True, False or a qrl.tasks.Verdict",
+}
+_read: dict[str, bytes] = {}  # path → text
+_CHECKED = 8  # solutions of a split that must be graded as right
+_SHOWN = 80  # last characters of a completion, shown where a grader returns only right or wrong
+_TIMEOUT, _ERROR = (Verdict(None, False, False, fault) for fault in ("timeout", "error"))
+
+
+def is_file(task: str) -> bool:
+    """Return whether a task is a file of the user's and not a name of ours."""
+    return task.endswith(".py")
+
+
+def files(task: str, rewards: Sequence[str] = ()) -> list[str]:
+    """Return the paths of the files that a task and rewards name, each once."""
+    named = [task] * is_file(task) + [name.rpartition(":")[0] for name in rewards if ":" in name]
+    return list(dict.fromkeys(named))
+
+
+def digest(path: str) -> str:
+    """Return the sha256 of a file; raise BadInput if there is none."""
+    return sha256(_source(path)).hexdigest()
+
+
+def label(task: str) -> str:
+    """Return the name under which results of a task are kept: a file's has its digest, so an edit makes another task.
+
+    Raises:
+        BadInput: there is no such file.
+    """
+    return f"{Path(task).stem}-{digest(task)[:8]}" if is_file(task) else task
+
+
+def function(path: str, name: str, expected: str = "") -> Callable:
+    """Return a function of a file; raise BadInput if the file cannot be loaded or has no such function."""
+    found = getattr(_module(path, _source(path)), name, None)
+    if not callable(found):
+        raise BadInput(f"{path} has no function {name}: expected {SIGNATURES.get(name, expected)}.")
+    return found
+
+
+def check(task: str) -> None:
+    """Read a task file anew; raise BadInput if it cannot be loaded, or lacks a function."""
+    read(task)
+    for name in SIGNATURES:
+        function(task, name)
+
+
+def load(task: str, split: str, n: int | None, seed: int) -> list[Question]:
+    """Return the questions of a task file, n at most, with ids that tell tasks apart.
+
+    Raises:
+        BadInput: `load` fails, returns something else than different questions, or `grade` fails on a solution, or
+            judges it to be wrong.
+    """
+    check(task)
+    with explained(task, f"load({split!r}, {n}, {seed})"):
+        found = function(task, "load")(split, n, seed)
+    others = [found] if not isinstance(found, list) else [item for item in found if not isinstance(item, Question)]
+    if others:
+        kind = f"{'a list with ' if isinstance(found, list) else ''}a {type(others[0]).__name__}"
+        raise BadInput(f"{task}: load returned {kind}, but a list of qrl.tasks.Question was expected.")
+    for item in found:
+        texts = {"id": item.id, "question": item.question, "answer": item.answer, "solution": item.solution}
+        for name, text in texts.items():
+            if not isinstance(text, str) or not (text.strip() or name == "solution"):
+                raise BadInput(f"{task}: question {item.id!r} has the {name} {text!r}, but a text was expected.")
+    if len({item.id for item in found}) < len(found) or not found:
+        wrong = "repeats the id of a question: give each its own" if found else "returned none: return at least one"
+        raise BadInput(f"{task}: load({split!r}, {n}, {seed}) {wrong}.")
+    chosen = found if n is None or n >= len(found) else Random(seed).sample(found, n)
+    _check_solutions(task, chosen[:_CHECKED])
+    return [replace(item, id=f"{label(task)}-{split}-{item.id}") for item in chosen]
+
+
+def grade_many(
+    task: str, completions: Sequence[str], answers: Sequence[str], progress: Callable[[int], object]
+) -> list[Verdict]:
+    """Return a verdict on each completion by a task file's `grade`; one that fails or hangs is wrong and has a `fault`.
+
+    Its time is limited where it can be interrupted: in a process's main thread, and not inside a call into C.
+
+    Raises:
+        BadInput: the file cannot be loaded, or has no `grade`.
+    """
+    grade, verdicts = function(task, "grade"), []
+    for completion, answer in zip(completions, answers, strict=True):
+        try:
+            verdicts.append(_verdict(grade, completion, answer))
+        except _LateError:
+            verdicts.append(_TIMEOUT)
+        except Exception as error:  # of any kind; printed once for each line that raises it
+            warnings.warn(f"{task}: grade failed, which counts as wrong ({reason(error, task)}).", stacklevel=2)
+            verdicts.append(_ERROR)
+        progress(1)
+    return verdicts
+
+
+@contextmanager
+def explained(path: str, call: str) -> Iterator[None]:
+    """Raise what the user's code raises as BadInput, with its line; `call` names what was called."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except (Exception, SystemExit) as error:
+        raise BadInput(f"{path}: {call} failed ({reason(error, path)}): correct it.") from error
+
+
+def reason(error: BaseException, path: str) -> str:
+    """Return an error's kind and message, with the line of a file where it was raised or that called what raised it."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    if isinstance(error, SyntaxError) and error.filename == path:
+        lines.append(error.lineno)
+    return f"{f'line {lines[-1]}, ' if lines else ''}{type(error).__name__}: {first_line(error)[:200]}"
+
+
+def _check_solutions(task: str, questions: Iterable[Question]) -> None:
+    """Raise BadInput if `grade` fails on worked solutions, or judges one to be wrong."""
+    grade = function(task, "grade")
+    for item in questions:
+        call = f"grade on the solution of question {item.id!r}"
+        try:
+            with explained(task, call):
+                verdict = _verdict(grade, item.solution or item.answer, item.answer)
+        except _LateError:
+            raise BadInput(f"{task}: {call} took longer than {GRADE_S:g} s: make it faster.") from None
+        if item.solution.strip() and not verdict.strict:
+            how = "expected a solution that ends in the form that grade reads, or an empty one"
+            raise BadInput(f"{task}: {call} is wrong, its answer being {item.answer[:80]!r}: {how}.")
+
+
+def _verdict(grade: Callable[[str, str], Any], completion: str, answer: str) -> Verdict:
+    """Return a grader's verdict; of True or False, whose form of an answer is unknown, any text counts as readable."""
+    with _limited(GRADE_S):
+        verdict = grade(completion, answer)
+    if isinstance(verdict, bool):
+        return Verdict(completion.strip()[-_SHOWN:] or None, verdict, verdict)
+    if not isinstance(verdict, Verdict):
+        raise TypeError(f"grade returned {verdict!r:.80}, but True, False or a Verdict was expected")
+    return verdict
+
+
+class _LateError(BaseException):
+    """The time is over; no `except Exception` of the user's catches it."""
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise _LateError in this block after so many seconds of wall time; only the main thread gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise _LateError
+
+    before = signal(SIGALRM, late)
+    setitimer(ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        setitimer(ITIMER_REAL, 0)
+        signal(SIGALRM, before)
+
+
+def _source(path: str) -> bytes:
+    return _read[path] if path in _read else read(path)
+
+
+def read(path: str) -> bytes:
+    """Read a file anew; between two calls this process uses the text that it has, so that no edit changes a run.
+
+    Raises:
+        BadInput: there is no such file, or it cannot be read.
+    """
+    try:
+        _read[path] = Path(path).read_bytes()
+        return _read[path]
+    except OSError as error:
+        kept = "a run that used one keeps it in its artifacts, below files/"
+        raise BadInput(
+            f"The file {path} cannot be read ({error.strerror}): give the path of a .py file; {kept}."
+        ) from None
+
+
+@cache
+def _module(path: str, source: bytes) -> ModuleType:
+    """Return the module of a file's very text, which the digest is of; an import would read it again, or a cache."""
+    module = ModuleType(f"qrl_own_{sha256(source).hexdigest()[:16]}")
+    module.__file__ = path
+    sys.modules[module.__name__] = module  # where dataclasses and pickle look for it
+    with explained(path, "loading it"):
+        exec(compile(source, path, "exec"), module.__dict__)
+    return module

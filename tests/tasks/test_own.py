@@ -1,0 +1,204 @@
+"""Task files of the user: the README's example, their errors in sentences, graders that fail or hang."""
+
+import json
+import random
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+import qrl
+from qrl import recipe, tasks
+from qrl.cli.ending import main
+from qrl.errors import BadInput
+from qrl.recipe import Recipe, Train
+from qrl.tasks import Question, Verdict, files, own, prompt
+from qrl.tracking import keys
+
+README = Path(qrl.__file__).parent / "tasks" / "README.md"
+EXAMPLE = re.search(r"```python\n(# reverse\.py.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[1]
+LOAD = """
+from qrl.tasks import Question, Verdict
+def load(split, n, seed):
+    return [Question(str(i), f"What is {i} + 1?", f"#### {i + 1}", str(i + 1)) for i in range(12)]
+"""
+GRADE = """
+def grade(completion, answer):
+    return completion.endswith(answer)
+"""
+
+
+def written(folder: Path, source: str, name: str = "mine.py") -> str:
+    (folder / name).write_text(source)
+    own.read(str(folder / name))
+    return str(folder / name)
+
+
+def test_the_examples_questions_are_loaded_drawn_and_graded(tmp_path):
+    task = written(tmp_path, EXAMPLE, "reverse.py")
+    heldout = tasks.load(task, "heldout", 20, 0)
+    assert len(heldout) == 20 and heldout == tasks.load(task, "heldout", 20, 0) != tasks.load(task, "heldout", 20, 1)
+    assert len(tasks.load(task, "train", None, 0)) == 500
+    first = heldout[0]
+    assert tasks.grade(task, first.solution, first.answer) == Verdict(first.answer, True, True)
+    assert tasks.grade(task, f"{first.answer}\n#### no", first.answer) == Verdict("no", False, True)
+    prompt.check(task, "answer-line")  # any template fits a file
+    assert own.function(task, "short")(["abcd"], ["x"]) == [-0.004]
+
+
+def test_questions_are_drawn_if_there_are_more_and_told_apart_by_the_files_text(tmp_path):
+    task = written(tmp_path, LOAD + GRADE)
+    drawn = tasks.load(task, "heldout", 5, 3)
+    label = tasks.label(task)
+    assert re.fullmatch(r"mine-[0-9a-f]{8}", label) and tasks.label("gsm8k") == "gsm8k"
+    everything = [Question(f"{label}-heldout-{i}", f"What is {i} + 1?", f"#### {i + 1}", str(i + 1)) for i in range(12)]
+    assert drawn == random.Random(3).sample(everything, 5) and tasks.load(task, "heldout", 12) == everything
+    written(tmp_path, LOAD + GRADE + "# edited\n")
+    assert tasks.label(task) != label and not {each.id for each in tasks.load(task, "heldout", 12)} & {
+        each.id for each in everything
+    }
+
+
+def test_an_edit_changes_no_run_that_has_begun(tmp_path):
+    task = written(tmp_path, LOAD + GRADE)
+    tasks.load(task, "train", 5)
+    label = tasks.label(task)
+    Path(task).write_text("def grade(completion, answer):\n    return False\n")
+    assert tasks.grade(task, "so 4", "4").strict and tasks.label(task) == label
+    Path(task).unlink()
+    assert tasks.grade(task, "so 4", "4").strict and tasks.label(task) == label
+    with pytest.raises(BadInput, match="cannot be read"):
+        tasks.load(task, "train", 5)  # what begins next
+
+
+def test_a_grader_of_true_and_false_reads_any_text_but_none(tmp_path):
+    task = written(tmp_path, LOAD + GRADE)
+    assert tasks.grade_many(task, ["so 4", "5", " "], ["4"] * 3) == [
+        Verdict("so 4", True, True),
+        Verdict("5", False, False),
+        Verdict(None, False, False),
+    ]
+
+
+def test_graders_that_raise_or_hang_are_faults_and_the_others_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(own, "GRADE_S", 0.2)
+    task = written(
+        tmp_path,
+        LOAD
+        + """
+def grade(completion, answer):
+    if completion == "raise":
+        return 1 / 0
+    if completion == "none":
+        return None
+    while completion == "hang":
+        try:
+            pass
+        except Exception:
+            pass
+    return True
+""",
+    )
+    with pytest.warns(UserWarning, match="grade failed, which counts as wrong") as seen:
+        verdicts = tasks.grade_many(task, ["raise", "hang", "none", "fine"], ["1"] * 4)
+    assert [verdict.fault for verdict in verdicts] == ["error", "timeout", "error", None] and verdicts[-1].strict
+    assert "line 8, ZeroDivisionError" in str(seen[0].message) and "returned None" in str(seen[1].message)
+    elsewhere = []
+    thread = threading.Thread(target=lambda: elsewhere.extend(tasks.grade_many(task, ["fine"], ["1"])))
+    thread.start()
+    thread.join()
+    assert elsewhere[0].strict  # where no signal arrives, grading works without its limit
+
+
+WRONG = {
+    "no file": (None, "cannot be read"),
+    "syntax": ("def load(:\n", r"loading it failed \(line 1, SyntaxError"),
+    "import": ("\nimport nothing_of_this_name\n", r"line 2, ModuleNotFoundError"),
+    "exit": ("import sys\nsys.exit(3)", r"line 2, SystemExit"),
+    "no load": (GRADE, "no function load: expected load"),
+    "no grade": (LOAD, "no function grade: expected grade"),
+    "load raises": (
+        "def load(split, n, seed):\n    return [1][n]\n" + GRADE,
+        r"load\('train', 5, 0\) .*line 2, IndexError",
+    ),
+    "wrong arguments": ("def load(split):\n    return []\n" + GRADE, "TypeError"),
+    "no list": ("def load(*_):\n    return 7\n" + GRADE, "a int, but a list of qrl"),
+    "no questions": ("def load(*_):\n    return [7]\n" + GRADE, "a list with a int"),
+    "empty": ("def load(*_):\n    return []\n" + GRADE, "returned none"),
+    "no text": (LOAD.replace("str(i + 1)", "i + 1") + GRADE, "the answer 1, but a text"),
+    "same ids": (LOAD.replace("str(i), f", "'a', f") + GRADE, "repeats the id"),
+    "grade raises": (LOAD + "def grade(c, a):\n    return c.nothing\n", "grade on the solution .*AttributeError"),
+    "grade returns text": (
+        LOAD + "def grade(c, a):\n    return 'yes'\n",
+        "returned 'yes', but True, False or a Verdict",
+    ),
+    "solutions are wrong": (LOAD + "def grade(c, a):\n    return c == a\n", "solution of question .* is wrong"),
+    "grade hangs": (LOAD + "def grade(c, a):\n    while True: pass\n", "took longer than 0.2 s"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_file_does_wrong_is_a_sentence_before_anything_runs(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(own, "GRADE_S", 0.2)
+    source, sentence = WRONG[name]
+    task = written(tmp_path, source) if source is not None else str(tmp_path / "mine.py")
+    with pytest.raises(BadInput, match=sentence):
+        tasks.load(task, "train", 5, 0)
+
+
+def test_data_beside_a_file_and_a_file_that_is_no_python_are_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"data = .* has no effect"):
+        tasks.load(written(tmp_path, LOAD + GRADE), "train", 5, 0, str(tmp_path))
+    for typed in ("chess", "mine.txt", ".py", "folder/"):
+        with pytest.raises(BadInput, match=r"'task' is .*arithmetic, gsm8k, math, deepmath or FILE\.py"):
+            recipe.load("tiny", {"task": typed})
+    assert recipe.load("tiny", {"task": "a folder/mine.py"}).task == "a folder/mine.py"
+
+
+def test_grade_uses_the_files_grader_and_its_errors_end_with_2(tmp_path, capsys):
+    task, rows, out = written(tmp_path, LOAD + GRADE), tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    rows.write_text("".join(json.dumps({"completion": text, "answer": 4}) + "\n" for text in ("so 4", "so 5")))
+    main(["grade", "--task", task, str(rows), "--out", str(out)])
+    assert "n = 2: strict 0.5000" in capsys.readouterr().out
+    assert [json.loads(line)["correct"] for line in out.read_text().splitlines()] == [1, 0]
+    with pytest.raises(SystemExit) as ended:
+        main(["grade", "--task", written(tmp_path, LOAD), str(rows), "--out", str(out)])
+    assert ended.value.code == 2 and "no function grade" in capsys.readouterr().err
+    assert files.grade(rows, written(tmp_path, LOAD + GRADE)).frame["strict"].tolist() == [True, False]
+
+
+def parts(settings: Recipe) -> tuple[dict[str, str], dict[str, str]]:
+    """Return what the keys of a training and of a cell are made of."""
+    found = keys.trained(settings, "base", "cpu"), keys.cell(settings, "grpo", "full", "weights", "cpu")
+    return tuple(keys.PARTS[key] for key in found)
+
+
+def test_keys_cover_a_files_text_and_not_its_place(tmp_path):
+    def of(task: str, *rewards: str) -> Recipe:
+        return Recipe(task=task, train=Train(rewards=("correct", *rewards)))
+
+    (tmp_path / "elsewhere").mkdir()
+    task, moved = (written(folder, LOAD + GRADE) for folder in (tmp_path, tmp_path / "elsewhere"))
+    rewards = [f"{written(folder, EXAMPLE, 'r.py')}:short" for folder in (tmp_path, tmp_path / "elsewhere")]
+    assert parts(of(task, rewards[0])) == parts(of(moved, rewards[1]))
+    trained, cell = parts(of(task, rewards[0]))
+    assert trained["task"] == "mine.py" and trained["train.rewards"] == "correct,r.py:short"
+    assert trained["input file 0 (mine.py)"] == own.digest(task) == cell["input file 0 (mine.py)"]
+    assert (
+        own.digest(str(tmp_path / "r.py")) in trained.values()
+        and own.digest(str(tmp_path / "r.py")) not in cell.values()
+    )
+    written(tmp_path, LOAD + GRADE + "# edited\n")
+    edited = parts(of(task, rewards[0]))
+    assert [
+        {name for name in new if new[name] != old[name]} for new, old in zip(edited, (trained, cell), strict=True)
+    ] == [{"input file 0 (mine.py)"}] * 2
+
+
+def test_keys_of_recipes_without_files_hold_no_new_setting():
+    new = {"top_p", "top_k", "min_p", "repetition_penalty", "mask_truncated", "soft_overlong_tokens", "max_resamples"}
+    for found in parts(Recipe()):
+        assert not {name for name in found if name.startswith("input file") or name.removeprefix("train.") in new}
+    changed = Recipe(train=Train(top_p=0.9, max_resamples=2))
+    assert {name.removeprefix("train.") for name in parts(changed)[0]} & new == {"top_p", "max_resamples"}
