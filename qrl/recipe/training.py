@@ -79,6 +79,10 @@ class Train(Section):
     qat_calibration_batch: Count = option(16, "calibration texts in one forward pass")
     qat_calibration_max_tokens: Count = option(1024, "longest calibration text, in tokens; a longer one is an error")
     completions_logged: Count = option(8, "completions that each logged step adds to the table of samples")
+    # Its content's digest is an input of the key.
+    qat_calibration: NoKey[str] = option(
+        "task", "texts for activation scales and for the error of quantized weights: task, or a .jsonl file with `text`"
+    )
 
     @field_validator("reward_weights")
     @classmethod

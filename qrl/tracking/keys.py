@@ -33,6 +33,8 @@ def trained(recipe: Recipe, base: str, device: str, *, teacher: str | None = Non
         processes: number of processes that train together; how they share a batch changes the result.
     """
     inputs = {"base": base} | ({"teacher": teacher} if teacher else {})
+    if recipe.train.qat_calibration != choices.TASK:
+        inputs["qat_calibration"] = _file_digest(recipe.train.qat_calibration)
     environment = VLLM[device] if recipe.rollout.engine == "vllm" else CORE
     where = device if processes == 1 else f"{device} x {processes}"
     return _key("train", recipe, ("train", "rollout", "watch"), inputs, where, environment)
@@ -43,7 +45,7 @@ def quantized(recipe: Recipe, scheme: str, model: str, device: str) -> str:
     settings = choices.of(scheme, recipe.quantize, recipe.seed)
     texts = settings.calibration
     if texts not in (None, choices.TASK, choices.ROLLOUTS):
-        texts = hashlib.sha256(Path(texts).read_bytes()).hexdigest() if Path(texts).is_file() else ""
+        texts = _file_digest(texts)
     sections = ("evaluate",) if texts == choices.ROLLOUTS else ()  # which says how the policy answers
     inputs = {"model": model, **{key: str(value) for key, value in asdict(settings).items()}, "texts": str(texts)}
     return _key("quantize", recipe, sections, inputs, device, ENVIRONMENTS.get(scheme, CORE))
@@ -88,6 +90,11 @@ def _key(
     key = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
     PARTS[key] = whole | {f"{SOURCE}{name}": digest for name, digest in files.items()}
     return key
+
+
+def _file_digest(file: str) -> str:
+    """Return the sha256 of a file's bytes; nothing where there is no file, which the step refuses."""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if Path(file).is_file() else ""
 
 
 @cache

@@ -104,6 +104,16 @@ def test_a_teacher_counts_by_its_digest_and_not_by_its_address():
     assert trained(teacher="a", train__teacher="one") != trained(teacher="b", train__teacher="one")
 
 
+def test_calibration_texts_of_training_count_by_their_content(tmp_path):
+    plain = keys.trained(recipe.load("tiny"), "base", "cpu")
+    found = set()
+    for name, content in (("a.jsonl", "1"), ("b.jsonl", "1"), ("a.jsonl", "2")):
+        (tmp_path / name).write_text(content)
+        calibrated = recipe.load("tiny", {"train.qat_calibration": str(tmp_path / name)})
+        found.add(keys.trained(calibrated, "base", "cpu"))
+    assert len(found) == 2 and plain not in found
+
+
 def test_a_scheme_is_stored_alike_whichever_other_schemes_a_study_has():
     one, both = (recipe.load("tiny", {"quantize.schemes": schemes}) for schemes in ("nf4", "nf4,awq"))
     assert keys.quantized(one, "nf4", "digest", "cpu") == keys.quantized(both, "nf4", "digest", "cpu")
