@@ -7,11 +7,10 @@ that can change no result is marked `NotInKey` in the recipe.
 
 import hashlib
 import json
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-from qrl import names
+from qrl import names, process
 from qrl.quantize import settings as choices
 from qrl.recipe import Recipe
 from qrl.tracking import sources
@@ -34,7 +33,9 @@ def trained(recipe: Recipe, base: str, device: str, *, teacher: str | None = Non
     """
     inputs = {"base": base} | ({"teacher": teacher} if teacher else {})
     if recipe.train.qat_calibration != choices.TASK:
-        inputs["qat_calibration"] = _file_digest(recipe.train.qat_calibration)
+        inputs["qat_calibration"] = process.file_digest(recipe.train.qat_calibration)
+    if recipe.train.qat.endswith(".yaml"):
+        inputs["qat"] = process.file_digest(recipe.train.qat)
     environment = VLLM[device] if recipe.rollout.engine == "vllm" else CORE
     where = device if processes == 1 else f"{device} x {processes}"
     return _key("train", recipe, ("train", "rollout", "watch"), inputs, where, environment)
@@ -45,9 +46,9 @@ def quantized(recipe: Recipe, scheme: str, model: str, device: str) -> str:
     settings = choices.of(scheme, recipe.quantize, recipe.seed)
     texts = settings.calibration
     if texts not in (None, choices.TASK, choices.ROLLOUTS):
-        texts = _file_digest(texts)
+        texts = process.file_digest(texts)
     sections = ("evaluate",) if texts == choices.ROLLOUTS else ()  # which says how the policy answers
-    inputs = {"model": model, **{key: str(value) for key, value in asdict(settings).items()}, "texts": str(texts)}
+    inputs = {"model": model, **{key: str(value) for key, value in settings.covered().items()}, "texts": str(texts)}
     return _key("quantize", recipe, sections, inputs, device, ENVIRONMENTS.get(scheme, CORE))
 
 
@@ -90,11 +91,6 @@ def _key(
     key = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
     PARTS[key] = whole | {f"{SOURCE}{name}": digest for name, digest in files.items()}
     return key
-
-
-def _file_digest(file: str) -> str:
-    """Return the sha256 of a file's bytes; nothing where there is no file, which the step refuses."""
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if Path(file).is_file() else ""
 
 
 @cache

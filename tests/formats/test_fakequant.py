@@ -159,8 +159,8 @@ def test_a_matrix_of_one_column_keeps_its_values_within_one_percent(name):
 
 def test_groups_that_do_not_divide_a_layer_are_refused_with_its_name():
     with pytest.raises(BadInput, match=r"model\.layers\.0\.mlp\.down_proj has 200 inputs.* 128"):
-        rounding.check_width("model.layers.0.mlp.down_proj", 200, args("int4"))
-    rounding.check_width("x", 200, args("int8"))
+        rounding.check_width("model.layers.0.mlp.down_proj", torch.nn.Linear(200, 8), args("int4"))
+    rounding.check_width("x", torch.nn.Linear(200, 8), args("int8"))
 
 
 @given(seed=st.integers(0, 2**31), exponent=st.integers(-8, 8))

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("llmcompressor")
@@ -41,9 +42,30 @@ def masters(tiny_checkpoint, tmp_path_factory):
     return folder
 
 
+TOKENS = {"strategy": "token", "dynamic": True, "symmetric": True}
+FILES = {
+    "int4-tensor": {"weights": {"num_bits": 4, "type": "int", "strategy": "tensor"}},
+    "int4-channel": {"weights": {"num_bits": 4, "type": "int", "strategy": "channel"}},
+    "int4-group": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}},
+    "int8-group": {"weights": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 64}},
+    "int8-tensor": {"weights": {"num_bits": 8, "type": "int", "strategy": "tensor"}},
+    "int8-token": {
+        "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+        "input_activations": {"num_bits": 8, "type": "int"} | TOKENS,
+    },
+    "fp8-tensor": {"weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}},
+    "fp8-block": {
+        "weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [64, 32]},
+        "input_activations": {"num_bits": 8, "type": "float"} | TOKENS,
+    },
+}
+
+
 def store(source, out, name):
-    scheme = f"{names.ROUNDED_PREFIX}{name}"
-    settings = choices.of(scheme, Quantize(calibration_samples=2, calibration_max_tokens=64), 0)
+    own = str(name).endswith(".yaml")
+    scheme = choices.OWN if own else f"{names.ROUNDED_PREFIX}{name}"
+    recipe = Quantize(calibration_samples=2, calibration_max_tokens=64, format=str(name) if own else None)
+    settings = choices.of(scheme, recipe, 0)
     return quantize.run(
         scheme, source, out, settings=settings, calibration=TEXTS if scheme in choices.CALIBRATED else ()
     )
@@ -81,6 +103,23 @@ def test_stored_weights_and_answers_are_bit_equal_to_the_trained_ones(name, mast
         if key.rpartition(".")[0] in covered and key.endswith(("weight", "weight_packed"))
     )
     assert codes * 8 == BITS[name] * sum(trained.get_submodule(path).weight.numel() for path in covered)
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_format_of_a_file_is_stored_bit_equal_to_what_training_computes(case, masters, tmp_path):
+    file = tmp_path / f"{case}.yaml"
+    file.write_text(yaml.safe_dump(FILES[case]))
+    trained = in_training(masters, str(file))
+    done = store(masters, tmp_path / "out", str(file))
+    loaded, _ = hf.load(tmp_path / "out", "cpu", torch.float32)
+    stored = dict(loaded.named_parameters())
+    for key, value in sync.named_weights(trained):
+        assert torch.equal(stored[key], value), key
+    with torch.no_grad():
+        assert torch.equal(loaded(**BATCH).logits, trained(**BATCH).logits)
+    (group,) = checkpoint.config(tmp_path / "out")["quantization_config"]["config_groups"].values()
+    assert group["weights"]["strategy"] == FILES[case]["weights"]["strategy"]
+    assert 0 < done.error < 1 if hasattr(done, "error") else True
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "nvfp4-a16", "fp8", "mxfp4"])
