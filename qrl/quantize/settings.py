@@ -12,7 +12,6 @@ from qrl.recipe import Quantize
 
 TASK, ROLLOUTS = "task", "rollouts"  # sources of calibration texts; anything else is a file
 CALIBRATED = (names.AWQ, names.AWQ_CT, names.GPTQ, names.NVFP4, "rtn-nvfp4-a4")  # schemes that use calibration texts
-OWN = f"{names.ROUNDED_PREFIX}file"  # a format of the user's own
 GROUPED = (names.AWQ, names.AWQ_CT, names.GPTQ, names.W8A16)  # the recipe chooses the group size
 FIXED_GROUP = {names.NVFP4: 16, names.NVFP4A16: 16, names.MXFP4A16: 32}  # part of the format
 AWQ_WORD = 8  # outputs that share an int32 of AutoAWQ's codes
@@ -24,7 +23,7 @@ CHOICES = {
     "group_size": GROUPED,
     "symmetric": tuple(SYMMETRIC),
     "calibration": CALIBRATED,
-    "format": (OWN,),
+    "format": (names.RTN_FILE,),
 }
 LIBRARIES = {
     **dict.fromkeys(names.BITSANDBYTES, ("bitsandbytes",)),
@@ -91,8 +90,8 @@ def of(scheme: str, recipe: Quantize, seed: int) -> Settings:
     if scheme not in names.QUANTIZED_SCHEMES:
         expected = ", ".join(names.QUANTIZED_SCHEMES)
         raise BadInput(f"There is no scheme '{scheme}' to quantize to: expected one of {expected}.")
-    if scheme == OWN and recipe.format is None:
-        raise BadInput(f"Scheme {OWN} rounds in the format of a file: set quantize.format to FILE.yaml.")
+    if scheme == names.RTN_FILE and recipe.format is None:
+        raise BadInput(f"Scheme {scheme} rounds in the format of a file: set quantize.format to FILE.yaml.")
     if scheme == names.AWQ and recipe.calibration == ROLLOUTS:
         unable = "Scheme awq runs in AutoAWQ's own environment, whose transformers cannot run the policy"
         raise BadInput(f"{unable} for its rollouts: use scheme awq-ct, or quantize.calibration=task.")

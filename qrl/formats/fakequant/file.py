@@ -77,7 +77,8 @@ def _rules(scheme: QuantizationScheme):
 
 
 def _kind(args: QuantizationArgs) -> tuple[int, str, str]:
-    return args.num_bits, str(args.type), str(args.strategy)
+    kind, strategy = (getattr(name, "value", name) for name in (args.type, args.strategy))  # enums where defaults
+    return args.num_bits, str(kind), str(strategy)
 
 
 def _shown(*kinds: tuple) -> str:
