@@ -3,7 +3,8 @@
     QrlError            1  a step failed
     ├── UnhealthyCell   1  a cell broke a health limit of the recipe; its accuracy does not count
     ├── BadInput        2  the user can correct it: the sentence says what was wrong, what was expected, and what to do
-    └── GateRefused     3  a gate refused a promotion; every stage stays where it was
+    ├── GateRefused     3  a gate refused a promotion; every stage stays where it was
+    └── VerdictFailed   3  `compare --fail-on` names a verdict that the comparison reached
 
 The command line prints the sentence without a traceback, and the run keeps it in the tag `qrl.reason`.
 """
@@ -28,6 +29,12 @@ class BadInput(QrlError):
 
 class GateRefused(QrlError):
     """A gate refused a promotion."""
+
+    exit_code = 3
+
+
+class VerdictFailed(QrlError):
+    """A scheme got a verdict on which the user wants `compare` to fail; the table is complete."""
 
     exit_code = 3
 

@@ -16,8 +16,10 @@ BITSANDBYTES = (NF4, INT8)
 COMPRESSED = (AWQ_CT, GPTQ, FP8, NVFP4A16, NVFP4, W8A16, W8A8, MXFP4A16)  # made by llm-compressor
 ROUNDED_PREFIX = "rtn-"  # round-to-nearest without a search, in a format of train.qat
 ROUNDED = tuple(
-    f"{ROUNDED_PREFIX}{name}" for name in ("int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4")
+    f"{ROUNDED_PREFIX}{name}"
+    for name in ("int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4", "file")
 )
+RTN_FILE = ROUNDED[-1]  # in the format of a file, quantize.format
 QUANTIZED_SCHEMES = (*BITSANDBYTES, AWQ, *COMPRESSED, *ROUNDED)
 SCHEMES = (FULL, *QUANTIZED_SCHEMES)
 STORED_AS = {  # scheme → quant_method in config.json
@@ -26,6 +28,8 @@ STORED_AS = {  # scheme → quant_method in config.json
     AWQ: "awq",
     **dict.fromkeys((*COMPRESSED, *ROUNDED), "compressed-tensors"),
 }
+
+FORMAT_FILE = r"(^|/)[\w.+-]+\.yaml$"  # a path whose name can be part of a variant: qat-NAME
 
 # Stages: each is an alias in the registry, mirrored to one of MLflow's own stages.
 STAGES = ("base", "grpo", "awq")

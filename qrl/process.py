@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import hashlib
 import importlib
 import io
 import logging
@@ -153,3 +154,8 @@ def world_size() -> int:
 def sharded() -> bool:
     """Return whether each process holds only a part of the weights, as with `accelerate launch --use_fsdp`."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def file_digest(file: str) -> str:
+    """Return the sha256 of a file's bytes; nothing where there is no file, which whoever reads it refuses."""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if Path(file).is_file() else ""

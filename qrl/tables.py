@@ -75,11 +75,17 @@ def _parts(source: pd.DataFrame | str | Path) -> Iterator[tuple[dict[str, str], 
     elif not CELL.match(str(source)):
         yield {}, str(source), list(_rows(Path(source)))
     else:
-        for item in filter(None, map(str.strip, str(source).split(","))):
-            if not (cell := CELL.fullmatch(item)):
-                raise BadInput(f"'{item}' is no cell with its file: expected VARIANT:SCHEME=FILE, several by comma.")
-            variant, scheme, path = cell.groups()
+        for variant, scheme, path in cells(str(source)):
             yield {"variant": variant, "scheme": scheme}, path, list(_rows(Path(path)))
+
+
+def cells(source: str) -> Iterator[tuple[str, str, str]]:
+    """Yield variant, scheme and file of each item of `VARIANT:SCHEME=FILE,…`; raise BadInput for any other item."""
+    for item in filter(None, map(str.strip, source.split(","))):
+        if not (cell := CELL.fullmatch(item)):
+            raise BadInput(f"'{item}' is no cell with its file: expected VARIANT:SCHEME=FILE, several by comma.")
+        variant, scheme, path = cell.groups()
+        yield variant, scheme, path
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -97,9 +103,9 @@ def _rows(path: Path) -> Iterator[Row]:
         yield from _of_csv(path, text)
     elif path.suffix == ".jsonl":
         lines = ((f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), 1))
-        yield from ((at, _object(at, _parsed(at, line))) for at, line in lines if line.strip())
+        yield from ((at, _object(at, parsed(at, line))) for at, line in lines if line.strip())
     else:
-        rows = _of_parquet(path, content) if path.suffix == ".parquet" else _parsed(str(path), text)
+        rows = _of_parquet(path, content) if path.suffix == ".parquet" else parsed(str(path), text)
         if not isinstance(rows, list):
             raise BadInput(f"{path} holds a JSON {type(rows).__name__}: expected an array of objects, one per row.")
         yield from ((at, _object(at, row)) for at, row in _numbered(f"{path}, row", rows))
@@ -144,7 +150,8 @@ def _numbered(what: str, rows: Sequence[Any]) -> list[tuple[str, Any]]:
     return [(f"{what} {number}", row) for number, row in enumerate(rows, 1)]
 
 
-def _parsed(where: str, text: str) -> Any:
+def parsed(where: str, text: str | bytes) -> Any:
+    """Return what a JSON text holds; raise BadInput, with where it stands, if it is no JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):  # the latter for brackets nested by the thousand

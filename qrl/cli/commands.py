@@ -25,8 +25,17 @@ EVALUATE = (*DATA, "evaluate.n", "evaluate.max_new_tokens", "evaluate.samples", 
 DIAGNOSE = (*DATA, "diagnose.bits", "diagnose.group_size", "diagnose.behaviour")
 ROWS = "Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster. "
 ROWS += "VARIANT:SCHEME=FILE,… for a file per cell."
+LOGS = "Logs of lm-evaluation-harness (samples_*.jsonl) or inspect_ai (.eval, .json): a file, or a folder with one."
 SCHEMES = ", ".join(names.QUANTIZED_SCHEMES)
 YES = option("--yes", **SWITCH, help="Start although the machine, the memory or the base's trial speaks against it.")
+FAILING = ("lost", "inconclusive")  # verdicts of --fail-on
+ABOUT = {  # option of `compare` → the inputs that it is about
+    "columns": ("--questions",),
+    "where": ("--questions",),
+    "metric": ("--logs",),
+    "filter": ("--logs",),
+    "reference": ("--questions", "--logs", "--counts"),
+}
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
 RENAMED = "was renamed: `sweep` trains several methods and ranks them, `compare --rank` ranks cells already evaluated."
 
@@ -54,7 +63,7 @@ def cli() -> None:
     every variant under every scheme on the same held-out questions, and reports how much of the gain survives, with
     an interval. Other commands run one step of it, or work on your own files.
 
-    Exit codes: 0 done; 1 a step failed; 2 bad input; 3 refused by a gate.
+    Exit codes: 0 done; 1 a step failed; 2 bad input; 3 refused by a gate, or by --fail-on.
     """
 
 
@@ -188,6 +197,9 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 
 @cli.command("compare", cls=RecipeCommand, sections=("compare",), first=("compare.margin",))
 @option("--questions", metavar="FILE", help=ROWS)
+@option("--logs", metavar="VARIANT:SCHEME=LOG,…", help=LOGS)
+@option("--metric", metavar="NAME", help="With --logs: the score to compare, 0 or 1. [default: the only one]")
+@option("--filter", metavar="NAME", help="With --logs of lm-eval: the filter, as strict-match. [default: the only one]")
 @option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"full": 68, …}, "grpo": {…}}')
 @option(
     "--columns", metavar="OURS=THEIRS,…", help="Other names of columns, such as correct=exact_match,question=doc_id."
@@ -197,14 +209,19 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 @option("--cells", metavar="RUN,…", help="Evaluation runs of cells, under one training seed or several.")
 @option("--rank", **SWITCH, help="Rank cells by accuracy, against base and grpo in full precision.")
 @option("--methods", **SWITCH, hidden=True)
-@option("--out", metavar="DIR", help="Write files there, without MLflow; needed with --questions and --counts.")
-def compare_command(settings, rank: bool | None, methods: bool | None, out: str | None, **inputs: str | None) -> None:
+@option("--fail-on", metavar="VERDICT,…", help="End with exit code 3 if a scheme has this verdict: lost, inconclusive.")
+@option("--out", metavar="DIR", help="Write files there, without MLflow; needed but with --cells.")
+def compare_command(
+    settings, rank: bool | None, methods: bool | None, out: str | None, fail_on: str | None, **inputs: str | None
+) -> None:
     """Compute gains and gain survival with paired intervals.
 
     \b
     qrl compare --questions graded.jsonl --out report                   rows that `grade` wrote, or your own
     qrl compare --questions base:bf16=a.jsonl,grpo:bf16=b.jsonl,base:nf4=c.jsonl,grpo:nf4=d.jsonl \\
-        --columns question=doc_id,correct=exact_match --where filter=strict-match --reference bf16 --out report
+        --columns correct=right,question=id --reference bf16 --out report
+    qrl compare --logs base:full=a.jsonl,grpo:full=b.jsonl,base:nf4=c.jsonl,grpo:nf4=d.jsonl \\
+        --filter strict-match --fail-on lost --out report              lm-evaluation-harness or inspect_ai
 
     `seed` numbers training runs: a random effect, never pooled. `sample` numbers answers to the same question: averaged
     per question, with pass@k beside them. `cluster` names groups of questions that are not independent.
@@ -214,25 +231,31 @@ def compare_command(settings, rank: bool | None, methods: bool | None, out: str 
 
     if methods:
         raise BadInput(f"The option `compare --methods` {RENAMED}")
-    options = [f"--{name}" for name in ("questions", "counts", "cells") if inputs[name]]
+    options = [f"--{name}" for name in ("questions", "logs", "counts", "cells") if inputs[name]]
     if len(options) != 1:
-        raise BadInput(f"compare needs one of --questions, --counts or --cells, not {' and '.join(options) or 'none'}.")
-    other = [f"--{name}" for name in ("columns", "where", "reference") if inputs[name] is not None]
-    if other and (options == ["--cells"] or (options == ["--counts"] and other != ["--reference"])):
-        raise BadInput(f"{other[0]} is about files of --questions, not {options[0]}: omit it.")
+        found = " and ".join(options) or "none"
+        raise BadInput(f"compare needs one of --questions, --logs, --counts or --cells, not {found}.")
+    for name, about in ABOUT.items():
+        if inputs[name] is not None and options[0] not in about:
+            raise BadInput(f"--{name} is about files of {' or '.join(about)}, not {options[0]}: omit it.")
     if rank and options == ["--counts"]:
         raise BadInput("compare --rank pairs answers question by question: give --questions or --cells, not --counts.")
     if not out and options != ["--cells"]:
         raise BadInput(f"compare {options[0]} needs --out DIR: the folder for the table and the figures.")
+    failing = listed("--fail-on", fail_on) if fail_on is not None else []
+    if unknown := sorted({*failing}.difference(FAILING)):
+        raise BadInput(f"--fail-on has '{unknown[0]}': expected {' or '.join(FAILING)}, several by comma.")
+    if rank and failing:
+        raise BadInput("compare --rank gives no verdicts for --fail-on to read: omit one of them.")
     given = inputs | {name: named(f"--{name}", inputs[name]) for name in ("columns", "where")}
     given["cells"] = run_ids = listed("--cells", inputs["cells"]) if inputs["cells"] else []
     if out:
-        compare.files(settings, **given, rank=bool(rank), out=out)
+        compare.files(settings, **given, rank=bool(rank), out=out, failing=failing)
     elif rank:
         compare.methods(settings, run_ids)
     else:
         environments.check_checkout("compare")
-        compare.compare(settings, run_ids)
+        compare.compare(settings, run_ids, failing)
 
 
 for command in (*models.COMMANDS, *standalone.COMMANDS):

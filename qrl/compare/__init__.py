@@ -12,6 +12,7 @@ from qrl import Room
 from qrl.compare.build import compare, from_counts, from_questions
 from qrl.compare.comparison import Comparison, Row, gain_survival
 from qrl.compare.evidence import Cell
+from qrl.compare.logs import read_logs
 from qrl.compare.read import read_counts, read_questions
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "from_questions",
     "gain_survival",
     "read_counts",
+    "read_logs",
     "read_questions",
 ]
 

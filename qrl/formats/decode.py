@@ -127,7 +127,7 @@ def compressed(tensors: dict[str, Tensor], settings: dict, module: str) -> Store
     unpack = BaseCompressor.get_value_from_registry(layout).decompress
     packed = tensors.get("weight_packed", tensors.get("weight"))
     rows, values = len(packed), None
-    step = max(32, BLOCK // packed[0].nbytes // 32 * 32)  # a multiple of the rows in a packed word of zero points
+    step = max(128, BLOCK // packed[0].nbytes // 128 * 128)  # a multiple of the rows of a block or a packed word
     for first in range(0, rows, step):
         last = min(first + step, rows)
         part = unpack({key: _rows(key, value, first, last, rows) for key, value in tensors.items()}, scheme)["weight"]
@@ -140,6 +140,9 @@ def _rows(key: str, tensor: Tensor, first: int, last: int, rows: int) -> Tensor:
     """Return the part of a tensor that belongs to rows first to last - 1 of a matrix of `rows` rows."""
     if key == "weight_shape":
         return tensor.new_tensor([last - first, *tensor[1:].tolist()])
+    if key == "weight_scale" and tensor.ndim == 2 and 1 < len(tensor) < rows:  # a scale per block
+        height = rows // len(tensor)
+        return tensor[first // height : -(-last // height)]
     packs_rows = key == "weight_zero_point" and tensor.ndim == 2 and 1 < len(tensor) < rows
     if packs_rows:
         in_word = 1 << math.ceil(math.log2(rows / len(tensor)))  # 8 or 4, though the last word may not be full

@@ -16,6 +16,7 @@ KINDS = {
     **dict.fromkeys((names.NVFP4, "rtn-nvfp4-a4"), (FP4 + _ROUNDED,)),
     **dict.fromkeys((names.FP8, "rtn-fp8"), (FP8 + _ROUNDED,)),
     names.W8A8: (INT8 + _ROUNDED,),
+    "rtn-file": (INT4, INT8, FP4, FP8, INT4 + _ROUNDED, INT8 + _ROUNDED, FP4 + _ROUNDED, FP8 + _ROUNDED),
 }
 
 

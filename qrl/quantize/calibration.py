@@ -1,43 +1,15 @@
-"""Calibration texts: read from a file, packed into rows of one length, and named by a digest."""
+"""Calibration texts: packed into rows of one length, and named by a digest."""
 
 import hashlib
 from collections.abc import Sequence
 from itertools import chain, count, islice
-from pathlib import Path
 
 from qrl.errors import BadInput
-from qrl.tasks.rows import of_file
 
 
 def digest(texts: Sequence[str]) -> str:
     """Return the sha256 of the texts in order, each ended by a zero byte."""
     return hashlib.sha256("".join(f"{text}\0" for text in texts).encode()).hexdigest()
-
-
-def read(file: Path, n: int) -> list[str]:
-    """Return the first n texts of a .jsonl file of rows with `text`: whole conversations, rendered, end token included.
-
-    Raises:
-        BadInput: the file does not exist, a row holds no text, or there are fewer than n.
-    """
-    try:
-        found = list(of_file(file))
-    except OSError as error:
-        failed = f"Calibration texts cannot be read from {file} ({error})"
-        raise BadInput(f"{failed}: expected task, rollouts, or a .jsonl file.") from None
-    texts = [row.get("text") for _, row in found]
-    for (where, _), text in zip(found, texts, strict=True):
-        if not isinstance(text, str) or not text.strip():
-            raise BadInput(f'{where} holds no calibration text: expected rows like {{"text": "…"}}.')
-    check_count(len(texts), n, str(file))
-    return texts[:n]
-
-
-def check_count(available: int, n: int, where: str) -> None:
-    """Raise BadInput where there are fewer than n texts: settings would record a number that was not used."""
-    if available < n:
-        wanted = f"quantize.calibration_samples is {n}"
-        raise BadInput(f"{where} has {available} calibration texts, but {wanted}: lower it, or add texts.")
 
 
 def rows(texts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:

@@ -62,7 +62,7 @@ def _rounded(oneshot: Callable, source: Path, settings: Settings, rows: Sequence
     from compressed_tensors.offload import update_offload_parameter
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    name = settings.scheme.removeprefix(names.ROUNDED_PREFIX)
+    name = settings.rounding
     model = pretrained.load(source, dtype=torch.float32).eval()
     scheme = rounding.scheme(name).model_copy(update={"targets": list(linears.covered(model, name))})
     recipe = QuantizationModifier(config_groups={"group_0": scheme}, ignore=[])

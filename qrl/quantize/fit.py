@@ -31,7 +31,7 @@ def check_fit(source: Path, settings: Settings) -> None:
     config, is_awq = checkpoint.config(source), settings.scheme == names.AWQ
     model = pretrained.skeleton(staging.rewrite(config) if is_awq else config)  # awq's transformers is older
     if settings.scheme in names.ROUNDED:
-        linears.check_fit(model, settings.scheme.removeprefix(names.ROUNDED_PREFIX))
+        linears.check_fit(model, settings.rounding)
         return
     linears.check_architecture(model, transposed=settings.scheme in names.BITSANDBYTES)
     if settings.group_size:

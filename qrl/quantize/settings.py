@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from qrl import names, process
 from qrl.errors import BadInput
@@ -17,7 +18,13 @@ AWQ_WORD = 8  # outputs that share an int32 of AutoAWQ's codes
 BITS = (names.AWQ_CT, names.GPTQ)  # the recipe chooses the bits
 SYMMETRIC = {names.AWQ_CT: False, names.GPTQ: True, names.W8A16: True}  # each scheme's default; the recipe may choose
 # Field of the recipe → schemes that use it.
-CHOICES = {"bits": BITS, "group_size": GROUPED, "symmetric": tuple(SYMMETRIC), "calibration": CALIBRATED}
+CHOICES = {
+    "bits": BITS,
+    "group_size": GROUPED,
+    "symmetric": tuple(SYMMETRIC),
+    "calibration": CALIBRATED,
+    "format": (names.RTN_FILE,),
+}
 LIBRARIES = {
     **dict.fromkeys(names.BITSANDBYTES, ("bitsandbytes",)),
     names.AWQ: ("autoawq",),
@@ -37,6 +44,22 @@ class Settings:
     samples: int | None  # calibration texts
     max_tokens: int | None  # longest calibration text
     seed: int  # of calibration questions and of everything random
+    format: str | None = None  # a file
+
+    @property
+    def rounding(self) -> str:
+        """The format of a scheme of `names.ROUNDED`, as `rounding.scheme` reads it."""
+        return self.format or self.scheme.removeprefix(names.ROUNDED_PREFIX)
+
+    def covered(self) -> dict[str, Any]:
+        """Return the settings as digests and keys cover them: a format by its content, and nothing where there is none.
+
+        Digests from before there were such files stay valid.
+        """
+        settings = asdict(self)
+        if (file := settings.pop("format")) is not None:
+            settings["format"] = process.file_digest(file)
+        return settings
 
     def digest(self, questions: str | None) -> str:
         """Return the sha256 of the settings, the versions of the libraries, and the calibration questions.
@@ -45,7 +68,7 @@ class Settings:
             questions: `calibration.digest` of a file's texts, or the digest of the questions that texts are made from;
                 None for a scheme without calibration.
         """
-        settings = asdict(self)
+        settings = self.covered()
         if self.calibration not in (None, TASK, ROLLOUTS):
             settings["calibration"] = "file"  # identified by its content, not its path
         libraries = {name: process.installed(name) for name in LIBRARIES[self.scheme]}
@@ -67,6 +90,8 @@ def of(scheme: str, recipe: Quantize, seed: int) -> Settings:
     if scheme not in names.QUANTIZED_SCHEMES:
         expected = ", ".join(names.QUANTIZED_SCHEMES)
         raise BadInput(f"There is no scheme '{scheme}' to quantize to: expected one of {expected}.")
+    if scheme == names.RTN_FILE and recipe.format is None:
+        raise BadInput(f"Scheme {scheme} rounds in the format of a file: set quantize.format to FILE.yaml.")
     if scheme == names.AWQ and recipe.calibration == ROLLOUTS:
         unable = "Scheme awq runs in AutoAWQ's own environment, whose transformers cannot run the policy"
         raise BadInput(f"{unable} for its rollouts: use scheme awq-ct, or quantize.calibration=task.")

@@ -10,12 +10,13 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import JsonValue
 
+from qrl import names as known
 from qrl.recipe.base import NO_KEY, Count, Fraction, NoKey, NotInKey, Section, Selection, once, one_of, option
 from qrl.recipe.training import Merge, Rollout, Train, Watch
 
 Scheme = Literal[
     "nf4", "int8", "awq", "awq-ct", "gptq", "fp8", "nvfp4a16", "nvfp4", "w8a16", "w8a8", "mxfp4a16", "rtn-int8",
-    "rtn-int8-attention", "rtn-int4", "rtn-nvfp4-a16", "rtn-nvfp4-a4", "rtn-fp8", "rtn-mxfp4",
+    "rtn-int8-attention", "rtn-int4", "rtn-nvfp4-a16", "rtn-nvfp4-a4", "rtn-fp8", "rtn-mxfp4", "rtn-file",
 ]  # fmt: skip  # the same as names.QUANTIZED_SCHEMES, by test: a Literal takes no variable
 
 
@@ -42,6 +43,9 @@ class Quantize(Section):
     calibration_samples: int = option(128, "calibration texts, rendered as chats with the end token", ge=1, le=100_000)
     calibration_max_tokens: Count = option(512, "longest calibration text, in tokens; a longer one is an error")
     calibration_seed: int | None = option(None, "calibration seed; default: seed", ge=0, lt=2**31)
+    format: str | None = option(
+        None, "a compressed-tensors scheme, as FILE.yaml, for rtn-file", pattern=known.FORMAT_FILE
+    )
 
 
 class Evaluate(Section):

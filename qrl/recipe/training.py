@@ -4,9 +4,10 @@ A field is a command-line option, MLflow's `-P` key and a logged parameter under
 option's help.
 """
 
+from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from qrl import names as known
 from qrl.recipe.base import Count, Fraction, NoKey, NotInKey, Section, Selection, once, one_of, option
@@ -16,6 +17,7 @@ PACKED = ("int8", "nf4")  # ways to store a base as bitsandbytes codes
 _UNLESS_VLLM = NotInKey("engine", "transformers")  # settings of an engine that does not run
 _UNLESS_STOPPING = NotInKey("stop", ())  # a watcher that only warns trains the same weights
 _Value = TypeVar("_Value")
+_OfFile = Annotated[str, Field(pattern=known.FORMAT_FILE)]
 _OfVllm = Annotated[_Value, _UNLESS_VLLM]
 _OfStop = Annotated[_Value, _UNLESS_STOPPING]
 
@@ -78,8 +80,10 @@ class Train(Section):
     )
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
     save_every: Count = option(10, "optimizer steps between checkpoints to resume from")
-    qat: Literal["none", "int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4"] = option(
-        "none", "quantization-aware training: the format that linears compute in; its codes become a checkpoint too"
+    qat: Literal["none", "int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4"] | _OfFile = option(
+        "none",
+        "quantization-aware training: the format that linears compute in, or a compressed-tensors scheme as FILE.yaml; "
+        "its codes become a checkpoint too",
     )
     # Its digest is an input of the key: an address may come to hold another model.
     teacher: NoKey[str | None] = option(
@@ -118,6 +122,10 @@ class Train(Section):
     max_resamples: Annotated[int, NotInKey("max_resamples", 0)] = option(
         0, "rounds in which groups with equal rewards are replaced by new questions, at most; 0: none", ge=0, le=1000
     )
+    # Its content's digest is an input of the key.
+    qat_calibration: NoKey[str] = option(
+        "task", "texts for activation scales and for the error of quantized weights: task, or a .jsonl file with `text`"
+    )
 
     @field_validator("reward_weights")
     @classmethod
@@ -141,9 +149,10 @@ class Train(Section):
     @property
     def variant(self) -> str:
         """The variant of the trained weights: `grpo`, `qat-int4` with QAT, `distilled`, or `qad-int4` with both."""
+        trained_in = Path(self.qat).stem
         if self.teacher:
-            return "distilled" if self.qat == "none" else f"{known.QAD_PREFIX}{self.qat}"
-        return known.GRPO if self.qat == "none" else f"{known.QAT_PREFIX}{self.qat}"
+            return "distilled" if self.qat == "none" else f"{known.QAD_PREFIX}{trained_in}"
+        return known.GRPO if self.qat == "none" else f"{known.QAT_PREFIX}{trained_in}"
 
     @property
     def packed(self) -> bool:

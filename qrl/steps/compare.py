@@ -12,8 +12,10 @@ import click
 from qrl import compare as room
 from qrl import figures, names
 from qrl.compare import ranking
+from qrl.errors import VerdictFailed
 from qrl.evaluate import groups
 from qrl.recipe import Recipe
+from qrl.stats.text import interval
 from qrl.workspace import workspace, written
 
 if TYPE_CHECKING:
@@ -23,12 +25,13 @@ TABLE_FILES = f"{names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/"
 METHODS_FILES = f"{ranking.METHODS_MD}, {ranking.METHODS_JSON}, {names.FIGURES}/"
 
 
-def compare(recipe: Recipe, cells: list[str]) -> None:
+def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> None:
     """Log the table of evaluated cells: table.md, table.json, questions.parquet, figures, metrics with intervals.
 
     Args:
         recipe: its `compare.margin` decides what counts as survival.
         cells: run ids of the cells' evaluations.
+        failing: verdicts, as for `check_verdicts`, which is called last.
     """
     from qrl.steps import outcome  # imports MLflow, which takes a second
     from qrl.tracking import cells as evaluated
@@ -53,31 +56,68 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         artifacts = sorted(path.name for path in work.iterdir())
         values = {"sentence": comparison.sentence(), "metrics": comparison.metrics()}
         reuse.record_outputs(artifacts=artifacts, values=values)
+    check_verdicts(comparison, failing)
 
 
 def files(
-    recipe: Recipe, *, questions: str | None, counts: str | None, cells: list[str], rank: bool, out: str, **given: Any
+    recipe: Recipe,
+    *,
+    questions: str | None,
+    logs: str | None,
+    counts: str | None,
+    cells: list[str],
+    rank: bool,
+    out: str,
+    failing: Sequence[str],
+    **given: Any,
 ) -> None:
     """Write the table of `compare`, or of `methods` to `rank`, for files or cells of the store; log nothing.
 
-    `given` are columns, where and reference, as for `read_questions`.
+    `given` are columns, where and reference, as for `read_questions`, and metric and filter, as for `read_logs`;
+    `failing` as for `check_verdicts`.
     """
+    of_logs = {name: given.pop(name) for name in ("metric", "filter")}
     if questions:
         evidence = room.read_questions(questions, **given)
+    elif logs:
+        evidence = room.read_logs(logs, reference=given["reference"], **of_logs)
     elif not counts:
         from qrl.tracking import cells as evaluated
 
         evidence = evaluated.rows(cells)
     margin = recipe.compare.margin
+    comparison = None
     if rank:
         text = write_methods(ranking.measure(evidence), Path(out))
-    elif counts:
-        found = room.from_counts(room.read_counts(counts), margin=margin, reference=given["reference"])
-        text = write(found, Path(out))
     else:
-        text = write(room.from_questions(evidence, margin=margin), Path(out))
+        if counts:
+            comparison = room.from_counts(room.read_counts(counts), margin=margin, reference=given["reference"])
+        else:
+            comparison = room.from_questions(evidence, margin=margin)
+        text = write(comparison, Path(out))
     click.echo(text)
     click.echo(f"Written to {out}: {METHODS_FILES if rank else TABLE_FILES}.", err=True)
+    if comparison:
+        check_verdicts(comparison, failing)
+
+
+def check_verdicts(comparison: room.Comparison, failing: Sequence[str]) -> None:
+    """Do nothing unless verdicts are named on which to fail, such as "lost".
+
+    Raises:
+        VerdictFailed: a scheme has such a verdict, or none is quantized and has a verdict.
+    """
+    if not failing:
+        return
+    if not (judged := comparison.judged()):
+        raise VerdictFailed("--fail-on reads verdicts, but no scheme is quantized: give the cells of one that is.")
+    failed = [
+        f"{names.cell_name(row.variant, row.scheme)} is {verdict.verdict} (gain survival {interval(survival)})"
+        for row, verdict, survival in judged
+        if verdict.verdict in failing
+    ]
+    if failed:
+        raise VerdictFailed(f"--fail-on {','.join(failing)}: {'; '.join(failed)}.")
 
 
 def methods(recipe: Recipe, cells: list[str]) -> None:

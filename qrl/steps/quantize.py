@@ -19,6 +19,7 @@ from qrl.quantize.settings import Settings
 from qrl.recipe import Recipe
 from qrl.steps import inputs, outcome, record
 from qrl.tasks import prompt
+from qrl.tasks import rows as task_rows
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
 from qrl.workspace import workspace
 
@@ -132,11 +133,11 @@ class Texts:
         with _bar(settings.samples, "draw texts", delay=0) as bar:
             if settings.calibration in (choices.TASK, choices.ROLLOUTS):
                 self._questions = inputs.questions(seeded, "train", settings.samples)
-                calibration.check_count(len(self._questions), settings.samples, f"The task {recipe.task}")
+                task_rows.check_count(len(self._questions), settings.samples, f"The task {recipe.task}")
                 self.questions_digest = inputs.digest(self._questions)
             else:
                 self.source = settings.calibration
-                self._file = calibration.read(Path(settings.calibration), settings.samples)
+                self._file = task_rows.texts(Path(settings.calibration), settings.samples)
                 self.questions_digest = calibration.digest(self._file)
             bar.update(settings.samples)
 

@@ -149,10 +149,10 @@ def _check_contamination(recipe: Recipe) -> None:
 def _without_room(recipe: Recipe, base: Path, positions: int | None) -> list[str]:
     """Return a sentence for each length that the model or the recipe has no room for."""
     from qrl.engine import hf
-    from qrl.quantize import calibration
     from qrl.quantize import settings as choices
     from qrl.steps import inputs
     from qrl.tasks import prompt
+    from qrl.tasks import rows as task_rows
 
     tokens, template, objections = hf.tokenizer(base), prompt.of(recipe), []
     asked = {
@@ -171,7 +171,7 @@ def _without_room(recipe: Recipe, base: Path, positions: int | None) -> list[str
         if settings.calibration == choices.TASK:
             seeded = recipe.model_copy(update={"seed": settings.seed})
             chosen = inputs.questions(seeded, "train", settings.samples)
-            calibration.check_count(len(chosen), settings.samples, f"The task {recipe.task}")
+            task_rows.check_count(len(chosen), settings.samples, f"The task {recipe.task}")
             longest = nlargest(LONGEST, chosen, key=lambda question: len(question.question + question.solution))
             texts = [prompt.training_text(tokens, question, template) for question in longest]
             if (length := max(map(len, tokens(texts, add_special_tokens=False)["input_ids"]))) > settings.max_tokens:

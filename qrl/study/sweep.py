@@ -97,6 +97,10 @@ def study(
     arms = {seed: load(first, others, overrides, seed) for seed in seeds}
     methods = [recipe for _, recipe in arms[seeds[0]]]
     own_schemes = [_scheme(recipe) for recipe in methods if recipe.train.qat != "none"]
+    if len({recipe.quantize.format for recipe in methods if recipe.train.qat.endswith(".yaml")}) > 1:
+        raise BadInput(
+            f"Two methods have different formats under the one name {names.RTN_FILE}: sweep one of them at a time."
+        )
     device, base = preflight.check(methods[0], {"recipe": first, **overrides}, beside=own_schemes, yes=yes)
 
     def walk(dry_run: Launcher) -> None:
@@ -183,4 +187,10 @@ class _Seed:
 
 
 def _scheme(arm: Recipe) -> str:
-    return f"{names.ROUNDED_PREFIX}{arm.train.qat}"
+    """Return the scheme that stores what an arm trained; raise BadInput unless both name one file."""
+    if not arm.train.qat.endswith(".yaml"):
+        return f"{names.ROUNDED_PREFIX}{arm.train.qat}"
+    if arm.quantize.format != arm.train.qat:
+        wanted = f"set quantize.format = {arm.train.qat} too"
+        raise BadInput(f"Recipe {label(arm)} trains in a format of a file, but is stored in another: {wanted}.")
+    return names.RTN_FILE

@@ -102,6 +102,35 @@ def questions(
     return random.Random(seed).sample(found, n)
 
 
+def texts(file: Path, n: int, setting: str = "quantize.calibration") -> list[str]:
+    """Return the first n texts of a .jsonl file of rows with `text`: whole conversations, rendered, end token included.
+
+    Args:
+        file, n: values of the recipe's `setting` and of its number of samples.
+        setting: named in errors.
+
+    Raises:
+        BadInput: the file does not exist, a row holds no text, or there are fewer than n.
+    """
+    try:
+        found = list(of_file(file))
+    except OSError as error:
+        raise BadInput(f"{setting} cannot be read from {file} ({error}): expected a .jsonl file of texts.") from None
+    rows = [row.get("text") for _, row in found]
+    for (where, _), text in zip(found, rows, strict=True):
+        if not isinstance(text, str) or not text.strip():
+            raise BadInput(f'{where} holds no calibration text: expected rows like {{"text": "…"}}.')
+    check_count(len(rows), n, str(file), setting)
+    return rows[:n]
+
+
+def check_count(available: int, n: int, where: str, setting: str = "quantize.calibration") -> None:
+    """Raise BadInput where there are fewer than n texts: settings would record a number that was not used."""
+    if available < n:
+        wanted = f"{setting}_samples is {n}"
+        raise BadInput(f"{where} has {available} calibration texts, but {wanted}: lower it, or add texts.")
+
+
 def _object(where: str, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line.decode())

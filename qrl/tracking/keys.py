@@ -7,11 +7,10 @@ that can change no result is marked `NotInKey` in the recipe.
 
 import hashlib
 import json
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-from qrl import names
+from qrl import names, process
 from qrl.quantize import settings as choices
 from qrl.recipe import Recipe
 from qrl.tasks import own, rows
@@ -34,6 +33,10 @@ def trained(recipe: Recipe, base: str, device: str, *, teacher: str | None = Non
         processes: number of processes that train together; how they share a batch changes the result.
     """
     inputs = {"base": base} | ({"teacher": teacher} if teacher else {})
+    if recipe.train.qat_calibration != choices.TASK:
+        inputs["qat_calibration"] = process.file_digest(recipe.train.qat_calibration)
+    if recipe.train.qat.endswith(".yaml"):
+        inputs["qat"] = process.file_digest(recipe.train.qat)
     environment = VLLM[device] if recipe.rollout.engine == "vllm" else CORE
     where = device if processes == 1 else f"{device} x {processes}"
     return _key("train", recipe, ("train", "rollout", "watch"), inputs, where, environment)
@@ -44,9 +47,9 @@ def quantized(recipe: Recipe, scheme: str, model: str, device: str) -> str:
     settings = choices.of(scheme, recipe.quantize, recipe.seed)
     texts = settings.calibration
     if texts not in (None, choices.TASK, choices.ROLLOUTS):
-        texts = hashlib.sha256(Path(texts).read_bytes()).hexdigest() if Path(texts).is_file() else ""
+        texts = process.file_digest(texts)
     sections = ("evaluate",) if texts == choices.ROLLOUTS else ()  # which says how the policy answers
-    inputs = {"model": model, **{key: str(value) for key, value in asdict(settings).items()}, "texts": str(texts)}
+    inputs = {"model": model, **{key: str(value) for key, value in settings.covered().items()}, "texts": str(texts)}
     return _key("quantize", recipe, sections, inputs, device, ENVIRONMENTS.get(scheme, CORE))
 
 

@@ -159,8 +159,12 @@ def test_a_matrix_of_one_column_keeps_its_values_within_one_percent(name):
 
 def test_groups_that_do_not_divide_a_layer_are_refused_with_its_name():
     with pytest.raises(BadInput, match=r"model\.layers\.0\.mlp\.down_proj has 200 inputs.* 128"):
-        rounding.check_width("model.layers.0.mlp.down_proj", 200, args("int4"))
-    rounding.check_width("x", 200, args("int8"))
+        rounding.check_width("model.layers.0.mlp.down_proj", torch.nn.Linear(200, 8), args("int4"))
+    rounding.check_width("x", torch.nn.Linear(200, 8), args("int8"))
+    blocks = args("int8").model_copy(update={"strategy": "block", "block_structure": [128, 64]})
+    rounding.check_width("x", torch.nn.Linear(64, 128), blocks)
+    with pytest.raises(BadInput, match="Layer x is 64 × 128, which blocks of 128 × 64 do not divide"):
+        rounding.check_width("x", torch.nn.Linear(128, 64), blocks)
 
 
 @given(seed=st.integers(0, 2**31), exponent=st.integers(-8, 8))

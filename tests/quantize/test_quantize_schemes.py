@@ -16,8 +16,9 @@ from qrl import checkpoint, compare, names, quantize
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.formats import kind
-from qrl.quantize import calibration, error, fit, settings
+from qrl.quantize import error, fit, settings
 from qrl.recipe import Quantize
+from qrl.tasks import rows as task_rows
 
 pytestmark = pytest.mark.process
 
@@ -217,15 +218,15 @@ def test_a_settings_digest_covers_exactly_the_settings_that_the_scheme_uses():
 def test_calibration_files_are_read_or_refused(tmp_path):
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    assert calibration.read(file, 3) == TEXTS[:3]
+    assert task_rows.texts(file, 3) == TEXTS[:3]
     with pytest.raises(BadInput, match=r"8 calibration texts.* 9\b.*"):
-        calibration.read(file, 9)
+        task_rows.texts(file, 9)
     with pytest.raises(BadInput, match="cannot be read"):
-        calibration.read(tmp_path / "none.jsonl", 1)
+        task_rows.texts(tmp_path / "none.jsonl", 1)
     for broken in ('{"question": "?"}', '{"text": ""}', "[]", "{"):
         file.write_text(broken)
         with pytest.raises(BadInput, match="line 1 "):
-            calibration.read(file, 1)
+            task_rows.texts(file, 1)
 
 
 def cells(**changes) -> pd.DataFrame:
@@ -295,9 +296,9 @@ def test_a_calibration_file_may_hold_empty_lines_and_any_string(tmp_path):
         encoding="utf-8-sig",
     )
     with pytest.raises(BadInput, match=r"texts\.jsonl, line 5 "):
-        calibration.read(file, 1)
+        task_rows.texts(file, 1)
     file.write_text(file.read_text(encoding="utf-8").replace('" "', '"four"'), encoding="utf-8")
-    assert calibration.read(file, 2) == [line_end_of_unicode, "four"]
+    assert task_rows.texts(file, 2) == [line_end_of_unicode, "four"]
 
 
 @pytest.mark.parametrize("scheme", ["nf4", "gptq", "rtn-int4"])

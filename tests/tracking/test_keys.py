@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import qrl
-from qrl import recipe
+from qrl import names, recipe
+from qrl.quantize import settings as choices
 from qrl.tracking import keys, sources
 
 PACKAGE = Path(qrl.__file__).parent
@@ -120,6 +121,31 @@ def test_where_a_server_listens_is_in_no_key():
 def test_a_teacher_counts_by_its_digest_and_not_by_its_address():
     assert trained(teacher="a", train__teacher="one") == trained(teacher="a", train__teacher="other")
     assert trained(teacher="a", train__teacher="one") != trained(teacher="b", train__teacher="one")
+
+
+def test_calibration_texts_of_training_count_by_their_content(tmp_path):
+    plain = keys.trained(recipe.load("tiny"), "base", "cpu")
+    found = set()
+    for name, content in (("a.jsonl", "1"), ("b.jsonl", "1"), ("a.jsonl", "2")):
+        (tmp_path / name).write_text(content)
+        calibrated = recipe.load("tiny", {"train.qat_calibration": str(tmp_path / name)})
+        found.add(keys.trained(calibrated, "base", "cpu"))
+    assert len(found) == 2 and plain not in found
+
+
+def test_a_format_of_a_file_counts_by_its_content(tmp_path):
+    file, made = tmp_path / "own.yaml", []
+    typed = {"train.qat": str(file), "quantize.format": str(file)}
+    for content in ("a: 1", "a: 1", "a: 2"):
+        file.write_text(content)
+        own = recipe.load("tiny", typed)
+        settings = choices.of(names.RTN_FILE, own.quantize, 0)
+        made.append(
+            (keys.trained(own, "m", "cpu"), keys.quantized(own, names.RTN_FILE, "m", "cpu"), settings.digest(None))
+        )
+    assert made[0] == made[1] and not set(made[0]) & set(made[2])
+    other = recipe.load("tiny", {"quantize.format": str(file)})
+    assert keys.quantized(other, "nf4", "m", "cpu") == keys.quantized(recipe.load("tiny"), "nf4", "m", "cpu")
 
 
 def test_a_scheme_is_stored_alike_whichever_other_schemes_a_study_has():

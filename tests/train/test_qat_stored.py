@@ -4,18 +4,20 @@ import shutil
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("llmcompressor")
 
-from qrl import checkpoint, names, quantize
+from qrl import checkpoint, names, quantize, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput
+from qrl.formats import stored as matrices
 from qrl.formats.fakequant import linears
 from qrl.formats.fakequant import rounding as values
 from qrl.quantize import compressed
 from qrl.quantize import settings as choices
-from qrl.recipe import Quantize
+from qrl.recipe import Quantize, Train
 from qrl.train.qat import linear, prepare
 from qrl.train.rollout import sync
 
@@ -41,9 +43,30 @@ def masters(tiny_checkpoint, tmp_path_factory):
     return folder
 
 
+TOKENS = {"strategy": "token", "dynamic": True, "symmetric": True}
+FILES = {
+    "int4-tensor": {"weights": {"num_bits": 4, "type": "int", "strategy": "tensor"}},
+    "int4-channel": {"weights": {"num_bits": 4, "type": "int", "strategy": "channel"}},
+    "int4-group": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}},
+    "int8-group": {"weights": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 64}},
+    "int8-tensor": {"weights": {"num_bits": 8, "type": "int", "strategy": "tensor"}},
+    "int8-token": {
+        "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+        "input_activations": {"num_bits": 8, "type": "int"} | TOKENS,
+    },
+    "fp8-tensor": {"weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}},
+    "fp8-block": {
+        "weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [64, 32]},
+        "input_activations": {"num_bits": 8, "type": "float"} | TOKENS,
+    },
+}
+
+
 def store(source, out, name):
-    scheme = f"{names.ROUNDED_PREFIX}{name}"
-    settings = choices.of(scheme, Quantize(calibration_samples=2, calibration_max_tokens=64), 0)
+    own = str(name).endswith(".yaml")
+    scheme = names.RTN_FILE if own else f"{names.ROUNDED_PREFIX}{name}"
+    recipe = Quantize(calibration_samples=2, calibration_max_tokens=64, format=str(name) if own else None)
+    settings = choices.of(scheme, recipe, 0)
     return quantize.run(
         scheme, source, out, settings=settings, calibration=TEXTS if scheme in choices.CALIBRATED else ()
     )
@@ -81,6 +104,71 @@ def test_stored_weights_and_answers_are_bit_equal_to_the_trained_ones(name, mast
         if key.rpartition(".")[0] in covered and key.endswith(("weight", "weight_packed"))
     )
     assert codes * 8 == BITS[name] * sum(trained.get_submodule(path).weight.numel() for path in covered)
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_format_of_a_file_is_stored_bit_equal_to_what_training_computes(case, masters, tmp_path):
+    file = tmp_path / f"{case}.yaml"
+    file.write_text(yaml.safe_dump(FILES[case]))
+    trained = in_training(masters, str(file))
+    store(masters, tmp_path / "out", str(file))
+    loaded, _ = hf.load(tmp_path / "out", "cpu", torch.float32)
+    stored = dict(loaded.named_parameters())
+    for key, value in sync.named_weights(trained):
+        assert torch.equal(stored[key], value), key
+    with torch.no_grad():
+        assert torch.equal(loaded(**BATCH).logits, trained(**BATCH).logits)
+    (group,) = checkpoint.config(tmp_path / "out")["quantization_config"]["config_groups"].values()
+    assert group["weights"]["strategy"] == FILES[case]["weights"]["strategy"]
+    decoded = dict(matrices.matrices(tmp_path / "out", matrices.names(tmp_path / "out")))
+    assert len(decoded) == 2 * 7
+    for key, part in decoded.items():
+        assert torch.equal(part.values, stored[key]), key
+
+
+UNFIT = {
+    "no scheme": ("weights: {num_bits: 3.5}", "is no format to train in"),
+    "no mapping": ("[1]", "it holds no mapping"),
+    "no YAML": ("{", "is no format to train in"),
+    "an unknown field": ("weight: {num_bits: 4}", "is no format to train in"),
+    "an unknown strategy": ("weights: {strategy: row}", "is no format to train in"),
+    "no weights": ("input_activations: {num_bits: 8, strategy: token, dynamic: true}", "it needs weights"),
+    "three bits": ("weights: {num_bits: 3, strategy: channel}", "weights are 3 int channel"),
+    "zero points": ("weights: {num_bits: 4, strategy: channel, symmetric: false}", "must be symmetric"),
+    "another range": ("weights: {num_bits: 8, strategy: tensor, observer: mse}", "observer must be minmax"),
+    "half of the linears": ("targets: [re:.*q_proj]\nweights: {num_bits: 8, strategy: tensor}", "leave out targets"),
+    "stored scales of inputs": (
+        "weights: {num_bits: 8, strategy: tensor}\ninput_activations: {num_bits: 8, strategy: tensor}",
+        "input_activations are 8 int tensor",
+    ),
+    "a float grid of its own": ("weights: {num_bits: 4, type: float, strategy: group, group_size: 64}", "as NVFP4"),
+    "groups that do not divide": ("weights: {num_bits: 4, strategy: group, group_size: 48}", "groups of 48"),
+    "blocks of an odd side": (
+        "weights: {num_bits: 8, type: float, strategy: block, block_structure: [96, 128]}",
+        "sides of a block must divide 128",
+    ),
+    "a book": ("#" * 20_000, "larger than"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_format_that_training_cannot_compute_is_refused_before_any_weight_is_loaded(case, masters, tmp_path):
+    text, sentence = UNFIT[case]
+    file = tmp_path / "own.yaml"
+    file.write_text(text)
+    with pytest.raises(BadInput, match=sentence):
+        prepare.check(Train(qat=str(file)), masters)
+
+
+def test_a_format_of_a_file_needs_the_file_and_names_the_variant():
+    assert (Train(qat="formats/my-int4.yaml").variant, Train(qat="a.yaml", teacher="b").variant) == (
+        "qat-my-int4",
+        "qad-a",
+    )
+    with pytest.raises(BadInput, match=r"set quantize\.format to FILE\.yaml"):
+        choices.of(names.RTN_FILE, Quantize(), 0)
+    with pytest.raises(BadInput, match=r"none\.yaml is no format to train in"):
+        prepare.check(Train(qat="none.yaml"), tiny.PATH)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "nvfp4-a16", "fp8", "mxfp4"])
@@ -145,4 +233,5 @@ def test_the_masters_stay_and_what_does_not_fit_is_refused_by_name(masters, tmp_
 
 
 def test_every_format_that_can_be_trained_in_can_be_stored():
-    assert tuple(f"{names.ROUNDED_PREFIX}{name}" for name in values.FORMATS) == names.ROUNDED
+    named = tuple(f"{names.ROUNDED_PREFIX}{name}" for name in values.FORMATS)
+    assert (*named, names.RTN_FILE) == names.ROUNDED

@@ -133,6 +133,24 @@ def test_calibration_texts_are_the_renderers_own_and_long_ones_are_refused(tmp_p
         prepare.texts(job(tmp_path, FAST.model_copy(update={"qat_calibration_max_tokens": 5})))
 
 
+def test_calibration_texts_of_a_file_are_used_as_they_are_and_bad_ones_are_refused_before_any_weight(tmp_path):
+    file, tokens = tmp_path / "texts.jsonl", hf.tokenizer(tiny.PATH)
+    texts = [f"<|im_start|>user\nTom has {n} pens.<|im_end|>\n" for n in range(9)]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    settings = FAST.model_copy(update={"qat": "nvfp4-a4", "qat_calibration": str(file)})
+    prepare.check(settings, tiny.PATH)
+    batches = prepare.texts(job(tmp_path, settings))
+    rows = [ids[mask.bool()].tolist() for batch in batches for ids, mask in zip(*batch.values(), strict=True)]
+    assert rows == [tokens(text, add_special_tokens=False)["input_ids"] for text in texts[:8]]
+    for changes, sentence in (
+        ({"qat_calibration_samples": 10}, r"9 calibration texts, but train\.qat_calibration_samples is 10"),
+        ({"qat_calibration": str(tmp_path / "none.jsonl")}, r"train\.qat_calibration cannot be read"),
+        ({"qat": "none"}, r"train\.qat_calibration calibrates train\.qat, which is none"),
+    ):
+        with pytest.raises(BadInput, match=sentence):
+            prepare.check(settings.model_copy(update=changes), tiny.PATH)
+
+
 def test_an_adapter_is_refused_before_any_weight_is_loaded():
     with pytest.raises(BadInput, match=r"train\.qat = int8 trains all weights, but train\.method = lora"):
         prepare.check(Train(qat="int8", method="lora"), tiny.PATH)

@@ -88,7 +88,7 @@ def _is_proven(weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.d
 
 
 def _name(args: QuantizationArgs) -> tuple:
-    return args.type, args.num_bits, args.strategy, args.group_size, args.scale_dtype
+    return args.type, args.num_bits, args.strategy, args.group_size, str(args.block_structure), args.scale_dtype
 
 
 def _equals_eager(key: tuple, fused: Callable, eager: Callable) -> bool:

@@ -50,7 +50,7 @@ def check_fit(model: PreTrainedModel, name: str) -> None:
     """
     weights = rounding.scheme(name).weights
     for path, linear in covered(model, name).items():
-        rounding.check_width(path, linear.in_features, weights)
+        rounding.check_width(path, linear, weights)
 
 
 def check_architecture(model: PreTrainedModel, *, transposed: bool = False) -> None:

@@ -11,6 +11,7 @@ Shapes: O output features, I input features, S inputs that share a scale, G = I 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl.errors import BadInput
@@ -18,7 +19,7 @@ from qrl.errors import BadInput
 if TYPE_CHECKING:
     import torch
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from torch import Tensor
+    from torch import Tensor, nn
 
 # Recipe's name → preset of compressed-tensors and vLLM; they have none for int8.
 PRESETS = {
@@ -37,11 +38,19 @@ Folded = tuple[list["Tensor"], "Tensor"]  # Q(W) of M matrices, and each one's l
 def scheme(name: str) -> QuantizationScheme:
     """Return how a format rounds weights and activations, as compressed-tensors' scheme.
 
+    Args:
+        name: one of `FORMATS`, or a YAML file with the fields of compressed-tensors' QuantizationScheme.
+
     Raises:
-        BadInput: the format is unknown, or compressed-tensors is not installed.
+        BadInput: the format is unknown, the file holds no scheme or one that training cannot compute, or
+            compressed-tensors is not installed.
     """
+    if name.endswith(".yaml"):
+        from qrl.formats.fakequant import file
+
+        return file.read(Path(name))
     if name not in PRESETS:
-        raise BadInput(f"There is no format '{name}' to train in: expected one of {', '.join(FORMATS)}.")
+        raise BadInput(f"There is no format '{name}' to train in: expected one of {', '.join(FORMATS)}, or FILE.yaml.")
     quantization = library()
     if (preset := PRESETS[name]) is not None:
         return quantization.preset_name_to_scheme(preset, ["Linear"])
@@ -59,8 +68,14 @@ def library():
     return quantization
 
 
-def check_width(name: str, in_features: int, args: QuantizationArgs) -> None:
-    """Raise BadInput, with the linear's name, where groups do not divide its inputs."""
+def check_width(name: str, linear: nn.Linear, args: QuantizationArgs) -> None:
+    """Raise BadInput, with the linear's name, where groups do not divide its inputs, or blocks its matrix."""
+    shape, in_features = [linear.out_features, linear.in_features], linear.in_features
+    if args.block_structure and any(size % side for size, side in zip(shape, args.block_structure, strict=True)):
+        blocks = " × ".join(map(str, args.block_structure))
+        raise BadInput(
+            f"Layer {name} is {shape[0]} × {shape[1]}, which blocks of {blocks} do not divide: choose others."
+        )
     if args.group_size and in_features % args.group_size:
         unfit = f"Layer {name} has {in_features} inputs, which groups of {args.group_size} do not divide"
         advice = "a format with scales per channel (int8, fp8), or one with smaller groups (mxfp4: 32, nvfp4: 16)"
@@ -71,19 +86,31 @@ def scales(weights: Sequence[Tensor], args: QuantizationArgs) -> tuple[list[Tens
     """Return the scales of M matrices (O_m, I), any float dtype, and each one's largest |w|.
 
     Returns:
-        The scale of each, (O_m, 1) per channel or (O_m, G) per group; NVFP4's global scale, (1,) float32, which all
-        share: a code's factor is scale / global_scale; and (M,): NaN or infinite where a matrix holds such a value.
+        The scale of each, (O_m, 1) per channel, (O_m, G) per group, (1,) per tensor, one number per block; NVFP4's
+        global scale, (1,) float32, which all share: a code's factor is scale / global_scale; and (M,): NaN or infinite
+        where a matrix holds such a value.
 
     Source: compressed-tensors 0.19, calculate_qparams and generate_gparam, as llm-compressor's min-max observer calls
     them.
     """
     import torch
 
-    groups = [weight.detach().unflatten(-1, (-1, args.group_size or weight.shape[-1])) for weight in weights]
+    groups = [_sharing(weight.detach(), args) for weight in weights]
     extremes = [(group.amin(-1), group.amax(-1)) for group in groups]
     largest = torch.stack([(-low.amin()).maximum(high.amax()) for low, high in extremes])
     shared = global_scale(largest.amax()) if args.strategy == "tensor_group" else None
     return [_qparams(low, high, args, shared) for low, high in extremes], shared, largest
+
+
+def _sharing(weight: Tensor, args: QuantizationArgs) -> Tensor:
+    """Return a matrix with the weights that share a scale in the last dimension."""
+    if args.strategy == "tensor":
+        return weight.reshape(1, -1)
+    if args.strategy == "block":
+        height, width = args.block_structure
+        tiles = weight.unflatten(-1, (-1, width)).unflatten(0, (-1, height))  # (O / height, height, I / width, width)
+        return tiles.transpose(1, 2).flatten(2)
+    return weight.unflatten(-1, (-1, args.group_size or weight.shape[-1]))
 
 
 def _qparams(low: Tensor, high: Tensor, args: QuantizationArgs, shared: Tensor | None = None) -> Tensor:

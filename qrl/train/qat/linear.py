@@ -50,7 +50,7 @@ def attach(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> lis
 
     Args:
         model: with full-precision masters.
-        name: one of `fake.FORMATS`.
+        name: one of `fake.FORMATS`, or a file.
         dtype: of the forward pass and of Q(W); default: the masters' own.
 
     Returns:
@@ -62,7 +62,7 @@ def attach(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> lis
     scheme = fake.scheme(name)
     sharing: dict[tuple, dict[str, nn.Linear]] = {}  # linears by name, for each scale that they share
     for path, linear in linears.covered(model, name).items():
-        fake.check_width(path, linear.in_features, scheme.weights)
+        fake.check_width(path, linear, scheme.weights)
         if linear.weight.dtype.itemsize < 2:
             stored = linear.weight.dtype
             raise BadInput(f"Layer {path} is in {stored}, but QAT needs masters of at least 16 bits: convert it first.")

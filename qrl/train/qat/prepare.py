@@ -14,6 +14,7 @@ from qrl.errors import BadInput
 from qrl.formats.fakequant import linears, rounding
 from qrl.recipe import Train
 from qrl.tasks import prompt
+from qrl.tasks import rows as task_rows
 from qrl.train.job import Job
 from qrl.train.qat.fold import refold
 from qrl.train.qat.linear import QATLinear, attach, off
@@ -24,11 +25,14 @@ GAP, GAP_LARGEST = "train/qat_logprob_gap", "train/qat_logprob_gap_max"
 def check(settings: Train, base: Path) -> None:
     """Raise BadInput if `train.qat` fits neither the method nor the model, before any weight is loaded."""
     if settings.qat == "none":
+        if settings.qat_calibration != "task":
+            raise BadInput("train.qat_calibration calibrates train.qat, which is none: set one or omit the other.")
         return
     if settings.adapter:
         qat, method = f"train.qat = {settings.qat}", f"train.method = {settings.method}"
         raise BadInput(f"{qat} trains all weights, but {method} trains an adapter: set method = full or qat = none.")
     linears.check_fit(pretrained.skeleton(checkpoint.config(base)), settings.qat)
+    _of_file(settings)
 
 
 def begin(trainer, job: Job) -> None:
@@ -72,10 +76,14 @@ def begin(trainer, job: Job) -> None:
 
 
 def texts(job: Job, device="cpu") -> list[dict[str, Tensor]]:
-    """Return the worked solutions of the first questions, chat-rendered, with the end token, padded on the right."""
+    """Return the calibration texts in batches, padded on the right.
+
+    They are a file's, or the first questions' worked solutions, chat-rendered, with the end token.
+    """
     settings, tokens = job.settings, hf.tokenizer(job.base)
     limit, questions = settings.qat_calibration_max_tokens, job.questions[: settings.qat_calibration_samples]
-    rows = [prompt.training_text(tokens, question, job.template) for question in questions]
+    rendered = (prompt.training_text(tokens, question, job.template) for question in questions)
+    rows = _of_file(settings) or list(rendered)
     batches = []
     for start in range(0, len(rows), settings.qat_calibration_batch):
         part = rows[start : start + settings.qat_calibration_batch]
@@ -85,6 +93,13 @@ def texts(job: Job, device="cpu") -> list[dict[str, Tensor]]:
             raise BadInput(f"A calibration text has {length} tokens, {above}: raise it, or choose shorter texts.")
         batches.append({key: batch[key].to(device) for key in ("input_ids", "attention_mask")})
     return batches
+
+
+def _of_file(settings: Train) -> list[str]:
+    """Return the texts of `train.qat_calibration`; none if they are the task's. Raise BadInput as `task_rows.texts`."""
+    if settings.qat_calibration == "task":
+        return []
+    return task_rows.texts(Path(settings.qat_calibration), settings.qat_calibration_samples, "train.qat_calibration")
 
 
 def calibrate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> dict[str, float]:
