@@ -151,8 +151,25 @@ class Vllm(AbstractContextManager):
         progress(len(completions))
         return completions
 
+    def log_likelihoods(self, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> list[float]:
+        """Return the mean log-likelihood per token of N texts, each after its prompt, as `hf.log_likelihoods` does."""
+        read = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
+        outputs = self.ask(read, new_tokens=1, fixed=True, prompt_logprobs=0)
+        means = []
+        for output, text in zip(outputs, texts, strict=True):
+            places = (output.prompt_logprobs or [])[-len(text) :]
+            means.append(sum(place[token].logprob for place, token in zip(places, text, strict=True)) / len(text))
+        return means
+
     def ask(
-        self, prompts: Sequence[Sequence[int]], *, new_tokens: int, fixed: bool, temperature: float = 0.0, seed: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        new_tokens: int,
+        fixed: bool,
+        temperature: float = 0.0,
+        seed: int = 0,
+        **sampled: object,
     ) -> list[RequestOutput]:
         """Return vLLM's own outputs, with the times of each.
 
@@ -160,12 +177,14 @@ class Vllm(AbstractContextManager):
             new_tokens: longest answer; the length of every answer if `fixed`.
             fixed: end tokens do not end an answer.
             prompts, temperature, seed: as for `generate`.
+            sampled: further parameters of vLLM's `SamplingParams`.
 
         Raises:
             QrlError: the worker died; the sentence names its kernels.
         """
         ends = None if fixed else sorted(self._ends)
         options = {"max_tokens": new_tokens, "stop_token_ids": ends, "ignore_eos": fixed, "detokenize": False}
+        options |= sampled
         sampling = self._sampling(temperature=0.0, **options)
         if temperature:
             seeds = [hash((seed, place)) % 2**63 for place in range(len(prompts))]

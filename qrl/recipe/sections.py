@@ -64,6 +64,7 @@ class Evaluate(Section):
     max_prompt_leak_rate: Fraction = option(0.01, "largest share of answers that repeat chat markers or the question")
     max_grader_fault_rate: Fraction = option(0.01, "largest share of answers with too much grader time or memory")
     samples_logged: Count = option(20, "completions in the table of each cell's run")
+    perplexity: bool = option(False, "perplexity of the worked solutions: reads each question and solution once more")
 
 
 class Diagnose(Section):
@@ -95,6 +96,9 @@ class Promote(Section):
 
     min_gain: float = option(0.0, "grpo: the lower 95 % bound of the paired gain must be above this", ge=-1, lt=1)
     max_loss: float = option(0.05, "awq: the lower 95 % bound of awq − full must be above minus this", gt=0, le=1)
+    max_length_growth: float | None = option(
+        None, "largest growth of tokens per answer against the stage before, by its upper 95 % bound; 0.2: 20 %", ge=0
+    )
 
 
 class Benchmark(Section):

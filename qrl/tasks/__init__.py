@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Literal
 
 from qrl.errors import BadInput
-from qrl.tasks import arithmetic, deepmath, gsm8k, numeric, rows
+from qrl.tasks import arithmetic, deepmath, gsm8k, numeric, reached, rows
 from qrl.tasks.math import dataset, pool
 from qrl.tasks.question import Question, Verdict
 
-__all__ = ["TASKS", "Question", "Split", "Verdict", "grade", "grade_many", "load"]
+__all__ = ["TASKS", "Question", "Split", "Verdict", "grade", "grade_many", "load", "stated_before"]
 
 TASKS = ("arithmetic", "gsm8k", "math", "deepmath")
 BOXED = {"math": dataset, "deepmath": deepmath}  # graded by the content of \boxed{}
@@ -82,6 +82,17 @@ def grade_many(
         verdicts.append(numeric.grade(completion, answer))
         progress(1)
     return verdicts
+
+
+def stated_before(task: str, completion: str, question: Question) -> bool | None:
+    """Return whether a wrong or missing answer had stated the right value before; see `reached.py` for the rules.
+
+    None for a task whose answers are neither numbers nor boxed.
+    """
+    if task not in TASKS:
+        return None
+    rule = reached.in_latex if task in BOXED else reached.numerically
+    return rule(completion, question.answer, question.question)
 
 
 def _check(task: str) -> None:
