@@ -26,6 +26,7 @@ STORED_AS = {  # scheme → quant_method in config.json
     AWQ: "awq",
     **dict.fromkeys((*COMPRESSED, *ROUNDED), "compressed-tensors"),
 }
+KV_FP8 = "+kv-fp8"  # after a scheme: its checkpoint, run by vLLM with key-value cache in FP8
 
 # Stages: each is an alias in the registry, mirrored to one of MLflow's own stages.
 STAGES = ("base", "grpo", "awq")
@@ -107,6 +108,11 @@ REPORT = "report.html"
 HISTORY = "history.parquet"  # training curves
 WEIGHTS, STORED, BEHAVIOUR = "weights.parquet", "schemes.parquet", "behaviour.parquet"  # of diagnose
 FIGURES = "figures"
+
+
+def stored(scheme: str) -> str:
+    """Return the scheme that a cell's weights are stored in: `awq` for `awq+kv-fp8`."""
+    return scheme.removesuffix(KV_FP8)
 
 
 def scheme(label: str, reference: str | None = None) -> str:

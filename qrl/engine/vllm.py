@@ -55,6 +55,7 @@ class Vllm(AbstractContextManager):
         memory: float = 0.9,
         cache_bytes: int | None = None,
         timed: bool = False,
+        kv_fp8: bool = False,
     ) -> None:
         """Load a checkpoint in place.
 
@@ -69,6 +70,7 @@ class Vllm(AbstractContextManager):
             cache_bytes: size of the key-value cache, instead of the rest of that share; several engines can then load
                 at once.
             timed: keep the times of each request, at a small cost per step.
+            kv_fp8: keep the key-value cache in FP8, without calibrated scales.
 
         Raises:
             BadInput: vLLM is not installed here, or has no kernel for the checkpoint's scheme.
@@ -100,6 +102,7 @@ class Vllm(AbstractContextManager):
                 max_num_seqs=sequences,
                 enforce_eager=not on_gpu,
                 enable_prefix_caching=False,
+                kv_cache_dtype="fp8" if kv_fp8 else "auto",
                 disable_log_stats=not timed,
                 generation_config="vllm",  # a checkpoint's own sampling settings would change every accuracy
                 seed=seed,
@@ -115,7 +118,7 @@ class Vllm(AbstractContextManager):
         self.dtype = str(self._llm.model_config.dtype).removeprefix("torch.")  # of activations
         self.invariant = deterministic and on_gpu and batch_invariant(self.kernels)
         self._ends = set(hf.end_tokens(GenerationConfig.from_pretrained(path), path))
-        self._sequences = sequences
+        self._sequences, self._kv_fp8 = sequences, kv_fp8
 
     def __exit__(self, *_error: object) -> None:
         self.close()
@@ -129,7 +132,8 @@ class Vllm(AbstractContextManager):
     def receipt(self) -> dict[str, Any]:
         """Return what ran: engine, dtype, kernels and the settings of a deterministic run."""
         ran = {"engine": self.name, "dtype": self.dtype, "kernels": self.kernels, "batch_invariant": self.invariant}
-        return ran | {"max_num_seqs": self._sequences, "prefix_caching": False}
+        kept = {"kv_cache_dtype": "fp8"} if self._kv_fp8 else {}
+        return ran | {"max_num_seqs": self._sequences, "prefix_caching": False} | kept
 
     def generate(
         self,

@@ -73,7 +73,7 @@ def ask(
     texts = _references(questions, prompts[::samples], tokens, cell.path) if settings.perplexity else {}
     longest = max(map(len, prompts)) + settings.max_new_tokens
     longest = max([longest, *(len(prompts[i * samples]) + len(text) + 1 for i, text in texts.items())])
-    with _opened(cell.path, recipe, device, longest) as (generate, score, computed_in, receipt):
+    with _opened(cell, recipe, device, longest) as (generate, score, computed_in, receipt):
         generate(prompts[: settings.batch_size], max_new_tokens=2)  # warm-up: libraries initialize themselves
         began = time.perf_counter()
         drawn = {"temperature": settings.temperature if samples > 1 else 0.0, "seed": recipe.seed}
@@ -145,14 +145,15 @@ def _references(
 
 
 @contextmanager
-def _opened(path: Path, recipe: Recipe, device: str, longest: int) -> Iterator[tuple[Callable, Callable, str, dict]]:
+def _opened(cell: Cell, recipe: Recipe, device: str, longest: int) -> Iterator[tuple[Callable, Callable, str, dict]]:
     """Yield a loaded engine's `generate` and `log_likelihoods`, the dtype of its activations, and its receipt."""
-    settings, batch_size = recipe.evaluate, recipe.evaluate.batch_size
+    path, settings, batch_size = cell.path, recipe.evaluate, recipe.evaluate.batch_size
     if settings.engine != hf.NAME:
         from qrl.engine import vllm
 
         sizes = {"max_tokens": longest, "sequences": batch_size, "memory": settings.gpu_memory_utilization}
         options = {"deterministic": settings.deterministic, "seed": recipe.seed}
+        options["kv_fp8"] = cell.scheme.endswith(names.KV_FP8)
         with vllm.Vllm(path, device, settings.dtype, **sizes, **options) as loaded:
             yield loaded.generate, loaded.log_likelihoods, loaded.dtype, loaded.receipt()
         return

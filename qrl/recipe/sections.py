@@ -64,6 +64,9 @@ class Evaluate(Section):
     max_prompt_leak_rate: Fraction = option(0.01, "largest share of answers that repeat chat markers or the question")
     max_grader_fault_rate: Fraction = option(0.01, "largest share of answers with too much grader time or memory")
     samples_logged: Count = option(20, "completions in the table of each cell's run")
+    kv_fp8: Annotated[tuple[Literal["full"] | Scheme, ...], once("scheme"), NO_KEY] = option(
+        (), "vLLM: schemes with a second cell, SCHEME+kv-fp8, whose key-value cache is in FP8; not run on a GPU"
+    )
     perplexity: bool = option(False, "perplexity of the worked solutions: reads each question and solution once more")
 
 

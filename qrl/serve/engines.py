@@ -44,6 +44,7 @@ class ServedModel:
     dtype: str = "auto"  # or "fp32", "bf16", "fp16", as the recipe's `evaluate.dtype`
     aliases: tuple[str, ...] = ()  # other ids that clients may use; vLLM only
     memory: float | None = None  # share of the GPU's memory, for vLLM; None: its default
+    kv_fp8: bool = False  # keep the key-value cache in FP8, as evaluation did; vLLM only
 
     @property
     def id(self) -> str:
@@ -101,6 +102,7 @@ def arguments(engine: str, model: ServedModel, listen: tuple[str, int] | Path, s
         options += ["--dtype", _DTYPES.get(dtype, "auto"), "--middleware", "qrl.serve.requests.Check"]
         options += ["--override-generation-config", json.dumps(_NEUTRAL)]
         options += ["--shutdown-timeout", str(DRAIN_S), *address]  # without it, running answers are cut off
+        options += ["--kv-cache-dtype", "fp8"] if model.kv_fp8 else []
         if model.device == "cpu":
             return [*options, "--enforce-eager"]
         return [*options, "--gpu-memory-utilization", str(model.memory)] if model.memory else options

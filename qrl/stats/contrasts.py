@@ -47,8 +47,8 @@ def relative_change(after: ArrayLike, before: ArrayLike) -> Estimate:
     Raises:
         ValueError: n < 2.
 
-    Source: the error of a ratio over questions, Cochran, Sampling Techniques, 3rd ed., equation 6.13, with the bounds of
-        `contrast` for after − ratio · before.
+    Source: the error of a ratio over questions, Cochran, Sampling Techniques, 3rd ed., equation 6.13, with the
+        bounds of `contrast` for after − ratio · before.
     """
     both = np.stack([np.asarray(after, dtype=float), np.asarray(before, dtype=float)])
     most, (mean, reference) = both.max(), both.mean(axis=1)

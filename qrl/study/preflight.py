@@ -51,6 +51,7 @@ def check(
     from qrl.train import rollout
 
     prompt.check(recipe.task, recipe.prompt)
+    evaluate.kv_schemes(recipe)
     unheeded = choices.unheeded(recipe.quantize, recipe.quantize.schemes, overrides, beside)
     report.warn(unheeded + evaluate.unheeded(recipe.evaluate))
     device, name = devices.choose(recipe.device), overrides.get("recipe", recipes.DEFAULT)
