@@ -84,6 +84,8 @@ def test_a_name_of_ones_own_is_taken_or_refused():
 def test_a_digest_is_registered_once(version):
     first, again, other = version(weights="a"), version(weights="a"), version(weights="b")
     assert (first.version, again.version, other.version) == (1, 1, 2)
+    in_fp8 = version(scheme="full+kv-fp8", weights="a")  # the same weights, another cell
+    assert (in_fp8.version, registry.resolve(NAME, 1).scheme) == (3, "full")
     resolved = registry.resolve(NAME, 1)
     assert resolved == first and resolved.tags["accuracy"] == "0.6000" and resolved.tags["n"] == "2000"
     entry = mlflow.MlflowClient().get_model_version(NAME, "1")
