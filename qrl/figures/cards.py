@@ -152,7 +152,7 @@ def answers_table(table: Mapping[str, Any], rows: list[Row]) -> str:
     if not body:
         return ""
     head = ["cell", *(_MEASURES[name][0] for name in known), *(["perplexity of references"] if likely else [])]
-    note = "After the comma: the difference to full precision of the same variant, with its 95 % interval. "
+    note = "Below a mean: the difference to full precision of the same variant, with its 95 % interval. "
     note += (
         "Reached, then wrong: the right value appears before a wrong or missing answer. " if "reached" in known else ""
     )
@@ -165,7 +165,7 @@ def _changed(entry: Mapping[str, Any] | None, digits: int, mean: float | None = 
     if entry is None:
         return ""
     text = f"{entry['mean']['estimate'] if mean is None else mean:.{digits}f}"
-    return f"{text}, {interval(entry['change'])}" if entry["change"] else text
+    return f"{text}\n{interval(entry['change'])}" if entry["change"] else text
 
 
 def changed_answers(changed: pd.DataFrame) -> str:
