@@ -28,10 +28,10 @@ _TEXTS = (names.QUESTION_TEXT, "answer", "parsed_full", "parsed", "completion_fu
 
 
 def _number(column: pd.Series) -> pd.Series:
-    values = pd.to_numeric(column, errors="coerce")
-    if len(wrong := column[values.isna() & column.notna()]):
-        raise BadInput(f"The column '{column.name}' holds {str(wrong.iloc[0])[:40]!r}, but must hold numbers.")
-    return values.astype(float).where(values.abs() < math.inf)
+    values = pd.Series(pd.to_numeric(column, errors="coerce"), dtype=float)
+    if wrong := list(column[values.isna() & column.notna()]):
+        raise BadInput(f"The column '{column.name}' holds {str(wrong[0])[:40]!r}, but must hold numbers.")
+    return values.where(values.abs() < math.inf)
 
 
 # measure → the column of the rows that it is read from, and how
@@ -86,26 +86,26 @@ def measured(
     """
     found, table = {cell: Answers() for cell in cells}, checked(frame)
     for name, (column, read) in MEASURES.items():
-        values = read(frame[column].reset_index(drop=True)) if column in frame else pd.Series(dtype=float)
+        values = read(pd.Series(frame[column]).reset_index(drop=True)) if column in frame else pd.Series(dtype=float)
         known = table.assign(correct=values)
-        unknown = set(known.loc[known["correct"].isna(), "question"])
+        unknown = list(known.loc[known["correct"].isna(), "question"])
         known = pd.DataFrame(known[~known["question"].isin(unknown)])
-        if known["question"].nunique() < 2:
+        if len(set(known["question"])) < 2:
             continue
-        least, most = (0.0, 1.0) if name in SHARES else (known["correct"].min(), known["correct"].max())
-        scale = float(most - least) or 1.0
+        ends = (0.0, 1.0) if name in SHARES else (min(known["correct"]), max(known["correct"]))
+        least, scale = float(ends[0]), float(ends[1] - ends[0]) or 1.0
         scaled = aligned(known.assign(correct=(known["correct"] - least) / scale))
         for cell, answers in found.items():
             mean = scaled.accuracy(cell) if name in SHARES else scaled.contrast({cell: 1})
-            answers.means[name] = _stretched(mean, scale, float(least))
+            answers.means[name] = _stretched(mean, scale, least)
             if cell[1] != names.FULL:
                 answers.changes[name] = _stretched(scaled.contrast({cell: 1, (cell[0], names.FULL): -1}), scale)
     for cell, answers in found.items():
         variant, scheme = cell
         full = variant, names.FULL
         if scheme != names.FULL and max(evidence.samples[cell], evidence.samples[full]) == 1:
-            own = changed[(changed["variant"] == variant) & (changed["scheme"] == scheme)]["correct"]
-            counts = {"right_to_wrong": int((own == 0).sum()), "wrong_to_right": int((own == 1).sum())}
+            own = list(changed.loc[(changed["variant"] == variant) & (changed["scheme"] == scheme), "correct"])
+            counts = {"right_to_wrong": own.count(0), "wrong_to_right": own.count(1)}
             found[cell] = replace(answers, **counts, mcnemar=evidence.mcnemar(cell, full))
     return found
 
@@ -138,7 +138,7 @@ def changed(frame: pd.DataFrame) -> pd.DataFrame:
     columns = [column for column in ("correct", "parsed", "completion") if column in table]
     full = table.loc[table["scheme"] == names.FULL, [*key, *columns]]
     pairs = table[table["scheme"] != names.FULL].merge(full, on=key, suffixes=("", "_full"))
-    return pairs[pairs["correct"] != pairs["correct_full"]].reset_index(drop=True)
+    return pd.DataFrame(pairs[pairs["correct"] != pairs["correct_full"]]).reset_index(drop=True)
 
 
 def shown(changed: pd.DataFrame) -> pd.DataFrame:
@@ -154,11 +154,11 @@ def shown(changed: pd.DataFrame) -> pd.DataFrame:
     """
     if changed.empty:
         return pd.DataFrame()
-    change = changed["correct"].map({0: "right → wrong", 1: "wrong → right"})
+    change = ["wrong → right" if right else "right → wrong" for right in changed["correct"]]
     table = changed.assign(change=change).sort_values(["variant", "scheme", "change"], kind="stable")
     table = table.groupby(["variant", "scheme", "change"]).head(SHOWN)
     columns = ["variant", "scheme", "seed", "change", "question", *(name for name in _TEXTS if name in table)]
-    return table[columns].map(_clean).reset_index(drop=True)
+    return pd.DataFrame(table[columns]).map(_clean).reset_index(drop=True)
 
 
 def _clean(value: Any) -> str:
