@@ -28,6 +28,7 @@ STORED_AS = {  # scheme → quant_method in config.json
     AWQ: "awq",
     **dict.fromkeys((*COMPRESSED, *ROUNDED), "compressed-tensors"),
 }
+KV_FP8 = "+kv-fp8"  # after a scheme: its checkpoint, run by vLLM with key-value cache in FP8
 
 FORMAT_FILE = r"(^|/)[\w.+-]+\.yaml$"  # a path whose name can be part of a variant: qat-NAME
 
@@ -79,6 +80,10 @@ GRADER_TIMEOUTS = "eval/grader_timeouts"  # answers on which the grader ran out 
 GRADER_ERRORS = "eval/grader_errors"
 GRADER_FAULT_RATE = "eval/grader_fault_rate"  # both, over n
 TOKENS_PER_S = "eval/tokens_per_s"
+TOKENS_PER_ANSWER = "eval/tokens_per_answer"
+REACHED_RATE = "eval/reached_rate"  # reached the right value, then went on to a wrong answer or none
+REFERENCE_PERPLEXITY = "eval/reference_perplexity"  # exp(−eval/reference_logprob)
+REFERENCE_LIKELIHOOD = "eval/reference_logprob"  # mean over questions
 SERVE_READY = "serve/ready_s"  # from the command's start to the first answer; serve/load_s, verify_s, added_s are parts
 SERVE_VERSION, SERVE_REFUSED = "serve/version", "serve/refused_version"  # of a server that follows a stage, by switch
 SECONDS = "step/seconds"  # logged only by a step that succeeds
@@ -87,6 +92,8 @@ SECONDS = "step/seconds"  # logged only by a step that succeeds
 ENGINE = "engine"  # that generated the answers
 SETTINGS = "settings_digest"  # sha256 over a scheme's settings, libraries and calibration questions
 DTYPE = "dtype"  # of activations; tables show `full` with it
+QUESTION_TEXT = "question_text"
+REFERENCE_LOGPROB = "reference_logprob"  # of the worked solution, mean over its tokens, in nats
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -98,6 +105,7 @@ def pass_at(k: int) -> str:
 # Artifacts of a study's run
 TABLE_MD, TABLE_JSON = "table.md", "table.json"
 QUESTIONS = "questions.parquet"
+CHANGED_JSON = "changed_answers.json"  # a table of MLflow's: answers that quantization turned right or wrong
 GROUPS_MD = "groups.md"  # a cell's accuracy by subject and level
 RECEIPT = "receipt.json"  # of a cell: engine, version, kernels, digests
 RECIPE = "recipe.yaml"
@@ -106,6 +114,11 @@ REPORT = "report.html"
 HISTORY = "history.parquet"  # training curves
 WEIGHTS, STORED, BEHAVIOUR = "weights.parquet", "schemes.parquet", "behaviour.parquet"  # of diagnose
 FIGURES = "figures"
+
+
+def stored(scheme: str) -> str:
+    """Return the scheme that a cell's weights are stored in: `awq` for `awq+kv-fp8`."""
+    return scheme.removesuffix(KV_FP8)
 
 
 def scheme(label: str, reference: str | None = None) -> str:

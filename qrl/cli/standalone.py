@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 from click import option
 
+from qrl import names
 from qrl.cli.options import SWITCH, named
 from qrl.errors import BadInput
 
@@ -111,6 +112,8 @@ def schemes_command() -> None:
         if bits:
             measured = f", {heads[-1]} {cost}, n = 1,000" if cost else ""
             click.echo(f"{'':10} measured on qrl-tiny: {bits} {heads[-2]}{measured}")
+    what = "a cell of its own for a scheme that vLLM runs with key-value cache in FP8, such as awq+kv-fp8"
+    click.echo(f"{names.KV_FP8:10} {what}; uses evaluate.kv_fp8; not run on a GPU")
 
 
 COMMANDS = (plan_command, grade_command, recipes_command, schemes_command)

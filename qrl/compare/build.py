@@ -50,14 +50,14 @@ def from_questions(frame: pd.DataFrame, *, margin: float | None = None) -> Compa
     Args:
         frame: columns variant, scheme, question, correct (0/1); optionally cluster (groups of questions; errors are
             then clustered), seed (training runs, a random effect), sample (several answers to a question), engine and
-            dtype.
+            dtype; and n_tokens, finish_reason, reached, reference_logprob, parsed, completion, if answers are known.
         margin: loss of gain, in accuracy, that still counts as survival.
 
     Raises:
         BadInput: columns are missing, outcomes are not 0 or 1, rows are duplicated, cells answered different questions,
             or base or full is missing.
     """
-    return Comparison(outcomes(frame), margin, engine(frame), full_with_dtype(frame))
+    return Comparison(outcomes(frame), margin, engine(frame), full_with_dtype(frame), frame)
 
 
 def from_counts(counts: Mapping[str, Any], *, margin: float | None = None, reference: str | None = None) -> Comparison:

@@ -5,8 +5,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
+import pandas as pd
+
 from qrl import names, stats
 from qrl.compare import record, table
+from qrl.compare.answers import Answers, changed, measured
 from qrl.compare.evidence import Cell, Counts, Questions
 from qrl.errors import BadInput
 from qrl.names import BASE, FULL
@@ -73,12 +76,14 @@ class Comparison:
         margin: loss of gain that counts as survival; None for half the full-precision gain, at least 0.02.
         engine: the engine and version that answered every cell; empty if unknown.
         full: how tables show the scheme `full`, with the dtype it was computed in if that is known: `full (bf16)`.
+        frame: the rows that the outcomes were read from; None if only counts are known.
     """
 
     evidence: Questions | Counts = field(repr=False)
     margin: float | None = None
     engine: str = ""
     full: str = FULL
+    frame: pd.DataFrame | None = field(default=None, repr=False, compare=False)
 
     table_json, metrics = record.as_json, record.as_metrics
     markdown, sentence = table.as_markdown, table.as_sentence
@@ -126,6 +131,21 @@ class Comparison:
         """Cell → k → pass@k, for cells with several samples per question."""
         by_cell = {cell: self.evidence.pass_at(cell) for cell in self.cells}
         return {cell: by_k for cell, by_k in by_cell.items() if by_k}
+
+    @cached_property
+    def answers(self) -> dict[Cell, Answers]:
+        """Cell → what its answers are like beside right or wrong; empty if only counts are known."""
+        if self.frame is None or not isinstance(self.evidence, Questions):
+            return {}
+        return measured(self.frame, self.evidence, self.changed, self.cells)
+
+    @cached_property
+    def changed(self) -> pd.DataFrame:
+        """A row per answer that is right under one of a quantized scheme and full precision, and wrong under the other.
+
+        See `answers.changed`; empty if only counts are known.
+        """
+        return pd.DataFrame() if self.frame is None else changed(self.frame)
 
     @property
     def variants(self) -> tuple[str, ...]:

@@ -26,7 +26,15 @@ def outcomes(frame: pd.DataFrame) -> Questions:
     Raises:
         BadInput: the cells are not comparable.
     """
-    table = checked(frame)
+    return aligned(checked(frame))
+
+
+def aligned(table: pd.DataFrame) -> Questions:
+    """Return cells' values, aligned; `table` is from `checked`, its column `correct` any values in 0..1.
+
+    Raises:
+        BadInput: the cells are not comparable.
+    """
     check_grid(dict.fromkeys(zip(table["variant"], table["scheme"], strict=True)), len(set(table["question"])))
     counted = table.groupby([*CELL, "seed", "question"], sort=True)["correct"].agg(["mean", "size"]).reset_index()
     samples, runs = _samples(counted), _runs(counted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from qrl.compare import answers
 from qrl.stats import Estimate
 
 if TYPE_CHECKING:
@@ -20,15 +21,17 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         scheme → {"label", "trained", "delta", "gain_survival", "verdict", "reason", "margin", "smallest_effect",
         "n_to_decide", "seeds_to_decide", "p_value", "p_holm", "holds_after_holm", "p_delta", "mcnemar", "bootstrap",
         "loss": {variant: …}, "seeds", "between_seed_sd", "within_seed_sd", "per_seed", "paired", "engine", "cells":
-        {variant: {"n", "accuracy", "stderr", "low", "high"}}}.
+        {variant: {"n", "accuracy", "stderr", "low", "high"}}, "answers": {variant: …}}.
 
         Differences are {"estimate", "stderr", "low", "high"}. Under full, gain survival and all that depends on it are
         null. `label` is the scheme as tables show it: `full (bf16)`. `seeds` counts training runs, null if only counts
         are known. With one run the spreads are null and `per_seed` is empty; with several, both spreads map "delta" and
         "gain_survival" to standard deviations, and `per_seed` maps each seed to the same two differences, whose errors
         come from its questions alone. Cells with several samples per question also have "samples" and "pass_at": {k:
-        …}. With more than one trained variant, the entry is the first one's, and "others" maps each further label to
-        the same keys.
+        …}. "answers" maps each variant to the measures of `answers.Answers` that are known, as {"n", "mean", "change"}
+        (against full precision, null under it), and to "reference_perplexity", "right_to_wrong", "wrong_to_right" and
+        "mcnemar"; it is empty if only counts are known. With more than one trained variant, the entry is the first
+        one's, and "others" maps each further label to the same keys.
     """
     entries = {}
     for scheme in comparison.schemes:
@@ -37,6 +40,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         entry |= {"seeds": len(comparison.runs) or None, "paired": comparison.paired}
         entry["engine"] = comparison.engine or None
         entry["cells"] = {variant: _cell(comparison, (variant, scheme)) for variant in comparison.variants}
+        found = {variant: answers.as_json(comparison.answers, (variant, scheme), numbers) for variant in entry["cells"]}
+        entry["answers"] = {variant: of_cell for variant, of_cell in found.items() if of_cell}
         if others:
             entry["others"] = {row.variant: _row(row) for row in others}
         entries[scheme] = entry
@@ -46,19 +51,36 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 def as_metrics(comparison: Comparison) -> dict[str, float]:
     """Return `compare/delta_<scheme>`, `compare/gain_survival_<scheme>`, and their `_stderr`, `_low`, `_high`.
 
-    For further trained variants the scheme is followed by their label.
+    Beside them are `compare/<measure>_change_<scheme>` with the same ends, for each measure of `answers.MEASURES` that
+    is known, and `compare/right_to_wrong_<scheme>`, `compare/wrong_to_right_<scheme>`. For base and for further trained
+    variants the scheme is followed by their label.
     """
     metrics = {}
     for row in comparison.rows:
-        suffix = row.scheme if row.variant == comparison.variants[1] else f"{row.scheme}_{row.variant}"
         for name, value in row.differences.items():
-            key = f"compare/{name}_{suffix}"
-            metrics |= {key: value.estimate, f"{key}_stderr": value.stderr}
-            metrics |= {f"{key}_low": value.low, f"{key}_high": value.high}
+            key = f"compare/{name}_{_suffix(comparison, (row.variant, row.scheme))}"
+            metrics |= _with_ends(key, value)
             if value.runs:
                 between, within = value.runs.between_sd, value.runs.within_sd
                 metrics |= {f"{key}_between_seed_sd": between, f"{key}_within_seed_sd": within}
+    for cell, found in comparison.answers.items():
+        suffix = _suffix(comparison, cell)
+        for name, value in found.changes.items():
+            metrics |= _with_ends(f"compare/{name}_change_{suffix}", value)
+        for name in ("right_to_wrong", "wrong_to_right"):
+            if (count := getattr(found, name)) is not None:
+                metrics[f"compare/{name}_{suffix}"] = float(count)
     return metrics
+
+
+def _suffix(comparison: Comparison, cell: Cell) -> str:
+    variant, scheme = cell
+    label = scheme if variant == comparison.variants[1] else f"{scheme}_{variant}"
+    return label.replace("+", "_")  # which MLflow refuses in the name of a metric
+
+
+def _with_ends(key: str, value: Estimate) -> dict[str, float]:
+    return {key: value.estimate, f"{key}_stderr": value.stderr, f"{key}_low": value.low, f"{key}_high": value.high}
 
 
 def numbers(value: Estimate) -> dict[str, float]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from qrl import names
 from qrl.compare import seeds
+from qrl.compare.answers import Answers
 from qrl.stats.text import interval, table
 
 if TYPE_CHECKING:
@@ -21,6 +22,14 @@ _SENTENCES = {
 }
 
 
+_MEASURES = {  # of `Answers` → column, and decimals of a mean
+    "tokens": ("tokens an answer", 1),
+    "unfinished": ("unfinished", 3),
+    "reached": ("reached, then wrong", 3),
+    "reference_logprob": ("perplexity of references", 3),
+}
+
+
 def as_sentence(comparison: Comparison) -> str:
     """Return one sentence per trained variant and quantized scheme, or the gains if there is no quantized scheme."""
     judged, rows = comparison.judged(), comparison.rows
@@ -32,7 +41,7 @@ def as_sentence(comparison: Comparison) -> str:
 
 def as_markdown(comparison: Comparison) -> str:
     """Return cells, gains and verdicts; per seed if there are several; losses; then how to read them."""
-    parts = (_cells, seeds.sections, _losses, _verdicts, _notes)
+    parts = (_cells, seeds.sections, _losses, _answers, _verdicts, _notes)
     return "\n".join(line for part in parts for line in part(comparison))
 
 
@@ -88,6 +97,36 @@ def _losses(comparison: Comparison) -> list[str]:
         body.append((scheme, *(interval(losses[variant]) for variant in comparison.variants)))
     head = (f"scheme − {comparison.full}", *comparison.variants)
     return [f"## What quantization costs (n = {comparison.n})", "", *table(head, body), ""] if body else []
+
+
+def _answers(comparison: Comparison) -> list[str]:
+    """Return a table of the answers, if more is known of them than right or wrong, or if quantization changed some."""
+    found = comparison.answers
+    if not found or not any(answers.means or answers.mcnemar is not None for answers in found.values()):
+        return []
+    known = [name for name in _MEASURES if any(name in answers.means for answers in found.values())]
+    head = ["cell", *(_MEASURES[name][0] for name in known)]
+    body = []
+    for (variant, scheme), answers in found.items():
+        line = [names.cell_name(variant, comparison.shown(scheme)), *(_measure(answers, name) for name in known)]
+        counts = (answers.right_to_wrong, answers.wrong_to_right)
+        line += ["" if count is None else str(count) for count in counts]
+        body.append((*line, "" if answers.mcnemar is None else f"{answers.mcnemar:.2g}"))
+    note = f"Brackets: the difference to {comparison.full} of the same variant, and its interval."
+    if "reached" in known:
+        note += " *reached, then wrong*: the right value appears before a wrong or missing answer."
+    if "reference_logprob" in known:
+        note += " *references*: worked solutions; the difference is that of their log-likelihood, in nats a token."
+    head += ["right → wrong", "wrong → right", "McNemar's p"]
+    return ["## Answers", "", *table(head, body), "", note, ""]
+
+
+def _measure(answers: Answers, name: str) -> str:
+    if name not in answers.means:
+        return ""
+    mean = answers.perplexity if name == "reference_logprob" else answers.means[name].estimate
+    text = f"{mean:.{_MEASURES[name][1]}f}"
+    return f"{text}, {interval(answers.changes[name])}" if name in answers.changes else text
 
 
 def _verdicts(comparison: Comparison) -> list[str]:

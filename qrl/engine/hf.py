@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 NAME = "transformers"  # in the records of an answer
+_LOGITS = 2**27  # of one batch of `log_likelihoods`, at most: half a GB in float32
+_POSITIONS = 2**14  # of one batch, padding included
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,39 @@ def completion(tokens: PreTrainedTokenizerBase, ids: list[int], ends: set[int], 
     raw = tokens.decode(body, skip_special_tokens=False)
     text = raw if special.isdisjoint(body) else tokens.decode(body, skip_special_tokens=True)
     return Completion(text, raw, len(body) + (stop is not None), "length" if stop is None else "stop")
+
+
+def log_likelihoods(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], *, batch_size: int
+) -> list[float]:
+    """Return the mean log-likelihood per token, in nats, of N texts, each after its prompt.
+
+    Args:
+        prompts, texts: N lists of token ids each, none empty.
+        batch_size: texts read together, at most; long ones or a large vocabulary make batches smaller.
+    """
+    import torch
+
+    order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), -len(prompts[i])))
+    found, start = [0.0] * len(texts), 0
+    with torch.inference_mode():
+        while start < len(order):
+            longest = len(texts[order[start]])
+            fitting = min(batch_size, _LOGITS // (longest * model.config.vocab_size))
+            batch = order[start : start + max(1, fitting)]
+            width = max(len(prompts[i]) + len(texts[i]) for i in batch)
+            batch = batch[: max(1, _POSITIONS // width)]
+            rows = [[*prompts[i], *texts[i]] for i in batch]
+            ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=model.device)
+            mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
+            places = (mask.cumsum(-1) - 1).clamp(min=0)
+            asked = {"attention_mask": mask, "position_ids": places, "use_cache": False, "logits_to_keep": longest + 1}
+            logits = model(input_ids=ids, **asked).logits[:, :-1].float()  # of the tokens that follow
+            scores = logits.gather(-1, ids[:, -longest:, None])[..., 0] - logits.logsumexp(-1)
+            for i, row in zip(batch, scores, strict=True):
+                found[i] = float(row[-len(texts[i]) :].double().mean())
+            start += len(batch)
+    return found
 
 
 def _decompressed(path: Path, device: str, dtype: torch.dtype) -> PreTrainedModel:

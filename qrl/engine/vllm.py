@@ -55,6 +55,7 @@ class Vllm(AbstractContextManager):
         memory: float = 0.9,
         cache_bytes: int | None = None,
         timed: bool = False,
+        kv_fp8: bool = False,
     ) -> None:
         """Load a checkpoint in place.
 
@@ -69,6 +70,7 @@ class Vllm(AbstractContextManager):
             cache_bytes: size of the key-value cache, instead of the rest of that share; several engines can then load
                 at once.
             timed: keep the times of each request, at a small cost per step.
+            kv_fp8: keep the key-value cache in FP8, without calibrated scales.
 
         Raises:
             BadInput: vLLM is not installed here, or has no kernel for the checkpoint's scheme.
@@ -100,6 +102,7 @@ class Vllm(AbstractContextManager):
                 max_num_seqs=sequences,
                 enforce_eager=not on_gpu,
                 enable_prefix_caching=False,
+                kv_cache_dtype="fp8" if kv_fp8 else "auto",
                 disable_log_stats=not timed,
                 generation_config="vllm",  # a checkpoint's own sampling settings would change every accuracy
                 seed=seed,
@@ -115,7 +118,7 @@ class Vllm(AbstractContextManager):
         self.dtype = str(self._llm.model_config.dtype).removeprefix("torch.")  # of activations
         self.invariant = deterministic and on_gpu and batch_invariant(self.kernels)
         self._ends = set(hf.end_tokens(GenerationConfig.from_pretrained(path), path))
-        self._sequences = sequences
+        self._sequences, self._kv_fp8 = sequences, kv_fp8
 
     def __exit__(self, *_error: object) -> None:
         self.close()
@@ -129,7 +132,8 @@ class Vllm(AbstractContextManager):
     def receipt(self) -> dict[str, Any]:
         """Return what ran: engine, dtype, kernels and the settings of a deterministic run."""
         ran = {"engine": self.name, "dtype": self.dtype, "kernels": self.kernels, "batch_invariant": self.invariant}
-        return ran | {"max_num_seqs": self._sequences, "prefix_caching": False}
+        kept = {"kv_cache_dtype": "fp8"} if self._kv_fp8 else {}
+        return ran | {"max_num_seqs": self._sequences, "prefix_caching": False} | kept
 
     def generate(
         self,
@@ -151,8 +155,25 @@ class Vllm(AbstractContextManager):
         progress(len(completions))
         return completions
 
+    def log_likelihoods(self, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> list[float]:
+        """Return the mean log-likelihood per token of N texts, each after its prompt, as `hf.log_likelihoods` does."""
+        read = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
+        outputs = self.ask(read, new_tokens=1, fixed=True, prompt_logprobs=0)
+        means = []
+        for output, text in zip(outputs, texts, strict=True):
+            places = (output.prompt_logprobs or [])[-len(text) :]
+            means.append(sum(place[token].logprob for place, token in zip(places, text, strict=True)) / len(text))
+        return means
+
     def ask(
-        self, prompts: Sequence[Sequence[int]], *, new_tokens: int, fixed: bool, temperature: float = 0.0, seed: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        new_tokens: int,
+        fixed: bool,
+        temperature: float = 0.0,
+        seed: int = 0,
+        **sampled: object,
     ) -> list[RequestOutput]:
         """Return vLLM's own outputs, with the times of each.
 
@@ -160,12 +181,14 @@ class Vllm(AbstractContextManager):
             new_tokens: longest answer; the length of every answer if `fixed`.
             fixed: end tokens do not end an answer.
             prompts, temperature, seed: as for `generate`.
+            sampled: further parameters of vLLM's `SamplingParams`.
 
         Raises:
             QrlError: the worker died; the sentence names its kernels.
         """
         ends = None if fixed else sorted(self._ends)
         options = {"max_tokens": new_tokens, "stop_token_ids": ends, "ignore_eos": fixed, "detokenize": False}
+        options |= sampled
         sampling = self._sampling(temperature=0.0, **options)
         if temperature:
             seeds = [hash((seed, place)) % 2**63 for place in range(len(prompts))]

@@ -1,6 +1,37 @@
 """Evaluation: a cell's rows, whether they are healthy, and what they score."""
 
-from qrl.recipe import Evaluate
+from collections.abc import Iterable
+
+from qrl import names
+from qrl.errors import BadInput
+from qrl.recipe import Evaluate, Recipe
+
+
+def check_kv(schemes: Iterable[str], engine: str) -> None:
+    """Raise BadInput if a scheme has its key-value cache in FP8 and the engine cannot."""
+    for scheme in schemes:
+        if scheme.endswith(names.KV_FP8) and engine != "vllm":
+            raise BadInput(
+                f"Scheme {scheme} needs vLLM, which can keep the key-value cache in FP8, but the engine is {engine}: "
+                f"choose vllm (--evaluate.engine, or --engine of serve), or the scheme {names.stored(scheme)}."
+            )
+
+
+def kv_schemes(recipe: Recipe) -> list[str]:
+    """Return the schemes of `evaluate.kv_fp8` as cells name them: `awq+kv-fp8`.
+
+    Raises:
+        BadInput: the engine is not vLLM, or the study does not make the scheme.
+    """
+    made = (names.FULL, *recipe.quantize.schemes)
+    for scheme in recipe.evaluate.kv_fp8:
+        if scheme not in made:
+            raise BadInput(
+                f"evaluate.kv_fp8 names {scheme}, but the study makes {', '.join(made)}: name some of these."
+            )
+    schemes = [f"{scheme}{names.KV_FP8}" for scheme in recipe.evaluate.kv_fp8]
+    check_kv(schemes, recipe.evaluate.engine)
+    return schemes
 
 
 def unheeded(settings: Evaluate) -> list[str]:

@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qrl import checkpoint, tasks
+from qrl import checkpoint, names, tasks
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import BadInput
@@ -37,7 +37,8 @@ class Asked:
     """A cell's answers, a row per question or per sample of one, and how fast they were generated."""
 
     # variant, scheme, dtype, question, correct, correct_flexible, parsed, answer, completion, leaked, n_tokens,
-    # finish_reason, fault; subject and level if the questions have them; sample if there are several
+    # finish_reason, fault, reached, question_text; subject and level if the questions have them; sample if there are
+    # several; reference_logprob with `evaluate.perplexity`
     frame: pd.DataFrame
     tokens_per_s: float  # generated tokens over the wall time of decoding, batches padded
     dtype: str  # of activations
@@ -71,17 +72,23 @@ def ask(
     prompts = [ids for question in questions for ids in [render(tokens, question.question, template)] * samples]
     check_lengths(cell.path, questions, prompts[::samples])
     repeated = [question for question in questions for _ in range(samples)]
+    texts = _references(questions, prompts[::samples], tokens, cell.path) if settings.perplexity else {}
     longest = max(map(len, prompts)) + settings.max_new_tokens
-    with _opened(cell.path, recipe, device, longest) as (generate, computed_in, receipt):
+    longest = max([longest, *(len(prompts[i * samples]) + len(text) + 1 for i, text in texts.items())])
+    with _opened(cell, recipe, device, longest) as (generate, score, computed_in, receipt):
         generate(prompts[: settings.batch_size], max_new_tokens=2)  # warm-up: libraries initialize themselves
         began = time.perf_counter()
         drawn = {"temperature": settings.temperature if samples > 1 else 0.0, "seed": recipe.seed}
         completions = generate(prompts, max_new_tokens=settings.max_new_tokens, **drawn, progress=progress)
         seconds = time.perf_counter() - began  # decoding alone, without loading
+        scores = score([prompts[i * samples] for i in texts], list(texts.values())) if texts else []
     written = (f"{completion.raw}\0{completion.finish_reason}\0" for completion in completions)
     receipt["completions"] = sha256("".join(written).encode()).hexdigest()  # equal if a run repeats exactly
     labels = {"variant": cell.variant, "scheme": cell.scheme, "dtype": computed_in}
     frame = graded(labels, repeated, completions, recipe.task, tokens)
+    if texts:
+        of_question = dict(zip(texts, scores, strict=True))
+        frame[names.REFERENCE_LOGPROB] = [of_question.get(number // samples) for number in range(len(frame))]
     if samples > 1:
         frame["sample"] = [number % samples for number in range(len(frame))]
     generated = sum(completion.n_tokens for completion in completions)
@@ -104,7 +111,7 @@ def graded(labels: dict, questions: Sequence, completions: Sequence, task: str, 
     verdicts = tasks.grade_many(task, texts, answers)
     markers = [token for token in tokens.all_special_tokens if token]
     return pd.DataFrame(
-        [labels | _row(markers, *answer) for answer in zip(questions, completions, verdicts, strict=True)]
+        [labels | _row(task, markers, *answer) for answer in zip(questions, completions, verdicts, strict=True)]
     )
 
 
@@ -121,28 +128,51 @@ def check_lengths(path: Path, questions: Sequence, prompts: Sequence) -> None:
             )
 
 
+def _references(
+    questions: Sequence[tasks.Question], prompts: Sequence[Sequence[int]], tokens: Any, path: Path
+) -> dict[int, list[int]]:
+    """Return place of the question → token ids of its worked solution and the end token, which follow its prompt.
+
+    A question is left out if its solution is no more than the answer, or too long for the model's positions.
+    """
+    positions = checkpoint.config(path).get("max_position_embeddings") or float("inf")
+    found = {}
+    for place, (question, prompt_ids) in enumerate(zip(questions, prompts, strict=True)):
+        worked = question.solution.strip()
+        if worked not in ("", question.answer, f"#### {question.answer}", f"\\boxed{{{question.answer}}}"):
+            ids = tokens(question.solution + (tokens.eos_token or ""), add_special_tokens=False)["input_ids"]
+            if len(prompt_ids) + len(ids) < positions:
+                found[place] = ids
+    return found
+
+
 @contextmanager
-def _opened(path: Path, recipe: Recipe, device: str, longest: int) -> Iterator[tuple[Callable, str, dict]]:
-    """Yield a loaded engine's `generate`, the dtype of its activations, and its receipt."""
-    settings, batch_size = recipe.evaluate, recipe.evaluate.batch_size
+def _opened(cell: Cell, recipe: Recipe, device: str, longest: int) -> Iterator[tuple[Callable, Callable, str, dict]]:
+    """Yield a loaded engine's `generate` and `log_likelihoods`, the dtype of its activations, and its receipt."""
+    path, settings, batch_size = cell.path, recipe.evaluate, recipe.evaluate.batch_size
     if settings.engine != hf.NAME:
         from qrl.engine import vllm
 
         sizes = {"max_tokens": longest, "sequences": batch_size, "memory": settings.gpu_memory_utilization}
         options = {"deterministic": settings.deterministic, "seed": recipe.seed}
+        options["kv_fp8"] = cell.scheme.endswith(names.KV_FP8)
         with vllm.Vllm(path, device, settings.dtype, **sizes, **options) as loaded:
-            yield loaded.generate, loaded.dtype, loaded.receipt()
+            yield loaded.generate, loaded.log_likelihoods, loaded.dtype, loaded.receipt()
         return
     import transformers
 
     model, tokens = hf.load(path, device, devices.compute_dtype(settings.dtype, device))
     receipt = {"engine": f"{hf.NAME} {transformers.__version__}", "attention": model.config._attn_implementation}
     generate = partial(hf.generate, model, tokens, batch_size=batch_size)
-    yield generate, str(model.dtype).removeprefix("torch."), receipt | {"batch_size": batch_size}
+    score = partial(hf.log_likelihoods, model, batch_size=batch_size)
+    yield generate, score, str(model.dtype).removeprefix("torch."), receipt | {"batch_size": batch_size}
 
 
-def _row(markers: list[str], question: tasks.Question, completion: hf.Completion, verdict: tasks.Verdict) -> dict:
+def _row(
+    task: str, markers: list[str], question: tasks.Question, completion: hf.Completion, verdict: tasks.Verdict
+) -> dict:
     groups = {"subject": question.subject, "level": question.level}
+    reached = False if verdict.strict else tasks.stated_before(task, completion.text, question)
     return {
         "question": question.id,
         "correct": int(verdict.strict),
@@ -154,4 +184,6 @@ def _row(markers: list[str], question: tasks.Question, completion: hf.Completion
         "n_tokens": completion.n_tokens,
         "finish_reason": completion.finish_reason,
         "fault": verdict.fault,
+        "reached": None if reached is None else int(reached),
+        names.QUESTION_TEXT: question.question,
     } | {name: value for name, value in groups.items() if value is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from qrl import names, stats
@@ -50,8 +51,23 @@ def metrics(asked: Asked) -> dict[str, float]:
         names.TOKENS_PER_S: asked.tokens_per_s,
         names.GRADER_TIMEOUTS: float((frame["fault"] == "timeout").sum()),
         names.GRADER_ERRORS: float((frame["fault"] == "error").sum()),
+        names.TOKENS_PER_ANSWER: float(frame["n_tokens"].mean()),
+        **_reached(frame),
+        **_references(frame),
         **rates(frame),
     }
+
+
+def _reached(frame: pd.DataFrame) -> dict[str, float]:
+    return {names.REACHED_RATE: float(frame["reached"].mean())} if frame["reached"].notna().all() else {}
+
+
+def _references(frame: pd.DataFrame) -> dict[str, float]:
+    """Return the mean log-likelihood of the worked solutions and the perplexity, where they were read."""
+    if names.REFERENCE_LOGPROB not in frame:
+        return {}
+    mean = float(frame[names.REFERENCE_LOGPROB].mean())
+    return {names.REFERENCE_LIKELIHOOD: mean, names.REFERENCE_PERPLEXITY: math.exp(min(700.0, -mean))}
 
 
 def rates(frame: pd.DataFrame) -> dict[str, float]:

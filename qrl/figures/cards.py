@@ -1,13 +1,18 @@
 """The parts of a study's page that are text: head, a card per scheme and per gate, the table of cells."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qrl.figures import page
 from qrl.figures.comparison import survival_finding
-from qrl.names import BASE, FULL, scheme
+from qrl.names import BASE, FULL, cell_name, scheme
 from qrl.stats import signed
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,50 @@ def cells_table(table: Mapping[str, Any], rows: list[Row], sizes: Mapping[str, i
         body.append([*line, entry.get("verdict") or "", *size])
     note = f"n = {questions} held-out questions per cell. ± is one standard error, brackets are 95 % intervals."
     return page.html("table", head=head, rows=body, note=note)
+
+
+_MEASURES = {"tokens": ("tokens an answer", 1), "unfinished": ("unfinished", 3), "reached": ("reached, then wrong", 3)}
+
+
+def answers_table(table: Mapping[str, Any], rows: list[Row]) -> str:
+    """Return the table of what answers are like beside right or wrong, a row per cell; empty where nothing is known."""
+    label = {row.scheme: row.entry.get("label") or row.scheme for row in rows}
+    cells = {(variant, name): of for name, entry in table.items() for variant, of in entry.get("answers", {}).items()}
+    known = [name for name in _MEASURES if any(name in of for of in cells.values())]
+    likely = any("reference_logprob" in of for of in cells.values())
+    body = []
+    for (variant, name), of in sorted(cells.items(), key=lambda item: item[0][0] != BASE):
+        line = [cell_name(variant, label.get(name, name))]
+        line += [_changed(of.get(measure), _MEASURES[measure][1]) for measure in known]
+        if likely:
+            line.append(_changed(of.get("reference_logprob"), 3, of.get("reference_perplexity")))
+        counts = ("" if of[key] is None else str(of[key]) for key in ("right_to_wrong", "wrong_to_right"))
+        body.append([*line, *counts, "" if of["mcnemar"] is None else f"{of['mcnemar']:.2g}"])
+    if not body:
+        return ""
+    head = ["cell", *(_MEASURES[name][0] for name in known), *(["perplexity of references"] if likely else [])]
+    note = "Below a mean: the difference to full precision of the same variant, with its 95 % interval. "
+    note += (
+        "Reached, then wrong: the right value appears before a wrong or missing answer. " if "reached" in known else ""
+    )
+    note += "References: worked solutions; the difference is that of their log-likelihood a token." if likely else ""
+    return page.html("table", head=[*head, "right → wrong", "wrong → right", "McNemar's p"], rows=body, note=note)
+
+
+def _changed(entry: Mapping[str, Any] | None, digits: int, mean: float | None = None) -> str:
+    """Return a measure's mean, or what to show in its place, and its difference to full precision."""
+    if entry is None:
+        return ""
+    text = f"{entry['mean']['estimate'] if mean is None else mean:.{digits}f}"
+    return f"{text}\n{interval(entry['change'])}" if entry["change"] else text
+
+
+def changed_answers(changed: pd.DataFrame) -> str:
+    """Return the answers that quantization turned right or wrong, each beside the one at full precision."""
+    groups = []
+    for (variant, name, change), rows in changed.groupby(["variant", "scheme", "change"], sort=False):
+        groups.append({"title": f"{cell_name(variant, name)}: {change}", "rows": rows.fillna("").to_dict("records")})
+    return page.html("changed", groups=groups)
 
 
 def gates_finding(gates: Sequence[Gate]) -> str:

@@ -22,20 +22,25 @@ HOW_TO_READ = (
     "that it costs some of it. The gain survives where the one-sided 95 % lower bound of gain survival lies above "
     "minus the margin, and is lost where the upper bound lies below; otherwise the sample is too small to decide."
 )
+CHANGED = (
+    "Answers that quantization turned wrong or right, beside those at full precision; some of each, "
+    "all of them are in questions.parquet."
+)
 
 
 @dataclass(frozen=True)
 class Study:
-    """What the page shows. Whatever is missing or empty is left out; the last three are what `diagnose` writes."""
+    """What the page shows. Whatever is missing or empty is left out."""
 
     table: Mapping[str, Any]  # as `table.json` holds it
     facts: Mapping[str, str] = field(default_factory=dict)  # the head of the page, label → text
     sizes: Mapping[str, int] = field(default_factory=dict)  # bytes of weights by `variant:scheme`
     gates: Sequence[Gate] = ()
     history: pd.DataFrame = field(default_factory=pd.DataFrame)  # a row per training step
-    weights: pd.DataFrame = field(default_factory=pd.DataFrame)
+    weights: pd.DataFrame = field(default_factory=pd.DataFrame)  # this and the next two are what `diagnose` writes
     stored: pd.DataFrame = field(default_factory=pd.DataFrame)
     behaviour: pd.DataFrame = field(default_factory=pd.DataFrame)
+    changed: pd.DataFrame = field(default_factory=pd.DataFrame)  # as changed_answers.json holds them
 
 
 def weights_page(weights: pd.DataFrame, stored: pd.DataFrame, behaviour: pd.DataFrame, path: str | Path) -> None:
@@ -53,6 +58,10 @@ def report(study: Study, path: str | Path) -> None:
         Section("Verdicts", "", [cards.verdicts(quantized, study.sizes)]),
         Section("Cells", "", [cards.cells_table(table, rows, study.sizes), _forest(quantized)]),
     ]
+    if answers := cards.answers_table(table, rows):
+        sections.append(Section("Answers", "", [answers]))
+    if len(study.changed):
+        sections.append(Section("Changed answers", CHANGED, [cards.changed_answers(study.changed)], folded=True))
     if study.gates:
         sections.append(
             Section("Gates and versions", cards.gates_finding(study.gates), [page.html("gates", decisions=study.gates)])

@@ -76,6 +76,10 @@ class Evaluate(Section):
     selection: Selection = option(
         "random", "held-out questions to take: random (drawn by the seed) or first (the first rows of the file)"
     )
+    kv_fp8: Annotated[tuple[Literal["full"] | Scheme, ...], once("scheme"), NO_KEY] = option(
+        (), "vLLM: schemes with a second cell, SCHEME+kv-fp8, whose key-value cache is in FP8; not run on a GPU"
+    )
+    perplexity: bool = option(False, "perplexity of the worked solutions: reads each question and solution once more")
 
 
 class Diagnose(Section):
@@ -107,6 +111,9 @@ class Promote(Section):
 
     min_gain: float = option(0.0, "grpo: the lower 95 % bound of the paired gain must be above this", ge=-1, lt=1)
     max_loss: float = option(0.05, "awq: the lower 95 % bound of awq − full must be above minus this", gt=0, le=1)
+    max_length_growth: float | None = option(
+        None, "largest growth of tokens per answer against the stage before, by its upper 95 % bound; 0.2: 20 %", ge=0
+    )
 
 
 class Benchmark(Section):

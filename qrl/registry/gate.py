@@ -4,6 +4,7 @@
     grpo   grpo:full, made from the base version; the lower bound of its paired gain is above `promote.min_gain`
     awq    grpo:awq, made from the grpo version; its loss against that is smaller than `promote.max_loss`
 
+With `promote.max_length_growth`, the tokens per answer of grpo and awq may not grow by more than that either.
 Bounds are those of the two-sided 95 % interval, the one that the table prints. What cannot be compared (a bound that is
 NaN, an empty digest) counts as not shown and is refused.
 """
@@ -46,6 +47,8 @@ def decide(
     before_digest: str = "",
     difference: Estimate | None = None,
     limit: float = 0.0,
+    growth: Estimate | None = None,
+    max_growth: float | None = None,
 ) -> Decision:
     """Decide on a stage: by cell, health, digest and lineage, and all but base by their difference too.
 
@@ -56,6 +59,8 @@ def decide(
         before_digest: of the version at the stage before; for base, of the base model.
         difference: accuracy minus that of the version at the stage before, paired; only base has none.
         limit: accuracy, `promote.min_gain` or `promote.max_loss`.
+        growth: relative change of tokens per answer against the version at the stage before.
+        max_growth: `promote.max_length_growth`; None sets no limit.
     """
     checks = [_cell(stage, cell), _health(cell.broken), _digest(cell.digest, version_digest)]
     if stage not in BEFORE:
@@ -64,6 +69,8 @@ def decide(
         if difference is None:
             raise ValueError(f"Stage {stage} needs the difference to stage {BEFORE[stage]}: pass both.")
         checks += [_lineage(cell.parent, before_digest, BEFORE[stage]), _bound(stage, difference, limit)]
+        if max_growth is not None:
+            checks.append(_length(BEFORE[stage], growth, max_growth))
     facts = {key: value for _, _, compared in checks for key, value in compared.items()}
     reasons = tuple(reason for _, reason, _ in sorted(checks, key=lambda check: check[0]))  # failed ones first
     return Decision(stage, all(passed for passed, _, _ in checks), reasons, facts)
@@ -113,6 +120,19 @@ def _bound(stage: str, value: Estimate, limit: float) -> _Check:
     reason = f"The {name} is {interval(value)} on n = {value.n} questions; its lower 95 % bound is {where}."
     facts = {key: value.estimate, f"{key}_low": value.low, f"{key}_high": value.high}
     return passed, reason, {**facts, "n": float(value.n), "limit": limit}
+
+
+def _length(before: str, value: Estimate | None, limit: float) -> _Check:
+    """Check the growth of answers; without a record of their lengths it is not shown to be small."""
+    if value is None:
+        unknown = "The lengths of its answers, or of those before, were not recorded"
+        return False, f"{unknown}, but promote.max_length_growth limits them: evaluate both again.", {}
+    passed = value.high <= limit
+    change, low, high = (f"{100 * end:+.1f} %".replace("-", "−") for end in (value.estimate, value.low, value.high))
+    where = f"{'not above' if passed else 'above'} {100 * limit:g} %"
+    reason = f"Tokens per answer change by {change} [{low}, {high}] against stage {before} on n = {value.n} questions"
+    facts = {"length_growth": value.estimate, "length_growth_low": value.low, "length_growth_high": value.high}
+    return passed, f"{reason}; the upper 95 % bound is {where}.", {**facts, "max_length_growth": limit}
 
 
 def _short(digest: str) -> str:

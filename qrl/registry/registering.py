@@ -49,7 +49,7 @@ def register(
     chat: str = "{}",
     **cell: str,
 ) -> Version:
-    """Return the version with this digest and rendering: one with intact files, else a new one from the logged model.
+    """Return the version with this digest and rendering: one of the cell with intact files, else a new one.
 
     Args:
         name: the registered model, from `registered_name`.
@@ -72,15 +72,17 @@ def register(
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        number = _existing(name, model_uri, cell["digest"], chat) or _new(name, model_uri, tags)
+        number = _existing(name, model_uri, cell, chat) or _new(name, model_uri, tags)
         for key, value in tags.items():
             MlflowClient().set_model_version_tag(name, number, key, value)
         pages.refresh(name, int(number))
         return Version.of(MlflowClient().get_model_version(name, number))
 
 
-def _existing(name: str, model_uri: str, digest: str, chat: str) -> str | None:
+def _existing(name: str, model_uri: str, cell: dict[str, str], chat: str) -> str | None:
+    digest, in_fp8 = cell["digest"], cell["scheme"].endswith(names.KV_FP8)  # one checkpoint can be two cells
     alike = [entry for entry in versions_of(name) if entry.tags.get(names.TAG_CHAT, "{}") == chat]
+    alike = [entry for entry in alike if entry.tags.get(names.TAG_SCHEME, "").endswith(names.KV_FP8) == in_fp8]
     known = [entry for entry in alike if entry.tags.get(names.TAG_DIGEST) == digest and _exists(entry)]
     intact = (entry for entry in known if entry.source == model_uri or models.holds(str(entry.source), digest))
     return next((entry.version for entry in intact), None)

@@ -7,7 +7,7 @@ count as independent, which makes the intervals wider. Several training runs are
 its own contrast, and the spread between runs enters the error. Runs are never pooled as if they were more questions.
 """
 
-from qrl.stats.contrasts import bootstrap, contrast, independent_contrast
+from qrl.stats.contrasts import bootstrap, contrast, independent_contrast, relative_change
 from qrl.stats.estimate import LEVEL, Estimate, Runs, quantile, signed
 from qrl.stats.rates import accuracy, every_k, pass_at, rate
 from qrl.stats.runs import contrast_over_runs, rate_over_runs
@@ -30,5 +30,6 @@ __all__ = [
     "quantile",
     "rate",
     "rate_over_runs",
+    "relative_change",
     "signed",
 ]

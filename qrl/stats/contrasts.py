@@ -38,6 +38,25 @@ def contrast(outcomes: ArrayLike, weights: Sequence[float], clusters: ArrayLike 
     return Estimate(mean, stderr, 0, 0, len(values), groups - 1, None, tails, *limits(weights)).bounded()
 
 
+def relative_change(after: ArrayLike, before: ArrayLike) -> Estimate:
+    """Return mean(after) / mean(before) − 1 over the same questions, with its interval.
+
+    Args:
+        after, before: (n,) one number at least 0 per question, such as tokens; `before` is not 0 everywhere.
+
+    Raises:
+        ValueError: n < 2.
+
+    Source: the error of a ratio over questions, Cochran, Sampling Techniques, 3rd ed., equation 6.13, with the
+        bounds of `contrast` for after − ratio · before.
+    """
+    both = np.stack([np.asarray(after, dtype=float), np.asarray(before, dtype=float)])
+    most, (mean, reference) = both.max(), both.mean(axis=1)
+    ratio, error = mean / reference, contrast(both / most, (1, -mean / reference))
+    low, high = (float(ratio - 1 + end * most / reference) for end in (error.low, error.high))
+    return Estimate(float(ratio - 1), float(error.stderr * most / reference), max(-1.0, low), high, both.shape[1])
+
+
 def independent_contrast(correct: Sequence[int], n: Sequence[int], weights: Sequence[float]) -> Estimate:
     """Return a weighted sum of cells' accuracies from counts alone, as if each cell had its own questions.
 

@@ -21,6 +21,7 @@ from qrl.benchmark import http as load
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import BadInput
+from qrl.evaluate import check_kv
 from qrl.recipe import Recipe
 from qrl.registry import versions
 from qrl.serve import engines, server
@@ -85,6 +86,7 @@ def subjects(recipe: Recipe, stages: str | None, models: str | None) -> list[Sub
 
 def _side_by_side(recipe: Recipe, subjects: list[Subject], prompts: list, device: str, work: Path) -> None:
     settings, engine, dtype = recipe.benchmark, recipe.evaluate.engine, recipe.evaluate.dtype
+    check_kv((subject.scheme for subject in subjects), engine)
     longest = max(len(ids) for own in prompts for ids in own) + settings.new_tokens
     memory = recipe.evaluate.gpu_memory_utilization / len(prompts)
     sizes = {"max_tokens": longest, "sequences": max(settings.batches), "memory": memory}
@@ -92,7 +94,7 @@ def _side_by_side(recipe: Recipe, subjects: list[Subject], prompts: list, device
     def load(subject: Subject) -> bench.Engine:  # as evaluation loads it
         if engine == hf.NAME:
             return local.Transformers(subject.path, device, dtype)
-        return local.Vllm(subject.path, device, dtype, **sizes)
+        return local.Vllm(subject.path, device, dtype, kv_fp8=subject.scheme.endswith(names.KV_FP8), **sizes)
 
     turns = len(subjects) * settings.rounds * len(settings.batches)
     with tqdm(total=turns, desc="benchmark", unit="turn", leave=False) as bar:

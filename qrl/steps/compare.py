@@ -11,7 +11,7 @@ import click
 
 from qrl import compare as room
 from qrl import figures, names
-from qrl.compare import ranking
+from qrl.compare import answers, ranking
 from qrl.errors import VerdictFailed
 from qrl.evaluate import groups
 from qrl.recipe import Recipe
@@ -46,6 +46,8 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
     ):
         frame.to_parquet(work / names.QUESTIONS)
         text = write(comparison, work, appendix=groups.markdown(frame))
+        if len(changed := answers.shown(comparison.changed)):
+            contents.log_table(changed, Path(names.CHANGED_JSON).stem)  # the folder's file; marks it as a table
         contents.log_folder(work)
         contents.log_scores(comparison.metrics())
         contents.describe(comparison.markdown())
@@ -143,14 +145,17 @@ def methods(recipe: Recipe, cells: list[str]) -> None:
 
 
 def write(comparison: room.Comparison, out: Path, *, appendix: str = "") -> str:
-    """Write table.md, with Markdown to add at its end, table.json and figures/*.png; return the text of the first.
+    """Write table.md, with Markdown to add at its end, table.json, changed answers, figures; return the first's text.
 
     Raises:
         BadInput: `out` cannot be written to.
     """
     text = f"{comparison.markdown()}\n{appendix}" if appendix else comparison.markdown()
     document = json.dumps(comparison.table_json(), indent=2) + "\n"
-    with written(out, "comparison", {names.TABLE_MD: text, names.TABLE_JSON: document}) as drawn:
+    documents = {names.TABLE_MD: text, names.TABLE_JSON: document}
+    if comparison.paired:  # as MLflow writes tables
+        documents[names.CHANGED_JSON] = answers.shown(comparison.changed).to_json(orient="split", index=False)
+    with written(out, "comparison", documents) as drawn:
         figures.matrix(comparison, drawn / "matrix.png")
         if len(comparison.schemes) > 1:
             figures.survival(comparison, drawn / "survival.png")

@@ -12,7 +12,7 @@ from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import UnhealthyCell
 from qrl.evaluate import cells as room
-from qrl.evaluate import groups, scores
+from qrl.evaluate import check_kv, groups, scores
 from qrl.recipe import Recipe
 from qrl.steps import answers, inputs, outcome, record
 from qrl.tasks import prompt
@@ -79,11 +79,12 @@ def check(recipe: Recipe, given: str | None) -> dict[tuple[str, str], tuple[str,
     """Return the cells' addresses and checkpoints, by variant and scheme.
 
     Raises:
-        BadInput: the list is malformed, weights are stored in another scheme than the cell names, or a chat template
-            has no variable that `chat.template_kwargs` sets.
+        BadInput: the list is malformed, the engine cannot run a cell, weights are not stored as the cell names them,
+            or a chat template has no variable that `chat.template_kwargs` sets.
     """
     text = given or f"{names.BASE}:{names.FULL}={recipe.model}"
     addresses = {inputs.cell(cell): address for cell, address in inputs.pairs(text, "a cell and its model").items()}
+    check_kv((scheme for _, scheme in addresses), recipe.evaluate.engine)
     cells = {cell: (address, inputs.stored_as(cell, address)) for cell, address in addresses.items()}
     for _, weights in cells.values():
         inputs.check_chat(recipe, weights.path)
@@ -111,7 +112,7 @@ def _evaluate_cell(cell: Evaluation, ask: answers.Ask) -> str:
         tqdm(total=len(cell.questions) * settings.samples, desc=cell.name, unit="answer", leave=False) as bar,
     ):
         asked = ask(cell, bar.update)
-        uri = record.given(recipe, cell.address, cell.weights, cell.variant, cell.scheme)
+        uri = record.given(recipe, cell.address, cell.weights, cell.variant, names.stored(cell.scheme))
         digest = inputs.digest(cell.questions)
         origin = {"digest": digest, "n": len(cell.questions), "source": inputs.source_of(recipe)}
         heldout = contents.log_dataset(f"{task}-heldout", context="heldout", **origin)

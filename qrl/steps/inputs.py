@@ -46,8 +46,9 @@ def cell(text: str) -> tuple[str, str]:
     variant, colon, scheme = text.partition(":")
     if not colon:
         raise BadInput(f"'{text}' is not a cell: expected VARIANT:SCHEME, such as base:full or grpo:awq.")
-    if (present := names.scheme(scheme)) not in names.SCHEMES:
-        raise BadInput(f"There is no scheme '{scheme}': expected one of {', '.join(names.SCHEMES)}.")
+    if names.stored(present := names.scheme(scheme)) not in names.SCHEMES:
+        known = f"expected one of {', '.join(names.SCHEMES)}, under vLLM perhaps with {names.KV_FP8} at its end"
+        raise BadInput(f"There is no scheme '{scheme}': {known}.")
     return check_variant(variant), present
 
 
@@ -57,7 +58,7 @@ def stored_as(cell: tuple[str, str], address: str) -> checkpoint.Checkpoint:
     Raises:
         BadInput: it is stored otherwise, or there is no such model.
     """
-    weights, scheme = checkpoint.check(addresses.folder(address)), cell[1]
+    weights, scheme = checkpoint.check(addresses.folder(address)), names.stored(cell[1])
     kinds = kind.of(checkpoint.config(weights.path).get("quantization_config") or {})
     full, expected = "full precision", kind.KINDS.get(scheme, ())
     if weights.quantization != names.STORED_AS[scheme]:

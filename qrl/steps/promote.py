@@ -156,25 +156,29 @@ def _decide(
     earned = before.gate(gate.BEFORE[stage])
     if earned is None or not earned.run:
         raise BadInput(f"No evaluation is recorded for {before}: promote it again first.")
-    difference = _difference(candidate, cells.read(earned.run))
+    difference, growth = _changes(candidate, cells.read(earned.run))
     limit = recipe.promote.min_gain if stage == "grpo" else recipe.promote.max_loss
-    return gate.decide(stage, candidate, digest, before_digest=before.digest, difference=difference, limit=limit)
+    bounds = {"limit": limit, "growth": growth, "max_growth": recipe.promote.max_length_growth}
+    return gate.decide(stage, candidate, digest, before_digest=before.digest, difference=difference, **bounds)
 
 
-def _difference(candidate: Evaluated, reference: Evaluated) -> stats.Estimate:
-    """Return candidate − reference, paired by question.
+def _changes(candidate: Evaluated, reference: Evaluated) -> tuple[stats.Estimate, stats.Estimate | None]:
+    """Return accuracy of candidate − reference, and the growth of tokens per answer if known, paired by question.
 
     Raises:
         BadInput: the cells have different questions, or answers of different engines.
     """
     frames = [cells.rows([cell.run_id]) for cell in (candidate, reference)]
     check_compatible(pd.concat(frames, ignore_index=True))
-    rates = [rows.groupby("question")["correct"].mean() for rows in frames]  # over samples, if there are several
-    outcomes = rates[0].to_frame("correct").join(rates[1].rename("reference"), how="outer")
+    measured = [rows.reindex(columns=["question", "correct", "n_tokens"]) for rows in frames]
+    means = [rows.groupby("question").mean() for rows in measured]  # over samples, if there are several
+    outcomes = means[0][["correct"]].join(means[1]["correct"].rename("reference"), how="outer")
     if outcomes.isna().any(axis=None):
         raise BadInput(
             f"The cells {candidate.variant}:{candidate.scheme} and {reference.variant}:{reference.scheme} have "
             "different questions, so they cannot be compared: evaluate both with the same task, data, seed and "
             "evaluate.n, and promote both, as in --stage base,grpo --cell RUN,RUN."
         )
-    return stats.contrast(outcomes.to_numpy(float).T, (1, -1))
+    lengths = means[0][["n_tokens"]].join(means[1]["n_tokens"].rename("reference")).to_numpy(float).T
+    growth = stats.relative_change(*lengths) if (lengths.min(axis=1) >= 0).all() and lengths[1].any() else None
+    return stats.contrast(outcomes.to_numpy(float).T, (1, -1)), growth

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import click
 
 from qrl import names, registry
 from qrl.engine import device as devices
 from qrl.errors import BadInput
+from qrl.evaluate import check_kv
 from qrl.recipe import Recipe
 from qrl.registry import versions
 from qrl.serve import engines, follow, process, server
@@ -61,6 +63,7 @@ def serve(
     start = partial(process.Engine, engine, api_key, shares=follow_s is not None)
     with start() as child:
         version, model = check(recipe, stage, host=host, port=port)
+        check_kv([version.scheme], engine)
         if follow_s is not None:  # ids that stay when the stage moves: `qrl-tiny@awq`, and `qrl-tiny@Production`, say
             aliases = dict.fromkeys(engines.served_id(version.name, alias) for alias in (version.stage, stage))
             model = replace(model, aliases=tuple(aliases))
@@ -124,9 +127,13 @@ def check(recipe: Recipe, stage: str, *, host: str, port: int) -> tuple[versions
     server.check_port(host, port)
     verify = partial(versions.whole, version, path)
     device = devices.choose(recipe.device)
-    return version, ServedModel(
-        version.name, version.version, path, verify, device, recipe.evaluate.dtype, chat=version.chat
-    )
+    model = ServedModel(version.name, version.version, path, verify, device, recipe.evaluate.dtype)
+    return version, replace(model, **_rendering(version))
+
+
+def _rendering(version: versions.Version) -> dict[str, Any]:
+    """Return what an engine needs to answer as the evaluation did, beside the checkpoint."""
+    return {"chat": version.chat, "kv_fp8": version.scheme.endswith(names.KV_FP8)}
 
 
 def _print_notes(address: str, model: ServedModel, stage: str, follow_s: float | None, unpacked: bool) -> None:
@@ -148,9 +155,8 @@ def _followed(first: versions.Version, model: ServedModel, start: Callable[[], p
         version = replace(registry.resolve(first.name, number), stage=first.stage)  # checks the gate of this stage only
         path = versions.admit(version)
         digests[number] = version.digest
-        return replace(
-            model, version=number, path=path, verify=partial(versions.whole, version, path), chat=version.chat
-        )
+        verify = partial(versions.whole, version, path)
+        return replace(model, version=number, path=path, verify=verify, **_rendering(version))
 
     def on_switch(new: ServedModel, sentence: str) -> None:
         click.echo(sentence)

@@ -117,7 +117,8 @@ def wait(folder: Path, manager: str) -> None:
 def announce(recipe: Recipe) -> None:
     """Print what a study will do and which environments it may build, before anything slow is imported."""
     schemes, time = recipe.quantize.schemes, ", about 4 minutes on two cores" if recipe.model == "qrl-tiny" else ""
-    steps = f"train, quantize ({', '.join(schemes)}), evaluate {2 + 2 * len(schemes)} cells, diagnose, compare, promote"
+    cells = 2 * (1 + len(schemes) + len(recipe.evaluate.kv_fp8))
+    steps = f"train, quantize ({', '.join(schemes)}), evaluate {cells} cells, diagnose, compare, promote"
     click.echo(f"Study of {recipe.model} on {recipe.task}{time}: {steps}. Finished steps are reused.", err=True)
     if "MLFLOW_RUN_ID" not in os.environ:  # without `mlflow run` no environment is built
         return

@@ -36,6 +36,7 @@ def write(path: Path, recipe: Recipe, launcher: Launcher, gates: list[Gate]) -> 
         gates,
         frame(launcher.result("train").run_id, names.HISTORY),
         *(frame(launcher.result("diagnose").run_id, name) for name in (names.WEIGHTS, names.STORED, names.BEHAVIOUR)),
+        _changed(launcher),
     )
     figures.report(study, path)
 
@@ -43,6 +44,17 @@ def write(path: Path, recipe: Recipe, launcher: Launcher, gates: list[Gate]) -> 
 def _read_table(launcher: Launcher) -> dict[str, Any]:
     path = contents.artifact(launcher.result("compare").run_id, names.TABLE_JSON)
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _changed(launcher: Launcher) -> pd.DataFrame:
+    """Return the table of changed answers, empty where an older comparison made none."""
+    import pandas as pd
+
+    try:
+        path = contents.artifact(launcher.result("compare").run_id, names.CHANGED_JSON)
+    except BadInput:
+        return pd.DataFrame()
+    return pd.DataFrame(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def frame(run_id: str, name: str) -> pd.DataFrame:

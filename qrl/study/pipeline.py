@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 
-from qrl import checkpoint, names
+from qrl import checkpoint, evaluate, names
 from qrl.errors import GateRefused
 from qrl.recipe import Recipe
 from qrl.study import preflight
@@ -104,6 +104,9 @@ class StudySteps:
 
     def evaluate(self, models: Models, failed: Failed | None = None) -> dict[str, Result]:
         """Return the evaluation of every cell, by `variant:scheme`; `failed` as in `Launcher.obtain`."""
+        for scheme in evaluate.kv_schemes(self.recipe):  # the same checkpoints, in cells of their own
+            plain = {cell: model for cell, model in models.items() if cell.endswith(f":{names.stored(scheme)}")}
+            models = models | {f"{cell}{names.KV_FP8}": model for cell, model in plain.items()}
         title = f"{len(models)} cells on {self.recipe.evaluate.n} held-out questions"
         wanted = {cell: keys.cell(self.recipe, *cell.split(":"), models[cell][1], self.device) for cell in models}
         folder = environment_for("evaluate", self.recipe.evaluate.engine, self.device)

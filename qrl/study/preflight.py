@@ -53,6 +53,7 @@ def check(
 
     tasks.check(recipe.task)
     prompt.check(recipe.task, recipe.prompt)
+    evaluate.kv_schemes(recipe)
     unheeded = choices.unheeded(recipe.quantize, recipe.quantize.schemes, overrides, beside)
     report.warn(unheeded + evaluate.unheeded(recipe.evaluate))
     device, name = devices.choose(recipe.device), overrides.get("recipe", recipes.DEFAULT)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Literal
 
 from qrl.errors import BadInput
-from qrl.tasks import arithmetic, deepmath, gsm8k, numeric, own, rows
+from qrl.tasks import arithmetic, deepmath, gsm8k, numeric, own, reached, rows
 from qrl.tasks.math import dataset, pool
 from qrl.tasks.own import label
 from qrl.tasks.question import Question, Verdict
 
-__all__ = ["TASKS", "Question", "Split", "Verdict", "check", "grade", "grade_many", "label", "load"]
+__all__ = ["TASKS", "Question", "Split", "Verdict", "check", "grade", "grade_many", "label", "load", "stated_before"]
 
 TASKS = ("arithmetic", "gsm8k", "math", "deepmath")
 BOXED = {"math": dataset, "deepmath": deepmath}  # graded by the content of \boxed{}
@@ -113,3 +113,14 @@ def check(task: str) -> None:
         own.check(task)
     elif task not in TASKS:
         raise BadInput(f"There is no task '{task}': expected one of {', '.join(TASKS)}, or the path of a .py file.")
+
+
+def stated_before(task: str, completion: str, question: Question) -> bool | None:
+    """Return whether a wrong or missing answer had stated the right value before; see `reached.py` for the rules.
+
+    None for a task whose answers are neither numbers nor boxed.
+    """
+    if task not in TASKS:
+        return None
+    rule = reached.in_latex if task in BOXED else reached.numerically
+    return rule(completion, question.answer, question.question)

@@ -176,7 +176,9 @@ def test_metrics_have_the_agreed_names(comparison):
     names = [f"compare/delta_{scheme}" for scheme in ("full", "nf4", "awq")] + [
         f"compare/gain_survival_{scheme}" for scheme in ("nf4", "awq")
     ]
-    assert set(metrics) == {name + end for name in names for end in ("", "_stderr", "_low", "_high")}
+    changes = [f"compare/{way}_{scheme}" for way in ("right_to_wrong", "wrong_to_right") for scheme in ("nf4", "awq")]
+    expected = {name + end for name in names for end in ("", "_stderr", "_low", "_high")}
+    assert set(metrics) == expected | {name + of for name in changes for of in ("", "_base")}
     assert all(isinstance(value, float) and math.isfinite(value) for value in metrics.values())
 
 
@@ -259,7 +261,7 @@ def test_write_leaves_tables_and_figures_and_nothing_else(comparison, tmp_path):
         for path in (tmp_path / "new" / "out").rglob("*")
         if path.is_file()
     }
-    assert files == {"table.md", "table.json", "figures/matrix.png", "figures/survival.png"}
+    assert files == {"table.md", "table.json", "changed_answers.json", "figures/matrix.png", "figures/survival.png"}
     assert json.loads((tmp_path / "new/out/table.json").read_text()) == comparison.table_json()
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="cannot be written"):

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from qrl import tiny
-from qrl.engine import attention
+from qrl.engine import attention, hf
 
 pytestmark = pytest.mark.process
 
@@ -39,6 +39,17 @@ def test_grouped_attention_decodes_to_the_same_logits(models, padding):
     mask[1, :padding] = 0
     plain, grouped = (decoded(model, ids, mask, 20) for model in models)
     torch.testing.assert_close(grouped, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_log_likelihoods_in_batches_are_those_of_each_text_alone(models):
+    ids = torch.randint(5, 400, (7, 40), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts, texts = [row[: 9 + i] for i, row in enumerate(ids)], [row[20 : 23 + 2 * i] for i, row in enumerate(ids)]
+    found = hf.log_likelihoods(models[1], prompts, texts, batch_size=4)
+    for prompt, text, mean in zip(prompts, texts, found, strict=True):
+        with torch.inference_mode():
+            logits = models[0](torch.tensor([prompt + text])).logits[0].log_softmax(-1)
+        expected = logits[len(prompt) - 1 : -1].gather(-1, torch.tensor(text)[:, None]).mean()
+        assert mean == pytest.approx(float(expected), abs=1e-4)
 
 
 def test_gradients_go_through_transformers_own_attention(models):

@@ -1,5 +1,6 @@
 """The engine and evaluation: what is asked is what was rendered, what is unhealthy does not count."""
 
+import math
 from dataclasses import replace
 
 import pandas as pd
@@ -129,6 +130,24 @@ def test_one_sample_is_greedy_and_has_the_rows_and_metrics_it_always_had():
     assert set(found.frame["dtype"]) == {found.dtype} == {"float32"}
     assert "sample" not in found.frame and list(found.frame["completion"]) == list(again.frame["completion"])
     assert not any("pass_at" in name for name in scores.metrics(found))
+
+
+def test_perplexity_reads_the_worked_solutions_and_changes_no_answer():
+    questions = tasks.load("arithmetic", "heldout", 6, 0)
+    bare = replace(questions[5], solution=f"#### {questions[5].answer}")  # no more than the answer
+    cell, (plain, read) = cells.Cell("base", "full", tiny.PATH), ({}, {"perplexity": True})
+    asked = [
+        cells.ask(cell, [*questions[:5], bare], Recipe(task="arithmetic", prompt="plain", evaluate=settings), "cpu")
+        for settings in (Evaluate(max_new_tokens=48, batch_size=8, **more) for more in (plain, read))
+    ]
+    assert list(asked[0].frame["completion"]) == list(asked[1].frame["completion"])
+    likely = asked[1].frame[names.REFERENCE_LOGPROB]
+    assert (likely[:5] < 0).all() and likely[5:].isna().all()
+    metrics = scores.metrics(asked[1])
+    assert metrics[names.REFERENCE_PERPLEXITY] == pytest.approx(math.exp(-likely.mean()))
+    assert metrics[names.TOKENS_PER_ANSWER] == asked[1].frame["n_tokens"].mean() and names.REACHED_RATE in metrics
+    assert names.REFERENCE_PERPLEXITY not in scores.metrics(asked[0])
+    assert list(asked[0].frame[names.QUESTION_TEXT]) == [question.question for question in questions]
 
 
 def frame(n=100, stopped=100, parsed=100, leaked=0, faults=0):

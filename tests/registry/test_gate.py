@@ -77,6 +77,7 @@ def test_the_loss_to_awq_decides(low, max_loss, passed):
         (base(name="grpo:full"), "grpo:full, but only base:full"),
         (grpo(name="grpo:awq"), "grpo:awq, but only grpo:full"),
         (grpo(name="qat-int4:full"), "qat-int4:full, but only grpo:full"),
+        (awq(-0.01, name="grpo:awq+kv-fp8"), "grpo:awq+kv-fp8, but only grpo:awq"),
         (awq(-0.01, name="grpo:nf4"), "grpo:nf4, but only grpo:awq"),
         (awq(-0.01, name="base:awq"), "base:awq, but only grpo:awq"),
         (base(model="bbbb"), "not the base model itself"),
@@ -85,6 +86,25 @@ def test_the_loss_to_awq_decides(low, max_loss, passed):
 def test_any_failed_check_refuses_and_is_named_first(decision, reason):
     assert not decision.passed and reason in decision.reasons[0]
     assert f"Stage {decision.stage} is refused" in str(decision)
+
+
+@pytest.mark.parametrize(
+    ("high", "passed"), [(0.19, True), (0.2, True), (0.21, False), (math.nan, False), (None, False)]
+)
+def test_the_growth_of_answers_is_limited_by_its_upper_bound_if_a_limit_is_set(high, passed):
+    growth = None if high is None else Estimate(0.1, 0.01, 0.05, high, 2000)
+    loss = Estimate(-0.01, 0.01, -0.02, 0.0, 2000)
+    given = {"before_digest": "cccc", "difference": loss, "limit": 0.05, "growth": growth}
+    candidate = cell("grpo:awq", parent="cccc"), "sha256-aaaa"
+    decision = decide("awq", *candidate, **given, max_growth=0.2)
+    assert decision.passed is passed
+    if high in (0.19, 0.21):
+        where = "not above 20 %" if passed else "above 20 %"
+        assert any(
+            f"+10.0 % [+5.0 %, +{100 * high:.1f} %]" in reason and where in reason for reason in decision.reasons
+        )
+        assert decision.facts["length_growth_high"] == high
+    assert decide("awq", *candidate, **given).passed  # no limit by default
 
 
 def test_base_needs_no_gain():

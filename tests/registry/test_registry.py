@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import mlflow
@@ -93,6 +94,8 @@ def test_looking_where_no_store_is_makes_none(tmp_path, monkeypatch):
 def test_a_digest_is_registered_once(version):
     first, again, other = version(weights="a"), version(weights="a"), version(weights="b")
     assert (first.version, again.version, other.version) == (1, 1, 2)
+    in_fp8 = version(scheme="full+kv-fp8", weights="a")  # the same weights, another cell
+    assert (in_fp8.version, registry.resolve(NAME, 1).scheme) == (3, "full")
     resolved = registry.resolve(NAME, 1)
     assert resolved == first and resolved.tags["accuracy"] == "0.6000" and resolved.tags["n"] == "2000"
     entry = mlflow.MlflowClient().get_model_version(NAME, "1")
@@ -353,6 +356,18 @@ def test_a_trained_model_belongs_to_its_base_and_to_its_stage_alone(evaluated):
     promoting.promote(free, ["awq"], [awq[0]])
     aliases = mlflow.MlflowClient().get_registered_model("qrl-my-llama").aliases
     assert aliases == {"base": 1, "grpo": 2, "awq": 4}
+
+
+def test_the_growth_of_answers_is_paired_by_question_and_unknown_without_lengths(monkeypatch):
+    lengths = [20 + i % 7 for i in range(60)]
+    frame = pd.DataFrame({"question": [f"q{i:02}" for i in range(60)], "correct": [0, 1, 1] * 20, "n_tokens": lengths})
+    longer = frame.assign(n_tokens=[length * 1.5 + i % 3 - 1 for i, length in enumerate(lengths)])
+    rows = {"before": frame, "after": longer[::-1], "old": frame.drop(columns="n_tokens")}
+    cell = cells.Evaluated("before", "grpo", "full", "", "", "", 0.6, 0.01, 4, ())
+    monkeypatch.setattr(cells, "rows", lambda run_ids: rows[run_ids[0]])
+    difference, growth = promoting._changes(replace(cell, run_id="after"), cell)
+    assert difference.estimate == 0 and growth.estimate == pytest.approx(0.5) and 0.48 < growth.low < growth.high < 0.52
+    assert promoting._changes(replace(cell, run_id="old"), cell)[1] is None
 
 
 def test_a_gate_subtracts_no_answers_of_two_engines(store, tmp_path):

@@ -221,6 +221,18 @@ def test_independent_cells_give_the_seeds_errors():
     assert stats.independent_contrast([0, 0], [50, 50], (1, -1)).high > 0  # no variance seen is not no variance
 
 
+def test_a_relative_change_has_the_error_of_a_ratio_and_room_where_nothing_changed(rng):
+    before = rng.integers(20, 60, 500)
+    after = before + rng.integers(-3, 8, 500)
+    found, ratio = stats.relative_change(after, before), after.mean() / before.mean()
+    reach = scipy.stats.t.ppf(0.975, 499) * (after - ratio * before).std(ddof=1) / before.mean() / math.sqrt(500)
+    assert found.estimate == pytest.approx(ratio - 1)
+    assert found.low == pytest.approx(ratio - 1 - reach, abs=1e-3)
+    assert found.high == pytest.approx(ratio - 1 + reach, abs=1e-3)
+    same = stats.relative_change(before, before)
+    assert same.estimate == 0 and -0.05 < same.low < 0 < same.high < 0.05
+
+
 @given(only_a=st.integers(0, 40), only_b=st.integers(0, 40), both=st.integers(0, 5))
 def test_mcnemar_is_a_binomial_test_of_the_disagreements(only_a, only_b, both):
     a = [1] * only_a + [0] * only_b + [1] * both

@@ -1,0 +1,181 @@
+"""Answers beyond right and wrong: their length, how they end, how likely the reference solutions are, what changed.
+
+A cell is compared with the same variant at full precision, paired by question, by the intervals of `contrast`: it takes
+values in 0..1, so token counts and log-likelihoods are scaled to that range and back.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pandas as pd
+
+from qrl import names
+from qrl.compare.evidence import Cell, Questions
+from qrl.compare.outcomes import aligned
+from qrl.compare.validate import checked
+from qrl.errors import BadInput
+from qrl.stats import Estimate
+
+SHOWN = 20  # changed answers of a cell and direction in the table for people
+LONGEST = 2000  # characters of a text in it, of which its end gets three quarters
+
+_FINISHED = {"stop": 0.0, "length": 1.0}  # finish_reason → whether the answer was cut
+_UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+_TEXTS = (names.QUESTION_TEXT, "answer", "parsed_full", "parsed", "completion_full", "completion")
+
+
+def _number(column: pd.Series) -> pd.Series:
+    values = pd.Series(pd.to_numeric(column, errors="coerce"), dtype=float)
+    if wrong := list(column[values.isna() & column.notna()]):
+        raise BadInput(f"The column '{column.name}' holds {str(wrong[0])[:40]!r}, but must hold numbers.")
+    return values.where(values.abs() < math.inf)
+
+
+# measure → the column of the rows that it is read from, and how
+MEASURES: dict[str, tuple[str, Callable[[pd.Series], pd.Series]]] = {
+    "tokens": ("n_tokens", _number),
+    "unfinished": ("finish_reason", lambda column: column.map(_FINISHED).astype(float)),
+    "reached": ("reached", _number),
+    "reference_logprob": (names.REFERENCE_LOGPROB, _number),
+}
+SHARES = ("unfinished", "reached")  # the others are no shares of answers
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A cell's answers, beside the same variant's at full precision.
+
+    Attributes:
+        means: measure → its mean: `tokens` an answer, the shares `unfinished` and `reached` (the right value, before
+            the answer went on to be wrong or cut), `reference_logprob` (nats a token of the reference solutions). What
+            the rows do not hold is left out.
+        changes: measure → cell − full precision; empty under full precision.
+        right_to_wrong, wrong_to_right: answers that changed; None under full precision, and for several samples.
+        mcnemar: exact p of "as many changed either way"; None too for several training runs.
+    """
+
+    means: dict[str, Estimate] = field(default_factory=dict)
+    changes: dict[str, Estimate] = field(default_factory=dict)
+    right_to_wrong: int | None = None
+    wrong_to_right: int | None = None
+    mcnemar: float | None = None
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp(−mean log-likelihood a token) of the reference solutions, if that is known."""
+        mean = self.means.get("reference_logprob")
+        return None if mean is None else math.exp(min(700.0, -mean.estimate))
+
+
+def measured(
+    frame: pd.DataFrame, evidence: Questions, changed: pd.DataFrame, cells: Iterable[Cell]
+) -> dict[Cell, Answers]:
+    """Return what is known of each cell's answers.
+
+    Args:
+        frame: rows as for `from_questions`.
+        evidence: their outcomes.
+        changed: from `changed`.
+        cells: all of them, in order.
+
+    Raises:
+        BadInput: a column that should hold numbers holds something else.
+    """
+    found, table = {cell: Answers() for cell in cells}, checked(frame)
+    for name, (column, read) in MEASURES.items():
+        values = read(pd.Series(frame[column]).reset_index(drop=True)) if column in frame else pd.Series(dtype=float)
+        known = table.assign(correct=values)
+        unknown = list(known.loc[known["correct"].isna(), "question"])
+        known = pd.DataFrame(known[~known["question"].isin(unknown)])
+        if len(set(known["question"])) < 2:
+            continue
+        ends = (0.0, 1.0) if name in SHARES else (min(known["correct"]), max(known["correct"]))
+        least, scale = float(ends[0]), float(ends[1] - ends[0]) or 1.0
+        scaled = aligned(known.assign(correct=(known["correct"] - least) / scale))
+        for cell, answers in found.items():
+            mean = scaled.accuracy(cell) if name in SHARES else scaled.contrast({cell: 1})
+            answers.means[name] = _stretched(mean, scale, least)
+            if cell[1] != names.FULL:
+                answers.changes[name] = _stretched(scaled.contrast({cell: 1, (cell[0], names.FULL): -1}), scale)
+    for cell, answers in found.items():
+        variant, scheme = cell
+        full = variant, names.FULL
+        if scheme != names.FULL and max(evidence.samples[cell], evidence.samples[full]) == 1:
+            own = list(changed.loc[(changed["variant"] == variant) & (changed["scheme"] == scheme), "correct"])
+            counts = {"right_to_wrong": own.count(0), "wrong_to_right": own.count(1)}
+            found[cell] = replace(answers, **counts, mcnemar=evidence.mcnemar(cell, full))
+    return found
+
+
+def _stretched(value: Estimate, scale: float, shift: float = 0.0) -> Estimate:
+    """Return an estimate in its own unit; what is left out of it holds for values in 0..1 only."""
+    ends = {key: getattr(value, key) * scale + shift for key in ("estimate", "low", "high")}
+    return Estimate(**ends, stderr=value.stderr * scale, n=value.n, df=value.df)
+
+
+def changed(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the answers whose verdict differs from the same variant's at full precision, in the order of the rows.
+
+    Args:
+        frame: rows as for `from_questions`, with one answer per cell, training run and question.
+
+    Returns:
+        The rows of quantized schemes: variant, scheme, seed, question, correct (0/1), `correct_full`, and what the rows
+        hold of question_text, answer, parsed, parsed_full, completion, completion_full; empty if there are several
+        samples per question.
+    """
+    columns = [name for name in (*_TEXTS, "sample") if name in frame and name not in ("parsed_full", "completion_full")]
+    table = checked(frame)[["variant", "scheme", "seed", "question", "correct"]]
+    table = table.assign(**frame.reset_index(drop=True)[columns])
+    if "sample" in table:
+        return table[:0].assign(correct_full=0)
+    table.loc[table["variant"] == names.BASE, "seed"] = ""  # one model under every seed
+    table = table.drop_duplicates(key := ["variant", "scheme", "seed", "question"])
+    key.remove("scheme")
+    columns = [column for column in ("correct", "parsed", "completion") if column in table]
+    full = table.loc[table["scheme"] == names.FULL, [*key, *columns]]
+    pairs = table[table["scheme"] != names.FULL].merge(full, on=key, suffixes=("", "_full"))
+    return pd.DataFrame(pairs[pairs["correct"] != pairs["correct_full"]]).reset_index(drop=True)
+
+
+def shown(changed: pd.DataFrame) -> pd.DataFrame:
+    """Return at most `SHOWN` changed answers of each cell and direction, as texts that a page can show.
+
+    Args:
+        changed: from `changed`.
+
+    Returns:
+        Columns variant, scheme, seed, change, question, and those of question_text, answer, parsed_full, parsed,
+        completion_full and completion that are known. Long texts lack their middle, and control characters are
+        replaced; the texts are a model's, so whoever shows them must escape them.
+    """
+    if changed.empty:
+        return pd.DataFrame()
+    change = ["wrong → right" if right else "right → wrong" for right in changed["correct"]]
+    table = changed.assign(change=change).sort_values(["variant", "scheme", "change"], kind="stable")
+    table = table.groupby(["variant", "scheme", "change"]).head(SHOWN)
+    columns = ["variant", "scheme", "seed", "change", "question", *(name for name in _TEXTS if name in table)]
+    return pd.DataFrame(table[columns]).map(_clean).reset_index(drop=True)
+
+
+def _clean(value: Any) -> str:
+    text = _UNSEEN.sub("\ufffd", "" if pd.isna(value) else str(value))
+    if len(text) <= LONGEST:
+        return text
+    start, end = LONGEST // 4, LONGEST - LONGEST // 4
+    return f"{text[:start]}\n[… {len(text) - LONGEST:,} characters left out …]\n{text[-end:]}"
+
+
+def as_json(found: Mapping[Cell, Answers], cell: Cell, numbers: Callable[[Estimate], dict]) -> dict | None:
+    """Return a cell's entry in table.json: measure → {"n", "mean", "change"}, then counts; None without any."""
+    if (answers := found.get(cell)) is None:
+        return None
+    entry: dict = {}
+    for name, mean in answers.means.items():
+        change = answers.changes.get(name)
+        entry[name] = {"n": mean.n, "mean": numbers(mean), "change": numbers(change) if change else None}
+    entry["reference_perplexity"] = answers.perplexity
+    return entry | {key: getattr(answers, key) for key in ("right_to_wrong", "wrong_to_right", "mcnemar")}
