@@ -142,3 +142,25 @@ def test_changed_answers_are_shown_bounded_and_harmless(tmp_path):
     assert "<script>alert" not in page and "&lt;script&gt;alert(1)" in page and "<img src=x" not in page
     assert "{{ 7*7 }}" in page and "<b>5</b>" not in page and 'class="answer"' in page
     assert ">Answers</h2>" in page and ">Changed answers</h2>" in page
+
+
+def test_a_runs_changed_answers_are_a_table_of_mlflows(store, tmp_path):
+    import mlflow
+
+    from qrl import names, recipe
+    from qrl.tracking import contents, reuse, runs
+
+    frame, run_ids = rows(completion=HOSTILE, parsed="5", answer="5"), []
+    for (_variant, _scheme), part in frame.groupby(["variant", "scheme"], sort=False):
+        with runs.step("evaluate") as run:
+            part.to_parquet(tmp_path / names.QUESTIONS)
+            mlflow.log_artifact(str(tmp_path / names.QUESTIONS))
+            reuse.record_outputs(artifacts=[names.QUESTIONS])
+        run_ids.append(run.info.run_id)
+    steps.compare(recipe.load("tiny"), run_ids)
+    (run,) = mlflow.search_runs(filter_string="tags.`qrl.step` = 'compare'", output_format="list")
+    tables = json.loads(run.data.tags["mlflow.loggedArtifacts"])
+    assert {"path": names.CHANGED_JSON, "type": "table"} in tables
+    shown = json.loads(contents.artifact(run.info.run_id, names.CHANGED_JSON).read_text())
+    assert len(shown["data"]) == len(answers.shown(compare.from_questions(frame).changed))
+    assert run.data.metrics["compare/wrong_to_right_awq"] > 0

@@ -381,9 +381,9 @@ def test_a_gate_subtracts_no_answers_of_two_engines(store, tmp_path):
         return cells.Evaluated(run.info.run_id, variant, "full", "", "", "", 2 / 3, 0.3, 3, ())
 
     base = answered("base", "transformers")
-    assert promoting._difference(answered("grpo", "transformers"), base).estimate == 0
+    assert promoting._changes(answered("grpo", "transformers"), base)[0].estimate == 0
     with pytest.raises(BadInput, match="different engines"):
-        promoting._difference(answered("grpo", "vllm"), base)
+        promoting._changes(answered("grpo", "vllm"), base)
 
 
 def test_a_stage_is_never_rolled_back_onto_damaged_weights(version):
