@@ -15,10 +15,8 @@ W8A16, W8A8, MXFP4A16 = "w8a16", "w8a8", "mxfp4a16"
 BITSANDBYTES = (NF4, INT8)
 COMPRESSED = (AWQ_CT, GPTQ, FP8, NVFP4A16, NVFP4, W8A16, W8A8, MXFP4A16)  # made by llm-compressor
 ROUNDED_PREFIX = "rtn-"  # round-to-nearest without a search, in a format of train.qat
-ROUNDED = tuple(
-    f"{ROUNDED_PREFIX}{name}"
-    for name in ("int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4", "file")
-)
+FORMATS = ("int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4")  # of train.qat, beside files
+ROUNDED = tuple(f"{ROUNDED_PREFIX}{name}" for name in (*FORMATS, "file"))
 RTN_FILE = ROUNDED[-1]  # in the format of a file, quantize.format
 QUANTIZED_SCHEMES = (*BITSANDBYTES, AWQ, *COMPRESSED, *ROUNDED)
 SCHEMES = (FULL, *QUANTIZED_SCHEMES)

@@ -4,10 +4,11 @@ A field is a command-line option, MLflow's `-P` key and a logged parameter under
 option's help.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, field_validator
 
 from qrl import names as known
 from qrl.recipe.base import Count, Fraction, NoKey, NotInKey, Section, Selection, once, one_of, option
@@ -17,7 +18,6 @@ PACKED = ("int8", "nf4")  # ways to store a base as bitsandbytes codes
 _UNLESS_VLLM = NotInKey("engine", "transformers")  # settings of an engine that does not run
 _UNLESS_STOPPING = NotInKey("stop", ())  # a watcher that only warns trains the same weights
 _Value = TypeVar("_Value")
-_OfFile = Annotated[str, Field(pattern=known.FORMAT_FILE)]
 _OfVllm = Annotated[_Value, _UNLESS_VLLM]
 _OfStop = Annotated[_Value, _UNLESS_STOPPING]
 
@@ -31,6 +31,12 @@ def _different_names(rewards: tuple[str, ...]) -> tuple[str, ...]:
 def reward_name(reward: str) -> str:
     """Return the name by which a reward is logged: of FILE.py:FUNCTION the function's."""
     return reward.rpartition(":")[2]
+
+
+def _format(name: str) -> str:
+    if name not in ("none", *known.FORMATS) and not re.search(known.FORMAT_FILE, name):
+        raise ValueError(f"must be none, {', '.join(known.FORMATS)}, or FILE.yaml with a name of letters and . _ + -")
+    return name
 
 
 class Train(Section):
@@ -80,10 +86,10 @@ class Train(Section):
     )
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
     save_every: Count = option(10, "optimizer steps between checkpoints to resume from")
-    qat: Literal["none", "int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4"] | _OfFile = option(
+    qat: Annotated[str, AfterValidator(_format)] = option(
         "none",
-        "quantization-aware training: the format that linears compute in, or a compressed-tensors scheme as FILE.yaml; "
-        "its codes become a checkpoint too",
+        "quantization-aware training in a format that linears compute in; its codes become a checkpoint too: none, "
+        "int8, int8-attention, int4, nvfp4-a16, nvfp4-a4, fp8, mxfp4, or a compressed-tensors scheme as FILE.yaml",
     )
     # Its digest is an input of the key: an address may come to hold another model.
     teacher: NoKey[str | None] = option(

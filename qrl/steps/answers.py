@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from qrl.errors import QrlError
+from qrl.tasks.math import pool
 from qrl.tracking import signals
 
 SMALL = 100 << 20  # bytes of weight files, up to which a model is small
@@ -43,11 +44,12 @@ def in_processes(ask: Ask, cells: Sequence, count: int) -> Iterator[Ask]:
     if count < 2:
         yield ask
         return
+    pool.close()  # the grader's threads would not be copied, and a lock that one holds would never open
     fork = multiprocessing.get_context("fork")
     counts = fork.Array("q", len(cells))
-    pool = concurrent.futures.ProcessPoolExecutor(count, fork, _begin, (counts,))
+    executor = concurrent.futures.ProcessPoolExecutor(count, fork, _begin, (counts,))
     try:
-        futures = [pool.submit(_ask_there, ask, number, cell) for number, cell in enumerate(cells)]
+        futures = [executor.submit(_ask_there, ask, number, cell) for number, cell in enumerate(cells)]
 
         def wait(cell: Any, progress: Progress) -> Any:
             number = next(i for i, one in enumerate(cells) if one is cell)
@@ -68,7 +70,7 @@ def in_processes(ask: Ask, cells: Sequence, count: int) -> Iterator[Ask]:
     finally:
         for child in multiprocessing.active_children():
             child.terminate()
-        pool.shutdown(cancel_futures=True)
+        executor.shutdown(cancel_futures=True)
 
 
 def _begin(counts: Any) -> None:

@@ -1,4 +1,4 @@
-"""A format of the user's own: a YAML file with the fields of compressed-tensors' QuantizationScheme."""
+"""A format of the user's own: a compressed-tensors scheme in a YAML file."""
 
 from __future__ import annotations
 
