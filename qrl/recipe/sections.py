@@ -7,8 +7,10 @@ option's help.
 from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import field_validator
 
 from qrl.recipe.base import NO_KEY, Count, Fraction, NoKey, NotInKey, Section, once, option
+from qrl.recipe.stages import DEFAULT, Stage, completed
 from qrl.recipe.training import Merge, Rollout, Train, Watch
 
 Scheme = Literal[
@@ -91,10 +93,24 @@ class Compare(Section):
 
 
 class Promote(Section):
-    """The bounds of the promotion gates."""
+    """The stages of a study, and the bounds of their gates."""
 
     min_gain: float = option(0.0, "grpo: the lower 95 % bound of the paired gain must be above this", ge=-1, lt=1)
     max_loss: float = option(0.05, "awq: the lower 95 % bound of awq − full must be above minus this", gt=0, le=1)
+    stages: tuple[Stage, ...] = option(
+        (), "stages in order, STAGE=VARIANT:SCHEME,…; default: base=base:full,grpo=grpo:full,awq=grpo:awq"
+    )
+
+    @field_validator("stages")
+    @classmethod
+    def _fit_together(cls, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        completed(stages)
+        return stages
+
+    @property
+    def declared(self) -> tuple[Stage, ...]:
+        """The stages, complete: those of the recipe, or else base, grpo and awq."""
+        return completed(self.stages) or DEFAULT
 
 
 class Benchmark(Section):
@@ -155,5 +171,5 @@ class Recipe(Section):
 
 def _text(value: Any) -> str:
     if isinstance(value, list):
-        return ",".join(map(str, value))
+        return ",".join(str(Stage(**item) if isinstance(item, dict) else item) for item in value)
     return "null" if value is None else str(value)

@@ -49,7 +49,7 @@ def compare(recipe: Recipe, cells: list[str]) -> None:
         if not runs.is_launched():  # a study prints the table at its end
             click.echo(text)
             click.echo(f"Logged to run {runs.active_id()}: {TABLE_FILES}.", err=True)
-            outcome.compared(cells)
+            outcome.compared(recipe, cells)
         artifacts = sorted(path.name for path in work.iterdir())
         values = {"sentence": comparison.sentence(), "metrics": comparison.metrics()}
         reuse.record_outputs(artifacts=artifacts, values=values)
@@ -99,7 +99,7 @@ def methods(recipe: Recipe, cells: list[str]) -> None:
         contents.describe(text)
         click.echo(text)
         click.echo(f"Logged to run {runs.active_id()}: {METHODS_FILES}, {names.QUESTIONS}.", err=True)
-        outcome.compared(cells)
+        outcome.compared(recipe, cells)
 
 
 def write(comparison: room.Comparison, out: Path, *, appendix: str = "") -> str:

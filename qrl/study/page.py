@@ -55,14 +55,14 @@ def frame(run_id: str, name: str) -> pd.DataFrame:
         return pd.DataFrame()
 
 
-def gates(name: str, launcher: Launcher, refused: str) -> list[Gate]:
-    """Return what the gates decided in this study, in the order of the stages."""
+def gates(recipe: Recipe, launcher: Launcher, refused: str) -> list[Gate]:
+    """Return what the gates decided in this study, in the order of its stages."""
     from qrl import registry
     from qrl.figures import Gate
 
     began = runs.opened(launcher.run_id).info.start_time // 1000
-    decided = []
-    for stage in names.STAGES:
+    name, decided = registry.registered_name(recipe), []
+    for stage in (declared.stage for declared in recipe.promote.declared):
         try:
             version = registry.resolve(name, stage)
         except BadInput:

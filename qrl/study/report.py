@@ -79,7 +79,7 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
 
     name = registry.registered_name(recipe)
     with workspace(f"study-{launcher.run_id}") as work:
-        page.write(work / names.REPORT, recipe, launcher, page.gates(name, launcher, refused))
+        page.write(work / names.REPORT, recipe, launcher, page.gates(recipe, launcher, refused))
         contents.log_folder(work)
     contents.log_scores({"study/seconds": seconds, "study/outside_steps_s": seconds - launcher.seconds})
     folder = projects.artifact_place(launcher.run_id)

@@ -312,6 +312,59 @@ def test_a_trained_model_belongs_to_its_base_and_to_its_stage_alone(evaluated):
     assert aliases == {"base": 1, "grpo": 2, "awq": 4}
 
 
+QAT = "base=base:full,qat=qat-int4:full,int4=qat-int4:rtn-int4"
+
+
+def test_a_studys_own_stages_are_promoted_resolved_listed_and_rolled_back(evaluated, version):
+    base = evaluated("base:full")
+    qat = evaluated("qat-int4:full", parent=base[1], changed="a")
+    int4 = evaluated("qat-int4:rtn-int4", parent=qat[1], changed="b")
+    grpo = evaluated("grpo:full", parent=base[1], changed="c")
+    free = {"promote.min_gain": "-0.9", "promote.max_loss": "1"}
+    own, name = recipe.load(overrides=free | {"promote.stages": QAT}), "qrl-my-llama"
+    with pytest.raises(BadInput, match="no stage 'int4' to promote to: expected one of base, grpo, awq"):
+        promoting.promote(recipe.load(), ["int4"], [int4[0]])
+    promoting.promote(own, ["base", "qat", "int4"], [base[0], qat[0], int4[0]])
+    at = {stage: registry.resolve(name, stage).digest for stage in ("base", "qat", "int4", "Staging", "Production")}
+    assert at == dict(zip(at, (base[1], qat[1], int4[1], qat[1], int4[1]), strict=True))
+    with pytest.raises(BadInput, match=r"no stage 'gold': expected one of base, qat, int4, Staging, .*int4-previous"):
+        registry.resolve(name, "gold")
+    with pytest.raises(BadInput, match=r"Stage grpo of .* has no version yet \(it has base, qat, int4;"):
+        registry.resolve(name, "grpo")
+    page = mlflow.MlflowClient().get_registered_model(name).description
+    assert "**`int4`** (MLflow stage Production): the cell `qat-int4:rtn-int4`" in page and "`awq`" not in page
+    assert "to `qat`" in mlflow.MlflowClient().get_model_version(name, "3").description
+    promoting.promote(recipe.load(overrides=free), ["grpo"], [grpo[0]])  # the usual stages stay beside one's own
+    assert registry.resolve(name, "Staging").digest == grpo[1] and registry.resolve(name, "int4").digest == int4[1]
+    assert [each.stage for each in registry.resolve(name, 3).gates()] == ["int4"]
+    again = evaluated("qat-int4:rtn-int4", parent=qat[1], changed="d")
+    promoting.promote(recipe.load(overrides=free), ["int4"], [again[0]])  # without the recipe: the model knows it
+    assert registry.resolve(name, "int4-previous").digest == int4[1] != registry.resolve(name, "int4").digest
+    assert registry.rollback(name, "int4").digest == int4[1]
+    other = recipe.load(overrides=free | {"promote.stages": "base=base:full,int4=grpo:full"})
+    with pytest.raises(BadInput, match=r"int4 of .* is the cell qat-int4:rtn-int4, but this recipe declares grpo:full"):
+        promoting.promote(other, ["int4"], [grpo[0]])
+
+
+def test_a_gate_of_ones_own_looks_at_cell_and_lineage_too(evaluated):
+    base = evaluated("base:full")
+    qat = evaluated("qat-int4:full", parent=base[1], changed="a")
+    int4 = evaluated("qat-int4:rtn-int4", parent=qat[1], changed="b")
+    stray = evaluated("qat-int4:rtn-int4", parent=base[1], changed="c")
+    ptq = evaluated("grpo:rtn-int4", parent=qat[1], changed="d")
+    free = {"promote.min_gain": "-0.9", "promote.max_loss": "1", "registered_name": NAME}
+    own = recipe.load(overrides=free | {"promote.stages": QAT})
+    promoting.promote(own, ["base", "qat"], [base[0], qat[0]])
+    with pytest.raises(GateRefused, match="grpo:rtn-int4, but only qat-int4:rtn-int4"):
+        promoting.promote(own, ["int4"], [ptq[0]])
+    with pytest.raises(GateRefused, match="not from the version at stage qat"):
+        promoting.promote(own, ["int4"], [stray[0]])
+    skipping = recipe.load(overrides=free | {"promote.stages": "base=base:full,codes=qat-int4:rtn-int4"})
+    promoting.promote(skipping, ["codes"], [int4[0]])  # the model between them is its own, in full precision
+    with pytest.raises(GateRefused, match="not from the version at stage base"):
+        promoting.promote(skipping, ["codes"], [evaluated("qat-int4:rtn-int4", parent=ptq[1], changed="e")[0]])
+
+
 def test_a_gate_subtracts_no_answers_of_two_engines(store, tmp_path):
     def answered(variant: str, engine: str) -> cells.Evaluated:
         rows = pd.DataFrame({"question": ["a", "b", "c"], "correct": [0, 1, 1], names.ENGINE: engine}).assign(
