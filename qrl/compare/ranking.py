@@ -25,6 +25,7 @@ from qrl.stats.text import interval, table
 
 # Gains are measured from the first, errors from the second.
 PLAIN, FULL = (names.BASE, names.FULL), (names.GRPO, names.FULL)
+CONTROL = ("distilled", names.FULL)  # of distilled methods: the same further steps without quantization
 METHODS_MD, METHODS_JSON = "methods.md", "methods.json"
 
 
@@ -47,7 +48,7 @@ class Method:
     @property
     def quantized(self) -> bool:
         """Whether this is a trained model that is quantized, or was trained quantized."""
-        return self.variant != names.BASE and self.cell != FULL
+        return self.variant != names.BASE and self.cell not in (FULL, CONTROL)
 
 
 @dataclass(frozen=True)

@@ -156,9 +156,9 @@ class Recipe(Section):
         values = {}
         for key, value in self.model_dump(mode="json").items():
             if not isinstance(value, dict):
-                values[key] = _text(value)
+                values[key] = as_text(value)
             elif not sections or key in sections:
-                values |= {f"{key}.{name}": _text(inner) for name, inner in value.items()}
+                values |= {f"{key}.{name}": as_text(inner) for name, inner in value.items()}
         return values
 
     def key_settings(self, *sections: str) -> dict[str, str]:
@@ -169,7 +169,8 @@ class Recipe(Section):
         return {key: value for key, value in self.flat().items() if key in covered}
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """Return a field's value as `-P` takes it; `value` is as JSON has it."""
     if isinstance(value, list):
         return ",".join(str(Stage(**item) if isinstance(item, dict) else item) for item in value)
     return "null" if value is None else str(value)

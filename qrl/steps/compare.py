@@ -11,7 +11,7 @@ import click
 
 from qrl import compare as room
 from qrl import figures, names
-from qrl.compare import ranking
+from qrl.compare import ranking, sizes
 from qrl.evaluate import groups
 from qrl.recipe import Recipe
 from qrl.workspace import workspace, written
@@ -130,4 +130,14 @@ def write_methods(
     title = ranking.findings(measured)[0] if measured.best else "No quantized method"
     with written(out, "methods", {ranking.METHODS_MD: text, ranking.METHODS_JSON: document}) as drawn:
         figures.methods(measured, title, drawn / "methods.png")
+    return text
+
+
+def write_sizes(measured: sizes.Sizes, out: Path, failed: Sequence[str], rewards: Sequence[str]) -> str:
+    """Write sizes.md, sizes.json and figures/sizes.png into a folder; return the text of the first."""
+    text = sizes.markdown(measured, failed, rewards)
+    document = json.dumps(sizes.as_json(measured, failed), indent=1) + "\n"
+    found = sizes.findings(measured)
+    with written(out, "sizes", {sizes.SIZES_MD: text, sizes.SIZES_JSON: document}) as drawn:
+        figures.sizes(measured, found[0] if found else "The loss by model size", drawn / "sizes.png")
     return text

@@ -95,6 +95,12 @@ def description(launcher: Launcher, text: str, figures: list[str]) -> str:
     return f"{top}\n\n{text}\n\n{runs_made}"
 
 
+def cut(text: str, runs_made: str) -> str:
+    """Return a sweep's description: its tables, and the steps' runs as far as there is room for both."""
+    whole = f"{text}\n\n{runs_made}"
+    return whole if len(whole) <= MAX_DESCRIPTION else text[:MAX_DESCRIPTION].rpartition("\n")[0] or text
+
+
 def steps(launcher: Launcher) -> str:
     """Return a list of the steps' runs, the reused ones marked."""
     experiment, models = runs.opened(launcher.run_id).info.experiment_id, facts.cells(launcher)
