@@ -17,7 +17,7 @@ from qrl import names
 from qrl.compare.evidence import Cell, Questions
 from qrl.compare.outcomes import outcomes
 from qrl.compare.record import numbers
-from qrl.compare.validate import check_columns
+from qrl.compare.validate import check_columns, seed_labels
 from qrl.errors import BadInput
 from qrl.stats import LEVEL, Estimate, holm_by_key
 from qrl.stats.text import interval, table
@@ -137,8 +137,8 @@ def measure(frames: Mapping[str, pd.DataFrame], parameters: Mapping[str, int]) -
             place = place_of[having[number]]
             terms |= {(_label(place, REFERENCE), names.FULL): weight, (_label(place, cell), names.FULL): -weight}
         accuracy, loss = by_model(plain, cell, loss=False), by_model(plain, cell, loss=True)
-        rewards = [by_model(rewarded, cell, loss=each) for each in (False, True)]
-        methods.append(Method(*cell, accuracy, loss, *rewards, evidence.contrast(terms) if terms else None))
+        reward, lost = by_model(rewarded, cell, loss=False), by_model(rewarded, cell, loss=True)
+        methods.append(Method(*cell, accuracy, loss, reward, lost, evidence.contrast(terms) if terms else None))
     holm = holm_by_key({method.name: method.trend.p_two_sided for method in methods if method.trend})
     sizes = {model: parameters[model] for model in models}
     return Sizes(sizes, tuple(methods), evidence.n, len(evidence.runs), holm)
@@ -169,15 +169,18 @@ def _rewarded(evidence: Questions, rows: pd.DataFrame) -> tuple[Questions, float
 
     An interval is as wide in rewards as in this scale; its limits are the least and the greatest reward that occurred.
     """
-    least, most = float(rows[REWARD].min()), float(rows[REWARD].max())
+    given = rows[REWARD].to_numpy(dtype=float)
+    least, most = float(given.min()), float(given.max())
     scale = (most - least) or 1.0
-    rows = rows.assign(**{REWARD: (rows[REWARD] - least) / scale})
-    rows["seed"] = rows["seed"].astype(str) if "seed" in rows else ""
-    means = rows.groupby(["variant", "seed", rows["question"].astype(str)])[REWARD].mean()
-    cells = {}
-    for cell in evidence.cells:
-        if cell[0] != names.BASE:
-            cells[cell] = tuple(means.loc[cell[0], run].sort_index().to_numpy(float) for run in evidence.runs)
+    run = seed_labels(pd.Series(rows["seed"])) if "seed" in rows else ""
+    rows = rows.assign(question=rows["question"].astype(str), run=run, scaled=(given - least) / scale)
+    means = rows.groupby(["variant", "run", "question"], sort=True)["scaled"].agg(["mean"]).reset_index()
+    by_cell = {
+        (variant, run): means.loc[(means["variant"] == variant) & (means["run"] == run), "mean"].to_numpy()
+        for variant, run in set(zip(means["variant"], means["run"], strict=True))
+    }
+    trained = (cell for cell in evidence.cells if cell[0] != names.BASE)
+    cells = {cell: tuple(by_cell[cell[0], run] for run in evidence.runs) for cell in trained}
     return replace(evidence, cells=cells), scale, least
 
 

@@ -137,3 +137,16 @@ def test_a_control_is_no_method():
 
     row = ranking.Method("distilled", "full", *[None] * 5)
     assert not row.quantized and dataclasses.replace(row, variant="qlora").quantized
+
+
+def test_a_distilled_method_is_held_against_its_control():
+    from qrl.compare import ranking
+
+    frame = answers((0.05, 0.1, 0.2))["small"]
+    full = frame[(frame["variant"] == "grpo") & (frame["scheme"] == "full")].assign(variant="distilled")
+    stored = frame[frame["scheme"] == "nf4"].assign(variant="qad-int4", scheme="rtn-int4")
+    found = ranking.measure(pd.concat([frame, full, stored]))
+    rows = {(row.variant, row.scheme): row for row in found.rows}
+    assert rows["qad-int4", "rtn-int4"].over_control == rows["grpo", "nf4"].error
+    assert any("qad-int4 · rtn-int4 − its control, distilled · full" in text for text in ranking.findings(found))
+    assert found.best.variant != "distilled" and rows["grpo", "nf4"].over_control is None
