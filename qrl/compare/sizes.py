@@ -224,7 +224,7 @@ def markdown(sizes: Sizes, failed: Sequence[str] = (), rewards: Sequence[str] = 
         lines += [
             "## Does the loss grow with size?",
             "",
-            *table(("method", "models", slope, "p (Holm)", ""), trends),
+            *table(("method", "models", slope, "p (Holm)", "the loss"), trends),
             "",
         ]
         lines += [

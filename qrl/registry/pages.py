@@ -117,7 +117,8 @@ def _deltas(records: list[Record]) -> Iterator[str]:
 
 def _gate(record: Record) -> list[str]:
     head = f"**Gate `{record.stage}`: {'passed' if record.passed else 'refused'}**, {record.time}"
-    return [f"{head}, on evaluation run `{record.run}`", "", *(f"- {text}" for text in record.reasons), ""]
+    made_by = f", by study `{record.study}`" if record.study else ""
+    return [f"{head}, on evaluation run `{record.run}`{made_by}", "", *(f"- {text}" for text in record.reasons), ""]
 
 
 def _cut(text: str) -> str:

@@ -41,6 +41,7 @@ class Record:
     reasons: tuple[str, ...]
     bounds: Mapping[str, Any]  # the numbers and digests that were compared
     time: str  # ISO 8601, UTC
+    study: str = ""  # run of the study or sweep that promoted it; empty for a promotion by hand
 
     @classmethod
     def read(cls, stage: str, verdict: str, entry: Mapping[str, Any]) -> Record:
@@ -53,6 +54,7 @@ class Record:
             reasons=tuple(entry.get("reasons") or filter(None, [entry.get("why")])),
             bounds=entry.get("bounds") or entry.get("facts", {}),
             time=entry.get("time") or entry.get("at", ""),
+            study=entry.get("study", ""),
         )
 
 

@@ -139,5 +139,5 @@ def write_sizes(measured: sizes.Sizes, out: Path, failed: Sequence[str], rewards
     document = json.dumps(sizes.as_json(measured, failed), indent=1) + "\n"
     found = sizes.findings(measured)
     with written(out, "sizes", {sizes.SIZES_MD: text, sizes.SIZES_JSON: document}) as drawn:
-        figures.sizes(measured, found[0] if found else "The loss by model size", drawn / "sizes.png")
+        figures.sizes(measured, found[0].rstrip(".") if found else "The loss by model size", drawn / "sizes.png")
     return text

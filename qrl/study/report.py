@@ -39,6 +39,7 @@ class SweepOutcome:
     trained: dict[str, dict[int, str]] = field(default_factory=dict)  # variant → seed → run of its training
     schemes: dict[str, str] = field(default_factory=dict)  # variant → the scheme of its own codes
     failed: list[str] = field(default_factory=list)  # sentences
+    found: tuple[pd.DataFrame, Methods, list[str]] | None = None  # as `methods_of` returns it
     error: str = ""  # why the model has no results
     refused: str = ""  # why its best cell was not registered
 
@@ -107,9 +108,7 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
     click.echo("\n".join(lines))
 
 
-def sweep_tables(
-    launcher: Launcher, outcomes: list[SweepOutcome], recipe: Recipe, seeds: tuple[int, ...], seconds: float
-) -> None:
+def sweep_tables(launcher: Launcher, outcomes: list[SweepOutcome], recipe: Recipe, seconds: float) -> None:
     """Log and print a sweep's tables: of its methods for each model, and of their losses by size if it has several.
 
     A model's methods.md, methods.json and figure are in a folder of its name, or at the top if there is one model only.
@@ -123,10 +122,10 @@ def sweep_tables(
     with workspace(f"methods-{launcher.run_id}") as work:
         for outcome in outcomes:
             prefix = f"{outcome.model}: " if outcome.model else ""
-            if outcome.error:
+            if outcome.found is None:
                 failed.append(f"{prefix}{outcome.error}")
                 continue
-            frame, measured, left_out = methods_of(outcome, seeds)
+            frame, measured, left_out = outcome.found
             judged = (_convergence(measured, outcome, variant, scheme) for variant, scheme in outcome.schemes.items())
             not_counted = [*outcome.failed, *left_out, *filter(None, [outcome.refused])]
             folder = work / re.sub(r"[^\w.+-]+", "-", outcome.model)

@@ -193,14 +193,15 @@ def study(
             try:
                 for seed, arms in target.arms.items():
                     _Seed(seed, arms, launcher, target.device, target.base, outcome).run()
+                outcome.found = report.methods_of(outcome, seeds)
                 if register:
-                    outcome.refused = _register(target, outcome, seeds, launcher)
+                    outcome.refused = _register(target, outcome, seeds[0], launcher)
             except QrlError as error:
                 if not models:
                     raise
                 outcome.error = str(error)
                 click.secho(f"      model {target.name}: {error}", fg="red", err=True)
-        report.sweep_tables(launcher, outcomes, methods[0], seeds, time.monotonic() - began)
+        report.sweep_tables(launcher, outcomes, methods[0], time.monotonic() - began)
         if broken := [f"{outcome.model} ({outcome.error})" for outcome in outcomes if outcome.error]:
             raise QrlError(f"The sweep has no results for {len(broken)} of {len(outcomes)} models: {'; '.join(broken)}")
         if refused := [outcome.refused for outcome in outcomes if outcome.refused]:
@@ -247,20 +248,19 @@ def _look_ahead(target: _Target) -> DryRun:
     return look_ahead("sweep", walk)
 
 
-def _register(target: _Target, outcome: SweepOutcome, seeds: tuple[int, ...], launcher: Launcher) -> str:
-    """Promote the best quantized cell of a model, of its first seed, and the cells that its gate looks at.
+def _register(target: _Target, outcome: SweepOutcome, seed: int, launcher: Launcher) -> str:
+    """Promote the best quantized cell of a model, as one seed made it, and the cells that its gate looks at.
 
     Returns:
         Why a gate refused a stage; empty if none did.
     """
     from qrl import registry
-    from qrl.study import report
 
-    best = report.methods_of(outcome, seeds)[1].best
+    best = outcome.found[1].best if outcome.found else None
     if best is None:
         return ""
     stages = stages_of(best.variant, best.scheme)
-    runs = [outcome.cells[stage.partition("=")[2].partition(";")[0]][seeds[0]] for stage in stages]
+    runs = [outcome.cells[stage.partition("=")[2].partition(";")[0]][seed] for stage in stages]
     chosen = [stage.partition("=")[0] for stage in stages]
     parameters = {"stage": ",".join(chosen), "cell": ",".join(runs), "model": target.start.model}
     parameters |= {"registered_name": registry.registered_name(target.start), "promote.stages": ",".join(stages)}

@@ -271,22 +271,8 @@ def test_seeds_are_whole_numbers_each_once():
 
 
 def test_study_002s_methods_load_on_its_recipe_for_any_model():
-    arms = (
-        "qwen3-math-qlora",
-        "qat-int8",
-        "qat-int8-attention",
-        "qat-int4",
-        "qat-nvfp4-a16",
-        "qat-nvfp4-a4",
-        "qad-int4",
-    )
+    formats = ("int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4")
+    arms = ("qwen3-math-qlora", *(f"qat-{form}" for form in formats), "qad-int4")
     loaded = study.load("qwen3-math-ptq", arms, {"model": "Qwen/Qwen3-1.7B"}, seed=0)
-    assert [each.train.qat for _, each, _ in loaded[2:]] == [
-        "int8",
-        "int8-attention",
-        "int4",
-        "nvfp4-a16",
-        "nvfp4-a4",
-        "int4",
-    ]
+    assert [each.train.qat for _, each, _ in loaded] == ["none", "none", *formats, "int4"]
     assert {(each.task, each.prompt, each.train.dtype) for _, each, _ in loaded[2:]} == {("math", "boxed", "bf16")}

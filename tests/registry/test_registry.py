@@ -427,11 +427,13 @@ def test_a_versions_page_is_a_certificate(version):
     reasons = ("The evaluation was healthy.", "The gain over base is +0.200.")
     registry.promote(NAME, "base", base.version, record=WHY)
     child = version("grpo", parent=1)
-    registry.promote(NAME, "grpo", child.version, record={"run": "r2", "reasons": reasons, "bounds": bounds})
+    registry.promote(
+        NAME, "grpo", child.version, record={"run": "r2", "reasons": reasons, "bounds": bounds, "study": "s1"}
+    )
     page = client.get_model_version(NAME, "2").description
     assert page.startswith("grpo · full: passed gate `grpo`.")
     assert "0.600 ± 0.010" in page and "n = 2000" in page and "+0.200 [+0.100, +0.300] to `base`" in page
-    assert all(f"\n- {reason}" in page for reason in reasons) and "`r2`" in page
+    assert all(f"\n- {reason}" in page for reason in reasons) and "`r2`, by study `s1`" in page
     assert child.digest in page and "Made from [version 1](#/models/qrl-tiny/versions/1)" in page
     assert f'qrl.load("{NAME}", 2)' in page and "-e serve" in page and "-P stage=2" in page
     assert "Parent of [version 2](#/models/qrl-tiny/versions/2)." in client.get_model_version(NAME, "1").description

@@ -153,6 +153,19 @@ def test_a_model_that_fails_is_named_and_loses_no_other(steps, large):
     assert not (artifacts() / "sizes.md").exists()
 
 
+def test_a_model_whose_base_was_unhealthy_is_named_too(steps, large, monkeypatch):
+    answer = StudySteps.evaluate
+
+    def evaluate(self, models, failed=None):
+        found = answer(self, models, failed)
+        return {cell: run for cell, run in found.items() if cell != "base:full" or self.recipe.model == "qrl-tiny"}
+
+    monkeypatch.setattr(StudySteps, "evaluate", evaluate)
+    with pytest.raises(QrlError, match=r"large \(Cell base · full is missing"):
+        run(large, arms=(), seeds=(0,))
+    assert (artifacts() / "qrl-tiny" / "methods.md").is_file()
+
+
 def test_a_best_cell_that_its_gate_refuses_is_reported_after_the_tables(steps, large):
     _, broken = steps
     broken.add("refuse")
