@@ -102,15 +102,16 @@ def sweep_command(typed: Typed, settings, models, arms, seeds: str, register, ye
     qrl sweep --arms qat-int4,tiny-qlora --evaluate.n 1000
     qrl sweep --models FOLDER,FOLDER --recipe my.yaml --arms qat-int4
     """
+    from qrl.study import arms as methods
     from qrl.study import sweep
 
     overrides = {key: text for key, text in typed.overrides.items() if key not in ("recipe", "seed")}
-    first = sweep.FIRST if typed.overrides["recipe"] == "auto" else typed.overrides["recipe"]
-    others = sweep.ARMS if arms is None else tuple(listed("--arms", arms))
+    first = methods.FIRST if typed.overrides["recipe"] == "auto" else typed.overrides["recipe"]
+    others = methods.ARMS if arms is None else tuple(listed("--arms", arms))
     if models and "model" in overrides:
         raise BadInput("sweep got both --model and --models: give --models alone.")
-    by_name = sweep.parse_models(listed("--models", models)) if models is not None else {}
-    numbers = sweep.parse_seeds(seeds, typed.overrides.get("seed"))
+    by_name = methods.parse_models(listed("--models", models)) if models is not None else {}
+    numbers = methods.parse_seeds(seeds, typed.overrides.get("seed"))
     sweep.study(first, others, numbers, overrides, models=by_name, register=bool(register), yes=bool(yes))
 
 

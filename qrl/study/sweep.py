@@ -9,8 +9,6 @@ step is launched below the sweep's run and reused by its key, as in `pipeline.st
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import NamedTuple
 
 import click
 
@@ -19,102 +17,12 @@ from qrl import recipe as recipes
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.recipe import Recipe
 from qrl.study import preflight
+from qrl.study.arms import CONTROL, Arm, is_controlled, label, load, scheme_of, stages_of
 from qrl.study.environments import begin_builds, check_checkout, look_ahead
 from qrl.study.launch import DryRun, Launcher
 from qrl.study.pipeline import Model, Models, StudySteps
 from qrl.study.report import SweepOutcome
 from qrl.tracking.keys import SECTIONS
-
-FIRST = "tiny-ptq"
-QAT = ("qat-int8", "qat-int8-attention", "qat-int4", "qat-nvfp4-a16", "qat-nvfp4-a4")
-ARMS = ("tiny-qlora", *QAT, "qad-int4", "qad-nvfp4-a4")
-SHARED = ("model", "task", "data", "prompt", "device", "evaluate", "quantize.calibration_samples")  # by all methods
-CONTROL = "distilled"  # a distilled arm's control: the teacher's model after the same steps without quantization
-
-
-class Arm(NamedTuple):
-    """A method."""
-
-    name: str  # of its recipe, or the file
-    recipe: Recipe
-    typed: dict[str, str]  # with which its steps are launched
-
-
-def load(first: str, others: tuple[str, ...], overrides: dict[str, str], seed: int) -> list[Arm]:
-    """Return the methods' recipes under one seed, the first one first.
-
-    Args:
-        first: recipe of GRPO in full precision.
-        others: recipes of the other methods.
-        overrides: as typed, for every method.
-        seed: of all of them.
-
-    Raises:
-        BadInput: a recipe does not load, the first one is not full-precision GRPO, two train a variant of one name, or
-            recipes differ in a setting that all must share.
-    """
-    typed = overrides | {"seed": str(seed)}
-    start = recipes.load(first, typed)
-    arms = [Arm(first, start, {"recipe": first, **typed}), *(_arm(name, first, start, typed) for name in others)]
-    if start.train.variant != names.GRPO or start.train.adapter:
-        says = f"Recipe {first} trains {label(start)}"
-        raise BadInput(f"{says}, but methods are measured from GRPO in full precision: give such a recipe as --recipe.")
-    trained_by: dict[str, str] = {}
-    for name, arm, _ in arms:
-        if other := trained_by.get(label(arm)):
-            raise BadInput(f"Recipes {other} and {name} both train {label(arm)}: name one recipe per method.")
-        trained_by[label(arm)] = name
-        for key in SHARED:
-            value_of = attrgetter(key)
-            if (expected := value_of(start)) != (value := value_of(arm)):
-                raise BadInput(
-                    f"Recipes {first} and {name} differ in {key} ({expected!r} and {value!r}): methods are compared on "
-                    "the same questions only."
-                )
-    return arms
-
-
-def _arm(name: str, first: str, start: Recipe, typed: dict[str, str]) -> Arm:
-    """Return another method: its recipe as it is, if that is whole and shares the first one's questions.
-
-    Another recipe is a change of the first one. Of a recipe that extends a whole one, it is what it adds to that.
-    """
-    own = recipes.load(name, typed)
-    if recipes.is_whole(name) and all(attrgetter(key)(own) == attrgetter(key)(start) for key in SHARED):
-        return Arm(name, own, {"recipe": name, **typed})
-    changes = recipes.change(name) | typed
-    return Arm(name, recipes.load(first, changes), {"recipe": first, **changes})
-
-
-def parse_models(models: list[str]) -> dict[str, str]:
-    """Return the models by the names that tables give them: the last part of an address, or all of it.
-
-    Raises:
-        BadInput: a model is repeated.
-    """
-    if len(set(models)) < len(models):
-        raise BadInput(f"--models is '{','.join(models)}', which repeats a model: give each once.")
-    short = [model.rstrip("/").rpartition("/")[2] for model in models]
-    return dict(zip(short if len(set(short)) == len(short) else models, models, strict=True))
-
-
-def parse_seeds(text: str, seed: str | None) -> tuple[int, ...]:
-    """Return the seeds that `--seeds` lists by comma; `seed` is the value of `--seed`, which a sweep does not accept.
-
-    Raises:
-        BadInput: an item is not a whole number or is repeated, or `--seed` is present.
-    """
-    if seed is not None:
-        raise BadInput("sweep has no --seed, but --seeds 0,1,2: give the seed there.")
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
-        raise BadInput(f"--seeds is '{text}', but must be whole numbers by comma, each once, such as 0,1,2.")
-    return tuple(map(int, parts))
-
-
-def label(recipe: Recipe) -> str:
-    """Return the name of a method's weights: the variant, or the adapter's method, which a study calls grpo."""
-    return recipe.train.method if recipe.train.adapter else recipe.train.variant
 
 
 @dataclass(frozen=True)
@@ -186,7 +94,7 @@ def study(
     params = {"device": targets[0].device, "seeds": ",".join(map(str, seeds)), "arms": ",".join(map(label, methods))}
     params |= {"models": ",".join(models.values())} if models else {}
     with runs.step("sweep", methods[0], sections=tuple(SECTIONS), params=params) as run:
-        controls = any(map(_controlled, methods))
+        controls = any(map(is_controlled, methods))
         per_seed = 2 * len(others) + 2 + len(methods[0].quantize.schemes) + controls
         launcher = Launcher({}, run.info.run_id, len(targets) * (len(seeds) * per_seed + register))
         for target, outcome in zip(targets, outcomes, strict=True):
@@ -233,7 +141,7 @@ def _check(name: str, arms: dict[int, list[Arm]], typed: dict[str, str], first: 
     from qrl.study.forecast import Shape
 
     methods = [recipe for _, recipe, _ in next(iter(arms.values()))]
-    own_schemes = [_scheme(recipe) for recipe in methods if recipe.train.qat != "none"]
+    own_schemes = [scheme_of(recipe) for recipe in methods if recipe.train.qat != "none"]
     device, base = preflight.check(methods[0], {"recipe": first, **typed}, beside=own_schemes, yes=yes)
     return _Target(name, arms, device, base, Shape.of(source.locate(methods[0].model)).parameters)
 
@@ -272,18 +180,6 @@ def _register(target: _Target, outcome: SweepOutcome, seed: int, launcher: Launc
     return ""
 
 
-def stages_of(variant: str, scheme: str) -> list[str]:
-    """Return the stages that lead to a cell of a sweep, as `promote.stages` types them; the last one is the cell's."""
-    cell, form = f"{variant}:{scheme}", scheme.removeprefix(names.ROUNDED_PREFIX)
-    before = [f"{names.BASE}={names.BASE}:{names.FULL}", f"{names.GRPO}={names.GRPO}:{names.FULL}"]
-    if variant == names.GRPO:
-        return [*before, f"{scheme if scheme == names.AWQ else f'ptq-{scheme}'}={cell}"]
-    if variant.startswith(names.QAD_PREFIX):
-        return [*before, f"distilled-{form}={cell};made_from={names.GRPO};loss_to={names.GRPO}"]
-    own = variant if scheme == names.FULL else form
-    return [*before, f"{own}={cell};made_from={names.BASE};loss_to={names.GRPO}"]
-
-
 @dataclass
 class _Seed:
     """All methods under one seed."""
@@ -317,14 +213,14 @@ class _Seed:
         recipe, teacher, more = arm.recipe, None, {}
         if recipe.train.teacher:  # the sweep's own GRPO model replaces the recipe's teacher
             teacher, more = grpo, {"model": str(addresses.folder(grpo[0])), "train.teacher": grpo[0]}
-        if _controlled(recipe) and f"{CONTROL}:{names.FULL}" not in self.models:
+        if is_controlled(recipe) and f"{CONTROL}:{names.FULL}" not in self.models:
             control = self._steps(arm, more | {"train.qat": "none"})
             self.models[f"{CONTROL}:{names.FULL}"] = self._train(control, control.recipe, teacher)
         trained = self._train(self._steps(arm, more), recipe, teacher)
         if recipe.train.qat == "none":
             self.models[f"{label(recipe)}:{names.FULL}"] = trained
             return
-        scheme = _scheme(recipe)
+        scheme = scheme_of(recipe)
         own = recipe.model_copy(update={"quantize": recipe.quantize.model_copy(update={"schemes": (scheme,)})})
         steps = self._steps(arm._replace(recipe=own))
         stored = steps.quantize({names.BASE: base, names.GRPO: grpo, label(recipe): trained})
@@ -346,12 +242,3 @@ class _Seed:
 
     def _failed(self, labels: list[str], error: QrlError) -> None:
         self.outcome.failed.append(f"{', '.join(labels)}, seed {self.seed}: {error}")
-
-
-def _scheme(arm: Recipe) -> str:
-    return f"{names.ROUNDED_PREFIX}{arm.train.qat}"
-
-
-def _controlled(arm: Recipe) -> bool:
-    """Whether a method distils into quantized weights, and so needs a control."""
-    return bool(arm.train.teacher) and arm.train.qat != "none"

@@ -9,7 +9,7 @@ from qrl import cli, figures, recipe, stats
 from qrl.compare import convergence, ranking
 from qrl.errors import BadInput
 from qrl.stats.text import interval
-from qrl.study import sweep as study
+from qrl.study import arms as study
 from qrl.tracking import contents
 
 RATES = {("base", "full"): 0.3, ("grpo", "full"): 0.7, ("grpo", "nf4"): 0.6, ("qat-int4", "rtn-int4"): 0.8}

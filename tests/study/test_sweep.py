@@ -14,7 +14,7 @@ import pytest
 import qrl
 from qrl import names, tiny
 from qrl.errors import BadInput, GateRefused, QrlError
-from qrl.study import sweep
+from qrl.study import arms, sweep
 from qrl.study.launch import DryRun, Launcher, Result
 from qrl.study.pipeline import StudySteps
 from qrl.tracking import addresses
@@ -105,9 +105,9 @@ def artifacts() -> Path:
     return Path(runs[0].info.artifact_uri.removeprefix("file://"))
 
 
-def run(large: Path, arms=("qat-int4", "qad-int4"), seeds=(0, 1), **options) -> None:
-    models = sweep.parse_models(["qrl-tiny", str(large)])
-    sweep.study("tiny-ptq", arms, seeds, TYPED, models=models, **options)
+def run(large: Path, others=("qat-int4", "qad-int4"), seeds=(0, 1), **options) -> None:
+    models = arms.parse_models(["qrl-tiny", str(large)])
+    sweep.study("tiny-ptq", others, seeds, TYPED, models=models, **options)
 
 
 def test_every_method_runs_on_every_model_and_the_losses_stand_by_size(steps, large, capsys):
@@ -162,7 +162,7 @@ def test_a_model_whose_base_was_unhealthy_is_named_too(steps, large, monkeypatch
 
     monkeypatch.setattr(StudySteps, "evaluate", evaluate)
     with pytest.raises(QrlError, match=r"large \(Cell base · full is missing"):
-        run(large, arms=(), seeds=(0,))
+        run(large, others=(), seeds=(0,))
     assert (artifacts() / "qrl-tiny" / "methods.md").is_file()
 
 
@@ -170,12 +170,12 @@ def test_a_best_cell_that_its_gate_refuses_is_reported_after_the_tables(steps, l
     _, broken = steps
     broken.add("refuse")
     with pytest.raises(GateRefused, match="it lost"):
-        run(large, arms=(), seeds=(0,), register=True)
+        run(large, others=(), seeds=(0,), register=True)
     assert "it lost" in (artifacts() / "sizes.md").read_text()
 
 
 def test_the_mean_reward_is_that_of_trainings_rewards(steps, large):
-    models = sweep.parse_models(["qrl-tiny", str(large)])
+    models = arms.parse_models(["qrl-tiny", str(large)])
     typed = TYPED | {"train.rewards": "correct,format", "train.reward_weights": "1,0.5"}
     sweep.study("tiny-ptq", (), (0,), typed, models=models)
     found = json.loads((artifacts() / "sizes.json").read_text())["methods"][0]
