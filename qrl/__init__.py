@@ -57,7 +57,7 @@ def load(
 
     Args:
         name: name of the registered model, such as "qrl-tiny".
-        stage: base, grpo, awq, Staging, Production, or a version number.
+        stage: base, grpo, awq, or as the recipe declared it; Staging, Production, or a version number.
         device: auto, cpu or cuda.
         dtype: dtype of activations; auto is bf16 on a GPU and fp32 on a CPU.
 

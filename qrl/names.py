@@ -30,10 +30,9 @@ KV_FP8 = "+kv-fp8"  # after a scheme: its checkpoint, run by vLLM with key-value
 
 FORMAT_FILE = r"(^|/)[\w.+-]+\.yaml$"  # a path whose name can be part of a variant: qat-NAME
 
-# Stages: each is an alias in the registry, mirrored to one of MLflow's own stages.
-STAGES = ("base", "grpo", "awq")
-STAGE_CELL = {"base": f"{BASE}:{FULL}", "grpo": f"{GRPO}:{FULL}", "awq": f"{GRPO}:{AWQ}"}  # the one that may hold it
-MLFLOW_STAGE = {"base": "None", "grpo": "Staging", "awq": "Production"}
+# Stages of a recipe that declares none, each with the cell that may hold it. A stage is an alias in the registry.
+STAGE_CELL = {"base": f"{BASE}:{FULL}", "grpo": f"{GRPO}:{FULL}", "awq": f"{GRPO}:{AWQ}"}
+STAGES = tuple(STAGE_CELL)
 
 # Tags
 TAG_STEP = "qrl.step"
@@ -45,6 +44,8 @@ TAG_CACHE_KEY = "qrl.cache_key"
 TAG_PARENT_DIGEST = "qrl.parent_digest"
 TAG_CHAT = "qrl.chat_template_kwargs"  # of a version, as JSON: how its evaluation rendered chats; absent if plainly
 TAG_PARENT_VERSION = "qrl.parent_version"
+TAG_STAGES = "qrl.stages"  # of a registered model: the stages that recipes declared for it, as `promote.stages`
+TAG_MIRROR = "qrl.mirror."  # and MLflow's stage: the stage of ours that it shows
 TAG_REASON = "qrl.reason"
 TAG_VERDICT = "qrl.verdict"  # of a run that a gate refused: `refused`; qrl.reason says why
 TAG_EXIT_CODE = "qrl.exit_code"
@@ -58,6 +59,12 @@ TAG_STOPPED = "qrl.stopped"  # the watcher that ended a training early, and the 
 def gate_tag(stage: str) -> str:
     """Return the tag of a version that holds the verdict of a stage's gate: `passed` or `refused`."""
     return f"qrl.gate.{stage}"
+
+
+def judged_stage(tag: str) -> str | None:
+    """Return the stage whose verdict a tag of a version holds, or None if it is another tag."""
+    stage = tag.removeprefix(gate_tag(""))
+    return None if stage == tag or "." in stage else stage
 
 
 def gate_record_tag(stage: str) -> str:

@@ -71,6 +71,15 @@ class Capacity:
         """The point at the capacity; None where no rate holds."""
         return next((point for point in self.points if point.rate == self.held), None)
 
+    @property
+    def text(self) -> str:
+        """The capacity with its bounds, such as `45.3 [38.1, 45.3]`."""
+        if not self.held:
+            return f"below {self.points[0].rate:.3g}"
+        low, high = self.bounds
+        more = "≥ " if self.at_limit is self.points[-1] else ""
+        return f"{more}{self.held:.3g} [{low:.3g}, {high:.3g}]"
+
     def _largest(self, end: str) -> float:
         largest = 0.0
         for point in self.points:
@@ -145,7 +154,7 @@ def markdown(measured: Sequence[Capacity]) -> str:
         if at:
             seconds = (summary.text(value, 3) for value in (at.latency_p95_s, at.first_token_s))
             speeds = [*seconds, summary.text(at.tokens_per_s, 0)]
-        rows.append([capacity.label, rate_text(capacity), *speeds, size])
+        rows.append([capacity.label, capacity.text, *speeds, size])
     first, points = measured[0], [point for capacity in measured for point in capacity.points]
     note = (
         f"{first.engine}; `vllm bench serve`, open-loop Poisson arrivals. The limit is a 95th percentile of latency of "
@@ -155,15 +164,6 @@ def markdown(measured: Sequence[Capacity]) -> str:
         f"n = {min(point.requests for point in points)} requests or more a rate."
     )
     return "\n".join(table(head, rows)) + f"\n\n{note}\n"
-
-
-def rate_text(capacity: Capacity) -> str:
-    """Return a capacity with its bounds, such as `45.3 [38.1, 45.3]`."""
-    if not capacity.held:
-        return f"below {capacity.points[0].rate:.3g}"
-    low, high = capacity.bounds
-    more = "≥ " if capacity.at_limit is capacity.points[-1] else ""
-    return f"{more}{capacity.held:.3g} [{low:.3g}, {high:.3g}]"
 
 
 def metrics(capacity: Capacity) -> dict[str, float]:

@@ -90,12 +90,18 @@ def study_command(typed: Typed, settings, yes: bool | None) -> None:
 
 
 @cli.command("sweep", cls=RecipeCommand, sections=ALL, first=STUDY, auto="tiny-ptq", checkout=True)
-@option("--arms", metavar="NAME|FILE.yaml,…", help="Recipes of the other methods. [default: those for qrl-tiny]")
+@option("--models", metavar="MODEL,…", help="Models, each with every method; adds a table of the losses by size.")
+@option(
+    "--arms",
+    metavar="NAME|FILE.yaml,…",
+    help="Recipes or changes of --recipe: the other methods. [default: qrl-tiny's]",
+)
 @option("--seeds", default="0", metavar="N,…", help="Seeds; every method runs under each.")
+@option("--register", **SWITCH, help="Promote the best quantized cell of each model, through its gates.")
 @YES
 @click.pass_obj
-def sweep_command(typed: Typed, settings, arms: str | None, seeds: str, yes: bool | None) -> None:
-    """Train several methods under several seeds, and rank them.
+def sweep_command(typed: Typed, settings, models, arms, seeds: str, register, yes: bool | None) -> None:
+    """Train several methods under several seeds, on one model or on several, and rank them.
 
     --recipe is GRPO in full precision, quantized afterwards (PTQ). --arms are the other methods, by default QLoRA,
     quantization-aware training (QAT) and distillation. All other options apply to every method.
@@ -103,13 +109,19 @@ def sweep_command(typed: Typed, settings, arms: str | None, seeds: str, yes: boo
     \b
     qrl sweep --seeds 0,1,2
     qrl sweep --arms qat-int4,tiny-qlora --evaluate.n 1000
+    qrl sweep --models FOLDER,FOLDER --recipe my.yaml --arms qat-int4
     """
+    from qrl.study import arms as methods
     from qrl.study import sweep
 
     overrides = {key: text for key, text in typed.overrides.items() if key not in ("recipe", "seed")}
-    first = sweep.FIRST if typed.overrides["recipe"] == "auto" else typed.overrides["recipe"]
-    others = sweep.ARMS if arms is None else tuple(listed("--arms", arms))
-    sweep.study(first, others, sweep.parse_seeds(seeds, typed.overrides.get("seed")), overrides, yes=bool(yes))
+    first = methods.FIRST if typed.overrides["recipe"] == "auto" else typed.overrides["recipe"]
+    others = methods.ARMS if arms is None else tuple(listed("--arms", arms))
+    if models and "model" in overrides:
+        raise BadInput("sweep got both --model and --models: give --models alone.")
+    by_name = methods.parse_models(listed("--models", models)) if models is not None else {}
+    numbers = methods.parse_seeds(seeds, typed.overrides.get("seed"))
+    sweep.study(first, others, numbers, overrides, models=by_name, register=bool(register), yes=bool(yes))
 
 
 @cli.command("train", cls=RecipeCommand, sections=("train", "rollout", "watch"), first=TRAIN, checkout=True)

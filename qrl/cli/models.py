@@ -8,7 +8,13 @@ from click import option
 from qrl.cli.options import SWITCH, Finite, RecipeCommand, Typed, listed
 from qrl.errors import BadInput
 
-GATES = ("model", "registered_name", "promote.min_gain", "promote.max_loss")  # fields that `--help` shows first
+GATES = (
+    "model",
+    "registered_name",
+    "promote.stages",
+    "promote.min_gain",
+    "promote.max_loss",
+)  # fields that `--help` shows first
 SPEED = ("model", "device", "evaluate.engine", "benchmark.batches", "benchmark.rounds", "benchmark.new_tokens")
 POSITIVE = Finite(0, min_open=True)
 # What `serve --help` says of the options for vLLM.
@@ -19,7 +25,7 @@ DRAIN = "With --follow: how long a replaced version may finish its requests. [de
 
 
 @click.command("promote", cls=RecipeCommand, sections=("promote",), first=GATES)
-@option("--stage", required=True, metavar="base|grpo|awq", help="Stage to promote to; several by comma, in order.")
+@option("--stage", required=True, metavar="base|grpo|awq", help="Stage of promote.stages; several by comma.")
 @option("--cell", metavar="RUN", help="Evaluation run of the candidate; one per stage, by comma.")
 @option("--rollback", **SWITCH, help="Return the stage to the version before its last promotion.")
 @click.pass_obj
@@ -64,7 +70,7 @@ def serve_command(typed: Typed, settings, **options) -> None:
 
 
 @click.command("benchmark", cls=RecipeCommand, sections=("benchmark",), first=SPEED)
-@option("--stages", metavar="STAGE|N,…", help="Stages or versions. [default: base, grpo, awq, and base under AWQ]")
+@option("--stages", metavar="STAGE|N,…", help="Stages or versions. [default: all that exist, and base under AWQ]")
 @option("--models", metavar="VARIANT:SCHEME=MODEL,…", help="Models to measure instead of stages.")
 @option("--url", metavar="URL", help="Measure a running server of the first model with `vllm bench serve`.")
 @option("--capacity", "rates", **SWITCH, help="Find the requests a second that each model holds when vLLM serves it.")

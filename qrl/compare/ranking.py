@@ -25,6 +25,7 @@ from qrl.stats.text import interval, table
 
 # Gains are measured from the first, errors from the second.
 PLAIN, FULL = (names.BASE, names.FULL), (names.GRPO, names.FULL)
+CONTROL = ("distilled", names.FULL)  # of distilled methods: the same further steps without quantization
 METHODS_MD, METHODS_JSON = "methods.md", "methods.json"
 
 
@@ -39,6 +40,7 @@ class Method:
     error: Estimate | None  # − grpo at full precision
     over_grpo: Estimate | None  # − grpo quantized after training to the same scheme
     over_base: Estimate | None  # − base in the same scheme
+    over_control: Estimate | None = None  # of a distilled method, − the same further steps without quantization
 
     @property
     def cell(self) -> Cell:
@@ -47,7 +49,7 @@ class Method:
     @property
     def quantized(self) -> bool:
         """Whether this is a trained model that is quantized, or was trained quantized."""
-        return self.variant != names.BASE and self.cell != FULL
+        return self.variant != names.BASE and self.cell not in (FULL, CONTROL)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ def measure(frame: pd.DataFrame) -> Methods:
         accuracy = evidence.accuracy((labels[cell], names.FULL))
         own_scheme = cell[0] not in (names.BASE, names.GRPO) and cell[1] != names.FULL
         others = (PLAIN, FULL, *((variant, cell[1]) if own_scheme else None for variant in (names.GRPO, names.BASE)))
-        rows.append(Method(*cell, accuracy, *(minus(cell, other) for other in others)))
+        control = CONTROL if cell[0].startswith(names.QAD_PREFIX) else None
+        rows.append(Method(*cell, accuracy, *(minus(cell, other) for other in (*others, control))))
     rows.sort(key=lambda row: -row.accuracy.estimate)
     small = [row.cell for row in rows if row.quantized]
     differences = {pair: minus(*pair) for pair in combinations(small, 2)}
@@ -167,6 +170,9 @@ def findings(methods: Methods) -> list[str]:
             relation = relation if p < 1 - LEVEL else "does not differ significantly from"
             other = f"grpo quantized to {row.scheme} after training"
             sentences.append(f"{row.variant} {relation} {other}: {size}, Holm-corrected p = {p:.2g}.")
+        if row.over_control is not None:
+            control = f"its control, {names.cell_name(*CONTROL)}: the same further steps without quantization"
+            sentences.append(f"{methods.shown(row.cell)} − {control}: {interval(row.over_control)}.")
     return sentences
 
 

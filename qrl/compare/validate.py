@@ -88,7 +88,7 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
     table = frame.filter(items=[*COLUMNS, "cluster", "sample"]).assign(correct=correct)
     table = table.astype({"variant": str, "scheme": str, "question": str})
     check_compatible(frame)
-    table["seed"] = _seed_labels(pd.Series(frame["seed"])) if "seed" in frame else ""
+    table["seed"] = seed_labels(pd.Series(frame["seed"])) if "seed" in frame else ""
     key = [column for column in ("variant", "scheme", "seed", "question", "sample") if column in table]
     twice = pd.DataFrame(table[table.duplicated(subset=key)])
     if len(twice):
@@ -101,7 +101,7 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def _seed_labels(seeds: pd.Series) -> pd.Series:
+def seed_labels(seeds: pd.Series) -> pd.Series:
     """Return seeds as text; whole numbers stay whole even if empty values made the column float."""
     numbers = pd.Series(pd.to_numeric(seeds.astype(str), errors="coerce"), dtype=float)
     whole = (numbers.abs() < 2**53) & (numbers % 1 == 0)

@@ -11,5 +11,6 @@ from qrl.figures.divergence import behaviour
 from qrl.figures.heatmaps import movement, schemes
 from qrl.figures.plan import chances
 from qrl.figures.rewards import training
+from qrl.figures.sizes import sizes
 from qrl.figures.study import Study, report, weights_page
 from qrl.figures.weights import layer_error, spread

@@ -61,8 +61,6 @@ def capacities(measured: Sequence[Capacity], path: str | Path) -> None:
         measured: from `benchmark.capacity`.
         path: the PNG to write.
     """
-    from qrl.benchmark.capacity import rate_text
-
     figure, axes = canvas(7.4, 4.2)
     for number, capacity in enumerate(measured):
         values = [point.latency_p95_s for point in capacity.points]
@@ -80,7 +78,7 @@ def capacities(measured: Sequence[Capacity], path: str | Path) -> None:
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
     best = max(measured, key=lambda capacity: capacity.held)
-    title = f"At a p95 of {limit:g} s, {best.label} holds {rate_text(best)} requests/s"
+    title = f"At a p95 of {limit:g} s, {best.label} holds {best.text} requests/s"
     points = [point for capacity in measured for point in capacity.points]
     note = (
         f"{best.engine}, Poisson arrivals. The dotted line is the limit. Bars are 95 % intervals over "

@@ -1,5 +1,17 @@
 """Typed recipes, the one source of parameters: their sections, and the loader that reads and checks their files."""
 
-from qrl.recipe.load import DEFAULT, RENAMED, about, default, fields, load, names, needs_gpu, type_name
+from qrl.recipe.load import (
+    DEFAULT,
+    RENAMED,
+    about,
+    change,
+    default,
+    fields,
+    is_whole,
+    load,
+    names,
+    needs_gpu,
+    type_name,
+)
 from qrl.recipe.sections import Benchmark, Evaluate, Quantize, Recipe
 from qrl.recipe.training import PACKED, Rollout, Train, Watch, reward_name

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from qrl.errors import BadInput
 from qrl.recipe import documents, prompts
 from qrl.recipe.base import Section
-from qrl.recipe.sections import Recipe
+from qrl.recipe.sections import Recipe, as_text
 
 NAMED = Path(__file__).parent / "named"  # a YAML file per recipe
 DEFAULT = "auto"  # no recipe is named: the one that `default` returns
@@ -87,6 +87,29 @@ def load(name_or_path: str = DEFAULT, overrides: Mapping[str, str] | None = None
         return Recipe.model_validate(document)
     except ValidationError as error:
         raise BadInput(_sentence(error)) from None
+
+
+def change(name_or_path: str) -> dict[str, str]:
+    """Return what a recipe changes in the whole one that it extends, as typed: dotted key → text.
+
+    A recipe that names a model is whole. One that extends nothing counts entirely, whole or not.
+
+    Raises:
+        BadInput: as `load`.
+    """
+    path = root = _path(name_or_path)
+    values = _read(path)
+    while parent := documents.parse(root, f"Recipe {root}").get(EXTENDS):
+        root = _locate(parent, root.parent) or root  # `_read` has refused those that do not exist
+    below = _read(root) if root != path else {}
+    below = below if "model" in below else {}
+    changed = {key: value for key, value in values.items() if key != MACHINE and below.get(key, ()) != value}
+    return {key: as_text(list(value) if isinstance(value, tuple) else value) for key, value in changed.items()}
+
+
+def is_whole(name_or_path: str) -> bool:
+    """Return whether a recipe, or one that it extends, names a model; raise BadInput if there is no such recipe."""
+    return name_or_path == DEFAULT or "model" in _read(_path(name_or_path))
 
 
 def default(overrides: Mapping[str, str], *, device: str = "cuda") -> str:

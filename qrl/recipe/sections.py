@@ -8,10 +8,11 @@ import json
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import JsonValue
+from pydantic import JsonValue, field_validator
 
 from qrl import names as known
 from qrl.recipe.base import NO_KEY, Count, Fraction, NoKey, NotInKey, Section, Selection, once, one_of, option
+from qrl.recipe.stages import DEFAULT, Stage, completed
 from qrl.recipe.training import Merge, Rollout, Train, Watch
 
 Scheme = Literal[
@@ -107,13 +108,27 @@ class Compare(Section):
 
 
 class Promote(Section):
-    """The bounds of the promotion gates."""
+    """The stages of a study, and the bounds of their gates."""
 
     min_gain: float = option(0.0, "grpo: the lower 95 % bound of the paired gain must be above this", ge=-1, lt=1)
     max_loss: float = option(0.05, "awq: the lower 95 % bound of awq − full must be above minus this", gt=0, le=1)
     max_length_growth: float | None = option(
         None, "largest growth of tokens per answer against the stage before, by its upper 95 % bound; 0.2: 20 %", ge=0
     )
+    stages: tuple[Stage, ...] = option(
+        (), "stages in order, STAGE=VARIANT:SCHEME,…; default: base=base:full,grpo=grpo:full,awq=grpo:awq"
+    )
+
+    @field_validator("stages")
+    @classmethod
+    def _fit_together(cls, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        completed(stages)
+        return stages
+
+    @property
+    def declared(self) -> tuple[Stage, ...]:
+        """The stages, complete: those of the recipe, or else base, grpo and awq."""
+        return completed(self.stages) or DEFAULT
 
 
 class Benchmark(Section):
@@ -183,9 +198,9 @@ class Recipe(Section):
         values = {}
         for key, value in self.model_dump(mode="json").items():
             if not isinstance(value, dict):
-                values[key] = _text(value)
+                values[key] = as_text(value)
             elif not sections or key in (*sections, _ALWAYS):
-                values |= {f"{key}.{name}": _text(inner) for name, inner in value.items()}
+                values |= {f"{key}.{name}": as_text(inner) for name, inner in value.items()}
         return values
 
     def key_settings(self, *sections: str) -> dict[str, str]:
@@ -196,9 +211,10 @@ class Recipe(Section):
         return {key: value for key, value in self.flat().items() if key in covered}
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """Return a field's value as `-P` takes it; `value` is as JSON has it."""
     if isinstance(value, list):
-        return ",".join(map(str, value))
+        return ",".join(str(Stage(**item) if isinstance(item, dict) else item) for item in value)
     if isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False, sort_keys=True)
     return "null" if value is None else str(value)

@@ -1,25 +1,37 @@
 """The promotion decision: numbers in, verdict and reasons out. It reads nothing and moves nothing.
 
+A recipe declares its stages (`promote.stages`), and each asks for its own cell, a healthy evaluation, and weights that
+were made from the version at an earlier stage. `gain_over` and `loss_to` name the stages to compare with:
+
     base   base:full, the base model itself; healthy; and the weights that were evaluated are the version's
     grpo   grpo:full, made from the base version; the lower bound of its paired gain is above `promote.min_gain`
     awq    grpo:awq, made from the grpo version; its loss against that is smaller than `promote.max_loss`
 
-With `promote.max_length_growth`, the tokens per answer of grpo and awq may not grow by more than that either.
+With `promote.max_length_growth`, the tokens per answer of a stage made from another may not grow by more than that.
 Bounds are those of the two-sided 95 % interval, the one that the table prints. What cannot be compared (a bound that is
-NaN, an empty digest) counts as not shown and is refused.
+NaN, an empty digest, another task) counts as not shown and is refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from qrl import names
+from qrl.recipe.stages import Stage
 from qrl.stats import Estimate, signed
 from qrl.stats.text import interval
 from qrl.tracking.cells import Evaluated
 
-BEFORE = {"grpo": "base", "awq": "grpo"}  # stage → the stage that its weights are made from
-_CHANGES = {"grpo": ("gain", "gain over base", 1), "awq": ("difference", "difference to grpo at full precision", -1)}
 _Check = tuple[bool, str, dict[str, float | str]]  # passed, the reason, what was compared
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The candidate's accuracy minus that of the version at a stage, paired, and how it is judged."""
+
+    stage: str
+    other: str  # the stage, as the reason names it
+    value: Estimate
+    limit: float  # accuracy
+    gain: bool  # the lower bound must be above the limit; otherwise above minus the limit
 
 
 @dataclass(frozen=True)
@@ -40,48 +52,55 @@ class Decision:
 
 
 def decide(
-    stage: str,
+    stage: Stage,
     cell: Evaluated,
     version_digest: str,
     *,
+    parent: str = "",
     before_digest: str = "",
-    difference: Estimate | None = None,
-    limit: float = 0.0,
+    tasks: Mapping[str, str] | None = None,
+    differences: Sequence[Comparison] = (),
     growth: Estimate | None = None,
     max_growth: float | None = None,
 ) -> Decision:
-    """Decide on a stage: by cell, health, digest and lineage, and all but base by their difference too.
+    """Decide on a stage: by cell, health, digest and lineage, by task, and by every difference that the stage asks for.
 
     Args:
-        stage: base, grpo or awq.
+        stage: as the recipe declares it, complete.
         cell: the candidate's evaluation.
         version_digest: of the weights that would be served.
-        before_digest: of the version at the stage before; for base, of the base model.
-        difference: accuracy minus that of the version at the stage before, paired; only base has none.
-        limit: accuracy, `promote.min_gain` or `promote.max_loss`.
-        growth: relative change of tokens per answer against the version at the stage before.
+        parent: digest of the model that must be the one at `stage.made_from`; for the base, unused.
+        before_digest: of the version at `stage.made_from`; for the base, of the base model.
+        tasks: stage → task of its evaluation, for the stages that the candidate is compared with.
+        differences: as the stage asks for; without them, only another task can have kept them from being computed.
+        growth: relative change of tokens per answer against the version at `stage.made_from`.
         max_growth: `promote.max_length_growth`; None sets no limit.
     """
     checks = [_cell(stage, cell), _health(cell.broken), _digest(cell.digest, version_digest)]
-    if stage not in BEFORE:
-        checks.append(_itself(cell.digest, before_digest))
-    else:
-        if difference is None:
-            raise ValueError(f"Stage {stage} needs the difference to stage {BEFORE[stage]}: pass both.")
-        checks += [_lineage(cell.parent, before_digest, BEFORE[stage]), _bound(stage, difference, limit)]
-        if max_growth is not None:
-            checks.append(_length(BEFORE[stage], growth, max_growth))
+    checks += [_itself(cell.digest, before_digest)] if stage.made_from is None else []
+    checks += [_lineage(parent, before_digest, stage.made_from)] if stage.made_from else []
+    others = [_task(cell.task, task, other) for other, task in (tasks or {}).items() if task != cell.task]
+    if not others and len(differences) != sum(other is not None for other in (stage.gain_over, stage.loss_to)):
+        raise ValueError(f"Stage {stage.stage} needs a difference to each stage that it is compared with.")
+    checks += [*others, *map(_bound, differences)]
+    checks += [_length(stage.made_from, growth, max_growth)] if stage.made_from and max_growth is not None else []
     facts = {key: value for _, _, compared in checks for key, value in compared.items()}
     reasons = tuple(reason for _, reason, _ in sorted(checks, key=lambda check: check[0]))  # failed ones first
-    return Decision(stage, all(passed for passed, _, _ in checks), reasons, facts)
+    return Decision(stage.stage, all(passed for passed, _, _ in checks), reasons, facts)
 
 
-def _cell(stage: str, cell: Evaluated) -> _Check:
-    wanted, actual = names.STAGE_CELL[stage], f"{cell.variant}:{cell.scheme}"
+def _cell(stage: Stage, cell: Evaluated) -> _Check:
+    wanted, actual = stage.cell, f"{cell.variant}:{cell.scheme}"
     facts: dict[str, float | str] = {"cell": actual}
     if actual == wanted:
         return True, f"It is the cell {wanted}.", facts
     return False, f"It is the cell {actual}, but only {wanted} can hold the stage: give a run of {wanted}.", facts
+
+
+def _task(task: str, expected: str, stage: str) -> _Check:
+    facts: dict[str, float | str] = {"task": task, f"{stage}_task": expected}
+    differ = f"It was evaluated on the task {task}, but stage {stage} on {expected}"
+    return False, f"{differ}: evaluate both on the same task.", facts
 
 
 def _itself(digest: str, base: str) -> _Check:
@@ -112,13 +131,15 @@ def _lineage(parent: str, expected: str, stage: str) -> _Check:
     return False, f"It was made from {_short(parent)}, not from {at_stage}: promote its own parent first.", facts
 
 
-def _bound(stage: str, value: Estimate, limit: float) -> _Check:
-    key, name, sign = _CHANGES[stage]
-    bound = sign * limit
+def _bound(compared: Comparison) -> _Check:
+    value, limit = compared.value, compared.limit
+    bound = limit if compared.gain else -limit
     passed = value.low > bound
     where = f"{'above' if passed else 'not above'} {'0' if bound == 0 else signed(bound)}"
+    key = "gain" if compared.gain else "difference"
+    name = f"{'gain over' if compared.gain else 'difference to'} {compared.other}"
     reason = f"The {name} is {interval(value)} on n = {value.n} questions; its lower 95 % bound is {where}."
-    facts = {key: value.estimate, f"{key}_low": value.low, f"{key}_high": value.high}
+    facts = {key: value.estimate, f"{key}_low": value.low, f"{key}_high": value.high, f"{key}_to": compared.stage}
     return passed, reason, {**facts, "n": float(value.n), "limit": limit}
 
 

@@ -1,11 +1,13 @@
 """What MLflow's UI shows of a registered model and its versions: descriptions in Markdown."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from urllib.parse import quote
 
 from mlflow import MlflowClient, MlflowException
 
 from qrl import names
+from qrl.recipe.stages import Stage
+from qrl.registry import declared
 from qrl.registry.versions import Record, Version, versions_of
 from qrl.stats import Estimate
 from qrl.stats.text import interval
@@ -14,16 +16,6 @@ _MAX = 5000  # characters that every registry accepts
 _HEAD = (
     "Versions of one base model. A stage is an alias: a version that passes the gate gets it, until another one does."
 )
-_STAGES = f"""{_HEAD}
-
-- **`base`**: the base in full precision. Its evaluation must be healthy, and of the very weights that are served.
-- **`grpo`** (MLflow stage Staging): trained, in full precision. It must also be made from `base`, and the lower 95 % \
-bound of its gain must be above `promote.min_gain`.
-- **`awq`** (MLflow stage Production): trained, under AWQ. It must also be made from `grpo`, and the lower 95 % bound \
-of the difference to it must be above minus `promote.max_loss`.
-
-`promote --stage STAGE --rollback` returns a stage to the version before, `STAGE-previous`.
-"""
 _TABLE = "### Newest table of cells"
 _USE = (
     *("**Load**", "", "```python", "import qrl", 'model, tokenizer = qrl.load("{name}", {number})', "```", ""),
@@ -48,8 +40,28 @@ def publish(name: str, table: str = "") -> None:
         return
     if former and not former.startswith(_HEAD):
         return
+    stages = _stages(declared.known(name).values())
     table = table.replace("\n## ", "\n#### ").removeprefix("## ").strip() or former.partition(_TABLE)[2].strip()
-    MlflowClient().update_registered_model(name, _cut(f"{_STAGES}\n{_TABLE}\n\n{table}" if table else _STAGES))
+    MlflowClient().update_registered_model(name, _cut(f"{stages}\n{_TABLE}\n\n{table}" if table else stages))
+
+
+def _stages(stages: Iterable[Stage]) -> str:
+    """Return what a model's stages mean: the cell of each, and what its gate asks."""
+    lines = [_HEAD, ""]
+    for stage in stages:
+        mirrored = "" if stage.mlflow == "None" else f" (MLflow stage {stage.mlflow})"
+        asks = "Its evaluation must be healthy, and of the very weights that are served."
+        if stage.made_from:
+            parts = [f"be made from `{stage.made_from}`"]
+            if stage.gain_over:
+                limit = "`promote.min_gain`" if stage.min_gain is None else f"{stage.min_gain:g}"
+                parts.append(f"have a lower 95 % bound of its gain over `{stage.gain_over}` above {limit}")
+            if stage.loss_to:
+                limit = "`promote.max_loss`" if stage.max_loss is None else f"{stage.max_loss:g}"
+                parts.append(f"have a lower 95 % bound of its difference to `{stage.loss_to}` above minus {limit}")
+            asks = f"It must also {', and '.join(parts)}."
+        lines.append(f"- **`{stage.stage}`**{mirrored}: the cell `{stage.cell}`. {asks}")
+    return "\n".join([*lines, "", "`promote --stage STAGE --rollback` returns a stage to the version before.", ""])
 
 
 def refresh(name: str, number: int) -> None:
@@ -97,7 +109,8 @@ def _link(name: str, number: int) -> str:
 
 def _deltas(records: list[Record]) -> Iterator[str]:
     for record in records:
-        for key, other in (("gain", "base"), ("difference", "grpo")):
+        for key, usual in (("gain", "base"), ("difference", "grpo")):  # what stores did not name before
+            other = record.bounds.get(f"{key}_to", usual)
             if {"n", key, f"{key}_low", f"{key}_high"} <= record.bounds.keys():
                 estimate, low, high = (float(record.bounds[name]) for name in (key, f"{key}_low", f"{key}_high"))
                 yield f"{interval(Estimate(estimate, 0.0, low, high, int(record.bounds['n'])))} to `{other}`"
@@ -105,7 +118,8 @@ def _deltas(records: list[Record]) -> Iterator[str]:
 
 def _gate(record: Record) -> list[str]:
     head = f"**Gate `{record.stage}`: {'passed' if record.passed else 'refused'}**, {record.time}"
-    return [f"{head}, on evaluation run `{record.run}`", "", *(f"- {text}" for text in record.reasons), ""]
+    made_by = f", by study `{record.study}`" if record.study else ""
+    return [f"{head}, on evaluation run `{record.run}`{made_by}", "", *(f"- {text}" for text in record.reasons), ""]
 
 
 def _cut(text: str) -> str:

@@ -41,6 +41,7 @@ class Record:
     reasons: tuple[str, ...]
     bounds: Mapping[str, Any]  # the numbers and digests that were compared
     time: str  # ISO 8601, UTC
+    study: str = ""  # run of the study or sweep that promoted it; empty for a promotion by hand
 
     @classmethod
     def read(cls, stage: str, verdict: str, entry: Mapping[str, Any]) -> Record:
@@ -53,6 +54,7 @@ class Record:
             reasons=tuple(entry.get("reasons") or filter(None, [entry.get("why")])),
             bounds=entry.get("bounds") or entry.get("facts", {}),
             time=entry.get("time") or entry.get("at", ""),
+            study=entry.get("study", ""),
         )
 
 
@@ -96,8 +98,11 @@ class Version:
         return Record.read(stage, entry.get("verdict", REFUSED), entry)
 
     def gates(self) -> list[Record]:
-        """Return the decisions on this version, in the order of the stages."""
-        return [record for stage in names.STAGES if (record := self.gate(stage))]
+        """Return the decisions on this version: those of the usual stages first, the others by time."""
+        judged = [stage for tag in self.tags if (stage := names.judged_stage(tag))]
+        records = [record for stage in judged if (record := self.gate(stage))]
+        usual = {stage: place for place, stage in enumerate(names.STAGES)}
+        return sorted(records, key=lambda each: (usual.get(each.stage, len(usual)), each.time, each.stage))
 
     def __str__(self) -> str:
         cell = names.cell_name(self.variant, self.scheme)

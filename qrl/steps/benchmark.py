@@ -45,7 +45,7 @@ def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: st
 
     Args:
         recipe: its section `benchmark`; the prompts are held-out questions of its task.
-        stages: stages or versions, by comma; None without `models`: those of base, grpo, awq that exist.
+        stages: stages or versions, by comma; None without `models`: those that the model has.
         models: `variant:scheme=model`, by comma, instead of stages.
         url: of a running server to measure instead; the first subject gives its model and tokenizer.
         rates: serve each model with vLLM, and find the requests a second that it holds.
@@ -214,14 +214,15 @@ def _get(address: str) -> dict:
 
 
 def _stages(recipe: Recipe, stages: str | None) -> list[Subject]:
-    """Return the versions at stages, verified; by default base, grpo, awq and base's AWQ, as far as they exist."""
+    """Return the versions at stages, verified; by default those that exist, and base's AWQ."""
     name = registry.registered_name(recipe)
     chosen = [registry.resolve(name, stage.strip()) for stage in stages.split(",")] if stages else []
-    for stage in () if stages else names.STAGES:
+    has = registry.known(name)
+    for stage in () if stages else has:
         with contextlib.suppress(BadInput):  # no version there yet
             chosen.append(registry.resolve(name, stage))
     if not chosen:
-        lacks = f"{name} has no version at any of {', '.join(names.STAGES)} yet"
+        lacks = f"{name} has no version at any of {', '.join(has)} yet"
         raise BadInput(f"{lacks}: run a study, or give --models variant:scheme=MODEL.")
     by_cell = {(version.variant, version.scheme): version for version in chosen}
     if len(by_cell) < len(chosen):

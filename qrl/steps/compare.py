@@ -11,7 +11,7 @@ import click
 
 from qrl import compare as room
 from qrl import figures, names
-from qrl.compare import answers, ranking
+from qrl.compare import answers, ranking, sizes
 from qrl.errors import VerdictFailed
 from qrl.evaluate import groups
 from qrl.recipe import Recipe
@@ -54,7 +54,7 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
         if not runs.is_launched():  # a study prints the table at its end
             click.echo(text)
             click.echo(f"Logged to run {runs.active_id()}: {TABLE_FILES}.", err=True)
-            outcome.compared(cells)
+            outcome.compared(recipe, cells)
         artifacts = sorted(path.name for path in work.iterdir())
         values = {"sentence": comparison.sentence(), "metrics": comparison.metrics()}
         reuse.record_outputs(artifacts=artifacts, values=values)
@@ -141,7 +141,7 @@ def methods(recipe: Recipe, cells: list[str]) -> None:
         contents.describe(text)
         click.echo(text)
         click.echo(f"Logged to run {runs.active_id()}: {METHODS_FILES}, {names.QUESTIONS}.", err=True)
-        outcome.compared(cells)
+        outcome.compared(recipe, cells)
 
 
 def write(comparison: room.Comparison, out: Path, *, appendix: str = "") -> str:
@@ -175,4 +175,14 @@ def write_methods(
     title = ranking.findings(measured)[0] if measured.best else "No quantized method"
     with written(out, "methods", {ranking.METHODS_MD: text, ranking.METHODS_JSON: document}) as drawn:
         figures.methods(measured, title, drawn / "methods.png")
+    return text
+
+
+def write_sizes(measured: sizes.Sizes, out: Path, failed: Sequence[str], rewards: Sequence[str]) -> str:
+    """Write sizes.md, sizes.json and figures/sizes.png into a folder; return the text of the first."""
+    text = sizes.markdown(measured, failed, rewards)
+    document = json.dumps(sizes.as_json(measured, failed), indent=1) + "\n"
+    found = sizes.findings(measured)
+    with written(out, "sizes", {sizes.SIZES_MD: text, sizes.SIZES_JSON: document}) as drawn:
+        figures.sizes(measured, found[0].rstrip(".") if found else "The loss by model size", drawn / "sizes.png")
     return text

@@ -55,14 +55,15 @@ def evaluated(recipe: Recipe, models: Mapping[str, str], run_ids: Mapping[str, s
         _print(result, "evaluate", {"cells": _listed({base: recipe.model, **models})})
 
 
-def compared(run_ids: Sequence[str]) -> None:
+def compared(recipe: Recipe, run_ids: Sequence[str]) -> None:
     """Promote next the cells that have a stage, by the runs of their evaluations; under several seeds, the first."""
     by_cell = {}
     for run_id in reversed(run_ids):
         with contextlib.suppress(BadInput):  # rows that somebody else logged
             cell = cells.read(run_id)
             by_cell[f"{cell.variant}:{cell.scheme}"] = run_id
-    earned = {stage: by_cell[cell] for stage, cell in names.STAGE_CELL.items() if cell in by_cell}
+    declared = {stage.stage: stage.cell for stage in recipe.promote.declared}
+    earned = {stage: by_cell[cell] for stage, cell in declared.items() if cell in by_cell}
     if earned:
         _print("", "promote", {"stage": ",".join(earned), "cell": ",".join(earned.values())})
 

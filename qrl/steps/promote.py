@@ -14,6 +14,7 @@ from qrl import checkpoint, names, registry, source, stats
 from qrl.compare.validate import check_compatible
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
+from qrl.recipe.stages import Stage
 from qrl.registry import gate, versions
 from qrl.registry.stages import check_stage, holder
 from qrl.steps import inputs, outcome
@@ -27,7 +28,7 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
 
     Args:
         recipe: the section `promote`, and the fields that the user typed.
-        stages: of base, grpo, awq, in that order.
+        stages: as the recipe declares them, or the registered model has them; in order.
         run_ids: the candidates' evaluation runs, one per stage.
         typed: keys of the fields that the user typed; all others are those of the candidates' runs.
 
@@ -35,11 +36,11 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
         BadInput: a typed field contradicts a candidate's run, or the candidates belong to several models.
         GateRefused: a gate refused a candidate; no pointer of its stage was moved.
     """
-    for stage in stages:
-        check_stage(stage, "to promote to")
     if len(stages) != len(run_ids):
         raise BadInput(f"--stage names {len(stages)} and --cell {len(run_ids)}: give one cell's run per stage.")
     store.prepare()
+    for stage in stages:
+        check_stage(stage, recipe.promote.declared)
     candidates = [cells.read(run_id) for run_id in run_ids]
     bases = [_base(recipe, candidate, typed) for candidate in candidates]
     own = [_own(recipe, *pair, typed) for pair in zip(candidates, bases, strict=True)]
@@ -47,6 +48,11 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
     if differing := {registry.registered_name(each) for each in own} - {name}:
         several = " and ".join([name, *sorted(differing)])
         raise BadInput(f"The cells belong to several models, {several}: promote each of them by itself.")
+    registry.check_declared(name, recipe.promote.declared)
+    for stage in stages:
+        check_stage(stage, recipe.promote.declared, name)
+    every = registry.known(name) | {stage.stage: stage for stage in recipe.promote.declared}
+    judged = [every[stage] for stage in stages]
     if not runs.is_launched():
         facts = {"model": recipe.model, "task": recipe.task, "data": recipe.data, "seed": recipe.seed}
         said = ", ".join(f"{key} {value}" for key, value in facts.items() if value is not None)
@@ -54,7 +60,7 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
     with runs.step("promote", recipe, sections=("promote",), params={"stage": ",".join(stages), "registered": name}):
         outcomes = []
         try:
-            for stage, candidate, base in zip(stages, candidates, bases, strict=True):
+            for stage, candidate, base in zip(judged, candidates, bases, strict=True):
                 outcomes.append(_promote_one(recipe, name, stage, candidate, base))
                 click.echo(f"      {outcomes[-1]}", err=True)
         finally:
@@ -123,43 +129,81 @@ def rollback(recipe: Recipe, stage: str) -> None:
     outcome.promoted(name, stage)
 
 
-def _promote_one(recipe: Recipe, name: str, stage: str, candidate: Evaluated, base: Ancestor) -> str:
+def _promote_one(recipe: Recipe, name: str, stage: Stage, candidate: Evaluated, base: Ancestor) -> str:
     if not candidate.model:
-        raise GateRefused(f"Stage {stage} is refused: {' '.join(candidate.broken)}")
+        raise GateRefused(f"Stage {stage.stage} is refused: {' '.join(candidate.broken)}")
     if candidate.chat != (stored := models.params(candidate.model).get(models.CHAT, "{}")):
         evaluated = f"Run {candidate.run_id} rendered chats with chat.template_kwargs {candidate.chat}"
         raise BadInput(
             f"{evaluated}, but {candidate.model} is stored to render them with {stored}: evaluate it with the latter, "
             "or train and quantize with the former."
         )
-    before = registry.resolve(name, gate.BEFORE[stage]) if stage in gate.BEFORE else None
+    before = registry.resolve(name, stage.made_from) if stage.made_from else None
     facts = {key: getattr(candidate, key) for key in ("digest", "variant", "scheme", "accuracy", "stderr", "n", "chat")}
     parent = before.version if before else None
     version = registry.register(name, candidate.model, **facts, parent_version=parent)
-    held_by = holder(name, stage)  # asked of a model that is there: a server with rights denies what it does not have
-    decision = _decide(recipe, stage, candidate, version, before or base)
+    held_by = holder(name, stage.stage)  # asked of a model that is there: a server with rights denies what it lacks
+    decision = _decide(recipe, name, stage, candidate, version, before or base)
     record = {"run": candidate.run_id, "reasons": decision.reasons, "bounds": decision.facts}
+    if study := runs.parent_id():
+        record["study"] = study
     if not decision.passed:
-        registry.refuse(name, stage, version.version, record=record)
+        registry.refuse(name, stage.stage, version.version, record=record)
         raise GateRefused(f"{decision} The stage remains as it was.")
     registry.promote(name, stage, version.version, record=record, expected=held_by)
-    return f"{stage} is version {version.version} of {name}. {' '.join(decision.reasons)}"
+    return f"{stage.stage} is version {version.version} of {name}. {' '.join(decision.reasons)}"
 
 
 def _decide(
-    recipe: Recipe, stage: str, candidate: Evaluated, version: versions.Version, before: versions.Version | Ancestor
+    recipe: Recipe,
+    name: str,
+    stage: Stage,
+    candidate: Evaluated,
+    version: versions.Version,
+    before: versions.Version | Ancestor,
 ) -> gate.Decision:
     # The digest of the files in the store now, not the version's tag: those are what would be served.
     digest = checkpoint.digest(versions.folder(version))
     if isinstance(before, Ancestor):
         return gate.decide(stage, candidate, digest, before_digest=before.digest)
-    earned = before.gate(gate.BEFORE[stage])
+    asked = {True: stage.gain_over, False: stage.loss_to}
+    others = {other: _evaluation(registry.resolve(name, other), other) for other in asked.values() if other}
+    tasks = {other: cell.task for other, cell in others.items() if cell.task and candidate.task}
+    differences = []
+    if all(task == candidate.task for task in tasks.values()):
+        limits = {True: stage.min_gain, False: stage.max_loss}
+        usual = {True: recipe.promote.min_gain, False: recipe.promote.max_loss}
+        for gain, other in asked.items():
+            if other:
+                shown = other if gain or others[other].scheme != names.FULL else f"{other} at full precision"
+                limit = usual[gain] if limits[gain] is None else limits[gain]
+                difference, _ = _changes(candidate, others[other])
+                differences.append(gate.Comparison(other, shown, difference, limit, gain))
+    lengths = {"max_growth": recipe.promote.max_length_growth}
+    if lengths["max_growth"] is not None:
+        lengths["growth"] = _changes(candidate, _evaluation(before, stage.made_from))[1]
+    made = {"parent": _made_from(candidate, before), "before_digest": before.digest}
+    return gate.decide(stage, candidate, digest, **made, tasks=tasks, differences=differences, **lengths)
+
+
+def _evaluation(version: versions.Version, stage: str) -> Evaluated:
+    """Return the evaluation with which a version earned a stage; raise BadInput if none is recorded."""
+    earned = version.gate(stage)
     if earned is None or not earned.run:
-        raise BadInput(f"No evaluation is recorded for {before}: promote it again first.")
-    difference, growth = _changes(candidate, cells.read(earned.run))
-    limit = recipe.promote.min_gain if stage == "grpo" else recipe.promote.max_loss
-    bounds = {"limit": limit, "growth": growth, "max_growth": recipe.promote.max_length_growth}
-    return gate.decide(stage, candidate, digest, before_digest=before.digest, difference=difference, **bounds)
+        raise BadInput(f"No evaluation is recorded for {version}: promote it again first.")
+    return cells.read(earned.run)
+
+
+def _made_from(candidate: Evaluated, before: versions.Version) -> str:
+    """Return the digest of the model that a candidate must have been made from to belong behind an earlier stage.
+
+    It is the candidate's parent. Quantized weights of another training than the earlier stage's have one model between
+    the two, their own in full precision: its parent counts.
+    """
+    if candidate.parent == before.digest or candidate.scheme == names.FULL or candidate.variant == before.variant:
+        return candidate.parent
+    own = lineage.line(candidate.model)[1:3]  # the model in full precision, and what that was trained from
+    return own[-1].digest if len(own) == 2 else candidate.parent
 
 
 def _changes(candidate: Evaluated, reference: Evaluated) -> tuple[stats.Estimate, stats.Estimate | None]:

@@ -42,7 +42,7 @@ def serve(
 
     Args:
         recipe: gives the registered model, the device and the dtype.
-        stage: base, grpo, awq, Staging, Production or a version number.
+        stage: one of the registered model, such as base, grpo or awq, Staging, Production or a version number.
         host, port: the address to listen on.
         engine: auto is vLLM where it is installed, and transformers elsewhere.
         api_key: the key that clients must send, never logged; None serves without a key.
@@ -105,7 +105,7 @@ def check_options(
         return memory
     if stage.isdigit() or stage.endswith("-previous"):
         needs = f"--follow needs a stage that promotions move, not {stage}"
-        raise BadInput(f"{needs}: give base, grpo, awq, Staging or Production.")
+        raise BadInput(f"{needs}: give a stage such as base, grpo or awq.")
     if engine != engines.VLLM:
         raise BadInput("--follow loads the next version beside the old one under vLLM: add --engine vllm.")
     if memory is not None and memory > follow.MEMORY:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import os
@@ -56,6 +57,15 @@ class Launcher:
         self.results: list[tuple[str, Result]] = []  # linked in the study's description
         self.seconds = 0.0  # in launched steps; the rest of the study's time is overhead
         self._numbers = itertools.count(1)
+
+    def below(self, overrides: dict[str, str]) -> Launcher:
+        """Return a launcher of steps with other overrides, below the same run; both count steps and results together.
+
+        Seconds in launched steps are counted apart.
+        """
+        other = copy.copy(self)
+        other.overrides = overrides
+        return other
 
     def obtain(self, step: Step, failed: Failed | None = None) -> dict[str, Result]:
         """Return results by label; one launch of the step makes all that are missing.

@@ -67,14 +67,14 @@ def frame(run_id: str, name: str) -> pd.DataFrame:
         return pd.DataFrame()
 
 
-def gates(name: str, launcher: Launcher, refused: str) -> list[Gate]:
-    """Return what the gates decided in this study, in the order of the stages."""
+def gates(recipe: Recipe, launcher: Launcher, refused: str) -> list[Gate]:
+    """Return what the gates decided in this study, in the order of its stages."""
     from qrl import registry
     from qrl.figures import Gate
 
     began = runs.opened(launcher.run_id).info.start_time // 1000
-    decided = []
-    for stage in names.STAGES:
+    name, decided = registry.registered_name(recipe), []
+    for stage in (declared.stage for declared in recipe.promote.declared):
         try:
             version = registry.resolve(name, stage)
         except BadInput:
@@ -105,6 +105,12 @@ def description(launcher: Launcher, text: str, figures: list[str]) -> str:
     if len(top) + len(text) + len(runs_made) > MAX_DESCRIPTION:  # the tables stay whole; the sentences are in table.md
         text = f"{text.partition('## Verdict')[0]}[{names.TABLE_MD}]({place}/{names.TABLE_MD}) gives the reasons."
     return f"{top}\n\n{text}\n\n{runs_made}"
+
+
+def cut(text: str, runs_made: str) -> str:
+    """Return a sweep's description: its tables, and the steps' runs as far as there is room for both."""
+    whole = f"{text}\n\n{runs_made}"
+    return whole if len(whole) <= MAX_DESCRIPTION else text[:MAX_DESCRIPTION].rpartition("\n")[0] or text
 
 
 def steps(launcher: Launcher) -> str:

@@ -37,10 +37,12 @@ def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> st
     from qrl.tracking import addresses, runs, store
 
     check_checkout("study")
-    registry.registered_name(recipe)  # the last step would refuse a bad name
+    name = registry.registered_name(recipe)  # the last step would refuse a bad name
     device, base = preflight.check(recipe, overrides, yes=yes)
     teacher = checkpoint.check(addresses.folder(recipe.train.teacher)).digest if recipe.train.teacher else None
     ahead = look_ahead("study", lambda dry_run: StudySteps(recipe, dry_run, device).cells(base, teacher))
+    if not ahead.empty:  # the last step would refuse a stage of another cell too
+        registry.check_declared(name, recipe.promote.declared)
     preflight.rehearse(recipe, device, ahead, yes=yes)
     begin_builds(ahead)
     store.prepare()
@@ -140,8 +142,9 @@ class StudySteps:
         """
         from qrl import registry
 
-        chosen = {stage: cells[cell].run_id for stage, cell in names.STAGE_CELL.items() if cell in cells}
-        absent = {stage: cell for stage, cell in names.STAGE_CELL.items() if stage not in chosen}
+        declared = {stage.stage: stage.cell for stage in self.recipe.promote.declared}
+        chosen = {stage: cells[cell].run_id for stage, cell in declared.items() if cell in cells}
+        absent = {stage: cell for stage, cell in declared.items() if stage not in chosen}
         unchanged = [f"; {stage} is unchanged: no cell {cell}" for stage, cell in absent.items()]
         parameters = {"stage": ",".join(chosen), "cell": ",".join(chosen.values()), "model": self.recipe.model}
         parameters["registered_name"] = registry.registered_name(self.recipe)  # reused cells may have other ones

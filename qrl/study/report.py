@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -22,18 +23,25 @@ from qrl.tracking import contents, projects, runs
 from qrl.workspace import workspace
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from qrl.compare.convergence import Convergence
     from qrl.compare.ranking import Methods
 
 
 @dataclass
 class SweepOutcome:
-    """The runs that a sweep's arms made under all seeds, and what failed."""
+    """The runs that a sweep's arms made of one model under all seeds, and what failed."""
 
+    model: str = ""  # its name in tables; empty if the sweep has one model only
+    parameters: int = 0
     cells: dict[str, dict[int, str]] = field(default_factory=dict)  # variant:scheme → seed → run of its evaluation
     trained: dict[str, dict[int, str]] = field(default_factory=dict)  # variant → seed → run of its training
     schemes: dict[str, str] = field(default_factory=dict)  # variant → the scheme of its own codes
     failed: list[str] = field(default_factory=list)  # sentences
+    found: tuple[pd.DataFrame, Methods, list[str]] | None = None  # as `methods_of` returns it
+    error: str = ""  # why the model has no results
+    refused: str = ""  # why its best cell was not registered
 
 
 def warn(sentences: list[str]) -> None:
@@ -79,7 +87,7 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
 
     name = registry.registered_name(recipe)
     with workspace(f"study-{launcher.run_id}") as work:
-        page.write(work / names.REPORT, recipe, launcher, page.gates(name, launcher, refused))
+        page.write(work / names.REPORT, recipe, launcher, page.gates(recipe, launcher, refused))
         contents.log_folder(work)
     contents.log_scores({"study/seconds": seconds, "study/outside_steps_s": seconds - launcher.seconds})
     folder = projects.artifact_place(launcher.run_id)
@@ -100,27 +108,83 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
     click.echo("\n".join(lines))
 
 
-def sweep_table(launcher: Launcher, outcome: SweepOutcome, seeds: tuple[int, ...], seconds: float) -> None:
-    """Log and print a sweep's table of methods: methods.md, methods.json, questions.parquet, a figure, metrics."""
+def sweep_tables(launcher: Launcher, outcomes: list[SweepOutcome], recipe: Recipe, seconds: float) -> None:
+    """Log and print a sweep's tables: of its methods for each model, and of their losses by size if it has several.
+
+    A model's methods.md, methods.json and figure are in a folder of its name, or at the top if there is one model only.
+    """
+    import pandas as pd
+
+    from qrl.compare import ranking, sizes
+    from qrl.steps.compare import write_methods, write_sizes
+
+    texts, frames, scores, failed = [], {}, {}, []
+    with workspace(f"methods-{launcher.run_id}") as work:
+        for outcome in outcomes:
+            prefix = f"{outcome.model}: " if outcome.model else ""
+            if outcome.found is None:
+                failed.append(f"{prefix}{outcome.error}")
+                continue
+            frame, measured, left_out = outcome.found
+            judged = (_convergence(measured, outcome, variant, scheme) for variant, scheme in outcome.schemes.items())
+            not_counted = [*outcome.failed, *left_out, *filter(None, [outcome.refused])]
+            folder = work / re.sub(r"[^\w.+-]+", "-", outcome.model)
+            text = write_methods(measured, folder, list(filter(None, judged)), not_counted)
+            texts.append(f"# {outcome.model}\n\n{text}" if outcome.model else text)
+            failed += [f"{prefix}{sentence}" for sentence in not_counted]
+            frames[outcome.model] = _rewarded(frame, recipe)
+            scores = scores or ranking.metrics(measured)  # of the first model; the tables have every one's
+        if len(frames) > 1:
+            counts = {outcome.model: outcome.parameters for outcome in outcomes}
+            found = sizes.measure(frames, counts)
+            texts.append(write_sizes(found, work, failed, recipe.train.rewards))
+            scores = sizes.metrics(found)
+        elif failed and outcomes[0].model:
+            texts.append("\n".join(["## Did not count", "", *(f"- {sentence}" for sentence in failed), ""]))
+        if frames:
+            whole = [frame.assign(model=model) if model else frame for model, frame in frames.items()]
+            pd.concat(whole, ignore_index=True).to_parquet(work / names.QUESTIONS)
+        contents.log_folder(work)
+        made = ", ".join(sorted(f"{path.name}/" if path.is_dir() else path.name for path in work.iterdir()))
+    contents.log_scores(scores | {"study/seconds": seconds})
+    text = "\n".join(texts)
+    contents.describe(page.cut(text, page.steps(launcher)))
+    click.echo(f"\n{text}\nArtifacts   {projects.artifact_place(launcher.run_id)}: {made}")
+    click.echo(f"Took        {seconds:.0f} s")
+
+
+def methods_of(outcome: SweepOutcome, seeds: tuple[int, ...]) -> tuple[pd.DataFrame, Methods, list[str]]:
+    """Return the rows of a model's cells that are healthy under every seed, their ranking, and which were left out."""
     from qrl.compare import ranking
-    from qrl.steps.compare import write_methods
     from qrl.tracking import cells
 
     whole = {cell: by_seed for cell, by_seed in outcome.cells.items() if len(by_seed) == len(seeds)}
-    incomplete = [cell for cell in outcome.cells if cell not in whole]
-    left_out = [f"{cell} has no healthy evaluation under every seed, and is left out." for cell in incomplete]
+    left_out = [
+        f"{cell} has no healthy evaluation under every seed, and is left out."
+        for cell in outcome.cells
+        if cell not in whole
+    ]
     frame = cells.rows([run_id for by_seed in whole.values() for run_id in by_seed.values()])
-    methods = ranking.measure(frame)
-    judged = (_convergence(methods, outcome, variant, scheme) for variant, scheme in outcome.schemes.items())
-    with workspace(f"methods-{launcher.run_id}") as work:
-        text = write_methods(methods, work, list(filter(None, judged)), outcome.failed + left_out)
-        frame.to_parquet(work / names.QUESTIONS)
-        contents.log_folder(work)
-    contents.log_scores(ranking.metrics(methods) | {"study/seconds": seconds})
-    contents.describe(f"{text}\n\n{page.steps(launcher)}")
-    folder = projects.artifact_place(launcher.run_id)
-    click.echo(f"\n{text}\nArtifacts   {folder}: methods.md, methods.json, {names.QUESTIONS}, {names.FIGURES}/")
-    click.echo(f"Took        {seconds:.0f} s")
+    return frame, ranking.measure(frame), left_out
+
+
+def _rewarded(frame: pd.DataFrame, recipe: Recipe) -> pd.DataFrame:
+    """Return the rows with what training would have rewarded each answer; unchanged if that is the strict verdict."""
+    import numpy as np
+
+    from qrl.compare.sizes import REWARD
+    from qrl.train import reward
+
+    given = recipe.train.rewards
+    if given == ("correct",):
+        return frame
+    weights = recipe.train.reward_weights or (1.0,) * len(given)
+    values = {"correct": frame["correct"], "format": frame["parsed"].notna()}
+    answers = {"completions": frame["completion"].tolist(), "answer": frame["answer"].tolist()}
+    for name in set(given) - set(values):
+        values[name] = reward.functions(recipe.task, (name,))[0](**answers)
+    total = sum(weight * np.asarray(values[name], dtype=float) for name, weight in zip(given, weights, strict=True))
+    return frame.assign(**{REWARD: total})
 
 
 def _convergence(methods: Methods, outcome: SweepOutcome, variant: str, scheme: str) -> Convergence | None:

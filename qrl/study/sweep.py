@@ -1,126 +1,187 @@
-"""Train several methods under several seeds, and rank them. Every method is a recipe; all share prompts and questions.
+"""Train several methods under several seeds on one model or on several, and rank them; all share their questions.
 
 The first recipe is GRPO in full precision, quantized afterwards under its own schemes. The others train with QLoRA,
 with quantized weights (QAT) or by distillation, which starts from the first recipe's model of the same seed and has it
-for a teacher. Each step is launched below the sweep's run and reused by its key, as in `pipeline.study`.
+for a teacher. A distillation into quantized weights has a control: the same further steps without quantization. Each
+step is launched below the sweep's run and reused by its key, as in `pipeline.study`.
 """
 
-import copy
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 import click
 
-from qrl import names
+from qrl import names, source
 from qrl import recipe as recipes
-from qrl.errors import BadInput, QrlError
+from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.recipe import Recipe
 from qrl.study import preflight
+from qrl.study.arms import CONTROL, Arm, is_controlled, label, load, scheme_of, stages_of
 from qrl.study.environments import begin_builds, check_checkout, look_ahead
-from qrl.study.launch import Launcher
+from qrl.study.launch import DryRun, Launcher
 from qrl.study.pipeline import Model, Models, StudySteps
 from qrl.study.report import SweepOutcome
 from qrl.tracking.keys import SECTIONS
 
-FIRST = "tiny-ptq"
-QAT = ("qat-int8", "qat-int8-attention", "qat-int4", "qat-nvfp4-a16", "qat-nvfp4-a4")
-ARMS = ("tiny-qlora", *QAT, "qad-int4", "qad-nvfp4-a4")
-SHARED = ("model", "task", "data", "prompt", "chat", "device", "evaluate", "quantize.calibration_samples")  # by all
-Arm = tuple[str, Recipe]  # a method: the recipe's name or file, and the recipe
 
+@dataclass(frozen=True)
+class _Target:
+    """One model of a sweep, checked."""
 
-def load(first: str, others: tuple[str, ...], overrides: dict[str, str], seed: int) -> list[Arm]:
-    """Return the methods' recipes under one seed, the first one first.
+    name: str  # in tables
+    arms: dict[int, list[Arm]]  # by seed
+    device: str
+    base: str  # digest
+    parameters: int
 
-    Args:
-        first: recipe of GRPO in full precision.
-        others: recipes of the other methods.
-        overrides: as typed, for every method.
-        seed: of all of them.
+    @property
+    def start(self) -> Recipe:
+        """The first method's recipe, under the first seed."""
+        return next(iter(self.arms.values()))[0].recipe
 
-    Raises:
-        BadInput: a recipe does not load, the first one is not full-precision GRPO, two train a variant of one name, or
-            recipes differ in a setting that all must share.
-    """
-    arms = [(name, recipes.load(name, overrides | {"seed": str(seed)})) for name in (first, *others)]
-    start = arms[0][1]
-    if start.train.variant != names.GRPO or start.train.adapter:
-        says = f"Recipe {first} trains {label(start)}"
-        raise BadInput(f"{says}, but methods are measured from GRPO in full precision: give such a recipe as --recipe.")
-    trained_by: dict[str, str] = {}
-    for name, arm in arms:
-        if other := trained_by.get(label(arm)):
-            raise BadInput(f"Recipes {other} and {name} both train {label(arm)}: name one recipe per method.")
-        trained_by[label(arm)] = name
-        for key in SHARED:
-            value_of = attrgetter(key)
-            if (expected := value_of(start)) != (value := value_of(arm)):
-                raise BadInput(
-                    f"Recipes {first} and {name} differ in {key} ({expected!r} and {value!r}): methods are compared on "
-                    "the same questions only."
-                )
-    return arms
-
-
-def parse_seeds(text: str, seed: str | None) -> tuple[int, ...]:
-    """Return the seeds that `--seeds` lists by comma; `seed` is the value of `--seed`, which a sweep does not accept.
-
-    Raises:
-        BadInput: an item is not a whole number or is repeated, or `--seed` is present.
-    """
-    if seed is not None:
-        raise BadInput("sweep has no --seed, but --seeds 0,1,2: give the seed there.")
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
-        raise BadInput(f"--seeds is '{text}', but must be whole numbers by comma, each once, such as 0,1,2.")
-    return tuple(map(int, parts))
-
-
-def label(recipe: Recipe) -> str:
-    """Return the name of a method's weights: the variant, or the adapter's method, which a study calls grpo."""
-    return recipe.train.method if recipe.train.adapter else recipe.train.variant
+    @property
+    def methods(self) -> list[Recipe]:
+        return [arm.recipe for arm in next(iter(self.arms.values()))]
 
 
 def study(
-    first: str, others: tuple[str, ...], seeds: tuple[int, ...], overrides: dict[str, str], *, yes: bool = False
+    first: str,
+    others: tuple[str, ...],
+    seeds: tuple[int, ...],
+    overrides: dict[str, str],
+    *,
+    models: Mapping[str, str] | None = None,
+    register: bool = False,
+    yes: bool = False,
 ) -> None:
-    """Run every method under every seed, and print and log the table that ranks them.
+    """Run every method under every seed on every model, and print and log the tables that rank them.
 
-    A method that fails is reported in the table, and the others continue. Arguments as in `load`, and `yes` as in
-    `pipeline.study`.
+    A method that fails is reported in the table, and the others continue. So is a model that fails.
+
+    Args:
+        first, others, overrides: as in `load`.
+        seeds: of the training runs.
+        models: by the name that tables give them; default: the recipe's own.
+        register: promote the best quantized cell of each model, through its gates.
+        yes: as in `pipeline.study`.
+
+    Raises:
+        BadInput: as in `pipeline.study`, or two models would be registered under one name.
+        QrlError: the first method failed on a model, after everything else is done.
+        GateRefused: a gate refused a best cell, after everything else is done.
     """
     from qrl.study import report
     from qrl.tracking import runs, store
 
     check_checkout("sweep")
-    arms = {seed: load(first, others, overrides, seed) for seed in seeds}
-    methods = [recipe for _, recipe in arms[seeds[0]]]
-    own_schemes = [_scheme(recipe) for recipe in methods if recipe.train.qat != "none"]
+    typed = {name: overrides | {"model": model} for name, model in (models or {}).items()} or {"": overrides}
+    loaded = {name: {seed: load(first, others, given, seed) for seed in seeds} for name, given in typed.items()}
+    if register:
+        _check_names(loaded)
+    _say_changes(first, next(iter(loaded.values()))[seeds[0]])
+    targets, ahead = [], []
+    for name, arms in loaded.items():
+        targets.append(_check(name, arms, typed[name], first, yes=yes))
+        ahead.append(_look_ahead(targets[-1]))
+    for target, missing in zip(targets, ahead, strict=True):
+        preflight.rehearse(target.start, target.device, missing, yes=yes, methods=len(target.methods))
+    for missing in ahead:
+        begin_builds(missing)
+    store.prepare()
+    began, outcomes = time.monotonic(), [SweepOutcome(target.name, target.parameters) for target in targets]
+    methods = targets[0].methods
+    params = {"device": targets[0].device, "seeds": ",".join(map(str, seeds)), "arms": ",".join(map(label, methods))}
+    params |= {"models": ",".join(models.values())} if models else {}
+    with runs.step("sweep", methods[0], sections=tuple(SECTIONS), params=params) as run:
+        controls = any(map(is_controlled, methods))
+        per_seed = 2 * len(others) + 2 + len(methods[0].quantize.schemes) + controls
+        launcher = Launcher({}, run.info.run_id, len(targets) * (len(seeds) * per_seed + register))
+        for target, outcome in zip(targets, outcomes, strict=True):
+            try:
+                for seed, arms in target.arms.items():
+                    _Seed(seed, arms, launcher, target.device, target.base, outcome).run()
+                outcome.found = report.methods_of(outcome, seeds)
+                if register:
+                    outcome.refused = _register(target, outcome, seeds[0], launcher)
+            except QrlError as error:
+                if not models:
+                    raise
+                outcome.error = str(error)
+                click.secho(f"      model {target.name}: {error}", fg="red", err=True)
+        report.sweep_tables(launcher, outcomes, methods[0], time.monotonic() - began)
+        if broken := [f"{outcome.model} ({outcome.error})" for outcome in outcomes if outcome.error]:
+            raise QrlError(f"The sweep has no results for {len(broken)} of {len(outcomes)} models: {'; '.join(broken)}")
+        if refused := [outcome.refused for outcome in outcomes if outcome.refused]:
+            raise GateRefused(" ".join(refused))
+
+
+def _check_names(loaded: Mapping[str, Mapping[int, list[Arm]]]) -> None:
+    from qrl import registry
+
+    owners: dict[str, str] = {}
+    for arms in loaded.values():
+        recipe = next(iter(arms.values()))[0].recipe
+        name = registry.registered_name(recipe)
+        if other := owners.get(name):
+            raise BadInput(f"--register would store {other} and {recipe.model} both as '{name}': rename a folder.")
+        owners[name] = recipe.model
+
+
+def _say_changes(first: str, arms: list[Arm]) -> None:
+    """Print what the arms change in the first recipe, as far as they are not recipes of their own."""
+    start = arms[0].typed
+    for name, _, typed in arms[1:]:
+        if typed["recipe"] == first:
+            changed = ", ".join(f"{key}={text}" for key, text in typed.items() if start.get(key) != text)
+            click.echo(f"      {name} is {first} with {changed}", err=True)
+
+
+def _check(name: str, arms: dict[int, list[Arm]], typed: dict[str, str], first: str, *, yes: bool) -> _Target:
+    from qrl.study.forecast import Shape
+
+    methods = [recipe for _, recipe, _ in next(iter(arms.values()))]
+    own_schemes = [scheme_of(recipe) for recipe in methods if recipe.train.qat != "none"]
     if len({recipe.quantize.format for recipe in methods if recipe.train.qat.endswith(".yaml")}) > 1:
         raise BadInput(
             f"Two methods have different formats under the one name {names.RTN_FILE}: sweep one of them at a time."
         )
-    device, base = preflight.check(methods[0], {"recipe": first, **overrides}, beside=own_schemes, yes=yes)
+    device, base = preflight.check(methods[0], {"recipe": first, **typed}, beside=own_schemes, yes=yes)
+    return _Target(name, arms, device, base, Shape.of(source.locate(methods[0].model)).parameters)
 
+
+def _look_ahead(target: _Target) -> DryRun:
     def walk(dry_run: Launcher) -> None:
-        for (_, grpo), *_ in arms.values():  # the other methods use the core environment's formats
-            steps = StudySteps(grpo, dry_run, device)
-            models = steps.quantize({names.GRPO: steps.train(base, None)})
-            steps.evaluate({f"{names.BASE}:{names.FULL}": (grpo.model, base)} | models)
+        for (_, grpo, _), *_ in target.arms.values():  # the other methods use the core environment's formats
+            steps = StudySteps(grpo, dry_run, target.device)
+            models = steps.quantize({names.GRPO: steps.train(target.base, None)})
+            steps.evaluate({f"{names.BASE}:{names.FULL}": (grpo.model, target.base)} | models)
 
-    ahead = look_ahead("sweep", walk)
-    preflight.rehearse(methods[0], device, ahead, yes=yes, methods=len(methods))
-    begin_builds(ahead)
-    store.prepare()
-    began, outcome = time.monotonic(), SweepOutcome()
-    params = {"device": device, "seeds": ",".join(map(str, seeds)), "arms": ",".join(map(label, methods))}
-    with runs.step("sweep", methods[0], sections=tuple(SECTIONS), params=params) as run:
-        count = len(seeds) * (2 * len(others) + 2 + len(methods[0].quantize.schemes))
-        launcher = Launcher({}, run.info.run_id, count)
-        for seed, of_seed in arms.items():
-            _Seed(seed, of_seed, overrides, launcher, device, base, outcome).run()
-        report.sweep_table(launcher, outcome, seeds, time.monotonic() - began)
+    return look_ahead("sweep", walk)
+
+
+def _register(target: _Target, outcome: SweepOutcome, seed: int, launcher: Launcher) -> str:
+    """Promote the best quantized cell of a model, as one seed made it, and the cells that its gate looks at.
+
+    Returns:
+        Why a gate refused a stage; empty if none did.
+    """
+    from qrl import registry
+
+    best = outcome.found[1].best if outcome.found else None
+    if best is None:
+        return ""
+    stages = stages_of(best.variant, best.scheme)
+    runs = [outcome.cells[stage.partition("=")[2].partition(";")[0]][seed] for stage in stages]
+    chosen = [stage.partition("=")[0] for stage in stages]
+    parameters = {"stage": ",".join(chosen), "cell": ",".join(runs), "model": target.start.model}
+    parameters |= {"registered_name": registry.registered_name(target.start), "promote.stages": ",".join(stages)}
+    own = launcher.below(next(iter(target.arms.values()))[0].typed)
+    try:
+        own.run("promote", f"{' → '.join(chosen)}, the best of {target.name or 'the sweep'}", parameters)
+    except GateRefused as refused:
+        return str(refused)
+    return ""
 
 
 @dataclass
@@ -129,7 +190,6 @@ class _Seed:
 
     seed: int
     arms: list[Arm]
-    overrides: dict[str, str]
     launcher: Launcher
     device: str
     base: str  # digest
@@ -137,35 +197,39 @@ class _Seed:
     models: Models = field(default_factory=dict)  # to evaluate, by variant:scheme
 
     def run(self) -> None:
-        (name, start), *others = self.arms
-        steps = self._steps(name, start)
-        base, grpo = (start.model, self.base), self._train(steps, start, None)
+        first, *others = self.arms
+        steps = self._steps(first)
+        base, grpo = (first.recipe.model, self.base), self._train(steps, first.recipe, None)
         self.models = {f"{names.BASE}:{names.FULL}": base} | steps.quantize({names.GRPO: grpo})
-        for name, arm in others:
+        for arm in others:
             try:
-                self._arm(name, arm, base, grpo)
+                self._arm(arm, base, grpo)
             except QrlError as error:  # a method that cannot be trained is a result too
-                self._failed([label(arm)], error)
-                click.secho(f"      {label(arm)}: {error}", fg="red", err=True)
+                self._failed([label(arm.recipe)], error)
+                click.secho(f"      {label(arm.recipe)}: {error}", fg="red", err=True)
         for cell, result in steps.evaluate(self.models, self._failed).items():
             self.outcome.cells.setdefault(cell, {})[self.seed] = result.run_id
 
-    def _arm(self, name: str, arm: Recipe, base: Model, grpo: Model) -> None:
+    def _arm(self, arm: Arm, base: Model, grpo: Model) -> None:
         """Train one method; with QAT, store its model, base and GRPO in the format that it trained in."""
         from qrl.tracking import addresses
 
-        teacher, more = None, {}
-        if arm.train.teacher:  # the sweep's own GRPO model replaces the recipe's teacher
+        recipe, teacher, more = arm.recipe, None, {}
+        if recipe.train.teacher:  # the sweep's own GRPO model replaces the recipe's teacher
             teacher, more = grpo, {"model": str(addresses.folder(grpo[0])), "train.teacher": grpo[0]}
-        trained = self._train(self._steps(name, arm, more), arm, teacher)
-        if arm.train.qat == "none":
-            self.models[f"{label(arm)}:{names.FULL}"] = trained
+        if is_controlled(recipe) and f"{CONTROL}:{names.FULL}" not in self.models:
+            control = self._steps(arm, more | {"train.qat": "none"})
+            self.models[f"{CONTROL}:{names.FULL}"] = self._train(control, control.recipe, teacher)
+        trained = self._train(self._steps(arm, more), recipe, teacher)
+        if recipe.train.qat == "none":
+            self.models[f"{label(recipe)}:{names.FULL}"] = trained
             return
-        scheme = _scheme(arm)
-        own = arm.model_copy(update={"quantize": arm.quantize.model_copy(update={"schemes": (scheme,)})})
-        stored = self._steps(name, own).quantize({names.BASE: base, names.GRPO: grpo, label(arm): trained})
+        scheme = scheme_of(recipe)
+        own = recipe.model_copy(update={"quantize": recipe.quantize.model_copy(update={"schemes": (scheme,)})})
+        steps = self._steps(arm._replace(recipe=own))
+        stored = steps.quantize({names.BASE: base, names.GRPO: grpo, label(recipe): trained})
         self.models |= {cell: model for cell, model in stored.items() if cell.endswith(f":{scheme}")}
-        self.outcome.schemes[label(arm)] = scheme
+        self.outcome.schemes[label(recipe)] = scheme
 
     def _train(self, steps: StudySteps, arm: Recipe, teacher: Model | None) -> Model:
         digest = teacher[1] if teacher else None
@@ -173,24 +237,12 @@ class _Seed:
         self.outcome.trained.setdefault(label(arm), {})[self.seed] = steps.trained.run_id
         return trained
 
-    def _steps(self, name: str, arm: Recipe, more: dict[str, str] | None = None) -> StudySteps:
+    def _steps(self, arm: Arm, more: dict[str, str] | None = None) -> StudySteps:
         """Return one method's steps, launched with its recipe as typed."""
-        changed = {"recipe": name, **self.overrides, "seed": str(self.seed), **(more or {})}
+        typed, recipe = arm.typed | (more or {}), arm.recipe
         if more:
-            arm = recipes.load(name, {key: text for key, text in changed.items() if key != "recipe"})
-        launcher = copy.copy(self.launcher)  # they share the count of steps and the results
-        launcher.overrides = changed
-        return StudySteps(arm, launcher, self.device)
+            recipe = recipes.load(typed["recipe"], {key: text for key, text in typed.items() if key != "recipe"})
+        return StudySteps(recipe, self.launcher.below(typed), self.device)
 
     def _failed(self, labels: list[str], error: QrlError) -> None:
         self.outcome.failed.append(f"{', '.join(labels)}, seed {self.seed}: {error}")
-
-
-def _scheme(arm: Recipe) -> str:
-    """Return the scheme that stores what an arm trained; raise BadInput unless both name one file."""
-    if not arm.train.qat.endswith(".yaml"):
-        return f"{names.ROUNDED_PREFIX}{arm.train.qat}"
-    if arm.quantize.format != arm.train.qat:
-        wanted = f"set quantize.format = {arm.train.qat} too"
-        raise BadInput(f"Recipe {label(arm)} trains in a format of a file, but is stored in another: {wanted}.")
-    return names.RTN_FILE

@@ -25,6 +25,7 @@ class Evaluated:
     n: int
     broken: tuple[str, ...]  # sentences on the limits that it broke, or why it ended early; empty if healthy
     questions: str = ""  # digest of the held-out questions
+    task: str = ""  # empty if the run does not say
     settings: Mapping[str, str] = field(default_factory=dict)  # of the `evaluate` step, by key of the recipe, as text
 
     @property
@@ -63,6 +64,7 @@ def read(run_id: str) -> Evaluated:
         broken=() if healthy else (tags.get(names.TAG_REASON, f"its run ended as {run.info.status}"),),
         questions=next((tag.value for dataset in datasets for tag in dataset.tags if tag.key == "digest"), ""),
         settings=origin.values(contents.run(step)) if step else {},
+        task=tags.get(names.TAG_TASK, ""),
     )
 
 

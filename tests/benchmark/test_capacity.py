@@ -57,7 +57,7 @@ def test_a_slow_server_is_asked_less_and_one_that_never_holds_is_named():
     assert 0 < slow.held < 0.25 and slow.points[0].rate < 1
     never = measured(limit_s=0.01)
     assert never.held == 0 and never.at_limit is None
-    assert capacity.rate_text(never) == f"below {capacity.LEAST:.3g}"
+    assert never.text == f"below {capacity.LEAST:.3g}"
     assert capacity.metrics(never)["serve/capacity_per_s"] == 0
 
 

@@ -5,11 +5,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qrl import cli, figures, stats
+from qrl import cli, figures, recipe, stats
 from qrl.compare import convergence, ranking
 from qrl.errors import BadInput
 from qrl.stats.text import interval
-from qrl.study import sweep as study
+from qrl.study import arms as study
 from qrl.tracking import contents
 
 RATES = {("base", "full"): 0.3, ("grpo", "full"): 0.7, ("grpo", "nf4"): 0.6, ("qat-int4", "rtn-int4"): 0.8}
@@ -201,8 +201,8 @@ def test_compare_methods_says_at_its_end_where_things_are(store, tmp_path, capsy
 def test_arms_are_recipes_that_meet_on_the_same_questions(tmp_path):
     given = {"evaluate.n": "50"}
     arms = study.load(study.FIRST, study.ARMS, given, seed=3)
-    assert [study.label(each) for _, each in arms] == ["grpo", "qlora", *study.ARMS[1:]]
-    assert all(each.seed == 3 and each.evaluate.n == 50 for _, each in arms)
+    assert [study.label(each) for _, each, _ in arms] == ["grpo", "qlora", *study.ARMS[1:]]
+    assert all(each.seed == 3 and each.evaluate.n == 50 for _, each, _ in arms)
     with pytest.raises(BadInput, match="tiny-qlora trains qlora, but methods are measured from GRPO in full precision"):
         study.load("tiny-qlora", (), {}, 0)
     with pytest.raises(BadInput, match="tiny-ptq and tiny both train grpo"):
@@ -213,6 +213,54 @@ def test_arms_are_recipes_that_meet_on_the_same_questions(tmp_path):
         study.load(study.FIRST, (str(other),), {}, 0)
 
 
+def test_an_arm_is_a_change_of_the_first_recipe_unless_it_shares_its_questions(tmp_path):
+    first, small, own = (tmp_path / name for name in ("first.yaml", "small.yaml", "own.yaml"))
+    first.write_text("extends: tiny\nprompt: answer-line\ntrain: {steps: 3, learning_rate: 1.0e-5}\n")
+    small.write_text("train: {qat: int8}\n")
+    own.write_text("extends: first.yaml\ntrain: {qat: nvfp4-a16, learning_rate: 2.0e-5}\n")
+    arms = study.load(str(first), ("qat-int4", str(small), str(own), "qad-int4"), {"evaluate.n": "50"}, seed=1)
+    assert [(study.label(each), each.train.learning_rate) for _, each, _ in arms[1:]] == [
+        ("qat-int4", 1e-5),
+        ("qat-int8", 1e-5),
+        ("qat-nvfp4-a16", 2e-5),
+        ("qad-int4", 2e-5),  # its own change; what qat-int4 and it extend, tiny, is left out
+    ]
+    assert all((each.prompt, each.train.steps, each.evaluate.n) == ("answer-line", 3, 50) for _, each, _ in arms)
+    assert [typed["recipe"] for _, _, typed in arms] == [str(first)] * 3 + [str(own), str(first)]
+    for _, each, typed in arms:  # what a step of it is launched with gives the same recipe
+        words = {key: text for key, text in typed.items() if key != "recipe"}
+        assert recipe.load(typed["recipe"], words) == each
+
+
+def test_models_go_by_their_last_name_if_that_tells_them_apart():
+    assert study.parse_models(["qrl-tiny", "Qwen/Qwen3-0.6B", "runs/big/"]) == {
+        "qrl-tiny": "qrl-tiny",
+        "Qwen3-0.6B": "Qwen/Qwen3-0.6B",
+        "big": "runs/big/",
+    }
+    assert list(study.parse_models(["a/model", "b/model"])) == ["a/model", "b/model"]
+    with pytest.raises(BadInput, match="repeats a model"):
+        study.parse_models(["a", "a"])
+
+
+@pytest.mark.parametrize(
+    ("cell", "last"),
+    [
+        (("grpo", "awq"), "awq=grpo:awq"),
+        (("grpo", "int8"), "ptq-int8=grpo:int8"),
+        (("qlora", "full"), "qlora=qlora:full;made_from=base;loss_to=grpo"),
+        (("qat-int4", "rtn-int4"), "int4=qat-int4:rtn-int4;made_from=base;loss_to=grpo"),
+        (("qad-int4", "rtn-int4"), "distilled-int4=qad-int4:rtn-int4;made_from=grpo;loss_to=grpo"),
+    ],
+)
+def test_the_best_cell_gets_a_stage_of_its_own_behind_base_and_grpo(cell, last):
+    stages = study.stages_of(*cell)
+    assert stages[2] == last
+    declared = recipe.load("tiny", {"promote.stages": ",".join(stages)}).promote.declared
+    assert [stage.mlflow for stage in declared] == ["None", "Staging", "Production"]
+    assert declared[2].cell == ":".join(cell) and declared[2].loss_to == "grpo" and declared[2].gain_over is None
+
+
 def test_seeds_are_whole_numbers_each_once():
     assert study.parse_seeds("0, 2,1", None) == (0, 2, 1)
     for text in ("", "a", "1,1", "-1", "1.5"):
@@ -220,3 +268,11 @@ def test_seeds_are_whole_numbers_each_once():
             study.parse_seeds(text, None)
     with pytest.raises(BadInput, match="give the seed there"):
         study.parse_seeds("0", "3")
+
+
+def test_study_002s_methods_load_on_its_recipe_for_any_model():
+    formats = ("int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4")
+    arms = ("qwen3-math-qlora", *(f"qat-{form}" for form in formats), "qad-int4")
+    loaded = study.load("qwen3-math-ptq", arms, {"model": "Qwen/Qwen3-1.7B"}, seed=0)
+    assert [each.train.qat for _, each, _ in loaded] == ["none", "none", *formats, "int4"]
+    assert {(each.task, each.prompt, each.train.dtype) for _, each, _ in loaded[2:]} == {("math", "boxed", "bf16")}

@@ -1,12 +1,16 @@
 """The gate decides from numbers alone and always says why."""
 
+import dataclasses
 import math
 
 import pytest
 
-from qrl.registry.gate import decide
+from qrl.recipe.stages import DEFAULT, Stage, completed
+from qrl.registry.gate import Comparison, decide
 from qrl.stats import Estimate
 from qrl.tracking.cells import Evaluated
+
+STAGES = {stage.stage: stage for stage in DEFAULT}
 
 
 def cell(name="base:full", digest="sha256-aaaa", parent="", broken=()):
@@ -15,19 +19,21 @@ def cell(name="base:full", digest="sha256-aaaa", parent="", broken=()):
 
 
 def base(digest="sha256-aaaa", version="sha256-aaaa", model="sha256-aaaa", **facts):
-    return decide("base", cell(digest=digest, **facts), version, before_digest=model)
+    return decide(STAGES["base"], cell(digest=digest, **facts), version, before_digest=model)
 
 
 def grpo(gain=(0.05, 0.03, 0.07), parent="bbbb", base="bbbb", min_gain=0.0, name="grpo:full"):
     estimate, low, high = gain
-    gain = Estimate(estimate, 0.01, low, high, 2000)
-    return decide("grpo", cell(name, parent=parent), "sha256-aaaa", before_digest=base, difference=gain, limit=min_gain)
+    gain = Comparison("base", "base", Estimate(estimate, 0.01, low, high, 2000), min_gain, gain=True)
+    before = {"parent": parent, "before_digest": base}
+    return decide(STAGES["grpo"], cell(name), "sha256-aaaa", **before, differences=[gain])
 
 
 def awq(low, parent="cccc", max_loss=0.05, name="grpo:awq"):
-    difference = Estimate(-0.02, 0.01, low, 0.0, 2000)
-    before = {"before_digest": "cccc", "difference": difference}
-    return decide("awq", cell(name, parent=parent), "sha256-aaaa", **before, limit=max_loss)
+    estimate = Estimate(-0.02, 0.01, low, 0.0, 2000)
+    difference = Comparison("grpo", "grpo at full precision", estimate, max_loss, gain=False)
+    before = {"parent": parent, "before_digest": "cccc"}
+    return decide(STAGES["awq"], cell(name), "sha256-aaaa", **before, differences=[difference])
 
 
 def test_a_good_version_passes_with_its_reasons():
@@ -109,3 +115,27 @@ def test_the_growth_of_answers_is_limited_by_its_upper_bound_if_a_limit_is_set(h
 
 def test_base_needs_no_gain():
     assert base().passed
+
+
+def test_another_task_is_refused_before_anything_is_subtracted():
+    before = {"parent": "bbbb", "before_digest": "bbbb"}
+    own = dataclasses.replace(cell("grpo:full"), task="math")
+    decision = decide(STAGES["grpo"], own, "sha256-aaaa", **before, tasks={"base": "gsm8k"})
+    assert not decision.passed and "on the task math, but stage base on gsm8k" in decision.reasons[0]
+    with pytest.raises(ValueError, match="needs a difference"):
+        decide(STAGES["grpo"], own, "sha256-aaaa", **before, tasks={"base": "math"})
+
+
+def test_a_stage_may_ask_for_a_gain_and_a_loss_and_both_count():
+    stage = completed((STAGES["base"], STAGES["grpo"], Stage.model_validate("int4=qat-int4:rtn-int4;made_from=base")))[
+        -1
+    ]
+    stage = stage.model_copy(update={"gain_over": "base", "loss_to": "grpo"})
+    own = cell("qat-int4:rtn-int4")
+    for low, passed in ((-0.04, True), (-0.06, False)):
+        loss = Comparison("grpo", "grpo at full precision", Estimate(-0.02, 0.01, low, 0.0, 2000), 0.05, gain=False)
+        gain = Comparison("base", "base", Estimate(0.2, 0.01, 0.1, 0.3, 2000), 0.0, gain=True)
+        before = {"parent": "bbbb", "before_digest": "bbbb"}
+        decision = decide(stage, own, "sha256-aaaa", **before, differences=[gain, loss])
+        assert decision.passed is passed
+        assert decision.facts["gain_to"] == "base" and decision.facts["difference_to"] == "grpo"

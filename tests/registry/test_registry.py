@@ -370,6 +370,59 @@ def test_the_growth_of_answers_is_paired_by_question_and_unknown_without_lengths
     assert promoting._changes(replace(cell, run_id="old"), cell)[1] is None
 
 
+QAT = "base=base:full,qat=qat-int4:full,int4=qat-int4:rtn-int4"
+
+
+def test_a_studys_own_stages_are_promoted_resolved_listed_and_rolled_back(evaluated, version):
+    base = evaluated("base:full")
+    qat = evaluated("qat-int4:full", parent=base[1], changed="a")
+    int4 = evaluated("qat-int4:rtn-int4", parent=qat[1], changed="b")
+    grpo = evaluated("grpo:full", parent=base[1], changed="c")
+    free = {"promote.min_gain": "-0.9", "promote.max_loss": "1"}
+    own, name = recipe.load(overrides=free | {"promote.stages": QAT}), "qrl-my-llama"
+    with pytest.raises(BadInput, match="no stage 'int4' to promote to: expected one of base, grpo, awq"):
+        promoting.promote(recipe.load(), ["int4"], [int4[0]])
+    promoting.promote(own, ["base", "qat", "int4"], [base[0], qat[0], int4[0]])
+    at = {stage: registry.resolve(name, stage).digest for stage in ("base", "qat", "int4", "Staging", "Production")}
+    assert at == dict(zip(at, (base[1], qat[1], int4[1], qat[1], int4[1]), strict=True))
+    with pytest.raises(BadInput, match=r"no stage 'gold': expected one of base, qat, int4, Staging, .*int4-previous"):
+        registry.resolve(name, "gold")
+    with pytest.raises(BadInput, match=r"Stage grpo of .* has no version yet \(it has base, qat, int4;"):
+        registry.resolve(name, "grpo")
+    page = mlflow.MlflowClient().get_registered_model(name).description
+    assert "**`int4`** (MLflow stage Production): the cell `qat-int4:rtn-int4`" in page and "`awq`" not in page
+    assert "to `qat`" in mlflow.MlflowClient().get_model_version(name, "3").description
+    promoting.promote(recipe.load(overrides=free), ["grpo"], [grpo[0]])  # the usual stages stay beside one's own
+    assert registry.resolve(name, "Staging").digest == grpo[1] and registry.resolve(name, "int4").digest == int4[1]
+    assert [each.stage for each in registry.resolve(name, 3).gates()] == ["int4"]
+    again = evaluated("qat-int4:rtn-int4", parent=qat[1], changed="d")
+    promoting.promote(recipe.load(overrides=free), ["int4"], [again[0]])  # without the recipe: the model knows it
+    assert registry.resolve(name, "int4-previous").digest == int4[1] != registry.resolve(name, "int4").digest
+    assert registry.rollback(name, "int4").digest == int4[1]
+    other = recipe.load(overrides=free | {"promote.stages": "base=base:full,int4=grpo:full"})
+    with pytest.raises(BadInput, match=r"int4 of .* is the cell qat-int4:rtn-int4, but this recipe declares grpo:full"):
+        promoting.promote(other, ["int4"], [grpo[0]])
+
+
+def test_a_gate_of_ones_own_looks_at_cell_and_lineage_too(evaluated):
+    base = evaluated("base:full")
+    qat = evaluated("qat-int4:full", parent=base[1], changed="a")
+    int4 = evaluated("qat-int4:rtn-int4", parent=qat[1], changed="b")
+    stray = evaluated("qat-int4:rtn-int4", parent=base[1], changed="c")
+    ptq = evaluated("grpo:rtn-int4", parent=qat[1], changed="d")
+    free = {"promote.min_gain": "-0.9", "promote.max_loss": "1", "registered_name": NAME}
+    own = recipe.load(overrides=free | {"promote.stages": QAT})
+    promoting.promote(own, ["base", "qat"], [base[0], qat[0]])
+    with pytest.raises(GateRefused, match="grpo:rtn-int4, but only qat-int4:rtn-int4"):
+        promoting.promote(own, ["int4"], [ptq[0]])
+    with pytest.raises(GateRefused, match="not from the version at stage qat"):
+        promoting.promote(own, ["int4"], [stray[0]])
+    skipping = recipe.load(overrides=free | {"promote.stages": "base=base:full,codes=qat-int4:rtn-int4"})
+    promoting.promote(skipping, ["codes"], [int4[0]])  # the model between them is its own, in full precision
+    with pytest.raises(GateRefused, match="not from the version at stage base"):
+        promoting.promote(skipping, ["codes"], [evaluated("qat-int4:rtn-int4", parent=ptq[1], changed="e")[0]])
+
+
 def test_a_gate_subtracts_no_answers_of_two_engines(store, tmp_path):
     def answered(variant: str, engine: str) -> cells.Evaluated:
         rows = pd.DataFrame({"question": ["a", "b", "c"], "correct": [0, 1, 1], names.ENGINE: engine}).assign(
@@ -432,11 +485,13 @@ def test_a_versions_page_is_a_certificate(version):
     reasons = ("The evaluation was healthy.", "The gain over base is +0.200.")
     registry.promote(NAME, "base", base.version, record=WHY)
     child = version("grpo", parent=1)
-    registry.promote(NAME, "grpo", child.version, record={"run": "r2", "reasons": reasons, "bounds": bounds})
+    registry.promote(
+        NAME, "grpo", child.version, record={"run": "r2", "reasons": reasons, "bounds": bounds, "study": "s1"}
+    )
     page = client.get_model_version(NAME, "2").description
     assert page.startswith("grpo · full: passed gate `grpo`.")
     assert "0.600 ± 0.010" in page and "n = 2000" in page and "+0.200 [+0.100, +0.300] to `base`" in page
-    assert all(f"\n- {reason}" in page for reason in reasons) and "`r2`" in page
+    assert all(f"\n- {reason}" in page for reason in reasons) and "`r2`, by study `s1`" in page
     assert child.digest in page and "Made from [version 1](#/models/qrl-tiny/versions/1)" in page
     assert f'qrl.load("{NAME}", 2)' in page and "-e serve" in page and "-P stage=2" in page
     assert "Parent of [version 2](#/models/qrl-tiny/versions/2)." in client.get_model_version(NAME, "1").description

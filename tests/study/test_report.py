@@ -101,7 +101,7 @@ def test_gates_of_this_study_are_on_its_page_and_those_of_earlier_ones_are_not(s
         return Version(name, 4, "digest", "grpo", "full", stage, tags)
 
     monkeypatch.setattr(registry, "resolve", resolve)
-    decided = page.gates("qrl-tiny", launcher, "")
+    decided = page.gates(recipe.load("tiny"), launcher, "")
     assert [(gate.stage, gate.version, gate.cell, gate.decision, gate.reason) for gate in decided] == [
         ("grpo", "4", "grpo · full", "passed", "It gains.")
     ]

@@ -1,0 +1,108 @@
+"""Stages of a recipe: what is typed, what their places say, what is refused, and what a study promotes by them."""
+
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from qrl import names, recipe, registry
+from qrl.errors import BadInput
+from qrl.recipe.stages import DEFAULT
+from qrl.study.pipeline import StudySteps
+
+OWN = "base=base:full,qat=qat-int4:full,int4=qat-int4:rtn-int4;max_loss=0.1;mlflow=None"
+DISTILLED = [name for name in recipe.names() if name.startswith(("qat-", "qad-"))]
+
+
+def test_without_a_word_there_are_base_grpo_and_awq():
+    declared = recipe.load("tiny").promote.declared
+    assert declared == DEFAULT and {stage.stage: stage.cell for stage in declared} == names.STAGE_CELL
+    asked = [(stage.made_from, stage.gain_over, stage.loss_to, stage.mlflow) for stage in declared]
+    assert asked == [
+        (None, None, None, "None"),
+        ("base", "base", None, "Staging"),
+        ("grpo", None, "grpo", "Production"),
+    ]
+
+
+def test_stages_are_typed_written_and_logged_alike(tmp_path):
+    typed = recipe.load("tiny", {"promote.stages": OWN})
+    assert typed.flat()["promote.stages"] == OWN and recipe.load("tiny", typed.flat()) == typed
+    (tmp_path / "typed.yaml").write_text(f"extends: tiny\npromote: {{stages: '{OWN}'}}\n")
+    fields = [stage.model_dump(exclude_none=True) for stage in typed.promote.stages]
+    (tmp_path / "fields.yaml").write_text(yaml.safe_dump({"extends": "tiny", "promote": {"stages": fields}}))
+    (tmp_path / "whole.yaml").write_text(typed.dump())
+    for file in ("typed", "fields", "whole"):
+        assert recipe.load(str(tmp_path / f"{file}.yaml")) == typed
+    last = typed.promote.declared[-1]
+    assert (last.made_from, last.loss_to, last.max_loss, last.mlflow) == ("qat", "qat", 0.1, "None")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("base", "must be STAGE=VARIANT:SCHEME"),
+        ("grpo=grpo:full", "must begin with a stage of the base model itself, such as base=base:full"),
+        ("base=base:full,v3=grpo:full", "lower-case letter"),
+        ("base=base:full,latest=grpo:full", "lower-case letter"),
+        ("base=base:full,grpo-previous=grpo:full", "lower-case letter"),
+        ("base=base:full,Production=grpo:full", "lower-case letter"),
+        ("base=base:full,a=grpo", "a variant and a scheme"),
+        ("base=base:full,a=grpo:full;made_from=b", "earlier stages, but a names b"),
+        ("base=base:full,a=grpo:full,b=grpo:full", "b=grpo:full repeats one"),
+        ("base=base:full,a=grpo:full;max_loss=x", "max_loss' is 'x'"),
+        ("base=base:full,a=grpo:full;colour=red", "not a key"),
+    ],
+)
+def test_what_cannot_be_a_stage_is_refused_in_a_sentence(text, says):
+    with pytest.raises(BadInput, match=says) as error:
+        recipe.load("tiny", {"promote.stages": text})
+    assert "\n" not in str(error.value)
+
+
+def test_no_cache_key_depends_on_stages():
+    assert "promote.stages" not in recipe.load("tiny").key_settings("train", "quantize", "evaluate", "compare")
+
+
+@pytest.mark.parametrize("name", DISTILLED)
+def test_recipes_with_quantized_training_declare_the_stages_of_their_cells(name):
+    settings = recipe.load(name)
+    made = {f"{names.BASE}:{names.FULL}", f"{settings.train.variant}:{names.FULL}"}
+    made |= {f"{settings.train.variant}:{scheme}" for scheme in settings.quantize.schemes}
+    assert {stage.cell for stage in settings.promote.declared} == made
+
+
+def test_stages_of_all_shipped_recipes_fit_one_registered_model():
+    cells: dict[str, str] = {}
+    for name in recipe.names():
+        for stage in recipe.load(name).promote.declared:
+            assert cells.setdefault(stage.stage, stage.cell) == stage.cell, name
+
+
+def test_a_study_promotes_its_own_stages_and_leaves_those_without_a_cell():
+    launched = []
+    launcher = SimpleNamespace(run=lambda *words: launched.append(words))
+    settings = recipe.load("qat-int4")
+    cells = {stage.cell: SimpleNamespace(run_id=stage.stage * 2) for stage in settings.promote.declared}
+    steps = StudySteps(settings, launcher, "cpu")
+    assert steps.promote(cells) == "int4"
+    name, title, options = launched[0]
+    assert (name, title) == ("promote", "base → qat-int4 → int4")
+    assert options["cell"] == "basebase,qat-int4qat-int4,int4int4"
+    del cells["qat-int4:rtn-int4"]
+    assert steps.promote(cells) == "qat-int4"
+    assert launched[1][1].endswith("; int4 is unchanged: no cell qat-int4:rtn-int4")
+
+
+def test_a_stage_keeps_its_cell(store):
+    import mlflow
+
+    client = mlflow.MlflowClient()
+    client.create_registered_model("qrl-tiny")
+    client.set_registered_model_tag(
+        "qrl-tiny", names.TAG_STAGES, "base=base:full;mlflow=None,int4=grpo:gptq;max_loss=0.1"
+    )
+    assert registry.known("qrl-tiny")["int4"].max_loss == 0.1
+    with pytest.raises(BadInput, match="'qrl-tiny' is the cell grpo:gptq, but this recipe declares qat-int4:rtn-int4"):
+        registry.check_declared("qrl-tiny", recipe.load("qat-int4").promote.declared)
+    registry.check_declared("other", recipe.load("qat-int4").promote.declared)

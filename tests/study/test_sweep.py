@@ -1,0 +1,218 @@
+"""A sweep over models: its tables, a model that fails, the gates of the best cell; and a whole one, run twice."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlflow
+import numpy as np
+import pandas as pd
+import pytest
+
+import qrl
+from qrl import names, tiny
+from qrl.errors import BadInput, GateRefused, QrlError
+from qrl.study import arms, sweep
+from qrl.study.launch import DryRun, Launcher, Result
+from qrl.study.pipeline import StudySteps
+from qrl.tracking import addresses
+
+ROOT = Path(qrl.__file__).parents[1]
+RATES = {"base:full": 0.4, "grpo:full": 0.8, "grpo:nf4": 0.7, "base:rtn-int4": 0.35, "grpo:rtn-int4": 0.6}
+RATES |= {"qat-int4:rtn-int4": 0.75, "qad-int4:rtn-int4": 0.78, "distilled:full": 0.8}
+TYPED = {"quantize.schemes": "nf4", "device": "cpu", "evaluate.n": "60"}
+
+
+def deeper(folder: Path, layers: int) -> Path:
+    """Write qrl-tiny with more layers, which change nothing, so that a larger model answers as well."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    small = AutoModelForCausalLM.from_pretrained(tiny.PATH, dtype=torch.float32)
+    settings = small.config.to_dict() | {"num_hidden_layers": layers, "layer_types": None}
+    large = type(small)(type(small.config).from_dict(settings))
+    large.load_state_dict(small.state_dict(), strict=False)
+    for layer in large.model.layers[small.config.num_hidden_layers :]:
+        for matrix in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            torch.nn.init.zeros_(matrix.weight)
+    large.tie_weights()
+    large.generation_config = small.generation_config
+    large.to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny.PATH).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def steps(store, monkeypatch, tmp_path):
+    """Replace the steps of a sweep with some that only answer; note what is launched, and fail where `broken` says."""
+    made, broken = [], set()
+
+    def train(self, base, teacher):
+        where = self.recipe.train.teacher or self.recipe.model
+        made.append((Path(self.recipe.model).name, self.recipe.train.variant, self.recipe.seed, where))
+        if (Path(self.recipe.model).name, self.recipe.train.variant) in broken:
+            raise QrlError("It ran out of memory.")
+        self.trained = Result(
+            _run("train", pd.DataFrame({"reward": [0.5, 0.6], "loss": [0.2, 0.1]}), names.HISTORY), None, False
+        )
+        return f"models:/{self.recipe.train.variant}", "digest"
+
+    def evaluate(self, models, failed=None):
+        draw = np.random.default_rng(self.recipe.seed)
+        results = {}
+        for cell in models:
+            variant, scheme = cell.split(":")
+            right = (draw.random(60) < RATES[cell]).astype(int)
+            rows = {"question": [f"q{i}" for i in range(60)], "correct": right, "parsed": "7", "answer": "7"}
+            labels = {"variant": variant, "scheme": scheme, "seed": self.recipe.seed, "completion": "#### 7"}
+            results[cell] = Result(_run("evaluate", pd.DataFrame(rows | labels), names.QUESTIONS), None, False)
+        return results
+
+    def _run(step: str, frame: pd.DataFrame, name: str) -> str:
+        with mlflow.start_run(nested=True) as run:
+            frame.to_parquet(tmp_path / name)
+            mlflow.log_artifact(str(tmp_path / name))
+        return run.info.run_id
+
+    def promote(self, step, title, parameters):
+        made.append((title, parameters))
+        if "refuse" in broken:
+            raise GateRefused("Stage int4 is refused: it lost.")
+
+    monkeypatch.setattr(StudySteps, "train", train)
+    monkeypatch.setattr(StudySteps, "evaluate", evaluate)
+    monkeypatch.setattr(StudySteps, "quantize", lambda self, models: {
+        f"{variant}:{scheme}": model
+        for variant, model in models.items()
+        for scheme in ("full", *self.recipe.quantize.schemes)
+    })  # fmt: skip
+    monkeypatch.setattr(Launcher, "run", promote)
+    monkeypatch.setattr(addresses, "folder", lambda address: tmp_path / "trained")
+    monkeypatch.setattr(sweep, "look_ahead", lambda step, walk: DryRun(empty=True))
+    monkeypatch.setattr(sweep.preflight, "rehearse", lambda *_, **__: None)
+    return made, broken
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    return deeper(tmp_path_factory.mktemp("models") / "large", 6)
+
+
+def artifacts() -> Path:
+    runs = mlflow.search_runs(output_format="list", filter_string=f"tags.`{names.TAG_STEP}` = 'sweep'")
+    return Path(runs[0].info.artifact_uri.removeprefix("file://"))
+
+
+def run(large: Path, others=("qat-int4", "qad-int4"), seeds=(0, 1), **options) -> None:
+    models = arms.parse_models(["qrl-tiny", str(large)])
+    sweep.study("tiny-ptq", others, seeds, TYPED, models=models, **options)
+
+
+def test_every_method_runs_on_every_model_and_the_losses_stand_by_size(steps, large, capsys):
+    made, _ = steps
+    run(large, register=True)
+    trained = [entry[:3] for entry in made if len(entry) == 4]
+    per_seed = ["grpo", "qat-int4", "distilled", "qad-int4"]
+    assert [entry[1] for entry in trained] == per_seed * 4 and [entry[2] for entry in trained[::4]] == [0, 1, 0, 1]
+    assert {entry[0] for entry in trained if entry[1] == "qat-int4"} == {"qrl-tiny", "large"}
+    assert {entry[0] for entry in trained if entry[1] in ("distilled", "qad-int4")} == {"trained"}  # from grpo's model
+    (first, given), (second, _) = (entry for entry in made if len(entry) == 2)
+    assert first.endswith("the best of qrl-tiny") and second.endswith("the best of large")
+    assert given["stage"].startswith("base,grpo,") and given["cell"].count(",") == 2
+    folder = artifacts()
+    found = json.loads((folder / "sizes.json").read_text())
+    assert found["parameters"]["large"] > found["parameters"]["qrl-tiny"] and found["runs"] == 2
+    methods = {f"{row['variant']}:{row['scheme']}": row for row in found["methods"]}
+    assert set(methods) == {
+        "grpo:full",
+        "grpo:nf4",
+        "grpo:rtn-int4",
+        "qat-int4:rtn-int4",
+        "qad-int4:rtn-int4",
+        "distilled:full",
+    }
+    assert set(methods["grpo:nf4"]["loss"]) == {"qrl-tiny", "large"} and methods["grpo:nf4"]["trend"]
+    for part in ("sizes.md", "figures/sizes.png", "qrl-tiny/methods.md", "large/figures/methods.png"):
+        assert (folder / part).stat().st_size > 0
+    rows = pd.read_parquet(folder / names.QUESTIONS)
+    assert set(rows["model"]) == {"qrl-tiny", "large"}
+    told = capsys.readouterr().out
+    assert "Does the loss grow with size?" in told and "# large" in told
+
+
+def test_a_model_that_fails_is_named_and_loses_no_other(steps, large):
+    _, broken = steps
+    broken |= {("large", "grpo"), ("qrl-tiny", "qat-int4")}
+    with pytest.raises(QrlError, match=r"no results for 1 of 2 models: large \(It ran out of memory") as error:
+        run(large)
+    assert error.value.exit_code == 1
+    table = (artifacts() / "qrl-tiny" / "methods.md").read_text()
+    assert "grpo | nf4" in table and "qat-int4, seed 0: It ran out of memory." in table
+    assert not (artifacts() / "sizes.md").exists()
+
+
+def test_a_model_whose_base_was_unhealthy_is_named_too(steps, large, monkeypatch):
+    answer = StudySteps.evaluate
+
+    def evaluate(self, models, failed=None):
+        found = answer(self, models, failed)
+        return {cell: run for cell, run in found.items() if cell != "base:full" or self.recipe.model == "qrl-tiny"}
+
+    monkeypatch.setattr(StudySteps, "evaluate", evaluate)
+    with pytest.raises(QrlError, match=r"large \(Cell base · full is missing"):
+        run(large, others=(), seeds=(0,))
+    assert (artifacts() / "qrl-tiny" / "methods.md").is_file()
+
+
+def test_a_best_cell_that_its_gate_refuses_is_reported_after_the_tables(steps, large):
+    _, broken = steps
+    broken.add("refuse")
+    with pytest.raises(GateRefused, match="it lost"):
+        run(large, others=(), seeds=(0,), register=True)
+    assert "it lost" in (artifacts() / "sizes.md").read_text()
+
+
+def test_the_mean_reward_is_that_of_trainings_rewards(steps, large):
+    models = arms.parse_models(["qrl-tiny", str(large)])
+    typed = TYPED | {"train.rewards": "correct,format", "train.reward_weights": "1,0.5"}
+    sweep.study("tiny-ptq", (), (0,), typed, models=models)
+    found = json.loads((artifacts() / "sizes.json").read_text())["methods"][0]
+    for model, accuracy in found["accuracy"].items():  # every answer has the required form here
+        assert found["reward"][model]["estimate"] == pytest.approx(accuracy["estimate"] + 0.5)
+
+
+def test_wrong_models_are_refused_before_anything_runs(steps, large, tmp_path):
+    made, _ = steps
+    with pytest.raises(BadInput, match="no model"):
+        sweep.study("tiny-ptq", (), (0,), TYPED, models={"qrl-tiny": "qrl-tiny", "none": str(tmp_path / "none")})
+    other = deeper(tmp_path / "large", 5)
+    with pytest.raises(BadInput, match="both as 'qrl-large'"):
+        sweep.study("tiny-ptq", (), (0,), TYPED, models={"a": str(large), "b": str(other)}, register=True)
+    assert made == []
+
+
+@pytest.mark.slow
+def test_a_whole_sweep_of_two_models_resumes_and_registers_the_best_cells(tmp_path):
+    large = deeper(tmp_path / "large", 6)
+    settings = {"quantize.schemes": "nf4", "train.steps": "2", "evaluate.n": "60", "promote.min_gain": "-1"}
+    settings |= {"promote.max_loss": "1", "device": "cpu", "models": f"qrl-tiny,{large}", "arms": "qad-int4"}
+    words = [word for key, value in settings.items() for word in (f"--{key}", value)]
+    command = [sys.executable, "-m", "qrl", "sweep", *words, "--register"]
+    address = f"sqlite:///{tmp_path}/mlflow.db"
+    environment = os.environ | {"MLFLOW_TRACKING_URI": address}
+
+    def sweep_once() -> str:
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout + done.stderr
+
+    told = sweep_once()
+    assert "Does the loss grow with size?" in told and "distilled" in told
+    again = sweep_once()
+    assert again.count("(reused)") >= 12 and "is not reused" not in again
+    client = mlflow.MlflowClient(address)
+    for name in ("qrl-tiny", "qrl-large"):
+        aliases = client.get_registered_model(name).aliases
+        assert {"base", "grpo"} < set(aliases) and len(aliases) == 3
