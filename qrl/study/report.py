@@ -180,9 +180,13 @@ def _rewarded(frame: pd.DataFrame, recipe: Recipe) -> pd.DataFrame:
         return frame
     weights = recipe.train.reward_weights or (1.0,) * len(given)
     values = {"correct": frame["correct"], "format": frame["parsed"].notna()}
-    answers = {"completions": frame["completion"].tolist(), "answer": frame["answer"].tolist()}
+    texts = {"completions": frame["completion"].tolist(), "answer": frame["answer"].tolist()}
     for name in set(given) - set(values):
-        values[name] = reward.functions(recipe.task, (name,))[0](**answers)
+        if name == "leak":
+            values[name] = reward.LEAK * frame["leaked"]
+        else:  # soft_overlong looks at the number of tokens alone
+            tokens = [range(length) for length in frame["n_tokens"]] if name == "soft_overlong" else None
+            values[name] = reward.functions(recipe.task, (name,), recipe.train)[0](**texts, completion_ids=tokens)
     total = sum(weight * np.asarray(values[name], dtype=float) for name, weight in zip(given, weights, strict=True))
     return frame.assign(**{REWARD: total})
 

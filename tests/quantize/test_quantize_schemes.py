@@ -195,7 +195,7 @@ def test_a_missing_llm_compressor_is_an_error_with_advice(monkeypatch, tiny_chec
     assert not (tmp_path / "out").exists()
 
 
-def test_a_settings_digest_covers_exactly_the_settings_that_the_scheme_uses():
+def test_a_settings_digest_covers_exactly_the_settings_that_the_scheme_uses(tmp_path):
     def digest(scheme, questions="q", **recipe):
         return chosen(scheme, **recipe).digest(questions)
 
@@ -209,7 +209,10 @@ def test_a_settings_digest_covers_exactly_the_settings_that_the_scheme_uses():
     ):
         assert digest(scheme, **same) == digest(scheme)
         assert digest(scheme, **other) != digest(scheme)
-    assert len({digest(scheme) for scheme in names.QUANTIZED_SCHEMES}) == len(names.QUANTIZED_SCHEMES)
+    (tmp_path / "own.yaml").write_text("weights: {num_bits: 4, type: int, symmetric: true, strategy: channel}")
+    digests = {digest(scheme) for scheme in names.QUANTIZED_SCHEMES if scheme != names.RTN_FILE}
+    digests.add(digest(names.RTN_FILE, format=str(tmp_path / "own.yaml")))
+    assert len(digests) == len(names.QUANTIZED_SCHEMES)
     assert digest("gptq", "other questions") != digest("gptq")
     moved = digest("gptq", calibration="moved/b.jsonl")  # files are identified by their content
     assert digest("gptq", calibration="a.jsonl") == moved

@@ -303,7 +303,7 @@ def test_a_recipe_holds_the_contents_of_its_prompt_file_so_that_the_file_may_go(
 def test_qwen3_answers_without_thinking_within_the_default_health_limits():
     limits = [key for key in recipe.fields() if re.match(r"evaluate\.(min|max)_.*_rate", key)]
     named = [recipe.load(name) for name in recipe.names() if "qwen3" in name]
-    assert len(limits) == 5 and len(named) == 3
+    assert len(limits) == 5 and len(named) == 4
     for loaded in named:
         assert loaded.chat.template_kwargs == {"enable_thinking": False}
         assert all(loaded.flat()[key] == recipe.load("tiny").flat()[key] for key in limits)

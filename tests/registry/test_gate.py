@@ -29,11 +29,11 @@ def grpo(gain=(0.05, 0.03, 0.07), parent="bbbb", base="bbbb", min_gain=0.0, name
     return decide(STAGES["grpo"], cell(name), "sha256-aaaa", **before, differences=[gain])
 
 
-def awq(low, parent="cccc", max_loss=0.05, name="grpo:awq"):
+def awq(low, parent="cccc", max_loss=0.05, name="grpo:awq", **lengths):
     estimate = Estimate(-0.02, 0.01, low, 0.0, 2000)
     difference = Comparison("grpo", "grpo at full precision", estimate, max_loss, gain=False)
     before = {"parent": parent, "before_digest": "cccc"}
-    return decide(STAGES["awq"], cell(name), "sha256-aaaa", **before, differences=[difference])
+    return decide(STAGES["awq"], cell(name), "sha256-aaaa", **before, differences=[difference], **lengths)
 
 
 def test_a_good_version_passes_with_its_reasons():
@@ -99,10 +99,7 @@ def test_any_failed_check_refuses_and_is_named_first(decision, reason):
 )
 def test_the_growth_of_answers_is_limited_by_its_upper_bound_if_a_limit_is_set(high, passed):
     growth = None if high is None else Estimate(0.1, 0.01, 0.05, high, 2000)
-    loss = Estimate(-0.01, 0.01, -0.02, 0.0, 2000)
-    given = {"before_digest": "cccc", "difference": loss, "limit": 0.05, "growth": growth}
-    candidate = cell("grpo:awq", parent="cccc"), "sha256-aaaa"
-    decision = decide("awq", *candidate, **given, max_growth=0.2)
+    decision = awq(-0.02, growth=growth, max_growth=0.2)
     assert decision.passed is passed
     if high in (0.19, 0.21):
         where = "not above 20 %" if passed else "above 20 %"
@@ -110,7 +107,7 @@ def test_the_growth_of_answers_is_limited_by_its_upper_bound_if_a_limit_is_set(h
             f"+10.0 % [+5.0 %, +{100 * high:.1f} %]" in reason and where in reason for reason in decision.reasons
         )
         assert decision.facts["length_growth_high"] == high
-    assert decide("awq", *candidate, **given).passed  # no limit by default
+    assert awq(-0.02, growth=growth).passed  # no limit by default
 
 
 def test_base_needs_no_gain():

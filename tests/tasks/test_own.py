@@ -16,7 +16,7 @@ from qrl.recipe import Recipe, Train
 from qrl.tasks import Question, Verdict, files, own, prompt
 from qrl.tracking import keys
 
-README = Path(qrl.__file__).parent / "tasks" / "README.md"
+README = Path(qrl.__file__).parent / "tasks" / "own.md"
 EXAMPLE = re.search(r"```python\n(# reverse\.py.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[1]
 LOAD = """
 from qrl.tasks import Question, Verdict
