@@ -1,10 +1,11 @@
 """The order of a study's steps. Each step is launched as a project run of its own, never imported."""
 
+import contextlib
 import time
 from collections.abc import Iterable
 
 from qrl import checkpoint, evaluate, names
-from qrl.errors import GateRefused
+from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
 from qrl.study import preflight
 from qrl.study.build import environment_for
@@ -36,6 +37,7 @@ def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> st
     from qrl.study import report
     from qrl.tracking import addresses, runs, store
 
+    began = time.monotonic()
     check_checkout("study")
     name = registry.registered_name(recipe)  # the last step would refuse a bad name
     device, base = preflight.check(recipe, overrides, yes=yes)
@@ -46,7 +48,6 @@ def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> st
     preflight.rehearse(recipe, device, ahead, yes=yes)
     begin_builds(ahead)
     store.prepare()
-    began = time.monotonic()
     with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}) as run:
         launcher = Launcher(overrides, run.info.run_id, 5 + len(recipe.quantize.schemes) + recipe.train.adapter)
         steps = StudySteps(recipe, launcher, device)
@@ -57,7 +58,8 @@ def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> st
         try:
             stage = steps.promote(cells)
         except GateRefused as refused:
-            report.close(recipe, launcher, time.monotonic() - began, refused=str(refused))
+            stage = steps.earned(cells)
+            report.close(recipe, launcher, time.monotonic() - began, stage=stage, refused=str(refused))
             raise
         report.close(recipe, launcher, time.monotonic() - began, stage=stage)
         return run.info.run_id
@@ -150,6 +152,18 @@ class StudySteps:
         parameters["registered_name"] = registry.registered_name(self.recipe)  # reused cells may have other ones
         self.launcher.run("promote", f"{' → '.join(chosen)}{''.join(unchanged)}", parameters)
         return list(chosen)[-1]
+
+    def earned(self, cells: dict[str, Result]) -> str | None:
+        """Return the last stage that one of the study's cells holds; None where none does."""
+        from qrl import registry
+
+        name, held = registry.registered_name(self.recipe), []
+        for stage in self.recipe.promote.declared:
+            with contextlib.suppress(BadInput):  # no version there
+                gate = registry.resolve(name, stage.stage).gate(stage.stage)
+                if gate and stage.cell in cells and gate.run == cells[stage.cell].run_id:
+                    held.append(stage.stage)
+        return held[-1] if held else None
 
     def _one(self, name: str, title: str, key: str, parameters: dict[str, str] | None = None) -> Result:
         folder = environment_for(name, self.recipe.rollout.engine)  # other than None for `train` alone

@@ -80,7 +80,7 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
     """Complete the page with gates and versions; print where everything is, what to run next, and how long it took.
 
     Args:
-        stage: the last one that a version earned; None where a gate refused one, so that nothing can be loaded.
+        stage: the last one that a version earned; None where none did, so that nothing can be loaded.
         refused: the gate's reason, where it refused a stage.
     """
     from qrl import registry

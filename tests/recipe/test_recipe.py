@@ -40,7 +40,10 @@ def test_a_model_of_the_users_own_starts_from_the_general_recipe():
 
 
 def test_seed_000s_recipe_is_its_run():
-    train = recipe.load("qwen2.5-1.5b-g8-dr100").train
+    loaded, floor = recipe.load("study-gsm8k-1.5b"), recipe.load("study-gsm8k-0.5b")
+    assert floor == loaded.model_copy(update={"model": "Qwen/Qwen2.5-0.5B-Instruct"})
+    train, asked = loaded.train, loaded.evaluate
+    assert (train.selection, asked.selection, asked.n, asked.dtype) == ("first", "first", 100, "fp16")
     assert (train.steps * train.prompts_per_step, train.questions) == (2000, 1000)  # two epochs of its 1,000 prompts
     assert (train.generations, train.loss, train.scale_rewards, train.beta) == (8, "dr_grpo", "none", 0)
     assert (train.learning_rate, train.max_completion_tokens, train.temperature, train.dtype) == (
