@@ -70,6 +70,8 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
             models = {":".join(cell): address for cell, (address, _) in cells.items()}
             outcome.evaluated(recipe, models, run_ids)
         if broken:
+            count = f"{len(broken)} of {len(cells)} cells broke a health limit"
+            click.echo(f"qrl: {count}, so accuracy there does not count: see above.", err=True)
             unhealthy = UnhealthyCell(" ".join(broken))
             unhealthy.printed = True  # cell by cell, above
             raise unhealthy

@@ -240,6 +240,8 @@ def test_an_unhealthy_cell_of_the_base_ends_the_evaluation_with_answers_and_thei
     cells = ",".join(f"{variant}:full={random_llama}" for variant in ("base", "grpo"))
     with pytest.raises(UnhealthyCell, match=rf"base · full is unhealthy.*{names.EOS_RATE}.*{names.QUESTIONS}"):
         evaluate.evaluate(study(model=str(random_llama)), cells)
-    assert capsys.readouterr().err.count("(unreadable, expected") == 2
+    printed = capsys.readouterr().err
+    assert printed.count("(unreadable, expected") == 2
+    assert printed.splitlines()[-1].startswith("qrl: 1 of 2 cells broke a health limit")
     statuses = {run.info.run_name: run.info.status for run in mlflow.search_runs(["0"], output_format="list")}
     assert statuses == {"evaluate": "FAILED", "base · full": "FAILED"}
