@@ -96,6 +96,7 @@ SECONDS = "step/seconds"  # logged only by a step that succeeds
 # Provenance of a cell, in its rows and its model's params: `compare` rejects cells that differ in one of these.
 ENGINE = "engine"  # that generated the answers
 SETTINGS = "settings_digest"  # sha256 over a scheme's settings, libraries and calibration questions
+PROMPT_HASH = "prompt_hash"  # of the wording and the variables that a question was rendered with
 DTYPE = "dtype"  # of activations; tables show `full` with it
 QUESTION_TEXT = "question_text"
 REFERENCE_LOGPROB = "reference_logprob"  # of the worked solution, mean over its tokens, in nats

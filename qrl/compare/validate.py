@@ -19,7 +19,7 @@ from qrl.names import BASE, FULL, cell_name
 COLUMNS = ("variant", "scheme", "question", "correct")
 LABEL = re.compile(r"[\w.+-]+( [\w.+-]+)*")  # labels appear in metric names and tables
 OUTCOMES = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
-OPTIONAL = ("seed", "cluster", "sample", names.ENGINE, names.DTYPE, names.SETTINGS)
+OPTIONAL = ("seed", "cluster", "sample", names.ENGINE, names.DTYPE, names.SETTINGS, names.PROMPT_HASH)
 LABEL_RULE = "expected letters, digits, spaces and . _ + -"
 ENOUGH = "expected at least 2, and hundreds for a verdict"
 
@@ -121,12 +121,18 @@ def check_compatible(frame: pd.DataFrame) -> None:
     """Reject cells that differ in more than their training.
 
     Args:
-        frame: columns variant, scheme, and optionally seed, engine, settings_digest.
+        frame: columns variant, scheme, and optionally seed, engine, settings_digest, and question with prompt_hash.
 
     Raises:
-        BadInput: there are two engines, or a scheme was applied in two ways within one training run.
+        BadInput: there are two engines, a question was put in two ways, or a scheme was applied in two ways within one
+            training run.
     """
     engine(frame)
+    if names.PROMPT_HASH in frame and (frame.groupby("question")[names.PROMPT_HASH].nunique() > 1).any():
+        raise BadInput(
+            "Some cells got the same questions in another prompt or with other chat.template_kwargs, so a difference "
+            "would not measure the models alone: evaluate all with the same ones."
+        )
     if names.SETTINGS not in frame:
         return
     seeds = frame["seed"].fillna("").astype(str) if "seed" in frame else pd.Series("", index=frame.index)

@@ -110,8 +110,8 @@ class Compare(Section):
 class Promote(Section):
     """The stages of a study, and the bounds of their gates."""
 
-    min_gain: float = option(0.0, "a gate's least gain (grpo over base): its lower 95 % bound must be above it", ge=-1, lt=1)
-    max_loss: float = option(0.05, "a gate's largest loss (awq to grpo): the lower 95 % bound must be above minus it", gt=0, le=1)
+    min_gain: float = option(0.0, "least gain, as of grpo over base: its lower 95 % bound must be above", ge=-1, lt=1)
+    max_loss: float = option(0.05, "largest loss, as of awq to grpo: lower 95 % bound above minus this", gt=0, le=1)
     max_length_growth: float | None = option(
         None, "largest growth of tokens per answer against the stage before, by its upper 95 % bound; 0.2: 20 %", ge=0
     )

@@ -162,6 +162,7 @@ def _sampled(metrics: dict[str, float], samples: int) -> str:
 def _log_rows(asked: room.Asked, recipe: Recipe, stored_by: str, work: Path, seed: int) -> None:
     """Log the rows under the seed of the training that made the weights, and the seed of the questions beside it."""
     origin = {names.ENGINE: asked.receipt["engine"], names.SETTINGS: stored_by}
+    origin[names.PROMPT_HASH] = prompt.template_hash(prompt.of(recipe))
     asked.frame.assign(seed=seed, question_seed=recipe.seed, **origin).to_parquet(work / names.QUESTIONS)
     if by_group := groups.markdown(asked.frame):
         (work / names.GROUPS_MD).write_text(by_group, encoding="utf-8")

@@ -48,6 +48,16 @@ def comparison(frame):
     return compare.from_questions(frame)
 
 
+def test_cells_that_got_a_question_in_two_prompts_are_not_subtracted(frame):
+    one = frame.assign(prompt_hash=frame["question"].map(str))  # each question its own, as other harnesses record it
+    assert compare.from_questions(one).table_json() == compare.from_questions(frame).table_json()
+    other = one.assign(prompt_hash=one["prompt_hash"].where(frame["variant"] == "base", "x"))
+    with pytest.raises(BadInput, match=r"another prompt .*template_kwargs"):
+        compare.from_questions(other)
+    older = one.assign(prompt_hash=one["prompt_hash"].where(frame["variant"] == "base"))  # unknown for the others
+    compare.from_questions(older)
+
+
 def test_seed_000_from_counts():
     found = compare.from_counts(SEED_000)
     table = found.table_json()
