@@ -32,12 +32,15 @@ class Point:
     first_token_s: Estimate  # median
     tokens_per_s: Estimate
     completed_per_s: Estimate
-    requests: int  # in all rounds
+    requests: int  # completed in all rounds
+    failed: int = 0
 
     @property
     def kept_up(self) -> bool:
-        """Whether the server answered about as many requests a second as arrived."""
-        return self.completed_per_s.high >= KEPT_UP * self.rate
+        """Whether no request failed, and as many were answered a second as a server without a queue answers."""
+        each = self.requests / self.completed_per_s.n  # of a round, which lasts until its last answer
+        possible = each / (each / self.rate + self.latency_p50_s.estimate)
+        return not self.failed and self.completed_per_s.high >= KEPT_UP * possible
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,8 @@ class Capacity:
 def search(measure: Callable[[float], Point], limit_s: float) -> list[Point]:
     """Return the points measured on the way to the largest rate that holds, in rising order of rates.
 
-    Rates double from one request a second until one breaks the limit (or halve until one holds); the interval around
-    the limit is then halved a few times, on a logarithmic scale.
+    Rates double from one request a second until one breaks the limit (or halve until one holds, or until half the rate
+    no longer lowers the latency); the interval around the limit is then halved a few times, on a logarithmic scale.
 
     Args:
         measure: measures a server at a rate, in requests a second.
@@ -110,10 +113,11 @@ def search(measure: Callable[[float], Point], limit_s: float) -> list[Point]:
         while rate < MOST and holds(2 * rate):
             rate *= 2
     else:
-        while rate > LEAST:
-            rate /= 2
-            if holds(rate):
-                break
+        before, rate = points[rate].latency_p95_s, rate / 2
+        while not holds(rate):
+            if rate <= LEAST or points[rate].latency_p95_s.high >= before.estimate > limit_s:
+                return [points[each] for each in sorted(points)]  # waiting is not what takes the time
+            before, rate = points[rate].latency_p95_s, rate / 2
     if 2 * rate in points:
         for _ in range(REFINEMENTS):
             broken = min(other for other in points if other > rate)
@@ -127,14 +131,14 @@ def point(rate: float, results: Sequence[dict]) -> Point:
     """Return a point from the results of `vllm bench serve` in several rounds at one rate.
 
     Raises:
-        QrlError: the server failed requests.
+        QrlError: the server completed none of a round's requests.
     """
-    if failed := sum(result.get("failed", 0) for result in results):
-        total = sum(result["num_prompts"] for result in results)
-        raise QrlError(f"The server failed {failed} of {total} requests at {rate:.3g} a second: see its log.")
+    if not all(result["completed"] for result in results):
+        raise QrlError(f"The server completed no request of a round at {rate:.3g} a second: see its log.")
+    counts = {key: sum(result.get(key, 0) for result in results) for key in ("completed", "failed")}
     over = {name: summary.over_rounds([result[key] / per for result in results]) for name, (key, per) in UNITS.items()}
     completed = summary.over_rounds([result["request_throughput"] for result in results])
-    return Point(rate=rate, completed_per_s=completed, requests=sum(result["completed"] for result in results), **over)
+    return Point(rate, completed_per_s=completed, requests=counts["completed"], failed=counts["failed"], **over)
 
 
 def markdown(measured: Sequence[Capacity]) -> str:

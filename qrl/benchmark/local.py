@@ -68,7 +68,8 @@ class Vllm:
         self._loaded = vllm.Vllm(path, device, dtype, deterministic=False, seed=0, timed=True, **sizes)
         self.name = self._loaded.name
         self.weights_bytes = self._loaded.weights_bytes
-        self._token_bytes = token_bytes(AutoConfig.from_pretrained(path), self._loaded.dtype)
+        kept = "float8_e4m3fn" if sizes.get("kv_fp8") else self._loaded.dtype
+        self._token_bytes = token_bytes(AutoConfig.from_pretrained(path), kept)
 
     def ask(self, prompts: Prompts, *, new_tokens: int, fixed: bool) -> BatchResult:
         """Generate as `Transformers.ask`; the cache's size is that of these requests, not of vLLM's reservation."""

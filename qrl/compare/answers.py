@@ -94,7 +94,10 @@ def measured(
             continue
         ends = (0.0, 1.0) if name in SHARES else (min(known["correct"]), max(known["correct"]))
         least, scale = float(ends[0]), float(ends[1] - ends[0]) or 1.0
-        scaled = aligned(known.assign(correct=(known["correct"] - least) / scale))
+        try:
+            scaled = aligned(known.assign(correct=(known["correct"] - least) / scale))
+        except BadInput:  # known of too few questions or clusters for an interval
+            continue
         for cell, answers in found.items():
             mean = scaled.accuracy(cell) if name in SHARES else scaled.contrast({cell: 1})
             answers.means[name] = _stretched(mean, scale, least)
@@ -124,14 +127,15 @@ def changed(frame: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         The rows of quantized schemes: variant, scheme, seed, question, correct (0/1), `correct_full`, and what the rows
-        hold of question_text, answer, parsed, parsed_full, completion, completion_full; empty if there are several
+        hold of question_text, answer, parsed, parsed_full, completion, completion_full; none of cells with several
         samples per question.
     """
     columns = [name for name in (*_TEXTS, "sample") if name in frame and name not in ("parsed_full", "completion_full")]
     table = checked(frame)[["variant", "scheme", "seed", "question", "correct"]]
     table = table.assign(**frame.reset_index(drop=True)[columns])
-    if "sample" in table:
-        return table[:0].assign(correct_full=0)
+    twice = table.duplicated(["variant", "scheme", "seed", "question"], keep=False)
+    several = twice.groupby([table["variant"], table["scheme"]]).transform("any")
+    table = pd.DataFrame(table[~several]).drop(columns="sample", errors="ignore")
     table.loc[table["variant"] == names.BASE, "seed"] = ""  # one model under every seed
     table = table.drop_duplicates(key := ["variant", "scheme", "seed", "question"])
     key.remove("scheme")
@@ -162,7 +166,8 @@ def shown(changed: pd.DataFrame) -> pd.DataFrame:
 
 
 def _clean(value: Any) -> str:
-    text = _UNSEEN.sub("\ufffd", "" if pd.isna(value) else str(value))
+    missing = pd.api.types.is_scalar(value) and pd.isna(value)
+    text = _UNSEEN.sub("\ufffd", "" if missing else str(value))
     if len(text) <= LONGEST:
         return text
     start, end = LONGEST // 4, LONGEST - LONGEST // 4

@@ -197,7 +197,7 @@ def metrics(methods: Methods) -> dict[str, float]:
     """Return `methods/accuracy_<variant>_<scheme>` of every cell, and `methods/error_…` with `_low` and `_high`."""
     scores = {}
     for row in methods.rows:
-        name = f"{row.variant}_{row.scheme}"
+        name = f"{row.variant}_{row.scheme}".replace("+", "_")  # which MLflow does not take
         scores[f"methods/accuracy_{name}"] = row.accuracy.estimate
         if row.error is not None:
             scores[f"methods/error_{name}"] = row.error.estimate

@@ -146,7 +146,9 @@ def _capacities(recipe: Recipe, subjects: list[Subject], prompts: list, device: 
     """Serve each model by itself, ask it at rising rates, and log a curve, its limit and the cache of a request."""
     settings, measured, results = recipe.benchmark, [], {}
     for subject, own in zip(subjects, prompts, strict=True):
-        model = ServedModel(subject.variant, subject.scheme, subject.path, device=device, dtype=recipe.evaluate.dtype)
+        fp8 = subject.scheme.endswith(names.KV_FP8)
+        how = {"device": device, "dtype": recipe.evaluate.dtype, "kv_fp8": fp8, "chat": recipe.chat.template_kwargs}
+        model = ServedModel(subject.variant, subject.scheme, subject.path, **how)
         tokens, by_rate = hf.tokenizer(subject.path), results.setdefault(subject.label, {})
         texts = [tokens.decode(ids, skip_special_tokens=False) for ids in own]
         with _serving(model) as url:
@@ -154,7 +156,8 @@ def _capacities(recipe: Recipe, subjects: list[Subject], prompts: list, device: 
             points = capacity.search(partial(_at_rate, ask, by_rate, subject.label), settings.latency_limit_s)
             engine = _engine(url)
         wide = model.dtype == "fp32" or (model.dtype == "auto" and engines.unpacks(engines.VLLM, subject.path, device))
-        each = local.token_bytes(AutoConfig.from_pretrained(subject.path), "float32" if wide else "bfloat16")
+        kept = "float8_e4m3fn" if fp8 else "float32" if wide else "bfloat16"
+        each = local.token_bytes(AutoConfig.from_pretrained(subject.path), kept)
         size = each * (sum(map(len, own)) / len(own) + settings.new_tokens)
         cell = (subject.variant, subject.scheme, engine, settings.latency_limit_s)
         measured.append(capacity.Capacity(*cell, tuple(points), size))
@@ -220,7 +223,9 @@ def _stages(recipe: Recipe, stages: str | None) -> list[Subject]:
     has = registry.known(name)
     for stage in () if stages else has:
         with contextlib.suppress(BadInput):  # no version there yet
-            chosen.append(registry.resolve(name, stage))
+            version = registry.resolve(name, stage)
+            if (version.variant, version.scheme) not in {(other.variant, other.scheme) for other in chosen}:
+                chosen.append(version)  # one stage of two that hold the same cell
     if not chosen:
         lacks = f"{name} has no version at any of {', '.join(has)} yet"
         raise BadInput(f"{lacks}: run a study, or give --models variant:scheme=MODEL.")

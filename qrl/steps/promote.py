@@ -48,10 +48,12 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
     if differing := {registry.registered_name(each) for each in own} - {name}:
         several = " and ".join([name, *sorted(differing)])
         raise BadInput(f"The cells belong to several models, {several}: promote each of them by itself.")
-    registry.check_declared(name, recipe.promote.declared)
+    if recipe.promote.stages:
+        registry.check_declared(name, recipe.promote.stages)
     for stage in stages:
         check_stage(stage, recipe.promote.declared, name)
-    every = registry.known(name) | {stage.stage: stage for stage in recipe.promote.declared}
+    declared, known = {stage.stage: stage for stage in recipe.promote.declared}, registry.known(name)
+    every = known | declared if recipe.promote.stages else declared | known  # what a recipe says, or the model's own
     judged = [every[stage] for stage in stages]
     if not runs.is_launched():
         facts = {"model": recipe.model, "task": recipe.task, "data": recipe.data, "seed": recipe.seed}
@@ -167,9 +169,11 @@ def _decide(
     if isinstance(before, Ancestor):
         return gate.decide(stage, candidate, digest, before_digest=before.digest)
     asked = {True: stage.gain_over, False: stage.loss_to}
-    others = {other: _evaluation(registry.resolve(name, other), other) for other in asked.values() if other}
+    most = recipe.promote.max_length_growth
+    needed = {*asked.values(), stage.made_from if most is not None else None} - {None}
+    others = {other: _evaluation(registry.resolve(name, other), other) for other in sorted(needed)}
     tasks = {other: cell.task for other, cell in others.items() if cell.task and candidate.task}
-    differences = []
+    differences, lengths = [], {}
     if all(task == candidate.task for task in tasks.values()):
         limits = {True: stage.min_gain, False: stage.max_loss}
         usual = {True: recipe.promote.min_gain, False: recipe.promote.max_loss}
@@ -179,9 +183,8 @@ def _decide(
                 limit = usual[gain] if limits[gain] is None else limits[gain]
                 difference, _ = _changes(candidate, others[other])
                 differences.append(gate.Comparison(other, shown, difference, limit, gain))
-    lengths = {"max_growth": recipe.promote.max_length_growth}
-    if lengths["max_growth"] is not None:
-        lengths["growth"] = _changes(candidate, _evaluation(before, stage.made_from))[1]
+        if most is not None:
+            lengths = {"max_growth": most, "growth": _changes(candidate, others[stage.made_from])[1]}
     made = {"parent": _made_from(candidate, before), "before_digest": before.digest}
     return gate.decide(stage, candidate, digest, **made, tasks=tasks, differences=differences, **lengths)
 
@@ -200,6 +203,8 @@ def _made_from(candidate: Evaluated, before: versions.Version) -> str:
     It is the candidate's parent. Quantized weights of another training than the earlier stage's have one model between
     the two, their own in full precision: its parent counts.
     """
+    if candidate.digest == before.digest and candidate.scheme != before.scheme:
+        return before.digest  # the same weights with another key-value cache
     if candidate.parent == before.digest or candidate.scheme == names.FULL or candidate.variant == before.variant:
         return candidate.parent
     own = lineage.line(candidate.model)[1:3]  # the model in full precision, and what that was trained from

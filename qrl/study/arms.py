@@ -103,7 +103,8 @@ def label(recipe: Recipe) -> str:
 
 def stages_of(variant: str, scheme: str) -> list[str]:
     """Return the stages that lead to a cell of a sweep, as `promote.stages` types them; the last one is the cell's."""
-    cell, form = f"{variant}:{scheme}", scheme.removeprefix(names.ROUNDED_PREFIX)
+    cell, scheme = f"{variant}:{scheme}", scheme.replace("+", "-")
+    form = scheme.removeprefix(names.ROUNDED_PREFIX)
     before = [f"{names.BASE}={names.BASE}:{names.FULL}", f"{names.GRPO}={names.GRPO}:{names.FULL}"]
     if variant == names.GRPO:
         return [*before, f"{scheme if scheme == names.AWQ else f'ptq-{scheme}'}={cell}"]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from qrl import names, process
+from qrl.errors import QrlError
 from qrl.recipe import Recipe
 from qrl.steps import outcome
 from qrl.study import page
@@ -41,7 +42,7 @@ class SweepOutcome:
     failed: list[str] = field(default_factory=list)  # sentences
     found: tuple[pd.DataFrame, Methods, list[str]] | None = None  # as `methods_of` returns it
     error: str = ""  # why the model has no results
-    refused: str = ""  # why its best cell was not registered
+    unregistered: QrlError | None = None  # why its best cell was not registered
 
 
 def warn(sentences: list[str]) -> None:
@@ -127,7 +128,8 @@ def sweep_tables(launcher: Launcher, outcomes: list[SweepOutcome], recipe: Recip
                 continue
             frame, measured, left_out = outcome.found
             judged = (_convergence(measured, outcome, variant, scheme) for variant, scheme in outcome.schemes.items())
-            not_counted = [*outcome.failed, *left_out, *filter(None, [outcome.refused])]
+            unregistered = [str(outcome.unregistered)] if outcome.unregistered else []
+            not_counted = [*outcome.failed, *left_out, *unregistered]
             folder = work / re.sub(r"[^\w.+-]+", "-", outcome.model)
             text = write_methods(measured, folder, list(filter(None, judged)), not_counted)
             texts.append(f"# {outcome.model}\n\n{text}" if outcome.model else text)

@@ -103,7 +103,7 @@ def study(
                     _Seed(seed, arms, launcher, target.device, target.base, outcome).run()
                 outcome.found = report.methods_of(outcome, seeds)
                 if register:
-                    outcome.refused = _register(target, outcome, seeds[0], launcher)
+                    outcome.unregistered = _register(target, outcome, seeds[0], launcher)
             except QrlError as error:
                 if not models:
                     raise
@@ -112,8 +112,9 @@ def study(
         report.sweep_tables(launcher, outcomes, methods[0], time.monotonic() - began)
         if broken := [f"{outcome.model} ({outcome.error})" for outcome in outcomes if outcome.error]:
             raise QrlError(f"The sweep has no results for {len(broken)} of {len(outcomes)} models: {'; '.join(broken)}")
-        if refused := [outcome.refused for outcome in outcomes if outcome.refused]:
-            raise GateRefused(" ".join(refused))
+        if errors := [outcome.unregistered for outcome in outcomes if outcome.unregistered]:
+            kind = GateRefused if all(isinstance(error, GateRefused) for error in errors) else QrlError
+            raise kind(" ".join(map(str, errors)))
 
 
 def _check_names(loaded: Mapping[str, Mapping[int, list[Arm]]]) -> None:
@@ -146,6 +147,9 @@ def _check(name: str, arms: dict[int, list[Arm]], typed: dict[str, str], first: 
         raise BadInput(
             f"Two methods have different formats under the one name {names.RTN_FILE}: sweep one of them at a time."
         )
+    taught = [recipe.train.model_copy(update={"qat": "none"}) for recipe in methods if is_controlled(recipe)]
+    if any(other != taught[0] for other in taught):
+        raise BadInput("Distilled methods share one control, but differ in more than train.qat: sweep them apart.")
     device, base = preflight.check(methods[0], {"recipe": first, **typed}, beside=own_schemes, yes=yes)
     return _Target(name, arms, device, base, Shape.of(source.locate(methods[0].model)).parameters)
 
@@ -160,17 +164,17 @@ def _look_ahead(target: _Target) -> DryRun:
     return look_ahead("sweep", walk)
 
 
-def _register(target: _Target, outcome: SweepOutcome, seed: int, launcher: Launcher) -> str:
+def _register(target: _Target, outcome: SweepOutcome, seed: int, launcher: Launcher) -> QrlError | None:
     """Promote the best quantized cell of a model, as one seed made it, and the cells that its gate looks at.
 
     Returns:
-        Why a gate refused a stage; empty if none did.
+        Why it was not registered; the tables come first. None if it was, or if no cell counts.
     """
     from qrl import registry
 
     best = outcome.found[1].best if outcome.found else None
     if best is None:
-        return ""
+        return None
     stages = stages_of(best.variant, best.scheme)
     runs = [outcome.cells[stage.partition("=")[2].partition(";")[0]][seed] for stage in stages]
     chosen = [stage.partition("=")[0] for stage in stages]
@@ -179,9 +183,9 @@ def _register(target: _Target, outcome: SweepOutcome, seed: int, launcher: Launc
     own = launcher.below(next(iter(target.arms.values()))[0].typed)
     try:
         own.run("promote", f"{' → '.join(chosen)}, the best of {target.name or 'the sweep'}", parameters)
-    except GateRefused as refused:
-        return str(refused)
-    return ""
+    except QrlError as error:
+        return error
+    return None
 
 
 @dataclass

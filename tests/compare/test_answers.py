@@ -75,6 +75,31 @@ def test_changed_answers_are_counted_both_ways(frame, comparison):
     assert (comparison.answers[GRPO].right_to_wrong, comparison.answers[GRPO].mcnemar) == (None, None)
 
 
+def test_one_sample_a_question_is_paired_like_an_answer_without_a_number(frame, comparison):
+    found = compare.from_questions(frame.assign(sample=0)).answers[GRPO_AWQ]
+    expected = comparison.answers[GRPO_AWQ]
+    assert expected.right_to_wrong > 0 and expected.wrong_to_right > 0
+    assert (found.right_to_wrong, found.wrong_to_right, found.mcnemar) == (
+        expected.right_to_wrong,
+        expected.wrong_to_right,
+        expected.mcnemar,
+    )
+
+
+def test_values_of_a_users_columns_may_be_lists(frame, tmp_path):
+    messages = [[{"role": "user"}, {"role": "assistant", "content": "5"}]] * len(frame)
+    listed = frame.assign(completion=messages, parsed=[[1, 2]] * len(frame))
+    shown = answers.shown(compare.from_questions(listed).changed)
+    assert "assistant" in shown["completion"][0]
+
+
+def test_a_measure_known_in_too_few_clusters_is_left_out(frame):
+    number = frame["question"].str[1:].astype(int)
+    partly = frame.assign(cluster=number % 2, n_tokens=frame["n_tokens"].where(number % 2 == 0))
+    found = compare.from_questions(partly).answers[GRPO_AWQ]
+    assert "tokens" not in found.means and "unfinished" in found.means
+
+
 def test_table_json_metrics_and_the_table_hold_them(comparison):
     entry = json.loads(json.dumps(comparison.table_json(), allow_nan=False))["awq"]["answers"]["grpo"]
     change = comparison.answers[GRPO_AWQ].changes["tokens"]

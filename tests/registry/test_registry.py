@@ -404,6 +404,31 @@ def test_a_studys_own_stages_are_promoted_resolved_listed_and_rolled_back(evalua
         promoting.promote(other, ["int4"], [grpo[0]])
 
 
+def test_without_declared_stages_a_model_is_judged_by_its_own(evaluated):
+    base = evaluated("base:full")
+    grpo = evaluated("grpo:full", parent=base[1], changed="a")
+    ct = evaluated("grpo:awq-ct", parent=grpo[1], changed="b")
+    free = {"promote.min_gain": "-0.9", "promote.max_loss": "1"}
+    own = recipe.load(overrides=free | {"promote.stages": "base=base:full,grpo=grpo:full,awq=grpo:awq-ct;max_loss=0.9"})
+    promoting.promote(own, ["base", "grpo", "awq"], [base[0], grpo[0], ct[0]])
+    plain = recipe.load(overrides=free)
+    promoting.promote(plain, ["base", "awq"], [base[0], ct[0]])
+    version = registry.resolve("qrl-my-llama", "awq")
+    assert version.gate("awq").bounds["limit"] == 0.9
+
+
+def test_the_same_weights_with_another_cache_follow_their_own_stage(evaluated):
+    base = evaluated("base:full")
+    grpo = evaluated("grpo:full", parent=base[1], changed="a")
+    cached = evaluated("grpo:full+kv-fp8", parent=base[1], changed="a")
+    free = {"promote.min_gain": "-0.9", "promote.max_loss": "1"}
+    stages = "base=base:full,grpo=grpo:full,kv=grpo:full+kv-fp8"
+    own = recipe.load(overrides=free | {"promote.stages": stages})
+    promoting.promote(own, ["base", "grpo", "kv"], [base[0], grpo[0], cached[0]])
+    at = {stage: registry.resolve("qrl-my-llama", stage) for stage in ("grpo", "kv")}
+    assert at["kv"].digest == at["grpo"].digest and at["kv"].version != at["grpo"].version
+
+
 def test_a_gate_of_ones_own_looks_at_cell_and_lineage_too(evaluated):
     base = evaluated("base:full")
     qat = evaluated("qat-int4:full", parent=base[1], changed="a")
