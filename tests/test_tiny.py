@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -223,6 +224,10 @@ def test_a_killed_training_goes_on_to_the_same_weights_and_a_finished_one_is_not
     with pytest.raises(BadInput, match="another budget"):
         make.make(place / "resumed", SMALL, Corpus(), replace(budget, steps=8), **MADE)
     capsys.readouterr()
+    with monkeypatch.context() as patched:  # and killed again while it answers held-out questions
+        patched.setattr(make, "evaluate", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            make.make(place / "resumed", SMALL, Corpus(), budget, **MADE)
     make.make(place / "resumed", SMALL, Corpus(), budget, **MADE)
     assert "Resumed after step 2" in capsys.readouterr().out
     assert checkpoint.digest(place / "resumed") == checkpoint.digest(place / "straight")

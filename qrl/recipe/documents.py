@@ -1,5 +1,6 @@
 """YAML files of settings, read strictly: unique keys, decimal numbers, one mapping."""
 
+import json
 import re
 import typing
 from pathlib import Path
@@ -38,7 +39,7 @@ def parse(source: Path | str, what: str) -> dict:
     """
     try:
         text = source if isinstance(source, str) else source.read_text(encoding="utf-8")
-        document = yaml.load(text, Loader)
+        document = _of_json(text) if isinstance(source, str) else yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise BadInput(f"{what} is not valid YAML: {' '.join(str(error).split())}.") from None
     except OSError as error:
@@ -49,3 +50,17 @@ def parse(source: Path | str, what: str) -> dict:
     if not isinstance(document or {}, dict):
         raise BadInput(f"{what} holds a {type(document).__name__}, but a mapping of keys to values was expected.")
     return document or {}
+
+
+def _of_json(text: str) -> object:
+    """Return what a text holds as JSON, in which recipes write mappings down; else as YAML, which people type."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError):  # YAML reads some values of JSON otherwise: 1e-05 is a text there
+        return yaml.load(text, Loader)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key is given twice")
+    return dict(pairs)

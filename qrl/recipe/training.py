@@ -14,6 +14,7 @@ from qrl import names as known
 from qrl.recipe.base import Count, Fraction, NoKey, NotInKey, Section, Selection, once, one_of, option
 
 REWARDS = ("correct", "format", "flexible", "leak", "soft_overlong")
+_LOGGED = ("std", "step", "prompt", "completion", "advantage")  # by training, beside rewards
 PACKED = ("int8", "nf4")  # ways to store a base as bitsandbytes codes
 _UNLESS_VLLM = NotInKey("engine", "transformers")  # settings of an engine that does not run
 _UNLESS_STOPPING = NotInKey("stop", ())  # a watcher that only warns trains the same weights
@@ -23,6 +24,9 @@ _OfStop = Annotated[_Value, _UNLESS_STOPPING]
 
 
 def _different_names(rewards: tuple[str, ...]) -> tuple[str, ...]:
+    for name in rewards:
+        if ":" in name and reward_name(name) in _LOGGED:
+            raise ValueError(f"has {name}, but training logs something else by that name: rename the function")
     if len(set(map(reward_name, rewards))) < len(rewards):
         raise ValueError("must name functions with different names: a reward is logged by its function's name")
     return rewards

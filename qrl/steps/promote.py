@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pandas as pd
 
-from qrl import checkpoint, names, registry, source, stats
+from qrl import checkpoint, names, registry, source, stats, tasks
 from qrl.compare.validate import check_compatible
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
@@ -82,6 +82,8 @@ def _own(recipe: Recipe, cell: Evaluated, base: Ancestor, typed: Collection[str]
     """
     recorded = {key: text for key, text in cell.settings.items() if text != "null"}
     for key in {"task", "prompt", "seed"} & set(typed):
+        if key == "task" and cell.task and tasks.label(recipe.task) == cell.task:
+            continue  # a task file that was moved is the same
         if (wanted := recipe.flat()[key]) != (actual := recorded.get(key, wanted)):
             raise _contradicted(f"--{key} {wanted}", cell, f"it was evaluated with {key} {actual}")
     fields = {key: recorded[key] for key in ("task", "prompt", "data", "registered_name") if key in recorded}
@@ -172,9 +174,9 @@ def _decide(
     most = recipe.promote.max_length_growth
     needed = {*asked.values(), stage.made_from if most is not None else None} - {None}
     others = {other: _evaluation(registry.resolve(name, other), other) for other in sorted(needed)}
-    tasks = {other: cell.task for other, cell in others.items() if cell.task and candidate.task}
+    by_stage = {other: cell.task for other, cell in others.items() if cell.task and candidate.task}
     differences, lengths = [], {}
-    if all(task == candidate.task for task in tasks.values()):
+    if all(task == candidate.task for task in by_stage.values()):
         limits = {True: stage.min_gain, False: stage.max_loss}
         usual = {True: recipe.promote.min_gain, False: recipe.promote.max_loss}
         for gain, other in asked.items():
@@ -186,7 +188,7 @@ def _decide(
         if most is not None:
             lengths = {"max_growth": most, "growth": _changes(candidate, others[stage.made_from])[1]}
     made = {"parent": _made_from(candidate, before), "before_digest": before.digest}
-    return gate.decide(stage, candidate, digest, **made, tasks=tasks, differences=differences, **lengths)
+    return gate.decide(stage, candidate, digest, **made, tasks=by_stage, differences=differences, **lengths)
 
 
 def _evaluation(version: versions.Version, stage: str) -> Evaluated:

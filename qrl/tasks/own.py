@@ -4,6 +4,7 @@ A task file has two functions, `load(split, n, seed)` and `grade(completion, ans
 file. What they do wrong becomes a sentence with their line. Nothing that comes with a checkpoint is loaded as code.
 """
 
+import re
 import sys
 import threading
 import traceback
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from random import Random
 from signal import ITIMER_REAL, SIGALRM, setitimer, signal
@@ -28,6 +29,7 @@ SIGNATURES = {
     "grade": "grade(completion, answer), which returns True, False or a qrl.tasks.Verdict",
 }
 _read: dict[str, bytes] = {}  # path → text
+_digests: dict[str, str] = {}  # path → sha256
 _CHECKED = 8  # solutions of a split that must be graded as right
 _SHOWN = 80  # last characters of a completion, shown where a grader returns only right or wrong
 _TIMEOUT, _ERROR = (Verdict(None, False, False, fault) for fault in ("timeout", "error"))
@@ -45,8 +47,18 @@ def files(task: str, rewards: Sequence[str] = ()) -> list[str]:
 
 
 def digest(path: str) -> str:
-    """Return the sha256 of a file; raise BadInput if there is none."""
-    return sha256(_source(path)).hexdigest()
+    """Return the sha256 of a file and of the data files that it names in `FILES`; raise BadInput if one is missing."""
+    if path not in _digests:
+        total = sha256(_source(path))
+        named = getattr(_module(path, _source(path)), "FILES", ())
+        for name in [named] if isinstance(named, str) else named:
+            data = Path(path).with_name(str(name))
+            if not data.is_file():
+                raise BadInput(f"{path} names {name!r} in FILES, but there is no file {data}: put it there.")
+            with data.open("rb") as content:
+                total.update(file_digest(content, "sha256").digest())
+        _digests[path] = total.hexdigest()
+    return _digests[path]
 
 
 def label(task: str) -> str:
@@ -55,7 +67,10 @@ def label(task: str) -> str:
     Raises:
         BadInput: there is no such file.
     """
-    return f"{Path(task).stem}-{digest(task)[:8]}" if is_file(task) else task
+    if not is_file(task):
+        return task
+    stem = re.sub(r"[^\w.-]", "_", Path(task).stem)  # MLflow refuses some names
+    return f"{stem}-{digest(task)[:8]}"
 
 
 def function(path: str, name: str, expected: str = "") -> Callable:
@@ -116,7 +131,7 @@ def grade_many(
             verdicts.append(_verdict(grade, completion, answer))
         except _LateError:
             verdicts.append(_TIMEOUT)
-        except Exception as error:  # of any kind; printed once for each line that raises it
+        except (Exception, SystemExit) as error:  # of any kind; printed once for each line that raises it
             warnings.warn(f"{task}: grade failed, which counts as wrong ({reason(error, task)}).", stacklevel=2)
             verdicts.append(_ERROR)
         progress(1)
@@ -161,11 +176,12 @@ def _verdict(grade: Callable[[str, str], Any], completion: str, answer: str) -> 
     """Return a grader's verdict; of True or False, whose form of an answer is unknown, any text counts as readable."""
     with _limited(GRADE_S):
         verdict = grade(completion, answer)
-    if isinstance(verdict, bool):
-        return Verdict(completion.strip()[-_SHOWN:] or None, verdict, verdict)
+    if type(verdict).__name__ in ("bool", "bool_"):  # numpy's too
+        return Verdict(completion.strip()[-_SHOWN:] or None, bool(verdict), bool(verdict))
     if not isinstance(verdict, Verdict):
         raise TypeError(f"grade returned {verdict!r:.80}, but True, False or a Verdict was expected")
-    return verdict
+    parsed = None if verdict.parsed is None else str(verdict.parsed)
+    return replace(verdict, parsed=parsed, strict=bool(verdict.strict), flexible=bool(verdict.flexible))
 
 
 class _LateError(BaseException):
@@ -202,6 +218,7 @@ def read(path: str) -> bytes:
         BadInput: there is no such file, or it cannot be read.
     """
     try:
+        _digests.pop(path, None)
         _read[path] = Path(path).read_bytes()
         return _read[path]
     except OSError as error:

@@ -111,6 +111,7 @@ def make(
         )
         limits = {"positions": shape.positions, "workers": workers, "save_every": save_every}
         progress = train(model, tokens, corpus, budget, work, **limits) if budget.steps else Progress()
+        shutil.rmtree(work / "model", ignore_errors=True)  # of a try that was killed after it
         with written_whole(work / "model") as folder:
             shutil.copytree(work / "tokenizer", folder)
             model.to(torch.bfloat16).save_pretrained(folder)

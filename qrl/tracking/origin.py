@@ -1,5 +1,6 @@
 """The recipe behind a result of ours: a step that is given one takes its settings from the run that made it."""
 
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -25,9 +26,10 @@ class Origin:
     files: Collection[str] = ()  # labels of the user's own files that it read
 
     def edited(self, values: Mapping[str, str]) -> list[str]:
-        """Return the user's files in settings that are not those which the run read; raise BadInput if one is gone."""
+        """Return the user's files in settings that differ from those which the run read; one that is gone does not."""
         named = own.files(values.get("task", ""), values.get("train.rewards", "").split(","))
-        return [path for path in named if own.read(path) and own.label(path) not in self.files]
+        there = [path for path in named if os.path.isfile(path)]  # a step that needs one that is gone refuses itself
+        return [path for path in there if own.read(path) and own.label(path) not in self.files]
 
 
 def find(text: str) -> list[Origin]:

@@ -18,6 +18,7 @@ _OVERLONG_SHARE = 5  # DAPO punishes within the last fifth of the allowed length
 _EXPECTED = "NAME(completions, answers), which returns a list with a number for each completion"
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _PHRASE = re.compile(r"\banswer(?:\s+is\b|\s*[:=])\s*:?\s*([^\n]{1,200}?)(?=\.?\s*(?:\n|$)|\.\s)", re.IGNORECASE)
+_FORMULA = re.compile(r"(?<!\\)\$([^$]+)\$")
 _CHECKED = 2  # solutions that a reward of the user's is tried on before the run
 
 
@@ -112,14 +113,15 @@ def _claimed(task: str, completion: str, verdict: tasks.Verdict) -> str | None:
     if own.is_file(task):
         return None
     boxed = task in tasks.BOXED
-    if tags := _TAG.findall(completion):
+    if (tags := _TAG.findall(completion)) and tags[-1].strip():
         return rf"\boxed{{{tags[-1].strip()}}}" if boxed else f"#### {tags[-1].strip()}"
     if verdict.parsed is not None:
         return completion
     if phrases := _PHRASE.findall(completion):
         if boxed:
-            return rf"\boxed{{{phrases[-1].strip(' $')}}}"
-        if (values := number.numbers(number.tidy(phrases[-1]))) and values[0] is not None:
+            formula = _FORMULA.search(phrases[-1])
+            return rf"\boxed{{{formula[1] if formula else phrases[-1].strip(' $')}}}"
+        if (values := number.numbers(number.tidy(phrases[-1].rpartition("=")[2]))) and values[0] is not None:
             return f"#### {number.text(values[0])}"
     return None
 
@@ -150,7 +152,7 @@ def _own(name: str) -> Callable[[list[str], list[str]], list[float]]:
         try:
             given = reward(completions, answers)
             values = [float(value) for value in given]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise QrlError(f"{path}: {called} failed ({own.reason(error, path)}): correct it.") from error
         if len(values) != len(completions):
             wrong = f"returned {len(values)} rewards for {len(completions)} completions: return one for each"

@@ -303,6 +303,21 @@ def test_a_recipe_holds_the_contents_of_its_prompt_file_so_that_the_file_may_go(
         prompt.check("gsm8k", loaded.prompt)
 
 
+def test_what_a_run_recorded_of_a_mapping_is_read_back_as_it_was():
+    typed = '{"a": 0.00001, "b": "\\u0085 on", "c": [1, true]}'
+    once = recipe.load("tiny", {"chat.template_kwargs": typed})
+    assert once.chat.template_kwargs == {"a": 1e-05, "b": "\x85 on", "c": [1, True]}
+    again = recipe.load("tiny", {"chat.template_kwargs": once.flat()["chat.template_kwargs"]})
+    assert again.chat == once.chat
+    with pytest.raises(BadInput, match="given twice"):
+        recipe.load("tiny", {"chat.template_kwargs": '{"a": 1, "a": 2}'})
+
+
+def test_a_users_reward_does_not_take_the_name_of_something_else_that_training_logs():
+    with pytest.raises(BadInput, match="by that name: rename"):
+        recipe.load("tiny", {"train.rewards": "correct,mine.py:std"})
+
+
 def test_qwen3_answers_without_thinking_within_the_default_health_limits():
     limits = [key for key in recipe.fields() if re.match(r"evaluate\.(min|max)_.*_rate", key)]
     named = [recipe.load(name) for name in recipe.names() if "qwen3" in name]

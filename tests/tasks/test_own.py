@@ -202,3 +202,33 @@ def test_keys_of_recipes_without_files_hold_no_new_setting():
         assert not {name for name in found if name.startswith("input file") or name.removeprefix("train.") in new}
     changed = Recipe(train=Train(top_p=0.9, max_resamples=2))
     assert {name.removeprefix("train.") for name in parts(changed)[0]} & new == {"top_p", "max_resamples"}
+
+
+def test_data_files_that_a_task_names_belong_to_it(tmp_path):
+    file = tmp_path / "words (1).py"
+    file.write_text(f"FILES = ('words.txt',)\n{EXAMPLE}")
+    with pytest.raises(BadInput, match=r"'words\.txt' in FILES, but there is no file"):
+        tasks.label(str(file))
+    labels = []
+    for text in ("one", "two"):
+        (tmp_path / "words.txt").write_text(text)
+        own.read(str(file))
+        labels.append(tasks.label(str(file)))
+    assert len(set(labels)) == 2 and all(label.startswith("words__1_-") for label in labels)
+
+
+def test_what_a_grader_returns_is_made_plain_and_an_exit_is_a_fault(tmp_path):
+    file = tmp_path / "odd.py"
+    file.write_text(
+        "import re, sys\nimport numpy as np\nfrom qrl.tasks import Question, Verdict\n"
+        "def load(split, n, seed):\n    return [Question('0', 'q', '#### 5', '5')]\n"
+        "def grade(completion, answer):\n"
+        "    if 'exit' in completion:\n        sys.exit(1)\n"
+        "    if 'numpy' in completion:\n        return np.bool_(True)\n"
+        "    found = re.search('#### (\\\\d)', completion)\n"
+        "    return Verdict(found and found[1], strict=found and found[1] == answer, flexible=found)\n"
+    )
+    with pytest.warns(UserWarning, match="SystemExit"):
+        none, numpy, ended, right = tasks.grade_many(str(file), ["?", "numpy", "exit", "#### 5"], ["5"] * 4)
+    assert (none.strict, none.flexible, none.parsed) == (False, False, None)
+    assert numpy.strict is True and ended.fault == "error" and right.strict is True

@@ -79,5 +79,6 @@ def test_a_run_keeps_the_users_files_and_knows_them_from_edited_ones(store, tmp_
     (tmp_path / "mine.py").write_text("def load(): return []\n")
     assert found.edited(found.values) == [task] and found.edited(found.values | {"task": "gsm8k"}) == []
     (tmp_path / "reward.py").unlink()
+    assert found.edited(found.values) == [task]  # a step that needs the one that is gone refuses itself
     with pytest.raises(BadInput, match=r"reward\.py cannot be read .*below files/"):
-        found.edited(found.values)
+        own.read(str(tmp_path / "reward.py"))

@@ -48,12 +48,15 @@ def own(tmp_path):
         ("gsm8k", "Answer: -4\nCheck 5", "-4", 1),
         ("gsm8k", "The answer is 3. No, the answer is 4.", "4", 1),
         ("gsm8k", "The answer is unknown, perhaps 18", "18", 1),  # its first number
+        ("gsm8k", "The answer is 3 + 2 = 5.", "5", 1),
+        ("gsm8k", "<answer></answer> 5", "5", 1),
         ("gsm8k", "She has 18 left", "18", 1),
         ("gsm8k", "The answers are many", "18", 0),
         ("gsm8k", "", "18", 0),
         ("math", r"<answer>\frac{14}{3}</answer>", r"\frac{14}{3}", 1),
         ("math", r"so \boxed{7}. The answer is 8", "7", 1),
         ("math", r"The answer is $\frac{14}{3}$.", r"\frac{14}{3}", 1),
+        ("math", r"The answer is $\frac{1}{2}$, which is positive.", r"\frac{1}{2}", 1),
         ("math", "The answer is 5.", "7", 0),
     ],
 )
