@@ -80,10 +80,8 @@ def capacities(measured: Sequence[Capacity], path: str | Path) -> None:
     best = max(measured, key=lambda capacity: capacity.held)
     title = f"At a p95 of {limit:g} s, {best.label} holds {best.text} requests/s"
     points = [point for capacity in measured for point in capacity.points]
-    note = (
-        f"{best.engine}, Poisson arrivals. The dotted line is the limit. Bars are 95 % intervals over "
-        f"{points[0].latency_p95_s.n} rounds; n = {min(point.requests for point in points)} requests or more a point."
-    )
+    least, rounds = min(point.requests for point in points), points[0].latency_p95_s.n
+    note = f"{best.engine}. Dotted: the limit. Bars: 95 % intervals over {rounds} rounds; n = {least} or more a point."
     finish(figure, axes, title, note, path)
 
 
