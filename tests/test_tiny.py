@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -216,6 +215,9 @@ def test_a_killed_training_goes_on_to_the_same_weights_and_a_finished_one_is_not
             raise KeyboardInterrupt
         return workspace.written_whole(path)
 
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patched:
         patched.setattr(train, "written_whole", killed)
         with pytest.raises(KeyboardInterrupt):
@@ -225,7 +227,7 @@ def test_a_killed_training_goes_on_to_the_same_weights_and_a_finished_one_is_not
         make.make(place / "resumed", SMALL, Corpus(), replace(budget, steps=8), **MADE)
     capsys.readouterr()
     with monkeypatch.context() as patched:  # and killed again while it answers held-out questions
-        patched.setattr(make, "evaluate", lambda *_: signal.raise_signal(signal.SIGINT))
+        patched.setattr(make, "evaluate", interrupted)
         with pytest.raises(KeyboardInterrupt):
             make.make(place / "resumed", SMALL, Corpus(), budget, **MADE)
     make.make(place / "resumed", SMALL, Corpus(), budget, **MADE)

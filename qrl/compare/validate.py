@@ -128,7 +128,8 @@ def check_compatible(frame: pd.DataFrame) -> None:
             training run.
     """
     engine(frame)
-    if names.PROMPT_HASH in frame and (frame.groupby("question")[names.PROMPT_HASH].nunique() > 1).any():
+    put = pd.DataFrame(frame.reindex(columns=["question", names.PROMPT_HASH])).dropna().drop_duplicates()
+    if len(put) > len(set(put["question"])):
         raise BadInput(
             "Some cells got the same questions in another prompt or with other chat.template_kwargs, so a difference "
             "would not measure the models alone: evaluate all with the same ones."

@@ -4,6 +4,7 @@ import json
 import re
 import typing
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -52,7 +53,7 @@ def parse(source: Path | str, what: str) -> dict:
     return document or {}
 
 
-def _of_json(text: str) -> object:
+def _of_json(text: str) -> Any:
     """Return what a text holds as JSON, in which recipes write mappings down; else as YAML, which people type."""
     try:
         return json.loads(text, object_pairs_hook=_unique)

@@ -114,6 +114,7 @@ def _of_files(recipe: Recipe, sections: tuple[str, ...]) -> dict[str, str]:
 def _data_digest(folder: str | None) -> str:
     """Return the sha256 over a data folder's files; of nothing if questions are generated or from the hub."""
     total = hashlib.sha256()
-    for path in rows.files(Path(folder)) if folder else []:
-        total.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    if folder:
+        for path in rows.files(Path(folder)):
+            total.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return total.hexdigest()
