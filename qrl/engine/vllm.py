@@ -83,7 +83,6 @@ class Vllm(AbstractContextManager):
         os.environ["VLLM_BATCH_INVARIANT"] = "1" if deterministic and on_gpu else "0"
         try:
             import vllm
-            from transformers import GenerationConfig
         except ImportError as error:
             advice = "run under `mlflow run . -e evaluate … --env-manager uv`, which builds an environment with it"
             instead = "or use evaluate.engine=transformers"
@@ -91,7 +90,6 @@ class Vllm(AbstractContextManager):
         checkpoint.check(path)
         check_runs(path, device, deterministic)
         self.name = f"{NAME} {vllm.__version__}"
-        self.tokens = hf.tokenizer(path)
         self._sampling = vllm.SamplingParams
         shares = {"gpu_memory_utilization": memory, "kv_cache_memory_bytes": cache_bytes}
         try:
@@ -117,8 +115,35 @@ class Vllm(AbstractContextManager):
         self.weights_bytes: int | None = worker["weights_bytes"] if on_gpu else None  # a CPU's kernels hide them
         self.dtype = str(self._llm.model_config.dtype).removeprefix("torch.")  # of activations
         self.invariant = deterministic and on_gpu and batch_invariant(self.kernels)
+        self._sequences, self._kv_fp8, self._on_gpu = sequences, kv_fp8, on_gpu
+        self._read(path)
+
+    def _read(self, path: Path) -> None:
+        from transformers import GenerationConfig
+
+        self.tokens = hf.tokenizer(path)
         self._ends = set(hf.end_tokens(GenerationConfig.from_pretrained(path), path))
-        self._sequences, self._kv_fp8 = sequences, kv_fp8
+        self._network = network(path)
+
+    def reload(self, path: Path) -> bool:
+        """Replace the weights by those of another checkpoint, which takes a second where a start takes a minute.
+
+        Args:
+            path: a folder that `checkpoint.check` accepts.
+
+        Returns:
+            Whether it was done: not if more than the weights differs, if vLLM cannot do it, or on a CPU, whose kernels
+            keep a packed copy of the old weights. Close the engine then.
+        """
+        checkpoint.check(path)
+        if not self._on_gpu or self._network is None or network(path) != self._network:
+            return False
+        try:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path.resolve())})
+        except Exception:  # whatever the worker raised: a new engine will say what is wrong
+            return False
+        self._read(path)
+        return True
 
     def __exit__(self, *_error: object) -> None:
         self.close()
@@ -199,6 +224,14 @@ class Vllm(AbstractContextManager):
             died = f"{self.name} died while answering ({' '.join(str(error).split())[:200]}); its log above says why"
             advice = "a scheme without a kernel for this machine needs another machine, or evaluate.engine=transformers"
             raise QrlError(f"{died}. Its kernels here are {', '.join(self.kernels)}: {advice}.") from error
+
+
+def network(path: Path) -> dict | None:
+    """Return what an engine is built for, all of config.json but names; None if its weights cannot be replaced."""
+    config = checkpoint.config(path)
+    if (config.get("quantization_config") or {}).get("quant_method") == "bitsandbytes":
+        return None  # its loader in vLLM quantizes while it loads, and cannot do so twice
+    return {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
 
 
 def _inspect(model) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -21,6 +21,8 @@ from qrl.tasks.question import leaked
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from qrl.engine import vllm
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,42 @@ class Asked:
     receipt: dict[str, Any]  # engine, version and settings that generated them
 
 
+class Engines(AbstractContextManager):
+    """The vLLM engine of the last cell, kept for a next one that differs from it in nothing but its weights.
+
+    An engine takes about a minute to start on a GPU, and a second to replace its weights. Leave the `with` block to
+    stop it.
+    """
+
+    def __init__(self) -> None:
+        self._engine: vllm.Vllm | None = None
+        self._built_for: tuple = ()
+
+    @contextmanager
+    def open(self, path: Path, device: str, dtype: str, **settings: Any) -> Iterator[vllm.Vllm]:
+        """Yield an engine with a checkpoint's weights; arguments as for `Vllm`. It is stopped if its user fails."""
+        from qrl.engine import vllm
+
+        built_for = (device, dtype, settings)
+        if self._engine is None or self._built_for != built_for or not self._engine.reload(path):
+            self.close()
+            self._engine, self._built_for = vllm.Vllm(path, device, dtype, **settings), built_for
+        try:
+            yield self._engine
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the engine, if there is one."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+
 def ask(
     cell: Cell,
     questions: Sequence[tasks.Question],
@@ -53,6 +91,7 @@ def ask(
     *,
     render: Callable = prompt.render,
     progress: Callable[[int], object] = lambda n: None,
+    engines: Engines | None = None,
 ) -> Asked:
     """Generate a cell's answer to every question, greedily or several times, and grade it.
 
@@ -63,6 +102,7 @@ def ask(
         device: "cpu" or "cuda".
         render: (tokenizer, question text, template) → prompt ids; the one renderer, unless a test breaks it on purpose.
         progress: called with the number of answers that each batch finished.
+        engines: keeps vLLM's engine for a next cell; default: it is stopped.
 
     Returns:
         N × S rows in the order of `questions`, the samples of a question together, and the decoding speed.
@@ -75,7 +115,10 @@ def ask(
     texts = _references(questions, prompts[::samples], tokens, cell.path) if settings.perplexity else {}
     longest = max(map(len, prompts)) + settings.max_new_tokens
     longest = max([longest, *(len(prompts[i * samples]) + len(text) + 1 for i, text in texts.items())])
-    with _opened(cell, recipe, device, longest) as (generate, score, computed_in, receipt):
+    with (
+        nullcontext(engines) if engines else Engines() as kept,
+        _opened(cell, recipe, device, longest, kept) as (generate, score, computed_in, receipt),
+    ):
         generate(prompts[: settings.batch_size], max_new_tokens=2)  # warm-up: libraries initialize themselves
         began = time.perf_counter()
         drawn = {"temperature": settings.temperature if samples > 1 else 0.0, "seed": recipe.seed}
@@ -147,16 +190,16 @@ def _references(
 
 
 @contextmanager
-def _opened(cell: Cell, recipe: Recipe, device: str, longest: int) -> Iterator[tuple[Callable, Callable, str, dict]]:
+def _opened(
+    cell: Cell, recipe: Recipe, device: str, longest: int, engines: Engines
+) -> Iterator[tuple[Callable, Callable, str, dict]]:
     """Yield a loaded engine's `generate` and `log_likelihoods`, the dtype of its activations, and its receipt."""
     path, settings, batch_size = cell.path, recipe.evaluate, recipe.evaluate.batch_size
     if settings.engine != hf.NAME:
-        from qrl.engine import vllm
-
         sizes = {"max_tokens": longest, "sequences": batch_size, "memory": settings.gpu_memory_utilization}
         options = {"deterministic": settings.deterministic, "seed": recipe.seed}
         options["kv_fp8"] = cell.scheme.endswith(names.KV_FP8)
-        with vllm.Vllm(path, device, settings.dtype, **sizes, **options) as loaded:
+        with engines.open(path, device, settings.dtype, **sizes, **options) as loaded:
             yield loaded.generate, loaded.log_likelihoods, loaded.dtype, loaded.receipt()
         return
     import transformers

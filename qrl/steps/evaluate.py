@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -58,7 +59,10 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
     with runs.step("evaluate", recipe, sections=("evaluate",), params=params, tags=tags):
         broken, run_ids = [], {}
         evaluations = [Evaluation(recipe, *cell, *stored, questions, device) for cell, stored in cells.items()]
-        with answers.in_processes(_ask, evaluations, _processes(evaluations)) as ask:
+        with (
+            room.Engines() as engines,
+            answers.in_processes(partial(_ask, engines), evaluations, _processes(evaluations)) as ask,
+        ):
             for evaluation in evaluations:
                 try:
                     run_ids[f"{evaluation.variant}:{evaluation.scheme}"] = _evaluate_cell(evaluation, ask)
@@ -146,9 +150,9 @@ def _evaluate_cell(cell: Evaluation, ask: answers.Ask) -> str:
         return runs.active_id()
 
 
-def _ask(cell: Evaluation, progress: answers.Progress) -> room.Asked:
+def _ask(engines: room.Engines, cell: Evaluation, progress: answers.Progress) -> room.Asked:
     asked = room.Cell(cell.variant, cell.scheme, cell.weights.path)
-    return room.ask(asked, cell.questions, cell.recipe, cell.device, progress=progress)
+    return room.ask(asked, cell.questions, cell.recipe, cell.device, progress=progress, engines=engines)
 
 
 def _sampled(metrics: dict[str, float], samples: int) -> str:

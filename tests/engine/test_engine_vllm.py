@@ -4,11 +4,14 @@ QRL_VLLM_PYTHON=…/bin/python pytest tests/engine/test_engine_vllm.py    # uses
 """
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
+from typing import ClassVar
 
 import pandas as pd
 import pytest
+import torch
 
 import qrl
 from qrl import names, quantize, recipe, tiny
@@ -120,6 +123,106 @@ def test_answers_are_those_of_transformers_on_nearly_all_questions(answered):
     again, repeated = answered(deterministic=True)
     assert repeated["completions"] == receipt["completions"] and again["completion"].equals(rows["completion"])
     assert names.RECEIPT == "receipt.json"
+
+
+RELOADED = """
+import sys
+from pathlib import Path
+from qrl.engine import vllm
+if __name__ == "__main__":
+    first, second = map(Path, sys.argv[1:])
+    settings = {"max_tokens": 64, "sequences": 4, "deterministic": True, "seed": 0, "memory": 0.1}
+    prompts = [[5, 6, 7], [8, 9]]
+
+    def written(engine):
+        return [completion.raw for completion in engine.generate(prompts, max_new_tokens=24)]
+
+    with vllm.Vllm(first, "cuda", "bf16", **settings) as engine:
+        before = written(engine)
+        assert engine.reload(second), "not reloaded"
+        after = written(engine)
+        assert engine.reload(first) and written(engine) == before, "the first weights are not back"
+    with vllm.Vllm(second, "cuda", "bf16", **settings) as engine:
+        new = written(engine)
+        assert new == after, f"other answers than a new engine's: {after}, {new}"
+        assert new != before, "the test cannot tell the two models apart"
+"""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> list[Path]:
+    """Return the built-in model and one with other weights."""
+    from safetensors.torch import load_file, save_file
+
+    other = shutil.copytree(tiny.PATH, tmp_path_factory.mktemp("pair") / "other")
+    noise = torch.Generator().manual_seed(0)
+    weights = {
+        name: value if value.ndim < 2 else value + value.float().std() * torch.randn(value.shape, generator=noise) / 4
+        for name, value in load_file(other / "model.safetensors").items()
+    }
+    save_file(
+        {name: value.bfloat16() for name, value in weights.items()}, other / "model.safetensors", {"format": "pt"}
+    )
+    return [tiny.PATH, other]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU a new engine is started for every cell")
+@pytest.mark.parametrize("scheme", ["full", "rtn-int4", "rtn-int8", "rtn-fp8", "rtn-nvfp4-a4"])
+def test_an_engine_with_replaced_weights_answers_as_a_new_one(scheme, pair, python_of, tmp_path):
+    if scheme != "full":
+        for number, path in enumerate(pair):
+            quantize.run(scheme, path, tmp_path / str(number))
+        pair = [tmp_path / "0", tmp_path / "1"]
+    words = [python_of("vllm"), "-c", RELOADED, *map(str, pair)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+class Kept:
+    """An engine that notes what is asked of it, in place of vLLM's."""
+
+    made: ClassVar[list[str]] = []
+
+    def __init__(self, path: Path, *_arguments: object, **_settings: object) -> None:
+        self.made.append(f"start {path.name}")
+
+    def reload(self, path: Path) -> bool:
+        self.made.append(f"reload {path.name}")
+        return path.name != "other-network"
+
+    def close(self) -> None:
+        self.made.append("close")
+
+
+def test_an_engine_is_kept_for_cells_that_differ_in_weights_alone(monkeypatch):
+    monkeypatch.setattr(vllm, "Vllm", Kept)
+    Kept.made.clear()
+    with cells.Engines() as engines:
+        for name, settings in [("base", {}), ("grpo", {}), ("other-network", {}), ("base", {"kv_fp8": True})]:
+            with engines.open(Path(name), "cuda", "bf16", **settings):
+                pass
+        with pytest.raises(KeyboardInterrupt), engines.open(Path("grpo"), "cuda", "bf16", kv_fp8=True):
+            raise KeyboardInterrupt
+    assert Kept.made == [
+        *("start base", "reload grpo", "reload other-network", "close", "start other-network"),
+        *("close", "start base", "reload grpo", "close"),
+    ]
+
+
+def test_weights_are_replaced_only_in_the_same_network(tmp_path):
+    def folder(name: str, **config) -> Path:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(
+            json.dumps({"model_type": "qwen2", "num_hidden_layers": 4} | config)
+        )
+        return tmp_path / name
+
+    base = folder("base", _name_or_path="a", transformers_version="5")
+    assert vllm.network(base) == vllm.network(folder("grpo", _name_or_path="b"))
+    assert vllm.network(base) != vllm.network(folder("deeper", num_hidden_layers=8))
+    assert vllm.network(base) != vllm.network(folder("int4", quantization_config={"quant_method": "awq"}))
+    assert vllm.network(folder("nf4", quantization_config={"quant_method": "bitsandbytes"})) is None
 
 
 FITS = """
