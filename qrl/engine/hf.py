@@ -9,6 +9,7 @@ repack NF4 in place.
 from __future__ import annotations
 
 import io
+import json
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
@@ -23,7 +24,7 @@ from qrl.formats import plain
 
 if TYPE_CHECKING:
     import torch
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 NAME = "transformers"  # in the records of an answer
 _LOGITS = 2**27  # of one batch of `log_likelihoods`, at most: half a GB in float32
@@ -46,16 +47,44 @@ def tokenizer(path: Path) -> PreTrainedTokenizerBase:
     Raises:
         BadInput: its files cannot be read.
     """
-    from transformers import AutoTokenizer
+    import transformers
 
+    if (
+        transformers.__version__ < "5"
+    ):  # AutoAWQ's, which cannot read lists of special tokens as transformers 5 has them
+        return plain_tokenizer(path)
     try:
-        tokens = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=False)
+        tokens = transformers.AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=False)
     except Exception as error:  # transformers' own, the Rust library's, or JSON's
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise BadInput(f"The tokenizer of {path} cannot be read ({reason}): copy or save it again.") from error
     if tokens.pad_token_id is None:
         tokens.pad_token = tokens.eos_token
     return tokens
+
+
+def plain_tokenizer(source: Path) -> PreTrainedTokenizerFast:
+    """Return the source's tokenizer with its chat template and special tokens, the same in transformers 4 and 5.
+
+    Raises:
+        BadInput: the folder has no tokenizer.json.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    if not (source / "tokenizer.json").is_file():
+        raise BadInput(f"{source} has no tokenizer.json: load its tokenizer with transformers 5 and save it.")
+    settings = _settings(source / "tokenizer_config.json")
+    template = _settings(source / "chat_template.json").get("chat_template") or settings.get("chat_template")
+    if (source / "chat_template.jinja").is_file():
+        template = (source / "chat_template.jinja").read_text()
+    tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
+    tokens = {name: token for name, token in tokens.items() if token is not None}
+    return PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"), chat_template=template, **tokens)
+
+
+def _settings(file: Path) -> dict:
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -108,6 +108,8 @@ class Vllm(AbstractContextManager):
                 **(shares if on_gpu else {"gpu_memory_utilization": _CPU_SHARE}),
             )
         except Exception as error:  # whatever the worker raised
+            if on_gpu and cache_bytes is None:
+                _check_memory(memory, error)
             reason = " ".join(str(error).split())[:400]
             raise QrlError(f"vLLM cannot load {path} ({reason}): choose another engine or scheme.") from error
         worker = self._llm.apply_model(_inspect)[0]
@@ -226,12 +228,26 @@ class Vllm(AbstractContextManager):
             raise QrlError(f"{died}. Its kernels here are {', '.join(self.kernels)}: {advice}.") from error
 
 
+def _check_memory(share: float, error: Exception) -> None:
+    """Raise QrlError if an engine could not start because less of the GPU's memory is free than it should take."""
+    import torch
+
+    free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
+    if free < share * total:
+        raise QrlError(
+            f"vLLM should take {share:.0%} of the GPU's memory, {share * total:.0f} GiB, but only {free:.0f} of "
+            f"{total:.0f} GiB are free: end what else runs on this GPU, which `nvidia-smi` lists, or lower "
+            "gpu_memory_utilization."
+        ) from error
+
+
 def network(path: Path) -> dict | None:
-    """Return what an engine is built for, all of config.json but names; None if its weights cannot be replaced."""
+    """Return what an engine is built for, what config.json says of it; None if its weights cannot be replaced."""
     config = checkpoint.config(path)
     if (config.get("quantization_config") or {}).get("quant_method") == "bitsandbytes":
         return None  # its loader in vLLM quantizes while it loads, and cannot do so twice
-    return {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
+    unused = ("_name_or_path", "transformers_version", "use_cache")
+    return {key: value for key, value in config.items() if key not in unused}
 
 
 def _inspect(model) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from qrl import checkpoint, names
+from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.formats import plain, stored
 from qrl.quantize import calibration as texts
@@ -111,7 +112,7 @@ def run(
 
 def token_ids(source: Path, texts: Sequence[str], progress: Callable[[int], Any] = lambda n: None) -> list[list[int]]:
     """Return texts as the checkpoint's tokenizer reads them, without adding special tokens."""
-    tokenizer = staging.tokenizer(source) if texts else None
+    tokenizer = hf.plain_tokenizer(source) if texts else None
     rows: list[list[int]] = []
     for text in texts:
         rows.append(tokenizer(text, add_special_tokens=False)["input_ids"])

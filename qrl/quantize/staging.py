@@ -15,7 +15,7 @@ from qrl import checkpoint
 from qrl.errors import BadInput, QrlError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedModel
 
 # Keys that describe the file and not the model, and keys that `rewrite` translates.
 _FILE_KEYS = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
@@ -54,30 +54,6 @@ def stage(source: Path, folder: Path) -> None:
         (folder / name).symlink_to((source / name).resolve())
     if checkpoint.shards(source) != [checkpoint.WEIGHTS]:
         (folder / checkpoint.INDEX).symlink_to((source / checkpoint.INDEX).resolve())
-
-
-def tokenizer(source: Path) -> PreTrainedTokenizerFast:
-    """Return the source's tokenizer with its chat template and special tokens, the same in transformers 4 and 5.
-
-    Raises:
-        BadInput: the folder has no tokenizer.json.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    if not (source / "tokenizer.json").is_file():
-        raise BadInput(f"{source} has no tokenizer.json: load its tokenizer with transformers 5 and save it.")
-    settings = _json(source / "tokenizer_config.json")
-    template = _json(source / "chat_template.json").get("chat_template") or settings.get("chat_template")
-    if (source / "chat_template.jinja").is_file():
-        template = (source / "chat_template.jinja").read_text()
-    tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
-    tokens = {name: token for name, token in tokens.items() if token is not None}
-    return PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"), chat_template=template, **tokens)
-
-
-def _json(file: Path) -> dict:
-    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def verify(model: PreTrainedModel, loading: dict, source: Path) -> None:

@@ -13,7 +13,7 @@ from qrl import quantize as quantization
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import BadInput
-from qrl.quantize import calibration, error, staging
+from qrl.quantize import calibration, error
 from qrl.quantize import settings as choices
 from qrl.quantize.settings import Settings
 from qrl.recipe import Recipe
@@ -153,7 +153,7 @@ class Texts:
 
     def _rendered(self, model: Path, solved: list[_Solved]) -> list[str]:
         """Render questions with their solutions; the end token is left out where a solution was cut."""
-        tokens, texts, template = staging.tokenizer(model), [], prompt.of(self.recipe)
+        tokens, texts, template = hf.plain_tokenizer(model), [], prompt.of(self.recipe)
         with _bar(len(solved), "render texts") as bar:
             for question, ended in solved:
                 text = prompt.training_text(tokens, question, template)

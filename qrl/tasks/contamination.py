@@ -57,11 +57,11 @@ def overlap(trained: Sequence[Question], heldout: Sequence[Question]) -> Overlap
     same = [(question, by_text[text]) for question in heldout if (text := bare(question.question)) in by_text]
     by_gram: dict[tuple[str, ...], list[int]] = {}
     for i, question in enumerate(heldout):
-        for gram in _grams(question.question):
+        for gram in grams(question.question):
             by_gram.setdefault(gram, []).append(i)
     matches: dict[int, tuple[Question, str]] = {}
     for question in trained:
-        for gram in _grams(question.question):
+        for gram in grams(question.question):
             for i in by_gram.get(gram, ()):
                 matches.setdefault(i, (question, " ".join(gram)))
     pairs = [_pair("exact", question, twin) for question, twin in same[:SHOWN]]
@@ -96,7 +96,8 @@ def check(overlap: Overlap, task: str, limit: float | None = None, *, of: str = 
         )
 
 
-def _grams(question: str) -> Iterator[tuple[str, ...]]:
+def grams(question: str) -> Iterator[tuple[str, ...]]:
+    """Yield every `WORDS` words in a row of a question, in lower case and without punctuation."""
     words = question.lower().translate(_NO_PUNCTUATION).split()
     return zip(*(words[i:] for i in range(WORDS)), strict=False)
 

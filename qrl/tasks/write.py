@@ -4,9 +4,10 @@ A small model made by `qrl.tiny.make` can answer these questions, and a study on
 graders of GSM8K, MATH and DeepMath: later, only `model` and `data` change. The folder holds train.jsonl and test.jsonl,
 or, with `--layout hub`, copies of the hub's repositories with their paths, configurations, splits and columns.
 
-The questions are `arithmetic`'s, of its own two splits, so no model made here was trained on a held-out one. What they
-lack of the originals is filled in: MATH's seven subjects stand for the seven kinds of a last step, a level is a number
-of steps, and DeepMath's three solutions are the same worked one.
+The questions are `arithmetic`'s, of its own two splits, so no model made here was trained on a held-out one, and no
+held-out one shares 13 words in a row with a training one (`train.max_ngram_share`). What they lack of the originals is
+filled in: MATH's seven subjects stand for the seven kinds of a last step, a level is a number of steps, and DeepMath's
+three solutions are the same worked one.
 """
 
 import json
@@ -18,7 +19,7 @@ import click
 
 from qrl import process
 from qrl.errors import BadInput
-from qrl.tasks import arithmetic, deepmath, gsm8k, rows
+from qrl.tasks import arithmetic, contamination, deepmath, gsm8k, rows
 from qrl.tasks.arithmetic import Problem
 from qrl.tasks.math import dataset
 from qrl.workspace import written_whole
@@ -58,10 +59,11 @@ def write(form: str, out: Path, n: int, heldout: int, seed: int = 0, layout: str
         raise BadInput(f"{out} exists and is not empty: give a new folder.")
     # DeepMath has one split, which its loader divides by a hash of its own: keep what both divide alike.
     keep = deepmath.split_of if form == "deepmath" and layout == "hub" else arithmetic.split_of
-    parts = {
-        split: list(islice((p for p in arithmetic.problems(split, seed) if keep(p.question) == split), size))
-        for split, size in (("train", n), ("heldout", heldout))
-    }
+    of = {s: (p for p in arithmetic.problems(s, seed) if keep(p.question) == s) for s in ("train", "heldout")}
+    parts = {"train": list(islice(of["train"], n))}
+    trained = {gram for problem in parts["train"] for gram in contamination.grams(problem.question)}
+    others = (p for p in of["heldout"] if trained.isdisjoint(contamination.grams(p.question)))
+    parts["heldout"] = list(islice(others, heldout))
     with written_whole(out) as folder:
         if layout == "hub":
             HUB[form](folder, parts)

@@ -55,9 +55,10 @@ def write(model, base: Path, out: Path, *, dtype: str | None, state: dict | None
         model.save_pretrained(folder, state_dict=state)
         if dtype is None:
             _settle_adapter(folder)
-        elif state is not None:  # the config has the dtype of the parts
+        else:  # training turned the cache off; gathered weights left the dtype of their parts
             config = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
+            config |= {"dtype": dtype, "use_cache": checkpoint.config(base).get("use_cache", True)}
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         plain.copy_text_files(base, folder)
         if note:
             note(folder)

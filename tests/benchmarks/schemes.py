@@ -12,8 +12,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from qrl import names, process, quantize, recipe, stats, tasks, tiny
+from qrl.engine import hf
 from qrl.evaluate import cells
-from qrl.quantize import staging
 from qrl.stats.text import interval
 from qrl.tasks import prompt
 
@@ -27,7 +27,7 @@ def main(schemes: list[str]) -> None:
     """Print a row per scheme as soon as it is measured."""
     process.settle()
     process.hush_transformers()
-    tokens = staging.tokenizer(tiny.PATH)
+    tokens = hf.plain_tokenizer(tiny.PATH)
     texts = [prompt.training_text(tokens, question, TEMPLATE) for question in tasks.load("arithmetic", "train", 128, 0)]
     questions = tasks.load("arithmetic", "heldout", N, 0)
     reference = correct("full", tiny.PATH, questions)

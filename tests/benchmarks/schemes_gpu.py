@@ -92,7 +92,8 @@ def make_source(shape: str, weights: Path) -> Path:
 def make(shape: str, scheme: str, weights: Path, probe: bool) -> dict:
     """Store one scheme through `quantize.run`, in an environment with its library."""
     from qrl import process, quantize, tasks
-    from qrl.quantize import settings, staging
+    from qrl.engine import hf
+    from qrl.quantize import settings
     from qrl.recipe import Quantize
     from qrl.tasks import prompt
 
@@ -104,7 +105,7 @@ def make(shape: str, scheme: str, weights: Path, probe: bool) -> dict:
             return json.loads((folder / "made.json").read_text())
         shutil.rmtree(folder, ignore_errors=True)
         origin = weights / f"{shape}-full"
-        tokens = staging.tokenizer(origin)
+        tokens = hf.plain_tokenizer(origin)
         texts = [
             prompt.training_text(tokens, question, "answer-line")
             for question in tasks.load("arithmetic", "train", CALIBRATION, 0)

@@ -16,7 +16,7 @@ import torch
 import qrl
 from qrl import names, quantize, recipe, tiny
 from qrl.engine import vllm
-from qrl.errors import BadInput
+from qrl.errors import BadInput, QrlError
 from qrl.evaluate import cells
 from qrl.recipe import Evaluate, Recipe
 from qrl.study import build
@@ -210,6 +210,13 @@ def test_an_engine_is_kept_for_cells_that_differ_in_weights_alone(monkeypatch):
     ]
 
 
+def test_too_little_free_memory_is_said_in_gigabytes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (69 << 30, 140 << 30))
+    vllm._check_memory(0.4, RuntimeError("another reason"))
+    with pytest.raises(QrlError, match=r"50%.*70 GiB.*69 of 140 GiB.*gpu_memory_utilization"):
+        vllm._check_memory(0.5, RuntimeError("Engine core initialization failed."))
+
+
 def test_weights_are_replaced_only_in_the_same_network(tmp_path):
     def folder(name: str, **config) -> Path:
         (tmp_path / name).mkdir()
@@ -229,7 +236,7 @@ FITS = """
 import sys
 from pathlib import Path
 from qrl.engine import vllm
-from qrl.errors import BadInput
+from qrl.errors import BadInput, QrlError
 for folder in map(Path, sys.argv[1:]):
     for how in (("cpu",), ("cuda", True)):
         try:

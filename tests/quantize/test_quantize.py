@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 from qrl import checkpoint, quantize
+from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.quantize import awq, calibration, fit, settings, staging
 from qrl.recipe import Quantize
@@ -175,12 +177,19 @@ def test_weights_that_are_left_over_are_refused(stage, tiny_checkpoint):
 def test_the_staged_tokenizer_gives_the_same_ids_and_chat(tiny_checkpoint):
     from transformers import AutoTokenizer
 
-    ours, theirs = staging.tokenizer(tiny_checkpoint), AutoTokenizer.from_pretrained(tiny_checkpoint)
+    ours, theirs = hf.plain_tokenizer(tiny_checkpoint), AutoTokenizer.from_pretrained(tiny_checkpoint)
     chat = [{"role": "user", "content": "Tom has 12 apples.\n\n  How many?"}]
     text = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert ours.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == text
     assert ours(text, add_special_tokens=False)["input_ids"] == theirs(text, add_special_tokens=False)["input_ids"]
     assert ours.eos_token == theirs.eos_token
+
+
+def test_autoawqs_transformers_reads_a_tokenizer_with_a_list_of_special_tokens(tiny_checkpoint, monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "4.51.3")
+    tokens = hf.tokenizer(tiny_checkpoint)
+    assert json.loads((tiny_checkpoint / "tokenizer_config.json").read_text())["extra_special_tokens"]
+    assert type(tokens) is transformers.PreTrainedTokenizerFast and tokens.chat_template and tokens.eos_token
 
 
 def test_a_scale_search_on_a_cpu_gets_a_copy_of_the_weights_to_restore():

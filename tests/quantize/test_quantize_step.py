@@ -19,7 +19,7 @@ import qrl
 from qrl import names, recipe, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput
-from qrl.quantize import calibration, staging
+from qrl.quantize import calibration
 from qrl.steps import inputs
 from qrl.steps import quantize as step
 from qrl.tasks import prompt
@@ -62,7 +62,7 @@ def own_answers(chosen: recipe.Recipe, model: Path) -> list[str]:
     prompts = [prompt.render(tokens, question.question, chosen.prompt) for question in questions]
     written = hf.generate(loaded, tokens, prompts, max_new_tokens=40, batch_size=SAMPLES)
     texts = [
-        prompt.training_text(staging.tokenizer(model), replace(question, solution=answer.raw), chosen.prompt)
+        prompt.training_text(hf.plain_tokenizer(model), replace(question, solution=answer.raw), chosen.prompt)
         for question, answer in zip(questions, written, strict=True)
     ]
     return [

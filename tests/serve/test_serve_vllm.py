@@ -17,8 +17,8 @@ import pytest
 
 import qrl
 from qrl import checkpoint, quantize, registry, stats, tasks, tiny
+from qrl.engine import hf
 from qrl.evaluate import cells
-from qrl.quantize import staging
 from qrl.recipe import Evaluate, Recipe
 from qrl.tasks import prompt
 from qrl.tracking import models, runs
@@ -46,7 +46,7 @@ def questions():
 def stored(tmp_path_factory, python_of):
     """Return a function that stores the built-in model under a scheme and returns its folder."""
     folder = tmp_path_factory.mktemp("schemes")
-    tokens = staging.tokenizer(tiny.PATH)
+    tokens = hf.plain_tokenizer(tiny.PATH)
     texts = [prompt.training_text(tokens, question, TEMPLATE) for question in tasks.load("arithmetic", "train", 128, 0)]
 
     def store(scheme: str) -> Path:

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from qrl.errors import BadInput
-from qrl.tasks import arithmetic, grade_many, load, rows, write
+from qrl.tasks import arithmetic, contamination, grade_many, load, rows, write
 from tests.tasks import hub
 
 FORMS = ("gsm8k", "math", "deepmath")
@@ -49,6 +49,13 @@ def test_files_have_the_questions_of_arithmetic_and_gsm8ks_have_its_solutions(tm
     assert [(q.question, q.answer) for q in worked] == [(q.question, q.answer) for q in own]
     assert all("\\boxed{" in q.solution and "$" in q.solution for q in worked)
     assert any("\\frac{" in q.solution for q in worked) and any("\\times" in q.solution for q in worked)
+
+
+def test_no_heldout_question_has_the_words_of_a_training_one(tmp_path):
+    write.write("gsm8k", tmp_path / "data", 1000, 50)
+    trained, heldout = (load("gsm8k", split, data=str(tmp_path / "data")) for split in ("train", "heldout"))
+    assert len(heldout) == 50 and contamination.overlap(trained, heldout).shared == 0
+    assert contamination.overlap(trained, load("arithmetic", "heldout", 50, 0)).shared > 0
 
 
 def test_columns_are_those_of_the_data_sets(tmp_path):

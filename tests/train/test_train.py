@@ -12,7 +12,7 @@ from qrl import checkpoint, quantize, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.evaluate import cells
-from qrl.quantize import calibration, staging
+from qrl.quantize import calibration
 from qrl.recipe import Evaluate, Recipe, Train
 from qrl.tasks import prompt
 from qrl.train import Job, arguments, grpo, loop, merge, policy, reward, save
@@ -39,7 +39,7 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("template", prompt.TEMPLATES)
 def test_training_calibration_and_evaluation_render_identical_ids(template):
     tokens = hf.tokenizer(tiny.PATH)
-    calibrating = staging.tokenizer(tiny.PATH)
+    calibrating = hf.plain_tokenizer(tiny.PATH)
     for question in QUESTIONS:
         evaluated = prompt.render(tokens, question.question, template)
         messages = prompt.messages(question.question, template)
@@ -78,7 +78,7 @@ def test_rollouts_cells_and_calibration_feed_the_weights_the_same_ids(template, 
     cell = cells.Cell("base", "full", tiny.PATH)
     short = Recipe(task="arithmetic", prompt=template, evaluate=Evaluate(max_new_tokens=1, batch_size=4))
     cells.ask(cell, questions, short, "cpu")
-    texts = [prompt.training_text(staging.tokenizer(tiny.PATH), question, template) for question in questions]
+    texts = [prompt.training_text(hf.plain_tokenizer(tiny.PATH), question, template) for question in questions]
     calibrated = calibration.rows(quantize.token_ids(tiny.PATH, texts), 512)
 
     prompts = sorted({tuple(row) for row in rolled_out[0]})
@@ -107,6 +107,7 @@ def test_training_leaves_a_checkpoint_in_the_bases_dtype_with_its_tokenizer(trai
     _, done, _ = trained
     written = checkpoint.check(done.path)
     assert written.dtype == checkpoint.check(tiny.PATH).dtype and written.quantization is None
+    assert checkpoint.config(done.path) == checkpoint.config(tiny.PATH)  # a cache turned off would slow every user down
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (done.path / name).read_bytes() == (tiny.PATH / name).read_bytes()
 
