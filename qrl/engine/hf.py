@@ -20,6 +20,7 @@ from qrl import checkpoint, process
 from qrl.engine import attention, pretrained
 from qrl.errors import BadInput
 from qrl.formats import plain
+from qrl.tasks import sandbox
 
 if TYPE_CHECKING:
     import torch
@@ -44,11 +45,13 @@ def tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Return the checkpoint's tokenizer, padding on the left as batched decoding needs.
 
     Raises:
-        BadInput: its files cannot be read.
+        BadInput: its files cannot be read, or are larger than those of any tokenizer.
     """
     from transformers import AutoTokenizer
 
+    sandbox.limit()
     try:
+        checkpoint.text_files(path)  # for their sizes
         tokens = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=False)
     except Exception as error:  # transformers' own, the Rust library's, or JSON's
         reason = " ".join(str(error).split())[:200] or type(error).__name__
