@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,12 @@ def parsed(text: str | bytes, *, unique: bool = False) -> Any:
         return json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError:
         raise ValueError("it is nested hundreds deep") from None
+
+
+def check_text(what: str, text: str) -> None:
+    """Raise BadInput if a text has control characters, with which a name could change what a terminal shows."""
+    if found := re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text):
+        raise BadInput(f"{what} has the control character {found[0]!a}: write it without.")
 
 
 def table_bytes() -> int:

@@ -10,7 +10,7 @@ from qrl.errors import BadInput
 
 if TYPE_CHECKING:
     import torch
-    from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+    from transformers import BitsAndBytesConfig, PreTrainedModel
 
 _CODES_PER_BYTE, _SLACK = 2, 1 << 20
 # What model classes raise over a config that they cannot build.
@@ -23,16 +23,11 @@ def load(path: Path, **options) -> PreTrainedModel:
     `checkpoint.check` accepts the folder; `options` are dtype, device and quantization for `from_pretrained`.
 
     Raises:
-        BadInput: transformers does not know the architecture or cannot build config.json, or the weights do not fit it
-            exactly: none may be missing, of another size or left over.
+        BadInput: as `check_fit`, or a weight is missing, of another size, or left over.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # each architecture's class raises errors of its own
-        raise BadInput(f"{path / 'config.json'} cannot be loaded by transformers: {_reason(error)}.") from error
-    check_fit(path, config)
+    check_fit(path)
     options |= {"trust_remote_code": False, "use_safetensors": True}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported below, by name
     try:
@@ -50,20 +45,23 @@ def load(path: Path, **options) -> PreTrainedModel:
     return model
 
 
-def check_fit(path: Path, config: PreTrainedConfig) -> None:
+def check_fit(path: Path) -> None:
     """Check a folder's weights against the model that its config.json makes, without reading or allocating any.
 
     Args:
         path: a folder that `checkpoint.check` accepts, quantized or not.
-        config: its configuration, as transformers reads it.
 
     Raises:
-        BadInput: transformers cannot build it, it has more parameters than the files could hold, or the files hold a
-            bias that it lacks, which vLLM would ignore.
+        BadInput: transformers does not know the architecture or cannot build config.json, the model has more parameters
+            than the files could hold, or they hold a bias that it lacks, which vLLM would ignore.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # each architecture's class raises errors of its own
+        raise BadInput(f"{path / 'config.json'} cannot be loaded by transformers: {_reason(error)}.") from error
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
