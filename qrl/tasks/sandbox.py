@@ -79,7 +79,7 @@ def _answer(request: dict[str, Any]) -> list:
     """Return the kind of an error and its message, or none and what was asked for."""
     if len(request["template"]) > LONGEST_TEMPLATE:
         return ["TooLong", f"it has {len(request['template']):,} characters, but {LONGEST_TEMPLATE:,} were expected"]
-    line = json.dumps(request, default=str).encode() + b"\n"
+    line = json.dumps(request | {"cpu_s": CPU_S}, default=str).encode() + b"\n"
     with _lock:
         process = _processes.get(os.getpid())
         if process is None or process.poll() is not None:
@@ -116,7 +116,7 @@ def _serve(path: list[str]) -> None:
         resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (most, most))
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)
+        signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
         try:
             if request["values"] is None:
                 found = meta.find_undeclared_variables(environment.parse(request["template"]))
