@@ -68,8 +68,9 @@ def tokenizer(source: Path) -> PreTrainedTokenizerFast:
         raise BadInput(f"{source} has no tokenizer.json: load its tokenizer with transformers 5 and save it.")
     settings = _json(source / "tokenizer_config.json")
     template = _json(source / "chat_template.json").get("chat_template") or settings.get("chat_template")
-    if (source / "chat_template.jinja").is_file():
-        template = (source / "chat_template.jinja").read_text()
+    for name in ("chat_template.jinja", f"{checkpoint.TEMPLATES}/default.jinja"):  # transformers prefers the last
+        if (source / name).is_file():
+            template = (source / name).read_text(encoding="utf-8")
     tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
     tokens = {name: token for name, token in tokens.items() if token is not None}
