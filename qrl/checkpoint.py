@@ -7,14 +7,16 @@ pickles, Python files or a pointer to remote code are refused. Checks read heade
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qrl import reading
 from qrl.errors import BadInput
 from qrl.formats import architecture, header
 from qrl.formats.header import Entry
@@ -27,11 +29,24 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 SCALES = "activation_scales.json"  # of a model with quantized activations: a linear's name → scale of its inputs
-# The digest covers everything that decides what a model writes: weights, configuration, and how text becomes tokens and
-# back. A model card, MLflow's MLmodel and a trainer's leftovers decide nothing.
+TEMPLATES = "additional_chat_templates"  # a folder of templates; transformers prefers its default.jinja to all others
+# The digest covers every file that transformers, vLLM or AutoAWQ may read: weights, configuration, and how text becomes
+# tokens and back. A model card, MLflow's MLmodel and a trainer's leftovers decide nothing. Further weights are refused.
 CONFIG_FILES = ("config.json", "generation_config.json", INDEX, SCALES)
 _MAPS = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKENIZER_FILES = (*TOKENIZERS, *_MAPS, *CHAT_TEMPLATES)
+# Patterns of what few models have: other vocabularies, settings of processors (with templates of their own), Mistral's
+# files beside transformers', and settings that vLLM looks for where config.json has none.
+_VOCABULARIES = ("*.model", "*.tiktoken", "*.spm", "bpe.codes", "dict.txt", "tekken.json", "tokenizer.model.v*")
+_PROCESSORS = ("*processor_config.json", "audio_tokenizer_config.json", "sentence_*_config.json", "modules.json")
+_QUANTIZERS = ("params.json", "*quant_config.json", "quanti[sz]*_config.json", "torchao_config.json", "sparse_*.json")
+CONFIGS = (*CONFIG_FILES, *_QUANTIZERS)
+TEXTS = (*TOKENIZER_FILES, *_VOCABULARIES, *_PROCESSORS)
+# Keys that make transformers read other files than those that the digest covers.
+_REDIRECTS = {"config.json": "configuration_files", "tokenizer_config.json": "fast_tokenizer_files"}
+# Largest size of a file in MiB, by pattern; the largest published ones have a third of it.
+_VOCABULARY = dict.fromkeys(("tokenizer.json", "vocab.*", "merges.txt", *_VOCABULARIES), 128)
+_MOST = {"*.jinja": 1, INDEX: 64, SCALES: 64, **_VOCABULARY, "*": 8}
 _PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _UNSAFE = {".py": "Python code", ".bin": "pickled weights", **dict.fromkeys(_PICKLES, "a pickle")}
 
@@ -63,8 +78,9 @@ def check(path: Path | str, *, need_tokenizer: bool = True, need_chat_template: 
         raise BadInput(f"{folder} is not a folder: expected one with config.json, *.safetensors and a tokenizer.")
     if (folder / "adapter_config.json").is_file():
         raise BadInput(f"{folder} holds a PEFT adapter, not a model: merge it into its base with `merge` first.")
+    settings = config(folder)  # before the folder is searched: it may be any on the disk
     _refuse_code(folder)
-    settings, tensors_ = config(folder), entries(folder)
+    tensors_ = entries(folder)
     architecture.check(folder / "config.json", settings, tensors_)
     if need_tokenizer:
         _check_tokenizer(folder, need_chat_template)
@@ -77,17 +93,16 @@ def digest(path: Path | str) -> str:
     """Return the sha256 that identifies a checkpoint; copying, hard-linking or adding a README does not change it.
 
     It is the sha256 of a manifest in sha256sum's format ("<sha256 of the file>  <name>", one line per file, sorted by
-    name) of the weight, configuration, tokenizer and activation-scale files. Other files and subfolders do not count.
+    name) of `files`: weights, configuration, tokenizer, chat templates and activation scales. Other files do not count.
 
     Returns:
         64 hexadecimal digits.
 
     Raises:
-        BadInput: a file cannot be read.
+        BadInput: as `files`, or a file cannot be read.
     """
     folder, manifest = Path(path), ""
-    names = {*shards(folder), *(name for name in (*CONFIG_FILES, *TOKENIZER_FILES) if (folder / name).is_file())}
-    for name in sorted(names):
+    for name in files(folder):
         try:
             with open(folder / name, "rb") as file:
                 manifest += f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n"
@@ -96,11 +111,55 @@ def digest(path: Path | str) -> str:
     return hashlib.sha256(manifest.encode()).hexdigest()
 
 
+def files(path: Path | str) -> list[str]:
+    """Return the names of all files that a loader may read, relative to the folder, sorted.
+
+    Raises:
+        BadInput: there are weights that one loader would read and another would not, or a file is too large to be what
+            its name says.
+    """
+    folder, weights = Path(path), shards(path)
+    for name in sorted(os.listdir(folder)):
+        if (name.endswith((".safetensors", ".gguf")) and name not in weights) or name == "adapter_config.json":
+            other = f"{folder / name} is not part of the model in {weights[0]}, but loaders may read it too"
+            raise BadInput(f"{other}: move it out of the folder.")
+    return sorted({*weights, *_matching(folder, CONFIGS), *text_files(folder)})
+
+
+def text_files(path: Path | str) -> list[str]:
+    """Return the names of the files that decide how text becomes tokens and back, chat templates included.
+
+    Raises:
+        BadInput: one is too large to be what its name says.
+    """
+    folder = Path(path)
+    further = _matching(folder / TEMPLATES, ("*.jinja",)) if (folder / TEMPLATES).is_dir() else []
+    return [*_matching(folder, TEXTS), *(f"{TEMPLATES}/{name}" for name in further)]
+
+
+def _matching(folder: Path, patterns: Sequence[str]) -> list[str]:
+    """Return the names in a folder that match a pattern; each must be a file of a bearable size."""
+    found = sorted(name for name in os.listdir(folder) if any(fnmatchcase(name, each) for each in patterns))
+    found = [name for name in found if not (folder / name).is_dir()]
+    for name in found:
+        _check_name(folder, name)
+        try:
+            reading.check(folder / name, _most(name))
+        except OSError as error:  # such as a link to a file that is gone
+            raise BadInput(f"{folder / name} cannot be read ({error.strerror}): copy the folder again.") from None
+    return found
+
+
+def _check_name(folder: Path, name: str) -> None:
+    if not name.isprintable():  # a line break could make the manifests of two folders equal
+        raise BadInput(f"{folder} has a file with control characters in its name, {name!r}: rename it.")
+
+
 def config(path: Path | str) -> dict:
     """Return config.json as a mapping.
 
     Raises:
-        BadInput: it is missing, or it or its quantization_config is not a JSON object.
+        BadInput: it is missing, it or its quantization_config is not a JSON object, or it names weights elsewhere.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -108,6 +167,10 @@ def config(path: Path | str) -> dict:
     settings = _json(file)
     if not isinstance(settings.get("quantization_config") or {}, dict):
         raise BadInput(f"{file} has a quantization_config that is not an object: expected an object, or none.")
+    if (named := settings.get("transformers_weights")) not in (None, WEIGHTS, INDEX):
+        raise BadInput(
+            f"{file} takes the weights from {named!r} (transformers_weights): expected {WEIGHTS}, or no key."
+        )
     return settings
 
 
@@ -127,9 +190,10 @@ def shards(path: Path | str) -> list[str]:
     if not isinstance(listed, dict) or not listed:
         raise BadInput(f"{index} has no weight_map: expected tensor names and the files that hold them.")
     names = sorted(set(map(str, listed.values())))
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise BadInput(f"{index} names {outside[0]}, which is in another folder: shards must be beside the index.")
+    for name in names:
+        _check_name(folder, name)
+        if Path(name).name != name:
+            raise BadInput(f"{index} names {name}, which is in another folder: shards must be beside the index.")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise BadInput(f"{folder} lacks {', '.join(missing)}, which {INDEX} lists: copy or download the folder again.")
@@ -167,14 +231,17 @@ def tensors(path: Path | str, wanted: Sequence[str] | None = None) -> Iterator[t
 
 
 def _refuse_code(folder: Path) -> None:
-    for file in sorted(folder.rglob("*")):
+    for file in reading.walk(folder):
         if file.suffix.lower() in _UNSAFE and file.is_file():
             risk = f"{file} is {_UNSAFE[file.suffix.lower()]}, which could run code when loaded"
             raise BadInput(f"{risk}: delete it or move it out of the folder, since only safetensors are read.")
-    for name in ("config.json", "tokenizer_config.json"):
-        if (folder / name).is_file() and "auto_map" in _json(folder / name):
+    for name, key in _REDIRECTS.items():
+        settings = _json(folder / name) if (folder / name).is_file() else {}
+        if "auto_map" in settings:
             risk = f"{folder / name} refers to the checkpoint's own code (auto_map), which is never run"
             raise BadInput(f"{risk}: expected an architecture that transformers itself knows.")
+        if key in settings:
+            raise BadInput(f"{folder / name} refers to other files ({key}), which no digest covers: delete this key.")
 
 
 def _check_tokenizer(folder: Path, need_chat_template: bool) -> None:
@@ -182,7 +249,8 @@ def _check_tokenizer(folder: Path, need_chat_template: bool) -> None:
         raise BadInput(f"{folder} has no tokenizer: expected {TOKENIZERS[0]} beside the weights.")
     file = folder / "tokenizer_config.json"
     settings = _json(file) if file.is_file() else {}
-    templated = settings.get("chat_template") or any((folder / name).is_file() for name in CHAT_TEMPLATES)
+    places = (*CHAT_TEMPLATES, f"{TEMPLATES}/default.jinja")
+    templated = settings.get("chat_template") or any((folder / name).is_file() for name in places)
     if need_chat_template and not templated:
         places = f"{CHAT_TEMPLATES[0]}, or chat_template in {file.name}, as an instruction-tuned model has"
         raise BadInput(f"{folder} has a tokenizer without a chat template: expected {places}.")
@@ -205,9 +273,13 @@ def main_dtype(by_name: dict[str, Entry]) -> str:
 
 def _json(file: Path) -> dict:
     try:
-        value = json.loads(file.read_text())
-    except (ValueError, OSError) as error:
-        raise BadInput(f"{file} cannot be read as JSON: {error}.") from None
+        value = reading.parsed(reading.content(file, _most(file.name)).decode())
+    except ValueError as error:
+        raise BadInput(f"{file} cannot be read as JSON: {str(error)[:200]}.") from None
     if not isinstance(value, dict):
         raise BadInput(f"{file} holds a JSON {type(value).__name__}, but an object was expected.")
     return value
+
+
+def _most(name: str) -> int:
+    return next(most for pattern, most in _MOST.items() if fnmatchcase(name, pattern)) * reading.MIB

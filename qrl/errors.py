@@ -9,12 +9,22 @@
 The command line prints the sentence without a traceback, and the run keeps it in the tag `qrl.reason`.
 """
 
+import re
+
+_LONGEST, _LONGEST_WORD = 6000, 1000  # characters of a sentence, and of a name in it that somebody else chose
+
 
 class QrlError(Exception):
     """A step failed for a reason that one sentence explains."""
 
     exit_code = 1
     printed = False  # whether the launched step has printed the sentence already
+
+    def __init__(self, sentence: object = "") -> None:
+        """Keep the sentence, fit for a terminal: control characters are escaped, and long names are cut."""
+        words = re.sub(rf"\S{{{_LONGEST_WORD},}}", lambda word: f"{word[0][:60]}…", str(sentence)[: 100 * _LONGEST])
+        shown = (char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in words[:_LONGEST])
+        super().__init__("".join(shown))
 
 
 class UnhealthyCell(QrlError):

@@ -4,12 +4,13 @@ import os
 import re
 from pathlib import Path
 
-from qrl import tiny
+from qrl import checkpoint, tiny
 from qrl.errors import BadInput
 
 SHIPPED = {"qrl-tiny": tiny.PATH}
 EXAMPLE = "Qwen/Qwen2.5-1.5B-Instruct"
-HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "merges.txt", "vocab.txt", "*.jinja", "*.model"]
+HUB_FILES = ["*.safetensors", *checkpoint.CONFIGS, *checkpoint.TEXTS, f"{checkpoint.TEMPLATES}/*.jinja"]
+NOT_READ = ["consolidated*"]  # Mistral's weights once more, which vLLM would prefer
 
 
 def locate(model: str) -> Path:
@@ -32,7 +33,7 @@ def locate(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=NOT_READ))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise BadInput(

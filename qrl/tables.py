@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qrl import reading
 from qrl.errors import BadInput
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Row = tuple[str, dict[str, Any]]  # where it is, for errors, and its fields
 FORMATS = (".parquet", ".csv", ".json", ".jsonl")
+_BATCH = 1024  # rows of a parquet file that are unpacked together
 CELL = re.compile(r"([^:=,]+):([^:=,]+)=(.+)")
 
 
@@ -94,10 +95,7 @@ def _rows(path: Path) -> Iterator[Row]:
         raise BadInput(f"{path} ends in '{path.suffix}', but tables are read from {', '.join(FORMATS)}: convert it.")
     if not path.is_file():
         raise BadInput(f"There is no file {path}: give a table, such as a study's questions.parquet.")
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror}): give a file that is readable.") from None
+    content = reading.content(path, reading.table_bytes())
     text = content.decode("utf-8-sig", errors="replace") if path.suffix != ".parquet" else ""
     if path.suffix == ".csv":
         yield from _of_csv(path, text)
@@ -114,12 +112,17 @@ def _rows(path: Path) -> Iterator[Row]:
 def _of_parquet(path: Path, content: bytes) -> list[dict[str, Any]]:
     from pyarrow import ArrowException, BufferReader, parquet
 
+    most, rows, size = reading.table_bytes(), [], 0
     try:
-        table = parquet.ParquetFile(BufferReader(content)).read()
-        rows = table.to_pylist()
+        file = parquet.ParquetFile(BufferReader(content))
+        for batch in file.iter_batches(_BATCH):
+            if (size := size + batch.nbytes) > most:
+                raise BadInput(f"{path} unpacks to more than {most >> 20:,} MiB: divide it into smaller files.")
+            rows += batch.to_pylist()
+        columns = file.schema_arrow.names
     except (ArrowException, OSError, ValueError, OverflowError):
         raise BadInput(f"{path} is no parquet file, or is damaged: write it again, or give the table as CSV.") from None
-    _check(str(path), table.column_names)
+    _check(str(path), columns)
     return rows
 
 
@@ -153,8 +156,8 @@ def _numbered(what: str, rows: Sequence[Any]) -> list[tuple[str, Any]]:
 def parsed(where: str, text: str | bytes) -> Any:
     """Return what a JSON text holds; raise BadInput, with where it stands, if it is no JSON."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):  # the latter for brackets nested by the thousand
+        return reading.parsed(text)
+    except ValueError:
         raise BadInput(f"{where} is not JSON: expected objects with a value per column.") from None
 
 

@@ -78,7 +78,12 @@ def written_whole(path: Path) -> Iterator[Path]:
 
     Yields:
         A path that does not exist; deleted if the block raises.
+
+    Raises:
+        BadInput: `path` is a device or a pipe.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise BadInput(f"{path} is a device or a pipe, and would be replaced by a file: give another path.")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     _delete(partial)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -213,3 +214,152 @@ def test_the_digest_changes_with_a_name(folder):
 def test_quantization_is_read_from_the_config(folder):
     edit(folder / "config.json", quantization_config={"quant_method": "awq"})
     assert checkpoint.check(folder).quantization == "awq"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "additional_chat_templates/default.jinja",
+        "additional_chat_templates/tool_use.jinja",
+        "processor_config.json",
+        "spiece.model",
+        "tekken.json",
+        "tokenizer.model.v3",
+        "hf_quant_config.json",
+        "quantize_config.json",
+        "sentence_bert_config.json",
+        "params.json",
+    ],
+)
+def test_a_file_that_some_loader_reads_is_in_the_digest(folder, name):
+    digest = checkpoint.digest(folder)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("{}")
+    assert checkpoint.digest(folder) != digest and name in checkpoint.files(folder)
+
+
+def test_the_digest_covers_every_vocabulary_file_that_transformers_knows():
+    """A new version of transformers may bring new names: this test lists those of decoders' tokenizers."""
+    from fnmatch import fnmatch
+
+    import transformers
+
+    places = Path(transformers.__file__).parent.glob("models/*/tokenization*.py")
+    named = {
+        name
+        for file in places
+        for name in re.findall(r'"(?:vocab|tokenizer|merges|spm)_file": "(.+?)"', file.read_text())
+    }
+    others = {"prophetnet.tokenizer", "byte_maps.json"}  # of encoders, and of bytes
+    missing = {name for name in named - others if not any(fnmatch(name, each) for each in checkpoint.TEXTS)}
+    assert {"tokenizer.json", "spiece.model"} <= named and not missing
+
+
+@pytest.mark.parametrize("name", ["extra.safetensors", "consolidated.safetensors", "a.gguf", "adapter_config.json"])
+def test_weights_that_one_loader_reads_and_another_does_not_are_refused(folder, name):
+    (folder / name).write_text("{}")
+    for read in (checkpoint.digest, checkpoint.check):
+        with pytest.raises(BadInput, match=rf"{name}|merge"):
+            read(folder)
+
+
+def test_shards_beside_a_whole_file_are_refused(folder, tmp_path):
+    """Transformers would read the whole file, vLLM the shards that the index lists."""
+    whole = tmp_path / "whole.safetensors"
+    shutil.copy(folder / "model.safetensors", whole)
+    split(folder)
+    shutil.move(whole, folder / "model.safetensors")
+    with pytest.raises(BadInput, match=r"not part of the model in model\.safetensors"):
+        checkpoint.check(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("config.json", {"transformers_weights": "other.safetensors"}),
+        ("config.json", {"configuration_files": ["config.4.0.0.json"]}),
+        ("config.json", {"attn_implementation": "someone/kernel"}),
+        ("config.json", {"text_config": {"_attn_implementation": "someone/kernel"}}),
+        ("tokenizer_config.json", {"fast_tokenizer_files": ["tokenizer.4.0.0.json"]}),
+    ],
+)
+def test_a_configuration_that_leads_to_other_files_is_refused(folder, name, changes):
+    edit(folder / name, **changes)
+    with pytest.raises(BadInput, match=f"{name}.*({'|'.join(changes)}|_attn_implementation)"):
+        checkpoint.check(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("config.json", 476 << 20),
+        ("chat_template.jinja", 50 << 20),
+        ("tokenizer_config.json", 50 << 20),
+        ("tokenizer.json", 1 << 30),
+        ("additional_chat_templates/default.jinja", 2 << 20),
+    ],
+)
+def test_sizes_are_looked_at_before_files_are_read(folder, name, size):
+    (folder / name).parent.mkdir(exist_ok=True)
+    with open(folder / name, "wb") as file:
+        file.truncate(size)
+    with pytest.raises(BadInput, match=rf"{name} is larger than expected"):
+        checkpoint.check(folder)
+
+
+@pytest.mark.parametrize("changes", [{"num_nextn_predict_layers": "x"}, {"intermediate_size": 10**9}, {"n_layer": 1e9}])
+def test_sizes_that_no_model_has_are_refused(folder, changes):
+    edit(folder / "config.json", **changes)
+    with pytest.raises(BadInput, match=rf"config\.json says {next(iter(changes))} = "):
+        checkpoint.check(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "model.safetensors"])
+def test_json_nested_200000_deep_is_refused(folder, name):
+    text = b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    (folder / name).write_bytes(len(text).to_bytes(8, "little") + text if name.endswith("tensors") else text)
+    with pytest.raises(BadInput, match=name):
+        checkpoint.check(folder)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": {"dtype": 5, "shape": [], "data_offsets": [0, 0]}},
+        {"a": {"dtype": "BF16", "shape": [], "data_offsets": []}},
+        {"a": {"dtype": "BF16", "shape": [], "data_offsets": {}}},
+        {"a": {"dtype": "BF16", "shape": [], "data_offsets": [-2, 0]}},
+        {"a": {"dtype": "BF16", "shape": [0] * 10**5, "data_offsets": [0, 0]}},
+        {"a": {"dtype": "BF16", "shape": [10**4000], "data_offsets": [0, 10**4000]}},
+        {"a": {"dtype": "BF16", "shape": {}, "data_offsets": [True, 1]}},
+        {"a": 5},
+        {"__metadata__": 5},
+        {"__metadata__": {"a": 5}},
+        [],
+    ],
+    ids=lambda header: str(header)[:40],
+)
+def test_a_header_of_other_types_is_refused(folder, header):
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(BadInput, match=r"model\.safetensors is"):
+        checkpoint.check(folder)
+
+
+def test_a_name_cannot_forge_a_line_of_the_manifest(folder):
+    split(folder)
+    (folder / "a\n0  b.safetensors").write_text("")
+    (folder / checkpoint.INDEX).write_text(json.dumps({"weight_map": {"a": "a\n0  b.safetensors"}}))
+    with pytest.raises(BadInput, match="control characters in its name"):
+        checkpoint.digest(folder)
+
+
+def test_a_disk_is_not_searched_for_code():
+    with pytest.raises(BadInput, match=r"/ has no config\.json"):
+        checkpoint.check("/")
+
+
+def test_a_folder_of_too_many_files_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(checkpoint.reading, "MOST_FILES", 2)
+    with pytest.raises(BadInput, match="holds more than 2 files"):
+        checkpoint.check(folder)

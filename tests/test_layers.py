@@ -11,7 +11,7 @@ from qrl.tracking import sources
 
 PACKAGE = Path(qrl.__file__).parent
 LAYERS = [
-    {"names", "errors", "process", "tables", "workspace", "stats", "recipe", "plan"},
+    {"names", "errors", "reading", "process", "tables", "workspace", "stats", "recipe", "plan"},
     {"checkpoint", "source", "tiny", "tasks", "formats", "engine", "figures"},
     {"train", "quantize", "evaluate", "diagnose", "compare", "serve", "benchmark"},
     {"tracking", "registry"},

@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from qrl import process
+from qrl import process, reading
 from qrl.cli.commands import cli
 from qrl.errors import BadInput, QrlError
 from qrl.tracking import signals
@@ -23,6 +23,8 @@ def main(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     command = next((word for word in words if word in cli.commands), "")
     try:
+        for word in words:
+            reading.check_text("An argument", word)
         if os.environ.get("MLFLOW_RUN_ID") and command != "study":  # which says first what it will do
             signals.import_mlflow()
         cli.main(args=arguments, prog_name="qrl", standalone_mode=False)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from qrl import tables
+from qrl import reading, tables
 from qrl.compare.read import read_questions
 from qrl.compare.validate import quoted
 from qrl.errors import BadInput
@@ -99,7 +99,7 @@ def read_logs(
 def _file(place: str) -> Path:
     path = Path(place)
     if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.suffix == ".eval" or file.match("samples_*.jsonl"))
+        found = [file for file in reading.walk(path) if file.suffix == ".eval" or file.match("samples_*.jsonl")]
     else:
         found = [path] if path.exists() else [Path(name) for name in sorted(glob.glob(place, recursive=True))]
     if len(found) != 1:
@@ -119,7 +119,7 @@ def _read(path: Path) -> Log:
         raise BadInput(f"{path} ends in '{path.suffix}', but logs are read from {', '.join(readers)}: convert it.")
     try:
         log = readers[path.suffix](path)
-    except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError) as error:
         reason = f"{type(error).__name__}: {str(error)[:100]}"
         expected = f"expected samples of {HARNESS} (.jsonl) or a log of {INSPECT} (.eval, .json)"
         raise BadInput(f"{path} cannot be read as a log ({reason}): {expected}.") from None
@@ -190,7 +190,7 @@ def _content(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> byt
 
 
 def _json(path: Path) -> Log:
-    document = tables.parsed(str(path), path.read_bytes())
+    document = tables.parsed(str(path), reading.content(path, LARGEST))
     if not isinstance(document, dict) or "eval" not in document:
         raise BadInput(f"{path} has no 'eval': expected a log of {INSPECT}. Of {HARNESS}, give samples_*.jsonl.")
     return _inspect(path, document, iter(document.get("samples") or ()))

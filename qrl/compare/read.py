@@ -1,13 +1,12 @@
 """Files to compare: a row per cell and question, or counts alone; their names for columns and full precision."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from qrl import names, tables
+from qrl import names, reading, tables
 from qrl.errors import BadInput
 
 
@@ -58,19 +57,10 @@ def read_counts(path: str | Path) -> dict[str, Any]:
         example = '{"n": 100, "base": {"full": 68}, "grpo": {"full": 72}}'
         raise BadInput(f"There is no file {path}: give a JSON file such as {example}.")
     try:
-        counts = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a huge number, or brackets nested too deep
+        counts = reading.parsed(reading.content(path, reading.MIB), unique=True)
+    except ValueError as error:  # not JSON, not UTF-8, a huge number, or a key twice
         raise BadInput(f"{path} is not valid JSON: {str(error)[:200]}.") from None
     if not isinstance(counts, dict):
         expected = "an object with 'n' and a mapping per variant was expected"
         raise BadInput(f"{path} holds a {type(counts).__name__}, but {expected}.")
     return counts
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object with unique keys; of two equal keys, JSON's reader would silently keep the last."""
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"'{next(key for key in keys if keys.count(key) > 1)}' is given twice")
-    return content

@@ -21,6 +21,7 @@ from qrl import checkpoint, process
 from qrl.engine import attention, pretrained
 from qrl.errors import BadInput
 from qrl.formats import plain
+from qrl.tasks import sandbox
 
 if TYPE_CHECKING:
     import torch
@@ -45,15 +46,15 @@ def tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Return the checkpoint's tokenizer, padding on the left as batched decoding needs.
 
     Raises:
-        BadInput: its files cannot be read.
+        BadInput: its files cannot be read, or are larger than those of any tokenizer.
     """
     import transformers
 
-    if (
-        transformers.__version__ < "5"
-    ):  # AutoAWQ's, which cannot read lists of special tokens as transformers 5 has them
+    sandbox.limit()
+    if transformers.__version__ < "5":  # AutoAWQ's, which misreads a list of special tokens of transformers 5
         return plain_tokenizer(path)
     try:
+        checkpoint.text_files(path)  # for their sizes
         tokens = transformers.AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=False)
     except Exception as error:  # transformers' own, the Rust library's, or JSON's
         reason = " ".join(str(error).split())[:200] or type(error).__name__
@@ -75,8 +76,9 @@ def plain_tokenizer(source: Path) -> PreTrainedTokenizerFast:
         raise BadInput(f"{source} has no tokenizer.json: load its tokenizer with transformers 5 and save it.")
     settings = _settings(source / "tokenizer_config.json")
     template = _settings(source / "chat_template.json").get("chat_template") or settings.get("chat_template")
-    if (source / "chat_template.jinja").is_file():
-        template = (source / "chat_template.jinja").read_text()
+    for name in ("chat_template.jinja", f"{checkpoint.TEMPLATES}/default.jinja"):  # transformers prefers the last
+        if (source / name).is_file():
+            template = (source / name).read_text(encoding="utf-8")
     tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
     tokens = {name: token for name, token in tokens.items() if token is not None}

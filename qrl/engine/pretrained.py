@@ -1,17 +1,18 @@
-"""Load checkpoint folders with transformers, and refuse what it would fill in with random numbers."""
+"""Load checkpoint folders with transformers, and refuse what it would make up or leave out."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qrl import names
+from qrl import checkpoint, names
 from qrl.errors import BadInput
 
 if TYPE_CHECKING:
     import torch
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
+_CODES_PER_BYTE, _SLACK = 2, 1 << 20
 # What model classes raise over a config that they cannot build.
 _UNFIT = (ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError)
 
@@ -22,14 +23,11 @@ def load(path: Path, **options) -> PreTrainedModel:
     `checkpoint.check` accepts the folder; `options` are dtype, device and quantization for `from_pretrained`.
 
     Raises:
-        BadInput: transformers does not know the architecture or cannot build config.json, or the weights do not fit it.
+        BadInput: as `check_fit`, or a weight is missing, of another size, or left over.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    try:
-        AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # each architecture's class raises errors of its own
-        raise BadInput(f"{path / 'config.json'} cannot be loaded by transformers: {_reason(error)}.") from error
+    check_fit(path)
     options |= {"trust_remote_code": False, "use_safetensors": True}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported below, by name
     try:
@@ -43,7 +41,46 @@ def load(path: Path, **options) -> PreTrainedModel:
     for name in sorted(loading["missing_keys"]):
         lacking = f"{path} lacks {name}, which would be filled with random numbers"
         raise BadInput(f"{lacking}: copy or save the whole model again.")
+    _refuse_left_over(path, loading["unexpected_keys"])
     return model
+
+
+def check_fit(path: Path) -> None:
+    """Check a folder's weights against the model that its config.json makes, without reading or allocating any.
+
+    Args:
+        path: a folder that `checkpoint.check` accepts, quantized or not.
+
+    Raises:
+        BadInput: transformers does not know the architecture or cannot build config.json, the model has more parameters
+            than the files could hold, or they hold a bias that it lacks, which vLLM would ignore.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # each architecture's class raises errors of its own
+        raise BadInput(f"{path / 'config.json'} cannot be loaded by transformers: {_reason(error)}.") from error
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except _UNFIT as error:
+        raise BadInput(f"{path} cannot be loaded by transformers: {_reason(error)}.") from error
+    entries = checkpoint.entries(path)
+    made, stored = sum(weight.numel() for weight in model.parameters()), sum(each.bytes for each in entries.values())
+    if made > _CODES_PER_BYTE * stored + _SLACK:  # transformers would allocate what is missing
+        makes = f"{path / 'config.json'} makes a model of {made:,} parameters"
+        raise BadInput(f"{makes}, which {stored:,} bytes of weights cannot hold: copy both from the same model.")
+    known = set(model.state_dict())
+    biases = (name for name in entries if name.endswith(".bias") and name not in known)
+    _refuse_left_over(path, {name for name in biases if f"{name.removesuffix('bias')}weight" in known})
+
+
+def _refuse_left_over(path: Path, names: set[str]) -> None:
+    for name in sorted(names):
+        more = f"{path} holds {name}, which a model of its config.json lacks and would lose"
+        raise BadInput(f"{more}: copy config.json and weights from the same model.")
 
 
 def bitsandbytes(scheme: str, compute: torch.dtype) -> BitsAndBytesConfig:

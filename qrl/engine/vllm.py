@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qrl import checkpoint
-from qrl.engine import hf
+from qrl.engine import hf, pretrained
 from qrl.engine.hf import Completion
 from qrl.engine.vllm_support import batch_invariant, check_runs
 from qrl.errors import BadInput, QrlError
@@ -88,6 +88,7 @@ class Vllm(AbstractContextManager):
             instead = "or use evaluate.engine=transformers"
             raise BadInput(f"vLLM cannot be imported here ({error}): {advice}, {instead}.") from None
         checkpoint.check(path)
+        pretrained.check_fit(path)
         check_runs(path, device, deterministic)
         self.name = f"{NAME} {vllm.__version__}"
         self._sampling = vllm.SamplingParams

@@ -4,12 +4,13 @@ A file is eight bytes of length, a JSON header of that length, then the tensors'
 Source: https://github.com/huggingface/safetensors, "Format".
 """
 
-import json
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from qrl import reading
 from qrl.errors import BadInput
 
 # The format's letters → torch's names; torch has no tensors of other dtypes, such as floats below a byte.
@@ -19,7 +20,8 @@ DTYPES = FLOATS | {
     "U64": "uint64", "I64": "int64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
     "C64": "complex64",
 }  # fmt: skip
-_MAX_HEADER = 100_000_000  # bytes; the library's own limit
+_MAX_HEADER = 32 << 20  # bytes, of some 200,000 tensors; the library's own limit makes gigabytes of lists in memory
+_MOST_DIMENSIONS = 16
 
 
 @dataclass(frozen=True)
@@ -45,21 +47,20 @@ def read(file: Path) -> dict[str, Entry]:
         BadInput: the file is truncated, too long or not safetensors, or its tensors' bytes overlap or do not fit their
             shapes, so that one tensor would be read as another's weights.
     """
-    size = file.stat().st_size
     with open(file, "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
             raise BadInput(f"{file} is truncated or not safetensors: its header does not fit into its {size:,} bytes.")
         text = stream.read(length)
-    entries, data = {}, 8 + length
+    data = 8 + length
     try:
-        for name, value in json.loads(text).items():
-            if name != "__metadata__":
-                first, end = value["data_offsets"]
-                entries[name] = Entry(file.name, value["dtype"], tuple(value["shape"]), end - first, data + first)
-        expected = max((entry.start + entry.bytes for entry in entries.values()), default=data)
+        described = reading.parsed(text)
+        _strings(described.pop("__metadata__", {}))
+        entries = {name: _entry(file.name, value, data) for name, value in described.items()}
     except (ValueError, TypeError, KeyError, AttributeError):
         raise BadInput(f"{file} is not safetensors: its header is not the JSON that the format defines.") from None
+    expected = max((entry.start + entry.bytes for entry in entries.values()), default=data)
     if size != expected:
         state = "truncated" if size < expected else "too long"
         described = f"its header describes {expected:,} bytes, but it has {size:,}"
@@ -68,11 +69,26 @@ def read(file: Path) -> dict[str, Entry]:
     return entries
 
 
+def _entry(file: str, value: dict, data: int) -> Entry:
+    """Return a tensor's entry; raise ValueError, TypeError or KeyError if its fields are of other types."""
+    dtype, shape, (first, end) = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or not re.fullmatch(r"[A-Z][A-Z0-9_]{0,15}", dtype):
+        raise ValueError("no dtype")
+    if len(shape) > _MOST_DIMENSIONS or any(type(size) is not int or not 0 <= size < 1 << 63 for size in (first, end)):
+        raise ValueError("no shape or offsets")
+    return Entry(file, dtype, tuple(shape), end - first, data + first)
+
+
+def _strings(metadata: dict[str, str]) -> None:
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("metadata of other types than texts")
+
+
 def _check_layout(file: Path, entries: dict[str, Entry], expected_start: int) -> None:
     """Check that each tensor is as long as its shape and starts where the one before it ends."""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].bytes)):
-        valid = all(type(size) is int and size >= 0 for size in entry.shape)
-        number = re.search(r"[0-9]+", str(entry.dtype))
+        valid = all(type(size) is int and 0 <= size < 1 << 63 for size in entry.shape)
+        number = re.search(r"[0-9]+", entry.dtype)
         bits = int(number[0]) if number else 8  # the first number in the format's letters; BOOL takes a byte
         reason = ""
         if not valid or entry.numel * bits != 8 * entry.bytes:

@@ -76,7 +76,10 @@ def write(path: Path, out: Path) -> Path:
 
 def copy_text_files(source: Path, out: Path) -> None:
     """Replace the tokenizer, chat template and generation settings of `out` with those of `source`."""
-    for name in ("generation_config.json", *checkpoint.TOKENIZER_FILES):
+    for name in checkpoint.text_files(out):
+        (out / name).unlink()
+    for name in ("generation_config.json", *checkpoint.text_files(source)):
         (out / name).unlink(missing_ok=True)
         if (source / name).is_file():
+            (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, out / name)

@@ -1,15 +1,18 @@
 """YAML files of settings, read strictly: unique keys, decimal numbers, one mapping."""
 
-import json
 import re
 import typing
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from qrl import reading
 from qrl.errors import BadInput
 
+LARGEST = 1 << 18  # bytes of a file
+MOST_VALUES = 10_000  # of a document
 _INT = "tag:yaml.org,2002:int"
 
 
@@ -22,11 +25,28 @@ class Loader(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
+        keys = Counter(str(key.value) for key, _ in node.value)
+        for key, times in keys.items():
+            if times > 1:
                 raise yaml.YAMLError(f"'{key}' is given twice")
         return super().construct_mapping(node, deep)
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _expanded(node, {}) > MOST_VALUES:
+            raise yaml.YAMLError(f"its aliases (*name) make more than {MOST_VALUES:,} values of it")
+        return node
+
+
+def _expanded(node: yaml.Node, sizes: dict[int, float]) -> float:
+    """Return the number of values that a node stands for, aliases written out; infinite if it contains itself."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in sizes:
+        sizes[id(node)] = float("inf")  # while its parts are counted
+        parts = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+        sizes[id(node)] = 1 + sum(_expanded(part, sizes) for part in parts)
+    return sizes[id(node)]
 
 
 Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
@@ -39,12 +59,10 @@ def parse(source: Path | str, what: str) -> dict:
         BadInput: it cannot be read, is not YAML in UTF-8, or holds something else.
     """
     try:
-        text = source if isinstance(source, str) else source.read_text(encoding="utf-8")
+        text = source if isinstance(source, str) else reading.content(source, LARGEST).decode()
         document = _of_json(text) if isinstance(source, str) else yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise BadInput(f"{what} is not valid YAML: {' '.join(str(error).split())}.") from None
-    except OSError as error:
-        raise BadInput(f"{what} cannot be read ({error.strerror}): give a readable file.") from None
     except RecursionError:
         expected = "but sections of keys were expected: see qrl/recipe/named"
         raise BadInput(f"{what} is nested hundreds deep, {expected}.") from None
@@ -56,12 +74,6 @@ def parse(source: Path | str, what: str) -> dict:
 def _of_json(text: str) -> Any:
     """Return what a text holds as JSON, in which recipes write mappings down; else as YAML, which people type."""
     try:
-        return json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError):  # YAML reads some values of JSON otherwise: 1e-05 is a text there
+        return reading.parsed(text, unique=True)
+    except ValueError:  # YAML reads some values of JSON otherwise: 1e-05 is a text there
         return yaml.load(text, Loader)
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key is given twice")
-    return dict(pairs)

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ValidationError
 
+from qrl import reading
 from qrl.errors import BadInput
 from qrl.recipe import documents, prompts
 from qrl.recipe.base import Section
@@ -78,6 +79,8 @@ def load(name_or_path: str = DEFAULT, overrides: Mapping[str, str] | None = None
     values.pop(MACHINE, None)
     document = {}
     for key, value in (values | {key: _typed(key, text) for key, text in overrides.items()}).items():
+        for text in value if isinstance(value, tuple) else (value,):
+            reading.check_text(f"'{key}'", str(text))
         section, dot, name = str(key).partition(".")
         if dot:
             document.setdefault(section, {})[name] = value

@@ -15,7 +15,7 @@ from qrl.registry import pages
 from qrl.registry.versions import Version, locked, versions_of
 from qrl.tracking import models
 
-_NAME = re.compile(r"\w[\w .+-]*")  # MLflow allows no / and no :, its search no quotes
+_NAME = re.compile(r"\w[\w .+-]{0,199}")  # MLflow allows no / and no :, its search no quotes
 
 
 def registered_name(recipe: Recipe) -> str:
@@ -28,7 +28,7 @@ def registered_name(recipe: Recipe) -> str:
         if not _NAME.fullmatch(name):
             raise BadInput(
                 f"registered_name is '{name}', but must begin with a letter or digit and hold only letters, digits, "
-                "spaces and . _ + -."
+                "spaces and . _ + -, 200 at most."
             )
         return name
     if recipe.model == "qrl-tiny":

@@ -77,8 +77,10 @@ def stored_as(cell: tuple[str, str], address: str) -> checkpoint.Checkpoint:
 
 def check_variant(variant: str) -> str:
     """Return the variant; raise BadInput if it cannot be part of a metric's, a column's and a folder's name."""
-    if not re.fullmatch(r"\w[\w.+-]*", variant):
-        raise BadInput(f"'{variant}' is no name for a variant: expected letters, digits and . _ + -, such as base.")
+    if not re.fullmatch(r"\w[\w.+-]{0,99}", variant):
+        raise BadInput(
+            f"'{variant}' is no name for a variant: expected up to 100 letters, digits and . _ + -, as in base."
+        )
     return variant
 
 

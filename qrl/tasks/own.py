@@ -20,6 +20,7 @@ from signal import ITIMER_REAL, SIGALRM, setitimer, signal
 from types import FrameType, ModuleType
 from typing import Any
 
+from qrl import reading
 from qrl.errors import BadInput, first_line
 from qrl.tasks.question import Question, Verdict
 
@@ -219,6 +220,7 @@ def read(path: str) -> bytes:
     """
     try:
         _digests.pop(path, None)
+        reading.check(Path(path), reading.MIB)
         _read[path] = Path(path).read_bytes()
         return _read[path]
     except OSError as error:

@@ -11,11 +11,10 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from qrl.errors import BadInput
-from qrl.tasks import own
+from qrl.tasks import own, sandbox
 from qrl.tasks.question import Question
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def check_kwargs(tokenizer: Any, template: str | Template) -> None:
     from jinja2 import TemplateError
 
     try:
-        known = sorted(_variables(tokenizer.get_chat_template()) - _set_by_rendering(tokenizer))
+        known = sorted(sandbox.variables(tokenizer.get_chat_template()) - _set_by_rendering(tokenizer))
     except (ValueError, TemplateError):  # no template, or a broken one: rendering says so
         return
     if unknown := [name for name in kwargs if name not in known]:
@@ -131,16 +130,6 @@ def fixed(chat_template: str, kwargs: Mapping[str, Any]) -> str:
     return "".join(f"{{% set {name} = {value!r} +%}}" for name, value in sorted(kwargs.items())) + chat_template
 
 
-@lru_cache(maxsize=8)
-def _variables(chat_template: str) -> frozenset[str]:
-    """Return the variables that a chat template reads and does not set before."""
-    from jinja2 import meta
-    from transformers.utils import chat_template_utils
-
-    environment = chat_template_utils._compile_jinja_template(chat_template).environment
-    return frozenset(meta.find_undeclared_variables(environment.parse(chat_template)) - environment.globals.keys())
-
-
 def _set_by_rendering(tokenizer: Any) -> set[str]:
     """Return the names that a tokenizer itself gives to its chat template."""
     arguments = inspect.signature(tokenizer.apply_chat_template).parameters
@@ -153,9 +142,10 @@ def _prompt(tokenizer: Any, question: str, template: str | Template) -> str:
         remedy = "use an instruction-tuned model, or add chat_template to its tokenizer_config.json"
         raise BadInput(f"The tokenizer has no chat template, which prompts need: {remedy}.")
     check_kwargs(tokenizer, template)
+    sandbox.limit()
     try:
         return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **kwargs)
-    except Exception as error:  # the template is a program, run in Jinja's sandbox: it can raise anything
+    except Exception as error:  # the template is a program: it can raise anything
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
         what = f"The model's chat template fails on a single question ({reason})"
         raise BadInput(f"{what}: repair it, or get it from the model's publisher.") from None

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from qrl import reading
 from qrl.errors import BadInput
 from qrl.tasks.question import Question
 
@@ -27,7 +28,8 @@ def of_folder(folder: Path, split: str) -> Iterator[Row]:
 
 
 def of_file(path: Path) -> Iterator[Row]:
-    """Yield the objects of a JSONL file; raise BadInput if a line is not a JSON object in UTF-8."""
+    """Yield the objects of a JSONL file; raise BadInput if it is too large, or a line is not a JSON object in UTF-8."""
+    reading.check(path, reading.table_bytes())
     with path.open("rb") as lines:  # not splitlines: JSON strings may hold characters that it takes for line ends
         for number, line in enumerate(lines, 1):
             if text := line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
@@ -42,7 +44,10 @@ def is_mirror(folder: Path) -> bool:
 
 def files(folder: Path) -> list[Path]:
     """Return the files that decide what a data folder holds, sorted: its JSONL files, or all files of a mirror."""
-    found = folder.glob("*/*/**/*") if is_mirror(folder) else folder.glob("*.jsonl")
+    if is_mirror(folder):
+        found = [path for place in folder.glob("*/*") if place.is_dir() for path in reading.walk(place)]
+    else:
+        found = folder.glob("*.jsonl")
     return sorted(path for path in found if path.is_file() and ".cache" not in path.relative_to(folder).parts)
 
 
@@ -133,10 +138,10 @@ def check_count(available: int, n: int, where: str, setting: str = "quantize.cal
 
 def _object(where: str, line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode())
+        row = reading.parsed(line.decode())
         if b"\\u" in line:  # a lone surrogate, `\ud800`, is not a text that a tokenizer can read
             json.dumps(row, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
+    except ValueError:
         raise BadInput(f"{where} is not valid: expected a JSON object in UTF-8 on every line.") from None
     if not isinstance(row, dict):
         raise BadInput(f"{where} is a {type(row).__name__}: expected a JSON object on every line.")

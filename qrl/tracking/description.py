@@ -39,12 +39,13 @@ def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any]) -> None:
     """Write MLmodel and its environment files beside `model/`, and the tokenizer where the flavor looks for it."""
     tokenizer = folder / "components" / "tokenizer"
     tokenizer.mkdir(parents=True)
-    for file in (folder / "model").iterdir():
-        if file.name in (*checkpoint.TOKENIZER_FILES, "config.json"):
-            put(file, tokenizer / file.name, link=True)
+    for name in ("config.json", *checkpoint.text_files(folder / "model")):
+        (tokenizer / name).parent.mkdir(exist_ok=True)
+        put(folder / "model" / name, tokenizer / name, link=True)
     if chat := facts.get(CHAT):
         fixed = prompt.fixed(hf.tokenizer(folder / "model").get_chat_template(), json.loads(str(chat)))
         (tokenizer / checkpoint.CHAT_TEMPLATES[0]).unlink(missing_ok=True)  # a link to the checkpoint's own
+        (tokenizer / checkpoint.TEMPLATES / "default.jinja").unlink(missing_ok=True)  # transformers would prefer it
         (tokenizer / checkpoint.CHAT_TEMPLATES[0]).write_text(fixed, encoding="utf-8")
     (folder / _CODE).mkdir()
     put(Path(pyfunc_chat.__file__), folder / _CODE / Path(pyfunc_chat.__file__).name, link=False)
@@ -56,7 +57,7 @@ def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any]) -> None:
         model_id=model.model_id,
         signature=ModelSignature(inputs=inputs, outputs=CHAT_MODEL_OUTPUT_SCHEMA),
         metadata={"task": _CHAT, "qrl": dict(facts)},
-        model_size_bytes=sum(file.stat().st_size for file in (folder / "model").iterdir()),
+        model_size_bytes=sum(file.stat().st_size for file in (folder / "model").rglob("*") if file.is_file()),
     )
     # With Auto classes, any version of transformers picks its own class by config.json; none runs code from the folder.
     packages = requirements(str(facts["scheme"]))

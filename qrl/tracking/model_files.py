@@ -36,18 +36,18 @@ def write(source: Path, model: LoggedModel, facts: Mapping[str, Any], *, link: b
 
     `facts` go into MLmodel. With `link`, files of a local store are hard-linked if possible; else they are copied.
     """
-    files = _files(source)
+    names = _names(source)
     if target := local(model.artifact_location):
         with written_whole(target) as partial:  # replaces the empty folder that MLflow may have made
-            (partial / "model").mkdir(parents=True)
-            for file in files:
-                description.put(file, partial / "model" / file.name, link=link)
+            for name in names:
+                (partial / "model" / name).parent.mkdir(parents=True, exist_ok=True)
+                description.put(source / name, partial / "model" / name, link=link)
             description.write(partial, model, facts)
         return target / "model"
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "model").mkdir()
-        for file in files:
-            (Path(folder) / "model" / file.name).symlink_to(file.resolve())
+        for name in names:
+            (Path(folder) / "model" / name).parent.mkdir(parents=True, exist_ok=True)
+            (Path(folder) / "model" / name).symlink_to((source / name).resolve())
         description.write(Path(folder), model, facts)
         mlflow.MlflowClient().log_model_artifacts(model.model_id, folder)
     return source
@@ -61,7 +61,6 @@ def discard(model: LoggedModel) -> None:
     mlflow.finalize_logged_model(model.model_id, "FAILED")
 
 
-def _files(folder: Path) -> list[Path]:
+def _names(folder: Path) -> list[str]:
     """Return the files of the checkpoint, its card and its licence; a trainer's leftovers stay behind."""
-    wanted = (*checkpoint.shards(folder), *checkpoint.CONFIG_FILES, *checkpoint.TOKENIZER_FILES, *_CARDS)
-    return [folder / file for file in dict.fromkeys(wanted) if (folder / file).is_file()]
+    return [*checkpoint.files(folder), *(name for name in _CARDS if (folder / name).is_file())]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qrl.engine import hf
+from qrl.engine import hf, pretrained
 from qrl.errors import BadInput
 
 
@@ -24,6 +24,35 @@ def test_a_missing_weight_is_never_made_up(spoilt):
     del weights["model.layers.1.self_attn.q_proj.weight"]
     save_file(weights, spoilt / "model.safetensors", {"format": "pt"})
     with pytest.raises(BadInput, match=r"lacks model\.layers\.1\.self_attn\.q_proj\.weight, .*random"):
+        hf.load(spoilt, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.extra", "model.layers.2.mlp.up_proj.weight"])
+def test_a_weight_is_never_left_out(spoilt, name):
+    weights = load_file(spoilt / "model.safetensors")
+    save_file(weights | {name: torch.zeros(4)}, spoilt / "model.safetensors", {"format": "pt"})
+    config = json.loads((spoilt / "config.json").read_text())
+    (spoilt / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": int("2" in name)}))
+    with pytest.raises(BadInput, match=f"holds {name}, which a model of its config.json lacks"):
+        hf.load(spoilt, "cpu", torch.float32)
+
+
+def test_a_model_under_another_name_does_not_lose_its_biases(spoilt):
+    """A Qwen2 that calls itself a Llama: transformers and vLLM would both drop the biases of its attention."""
+    config = json.loads((spoilt / "config.json").read_text())
+    (spoilt / "config.json").write_text(
+        json.dumps(config | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    )
+    for read in (pretrained.check_fit, lambda path: hf.load(path, "cpu", torch.float32)):
+        with pytest.raises(BadInput, match=r"holds model\.layers\.0\.self_attn\.k_proj\.bias, which .* lacks"):
+            read(spoilt)
+
+
+@pytest.mark.parametrize("changes", [{"intermediate_size": 2**23}, {"head_dim": 2**16}])
+def test_a_config_allocates_no_more_than_the_files_hold(spoilt, changes):
+    config = json.loads((spoilt / "config.json").read_text())
+    (spoilt / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(BadInput, match=r"makes a model of .* parameters, which"):
         hf.load(spoilt, "cpu", torch.float32)
 
 

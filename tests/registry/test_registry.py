@@ -220,6 +220,15 @@ def test_what_is_served_is_what_was_measured(store, tiny_checkpoint):
     with pytest.raises(GateRefused, match="other weights"):
         versions.verify(registry.resolve(NAME, "base"))
     mlflow.MlflowClient().set_model_version_tag(NAME, "1", names.TAG_DIGEST, digest)
+    (stored / checkpoint.TEMPLATES).mkdir()
+    (stored / checkpoint.TEMPLATES / "default.jinja").write_text("another prompt")
+    with pytest.raises(QrlError, match="have changed"):
+        versions.verify(served)
+    shutil.rmtree(stored / checkpoint.TEMPLATES)
+    (stored / "more.safetensors").write_bytes((stored / "model.safetensors").read_bytes())
+    with pytest.raises(BadInput, match="not part of the model"):
+        versions.verify(served)
+    (stored / "more.safetensors").unlink()
     (stored / "generation_config.json").write_text("{}")
     with pytest.raises(QrlError, match="have changed"):
         versions.verify(served)

@@ -19,6 +19,7 @@ from mlflow.protos.databricks_pb2 import UNAUTHENTICATED
 
 import qrl
 from qrl import checkpoint, names, recipe, registry
+from qrl.engine import hf
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.tasks import prompt
 from qrl.tracking import cells, contents, description, keys, models, projects, reuse, runs, signals, sources
@@ -482,6 +483,22 @@ def test_a_steps_own_checkpoint_is_linked_and_a_users_is_copied(store, tiny_chec
     assert sum(written.values()) < 1.05 * size
     logged = mlflow.get_logged_model(uri.removeprefix("models:/"))
     assert str(logged.status) == "READY" and logged.tags[names.TAG_SCHEME] == "full"
+
+
+def test_a_users_own_chat_templates_are_stored_and_loaded(store, tiny_checkpoint, tmp_path):
+    """Transformers prefers `additional_chat_templates/default.jinja` to chat_template.jinja."""
+    own = shutil.copytree(tiny_checkpoint, tmp_path / "own")
+    (own / checkpoint.TEMPLATES).mkdir()
+    (own / checkpoint.TEMPLATES / "default.jinja").write_text("my own: {{ messages[0].content }}")
+    (own / "processor_config.json").write_text("{}")
+    (own / "notes.json").write_text("{}")
+    with runs.step("train"):
+        _, stored = log(own, move=False)
+    assert checkpoint.digest(stored) == checkpoint.digest(own) != checkpoint.digest(tiny_checkpoint)
+    assert (stored / "processor_config.json").is_file() and not (stored / "notes.json").exists()
+    chat = [{"role": "user", "content": "1 + 1?"}]
+    for folder in (own, stored, stored.parent / "components" / "tokenizer"):
+        assert hf.tokenizer(folder).apply_chat_template(chat, tokenize=False) == "my own: 1 + 1?"
 
 
 def test_a_model_whose_weights_were_changed_is_not_reused(store, tiny_checkpoint):

@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from qrl.errors import BadInput
 from qrl.formats.fakequant import rounding
+from qrl.recipe import documents
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-LARGEST = 1 << 14  # bytes
 # Bits, type and strategy of what training can compute and compressed-tensors can store.
 FOUR_BIT_FLOATS = ((4, "float", "group"), (4, "float", "tensor_group"))  # MXFP4 and NVFP4
 STRATEGIES = ("tensor", "channel", "group", "block")
@@ -32,13 +30,10 @@ def read(path: Path) -> QuantizationScheme:
     from compressed_tensors.quantization import QuantizationScheme
 
     try:
-        if path.stat().st_size > LARGEST:
-            raise ValueError(f"it is larger than {LARGEST} bytes")
-        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(fields, dict):
+        if not (fields := documents.parse(path, str(path))):
             raise TypeError("it holds no mapping")
         scheme = QuantizationScheme.model_validate({"targets": ["Linear"], **fields})
-    except (OSError, ValueError, TypeError, NotImplementedError, RecursionError, yaml.YAMLError) as error:
+    except (BadInput, ValueError, TypeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:300]
         expected = "the fields of compressed-tensors' QuantizationScheme, such as weights: {num_bits: 4, type: int, …}"
         raise BadInput(f"{path} is no format to train in ({reason}): expected {expected}.") from None

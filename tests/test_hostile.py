@@ -1,0 +1,236 @@
+"""Names and files that somebody made to hang, crash or fool a command: a sentence each, within seconds.
+
+Files are fuzzed for `QRL_FUZZ_SECONDS` in all, 60 if it is not set: `QRL_FUZZ_SECONDS=600 python -m pytest
+tests/test_hostile.py -m process`.
+"""
+
+import io
+import itertools
+import json
+import os
+import re
+import shutil
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from qrl import checkpoint, cli, recipe, tables, workspace
+from qrl.cli import ending
+from qrl.compare import logs, read
+from qrl.errors import BadInput
+from qrl.formats import header
+from qrl.recipe import documents, prompts
+from qrl.tasks import rows
+
+CASES = json.loads((Path(__file__).parent / "cases" / "names.json").read_text())
+NAMES = [
+    (command, value)
+    for commands, values in (("reading", CASES["texts"] | CASES["places"]), ("writing", CASES["texts"]))
+    for command, value in itertools.product(CASES[commands], values)
+]
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e]")
+FUZZ_S = float(os.environ.get("QRL_FUZZ_SECONDS", "60"))
+SLOWEST_S = 10.0  # of one example, on a busy machine
+
+
+@pytest.fixture
+def here(monkeypatch, capsys, store):
+    """Run a command in this process; return its exit code and what it wrote to stderr, without lines of progress."""
+    monkeypatch.setattr(ending.process, "settle", lambda: None)
+    monkeypatch.setattr(ending.signals, "guard", lambda: None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    Path("given.jsonl").write_text('{"completion": "#### 1", "answer": "1"}\n')
+    Path("counts.json").write_text('{"n": 9, "base": {"full": 6, "nf4": 5}, "grpo": {"full": 7, "nf4": 6}}')
+
+    def command(*words: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(list(words))
+        return ended.value.code, re.sub(r"[^\n]*\r", "", capsys.readouterr().err)
+
+    return command
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("command", "value"), NAMES)
+def test_a_hostile_name_gets_a_sentence_and_is_never_echoed_whole(command, value, here):
+    words, text = (CASES["reading"] | CASES["writing"])[command], (CASES["texts"] | CASES["places"])[value]
+    if repeated := re.fullmatch(r"(.*)\*1000", text, re.DOTALL):
+        text = repeated[1] * 1000
+    before = set(os.listdir())
+    code, said = here(*(word.replace("X", text) for word in words))
+    said = said[said.find("qrl: ") :]  # what libraries log while they are imported comes before
+    assert code == 2 and said
+    assert len(said) < 7000 and not CONTROL.search(said)
+    assert set(os.listdir()) - before <= {".qrl", "mlruns", "mlflow.db.lock"}
+
+
+def test_a_device_is_not_replaced_by_a_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadInput, match="device or a pipe"), workspace.written_whole(tmp_path / "pipe"):
+        pass
+    assert not (tmp_path / "pipe").is_file()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x,x,x,x,x,x,x,x,x]\n"
+        + "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in itertools.pairwise("abcdefghi")),
+        "a: &a [*a]",
+        "a: &a {x: 1}\nb: &b {<<: [*a, *a, *a, *a]}\n"
+        + "".join(
+            f"{chr(c + 1)}: &{chr(c + 1)} {{k: [*{chr(c)}, *{chr(c)}, *{chr(c)}, *{chr(c)}, *{chr(c)}]}}\n"
+            for c in range(98, 112)
+        ),
+        "a: " + "[" * 5000,
+        "a: x\n" * 60_000,
+    ],
+    ids=["aliases", "itself", "merges", "nested", "long"],
+)
+def test_a_yaml_bomb_is_a_sentence_at_once(text, tmp_path):
+    (tmp_path / "bomb.yaml").write_text(text)
+    began = time.monotonic()
+    with pytest.raises(BadInput):
+        recipe.load(str(tmp_path / "bomb.yaml"))
+    assert time.monotonic() - began < SLOWEST_S
+
+
+def test_a_parquet_file_that_unpacks_to_gigabytes_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables.reading, "table_bytes", lambda: 1 << 20)
+    pd.DataFrame({"completion": ["a" * 10_000] * 1000}).to_parquet(tmp_path / "a.parquet")
+    assert (tmp_path / "a.parquet").stat().st_size < 1 << 17
+    with pytest.raises(BadInput, match="unpacks to more than 1 MiB"):
+        tables.records(tmp_path / "a.parquet")
+
+
+VALUE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from([10**30, "x", "1e9"]),
+    lambda parts: st.lists(parts, max_size=4) | st.dictionaries(st.text(max_size=8), parts, max_size=4),
+    max_leaves=8,
+)
+
+
+def mutated(document: object) -> st.SearchStrategy:
+    """Return documents like one of ours, in which a part is another value, or is missing."""
+    if isinstance(document, dict) and document:
+        others = st.sampled_from(sorted(document)).flatmap(
+            lambda key: (
+                mutated(document[key]).map(lambda value: document | {key: value})
+                | st.just({name: value for name, value in document.items() if name != key})
+            )
+        )
+    elif isinstance(document, list) and document:
+        others = mutated(document[0]).map(lambda value: [value, *document[1:]])
+    else:
+        return VALUE
+    return VALUE | others | others | others
+
+
+def damaged(content: bytes) -> st.SearchStrategy:
+    """Return a file with a part cut out, doubled or replaced by other bytes."""
+    places = st.integers(0, len(content))
+    return st.builds(
+        lambda a, b, new: content[: min(a, b)] + new + content[max(a, b) :], places, places, st.binary(max_size=16)
+    )
+
+
+def files(document: object) -> st.SearchStrategy:
+    """Return JSON files like one of ours, of another structure or with other bytes."""
+    return mutated(document).map(lambda made: json.dumps(made).encode()) | damaged(json.dumps(document).encode())
+
+
+def binary(head: object) -> st.SearchStrategy:
+    """Return safetensors files with another header."""
+    text = json.dumps(head).encode()
+    whole = len(text).to_bytes(8, "little") + text + bytes(64)
+    return damaged(whole) | files(head).map(lambda made: len(made).to_bytes(8, "little") + made + bytes(64))
+
+
+def zipped(document: object) -> bytes:
+    """Return a log of inspect_ai with one sample."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("header.json", json.dumps({key: value for key, value in document.items() if key != "samples"}))
+        archive.writestr("samples/1.json", json.dumps(document["samples"][0]))
+    return packed.getvalue()
+
+
+def parquet() -> bytes:
+    """Return a table of outcomes."""
+    packed = io.BytesIO()
+    pd.DataFrame([ROW] * 4).to_parquet(packed)
+    return packed.getvalue()
+
+
+ROW = {"variant": "base", "scheme": "full", "question": "q", "correct": 1, "completion": "#### 1", "answer": "1"}
+HARNESS = {"doc_id": 1, "doc": {}, "target": "7", "arguments": {"a": {"b": "x"}}, "resps": [["7"]], "exact_match": 1.0}
+HARNESS |= {"filter": "none", "metrics": ["exact_match"]}
+SAMPLE = {"id": 1, "epoch": 1, "input": "x", "target": "7", "scores": {"match": {"value": "C"}}}
+SAMPLE |= {"messages": [{"role": "user", "content": "x"}], "output": {"completion": "7"}}
+LOG = {"status": "success", "eval": {"task": "t", "config": {"epochs": 1}, "model_generate_config": {"seed": 1}}}
+LOG |= {"plan": {"steps": [{"solver": "s"}], "config": {}}, "samples": [SAMPLE]}
+HEADER = {"a": {"dtype": "BF16", "shape": [4, 8], "data_offsets": [0, 64]}, "__metadata__": {"format": "pt"}}
+COUNTS = {"n": 9, "base": {"full": 6, "nf4": 5}, "grpo": {"full": 7, "nf4": 6}}
+CONFIG = {"model_type": "qwen2", "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 4, "rope_parameters": {"a": 1}}
+RECIPE = b"extends: tiny\nseed: 3\ntrain: {steps: 4, rewards: &a [correct]}\nquantize:\n  schemes: [nf4, int8]\nx: *a\n"
+PROMPT = {"user": "{question}", "system": "x", "tasks": ["gsm8k"]}
+
+
+def model(path: Path) -> None:
+    """Check a checkpoint with this config.json; its one tensor is an embedding."""
+    text = json.dumps({"model.embed_tokens.weight": HEADER["a"]}).encode()
+    (path.parent / checkpoint.WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
+    checkpoint.check(path.parent, need_tokenizer=False)
+
+
+READERS: dict[str, tuple[str, st.SearchStrategy, Callable[[Path], object]]] = {
+    "lines": ("a.jsonl", files(ROW), tables.records),
+    "array": ("a.json", files([ROW]), tables.records),
+    "csv": ("a.csv", damaged(pd.DataFrame([ROW] * 3).to_csv().encode()), tables.frame),
+    "parquet": ("a.parquet", damaged(parquet()), tables.records),
+    "data": ("a.jsonl", files({"question": "1?", "answer": "#### 1"}), lambda path: list(rows.of_file(path))),
+    "counts": ("a.json", files(COUNTS), read.read_counts),
+    "harness": ("samples_a.jsonl", files(HARNESS), lambda path: logs.read_logs(f"base:full={path}")),
+    "inspect": ("a.json", files(LOG), lambda path: logs.read_logs(f"base:full={path}")),
+    "inspect, packed": ("a.eval", damaged(zipped(LOG)), lambda path: logs.read_logs(f"base:full={path}")),
+    "safetensors": ("model.safetensors", binary(HEADER), header.read),
+    "config": ("config.json", files(CONFIG), model),
+    "recipe": ("a.yaml", damaged(RECIPE), lambda path: recipe.load(str(path))),
+    "yaml": ("a.yaml", files(PROMPT), lambda path: documents.parse(path, "It")),
+    "prompt": ("a.yaml", files(PROMPT), lambda path: prompts.resolve(str(path), Path())),
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", READERS)
+def test_no_file_gets_more_than_a_sentence(name, tmp_path):
+    """Whatever a file holds, its reader returns or raises BadInput, soon."""
+    file, strategy, reader = READERS[name]
+
+    def attempt(content: bytes) -> None:
+        (tmp_path / file).write_bytes(content)
+        began = time.monotonic()
+        try:
+            reader(tmp_path / file)
+        except BadInput as refused:
+            assert len(str(refused)) < 7000 and not CONTROL.search(str(refused))
+        assert time.monotonic() - began < SLOWEST_S
+
+    end, tried = time.monotonic() + FUZZ_S / len(READERS), 0
+    checks = list(HealthCheck)
+    while tried == 0 or time.monotonic() < end:
+        tried += 1
+        batch = settings(max_examples=50, database=None, deadline=None, suppress_health_check=checks)
+        seed(tried)(batch(given(content=strategy)(attempt)))()
+    shutil.rmtree(tmp_path)
