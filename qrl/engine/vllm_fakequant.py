@@ -108,7 +108,7 @@ class Rounded(LinearMethodBase):
         if scale is not None and not (bool((scale > 0).all()) and bool((scale == scale[0]).all())):
             shown = ", ".join(f"{value:g}" for value in scale.tolist())
             raise ValueError(
-                f"{layer.prefix} was sent the activation scales {shown}, but needs one positive number: calibrate again."
+                f"{layer.prefix} got the activation scales {shown}, but needs one positive number: calibrate again."
             )
         weight = layer.weight
         if weight.is_cuda:

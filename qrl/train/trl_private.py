@@ -183,7 +183,9 @@ class Link:
         if self._dist.is_fsdp:  # TRL gathers the shards; adapters were refused before
             yield from super()._iter_named_params()
         else:
-            yield from sync.named_weights(self.accelerator.unwrap_model(self.model), torch.bfloat16)
+            model = self.accelerator.unwrap_model(self.model)
+            yield from sync.named_scales(model)
+            yield from sync.named_weights(model, torch.bfloat16)
 
     def sync_weights(self):
         """Give the engine the present weights of training."""

@@ -246,6 +246,38 @@ def test_a_rollout_engine_is_sent_q_under_the_checkpoints_names():
     )
 
 
+@pytest.mark.parametrize("name", values.FORMATS)
+def test_a_rollout_engine_is_sent_the_scale_of_every_linear_that_has_one(name):
+    model = attached(name)
+    sent = dict(sync.named_scales(model))
+    linears = {path: module for path, module in model.named_modules() if isinstance(module, qat.QATLinear)}
+    assert list(sent) == [f"{path}.input_global_scale" for path in linears if name == "nvfp4-a4"]
+    for path, scale in sent.items():
+        assert scale.shape == (1,) and scale.dtype == torch.float32
+        assert scale is linears[path.removesuffix(".input_global_scale")].input_global_scale
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
+def test_scales_that_are_no_positive_numbers_are_refused_by_name(bad):
+    model = attached("nvfp4-a4")
+    scales = {name.rpartition(".")[0]: float(scale) for name, scale in sync.named_scales(model)}
+    with pytest.raises(BadInput, match=r"do not fit the model \(model\.layers\.0\.mlp\.up_proj is in only one"):
+        prepare.set_activation_scales(
+            model, {path: scales[path] for path in scales if path != "model.layers.0.mlp.up_proj"}
+        )
+    with pytest.raises(BadInput, match=rf"activation scale of model\.layers\.1\.mlp\.up_proj is {bad}, but must be"):
+        prepare.set_activation_scales(model, scales | {"model.layers.1.mlp.up_proj": bad})
+
+
+def test_a_base_whose_activations_are_nan_is_refused_while_they_are_calibrated():
+    model = small()
+    qat.attach(model, "nvfp4-a4")
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight[3] = float("nan")
+    with pytest.raises(BadInput, match=r"activation scale of model\.layers\.0\.self_attn\.q_proj is nan"):
+        prepare.calibrate(model, [batch()])
+
+
 def test_queries_keys_and_values_are_fed_one_and_the_same_tensor(monkeypatch):
     model, seen = attached("nvfp4-a4"), []
     whole = fused.activations

@@ -1,7 +1,11 @@
 """The weights sent to a rollout engine, the measure of its gap, and its checks; without GPU and vLLM."""
 
+import contextlib
+import http.server
 import importlib.util
+import json
 import math
+import threading
 
 import numpy
 import pytest
@@ -11,6 +15,7 @@ from hypothesis import strategies as st
 
 from qrl import recipe, tiny
 from qrl.errors import BadInput
+from qrl.formats.fakequant import operation
 from qrl.recipe import Rollout, Train
 from qrl.study import build
 from qrl.tracking import keys
@@ -231,11 +236,10 @@ def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeyp
     rollout.check(Rollout(), "cpu", Train())
     with pytest.raises(BadInput, match=r"rollout\.engine = vllm .*GPU"):
         rollout.check(VLLM, "cpu", Train())
-    with pytest.raises(BadInput, match=r"train\.qat = nvfp4-a4 quantizes activations"):
-        rollout.check(VLLM, "cuda", Train(qat="nvfp4-a4"))
+    for name in ("int4", "nvfp4-a4", "fp8"):
+        rollout.check(VLLM, "cuda", Train(qat=name))
     with pytest.raises(BadInput, match=r"rollout\.quantization = fp8 .*train\.qat = int4"):
         rollout.check(Rollout(engine="vllm", quantization="fp8"), "cuda", Train(qat="int4"))
-    rollout.check(VLLM, "cuda", Train(qat="int4"))
     with pytest.raises(BadInput, match="No rollout server answers"):
         rollout.check(Rollout(engine="vllm", mode="server", server="http://127.0.0.1:9"), "cuda", Train())
     with pytest.raises(BadInput, match="No rollout server answers"):
@@ -297,6 +301,47 @@ def test_a_server_that_stores_otherwise_than_the_recipe_says_is_refused():
         rollout.check_server_storage(plain, Rollout(kv_cache="fp8"))
     with pytest.raises(BadInput, match=r"keys and values as fp8.* without --kv-cache-dtype"):
         rollout.check_server_storage(narrow, Rollout(quantization="fp8"))
+
+
+def server_info(name: str, **changed) -> dict:
+    """Return what vLLM's server reports about a format that `rollout_server` was started with."""
+    config = operation.engine_config(name)
+    overrides = {"quantization_config": config | changed} if config else {}
+    model = {"quantization": operation.METHOD if config else None, "hf_overrides": overrides}
+    return {"model_config": model, "cache_config": {"cache_dtype": "auto"}}
+
+
+def test_a_server_that_does_not_round_as_training_does_is_refused():
+    for name in ("none", "int4", "nvfp4-a4", "fp8"):
+        rollout.check_server_storage(server_info(name), VLLM, name)
+    for theirs, qat, sentence in (
+        (server_info("none"), "fp8", r"rounds no activations, but train\.qat = fp8 does: .*rollout_server fp8"),
+        (server_info("fp8"), "nvfp4-a4", r"rounds activations as train\.qat = nvfp4-a4 does not"),
+        (server_info("fp8"), "int4", r"rounds activations as train\.qat = int4 does not"),
+        (server_info("fp8", version="0"), "fp8", "has version 0 of qrl's formats, but training"),
+    ):
+        with pytest.raises(BadInput, match=sentence):
+            rollout.check_server_storage(theirs, VLLM, qat)
+
+
+@pytest.mark.parametrize(("theirs", "refused"), [("0.31.0", False), ("0.25.1", True), (None, True)])
+def test_a_server_of_another_vllm_is_refused_before_any_weight_is_loaded(theirs, refused, monkeypatch):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"version": theirs}).encode() if self.path == "/version" else b"")
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setattr(checks, "_vllm_version", lambda: "0.31.0")
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        settings = Rollout(engine="vllm", mode="server", server=f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(BadInput, match=f"runs vLLM {theirs}") if refused else contextlib.nullcontext():
+            rollout.check(settings, "cuda", Train())
+        server.shutdown()
 
 
 @pytest.mark.parametrize("key", ["quantization", "kv_cache"])

@@ -1,8 +1,7 @@
 """The weights a rollout engine is sent: full precision, under their checkpoint's names, computed out of place.
 
 TRL merges and unmerges the adapter in place, and the base drifts (README.md). Here the trained model is never written
-to: each tensor is the dequantized base plus the adapter's share, sent and then freed; of quantized linears it is Q(W),
-and the calibrated scale of their inputs where the format has one.
+to: each tensor is the dequantized base plus the adapter's share, sent and then freed; of quantized linears it is Q(W).
 """
 
 from collections.abc import Iterator
@@ -20,11 +19,9 @@ def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterato
 
     Yields:
         (name, tensor of the weight's own shape); tied weights once. A tensor may be the model's own: never write to it.
-        The scale of a linear's inputs, (1,) float32 whatever the dtype, comes after its weight.
 
     Source: ΔW = Σ over active adapters of (α/r) B A (arXiv 2106.09685); base and ΔW are added in fp32 and rounded once.
     """
-    from qrl.formats.fakequant import operation
     from qrl.train.qat import linear
 
     adapters = [layer for layer in model.modules() if hasattr(layer, "base_layer") and hasattr(layer, "lora_A")]
@@ -41,13 +38,23 @@ def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterato
                     value = module.multiplied  # the loss's matrix, not the master
                 else:
                     value = full(weight, module) if layer is None else adapted(layer)
-                yield _key(name), value if dtype is None else value.to(dtype)
-            if isinstance(module, linear.QATLinear) and module.input_global_scale is not None:
-                yield _key(f"{prefix}.{operation.SCALE}"), module.input_global_scale
+                yield _checkpoint_name(name), value if dtype is None else value.to(dtype)
 
 
-def _key(name: str) -> str:
-    """Return a tensor's name in its checkpoint."""
+def named_scales(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the calibrated scales of a policy's activations, (1,) float32 each, under the names of their linears.
+
+    They come before the weights: a server then completes one linear after the other and keeps none of them twice.
+    """
+    from qrl.formats.fakequant import operation
+    from qrl.train.qat import linear
+
+    for name, module in model.named_modules():
+        if isinstance(module, linear.QATLinear) and module.input_global_scale is not None:
+            yield _checkpoint_name(f"{name}.{operation.SCALE}"), module.input_global_scale
+
+
+def _checkpoint_name(name: str) -> str:
     name = name.removeprefix("module.").removeprefix("base_model.model.").replace(".base_layer", "")
     return name.replace("_checkpoint_wrapped_module.", "")
 
