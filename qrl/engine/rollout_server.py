@@ -1,4 +1,4 @@
-"""`python -m qrl.engine.rollout_server FORMAT --model MODEL …`: vLLM's server for rollouts in a format.
+"""Run vLLM's server for rollouts in a format: `python -m qrl.engine.rollout_server FORMAT --model MODEL …`.
 
 FORMAT is a `train.qat`: one that rounds activations, or any other, `none` too. Further options are vLLM's. A worker
 that multiprocessing spawns imports this file first, so the plugin needs no installation.

@@ -248,8 +248,9 @@ def finished() -> float:
 
 def versions() -> dict:
     import rollouts
+    import vllm
 
-    return rollouts.versions()
+    return rollouts.versions() | {"vllm": vllm.__version__}  # its CPU build has another package name
 
 
 def say(text: str) -> None:

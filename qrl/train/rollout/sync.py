@@ -61,10 +61,10 @@ def _checkpoint_name(name: str) -> str:
 
 def full(weight: torch.Tensor, module: nn.Module) -> torch.Tensor:
     """Return a weight's values in full precision; NF4 and INT8 give a new tensor (out_features, in_features)."""
-    from peft.utils.integrations import dequantize_bnb_weight, get_bnb_param_type
-
-    if not get_bnb_param_type(weight):
+    if type(weight).__name__ not in ("Params4bit", "Int8Params"):  # bitsandbytes'
         return weight.detach()
+    from peft.utils.integrations import dequantize_bnb_weight
+
     return dequantize_bnb_weight(weight, state=getattr(module, "state", None)).detach()
 
 
