@@ -8,6 +8,7 @@ are `formats/fakequant`'s, in one operation of torch. Written for vLLM 0.31.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ class Rounded(LinearMethodBase):
         """
         self.plain.process_weights_after_loading(layer)
         scale = getattr(layer, operation.SCALE, None)
-        if scale is not None and not (bool((scale > 0).all()) and bool((scale == scale[0]).all())):
+        if scale is not None and not ((scale > 0) & (scale < math.inf) & (scale == scale[0])).all():
             shown = ", ".join(f"{value:g}" for value in scale.tolist())
             raise ValueError(
                 f"{layer.prefix} got the activation scales {shown}, but needs one positive number: calibrate again."

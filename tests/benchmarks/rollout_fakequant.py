@@ -9,7 +9,8 @@ and OUT/PART.log. The engine of `plain` is vLLM's own: it is sent the weights of
 turn. `again` measures bf16 a second time, for the spread. Shapes have random weights (their time is the real model's,
 their log-probabilities are not); `tiny` is the built-in model, which is trained.
 
-k3      KL(engine || trainer), nats per token, of sampled tokens; the trainer computes as the loss does, under autocast
+k3      KL(engine || trainer), nats per token, of sampled tokens; the trainer computes as the loss does, under autocast;
+        bf16_kl_k3 is the same of a trainer wholly in bf16, whose residual stream is as narrow as the engine's
 linears every linear of the first and last layer, on the same inputs: weights, rounded inputs and outputs, bit for bit;
         outputs against the product of the trainer's matrices, fused as the engine's are, and one by one
 """
@@ -38,7 +39,7 @@ PARTS = {  # name → formats, shape, seconds
     "tiny-nvfp4-a4": (ROUNDED[:1], "tiny", 120),
     "tiny-fp8": (ROUNDED[1:], "tiny", 120),
 }
-QUICK = {"plain": (("bf16",), "1.5b", 110), "nvfp4-a4": (ROUNDED[:1], "1.5b", 110)}
+QUICK = {"plain": (("bf16",), "1.5b", 150), "nvfp4-a4": (ROUNDED[:1], "1.5b", 150)}
 SAMPLED = {"1.5b": (512, 256, 128), "quick": (256, 128, 64), "tiny": (256, 64, 256)}  # completions, tokens, scored
 FUSED = {  # the engine's linear of a layer → the checkpoint's
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -113,14 +114,36 @@ def one(engine, base: Path, name: str, prompts, tokens: int, scored: int, *, ign
         speeds.append(sum(map(len, drawn)) / seconds)
         say(f"{name}: {speeds[-1]:.0f} tokens/s")
     found |= {"tokens_per_s": statistics.median(speeds[1:]), "tokens_per_s_of_each": speeds}  # the first one warms up
-    own = score(model, prompts[:scored], drawn[:scored])
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     theirs = pad(
         [torch.tensor([float("nan") if value is None else value for value in row]) for row in logprobs[:scored]]
     )
     mask = pad([torch.ones(len(row)) for row in drawn[:scored]])
-    found |= vars(engine_gap.measure(pad(own), theirs, mask)) | {"scored_tokens": int(mask.sum())}
-    return found
+    for prefix, scoring in (("", model), ("bf16_", narrow(model, base, name))):
+        own = pad(score(scoring, prompts[:scored], drawn[:scored]))
+        found |= {f"{prefix}{key}": value for key, value in vars(engine_gap.measure(own, theirs, mask)).items()}
+    return found | {"scored_tokens": int(mask.sum())}
+
+
+def narrow(model, base: Path, name: str):
+    """Return the trainer's model wholly in bf16, as the engine computes: the residual stream and the norms too."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from qrl.formats.fakequant import operation
+    from qrl.train.rollout import sync
+
+    config = operation.engine_config(name) if name in ROUNDED else None
+    copy = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).to(device()).eval()
+    copy.load_state_dict(dict(sync.named_weights(model, torch.bfloat16)), strict=False)
+    scales = dict(sync.named_scales(model))
+    for path, module in copy.named_modules() if config else ():
+        if isinstance(module, torch.nn.Linear) and path != "lm_head":
+            scale, spec = scales.get(f"{path}.{operation.SCALE}"), config["input_activations"]
+            module.register_forward_pre_hook(
+                lambda _, inputs, scale=scale, spec=spec: (operation.rounded(inputs[0], spec, scale),)
+            )
+    return copy
 
 
 def policy(base: Path, name: str):
@@ -193,7 +216,8 @@ def score(model, prompts: list[list[int]], completions: list[list[int]]) -> list
     import torch
 
     scores = []
-    with torch.no_grad(), torch.autocast(device(), dtype=torch.bfloat16, cache_enabled=False):
+    autocast = torch.autocast(device(), torch.bfloat16, model.dtype == torch.float32, cache_enabled=False)
+    with torch.no_grad(), autocast:
         for start in range(0, len(prompts), 8):
             rows = [
                 torch.tensor(ids + drawn)
@@ -287,7 +311,8 @@ def show(out: Path) -> None:
         speed = row["tokens_per_s"] / bf16["tokens_per_s"] if "tokens_per_s" in bf16 else float("nan")
         gap = row["kl_k3"] / bf16["kl_k3"] if bf16.get("kl_k3") else float("nan")
         print(
-            f"{name}: k3 {row['kl_k3']:.3g} ({gap:.2f} of bf16's), token ESS {row['token_ess']:.4f}, "
+            f"{name}: k3 {row['kl_k3']:.3g} ({gap:.2f} of bf16's; {row['bf16_kl_k3']:.3g} wholly in bf16), "
+            f"token ESS {row['token_ess']:.4f}, "
             f"{row['tokens_per_s']:.0f} tokens/s ({speed:.2f} of bf16's), sync {row['sync_s']:.2f} s, "
             f"linears {row['linears']}, {row['gpu']}, vLLM {row['vllm']}"
         )

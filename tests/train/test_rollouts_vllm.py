@@ -1,4 +1,4 @@
-"""Rollouts of a real vLLM have the trained model's log-probabilities after each of ten syncs.
+"""Rollouts of a real vLLM have the trained model's log-probabilities after each of ten syncs, and in every format.
 
 QRL_VLLM_PYTHON=…/bin/python pytest -m slow tests/train/test_rollouts_vllm.py  # uses an existing environment
 """
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 import qrl
 from qrl import tasks, tiny
 from qrl.engine import hf
+from qrl.formats.fakequant import rounding
 from qrl.recipe import Train
 from qrl.tasks import prompt
 from qrl.train import loop, policy
@@ -119,3 +120,26 @@ def test_after_each_of_ten_syncs_the_engine_says_what_the_trainer_says_and_the_b
     assert (
         gap(logps(model, prompts, samples[0][0]), samples[0][1]).kl_k3 > 100 * widest
     )  # had the engine kept its first weights
+
+
+PARTS = "tiny-plain,tiny-nvfp4-a4,tiny-fp8"  # an engine each
+# Rounding activations turns a difference in the last bit into one of a whole step, so these formats are further away.
+AMPLIFIED = {"nvfp4-a4": 5e-3, "fp8": 1e-3}
+
+
+@pytest.mark.slow
+def test_engines_of_all_formats_compute_the_trainers_linears_bit_for_bit_and_stay_near_it(tmp_path, python_of):
+    """The linears of the first and last layer are fed the same inputs; what is sampled is scored by both."""
+    script = Path(__file__).parents[1] / "benchmarks" / "rollout_fakequant.py"
+    subprocess.run(
+        [python_of("vllm_cpu"), str(script), str(tmp_path), "--only", PARTS],
+        env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"},
+        check=True,
+        timeout=600,
+    )
+    rows = {name: json.loads((tmp_path / f"tiny-{name}.json").read_text()) for name in ("bf16", *rounding.FORMATS)}
+    for name, row in rows.items():
+        assert "error" not in row, f"{name}: {row.get('error')}"
+        assert len(set(row["linears"].values())) == 1, f"{name}: {row['linears']}"
+        limit = AMPLIFIED.get(name, 2 * rows["bf16"]["kl_k3"])
+        assert row["kl_k3"] < limit, f"{name}: {row['kl_k3']}, unquantized {rows['bf16']['kl_k3']}"
