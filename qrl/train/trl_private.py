@@ -166,8 +166,6 @@ class Link:
         self._drawn = (-1, 0)  # a step, and the number of its latest rollout
         if self.mode == "server":
             super()._init_vllm()
-            if self.accelerator.is_main_process:
-                sampling.check_server_storage(self.vllm_client.get_server_info(), self.settings, self.qat)
             return
         self.enable_sleep_mode = vllm_engine.sleeps(self.settings, self.model)
         size = {"sequences": self.max_num_seqs, "sleeps": self.enable_sleep_mode}

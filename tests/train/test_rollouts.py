@@ -243,7 +243,7 @@ def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeyp
     with pytest.raises(BadInput, match="No rollout server answers"):
         rollout.check(Rollout(engine="vllm", mode="server", server="http://127.0.0.1:9"), "cuda", Train())
     with pytest.raises(BadInput, match="No rollout server answers"):
-        checks.check_server("nonsense")
+        checks.check_server(Rollout(server="nonsense"))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     for partly in (Train(method="lora"), Train(qat="int4")):
         with pytest.raises(BadInput, match="FSDP"):
@@ -291,16 +291,16 @@ def test_no_shipped_recipe_sets_what_nothing_heeds(name):
 def test_a_server_that_stores_otherwise_than_the_recipe_says_is_refused():
     plain = {"model_config": {"quantization": None}, "cache_config": {"cache_dtype": "auto"}}
     narrow = {"model_config": {"quantization": "fp8_per_tensor"}, "cache_config": {"cache_dtype": "fp8"}}
-    rollout.check_server_storage(plain, Rollout())
-    rollout.check_server_storage(narrow, Rollout(quantization="fp8", kv_cache="fp8"))
+    checks.check_server_storage(plain, Rollout())
+    checks.check_server_storage(narrow, Rollout(quantization="fp8", kv_cache="fp8"))
     with pytest.raises(BadInput, match="start it with --quantization fp8_per_tensor"):
-        rollout.check_server_storage(plain, Rollout(quantization="fp8"))
+        checks.check_server_storage(plain, Rollout(quantization="fp8"))
     with pytest.raises(
         BadInput, match=r"keys and values as auto, but rollout\.kv_cache = fp8: start it with --kv-cache-dtype fp8"
     ):
-        rollout.check_server_storage(plain, Rollout(kv_cache="fp8"))
+        checks.check_server_storage(plain, Rollout(kv_cache="fp8"))
     with pytest.raises(BadInput, match=r"keys and values as fp8.* without --kv-cache-dtype"):
-        rollout.check_server_storage(narrow, Rollout(quantization="fp8"))
+        checks.check_server_storage(narrow, Rollout(quantization="fp8"))
 
 
 def server_info(name: str, **changed) -> dict:
@@ -313,7 +313,7 @@ def server_info(name: str, **changed) -> dict:
 
 def test_a_server_that_does_not_round_as_training_does_is_refused():
     for name in ("none", "int4", "nvfp4-a4", "fp8"):
-        rollout.check_server_storage(server_info(name), VLLM, name)
+        checks.check_server_storage(server_info(name), VLLM, name)
     for theirs, qat, sentence in (
         (server_info("none"), "fp8", r"rounds no activations, but train\.qat = fp8 does: .*rollout_server fp8"),
         (server_info("fp8"), "nvfp4-a4", r"rounds activations as train\.qat = nvfp4-a4 does not"),
@@ -321,16 +321,30 @@ def test_a_server_that_does_not_round_as_training_does_is_refused():
         (server_info("fp8", version="0"), "fp8", "has version 0 of qrl's formats, but training"),
     ):
         with pytest.raises(BadInput, match=sentence):
-            rollout.check_server_storage(theirs, VLLM, qat)
+            checks.check_server_storage(theirs, VLLM, qat)
 
 
-@pytest.mark.parametrize(("theirs", "refused"), [("0.31.0", False), ("0.25.1", True), (None, True)])
-def test_a_server_of_another_vllm_is_refused_before_any_weight_is_loaded(theirs, refused, monkeypatch):
+SERVERS = {  # what a server answers, and what is wrong with it
+    "the same": ("0.31.0", "fp8", ""),
+    "another vLLM": ("0.25.1", "fp8", r"runs vLLM 0\.25\.1, but this environment has 0\.31\.0"),
+    "no version": (None, "fp8", "runs vLLM None"),
+    "no plugin": ("0.31.0", "none", r"rounds no activations, but train\.qat = fp8 does"),
+    "no development endpoints": ("0.31.0", None, "No rollout server answers at .*Not Found"),
+}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_server_that_computes_otherwise_is_refused_before_any_weight_is_loaded(name, monkeypatch):
+    version, format_of_server, sentence = SERVERS[name]
+    answers = {"/version": {"version": version}}
+    if format_of_server:
+        answers["/server_info?config_format=json"] = {"vllm_config": server_info(format_of_server)}
+
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(200)
+            self.send_response(200 if self.path in answers else 404)
             self.end_headers()
-            self.wfile.write(json.dumps({"version": theirs}).encode() if self.path == "/version" else b"")
+            self.wfile.write(json.dumps(answers.get(self.path)).encode())
 
         def log_message(self, *_):
             pass
@@ -339,8 +353,8 @@ def test_a_server_of_another_vllm_is_refused_before_any_weight_is_loaded(theirs,
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         settings = Rollout(engine="vllm", mode="server", server=f"http://127.0.0.1:{server.server_port}")
-        with pytest.raises(BadInput, match=f"runs vLLM {theirs}") if refused else contextlib.nullcontext():
-            rollout.check(settings, "cuda", Train())
+        with pytest.raises(BadInput, match=sentence) if sentence else contextlib.nullcontext():
+            rollout.check(settings, "cuda", Train(qat="fp8"))
         server.shutdown()
 
 

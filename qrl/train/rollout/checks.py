@@ -48,7 +48,7 @@ def check(settings: Rollout, device: str, train: Train) -> None:
             "launch without FSDP, or set train.method = full and train.qat = none."
         )
     if settings.mode == "server":
-        check_server(settings.server)
+        check_server(settings, train.qat)
     elif "fp8" in (settings.quantization, settings.kv_cache):
         check_fp8(settings, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
 
@@ -108,23 +108,27 @@ def check_fp8(settings: Rollout, capability: tuple[int, int], name: str) -> None
         raise BadInput(f"rollout.{key} = fp8 needs {least}, but {name} has {have}: {remedy}.")
 
 
-def check_server(address: str) -> None:
-    """Check that a rollout server reports itself healthy, and runs the vLLM that is installed here."""
+def check_server(settings: Rollout, qat: str = "none") -> None:
+    """Check that a rollout server runs the vLLM that is installed here, and computes as the recipe says.
+
+    Raises:
+        BadInput: it does not answer, or as for `check_server_storage`.
+    """
+    address = settings.server.rstrip("/")
     try:
-        with urllib.request.urlopen(f"{address.rstrip('/')}/health", timeout=10):
-            pass
-        with urllib.request.urlopen(f"{address.rstrip('/')}/version", timeout=10) as answer:
+        with urllib.request.urlopen(f"{address}/version", timeout=10) as answer:
             theirs = json.load(answer).get("version")
-    except (urllib.error.URLError, OSError, ValueError, AttributeError) as error:
+        ours = _vllm_version()
+        if ours and theirs != ours:
+            versions = f"runs vLLM {theirs}, but this environment has {ours}"
+            raise BadInput(f"The rollout server at {address} {versions}: start it from the environment of training.")
+        with urllib.request.urlopen(f"{address}/server_info?config_format=json", timeout=60) as answer:
+            info = json.load(answer)["vllm_config"]
+    except (urllib.error.URLError, OSError, ValueError, AttributeError, KeyError) as error:
         remedy = "start one as qrl/train/rollout/README.md describes, or set rollout.mode = colocate"
         where = f"rollout.server = {address} ({getattr(error, 'reason', error)})"
         raise BadInput(f"No rollout server answers at {where}: {remedy}.") from None
-    ours = _vllm_version()
-    if ours and theirs != ours:
-        raise BadInput(
-            f"The rollout server at {address} runs vLLM {theirs}, but this environment has {ours}: start it from the "
-            "environment of training."
-        )
+    check_server_storage(info, settings, qat)
 
 
 def _vllm_version() -> str | None:
