@@ -1,4 +1,4 @@
-"""Rollouts of a real vLLM have the trained model's log-probabilities after each of ten syncs, and in every format.
+"""Rollouts of a real vLLM have the trained model's log-probabilities: ten syncs, every format.
 
 QRL_VLLM_PYTHON=…/bin/python pytest -m slow tests/train/test_rollouts_vllm.py  # uses an existing environment
 """
