@@ -1,6 +1,7 @@
 """Quantization-aware training of a model: what is swapped, what flows back, when Q(W) is computed, what is refused."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ from qrl.errors import BadInput, QrlError
 from qrl.formats.fakequant import fused
 from qrl.formats.fakequant import linears as fake_linears
 from qrl.formats.fakequant import rounding as values
+from qrl.train import trl_private
 from qrl.train.qat import linear as qat
 from qrl.train.qat import prepare
-from qrl.train.rollout import sync
+from qrl.train.rollout import sync, vllm_engine
 
 pytestmark = pytest.mark.process
 
@@ -255,6 +257,22 @@ def test_a_rollout_engine_is_sent_the_scale_of_every_linear_that_has_one(name):
     for path, scale in sent.items():
         assert scale.shape == (1,) and scale.dtype == torch.float32
         assert scale is linears[path.removesuffix(".input_global_scale")].input_global_scale
+    link = object.__new__(trl_private.Link)
+    link._dist, link.model = SimpleNamespace(is_fsdp=False), model
+    link.accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+    assert [name for name, _ in link._iter_named_params()] == [*sent, *dict(sync.named_weights(model))]
+
+
+def test_an_engine_that_is_sent_no_scales_ends_training_in_a_sentence():
+    model = attached("int4")
+    theirs = dict(sync.named_weights(model)) | {"model.layers.0.mlp.down_proj.input_global_scale": torch.ones(1)}
+    runner = SimpleNamespace(
+        model=SimpleNamespace(named_parameters=theirs.items, load_weights=lambda sent: {name for name, _ in sent})
+    )
+    executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+    engine = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor), reset_prefix_cache=lambda: None)
+    with pytest.raises(QrlError, match=r"did not send \(model\.layers\.0\.mlp\.down_proj\.input_global_scale\)"):
+        vllm_engine.load(engine, sync.named_weights(model), fp8=False)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
