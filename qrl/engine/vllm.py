@@ -139,6 +139,7 @@ class Vllm(AbstractContextManager):
             keep a packed copy of the old weights. Close the engine then.
         """
         checkpoint.check(path)
+        pretrained.check_fit(path)
         if not self._on_gpu or self._network is None or network(path) != self._network:
             return False
         try:

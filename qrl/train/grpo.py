@@ -74,7 +74,7 @@ def make_trainer(job: Job):
         for item in questions
     ]
     tokens = hf.tokenizer(job.base)
-    trainer = trl_private.grpo_trainer(job.rollout, settings.max_resamples)(
+    trainer = trl_private.grpo_trainer(job.rollout, settings.max_resamples, settings.qat)(
         model=policy.load(job.base, settings, job.device),
         reward_funcs=reward.functions(job.task, settings.rewards, settings, tokens),
         args=arguments.make(job),

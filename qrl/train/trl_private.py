@@ -21,11 +21,12 @@ def unsharded(trainer):
     return trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False)
 
 
-def grpo_trainer(settings: Rollout, resamples: int = 0) -> type:
+def grpo_trainer(settings: Rollout, resamples: int = 0, qat: str = "none") -> type:
     """Return TRL's GRPO trainer, or a subclass that samples with vLLM and logs its gap, or that samples groups again.
 
     Args:
         resamples: rounds of `_resampling`, at most.
+        qat: the format of training, for vLLM.
 
     Raises:
         BadInput: the recipe samples with vLLM, which is not installed.
@@ -42,7 +43,7 @@ def grpo_trainer(settings: Rollout, resamples: int = 0) -> type:
             super().__init__(*args, **kwargs)
             self.use_vllm, self.vllm_mode = True, settings.mode
             self.args.use_vllm, self.args.vllm_mode = True, settings.mode  # for the run's record
-            self.vllm_generation = link(self, settings)
+            self.vllm_generation = link(self, settings, qat)
             self._last_loaded_step = -1
 
         def _generate_and_score_completions(self, inputs):
@@ -132,11 +133,11 @@ def _text(prompt: list[dict]) -> str:
     return prompt[-1]["content"]
 
 
-def link(trainer, settings: Rollout):
+def link(trainer, settings: Rollout, qat: str = "none"):
     """Return TRL's link to vLLM with our engine, weights and sampling; TRL's own client queries a server."""
     from trl.generation.vllm_generation import VLLMGeneration
 
-    cls = type("Generation", (Link, VLLMGeneration), {"trainer": trainer, "settings": settings})
+    cls = type("Generation", (Link, VLLMGeneration), {"trainer": trainer, "settings": settings, "qat": qat})
     same = ("model", "accelerator", "processing_class", "max_completion_length", "temperature")
     same += ("repetition_penalty", "top_p", "top_k", "min_p")  # these arguments are named as the trainer's attributes
     return cls(
@@ -156,6 +157,7 @@ class Link:
 
     trainer = None  # TRL's
     settings: Rollout
+    qat: str
 
     def _init_vllm(self):
         from accelerate.utils import set_seed
@@ -164,13 +166,11 @@ class Link:
         self._drawn = (-1, 0)  # a step, and the number of its latest rollout
         if self.mode == "server":
             super()._init_vllm()
-            if self.accelerator.is_main_process:
-                sampling.check_server_storage(self.vllm_client.get_server_info(), self.settings)
             return
         self.enable_sleep_mode = vllm_engine.sleeps(self.settings, self.model)
         size = {"sequences": self.max_num_seqs, "sleeps": self.enable_sleep_mode}
         place = {"rank": self.accelerator.process_index, "world": self.accelerator.num_processes}
-        self.llm = vllm_engine.create(self.model.name_or_path, self.settings, **size, **place)
+        self.llm = vllm_engine.create(self.model.name_or_path, self.settings, qat=self.qat, **size, **place)
         set_seed(self.trainer.args.seed, device_specific=True)  # making an engine sets torch's seed
         if self.enable_sleep_mode:
             vllm_engine.sleep(self.llm)
@@ -181,7 +181,9 @@ class Link:
         if self._dist.is_fsdp:  # TRL gathers the shards; adapters were refused before
             yield from super()._iter_named_params()
         else:
-            yield from sync.named_weights(self.accelerator.unwrap_model(self.model), torch.bfloat16)
+            model = self.accelerator.unwrap_model(self.model)
+            yield from sync.named_scales(model)
+            yield from sync.named_weights(model, torch.bfloat16)
 
     def sync_weights(self):
         """Give the engine the present weights of training."""

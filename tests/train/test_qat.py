@@ -1,6 +1,7 @@
 """Quantization-aware training of a model: what is swapped, what flows back, when Q(W) is computed, what is refused."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ from qrl.errors import BadInput, QrlError
 from qrl.formats.fakequant import fused
 from qrl.formats.fakequant import linears as fake_linears
 from qrl.formats.fakequant import rounding as values
+from qrl.train import trl_private
 from qrl.train.qat import linear as qat
 from qrl.train.qat import prepare
-from qrl.train.rollout import sync
+from qrl.train.rollout import sync, vllm_engine
 
 pytestmark = pytest.mark.process
 
@@ -244,6 +246,54 @@ def test_a_rollout_engine_is_sent_q_under_the_checkpoints_names():
         dict(sync.named_weights(model))["model.layers.1.mlp.gate_proj.weight"],
         sent["model.layers.1.mlp.gate_proj.weight"],
     )
+
+
+@pytest.mark.parametrize("name", values.FORMATS)
+def test_a_rollout_engine_is_sent_the_scale_of_every_linear_that_has_one(name):
+    model = attached(name)
+    sent = dict(sync.named_scales(model))
+    linears = {path: module for path, module in model.named_modules() if isinstance(module, qat.QATLinear)}
+    assert list(sent) == [f"{path}.input_global_scale" for path in linears if name == "nvfp4-a4"]
+    for path, scale in sent.items():
+        assert scale.shape == (1,) and scale.dtype == torch.float32
+        assert scale is linears[path.removesuffix(".input_global_scale")].input_global_scale
+    link = object.__new__(trl_private.Link)
+    link._dist, link.model = SimpleNamespace(is_fsdp=False), model
+    link.accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+    assert [name for name, _ in link._iter_named_params()] == [*sent, *dict(sync.named_weights(model))]
+
+
+def test_an_engine_that_is_sent_no_scales_ends_training_in_a_sentence():
+    model = attached("int4")
+    theirs = dict(sync.named_weights(model)) | {"model.layers.0.mlp.down_proj.input_global_scale": torch.ones(1)}
+    runner = SimpleNamespace(
+        model=SimpleNamespace(named_parameters=theirs.items, load_weights=lambda sent: {name for name, _ in sent})
+    )
+    executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+    engine = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor), reset_prefix_cache=lambda: None)
+    with pytest.raises(QrlError, match=r"did not send \(model\.layers\.0\.mlp\.down_proj\.input_global_scale\)"):
+        vllm_engine.load(engine, sync.named_weights(model), fp8=False)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
+def test_scales_that_are_no_positive_numbers_are_refused_by_name(bad):
+    model = attached("nvfp4-a4")
+    scales = {name.rpartition(".")[0]: float(scale) for name, scale in sync.named_scales(model)}
+    with pytest.raises(BadInput, match=r"do not fit the model \(model\.layers\.0\.mlp\.up_proj is in only one"):
+        prepare.set_activation_scales(
+            model, {path: scales[path] for path in scales if path != "model.layers.0.mlp.up_proj"}
+        )
+    with pytest.raises(BadInput, match=rf"activation scale of model\.layers\.1\.mlp\.up_proj is {bad}, but must be"):
+        prepare.set_activation_scales(model, scales | {"model.layers.1.mlp.up_proj": bad})
+
+
+def test_a_base_whose_activations_are_nan_is_refused_while_they_are_calibrated():
+    model = small()
+    qat.attach(model, "nvfp4-a4")
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight[3] = float("nan")
+    with pytest.raises(BadInput, match=r"activation scale of model\.layers\.0\.self_attn\.q_proj is nan"):
+        prepare.calibrate(model, [batch()])
 
 
 def test_queries_keys_and_values_are_fed_one_and_the_same_tensor(monkeypatch):

@@ -1,7 +1,11 @@
 """The weights sent to a rollout engine, the measure of its gap, and its checks; without GPU and vLLM."""
 
+import contextlib
+import http.server
 import importlib.util
+import json
 import math
+import threading
 
 import numpy
 import pytest
@@ -11,6 +15,7 @@ from hypothesis import strategies as st
 
 from qrl import recipe, tiny
 from qrl.errors import BadInput
+from qrl.formats.fakequant import operation
 from qrl.recipe import Rollout, Train
 from qrl.study import build
 from qrl.tracking import keys
@@ -231,15 +236,14 @@ def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeyp
     rollout.check(Rollout(), "cpu", Train())
     with pytest.raises(BadInput, match=r"rollout\.engine = vllm .*GPU"):
         rollout.check(VLLM, "cpu", Train())
-    with pytest.raises(BadInput, match=r"train\.qat = nvfp4-a4 quantizes activations"):
-        rollout.check(VLLM, "cuda", Train(qat="nvfp4-a4"))
+    for name in ("int4", "nvfp4-a4", "fp8"):
+        rollout.check(VLLM, "cuda", Train(qat=name))
     with pytest.raises(BadInput, match=r"rollout\.quantization = fp8 .*train\.qat = int4"):
         rollout.check(Rollout(engine="vllm", quantization="fp8"), "cuda", Train(qat="int4"))
-    rollout.check(VLLM, "cuda", Train(qat="int4"))
     with pytest.raises(BadInput, match="No rollout server answers"):
         rollout.check(Rollout(engine="vllm", mode="server", server="http://127.0.0.1:9"), "cuda", Train())
     with pytest.raises(BadInput, match="No rollout server answers"):
-        checks.check_server("nonsense")
+        checks.check_server(Rollout(server="nonsense"))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     for partly in (Train(method="lora"), Train(qat="int4")):
         with pytest.raises(BadInput, match="FSDP"):
@@ -287,16 +291,71 @@ def test_no_shipped_recipe_sets_what_nothing_heeds(name):
 def test_a_server_that_stores_otherwise_than_the_recipe_says_is_refused():
     plain = {"model_config": {"quantization": None}, "cache_config": {"cache_dtype": "auto"}}
     narrow = {"model_config": {"quantization": "fp8_per_tensor"}, "cache_config": {"cache_dtype": "fp8"}}
-    rollout.check_server_storage(plain, Rollout())
-    rollout.check_server_storage(narrow, Rollout(quantization="fp8", kv_cache="fp8"))
+    checks.check_server_storage(plain, Rollout())
+    checks.check_server_storage(narrow, Rollout(quantization="fp8", kv_cache="fp8"))
     with pytest.raises(BadInput, match="start it with --quantization fp8_per_tensor"):
-        rollout.check_server_storage(plain, Rollout(quantization="fp8"))
+        checks.check_server_storage(plain, Rollout(quantization="fp8"))
     with pytest.raises(
         BadInput, match=r"keys and values as auto, but rollout\.kv_cache = fp8: start it with --kv-cache-dtype fp8"
     ):
-        rollout.check_server_storage(plain, Rollout(kv_cache="fp8"))
+        checks.check_server_storage(plain, Rollout(kv_cache="fp8"))
     with pytest.raises(BadInput, match=r"keys and values as fp8.* without --kv-cache-dtype"):
-        rollout.check_server_storage(narrow, Rollout(quantization="fp8"))
+        checks.check_server_storage(narrow, Rollout(quantization="fp8"))
+
+
+def server_info(name: str, **changed) -> dict:
+    """Return what vLLM's server reports about a format that `rollout_server` was started with."""
+    config = operation.engine_config(name)
+    overrides = {"quantization_config": config | changed} if config else {}
+    model = {"quantization": operation.METHOD if config else None, "hf_overrides": overrides}
+    return {"model_config": model, "cache_config": {"cache_dtype": "auto"}}
+
+
+def test_a_server_that_does_not_round_as_training_does_is_refused():
+    for name in ("none", "int4", "nvfp4-a4", "fp8"):
+        checks.check_server_storage(server_info(name), VLLM, name)
+    for theirs, qat, sentence in (
+        (server_info("none"), "fp8", r"rounds no activations, but train\.qat = fp8 does: .*rollout_server fp8"),
+        (server_info("fp8"), "nvfp4-a4", r"rounds activations as train\.qat = nvfp4-a4 does not"),
+        (server_info("fp8"), "int4", r"rounds activations as train\.qat = int4 does not"),
+        (server_info("fp8", version="0"), "fp8", "has version 0 of qrl's formats, but training"),
+    ):
+        with pytest.raises(BadInput, match=sentence):
+            checks.check_server_storage(theirs, VLLM, qat)
+
+
+SERVERS = {  # what a server answers, and what is wrong with it
+    "the same": ("0.31.0", "fp8", ""),
+    "another vLLM": ("0.25.1", "fp8", r"runs vLLM 0\.25\.1, but this environment has 0\.31\.0"),
+    "no version": (None, "fp8", "runs vLLM None"),
+    "no plugin": ("0.31.0", "none", r"rounds no activations, but train\.qat = fp8 does"),
+    "no development endpoints": ("0.31.0", None, "No rollout server answers at .*Not Found"),
+}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_server_that_computes_otherwise_is_refused_before_any_weight_is_loaded(name, monkeypatch):
+    version, format_of_server, sentence = SERVERS[name]
+    answers = {"/version": {"version": version}}
+    if format_of_server:
+        answers["/server_info?config_format=json"] = {"vllm_config": server_info(format_of_server)}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path in answers else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps(answers.get(self.path)).encode())
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setattr(checks, "_vllm_version", lambda: "0.31.0")
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        settings = Rollout(engine="vllm", mode="server", server=f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(BadInput, match=sentence) if sentence else contextlib.nullcontext():
+            rollout.check(settings, "cuda", Train(qat="fp8"))
+        server.shutdown()
 
 
 @pytest.mark.parametrize("key", ["quantization", "kv_cache"])

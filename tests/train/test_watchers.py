@@ -70,6 +70,9 @@ def test_an_engine_further_away_than_the_recipe_allows_is_told_at_its_first_step
     fp8 = watchers.Watchers(Watch(stop=("rollout",)), Rollout(engine="vllm", quantization="fp8", max_engine_kl=1))
     (alarm,) = fp8.see(near | {"step": 1, "rollout/kl_k3": 2.0})
     assert "rollout.quantization = fp8" in alarm.sentence and fp8.stop([alarm]) is alarm
+    rounding = watchers.Watchers(Watch(), Rollout(engine="vllm"), "nvfp4-a4")
+    (alarm,) = rounding.see(near | {"step": 1, "rollout/kl_k3": 0.02})
+    assert "train in another format than nvfp4-a4" in alarm.sentence
 
 
 def test_without_a_reference_or_completions_nothing_is_said_of_them():

@@ -40,15 +40,24 @@ def folded(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: to
 def activations(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return `rounding.activations` of inputs (..., I), any float dtype, converted first to the product's `dtype`."""
     inputs = inputs.detach()
-    if inputs.is_cuda and inputs.is_contiguous() and inputs.numel():
+    if inputs.is_cuda and inputs.is_contiguous() and inputs.numel() and by_kernel(inputs, args, global_scale, dtype):
         from qrl.formats.fakequant import kernel
 
-        fused = functools.partial(kernel.activations, inputs, args, dtype, global_scale)
-        key = ("activations", _name(args), inputs.shape[-1], inputs.dtype, dtype, inputs.device)
-        if _equals_eager(key, fused, lambda: rounding.activations(inputs.to(dtype), args, global_scale)):
-            return fused()
+        return kernel.activations(inputs, args, dtype, global_scale)
     with _without_autocast(inputs):
         return rounding.activations(inputs.to(dtype), args, global_scale)
+
+
+def by_kernel(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | None, dtype: torch.dtype) -> bool:
+    """Return whether the kernel rounds contiguous inputs (..., I) on a GPU as the eager functions do."""
+
+    def fused() -> Tensor:
+        from qrl.formats.fakequant import kernel
+
+        return kernel.activations(inputs, args, dtype, global_scale)
+
+    key = ("activations", _name(args), inputs.shape[-1], inputs.dtype, dtype, inputs.device)
+    return _equals_eager(key, fused, lambda: rounding.activations(inputs.to(dtype), args, global_scale))
 
 
 def _fused(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: torch.dtype) -> list[Folded]:

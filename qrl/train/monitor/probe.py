@@ -64,7 +64,7 @@ def callback(trainer, job: Job):
         stopped: Alarm | None = None
 
         def on_train_begin(self, args, state, control, **_):
-            self.watchers = Watchers(job.watch, job.rollout)
+            self.watchers = Watchers(job.watch, job.rollout, job.settings.qat)
             for row in state.log_history:  # of the interrupted training; its warnings were given
                 self.watchers.see(row)
             if every and state.global_step == 0:

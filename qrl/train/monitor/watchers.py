@@ -16,9 +16,9 @@ from qrl.train.job import Alarm
 class Watchers:
     """The state of a training as its watchers see it."""
 
-    def __init__(self, settings: Watch, rollout: Rollout = Rollout()) -> None:
+    def __init__(self, settings: Watch, rollout: Rollout = Rollout(), qat: str = "none") -> None:
         self.settings = settings
-        self.rollout = rollout
+        self.rollout, self.qat = rollout, qat
         self.rows: list[dict] = []
         self.probes: list[tuple[int, list[int]]] = []
         self.raised: set[str] = set()  # watchers that have warned
@@ -92,11 +92,14 @@ class Watchers:
         if not (kl > self.rollout.max_engine_kl or share < self.rollout.min_effective_sample_size):
             return None
         fp8 = [key for key in ("quantization", "kv_cache") if getattr(self.rollout, key) == "fp8"]
+        remedy = f"leave rollout.{fp8[-1]} = fp8 out" if fp8 else "lower train.learning_rate"
+        if not fp8 and self.qat != "none":
+            remedy = f"train in another format than {self.qat}, or set rollout.engine = transformers"
         return (
             f"The rollout engine samples from another distribution than the trained model's: KL {kl:.2g} nats per "
             f"token (limit: rollout.max_engine_kl = {self.rollout.max_engine_kl:g}), effective sample size {share:.2f} "
             f"of the tokens (limit: rollout.min_effective_sample_size = {self.rollout.min_effective_sample_size:g}): "
-            f"{f'leave rollout.{fp8[-1]} = fp8 out' if fp8 else 'lower train.learning_rate'}, or watch the reward."
+            f"{remedy}, or watch the reward."
         )
 
     def _probe(self) -> str | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -124,16 +125,26 @@ def calibrate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> dict[st
         for batch in batches:
             mask = batch["attention_mask"].bool()
             model(**batch, use_cache=False)
-    scales = {path: float(rounding.global_scale(value)) for path, value in largest.items()}
+    # compressed-tensors gives NaN the scale 1.
+    scales = {path: float(value if value.isnan() else rounding.global_scale(value)) for path, value in largest.items()}
     set_activation_scales(model, scales)
     return scales
 
 
 def set_activation_scales(model: nn.Module, scales: dict[str, float]) -> None:
-    """Set the scales of an earlier calibration; raise BadInput if they belong to another model."""
+    """Set the scales of an earlier calibration.
+
+    Raises:
+        BadInput: a scale is missing, belongs to no linear of the model, or is no positive number.
+    """
     attached = _attached(model)
     if missing := sorted(set(attached) ^ set(scales)):
         raise BadInput(f"The activation scales do not fit the model ({missing[0]} is in only one): calibrate again.")
+    if bad := [path for path, scale in scales.items() if not 0 < scale < math.inf]:
+        raise BadInput(
+            f"The activation scale of {bad[0]} is {scales[bad[0]]}, but must be a positive number: check the base's "
+            "weights and the calibration texts, and calibrate again."
+        )
     shared: dict[float, Tensor] = {}  # one tensor per value, so that members of a fold recognize equal inputs
     for path, module in attached.items():
         scale = torch.tensor([scales[path]], dtype=torch.float32, device=module.weight.device)

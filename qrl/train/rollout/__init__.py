@@ -1,6 +1,6 @@
 """Sample GRPO's completions with vLLM: its checks, its weights, and its gap to the trained model."""
 
-from qrl.train.rollout.checks import VLLM, arguments, check, check_heeded, check_installed, check_server_storage
+from qrl.train.rollout.checks import VLLM, arguments, check, check_heeded, check_installed
 from qrl.train.rollout.engine_gap import METRICS, PREFIX
 
-__all__ = ["METRICS", "PREFIX", "VLLM", "arguments", "check", "check_heeded", "check_installed", "check_server_storage"]
+__all__ = ["METRICS", "PREFIX", "VLLM", "arguments", "check", "check_heeded", "check_installed"]

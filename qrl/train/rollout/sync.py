@@ -38,17 +38,33 @@ def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterato
                     value = module.multiplied  # the loss's matrix, not the master
                 else:
                     value = full(weight, module) if layer is None else adapted(layer)
-                key = name.removeprefix("module.").removeprefix("base_model.model.").replace(".base_layer", "")
-                key = key.replace("_checkpoint_wrapped_module.", "")
-                yield key, value if dtype is None else value.to(dtype)
+                yield _checkpoint_name(name), value if dtype is None else value.to(dtype)
+
+
+def named_scales(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the calibrated scales of a policy's activations, (1,) float32 each, under the names of their linears.
+
+    They come before the weights: a server then completes one linear after the other and keeps none of them twice.
+    """
+    from qrl.formats.fakequant import operation
+    from qrl.train.qat import linear
+
+    for name, module in model.named_modules():
+        if isinstance(module, linear.QATLinear) and module.input_global_scale is not None:
+            yield _checkpoint_name(f"{name}.{operation.SCALE}"), module.input_global_scale
+
+
+def _checkpoint_name(name: str) -> str:
+    name = name.removeprefix("module.").removeprefix("base_model.model.").replace(".base_layer", "")
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def full(weight: torch.Tensor, module: nn.Module) -> torch.Tensor:
     """Return a weight's values in full precision; NF4 and INT8 give a new tensor (out_features, in_features)."""
-    from peft.utils.integrations import dequantize_bnb_weight, get_bnb_param_type
-
-    if not get_bnb_param_type(weight):
+    if type(weight).__name__ not in ("Params4bit", "Int8Params"):  # bitsandbytes'
         return weight.detach()
+    from peft.utils.integrations import dequantize_bnb_weight
+
     return dequantize_bnb_weight(weight, state=getattr(module, "state", None)).detach()
 
 

@@ -1,7 +1,7 @@
 """vLLM in the training process: create an engine, load weights, sample, sleep and wake; whose random numbers it draws.
 
-The only file that depends on vLLM's version. Tested with 0.25.1; 0.22 to 0.31, which TRL 1.16 supports, are expected to
-differ only in options that they have or lack.
+This file depends on vLLM's version, as does `engine/vllm_fakequant`. Tested with 0.25.1; 0.22 to 0.31, which TRL 1.16
+supports, are expected to differ only in options that they have or lack.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from qrl import checkpoint
 from qrl.errors import QrlError
+from qrl.formats.fakequant import operation
 from qrl.recipe import Rollout
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ _TAKEN = 0.5  # largest share of the GPU for weights, gradients, optimizer and a
 SLOW_FP8 = range(17, 64)  # batch sizes with slower FP8 products on Hopper than a batch of 64 (README.md)
 
 
-def create(model: str, settings: Rollout, *, sequences: int, sleeps: bool, rank: int, world: int) -> LLM:
+def create(
+    model: str, settings: Rollout, *, sequences: int, sleeps: bool, rank: int, world: int, qat: str = "none"
+) -> LLM:
     """Return an engine in this process, beside the trained model.
 
     Args:
@@ -38,16 +41,25 @@ def create(model: str, settings: Rollout, *, sequences: int, sleeps: bool, rank:
         settings: its share of the GPU's memory, its storage of weights, keys and values, its longest sequence.
         sequences: largest number of completions at once.
         sleeps: let it give its memory back between rollouts.
+        qat: the format of training; the engine rounds activations as its forward pass does.
+
+    Raises:
+        QrlError: no linear of the engine rounds its inputs, though the format does.
     """
     from vllm import LLM
 
+    rounds = {}
+    if config := operation.engine_config(qat):
+        from qrl.engine import vllm_fakequant  # which makes its method known to vLLM
+
+        rounds = {"hf_overrides": {"quantization_config": config}}
     fp8 = settings.quantization == "fp8"
     # One engine per process, in the process itself: vLLM reads the variables that torchrun sets.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ.setdefault("LOCAL_RANK", str(rank))
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", str(get_free_port()))  # TRL's 29500 collides when two trainings start together
-    return LLM(
+    engine = LLM(
         model=model,
         dtype="bfloat16",
         quantization=FP8 if fp8 else None,
@@ -61,7 +73,18 @@ def create(model: str, settings: Rollout, *, sequences: int, sleeps: bool, rank:
         logprobs_mode="processed_logprobs",  # of the sampling distribution, temperature included
         seed=rank,
         trust_remote_code=False,
+        **rounds,
     )
+    if rounds and not vllm_fakequant.rounding_layers(_runner(engine).model):
+        raise QrlError(
+            f"The rollout engine does not round activations as train.qat = {qat} does: set rollout.engine = "
+            "transformers, and report the model's architecture."
+        )
+    return engine
+
+
+def _runner(engine: LLM):
+    return engine.llm_engine.model_executor.driver_worker.model_runner
 
 
 def _batches(sequences: int, *, fp8: bool) -> dict:
@@ -85,7 +108,7 @@ def load(engine: LLM, weights: Iterator[tuple[str, torch.Tensor]], *, fp8: bool)
     Raises:
         QrlError: a weight of the engine was not among them, so it would sample with an old one.
     """
-    runner = engine.llm_engine.model_executor.driver_worker.model_runner
+    runner = _runner(engine)
     with torch.no_grad():
         if fp8:
             names: set[str] = set()

@@ -1,0 +1,69 @@
+"""The rounding of a linear's inputs as one operation of torch, which CUDA graphs and torch.compile keep whole.
+
+A rollout engine calls it before each product; `rounding.activations` defines its values, so an engine rounds as the
+loss does. What an engine must know of a format travels as JSON, in vLLM's field for a checkpoint's quantization.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from qrl.formats.fakequant import fused, rounding
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs
+
+METHOD = "qrl-fakequant"  # the name under which vLLM knows the quantization method
+SCALE = "input_global_scale"  # of a linear, (1,) float32: calibrated, and sent at every sync
+
+
+@torch.library.custom_op("qrl::rounded", mutates_args=())
+def rounded(inputs: Tensor, spec: str, global_scale: Tensor | None) -> Tensor:
+    """Return inputs (..., I) rounded to a format, as `fused.activations` does.
+
+    Args:
+        inputs: of the dtype that the product computes in.
+        spec: the format's `input_activations`, as `engine_config` returns them.
+        global_scale: (1,) float32, calibrated, for NVFP4.
+    """
+    return fused.activations(inputs.contiguous(), arguments(spec), global_scale, inputs.dtype)
+
+
+@rounded.register_fake
+def _(inputs: Tensor, spec: str, global_scale: Tensor | None) -> Tensor:
+    return torch.empty_like(inputs, memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache
+def arguments(spec: str) -> QuantizationArgs:
+    """Return a format's rounding of inputs from its JSON text."""
+    return rounding.library().QuantizationArgs.model_validate_json(spec)
+
+
+def engine_config(name: str) -> dict[str, Any] | None:
+    """Return what an engine must know of a format, as a checkpoint's `quantization_config`; None if inputs stay.
+
+    Args:
+        name: one of `rounding.FORMATS`, or a file; "none" has no format.
+
+    Raises:
+        BadInput: as for `rounding.scheme`.
+    """
+    args = None if name == "none" else rounding.scheme(name).input_activations
+    if args is None:
+        return None
+    spec = args.model_dump_json(exclude_none=True, exclude={"observer", "observer_kwargs"})
+    return {"quant_method": METHOD, "version": version(), "input_activations": spec}
+
+
+@functools.cache
+def version() -> str:
+    """Return a digest of the code that rounds; trainer and engine must have the same."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
