@@ -19,7 +19,7 @@ from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.registry import versions
 from qrl.steps import promote as promoting
 from qrl.steps import serve as serving
-from qrl.tracking import cells, contents, models, runs
+from qrl.tracking import cells, contents, models, reuse, runs
 
 ROOT = Path(qrl.__file__).parents[1]
 NAME = "qrl-tiny"
@@ -131,7 +131,8 @@ def test_stages_are_aliases_and_mlflow_mirrors_them(version):
     version = registry.resolve(NAME, "grpo")
     assert version.tags["qrl.gate.grpo"] == "passed"
     record = json.loads(version.tags["qrl.gate.grpo.record"])
-    assert record.pop("time") and record == {**WHY, "digest": version.digest}
+    assert record.pop("time") and "@" in record.pop("by")
+    assert record == {**WHY, "digest": version.digest, "number": 2}
     gate = version.gate("grpo")
     assert gate.passed and (gate.run, gate.reasons, gate.bounds) == ("r", ("it was better.",), {"gain": 0.1})
 
@@ -153,21 +154,23 @@ def test_a_refusal_moves_nothing_and_says_why(version):
     version(), version()
     registry.promote(NAME, "grpo", 1, record=WHY)
     for number in (1, 2):
-        registry.refuse(NAME, "grpo", number, record={"why": "the gain is not above 0"})
+        registry.refuse(NAME, "grpo", number, record={"reasons": ["the gain is not above 0"]})
     assert pointers() == {"grpo": "1"} and mlflow_stages() == {1: "Staging", 2: "None"}
     assert registry.resolve(NAME, "grpo").gate("grpo").passed
     other = registry.resolve(NAME, 2)
     assert other.tags["qrl.gate.grpo"] == "refused" and not other.gate("grpo").passed
     assert other.gate("grpo").reasons == ("the gain is not above 0",)
-    assert "not above 0" in json.loads(registry.resolve(NAME, 1).tags["qrl.gate.grpo.refused"])["why"]
+    assert "not above 0" in json.loads(registry.resolve(NAME, 1).tags["qrl.gate.grpo.refused"])["reasons"][0]
 
 
 def test_a_decision_about_a_stage_that_moved_meanwhile_moves_nothing(version):
     version(), version()
-    registry.promote(NAME, "base", 1, record=WHY, expected=None)
-    with pytest.raises(QrlError, match="moved to version 1"):
-        registry.promote(NAME, "base", 2, record=WHY, expected=None)
-    assert registry.promote(NAME, "base", 2, record=WHY, expected=1).version == 2
+    registry.promote(NAME, "base", 1, record=WHY, expected={"base": None})
+    with pytest.raises(QrlError, match="base of .* moved to version 1"):
+        registry.promote(NAME, "base", 2, record=WHY, expected={"base": None})
+    with pytest.raises(QrlError, match="base of .* moved to version 1"):  # the version that grpo was compared with
+        registry.promote(NAME, "grpo", 2, record=WHY, expected={"grpo": None, "base": 2})
+    assert registry.promote(NAME, "base", 2, record=WHY, expected={"base": 1}).version == 2
 
 
 @pytest.mark.parametrize(("stage", "number"), [("Staging", 1), ("None", 1), ("base", 7)])
@@ -209,7 +212,7 @@ def test_what_is_served_is_what_was_measured(store, tiny_checkpoint):
     made = registry.register(NAME, uri, digest=digest, variant="base", scheme="full", **numbers)
     with pytest.raises(GateRefused, match="No gate let"):
         versions.verify(made)
-    registry.refuse(NAME, "grpo", 1, record={"why": "it was unhealthy."})
+    registry.refuse(NAME, "grpo", 1, record={"reasons": ["it was unhealthy."]})
     with pytest.raises(
         GateRefused, match=r"\(it was unhealthy\): `python -m qrl promote --stage grpo --cell RUN` decides"
     ):
@@ -229,12 +232,21 @@ def test_what_is_served_is_what_was_measured(store, tiny_checkpoint):
     assert registry.register(NAME, uri, digest=digest, variant="base", scheme="full", **numbers).version == 2
 
 
+def log_rows(folder: Path, variant: str, scheme: str, right: int = 10, **facts: str) -> None:
+    """Log 20 healthy rows of a cell in the active run, and seal them as its end does."""
+    rows = pd.DataFrame({"question": [f"q{i:02}" for i in range(20)], "correct": [int(i < right) for i in range(20)]})
+    told = {"parsed": "1", "finish_reason": "stop", "leaked": False, "fault": None, names.ENGINE: "transformers"}
+    rows.assign(variant=variant, scheme=scheme, **told).to_parquet(folder / names.QUESTIONS)
+    mlflow.log_artifact(str(folder / names.QUESTIONS))
+    reuse.seal(folder / names.QUESTIONS, {"variant": variant, "scheme": scheme, **facts})
+
+
 def promote_base(run_id: str, **typed: str) -> None:
     typed = {"registered_name": NAME, **typed}
     promoting.promote(recipe.load(overrides=typed), ["base"], [run_id], typed)
 
 
-def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
+def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint, tmp_path):
     digest = checkpoint.digest(tiny_checkpoint)
     tags = {names.TAG_DIGEST: digest, names.TAG_VARIANT: "base", names.TAG_SCHEME: "full"}
     with runs.step("evaluate", tags=tags) as run:
@@ -242,6 +254,7 @@ def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
             tiny_checkpoint, name="base", digest=digest, variant="base", scheme="full", task="arithmetic", move=False
         )
         contents.log_scores({names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 2000}, model_uri=uri)
+        log_rows(tmp_path, "base", "full", digest=digest)
     promote_base(run.info.run_id)
     assert pointers() == {"base": "1"}
     (stored / "generation_config.json").write_text('{"temperature": 0.5}')
@@ -253,6 +266,7 @@ def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
             tiny_checkpoint, name="base", digest=digest, variant="base", scheme="full", task="arithmetic", move=False
         )
         contents.log_scores({names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 2000}, model_uri=uri)
+        log_rows(tmp_path, "base", "full", digest=digest)
     promote_base(again.info.run_id)
     assert pointers() == {"base": "2", "base-previous": "1"}  # whole weights displace damaged ones
 
@@ -268,8 +282,6 @@ def evaluated(store, tiny_checkpoint, tmp_path):
             (folder / "generation_config.json").write_text(json.dumps({"note": changed}))
         variant, scheme = cell.split(":")
         labels, digest = {"variant": variant, "scheme": scheme}, checkpoint.digest(folder)
-        rows = pd.DataFrame({"question": ["a", "b", "c", "d"], "correct": [0, 1, 1, int(variant != "base")], **labels})
-        rows.assign(**{names.ENGINE: "transformers"}).to_parquet(tmp_path / names.QUESTIONS)
         tags = {names.TAG_STEP: "evaluate", names.TAG_DIGEST: digest}
         tags |= {names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme}
         metadata = {"parent": parent} if parent else {"source": str(folder)}
@@ -277,10 +289,10 @@ def evaluated(store, tiny_checkpoint, tmp_path):
         with runs.step("evaluate", recipe.load(overrides=settings)), runs.child(cell, tags=tags) as run:
             facts = {"digest": digest, "task": "arithmetic", "metadata": metadata, **labels}
             uri, _ = models.log_checkpoint(folder, name=f"{variant}-{scheme}", move=False, **facts)
-            questions = contents.log_dataset("arithmetic", digest="of the questions", context="heldout", n=4, source="")
-            numbers = {names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 4}
+            questions = contents.log_dataset("arithmetic", digest="of the questions", context="heldout", n=20, source="")
+            numbers = {names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 20}
             contents.log_scores(numbers, model_uri=uri, dataset=questions)
-            mlflow.log_artifact(str(tmp_path / names.QUESTIONS))
+            log_rows(tmp_path, variant, scheme, 10 + (variant != "base"), digest=digest)
         return run.info.run_id, digest
 
     return make
@@ -299,7 +311,7 @@ def test_a_cell_knows_its_model_its_task_and_its_seed(evaluated, tmp_path):
     promote_base(own[0], model=str(tmp_path / "my-llama"), seed="3", registered_name="mine")
     assert registry.resolve("mine", "base").digest == own[1]
     for typed in ({"model": "qrl-tiny"}, {"task": "gsm8k"}, {"seed": "0"}, {"data": str(tmp_path)}):
-        (tmp_path / "test.jsonl").write_text('{"question": "a", "answer": "#### 1"}\n' * 4)
+        (tmp_path / "test.jsonl").write_text('{"question": "a", "answer": "#### 1"}\n' * 20)
         with pytest.raises(BadInput, match=rf"--{next(iter(typed))} .* contradicts run {own[0]}"):
             promote_base(own[0], **typed)
     with pytest.raises(BadInput, match="several models, qrl-my-llama and qrl-second-model"):
@@ -534,16 +546,17 @@ def test_a_refused_version_says_that_it_cannot_be_loaded(version):
 
 def test_a_models_page_explains_its_stages_and_keeps_the_newest_table(version):
     client = mlflow.MlflowClient()
-    registry.publish(NAME, "nothing is there to describe")
+    stages = registry.known(NAME).values()
+    registry.publish(NAME, stages, "nothing is there to describe")
     version()
-    registry.publish(NAME)
+    registry.publish(NAME, stages)
     assert all(f"**`{stage}`**" in client.get_registered_model(NAME).description for stage in names.STAGES)
-    registry.publish(NAME, "## Did it survive?\n\n| scheme |\n| --- |\n| nf4 |\n")
-    registry.publish(NAME)  # a promotion outside of a study
+    registry.publish(NAME, stages, "## Did it survive?\n\n| scheme |\n| --- |\n| nf4 |\n")
+    registry.publish(NAME, stages)  # a promotion outside of a study
     page = client.get_registered_model(NAME).description
     assert page.count("| nf4 |") == 1 and page.count("Newest table") == 1 and page.count("**`awq`**") == 1
-    registry.publish(NAME, "| nf4 |\n" * 5000)
+    registry.publish(NAME, stages, "| nf4 |\n" * 5000)
     assert len(client.get_registered_model(NAME).description) <= 5000
     client.update_registered_model(NAME, "Mine.")
-    registry.publish(NAME, "| nf4 |")
+    registry.publish(NAME, stages, "| nf4 |")
     assert client.get_registered_model(NAME).description == "Mine."
