@@ -62,7 +62,11 @@ def _accuracy(frame: pd.DataFrame) -> tuple[stats.Estimate, pd.DataFrame, int]:
     right = frame.groupby("question", sort=False)["correct"].agg(["sum", "size"])
     samples = int(right["size"].iloc[0])
     per_sample = right["sum"] / samples
-    return stats.accuracy(int(right["sum"].sum()), len(right)) if samples == 1 else stats.rate(per_sample), right, samples
+    return (
+        stats.accuracy(int(right["sum"].sum()), len(right)) if samples == 1 else stats.rate(per_sample),
+        right,
+        samples,
+    )
 
 
 def again(frame: pd.DataFrame, params: Mapping[str, str]) -> tuple[stats.Estimate, list[str]]:

@@ -75,9 +75,12 @@ def _turn(name: str, *, wait: bool = True) -> History:
             time.sleep(random.uniform(0.02, 0.1))
         elif not (found := _astray(past, model)):
             return past
-        elif history.read(name, again := _there(name)) == past and found == _astray(past, again):  # not read in between
-            if history.claim(past, {"action": history.MEND, "reasons": found}):
-                print(f"qrl: pointers of {name} were changed by hand and are put back: {' '.join(found)}", file=sys.stderr)
+        else:
+            again = _there(name)
+            seen_twice = history.read(name, again) == past and found == _astray(past, again)  # not in between
+            if seen_twice and history.claim(past, {"action": history.MEND, "reasons": found}):
+                said = f"qrl: pointers of {name} were changed by hand and are put back: {' '.join(found)}"
+                print(said, file=sys.stderr)
                 _carry_out(history.read(name, _there(name)))
 
 
@@ -135,14 +138,16 @@ def _carry_out(past: History) -> History:
             client.set_registered_model_alias(name, alias, str(version))
     for alias in _ours(past) & aliases.keys() - wanted.keys():
         client.delete_registered_model_alias(name, alias)
-    shown = {version: "None" for version in past.state.at.values()} | past.state.shown()
+    shown, moved = {version: "None" for version in past.state.at.values()} | past.state.shown(), set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         for number, entry in sorted(there.items(), key=lambda item: item[0] not in shown):
             stage = shown.get(number, "None" if entry.current_stage == "None" else "Archived")
-            if entry.current_stage != stage and is_ours():
+            done = stage == "Archived" and entry.current_stage in moved
+            if entry.current_stage != stage and not done and is_ours():
                 # Archiving in the same transaction: a reader sees the old version or the new one, never none or both.
                 client.transition_model_version_stage(name, entry.version, stage, stage in MIRRORED)
+                moved.add(stage)
     if head.version in there:
         pages.refresh(past, head.version)
     if is_ours():

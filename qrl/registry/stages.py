@@ -58,8 +58,8 @@ def _resolve(past: History, stage: str | int) -> Version:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise store.sentence(error) or error from None
             raise BadInput(
-                f"Version {number} of '{name}', which holds {alias}, was deleted: promote another one to {own}, or roll "
-                "it back."
+                f"Version {number} of '{name}', which holds {alias}, was deleted: promote another one to {own}, or "
+                "roll it back."
             ) from None
     if alias != own:
         raise BadInput(f"Stage {own} of '{name}' has had no other version, so there is no {alias}.")

@@ -90,8 +90,8 @@ def rows(run_ids: Sequence[str]) -> pd.DataFrame:
         digest = reuse.sealed(contents.run(run_id)).get("rows")
         if digest not in (None, sha256(path.read_bytes()).hexdigest()):
             raise QrlError(
-                f"{names.QUESTIONS} of run {run_id} is not what was logged: its bytes have changed. Run its step again; "
-                "damaged results are not reused."
+                f"{names.QUESTIONS} of run {run_id} is not what was logged: its bytes have changed. Run its step "
+                "again; damaged results are not reused."
             )
         try:
             frames.append(pd.read_parquet(path))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,41 +18,11 @@ from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.registry import versions
 from qrl.steps import promote as promoting
 from qrl.steps import serve as serving
-from qrl.tracking import cells, contents, models, reuse, runs
+from qrl.tracking import cells, contents, models, runs
+from tests.registry.made import NAME, log_rows
 
 ROOT = Path(qrl.__file__).parents[1]
-NAME = "qrl-tiny"
 WHY = {"run": "r", "reasons": ["it was better."], "bounds": {"gain": 0.1}}
-
-
-@pytest.fixture
-def version(store):
-    """Return a maker of versions, each from a model of its own; `weights` is the content of its weight file."""
-
-    def make(
-        variant: str = "base", scheme: str = "full", weights: str = "", parent: int | None = None
-    ) -> versions.Version:
-        with runs.step("evaluate"):
-            model = mlflow.initialize_logged_model(f"{variant}-{scheme}")
-        (Path(model.artifact_location) / "model").mkdir(parents=True)
-        (Path(model.artifact_location) / "MLmodel").write_text("flavors: {}\n")
-        folder = Path(model.artifact_location) / "model"
-        (folder / "config.json").write_text("{}")
-        (folder / checkpoint.WEIGHTS).write_text(weights or model.model_id)
-        mlflow.finalize_logged_model(model.model_id, "READY")
-        return registry.register(
-            NAME,
-            f"models:/{model.model_id}",
-            digest=checkpoint.digest(folder),
-            variant=variant,
-            scheme=scheme,
-            accuracy=0.6,
-            stderr=0.01,
-            n=2000,
-            parent_version=parent,
-        )
-
-    return make
 
 
 def pointers() -> dict[str, str]:
@@ -166,9 +135,9 @@ def test_a_refusal_moves_nothing_and_says_why(version):
 def test_a_decision_about_a_stage_that_moved_meanwhile_moves_nothing(version):
     version(), version()
     registry.promote(NAME, "base", 1, record=WHY, expected={"base": None})
-    with pytest.raises(QrlError, match="base of .* moved to version 1"):
+    with pytest.raises(QrlError, match=r"base of .* moved to version 1"):
         registry.promote(NAME, "base", 2, record=WHY, expected={"base": None})
-    with pytest.raises(QrlError, match="base of .* moved to version 1"):  # the version that grpo was compared with
+    with pytest.raises(QrlError, match=r"base of .* moved to version 1"):  # the version that grpo was compared with
         registry.promote(NAME, "grpo", 2, record=WHY, expected={"grpo": None, "base": 2})
     assert registry.promote(NAME, "base", 2, record=WHY, expected={"base": 1}).version == 2
 
@@ -232,15 +201,6 @@ def test_what_is_served_is_what_was_measured(store, tiny_checkpoint):
     assert registry.register(NAME, uri, digest=digest, variant="base", scheme="full", **numbers).version == 2
 
 
-def log_rows(folder: Path, variant: str, scheme: str, right: int = 10, **facts: str) -> None:
-    """Log 20 healthy rows of a cell in the active run, and seal them as its end does."""
-    rows = pd.DataFrame({"question": [f"q{i:02}" for i in range(20)], "correct": [int(i < right) for i in range(20)]})
-    told = {"parsed": "1", "finish_reason": "stop", "leaked": False, "fault": None, names.ENGINE: "transformers"}
-    rows.assign(variant=variant, scheme=scheme, **told).to_parquet(folder / names.QUESTIONS)
-    mlflow.log_artifact(str(folder / names.QUESTIONS))
-    reuse.seal(folder / names.QUESTIONS, {"variant": variant, "scheme": scheme, **facts})
-
-
 def promote_base(run_id: str, **typed: str) -> None:
     typed = {"registered_name": NAME, **typed}
     promoting.promote(recipe.load(overrides=typed), ["base"], [run_id], typed)
@@ -269,33 +229,6 @@ def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint, 
         log_rows(tmp_path, "base", "full", digest=digest)
     promote_base(again.info.run_id)
     assert pointers() == {"base": "2", "base-previous": "1"}  # whole weights displace damaged ones
-
-
-@pytest.fixture
-def evaluated(store, tiny_checkpoint, tmp_path):
-    """Return a maker of evaluated cells of somebody's model in the folder my-llama; `changed` makes other weights."""
-
-    def make(cell: str, parent: str = "", changed: str = "", chat: str = "", **settings: str) -> tuple[str, str]:
-        folder = tmp_path / (changed or "my-llama")
-        if not folder.exists():
-            shutil.copytree(tiny_checkpoint, folder)
-            (folder / "generation_config.json").write_text(json.dumps({"note": changed}))
-        variant, scheme = cell.split(":")
-        labels, digest = {"variant": variant, "scheme": scheme}, checkpoint.digest(folder)
-        tags = {names.TAG_STEP: "evaluate", names.TAG_DIGEST: digest}
-        tags |= {names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme}
-        metadata = {"parent": parent} if parent else {"source": str(folder)}
-        metadata |= {models.CHAT: chat} if chat else {}
-        with runs.step("evaluate", recipe.load(overrides=settings)), runs.child(cell, tags=tags) as run:
-            facts = {"digest": digest, "task": "arithmetic", "metadata": metadata, **labels}
-            uri, _ = models.log_checkpoint(folder, name=f"{variant}-{scheme}", move=False, **facts)
-            questions = contents.log_dataset("arithmetic", digest="of the questions", context="heldout", n=20, source="")
-            numbers = {names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 20}
-            contents.log_scores(numbers, model_uri=uri, dataset=questions)
-            log_rows(tmp_path, variant, scheme, 10 + (variant != "base"), digest=digest)
-        return run.info.run_id, digest
-
-    return make
 
 
 def newest() -> mlflow.entities.Run:
@@ -486,32 +419,57 @@ def test_a_stage_is_never_rolled_back_onto_damaged_weights(version):
     assert pointers() == {"grpo": "2", "grpo-previous": "1"}
 
 
-def judged(stage: str, client: mlflow.MlflowClient, number: str, **bounds: float) -> None:
+def judged(stage: str, number: int, verdict: str = "promoted", **bounds: float) -> None:
     """Give version `number` the gate of a store before the verdict was one word."""
-    digest = client.get_model_version(NAME, number).tags[names.TAG_DIGEST]
-    record = {"cell": f"run-{stage}", "why": f"Stage {stage} passes.", "facts": bounds, "verdict": "promoted"}
-    entry = json.dumps({**record, "digest": digest, "at": "2026-11-01T00:00:00+00:00"})
-    client.set_model_version_tag(NAME, number, f"qrl.gate.{stage}", entry)
-    client.delete_model_version_tag(NAME, number, f"qrl.gate.{stage}.record")
-
-
-def test_versions_of_former_stores_are_served_rolled_back_and_promoted(version):
     client = mlflow.MlflowClient()
-    for number in ("1", "2"):
-        registry.promote(NAME, "grpo", version("grpo").version, record=WHY)
-        judged("grpo", client, number, gain=0.2, gain_low=0.1, gain_high=0.3, n=2000.0)
+    digest = client.get_model_version(NAME, str(number)).tags[names.TAG_DIGEST]
+    record = {"cell": f"run-{stage}", "why": f"Stage {stage} {verdict}.", "facts": bounds, "verdict": verdict}
+    entry = json.dumps({**record, "digest": digest, "at": "2026-11-01T00:00:00+00:00"})
+    client.set_model_version_tag(NAME, str(number), f"qrl.gate.{stage}", entry)
+
+
+def test_versions_of_former_stores_are_served_rolled_back_and_promoted(version, capsys):
+    client = mlflow.MlflowClient()
+    for _ in range(4):
+        version("grpo")
+    for number, alias in ((1, "grpo-previous"), (2, "grpo"), (3, "awq"), (3, "champion")):
+        client.set_registered_model_alias(NAME, alias, str(number))
+    judged("grpo", 1), judged("grpo", 2, gain=0.2, gain_low=0.1, gain_high=0.3, n=2000.0), judged("awq", 1, "refused")
+    client.set_registered_model_tag(NAME, names.TAG_STAGES, "gold=grpo:gptq;made_from=base")
     former = registry.resolve(NAME, "grpo")
-    assert "record" not in str(former.tags) and versions.verify(former)
+    assert "had no record of decisions" in capsys.readouterr().err
+    assert former.version == 2 and versions.verify(former)
     gate = former.gate("grpo")
-    assert gate.passed and (gate.run, gate.reasons) == ("run-grpo", ("Stage grpo passes.",))
+    assert gate.passed and (gate.run, gate.reasons) == ("run-grpo", ("Stage grpo promoted.",))
+    assert pointers() == {"grpo": "2", "grpo-previous": "1", "champion": "3"}  # no gate had let 3 into awq
+    assert "gold" in registry.known(NAME) and not registry.resolve(NAME, 1).gate("awq").passed
     assert registry.rollback(NAME, "grpo").version == 1 and registry.rollback(NAME, "grpo").version == 2
     registry.refuse(NAME, "grpo", 2, record={"reasons": ["it gained nothing."]})
     assert registry.resolve(NAME, "grpo").gate("grpo") == gate  # a refusal beside a former promotion
     registry.promote(NAME, "grpo", 2, record=WHY)
     assert registry.resolve(NAME, 2).tags["qrl.gate.grpo"] == "passed"
-    refused = json.dumps({"why": "it gained nothing", "verdict": "refused", "digest": "d", "at": "2026"})
-    client.set_model_version_tag(NAME, "1", "qrl.gate.awq", refused)
-    assert not registry.resolve(NAME, 1).gate("awq").passed
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("tag", "text", "version_tag"),
+    [
+        ("qrl.gate.grpo", "{not json", True),
+        ("qrl.gate.grpo", "[1, 2]", True),
+        ("qrl.gate.grpo", '{"verdict": "promoted", "facts": 3}', True),
+        ("qrl.stages", "nonsense", False),
+    ],
+)
+def test_a_malformed_tag_of_a_former_store_is_a_sentence(version, tag, text, version_tag):
+    version()
+    client = mlflow.MlflowClient()
+    if version_tag:
+        client.set_model_version_tag(NAME, "1", tag, text)
+    else:
+        client.set_registered_model_tag(NAME, tag, text)
+        client.set_registered_model_alias(NAME, "base", "1")
+    with pytest.raises(BadInput, match=f"tag {tag} of .* cannot be read"):
+        registry.resolve(NAME, 1)
 
 
 def test_a_versions_page_is_a_certificate(version):
