@@ -217,10 +217,11 @@ def _judge(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    import mlflow.store.model_registry.sqlalchemy_store
-    import mlflow.store.tracking.sqlalchemy_store
+    import importlib
 
-    import qrl.registry  # noqa: F401 - so that the forked ones have it
+    for module in ("model_registry.sqlalchemy_store", "tracking.sqlalchemy_store", "tracking.rest_store"):
+        importlib.import_module(f"mlflow.store.{module}")  # the forked ones have it then
+    importlib.import_module("qrl.registry")
 
     with tempfile.TemporaryDirectory() as place:
         print(race(sys.argv[1], Path(place), int(sys.argv[2]), *map(int, sys.argv[3:])))
