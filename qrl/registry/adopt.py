@@ -67,19 +67,20 @@ def former(model: RegisteredModel, versions: Sequence[ModelVersion]) -> dict[str
 
     An alias counts only if the gate of its stage let the version in.
     """
-    stages = _stages(model)
+    listed = _listed(model)
+    stages = USUAL | listed
     gates = [gate for entry in versions for gate in _gates(entry)]
     passed = {(gate["stage"], gate["version"]) for gate in gates if gate["action"] == PROMOTE}
     aliases = {alias: int(version) for alias, version in model.aliases.items()}
     ours = {alias: alias.removesuffix(PREVIOUS) for alias in aliases if alias.removesuffix(PREVIOUS) in stages}
-    if not gates and not ours:
+    if not (gates or ours or listed):
         return None
     kept = {alias: stage for alias, stage in ours.items() if (stage, aliases[alias]) in passed}
     usual = {stage.mlflow: stage.stage for stage in USUAL.values() if stage.mlflow in MIRRORED}
     adopted = {
         "at": {stage: aliases[alias] for alias, stage in kept.items() if alias == stage},
         "before": {stage: aliases[alias] for alias, stage in kept.items() if alias != stage and stage in kept},
-        "declared": {stage: str(each) for stage, each in stages.items() if stage in kept or stage not in USUAL},
+        "declared": {stage: str(each) for stage, each in stages.items() if stage in kept or stage in listed},
         "mirrors": {each: model.tags.get(names.TAG_MIRROR + each, usual[each]) for each in MIRRORED},
         "gates": gates,
     }
@@ -89,11 +90,11 @@ def former(model: RegisteredModel, versions: Sequence[ModelVersion]) -> dict[str
     return {"action": ADOPT, "reasons": reasons, "adopted": adopted}
 
 
-def _stages(model: RegisteredModel) -> dict[str, Stage]:
-    """Return the usual stages, and those that a model's tag lists."""
+def _listed(model: RegisteredModel) -> dict[str, Stage]:
+    """Return the stages that a model's tag lists; raise BadInput if it cannot be read."""
     texts = [text for text in model.tags.get(names.TAG_STAGES, "").split(",") if text]
     try:
-        return USUAL | {stage.stage: stage for stage in map(Stage.model_validate, texts)}
+        return {stage.stage: stage for stage in map(Stage.model_validate, texts)}
     except ValidationError as error:
         wrong = f"The tag {names.TAG_STAGES} of '{model.name}' cannot be read ({error.errors()[0]['msg']})"
         raise BadInput(f"{wrong}: set it to STAGE=VARIANT:SCHEME,… as in promote.stages, or delete it.") from None

@@ -54,6 +54,11 @@ class Record:
     owner: str = ""  # the process that carries it out
     previous: str = ""  # sha256 of the decision before
 
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> "Record":
+        """Return a decision from what JSON made of its fields; raise TypeError if one is unknown."""
+        return cls(**{**entry, "reasons": tuple(entry.get("reasons", ()))})
+
     @property
     def passed(self) -> bool:
         """Whether a gate let the version in."""
@@ -136,7 +141,7 @@ class History:
 
     def gates(self, version: int | None = None) -> tuple[Record, ...]:
         """Return the decisions of gates on a version, or on all, those of an older store first."""
-        former = [Record(**entry) for record in self.records for entry in record.adopted.get("gates", ())]
+        former = [Record.of(entry) for record in self.records for entry in record.adopted.get("gates", ())]
         judged = [*former, *(record for record in self.records if record.action in (PROMOTE, REFUSE))]
         return tuple(record for record in judged if version in (None, record.version))
 
@@ -167,8 +172,7 @@ def read(name: str, model: RegisteredModel | None) -> History:
     while first := params.get(f"{len(records) + 1:06}"):
         try:
             text = _whole(first, params)
-            entry = json.loads(text)
-            record = Record(**entry | {"reasons": tuple(entry.get("reasons", ()))})
+            record = Record.of(json.loads(text))
         except (KeyError, TypeError, ValueError):
             record = Record("", previous="unreadable")
         if (record.previous, record.number) != (chain, len(records) + 1):

@@ -37,7 +37,7 @@ def current(name: str) -> History:
         if error.get_http_status_code() != 403:
             raise store.sentence(error) or error from None
         said = _to_adopt(past, model)
-        return History(name, records=(Record(**said),), applied=1) if said else past
+        return History(name, records=(Record.of(said),), applied=1) if said else past
 
 
 def append(name: str, decide: Callable[[History], Mapping[str, Any]]) -> History:
