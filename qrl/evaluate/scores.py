@@ -69,12 +69,17 @@ def _accuracy(frame: pd.DataFrame) -> tuple[stats.Estimate, pd.DataFrame, int]:
     )
 
 
-def again(frame: pd.DataFrame, params: Mapping[str, str]) -> tuple[stats.Estimate, list[str]]:
+def limits(settings: Evaluate) -> dict[str, float]:
+    """Return the limits of health by their names in the recipe."""
+    return {name: getattr(settings, name) for name, _ in _LIMITS.values()}
+
+
+def again(frame: pd.DataFrame, limits: Mapping[str, object]) -> tuple[stats.Estimate, list[str]]:
     """Return a cell's accuracy and broken limits, computed again from its rows.
 
     Args:
         frame: as `evaluate` logged it.
-        params: of the `evaluate` step, by key of the recipe; a limit that is not among them has its default.
+        limits: by name; one that is not among them has its default, other settings are left out.
 
     Raises:
         BadInput: the rows lack what health is read from.
@@ -82,7 +87,7 @@ def again(frame: pd.DataFrame, params: Mapping[str, str]) -> tuple[stats.Estimat
     needed = ["question", "correct", "parsed", "finish_reason", "leaked"]
     if lacking := [column for column in needed if column not in frame] + ["a row"] * frame.empty:
         raise BadInput(f"The rows of the cell have no {', '.join(lacking)}: evaluate it again.")
-    known = {limit: params[f"evaluate.{limit}"] for limit, _ in _LIMITS.values() if f"evaluate.{limit}" in params}
+    known = {name: limits[name] for name, _ in _LIMITS.values() if name in limits}
     shown = rates(frame if "fault" in frame else frame.assign(fault=None))
     return _accuracy(frame)[0], problems(shown, Evaluate.model_validate(known), len(frame))
 

@@ -176,7 +176,7 @@ def _measured(cell: Evaluated, stage: Stage) -> Evaluated:
             f"Stage {stage.stage} is refused: run {cell.run_id} has no record of its rows, as a cell has that ended in "
             "health: evaluate it again."
         )
-    accuracy, broken = scores.again(cells.rows([cell.run_id]), cell.params)
+    accuracy, broken = scores.again(cells.rows([cell.run_id]), cell.limits)
     measured = {"accuracy": accuracy.estimate, "stderr": accuracy.stderr, "n": accuracy.n}
     return replace(cell, **measured, broken=tuple(broken))
 

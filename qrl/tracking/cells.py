@@ -28,7 +28,7 @@ class Evaluated:
     questions: str = ""  # digest of the held-out questions
     task: str = ""  # empty if the run does not say
     settings: Mapping[str, str] = field(default_factory=dict)  # of the `evaluate` step, by key of the recipe, as text
-    params: Mapping[str, str] = field(default_factory=dict)  # of that step, as MLflow holds them; nobody can edit them
+    limits: Mapping[str, object] = field(default_factory=dict)  # of health, by name, as nobody can edit them
     is_sealed: bool = True  # the digest of its rows was recorded when it ended
 
     @property
@@ -54,7 +54,7 @@ def read(run_id: str) -> Evaluated:
     model = f"models:/{inputs[0].model_id}" if inputs else ""
     step = tags.get(runs.PARENT)
     healthy, above = run.info.status == "FINISHED", contents.run(step) if step else None
-    sealed = reuse.sealed(run)
+    sealed, params = reuse.sealed(run), above.data.params if above else {}
     said = {"variant": tags[names.TAG_VARIANT], "scheme": tags[names.TAG_SCHEME], "digest": tags[names.TAG_DIGEST]}
     said |= {"task": tags.get(names.TAG_TASK, ""), **sealed}  # tags can be edited, the seal cannot
     return Evaluated(
@@ -70,7 +70,7 @@ def read(run_id: str) -> Evaluated:
         broken=() if healthy else (tags.get(names.TAG_REASON, f"its run ended as {run.info.status}"),),
         questions=next((tag.value for dataset in datasets for tag in dataset.tags if tag.key == "digest"), ""),
         settings=origin.values(above) if above else {},
-        params=above.data.params if above else {},
+        limits=said.get("limits") or {key.removeprefix("evaluate."): text for key, text in params.items()},
         is_sealed=bool(sealed),
         task=said["task"],
     )
