@@ -23,6 +23,13 @@ from qrl.registry.versions import locked, model_of, versions_of
 from qrl.tracking import store
 
 
+def known(name: str) -> History:
+    """Return a model's history as it is, and write nothing: without a record, what its tags and aliases say."""
+    past = history.read(name, model := model_of(name))
+    said = _to_adopt(past, model) if model else None
+    return History(name, records=(Record.of(said),), applied=1) if said else past
+
+
 def current(name: str) -> History:
     """Return a model's history, after mending what lags behind it; a user without rights to write only reads it."""
     past = history.read(name, model := model_of(name))
@@ -36,8 +43,7 @@ def current(name: str) -> History:
     except MlflowException as error:
         if error.get_http_status_code() != 403:
             raise store.sentence(error) or error from None
-        said = _to_adopt(past, model)
-        return History(name, records=(Record.of(said),), applied=1) if said else past
+        return known(name)
 
 
 def append(name: str, decide: Callable[[History], Mapping[str, Any]]) -> History:
@@ -47,15 +53,17 @@ def append(name: str, decide: Callable[[History], Mapping[str, Any]]) -> History
         name: a registered model that is there.
         decide: history → the fields of a `Record`; called again if another writer was first.
     """
-    with locked(name):
-        while True:
-            past = _turn(name)
-            said = decide(past)
-            if not past.run_id:
-                adopt.begin(_there(name), versions_of(name))
-            elif history.claim(past, said):
-                break
-        return _carry_out(history.read(name, _there(name)))
+    try:
+        with locked(name):
+            while True:
+                past = _turn(name)
+                said = decide(past)
+                if not past.run_id:
+                    adopt.begin(_there(name), versions_of(name))
+                elif history.claim(past, said):
+                    return _carry_out(history.read(name, _there(name)))
+    except MlflowException as error:
+        raise store.sentence(error) or error from None
 
 
 def _turn(name: str, *, wait: bool = True) -> History:

@@ -7,6 +7,7 @@ them; if two studies mirror the same one, it shows the stage that was promoted l
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from mlflow import MlflowClient, MlflowException
@@ -172,7 +173,10 @@ def check_stage(stage: str, stages: Iterable[Stage], name: str | None = None) ->
     if stage in {each.stage for each in stages}:
         return
     models = [name] if name else [model.name for model in MlflowClient().search_registered_models()]
-    there = {each: 0 for model in models for each in known(model)}
+    there: dict[str, Stage] = {}
+    for model in models:
+        with nullcontext() if name else suppress(QrlError):  # somebody else's record may be damaged
+            there |= _known(pointers.known(model))
     if stage not in there:
         raise _no_stage(stage, "to promote to", there or [each.stage for each in stages])
 
