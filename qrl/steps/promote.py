@@ -153,7 +153,8 @@ def _promote_one(recipe: Recipe, name: str, stage: Stage, candidate: Evaluated, 
     looked_at = {each: held.get(each) for each in (stage.stage, stage.gain_over, stage.loss_to) if each}
     looked_at |= {stage.made_from: parent} if stage.made_from else {}
     decision = _decide(recipe, name, stage, candidate, version, before or base)
-    record = {"run": candidate.run_id, "reasons": decision.reasons, "bounds": decision.facts}
+    bounds = decision.facts | {"accuracy": candidate.accuracy, "rows_sha256": candidate.rows}
+    record = {"run": candidate.run_id, "reasons": decision.reasons, "bounds": bounds}
     if study := runs.parent_id():
         record["study"] = study
     if not decision.passed:
@@ -171,7 +172,7 @@ def _measured(cell: Evaluated, stage: Stage) -> Evaluated:
     """
     if cell.broken:  # it did not finish
         return cell
-    if not cell.is_sealed:
+    if not cell.rows:
         raise GateRefused(
             f"Stage {stage.stage} is refused: run {cell.run_id} has no record of its rows, as a cell has that ended in "
             "health: evaluate it again."

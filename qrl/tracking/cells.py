@@ -29,7 +29,7 @@ class Evaluated:
     task: str = ""  # empty if the run does not say
     settings: Mapping[str, str] = field(default_factory=dict)  # of the `evaluate` step, by key of the recipe, as text
     limits: Mapping[str, object] = field(default_factory=dict)  # of health, by name, as nobody can edit them
-    is_sealed: bool = True  # the digest of its rows was recorded when it ended
+    rows: str = ""  # sha256 of its rows, recorded when it ended; empty without such a record
 
     @property
     def chat(self) -> str:
@@ -71,7 +71,7 @@ def read(run_id: str) -> Evaluated:
         questions=next((tag.value for dataset in datasets for tag in dataset.tags if tag.key == "digest"), ""),
         settings=origin.values(above) if above else {},
         limits=said.get("limits") or {key.removeprefix("evaluate."): text for key, text in params.items()},
-        is_sealed=bool(sealed),
+        rows=said.get("rows", ""),
         task=said["task"],
     )
 
