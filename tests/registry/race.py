@@ -39,7 +39,7 @@ class Outcome:
         return "\n  ".join([f"{told}, {self.reads} reads, {len(self.faults)} faults", *self.faults])
 
 
-def race(address: str, folder: Path, decisions: int, processes: int = 8, seed: int = 0) -> Outcome:
+def race(address: str, folder: Path, decisions: int, processes: int = 8, limit: int = 3600, seed: int = 0) -> Outcome:
     """Let processes under two temporary folders decide until enough was decided; return what was seen.
 
     Args:
@@ -47,6 +47,7 @@ def race(address: str, folder: Path, decisions: int, processes: int = 8, seed: i
         folder: for the racers' notes and temporary folders.
         decisions: promotions and rollbacks that must have been acknowledged.
         processes: that race at a time; one that was killed is replaced.
+        limit: seconds after which it ends with what was decided by then.
         seed: of what they do and where they die.
     """
     os.environ["MLFLOW_TRACKING_URI"] = address
@@ -56,7 +57,7 @@ def race(address: str, folder: Path, decisions: int, processes: int = 8, seed: i
     began, made, killed, faults = time.time(), 0, 0, []
     while True:
         done = sum(path.read_text().count("done") for path in folder.glob("racer-*"))
-        if done >= decisions:
+        if done >= decisions or time.time() > began + limit:
             break
         while len(racers) < processes:
             notes = folder / f"racer-{made}"
