@@ -12,7 +12,7 @@ from qrl import names, recipe, registry
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.registry import adopt, history, versions
 from qrl.steps import promote as promoting
-from qrl.tracking import cells
+from qrl.tracking import cells, reuse
 from tests.registry.made import NAME
 
 WHY = {"run": "r", "reasons": ["it was better."], "bounds": {"gain": 0.1}}
@@ -197,6 +197,14 @@ def test_evidence_that_was_edited_is_refused(evaluated, store, tmp_path):
     with database(store) as connection:
         connection.execute("DELETE FROM params WHERE key = 'evidence'")
     refused(run_id, "no record of its rows")
+    before, _ = evaluated("base:full")  # as earlier versions recorded it
+    with database(store) as connection:
+        connection.execute("DELETE FROM params WHERE key = 'evidence'")
+    with mlflow.start_run(before):
+        reuse.record_outputs(artifacts=[names.QUESTIONS])
+    promoting.promote(free, ["base"], [before], {"registered_name"})
+    cells.contents.artifact(before, "outputs.json").unlink()
+    refused(before, "no record of its rows")
     unhealthy, _ = evaluated("base:full", finish_reason="length")
     refused(unhealthy, "truncation_rate is 1.000")
     few = recipe.load(overrides={"registered_name": NAME, "promote.min_n": "21"})

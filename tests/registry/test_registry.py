@@ -1,9 +1,6 @@
 """The registry, with the real MLflow on a store in a temporary folder."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,27 +145,6 @@ def test_promotion_of_what_is_not_there_is_refused(version, stage, number):
     with pytest.raises(BadInput):
         registry.promote(NAME, stage, number, record=WHY)
     assert pointers() == {}
-
-
-@pytest.mark.process
-def test_processes_that_promote_at_once_leave_one_version_in_production(version, store):
-    for _ in range(3):
-        version()
-    program = (
-        "import sys; from qrl import registry\n"
-        "for stage in ('grpo', 'awq') * 2: registry.promote('qrl-tiny', stage, int(sys.argv[1]), record={})"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": store}
-    racers = [subprocess.Popen([sys.executable, "-c", program, str(n)], env=environment) for n in (1, 2, 3)]
-    assert [racer.wait(120) for racer in racers] == [0, 0, 0]
-    stages = mlflow_stages()
-    assert sorted(stages.values()).count("Production") == 1
-    assert stages[int(pointers()["awq"])] == "Production"
-    assert set(pointers()) == {"grpo", "awq", "grpo-previous", "awq-previous"} and set(pointers().values()) <= {
-        "1",
-        "2",
-        "3",
-    }
 
 
 def test_what_is_served_is_what_was_measured(store, tiny_checkpoint):
