@@ -191,8 +191,8 @@ def read(name: str, model: RegisteredModel | None) -> History:
     return History(name, run_id, tuple(records), chain, applied)
 
 
-def claim(past: History, record: Mapping[str, Any]) -> bool:
-    """Write a decision as the next one; return False if another writer has that number."""
+def claim(past: History, record: Mapping[str, Any]) -> History | None:
+    """Write a decision as the next one; return the history with it, or None if another writer has that number."""
     number, client = len(past.records) + 1, MlflowClient()
     now = datetime.now(UTC).isoformat(timespec="seconds")
     latest = past.records[-1].time if past.records else ""
@@ -212,7 +212,10 @@ def claim(past: History, record: Mapping[str, Any]) -> bool:
     there = contents.run(past.run_id).data.params.get(key)
     if there is None and failure:
         raise failure
-    return there == value
+    if there != value:
+        return None
+    chain = sha256(text.encode()).hexdigest()
+    return History(past.name, past.run_id, (*past.records, Record.of(json.loads(text))), chain, past.applied)
 
 
 def _whole(first: str, params: Mapping[str, str]) -> str:

@@ -60,8 +60,8 @@ def append(name: str, decide: Callable[[History], Mapping[str, Any]]) -> History
                 said = decide(past)
                 if not past.run_id:
                     adopt.begin(_there(name), versions_of(name))
-                elif history.claim(past, said):
-                    return _carry_out(history.read(name, _there(name)))
+                elif after := history.claim(past, said):
+                    return _carry_out(after)
     except MlflowException as error:
         raise store.sentence(error) or error from None
 
@@ -72,9 +72,9 @@ def _turn(name: str, *, wait: bool = True) -> History:
         past = history.read(name, model := _there(name))
         if said := _to_adopt(past, model):
             begun = History(name, past.run_id or adopt.begin(model, versions_of(name)))
-            if history.claim(begun, said):
+            if after := history.claim(begun, said):
                 print(f"qrl: {name} had no record of decisions; run {begun.run_id} begins one.", file=sys.stderr)
-                _carry_out(history.read(name, _there(name)))
+                _carry_out(after)
         elif past.is_pending and past.is_abandoned:
             _carry_out(past)
         elif past.is_pending:
@@ -86,10 +86,10 @@ def _turn(name: str, *, wait: bool = True) -> History:
         else:
             again = _there(name)
             seen_twice = history.read(name, again) == past and found == _astray(past, again)  # not in between
-            if seen_twice and history.claim(past, {"action": history.MEND, "reasons": found}):
+            if seen_twice and (after := history.claim(past, {"action": history.MEND, "reasons": found})):
                 said = f"qrl: pointers of {name} were changed by hand and are put back: {' '.join(found)}"
                 print(said, file=sys.stderr)
-                _carry_out(history.read(name, _there(name)))
+                _carry_out(after)
 
 
 def _to_adopt(past: History, model: RegisteredModel) -> dict[str, Any] | None:
