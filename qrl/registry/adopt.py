@@ -19,7 +19,7 @@ from qrl import names
 from qrl.errors import BadInput, QrlError
 from qrl.recipe.stages import Stage
 from qrl.registry.history import ADOPT, MIRRORED, PREVIOUS, PROMOTE, REFUSE, USUAL
-from qrl.tracking import signals, store
+from qrl.tracking import signals
 
 
 def begin(model: RegisteredModel, versions: Sequence[ModelVersion]) -> str:
@@ -47,7 +47,7 @@ def begin(model: RegisteredModel, versions: Sequence[ModelVersion]) -> str:
             if chosen != run.info.run_id:
                 client.delete_run(run.info.run_id)
             if chosen is None:
-                raise store.sentence(failure) or failure or QrlError(f"The record of '{model.name}' was not written.")
+                raise failure or QrlError(f"The record of '{model.name}' was not written: run the command again.")
     client.set_registered_model_tag(model.name, names.TAG_HISTORY, chosen)
     return chosen
 

@@ -70,7 +70,7 @@ def read(run_id: str) -> Evaluated:
         broken=() if healthy else (tags.get(names.TAG_REASON, f"its run ended as {run.info.status}"),),
         questions=next((tag.value for dataset in datasets for tag in dataset.tags if tag.key == "digest"), ""),
         settings=origin.values(above) if above else {},
-        limits=said.get("limits") or {key.removeprefix("evaluate."): text for key, text in params.items()},
+        limits=sealed.get("limits") or {key.removeprefix("evaluate."): text for key, text in params.items()},
         rows=said.get("rows", ""),
         task=said["task"],
     )
