@@ -1,4 +1,4 @@
-"""Commands for the models that a study has made: `promote`, `serve` and `benchmark`."""
+"""Commands for the models that a study has made: `promote`, `history`, `serve` and `benchmark`."""
 
 from functools import partial
 
@@ -98,4 +98,15 @@ def benchmark_command(
     typed.run("benchmark", engine, check, here)
 
 
-COMMANDS = (promote_command, serve_command, benchmark_command)
+@click.command("history", cls=RecipeCommand, first=("model", "registered_name"))
+@option("--stage", required=True, metavar="base|grpo|awq", help="A stage of the model, Staging or Production.")
+@option("--at", metavar="DATE", help="Show which version held it at the end of that day, or at a time, in UTC.")
+@click.pass_obj
+def history_command(typed: Typed, settings, stage: str, at: str | None) -> None:
+    """Show every decision on a stage: who, when, which run, which bounds. With --at, what held it on a day, and why."""
+    from qrl.steps import history
+
+    history.show(settings, stage, at)
+
+
+COMMANDS = (promote_command, history_command, serve_command, benchmark_command)

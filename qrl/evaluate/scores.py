@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from qrl import names, stats
+from qrl.errors import BadInput
 from qrl.evaluate.cells import Asked
 from qrl.recipe import Evaluate
 
@@ -36,10 +38,7 @@ def metrics(asked: Asked) -> dict[str, float]:
     samples.
     """
     frame = asked.frame
-    right = frame.groupby("question", sort=False)["correct"].agg(["sum", "size"])
-    samples = int(right["size"].iloc[0])
-    per_sample = right["sum"] / samples
-    accuracy = stats.accuracy(int(right["sum"].sum()), len(right)) if samples == 1 else stats.rate(per_sample)
+    accuracy, right, samples = _accuracy(frame)
     by_k = {k: stats.rate(stats.pass_at(k, right["sum"], samples)) for k in stats.every_k(samples)}
     return {
         names.ACCURACY: accuracy.estimate,
@@ -56,6 +55,41 @@ def metrics(asked: Asked) -> dict[str, float]:
         **_references(frame),
         **rates(frame),
     }
+
+
+def _accuracy(frame: pd.DataFrame) -> tuple[stats.Estimate, pd.DataFrame, int]:
+    """Return accuracy, right answers by question (sum), and samples a question."""
+    right = frame.groupby("question", sort=False)["correct"].agg(["sum", "size"])
+    samples = int(right["size"].iloc[0])
+    per_sample = right["sum"] / samples
+    return (
+        stats.accuracy(int(right["sum"].sum()), len(right)) if samples == 1 else stats.rate(per_sample),
+        right,
+        samples,
+    )
+
+
+def limits(settings: Evaluate) -> dict[str, float]:
+    """Return the limits of health by their names in the recipe."""
+    return {name: getattr(settings, name) for name, _ in _LIMITS.values()}
+
+
+def again(frame: pd.DataFrame, limits: Mapping[str, object]) -> tuple[stats.Estimate, list[str]]:
+    """Return a cell's accuracy and broken limits, computed again from its rows.
+
+    Args:
+        frame: as `evaluate` logged it.
+        limits: by name; one that is not among them has its default, other settings are left out.
+
+    Raises:
+        BadInput: the rows lack what health is read from.
+    """
+    needed = ["question", "correct", "parsed", "finish_reason", "leaked"]
+    if lacking := [column for column in needed if column not in frame] + ["a row"] * frame.empty:
+        raise BadInput(f"The rows of the cell have no {', '.join(lacking)}: evaluate it again.")
+    known = {name: limits[name] for name, _ in _LIMITS.values() if name in limits}
+    shown = rates(frame if "fault" in frame else frame.assign(fault=None))
+    return _accuracy(frame)[0], problems(shown, Evaluate.model_validate(known), len(frame))
 
 
 def _reached(frame: pd.DataFrame) -> dict[str, float]:

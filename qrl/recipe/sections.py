@@ -118,6 +118,7 @@ class Promote(Section):
     stages: tuple[Stage, ...] = option(
         (), "stages in order, STAGE=VARIANT:SCHEME,…; default: base=base:full,grpo=grpo:full,awq=grpo:awq"
     )
+    min_n: NoKey[Count] = option(20, "least number of questions that an evaluation must have for any stage")
 
     @field_validator("stages")
     @classmethod

@@ -1,9 +1,8 @@
-"""The model registry: versions, aliases and stages, the gates between them, promotion and rollback."""
+"""The model registry: versions, stages and the gates between them, and the record of every decision on them."""
 
-from qrl.registry.declared import check_declared, known
 from qrl.registry.pages import publish
 from qrl.registry.registering import register, registered_name
-from qrl.registry.stages import promote, refuse, resolve, rollback
+from qrl.registry.stages import check_declared, known, promote, refuse, resolve, rollback
 
 __all__ = [
     "check_declared",

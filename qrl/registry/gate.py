@@ -3,7 +3,8 @@
 A recipe declares its stages (`promote.stages`), and each asks for its own cell, a healthy evaluation, and weights that
 were made from the version at an earlier stage. `gain_over` and `loss_to` name the stages to compare with:
 
-    base   base:full, the base model itself; healthy; and the weights that were evaluated are the version's
+    base   base:full, the base model itself; healthy, on at least `promote.min_n` questions; and the weights that were
+           evaluated are the version's
     grpo   grpo:full, made from the base version; the lower bound of its paired gain is above `promote.min_gain`
     awq    grpo:awq, made from the grpo version; its loss against that is smaller than `promote.max_loss`
 
@@ -62,6 +63,7 @@ def decide(
     differences: Sequence[Comparison] = (),
     growth: Estimate | None = None,
     max_growth: float | None = None,
+    min_n: int = 1,
 ) -> Decision:
     """Decide on a stage: by cell, health, digest and lineage, by task, and by every difference that the stage asks for.
 
@@ -75,8 +77,10 @@ def decide(
         differences: as the stage asks for; without them, only another task can have kept them from being computed.
         growth: relative change of tokens per answer against the version at `stage.made_from`.
         max_growth: `promote.max_length_growth`; None sets no limit.
+        min_n: `promote.min_n`, the least number of questions.
     """
     checks = [_cell(stage, cell), _health(cell.broken), _digest(cell.digest, version_digest)]
+    checks += [_few(cell.n, min_n)] if cell.n < min_n else []
     checks += [_itself(cell.digest, before_digest)] if stage.made_from is None else []
     checks += [_lineage(parent, before_digest, stage.made_from)] if stage.made_from else []
     others = [_task(cell.task, task, other) for other, task in (tasks or {}).items() if task != cell.task]
@@ -113,6 +117,11 @@ def _itself(digest: str, base: str) -> _Check:
 def _health(broken: Sequence[str]) -> _Check:
     unhealthy = f"The evaluation was unhealthy, so its accuracy does not count: {'; '.join(broken)}."
     return not broken, unhealthy if broken else "The evaluation was healthy.", {"broken_limits": float(len(broken))}
+
+
+def _few(n: int, least: int) -> _Check:
+    few = f"It answered {n} questions, fewer than promote.min_n = {least}: raise evaluate.n and evaluate it again."
+    return False, few, {"n": float(n), "min_n": float(least)}
 
 
 def _digest(evaluated: str, version: str) -> _Check:

@@ -1,5 +1,6 @@
 """What MLflow's UI shows of a registered model and its versions: descriptions in Markdown."""
 
+import math
 from collections.abc import Iterable, Iterator
 from urllib.parse import quote
 
@@ -7,8 +8,8 @@ from mlflow import MlflowClient, MlflowException
 
 from qrl import names
 from qrl.recipe.stages import Stage
-from qrl.registry import declared
-from qrl.registry.versions import Record, Version, versions_of
+from qrl.registry.history import History, Record
+from qrl.registry.versions import Version, versions_of
 from qrl.stats import Estimate
 from qrl.stats.text import interval
 
@@ -25,13 +26,14 @@ _USE = (
 _NO_USE = ("`qrl` neither loads nor serves it: no gate let it in.",)
 
 
-def publish(name: str, table: str = "") -> None:
+def publish(name: str, stages: Iterable[Stage], table: str = "") -> None:
     """Write a registered model's description: what its stages mean, and the newest table of cells.
 
     A description that somebody else wrote stays as it is, and a model that does not exist is left out.
 
     Args:
         name: the registered model.
+        stages: that it has.
         table: a study's table.md; empty keeps the table that is there.
     """
     try:
@@ -40,9 +42,9 @@ def publish(name: str, table: str = "") -> None:
         return
     if former and not former.startswith(_HEAD):
         return
-    stages = _stages(declared.known(name).values())
+    said = _stages(stages)
     table = table.replace("\n## ", "\n#### ").removeprefix("## ").strip() or former.partition(_TABLE)[2].strip()
-    MlflowClient().update_registered_model(name, _cut(f"{stages}\n{_TABLE}\n\n{table}" if table else stages))
+    MlflowClient().update_registered_model(name, _cut(f"{said}\n{_TABLE}\n\n{table}" if table else said))
 
 
 def _stages(stages: Iterable[Stage]) -> str:
@@ -64,9 +66,10 @@ def _stages(stages: Iterable[Stage]) -> str:
     return "\n".join([*lines, "", "`promote --stage STAGE --rollback` returns a stage to the version before.", ""])
 
 
-def refresh(name: str, number: int) -> None:
+def refresh(past: History, number: int) -> None:
     """Write the descriptions of a version and of its parent, which lists it."""
-    versions = {int(entry.version): Version.of(entry) for entry in versions_of(name)}
+    name = past.name
+    versions = {int(entry.version): Version.of(entry, past) for entry in versions_of(name)}
     for version in (versions[number], versions.get(_parent(versions[number]))):
         if version:
             children = [other.version for other in versions.values() if _parent(other) == version.version]
@@ -79,7 +82,7 @@ def _certificate(version: Version, children: list[int]) -> str:
     records, parent = version.gates(), _parent(version)
     verdicts = [f"{'passed' if record.passed else 'refused by'} gate `{record.stage}`" for record in records]
     cell = names.cell_name(version.variant, version.scheme)
-    accuracy, stderr = (float(version.tags.get(key, "nan")) for key in ("accuracy", "stderr"))
+    accuracy, stderr = (_number(version.tags.get(key, "")) for key in ("accuracy", "stderr"))
     lineage = [f"Made from {_link(version.name, parent)}."] if parent else []
     lineage += [f"Parent of {', '.join(_link(version.name, child) for child in children)}."] if children else []
     use = _USE if any(record.passed for record in records) else _NO_USE
@@ -100,7 +103,15 @@ def _certificate(version: Version, children: list[int]) -> str:
 
 
 def _parent(version: Version) -> int:
-    return int(version.tags.get(names.TAG_PARENT_VERSION, 0))
+    number = version.tags.get(names.TAG_PARENT_VERSION, "")
+    return int(number) if number.isdecimal() else 0
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:  # edited by hand
+        return math.nan
 
 
 def _link(name: str, number: int) -> str:

@@ -11,8 +11,8 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from qrl import names
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
-from qrl.registry import pages
-from qrl.registry.versions import Version, locked, versions_of
+from qrl.registry import history, pages
+from qrl.registry.versions import Version, locked, model_of, versions_of
 from qrl.tracking import models
 
 _NAME = re.compile(r"\w[\w .+-]{0,199}")  # MLflow allows no / and no :, its search no quotes
@@ -75,8 +75,8 @@ def register(
         number = _existing(name, model_uri, cell, chat) or _new(name, model_uri, tags)
         for key, value in tags.items():
             MlflowClient().set_model_version_tag(name, number, key, value)
-        pages.refresh(name, int(number))
-        return Version.of(MlflowClient().get_model_version(name, number))
+        pages.refresh(past := history.read(name, model_of(name)), int(number))
+        return Version.of(MlflowClient().get_model_version(name, number), past)
 
 
 def _existing(name: str, model_uri: str, cell: dict[str, str], chat: str) -> str | None:
@@ -101,7 +101,7 @@ def _new(name: str, model_uri: str, tags: dict[str, str]) -> str:
 def _exists(entry: ModelVersion) -> bool:
     """Whether the version's checkpoint is still in the store; lists, and downloads nothing."""
     try:
-        files = get_artifact_repository(Version.of(entry).uri).list_artifacts("model")
+        files = get_artifact_repository(f"models:/{entry.name}/{entry.version}").list_artifacts("model")
     except (MlflowException, OSError):
         return False
     return any(file.path == "model/config.json" for file in files)

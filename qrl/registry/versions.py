@@ -1,9 +1,8 @@
 """Registered versions: what each one is, what its gates decided, and whether it may be served.
 
-Tags name a version's variant, scheme, digest, accuracy, stderr and n. `qrl.gate.<stage>` is `passed` or `refused`, and
-`qrl.gate.<stage>.record` says why, for the weights with the version's digest. A version may be served if a gate let it
-in and its files are still those that were judged. Pointers to versions change under a lock: a file beside the database,
-or, for a remote registry, in the temporary folder, where it only holds off the processes of this machine.
+Tags name a version's variant, scheme, digest, accuracy, stderr and n; the model's history holds the decisions on it. A
+version may be served if a gate let it in and its files are still those that were judged. The commands of one machine
+take turns by a lock: a file beside the database, or in the temporary folder if the registry is remote.
 """
 
 from __future__ import annotations
@@ -21,41 +20,12 @@ import mlflow
 from filelock import FileLock
 from mlflow import MlflowClient, MlflowException
 from mlflow.artifacts import download_artifacts
-from mlflow.entities.model_registry import ModelVersion
+from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
 from qrl import checkpoint, names
-from qrl.errors import GateRefused, QrlError, first_line
+from qrl.errors import BadInput, GateRefused, QrlError, first_line
+from qrl.registry.history import History, Record, best
 from qrl.tracking import store
-
-PASSED, REFUSED = "passed", "refused"
-
-
-@dataclass(frozen=True)
-class Record:
-    """A gate's recorded decision."""
-
-    stage: str
-    passed: bool
-    run: str  # of the evaluation that was judged
-    digest: str  # of the weights that were judged
-    reasons: tuple[str, ...]
-    bounds: Mapping[str, Any]  # the numbers and digests that were compared
-    time: str  # ISO 8601, UTC
-    study: str = ""  # run of the study or sweep that promoted it; empty for a promotion by hand
-
-    @classmethod
-    def read(cls, stage: str, verdict: str, entry: Mapping[str, Any]) -> Record:
-        """Return a record from its JSON, in the present form or the one of stores before it (`cell`, `why`, `at`)."""
-        return cls(
-            stage,
-            passed=verdict in (PASSED, "promoted"),
-            run=entry.get("run") or entry.get("cell", ""),
-            digest=entry.get("digest", ""),
-            reasons=tuple(entry.get("reasons") or filter(None, [entry.get("why")])),
-            bounds=entry.get("bounds") or entry.get("facts", {}),
-            time=entry.get("time") or entry.get("at", ""),
-            study=entry.get("study", ""),
-        )
 
 
 @dataclass(frozen=True)
@@ -69,13 +39,14 @@ class Version:
     scheme: str
     stage: str | None = None
     tags: Mapping[str, str] = field(default_factory=dict, compare=False)
+    records: tuple[Record, ...] = field(default=(), compare=False)  # the decisions of gates on it
 
     @classmethod
-    def of(cls, entry: ModelVersion, stage: str | None = None) -> Version:
-        """Return MLflow's version as ours, with the stage that it was resolved from."""
-        tags = dict(entry.tags)
+    def of(cls, entry: ModelVersion, past: History, stage: str | None = None) -> Version:
+        """Return MLflow's version as ours, with its decisions and the stage that it was resolved from."""
+        tags, number = dict(entry.tags), int(entry.version)
         digest, variant, scheme = (tags.get(key, "") for key in (names.TAG_DIGEST, names.TAG_VARIANT, names.TAG_SCHEME))
-        return cls(entry.name, int(entry.version), digest, variant, names.scheme(scheme), stage=stage, tags=tags)
+        return cls(entry.name, number, digest, variant, names.scheme(scheme), stage, tags, past.gates(number))
 
     @property
     def uri(self) -> str:
@@ -84,23 +55,20 @@ class Version:
 
     @property
     def chat(self) -> dict[str, Any]:
-        """The variables that the evaluation gave to the chat template."""
-        return json.loads(self.tags.get(names.TAG_CHAT, "{}"))
+        """The variables that the evaluation gave to the chat template; raises BadInput if the tag is no JSON object."""
+        try:
+            return dict(json.loads(self.tags.get(names.TAG_CHAT, "{}")))
+        except (TypeError, ValueError):
+            wrong = f"The tag {names.TAG_CHAT} of version {self.version} of '{self.name}' is no JSON object"
+            raise BadInput(f"{wrong}: promote its evaluation again, which makes a new version.") from None
 
     def gate(self, stage: str) -> Record | None:
-        """Return the recorded decision on this version for a stage, or None without one."""
-        verdict = self.tags.get(names.gate_tag(stage))
-        if verdict in (PASSED, REFUSED):
-            return Record.read(stage, verdict, json.loads(self.tags.get(names.gate_record_tag(stage), "{}")))
-        if verdict is None:
-            return None
-        entry = json.loads(verdict)  # a version of an earlier store holds the record in the tag itself
-        return Record.read(stage, entry.get("verdict", REFUSED), entry)
+        """Return the decision on this version for a stage, or None: the last that let it in, else the last."""
+        return best(self.records, stage)
 
     def gates(self) -> list[Record]:
         """Return the decisions on this version: those of the usual stages first, the others by time."""
-        judged = [stage for tag in self.tags if (stage := names.judged_stage(tag))]
-        records = [record for stage in judged if (record := self.gate(stage))]
+        records = [record for stage in {each.stage for each in self.records} if (record := self.gate(stage))]
         usual = {stage: place for place, stage in enumerate(names.STAGES)}
         return sorted(records, key=lambda each: (usual.get(each.stage, len(usual)), each.time, each.stage))
 
@@ -125,12 +93,12 @@ def versions_of(name: str) -> list[ModelVersion]:
     return list(MlflowClient().search_model_versions(f"name = '{name}'", max_results=10_000))
 
 
-def aliased(name: str, alias: str) -> ModelVersion | None:
-    """Return the version behind an alias, or None; a search gives no aliases, so each has a request of its own."""
+def model_of(name: str) -> RegisteredModel | None:
+    """Return a registered model as MLflow has it, with its tags and aliases; None if there is none of this name."""
     try:
-        return MlflowClient().get_model_version_by_alias(name, alias)
+        return MlflowClient().get_registered_model(name)
     except MlflowException as error:
-        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
             return None
         raise store.sentence(error) or error from None
 

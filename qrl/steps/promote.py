@@ -5,6 +5,7 @@ What a cell is, its run says: the base model, the task, the data and the seed. O
 
 import contextlib
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -13,10 +14,11 @@ import pandas as pd
 from qrl import checkpoint, names, registry, source, stats, tasks
 from qrl.compare.validate import check_compatible
 from qrl.errors import BadInput, GateRefused
+from qrl.evaluate import scores
 from qrl.recipe import Recipe
 from qrl.recipe.stages import Stage
 from qrl.registry import gate, versions
-from qrl.registry.stages import check_stage, holder
+from qrl.registry.stages import check_stage, holders
 from qrl.steps import inputs, outcome
 from qrl.tracking import cells, contents, lineage, models, runs, store
 from qrl.tracking.cells import Evaluated
@@ -70,7 +72,7 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
             study, table = runs.parent_id(), ""
             with contextlib.suppress(BadInput):  # a study that has none yet
                 table = contents.artifact(study, names.TABLE_MD).read_text(encoding="utf-8") if study else ""
-            registry.publish(name, table)
+            registry.publish(name, registry.known(name).values(), table)
         outcome.promoted(name, stages[-1])
 
 
@@ -136,6 +138,7 @@ def rollback(recipe: Recipe, stage: str) -> None:
 def _promote_one(recipe: Recipe, name: str, stage: Stage, candidate: Evaluated, base: Ancestor) -> str:
     if not candidate.model:
         raise GateRefused(f"Stage {stage.stage} is refused: {' '.join(candidate.broken)}")
+    candidate = _measured(candidate, stage)
     if candidate.chat != (stored := models.params(candidate.model).get(models.CHAT, "{}")):
         evaluated = f"Run {candidate.run_id} rendered chats with chat.template_kwargs {candidate.chat}"
         raise BadInput(
@@ -146,16 +149,37 @@ def _promote_one(recipe: Recipe, name: str, stage: Stage, candidate: Evaluated, 
     facts = {key: getattr(candidate, key) for key in ("digest", "variant", "scheme", "accuracy", "stderr", "n", "chat")}
     parent = before.version if before else None
     version = registry.register(name, candidate.model, **facts, parent_version=parent)
-    held_by = holder(name, stage.stage)  # asked of a model that is there: a server with rights denies what it lacks
+    held = holders(name)  # asked of a model that is there: a server with rights denies what it lacks
+    looked_at = {each: held.get(each) for each in (stage.stage, stage.gain_over, stage.loss_to) if each}
+    looked_at |= {stage.made_from: parent} if stage.made_from else {}
     decision = _decide(recipe, name, stage, candidate, version, before or base)
-    record = {"run": candidate.run_id, "reasons": decision.reasons, "bounds": decision.facts}
+    bounds = decision.facts | {"accuracy": candidate.accuracy, "rows_sha256": candidate.rows}
+    record = {"run": candidate.run_id, "reasons": decision.reasons, "bounds": bounds}
     if study := runs.parent_id():
         record["study"] = study
     if not decision.passed:
         registry.refuse(name, stage.stage, version.version, record=record)
         raise GateRefused(f"{decision} The stage remains as it was.")
-    registry.promote(name, stage, version.version, record=record, expected=held_by)
+    registry.promote(name, stage, version.version, record=record, expected=looked_at)
     return f"{stage.stage} is version {version.version} of {name}. {' '.join(decision.reasons)}"
+
+
+def _measured(cell: Evaluated, stage: Stage) -> Evaluated:
+    """Return a cell with accuracy, n and health computed again from its rows, which its end sealed.
+
+    Raises:
+        GateRefused: it has no record of its rows, so a metric, a status or a row may have been edited.
+    """
+    if cell.broken:  # it did not finish
+        return cell
+    if not cell.rows:
+        raise GateRefused(
+            f"Stage {stage.stage} is refused: run {cell.run_id} has no record of its rows, as a cell has that ended in "
+            "health: evaluate it again."
+        )
+    accuracy, broken = scores.again(cells.rows([cell.run_id]), cell.limits)
+    measured = {"accuracy": accuracy.estimate, "stderr": accuracy.stderr, "n": accuracy.n}
+    return replace(cell, **measured, broken=tuple(broken))
 
 
 def _decide(
@@ -168,8 +192,9 @@ def _decide(
 ) -> gate.Decision:
     # The digest of the files in the store now, not the version's tag: those are what would be served.
     digest = checkpoint.digest(versions.folder(version))
+    least = recipe.promote.min_n
     if isinstance(before, Ancestor):
-        return gate.decide(stage, candidate, digest, before_digest=before.digest)
+        return gate.decide(stage, candidate, digest, before_digest=before.digest, min_n=least)
     asked = {True: stage.gain_over, False: stage.loss_to}
     most = recipe.promote.max_length_growth
     needed = {*asked.values(), stage.made_from if most is not None else None} - {None}
@@ -187,7 +212,7 @@ def _decide(
                 differences.append(gate.Comparison(other, shown, difference, limit, gain))
         if most is not None:
             lengths = {"max_growth": most, "growth": _changes(candidate, others[stage.made_from])[1]}
-    made = {"parent": _made_from(candidate, before), "before_digest": before.digest}
+    made = {"parent": _made_from(candidate, before), "before_digest": before.digest, "min_n": least}
     return gate.decide(stage, candidate, digest, **made, tasks=by_stage, differences=differences, **lengths)
 
 

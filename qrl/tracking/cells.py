@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 import pandas as pd
 
@@ -27,6 +28,8 @@ class Evaluated:
     questions: str = ""  # digest of the held-out questions
     task: str = ""  # empty if the run does not say
     settings: Mapping[str, str] = field(default_factory=dict)  # of the `evaluate` step, by key of the recipe, as text
+    limits: Mapping[str, object] = field(default_factory=dict)  # of health, by name, as nobody can edit them
+    rows: str = ""  # sha256 of its rows, recorded when it ended; empty without such a record
 
     @property
     def chat(self) -> str:
@@ -50,12 +53,15 @@ def read(run_id: str) -> Evaluated:
     datasets = run.inputs.dataset_inputs if run.inputs else []
     model = f"models:/{inputs[0].model_id}" if inputs else ""
     step = tags.get(runs.PARENT)
-    healthy = run.info.status == "FINISHED"
+    healthy, above = run.info.status == "FINISHED", contents.run(step) if step else None
+    sealed, params = reuse.sealed(run), above.data.params if above else {}
+    said = {"variant": tags[names.TAG_VARIANT], "scheme": tags[names.TAG_SCHEME], "digest": tags[names.TAG_DIGEST]}
+    said |= {"task": tags.get(names.TAG_TASK, ""), **sealed}  # tags can be edited, the seal cannot
     return Evaluated(
         run_id=run_id,
-        variant=tags[names.TAG_VARIANT],
-        scheme=names.scheme(tags[names.TAG_SCHEME]),
-        digest=tags[names.TAG_DIGEST],
+        variant=said["variant"],
+        scheme=names.scheme(said["scheme"]),
+        digest=said["digest"],
         parent=models.params(model).get("parent", "") if model else "",
         model=model,
         accuracy=metrics[names.ACCURACY],
@@ -63,8 +69,10 @@ def read(run_id: str) -> Evaluated:
         n=int(metrics[names.N]),
         broken=() if healthy else (tags.get(names.TAG_REASON, f"its run ended as {run.info.status}"),),
         questions=next((tag.value for dataset in datasets for tag in dataset.tags if tag.key == "digest"), ""),
-        settings=origin.values(contents.run(step)) if step else {},
-        task=tags.get(names.TAG_TASK, ""),
+        settings=origin.values(above) if above else {},
+        limits=sealed.get("limits") or {key.removeprefix("evaluate."): text for key, text in params.items()},
+        rows=said.get("rows", ""),
+        task=said["task"],
     )
 
 
@@ -79,7 +87,12 @@ def rows(run_ids: Sequence[str]) -> pd.DataFrame:
     frames = []
     for run_id in run_ids:
         path = contents.artifact(run_id, names.QUESTIONS)
-        reuse.check_artifact(run_id, names.QUESTIONS)
+        digest = reuse.sealed(contents.run(run_id)).get("rows")
+        if digest not in (None, sha256(path.read_bytes()).hexdigest()):
+            raise QrlError(
+                f"{names.QUESTIONS} of run {run_id} is not what was logged: its bytes have changed. Run its step "
+                "again; damaged results are not reused."
+            )
         try:
             frames.append(pd.read_parquet(path))
         except (OSError, ValueError) as error:  # pyarrow's errors are both

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -14,10 +15,9 @@ from mlflow.entities import Run
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from qrl import names
-from qrl.errors import QrlError
 from qrl.tracking import contents, keys, models
 
-_OUTPUTS = "outputs.json"
+_OUTPUTS, _EVIDENCE = "outputs.json", "evidence"
 _NEWEST_FIRST = ["attributes.start_time DESC"]
 _DIGEST = re.compile(r"[0-9a-f]{32,64}")  # of contents, or a run's id
 _FILES_NAMED = 3
@@ -110,26 +110,32 @@ def record_outputs(*, models: dict | None = None, artifacts: list | None = None,
     mlflow.log_dict(document, _OUTPUTS)
 
 
+def seal(rows: Path, facts: Mapping[str, object]) -> None:
+    """Record in the active run, at a cell's end, the sha256 of its rows and what they are; nobody can change it.
+
+    MLflow writes a parameter once: unlike a tag, a metric, a status or an artifact, it cannot be edited afterwards.
+    """
+    digest = sha256(rows.read_bytes()).hexdigest()
+    contents.log_params({_EVIDENCE: json.dumps({"rows": digest, **facts})})
+
+
+def sealed(run: Run) -> dict[str, Any]:
+    """Return what `seal` recorded in a run; of an earlier version's run, the digest of its rows in outputs.json.
+
+    Returns:
+        `rows`, and the facts if there are; empty for a run without either record.
+    """
+    if text := run.data.params.get(_EVIDENCE):
+        return json.loads(text)
+    with suppress(*_UNREADABLE, KeyError):
+        return {"rows": _document(run)["digests"][names.QUESTIONS][names.QUESTIONS]}
+    return {}
+
+
 def outputs(run: Run) -> Outputs:
     """Return what `record_outputs` recorded in a run."""
     document = _document(run)
     return Outputs(document["models"], document["artifacts"], document["values"])
-
-
-def check_artifact(run_id: str, place: str) -> None:
-    """Check an artifact against what its step recorded; an artifact without a record passes.
-
-    Raises:
-        QrlError: its bytes have changed since.
-    """
-    run, recorded = mlflow.get_run(run_id), {}
-    with suppress(*_UNREADABLE):
-        recorded = _document(run).get("digests", {})
-    if place in recorded and recorded[place] != _digests(_address(run, place)):
-        raise QrlError(
-            f"{place} of run {run_id} is not what was logged: its bytes have changed. Run its step again; damaged "
-            "results are not reused."
-        )
 
 
 def _is_intact(run: Run) -> bool:

@@ -278,7 +278,7 @@ def test_without_names_the_four_default_cells_are_measured_if_they_exist(store, 
         version = registry.register(
             "qrl-tiny", uri, digest=digest, variant=variant, scheme=scheme, accuracy=0.6, stderr=0.01, n=100
         )
-        registry.promote("qrl-tiny", stage, version.version, record={"why": "it was better"})
+        registry.promote("qrl-tiny", stage, version.version, record={"reasons": ["it was better"]})
 
     base = logged("base", "full")
     promoted("base", "base", "full", *base)

@@ -157,9 +157,11 @@ def run_load(args: argparse.Namespace) -> dict:
             until(lambda version=version, before=before: load.seen(version, before), server, log)
             moves[f"{what} to {version}"] = time.monotonic() - began
             print(f"{what} to {version}: {moves[f'{what} to {version}']:.1f} s, {load.summary()}", flush=True)
-        for number, (what, version) in enumerate((("promote", 4), ("by hand", 5), ("promote", 6)), 1):
+        refused, undone = "does not take over", "are put back"
+        moved = (("promote", 4, refused, 1), ("by hand", 5, undone, 1), ("promote", 6, refused, 2))
+        for what, version, said, times in moved:
             registry(what, version)
-            until(lambda number=number: log.read_text().count("does not take over") == number, server, log)
+            until(lambda said=said, times=times: log.read_text().count(said) == times, server, log)
             print(f"{what} {version}: refused, {load.summary()}", flush=True)
         kept = len(load.answers)
         time.sleep(4)  # four checks of the registry
@@ -276,7 +278,7 @@ def register(shape: str) -> None:
             shutil.rmtree(copied)
             if number == 4:
                 damaged = stored / checkpoint.shards(stored)[0]
-    registry.promote(NAME, STAGE, 1, record={"why": "a benchmark of moving, not of answers"})
+    registry.promote(NAME, STAGE, 1, record={"reasons": ["a benchmark of moving, not of answers"]})
     flip(damaged, 6)
 
 
@@ -304,7 +306,7 @@ def move(what: str, version: int) -> None:
 
         mlflow.MlflowClient().set_registered_model_alias(NAME, STAGE, str(version))
     else:
-        registry.promote(NAME, STAGE, version, record={"why": "a benchmark of moving, not of answers"})
+        registry.promote(NAME, STAGE, version, record={"reasons": ["a benchmark of moving, not of answers"]})
 
 
 def last_run() -> dict:

@@ -155,7 +155,7 @@ def registered(shape: str) -> tuple[str, str]:
         uri, _ = models.log_checkpoint(path, name="base", task="arithmetic", move=True, **cell)  # hard links
     name = f"qrl-shape-{shape}"
     version = registry.register(name, uri, accuracy=0.0, stderr=0.0, n=1, **cell)
-    registry.promote(name, "base", version.version, record={"why": "a benchmark of starting, not of answers"})
+    registry.promote(name, "base", version.version, record={"reasons": ["a benchmark of starting, not of answers"]})
     return str(versions.folder(version)), name
 
 

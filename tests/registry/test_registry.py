@@ -1,10 +1,6 @@
 """The registry, with the real MLflow on a store in a temporary folder."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,40 +16,10 @@ from qrl.registry import versions
 from qrl.steps import promote as promoting
 from qrl.steps import serve as serving
 from qrl.tracking import cells, contents, models, runs
+from tests.registry.made import NAME, log_rows
 
 ROOT = Path(qrl.__file__).parents[1]
-NAME = "qrl-tiny"
 WHY = {"run": "r", "reasons": ["it was better."], "bounds": {"gain": 0.1}}
-
-
-@pytest.fixture
-def version(store):
-    """Return a maker of versions, each from a model of its own; `weights` is the content of its weight file."""
-
-    def make(
-        variant: str = "base", scheme: str = "full", weights: str = "", parent: int | None = None
-    ) -> versions.Version:
-        with runs.step("evaluate"):
-            model = mlflow.initialize_logged_model(f"{variant}-{scheme}")
-        (Path(model.artifact_location) / "model").mkdir(parents=True)
-        (Path(model.artifact_location) / "MLmodel").write_text("flavors: {}\n")
-        folder = Path(model.artifact_location) / "model"
-        (folder / "config.json").write_text("{}")
-        (folder / checkpoint.WEIGHTS).write_text(weights or model.model_id)
-        mlflow.finalize_logged_model(model.model_id, "READY")
-        return registry.register(
-            NAME,
-            f"models:/{model.model_id}",
-            digest=checkpoint.digest(folder),
-            variant=variant,
-            scheme=scheme,
-            accuracy=0.6,
-            stderr=0.01,
-            n=2000,
-            parent_version=parent,
-        )
-
-    return make
 
 
 def pointers() -> dict[str, str]:
@@ -131,7 +97,8 @@ def test_stages_are_aliases_and_mlflow_mirrors_them(version):
     version = registry.resolve(NAME, "grpo")
     assert version.tags["qrl.gate.grpo"] == "passed"
     record = json.loads(version.tags["qrl.gate.grpo.record"])
-    assert record.pop("time") and record == {**WHY, "digest": version.digest}
+    assert record.pop("time") and "@" in record.pop("by")
+    assert record == {**WHY, "digest": version.digest, "number": 2}
     gate = version.gate("grpo")
     assert gate.passed and (gate.run, gate.reasons, gate.bounds) == ("r", ("it was better.",), {"gain": 0.1})
 
@@ -153,21 +120,23 @@ def test_a_refusal_moves_nothing_and_says_why(version):
     version(), version()
     registry.promote(NAME, "grpo", 1, record=WHY)
     for number in (1, 2):
-        registry.refuse(NAME, "grpo", number, record={"why": "the gain is not above 0"})
+        registry.refuse(NAME, "grpo", number, record={"reasons": ["the gain is not above 0"]})
     assert pointers() == {"grpo": "1"} and mlflow_stages() == {1: "Staging", 2: "None"}
     assert registry.resolve(NAME, "grpo").gate("grpo").passed
     other = registry.resolve(NAME, 2)
     assert other.tags["qrl.gate.grpo"] == "refused" and not other.gate("grpo").passed
     assert other.gate("grpo").reasons == ("the gain is not above 0",)
-    assert "not above 0" in json.loads(registry.resolve(NAME, 1).tags["qrl.gate.grpo.refused"])["why"]
+    assert "not above 0" in json.loads(registry.resolve(NAME, 1).tags["qrl.gate.grpo.refused"])["reasons"][0]
 
 
 def test_a_decision_about_a_stage_that_moved_meanwhile_moves_nothing(version):
     version(), version()
-    registry.promote(NAME, "base", 1, record=WHY, expected=None)
-    with pytest.raises(QrlError, match="moved to version 1"):
-        registry.promote(NAME, "base", 2, record=WHY, expected=None)
-    assert registry.promote(NAME, "base", 2, record=WHY, expected=1).version == 2
+    registry.promote(NAME, "base", 1, record=WHY, expected={"base": None})
+    with pytest.raises(QrlError, match=r"base of .* moved to version 1"):
+        registry.promote(NAME, "base", 2, record=WHY, expected={"base": None})
+    with pytest.raises(QrlError, match=r"base of .* moved to version 1"):  # the version that grpo was compared with
+        registry.promote(NAME, "grpo", 2, record=WHY, expected={"grpo": None, "base": 2})
+    assert registry.promote(NAME, "base", 2, record=WHY, expected={"base": 1}).version == 2
 
 
 @pytest.mark.parametrize(("stage", "number"), [("Staging", 1), ("None", 1), ("base", 7)])
@@ -176,27 +145,6 @@ def test_promotion_of_what_is_not_there_is_refused(version, stage, number):
     with pytest.raises(BadInput):
         registry.promote(NAME, stage, number, record=WHY)
     assert pointers() == {}
-
-
-@pytest.mark.process
-def test_processes_that_promote_at_once_leave_one_version_in_production(version, store):
-    for _ in range(3):
-        version()
-    program = (
-        "import sys; from qrl import registry\n"
-        "for stage in ('grpo', 'awq') * 2: registry.promote('qrl-tiny', stage, int(sys.argv[1]), record={})"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": store}
-    racers = [subprocess.Popen([sys.executable, "-c", program, str(n)], env=environment) for n in (1, 2, 3)]
-    assert [racer.wait(120) for racer in racers] == [0, 0, 0]
-    stages = mlflow_stages()
-    assert sorted(stages.values()).count("Production") == 1
-    assert stages[int(pointers()["awq"])] == "Production"
-    assert set(pointers()) == {"grpo", "awq", "grpo-previous", "awq-previous"} and set(pointers().values()) <= {
-        "1",
-        "2",
-        "3",
-    }
 
 
 def test_what_is_served_is_what_was_measured(store, tiny_checkpoint):
@@ -209,7 +157,7 @@ def test_what_is_served_is_what_was_measured(store, tiny_checkpoint):
     made = registry.register(NAME, uri, digest=digest, variant="base", scheme="full", **numbers)
     with pytest.raises(GateRefused, match="No gate let"):
         versions.verify(made)
-    registry.refuse(NAME, "grpo", 1, record={"why": "it was unhealthy."})
+    registry.refuse(NAME, "grpo", 1, record={"reasons": ["it was unhealthy."]})
     with pytest.raises(
         GateRefused, match=r"\(it was unhealthy\): `python -m qrl promote --stage grpo --cell RUN` decides"
     ):
@@ -243,7 +191,7 @@ def promote_base(run_id: str, **typed: str) -> None:
     promoting.promote(recipe.load(overrides=typed), ["base"], [run_id], typed)
 
 
-def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
+def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint, tmp_path):
     digest = checkpoint.digest(tiny_checkpoint)
     tags = {names.TAG_DIGEST: digest, names.TAG_VARIANT: "base", names.TAG_SCHEME: "full"}
     with runs.step("evaluate", tags=tags) as run:
@@ -251,6 +199,7 @@ def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
             tiny_checkpoint, name="base", digest=digest, variant="base", scheme="full", task="arithmetic", move=False
         )
         contents.log_scores({names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 2000}, model_uri=uri)
+        log_rows(tmp_path, "base", "full", digest=digest)
     promote_base(run.info.run_id)
     assert pointers() == {"base": "1"}
     (stored / "generation_config.json").write_text('{"temperature": 0.5}')
@@ -262,37 +211,9 @@ def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint):
             tiny_checkpoint, name="base", digest=digest, variant="base", scheme="full", task="arithmetic", move=False
         )
         contents.log_scores({names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 2000}, model_uri=uri)
+        log_rows(tmp_path, "base", "full", digest=digest)
     promote_base(again.info.run_id)
     assert pointers() == {"base": "2", "base-previous": "1"}  # whole weights displace damaged ones
-
-
-@pytest.fixture
-def evaluated(store, tiny_checkpoint, tmp_path):
-    """Return a maker of evaluated cells of somebody's model in the folder my-llama; `changed` makes other weights."""
-
-    def make(cell: str, parent: str = "", changed: str = "", chat: str = "", **settings: str) -> tuple[str, str]:
-        folder = tmp_path / (changed or "my-llama")
-        if not folder.exists():
-            shutil.copytree(tiny_checkpoint, folder)
-            (folder / "generation_config.json").write_text(json.dumps({"note": changed}))
-        variant, scheme = cell.split(":")
-        labels, digest = {"variant": variant, "scheme": scheme}, checkpoint.digest(folder)
-        rows = pd.DataFrame({"question": ["a", "b", "c", "d"], "correct": [0, 1, 1, int(variant != "base")], **labels})
-        rows.assign(**{names.ENGINE: "transformers"}).to_parquet(tmp_path / names.QUESTIONS)
-        tags = {names.TAG_STEP: "evaluate", names.TAG_DIGEST: digest}
-        tags |= {names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme}
-        metadata = {"parent": parent} if parent else {"source": str(folder)}
-        metadata |= {models.CHAT: chat} if chat else {}
-        with runs.step("evaluate", recipe.load(overrides=settings)), runs.child(cell, tags=tags) as run:
-            facts = {"digest": digest, "task": "arithmetic", "metadata": metadata, **labels}
-            uri, _ = models.log_checkpoint(folder, name=f"{variant}-{scheme}", move=False, **facts)
-            questions = contents.log_dataset("arithmetic", digest="of the questions", context="heldout", n=4, source="")
-            numbers = {names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 4}
-            contents.log_scores(numbers, model_uri=uri, dataset=questions)
-            mlflow.log_artifact(str(tmp_path / names.QUESTIONS))
-        return run.info.run_id, digest
-
-    return make
 
 
 def newest() -> mlflow.entities.Run:
@@ -308,7 +229,7 @@ def test_a_cell_knows_its_model_its_task_and_its_seed(evaluated, tmp_path):
     promote_base(own[0], model=str(tmp_path / "my-llama"), seed="3", registered_name="mine")
     assert registry.resolve("mine", "base").digest == own[1]
     for typed in ({"model": "qrl-tiny"}, {"task": "gsm8k"}, {"seed": "0"}, {"data": str(tmp_path)}):
-        (tmp_path / "test.jsonl").write_text('{"question": "a", "answer": "#### 1"}\n' * 4)
+        (tmp_path / "test.jsonl").write_text('{"question": "a", "answer": "#### 1"}\n' * 20)
         with pytest.raises(BadInput, match=rf"--{next(iter(typed))} .* contradicts run {own[0]}"):
             promote_base(own[0], **typed)
     with pytest.raises(BadInput, match="several models, qrl-my-llama and qrl-second-model"):
@@ -483,32 +404,57 @@ def test_a_stage_is_never_rolled_back_onto_damaged_weights(version):
     assert pointers() == {"grpo": "2", "grpo-previous": "1"}
 
 
-def judged(stage: str, client: mlflow.MlflowClient, number: str, **bounds: float) -> None:
+def judged(stage: str, number: int, verdict: str = "promoted", **bounds: float) -> None:
     """Give version `number` the gate of a store before the verdict was one word."""
-    digest = client.get_model_version(NAME, number).tags[names.TAG_DIGEST]
-    record = {"cell": f"run-{stage}", "why": f"Stage {stage} passes.", "facts": bounds, "verdict": "promoted"}
-    entry = json.dumps({**record, "digest": digest, "at": "2026-11-01T00:00:00+00:00"})
-    client.set_model_version_tag(NAME, number, f"qrl.gate.{stage}", entry)
-    client.delete_model_version_tag(NAME, number, f"qrl.gate.{stage}.record")
-
-
-def test_versions_of_former_stores_are_served_rolled_back_and_promoted(version):
     client = mlflow.MlflowClient()
-    for number in ("1", "2"):
-        registry.promote(NAME, "grpo", version("grpo").version, record=WHY)
-        judged("grpo", client, number, gain=0.2, gain_low=0.1, gain_high=0.3, n=2000.0)
+    digest = client.get_model_version(NAME, str(number)).tags[names.TAG_DIGEST]
+    record = {"cell": f"run-{stage}", "why": f"Stage {stage} {verdict}.", "facts": bounds, "verdict": verdict}
+    entry = json.dumps({**record, "digest": digest, "at": "2026-11-01T00:00:00+00:00"})
+    client.set_model_version_tag(NAME, str(number), f"qrl.gate.{stage}", entry)
+
+
+def test_versions_of_former_stores_are_served_rolled_back_and_promoted(version, capsys):
+    client = mlflow.MlflowClient()
+    for _ in range(4):
+        version("grpo")
+    for number, alias in ((1, "grpo-previous"), (2, "grpo"), (3, "awq"), (3, "champion")):
+        client.set_registered_model_alias(NAME, alias, str(number))
+    judged("grpo", 1), judged("grpo", 2, gain=0.2, gain_low=0.1, gain_high=0.3, n=2000.0), judged("awq", 1, "refused")
+    client.set_registered_model_tag(NAME, names.TAG_STAGES, "gold=grpo:gptq;made_from=base")
     former = registry.resolve(NAME, "grpo")
-    assert "record" not in str(former.tags) and versions.verify(former)
+    assert "had no record of decisions" in capsys.readouterr().err
+    assert former.version == 2 and versions.verify(former)
     gate = former.gate("grpo")
-    assert gate.passed and (gate.run, gate.reasons) == ("run-grpo", ("Stage grpo passes.",))
+    assert gate.passed and (gate.run, gate.reasons) == ("run-grpo", ("Stage grpo promoted.",))
+    assert pointers() == {"grpo": "2", "grpo-previous": "1", "champion": "3"}  # no gate had let 3 into awq
+    assert "gold" in registry.known(NAME) and not registry.resolve(NAME, 1).gate("awq").passed
     assert registry.rollback(NAME, "grpo").version == 1 and registry.rollback(NAME, "grpo").version == 2
     registry.refuse(NAME, "grpo", 2, record={"reasons": ["it gained nothing."]})
     assert registry.resolve(NAME, "grpo").gate("grpo") == gate  # a refusal beside a former promotion
     registry.promote(NAME, "grpo", 2, record=WHY)
     assert registry.resolve(NAME, 2).tags["qrl.gate.grpo"] == "passed"
-    refused = json.dumps({"why": "it gained nothing", "verdict": "refused", "digest": "d", "at": "2026"})
-    client.set_model_version_tag(NAME, "1", "qrl.gate.awq", refused)
-    assert not registry.resolve(NAME, 1).gate("awq").passed
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("tag", "text", "version_tag"),
+    [
+        ("qrl.gate.grpo", "{not json", True),
+        ("qrl.gate.grpo", "[1, 2]", True),
+        ("qrl.gate.grpo", '{"verdict": "promoted", "facts": 3}', True),
+        ("qrl.stages", "nonsense", False),
+    ],
+)
+def test_a_malformed_tag_of_a_former_store_is_a_sentence(version, tag, text, version_tag):
+    version()
+    client = mlflow.MlflowClient()
+    if version_tag:
+        client.set_model_version_tag(NAME, "1", tag, text)
+    else:
+        client.set_registered_model_tag(NAME, tag, text)
+        client.set_registered_model_alias(NAME, "base", "1")
+    with pytest.raises(BadInput, match=f"tag {tag} of .* cannot be read"):
+        registry.resolve(NAME, 1)
 
 
 def test_a_versions_page_is_a_certificate(version):
@@ -543,16 +489,17 @@ def test_a_refused_version_says_that_it_cannot_be_loaded(version):
 
 def test_a_models_page_explains_its_stages_and_keeps_the_newest_table(version):
     client = mlflow.MlflowClient()
-    registry.publish(NAME, "nothing is there to describe")
+    stages = registry.known(NAME).values()
+    registry.publish(NAME, stages, "nothing is there to describe")
     version()
-    registry.publish(NAME)
+    registry.publish(NAME, stages)
     assert all(f"**`{stage}`**" in client.get_registered_model(NAME).description for stage in names.STAGES)
-    registry.publish(NAME, "## Did it survive?\n\n| scheme |\n| --- |\n| nf4 |\n")
-    registry.publish(NAME)  # a promotion outside of a study
+    registry.publish(NAME, stages, "## Did it survive?\n\n| scheme |\n| --- |\n| nf4 |\n")
+    registry.publish(NAME, stages)  # a promotion outside of a study
     page = client.get_registered_model(NAME).description
     assert page.count("| nf4 |") == 1 and page.count("Newest table") == 1 and page.count("**`awq`**") == 1
-    registry.publish(NAME, "| nf4 |\n" * 5000)
+    registry.publish(NAME, stages, "| nf4 |\n" * 5000)
     assert len(client.get_registered_model(NAME).description) <= 5000
     client.update_registered_model(NAME, "Mine.")
-    registry.publish(NAME, "| nf4 |")
+    registry.publish(NAME, stages, "| nf4 |")
     assert client.get_registered_model(NAME).description == "Mine."

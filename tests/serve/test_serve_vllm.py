@@ -75,7 +75,7 @@ def register(store):
         with runs.step("evaluate"):
             uri, _ = models.log_checkpoint(path, name=f"base-{scheme}", task="arithmetic", move=False, **cell)
         version = registry.register("qrl-tiny", uri, accuracy=0.6, stderr=0.01, n=2000, **cell)
-        return registry.promote("qrl-tiny", "base", version.version, record={"why": "for a test"}).version
+        return registry.promote("qrl-tiny", "base", version.version, record={"reasons": ["for a test"]}).version
 
     return promote
 

@@ -1,6 +1,5 @@
 """What a study reports at its end: in the terminal, on its page and in its run's description."""
 
-import json
 from datetime import UTC, datetime, timedelta
 
 import mlflow
@@ -9,6 +8,7 @@ import pytest
 
 from qrl import compare, names, recipe, registry
 from qrl.errors import BadInput
+from qrl.registry.history import Record
 from qrl.registry.versions import Version
 from qrl.steps import compare as steps_compare
 from qrl.study import page, report
@@ -85,20 +85,15 @@ def test_a_refusal_is_on_the_page_and_nothing_is_offered_to_load(study, capsys):
     assert "Load " not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("older", [True, False], ids=["record of an older store", "record"])
-def test_gates_of_this_study_are_on_its_page_and_those_of_earlier_ones_are_not(study, monkeypatch, older):
+def test_gates_of_this_study_are_on_its_page_and_those_of_earlier_ones_are_not(study, monkeypatch):
     launcher, *_ = study
 
     def resolve(name, stage):
         if stage == "awq":
             raise BadInput("There is no version.")
         at = (datetime.now(UTC) - timedelta(days=stage == "base")).isoformat(timespec="seconds")
-        tags = {names.gate_tag(stage): "passed"}
-        tags[names.gate_record_tag(stage)] = json.dumps({"time": at, "reasons": ["It gains."]})
-        if older:  # the record in the tag itself
-            record = {"verdict": "promoted", "at": at, "why": "Stage grpo passes: It gains."}
-            tags = {names.gate_tag(stage): json.dumps(record)}
-        return Version(name, 4, "digest", "grpo", "full", stage, tags)
+        gate = Record("promote", stage, 4, reasons=("Stage grpo passes: It gains.",), time=at)
+        return Version(name, 4, "digest", "grpo", "full", stage, records=(gate,))
 
     monkeypatch.setattr(registry, "resolve", resolve)
     decided = page.gates(recipe.load("tiny"), launcher, "")

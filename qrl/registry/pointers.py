@@ -1,0 +1,181 @@
+"""Pointers: aliases, MLflow's stages and tags, brought in line with the record of decisions.
+
+One decision is carried out at a time, whatever the host: the next one is written only after the tag
+`qrl.history.applied` says that the last one reached every pointer. A process that was killed between two of them leaves
+the rest to the next command of any kind. What was changed by hand is put back, and the record says so.
+"""
+
+import json
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mlflow import MlflowClient, MlflowException
+from mlflow.entities.model_registry import ModelVersion, RegisteredModel
+
+from qrl import names
+from qrl.registry import adopt, history, pages
+from qrl.registry.history import LEASE, MIRRORED, PREVIOUS, PROMOTE, REFUSE, USUAL, History, Record
+from qrl.registry.versions import locked, model_of, versions_of
+from qrl.tracking import store
+
+
+def known(name: str) -> History:
+    """Return a model's history as it is, and write nothing: without a record, what its tags and aliases say."""
+    past = history.read(name, model := model_of(name))
+    said = _to_adopt(past, model) if model else None
+    return History(name, records=(Record.of(said),), applied=1) if said else past
+
+
+def current(name: str) -> History:
+    """Return a model's history, after mending what lags behind it; a user without rights to write only reads it."""
+    past = history.read(name, model := model_of(name))
+    if model is None or not (_to_adopt(past, model) or past.is_pending or _astray(past, model)):
+        return past
+    if past.is_pending and not past.is_abandoned:
+        return past  # its process carries it out at this moment
+    try:
+        with locked(name):
+            return _turn(name, wait=False)
+    except MlflowException as error:
+        if error.get_http_status_code() != 403:
+            raise store.sentence(error) or error from None
+        return known(name)
+
+
+def append(name: str, decide: Callable[[History], Mapping[str, Any]]) -> History:
+    """Record a decision and carry it out; return the history after it.
+
+    Args:
+        name: a registered model that is there.
+        decide: history → the fields of a `Record`; called again if another writer was first.
+    """
+    try:
+        with locked(name):
+            while True:
+                past = _turn(name)
+                said = decide(past)
+                if not past.run_id:
+                    adopt.begin(_there(name), versions_of(name))
+                elif after := history.claim(past, said):
+                    return _carry_out(after)
+    except MlflowException as error:
+        raise store.sentence(error) or error from None
+
+
+def _turn(name: str, *, wait: bool = True) -> History:
+    """Return the history once no decision is pending and every pointer shows it; it is our turn then."""
+    while True:
+        past = history.read(name, model := _there(name))
+        if said := _to_adopt(past, model):
+            begun = History(name, past.run_id or adopt.begin(model, versions_of(name)))
+            if after := history.claim(begun, said):
+                print(f"qrl: {name} had no record of decisions; run {begun.run_id} begins one.", file=sys.stderr)
+                _carry_out(after)
+        elif past.is_pending and past.is_abandoned:
+            _carry_out(past)
+        elif past.is_pending:
+            if not wait:
+                return past
+            time.sleep(random.uniform(0.02, 0.1))
+        elif not (found := _astray(past, model)):
+            return past
+        else:
+            again = _there(name)
+            seen_twice = history.read(name, again) == past and found == _astray(past, again)  # not in between
+            if seen_twice and (after := history.claim(past, {"action": history.MEND, "reasons": found})):
+                said = f"qrl: pointers of {name} were changed by hand and are put back: {' '.join(found)}"
+                print(said, file=sys.stderr)
+                _carry_out(after)
+
+
+def _to_adopt(past: History, model: RegisteredModel) -> dict[str, Any] | None:
+    """Return the first decision of a model of an older store, if no record holds what its tags and aliases say."""
+    return None if past.records else adopt.former(model, versions_of(model.name))
+
+
+def _there(name: str) -> RegisteredModel:
+    return MlflowClient().get_registered_model(name)
+
+
+def _astray(past: History, model: RegisteredModel) -> list[str]:
+    """Return a sentence for every pointer that does not show the history."""
+    state, aliases = past.state, {alias: int(version) for alias, version in model.aliases.items()}
+    wanted, ours = state.aliases(), _ours(past)
+    differing = [alias for alias in sorted(ours) if aliases.get(alias) != wanted.get(alias)]
+    shown = {entry.current_stage: int(entry.version) for entry in model.latest_versions or ()}
+    expected = {mirrored: version for version, mirrored in state.shown().items()}
+    unlike = [mirrored for mirrored in MIRRORED if shown.get(mirrored) != expected.get(mirrored)]
+    if not past.records or not (differing or unlike):
+        return []
+    there = {int(entry.version) for entry in versions_of(past.name)}  # nothing points to a version that was deleted
+    said = [(f"alias {alias}", aliases.get(alias), wanted.get(alias)) for alias in differing]
+    said += [(mirrored, shown.get(mirrored), expected.get(mirrored)) for mirrored in unlike]
+    return [
+        f"{what} was {f'version {was}' if was else 'nothing'}, decided is {f'version {now}' if now else 'nothing'}."
+        for what, was, now in said
+        if was is not None or now in there
+    ]
+
+
+def _ours(past: History) -> set[str]:
+    """Return the aliases that stages of the model may have."""
+    stages = {*USUAL, *past.state.declared}
+    return stages | {stage + PREVIOUS for stage in stages}
+
+
+def _carry_out(past: History) -> History:
+    """Make every pointer show the last decision, and note that it does."""
+    name, head, client = past.name, past.records[-1], MlflowClient()
+    began = time.monotonic()
+    there = {int(entry.version): entry for entry in versions_of(name)}
+
+    def is_ours() -> bool:
+        """Whether no other host has taken over meanwhile, as it may after a minute."""
+        return time.monotonic() - began < LEASE / 2 or len(history.read(name, _there(name)).records) == head.number
+
+    if head.action in (PROMOTE, REFUSE) and head.version in there:
+        _write_gate(past, there[head.version])
+    wanted = {alias: version for alias, version in past.state.aliases().items() if version in there}
+    aliases = {alias: int(version) for alias, version in _there(name).aliases.items()}
+    for alias, version in wanted.items():
+        if aliases.get(alias) != version and is_ours():
+            client.set_registered_model_alias(name, alias, str(version))
+    for alias in _ours(past) & aliases.keys() - wanted.keys():
+        client.delete_registered_model_alias(name, alias)
+    shown, moved = {version: "None" for version in past.state.at.values()} | past.state.shown(), set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        for number, entry in sorted(there.items(), key=lambda item: item[0] not in shown):
+            stage = shown.get(number, "None" if entry.current_stage == "None" else "Archived")
+            done = stage == "Archived" and entry.current_stage in moved
+            if entry.current_stage != stage and not done and is_ours():
+                # Archiving in the same transaction: a reader sees the old version or the new one, never none or both.
+                client.transition_model_version_stage(name, entry.version, stage, stage in MIRRORED)
+                moved.add(stage)
+    if head.version in there:
+        pages.refresh(past, head.version)
+    if is_ours():
+        client.set_registered_model_tag(name, names.TAG_APPLIED, str(head.number))
+    return past
+
+
+def _write_gate(past: History, entry: ModelVersion) -> None:
+    """Show a gate's last decision in the version's tags: the reasons first, then the word that refers to them.
+
+    A version that passed this gate earlier keeps that; a refusal goes to `qrl.gate.<stage>.refused`.
+    """
+    head, client = past.records[-1], MlflowClient()
+    fields = {key: getattr(head, key) for key in ("run", "reasons", "bounds", "digest", "time", "by", "number")}
+    text = json.dumps(fields | ({"study": head.study} if head.study else {}), default=str, ensure_ascii=False)
+    verdict = "passed" if head.passed else "refused"
+    tags = {names.gate_record_tag(head.stage): text, names.gate_tag(head.stage): verdict}
+    former = history.best(past.gates(int(entry.version)), head.stage)
+    if not head.passed and former and former.passed:
+        tags = {f"{names.gate_tag(head.stage)}.refused": text}
+    for key, value in tags.items():
+        if entry.tags.get(key) != value:
+            client.set_model_version_tag(past.name, entry.version, key, value)
