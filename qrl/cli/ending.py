@@ -23,8 +23,6 @@ def main(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     command = next((word for word in words if word in cli.commands), "")
     try:
-        if os.environ.get("MLFLOW_RUN_ID") and command != "study":  # which says first what it will do
-            signals.import_mlflow()
         cli.main(args=arguments, prog_name="qrl", standalone_mode=False)
         return
     except click.exceptions.Exit as shown:
@@ -36,6 +34,8 @@ def main(arguments: list[str] | None = None) -> None:
         causes = (error, error.__cause__, error.__context__)
         ended = next((cause for cause in causes if isinstance(cause, KeyboardInterrupt)), KeyboardInterrupt())
         code = signals.exit_code(ended)
+        if not getattr(ended, "printed", False):
+            click.echo(f"{ended or 'Stopped by Ctrl-C.'} Run the same command again to resume.", err=True)
     except Exception as error:
         ended = _explained(error, command)
         if ended is None:

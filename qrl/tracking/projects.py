@@ -14,6 +14,7 @@ from mlflow.tracking.fluent import _get_experiment_id
 from qrl import names
 from qrl.tracking import model_files, runs, signals, store
 
+NOT_BEGUN = "Its process ended before it began: it was killed, or its environment is broken; see the output above."
 _MANAGER = "mlflow.project.env"
 
 
@@ -108,8 +109,11 @@ def failure(run_id: str) -> tuple[str, int | None]:
     tags = run.data.tags
     if names.TAG_VERDICT in tags:
         mlflow.MlflowClient().set_terminated(run_id, "FINISHED")
-    if names.TAG_EXIT_CODE in tags or names.TAG_STEP not in tags:
-        return tags.get(names.TAG_REASON, ""), int(tags[names.TAG_EXIT_CODE]) if names.TAG_EXIT_CODE in tags else None
+    if names.TAG_EXIT_CODE in tags:
+        return tags.get(names.TAG_REASON, ""), int(tags[names.TAG_EXIT_CODE])
+    if names.TAG_STEP not in tags:
+        mlflow.MlflowClient().set_tag(run_id, names.TAG_REASON, NOT_BEGUN)
+        return NOT_BEGUN, None
     store.end_dead(run.info)
     store.sweep()  # its cells
     return store.DIED, None

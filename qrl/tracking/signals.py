@@ -1,9 +1,13 @@
 """A process that receives a stop signal unwinds, so that its run can be ended; imports nothing heavy.
 
-SIGINT, SIGTERM and SIGHUP become the exception `Stopped`. A process that `mlflow run` started also requests SIGTERM
-from the kernel for its parent's death, because MLflow dies of a signal without passing it on.
+SIGINT, SIGTERM and SIGHUP become the exception `Stopped`. Two cases cannot unwind: a signal amid an import, which would
+leave half a module to the code that ends the run, and code that swallows the exception or waits for an engine that
+died. Then the process ends where it stands (`end_now`): it kills its children, and a fresh interpreter in its place ends
+its runs. A process that `mlflow run` started also requests SIGTERM from the kernel for its parent's death, because
+MLflow dies of a signal without passing it on.
 """
 
+import atexit
 import ctypes
 import os
 import signal
@@ -11,12 +15,21 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import psutil
 
+LAUNCHER = "QRL_LAUNCHER"  # pid of the process of ours that launches a step, in the step's environment
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
+_UNWIND_S, _WAIT_S = 4, 7  # to end after a signal: of a process, and of one that waits for a step's process
+_CLOSE_S = 30  # for the fresh interpreter that ends the runs
+_CLOSE = "import sys; sys.path.insert(0, sys.argv[1]); from qrl.tracking import runs; runs.close_stopped(int(sys.argv[2]))"
+_IMPORT = "<frozen importlib"  # begins the file name of the interpreter's own code that imports
+_unwind_s = _UNWIND_S
 
 
 class Stopped(KeyboardInterrupt):
@@ -38,44 +51,71 @@ def guard() -> None:
         return
     owner, stopping = os.getpid(), False
 
-    def stop(signum: int, _frame: FrameType | None) -> None:
+    def stop(signum: int, frame: FrameType | None) -> None:
         nonlocal stopping
         if os.getpid() != owner:  # a forked worker inherits the handler, but not the run
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
-        # Ctrl-C reaches a whole process group, and MLflow then sends SIGTERM as well: unwind once, undisturbed. The
-        # second signal may arrive during this handler, since `signal.signal` runs the handlers of pending signals.
-        if stopping:
+        if stopping:  # Ctrl-C reaches a whole process group, and MLflow then sends SIGTERM as well: unwind once
             return
         stopping = True
-        for each in _SIGNALS:
-            signal.signal(each, signal.SIG_IGN)
+        if _imports(frame):
+            end_now(signum)
+        if _unwind_s:
+            signal.signal(signal.SIGALRM, lambda *_: end_now(signum))
+            signal.alarm(_unwind_s)
+            atexit.register(signal.alarm, 0)
         raise Stopped(signum)
 
     for signum in _SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:  # ignored on purpose, as `nohup` does
             signal.signal(signum, stop)
     if os.environ.get("MLFLOW_RUN_ID"):
-        die_with_parent()
+        die_with_parent(int(os.environ.pop(LAUNCHER, 0)))
 
 
-def import_mlflow() -> None:
-    """Import MLflow with stop signals blocked: a half-imported MLflow could not end the run that waits for us."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        import mlflow  # noqa: F401
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+def patient(*, forever: bool = False) -> None:
+    """Unwind longer, since the process waits for a step's process; or `forever`, since a server finishes its answers."""
+    global _unwind_s  # noqa: PLW0603
+    _unwind_s = 0 if forever else _WAIT_S
 
 
-def die_with_parent() -> None:
-    """Ask the kernel for SIGTERM at the parent's death, however it dies; on Linux alone."""
+def end_now(signum: int) -> NoReturn:
+    """Kill what this process started, end its runs as KILLED by a fresh interpreter in its place, and exit."""
+    stopped = Stopped(signum)
+    with suppress(OSError):
+        os.write(2, f"{stopped} Run the same command again to resume.\n".encode())
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            child.kill()
+    if "mlflow" not in sys.modules and "MLFLOW_RUN_ID" not in os.environ:
+        os._exit(stopped.code)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in the fresh interpreter too
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_CLOSE_S)
+    root = str(Path(__file__).parents[2])
+    os.execv(sys.executable, [sys.executable, "-c", _CLOSE, root, str(signum)])
+
+
+def _imports(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_IMPORT):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def die_with_parent(launcher: int = 0) -> None:
+    """Ask the kernel for SIGTERM at the parent's death, however it dies; on Linux alone.
+
+    `launcher` is the process that is known to have wanted this one, and may have died before this call.
+    """
     if sys.platform != "linux":
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before the request
+    if os.getppid() != parent or (launcher and not psutil.pid_exists(launcher)):  # it died before the request
         os.kill(os.getpid(), signal.SIGTERM)
 
 
