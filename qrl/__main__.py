@@ -5,7 +5,7 @@ from qrl.tracking import signals
 
 def main() -> None:
     """Heed signals before anything else is imported, then run the command."""
-    signals.guard()
+    signals.guard(caught=False)
     from qrl.cli import main as command
 
     command()

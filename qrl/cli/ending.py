@@ -16,13 +16,13 @@ from qrl.tracking import signals
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and end the process with its exit code; expected errors are printed as one sentence."""
     process.settle()
-    signals.guard()
     for stream in (sys.stdout, sys.stderr):  # an encoding without − or ± gets an escape, not a traceback
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if arguments is None else arguments
     command = next((word for word in words if word in cli.commands), "")
     try:
+        signals.guard()
         cli.main(args=arguments, prog_name="qrl", standalone_mode=False)
         return
     except click.exceptions.Exit as shown:
@@ -43,6 +43,8 @@ def main(arguments: list[str] | None = None) -> None:
         if not ended.printed:
             click.echo(f"qrl: {ended}", err=True)
         code = ended.exit_code
+    finally:
+        signals.guard(caught=False)
     if os.environ.get("MLFLOW_RUN_ID"):  # end that run with the reason: MLflow turns every failure into exit code 1
         from qrl.tracking import runs
 

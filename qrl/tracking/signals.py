@@ -27,9 +27,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _UNWIND_S, _WAIT_S = 4, 7  # to end after a signal: of a process, and of one that waits for a step's process
 _CLOSE_S = 30  # for the fresh interpreter that ends the runs
-_CLOSE = "import sys; sys.path.insert(0, sys.argv[1]); from qrl.tracking import runs; runs.close_stopped(int(sys.argv[2]))"
+_CLOSE = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from qrl.tracking import runs; runs.close_stopped(int(sys.argv[2]))"
+)
 _IMPORT = "<frozen importlib"  # begins the file name of the interpreter's own code that imports
 _unwind_s = _UNWIND_S
+_stopping = False
 
 
 class Stopped(KeyboardInterrupt):
@@ -45,22 +48,25 @@ def exit_code(error: KeyboardInterrupt) -> int:
     return getattr(error, "code", 128 + signal.SIGINT)
 
 
-def guard() -> None:
-    """Turn stop signals into `Stopped`; call it early. It may be called again, and does nothing off the main thread."""
+def guard(*, caught: bool = True) -> None:
+    """Turn stop signals into `Stopped`; call it early. It may be called again, and does nothing off the main thread.
+
+    Unless the exception is `caught` by now, a signal ends the process where it stands.
+    """
     if threading.current_thread() is not threading.main_thread():
         return
-    owner, stopping = os.getpid(), False
+    owner = os.getpid()
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        nonlocal stopping
+        global _stopping  # noqa: PLW0603
         if os.getpid() != owner:  # a forked worker inherits the handler, but not the run
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
-        if stopping:  # Ctrl-C reaches a whole process group, and MLflow then sends SIGTERM as well: unwind once
+        if _stopping:  # Ctrl-C reaches a whole process group, and MLflow then sends SIGTERM as well: unwind once
             return
-        stopping = True
-        if _imports(frame):
+        _stopping = True
+        if not caught or _imports(frame):
             end_now(signum)
         if _unwind_s:
             signal.signal(signal.SIGALRM, lambda *_: end_now(signum))

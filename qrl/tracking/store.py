@@ -176,7 +176,9 @@ def claimed(work: Iterable[str], waiting: Callable[[], object]) -> Iterator[None
         waiting: called once, before the first wait.
     """
     address = mlflow.get_tracking_uri()
-    place = str(database_of(address) or Path(tempfile.gettempdir()) / f"qrl-{sha256(address.encode()).hexdigest()[:16]}")
+    place = str(
+        database_of(address) or Path(tempfile.gettempdir()) / f"qrl-{sha256(address.encode()).hexdigest()[:16]}"
+    )
     with ExitStack() as held:
         for name in sorted(set(work)):
             path = f"{place}.{sha256(name.encode()).hexdigest()[:16]}.lock"
