@@ -38,8 +38,14 @@ def environment(folder: Path) -> Path:
 
 
 def is_built(folder: Path, package: str) -> bool:
-    """Return whether a project's environment holds a package: one whose build was killed does not."""
-    return any(environment(folder).glob(f"lib/python*/site-packages/{package}"))
+    """Return whether a project's environment holds its package, and no build of it was killed."""
+    place = environment(folder)
+    return not _unfinished(place).exists() and any(place.glob(f"lib/python*/site-packages/{package}"))
+
+
+def _unfinished(place: Path) -> Path:
+    """Return the file that says, from before the first package to after the last, that an environment is incomplete."""
+    return place.with_name(f"{place.name}.unfinished")
 
 
 def build(folder: str, manager: Literal["uv", "virtualenv"], package: str) -> None:
@@ -67,14 +73,17 @@ def build(folder: str, manager: Literal["uv", "virtualenv"], package: str) -> No
         if is_built(project, package):
             return
         shutil.rmtree(place, ignore_errors=True)  # a build that was killed
+        _unfinished(place).touch()
         try:
             virtualenv._create_virtualenv(project, _python(project), place, env_manager=manager)
         except ShellCommandException:
             raise SystemExit(1) from None
         except BaseException:
+            signals.kill_children()  # the installer, which MLflow leaves behind
             shutil.rmtree(place, ignore_errors=True)
             raise
         subprocess.run([place / "bin" / "python", "-c", f"import {package}"], check=False)
+        _unfinished(place).unlink()
 
 
 def _python(folder: Path):

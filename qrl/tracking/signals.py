@@ -1,10 +1,11 @@
 """A process that receives a stop signal unwinds, so that its run can be ended; imports nothing heavy.
 
-SIGINT, SIGTERM and SIGHUP become the exception `Stopped`. Two cases cannot unwind: a signal amid an import, which would
-leave half a module to the code that ends the run, and code that swallows the exception or waits for an engine that
-died. Then the process ends where it stands (`end_now`): it kills its children, and a fresh interpreter in its place ends
-its runs. A process that `mlflow run` started also requests SIGTERM from the kernel for its parent's death, because
-MLflow dies of a signal without passing it on.
+SIGINT, SIGTERM and SIGHUP become the exception `Stopped`. It would leave half a module behind where something is being
+imported, and code may swallow it, or wait for an engine that died. In these cases the process ends where it stands
+(`end_now`): it kills its children, and a fresh interpreter in its place ends its runs.
+
+A process that `mlflow run` started also requests SIGTERM from the kernel for its parent's death, because MLflow dies of
+a signal without passing it on.
 """
 
 import atexit
@@ -82,7 +83,7 @@ def guard(*, caught: bool = True) -> None:
 
 
 def patient(*, forever: bool = False) -> None:
-    """Unwind longer, since the process waits for a step's process; or `forever`, since a server finishes its answers."""
+    """Allow longer to unwind, since this process waits for a step's; or `forever`: a server finishes its answers."""
     global _unwind_s  # noqa: PLW0603
     _unwind_s = 0 if forever else _WAIT_S
 
@@ -92,9 +93,7 @@ def end_now(signum: int) -> NoReturn:
     stopped = Stopped(signum)
     with suppress(OSError):
         os.write(2, f"{stopped} Run the same command again to resume.\n".encode())
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            child.kill()
+    kill_children()
     if "mlflow" not in sys.modules and "MLFLOW_RUN_ID" not in os.environ:
         os._exit(stopped.code)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in the fresh interpreter too
@@ -102,6 +101,13 @@ def end_now(signum: int) -> NoReturn:
     signal.alarm(_CLOSE_S)
     root = str(Path(__file__).parents[2])
     os.execv(sys.executable, [sys.executable, "-c", _CLOSE, root, str(signum)])
+
+
+def kill_children() -> None:
+    """Kill all processes that this one started, and theirs."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            child.kill()
 
 
 def _imports(frame: FrameType | None) -> bool:
