@@ -9,7 +9,6 @@ a signal without passing it on.
 """
 
 import atexit
-import ctypes
 import os
 import signal
 import socket
@@ -23,11 +22,12 @@ from typing import NoReturn
 
 import psutil
 
+from qrl.process import die_with_parent
+
 LAUNCHER = "QRL_LAUNCHER"  # pid of the process of ours that launches a step, in the step's environment
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1
 _UNWIND_S, _WAIT_S = 4, 7  # to end after a signal: of a process, and of one that waits for a step's process
-_CLOSE_S = 30  # for the fresh interpreter that ends the runs
+_CLOSE_S = 120  # for the fresh interpreter that ends the runs: three seconds where the processor is free
 _CLOSE = (
     "import sys; sys.path.insert(0, sys.argv[1]); from qrl.tracking import runs; runs.close_stopped(int(sys.argv[2]))"
 )
@@ -116,19 +116,6 @@ def _imports(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def die_with_parent(launcher: int = 0) -> None:
-    """Ask the kernel for SIGTERM at the parent's death, however it dies; on Linux alone.
-
-    `launcher` is the process that is known to have wanted this one, and may have died before this call.
-    """
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent or (launcher and not psutil.pid_exists(launcher)):  # it died before the request
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def identity() -> str:

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sqlite3
@@ -176,7 +177,7 @@ def test_a_study_that_was_killed_is_finished_by_the_next_command(number, finishe
         hit(study, running, step, signum, whom, share * took[step])
         sent = time.monotonic()
         within = GONE_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-        while (left := study.processes()) and time.monotonic() - sent < within:
+        while ((left := study.processes()) or running.poll() is None) and time.monotonic() - sent < within:
             time.sleep(0.1)
         outcome["gone_s"] = round(time.monotonic() - sent, 1)
         outcome["left"] = [" ".join(process.cmdline())[:120] for process in left if process.is_running()]
@@ -230,7 +231,7 @@ def told_wrong(told: str, code: int, signum: int, whom: str) -> list[str]:
             problems.append(f"exit code {code}")
         if "Stopped by" not in told:
             problems.append("it does not say that it was stopped")
-    elif whom in ("step", "child") and not any(line.startswith("qrl: ") for line in told.splitlines()[-3:]):
+    elif whom in ("step", "child") and not re.search(r"qrl: \S.*\.\s*$", told):
         problems.append("the study does not say what happened")
     return problems
 
