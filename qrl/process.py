@@ -68,14 +68,21 @@ def die_with_parent(launcher: int = 0) -> None:
 
     `launcher` is the process that is known to have wanted this one, and may have died before this call.
     """
-    import psutil
-
     if sys.platform != "linux":
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent or (launcher and not psutil.pid_exists(launcher)):  # it died before the request
+    if os.getppid() != parent or (launcher and _is_gone(launcher)):  # it died before the request
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_gone(pid: int) -> bool:
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @contextmanager

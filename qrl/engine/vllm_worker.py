@@ -4,8 +4,8 @@ import multiprocessing
 
 from qrl import process
 
-if multiprocessing.parent_process() is not None:  # None: the engine runs in the command's own process
-    process.die_with_parent()
+if parent := multiprocessing.parent_process():  # None: the engine runs in the command's own process
+    process.die_with_parent(parent.pid or 0)
 
 
 class Extension:

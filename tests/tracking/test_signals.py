@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import mlflow
@@ -100,3 +101,17 @@ def test_ctrl_c_does_not_reach_what_is_spawned_to_be_deaf():
         "print(blocked >> signal.SIGINT - 1 & 1, signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))\n"
     )
     assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True).split() == ["1", "False"]
+
+
+@pytest.mark.parametrize("first", ["import", "death"])
+def test_vllms_process_does_not_outlive_its_parent(first, tmp_path):
+    late, soon = (0, 3) if first == "import" else (3, 0)
+    engine = f"import time; time.sleep({late}); import qrl.engine.vllm_worker; time.sleep(600)"
+    program = "import multiprocessing, os, time\n"
+    program += f"child = multiprocessing.get_context('spawn').Process(target=exec, args=({engine!r},))\n"
+    program += f"child.start()\nopen('pid', 'w').write(str(child.pid))\ntime.sleep({soon})\nos.kill(os.getpid(), 9)\n"
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment(""), check=False)
+    child, until = int((tmp_path / "pid").read_text()), time.monotonic() + 60
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until, "it outlives its parent"
+        time.sleep(0.1)
