@@ -1,5 +1,15 @@
 """`python -m qrl`."""
 
-from qrl.cli import main
+from qrl.tracking import signals
 
-main()
+
+def main() -> None:
+    """Heed signals before anything else is imported, then run the command."""
+    signals.guard(caught=False)
+    from qrl.cli import main as command
+
+    command()
+
+
+if __name__ == "__main__":
+    main()

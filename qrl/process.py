@@ -10,12 +10,14 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from qrl.errors import QrlError
 
@@ -23,6 +25,7 @@ CHATTY = ("torchao", "torch.utils._pytree", "bitsandbytes", "torch.distributed.e
 ROOT = Path(__file__).parents[1]
 CALLER = "QRL_CALLER"  # how the user types commands, for processes that such a command launches
 FOLDER = "QRL_FOLDER"  # the folder in which the launching command was typed; MLflow starts us in the project's own
+_PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _NEVER = -1, -3, 1 << 30  # glibc's mallopt
 
 
@@ -58,6 +61,52 @@ def settle() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _NEVER)
         libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
+
+
+def die_with_parent(launcher: int = 0) -> None:
+    """Ask the kernel for SIGTERM at the parent's death, however it dies; on Linux alone.
+
+    `launcher` is the process that is known to have wanted this one, and may have died before this call.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent or (launcher and _is_gone(launcher)):  # it died before the request
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_gone(pid: int) -> bool:
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@contextmanager
+def deaf_children() -> Iterator[None]:
+    """Keep Ctrl-C from processes that `multiprocessing` spawns in this block: the parent gets it too, and ends them.
+
+    Otherwise one that is still importing prints hundreds of lines.
+    """
+    from multiprocessing import util
+
+    spawn = util.spawnv_passfds
+
+    def spawn_deaf(*how: Any) -> int:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # a process inherits what is blocked
+        try:
+            return spawn(*how)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    util.spawnv_passfds = spawn_deaf
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = spawn
 
 
 def hush_transformers() -> None:

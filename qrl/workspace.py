@@ -13,6 +13,7 @@ from pathlib import Path
 from qrl import names
 from qrl.errors import BadInput
 
+DYING_S = 10  # how long a process that was told to stop may hold a folder: a study that was killed leaves such steps
 _YOUNG_S = 60  # a younger temporary folder may not be locked yet
 WORK = Path(".qrl")  # normally on the store's file system, so that finished weights can be linked into the store
 
@@ -39,7 +40,7 @@ def workspace(name: str, *, keep_on_error: bool = False, shared: bool = False) -
     _sweep(path.parent)
     lock = Path(f"{path}.lock")
     try:
-        with FileLock(lock, timeout=0):
+        with FileLock(lock, timeout=DYING_S, poll_interval=0.2):
             if not keep_on_error:
                 shutil.rmtree(path, ignore_errors=True)
             path.mkdir(exist_ok=True)

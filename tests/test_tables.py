@@ -21,7 +21,7 @@ CELLS = [(variant, scheme) for variant in ("base", "grpo") for scheme in ("full"
 def in_process(monkeypatch):
     """Let a command run in this process, whose signals and libraries keep their settings."""
     monkeypatch.setattr(ending.process, "settle", lambda: None)
-    monkeypatch.setattr(ending.signals, "guard", lambda: None)
+    monkeypatch.setattr(ending.signals, "guard", lambda **_: None)
 
 
 def rows(n: int = 40, **changes) -> list[dict]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from qrl import workspace as workspaces
 from qrl.errors import BadInput
 from qrl.workspace import WORK, Scratch, workspace
 
@@ -42,7 +43,8 @@ def test_what_a_second_try_goes_on_from_stays():
     assert not again.exists()
 
 
-def test_the_same_work_is_not_done_twice_at_once():
+def test_the_same_work_is_not_done_twice_at_once(monkeypatch):
+    monkeypatch.setattr(workspaces, "DYING_S", 0.1)
     with workspace("train-1"), pytest.raises(BadInput, match="Another process"), workspace("train-1"):
         pass
 

@@ -14,7 +14,6 @@ from qrl import names
 from qrl.cli import models, standalone
 from qrl.cli.options import SWITCH, RecipeCommand, Typed, listed, named
 from qrl.errors import BadInput
-from qrl.tracking import signals
 
 ALL = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
 DATA = ("model", "task", "data", "seed", "device")  # fields that `--help` shows first
@@ -83,7 +82,6 @@ def study_command(typed: Typed, settings, yes: bool | None) -> None:
     from qrl.study import build
 
     build.announce(settings)
-    signals.import_mlflow()
     from qrl.study import pipeline
 
     pipeline.study(settings, typed.overrides, yes=bool(yes))

@@ -16,7 +16,6 @@ from qrl.tracking import signals
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and end the process with its exit code; expected errors are printed as one sentence."""
     process.settle()
-    signals.guard()
     for stream in (sys.stdout, sys.stderr):  # an encoding without − or ± gets an escape, not a traceback
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -25,8 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         for word in words:
             reading.check_text("An argument", word)
-        if os.environ.get("MLFLOW_RUN_ID") and command != "study":  # which says first what it will do
-            signals.import_mlflow()
+        signals.guard()
         cli.main(args=arguments, prog_name="qrl", standalone_mode=False)
         return
     except click.exceptions.Exit as shown:
@@ -38,6 +36,8 @@ def main(arguments: list[str] | None = None) -> None:
         causes = (error, error.__cause__, error.__context__)
         ended = next((cause for cause in causes if isinstance(cause, KeyboardInterrupt)), KeyboardInterrupt())
         code = signals.exit_code(ended)
+        if not getattr(ended, "printed", False):
+            click.echo(f"{ended or 'Stopped by Ctrl-C.'} Run the same command again to resume.", err=True)
     except Exception as error:
         ended = _explained(error, command)
         if ended is None:
@@ -45,6 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
         if not ended.printed:
             click.echo(f"qrl: {ended}", err=True)
         code = ended.exit_code
+    finally:
+        signals.guard(caught=False)
     if os.environ.get("MLFLOW_RUN_ID"):  # end that run with the reason: MLflow turns every failure into exit code 1
         from qrl.tracking import runs
 

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qrl import checkpoint
+from qrl import checkpoint, process
 from qrl.engine import hf, pretrained
 from qrl.engine.hf import Completion
 from qrl.engine.vllm_support import batch_invariant, check_runs
@@ -94,20 +94,22 @@ class Vllm(AbstractContextManager):
         self._sampling = vllm.SamplingParams
         shares = {"gpu_memory_utilization": memory, "kv_cache_memory_bytes": cache_bytes}
         try:
-            self._llm = vllm.LLM(
-                model=str(path.resolve()),
-                dtype=_DTYPES[dtype],
-                max_model_len=max_tokens,
-                max_num_seqs=sequences,
-                enforce_eager=not on_gpu,
-                enable_prefix_caching=False,
-                kv_cache_dtype="fp8" if kv_fp8 else "auto",
-                disable_log_stats=not timed,
-                generation_config="vllm",  # a checkpoint's own sampling settings would change every accuracy
-                seed=seed,
-                trust_remote_code=False,
-                **(shares if on_gpu else {"gpu_memory_utilization": _CPU_SHARE}),
-            )
+            with process.deaf_children():
+                self._llm = vllm.LLM(
+                    model=str(path.resolve()),
+                    dtype=_DTYPES[dtype],
+                    max_model_len=max_tokens,
+                    max_num_seqs=sequences,
+                    enforce_eager=not on_gpu,
+                    enable_prefix_caching=False,
+                    kv_cache_dtype="fp8" if kv_fp8 else "auto",
+                    disable_log_stats=not timed,
+                    generation_config="vllm",  # a checkpoint's own sampling settings would change every accuracy
+                    seed=seed,
+                    trust_remote_code=False,
+                    worker_extension_cls="qrl.engine.vllm_worker.Extension",
+                    **(shares if on_gpu else {"gpu_memory_utilization": _CPU_SHARE}),
+                )
         except Exception as error:  # whatever the worker raised
             if on_gpu and cache_bytes is None:
                 _check_memory(memory, error)

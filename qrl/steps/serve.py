@@ -57,6 +57,7 @@ def serve(
     """
     if engine not in ENGINES:
         raise BadInput(f"There is no engine '{engine}': expected one of {', '.join(ENGINES)}.")
+    signals.patient(forever=True)  # an engine that was told to stop finishes its answers, and has its own limit
     if engine == "auto":
         engine = engines.default(recipe.device)
     memory = check_options(engine, stage, memory, follow_s, drain_s)

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ import click
 from qrl import process
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.study import build
-from qrl.tracking import projects, reuse, runs
+from qrl.tracking import projects, reuse, runs, signals, store
 from qrl.tracking.keys import ROOT
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Failed = Callable[[list[str], QrlError], None]  # gets the labels left without a result, and the error
 ERRORS = {2: BadInput, 3: GateRefused}  # exit code of a launched step → the error to raise here
+STOPPED = 128  # a signal ended a step with an exit code above it, and not with a sentence of the step's own
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Launcher:
         Raises:
             QrlError: the step failed; it carries the step's own sentence and exit code.
         """
-        runs = {label: reuse.find(step.name, key) for label, key in step.keys.items()}
+        runs = self._found(step, step.keys)
         missing = [label for label, run in runs.items() if run is None]
         self._announce(step.name, step.title, "" if missing else " (reused)")
         if reused := [f"{label} from run {run.info.run_id[:8]}" for label, run in runs.items() if run]:
@@ -86,30 +87,48 @@ class Launcher:
             if changed := reuse.changes(step.name, step.keys[label]):
                 click.echo(f"      {label} is not reused: {', '.join(changed)}", err=True)
         if missing:
-            error = None
-            try:
-                self._launch(step.folder, step.name, step.parameters(missing))
-            except QrlError as failure:
-                error = failure
-            runs |= {label: reuse.find(step.name, step.keys[label]) for label in missing}
-            lost = [label for label in missing if runs[label] is None]
-            if error and (failed is None or len(lost) == len(runs)):
-                raise error
-            if error:
-                failed(lost, error)
-            elif lost:
-                raise QrlError(
-                    f"Step {step.name} ended well, but the store has no result '{lost[0]}' under the expected key: "
-                    "sources, data or settings changed while it ran. Run the study again."
-                )
+            waiting = f"      Another study on this store makes {step.name} ({', '.join(missing)}) now: waiting for it."
+            with store.claimed((f"{step.name} {step.keys[label]}" for label in missing), lambda: _say(waiting)):
+                runs |= self._found(step, missing)
+                if made := [f"{label} from run {runs[label].info.run_id[:8]}" for label in missing if runs[label]]:
+                    _say(f"      reused, as another study made it: {', '.join(made)}")
+                missing = [label for label in missing if not runs[label]]
+                runs |= self._made(step, missing, failed, alone=len(missing) == len(runs))
         results = {label: _result(run, reused=label not in missing) for label, run in runs.items() if run}
         self.results += [(f"{step.name} {label}", result) for label, result in results.items()]
         return results
 
-    def run(self, step: str, title: str, parameters: dict[str, str]) -> None:
-        """Launch a step whose result is never reused."""
-        self._announce(step, title)
-        self._launch(None, step, parameters)
+    def _found(self, step: Step, labels: Iterable[str]) -> dict[str, Run | None]:
+        return {label: reuse.find(step.name, step.keys[label]) for label in labels}
+
+    def _made(self, step: Step, missing: list[str], failed: Failed | None, *, alone: bool) -> dict[str, Run | None]:
+        """Launch a step once for all missing results, and return their runs; `alone`: the step wants no others."""
+        error = None
+        try:
+            if missing:
+                self._launch(step.folder, step.name, step.parameters(missing))
+        except QrlError as failure:
+            error = failure
+        runs = self._found(step, missing)
+        lost = [label for label, run in runs.items() if run is None]
+        if error and (failed is None or (alone and lost == missing)):
+            raise error
+        if error:
+            failed(lost, error)
+        elif lost:
+            raise QrlError(
+                f"Step {step.name} ended well, but the store has no result '{lost[0]}' under the expected key: "
+                "sources, data or settings changed while it ran. Run the study again."
+            )
+        return runs
+
+    def promote(self, title: str, parameters: dict[str, str]) -> None:
+        """Launch `promote`, never reused; a study's stages move as a whole, so studies of one model take turns."""
+        self._announce("promote", title)
+        name = parameters["registered_name"]
+        waiting = f"      Another study on this store promotes to {name} now: waiting for it."
+        with store.claimed([f"promote {name}"], lambda: _say(waiting)):
+            self._launch(None, "promote", parameters)
 
     def result(self, step: str) -> Result:
         """Return the result of a step that has one, such as train or compare."""
@@ -149,6 +168,10 @@ class DryRun(Launcher):
         return {label: _result(run, reused=True) if run else unmade for label, run in runs.items()}
 
 
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
 def _result(run: Run, *, reused: bool) -> Result:
     return Result(run.info.run_id, reuse.outputs(run), reused)
 
@@ -176,6 +199,7 @@ def launch(folder: Path, step: str, parameters: dict[str, str], *, run_id: str |
     logging.getLogger("mlflow.utils.virtualenv").addFilter(lambda line: "already exists" not in line.getMessage())
     manager = projects.env_manager(parent or run_id)
     own = not (run_id or parent)
+    signals.patient(forever=step == "serve")
     run_id = run_id or projects.open_child(parent, step)
     if manager == "local":  # a step runs `python`, which is this one only where its environment was activated
         os.environ["PATH"] = local_path()
@@ -186,12 +210,12 @@ def launch(folder: Path, step: str, parameters: dict[str, str], *, run_id: str |
             mlflow.projects.run(str(folder), **how)
     except KeyboardInterrupt as stopped:
         if not projects.mark_stopped(run_id, stopped) or parent:
+            stopped.printed = not parent  # by the step
             raise  # otherwise a server was stopped, and has done its work, handed over or not
-    except ExecutionException as error:
+    except ExecutionException:
         reason, exit_code = projects.failure(run_id)
-        reason = reason or f"It did not begin ({error}); see the output above."
         failure = QrlError(f"Step {step}: {reason}")
-        if exit_code is not None:  # the step has printed its sentence
+        if exit_code is not None and exit_code < STOPPED:  # the step has printed its sentence
             failure = ERRORS.get(exit_code, QrlError)(reason)
             failure.printed = True
         raise failure from None
@@ -208,6 +232,7 @@ def local_path() -> str:
 def variables(folder: Path) -> AbstractContextManager[None]:
     """Set our working folder, how commands are typed, and uv's overrides.txt, which replaces pins, if there is one."""
     ours, overrides = {process.FOLDER: os.getcwd(), process.CALLER: process.caller()}, folder / "overrides.txt"
+    ours[signals.LAUNCHER] = str(os.getpid())
     if overrides.is_file() and "UV_OVERRIDE" not in os.environ:  # a user's own has precedence
         ours["UV_OVERRIDE"] = str(overrides.resolve())
     return process.variables(**ours)

@@ -150,7 +150,7 @@ class StudySteps:
         unchanged = [f"; {stage} is unchanged: no cell {cell}" for stage, cell in absent.items()]
         parameters = {"stage": ",".join(chosen), "cell": ",".join(chosen.values()), "model": self.recipe.model}
         parameters["registered_name"] = registry.registered_name(self.recipe)  # reused cells may have other ones
-        self.launcher.run("promote", f"{' → '.join(chosen)}{''.join(unchanged)}", parameters)
+        self.launcher.promote(f"{' → '.join(chosen)}{''.join(unchanged)}", parameters)
         return list(chosen)[-1]
 
     def earned(self, cells: dict[str, Result]) -> str | None:

@@ -182,7 +182,7 @@ def _register(target: _Target, outcome: SweepOutcome, seed: int, launcher: Launc
     parameters |= {"registered_name": registry.registered_name(target.start), "promote.stages": ",".join(stages)}
     own = launcher.below(next(iter(target.arms.values()))[0].typed)
     try:
-        own.run("promote", f"{' → '.join(chosen)}, the best of {target.name or 'the sweep'}", parameters)
+        own.promote(f"{' → '.join(chosen)}, the best of {target.name or 'the sweep'}", parameters)
     except QrlError as error:
         return error
     return None

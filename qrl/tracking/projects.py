@@ -14,6 +14,7 @@ from mlflow.tracking.fluent import _get_experiment_id
 from qrl import names
 from qrl.tracking import model_files, runs, signals, store
 
+NOT_BEGUN = "Its process ended before it began: it was killed, or its environment is broken; see the output above."
 _MANAGER = "mlflow.project.env"
 
 
@@ -37,8 +38,14 @@ def environment(folder: Path) -> Path:
 
 
 def is_built(folder: Path, package: str) -> bool:
-    """Return whether a project's environment holds a package: one whose build was killed does not."""
-    return any(environment(folder).glob(f"lib/python*/site-packages/{package}"))
+    """Return whether a project's environment holds its package, and no build of it was killed."""
+    place = environment(folder)
+    return not _unfinished(place).exists() and any(place.glob(f"lib/python*/site-packages/{package}"))
+
+
+def _unfinished(place: Path) -> Path:
+    """Return the file that says, from before the first package to after the last, that an environment is incomplete."""
+    return place.with_name(f"{place.name}.unfinished")
 
 
 def build(folder: str, manager: Literal["uv", "virtualenv"], package: str) -> None:
@@ -66,14 +73,17 @@ def build(folder: str, manager: Literal["uv", "virtualenv"], package: str) -> No
         if is_built(project, package):
             return
         shutil.rmtree(place, ignore_errors=True)  # a build that was killed
+        _unfinished(place).touch()
         try:
             virtualenv._create_virtualenv(project, _python(project), place, env_manager=manager)
         except ShellCommandException:
             raise SystemExit(1) from None
         except BaseException:
+            signals.kill_children()  # the installer, which MLflow leaves behind
             shutil.rmtree(place, ignore_errors=True)
             raise
         subprocess.run([place / "bin" / "python", "-c", f"import {package}"], check=False)
+        _unfinished(place).unlink()
 
 
 def _python(folder: Path):
@@ -108,8 +118,11 @@ def failure(run_id: str) -> tuple[str, int | None]:
     tags = run.data.tags
     if names.TAG_VERDICT in tags:
         mlflow.MlflowClient().set_terminated(run_id, "FINISHED")
-    if names.TAG_EXIT_CODE in tags or names.TAG_STEP not in tags:
-        return tags.get(names.TAG_REASON, ""), int(tags[names.TAG_EXIT_CODE]) if names.TAG_EXIT_CODE in tags else None
+    if names.TAG_EXIT_CODE in tags:
+        return tags.get(names.TAG_REASON, ""), int(tags[names.TAG_EXIT_CODE])
+    if names.TAG_STEP not in tags:
+        mlflow.MlflowClient().set_tag(run_id, names.TAG_REASON, NOT_BEGUN)
+        return NOT_BEGUN, None
     store.end_dead(run.info)
     store.sweep()  # its cells
     return store.DIED, None

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import NoReturn
 
 import mlflow
 from mlflow.entities import Run, RunTag
@@ -19,7 +20,7 @@ from qrl import names
 from qrl.errors import BadInput, GateRefused, QrlError, first_line
 from qrl.recipe import Recipe
 from qrl.tasks import own, prompt
-from qrl.tracking import contents, signals, store
+from qrl.tracking import contents, models, signals, store
 
 active_id = contents.active_id
 PARENT, NOTE = "mlflow.parentRunId", "mlflow.note.content"
@@ -105,6 +106,21 @@ def close_opened(error: BaseException) -> None:
     """End the run that `mlflow run` opened if no step has joined it: after bad input, or a signal during imports."""
     if run_id := os.environ.pop("MLFLOW_RUN_ID", None):
         _end(run_id, error, partial(mlflow.MlflowClient().set_terminated, run_id))  # the variable may be stale
+
+
+def close_stopped(signum: int) -> NoReturn:
+    """End as KILLED the runs of this process, which `signals.end_now` has replaced by a fresh interpreter, and exit."""
+    stopped = signals.Stopped(signum)
+    try:
+        store.prepare()
+        for run in store.running(f" and tags.`{names.TAG_PID}` = '{signals.identity()}'"):
+            _end(run.info.run_id, stopped, partial(mlflow.MlflowClient().set_terminated, run.info.run_id))
+            models.abandon(run.info.experiment_id, run.info.run_id)
+        close_opened(stopped)
+        store.sweep()  # of the processes that were killed with this one
+    except Exception as failure:
+        print(f"The run could not be ended ({first_line(failure)}); the next command ends it.", file=sys.stderr)
+    sys.exit(stopped.code)
 
 
 def parent_id() -> str | None:

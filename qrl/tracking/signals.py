@@ -1,22 +1,39 @@
 """A process that receives a stop signal unwinds, so that its run can be ended; imports nothing heavy.
 
-SIGINT, SIGTERM and SIGHUP become the exception `Stopped`. A process that `mlflow run` started also requests SIGTERM
-from the kernel for its parent's death, because MLflow dies of a signal without passing it on.
+SIGINT, SIGTERM and SIGHUP become the exception `Stopped`. It would leave half a module behind where something is being
+imported, and code may swallow it, or wait for an engine that died. In these cases the process ends where it stands
+(`end_now`): it kills its children, and a fresh interpreter in its place ends its runs.
+
+A process that `mlflow run` started also requests SIGTERM from the kernel for its parent's death, because MLflow dies of
+a signal without passing it on.
 """
 
-import ctypes
+import atexit
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import psutil
 
+from qrl.process import die_with_parent
+
+LAUNCHER = "QRL_LAUNCHER"  # pid of the process of ours that launches a step, in the step's environment
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1
+_UNWIND_S, _WAIT_S = 4, 7  # to end after a signal: of a process, and of one that waits for a step's process
+_CLOSE_S = 120  # for the fresh interpreter that ends the runs: three seconds where the processor is free
+_CLOSE = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from qrl.tracking import runs; runs.close_stopped(int(sys.argv[2]))"
+)
+_IMPORT = "<frozen importlib"  # begins the file name of the interpreter's own code that imports
+_unwind_s = _UNWIND_S
+_stopping = False
 
 
 class Stopped(KeyboardInterrupt):
@@ -32,51 +49,73 @@ def exit_code(error: KeyboardInterrupt) -> int:
     return getattr(error, "code", 128 + signal.SIGINT)
 
 
-def guard() -> None:
-    """Turn stop signals into `Stopped`; call it early. It may be called again, and does nothing off the main thread."""
+def guard(*, caught: bool = True) -> None:
+    """Turn stop signals into `Stopped`; call it early. It may be called again, and does nothing off the main thread.
+
+    Unless the exception is `caught` by now, a signal ends the process where it stands.
+    """
     if threading.current_thread() is not threading.main_thread():
         return
-    owner, stopping = os.getpid(), False
+    owner = os.getpid()
 
-    def stop(signum: int, _frame: FrameType | None) -> None:
-        nonlocal stopping
+    def stop(signum: int, frame: FrameType | None) -> None:
+        global _stopping  # noqa: PLW0603
         if os.getpid() != owner:  # a forked worker inherits the handler, but not the run
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
-        # Ctrl-C reaches a whole process group, and MLflow then sends SIGTERM as well: unwind once, undisturbed. The
-        # second signal may arrive during this handler, since `signal.signal` runs the handlers of pending signals.
-        if stopping:
+        if _stopping:  # Ctrl-C reaches a whole process group, and MLflow then sends SIGTERM as well: unwind once
             return
-        stopping = True
-        for each in _SIGNALS:
-            signal.signal(each, signal.SIG_IGN)
+        _stopping = True
+        if not caught or _imports(frame):
+            end_now(signum)
+        if _unwind_s:
+            signal.signal(signal.SIGALRM, lambda *_: end_now(signum))
+            signal.alarm(_unwind_s)
+            atexit.register(signal.alarm, 0)
         raise Stopped(signum)
 
     for signum in _SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:  # ignored on purpose, as `nohup` does
             signal.signal(signum, stop)
     if os.environ.get("MLFLOW_RUN_ID"):
-        die_with_parent()
+        die_with_parent(int(os.environ.pop(LAUNCHER, 0)))
 
 
-def import_mlflow() -> None:
-    """Import MLflow with stop signals blocked: a half-imported MLflow could not end the run that waits for us."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        import mlflow  # noqa: F401
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+def patient(*, forever: bool = False) -> None:
+    """Allow longer to unwind, since this process waits for a step's; or `forever`: a server finishes its answers."""
+    global _unwind_s  # noqa: PLW0603
+    _unwind_s = 0 if forever else _WAIT_S
 
 
-def die_with_parent() -> None:
-    """Ask the kernel for SIGTERM at the parent's death, however it dies; on Linux alone."""
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before the request
-        os.kill(os.getpid(), signal.SIGTERM)
+def end_now(signum: int) -> NoReturn:
+    """Kill what this process started, end its runs as KILLED by a fresh interpreter in its place, and exit."""
+    stopped = Stopped(signum)
+    with suppress(OSError):
+        os.write(2, f"{stopped} Run the same command again to resume.\n".encode())
+    kill_children()
+    if "mlflow" not in sys.modules and "MLFLOW_RUN_ID" not in os.environ:
+        os._exit(stopped.code)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in the fresh interpreter too
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_CLOSE_S)
+    root = str(Path(__file__).parents[2])
+    os.execv(sys.executable, [sys.executable, "-c", _CLOSE, root, str(signum)])
+
+
+def kill_children() -> None:
+    """Kill all processes that this one started, and theirs."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            child.kill()
+
+
+def _imports(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_IMPORT):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def identity() -> str:

@@ -10,13 +10,15 @@ import os
 import re
 import sqlite3
 import tempfile
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import mlflow
 import requests
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from mlflow.entities import Run, RunInfo
 
 from qrl import names
@@ -145,16 +147,51 @@ def database_of(address: str) -> Path | None:
 
 
 def sweep() -> list[str]:
-    """End as KILLED what still counts as RUNNING although its process on this host is dead; return the ended runs."""
-    query = "attributes.status = 'RUNNING'"
-    running = mlflow.search_runs(filter_string=query, search_all_experiments=True, output_format="list")
-    abandoned = [run.info for run in running if _is_abandoned(run)]
+    """Give every run whose process on this host died its end, KILLED, and its reason; return the ended runs.
+
+    Such a run still counts as RUNNING, or `mlflow run` called it FAILED without a reason.
+    """
+    failed = running(f" and tags.`{names.TAG_PID}` != ''", status="FAILED")
+    untold = [run for run in failed if names.TAG_REASON not in run.data.tags]
     ended = []
-    for run in abandoned:
+    for run in [*filter(_is_abandoned, running()), *filter(_is_abandoned, untold)]:
         with suppress(mlflow.MlflowException):  # another user's, on a server that does not let us end it
-            end_dead(run)
-            ended.append(run.run_id)
+            end_dead(run.info)
+            ended.append(run.info.run_id)
     return ended
+
+
+def running(more: str = "", status: str = "RUNNING") -> list[Run]:
+    """Return the runs of all experiments that have a status, and whatever `more` of a query asks for."""
+    query = f"attributes.status = '{status}'{more}"
+    return mlflow.search_runs(filter_string=query, search_all_experiments=True, output_format="list")
+
+
+@contextmanager
+def claimed(work: Iterable[str], waiting: Callable[[], object]) -> Iterator[None]:
+    """Hold the right to do pieces of work in this store; wait while other processes of this host hold one.
+
+    Args:
+        work: a name for each; all are held in one order, so that two processes never wait for each other.
+        waiting: called once, before the first wait.
+    """
+    address = mlflow.get_tracking_uri()
+    place = str(
+        database_of(address) or Path(tempfile.gettempdir()) / f"qrl-{sha256(address.encode()).hexdigest()[:16]}"
+    )
+    with ExitStack() as held:
+        for name in sorted(set(work)):
+            path = f"{place}.{sha256(name.encode()).hexdigest()[:16]}.lock"
+            lock = FileLock(path, mode=0o666)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                waiting()
+                waiting = lambda: None  # noqa: E731
+                lock.acquire()
+            held.callback(lock.release)
+            held.callback(Path(path).unlink, missing_ok=True)  # before the release: who waits for it opens a new file
+        yield
 
 
 def end_dead(run: RunInfo) -> None:

@@ -33,7 +33,7 @@ def run(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.Completed
 def here(monkeypatch, capsys):
     """Run a command in this process, whose signals and libraries keep their settings; exit code and stderr."""
     monkeypatch.setattr(ending.process, "settle", lambda: None)
-    monkeypatch.setattr(ending.signals, "guard", lambda: None)
+    monkeypatch.setattr(ending.signals, "guard", lambda **_: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def command(*words: str) -> tuple[int, str]:

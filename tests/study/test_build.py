@@ -1,8 +1,12 @@
 """Environments of other projects: built beside a study, awaited, and refused with the last lines of their log."""
 
+import contextlib
+import signal
 import sys
+import time
 import zipfile
 
+import psutil
 import pytest
 
 from qrl import recipe
@@ -26,10 +30,10 @@ def project(tmp_path, monkeypatch):
     return folder, wheel
 
 
-def write(wheel) -> None:
+def write(wheel, source: str = "print('imported')\n") -> None:
     info = "awq-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("awq/__init__.py", "print('imported')\n")
+        archive.writestr("awq/__init__.py", source)
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: awq\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
@@ -64,6 +68,28 @@ def test_a_failed_build_ends_with_the_path_of_its_log_and_the_installers_words(p
     *_, first, last = str(failed.value).splitlines()
     assert str(build.log(folder).resolve()) in str(failed.value) and wheel.name in first + last
     assert not projects.environment(folder).exists()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_a_build_that_was_killed_is_not_taken_for_an_environment(project, signum, tmp_path):
+    folder, wheel = project
+    once = f"open({str(tmp_path / 'began')!r}, 'x'); import time; time.sleep(600)"
+    write(wheel, f"import os\nif not os.path.exists({str(tmp_path / 'began')!r}):\n    {once}\n")
+    build.begin(folder, "uv")
+    builder = build._running.pop(folder)
+    until = time.monotonic() + 120
+    while not (tmp_path / "began").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    started = psutil.Process(builder.pid).children(recursive=True)
+    builder.send_signal(signum)
+    builder.wait(60)
+    assert started and not projects.is_built(folder, "awq")
+    for left in started:
+        assert signum == signal.SIGKILL or not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
+        with contextlib.suppress(psutil.Error):
+            left.kill()
+    build.wait(folder, "uv")
+    assert projects.is_built(folder, "awq")
 
 
 @pytest.mark.parametrize("manager", ["local", "conda"])

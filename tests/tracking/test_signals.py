@@ -1,0 +1,117 @@
+"""A signal ends a process with 130 or 143, one sentence and its run KILLED, whatever it was doing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlflow
+import psutil
+import pytest
+
+import qrl
+from qrl import names
+from qrl.tracking import signals
+
+pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux's processes")]
+
+ROOT = Path(qrl.__file__).parents[1]
+TRIPPED = """
+import os, sys
+
+class Trip:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), signum)
+
+module, signum = sys.argv[1], int(sys.argv[2])
+sys.argv[1:3] = []
+sys.meta_path.insert(0, Trip())
+from qrl.__main__ import main
+main()
+"""
+SWALLOWED = """
+import subprocess, sys, time
+from qrl.tracking import runs, signals, store
+store.prepare()
+with runs.step("train") as run:
+    child = subprocess.Popen(["sleep", "600"])
+    print(run.info.run_id, child.pid, flush=True)
+    while True:
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:  # as code does that waits for an engine which has died
+            print("swallowed", flush=True)
+"""
+
+
+def environment(store: str, **more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": store, "CUDA_VISIBLE_DEVICES": "", **more}
+
+
+@pytest.mark.parametrize(
+    ("module", "signum"),
+    [("click", signal.SIGINT), ("pandas", signal.SIGINT), ("mlflow.entities", signal.SIGTERM), ("trl", signal.SIGTERM)],
+)
+def test_a_signal_while_modules_are_imported_ends_in_a_sentence(module, signum, store):
+    opened = mlflow.MlflowClient().create_run("0").info.run_id  # as `mlflow run` does
+    words = [module, str(int(signum)), "train", "--train.steps", "1"]
+    how = {"env": environment(store, MLFLOW_RUN_ID=opened), "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", TRIPPED, *words], check=False, **how)
+    run = mlflow.get_run(opened)
+    assert done.returncode == 128 + signum, done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count(f"Stopped by {signum.name}.") == 1, done.stderr
+    assert run.info.status == "KILLED" and run.data.tags[names.TAG_REASON] == f"Stopped by {signum.name}."
+
+
+def test_a_signal_that_is_swallowed_ends_the_process_its_children_and_its_run(store):
+    how = {"env": environment(store), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SWALLOWED], **how) as process:
+        run_id, child = process.stdout.readline().split()
+        process.terminate()
+        assert process.stdout.readline() == "swallowed\n"
+        _, told = process.communicate(timeout=300)
+    assert process.returncode == 143 and "Traceback" not in told, told
+    run = mlflow.get_run(run_id)
+    assert run.info.status == "KILLED" and run.data.tags[names.TAG_REASON] == "Stopped by SIGTERM."
+    assert not psutil.pid_exists(int(child)) or psutil.Process(int(child)).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_step_does_not_outlive_a_launcher_that_died_before_it_began(store):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    opened = mlflow.MlflowClient().create_run("0").info.run_id
+    own = environment(store, MLFLOW_RUN_ID=opened, **{signals.LAUNCHER: str(gone.pid)})
+    done = subprocess.run([sys.executable, "-m", "qrl", "train"], env=own, capture_output=True, text=True, check=False)
+    assert done.returncode == 143 and "Stopped by SIGTERM" in done.stderr, done.stderr
+    assert mlflow.get_run(opened).info.status == "KILLED"
+
+
+def test_ctrl_c_does_not_reach_what_is_spawned_to_be_deaf():
+    """A process that is still importing would print hundreds of lines; the parent gets the signal too."""
+    program = "import multiprocessing, signal, sys\nfrom qrl import process\n"
+    program += (
+        "with process.deaf_children():\n    deaf = multiprocessing.get_context('spawn').Process(target=sys.exit)\n"
+    )
+    program += "    deaf.start()\nstate = open(f'/proc/{deaf.pid}/status').read()\n"
+    program += "blocked = int(state.split('SigBlk:')[1].split()[0], 16)\ndeaf.join()\n"
+    program += (
+        "print(blocked >> signal.SIGINT - 1 & 1, signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))\n"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True).split() == ["1", "False"]
+
+
+@pytest.mark.parametrize("first", ["import", "death"])
+def test_vllms_process_does_not_outlive_its_parent(first, tmp_path):
+    late, soon = (0, 3) if first == "import" else (3, 0)
+    engine = f"import time; time.sleep({late}); import qrl.engine.vllm_worker; time.sleep(600)"
+    program = "import multiprocessing, os, time\n"
+    program += f"child = multiprocessing.get_context('spawn').Process(target=exec, args=({engine!r},))\n"
+    program += f"child.start()\nopen('pid', 'w').write(str(child.pid))\ntime.sleep({soon})\nos.kill(os.getpid(), 9)\n"
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment(""), check=False)
+    child, until = int((tmp_path / "pid").read_text()), time.monotonic() + 60
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until, "it outlives its parent"
+        time.sleep(0.1)
