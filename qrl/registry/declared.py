@@ -5,6 +5,7 @@ model of a former store has no such tags, and the stages base, grpo and awq.
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 from mlflow import MlflowClient, MlflowException
 from mlflow.entities.model_registry import RegisteredModel
@@ -25,7 +26,7 @@ def known(name: str) -> dict[str, Stage]:
 
 def check_declared(name: str, stages: Iterable[Stage]) -> None:
     """Raise BadInput if a stage of a recipe is a stage of this model already, but of another cell."""
-    there = listed(model_of(name))
+    there = listed(model_of(name, make=True))
     for stage in stages:
         if (other := there.get(stage.stage)) and other.cell != stage.cell:
             taken = f"Stage {stage.stage} of '{name}' is the cell {other.cell}, but this recipe declares {stage.cell}"
@@ -42,14 +43,22 @@ def declare(name: str, stage: Stage) -> None:
         MlflowClient().set_registered_model_tag(name, names.TAG_MIRROR + stage.mlflow, stage.stage)
 
 
-def model_of(name: str) -> RegisteredModel | None:
-    """Return a registered model as MLflow has it, with its tags and aliases; None if there is none of this name."""
+def model_of(name: str, *, make: bool = False) -> RegisteredModel | None:
+    """Return a registered model as MLflow has it, with its tags and aliases; None if there is none of this name.
+
+    With `make`, a model that a server denies is made if it can be: a server that gives no right by default denies what
+    does not exist, too, and only whoever makes a model has rights on it.
+    """
     try:
         return MlflowClient().get_registered_model(name)
     except MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
             return None
-        raise store.sentence(error) or error from None
+        denied = store.sentence(error)
+        if make and denied:
+            with suppress(MlflowException):
+                return MlflowClient().create_registered_model(name)
+        raise denied or error from None
 
 
 def listed(model: RegisteredModel | None) -> dict[str, Stage]:

@@ -20,12 +20,11 @@ from typing import Any
 import mlflow
 from filelock import FileLock
 from mlflow import MlflowClient, MlflowException
-from mlflow.artifacts import download_artifacts
 from mlflow.entities.model_registry import ModelVersion
 
 from qrl import checkpoint, names
-from qrl.errors import GateRefused, QrlError, first_line
-from qrl.tracking import store
+from qrl.errors import BadInput, GateRefused, QrlError, first_line
+from qrl.tracking import models, store
 
 PASSED, REFUSED = "passed", "refused"
 
@@ -138,8 +137,8 @@ def aliased(name: str, alias: str) -> ModelVersion | None:
 def folder(version: Version) -> Path:
     """Return the version's checkpoint folder, in place if the store is local; raise QrlError if its files are gone."""
     try:
-        path = Path(download_artifacts(version.uri)) / "model"
-    except (MlflowException, OSError) as error:
+        path = models.local_path(version.uri, version.digest)
+    except (BadInput, MlflowException, OSError) as error:
         raise QrlError(f"The files of {version} cannot be read ({first_line(error)}): run the study again.") from None
     if not (path / "config.json").is_file():
         raise QrlError(f"The files of {version} are gone from {path}: run the study again.")

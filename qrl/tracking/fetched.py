@@ -1,0 +1,101 @@
+"""Checkpoints of a remote store on this machine: fetched once, checked, shared by processes, deleted oldest first."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+
+from filelock import FileLock
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+from qrl import checkpoint
+from qrl.errors import QrlError
+from qrl.workspace import WORK, free_bytes, need, written_whole
+
+FOLDER = WORK / "models"
+MOST = 12  # kept: the cells of a study, twice
+MODEL = "model"  # the checkpoint's folder among a model's artifacts
+_held: dict[Path, int] = {}  # folder → descriptor with a shared lock, which this process keeps to its end
+
+
+def get(address: str, digest: str = "") -> Path:
+    """Return the checkpoint among a model's remote artifacts, downloaded once for all processes in this folder.
+
+    Files go straight to their place, a chunk at a time, and appear once all of them are there and are what was logged.
+
+    Args:
+        address: of the artifacts, as MLflow resolves it: mlflow-artifacts:/… or s3://….
+        digest: of the checkpoint that was logged; empty where it is unknown.
+
+    Raises:
+        BadInput: the disk lacks the space.
+        QrlError: the store holds something else than was logged.
+    """
+    place = _place(address)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{place}.lock"):
+        if not place.is_dir():
+            store = get_artifact_repository(address)
+            _make_space(place, sum(file.file_size or 0 for file in store.list_artifacts(MODEL)))
+            with written_whole(place) as partial:
+                partial.mkdir()
+                store.download_artifacts(MODEL, str(partial))
+                if digest and (found := checkpoint.digest(partial / MODEL)) != digest:
+                    raise QrlError(
+                        f"What the store holds at {address} has the digest {found[:12]}, but {digest[:12]} was logged: "
+                        "run the step that made it again."
+                    )
+        if place not in _held:
+            _held[place] = os.open(place, os.O_RDONLY)
+            fcntl.flock(_held[place], fcntl.LOCK_SH)
+        os.utime(place)  # the least recently used are deleted first
+    return place / MODEL
+
+
+def keep(address: str, files: Iterable[Path]) -> None:
+    """Link a step's own files, which were uploaded just now, to where `get` finds them, so that nobody downloads them.
+
+    Nothing is kept on another file system.
+    """
+    place = _place(address)
+    with contextlib.suppress(OSError), FileLock(f"{place}.lock"), written_whole(place) as partial:
+        (partial / MODEL).mkdir(parents=True)
+        for file in files:
+            os.link(file.resolve(), partial / MODEL / file.name)
+    _make_space(place, 0)
+
+
+def check_sizes(address: str, files: Iterable[Path]) -> None:
+    """Raise QrlError if a file in a remote store has another size than here; its digest is checked when it is read."""
+    stored = {Path(file.path).name: file.file_size for file in get_artifact_repository(address).list_artifacts(MODEL)}
+    for file in files:
+        if stored.get(file.name, -1) not in (None, file.stat().st_size):
+            wrong = f"{stored.get(file.name, 'none')} of its {file.stat().st_size} bytes are in the store"
+            raise QrlError(f"{file.name} did not arrive whole ({wrong}): run the step again.")
+
+
+def _place(address: str) -> Path:
+    return (FOLDER / sha256(address.rstrip("/").encode()).hexdigest()[:16]).resolve()
+
+
+def _make_space(place: Path, size: int) -> None:
+    """Delete the least recently used until few are kept and `size` bytes fit; one that a process uses stays."""
+    kept = sorted((path for path in place.parent.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    for number, path in enumerate(kept):
+        if path != place and (len(kept) - number >= MOST or free_bytes(place) < size):
+            _delete_unused(path)
+    need(place, size, f"A model of the store, to be fetched to {place.parent},")
+
+
+def _delete_unused(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError where a process uses it
+            shutil.rmtree(path, ignore_errors=True)
+            path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
