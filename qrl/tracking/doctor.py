@@ -57,17 +57,18 @@ def examine(name: str | None = None) -> Iterator[Finding]:
     if not store.is_there():
         yield Finding("store", OK, "There is no store here yet: the first step makes mlflow.db and mlruns.")
         return
+    remote = urlsplit(address := mlflow.get_tracking_uri()).scheme in ("http", "https")
+    with suppress(requests.RequestException):  # `prepare` tells that nobody answers
+        yield from _server(address.rstrip("/")) if remote else ()
     try:
         address = store.prepare()
     except QrlError as error:
         yield Finding("store", LACKS, str(error))
         return
     yield Finding("store", OK, f"The store {address} answers.")
-    if urlsplit(address).scheme in ("http", "https"):
-        yield from _server(address.rstrip("/"))
-    elif database := store.database_of(address):
+    if database := store.database_of(address):
         yield from _file(database)
-    else:
+    elif not remote:
         who = "Whoever has this address may change everything: put `mlflow server --app-name basic-auth` before it"
         yield Finding("auth", ADVICE, f"{who}, and give users the server's address.")
     yield from _newest()
