@@ -18,6 +18,7 @@ from qrl.workspace import WORK, free_bytes, need, written_whole
 FOLDER = WORK / "models"
 MOST = 12  # kept: the cells of a study, twice
 MODEL = "model"  # the checkpoint's folder among a model's artifacts
+_CHUNK = 16 << 20  # bytes that each of MLflow's threads holds in memory; its own default is 100 MiB
 _held: dict[Path, int] = {}  # folder → descriptor with a shared lock, which this process keeps to its end
 
 
@@ -38,6 +39,7 @@ def get(address: str, digest: str = "") -> Path:
     place.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{place}.lock"):
         if not place.is_dir():
+            os.environ.setdefault("MLFLOW_MULTIPART_DOWNLOAD_CHUNK_SIZE", str(_CHUNK))
             store = get_artifact_repository(address)
             _make_space(place, sum(file.file_size or 0 for file in store.list_artifacts(MODEL)))
             with written_whole(place) as partial:

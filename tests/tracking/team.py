@@ -74,6 +74,20 @@ def add_user(server: str, name: str, password: str) -> None:
     requests.post(f"{server}/api/2.0/mlflow/users/create", json=body, auth=ADMIN, timeout=60).raise_for_status()
 
 
+def grant(server: str, by: tuple[str, str], name: str, right: str, kind: str, resource: str) -> None:
+    """Give a user a right, READ or EDIT, on an `experiment` by id or on a `registered_model` by name."""
+    body = {"username": name, "permission": right, "resource_type": kind, "resource_id": resource}
+    address = f"{server}/api/3.0/mlflow/users/permissions/grant"
+    requests.post(address, json=body, auth=by, timeout=60).raise_for_status()
+
+
+def experiment(server: str, who: tuple[str, str], name: str) -> str:
+    """Return the id of an experiment."""
+    address = f"{server}/api/2.0/mlflow/experiments/get-by-name"
+    answer = requests.get(address, params={"experiment_name": name}, auth=who, timeout=60)
+    return answer.json()["experiment"]["experiment_id"]
+
+
 def login(server: str, name: str = "", password: str = "") -> dict[str, str]:
     """Return the environment variables with which a user reaches the server."""
     who = {"MLFLOW_TRACKING_USERNAME": name, "MLFLOW_TRACKING_PASSWORD": password} if name else {}
