@@ -17,6 +17,7 @@ import psutil
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
+_LONGEST_BOOT = 10**9  # seconds; more are since the epoch
 
 
 class Stopped(KeyboardInterrupt):
@@ -80,8 +81,12 @@ def die_with_parent() -> None:
 
 
 def identity() -> str:
-    """Return host:pid:start of this process, in whole seconds since the epoch."""
-    return f"{socket.gethostname()}:{os.getpid()}:{psutil.Process().create_time():.0f}"
+    """Return host:pid:start of this process, in whole seconds since the machine's: a clock that is set moves others."""
+    return f"{socket.gethostname()}:{os.getpid()}:{_since_boot(psutil.Process()):.0f}"
+
+
+def _since_boot(process: psutil.Process) -> float:
+    return process.create_time() - psutil.boot_time()  # which psutil adds; both move with the clock
 
 
 def started() -> float:
@@ -100,12 +105,13 @@ def is_dead(identity: str) -> bool:
     pid, start = map(int, numbers)
     try:
         process = psutil.Process(pid)
-        started, status = process.create_time(), process.status()
+        started = process.create_time() if start > _LONGEST_BOOT else _since_boot(process)  # of a former store
+        status = process.status()
     except psutil.NoSuchProcess:
         return True
     except psutil.Error:
         return False
-    return status == psutil.STATUS_ZOMBIE or abs(started - start) > 2  # the clock may be slewed; pids are reused
+    return status == psutil.STATUS_ZOMBIE or abs(started - start) > 2  # pids are reused
 
 
 def launcher_alive(started: float) -> bool:

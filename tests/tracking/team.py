@@ -53,6 +53,7 @@ def serving(folder: Path, *, auth: bool = True, jobs: bool = False, allowed: boo
         variables |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": str(jobs).lower(), "AWS_DEFAULT_REGION": "us-east-1"}
         command = ["uvx", *SERVER, "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
         command += ["--backend-store-uri", f"{database}/mlflow", "--artifacts-destination", f"s3://{BUCKET}"]
+        variables["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"
         if auth:
             settings = {"default_permission": "NO_PERMISSIONS", "database_uri": f"{database}/auth"}
             settings |= {"admin_username": ADMIN[0], "admin_password": ADMIN[1]}
