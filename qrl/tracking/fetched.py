@@ -85,19 +85,21 @@ def _place(address: str) -> Path:
 
 def _make_space(place: Path, size: int) -> None:
     """Delete the least recently used until few are kept and `size` bytes fit; one that a process uses stays."""
-    kept = sorted((path for path in place.parent.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
-    for number, path in enumerate(kept):
-        if path != place and (len(kept) - number >= MOST or free_bytes(place) < size):
-            _delete_unused(path)
+    with FileLock(place.parent / ".space.lock"):
+        kept = [path for path in place.parent.iterdir() if path.is_dir() and path.name[0] != "."]  # not one that comes
+        left = len(kept)
+        for path in sorted(kept, key=lambda path: path.stat().st_mtime):
+            if path != place and (left >= MOST or free_bytes(place) < size):
+                left -= _delete_unused(path)
     need(place, size, f"A model of the store, to be fetched to {place.parent},")
 
 
-def _delete_unused(path: Path) -> None:
-    with contextlib.suppress(OSError):
+def _delete_unused(path: Path) -> bool:
+    """Delete a fetched model, and return whether no process uses it."""
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
         descriptor = os.open(path, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError where a process uses it
-            shutil.rmtree(path, ignore_errors=True)
-            path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
-        finally:
-            os.close(descriptor)
+        stack.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError where a process uses it
+        shutil.rmtree(path, ignore_errors=True)
+        return True
+    return False
