@@ -7,8 +7,11 @@ The process is started afresh, so that it shares no lock and no GPU with this on
 from __future__ import annotations
 
 import atexit
+import ctypes
 import multiprocessing
 import os
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from pebble import ProcessPool
 
 LATE = object()  # in place of a result: the time was over
+_PR_SET_PDEATHSIG = 1
 _lock = threading.Lock()
 _pools: dict[tuple, ProcessPool] = {}  # by process id and file: a forked child has its parent's pools without threads
 
@@ -56,14 +60,23 @@ def called(path: str, source: bytes, work: Callable, arguments: Sequence[tuple],
 def _pool(path: str, source: bytes) -> ProcessPool:
     from pebble import ProcessPool
 
-    from qrl.tasks import own
-
     key = (os.getpid(), path, sha256(source).hexdigest())
     with _lock:
         if key not in _pools or not _pools[key].active:
             context = multiprocessing.get_context("spawn")
-            _pools[key] = ProcessPool(1, initializer=own.begin, initargs=(path, source), context=context)
+            _pools[key] = ProcessPool(1, initializer=_begin, initargs=(os.getpid(), path, source), context=context)
         return _pools[key]
+
+
+def _begin(parent: int, path: str, source: bytes) -> None:
+    """Die with the process that asked, whatever the file does, and load the file."""
+    from qrl.tasks import own
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+    own.begin(path, source)
 
 
 @atexit.register

@@ -54,6 +54,19 @@ def test_a_cell_is_answered_whole_in_smaller_batches(monkeypatch, capsys):
     assert "base · full: Memory ran out with evaluate.batch_size = 6" in capsys.readouterr().err
 
 
+def test_the_space_of_a_training_is_of_its_checkpoints_and_its_model():
+    base = checkpoint.check(tiny.PATH)
+    parameters = base.bytes // 2  # stored in bf16; a header beside them
+    for saved, changes in {
+        1: {"train.steps": "8"},
+        3: {"train.steps": "90"},
+        6: {"train.steps": "90", "train.keep_checkpoints": "5"},
+    }.items():
+        settings = recipe.load("tiny", changes | {"train.save_every": "10"})
+        assert step._bytes_written(settings, base) == pytest.approx(saved * 12 * parameters + base.bytes, rel=0.01)
+    assert step._bytes_written(recipe.load("tiny-lora", {}), base) == 0
+
+
 @pytest.mark.process
 def test_training_resumes_with_half_the_micro_batch(tmp_path, monkeypatch, capsys):
     tags, steps = {}, {}

@@ -1,11 +1,16 @@
 """Task files of the user: the README's example, their errors in sentences, graders that fail or hang."""
 
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import qrl
@@ -109,6 +114,31 @@ def grade(completion, answer):
     thread.start()
     thread.join(60)
     assert elsewhere[0].fault == "timeout"  # no signal arrives there
+
+
+def test_a_grader_that_hangs_does_not_outlive_a_process_that_was_killed(tmp_path):
+    task = written(tmp_path, LOAD + "def grade(completion, answer):\n    return 9 ** 9**9\n")
+    program = (
+        "import sys\nfrom qrl.tasks import own\nif __name__ == '__main__':\n    own.GRADE_S = 600.0\n"
+        "    print('began', flush=True)\n    own.grade_many(sys.argv[1], ['x'], ['1'], print)\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    environment = os.environ | {"PYTHONPATH": str(Path(qrl.__file__).parents[1])}
+    command = [sys.executable, tmp_path / "program.py", task]
+    asking = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+    assert asking.stdout.readline()
+    until = time.monotonic() + 60
+    while not (
+        workers := [each for each in psutil.Process(asking.pid).children() if "spawn_main" in str(each.cmdline())]
+    ):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    while workers[0].cpu_times().user < 1.0:  # it has loaded the file, and hangs
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    asking.kill()
+    asking.wait()
+    assert not psutil.wait_procs(workers, 10)[1]
 
 
 WRONG = {
