@@ -23,7 +23,7 @@ from mlflow import MlflowClient, MlflowException
 from mlflow.entities.model_registry import ModelVersion
 
 from qrl import checkpoint, names
-from qrl.errors import BadInput, GateRefused, QrlError, first_line
+from qrl.errors import GateRefused, QrlError, first_line
 from qrl.tracking import models, store
 
 PASSED, REFUSED = "passed", "refused"
@@ -137,12 +137,10 @@ def aliased(name: str, alias: str) -> ModelVersion | None:
 def folder(version: Version) -> Path:
     """Return the version's checkpoint folder, in place if the store is local; raise QrlError if its files are gone."""
     try:
-        path = models.local_path(version.uri, version.digest)
-    except (BadInput, MlflowException, OSError) as error:
-        raise QrlError(f"The files of {version} cannot be read ({first_line(error)}): run the study again.") from None
-    if not (path / "config.json").is_file():
-        raise QrlError(f"The files of {version} are gone from {path}: run the study again.")
-    return path
+        return models.local_path(version.uri, version.digest)
+    except (QrlError, MlflowException, OSError) as error:
+        reason = first_line(error).rstrip(".")
+        raise QrlError(f"The files of {version} are gone, or not as they were logged ({reason}).") from None
 
 
 def verify(version: Version) -> Path:
