@@ -58,10 +58,11 @@ def test_two_users_study_at_once_and_rights_decide_who_loads_and_serves(tmp_path
             assert f"base is version 1 of {name}-tiny" in result.stdout + result.stderr
         kept = list((tmp_path / "ann" / ".qrl" / "models").glob("*/model/model.safetensors"))
         assert len(kept) >= 4 and not list((tmp_path / "ann" / ".qrl").glob("train-*"))
-        fetches = [line for line in (tmp_path / "server.log").read_text().splitlines() if '"GET' in line]
-        assert not [
-            line for line in fetches if "model.safetensors" in line and "artifacts/" in line
-        ]  # nothing came back
+        lines = (tmp_path / "server.log").read_text().splitlines()
+        fetches = [line for line in lines if '"GET' in line and "model.safetensors" in line]
+        assert len(fetches) <= 2, (
+            fetches
+        )  # the base of each, a folder of ours that was copied; nothing that a step made
 
         loaded = run(tmp_path / "ann", users["ann"], "-c", LOAD, "base")
         assert "Qwen2ForCausalLM ann-tiny version 1" in loaded.stdout, loaded.stderr
