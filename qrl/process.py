@@ -43,6 +43,7 @@ def settle() -> None:
     """Set working folder, environment, log levels and the allocator; call it before torch is imported."""
     if folder := os.environ.pop(FOLDER, None):
         os.chdir(folder)  # relative paths and work in progress belong to the folder of the launching command
+    os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"  # nothing from a checkpoint is executed, by no child
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -68,6 +68,20 @@ def _sweep(folder: Path) -> None:
             lock.unlink(missing_ok=True)
 
 
+def free_bytes(folder: Path) -> int:
+    """Return the free space, in bytes, of the disk that holds a folder or will hold it."""
+    return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
+
+
+def need(folder: Path, size: int, what: str) -> None:
+    """Raise BadInput if a folder's disk lacks the space for `size` bytes, which `what` is about to write there."""
+    if (free := free_bytes(folder)) < size:
+        raise BadInput(
+            f"{what} needs {size / 1e9:.2g} GB, but {folder.absolute()} has {free / 1e9:.2g} GB free: free the disk, "
+            "or start qrl from a folder on another disk."
+        )
+
+
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """Yield a path beside `path` to write to, and rename it to `path` when the block ends without an error.

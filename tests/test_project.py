@@ -1,5 +1,7 @@
 """The project's files keep their promises: entry points, parameters, pins."""
 
+import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -13,7 +15,8 @@ import yaml
 from click.testing import CliRunner
 
 import qrl
-from qrl import cli, recipe
+from qrl import cli, process, recipe
+from qrl.serve import engines
 
 ROOT = Path(qrl.__file__).parents[1]
 PYRIGHT = "1.1.414"
@@ -54,7 +57,7 @@ def test_mlproject_declares_no_field_of_a_recipe():
         assert "path" not in str(entry.get("parameters", {})), "type: path refuses hub ids"
 
 
-@pytest.mark.parametrize("command", sorted(set(cli.cli.commands) - {"grade", "plan", "recipes", "schemes"}))
+@pytest.mark.parametrize("command", sorted(set(cli.cli.commands) - {"doctor", "grade", "plan", "recipes", "schemes"}))
 def test_every_field_of_a_recipe_is_an_option_of_every_step(command):
     parameters = cli.cli.commands[command].get_params(click.Context(cli.cli.commands[command]))
     options = {option for parameter in parameters for option in parameter.opts}
@@ -70,6 +73,24 @@ def test_pip_installs_the_core_environment_and_the_tests_packages_as_an_extra():
     assert not set(installed) & set(extra)
     assert installed | extra == pins(ROOT / "conda.yaml")
     assert set(extra) == {"pytest", "pytest-xdist", "hypothesis", "statsmodels"}
+
+
+@pytest.mark.parametrize(("name", "environment"), {"core": "conda.yaml", "awq": "projects/awq/conda.yaml"}.items())
+def test_a_lock_has_every_pin_with_hashes_and_accepted_findings_have_reasons(name, environment):
+    lock = (ROOT / ".github" / "supply" / f"{name}.lock").read_text()
+    locked = dict(re.findall(r"^([\w.-]+)==([^ ;]+)", lock, re.MULTILINE))
+    assert {package: locked.get(package.lower()) for package in pins(ROOT / environment)} == pins(ROOT / environment)
+    assert len(locked) > 100 and lock.count("\n    --hash=sha256:") > len(locked)
+    lines = (ROOT / ".github" / "supply" / "accepted.txt").read_text().splitlines()
+    assert all(re.match(r"(CVE|GHSA|PYSEC)-[\w-]+ +\S+ +\w.*\.$", line) for line in lines if line and line[0] != "#")
+
+
+def test_no_process_of_ours_and_none_that_it_starts_reads_pickles(monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "true")
+    process.settle()
+    assert os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
+    for engine in engines.MODULES:
+        assert engines.environment(engine, None)["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
 
 
 def test_the_version_is_written_once():

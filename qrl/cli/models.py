@@ -52,6 +52,7 @@ def promote_command(typed: Typed, settings, stage: str, cell: str | None, rollba
 @option("--gpu-memory-utilization", "memory", type=Finite(0, 1, min_open=True), metavar="SHARE", help=MEMORY)
 @option("--follow", "follow_s", type=POSITIVE, is_flag=False, flag_value=5.0, metavar="[SECONDS]", help=FOLLOW)
 @option("--drain", "drain_s", type=Finite(0), metavar="SECONDS", help=DRAIN)
+@option("--log", metavar="FILE", help="File for the engine's output, instead of this terminal; it rotates at 10 MB.")
 @click.pass_obj
 def serve_command(typed: Typed, settings, **options) -> None:
     """Serve a registered stage with an OpenAI-compatible API. Its gate and its digest are checked first."""

@@ -132,6 +132,7 @@ class Train(Section):
     max_resamples: Annotated[int, NotInKey("max_resamples", 0)] = option(
         0, "rounds in which groups with equal rewards are replaced by new questions, at most; 0: none", ge=0, le=1000
     )
+    keep_checkpoints: NoKey[Count] = option(2, "checkpoints to resume from that stay on the disk; the oldest go first")
     # Its content's digest is an input of the key.
     qat_calibration: NoKey[str] = option(
         "task", "texts for activation scales and for the error of quantized weights: task, or a .jsonl file with `text`"

@@ -85,6 +85,7 @@ def _known(past: History) -> dict[str, Stage]:
 
 def check_declared(name: str, stages: Iterable[Stage]) -> None:
     """Raise BadInput if a stage of a recipe is a stage of this model already, but of another cell."""
+    versions.model_of(name, make=True)
     there = pointers.current(name).state.stages
     for stage in stages:
         if (other := there.get(stage.stage)) and other.cell != stage.cell:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -19,13 +19,12 @@ from typing import Any
 import mlflow
 from filelock import FileLock
 from mlflow import MlflowClient, MlflowException
-from mlflow.artifacts import download_artifacts
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
 from qrl import checkpoint, names
 from qrl.errors import BadInput, GateRefused, QrlError, first_line
 from qrl.registry.history import History, Record, best
-from qrl.tracking import store
+from qrl.tracking import models, store
 
 
 @dataclass(frozen=True)
@@ -93,25 +92,31 @@ def versions_of(name: str) -> list[ModelVersion]:
     return list(MlflowClient().search_model_versions(f"name = '{name}'", max_results=10_000))
 
 
-def model_of(name: str) -> RegisteredModel | None:
-    """Return a registered model as MLflow has it, with its tags and aliases; None if there is none of this name."""
+def model_of(name: str, *, make: bool = False) -> RegisteredModel | None:
+    """Return a registered model as MLflow has it, with its tags and aliases; None if there is none of this name.
+
+    With `make`, a model that a server denies is made if it can be: a server that gives no right by default denies what
+    does not exist, too, and only whoever makes a model has rights on it.
+    """
     try:
         return MlflowClient().get_registered_model(name)
     except MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
             return None
-        raise store.sentence(error) or error from None
+        denied = store.sentence(error)
+        if make and denied:
+            with suppress(MlflowException):
+                return MlflowClient().create_registered_model(name)
+        raise denied or error from None
 
 
 def folder(version: Version) -> Path:
     """Return the version's checkpoint folder, in place if the store is local; raise QrlError if its files are gone."""
     try:
-        path = Path(download_artifacts(version.uri)) / "model"
-    except (MlflowException, OSError) as error:
-        raise QrlError(f"The files of {version} cannot be read ({first_line(error)}): run the study again.") from None
-    if not (path / "config.json").is_file():
-        raise QrlError(f"The files of {version} are gone from {path}: run the study again.")
-    return path
+        return models.local_path(version.uri, version.digest)
+    except (QrlError, MlflowException, OSError) as error:
+        reason = first_line(error).rstrip(".")
+        raise QrlError(f"The files of {version} are gone, or not as they were logged ({reason}).") from None
 
 
 def verify(version: Version) -> Path:

@@ -24,9 +24,9 @@ MODULES = {TRANSFORMERS: "qrl.serve.transformers_server", VLLM: "vllm.entrypoint
 API_KEY = "QRL_API_KEY"  # the variable with the key that clients must send
 DRAIN_S = 25  # how long an engine may finish running answers once it is told to stop
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# No downloads, no telemetry, no check for newer versions.
+# No downloads, no telemetry, no check for newer versions, no pickles.
 _QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
-_QUIET |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+_QUIET |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false"}
 _ROOT = str(Path(qrl.__file__).parents[1])  # an engine runs in another folder, and imports this package
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _CPU_CACHE = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB, read only on a CPU; the default takes half of the memory

@@ -20,7 +20,7 @@ from pathlib import Path
 from qrl.errors import QrlError
 from qrl.serve import engine_bootstrap, engines
 from qrl.serve.engines import ServedModel
-from qrl.serve.log import EngineLog
+from qrl.serve.log import EngineLog, Write
 from qrl.workspace import Scratch
 
 # From SIGTERM to SIGKILL; a running answer may finish.
@@ -30,7 +30,9 @@ GRACE_LOADING_S, GRACE_SERVING_S = 5, engines.DRAIN_S + 5
 class Engine(contextlib.AbstractContextManager):
     """A serving engine; the end of its `with` block ends it in any case."""
 
-    def __init__(self, engine: str, api_key: str | None = None, shares: bool = False) -> None:
+    def __init__(
+        self, engine: str, api_key: str | None = None, shares: bool = False, write: Write | None = None
+    ) -> None:
         """Start the process, which imports its libraries while the caller resolves the version.
 
         Call it on the main thread: the engine dies with the thread that started it.
@@ -39,6 +41,7 @@ class Engine(contextlib.AbstractContextManager):
             engine: "transformers" or "vllm".
             api_key: for clients to send; passed by the environment, since anybody may read a command line.
             shares: another engine will run beside it.
+            write: gets the lines of its output; default: stderr, once it serves.
 
         Raises:
             BadInput: vLLM is not installed here.
@@ -60,7 +63,7 @@ class Engine(contextlib.AbstractContextManager):
             errors="replace",
             start_new_session=True,
         )
-        self.log = EngineLog(self.process.stdout)
+        self.log = EngineLog(self.process.stdout, write)
         self._at: dict[str, float] = {}  # event → its time on the monotonic clock
         self._mismatch: QrlError | None = None
 

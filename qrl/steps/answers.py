@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from qrl.errors import QrlError
+from qrl.tasks import limits
 from qrl.tasks.math import pool
 from qrl.tracking import signals
 
@@ -44,7 +45,8 @@ def in_processes(ask: Ask, cells: Sequence, count: int) -> Iterator[Ask]:
     if count < 2:
         yield ask
         return
-    pool.close()  # the grader's threads would not be copied, and a lock that one holds would never open
+    for grader in (pool, limits):  # their threads would not be copied, and a lock that one holds would never open
+        grader.close()
     fork = multiprocessing.get_context("fork")
     counts = fork.Array("q", len(cells))
     executor = concurrent.futures.ProcessPoolExecutor(count, fork, _begin, (counts,))

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from qrl import checkpoint, names, tasks
 from qrl.engine import device as devices
-from qrl.engine import hf
+from qrl.engine import hf, memory
 from qrl.errors import UnhealthyCell
 from qrl.evaluate import cells as room
 from qrl.evaluate import check_kv, groups, scores
@@ -132,6 +132,8 @@ def _evaluate_cell(cell: Evaluation, ask: answers.Ask) -> str:
         receipt = asked.receipt | {"weights": cell.weights.digest, "prompt_hash": prompt_hash, "questions": digest}
         (work / names.RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
         stored_by = models.params(uri).get(names.SETTINGS, "")
+        if (batch := asked.receipt.get("batch_size", settings.batch_size)) < settings.batch_size:
+            contents.tag(f"{names.TAG_WATCH}memory", f"evaluate.batch_size {settings.batch_size} → {batch}")
         _log_rows(asked, recipe, stored_by, work, recipe.seed if training_seed is None else training_seed)
         if problems := scores.problems(metrics, settings, len(asked.frame)):
             bar.close()
@@ -152,8 +154,23 @@ def _evaluate_cell(cell: Evaluation, ask: answers.Ask) -> str:
 
 
 def _ask(engines: room.Engines, cell: Evaluation, progress: answers.Progress) -> room.Asked:
-    asked = room.Cell(cell.variant, cell.scheme, cell.weights.path)
-    return room.ask(asked, cell.questions, cell.recipe, cell.device, progress=progress, engines=engines)
+    """Return a cell's answers; if memory runs out, all of them again in batches of half the size."""
+    asked, recipe, done = room.Cell(cell.variant, cell.scheme, cell.weights.path), cell.recipe, 0
+
+    def count(n: int) -> None:
+        nonlocal done
+        done += n
+        progress(n)
+
+    def ask(size: int) -> room.Asked:
+        count(-done)
+        sized = recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"batch_size": size})})
+        return room.ask(asked, cell.questions, sized, cell.device, progress=count, engines=engines)
+
+    say = partial(click.secho, fg="yellow", err=True)
+    return memory.halved(
+        ask, recipe.evaluate.batch_size, "evaluate.batch_size", say=lambda text: say(f"qrl: {cell.name}: {text}")
+    )
 
 
 def _sampled(metrics: dict[str, float], samples: int) -> str:

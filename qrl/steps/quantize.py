@@ -21,7 +21,7 @@ from qrl.steps import inputs, outcome, record
 from qrl.tasks import prompt
 from qrl.tasks import rows as task_rows
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
-from qrl.workspace import workspace
+from qrl.workspace import WORK, need, workspace
 
 _Solved = tuple[tasks.Question, bool]  # with its solution, and whether that ended
 STAGES = ("reading texts", "storing", "measuring")  # of one checkpoint; rollouts are generated in the first
@@ -56,6 +56,7 @@ def quantize(recipe: Recipe, scheme: str, models: str | None) -> None:
     process.hush_transformers()
     device = devices.choose(recipe.device)
     texts = Texts(recipe, settings, device)
+    need(WORK, max(source.bytes for source in checkpoints.values()), "A quantized copy of the model")
     store.prepare()
     tags = {names.TAG_SCHEME: scheme, names.TAG_TASK: tasks.label(recipe.task)}
     with (

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,6 +19,7 @@ from qrl.recipe import Recipe
 from qrl.registry import versions
 from qrl.serve import engines, follow, process, server
 from qrl.serve.engines import ServedModel
+from qrl.serve.log import rotating
 from qrl.tracking import contents, runs, signals, store
 
 ENGINES = ("auto", engines.TRANSFORMERS, engines.VLLM)
@@ -34,6 +36,7 @@ def serve(
     memory: float | None = None,
     follow_s: float | None = None,
     drain_s: float | None = None,
+    log: str | None = None,
 ) -> None:
     """Serve the version at a stage until Ctrl-C; print version and address once it answers.
 
@@ -49,6 +52,7 @@ def serve(
         memory: largest share of the GPU's memory for vLLM; None: its default.
         follow_s: how often to check whether the stage moved, in seconds; None serves the present version only.
         drain_s: how long the engine of a replaced version may finish its answers, in seconds; None: `follow.DRAIN_S`.
+        log: file for the engine's output, which rotates; None: the terminal, once the engine serves.
 
     Raises:
         BadInput: an option is wrong, the stage has no version, or the port is in use.
@@ -61,7 +65,8 @@ def serve(
     if engine == "auto":
         engine = engines.default(recipe.device)
     memory = check_options(engine, stage, memory, follow_s, drain_s)
-    start = partial(process.Engine, engine, api_key, shares=follow_s is not None)
+    write = rotating(Path(log)) if log else None
+    start = partial(process.Engine, engine, api_key, shares=follow_s is not None, write=write)
     with start() as child:
         version, model = check(recipe, stage, host=host, port=port)
         check_kv([version.scheme], engine)

@@ -11,7 +11,7 @@ import pandas as pd
 
 from qrl import checkpoint, figures, names, process, source, tasks, tiny
 from qrl.engine import device as devices
-from qrl.engine import hf
+from qrl.engine import hf, memory
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.steps import inputs, outcome, record
@@ -21,7 +21,7 @@ from qrl.tracking import addresses, contents, keys, reuse, runs, store
 from qrl.train import Job, Trained, arguments, distill, grpo, rollout
 from qrl.train import merge as merging
 from qrl.train.job import Alarm
-from qrl.workspace import WORK, workspace
+from qrl.workspace import WORK, need, workspace
 
 PROMPTS_TO_CHECK = 8  # that a merged model answers beside the adapter-on model
 RANDOM_TOKENS = 64  # in a prompt, where no question is at hand
@@ -55,6 +55,7 @@ def train(recipe: Recipe) -> None:
     if process.rank():
         grpo.run(job)
         return
+    need(WORK, _bytes_written(recipe, base), "Training, checkpoints to resume from included,")
     store.prepare()
     params = {"device": device, "processes": world}
     params |= {"base_stored_in": recipe.train.storage, "computed_in": recipe.train.compute}
@@ -70,11 +71,41 @@ def train(recipe: Recipe) -> None:
         _check_contamination(recipe, base.path, questions, heldout)
         shutil.rmtree(job.out, ignore_errors=True)
         job = dataclasses.replace(job, log=contents.live_log(), warn=_warn)
-        trained = distill.run(job, teacher.path) if teacher else grpo.run(job)
+        trained = _train(job, teacher)
         if trained.resumed_from:
             click.echo(f"Resumed from the checkpoint of step {trained.resumed_from}.", err=True)
         _log_training(trained, work)
         _record(recipe, trained.path, base.digest, [names.HISTORY, names.FIGURES], adapter=trained.adapter)
+
+
+def _train(job: Job, teacher: checkpoint.Checkpoint | None) -> Trained:
+    """Train; if memory runs out, resume with half the micro-batch, which changes no step but how its sum is taken."""
+
+    def run(micro: int) -> Trained:
+        sized = dataclasses.replace(job, settings=job.settings.model_copy(update={"micro_batch": micro}))
+        return distill.run(sized, teacher.path) if teacher else grpo.run(sized)
+
+    def say(sentence: str) -> None:
+        contents.tag(f"{names.TAG_WATCH}memory", sentence)
+        click.echo(f"\nqrl: warning: {sentence}", err=True)
+
+    share = job.settings.prompts_per_step * job.settings.generations
+    alone = process.world_size() == 1 and job.rollout.engine == hf.NAME  # no other process or engine holds memory
+    if not alone:
+        return run(job.settings.micro_batch)
+    return memory.halved(run, min(job.settings.micro_batch, share), "train.micro_batch", divisor_of=share, say=say)
+
+
+def _bytes_written(recipe: Recipe, base: checkpoint.Checkpoint) -> int:
+    """Return the space that full training takes at most: 12 bytes a parameter in a checkpoint, and the trained model.
+
+    An adapter's own is small.
+    """
+    if recipe.train.adapter:
+        return 0
+    parameters = sum(entry.numel for entry in checkpoint.entries(base.path).values())
+    saved = min(recipe.train.keep_checkpoints + 1, -(-recipe.train.steps // recipe.train.save_every))
+    return saved * 12 * parameters + base.bytes  # the oldest is deleted once the newest is whole
 
 
 def check_rollouts(recipe: Recipe) -> None:
@@ -92,6 +123,7 @@ def merge(recipe: Recipe, adapter: str) -> None:
     """Fold an adapter into the recipe's model, and log the merged model with what the merge lost."""
     base, folder = checkpoint.check(source.locate(recipe.model)), addresses.folder(adapter)
     merging.check_adapter(folder)
+    need(WORK, base.bytes, "The merged model")
     prompts, compared_on = _prompts_to_check(recipe, base.path)
     store.prepare()
     device = devices.choose(recipe.device)

@@ -230,9 +230,12 @@ def local_path() -> str:
 
 
 def variables(folder: Path) -> AbstractContextManager[None]:
-    """Set our working folder, how commands are typed, and uv's overrides.txt, which replaces pins, if there is one."""
+    """Set our working folder, how commands are typed, and what uv reads: pins to replace, and the lock with hashes."""
     ours, overrides = {process.FOLDER: os.getcwd(), process.CALLER: process.caller()}, folder / "overrides.txt"
     ours[signals.LAUNCHER] = str(os.getpid())
     if overrides.is_file() and "UV_OVERRIDE" not in os.environ:  # a user's own has precedence
         ours["UV_OVERRIDE"] = str(overrides.resolve())
+    lock = process.ROOT / ".github" / "supply" / f"{folder.name}.lock"
+    if "UV_REQUIRE_HASHES" in os.environ and lock.is_file():  # the user's own is of the core environment
+        ours["UV_CONSTRAINT"] = str(lock)
     return process.variables(**ours)

@@ -6,25 +6,24 @@ file. What they do wrong becomes a sentence with their line. Nothing that comes 
 
 import re
 import sys
-import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from hashlib import file_digest, sha256
 from pathlib import Path
 from random import Random
-from signal import ITIMER_REAL, SIGALRM, setitimer, signal
-from types import FrameType, ModuleType
-from typing import Any
+from types import ModuleType
 
 from qrl import reading
-from qrl.errors import BadInput, first_line
+from qrl.errors import BadInput, QrlError, first_line
+from qrl.tasks import limits
 from qrl.tasks.question import Question, Verdict
 
 GRADE_S = 5.0  # longest time for one completion; a grader that needs more has probably hung
+REWARD_S = 60.0  # for the completions of a step, or GRADE_S for each
 SIGNATURES = {
     "load": "load(split, n, seed), which returns a list of qrl.tasks.Question",
     "grade": "grade(completion, answer), which returns True, False or a qrl.tasks.Verdict",
@@ -121,22 +120,40 @@ def grade_many(
 ) -> list[Verdict]:
     """Return a verdict on each completion by a task file's `grade`; one that fails or hangs is wrong and has a `fault`.
 
-    Its time is limited where it can be interrupted: in a process's main thread, and not inside a call into C.
+    It runs in a process of its own, which its limit of time ends whatever it does.
 
     Raises:
         BadInput: the file cannot be loaded, or has no `grade`.
     """
-    grade, verdicts = function(task, "grade"), []
-    for completion, answer in zip(completions, answers, strict=True):
-        try:
-            verdicts.append(_verdict(grade, completion, answer))
-        except _LateError:
+    function(task, "grade")
+    pairs, verdicts = list(zip(completions, answers, strict=True)), []
+    for verdict in limits.called(task, _source(task), _graded, pairs, GRADE_S):
+        if verdict is limits.LATE:
             verdicts.append(_TIMEOUT)
-        except (Exception, SystemExit) as error:  # of any kind; printed once for each line that raises it
-            warnings.warn(f"{task}: grade failed, which counts as wrong ({reason(error, task)}).", stacklevel=2)
+        elif isinstance(verdict, str):  # printed once for each line that raises it
+            warnings.warn(f"{task}: grade failed, which counts as wrong ({verdict}).", stacklevel=2)
             verdicts.append(_ERROR)
+        else:
+            verdicts.append(verdict)
         progress(1)
     return verdicts
+
+
+def rewarded(path: str, name: str, completions: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """Return what a reward of a file gives to completions, from a process of its own.
+
+    Raises:
+        QrlError: it failed, or took longer than its time.
+    """
+    seconds = max(REWARD_S, GRADE_S * len(completions))
+    arguments = (name, list(completions), list(answers))
+    (given,) = limits.called(path, _source(path), _rewarded, [arguments], seconds)
+    if given is limits.LATE:
+        late = f"took longer than {seconds:g} s for {len(completions)} completions"
+        raise QrlError(f"{path}: {name} {late}: make it faster.")
+    if isinstance(given, str):
+        raise QrlError(f"{path}: {name} failed ({given}): correct it.")
+    return given
 
 
 @contextmanager
@@ -158,54 +175,52 @@ def reason(error: BaseException, path: str) -> str:
     return f"{f'line {lines[-1]}, ' if lines else ''}{type(error).__name__}: {first_line(error)[:200]}"
 
 
-def _check_solutions(task: str, questions: Iterable[Question]) -> None:
+def _check_solutions(task: str, questions: Sequence[Question]) -> None:
     """Raise BadInput if `grade` fails on worked solutions, or judges one to be wrong."""
-    grade = function(task, "grade")
-    for item in questions:
+    pairs = [(item.solution or item.answer, item.answer) for item in questions]
+    verdicts = limits.called(task, _source(task), _graded, pairs, GRADE_S)
+    for item, verdict in zip(questions, verdicts, strict=True):
         call = f"grade on the solution of question {item.id!r}"
-        try:
-            with explained(task, call):
-                verdict = _verdict(grade, item.solution or item.answer, item.answer)
-        except _LateError:
-            raise BadInput(f"{task}: {call} took longer than {GRADE_S:g} s: make it faster.") from None
+        if verdict is limits.LATE:
+            raise BadInput(f"{task}: {call} took longer than {GRADE_S:g} s: make it faster.")
+        if isinstance(verdict, str):
+            raise BadInput(f"{task}: {call} failed ({verdict}): correct it.")
         if item.solution.strip() and not verdict.strict:
             how = "expected a solution that ends in the form that grade reads, or an empty one"
             raise BadInput(f"{task}: {call} is wrong, its answer being {item.answer[:80]!r}: {how}.")
 
 
-def _verdict(grade: Callable[[str, str], Any], completion: str, answer: str) -> Verdict:
-    """Return a grader's verdict; of True or False, whose form of an answer is unknown, any text counts as readable."""
-    with _limited(GRADE_S):
-        verdict = grade(completion, answer)
-    if type(verdict).__name__ in ("bool", "bool_"):  # numpy's too
-        return Verdict(completion.strip()[-_SHOWN:] or None, bool(verdict), bool(verdict))
-    if not isinstance(verdict, Verdict):
-        raise TypeError(f"grade returned {verdict!r:.80}, but True, False or a Verdict was expected")
-    parsed = None if verdict.parsed is None else str(verdict.parsed)
-    return replace(verdict, parsed=parsed, strict=bool(verdict.strict), flexible=bool(verdict.flexible))
+def _graded(path: str, completion: str, answer: str) -> Verdict | str:
+    """Return a grader's verdict, or how it failed; in the file's process.
 
-
-class _LateError(BaseException):
-    """The time is over; no `except Exception` of the user's catches it."""
-
-
-@contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """Raise _LateError in this block after so many seconds of wall time; only the main thread gets signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def late(number: int, frame: FrameType | None) -> None:
-        raise _LateError
-
-    before = signal(SIGALRM, late)
-    setitimer(ITIMER_REAL, seconds)
+    Of True or False, whose form of an answer is unknown, any text counts as readable.
+    """
     try:
-        yield
-    finally:
-        setitimer(ITIMER_REAL, 0)
-        signal(SIGALRM, before)
+        verdict = function(path, "grade")(completion, answer)
+        if type(verdict).__name__ in ("bool", "bool_"):  # numpy's too
+            return Verdict(completion.strip()[-_SHOWN:] or None, bool(verdict), bool(verdict))
+        if not isinstance(verdict, Verdict):
+            raise TypeError(f"grade returned {verdict!r:.80}, but True, False or a Verdict was expected")
+        parsed = None if verdict.parsed is None else str(verdict.parsed)
+        fault = verdict.fault if verdict.fault is None else str(verdict.fault)
+        return Verdict(parsed, bool(verdict.strict), bool(verdict.flexible), fault)
+    except (Exception, SystemExit) as error:  # of any kind
+        return reason(error, path)
+
+
+def _rewarded(path: str, name: str, completions: list[str], answers: list[str]) -> list[float] | str:
+    """Return a reward's numbers, or how it failed; in the file's process."""
+    try:
+        return [float(value) for value in function(path, name)(completions, answers)]
+    except (Exception, SystemExit) as error:
+        return reason(error, path)
+
+
+def begin(path: str, source: bytes) -> None:
+    """Load a file's very text in the process that calls its functions; what fails is told by the first call."""
+    _read[path] = source
+    with suppress(BadInput):
+        _module(path, source)
 
 
 def _source(path: str) -> bytes:

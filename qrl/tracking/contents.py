@@ -1,8 +1,10 @@
 """What a run holds: written into the active one, read back from any."""
 
+import atexit
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import mlflow
@@ -17,6 +19,7 @@ from qrl import names
 from qrl.errors import BadInput, first_line
 from qrl.tasks import own
 from qrl.tracking import models
+from qrl.workspace import Scratch
 
 FILE = "file "  # begins the params that hold the digests of the user's own files, by label
 MAX_TAG = 5000  # characters that every store accepts
@@ -121,6 +124,14 @@ def run(run_id: str, expected: str = "a run that `mlflow ui` shows") -> Run:
         raise BadInput(f"There is no run '{run_id}' in {place}: give the id of {expected}.") from None
 
 
+@cache
+def _fetched() -> str:
+    """Return a folder for what a remote store's runs hold, deleted at the end of this process."""
+    scratch = Scratch("qrl-artifacts-")
+    atexit.register(scratch.cleanup)
+    return str(scratch.path)
+
+
 def artifact(run_id: str, path: str) -> Path:
     """Return a run's artifact as a local path: in place if the store is local, else downloaded.
 
@@ -129,7 +140,11 @@ def artifact(run_id: str, path: str) -> Path:
     """
     root = models.local(run(run_id).info.artifact_uri)
     try:
-        found = root / path if root else Path(download_artifacts(run_id=run_id, artifact_path=path))
+        found = (
+            root / path
+            if root
+            else Path(download_artifacts(run_id=run_id, artifact_path=path, dst_path=f"{_fetched()}/{run_id}"))
+        )
     except (mlflow.MlflowException, OSError):
         found = None
     if found is None or not found.exists():

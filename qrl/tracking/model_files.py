@@ -20,7 +20,7 @@ from mlflow.utils.file_utils import local_file_uri_to_path
 from mlflow.utils.uri import is_local_uri
 
 from qrl import checkpoint
-from qrl.tracking import description
+from qrl.tracking import description, fetched
 from qrl.workspace import written_whole
 
 _CARDS = ("README.md", "LICENSE", "LICENSE.txt")
@@ -49,7 +49,10 @@ def write(source: Path, model: LoggedModel, facts: Mapping[str, Any], *, link: b
             (Path(folder) / "model" / name).parent.mkdir(parents=True, exist_ok=True)
             (Path(folder) / "model" / name).symlink_to((source / name).resolve())
         description.write(Path(folder), model, facts)
-        mlflow.MlflowClient().log_model_artifacts(model.model_id, folder)
+        mlflow.MlflowClient().log_model_artifacts(model.model_id, folder)  # a file at a time, in parts
+    fetched.check_sizes(model.artifact_location, source, names)
+    if link:
+        fetched.keep(model.artifact_location, source, names)
     return source
 
 

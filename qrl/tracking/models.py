@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
-from mlflow.artifacts import download_artifacts
 from mlflow.entities import LoggedModel, LoggedModelOutput
 from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
 
 from qrl import checkpoint, names
 from qrl.errors import BadInput, QrlError, first_line
-from qrl.tracking import model_files
+from qrl.tracking import fetched, model_files
 from qrl.tracking.description import CHAT
 from qrl.tracking.model_files import local
 
@@ -70,26 +69,26 @@ def id_of(model_uri: str) -> str:
     return model_uri.removeprefix("models:/")
 
 
-def local_path(model_uri: str) -> Path:
+def local_path(model_uri: str, digest: str = "") -> Path:
     """Return the checkpoint folder behind a model's address, in place if the store is local, else downloaded.
 
     Args:
         model_uri: "models:/m-…", "models:/name/3" or "models:/name@alias".
+        digest: that a download must have; default: the one that "models:/m-…" was logged with.
 
     Raises:
         BadInput: the model does not exist.
-        QrlError: the model holds no checkpoint.
+        QrlError: the model holds no checkpoint, or a download is not what was logged.
     """
     try:
-        folder = local(str(ModelsArtifactRepository.get_underlying_uri(model_uri)))
+        address = str(ModelsArtifactRepository.get_underlying_uri(model_uri))
+        logged = digest or (params(model_uri).get("digest", "") if model_uri.startswith("models:/m-") else "")
     except mlflow.MlflowException as error:
         raise BadInput(
             f"There is no model '{model_uri}' in {mlflow.get_tracking_uri()} ({first_line(error).rstrip('.')}): "
             "give one that `mlflow ui` shows."
         ) from None
-    if folder is None or not folder.is_dir():
-        folder = Path(download_artifacts(artifact_uri=model_uri))
-    path = folder / "model"
+    path = folder / "model" if (folder := local(address)) else fetched.get(address, logged)
     if not (path / "config.json").is_file():
         raise QrlError(f"The model {model_uri} holds no checkpoint at {path}: log it again with the step that made it.")
     return path

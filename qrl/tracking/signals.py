@@ -34,6 +34,7 @@ _CLOSE = (
 _IMPORT = "<frozen importlib"  # begins the file name of the interpreter's own code that imports
 _unwind_s = _UNWIND_S
 _stopping = False
+_LONGEST_BOOT = 10**9  # seconds; more are since the epoch
 
 
 class Stopped(KeyboardInterrupt):
@@ -119,8 +120,12 @@ def _imports(frame: FrameType | None) -> bool:
 
 
 def identity() -> str:
-    """Return host:pid:start of this process, in whole seconds since the epoch."""
-    return f"{socket.gethostname()}:{os.getpid()}:{psutil.Process().create_time():.0f}"
+    """Return host:pid:start of this process, in whole seconds since the machine's: a clock that is set moves others."""
+    return f"{socket.gethostname()}:{os.getpid()}:{_since_boot(psutil.Process()):.0f}"
+
+
+def _since_boot(process: psutil.Process) -> float:
+    return process.create_time() - psutil.boot_time()  # which psutil adds; both move with the clock
 
 
 def started() -> float:
@@ -139,12 +144,13 @@ def is_dead(identity: str) -> bool:
     pid, start = map(int, numbers)
     try:
         process = psutil.Process(pid)
-        started, status = process.create_time(), process.status()
+        started = process.create_time() if start > _LONGEST_BOOT else _since_boot(process)  # of a former store
+        status = process.status()
     except psutil.NoSuchProcess:
         return True
     except psutil.Error:
         return False
-    return status == psutil.STATUS_ZOMBIE or abs(started - start) > 2  # the clock may be slewed; pids are reused
+    return status == psutil.STATUS_ZOMBIE or abs(started - start) > 2  # pids are reused
 
 
 def launcher_alive(started: float) -> bool:

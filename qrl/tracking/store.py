@@ -86,10 +86,12 @@ def sentence(error: BaseException) -> QrlError | None:
 
 def unusable(error: BaseException) -> BadInput:
     """Return the error of a store that cannot be opened or written."""
-    reason = first_line(error) if str(error).strip() else type(error).__name__
+    known = next((words for words in _DATABASE_ERRORS if words in str(error)), None)  # not in the first line always
+    reason = known or (first_line(error) if str(error).strip() else type(error).__name__)
+    remedy = "free the disk, or set" if "full" in reason or "I/O" in reason else "set"
     return BadInput(
-        f"The store {mlflow.get_tracking_uri()} cannot be used ({reason}): set MLFLOW_TRACKING_URI to one that can be "
-        "opened and written, e.g. sqlite:///FOLDER/mlflow.db."
+        f"The store {mlflow.get_tracking_uri()} cannot be used ({reason}): {remedy} MLFLOW_TRACKING_URI to one that "
+        "can be opened and written, e.g. sqlite:///FOLDER/mlflow.db."
     )
 
 
@@ -120,8 +122,13 @@ def _rejected(error: BaseException) -> BadInput | None:
 def _unwritable(number: int, path: str | None) -> BadInput:
     where = f" at {path}" if path else ""
     in_work = path and WORK.name in Path(path).parts  # work in progress, which no tracking URI moves
-    remedy = "start qrl from a folder on another disk" if in_work else "set MLFLOW_TRACKING_URI"
-    return BadInput(f"Nothing can be written{where} ({os.strerror(number)}): free the disk, or {remedy}.")
+    elsewhere = "start qrl from a folder on another disk" if in_work else "set MLFLOW_TRACKING_URI"
+    first = {
+        errno.ENOSPC: "free the disk, or ",
+        errno.EDQUOT: "free the disk, or ",
+        errno.EFBIG: "raise `ulimit -f`, or ",
+    }
+    return BadInput(f"Nothing can be written{where} ({os.strerror(number)}): {first.get(number, '')}{elsewhere}.")
 
 
 def is_there() -> bool:

@@ -87,7 +87,7 @@ def common(job: Job) -> dict[str, Any]:
         "lr_scheduler_type": SCHEDULES.get(settings.schedule, settings.schedule),
         "bf16": settings.compute == "bf16",
         "save_steps": settings.save_every,
-        "save_total_limit": 2,
+        "save_total_limit": settings.keep_checkpoints,
         "logging_steps": 1,
         "log_completions": True,
         "num_completions_to_print": 0,

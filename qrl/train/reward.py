@@ -146,14 +146,10 @@ def _own(name: str) -> Callable[[list[str], list[str]], list[float]]:
         BadInput: the file cannot be loaded, or has no such function.
     """
     path, _, called = name.rpartition(":")
-    reward = own.function(path, called, _EXPECTED.replace("NAME", called))
+    own.function(path, called, _EXPECTED.replace("NAME", called))
 
     def checked(completions: list[str], answers: list[str]) -> list[float]:
-        try:
-            given = reward(completions, answers)
-            values = [float(value) for value in given]
-        except (Exception, SystemExit) as error:
-            raise QrlError(f"{path}: {called} failed ({own.reason(error, path)}): correct it.") from error
+        values = own.rewarded(path, called, completions, answers)
         if len(values) != len(completions):
             wrong = f"returned {len(values)} rewards for {len(completions)} completions: return one for each"
             raise QrlError(f"{path}: {called} {wrong}.")

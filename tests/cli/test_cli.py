@@ -298,7 +298,7 @@ def test_a_full_disk_gets_a_sentence_whichever_library_meets_it(tmp_path):
         check=True,
     )
     rust, plain, work = done.stdout.splitlines()
-    assert rust.startswith("SafetensorError Nothing can be written (File too large): free the disk"), done.stdout
+    assert rust.startswith("SafetensorError Nothing can be written (File too large): raise `ulimit -f`"), done.stdout
     assert plain.startswith("OSError Nothing can be written (File too large)"), done.stdout
     assert work.endswith("start qrl from a folder on another disk."), done.stdout
 

@@ -1,6 +1,7 @@
 """The registry, with the real MLflow on a store in a temporary folder."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 

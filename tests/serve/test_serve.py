@@ -1,5 +1,6 @@
 """One real server, queried over HTTP; and every case in which a server must stop, or not start."""
 
+import io
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ import qrl
 from qrl import checkpoint, registry, tiny
 from qrl.errors import BadInput, QrlError
 from qrl.registry import versions
-from qrl.serve import engines, process, server
+from qrl.serve import engines, log, process, server
 from qrl.serve.log import cause
 from qrl.tracking import models, runs
 
@@ -334,3 +335,20 @@ def test_a_key_is_passed_by_the_environment_and_never_ignored():
 def test_missing_vllm_is_reported_in_one_sentence():
     with pytest.raises(BadInput, match="vLLM is not installed"):
         process.Engine("vllm")
+
+
+def test_a_log_file_rotates_and_a_line_without_an_end_is_cut(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(log, "FILE_BYTES", 3000)
+    write = log.rotating(tmp_path / "logs" / "serve.log")
+    lines = io.StringIO("".join(f"INFO {number:04} {'x' * 90}\n" for number in range(400)) + "y" * 200_000)
+    engine = log.EngineLog(lines, write)
+    engine.join()
+    kept = sorted(path.name for path in (tmp_path / "logs").iterdir())
+    assert kept == ["serve.log", *(f"serve.log.{number}" for number in range(1, 6))]
+    assert all(path.stat().st_size <= log.LONGEST + 1 for path in (tmp_path / "logs").iterdir())
+    assert max(map(len, engine._lines)) == log.LONGEST and not capsys.readouterr().err
+    engine.reason()
+    assert "yyy" in capsys.readouterr().err  # the last lines of an engine that failed, also with a file
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(BadInput, match=r"The log .*taken/serve\.log cannot be written"):
+        log.rotating(tmp_path / "taken" / "serve.log")

@@ -1,11 +1,16 @@
 """Task files of the user: the README's example, their errors in sentences, graders that fail or hang."""
 
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import qrl
@@ -87,28 +92,53 @@ def test_graders_that_raise_or_hang_are_faults_and_the_others_count(tmp_path, mo
         tmp_path,
         LOAD
         + """
+import os
 def grade(completion, answer):
     if completion == "raise":
         return 1 / 0
     if completion == "none":
         return None
-    while completion == "hang":
-        try:
-            pass
-        except Exception:
-            pass
+    if completion == "hang":
+        return 9 ** 9**9  # one call into C, which no signal interrupts
+    if completion == "die":
+        os._exit(3)
     return True
 """,
     )
     with pytest.warns(UserWarning, match="grade failed, which counts as wrong") as seen:
-        verdicts = tasks.grade_many(task, ["raise", "hang", "none", "fine"], ["1"] * 4)
+        verdicts = tasks.grade_many(task, ["raise", "hang", "die", "fine"], ["1"] * 4)
     assert [verdict.fault for verdict in verdicts] == ["error", "timeout", "error", None] and verdicts[-1].strict
-    assert "line 8, ZeroDivisionError" in str(seen[0].message) and "returned None" in str(seen[1].message)
+    assert "line 9, ZeroDivisionError" in str(seen[0].message) and "exit code 3" in str(seen[1].message)
     elsewhere = []
-    thread = threading.Thread(target=lambda: elsewhere.extend(tasks.grade_many(task, ["fine"], ["1"])))
+    thread = threading.Thread(target=lambda: elsewhere.extend(tasks.grade_many(task, ["hang"], ["1"])))
     thread.start()
-    thread.join()
-    assert elsewhere[0].strict  # where no signal arrives, grading works without its limit
+    thread.join(60)
+    assert elsewhere[0].fault == "timeout"  # no signal arrives there
+
+
+def test_a_grader_that_hangs_does_not_outlive_a_process_that_was_killed(tmp_path):
+    task = written(tmp_path, LOAD + "def grade(completion, answer):\n    return 9 ** 9**9\n")
+    program = (
+        "import sys\nfrom qrl.tasks import own\nif __name__ == '__main__':\n    own.GRADE_S = 600.0\n"
+        "    print('began', flush=True)\n    own.grade_many(sys.argv[1], ['x'], ['1'], print)\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    environment = os.environ | {"PYTHONPATH": str(Path(qrl.__file__).parents[1])}
+    command = [sys.executable, tmp_path / "program.py", task]
+    asking = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+    assert asking.stdout.readline()
+    until = time.monotonic() + 60
+    while not (
+        workers := [each for each in psutil.Process(asking.pid).children() if "spawn_main" in str(each.cmdline())]
+    ):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    while workers[0].cpu_times().user < 1.0:  # it has loaded the file, and hangs
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    asking.kill()
+    asking.wait()
+    assert not psutil.wait_procs(workers, 10)[1]
 
 
 WRONG = {

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import mlflow
 import pandas as pd
+import psutil
 import pytest
 from mlflow.protos.databricks_pb2 import UNAUTHENTICATED
 
@@ -555,3 +556,13 @@ def test_requirements_are_the_projects_pins():
         required = description.requirements(scheme)
         assert any(line.startswith(needed + "==") for line in required)
         assert all(line in pins for line in required)
+
+
+def test_a_clock_that_is_set_kills_no_living_process(monkeypatch):
+    mine, boot = signals.identity(), psutil.boot_time()
+    former = f"{mine.rpartition(':')[0]}:{psutil.Process().create_time():.0f}"  # since the epoch, in older stores
+    assert not signals.is_dead(former)
+    for module in (psutil, psutil._pslinux):
+        monkeypatch.setattr(module, "boot_time", lambda: boot - 3600)
+    assert not signals.is_dead(mine) and signals.identity() == mine and signals.is_dead(former)
+    assert signals.is_dead(f"{mine.rpartition(':')[0]}:{int(mine.rpartition(':')[2]) + 9}")

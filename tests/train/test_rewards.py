@@ -27,6 +27,8 @@ def text(completions, answers):
     return ["high"] * len(completions)
 def number(completions, answers):
     return 1.0
+def slow(completions, answers):
+    while True: pass
 """
 
 
@@ -101,12 +103,15 @@ FAULTS = {
     "failing": "line 9, ZeroDivisionError",
     "text": "line .*ValueError|ValueError",
     "number": "TypeError",
+    "slow": "took longer than 0.4 s for 2 completions: make it faster",
     "missing": r"no function missing: expected missing\(completions, answers\)",
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_a_reward_of_the_users_does_wrong_is_a_sentence_before_and_during_the_run(name, own):
+def test_what_a_reward_of_the_users_does_wrong_is_a_sentence_before_and_during_the_run(name, own, monkeypatch):
+    monkeypatch.setattr("qrl.tasks.own.REWARD_S", 0.4)
+    monkeypatch.setattr("qrl.tasks.own.GRADE_S", 0.2)
     with pytest.raises(BadInput, match=FAULTS[name]):
         reward.check(Train(rewards=("correct", own + name)), QUESTIONS)
     with pytest.raises(QrlError, match=FAULTS[name]):

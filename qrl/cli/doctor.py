@@ -1,0 +1,34 @@
+"""`qrl doctor`: what the store lacks, a sentence for each."""
+
+import click
+from click import option
+
+from qrl.errors import QrlError
+
+_COLOURS = {"ok": "green", "advice": "yellow", "lacks": "red"}
+
+
+@click.command("doctor")
+@option("--registered_name", metavar="NAME", help="Try the rights on this registered model, too.")
+def doctor_command(registered_name: str | None) -> None:
+    """Say what the store lacks: who gets in, versions, clock, space, rights.
+
+    \b
+    qrl doctor                                 the store here, or the one of MLFLOW_TRACKING_URI
+    qrl doctor --registered_name qrl-tiny      rights on a registered model, too
+
+    Rights are tried: a tag is set, and a small file written and deleted. Exit code 0: nothing is lacking; 1: something
+    is. Advice changes no exit code.
+    """
+    from qrl.tracking import doctor
+
+    lacking = 0
+    for finding in doctor.examine(registered_name):
+        lacking += finding.level == doctor.LACKS
+        level = click.style(f"{finding.level:6}", fg=_COLOURS[finding.level])
+        click.echo(f"{level}  {finding.about:8}  {finding.sentence}")
+    if lacking:
+        raise QrlError(f"The store lacks {lacking} thing{'s' if lacking > 1 else ''}: see the lines above.")
+
+
+COMMANDS = (doctor_command,)

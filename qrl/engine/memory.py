@@ -1,0 +1,65 @@
+"""Memory that runs out: recognized on every device, and met with half the batch, once."""
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+from qrl.errors import QrlError
+
+_Result = TypeVar("_Result")
+_WORDS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def ran_out(error: BaseException) -> bool:
+    """Return whether an error means that a GPU's or this machine's memory ran out."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or (isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS))
+
+
+def halved(
+    work: Callable[[int], _Result], size: int, name: str, *, divisor_of: int = 0, say: Callable[[str], object] = print
+) -> _Result:
+    """Return what `work` returns for a batch size or, if memory runs out, for half of it.
+
+    Args:
+        work: a function of the batch size; its second call repeats the work, or resumes it.
+        size: of the batch, from the recipe.
+        name: of the recipe's field.
+        divisor_of: a number that the half must divide, too; 0: any half does.
+        say: called with a sentence before the second call.
+
+    Raises:
+        QrlError: memory ran out for half the batch, too, or the batch has no half.
+    """
+    half = size // 2
+    if half and divisor_of % half:
+        half = 0
+    try:
+        return work(size)
+    except Exception as error:
+        if not ran_out(error):
+            raise
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+    if not half:
+        raise QrlError(f"Memory ran out with {name} = {size} ({reason}): {_remedy(name)}.")
+    _free()  # here, where no traceback holds the tensors
+    say(f"Memory ran out with {name} = {size} ({reason}), so it goes on with {half}.")
+    try:
+        return work(half)
+    except Exception as error:
+        if not ran_out(error):
+            raise
+    raise QrlError(f"Memory ran out with {name} = {size}, and with {half}: {_remedy(name)}.")
+
+
+def _remedy(name: str) -> str:
+    if name.startswith("train."):
+        return "set train.gradient_checkpointing, or lower train.prompts_per_step or train.max_completion_tokens"
+    return f"lower {name} or evaluate.max_new_tokens, or free memory that other processes hold"
+
+
+def _free() -> None:
+    gc.collect()
+    if (torch := sys.modules.get("torch")) and torch.cuda.is_available():
+        torch.cuda.empty_cache()
