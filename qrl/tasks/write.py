@@ -11,7 +11,7 @@ three solutions are the same worked one.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -59,10 +59,13 @@ def write(form: str, out: Path, n: int, heldout: int, seed: int = 0, layout: str
         raise BadInput(f"{out} exists and is not empty: give a new folder.")
     # DeepMath has one split, which its loader divides by a hash of its own: keep what both divide alike.
     keep = deepmath.split_of if form == "deepmath" and layout == "hub" else arithmetic.split_of
-    of = {s: (p for p in arithmetic.problems(s, seed) if keep(p.question) == s) for s in ("train", "heldout")}
-    parts = {"train": list(islice(of["train"], n))}
+
+    def problems(split: str) -> Iterator[Problem]:
+        return (p for p in arithmetic.problems(split, seed) if keep(p.question) == split)
+
+    parts = {"train": list(islice(problems("train"), n))}
     trained = {gram for problem in parts["train"] for gram in contamination.grams(problem.question)}
-    others = (p for p in of["heldout"] if trained.isdisjoint(contamination.grams(p.question)))
+    others = (p for p in problems("heldout") if trained.isdisjoint(contamination.grams(p.question)))
     parts["heldout"] = list(islice(others, heldout))
     with written_whole(out) as folder:
         if layout == "hub":

@@ -81,17 +81,17 @@ def test_stages_of_all_shipped_recipes_fit_one_registered_model():
 
 def test_a_study_promotes_its_own_stages_and_leaves_those_without_a_cell():
     launched = []
-    launcher = SimpleNamespace(run=lambda *words: launched.append(words))
+    launcher = SimpleNamespace(promote=lambda *words: launched.append(words))
     settings = recipe.load("qat-int4")
     cells = {stage.cell: SimpleNamespace(run_id=stage.stage * 2) for stage in settings.promote.declared}
     steps = StudySteps(settings, launcher, "cpu")
     assert steps.promote(cells) == "int4"
-    name, title, options = launched[0]
-    assert (name, title) == ("promote", "base → qat-int4 → int4")
+    title, options = launched[0]
+    assert title == "base → qat-int4 → int4"
     assert options["cell"] == "basebase,qat-int4qat-int4,int4int4"
     del cells["qat-int4:rtn-int4"]
     assert steps.promote(cells) == "qat-int4"
-    assert launched[1][1].endswith("; int4 is unchanged: no cell qat-int4:rtn-int4")
+    assert launched[1][0].endswith("; int4 is unchanged: no cell qat-int4:rtn-int4")
 
 
 def test_a_stage_keeps_its_cell(store):

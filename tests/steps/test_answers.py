@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 
@@ -61,8 +62,9 @@ def test_a_cell_has_the_same_answers_wherever_it_is_asked():
     questions = tasks.load("arithmetic", "heldout", 8, 0)
     stored = ("qrl-tiny", checkpoint.check(tiny.PATH))
     cells = [evaluate.Evaluation(settings, variant, "full", *stored, questions, "cpu") for variant in ("base", "grpo")]
-    with answers.in_processes(evaluate._ask, cells, 2) as wait:
+    answer = partial(evaluate._ask, evaluate.room.Engines())
+    with answers.in_processes(answer, cells, 2) as wait:
         there = [wait(cell, lambda n: None) for cell in cells]
-    here = evaluate._ask(cells[0], lambda n: None)
+    here = answer(cells[0], lambda n: None)
     assert {asked.receipt["completions"] for asked in (*there, here)} == {here.receipt["completions"]}
     assert there[1].frame["variant"].unique() == ["grpo"]

@@ -76,7 +76,7 @@ def steps(store, monkeypatch, tmp_path):
             mlflow.log_artifact(str(tmp_path / name))
         return run.info.run_id
 
-    def promote(self, step, title, parameters):
+    def promote(self, title, parameters):
         made.append((title, parameters))
         if "refuse" in broken:
             raise GateRefused("Stage int4 is refused: it lost.")
@@ -88,7 +88,7 @@ def steps(store, monkeypatch, tmp_path):
         for variant, model in models.items()
         for scheme in ("full", *self.recipe.quantize.schemes)
     })  # fmt: skip
-    monkeypatch.setattr(Launcher, "run", promote)
+    monkeypatch.setattr(Launcher, "promote", promote)
     monkeypatch.setattr(addresses, "folder", lambda address: tmp_path / "trained")
     monkeypatch.setattr(sweep, "look_ahead", lambda step, walk: DryRun(empty=True))
     monkeypatch.setattr(sweep.preflight, "rehearse", lambda *_, **__: None)
