@@ -53,7 +53,7 @@ GONE_S = 10  # within which every process must have ended, on a machine with a c
 STARTING_S = 20.0  # of a study, before its first step
 MARK = "QRL_KILLS_CASE"  # in the environment of a case's processes
 FINISHED = os.environ.get("QRL_KILLS_FINISHED")
-FIRST, COUNT = int(os.environ.get("QRL_KILLS_FROM", "0")), int(os.environ.get("QRL_KILLS", "20"))
+FIRST, COUNT = int(os.environ.get("QRL_KILLS_FROM", "0")), int(os.environ.get("QRL_KILLS", "6"))
 
 
 def case(number: int) -> tuple[str, signal.Signals, str, float]:
