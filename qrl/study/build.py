@@ -120,8 +120,6 @@ def announce(recipe: Recipe) -> None:
     cells = 2 * (1 + len(schemes) + len(recipe.evaluate.kv_fp8))
     steps = f"train, quantize ({', '.join(schemes)}), evaluate {cells} cells, diagnose, compare, promote"
     click.echo(f"Study of {recipe.model} on {recipe.task}{time}: {steps}. Finished steps are reused.", err=True)
-    if "MLFLOW_RUN_ID" not in os.environ:  # without `mlflow run` no environment is built
-        return
     if "MLFLOW_RUN_ID" not in os.environ:  # MLflow's command builds environments; others have only their own
         return
     chosen = {("quantize", scheme) for scheme in schemes} | {("train", recipe.rollout.engine)}

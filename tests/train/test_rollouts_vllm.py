@@ -179,6 +179,7 @@ def test_a_servers_sync_keeps_its_tensors_in_place_and_refuses_scales_that_are_n
 PARTS = "tiny-plain,tiny-nvfp4-a4,tiny-fp8"  # an engine each
 # Rounding activations turns a difference in the last bit into one of a whole step, so these formats are further away.
 AMPLIFIED = {"nvfp4-a4": 5e-3, "fp8": 1e-3}
+NOISE = 1e-5  # bf16's own k3 was 2e-6 and 6e-6 in two samples of this size
 
 
 @pytest.mark.slow
@@ -195,5 +196,5 @@ def test_engines_of_all_formats_compute_the_trainers_linears_bit_for_bit_and_sta
     for name, row in rows.items():
         assert "error" not in row, f"{name}: {row.get('error')}"
         assert len(set(row["linears"].values())) == 1, f"{name}: {row['linears']}"
-        limit = AMPLIFIED.get(name, 2 * rows["bf16"]["kl_k3"])
+        limit = AMPLIFIED.get(name, max(2 * rows["bf16"]["kl_k3"], NOISE))
         assert row["kl_k3"] < limit, f"{name}: {row['kl_k3']}, unquantized {rows['bf16']['kl_k3']}"
