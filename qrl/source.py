@@ -9,7 +9,13 @@ from qrl.errors import BadInput
 
 SHIPPED = {"qrl-tiny": tiny.PATH}
 EXAMPLE = "Qwen/Qwen2.5-1.5B-Instruct"
-HUB_FILES = ["*.safetensors", *checkpoint.CONFIGS, *checkpoint.TEXTS, f"{checkpoint.TEMPLATES}/*.jinja"]
+HUB_FILES = [
+    "*.safetensors",
+    *checkpoint.CONFIGS,
+    "adapter_config.json",
+    *checkpoint.TEXTS,
+    f"{checkpoint.TEMPLATES}/*.jinja",
+]
 NOT_READ = ["consolidated*"]  # Mistral's weights once more, which vLLM would prefer
 
 

@@ -43,7 +43,7 @@ SLOWEST_S = 10.0  # of one example, on a busy machine
 def here(monkeypatch, capsys, store):
     """Run a command in this process; return its exit code and what it wrote to stderr, without lines of progress."""
     monkeypatch.setattr(ending.process, "settle", lambda: None)
-    monkeypatch.setattr(ending.signals, "guard", lambda: None)
+    monkeypatch.setattr(ending.signals, "guard", lambda **_: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     Path("given.jsonl").write_text('{"completion": "#### 1", "answer": "1"}\n')
     Path("counts.json").write_text('{"n": 9, "base": {"full": 6, "nf4": 5}, "grpo": {"full": 7, "nf4": 6}}')

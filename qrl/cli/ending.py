@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         for word in words:
             reading.check_text("An argument", word)
-        signals.guard()
+        signals.guard(ends=True)
         cli.main(args=arguments, prog_name="qrl", standalone_mode=False)
         return
     except click.exceptions.Exit as shown:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _CODES_PER_BYTE, _SLACK = 2, 1 << 20
 # What model classes raise over a config that they cannot build.
-_UNFIT = (ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError)
+_UNFIT = (ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError, RuntimeError)
 
 
 def load(path: Path, **options) -> PreTrainedModel:
@@ -72,6 +72,8 @@ def check_fit(path: Path) -> None:
     if made > _CODES_PER_BYTE * stored + _SLACK:  # transformers would allocate what is missing
         makes = f"{path / 'config.json'} makes a model of {made:,} parameters"
         raise BadInput(f"{makes}, which {stored:,} bytes of weights cannot hold: copy both from the same model.")
+    if (checkpoint.config(path).get("quantization_config") or {}).get("quant_method") == "gptq":
+        return  # AutoGPTQ stores a bias of zeros for every linear
     known = set(model.state_dict())
     biases = (name for name in entries if name.endswith(".bias") and name not in known)
     _refuse_left_over(path, {name for name in biases if f"{name.removesuffix('bias')}weight" in known})

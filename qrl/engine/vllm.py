@@ -248,8 +248,8 @@ def _check_memory(share: float, error: Exception) -> None:
 def network(path: Path) -> dict | None:
     """Return what an engine is built for, what config.json says of it; None if its weights cannot be replaced."""
     config = checkpoint.config(path)
-    if (config.get("quantization_config") or {}).get("quant_method") == "bitsandbytes":
-        return None  # its loader in vLLM quantizes while it loads, and cannot do so twice
+    if config.get("quantization_config"):
+        return None  # kernels keep codes in an order of their own; only full precision was seen to be replaced rightly
     unused = ("_name_or_path", "transformers_version", "use_cache")
     return {key: value for key, value in config.items() if key not in unused}
 

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures.process import BrokenProcessPool
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,8 @@ def called(path: str, source: bytes, work: Callable, arguments: Sequence[tuple],
                 yield LATE
             except ProcessExpired as died:
                 yield f"its process ended with the exit code {died.exitcode}"
+            except BrokenProcessPool:  # it died before it took the call, while it loaded the file
+                yield "its process ended before it was called"
     except BaseException:
         close()  # a signal: nobody waits for the rest
         raise

@@ -8,7 +8,6 @@ The kernel ends it when it exceeds its processor time, and it ends by itself whe
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -84,11 +83,17 @@ def _answer(request: dict[str, Any]) -> list:
         process = _processes.get(os.getpid())
         if process is None or process.poll() is not None:
             process = _processes[os.getpid()] = _start()
-        with contextlib.suppress(BrokenPipeError):
+        try:
             process.stdin.write(line)
             process.stdin.flush()
             if wait([process.stdout], WALL_S) and (answer := process.stdout.readline()):
                 return json.loads(answer)
+        except BrokenPipeError:
+            pass
+        except BaseException:  # its answer would be taken for the next prompt's
+            process.kill()
+            process.wait()
+            raise
         process.kill()
         late = process.wait() in (-signal.SIGPROF, -signal.SIGKILL)
         process.stdin.close()

@@ -34,6 +34,7 @@ _CLOSE = (
 _IMPORT = "<frozen importlib"  # begins the file name of the interpreter's own code that imports
 _unwind_s = _UNWIND_S
 _stopping = False
+_ends = False  # whether this process is one of our commands, which a signal ends; a notebook goes on after Ctrl-C
 _LONGEST_BOOT = 10**9  # seconds; more are since the epoch
 
 
@@ -50,11 +51,14 @@ def exit_code(error: KeyboardInterrupt) -> int:
     return getattr(error, "code", 128 + signal.SIGINT)
 
 
-def guard(*, caught: bool = True) -> None:
+def guard(*, caught: bool = True, ends: bool = False) -> None:
     """Turn stop signals into `Stopped`; call it early. It may be called again, and does nothing off the main thread.
 
-    Unless the exception is `caught` by now, a signal ends the process where it stands.
+    Unless the exception is `caught` by now, a signal ends the process where it stands. `ends` says that this process
+    is a command, which has to end after a signal; any other is left to its own ways once the exception is raised.
     """
+    global _ends  # noqa: PLW0603
+    _ends = _ends or ends
     if threading.current_thread() is not threading.main_thread():
         return
     owner = os.getpid()
@@ -65,6 +69,8 @@ def guard(*, caught: bool = True) -> None:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
+        if not _ends:
+            raise Stopped(signum)
         if _stopping:  # Ctrl-C reaches a whole process group, and MLflow then sends SIGTERM as well: unwind once
             return
         _stopping = True

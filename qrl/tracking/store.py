@@ -197,8 +197,13 @@ def claimed(work: Iterable[str], waiting: Callable[[], object]) -> Iterator[None
                 waiting = lambda: None  # noqa: E731
                 lock.acquire()
             held.callback(lock.release)
-            held.callback(Path(path).unlink, missing_ok=True)  # before the release: who waits for it opens a new file
+            held.callback(_unlink, Path(path))  # before the release: who waits for it opens a new file
         yield
+
+
+def _unlink(path: Path) -> None:
+    with suppress(OSError):  # another user's, in a folder where only they may delete it
+        path.unlink()
 
 
 def end_dead(run: RunInfo) -> None:

@@ -168,12 +168,7 @@ def pair(tmp_path_factory) -> list[Path]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU a new engine is started for every cell")
-@pytest.mark.parametrize("scheme", ["full", "rtn-int4", "rtn-int8", "rtn-fp8", "rtn-nvfp4-a4"])
-def test_an_engine_with_replaced_weights_answers_as_a_new_one(scheme, pair, python_of, tmp_path):
-    if scheme != "full":
-        for number, path in enumerate(pair):
-            quantize.run(scheme, path, tmp_path / str(number))
-        pair = [tmp_path / "0", tmp_path / "1"]
+def test_an_engine_with_replaced_weights_answers_as_a_new_one(pair, python_of):
     words = [python_of("vllm"), "-c", RELOADED, *map(str, pair)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -228,8 +223,7 @@ def test_weights_are_replaced_only_in_the_same_network(tmp_path):
     base = folder("base", _name_or_path="a", transformers_version="5")
     assert vllm.network(base) == vllm.network(folder("grpo", _name_or_path="b"))
     assert vllm.network(base) != vllm.network(folder("deeper", num_hidden_layers=8))
-    assert vllm.network(base) != vllm.network(folder("int4", quantization_config={"quant_method": "awq"}))
-    assert vllm.network(folder("nf4", quantization_config={"quant_method": "bitsandbytes"})) is None
+    assert vllm.network(folder("int4", quantization_config={"quant_method": "awq"})) is None
 
 
 FITS = """

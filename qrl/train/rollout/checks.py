@@ -147,7 +147,8 @@ def check_server_storage(info: dict, settings: Rollout, qat: str = "none") -> No
             train.qat does, or not at all.
     """
     model = info.get("model_config") or {}
-    _check_plugin((model.get("hf_overrides") or {}).get("quantization_config"), qat)
+    overrides = model.get("hf_overrides")
+    _check_plugin(overrides.get("quantization_config") if isinstance(overrides, dict) else None, qat)
     stored = model.get("quantization"), (info.get("cache_config") or {}).get("cache_dtype")
     options = {"quantization": ("weights", vllm_engine.FP8), "kv_cache": ("keys and values", "fp8")}
     for (key, (what, name)), actual in zip(options.items(), stored, strict=True):
