@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +23,10 @@ TIERS = ("process", "study", "slow")  # a test with none of these marks is a uni
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker a core: one thread each, in the processes that tests start too
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell starts what runs in the background deaf to Ctrl-C, and so would be the processes that tests interrupt.
+if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests under `mlflow run -e test` would otherwise join the run that MLflow opened for pytest itself.
 for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_TRACKING_URI"):

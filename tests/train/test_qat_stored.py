@@ -128,7 +128,7 @@ def test_a_format_of_a_file_is_stored_bit_equal_to_what_training_computes(case, 
 
 UNFIT = {
     "no scheme": ("weights: {num_bits: 3.5}", "is no format to train in"),
-    "no mapping": ("[1]", "it holds no mapping"),
+    "no mapping": ("[1]", "holds a list, but a mapping"),
     "no YAML": ("{", "is no format to train in"),
     "an unknown field": ("weight: {num_bits: 4}", "is no format to train in"),
     "an unknown strategy": ("weights: {strategy: row}", "is no format to train in"),
@@ -147,7 +147,7 @@ UNFIT = {
         "weights: {num_bits: 8, type: float, strategy: block, block_structure: [96, 128]}",
         "sides of a block must divide 128",
     ),
-    "a book": ("#" * 20_000, "larger than"),
+    "a book": ("#" * (2 << 20), "larger than"),
 }
 
 
