@@ -10,6 +10,7 @@ signal while that step runs: to the study, to the step, to what the step started
 """
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -81,10 +82,14 @@ class Study:
     """The small study in a folder with a store of its own."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder, self.address = folder, f"sqlite:///{folder}/mlflow.db"
+
+    @functools.cached_property
+    def client(self):
+        """A client of the store, made once the study has made the store: it would put artifacts into its own folder."""
         import mlflow
 
-        self.folder, self.address = folder, f"sqlite:///{folder}/mlflow.db"
-        self.client = mlflow.MlflowClient(self.address)
+        return mlflow.MlflowClient(self.address)
 
     def start(self) -> subprocess.Popen:
         ours = {"MLFLOW_TRACKING_URI": self.address, "PYTHONPATH": str(ROOT), MARK: self.folder.name}
