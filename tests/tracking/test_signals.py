@@ -35,6 +35,7 @@ main()
 SWALLOWED = """
 import subprocess, sys, time
 from qrl.tracking import runs, signals, store
+signals.guard(ends=True)
 store.prepare()
 with runs.step("train") as run:
     child = subprocess.Popen(["sleep", "600"])

@@ -198,7 +198,8 @@ def test_a_run_that_no_step_joined_still_gets_the_reason(store, monkeypatch):
 STEP = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs of its background deaf to Ctrl-C
-from qrl.tracking import contents, runs, store
+from qrl.tracking import contents, runs, signals, store
+signals.guard(ends=True)
 store.prepare()
 with runs.step("train") as run:
     print(run.info.run_id, flush=True)
