@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 # Variants: which training made the weights.
 BASE, GRPO = "base", "grpo"
+SFT = "sft"  # supervised fine-tuning for as many steps: a control
 QAT_PREFIX = "qat-"  # GRPO with linears that compute in a format: qat-int4
 QAD_PREFIX = "qad-"  # on-policy distillation into such linears
 

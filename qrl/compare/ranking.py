@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from qrl import names
+from qrl.compare import damage
 from qrl.compare.convergence import Convergence
 from qrl.compare.evidence import Cell
 from qrl.compare.outcomes import outcomes
@@ -25,6 +26,7 @@ from qrl.stats.text import interval, table
 
 # Gains are measured from the first, errors from the second.
 PLAIN, FULL = (names.BASE, names.FULL), (names.GRPO, names.FULL)
+OTHERS = (names.BASE, names.SFT)  # controls of GRPO, which compete with no method
 CONTROL = ("distilled", names.FULL)  # of distilled methods: the same further steps without quantization
 METHODS_MD, METHODS_JSON = "methods.md", "methods.json"
 
@@ -49,7 +51,7 @@ class Method:
     @property
     def quantized(self) -> bool:
         """Whether this is a trained model that is quantized, or was trained quantized."""
-        return self.variant != names.BASE and self.cell not in (FULL, CONTROL)
+        return self.variant not in OTHERS and self.cell not in (FULL, CONTROL)
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Methods:
             methods: the best was selected by its score, so any pair could have been the one reported.
         trained: method → p-value of "training with quantized weights makes no difference to PTQ of grpo in the same
             scheme", Holm-corrected over all methods with that comparison.
+        damages: what quantization costs each variant whose schemes grpo has too; empty if none has.
         full: how tables show the scheme `full`, with its dtype if known.
     """
 
@@ -72,6 +75,7 @@ class Methods:
     runs: int
     behind: dict[Cell, float]
     trained: dict[Cell, float]
+    damages: tuple[damage.Damage, ...] = ()
     full: str = names.FULL
 
     @property
@@ -113,7 +117,7 @@ def measure(frame: pd.DataFrame) -> Methods:
     rows = []
     for cell in cells:
         accuracy = evidence.accuracy((labels[cell], names.FULL))
-        own_scheme = cell[0] not in (names.BASE, names.GRPO) and cell[1] != names.FULL
+        own_scheme = cell[0] not in (*OTHERS, names.GRPO) and cell[1] != names.FULL
         others = (PLAIN, FULL, *((variant, cell[1]) if own_scheme else None for variant in (names.GRPO, names.BASE)))
         control = CONTROL if cell[0].startswith(names.QAD_PREFIX) else None
         rows.append(Method(*cell, accuracy, *(minus(cell, other) for other in (*others, control))))
@@ -123,7 +127,11 @@ def measure(frame: pd.DataFrame) -> Methods:
     pairs = holm_by_key({pair: difference.p_two_sided for pair, difference in differences.items() if difference})
     trained = holm_by_key({row.cell: row.over_grpo.p_two_sided for row in rows if row.over_grpo})
     behind = {cell: pairs[small[0], cell] for cell in small[1:]}
-    return Methods(tuple(rows), evidence.n, len(evidence.runs), behind, trained, full_with_dtype(frame))
+    damages = damage.measure(
+        cells, lambda weights: evidence.contrast({(labels[cell], names.FULL): w for cell, w in weights.items()})
+    )
+    runs = len(evidence.runs)
+    return Methods(tuple(rows), evidence.n, runs, behind, trained, damages, full_with_dtype(frame))
 
 
 def markdown(methods: Methods, converged: Sequence[Convergence] = (), failed: Sequence[str] = ()) -> str:
@@ -140,6 +148,7 @@ def markdown(methods: Methods, converged: Sequence[Convergence] = (), failed: Se
     note = f"n = {methods.n} held-out questions, {runs}; ± is one standard error, brackets are paired 95 % CIs."
     lines = ["## Methods", "", *table(("method", "scheme", "accuracy", "gain over base", error, over), body)]
     lines += ["", note, "", *(f"- {finding}" for finding in findings(methods)), ""]
+    lines += damage.markdown(methods.damages)
     if converged:
         over = "seeds" if methods.runs > 1 else "the steps of the one seed"
         objective = "objective: first quarter → last quarter, difference"
@@ -190,11 +199,12 @@ def as_json(methods: Methods, converged: Sequence[Convergence] = (), failed: Seq
     for training in converged:
         trainings.append(document({key: getattr(training, key) for key in keys}))
     tables = {"findings": findings(methods), "methods": rows, "converged": trainings, "failed": list(failed)}
+    tables["damages"] = damage.as_json(methods.damages)
     return {"n": methods.n, "runs": methods.runs} | tables
 
 
 def metrics(methods: Methods) -> dict[str, float]:
-    """Return `methods/accuracy_<variant>_<scheme>` of every cell, and `methods/error_…` with `_low` and `_high`."""
+    """Return `methods/accuracy_<variant>_<scheme>` of every cell, `methods/error_…` with its bounds, and `damage/…`."""
     scores = {}
     for row in methods.rows:
         name = f"{row.variant}_{row.scheme}".replace("+", "_")  # which MLflow does not take
@@ -202,4 +212,4 @@ def metrics(methods: Methods) -> dict[str, float]:
         if row.error is not None:
             scores[f"methods/error_{name}"] = row.error.estimate
             scores |= {f"methods/error_{name}_low": row.error.low, f"methods/error_{name}_high": row.error.high}
-    return scores
+    return scores | damage.metrics(methods.damages)

@@ -44,7 +44,7 @@ def _format(name: str) -> str:
 
 
 class Train(Section):
-    """GRPO or distillation: how the policy is trained."""
+    """GRPO, distillation or supervised fine-tuning: how the policy is trained."""
 
     steps: int = option(20, "optimizer steps", ge=1, le=1_000_000)
     prompts_per_step: Count = option(64, "distinct questions in one optimizer step")
@@ -132,6 +132,9 @@ class Train(Section):
     max_resamples: Annotated[int, NotInKey("max_resamples", 0)] = option(
         0, "rounds in which groups with equal rewards are replaced by new questions, at most; 0: none", ge=0, le=1000
     )
+    algorithm: Annotated[Literal["grpo", "sft"], NotInKey("algorithm", "grpo")] = option(
+        "grpo", "sft: supervised fine-tuning on the worked solutions of the questions that GRPO would draw, a control"
+    )
     keep_checkpoints: NoKey[Count] = option(2, "checkpoints to resume from that stay on the disk; the oldest go first")
     # Its content's digest is an input of the key.
     qat_calibration: NoKey[str] = option(
@@ -159,11 +162,25 @@ class Train(Section):
 
     @property
     def variant(self) -> str:
-        """The variant of the trained weights: `grpo`, `qat-int4` with QAT, `distilled`, or `qad-int4` with both."""
+        """The variant of the trained weights: `grpo`, `sft`, `qat-int4`, `distilled`, or `qad-int4` with both."""
         trained_in = Path(self.qat).stem
         if self.teacher:
             return "distilled" if self.qat == "none" else f"{known.QAD_PREFIX}{trained_in}"
+        if self.algorithm == "sft":
+            return known.SFT
         return known.GRPO if self.qat == "none" else f"{known.QAT_PREFIX}{trained_in}"
+
+    @property
+    def title(self) -> str:
+        """What trains, as people read it."""
+        return "distillation" if self.teacher else self.algorithm.upper()
+
+    @property
+    def batch(self) -> str:
+        """What one optimizer step trains on, as people read it."""
+        if self.algorithm == "sft":
+            return f"{self.prompts_per_step} worked solutions"
+        return f"{self.prompts_per_step} × {self.generations} completions"
 
     @property
     def packed(self) -> bool:

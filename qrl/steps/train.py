@@ -1,4 +1,4 @@
-"""Train with GRPO or by distillation, and merge an adapter: each logs a full-precision model."""
+"""Train with GRPO, by distillation or on worked solutions, and merge an adapter: each logs a full-precision model."""
 
 import dataclasses
 import random
@@ -18,7 +18,7 @@ from qrl.steps import inputs, outcome, record
 from qrl.tasks import contamination, prompt, rows
 from qrl.tiny import corpus
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
-from qrl.train import Job, Trained, arguments, distill, grpo, rollout
+from qrl.train import Job, Trained, arguments, distill, grpo, rollout, sft
 from qrl.train import merge as merging
 from qrl.train.job import Alarm
 from qrl.workspace import WORK, need, workspace
@@ -28,7 +28,7 @@ RANDOM_TOKENS = 64  # in a prompt, where no question is at hand
 
 
 def train(recipe: Recipe) -> None:
-    """Train the recipe's model with GRPO, or distil into it; log the model, live metrics, curves and completions.
+    """Train the recipe's model as its `train` section says; log the model, live metrics, curves and completions.
 
     Under `torchrun` or `accelerate launch` every process trains, and only the first logs and writes.
     """
@@ -49,6 +49,8 @@ def train(recipe: Recipe) -> None:
     rollout.check(recipe.rollout, device, recipe.train)
     if teacher:
         distill.check(base, teacher, job)
+    elif recipe.train.algorithm == "sft":
+        sft.check(base, job)
     else:
         grpo.check(base, job)
         rollout.check_installed(recipe.rollout)
@@ -83,7 +85,9 @@ def _train(job: Job, teacher: checkpoint.Checkpoint | None) -> Trained:
 
     def run(micro: int) -> Trained:
         sized = dataclasses.replace(job, settings=job.settings.model_copy(update={"micro_batch": micro}))
-        return distill.run(sized, teacher.path) if teacher else grpo.run(sized)
+        if teacher:
+            return distill.run(sized, teacher.path)
+        return sft.run(sized) if sized.settings.algorithm == "sft" else grpo.run(sized)
 
     def say(sentence: str) -> None:
         contents.tag(f"{names.TAG_WATCH}memory", sentence)
@@ -193,7 +197,7 @@ def _check_contamination(recipe: Recipe, base: Path, questions: list, heldout: l
 def _log_training(trained: Trained, work: Path) -> None:
     artifacts = work / "artifacts"
     (artifacts / names.FIGURES).mkdir(parents=True, exist_ok=True)
-    measure = "reward" if "reward" in trained.history else "loss"  # a distillation has no reward
+    measure = "reward" if "reward" in trained.history else "loss"  # only GRPO has rewards
     figures.training(trained.history, artifacts / names.FIGURES / "training.png", measure, trained.probes)
     trained.history.to_parquet(artifacts / names.HISTORY)
     shutil.copy(work / "trainer" / arguments.FILE, artifacts / arguments.FILE)

@@ -25,12 +25,11 @@ def head(recipe: Recipe, run_id: str, table: Mapping[str, Any]) -> dict[str, str
     entry = next(iter(table.values()))
     cell = next(iter(entry["cells"].values()))
     seeds, training = entry.get("seeds") or 1, recipe.train
-    method = "distillation" if training.teacher else "GRPO"
     libraries = [f"{name} {process.installed(name) or 'not installed'}" for name in LIBRARIES]
     return {
         "Model": recipe.model,
         "Task": tasks.label(recipe.task) + (f", {recipe.data}" if recipe.data else ""),
-        "Training": f"{method}, {training.steps} steps, {training.prompts_per_step} × {training.generations} answers",
+        "Training": f"{training.title}, {training.steps} steps of {training.batch}",
         "Questions": f"{cell['n']:,} held-out{', the first rows' * (recipe.evaluate.selection == 'first')}",
         "Seed": str(recipe.seed) if seeds == 1 else f"{seeds} seeds",
         "Date": datetime.fromtimestamp(run.info.start_time / 1000).astimezone().strftime("%Y-%m-%d %H:%M %Z"),

@@ -80,11 +80,9 @@ class StudySteps:
     def train(self, base: str, teacher: str | None) -> Model:
         """Return the trained model, merged if it was trained as an adapter; `base` and `teacher` are digests."""
         settings = self.recipe.train
-        method = "distillation" if settings.teacher else "GRPO"
-        method += "" if settings.qat == "none" else f" in {settings.qat}"
-        batch = f"{settings.prompts_per_step} × {settings.generations} completions"
+        method = settings.title + ("" if settings.qat == "none" else f" in {settings.qat}")
         key = keys.trained(self.recipe, base, self.device, teacher=teacher)
-        result = self.trained = self._one("train", f"{method}, {settings.steps} steps of {batch}", key)
+        result = self.trained = self._one("train", f"{method}, {settings.steps} steps of {settings.batch}", key)
         if settings.adapter:
             adapter = f"runs:/{result.run_id}/adapter"
             into = f"the base unpacked from {settings.storage}" if settings.packed else "the full-precision base"

@@ -2,8 +2,9 @@
 
 The first recipe is GRPO in full precision, quantized afterwards under its own schemes. The others train with QLoRA,
 with quantized weights (QAT) or by distillation, which starts from the first recipe's model of the same seed and has it
-for a teacher. A distillation into quantized weights has a control: the same further steps without quantization. Each
-step is launched below the sweep's run and reused by its key, as in `pipeline.study`.
+for a teacher. Two are controls: a distillation into quantized weights gets the same further steps without
+quantization; supervised fine-tuning (SFT) is quantized as GRPO is, and then the base is too. Each step is launched
+below the sweep's run and reused by its key, as in `pipeline.study`.
 """
 
 import time
@@ -95,7 +96,8 @@ def study(
     params |= {"models": ",".join(models.values())} if models else {}
     with runs.step("sweep", methods[0], sections=tuple(SECTIONS), params=params) as run:
         controls = any(map(is_controlled, methods))
-        per_seed = 2 * len(others) + 2 + len(methods[0].quantize.schemes) + controls
+        schemes = len(methods[0].quantize.schemes)
+        per_seed = 2 * len(others) + 2 + schemes + controls + sum(schemes - 1 for arm in methods if _is_sft(arm))
         launcher = Launcher({}, run.info.run_id, len(targets) * (len(seeds) * per_seed + register))
         for target, outcome in zip(targets, outcomes, strict=True):
             try:
@@ -204,7 +206,8 @@ class _Seed:
         first, *others = self.arms
         steps = self._steps(first)
         base, grpo = (first.recipe.model, self.base), self._train(steps, first.recipe, None)
-        self.models = {f"{names.BASE}:{names.FULL}": base} | steps.quantize({names.GRPO: grpo})
+        alike = {names.BASE: base} if any(_is_sft(arm.recipe) for arm in others) else {}
+        self.models = {f"{names.BASE}:{names.FULL}": base} | steps.quantize({names.GRPO: grpo} | alike)
         for arm in others:
             try:
                 self._arm(arm, base, grpo)
@@ -225,6 +228,9 @@ class _Seed:
             control = self._steps(arm, more | {"train.qat": "none"})
             self.models[f"{CONTROL}:{names.FULL}"] = self._train(control, control.recipe, teacher)
         trained = self._train(self._steps(arm, more), recipe, teacher)
+        if _is_sft(recipe):  # in the schemes of the first recipe, as grpo and base are
+            self.models |= self._steps(self.arms[0]).quantize({label(recipe): trained})
+            return
         if recipe.train.qat == "none":
             self.models[f"{label(recipe)}:{names.FULL}"] = trained
             return
@@ -250,3 +256,7 @@ class _Seed:
 
     def _failed(self, labels: list[str], error: QrlError) -> None:
         self.outcome.failed.append(f"{', '.join(labels)}, seed {self.seed}: {error}")
+
+
+def _is_sft(recipe: Recipe) -> bool:
+    return recipe.train.algorithm == "sft"

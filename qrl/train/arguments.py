@@ -14,13 +14,6 @@ from qrl.train.job import Job
 FILE = "arguments.json"  # the trainer's whole configuration, in the work folder
 SCHEDULES = {"constant": "constant_with_warmup"}  # our name → transformers' name, where they differ
 SAMPLING = ("top_p", "top_k", "repetition_penalty")  # beside temperature and min_p
-SHARED = (
-    "temperature",
-    *SAMPLING,
-    "learning_rate",
-    "warmup_steps",
-    "gradient_checkpointing",
-)  # named alike in recipe and trainer
 SAME = ("num_iterations", "importance_sampling_level", "epsilon", "epsilon_high", "scale_rewards", "beta")  # GRPO alone
 
 
@@ -75,25 +68,33 @@ def make(job: Job, **more):
 def common(job: Job) -> dict[str, Any]:
     """Return the arguments that GRPO and distillation share; several processes divide the completions of a step."""
     settings = job.settings
-    share = settings.prompts_per_step * settings.generations // process.world_size()
+    return optimization(job, settings.prompts_per_step * settings.generations) | {
+        **{name: getattr(settings, name) for name in ("temperature", *SAMPLING)},
+        "min_p": settings.min_p or None,
+        "max_completion_length": settings.max_completion_tokens,
+        "log_completions": True,
+        "num_completions_to_print": 0,
+        "chat_template_kwargs": dict(prompt.resolve(job.template).kwargs) or None,
+    }
+
+
+def optimization(job: Job, texts: int) -> dict[str, Any]:
+    """Return the arguments that every trainer takes; `texts` are those of a step, in all processes together."""
+    settings, share = job.settings, texts // process.world_size()
     micro = min(settings.micro_batch, share)
-    return {name: getattr(settings, name) for name in SHARED} | {
+    return {
+        **{name: getattr(settings, name) for name in ("learning_rate", "warmup_steps", "gradient_checkpointing")},
         "output_dir": str(job.work),
         "max_steps": settings.steps,
         "per_device_train_batch_size": micro,
         "gradient_accumulation_steps": share // micro,
-        "min_p": settings.min_p or None,
-        "max_completion_length": settings.max_completion_tokens,
         "lr_scheduler_type": SCHEDULES.get(settings.schedule, settings.schedule),
         "bf16": settings.compute == "bf16",
         "save_steps": settings.save_every,
         "save_total_limit": settings.keep_checkpoints,
         "logging_steps": 1,
-        "log_completions": True,
-        "num_completions_to_print": 0,
         "report_to": "none",
         "disable_tqdm": True,
-        "chat_template_kwargs": dict(prompt.resolve(job.template).kwargs) or None,
         "seed": job.seed,
         "data_seed": job.seed,
         "use_cpu": job.device == "cpu",

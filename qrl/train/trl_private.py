@@ -7,7 +7,7 @@ rollout follows from recipe and step, so that a resumed run samples the same.
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -241,6 +241,15 @@ class Link:
         total = sum(seconds.values()) or float("nan")
         rates = {f"{name}_per_s": count * self.accelerator.num_processes / total for name, count in made.items()}
         return {"sync_s": seconds["sync"], "generate_s": seconds["generate"]} | rates
+
+
+def question_order(questions: int, of_a_step: int, seed: int) -> Iterator[int]:
+    """Yield, without end, the places of the questions that GRPO's steps draw, `of_a_step` different ones each."""
+    from trl.trainer.utils import RepeatSampler
+
+    sampler = RepeatSampler(range(questions), mini_repeat_count=1, batch_size=of_a_step, seed=seed)
+    while True:  # each time in another order
+        yield from sampler
 
 
 def distillation_trainer(divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> type:

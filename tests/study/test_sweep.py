@@ -21,6 +21,7 @@ from qrl.tracking import addresses
 
 ROOT = Path(qrl.__file__).parents[1]
 RATES = {"base:full": 0.4, "grpo:full": 0.8, "grpo:nf4": 0.7, "base:rtn-int4": 0.35, "grpo:rtn-int4": 0.6}
+RATES |= {"base:nf4": 0.35, "sft:full": 0.7, "sft:nf4": 0.65}
 RATES |= {"qat-int4:rtn-int4": 0.75, "qad-int4:rtn-int4": 0.78, "distilled:full": 0.8}
 TYPED = {"quantize.schemes": "nf4", "device": "cpu", "evaluate.n": "60"}
 
@@ -108,6 +109,18 @@ def artifacts() -> Path:
 def run(large: Path, others=("qat-int4", "qad-int4"), seeds=(0, 1), **options) -> None:
     models = arms.parse_models(["qrl-tiny", str(large)])
     sweep.study("tiny-ptq", others, seeds, TYPED, models=models, **options)
+
+
+def test_supervised_fine_tuning_and_base_are_quantized_as_grpo_is(steps, large):
+    made, _ = steps
+    sweep.study("tiny-ptq", ("sft", "qat-int4"), (0, 1), TYPED)
+    assert [entry[1] for entry in made] == ["grpo", "sft", "qat-int4"] * 2
+    written = json.loads((artifacts() / "methods.json").read_text())
+    cells = {(row["variant"], row["scheme"]) for row in written["methods"]}
+    assert {("base", "nf4"), ("grpo", "nf4"), ("sft", "nf4"), ("sft", "full")} <= cells
+    assert [(row["variant"], row["scheme"]) for row in written["damages"][:3]] == [
+        (variant, "nf4") for variant in ("grpo", "base", "sft")
+    ]
 
 
 def test_every_method_runs_on_every_model_and_the_losses_stand_by_size(steps, large, capsys):

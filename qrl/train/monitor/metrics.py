@@ -44,7 +44,9 @@ _TRAIN = {name: f"train/{ours}" for name, ours in _OURS.items()}
 _ROLLOUT = {rollout.PREFIX + name: rollout.PREFIX + name for name in rollout.METRICS}
 _DISTILLED = ("loss", "entropy", "grad_norm", "learning_rate", "completions/mean_length", "completions/clipped_ratio")
 _DISTILLED += ("completions_per_s", "peak_memory_gib")
+_SUPERVISED = ("loss", "entropy", "grad_norm", "learning_rate", "peak_memory_gib")
 GRPO = Kind("GRPO", "reward", _TRAIN | _ROLLOUT)
+SFT = Kind("SFT", "loss", {name: _TRAIN[name] for name in _SUPERVISED})
 DISTILLATION = Kind("distillation", "loss", {name: _TRAIN[name] for name in _DISTILLED})
 
 
