@@ -168,11 +168,18 @@ def _error(values: Tensor, original: Tensor) -> dict[str, float]:
 
 
 def _flips(before: stored.Stored, after: stored.Stored) -> int:
-    """Return how many codes differ; packed ones are compared by the four or eight bits of each weight."""
-    old, new = (coded.codes.contiguous().view(torch.uint8).flatten() for coded in (before, after))
+    """Return how many codes differ; packed ones are compared by the bits of each weight, the lowest first in a row."""
+    old, new = (coded.codes.contiguous().view(torch.uint8) for coded in (before, after))
     different = old ^ new
     bits = 8 * old.numel() // before.values.numel()
-    return sum(int(part.count_nonzero()) for part in ([different] if bits == 8 else [different & 15, different >> 4]))
+    if bits in (4, 8):
+        parts = [different] if bits == 8 else [different & 15, different >> 4]
+        return sum(int(part.count_nonzero()) for part in parts)
+    inputs, places, flips = before.values.shape[1], torch.arange(8, dtype=torch.uint8), 0
+    for rows in different.split(max(1, sweep.BLOCK["cpu"] // (8 * different.shape[1]))):
+        single = (rows.unsqueeze(-1) >> places & 1).flatten(1)[:, : inputs * bits]  # the rest fills the last word
+        flips += int(single.unflatten(1, (inputs, bits)).any(-1).sum())
+    return flips
 
 
 def _wanted(full: Mapping[str, Path], quantized: Mapping[str, Path], variants: list[str]) -> list[str]:

@@ -43,6 +43,9 @@ def _missing(quantization: dict, device: str, deterministic: bool) -> str:
     if method not in methods.QUANTIZATION_METHODS:
         return f"it knows no {method}" + (" without vllm-bnb-plugin" if method == "bitsandbytes" else "")
     groups = list((quantization.get("config_groups") or {}).values())
+    widths = {group["weights"]["num_bits"] for group in groups if group["weights"]["type"] == "int"}
+    if few := widths - {4, 8}:
+        return f"it has no kernel for {min(few)}-bit integers"
     groups = [group | {"format": group.get("format") or quantization.get("format") or ""} for group in groups]
     if device == "cpu":
         return _missing_on_cpu(method, groups)

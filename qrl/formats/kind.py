@@ -5,12 +5,15 @@ from typing import Any
 
 from qrl import names
 
-INT4, INT8, FP4, FP8 = "4-bit integers", "8-bit integers", "4-bit floats", "8-bit floats"
+INT2, INT3, INT4, INT8 = "2-bit integers", "3-bit integers", "4-bit integers", "8-bit integers"
+FP4, FP8 = "4-bit floats", "8-bit floats"
 _ROUNDED = " with rounded activations"
 # Scheme → kinds that it may hold. Schemes that share a kind differ in who wrote them.
 KINDS = {
     **dict.fromkeys((names.AWQ_CT, names.GPTQ), (INT4, INT8)),  # the recipe chooses the bits
     **dict.fromkeys((names.AWQ, "rtn-int4"), (INT4,)),
+    **dict.fromkeys((names.GPTQ_INT3, "rtn-int3"), (INT3,)),
+    **dict.fromkeys((names.GPTQ_INT2, "rtn-int2"), (INT2,)),
     **dict.fromkeys((names.INT8, names.W8A16, "rtn-int8", "rtn-int8-attention"), (INT8,)),
     **dict.fromkeys((names.NF4, names.NVFP4A16, names.MXFP4A16, "rtn-nvfp4-a16", "rtn-mxfp4"), (FP4,)),
     **dict.fromkeys((names.NVFP4, "rtn-nvfp4-a4"), (FP4 + _ROUNDED,)),
@@ -18,6 +21,8 @@ KINDS = {
     names.W8A8: (INT8 + _ROUNDED,),
     "rtn-file": (INT4, INT8, FP4, FP8, INT4 + _ROUNDED, INT8 + _ROUNDED, FP4 + _ROUNDED, FP8 + _ROUNDED),
 }
+
+FEW_BITS = tuple(scheme for scheme, kinds in KINDS.items() if set(kinds) <= {INT2, INT3})  # no kernel of vLLM runs them
 
 
 def of(quantization: Mapping[str, Any]) -> set[str]:

@@ -19,7 +19,7 @@ from qrl.engine import pretrained
 from qrl.errors import QrlError
 from qrl.formats.fakequant import linears, rounding
 from qrl.quantize.fit import HEAD
-from qrl.quantize.settings import CALIBRATED, GROUPED, Settings
+from qrl.quantize.settings import CALIBRATED, GPTQ, GROUPED, Settings
 
 BATCH = 16  # calibration rows in one forward pass
 _PRESETS = {scheme: scheme.upper() for scheme in (names.NVFP4, names.NVFP4A16, names.MXFP4A16, names.W8A8)}
@@ -128,7 +128,7 @@ def _recipe(settings: Settings) -> list:
     else:
         scheme = preset_name_to_scheme(_PRESETS[settings.scheme], ["Linear"])
     chosen = {"config_groups": {"group_0": scheme}, "ignore": [HEAD]}
-    if settings.scheme == names.GPTQ:
+    if settings.scheme in GPTQ:
         return [GPTQModifier(**chosen)]
     before = [AWQModifier()] if settings.scheme == names.AWQ_CT else []
     return [*before, QuantizationModifier(**chosen)]

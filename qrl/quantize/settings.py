@@ -11,12 +11,13 @@ from qrl.errors import BadInput
 from qrl.recipe import Quantize
 
 TASK, ROLLOUTS = "task", "rollouts"  # sources of calibration texts; anything else is a file
-CALIBRATED = (names.AWQ, names.AWQ_CT, names.GPTQ, names.NVFP4, "rtn-nvfp4-a4")  # schemes that use calibration texts
-GROUPED = (names.AWQ, names.AWQ_CT, names.GPTQ, names.W8A16)  # the recipe chooses the group size
+GPTQ = {names.GPTQ: None, names.GPTQ_INT3: 3, names.GPTQ_INT2: 2}  # bits; None: the recipe chooses
+CALIBRATED = (names.AWQ, names.AWQ_CT, *GPTQ, names.NVFP4, "rtn-nvfp4-a4")  # schemes that use calibration texts
+GROUPED = (names.AWQ, names.AWQ_CT, *GPTQ, names.W8A16)  # the recipe chooses the group size
 FIXED_GROUP = {names.NVFP4: 16, names.NVFP4A16: 16, names.MXFP4A16: 32}  # part of the format
 AWQ_WORD = 8  # outputs that share an int32 of AutoAWQ's codes
 BITS = (names.AWQ_CT, names.GPTQ)  # the recipe chooses the bits
-SYMMETRIC = {names.AWQ_CT: False, names.GPTQ: True, names.W8A16: True}  # each scheme's default; the recipe may choose
+SYMMETRIC = {names.AWQ_CT: False, **dict.fromkeys(GPTQ, True), names.W8A16: True}  # defaults
 # Field of the recipe → schemes that use it.
 CHOICES = {
     "bits": BITS,
@@ -96,7 +97,7 @@ def of(scheme: str, recipe: Quantize, seed: int) -> Settings:
         unable = "Scheme awq runs in AutoAWQ's own environment, whose transformers cannot run the policy"
         raise BadInput(f"{unable} for its rollouts: use scheme awq-ct, or quantize.calibration=task.")
     chosen = {name: getattr(recipe, name) if scheme in users else None for name, users in CHOICES.items()}
-    defaults = {"group_size": FIXED_GROUP.get(scheme), "symmetric": SYMMETRIC.get(scheme)}
+    defaults = {"group_size": FIXED_GROUP.get(scheme), "symmetric": SYMMETRIC.get(scheme), "bits": GPTQ.get(scheme)}
     chosen |= {name: value for name, value in defaults.items() if chosen[name] is None}
     sizes = {"samples": recipe.calibration_samples, "max_tokens": recipe.calibration_max_tokens}
     chosen |= sizes if scheme in CALIBRATED else dict.fromkeys(sizes)

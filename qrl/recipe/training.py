@@ -93,7 +93,8 @@ class Train(Section):
     qat: Annotated[str, AfterValidator(_format)] = option(
         "none",
         "quantization-aware training in a format that linears compute in; its codes become a checkpoint too: none, "
-        "int8, int8-attention, int4, nvfp4-a16, nvfp4-a4, fp8, mxfp4, or a compressed-tensors scheme as FILE.yaml",
+        "int8, int8-attention, int4, int3, int2, nvfp4-a16, nvfp4-a4, fp8, mxfp4, or a compressed-tensors scheme as "
+        "FILE.yaml",
     )
     # Its digest is an input of the key: an address may come to hold another model.
     teacher: NoKey[str | None] = option(

@@ -9,6 +9,7 @@ import click
 from qrl import checkpoint, names, source, tasks
 from qrl import recipe as recipes
 from qrl.errors import BadInput
+from qrl.formats.kind import FEW_BITS
 from qrl.recipe import Recipe
 from qrl.study.launch import DryRun
 
@@ -61,6 +62,9 @@ def check(
         smaller = recipes.default({"model": recipe.model, "task": recipe.task}, device=device)
         fitting = f"use a machine with one, or recipe={smaller}"
         insist([f"Recipe {name} is sized for a GPU, but this study would run on a CPU: {fitting}."], yes=yes)
+    if recipe.evaluate.engine == "vllm" and (few := set(FEW_BITS) & {*recipe.quantize.schemes, *beside}):
+        listed = ", ".join(sorted(few))
+        raise BadInput(f"vLLM has no kernel for {listed}: set evaluate.engine=transformers, which unpacks the codes.")
     base = checkpoint.check(source.locate(recipe.model))
     inputs.check_chat(recipe, base.path)
     check_schemes(recipe, base.path)

@@ -14,7 +14,7 @@ from qrl import checkpoint
 from qrl.diagnose import movement as moving
 from qrl.diagnose import rank, schemes, sweep, weights
 from qrl.errors import BadInput
-from qrl.formats import rtn
+from qrl.formats import decode, rtn
 from qrl.recipe.sections import Diagnose
 
 
@@ -390,3 +390,14 @@ def test_another_models_quantized_weights_are_refused(tiny_checkpoint, tmp_path)
         schemes.measure({"base": smaller}, {"base": folder}, "awq")
     with pytest.raises(BadInput, match="quantized"):
         weights.measure(folder, "base")
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_flips_of_packed_codes_are_those_of_the_codes_themselves(bits):
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    draw, shape = torch.Generator().manual_seed(bits), (7, 40)  # 40 codes do not fill their last word
+    limits = -(2 ** (bits - 1)), 2 ** (bits - 1)
+    before, after = (torch.randint(*limits, shape, generator=draw).to(torch.int8) for _ in range(2))
+    packed = [decode.Stored(codes.float(), helpers.pack_to_int32(codes, bits)) for codes in (before, after)]
+    assert schemes._flips(*packed) == int((before != after).sum()) > 0
+    assert schemes._flips(packed[0], packed[0]) == 0

@@ -50,7 +50,8 @@ def power_of_two(x: float) -> float:
 
 def reference(weight: torch.Tensor, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return a format's values and the factor of each code, in float64 from the definition."""
-    bits, size = {"int8": (8, None), "int4": (4, 128), "fp8": (8, None), "mxfp4": (4, 32)}.get(name, (4, 16))
+    integers = {f"int{bits}": (bits, 128) for bits in (4, 3, 2)} | {"int8": (8, None)}
+    bits, size = (integers | {"fp8": (8, None), "mxfp4": (4, 32)}).get(name, (4, 16))
     exact = weight.double().numpy()
     groups = exact.reshape(len(exact), -1, size or exact.shape[1])
     largest = np.abs(groups).max(-1, keepdims=True)
@@ -183,5 +184,5 @@ def test_activations_are_scaled_by_token_or_by_block(seed, exponent):
 
 
 def test_an_unknown_format_is_refused():
-    with pytest.raises(BadInput, match="int3"):
-        rounding.scheme("int3")
+    with pytest.raises(BadInput, match="int5"):
+        rounding.scheme("int5")

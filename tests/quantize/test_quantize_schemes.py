@@ -28,6 +28,8 @@ BITS = {
     "int8": 8,
     "awq-ct": 4,
     "gptq": 4,
+    "gptq-int3": 3,
+    "gptq-int2": 2,
     "fp8": 8,
     "nvfp4a16": 4.5,
     "nvfp4": 4.5,
@@ -35,8 +37,10 @@ BITS = {
     "w8a8": 8,
     "mxfp4a16": 4.25,
 }
-# Bound on the relative squared error of weights, with a margin: steps of 4 bits are 16 times as large as those of 8.
-WORST = {scheme: 0.02 if bits < 8 else 0.002 for scheme, bits in BITS.items()}
+# Bounds, with a margin, on the relative squared error of weights and on that of the last layer's output; a bit less
+# makes steps twice as large, and so squared errors four times.
+WORST = {scheme: {2: 0.5, 3: 0.1}.get(bits, 0.02 if bits < 8 else 0.002) for scheme, bits in BITS.items()}
+FAR = {scheme: {2: 1.0, 3: 0.3}.get(bits, 0.15) for scheme, bits in BITS.items()}
 TEXTS = [f"Tom has {i} apples and buys {i + 2} more. How many does he have?" for i in range(8)]
 
 
@@ -73,7 +77,7 @@ def test_the_engine_runs_it_and_stays_near_the_original(made, tiny_checkpoint, s
     if scheme != names.AWQ_CT:  # it scales weights, and undoes that in the norm before them
         assert 0 < (weight - stored).square().sum() <= WORST[scheme] * weight.square().sum()
     assert len(made[scheme].layer_errors) == 2
-    assert 0 < made[scheme].layer_errors[-1] < 0.15
+    assert 0 < made[scheme].layer_errors[-1] < FAR[scheme]
     again = error.between(*(error.states(each, [[5, 6, 7]]) for each in (original, original)))
     assert again == (0.0, 0.0)
 
@@ -350,5 +354,5 @@ def test_the_kind_of_codes_in_a_config_is_one_that_the_scheme_may_hold(made):
     for scheme, result in made.items():
         kinds = kind.of(checkpoint.config(result.path)["quantization_config"])
         assert len(kinds) == 1 and kinds <= set(kind.KINDS[scheme])
-        assert f"{min(BITS[scheme] // 4 * 4, 8):.0f}-bit" in min(kinds)
+        assert f"{min(int(BITS[scheme]), 8)}-bit" in min(kinds)
     assert set(kind.KINDS) == set(names.QUANTIZED_SCHEMES)

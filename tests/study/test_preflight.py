@@ -154,6 +154,14 @@ def test_a_recipe_for_a_gpu_is_refused_on_a_cpu_at_once_and_runs_with_yes(capsys
     assert "sized for a GPU" in capsys.readouterr().err
 
 
+def test_codes_that_vllm_cannot_run_are_refused_before_anything_is_trained():
+    given = {"quantize.schemes": "nf4,gptq-int3", "evaluate.engine": "vllm"}
+    with pytest.raises(BadInput, match="no kernel for gptq-int3: set"):
+        preflight.check(recipe.load("tiny", given), given)
+    with pytest.raises(BadInput, match="no kernel for rtn-int2"):
+        preflight.check(recipe.load("tiny", given | {"quantize.schemes": "nf4"}), given, beside=["rtn-int2"])
+
+
 def test_without_a_recipe_the_device_decides_between_the_small_and_the_large_one():
     own = {"model": "some/model", "device": "cpu"}
     assert preflight.recipe_for("auto", own) == "instruct-cpu"

@@ -26,7 +26,17 @@ pytestmark = pytest.mark.process
 IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
 BATCH = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 TEXTS = ["Tom has 3 apples and buys 4 more.", "How many does he have? #### 7"]
-BITS = {"int8": 8, "int8-attention": 8, "int4": 4, "nvfp4-a16": 4, "nvfp4-a4": 4, "fp8": 8, "mxfp4": 4}
+BITS = {
+    "int8": 8,
+    "int8-attention": 8,
+    "int4": 4,
+    "nvfp4-a16": 4,
+    "nvfp4-a4": 4,
+    "fp8": 8,
+    "mxfp4": 4,
+    "int3": 3,
+    "int2": 2,
+}
 
 
 @pytest.fixture(scope="module")

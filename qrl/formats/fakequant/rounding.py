@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from torch import Tensor, nn
 
-# Recipe's name → preset of compressed-tensors and vLLM; they have none for int8.
+# Recipe's name → preset of compressed-tensors and vLLM; they have none for int8, int3 and int2.
 PRESETS = {
     "int8": None,  # per output channel; activations not rounded
     "int8-attention": None,  # the same for attention only: the scope of study 002's straight-through arm
@@ -30,6 +30,8 @@ PRESETS = {
     "nvfp4-a4": "NVFP4",  # activations too: blocks of 16 scaled dynamically, one calibrated scale per tensor
     "fp8": "FP8_DYNAMIC",  # per output channel; activations per token, scaled dynamically
     "mxfp4": "MXFP4A16",  # blocks of 32, scales are powers of two; activations not rounded
+    "int3": None,  # groups of 128; no kernel of vLLM runs these codes
+    "int2": None,
 }
 FORMATS = tuple(PRESETS)
 Folded = tuple[list["Tensor"], "Tensor"]  # Q(W) of M matrices, and each one's largest |w|, (M,)
@@ -54,7 +56,9 @@ def scheme(name: str) -> QuantizationScheme:
     quantization = library()
     if (preset := PRESETS[name]) is not None:
         return quantization.preset_name_to_scheme(preset, ["Linear"])
-    weights = quantization.QuantizationArgs(num_bits=8, type="int", strategy="channel", symmetric=True)
+    bits = int(name.removeprefix("int")[0])
+    grid = {"strategy": "channel"} if bits == 8 else {"strategy": "group", "group_size": 128}
+    weights = quantization.QuantizationArgs(num_bits=bits, type="int", symmetric=True, **grid)
     return quantization.QuantizationScheme(targets=["Linear"], weights=weights)
 
 
