@@ -53,6 +53,7 @@ def train(recipe: Recipe) -> None:
         sft.check(base, job)
     else:
         grpo.check(base, job)
+    if recipe.train.algorithm != "sft":
         rollout.check_installed(recipe.rollout)
     if process.rank():
         grpo.run(job)

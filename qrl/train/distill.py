@@ -1,5 +1,8 @@
 """On-policy distillation with TRL's trainer: the student samples, a full-precision teacher scores each of its tokens.
 
+Transformers samples or vLLM, which is sent the student's weights, or Q(W), as in GRPO. The loss reads no probability of
+the engine's, so the gap between the two is not measured here.
+
 With quantized linears this is quantization-aware distillation. The loss is ours; `train.distill_top_k` of at least the
 vocabulary gives the plain KL.
 """
@@ -67,7 +70,7 @@ def _make_trainer(job: Job, teacher: Path):
     settings = job.settings
     loss = functools.partial(divergence, top_k=settings.distill_top_k, reverse=settings.distill_reverse)
     rows = [{"prompt": prompt.messages(question.question, job.template)} for question in job.questions]
-    return trl_private.distillation_trainer(loss)(
+    return trl_private.distillation_trainer(loss, job.rollout, settings.qat)(
         model=policy.load(job.base, settings, job.device),
         teacher_model=policy.load(teacher, settings, job.device),
         args=DistillationConfig(**arguments.common(job)),

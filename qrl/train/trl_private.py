@@ -15,6 +15,8 @@ from qrl.recipe import Rollout
 from qrl.train import rollout as sampling
 from qrl.train.rollout import engine_gap, sync, vllm_engine
 
+_TRANSFORMERS = Rollout()
+
 
 def unsharded(trainer):
     """Gather, as a context, the parameters that FSDP wraps in no layer of their own."""
@@ -38,6 +40,22 @@ def grpo_trainer(settings: Rollout, resamples: int = 0, qat: str = "none") -> ty
     if settings.engine != sampling.VLLM:
         return base
 
+    class Trainer(_sampling_with_vllm(base, settings, qat)):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            engine, own = batch.get("sampling_per_token_logps"), batch.get("old_per_token_logps")
+            mask, gather = batch["completion_mask"], self.accelerator.gather
+            # Completions that were cut may be masked, and then all of them.
+            if engine is not None and own is not None and gather(mask.sum()[None]).any():
+                _log(self, vars(engine_gap.measure(own, engine, mask, gather)))
+            return batch
+
+    return Trainer
+
+
+def _sampling_with_vllm(base: type, settings: Rollout, qat: str) -> type:
+    """Return a trainer of TRL's that samples through `link`, and logs its speed."""
+
     class Trainer(base):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
@@ -48,17 +66,15 @@ def grpo_trainer(settings: Rollout, resamples: int = 0, qat: str = "none") -> ty
 
         def _generate_and_score_completions(self, inputs):
             batch = super()._generate_and_score_completions(inputs)
-            engine, own = batch.get("sampling_per_token_logps"), batch.get("old_per_token_logps")
-            mask, gather = batch["completion_mask"], self.accelerator.gather
-            metrics = self.vllm_generation.speed()
-            # Completions that were cut may be masked, and then all of them.
-            if engine is not None and own is not None and gather(mask.sum()[None]).any():
-                metrics |= vars(engine_gap.measure(own, engine, mask, gather))
-            for name, value in metrics.items():
-                self._metrics["train" if self.model.training else "eval"][sampling.PREFIX + name].append(value)
+            _log(self, self.vllm_generation.speed())
             return batch
 
     return Trainer
+
+
+def _log(trainer, metrics: dict[str, float]) -> None:
+    for name, value in metrics.items():
+        trainer._metrics["train" if trainer.model.training else "eval"][sampling.PREFIX + name].append(value)
 
 
 def _resampling(base: type, most: int) -> type:
@@ -146,7 +162,7 @@ def link(trainer, settings: Rollout, qat: str = "none"):
         server_base_url=settings.server,
         server_timeout=settings.server_timeout_s,
         group_port=settings.server_group_port,
-        max_num_seqs=trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation,
+        max_num_seqs=trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps,
         logprobs=0,
         generation_kwargs=trainer.args.generation_kwargs,
     )
@@ -252,15 +268,29 @@ def question_order(questions: int, of_a_step: int, seed: int) -> Iterator[int]:
         yield from sampler
 
 
-def distillation_trainer(divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> type:
-    """Return TRL's distillation trainer with another loss; sampling and bookkeeping stay TRL's.
+def distillation_trainer(
+    divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    settings: Rollout = _TRANSFORMERS,
+    qat: str = "none",
+) -> type:
+    """Return TRL's distillation trainer with another loss; bookkeeping stays TRL's, and sampling unless vLLM samples.
 
     Args:
         divergence: (N, V) logits of student and teacher, over the temperature → (N,).
+        settings: who samples.
+        qat: the format of training, for vLLM.
+
+    Raises:
+        BadInput: the recipe samples with vLLM, which is not installed.
     """
+    sampling.check_installed(settings)
     from trl import DistillationTrainer
 
-    class Trainer(DistillationTrainer):
+    base = DistillationTrainer
+    if settings.engine == sampling.VLLM:
+        base = _sampling_with_vllm(DistillationTrainer, settings, qat)
+
+    class Trainer(base):
         def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
             ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
             mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)

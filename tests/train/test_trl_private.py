@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from qrl import tasks, tiny
 from qrl.engine import hf
 from qrl.recipe import Rollout, Train
-from qrl.train import Job, grpo, sharded, trl_private
-from qrl.train.rollout import vllm_engine
+from qrl.train import Job, distill, grpo, sharded, trl_private
+from qrl.train.qat.linear import attach
+from qrl.train.rollout import sync, vllm_engine
 
 pytestmark = pytest.mark.process
 
@@ -150,6 +151,19 @@ def test_trl_syncs_once_a_step_samples_from_token_ids_and_logs_the_gap(engine, t
     assert (history["rollout_kl_k3"] < 2e-3).all() and (history["rollout_token_ess"] > 0.99).all(), (
         "The engine's samples do not have the trained model's probabilities: TRL passes weights or tokens otherwise."
     )
+
+
+def test_a_distillation_samples_from_the_engine_with_the_students_present_weights(engine, tmp_path):
+    settings = SMALL.model_copy(update={"learning_rate": 1e-3, "save_every": 1, "qat": "int8"})
+    data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 16, 0), "task": "arithmetic"}
+    where = {"template": "plain", "seed": 0, "device": "cpu", "work": tmp_path / "work", "out": tmp_path / "model"}
+    done = distill.run(Job(settings=settings, rollout=Rollout(engine="vllm", sleep="off"), **data, **where), tiny.PATH)
+    assert engine.calls == ["sync", "generate"] * 2, "TRL no longer syncs the weights once before each rollout."
+    assert (done.history["rollout_sync_s"] > 0).all() and len(done.completions) == 2 * settings.completions_logged
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "work" / "checkpoint-1", dtype=torch.float32)
+    attach(student, "int8")
+    for name, weight in sync.named_weights(student, torch.bfloat16):
+        assert torch.equal(engine.model.get_parameter(name), weight.float()), name  # as step 2 sampled
 
 
 def test_a_model_under_training_says_which_of_its_weights_are_tied():

@@ -47,7 +47,7 @@ _DISTILLED += ("completions_per_s", "peak_memory_gib")
 _SUPERVISED = ("loss", "entropy", "grad_norm", "learning_rate", "peak_memory_gib")
 GRPO = Kind("GRPO", "reward", _TRAIN | _ROLLOUT)
 SFT = Kind("SFT", "loss", {name: _TRAIN[name] for name in _SUPERVISED})
-DISTILLATION = Kind("distillation", "loss", {name: _TRAIN[name] for name in _DISTILLED})
+DISTILLATION = Kind("distillation", "loss", {name: _TRAIN[name] for name in _DISTILLED} | _ROLLOUT)
 
 
 def callback(settings: Train, log: Log, kind: Kind = GRPO):

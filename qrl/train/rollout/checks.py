@@ -28,8 +28,8 @@ def check(settings: Rollout, device: str, train: Train) -> None:
     """Check that this machine can sample as the recipe says.
 
     Raises:
-        BadInput: a setting has no effect; vLLM would sample without a GPU, for a distillation, or for a format that
-            has been rounded already; the gap of a truncated distribution would be corrected; FSDP shards its weights;
+        BadInput: a setting has no effect; vLLM would sample without a GPU, or for a format that has been rounded
+            already; the gap of a truncated distribution would be corrected; FSDP shards its weights;
             the GPU lacks FP8; or the server does not answer, or is not of this version.
     """
     check_heeded(settings)
@@ -38,8 +38,6 @@ def check(settings: Rollout, device: str, train: Train) -> None:
     if train.qat != "none":
         _check_qat(settings, train)
     _check_sampling(settings, train)
-    if train.teacher:
-        raise BadInput(f"train.teacher samples with transformers, but rollout.engine = vllm: {_REMEDY}.")
     if device != "cuda":
         raise BadInput(f"rollout.engine = vllm needs a GPU, but the run's device is the CPU: {_REMEDY}, or use a GPU.")
     if (train.adapter or train.qat != "none") and process.sharded():
