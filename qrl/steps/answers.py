@@ -71,7 +71,7 @@ def in_processes(ask: Ask, cells: Sequence, count: int) -> Iterator[Ask]:
         yield wait
     finally:
         for child in multiprocessing.active_children():
-            child.terminate()
+            child.kill()  # Python drops a SIGTERM that reaches a process between its fork and its first line
         executor.shutdown(cancel_futures=True)
 
 
