@@ -184,7 +184,7 @@ def test_a_study_that_was_killed_is_finished_by_the_next_command(number, finishe
         within = GONE_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         while ((left := study.processes()) or running.poll() is None) and time.monotonic() - sent < within:
             time.sleep(0.1)
-        outcome["gone_s"] = round(time.monotonic() - sent, 1)
+        outcome["gone_s"], outcome["load"] = round(time.monotonic() - sent, 1), round(os.getloadavg()[0], 1)
         outcome["left"] = [" ".join(process.cmdline())[:120] for process in left if process.is_running()]
         if running.wait(600) == 0:  # what was hit had ended before, so that the study went on
             outcome["gone_s"], outcome["left"] = None, []
