@@ -86,8 +86,8 @@ def test_the_command_line_starts_without_anything_heavy():
 
     for modules, heavy in (("qrl.cli", HEAVY), ("qrl.study.pipeline, qrl.steps.compare, qrl.steps.promote", {"torch"})):
         code = f"import sys, {modules}; print({heavy!r} & {{name.partition('.')[0] for name in sys.modules}})"
-        how = {"capture_output": True, "text": True, "check": True, "cwd": PACKAGE.parent}
-        assert subprocess.run([sys.executable, "-c", code], **how).stdout.strip() == "set()"
+        how = {"text": True, "cwd": PACKAGE.parent}
+        assert subprocess.check_output([sys.executable, "-c", code], **how).strip() == "set()"
 
 
 @pytest.mark.parametrize("step", ["train", "quantize", "evaluate", "diagnose", "compare"])
