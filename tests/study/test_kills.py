@@ -155,6 +155,7 @@ class Study:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Study, dict[str, float]]:
     """A finished study, and the seconds that each of its steps took."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a background job ignores, its studies would too
     study = Study(Path(FINISHED or tmp_path_factory.mktemp("finished")))
     study.folder.mkdir(exist_ok=True)
     if not (study.folder / "mlflow.db").exists():
