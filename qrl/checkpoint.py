@@ -119,8 +119,11 @@ def files(path: Path | str) -> list[str]:
             its name says.
     """
     folder, weights = Path(path), shards(path)
+    indexed = weights != [WEIGHTS]  # transformers, vLLM and AutoAWQ then read only what is listed, or consolidated*
     for name in sorted(os.listdir(folder)):
-        if (name.endswith((".safetensors", ".gguf")) and name not in weights) or name == "adapter_config.json":
+        further = name.endswith((".safetensors", ".gguf")) and name not in weights
+        unread = indexed and name.endswith(".safetensors") and not name.startswith("consolidated")
+        if (further and not unread) or name == "adapter_config.json":
             other = f"{folder / name} is not part of the model in {weights[0]}, but loaders may read it too"
             raise BadInput(f"{other}: move it out of the folder.")
     return sorted({*weights, *_matching(folder, CONFIGS), *text_files(folder)})

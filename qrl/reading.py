@@ -11,6 +11,7 @@ from typing import Any
 from qrl.errors import BadInput
 
 MIB = 1 << 20
+TABLE_BYTES = 1 << 30  # of a table, a log or a file of questions, whatever the machine; a table takes 16 times its size
 MOST_FILES = 20_000  # of a folder that is searched
 
 
@@ -63,13 +64,6 @@ def check_text(what: str, text: str) -> None:
     """Raise BadInput if a text has control characters, with which a name could change what a terminal shows."""
     if found := re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text):
         raise BadInput(f"{what} has the control character {found[0]!a}: write it without.")
-
-
-def table_bytes() -> int:
-    """Return the largest size of a table or a log: what it becomes in memory, some 16 times as much, must fit."""
-    import psutil
-
-    return max(64 * MIB, min(4 << 30, psutil.virtual_memory().available // 16))
 
 
 def walk(folder: Path) -> Iterator[Path]:

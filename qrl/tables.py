@@ -95,7 +95,7 @@ def _rows(path: Path) -> Iterator[Row]:
         raise BadInput(f"{path} ends in '{path.suffix}', but tables are read from {', '.join(FORMATS)}: convert it.")
     if not path.is_file():
         raise BadInput(f"There is no file {path}: give a table, such as a study's questions.parquet.")
-    content = reading.content(path, reading.table_bytes())
+    content = reading.content(path, reading.TABLE_BYTES)
     text = content.decode("utf-8-sig", errors="replace") if path.suffix != ".parquet" else ""
     if path.suffix == ".csv":
         yield from _of_csv(path, text)
@@ -112,7 +112,7 @@ def _rows(path: Path) -> Iterator[Row]:
 def _of_parquet(path: Path, content: bytes) -> list[dict[str, Any]]:
     from pyarrow import ArrowException, BufferReader, parquet
 
-    most, rows, size = reading.table_bytes(), [], 0
+    most, rows, size = reading.TABLE_BYTES, [], 0
     try:
         file = parquet.ParquetFile(BufferReader(content))
         for batch in file.iter_batches(_BATCH):

@@ -263,6 +263,17 @@ def test_weights_that_one_loader_reads_and_another_does_not_are_refused(folder, 
             read(folder)
 
 
+def test_weights_that_no_loader_reads_beside_an_index_change_nothing_but_what_vllm_prefers_is_refused(folder):
+    split(folder)
+    digest = checkpoint.check(folder).digest
+    for name in ("mtp.safetensors", "model.fp16.safetensors"):
+        (folder / name).write_text("{}")
+    assert checkpoint.check(folder).digest == digest
+    (folder / "consolidated.safetensors").write_text("{}")
+    with pytest.raises(BadInput, match=r"consolidated\.safetensors is not part of the model .* move it out"):
+        checkpoint.check(folder)
+
+
 def test_shards_beside_a_whole_file_are_refused(folder, tmp_path):
     """Transformers would read the whole file, vLLM the shards that the index lists."""
     whole = tmp_path / "whole.safetensors"

@@ -102,7 +102,7 @@ def test_a_yaml_bomb_is_a_sentence_at_once(text, tmp_path):
 
 
 def test_a_parquet_file_that_unpacks_to_gigabytes_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables.reading, "table_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(tables.reading, "TABLE_BYTES", 1 << 20)
     pd.DataFrame({"completion": ["a" * 10_000] * 1000}).to_parquet(tmp_path / "a.parquet")
     assert (tmp_path / "a.parquet").stat().st_size < 1 << 17
     with pytest.raises(BadInput, match="unpacks to more than 1 MiB"):

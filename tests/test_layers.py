@@ -84,9 +84,10 @@ def test_the_command_line_starts_without_anything_heavy():
     import subprocess
     import sys
 
-    code = f"import sys; from qrl import cli; print({HEAVY!r} & {{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    assert done.stdout.strip() == "set()"
+    for modules, heavy in (("qrl.cli", HEAVY), ("qrl.study.pipeline, qrl.steps.compare, qrl.steps.promote", {"torch"})):
+        code = f"import sys, {modules}; print({heavy!r} & {{name.partition('.')[0] for name in sys.modules}})"
+        how = {"text": True, "cwd": PACKAGE.parent}
+        assert subprocess.check_output([sys.executable, "-c", code], **how).strip() == "set()"
 
 
 @pytest.mark.parametrize("step", ["train", "quantize", "evaluate", "diagnose", "compare"])

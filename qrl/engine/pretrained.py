@@ -45,19 +45,25 @@ def load(path: Path, **options) -> PreTrainedModel:
     return model
 
 
-def check_fit(path: Path) -> None:
+def check_fit(path: Path, *, known: bool = True) -> None:
     """Check a folder's weights against the model that its config.json makes, without reading or allocating any.
 
     Args:
         path: a folder that `checkpoint.check` accepts, quantized or not.
+        known: whether transformers will load it; else an architecture without a language model there, such as
+            mistral3 or qwen2_vl, is left to the engine.
 
     Raises:
         BadInput: transformers does not know the architecture or cannot build config.json, the model has more parameters
             than the files could hold, or they hold a bias that it lacks, which vLLM would ignore.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
+    if not known:
+        kind = checkpoint.config(path).get("model_type")
+        if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # each architecture's class raises errors of its own

@@ -88,7 +88,7 @@ class Vllm(AbstractContextManager):
             instead = "or use evaluate.engine=transformers"
             raise BadInput(f"vLLM cannot be imported here ({error}): {advice}, {instead}.") from None
         checkpoint.check(path)
-        pretrained.check_fit(path)
+        pretrained.check_fit(path, known=False)
         check_runs(path, device, deterministic)
         self.name = f"{NAME} {vllm.__version__}"
         self._sampling = vllm.SamplingParams
@@ -141,7 +141,7 @@ class Vllm(AbstractContextManager):
             keep a packed copy of the old weights. Close the engine then.
         """
         checkpoint.check(path)
-        pretrained.check_fit(path)
+        pretrained.check_fit(path, known=False)
         if not self._on_gpu or self._network is None or network(path) != self._network:
             return False
         try:

@@ -20,7 +20,7 @@ from qrl.registry import versions
 from qrl.serve import engines, follow, process, server
 from qrl.serve.engines import ServedModel
 from qrl.serve.log import rotating
-from qrl.tracking import contents, runs, signals, store
+from qrl.tracking import contents, fetched, runs, signals, store
 
 ENGINES = ("auto", engines.TRANSFORMERS, engines.VLLM)
 
@@ -155,9 +155,10 @@ def _print_notes(address: str, model: ServedModel, stage: str, follow_s: float |
 
 def _followed(first: versions.Version, model: ServedModel, start: Callable[[], process.Engine]) -> follow.FollowedStage:
     """Return the stage as the registry knows it, with callbacks that print and log its moves."""
-    moves, digests = itertools.count(1), {first.version: first.digest}
+    moves, digests, serving = itertools.count(1), {first.version: first.digest}, model.path
 
     def admit(number: int) -> ServedModel:
+        fetched.release(besides=serving)  # no engine drains while a version is admitted
         version = replace(registry.resolve(first.name, number), stage=first.stage)  # checks the gate of this stage only
         path = versions.admit(version)
         digests[number] = version.digest
@@ -165,6 +166,8 @@ def _followed(first: versions.Version, model: ServedModel, start: Callable[[], p
         return replace(model, version=number, path=path, verify=verify, **_rendering(version))
 
     def on_switch(new: ServedModel, sentence: str) -> None:
+        nonlocal serving
+        serving = new.path
         click.echo(sentence)
         tags = {names.TAG_SERVING: new.id, names.TAG_DIGEST: digests[new.version]}
         contents.note(tags, {names.SERVE_VERSION: new.version}, step=next(moves))

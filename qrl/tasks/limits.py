@@ -80,6 +80,7 @@ def _begin(parent: int, path: str, source: bytes) -> None:
         if os.getppid() != parent:
             os._exit(1)
     own.begin(path, source)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends a call into C at once; a handler of Python's would wait for it
 
 
 @atexit.register

@@ -29,7 +29,7 @@ def of_folder(folder: Path, split: str) -> Iterator[Row]:
 
 def of_file(path: Path) -> Iterator[Row]:
     """Yield the objects of a JSONL file; raise BadInput if it is too large, or a line is not a JSON object in UTF-8."""
-    reading.check(path, reading.table_bytes())
+    reading.check(path, reading.TABLE_BYTES)
     with path.open("rb") as lines:  # not splitlines: JSON strings may hold characters that it takes for line ends
         for number, line in enumerate(lines, 1):
             if text := line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():

@@ -20,7 +20,7 @@ from mlflow.types.schema import AnyType
 from qrl import checkpoint, names, process
 from qrl.engine import hf
 from qrl.tasks import prompt
-from qrl.tracking import keys, pyfunc_chat
+from qrl.tracking import keys
 
 _CHAT = "llm/v1/chat"
 _NEEDS = {
@@ -33,6 +33,7 @@ _MORE = ("model", "user", "seed", "logprobs", "top_logprobs", "logit_bias", "max
 _MORE += ("stream_options", "tool_choice")
 CHAT = "chat_template_kwargs"  # among a model's facts, as JSON: the variables that its flavor's tokenizer fixes
 _CODE = "code"  # the folder that MLflow puts on Python's path
+_LOADER = Path(__file__).with_name("pyfunc_chat.py")  # not imported: it imports torch, which not every command needs
 
 
 def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any]) -> None:
@@ -48,7 +49,7 @@ def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any]) -> None:
         (tokenizer / checkpoint.TEMPLATES / "default.jinja").unlink(missing_ok=True)  # transformers would prefer it
         (tokenizer / checkpoint.CHAT_TEMPLATES[0]).write_text(fixed, encoding="utf-8")
     (folder / _CODE).mkdir()
-    put(Path(pyfunc_chat.__file__), folder / _CODE / Path(pyfunc_chat.__file__).name, link=False)
+    put(_LOADER, folder / _CODE / _LOADER.name, link=False)
     inputs = Schema([*CHAT_MODEL_INPUT_SCHEMA.inputs, *(ColSpec(AnyType(), name, required=False) for name in _MORE)])
     described = Model(
         artifact_path=model.artifact_location,
@@ -76,7 +77,7 @@ def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any]) -> None:
     )
     pyfunc.add_to_model(
         described,
-        loader_module=pyfunc_chat.__name__.rpartition(".")[2],
+        loader_module=_LOADER.stem,
         code=_CODE,
         conda_env="conda.yaml",
         python_env="python_env.yaml",

@@ -19,7 +19,8 @@ FOLDER = WORK / "models"
 MOST = 12  # kept: the cells of a study, twice
 MODEL = "model"  # the checkpoint's folder among a model's artifacts
 _CHUNK = 16 << 20  # bytes that each of MLflow's threads holds in memory; its own default is 100 MiB
-_held: dict[Path, int] = {}  # folder → descriptor with a shared lock, which this process keeps to its end
+_held: dict[Path, int] = {}  # folder → descriptor with a shared lock, which this process keeps until `release`
+_DELETED = ".deleted"  # ends the hidden name of a folder that is being deleted: what a kill leaves of it is no model
 
 
 def get(address: str, digest: str = "") -> Path:
@@ -55,6 +56,12 @@ def get(address: str, digest: str = "") -> Path:
             fcntl.flock(_held[place], fcntl.LOCK_SH)
         os.utime(place)  # the least recently used are deleted first
     return place / MODEL
+
+
+def release(besides: Path) -> None:
+    """Let other processes delete what this one has fetched, all but the model that `get` returned as `besides`."""
+    for place in [place for place in _held if place / MODEL != besides]:
+        os.close(_held.pop(place))
 
 
 def keep(address: str, source: Path, files: Iterable[str]) -> None:
@@ -97,6 +104,8 @@ def _place(address: str) -> Path:
 def _make_space(place: Path, size: int) -> None:
     """Delete the least recently used until few are kept and `size` bytes fit; one that a process uses stays."""
     with FileLock(place.parent / ".space.lock"):
+        for path in place.parent.glob(f".*{_DELETED}"):
+            shutil.rmtree(path, ignore_errors=True)
         kept = [path for path in place.parent.iterdir() if path.is_dir() and path.name[0] != "."]  # not one that comes
         left = len(kept)
         for path in sorted(kept, key=lambda path: path.stat().st_mtime):
@@ -108,9 +117,11 @@ def _make_space(place: Path, size: int) -> None:
 def _delete_unused(path: Path) -> bool:
     """Delete a fetched model, and return whether no process uses it."""
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        stack.enter_context(FileLock(f"{path}.lock", blocking=False))  # a Timeout where a process is about to use it
         descriptor = os.open(path, os.O_RDONLY)
         stack.callback(os.close, descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError where a process uses it
-        shutil.rmtree(path, ignore_errors=True)
+        gone = path.rename(path.with_name(f".{path.name}{_DELETED}"))
+        shutil.rmtree(gone, ignore_errors=True)
         return True
     return False

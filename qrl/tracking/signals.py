@@ -85,6 +85,8 @@ def guard(*, caught: bool = True, ends: bool = False) -> None:
     for signum in _SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:  # ignored on purpose, as `nohup` does
             signal.signal(signum, stop)
+    if ends:  # registered first, called last: the command is done, but would die while the interpreter is torn down
+        atexit.register(lambda: [signal.signal(signum, signal.SIG_IGN) for signum in _SIGNALS])
     if os.environ.get("MLFLOW_RUN_ID"):
         die_with_parent(int(os.environ.pop(LAUNCHER, 0)))
 

@@ -76,6 +76,15 @@ def test_a_config_that_transformers_cannot_build_is_refused_on_one_line(spoilt, 
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("kind", ["mistral3", "qwen2_vl", "only_vllm_knows_it"])
+def test_an_architecture_that_transformers_has_no_language_model_for_is_left_to_an_engine_that_has(spoilt, kind):
+    config = json.loads((spoilt / "config.json").read_text())
+    (spoilt / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+    with pytest.raises(BadInput, match="cannot be loaded by transformers"):
+        pretrained.check_fit(spoilt)
+    pretrained.check_fit(spoilt, known=False)
+
+
 def test_a_tokenizer_that_cannot_be_read_is_named(spoilt):
     (spoilt / "tokenizer.json").write_text("{")
     with pytest.raises(BadInput, match=r"tokenizer of .*spoilt cannot be read"):

@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 import qrl
 from qrl.errors import BadInput
+from qrl.registry.versions import Version
 from qrl.serve import follow, process
 from qrl.serve.engines import ServedModel
 from qrl.serve.proxy import Proxy
@@ -245,6 +247,18 @@ def test_an_engine_that_cannot_be_started_leaves_the_old_one_serving(monkeypatch
         serving.process.wait()
     ((version, sentence),) = refused  # once
     assert version == 2 and "does not take over, qrl-tiny@1 " in sentence and "full" in sentence
+
+
+def test_versions_that_are_no_longer_served_are_released(monkeypatch, tmp_path):
+    released, first = [], Version("qrl-tiny", 1, "a", "grpo", "full")
+    monkeypatch.setattr(step.fetched, "release", lambda besides: released.append(besides))  # noqa: PLW0108 - it is called by name
+    monkeypatch.setattr(step.registry, "resolve", lambda _name, number: replace(first, version=number))
+    monkeypatch.setattr(step.versions, "admit", lambda version: tmp_path / str(version.version))
+    monkeypatch.setattr(step.contents, "note", lambda *_, **__: None)
+    stage = step._followed(first, ServedModel("qrl-tiny", 1, tmp_path / "1"), None)
+    stage.on_switch(stage.admit(2), "2 serves now")
+    stage.admit(3)
+    assert released == [tmp_path / "1", tmp_path / "2"]
 
 
 @pytest.mark.slow

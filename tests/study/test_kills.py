@@ -3,7 +3,7 @@
 One finished study is copied for every case. The case forgets what one step made, runs the study again, and sends a
 signal while that step runs: to the study, to the step, to what the step started, or to all of them.
 
-    QRL_KILLS=20             number of cases, none by default; QRL_KILLS_FROM is the first one's
+    QRL_KILLS=200            number of cases, 16 by default: two a step; QRL_KILLS_FROM is the first one's
     QRL_KILLS_FINISHED=DIR   keeps the finished study there for the next time
     QRL_KILLS_LOG=FILE       gets a line of JSON a case
     QRL_KILLS_MANAGER=uv     runs the study under `mlflow run`, with AWQ in an environment of its own
@@ -54,7 +54,7 @@ GONE_S = 10  # within which every process must have ended, on a machine with a c
 STARTING_S = 20.0  # of a study, before its first step
 MARK = "QRL_KILLS_CASE"  # in the environment of a case's processes
 FINISHED = os.environ.get("QRL_KILLS_FINISHED")
-FIRST, COUNT = int(os.environ.get("QRL_KILLS_FROM", "0")), int(os.environ.get("QRL_KILLS", "0"))
+FIRST, COUNT = int(os.environ.get("QRL_KILLS_FROM", "0")), int(os.environ.get("QRL_KILLS", "16"))
 
 
 def case(number: int) -> tuple[str, signal.Signals, str, float]:
@@ -155,6 +155,7 @@ class Study:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Study, dict[str, float]]:
     """A finished study, and the seconds that each of its steps took."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a background job ignores, its studies would too
     study = Study(Path(FINISHED or tmp_path_factory.mktemp("finished")))
     study.folder.mkdir(exist_ok=True)
     if not (study.folder / "mlflow.db").exists():
@@ -176,7 +177,7 @@ def test_a_study_that_was_killed_is_finished_by_the_next_command(number, finishe
     study = reference.copy(tmp_path)
     if step not in ("promote", "study"):
         study.forget(step)
-    running = study.start()
+    began, running = time.monotonic(), study.start()
     outcome = {"case": number, "step": step, "signal": signum.name, "whom": whom, "share": round(share, 3)}
     try:
         hit(study, running, step, signum, whom, share * took[step])
@@ -184,17 +185,20 @@ def test_a_study_that_was_killed_is_finished_by_the_next_command(number, finishe
         within = GONE_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         while ((left := study.processes()) or running.poll() is None) and time.monotonic() - sent < within:
             time.sleep(0.1)
-        outcome["gone_s"] = round(time.monotonic() - sent, 1)
+        outcome["gone_s"], outcome["load"] = round(time.monotonic() - sent, 1), round(os.getloadavg()[0], 1)
         outcome["left"] = [" ".join(process.cmdline())[:120] for process in left if process.is_running()]
-        running.wait(60)
+        if running.wait(600) == 0:  # what was hit had ended before, so that the study went on
+            outcome["gone_s"], outcome["left"] = None, []
         outcome["code"], outcome["told"] = running.returncode, study.told()[-6000:]
         problems = told_wrong(study.told(), running.returncode, signum, whom)
         problems += [f"left: {each}" for each in outcome["left"]]
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
+        outcome["killed_s"] = round(time.monotonic() - began, 1)
         again = study.start()
         code = again.wait()
+        outcome["seconds"] = round(time.monotonic() - began, 1)
         problems += [f"again ended with {code}: {study.told()[-2500:]}"] if code else []
         problems += wrong(study, reference) if not code else []
     finally:

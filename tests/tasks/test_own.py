@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from pebble.common import CONSTS
 
 import qrl
 from qrl import recipe, tasks
@@ -109,6 +110,7 @@ def grade(completion, answer):
         verdicts = tasks.grade_many(task, ["raise", "hang", "die", "fine"], ["1"] * 4)
     assert [verdict.fault for verdict in verdicts] == ["error", "timeout", "error", None] and verdicts[-1].strict
     assert "line 9, ZeroDivisionError" in str(seen[0].message) and "exit code 3" in str(seen[1].message)
+    monkeypatch.setattr(CONSTS, "term_timeout", 600)  # for a process to obey SIGTERM; a call into C does at once
     elsewhere = []
     thread = threading.Thread(target=lambda: elsewhere.extend(tasks.grade_many(task, ["hang"], ["1"])))
     thread.start()

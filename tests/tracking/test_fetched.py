@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 import qrl
 from qrl import checkpoint, workspace
@@ -70,6 +71,32 @@ def test_the_least_recently_used_are_deleted_but_none_that_a_process_uses(remote
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     fetched.get(remote("third"))
     assert held.is_dir() and not Path(done.stdout.strip()).exists()
+
+
+def test_a_kill_during_a_deletion_leaves_nothing_that_looks_like_a_model(remote, monkeypatch):
+    place = fetched.get(remote("a")).parent
+    fetched.release(besides=Path())
+
+    def killed(path: Path, **_) -> None:
+        (path / fetched.MODEL / "model.safetensors").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as dying, pytest.raises(KeyboardInterrupt):
+        dying.setattr(shutil, "rmtree", killed)
+        fetched._delete_unused(place)
+    assert not place.exists()
+    again = fetched.get(remote.made[0])
+    assert again.parent == place and (again / "model.safetensors").is_file()
+    assert [path.name for path in place.parent.iterdir() if path.is_dir()] == [place.name]  # the remains are deleted
+
+
+def test_a_model_that_another_process_is_about_to_use_or_holds_is_not_deleted_until_it_is_released(remote):
+    first, second = fetched.get(remote("first")), fetched.get(remote("second"))
+    fetched.release(besides=second)
+    with FileLock(f"{first.parent}.lock"):  # as in `get`, before it holds the folder
+        assert not fetched._delete_unused(first.parent)
+    assert fetched._delete_unused(first.parent) and not first.exists()
+    assert not fetched._delete_unused(second.parent) and second.is_dir()
 
 
 def test_a_disk_without_space_is_a_sentence_before_anything_is_fetched(remote, monkeypatch):

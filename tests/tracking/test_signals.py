@@ -38,10 +38,11 @@ from qrl.tracking import runs, signals, store
 signals.guard(ends=True)
 store.prepare()
 with runs.step("train") as run:
-    child = subprocess.Popen(["sleep", "600"])
-    print(run.info.run_id, child.pid, flush=True)
+    child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
+    told = f"{run.info.run_id} {child.pid}"
     while True:
         try:
+            print(told, flush=True)
             time.sleep(600)
         except KeyboardInterrupt:  # as code does that waits for an engine which has died
             print("swallowed", flush=True)
@@ -72,7 +73,8 @@ def test_a_signal_that_is_swallowed_ends_the_process_its_children_and_its_run(st
     with subprocess.Popen([sys.executable, "-c", SWALLOWED], **how) as process:
         run_id, child = process.stdout.readline().split()
         process.terminate()
-        assert process.stdout.readline() == "swallowed\n"
+        while process.stdout.readline() != "swallowed\n":
+            assert process.poll() is None
         _, told = process.communicate(timeout=300)
     assert process.returncode == 143 and "Traceback" not in told, told
     run = mlflow.get_run(run_id)
@@ -88,6 +90,16 @@ def test_a_step_does_not_outlive_a_launcher_that_died_before_it_began(store):
     done = subprocess.run([sys.executable, "-m", "qrl", "train"], env=own, capture_output=True, text=True, check=False)
     assert done.returncode == 143 and "Stopped by SIGTERM" in done.stderr, done.stderr
     assert mlflow.get_run(opened).info.status == "KILLED"
+
+
+def test_a_signal_after_the_end_of_a_command_changes_nothing():
+    program = "import os, time\nfrom qrl.tracking import signals\nsignals.guard(ends=True)\nclass Slow:\n"
+    program += "    def __del__(self, write=os.write, sleep=time.sleep):\n        sleep(write(1, b'ends\\n') / 2)\n"
+    program += "slow = Slow()\n"  # deleted while the interpreter is torn down
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ends\n"
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 0
 
 
 def test_ctrl_c_does_not_reach_what_is_spawned_to_be_deaf():

@@ -326,6 +326,7 @@ def test_a_server_that_does_not_round_as_training_does_is_refused():
 
 SERVERS = {  # what a server answers, and what is wrong with it
     "the same": ("0.31.0", "fp8", ""),
+    "another build": ("0.31.0+cpu", "fp8", ""),
     "another vLLM": ("0.25.1", "fp8", r"runs vLLM 0\.25\.1, but this environment has 0\.31\.0"),
     "no version": (None, "fp8", "runs vLLM None"),
     "no plugin": ("0.31.0", "none", r"rounds no activations, but train\.qat = fp8 does"),

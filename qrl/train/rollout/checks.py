@@ -117,7 +117,7 @@ def check_server(settings: Rollout, qat: str = "none") -> None:
         with urllib.request.urlopen(f"{address}/version", timeout=10) as answer:
             theirs = json.load(answer).get("version")
         ours = _vllm_version()
-        if ours and theirs != ours:
+        if ours and str(theirs).partition("+")[0] != ours.partition("+")[0]:  # a build's name is no version
             versions = f"runs vLLM {theirs}, but this environment has {ours}"
             raise BadInput(f"The rollout server at {address} {versions}: start it from the environment of training.")
         with urllib.request.urlopen(f"{address}/server_info?config_format=json", timeout=60) as answer:
