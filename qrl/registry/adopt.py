@@ -6,7 +6,6 @@ Stores of before kept decisions in tags of versions (`qrl.gate.<stage>`, `qrl.ga
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from hashlib import sha256
 from typing import Any
 
@@ -18,6 +17,7 @@ from pydantic import ValidationError
 from qrl import names
 from qrl.errors import BadInput, QrlError
 from qrl.recipe.stages import Stage
+from qrl.registry import history
 from qrl.registry.history import ADOPT, MIRRORED, PREVIOUS, PROMOTE, REFUSE, USUAL
 from qrl.tracking import signals
 
@@ -29,9 +29,12 @@ def begin(model: RegisteredModel, versions: Sequence[ModelVersion]) -> str:
     again if the model's tag was deleted.
     """
     client, key = MlflowClient(), f"{names.TAG_HISTORY}.{sha256(model.name.encode()).hexdigest()[:16]}"
-    origin = _origin(versions)
-    chosen = origin.data.params.get(key) if origin else None
+    made_by = [run for entry in sorted(versions, key=lambda entry: int(entry.version)) if (run := _run(entry.run_id))]
+    named = [value for run in made_by for name, value in sorted(run.data.params.items()) if name.startswith(key)]
+    chosen = next(filter(_run, named), None)
     if chosen is None:
+        key += f".{len(named)}" if named else ""  # those that were named are gone
+        origin = next((run for run in made_by if run.info.lifecycle_stage == "active"), None)
         tags = {names.TAG_STEP: "registry", names.TAG_PID: signals.identity()}
         experiment, began = (origin.info.experiment_id, origin.info.start_time) if origin else ("0", None)
         run = client.create_run(experiment, began, tags, run_name=f"decisions on {model.name}")
@@ -48,18 +51,19 @@ def begin(model: RegisteredModel, versions: Sequence[ModelVersion]) -> str:
                 client.delete_run(run.info.run_id)
             if chosen is None:
                 raise failure or QrlError(f"The record of '{model.name}' was not written: run the command again.")
+        client.set_registered_model_tag(model.name, names.TAG_APPLIED, "0")  # of a record that is gone
     client.set_registered_model_tag(model.name, names.TAG_HISTORY, chosen)
     return chosen
 
 
-def _origin(versions: Sequence[ModelVersion]) -> Run | None:
-    """Return the run that made the first version whose run is there."""
-    for entry in sorted(versions, key=lambda entry: int(entry.version)):
-        with suppress(MlflowException):
-            run = MlflowClient().get_run(entry.run_id or "")
-            if run.info.lifecycle_stage == "active":
-                return run
-    return None
+def _run(run_id: str | None) -> Run | None:
+    """Return a run, deleted ones included, or None if there is none."""
+    try:
+        return MlflowClient().get_run(run_id or "")
+    except MlflowException as error:
+        if error.error_code not in history.NO_RUN:
+            raise
+        return None
 
 
 def former(model: RegisteredModel, versions: Sequence[ModelVersion]) -> dict[str, Any] | None:

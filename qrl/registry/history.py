@@ -30,7 +30,8 @@ PROMOTE, REFUSE, ROLLBACK, MEND, ADOPT = "promote", "refuse", "rollback", "mend"
 PREVIOUS = "-previous"
 USUAL = {stage.stage: stage for stage in DEFAULT}  # of every model, as soon as one is promoted
 MIRRORED = ("Staging", "Production")
-LEASE = 60  # seconds after which another host takes over a decision that was recorded, but not carried out
+SHOWN_BY = {stage.mlflow: stage.stage for stage in DEFAULT if stage.mlflow in MIRRORED}  # unless a recipe says more
+NO_RUN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # MLflow's codes for a run that is gone, or no id
 _PIECE = 5500  # characters; MLflow cuts a parameter at 6,000
 
 
@@ -79,6 +80,11 @@ class State:
         """The model's stages by name."""
         return {stage: Stage.model_validate(text) for stage, text in self.declared.items()}
 
+    def behind(self, address: str) -> str:
+        """Return the stage of ours that Staging or Production shows, written in any case; any other is itself."""
+        mirrored = address.capitalize()
+        return self.mirrors.get(mirrored, SHOWN_BY[mirrored]) if mirrored in MIRRORED else address
+
     def aliases(self) -> dict[str, int]:
         """Return the aliases that show this state."""
         return self.at | {stage + PREVIOUS: version for stage, version in self.before.items()}
@@ -113,6 +119,7 @@ class History:
     records: tuple[Record, ...] = ()
     chain: str = ""  # sha256 of the last one
     applied: int = 0  # the last decision that pointers are known to show
+    deleted: bool = False  # the run was deleted, but can be restored
 
     @cached_property
     def state(self) -> State:
@@ -123,13 +130,6 @@ class History:
     def is_pending(self) -> bool:
         """Whether the last decision may not have reached the pointers yet."""
         return self.applied < len(self.records)
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether whoever took the last decision no longer carries it out; call it under the lock of this machine."""
-        head = self.records[-1]
-        age = (datetime.now(UTC) - datetime.fromisoformat(head.time)).total_seconds()
-        return head.owner == signals.identity() or signals.is_dead(head.owner) or age > LEASE
 
     def until(self, time: str) -> State:
         """Return where the stages were at a time, ISO 8601 in UTC."""
@@ -160,15 +160,15 @@ def read(name: str, model: RegisteredModel | None) -> History:
     if not (run_id := tags.get(names.TAG_HISTORY, "")):
         return History(name)
     try:
-        params = MlflowClient().get_run(run_id).data.params
+        run = MlflowClient().get_run(run_id)
     except MlflowException as error:
-        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+        if error.error_code not in NO_RUN:
             raise store.sentence(error) or error from None
         raise QrlError(
-            f"The record of decisions on '{name}', run {run_id[:40]}, is gone: restore the run, or delete the model's "
-            f"tag {names.TAG_HISTORY} to begin a new record."
+            f"The record of decisions on '{name}', run {run_id[:40]}, is gone: restore the database from a backup, or "
+            f"delete the model's tag {names.TAG_HISTORY}; the next command then begins a new record from its tags."
         ) from None
-    records, chain = [], ""
+    params, records, chain = run.data.params, [], ""
     while first := params.get(f"{len(records) + 1:06}"):
         try:
             text = _whole(first, params)
@@ -188,7 +188,7 @@ def read(name: str, model: RegisteredModel | None) -> History:
             f"The record of decisions on '{name}', run {run_id}, ends at {len(records)}, but {applied} were carried "
             "out: restore the database from a backup."
         )
-    return History(name, run_id, tuple(records), chain, applied)
+    return History(name, run_id, tuple(records), chain, applied, run.info.lifecycle_stage == "deleted")
 
 
 def claim(past: History, record: Mapping[str, Any]) -> History | None:

@@ -18,9 +18,11 @@ from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
 from qrl import names
 from qrl.registry import adopt, history, pages
-from qrl.registry.history import LEASE, MIRRORED, PREVIOUS, PROMOTE, REFUSE, USUAL, History, Record
-from qrl.registry.versions import locked, model_of, versions_of
-from qrl.tracking import store
+from qrl.registry.history import MIRRORED, PREVIOUS, PROMOTE, REFUSE, USUAL, History, Record
+from qrl.registry.versions import locked, model_of, unchanged_s, versions_of
+from qrl.tracking import signals, store
+
+LEASE = 60  # seconds after which another host takes over a decision that was recorded, but not carried out
 
 
 def known(name: str) -> History:
@@ -35,7 +37,7 @@ def current(name: str) -> History:
     past = history.read(name, model := model_of(name))
     if model is None or not (_to_adopt(past, model) or past.is_pending or _astray(past, model)):
         return past
-    if past.is_pending and not past.is_abandoned:
+    if past.is_pending and not _is_abandoned(past):
         return past  # its process carries it out at this moment
     try:
         with locked(name):
@@ -75,7 +77,7 @@ def _turn(name: str, *, wait: bool = True) -> History:
             if after := history.claim(begun, said):
                 print(f"qrl: {name} had no record of decisions; run {begun.run_id} begins one.", file=sys.stderr)
                 _carry_out(after)
-        elif past.is_pending and past.is_abandoned:
+        elif past.is_pending and _is_abandoned(past):
             _carry_out(past)
         elif past.is_pending:
             if not wait:
@@ -86,10 +88,21 @@ def _turn(name: str, *, wait: bool = True) -> History:
         else:
             again = _there(name)
             seen_twice = history.read(name, again) == past and found == _astray(past, again)  # not in between
+            if past.deleted:
+                MlflowClient().restore_run(past.run_id)
             if seen_twice and (after := history.claim(past, {"action": history.MEND, "reasons": found})):
-                said = f"qrl: pointers of {name} were changed by hand and are put back: {' '.join(found)}"
+                said = f"qrl: {name} was changed by hand, which is put back: {' '.join(found)}"
                 print(said, file=sys.stderr)
                 _carry_out(after)
+
+
+def _is_abandoned(past: History) -> bool:
+    """Whether whoever took the last decision no longer carries it out; call it under the lock of this machine.
+
+    Of a process on another host, only this machine's own clock can tell: how long it has seen the decision pending.
+    """
+    owner = past.records[-1].owner
+    return owner == signals.identity() or signals.is_dead(owner) or unchanged_s(past.name, past.chain) > LEASE
 
 
 def _to_adopt(past: History, model: RegisteredModel) -> dict[str, Any] | None:
@@ -109,12 +122,12 @@ def _astray(past: History, model: RegisteredModel) -> list[str]:
     shown = {entry.current_stage: int(entry.version) for entry in model.latest_versions or ()}
     expected = {mirrored: version for version, mirrored in state.shown().items()}
     unlike = [mirrored for mirrored in MIRRORED if shown.get(mirrored) != expected.get(mirrored)]
-    if not past.records or not (differing or unlike):
+    if not past.records or not (differing or unlike or past.deleted):
         return []
     there = {int(entry.version) for entry in versions_of(past.name)}  # nothing points to a version that was deleted
     said = [(f"alias {alias}", aliases.get(alias), wanted.get(alias)) for alias in differing]
     said += [(mirrored, shown.get(mirrored), expected.get(mirrored)) for mirrored in unlike]
-    return [
+    return [f"The record, run {past.run_id}, was deleted."] * past.deleted + [
         f"{what} was {f'version {was}' if was else 'nothing'}, decided is {f'version {now}' if now else 'nothing'}."
         for what, was, now in said
         if was is not None or now in there

@@ -36,10 +36,7 @@ def resolve(name: str, stage: str | int) -> Version:
 
 def _resolve(past: History, stage: str | int) -> Version:
     name, address, state = past.name, str(stage), past.state
-    alias = address
-    if (mirrored := address.capitalize()) in MIRRORED:
-        usual = {each.mlflow: each.stage for each in USUAL.values()}
-        alias = state.mirrors.get(mirrored, usual[mirrored])
+    alias = state.behind(address)
     if re.fullmatch(r"[1-9][0-9]*", alias):
         by_number = {int(entry.version): entry for entry in versions_of(name)}
         if int(alias) in by_number:

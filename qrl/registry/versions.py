@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from mlflow import MlflowClient, MlflowException
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
@@ -25,6 +26,10 @@ from qrl import checkpoint, names
 from qrl.errors import BadInput, GateRefused, QrlError, first_line
 from qrl.registry.history import History, Record, best
 from qrl.tracking import models, store
+from qrl.workspace import WORK
+
+WAIT_S = 120  # for the lock of a registered model
+_seen: dict[Path, str] = {}
 
 
 @dataclass(frozen=True)
@@ -78,13 +83,44 @@ class Version:
 
 @contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Hold the lock of a registered model."""
+    """Hold the lock of a registered model; raise QrlError if another command does not end."""
     address = mlflow.get_registry_uri()
-    key = sha256(f"{address} {name}".encode()).hexdigest()[:16]
     database = store.database_of(address)
-    path = f"{database}.registry.lock" if database else Path(tempfile.gettempdir()) / f"qrl-registry-{key}.lock"
-    with FileLock(path, timeout=120, mode=0o666):
+    path = f"{database}.registry.lock" if database else Path(tempfile.gettempdir()) / f"qrl-registry-{_key(name)}.lock"
+    lock = FileLock(path, timeout=WAIT_S, mode=0o666)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise QrlError(
+            f"Another command has held the registry's lock {path} for {WAIT_S} s: wait for it, or end it."
+        ) from None
+    try:
         yield
+    finally:
+        lock.release()
+
+
+def unchanged_s(name: str, what: str) -> float:
+    """Return for how many seconds commands in this folder have seen `what` of a model, and nothing else.
+
+    The clock is the one that counts from this machine's start: nobody sets it, or compares it with another machine's.
+    """
+    path, now = WORK / f"registry-{_key(name)}.seen", time.monotonic()
+    with suppress(OSError):  # the file is for short commands; a process remembers by itself
+        _seen.setdefault(path, path.read_text(encoding="utf-8"))
+    former, _, since = _seen.get(path, "").partition(" ")
+    with suppress(ValueError):
+        if former == what and float(since) <= now:
+            return now - float(since)
+    _seen[path] = f"{what} {now}"
+    with suppress(OSError):
+        WORK.mkdir(exist_ok=True)
+        path.write_text(_seen[path], encoding="utf-8")
+    return 0.0
+
+
+def _key(name: str) -> str:
+    return sha256(f"{mlflow.get_registry_uri()} {name}".encode()).hexdigest()[:16]
 
 
 def versions_of(name: str) -> list[ModelVersion]:
@@ -111,12 +147,19 @@ def model_of(name: str, *, make: bool = False) -> RegisteredModel | None:
 
 
 def folder(version: Version) -> Path:
-    """Return the version's checkpoint folder, in place if the store is local; raise QrlError if its files are gone."""
+    """Return the version's checkpoint folder, in place if the store is local.
+
+    Raises:
+        BadInput: this user may not read it, or this machine's disk is full.
+        QrlError: its files are gone, or not as they were logged.
+    """
     try:
         return models.local_path(version.uri, version.digest)
     except (QrlError, MlflowException, OSError) as error:
-        reason = first_line(error).rstrip(".")
-        raise QrlError(f"The files of {version} are gone, or not as they were logged ({reason}).") from None
+        cause = (error.__context__ if isinstance(error, QrlError) else None) or error
+        if isinstance(known := store.sentence(cause), BadInput):
+            raise known from None
+        raise QrlError(f"The files of {version} cannot be loaded: {first_line(cause)}") from None
 
 
 def verify(version: Version) -> Path:
@@ -130,7 +173,7 @@ def admit(version: Version) -> Path:
 
     Raises:
         GateRefused: no gate let it in, or the gate judged other weights.
-        QrlError: the files are gone.
+        BadInput, QrlError: as `folder`.
     """
     records = [record for record in version.gates() if version.stage in (None, record.stage)]
     passed = [record for record in records if record.passed]
