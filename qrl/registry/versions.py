@@ -24,6 +24,7 @@ from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
 from qrl import checkpoint, names
 from qrl.errors import BadInput, GateRefused, QrlError, first_line
+from qrl.registry import signing
 from qrl.registry.history import History, Record, best
 from qrl.tracking import models, store
 from qrl.workspace import WORK
@@ -162,9 +163,9 @@ def folder(version: Version) -> Path:
         raise QrlError(f"The files of {version} cannot be loaded: {first_line(cause)}") from None
 
 
-def verify(version: Version) -> Path:
-    """Return the version's checkpoint folder after checking gate and digest; raises as `admit` and `whole` do."""
-    whole(version, path := admit(version))
+def verify(version: Version, public: str = "") -> Path:
+    """Return the version's checkpoint folder after checking gate, digest and signature, as `admit` and `whole` do."""
+    whole(version, path := admit(version), public)
     return path
 
 
@@ -191,10 +192,23 @@ def admit(version: Version) -> Path:
     return folder(version)
 
 
-def whole(version: Version, path: Path) -> None:
-    """Read all files of a version, from `admit`; raise QrlError if they have changed since the evaluation."""
+def whole(version: Version, path: Path, public: str = "") -> None:
+    """Read all files of a version, and check its signature if one is required, or was when it was promoted.
+
+    Args:
+        version: as resolved.
+        path: its folder, from `admit`.
+        public: the key or certificate that must have signed it, from `signing.trusted`.
+
+    Raises:
+        GateRefused: it has no such signature.
+        QrlError: its files have changed since the evaluation.
+    """
     if (digest := checkpoint.digest(path)) != version.digest:
         raise QrlError(
             f"The files of {version} have changed, their digest is {digest[:12]} now: run the study again, which makes "
             "a new version."
         )
+    recorded = [record.bounds["signer"] for record in version.records if record.passed and "signer" in record.bounds]
+    if public or recorded:
+        signing.verify(version, path, public or recorded[-1])
