@@ -6,11 +6,9 @@ Stores of before kept decisions in tags of versions (`qrl.gate.<stage>`, `qrl.ga
 
 import json
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from typing import Any
 
 from mlflow import MlflowClient, MlflowException
-from mlflow.entities import Run
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from pydantic import ValidationError
 
@@ -28,12 +26,13 @@ def begin(model: RegisteredModel, versions: Sequence[ModelVersion]) -> str:
     A parameter of the run that made the first version names it: MLflow writes a parameter once. So the record is found
     again if the model's tag was deleted.
     """
-    client, key = MlflowClient(), f"{names.TAG_HISTORY}.{sha256(model.name.encode()).hexdigest()[:16]}"
-    made_by = [run for entry in sorted(versions, key=lambda entry: int(entry.version)) if (run := _run(entry.run_id))]
-    named = [value for run in made_by for name, value in sorted(run.data.params.items()) if name.startswith(key)]
-    chosen = next(filter(_run, named), None)
+    client, key = MlflowClient(), history.naming(model.name)
+    ordered = sorted(versions, key=lambda entry: int(entry.version))
+    made_by = [run for entry in ordered if (run := history.run_of(entry.run_id))]
+    known = [run_id for run in made_by for run_id in history.named(run, model.name)]
+    chosen = next(filter(history.run_of, reversed(known)), None)
     if chosen is None:
-        key += f".{len(named)}" if named else ""  # those that were named are gone
+        key += f".{len(known)}" if known else ""  # those that were named are gone
         origin = next((run for run in made_by if run.info.lifecycle_stage == "active"), None)
         tags = {names.TAG_STEP: "registry", names.TAG_PID: signals.identity()}
         experiment, began = (origin.info.experiment_id, origin.info.start_time) if origin else ("0", None)
@@ -54,16 +53,6 @@ def begin(model: RegisteredModel, versions: Sequence[ModelVersion]) -> str:
         client.set_registered_model_tag(model.name, names.TAG_APPLIED, "0")  # of a record that is gone
     client.set_registered_model_tag(model.name, names.TAG_HISTORY, chosen)
     return chosen
-
-
-def _run(run_id: str | None) -> Run | None:
-    """Return a run, deleted ones included, or None if there is none."""
-    try:
-        return MlflowClient().get_run(run_id or "")
-    except MlflowException as error:
-        if error.error_code not in history.NO_RUN:
-            raise
-        return None
 
 
 def former(model: RegisteredModel, versions: Sequence[ModelVersion]) -> dict[str, Any] | None:

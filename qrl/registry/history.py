@@ -19,6 +19,7 @@ from hashlib import sha256
 from typing import Any
 
 from mlflow import MlflowClient, MlflowException
+from mlflow.entities import Run
 from mlflow.entities.model_registry import RegisteredModel
 
 from qrl import names
@@ -31,7 +32,6 @@ PREVIOUS = "-previous"
 USUAL = {stage.stage: stage for stage in DEFAULT}  # of every model, as soon as one is promoted
 MIRRORED = ("Staging", "Production")
 SHOWN_BY = {stage.mlflow: stage.stage for stage in DEFAULT if stage.mlflow in MIRRORED}  # unless a recipe says more
-NO_RUN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # MLflow's codes for a run that is gone, or no id
 _PIECE = 5500  # characters; MLflow cuts a parameter at 6,000
 
 
@@ -149,6 +149,8 @@ class History:
 def read(name: str, model: RegisteredModel | None) -> History:
     """Return the history of a registered model, its chain checked.
 
+    A parameter of the first version's run names the run that holds it, since nobody can edit that; without it, the tag.
+
     Args:
         name: the registered model.
         model: as MLflow has it, read before the history: then what it shows is never newer.
@@ -156,18 +158,22 @@ def read(name: str, model: RegisteredModel | None) -> History:
     Raises:
         QrlError: the record is gone, or a decision was changed or removed.
     """
-    tags = model.tags if model else {}
-    if not (run_id := tags.get(names.TAG_HISTORY, "")):
+    if model is None:
         return History(name)
+    tag = model.tags.get(names.TAG_HISTORY, "")
     try:
-        run = MlflowClient().get_run(run_id)
+        first = MlflowClient().search_model_versions(f"name = '{name}'", 1, ["version_number ASC"])
+        run_id = next(reversed(named(run_of(first[0].run_id) if first else None, name)), tag)
+        run = run_of(run_id)
     except MlflowException as error:
-        if error.error_code not in NO_RUN:
-            raise store.sentence(error) or error from None
+        raise store.sentence(error) or error from None
+    if run is None:
+        if not tag:
+            return History(name)
         raise QrlError(
             f"The record of decisions on '{name}', run {run_id[:40]}, is gone: restore the database from a backup, or "
             f"delete the model's tag {names.TAG_HISTORY}; the next command then begins a new record from its tags."
-        ) from None
+        )
     params, records, chain = run.data.params, [], ""
     while first := params.get(f"{len(records) + 1:06}"):
         try:
@@ -181,7 +187,7 @@ def read(name: str, model: RegisteredModel | None) -> History:
                 "follow from the one before it. Restore the database from a backup."
             )
         records, chain = [*records, record], sha256(text.encode()).hexdigest()
-    applied = tags.get(names.TAG_APPLIED, "0")
+    applied = model.tags.get(names.TAG_APPLIED, "0")
     applied = int(applied) if applied.isdecimal() else 0
     if applied > len(records):
         raise QrlError(
@@ -189,6 +195,27 @@ def read(name: str, model: RegisteredModel | None) -> History:
             "out: restore the database from a backup."
         )
     return History(name, run_id, tuple(records), chain, applied, run.info.lifecycle_stage == "deleted")
+
+
+def run_of(run_id: str | None) -> Run | None:
+    """Return a run, deleted ones included, or None if there is none."""
+    try:
+        return MlflowClient().get_run(run_id) if run_id else None
+    except MlflowException as error:
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise
+        return None
+
+
+def named(maker: Run | None, name: str) -> list[str]:
+    """Return the runs that hold the record of a model, as the run that made a version of it names them, in order."""
+    params = sorted(maker.data.params.items()) if maker else []
+    return [value for key, value in params if key.startswith(naming(name))]
+
+
+def naming(name: str) -> str:
+    """Return the parameter that names the record of a model; further ones have a number behind."""
+    return f"{names.TAG_HISTORY}.{sha256(name.encode()).hexdigest()[:16]}"
 
 
 def claim(past: History, record: Mapping[str, Any]) -> History | None:

@@ -122,12 +122,16 @@ def _astray(past: History, model: RegisteredModel) -> list[str]:
     shown = {entry.current_stage: int(entry.version) for entry in model.latest_versions or ()}
     expected = {mirrored: version for version, mirrored in state.shown().items()}
     unlike = [mirrored for mirrored in MIRRORED if shown.get(mirrored) != expected.get(mirrored)]
-    if not past.records or not (differing or unlike or past.deleted):
+    tag = model.tags.get(names.TAG_HISTORY)
+    if not past.records or not (differing or unlike or past.deleted or tag != past.run_id):
         return []
     there = {int(entry.version) for entry in versions_of(past.name)}  # nothing points to a version that was deleted
     said = [(f"alias {alias}", aliases.get(alias), wanted.get(alias)) for alias in differing]
     said += [(mirrored, shown.get(mirrored), expected.get(mirrored)) for mirrored in unlike]
-    return [f"The record, run {past.run_id}, was deleted."] * past.deleted + [
+    record = [f"The record, run {past.run_id}, was deleted."] if past.deleted else []
+    if tag != past.run_id:
+        record.append(f"The tag {names.TAG_HISTORY} named {tag or 'no run'}, the record is run {past.run_id}.")
+    return record + [
         f"{what} was {f'version {was}' if was else 'nothing'}, decided is {f'version {now}' if now else 'nothing'}."
         for what, was, now in said
         if was is not None or now in there
@@ -153,7 +157,10 @@ def _carry_out(past: History) -> History:
     if head.action in (PROMOTE, REFUSE) and head.version in there:
         _write_gate(past, there[head.version])
     wanted = {alias: version for alias, version in past.state.aliases().items() if version in there}
-    aliases = {alias: int(version) for alias, version in _there(name).aliases.items()}
+    model = _there(name)
+    if model.tags.get(names.TAG_HISTORY) != past.run_id:
+        client.set_registered_model_tag(name, names.TAG_HISTORY, past.run_id)
+    aliases = {alias: int(version) for alias, version in model.aliases.items()}
     for alias, version in wanted.items():
         if aliases.get(alias) != version and is_ours():
             client.set_registered_model_alias(name, alias, str(version))

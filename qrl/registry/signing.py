@@ -102,6 +102,8 @@ def _signer(key: str, *chain: str) -> tuple[Any, str]:
 
     config = _library("signing").Config()
     try:
+        for path in (key, *chain):
+            reading.check(Path(path), reading.MIB)
         if chain:
             how = {"signing_certificate": chain[0], "certificate_chain": chain[1:] or chain}
             return config.use_certificate_signer(private_key=key, **how), Path(chain[-1]).read_text()

@@ -36,6 +36,10 @@ def record() -> history.History:
     return history.read(NAME, versions.model_of(NAME))
 
 
+def denied(*_args: object, **_more: object) -> None:
+    raise mlflow.MlflowException("Permission denied", PERMISSION_DENIED)
+
+
 def database(store: str) -> sqlite3.Connection:
     return sqlite3.connect(store.removeprefix("sqlite:///"))
 
@@ -71,7 +75,9 @@ def test_two_hosts_that_begin_a_record_at_once_share_it(version, monkeypatch):
     first = adopt.begin(model, entries)
     seen = mlflow.get_run(entries[0].run_id)
     stale = mlflow.entities.Run(seen.info, mlflow.entities.RunData())
-    monkeypatch.setattr(adopt, "_run", lambda run_id: stale)  # the other host looked before the first one wrote
+    monkeypatch.setattr(
+        adopt.history, "run_of", lambda run_id: stale
+    )  # the other host looked before the first one wrote
     assert adopt.begin(model, entries) == first
     monkeypatch.undo()
     mlflow.MlflowClient().delete_registered_model_tag(NAME, names.TAG_HISTORY)
@@ -166,7 +172,7 @@ def test_what_is_set_by_hand_is_put_back_and_recorded(version, capsys):
         ),
         ("UPDATE params SET value = 'x' WHERE key = '000002'", "decision 2 does not follow"),
         ("DELETE FROM params WHERE key = '000002'", "ends at 1, but 2 were carried out"),
-        ("UPDATE registered_model_tags SET value = 'nowhere' WHERE key = 'qrl.history'", "run nowhere, is gone"),
+        ("DELETE FROM runs WHERE name LIKE 'decisions on %'", "is gone: restore the database"),
     ],
 )
 def test_a_record_that_was_edited_in_the_database_is_refused(version, store, change, said):
@@ -194,6 +200,28 @@ def test_a_record_that_is_gone_for_good_is_begun_anew(version, store):
         assert registry.resolve(NAME, "base").version == 2 and record().run_id != gone
         assert [each.action for each in record().records] == ["adopt"] and record().applied == 1
     assert registry.rollback(NAME, "base").version == 1
+
+
+def test_a_record_that_somebody_else_wrote_does_not_count(version, monkeypatch):
+    version(), version()
+    registry.promote(NAME, "awq", 1, record=WHY)
+    client, own = mlflow.MlflowClient(), record()
+    forged = client.create_run("0")
+    said = dataclasses.replace(own.records[0], version=2, digest=registry.resolve(NAME, 2).digest)
+    text = json.dumps(dataclasses.asdict(said), default=str)
+    client.log_param(forged.info.run_id, "000001", f"x 1 {text}")
+    for value in (forged.info.run_id, "nowhere", None):
+        if value:
+            client.set_registered_model_tag(NAME, names.TAG_HISTORY, value)
+        else:
+            client.delete_registered_model_tag(NAME, names.TAG_HISTORY)
+        client.set_model_version_tag(NAME, "2", names.gate_tag("awq"), "passed")
+        client.set_registered_model_alias(NAME, "awq", "2")
+        with monkeypatch.context() as patched:  # a user who may only read
+            patched.setattr(mlflow.MlflowClient, "log_param", denied)
+            assert registry.resolve(NAME, "awq").version == 1 and not registry.resolve(NAME, 2).records
+        assert registry.resolve(NAME, "awq").version == 1 == pointers()["awq"]
+        assert record().run_id == own.run_id == client.get_registered_model(NAME).tags[names.TAG_HISTORY]
 
 
 def test_a_record_that_was_deleted_is_restored(version):
@@ -344,9 +372,6 @@ def test_a_user_who_may_only_read_sees_what_was_decided(version, monkeypatch):
         version()
     registry.promote(NAME, "awq", 1, record=WHY)
     mlflow.MlflowClient().set_registered_model_alias(NAME, "awq", "2")
-
-    def denied(*_args: object, **_more: object) -> None:
-        raise mlflow.MlflowException("Permission denied", PERMISSION_DENIED)
 
     for name in WRITES:
         monkeypatch.setattr(mlflow.MlflowClient, name, denied)

@@ -126,7 +126,9 @@ def test_a_certificate_signs_for_its_authority(library, keys, evaluated):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("wrong", ["sign_with=team.pub", "sign_with=no", "require_signature=team.pem"])
+@pytest.mark.parametrize(
+    "wrong", ["sign_with=team.pub", "sign_with=no", "sign_with=/dev/zero", "require_signature=team.pem"]
+)
 def test_a_wrong_key_is_bad_input(library, keys, wrong):
     field, _, file = wrong.partition("=")
     settings = recipe.load(overrides={f"promote.{field}": str(keys / file)})
