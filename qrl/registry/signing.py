@@ -117,7 +117,7 @@ def _signer(key: str, *chain: str) -> tuple[Any, str]:
 
 
 def _artifacts(version: Version) -> ArtifactRepository:
-    return get_artifact_repository(ModelsArtifactRepository.get_underlying_uri(version.uri))
+    return get_artifact_repository(str(ModelsArtifactRepository.get_underlying_uri(version.uri)))
 
 
 def _library(name: str) -> Any:

@@ -29,7 +29,8 @@ def show(recipe: Recipe, stage: str, day: str | None) -> None:
     former = [record for record in past.gates() if not record.number]
     decisions = [record for record in (*former, *past.records) if record.stage in ("", own)]
     click.echo(f"{name}, stage {own}: {len(decisions)} decisions, in run {past.run_id or 'none yet'}.")
-    click.echo("\n".join(map(_told, decisions)))
+    for record in decisions:
+        click.echo(_told(record))
 
 
 def at(past: History, stage: str, day: str) -> str:
@@ -67,7 +68,7 @@ def at(past: History, stage: str, day: str) -> str:
 
 def _told(record: Record) -> str:
     number = f"{record.number:4}" if record.number else "   -"
-    what = f"{record.action} {record.stage}" + (f" version {record.version}" if record.version else "")
+    what = f"{record.action} {record.stage}".strip() + (f" version {record.version}" if record.version else "")
     facts = {"run": record.run, "digest": record.digest[:12], "study": record.study}
     facts = ", ".join(f"{key} {value}" for key, value in facts.items() if value)
     lines = [f"{number}  {record.time}  {what}, {record.by or 'before records'}{f', {facts}' if facts else ''}"]
