@@ -30,7 +30,7 @@ def begin(model: RegisteredModel, versions: Sequence[ModelVersion]) -> str:
     ordered = sorted(versions, key=lambda entry: int(entry.version))
     made_by = [run for entry in ordered if (run := history.run_of(entry.run_id))]
     known = [run_id for run in made_by for run_id in history.named(run, model.name)]
-    chosen = next(filter(history.run_of, reversed(known)), None)
+    chosen = next(filter(history.run_of, known), None)
     if chosen is None:
         key += f".{len(known)}" if known else ""  # those that were named are gone
         origin = next((run for run in made_by if run.info.lifecycle_stage == "active"), None)

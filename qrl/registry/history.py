@@ -149,7 +149,7 @@ class History:
 def read(name: str, model: RegisteredModel | None) -> History:
     """Return the history of a registered model, its chain checked.
 
-    A parameter of the first version's run names the run that holds it, since nobody can edit that; without it, the tag.
+    A parameter of the first version's run names the run that holds it, since nobody can edit that; else the tag does.
 
     Args:
         name: the registered model.
@@ -163,18 +163,18 @@ def read(name: str, model: RegisteredModel | None) -> History:
     tag = model.tags.get(names.TAG_HISTORY, "")
     try:
         first = MlflowClient().search_model_versions(f"name = '{name}'", 1, ["version_number ASC"])
-        run_id = next(reversed(named(run_of(first[0].run_id) if first else None, name)), tag)
-        run = run_of(run_id)
+        known = named(run_of(first[0].run_id) if first else None, name)
+        run = next(filter(None, map(run_of, (*known, tag))), None)
     except MlflowException as error:
         raise store.sentence(error) or error from None
     if run is None:
         if not tag:
             return History(name)
         raise QrlError(
-            f"The record of decisions on '{name}', run {run_id[:40]}, is gone: restore the database from a backup, or "
+            f"The record of decisions on '{name}', run {tag[:40]}, is gone: restore the database from a backup, or "
             f"delete the model's tag {names.TAG_HISTORY}; the next command then begins a new record from its tags."
         )
-    params, records, chain = run.data.params, [], ""
+    run_id, params, records, chain = run.info.run_id, run.data.params, [], ""
     while first := params.get(f"{len(records) + 1:06}"):
         try:
             text = _whole(first, params)
@@ -208,7 +208,7 @@ def run_of(run_id: str | None) -> Run | None:
 
 
 def named(maker: Run | None, name: str) -> list[str]:
-    """Return the runs that hold the record of a model, as the run that made a version of it names them, in order."""
+    """Return the runs that a version's maker names as the record of a model; the first that is there holds it."""
     params = sorted(maker.data.params.items()) if maker else []
     return [value for key, value in params if key.startswith(naming(name))]
 

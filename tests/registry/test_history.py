@@ -210,6 +210,7 @@ def test_a_record_that_somebody_else_wrote_does_not_count(version, monkeypatch):
     said = dataclasses.replace(own.records[0], version=2, digest=registry.resolve(NAME, 2).digest)
     text = json.dumps(dataclasses.asdict(said), default=str)
     client.log_param(forged.info.run_id, "000001", f"x 1 {text}")
+    client.log_param(client.get_model_version(NAME, "1").run_id, f"{history.naming(NAME)}.1", forged.info.run_id)
     for value in (forged.info.run_id, "nowhere", None):
         if value:
             client.set_registered_model_tag(NAME, names.TAG_HISTORY, value)
