@@ -29,7 +29,7 @@ from qrl.registry.history import History, Record, best
 from qrl.tracking import models, store
 from qrl.workspace import WORK
 
-WAIT_S = 120  # for the lock of a registered model
+WAIT_S = 300  # for the lock of a registered model
 _seen: dict[Path, str] = {}
 
 
@@ -93,7 +93,7 @@ def locked(name: str) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise QrlError(
-            f"Another command has held the registry's lock {path} for {WAIT_S} s: wait for it, or end it."
+            f"Other commands have held the registry's lock {path} for {WAIT_S} s: wait for them, or end them."
         ) from None
     try:
         yield
