@@ -51,28 +51,31 @@ def __getattr__(name: str) -> Any:
 
 
 def load(
-    name: str, stage: str | int, *, device: str = "auto", dtype: str = "auto"
+    name: str, stage: str | int, *, device: str = "auto", dtype: str = "auto", require_signature: str = ""
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a registered version as a transformers model and its tokenizer, after checking its gate and its digest.
+    """Load a registered version as a transformers model and its tokenizer, after checking gate, digest and signature.
 
     Args:
         name: name of the registered model, such as "qrl-tiny".
         stage: base, grpo, awq, or as the recipe declared it; Staging, Production, or a version number.
         device: auto, cpu or cuda.
         dtype: dtype of activations; auto is bf16 on a GPU and fp32 on a CPU.
+        require_signature: file with the public key or certificate that must have signed the version; by default, the
+            one that it was promoted with, if any.
 
     Raises:
         BadInput: the stage is unknown or has no version.
-        GateRefused: no gate admitted the version.
+        GateRefused: no gate admitted the version, or it lacks that signature.
         QrlError: its files differ from those that were evaluated.
     """
     from qrl.engine import device as devices
     from qrl.engine import hf
-    from qrl.registry import versions
+    from qrl.registry import signing, versions
     from qrl.tasks import prompt
 
-    where, version = devices.choose(device), resolve(name, stage)
-    model, tokens = hf.load(versions.verify(version), where, devices.compute_dtype(dtype, where))
+    where, public = devices.choose(device), signing.trusted(require_signature)
+    version = resolve(name, stage)
+    model, tokens = hf.load(versions.verify(version, public), where, devices.compute_dtype(dtype, where))
     if version.chat:  # chats are rendered as they were evaluated
         tokens.chat_template = prompt.fixed(tokens.get_chat_template(), version.chat)
     return model, tokens

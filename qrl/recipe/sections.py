@@ -120,6 +120,10 @@ class Promote(Section):
         (), "stages in order, STAGE=VARIANT:SCHEME,…; default: base=base:full,grpo=grpo:full,awq=grpo:awq"
     )
     min_n: NoKey[Count] = option(20, "least number of questions that an evaluation must have for any stage")
+    sign_with: NoKey[tuple[str, ...]] = option(
+        (), "private key (PEM) that signs versions that pass, or KEY,CERTIFICATE,CA; with OpenSSF's model-signing"
+    )
+    require_signature: NoKey[str] = option("", "public key or certificate (PEM) that must have signed a version")
 
     @field_validator("stages")
     @classmethod

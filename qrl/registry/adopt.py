@@ -6,18 +6,16 @@ Stores of before kept decisions in tags of versions (`qrl.gate.<stage>`, `qrl.ga
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from hashlib import sha256
 from typing import Any
 
 from mlflow import MlflowClient, MlflowException
-from mlflow.entities import Run
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from pydantic import ValidationError
 
 from qrl import names
 from qrl.errors import BadInput, QrlError
 from qrl.recipe.stages import Stage
+from qrl.registry import history
 from qrl.registry.history import ADOPT, MIRRORED, PREVIOUS, PROMOTE, REFUSE, USUAL
 from qrl.tracking import signals
 
@@ -28,10 +26,14 @@ def begin(model: RegisteredModel, versions: Sequence[ModelVersion]) -> str:
     A parameter of the run that made the first version names it: MLflow writes a parameter once. So the record is found
     again if the model's tag was deleted.
     """
-    client, key = MlflowClient(), f"{names.TAG_HISTORY}.{sha256(model.name.encode()).hexdigest()[:16]}"
-    origin = _origin(versions)
-    chosen = origin.data.params.get(key) if origin else None
+    client, key = MlflowClient(), history.naming(model.name)
+    ordered = sorted(versions, key=lambda entry: int(entry.version))
+    made_by = [run for entry in ordered if (run := history.run_of(entry.run_id))]
+    known = [run_id for run in made_by for run_id in history.named(run, model.name)]
+    chosen = next(filter(history.run_of, known), None)
     if chosen is None:
+        key += f".{len(known)}" if known else ""  # those that were named are gone
+        origin = next((run for run in made_by if run.info.lifecycle_stage == "active"), None)
         tags = {names.TAG_STEP: "registry", names.TAG_PID: signals.identity()}
         experiment, began = (origin.info.experiment_id, origin.info.start_time) if origin else ("0", None)
         run = client.create_run(experiment, began, tags, run_name=f"decisions on {model.name}")
@@ -48,18 +50,9 @@ def begin(model: RegisteredModel, versions: Sequence[ModelVersion]) -> str:
                 client.delete_run(run.info.run_id)
             if chosen is None:
                 raise failure or QrlError(f"The record of '{model.name}' was not written: run the command again.")
+        client.set_registered_model_tag(model.name, names.TAG_APPLIED, "0")  # of a record that is gone
     client.set_registered_model_tag(model.name, names.TAG_HISTORY, chosen)
     return chosen
-
-
-def _origin(versions: Sequence[ModelVersion]) -> Run | None:
-    """Return the run that made the first version whose run is there."""
-    for entry in sorted(versions, key=lambda entry: int(entry.version)):
-        with suppress(MlflowException):
-            run = MlflowClient().get_run(entry.run_id or "")
-            if run.info.lifecycle_stage == "active":
-                return run
-    return None
 
 
 def former(model: RegisteredModel, versions: Sequence[ModelVersion]) -> dict[str, Any] | None:

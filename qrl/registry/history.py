@@ -19,6 +19,7 @@ from hashlib import sha256
 from typing import Any
 
 from mlflow import MlflowClient, MlflowException
+from mlflow.entities import Run
 from mlflow.entities.model_registry import RegisteredModel
 
 from qrl import names
@@ -30,7 +31,7 @@ PROMOTE, REFUSE, ROLLBACK, MEND, ADOPT = "promote", "refuse", "rollback", "mend"
 PREVIOUS = "-previous"
 USUAL = {stage.stage: stage for stage in DEFAULT}  # of every model, as soon as one is promoted
 MIRRORED = ("Staging", "Production")
-LEASE = 60  # seconds after which another host takes over a decision that was recorded, but not carried out
+SHOWN_BY = {stage.mlflow: stage.stage for stage in DEFAULT if stage.mlflow in MIRRORED}  # unless a recipe says more
 _PIECE = 5500  # characters; MLflow cuts a parameter at 6,000
 
 
@@ -79,6 +80,11 @@ class State:
         """The model's stages by name."""
         return {stage: Stage.model_validate(text) for stage, text in self.declared.items()}
 
+    def behind(self, address: str) -> str:
+        """Return the stage of ours that Staging or Production shows, written in any case; any other is itself."""
+        mirrored = address.capitalize()
+        return self.mirrors.get(mirrored, SHOWN_BY[mirrored]) if mirrored in MIRRORED else address
+
     def aliases(self) -> dict[str, int]:
         """Return the aliases that show this state."""
         return self.at | {stage + PREVIOUS: version for stage, version in self.before.items()}
@@ -113,6 +119,7 @@ class History:
     records: tuple[Record, ...] = ()
     chain: str = ""  # sha256 of the last one
     applied: int = 0  # the last decision that pointers are known to show
+    deleted: bool = False  # the run was deleted, but can be restored
 
     @cached_property
     def state(self) -> State:
@@ -123,13 +130,6 @@ class History:
     def is_pending(self) -> bool:
         """Whether the last decision may not have reached the pointers yet."""
         return self.applied < len(self.records)
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether whoever took the last decision no longer carries it out; call it under the lock of this machine."""
-        head = self.records[-1]
-        age = (datetime.now(UTC) - datetime.fromisoformat(head.time)).total_seconds()
-        return head.owner == signals.identity() or signals.is_dead(head.owner) or age > LEASE
 
     def until(self, time: str) -> State:
         """Return where the stages were at a time, ISO 8601 in UTC."""
@@ -149,6 +149,8 @@ class History:
 def read(name: str, model: RegisteredModel | None) -> History:
     """Return the history of a registered model, its chain checked.
 
+    A parameter of the first version's run names the run that holds it, since nobody can edit that; else the tag does.
+
     Args:
         name: the registered model.
         model: as MLflow has it, read before the history: then what it shows is never newer.
@@ -156,19 +158,23 @@ def read(name: str, model: RegisteredModel | None) -> History:
     Raises:
         QrlError: the record is gone, or a decision was changed or removed.
     """
-    tags = model.tags if model else {}
-    if not (run_id := tags.get(names.TAG_HISTORY, "")):
+    if model is None:
         return History(name)
+    tag = model.tags.get(names.TAG_HISTORY, "")
     try:
-        params = MlflowClient().get_run(run_id).data.params
+        first = MlflowClient().search_model_versions(f"name = '{name}'", 1, ["version_number ASC"])
+        known = named(run_of(first[0].run_id) if first else None, name)
+        run = next(filter(None, map(run_of, (*known, tag))), None)
     except MlflowException as error:
-        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-            raise store.sentence(error) or error from None
+        raise store.sentence(error) or error from None
+    if run is None:
+        if not tag:
+            return History(name)
         raise QrlError(
-            f"The record of decisions on '{name}', run {run_id[:40]}, is gone: restore the run, or delete the model's "
-            f"tag {names.TAG_HISTORY} to begin a new record."
-        ) from None
-    records, chain = [], ""
+            f"The record of decisions on '{name}', run {tag[:40]}, is gone: restore the database from a backup, or "
+            f"delete the model's tag {names.TAG_HISTORY}; the next command then begins a new record from its tags."
+        )
+    run_id, params, records, chain = run.info.run_id, run.data.params, [], ""
     while first := params.get(f"{len(records) + 1:06}"):
         try:
             text = _whole(first, params)
@@ -181,14 +187,35 @@ def read(name: str, model: RegisteredModel | None) -> History:
                 "follow from the one before it. Restore the database from a backup."
             )
         records, chain = [*records, record], sha256(text.encode()).hexdigest()
-    applied = tags.get(names.TAG_APPLIED, "0")
+    applied = model.tags.get(names.TAG_APPLIED, "0")
     applied = int(applied) if applied.isdecimal() else 0
     if applied > len(records):
         raise QrlError(
             f"The record of decisions on '{name}', run {run_id}, ends at {len(records)}, but {applied} were carried "
             "out: restore the database from a backup."
         )
-    return History(name, run_id, tuple(records), chain, applied)
+    return History(name, run_id, tuple(records), chain, applied, run.info.lifecycle_stage == "deleted")
+
+
+def run_of(run_id: str | None) -> Run | None:
+    """Return a run, deleted ones included, or None if there is none."""
+    try:
+        return MlflowClient().get_run(run_id) if run_id else None
+    except MlflowException as error:
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise
+        return None
+
+
+def named(maker: Run | None, name: str) -> list[str]:
+    """Return the runs that a version's maker names as the record of a model; the first that is there holds it."""
+    params = sorted(maker.data.params.items()) if maker else []
+    return [value for key, value in params if key.startswith(naming(name))]
+
+
+def naming(name: str) -> str:
+    """Return the parameter that names the record of a model; further ones have a number behind."""
+    return f"{names.TAG_HISTORY}.{sha256(name.encode()).hexdigest()[:16]}"
 
 
 def claim(past: History, record: Mapping[str, Any]) -> History | None:

@@ -18,9 +18,11 @@ from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
 from qrl import names
 from qrl.registry import adopt, history, pages
-from qrl.registry.history import LEASE, MIRRORED, PREVIOUS, PROMOTE, REFUSE, USUAL, History, Record
-from qrl.registry.versions import locked, model_of, versions_of
-from qrl.tracking import store
+from qrl.registry.history import MIRRORED, PREVIOUS, PROMOTE, REFUSE, USUAL, History, Record
+from qrl.registry.versions import locked, model_of, unchanged_s, versions_of
+from qrl.tracking import signals, store
+
+LEASE = 60  # seconds after which another host takes over a decision that was recorded, but not carried out
 
 
 def known(name: str) -> History:
@@ -35,7 +37,7 @@ def current(name: str) -> History:
     past = history.read(name, model := model_of(name))
     if model is None or not (_to_adopt(past, model) or past.is_pending or _astray(past, model)):
         return past
-    if past.is_pending and not past.is_abandoned:
+    if past.is_pending and not _is_abandoned(past):
         return past  # its process carries it out at this moment
     try:
         with locked(name):
@@ -75,7 +77,7 @@ def _turn(name: str, *, wait: bool = True) -> History:
             if after := history.claim(begun, said):
                 print(f"qrl: {name} had no record of decisions; run {begun.run_id} begins one.", file=sys.stderr)
                 _carry_out(after)
-        elif past.is_pending and past.is_abandoned:
+        elif past.is_pending and _is_abandoned(past):
             _carry_out(past)
         elif past.is_pending:
             if not wait:
@@ -86,10 +88,21 @@ def _turn(name: str, *, wait: bool = True) -> History:
         else:
             again = _there(name)
             seen_twice = history.read(name, again) == past and found == _astray(past, again)  # not in between
+            if past.deleted:
+                MlflowClient().restore_run(past.run_id)
             if seen_twice and (after := history.claim(past, {"action": history.MEND, "reasons": found})):
-                said = f"qrl: pointers of {name} were changed by hand and are put back: {' '.join(found)}"
+                said = f"qrl: {name} was changed by hand, which is put back: {' '.join(found)}"
                 print(said, file=sys.stderr)
                 _carry_out(after)
+
+
+def _is_abandoned(past: History) -> bool:
+    """Whether whoever took the last decision no longer carries it out; call it under the lock of this machine.
+
+    Of a process on another host, only this machine's own clock can tell: how long it has seen the decision pending.
+    """
+    owner = past.records[-1].owner
+    return owner == signals.identity() or signals.is_dead(owner) or unchanged_s(past.name, past.chain) > LEASE
 
 
 def _to_adopt(past: History, model: RegisteredModel) -> dict[str, Any] | None:
@@ -109,12 +122,16 @@ def _astray(past: History, model: RegisteredModel) -> list[str]:
     shown = {entry.current_stage: int(entry.version) for entry in model.latest_versions or ()}
     expected = {mirrored: version for version, mirrored in state.shown().items()}
     unlike = [mirrored for mirrored in MIRRORED if shown.get(mirrored) != expected.get(mirrored)]
-    if not past.records or not (differing or unlike):
+    tag = model.tags.get(names.TAG_HISTORY)
+    if not past.records or not (differing or unlike or past.deleted or tag != past.run_id):
         return []
     there = {int(entry.version) for entry in versions_of(past.name)}  # nothing points to a version that was deleted
     said = [(f"alias {alias}", aliases.get(alias), wanted.get(alias)) for alias in differing]
     said += [(mirrored, shown.get(mirrored), expected.get(mirrored)) for mirrored in unlike]
-    return [
+    record = [f"The record, run {past.run_id}, was deleted."] if past.deleted else []
+    if tag != past.run_id:
+        record.append(f"The tag {names.TAG_HISTORY} named {tag or 'no run'}, the record is run {past.run_id}.")
+    return record + [
         f"{what} was {f'version {was}' if was else 'nothing'}, decided is {f'version {now}' if now else 'nothing'}."
         for what, was, now in said
         if was is not None or now in there
@@ -140,7 +157,10 @@ def _carry_out(past: History) -> History:
     if head.action in (PROMOTE, REFUSE) and head.version in there:
         _write_gate(past, there[head.version])
     wanted = {alias: version for alias, version in past.state.aliases().items() if version in there}
-    aliases = {alias: int(version) for alias, version in _there(name).aliases.items()}
+    model = _there(name)
+    if model.tags.get(names.TAG_HISTORY) != past.run_id:
+        client.set_registered_model_tag(name, names.TAG_HISTORY, past.run_id)
+    aliases = {alias: int(version) for alias, version in model.aliases.items()}
     for alias, version in wanted.items():
         if aliases.get(alias) != version and is_ours():
             client.set_registered_model_alias(name, alias, str(version))
@@ -154,8 +174,14 @@ def _carry_out(past: History) -> History:
             done = stage == "Archived" and entry.current_stage in moved
             if entry.current_stage != stage and not done and is_ours():
                 # Archiving in the same transaction: a reader sees the old version or the new one, never none or both.
-                client.transition_model_version_stage(name, entry.version, stage, stage in MIRRORED)
-                moved.add(stage)
+                try:
+                    client.transition_model_version_stage(name, entry.version, stage, stage in MIRRORED)
+                    moved.add(stage)
+                except MlflowException as error:
+                    if "operator does not exist" not in str(error):
+                        raise
+                    # MLflow's archiving fails on PostgreSQL through psycopg 3: the old version follows, a moment later.
+                    client.transition_model_version_stage(name, entry.version, stage)
     if head.version in there:
         pages.refresh(past, head.version)
     if is_ours():

@@ -36,10 +36,7 @@ def resolve(name: str, stage: str | int) -> Version:
 
 def _resolve(past: History, stage: str | int) -> Version:
     name, address, state = past.name, str(stage), past.state
-    alias = address
-    if (mirrored := address.capitalize()) in MIRRORED:
-        usual = {each.mlflow: each.stage for each in USUAL.values()}
-        alias = state.mirrors.get(mirrored, usual[mirrored])
+    alias = state.behind(address)
     if re.fullmatch(r"[1-9][0-9]*", alias):
         by_number = {int(entry.version): entry for entry in versions_of(name)}
         if int(alias) in by_number:
@@ -139,11 +136,17 @@ def refuse(name: str, stage: str, version: int, *, record: Mapping[str, Any]) ->
     pointers.append(name, lambda _past: {**record, **said})
 
 
-def rollback(name: str, stage: str) -> Version:
+def rollback(name: str, stage: str, public: str = "") -> Version:
     """Swap a stage with `<stage>-previous`; a second rollback swaps back.
+
+    Args:
+        name: the registered model.
+        stage: one that it has.
+        public: the key or certificate that must have signed the version, from `signing.trusted`.
 
     Raises:
         BadInput: the model has no such stage, or the stage had no other version before.
+        GateRefused: it has no such signature.
         QrlError: the files of that version are gone or changed; nothing is moved.
     """
 
@@ -154,7 +157,7 @@ def rollback(name: str, stage: str) -> Version:
         if now is None or before is None or now == before:
             raise BadInput(f"Stage {stage} of '{name}' has had no other version, so there is nothing to roll back to.")
         target = _resolve(past, stage + PREVIOUS)
-        versions.verify(target)  # never to a version that could not be served
+        versions.verify(target, public)  # never to a version that could not be served
         earned = target.gate(stage)
         said = {"action": history.ROLLBACK, "stage": stage, "version": before, "digest": target.digest}
         return {**said, "run": earned.run if earned else "", "reasons": [f"Returned from version {now}."]}

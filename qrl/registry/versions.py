@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,14 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from mlflow import MlflowClient, MlflowException
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
 from qrl import checkpoint, names
 from qrl.errors import BadInput, GateRefused, QrlError, first_line
+from qrl.registry import signing
 from qrl.registry.history import History, Record, best
 from qrl.tracking import models, store
+from qrl.workspace import WORK
+
+WAIT_S = 300  # for the lock of a registered model
+_seen: dict[Path, str] = {}
 
 
 @dataclass(frozen=True)
@@ -78,13 +84,44 @@ class Version:
 
 @contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Hold the lock of a registered model."""
+    """Hold the lock of a registered model; raise QrlError if another command does not end."""
     address = mlflow.get_registry_uri()
-    key = sha256(f"{address} {name}".encode()).hexdigest()[:16]
     database = store.database_of(address)
-    path = f"{database}.registry.lock" if database else Path(tempfile.gettempdir()) / f"qrl-registry-{key}.lock"
-    with FileLock(path, timeout=120, mode=0o666):
+    path = f"{database}.registry.lock" if database else Path(tempfile.gettempdir()) / f"qrl-registry-{_key(name)}.lock"
+    lock = FileLock(path, timeout=WAIT_S, mode=0o666)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise QrlError(
+            f"Other commands have held the registry's lock {path} for {WAIT_S} s: wait for them, or end them."
+        ) from None
+    try:
         yield
+    finally:
+        lock.release()
+
+
+def unchanged_s(name: str, what: str) -> float:
+    """Return for how many seconds commands in this folder have seen `what` of a model, and nothing else.
+
+    The clock is the one that counts from this machine's start: nobody sets it, or compares it with another machine's.
+    """
+    path, now = WORK / f"registry-{_key(name)}.seen", time.monotonic()
+    with suppress(OSError):  # the file is for short commands; a process remembers by itself
+        _seen.setdefault(path, path.read_text(encoding="utf-8"))
+    former, _, since = _seen.get(path, "").partition(" ")
+    with suppress(ValueError):
+        if former == what and float(since) <= now:
+            return now - float(since)
+    _seen[path] = f"{what} {now}"
+    with suppress(OSError):
+        WORK.mkdir(exist_ok=True)
+        path.write_text(_seen[path], encoding="utf-8")
+    return 0.0
+
+
+def _key(name: str) -> str:
+    return sha256(f"{mlflow.get_registry_uri()} {name}".encode()).hexdigest()[:16]
 
 
 def versions_of(name: str) -> list[ModelVersion]:
@@ -111,17 +148,24 @@ def model_of(name: str, *, make: bool = False) -> RegisteredModel | None:
 
 
 def folder(version: Version) -> Path:
-    """Return the version's checkpoint folder, in place if the store is local; raise QrlError if its files are gone."""
+    """Return the version's checkpoint folder, in place if the store is local.
+
+    Raises:
+        BadInput: this user may not read it, or this machine's disk is full.
+        QrlError: its files are gone, or not as they were logged.
+    """
     try:
         return models.local_path(version.uri, version.digest)
     except (QrlError, MlflowException, OSError) as error:
-        reason = first_line(error).rstrip(".")
-        raise QrlError(f"The files of {version} are gone, or not as they were logged ({reason}).") from None
+        cause = (error.__context__ if isinstance(error, QrlError) else None) or error
+        if isinstance(known := store.sentence(cause), BadInput):
+            raise known from None
+        raise QrlError(f"The files of {version} cannot be loaded: {first_line(cause)}") from None
 
 
-def verify(version: Version) -> Path:
-    """Return the version's checkpoint folder after checking gate and digest; raises as `admit` and `whole` do."""
-    whole(version, path := admit(version))
+def verify(version: Version, public: str = "") -> Path:
+    """Return the version's checkpoint folder after checking gate, digest and signature, as `admit` and `whole` do."""
+    whole(version, path := admit(version), public)
     return path
 
 
@@ -130,7 +174,7 @@ def admit(version: Version) -> Path:
 
     Raises:
         GateRefused: no gate let it in, or the gate judged other weights.
-        QrlError: the files are gone.
+        BadInput, QrlError: as `folder`.
     """
     records = [record for record in version.gates() if version.stage in (None, record.stage)]
     passed = [record for record in records if record.passed]
@@ -148,10 +192,23 @@ def admit(version: Version) -> Path:
     return folder(version)
 
 
-def whole(version: Version, path: Path) -> None:
-    """Read all files of a version, from `admit`; raise QrlError if they have changed since the evaluation."""
+def whole(version: Version, path: Path, public: str = "") -> None:
+    """Read all files of a version, and check its signature if one is required, or was when it was promoted.
+
+    Args:
+        version: as resolved.
+        path: its folder, from `admit`.
+        public: the key or certificate that must have signed it, from `signing.trusted`.
+
+    Raises:
+        GateRefused: it has no such signature.
+        QrlError: its files have changed since the evaluation.
+    """
     if (digest := checkpoint.digest(path)) != version.digest:
         raise QrlError(
             f"The files of {version} have changed, their digest is {digest[:12]} now: run the study again, which makes "
             "a new version."
         )
+    recorded = [record.bounds["signer"] for record in version.records if record.passed and "signer" in record.bounds]
+    if public or recorded:
+        signing.verify(version, path, public or recorded[-1])

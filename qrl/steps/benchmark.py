@@ -23,7 +23,7 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.evaluate import check_kv
 from qrl.recipe import Recipe
-from qrl.registry import versions
+from qrl.registry import signing, versions
 from qrl.serve import engines, server
 from qrl.serve.engines import ServedModel
 from qrl.serve.process import Engine
@@ -232,7 +232,8 @@ def _stages(recipe: Recipe, stages: str | None) -> list[Subject]:
     by_cell = {(version.variant, version.scheme): version for version in chosen}
     if len(by_cell) < len(chosen):
         raise BadInput(f"Two of {', '.join(map(str, chosen))} are the same cell: give each cell once.")
-    paths = {cell: versions.verify(version) for cell, version in by_cell.items()}
+    public = signing.trusted(recipe.promote.require_signature)
+    paths = {cell: versions.verify(version, public) for cell, version in by_cell.items()}
     base = next((version for version in chosen if version.stage == "base"), None)
     if not stages and base and (uri := store_models.child(base.digest, names.BASE, names.AWQ)):
         paths[names.BASE, names.AWQ] = store_models.local_path(uri)

@@ -8,7 +8,7 @@ from qrl import registry
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.registry import pointers
-from qrl.registry.history import MIRRORED, PROMOTE, ROLLBACK, USUAL, History, Record, best
+from qrl.registry.history import ADOPT, MIRRORED, PROMOTE, ROLLBACK, USUAL, History, Record, best
 from qrl.tracking import store
 
 
@@ -20,7 +20,7 @@ def show(recipe: Recipe, stage: str, day: str | None) -> None:
     past = pointers.current(name)
     if not past.records:
         raise BadInput(f"There is no decision on '{name}' yet: choose another model with --registered_name.")
-    own, there = past.state.mirrors.get(stage, stage), USUAL | past.state.stages
+    own, there = past.state.behind(stage), USUAL | past.state.stages
     if own not in there:
         raise BadInput(f"There is no stage '{stage}': expected one of {', '.join([*there, *MIRRORED])}.")
     if day:
@@ -29,7 +29,8 @@ def show(recipe: Recipe, stage: str, day: str | None) -> None:
     former = [record for record in past.gates() if not record.number]
     decisions = [record for record in (*former, *past.records) if record.stage in ("", own)]
     click.echo(f"{name}, stage {own}: {len(decisions)} decisions, in run {past.run_id or 'none yet'}.")
-    click.echo("\n".join(map(_told, decisions)))
+    for record in decisions:
+        click.echo(_told(record))
 
 
 def at(past: History, stage: str, day: str) -> str:
@@ -37,7 +38,7 @@ def at(past: History, stage: str, day: str) -> str:
 
     Args:
         past: the model's history.
-        stage: one of ours, Staging or Production.
+        stage: one of ours, or Staging or Production in any case.
         day: ISO 8601; a date means its end, a time without a zone UTC.
 
     Raises:
@@ -49,9 +50,13 @@ def at(past: History, stage: str, day: str) -> str:
         raise BadInput(f"--at is '{day}', but must be a date such as 2026-11-22, or 2026-11-22T10:00:00.") from None
     asked = datetime.combine(asked, time(23, 59, 59)) if len(day) == len("2026-11-22") else asked
     until = asked.replace(tzinfo=asked.tzinfo or UTC).astimezone(UTC).isoformat(timespec="seconds")
-    state = past.until(until)
-    own = state.mirrors.get(stage, stage)
-    version, what = state.at.get(own), stage if own == stage else f"{stage} (stage {own})"
+    state, first = past.until(until), past.records[0]
+    own = state.behind(stage)
+    version, what = state.at.get(own), stage if own == stage else f"{stage.capitalize()} (stage {own})"
+    if first.action == ADOPT and until < first.time:
+        gates = [each for each in past.gates() if each.time <= until and each.stage == own]
+        said = f"{until}: which version {what} of {past.name} was is not known, since its record begins {first.time}"
+        return "\n".join([f"{said}; gates had decided by then:", *map(_told, gates)] if gates else [f"{said}."])
     if version is None:
         return f"{until}: {what} of {past.name} had no version."
     held = [each for each in (*past.gates(version), *past.records) if each.time <= until and each.stage in ("", own)]
@@ -63,7 +68,7 @@ def at(past: History, stage: str, day: str) -> str:
 
 def _told(record: Record) -> str:
     number = f"{record.number:4}" if record.number else "   -"
-    what = f"{record.action} {record.stage}" + (f" version {record.version}" if record.version else "")
+    what = f"{record.action} {record.stage}".strip() + (f" version {record.version}" if record.version else "")
     facts = {"run": record.run, "digest": record.digest[:12], "study": record.study}
     facts = ", ".join(f"{key} {value}" for key, value in facts.items() if value)
     lines = [f"{number}  {record.time}  {what}, {record.by or 'before records'}{f', {facts}' if facts else ''}"]

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 import pandas as pd
@@ -17,7 +18,7 @@ from qrl.errors import BadInput, GateRefused
 from qrl.evaluate import scores
 from qrl.recipe import Recipe
 from qrl.recipe.stages import Stage
-from qrl.registry import gate, versions
+from qrl.registry import gate, signing, versions
 from qrl.registry.stages import check_stage, holders
 from qrl.steps import inputs, outcome
 from qrl.tracking import cells, contents, lineage, models, runs, store
@@ -40,6 +41,7 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
     """
     if len(stages) != len(run_ids):
         raise BadInput(f"--stage names {len(stages)} and --cell {len(run_ids)}: give one cell's run per stage.")
+    keys = signing.keys(recipe.promote)
     store.prepare()
     for stage in stages:
         check_stage(stage, recipe.promote.declared)
@@ -65,7 +67,7 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
         outcomes = []
         try:
             for stage, candidate, base in zip(judged, candidates, bases, strict=True):
-                outcomes.append(_promote_one(recipe, name, stage, candidate, base))
+                outcomes.append(_promote_one(recipe, name, stage, candidate, base, keys))
                 click.echo(f"      {outcomes[-1]}", err=True)
         finally:
             contents.describe("\n".join(f"- {outcome}" for outcome in outcomes))
@@ -130,12 +132,15 @@ def _contradicted(option: str, cell: Evaluated, fact: str) -> BadInput:
 def rollback(recipe: Recipe, stage: str) -> None:
     """Return a stage to the version before its last promotion."""
     name = registry.registered_name(recipe)
+    _, public = signing.keys(recipe.promote)
     store.prepare()
-    click.echo(f"Stage {stage} is {registry.rollback(name, stage)} again.")
+    click.echo(f"Stage {stage} is {registry.rollback(name, stage, public)} again.")
     outcome.promoted(name, stage)
 
 
-def _promote_one(recipe: Recipe, name: str, stage: Stage, candidate: Evaluated, base: Ancestor) -> str:
+def _promote_one(
+    recipe: Recipe, name: str, stage: Stage, candidate: Evaluated, base: Ancestor, keys: tuple[Any, str]
+) -> str:
     if not candidate.model:
         raise GateRefused(f"Stage {stage.stage} is refused: {' '.join(candidate.broken)}")
     candidate = _measured(candidate, stage)
@@ -152,7 +157,7 @@ def _promote_one(recipe: Recipe, name: str, stage: Stage, candidate: Evaluated, 
     held = holders(name)  # asked of a model that is there: a server with rights denies what it lacks
     looked_at = {each: held.get(each) for each in (stage.stage, stage.gain_over, stage.loss_to) if each}
     looked_at |= {stage.made_from: parent} if stage.made_from else {}
-    decision = _decide(recipe, name, stage, candidate, version, before or base)
+    decision = _signed(_decide(recipe, name, stage, candidate, version, before or base), version, *keys)
     bounds = decision.facts | {"accuracy": candidate.accuracy, "rows_sha256": candidate.rows}
     record = {"run": candidate.run_id, "reasons": decision.reasons, "bounds": bounds}
     if study := runs.parent_id():
@@ -214,6 +219,20 @@ def _decide(
             lengths = {"max_growth": most, "growth": _changes(candidate, others[stage.made_from])[1]}
     made = {"parent": _made_from(candidate, before), "before_digest": before.digest, "min_n": least}
     return gate.decide(stage, candidate, digest, **made, tasks=by_stage, differences=differences, **lengths)
+
+
+def _signed(decision: gate.Decision, version: versions.Version, signer: Any, public: str) -> gate.Decision:
+    """Return a decision with a check more: a version that passed is signed now, or was before."""
+    if not (decision.passed and public):
+        return decision
+    try:
+        if signer:
+            signing.sign(version, versions.folder(version), signer, public)
+        signing.verify(version, versions.folder(version), public)
+    except GateRefused as error:
+        return replace(decision, passed=False, reasons=(str(error), *decision.reasons))
+    reasons = (*decision.reasons, "Its signature verifies.")
+    return replace(decision, reasons=reasons, facts=decision.facts | {"signer": public})
 
 
 def _evaluation(version: versions.Version, stage: str) -> Evaluated:

@@ -16,7 +16,7 @@ from qrl.engine import device as devices
 from qrl.errors import BadInput
 from qrl.evaluate import check_kv
 from qrl.recipe import Recipe
-from qrl.registry import versions
+from qrl.registry import signing, versions
 from qrl.serve import engines, follow, process, server
 from qrl.serve.engines import ServedModel
 from qrl.serve.log import rotating
@@ -89,7 +89,7 @@ def serve(
                 server.run(child, model, host, port, on_ready=ready)
             else:
                 limits = {"every_s": follow_s} | ({} if drain_s is None else {"drain_s": drain_s})
-                followed = replace(_followed(version, model, start), **limits)
+                followed = replace(_followed(version, model, start, recipe.promote.require_signature), **limits)
                 follow.run(child, model, host, port, followed, on_ready=ready)
 
 
@@ -127,11 +127,12 @@ def check(recipe: Recipe, stage: str, *, host: str, port: int) -> tuple[versions
         BadInput: the stage is unknown or has no version, or the port is in use.
         GateRefused, QrlError: the version did not pass its gate, or its files are gone.
     """
+    public = signing.trusted(recipe.promote.require_signature)
     store.prepare()
     version = registry.resolve(registry.registered_name(recipe), stage)
     path = versions.admit(version)
     server.check_port(host, port)
-    verify = partial(versions.whole, version, path)
+    verify = partial(versions.whole, version, path, public)
     device = devices.choose(recipe.device)
     model = ServedModel(version.name, version.version, path, verify, device, recipe.evaluate.dtype)
     return version, replace(model, **_rendering(version))
@@ -153,8 +154,11 @@ def _print_notes(address: str, model: ServedModel, stage: str, follow_s: float |
     click.echo(f"Try it    curl {address}/chat/completions -H 'Content-Type: application/json' -d '{body}'")
 
 
-def _followed(first: versions.Version, model: ServedModel, start: Callable[[], process.Engine]) -> follow.FollowedStage:
+def _followed(
+    first: versions.Version, model: ServedModel, start: Callable[[], process.Engine], required: str
+) -> follow.FollowedStage:
     """Return the stage as the registry knows it, with callbacks that print and log its moves."""
+    public = signing.trusted(required)
     moves, digests, serving = itertools.count(1), {first.version: first.digest}, model.path
 
     def admit(number: int) -> ServedModel:
@@ -162,7 +166,7 @@ def _followed(first: versions.Version, model: ServedModel, start: Callable[[], p
         version = replace(registry.resolve(first.name, number), stage=first.stage)  # checks the gate of this stage only
         path = versions.admit(version)
         digests[number] = version.digest
-        verify = partial(versions.whole, version, path)
+        verify = partial(versions.whole, version, path, public)
         return replace(model, version=number, path=path, verify=verify, **_rendering(version))
 
     def on_switch(new: ServedModel, sentence: str) -> None:

@@ -47,11 +47,13 @@ def check(
     from qrl import evaluate
     from qrl.engine import device as devices
     from qrl.quantize import settings as choices
+    from qrl.registry import signing
     from qrl.steps import inputs
     from qrl.study import report
     from qrl.tasks import prompt
     from qrl.train import reward, rollout
 
+    signing.keys(recipe.promote)
     tasks.check(recipe.task)
     prompt.check(recipe.task, recipe.prompt)
     evaluate.kv_schemes(recipe)

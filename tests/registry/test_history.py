@@ -1,8 +1,12 @@
 """The record of decisions: it is the truth, nobody edits it away, and pointers follow it whatever was killed."""
 
 import dataclasses
+import errno
 import json
+import os
 import sqlite3
+import time
+from datetime import datetime
 
 import mlflow
 import pytest
@@ -11,8 +15,10 @@ from mlflow.protos.databricks_pb2 import PERMISSION_DENIED
 from qrl import names, recipe, registry
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.registry import adopt, history, versions
+from qrl.steps import history as shown_history
 from qrl.steps import promote as promoting
 from qrl.tracking import cells, reuse
+from qrl.workspace import WORK
 from tests.registry.made import NAME
 
 WHY = {"run": "r", "reasons": ["it was better."], "bounds": {"gain": 0.1}}
@@ -28,6 +34,10 @@ def shown() -> dict[int, str]:
 
 def record() -> history.History:
     return history.read(NAME, versions.model_of(NAME))
+
+
+def denied(*_args: object, **_more: object) -> None:
+    raise mlflow.MlflowException("Permission denied", PERMISSION_DENIED)
 
 
 def database(store: str) -> sqlite3.Connection:
@@ -65,7 +75,9 @@ def test_two_hosts_that_begin_a_record_at_once_share_it(version, monkeypatch):
     first = adopt.begin(model, entries)
     seen = mlflow.get_run(entries[0].run_id)
     stale = mlflow.entities.Run(seen.info, mlflow.entities.RunData())
-    monkeypatch.setattr(adopt, "_origin", lambda versions: stale)  # the other host looked before the first one wrote
+    monkeypatch.setattr(
+        adopt.history, "run_of", lambda run_id: stale
+    )  # the other host looked before the first one wrote
     assert adopt.begin(model, entries) == first
     monkeypatch.undo()
     mlflow.MlflowClient().delete_registered_model_tag(NAME, names.TAG_HISTORY)
@@ -160,7 +172,7 @@ def test_what_is_set_by_hand_is_put_back_and_recorded(version, capsys):
         ),
         ("UPDATE params SET value = 'x' WHERE key = '000002'", "decision 2 does not follow"),
         ("DELETE FROM params WHERE key = '000002'", "ends at 1, but 2 were carried out"),
-        ("UPDATE registered_model_tags SET value = 'nowhere' WHERE key = 'qrl.history'", "run nowhere, is gone"),
+        ("DELETE FROM runs WHERE name LIKE 'decisions on %'", "is gone: restore the database"),
     ],
 )
 def test_a_record_that_was_edited_in_the_database_is_refused(version, store, change, said):
@@ -171,6 +183,104 @@ def test_a_record_that_was_edited_in_the_database_is_refused(version, store, cha
         assert connection.execute(change).rowcount == 1
     with pytest.raises(QrlError, match=said):
         registry.resolve(NAME, "base")
+
+
+def test_a_record_that_is_gone_for_good_is_begun_anew(version, store):
+    version(), version()
+    registry.promote(NAME, "base", 1, record=WHY)
+    registry.promote(NAME, "base", 2, record=WHY)
+    for _ in range(2):  # the second time it is the new record that is gone
+        gone = record().run_id
+        with database(store) as connection:  # as `mlflow gc` does
+            for table in ("params", "tags", "metrics", "runs"):
+                connection.execute(f"DELETE FROM {table} WHERE run_uuid = '{gone}'")
+        with pytest.raises(QrlError, match=r"delete the model's tag qrl\.history"):
+            registry.resolve(NAME, "base")
+        mlflow.MlflowClient().delete_registered_model_tag(NAME, names.TAG_HISTORY)
+        assert registry.resolve(NAME, "base").version == 2 and record().run_id != gone
+        assert [each.action for each in record().records] == ["adopt"] and record().applied == 1
+    assert registry.rollback(NAME, "base").version == 1
+
+
+def test_a_record_that_somebody_else_wrote_does_not_count(version, monkeypatch):
+    version(), version()
+    registry.promote(NAME, "awq", 1, record=WHY)
+    client, own = mlflow.MlflowClient(), record()
+    forged = client.create_run("0")
+    said = dataclasses.replace(own.records[0], version=2, digest=registry.resolve(NAME, 2).digest)
+    text = json.dumps(dataclasses.asdict(said), default=str)
+    client.log_param(forged.info.run_id, "000001", f"x 1 {text}")
+    client.log_param(client.get_model_version(NAME, "1").run_id, f"{history.naming(NAME)}.1", forged.info.run_id)
+    for value in (forged.info.run_id, "nowhere", None):
+        if value:
+            client.set_registered_model_tag(NAME, names.TAG_HISTORY, value)
+        else:
+            client.delete_registered_model_tag(NAME, names.TAG_HISTORY)
+        client.set_model_version_tag(NAME, "2", names.gate_tag("awq"), "passed")
+        client.set_registered_model_alias(NAME, "awq", "2")
+        with monkeypatch.context() as patched:  # a user who may only read
+            patched.setattr(mlflow.MlflowClient, "log_param", denied)
+            assert registry.resolve(NAME, "awq").version == 1 and not registry.resolve(NAME, 2).records
+        assert registry.resolve(NAME, "awq").version == 1 == pointers()["awq"]
+        assert record().run_id == own.run_id == client.get_registered_model(NAME).tags[names.TAG_HISTORY]
+
+
+def test_a_record_that_was_deleted_is_restored(version):
+    version(), version()
+    registry.promote(NAME, "base", 1, record=WHY)
+    client, run_id = mlflow.MlflowClient(), record().run_id
+    client.delete_run(run_id)
+    assert registry.promote(NAME, "base", 2, record=WHY).version == 2 and record().run_id == run_id
+    client.delete_run(run_id)
+    client.delete_registered_model_tag(NAME, names.TAG_HISTORY)
+    assert registry.resolve(NAME, "base").version == 2 and client.get_run(run_id).info.lifecycle_stage == "active"
+    assert [each.action for each in record().records] == ["promote", "mend", "promote", "mend"]
+
+
+@pytest.mark.parametrize("clock", ["2001-01-01T00:00:00+00:00", "2999-01-01T00:00:00+00:00"])
+def test_another_host_takes_over_by_its_own_clock(version, monkeypatch, clock):
+    version(), version()
+    registry.promote(NAME, "awq", 1, record=WHY)
+    said = {"action": "promote", "stage": "awq", "version": 2, "declared": str(history.USUAL["awq"])}
+    with monkeypatch.context() as patched:
+        patched.setattr(history.signals, "identity", lambda: "elsewhere:1:2")
+        elsewhere = type("Clock", (), {"now": lambda zone: datetime.fromisoformat(clock)})
+        patched.setattr(history, "datetime", elsewhere)
+        assert history.claim(record(), said)
+    for _ in range(2):  # what is recorded counts; who recorded it still has time to move the pointers
+        assert registry.resolve(NAME, "awq").version == 2 and pointers()["awq"] == 1
+    assert list(WORK.glob("registry-*.seen"))
+    monkeypatch.setattr(versions, "_seen", {})  # another command of this machine, a minute later
+    later = time.monotonic() + 61
+    monkeypatch.setattr(versions.time, "monotonic", lambda: later)
+    assert registry.resolve(NAME, "awq").version == 2 and pointers() == {"awq": 2, "awq-previous": 1}
+
+
+def test_a_lock_that_is_not_released_is_a_sentence(version, monkeypatch):
+    version()
+    monkeypatch.setattr(versions, "WAIT_S", 0.1)
+    with versions.locked(NAME), pytest.raises(QrlError, match=r"held the registry's lock .*registry.lock for 0.1 s"):
+        registry.promote(NAME, "base", 1, record=WHY)
+    assert registry.promote(NAME, "base", 1, record=WHY).version == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (mlflow.MlflowException("Permission denied", PERMISSION_DENIED), "denies this user"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x"), "No space left on device.*free the disk"),
+        (mlflow.MlflowException("It takes too long."), "cannot be loaded: It takes too long"),
+    ],
+)
+def test_files_that_cannot_be_had_are_not_called_gone(version, monkeypatch, error, said):
+    version()
+
+    def failing(*_args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(versions.models.ModelsArtifactRepository, "get_underlying_uri", failing)
+    with pytest.raises(QrlError, match=said):
+        versions.folder(registry.resolve(NAME, 1))
 
 
 def test_evidence_that_was_edited_is_refused(evaluated, store, tmp_path):
@@ -213,8 +323,6 @@ def test_evidence_that_was_edited_is_refused(evaluated, store, tmp_path):
 
 
 def test_records_show_what_was_production_on_a_day(version, store, capsys):
-    from qrl.steps import history as shown_history
-
     for _ in range(2):
         version()
     settings = recipe.load(overrides={"registered_name": NAME})
@@ -235,9 +343,29 @@ def test_records_show_what_was_production_on_a_day(version, store, capsys):
     assert "no version" in shown_history.at(past, "awq", "2026-11-19")
     with pytest.raises(BadInput, match="--at"):
         shown_history.at(past, "awq", "yesterday")
-    shown_history.show(settings, "awq", None)
-    out = capsys.readouterr().out
-    assert out.count("promote") == 2 and "version 2" in out and "it was better." in out
+    for stage in ("awq", "Production", "production"):
+        shown_history.show(settings, stage, None)
+        out = capsys.readouterr().out
+        assert out.count("promote") == 2 and "version 2" in out and "it was better." in out
+    shown_history.show(settings, "Staging", None)  # which nothing was promoted to
+    shown_history.show(settings, "staging", "2999-01-01")
+    assert "stage grpo: 0 decisions" in (out := capsys.readouterr().out) and "Staging (stage grpo)" in out
+    with pytest.raises(BadInput, match="no stage 'none'"):
+        shown_history.show(settings, "none", None)
+
+
+def test_what_an_older_store_did_not_record_is_not_known(version, capsys):
+    version()
+    client = mlflow.MlflowClient()
+    said = {"run": "r", "digest": "d", "reasons": ["it was better."], "time": "2026-01-02T03:04:05+00:00"}
+    client.set_model_version_tag(NAME, "1", names.gate_record_tag("awq"), json.dumps(said))
+    client.set_model_version_tag(NAME, "1", names.gate_tag("awq"), "passed")
+    client.set_registered_model_alias(NAME, "awq", "1")
+    assert registry.resolve(NAME, "awq").version == 1
+    for day, gates in (("2026-01-01", 0), ("2026-01-02", 1)):
+        told = shown_history.at(record(), "production", day)
+        assert "is not known" in told and "had no version" not in told and told.count("it was better.") == gates
+    assert "was version 1" in shown_history.at(record(), "awq", "2999-01-01")
 
 
 def test_a_user_who_may_only_read_sees_what_was_decided(version, monkeypatch):
@@ -245,9 +373,6 @@ def test_a_user_who_may_only_read_sees_what_was_decided(version, monkeypatch):
         version()
     registry.promote(NAME, "awq", 1, record=WHY)
     mlflow.MlflowClient().set_registered_model_alias(NAME, "awq", "2")
-
-    def denied(*_args: object, **_more: object) -> None:
-        raise mlflow.MlflowException("Permission denied", PERMISSION_DENIED)
 
     for name in WRITES:
         monkeypatch.setattr(mlflow.MlflowClient, name, denied)
