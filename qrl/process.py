@@ -206,6 +206,9 @@ def sharded() -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
-def file_digest(file: str) -> str:
+def file_digest(file: str | Path) -> str:
     """Return the sha256 of a file's bytes; nothing where there is no file, which whoever reads it refuses."""
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if Path(file).is_file() else ""
+    if not Path(file).is_file():
+        return ""
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
