@@ -10,7 +10,7 @@ from contextlib import suppress
 from hashlib import sha256
 from typing import Any
 
-from mlflow import MlflowClient, MlflowException
+from mlflow import MlflowException
 from mlflow.entities import Run
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from pydantic import ValidationError
@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from qrl import names
 from qrl.errors import BadInput, QrlError
 from qrl.recipe.stages import Stage
+from qrl.registry.client import MlflowClient
 from qrl.registry.history import ADOPT, MIRRORED, PREVIOUS, PROMOTE, REFUSE, USUAL
 from qrl.tracking import signals
 

@@ -14,16 +14,17 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from typing import Any
 
-from mlflow import MlflowClient, MlflowException
+from mlflow import MlflowException
 from mlflow.entities.model_registry import RegisteredModel
 
 from qrl import names
 from qrl.errors import QrlError
 from qrl.recipe.stages import DEFAULT, Stage
+from qrl.registry.client import MlflowClient
 from qrl.tracking import contents, signals, store
 
 PROMOTE, REFUSE, ROLLBACK, MEND, ADOPT = "promote", "refuse", "rollback", "mend", "adopt"
@@ -171,16 +172,16 @@ def read(name: str, model: RegisteredModel | None) -> History:
     records, chain = [], ""
     while first := params.get(f"{len(records) + 1:06}"):
         try:
-            text = _whole(first, params)
-            record = Record.of(json.loads(text))
+            record, digest = _decision(_whole(first, params))
         except (KeyError, TypeError, ValueError):
-            record = Record("", previous="unreadable")
+            record, digest = Record("", previous="unreadable"), ""
         if (record.previous, record.number) != (chain, len(records) + 1):
             raise QrlError(
                 f"The record of decisions on '{name}', run {run_id}, was changed: decision {len(records) + 1} does not "
                 "follow from the one before it. Restore the database from a backup."
             )
-        records, chain = [*records, record], sha256(text.encode()).hexdigest()
+        records.append(record)
+        chain = digest
     applied = tags.get(names.TAG_APPLIED, "0")
     applied = int(applied) if applied.isdecimal() else 0
     if applied > len(records):
@@ -216,6 +217,12 @@ def claim(past: History, record: Mapping[str, Any]) -> History | None:
         return None
     chain = sha256(text.encode()).hexdigest()
     return History(past.name, past.run_id, (*past.records, Record.of(json.loads(text))), chain, past.applied)
+
+
+@lru_cache(maxsize=20_000)  # a command reads the record several times, and a decision never changes
+def _decision(text: str) -> tuple[Record, str]:
+    """Return a decision from its text, and the text's sha256."""
+    return Record.of(json.loads(text)), sha256(text.encode()).hexdigest()
 
 
 def _whole(first: str, params: Mapping[str, str]) -> str:
