@@ -21,9 +21,10 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -38,12 +39,13 @@ CELLS = ("base:full", "grpo:full", "grpo:awq")
 OVERRIDES = {"promote.min_n": "20", "promote.min_gain": "-0.9", "promote.max_loss": "0.9"}
 
 
-def study(folder: Path, number: int) -> list[str]:
-    """Make a study of ten runs without a model's answers; return the runs of its cells.
+def study(folder: Path, number: int, cells: Sequence[str] = CELLS) -> list[str]:
+    """Make the records of a study without a model's answers, ten runs of three cells; return the runs of its cells.
 
     Args:
         folder: where its checkpoints are written first.
         number: makes its weights unlike those of other studies.
+        cells: `variant:scheme` each.
     """
     import mlflow
     import pandas as pd
@@ -63,7 +65,7 @@ def study(folder: Path, number: int) -> list[str]:
                 mlflow.log_text("1\n" * 50, "history.csv")
                 reuse.record_outputs(artifacts=["history.csv"])
         with runs.child("evaluate", params=settings.flat(), tags={names.TAG_STEP: "evaluate"}):
-            for cell in CELLS:
+            for cell in cells:
                 variant, scheme = cell.split(":")
                 shutil.copytree(tiny.PATH, own := folder / f"{number}-{variant}-{scheme}")
                 (own / "generation_config.json").write_text(json.dumps({"note": f"{number} {cell} {unique}"}))
@@ -177,7 +179,7 @@ def fill(address: str, copies: int, registered: int) -> None:
             connection.execute(sqlalchemy.text("ANALYZE"))  # as autovacuum does within a minute
 
 
-def seconds(what: str, work: Callable[[], object], rounds: int = 3) -> None:
+def seconds(what: str, work: Callable[[], object], rounds: int = 3) -> Any:
     """Print the median time of some work, its own CPU time, the statements that it sent, and what it returned."""
     import sqlalchemy
 
@@ -192,6 +194,7 @@ def seconds(what: str, work: Callable[[], object], rounds: int = 3) -> None:
     shown = f"{len(found)} found" if isinstance(found, list) else str(found).partition("\n")[0][:50]
     wall, cpu = sorted(times)[rounds // 2]
     print(f"| {what} | {wall:.3f} | {cpu:.3f} | {len(sent) // rounds} | {shown} |", flush=True)
+    return found
 
 
 def measure(folder: Path) -> None:
@@ -234,6 +237,11 @@ def measure(folder: Path) -> None:
     for place, stage in enumerate(names.STAGES):
         seconds(f"promote a cell to {stage}", lambda place=place: promote(place), rounds=1)
     seconds("promote it again", lambda: promote(2))
+    for place, count in enumerate((3, 12, 48), 2):
+        several = [f"base:s{i}" for i in range(count)]
+        found = seconds(f"the records of a study of {count} cells", lambda s=several, p=place: study(folder, p, s), 1)
+        wanted = [tagged(run_id)[names.TAG_CACHE_KEY] for run_id in found]
+        seconds(f"find its {count} cells", lambda w=wanted: [reuse.find("evaluate", key) for key in w], 1)
 
 
 @contextlib.contextmanager
@@ -297,21 +305,15 @@ def compared(n: int) -> None:
     """Print seconds and peak memory of `compare` on n questions in 12 cells."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, __file__, "questions", "--folder", folder, "--n", str(n)], check=True)
-        size, began = Path(folder, "questions.parquet").stat().st_size, time.perf_counter()
-        command = [
-            sys.executable,
-            "-m",
-            "qrl",
-            "compare",
-            "--questions",
-            f"{folder}/questions.parquet",
-            "--out",
-            folder,
-        ]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=Path(__file__).parents[2])
-        took, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+        file, before = Path(folder, "questions.parquet"), resource.getrusage(resource.RUSAGE_CHILDREN)
+        command, began = ["-m", "qrl", "compare", "--questions", str(file), "--out", folder], time.perf_counter()
+        root = Path(__file__).parents[2]
+        subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL, cwd=root)
+        took, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+        own = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         print(
-            f"compare: {n:,} questions x 12 cells, a file of {size / 2**20:,.0f} MiB: {took:.1f} s, peak {peak:.2f} GiB"
+            f"{n:,} questions x 12 cells, a file of {file.stat().st_size / 2**20:,.0f} MiB: {took:.1f} s, CPU "
+            f"{own:.1f} s, peak {after.ru_maxrss / 2**20:.2f} GiB"
         )
 
 
