@@ -12,6 +12,7 @@ from qrl.study.build import environment_for
 from qrl.study.environments import begin_builds, check_checkout, look_ahead
 from qrl.study.launch import Failed, Launcher, Result, Step
 from qrl.tracking import keys
+from qrl.train import parallel
 
 Model = tuple[str, str]  # address and digest
 Models = dict[str, Model]  # by variant or by variant:scheme
@@ -83,7 +84,8 @@ class StudySteps:
         method = "distillation" if settings.teacher else "GRPO"
         method += "" if settings.qat == "none" else f" in {settings.qat}"
         batch = f"{settings.prompts_per_step} × {settings.generations} completions"
-        key = keys.trained(self.recipe, base, self.device, teacher=teacher)
+        count = parallel.processes(settings, self.device)
+        key = keys.trained(self.recipe, base, self.device, teacher=teacher, processes=count)
         result = self.trained = self._one("train", f"{method}, {settings.steps} steps of {batch}", key)
         if settings.adapter:
             adapter = f"runs:/{result.run_id}/adapter"

@@ -49,7 +49,7 @@ def check(
     from qrl.steps import inputs
     from qrl.study import report
     from qrl.tasks import prompt
-    from qrl.train import reward, rollout
+    from qrl.train import parallel, reward, rollout
 
     tasks.check(recipe.task)
     prompt.check(recipe.task, recipe.prompt)
@@ -64,6 +64,7 @@ def check(
     base = checkpoint.check(source.locate(recipe.model))
     inputs.check_chat(recipe, base.path)
     check_schemes(recipe, base.path)
+    parallel.check(recipe.train, device)
     rollout.check(recipe.rollout, device, recipe.train)
     reward.check(recipe.train, ())
     return device, base.digest
