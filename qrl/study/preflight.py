@@ -65,6 +65,7 @@ def check(
     inputs.check_chat(recipe, base.path)
     check_schemes(recipe, base.path)
     parallel.check(recipe.train, device)
+    evaluate.check_gpus(recipe.evaluate.tensor_parallel, recipe.evaluate.engine, device)
     rollout.check(recipe.rollout, device, recipe.train)
     reward.check(recipe.train, ())
     return device, base.digest

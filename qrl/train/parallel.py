@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from qrl import process
+from qrl.engine import device as devices
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Train
 
@@ -36,7 +37,7 @@ def processes(settings: Train, device: str) -> int:
     """Return how many processes train together: those that were launched, or as `check` allows them."""
     if settings.parallel == "none" or _launched():
         return process.world_size()
-    return settings.processes or _gpus(device)
+    return settings.processes or devices.gpus(device)
 
 
 def check(settings: Train, device: str) -> None:
@@ -61,7 +62,7 @@ def check(settings: Train, device: str) -> None:
         raise BadInput("train.parallel = fsdp2 shards over GPUs, but this run's device is the CPU: use ddp, or GPUs.")
     if _launched():
         return
-    gpus = _gpus(device)
+    gpus = devices.gpus(device)
     if device != "cuda" and count is None:
         raise BadInput(f"train.parallel = {chosen} takes a process per GPU, and there is none: set train.processes.")
     if device == "cuda" and gpus < (count or 2):
@@ -119,12 +120,6 @@ def others(count: int, recipe: str) -> Iterator[None]:
 
 def _launched() -> bool:
     return "RANK" in os.environ
-
-
-def _gpus(device: str) -> int:
-    import torch
-
-    return torch.cuda.device_count() if device == "cuda" else 0
 
 
 def _start(rank: int, log: Path) -> subprocess.Popen:

@@ -47,13 +47,13 @@ def child(words: str):
     ],
 )
 def test_what_this_machine_cannot_do_is_refused_in_a_sentence(fields, device, gpus, words, monkeypatch):
-    monkeypatch.setattr(parallel, "_gpus", lambda _device: gpus)
+    monkeypatch.setattr(parallel.devices, "gpus", lambda _device: gpus)
     with pytest.raises(BadInput, match=words):
         parallel.check(settings(**fields), device)
 
 
 def test_a_process_per_gpu_and_the_configuration_for_accelerate(monkeypatch):
-    monkeypatch.setattr(parallel, "_gpus", lambda _device: 4)
+    monkeypatch.setattr(parallel.devices, "gpus", lambda _device: 4)
     chosen = settings(parallel="fsdp2")
     assert parallel.processes(chosen, "cuda") == 4 and parallel.processes(settings(), "cuda") == 1
     with parallel.group(chosen, "cuda") as others:
