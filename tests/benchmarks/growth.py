@@ -161,22 +161,27 @@ def fill(address: str, copies: int, registered: int) -> None:
         before = [row | {"alias": f"{row['alias']}-previous"} for row in held]
         before = [row | {"version": row["version"] + models * (registered - 2)} for row in before]
         connection.execute(aliases.insert(), before)
-        chain, former = "", [json.loads(record[key].split(" ", 2)[2]) for key in sorted(record)]
-        params = []
-        for number in range(len(former) * registered):
-            study, place = divmod(number, len(former))
-            entry = copy(study, "", former[place]) if study else former[place]
-            entry |= {"number": number + 1, "previous": chain, "bounds": former[place]["bounds"]}
-            text = json.dumps(entry, ensure_ascii=False)
-            chain = sha256(text.encode()).hexdigest()
-            params.append({"run_uuid": decisions, "key": f"{number + 1:06}", "value": f"{number:016} 1 {text}"})
-        table, applied = tables["params"], tables["registered_model_tags"]
-        connection.execute(table.delete().where(table.c.run_uuid == decisions))
-        connection.execute(table.insert(), params)
-        done = {"value": str(len(params))}
-        connection.execute(applied.update().where(applied.c.key == "qrl.history.applied").values(done))
+        _decide(connection, tables, decisions, record, registered, copy)
         if engine.dialect.name == "postgresql":
             connection.execute(sqlalchemy.text("ANALYZE"))  # as autovacuum does within a minute
+
+
+def _decide(connection, tables, decisions: str, record: dict[str, str], registered: int, copy: Callable) -> None:
+    """Replace the record of one study's decisions by one of `registered` studies, chained as `history.claim` does."""
+    chain, former = "", [json.loads(record[key].split(" ", 2)[2]) for key in sorted(record)]
+    params = []
+    for number in range(len(former) * registered):
+        study, place = divmod(number, len(former))
+        entry = copy(study, "", former[place]) if study else former[place]
+        entry |= {"number": number + 1, "previous": chain, "bounds": former[place]["bounds"]}
+        text = json.dumps(entry, ensure_ascii=False)
+        chain = sha256(text.encode()).hexdigest()
+        params.append({"run_uuid": decisions, "key": f"{number + 1:06}", "value": f"{number:016} 1 {text}"})
+    table, applied = tables["params"], tables["registered_model_tags"]
+    connection.execute(table.delete().where(table.c.run_uuid == decisions))
+    connection.execute(table.insert(), params)
+    done = {"value": str(len(params))}
+    connection.execute(applied.update().where(applied.c.key == "qrl.history.applied").values(done))
 
 
 def seconds(what: str, work: Callable[[], object], rounds: int = 3) -> Any:
