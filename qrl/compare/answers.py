@@ -86,8 +86,8 @@ def measured(rows: Answered, changed: pd.DataFrame, cells: Iterable[Cell]) -> di
     for name, (column, read) in MEASURES.items():
         if column not in rows.frame:
             continue
-        known, values = rows.known(read(rows.frame[column]))
-        if known.table["question"].nunique() < 2:
+        known, values = rows.known(read(pd.Series(rows.frame[column])))
+        if len(np.unique(known.question)) < 2:
             continue
         ends = (0.0, 1.0) if name in SHARES else (values.min(), values.max())
         least, scale = float(ends[0]), float(ends[1] - ends[0]) or 1.0
@@ -176,8 +176,8 @@ def shown(changed: pd.DataFrame, texts: Texts | None = None) -> pd.DataFrame:
     table = changed.assign(change=change).sort_values(["variant", "scheme", "change"], kind="stable")
     table = table.groupby(["variant", "scheme", "change"]).head(SHOWN)
     if texts and ROW in table:
-        own = texts.take(table[ROW], [name for name in _TEXTS if not name.endswith("_full")])
-        full = texts.take(table[f"{ROW}_full"], ["parsed", "completion"]).add_suffix("_full")
+        own = texts.take(pd.Series(table[ROW]), [name for name in _TEXTS if not name.endswith("_full")])
+        full = texts.take(pd.Series(table[f"{ROW}_full"]), ["parsed", "completion"]).add_suffix("_full")
         table = table.assign(**own, **full)
     columns = ["variant", "scheme", "seed", "change", "question", *(name for name in _TEXTS if name in table)]
     return pd.DataFrame(table[columns]).map(_clean).reset_index(drop=True)

@@ -3,6 +3,7 @@
 Labels are numbers here: a table of a million questions in twelve cells is sorted once, by one number a row.
 """
 
+from collections import Counter
 from functools import cached_property
 
 import numpy as np
@@ -56,7 +57,7 @@ class Answered:
     @cached_property
     def outcomes(self) -> Questions:
         """The cells' outcomes; raises BadInput if the cells are not comparable."""
-        return self.read(self.table["correct"])
+        return self.read(pd.Series(self.table["correct"]))
 
     def read(self, values: pd.Series) -> Questions:
         """Return cells' values, one a row in 0..1, averaged over a question's samples.
@@ -75,8 +76,8 @@ class Answered:
         if not unknown.any():
             return self, values
         keep = ~np.isin(self.question, self.question[unknown])
-        left = Answered(self.frame[keep], self.table[keep].reset_index(drop=True))
-        return left, values[keep].reset_index(drop=True)
+        left = Answered(pd.DataFrame(self.frame[keep]), pd.DataFrame(self.table[keep]).reset_index(drop=True))
+        return left, pd.Series(values[keep]).reset_index(drop=True)
 
     @cached_property
     def _sorted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -96,7 +97,7 @@ class Answered:
         """Return the mean of each answer's samples."""
         key, order, _, size = self._sorted
         numbers = values.to_numpy(dtype=float)
-        return numbers[order] if size.max() == 1 else pd.Series(numbers).groupby(key).mean().to_numpy()
+        return numbers[order] if size.max() == 1 else np.asarray(pd.Series(numbers).groupby(key).mean())
 
     @cached_property
     def _answers(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -192,8 +193,8 @@ class Answered:
             return {}
         answers = pd.DataFrame({"cell": cell[of_base], "question": question[of_base], "mean": mean[of_base]})
         ends = answers.groupby(["cell", "question"])["mean"].agg(["min", "max"])
-        counts = ends.query("min != max").groupby(level="cell").size()
-        return {self.cells[place]: int(count) for place, count in counts.items()}
+        counts = Counter(cell for cell, _ in ends.query("min != max").index)
+        return {self.cells[place]: count for place, count in counts.items()}
 
     def _groups(self, asked: list[np.ndarray]) -> tuple[tuple[np.ndarray, ...], int | None]:
         """Return a number for each question of each run, or for its cluster; and how many clusters there are."""

@@ -66,7 +66,7 @@ def check_columns(frame: pd.DataFrame) -> None:
     if frame.empty:
         raise BadInput("The table of outcomes is empty: expected a row per cell and question.")
     for column in frame.columns.intersection([*COLUMNS, *OPTIONAL], sort=False):
-        if nested := [value for value in _objects(frame[column]) if isinstance(value, _NESTED)]:
+        if nested := [value for value in _objects(pd.Series(frame[column])) if isinstance(value, _NESTED)]:
             found = f"The column '{column}' holds values such as {str(nested[0])[:40]!r}"
             raise BadInput(f"{found}, but every value must be one label or number: write it as text.")
     for column in COLUMNS:
@@ -93,7 +93,7 @@ def labels(column: pd.Series) -> pd.Series:
 
 def cells_of(frame: pd.DataFrame) -> tuple[np.ndarray, list[tuple[str, str]]]:
     """Return for each row the place of its cell, and the cells (variant, scheme) in the order of their first rows."""
-    variants, schemes = (labels(frame[column]).cat for column in ("variant", "scheme"))
+    variants, schemes = (labels(pd.Series(frame[column])).cat for column in ("variant", "scheme"))
     count = len(schemes.categories)
     places, distinct = pd.factorize(variants.codes.to_numpy(dtype=np.int64) * count + schemes.codes.to_numpy())
     return places, [(variants.categories[code // count], schemes.categories[code % count]) for code in distinct]
@@ -109,15 +109,15 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
     """
     check_columns(frame)
     frame = frame.reset_index(drop=True)  # tables that were concatenated repeat their labels
-    said = labels(frame["correct"])
+    said = labels(pd.Series(frame["correct"]))
     correct = pd.Series(said.cat.categories.str.lower().map(OUTCOMES), dtype=float).to_numpy()[said.cat.codes]
     if wrong := frame.loc[np.isnan(correct), "correct"].astype(object).tolist():
         found = f"'correct' is {wrong[0]!r:.40} in {len(wrong)} row(s)"
         raise BadInput(f"{found}, but must be 0 or 1: grade the completions first, or name another column.")
     table = frame.filter(items=[*COLUMNS, "cluster", "sample"]).assign(correct=correct)
-    table = table.assign(**{column: labels(frame[column]) for column in ("variant", "scheme", "question")})
+    table = table.assign(**{column: labels(pd.Series(frame[column])) for column in ("variant", "scheme", "question")})
     check_compatible(frame)
-    seeds = seed_labels(frame["seed"]) if "seed" in frame else pd.Series("", index=frame.index)
+    seeds = seed_labels(pd.Series(frame["seed"])) if "seed" in frame else pd.Series("", index=frame.index)
     table["seed"] = labels(seeds)
     key = [column for column in ("variant", "scheme", "seed", "question", "sample") if column in table]
     twice = pd.DataFrame(table[table.duplicated(subset=key)])
@@ -163,7 +163,7 @@ def check_compatible(frame: pd.DataFrame) -> None:
     """
     engine(frame)
     put = pd.DataFrame(frame.reindex(columns=["question", names.PROMPT_HASH]))
-    several = put[names.PROMPT_HASH].nunique() > 1
+    several = len(pd.Series(put[names.PROMPT_HASH]).dropna().unique()) > 1
     if several and (put := put.dropna().drop_duplicates())["question"].duplicated().any():
         raise BadInput(
             "Some cells got the same questions in another prompt or with other chat.template_kwargs, so a difference "

@@ -78,9 +78,9 @@ def register(
                 raise
         entry = _existing(name, model_uri, cell, chat)
         number = entry.version if entry else _new(name, model_uri, tags)
-        for key, value in tags.items() if entry else ():
-            if entry.tags.get(key) != value:
-                MlflowClient().set_model_version_tag(name, number, key, value)
+        has = dict(entry.tags) if entry else tags
+        for key in (key for key, value in tags.items() if has.get(key) != value):
+            MlflowClient().set_model_version_tag(name, number, key, tags[key])
         pages.refresh(past := past or history.read(name, model_of(name)), int(number))
         return Version.of(MlflowClient().get_model_version(name, number), past)
 
