@@ -35,6 +35,11 @@ LEASE = 60  # seconds after which another host takes over a decision that was re
 _PIECE = 5500  # characters; MLflow cuts a parameter at 6,000
 
 
+@lru_cache(maxsize=1000)  # a record declares the same few stages at each decision
+def _stage(text: str) -> Stage:
+    return Stage.model_validate(text)
+
+
 @dataclass(frozen=True)
 class Record:
     """A decision: of a gate, of a rollback, or to put back what was changed by hand."""
@@ -78,7 +83,7 @@ class State:
     @property
     def stages(self) -> dict[str, Stage]:
         """The model's stages by name."""
-        return {stage: Stage.model_validate(text) for stage, text in self.declared.items()}
+        return {stage: _stage(text) for stage, text in self.declared.items()}
 
     def aliases(self) -> dict[str, int]:
         """Return the aliases that show this state."""
@@ -99,7 +104,7 @@ class State:
         declared, mirrors = self.declared, self.mirrors
         if record.declared:
             declared = declared | {stage: record.declared}
-            mirrored = Stage.model_validate(record.declared).mlflow
+            mirrored = _stage(record.declared).mlflow
             mirrors = mirrors | ({mirrored: stage} if mirrored in MIRRORED else {})
         before = self.before | ({stage: former} if former not in (None, version) else {})
         return State(self.at | {stage: version}, before, declared, mirrors)
