@@ -37,8 +37,12 @@ class Outputs:
 
 def find(step: str, key: str) -> Run | None:
     """Return the newest finished run with this key in the active experiment, or None if its outputs are not intact."""
-    runs = _finished(step, f" and tags.`{names.TAG_CACHE_KEY}` = '{key}'", order_by=_NEWEST_FIRST)
-    return next((run for run in runs if _is_intact(run)), None)
+    for most in (1, 100):  # those before the newest are loaded only if that one is damaged
+        query = f" and tags.`{names.TAG_CACHE_KEY}` = '{key}'"
+        runs = _finished(step, query, order_by=_NEWEST_FIRST, max_results=most)
+        if (intact := next((run for run in runs if _is_intact(run)), None)) or len(runs) < most:
+            return intact
+    return None
 
 
 def changes(step: str, key: str) -> list[str]:

@@ -11,6 +11,7 @@ theirs. Copies share the first study's artifacts.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -54,7 +55,11 @@ def study(folder: Path, number: int, cells: Sequence[str] = CELLS) -> list[str]:
     from qrl.tracking import contents, models, reuse, runs
 
     settings, evaluated, parent, unique = recipe.load(overrides=OVERRIDES), [], "", uuid.uuid4().hex
-    key = sha256(f"{number} {unique}".encode()).hexdigest
+    steps = itertools.count()
+
+    def key() -> str:
+        return sha256(f"{number} {unique} {next(steps)}".encode()).hexdigest()
+
     with runs.step("study", settings) as whole:
         contents.log_scores({f"study/{i}": i for i in range(6)})
         for step in ("train", "quantize", "diagnose", "compare", "promote"):

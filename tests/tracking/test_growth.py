@@ -1,5 +1,7 @@
 """What a step asks of a store that has grown: rows and files are counted, not seconds."""
 
+from pathlib import Path
+
 import mlflow
 
 from qrl import names
@@ -29,3 +31,15 @@ def test_what_differs_is_read_once_however_many_cells_ask(store, monkeypatch):
     for _ in range(4):
         assert reuse.changes("train", "wanted") == ["train.steps 2 → 9"]
     assert len(read) == 3
+
+
+def test_of_many_results_with_one_key_the_newest_is_loaded_alone(store, monkeypatch):
+    for _ in range(4):
+        with runs.step("train", tags={names.TAG_CACHE_KEY: "key"}) as made:
+            mlflow.log_text("x", "a.txt")
+            reuse.record_outputs(artifacts=["a.txt"])
+    loaded, search = [], mlflow.search_runs
+    monkeypatch.setattr(mlflow, "search_runs", lambda **how: loaded.extend(found := search(**how)) or found)
+    assert reuse.find("train", "key").info.run_id == made.info.run_id and len(loaded) == 1
+    Path(made.info.artifact_uri, "a.txt").write_text("changed")
+    assert reuse.find("train", "key").info.run_id != made.info.run_id  # the one before it
