@@ -25,6 +25,7 @@ CHATTY = ("torchao", "torch.utils._pytree", "bitsandbytes", "torch.distributed.e
 ROOT = Path(__file__).parents[1]
 CALLER = "QRL_CALLER"  # how the user types commands, for processes that such a command launches
 FOLDER = "QRL_FOLDER"  # the folder in which the launching command was typed; MLflow starts us in the project's own
+FIRST = "QRL_FIRST"  # pid of the first of several processes that train together, for those that it started
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _NEVER = -1, -3, 1 << 30  # glibc's mallopt
 
@@ -41,6 +42,8 @@ def sentences() -> Iterator[None]:
 
 def settle() -> None:
     """Set working folder, environment, log levels and the allocator; call it before torch is imported."""
+    if first := os.environ.pop(FIRST, None):
+        die_with_parent(int(first))
     if folder := os.environ.pop(FOLDER, None):
         os.chdir(folder)  # relative paths and work in progress belong to the folder of the launching command
     os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"  # nothing from a checkpoint is executed, by no child
@@ -206,6 +209,9 @@ def sharded() -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
-def file_digest(file: str) -> str:
+def file_digest(file: str | Path) -> str:
     """Return the sha256 of a file's bytes; nothing where there is no file, which whoever reads it refuses."""
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if Path(file).is_file() else ""
+    if not Path(file).is_file():
+        return ""
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

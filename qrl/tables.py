@@ -6,20 +6,128 @@ import csv
 import io
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from qrl import reading
 from qrl.errors import BadInput
 
 if TYPE_CHECKING:
     import pandas as pd
+    import pyarrow as pa
 
 Row = tuple[str, dict[str, Any]]  # where it is, for errors, and its fields
 FORMATS = (".parquet", ".csv", ".json", ".jsonl")
 _BATCH = 1024  # rows of a parquet file that are unpacked together
+ROW, TEXTS = "qrl.row", "qrl.texts"  # a column: where in its files a row stands; an attribute: the files, as `Texts`
 CELL = re.compile(r"([^:=,]+):([^:=,]+)=(.+)")
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Parquet files in which a table's long texts stay until some of them are wanted."""
+
+    files: tuple[str, ...]
+    columns: Mapping[str, str] = field(default_factory=dict)  # our name of a column → its name in the files
+
+    def take(self, rows: pd.Series, columns: Sequence[str]) -> pd.DataFrame:
+        """Return what some rows, numbered over all files, hold of some columns; the files are read in parts."""
+        import pandas as pd
+        from pyarrow import parquet
+
+        wanted, found, begin = np.unique(rows.to_numpy()), [], 0
+        for path in self.files:
+            file = parquet.ParquetFile(path)
+            of_file = {self.columns.get(name, name): name for name in columns}
+            there = [name for name in of_file if name in file.schema_arrow.names]
+            for group in range(file.num_row_groups):
+                end = begin + file.metadata.row_group(group).num_rows
+                left, at = wanted[(wanted >= begin) & (wanted < end)], begin
+                parts = file.iter_batches(_BATCH, [group], there) if there and len(left) else ()
+                for part in parts:
+                    own = left[(left >= at) & (left < at + len(part))]
+                    found.append(part.take(own - at).to_pandas().rename(columns=of_file).set_index(own))
+                    if (at := at + len(part)) > left[-1]:
+                        break
+                begin = end
+        table = pd.concat(found) if found else pd.DataFrame(index=wanted)
+        return table.reindex(rows.to_numpy()).set_index(rows.index)
+
+
+def narrow(
+    files: Sequence[tuple[Mapping[str, str], str | Path]],
+    needed: Sequence[str],
+    optional: Sequence[str],
+    columns: Mapping[str, str] | None = None,
+) -> pd.DataFrame | None:
+    """Return some columns of parquet files, read in parts, texts as categoricals; None if it takes another reader.
+
+    The frame has a column `ROW`, and an attribute `TEXTS` to read the rest of a row with.
+
+    Args:
+        files: the labels that each one's rows get, and its path.
+        needed: columns that the files must have.
+        optional: columns that they may have.
+        columns: our name of a column → its name in the files.
+
+    Raises:
+        BadInput: the columns are larger in memory than half of what is free.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    source = {name: name for name in (*needed, *optional)} | dict(columns or {})
+    tables, held, most = [], 0, 8 * reading.table_bytes()
+    if any(Path(path).suffix != ".parquet" for _, path in files):
+        return None
+    try:
+        for labels, path in files:
+            reading.check(Path(path), sys.maxsize)
+            file = parquet.ParquetFile(path)
+            if len(set(file.schema_arrow.names)) < len(file.schema_arrow.names):
+                return None
+            there = [
+                ours for ours, theirs in source.items() if theirs in file.schema_arrow.names and ours not in labels
+            ]
+            if {*needed, *(columns or {})} - {*there, *labels} or not file.metadata.num_rows:
+                return None
+            batches = []
+            for batch in file.iter_batches(16 * _BATCH, columns=list({source[ours] for ours in there})):
+                coded = {ours: _coded(batch.column(source[ours])) for ours in there}
+                batches.append(pa.table(coded))
+                if (held := held + batches[-1].nbytes) > most or batch.nbytes > most:
+                    raise BadInput(f"{path} unpacks to more than {most >> 20:,} MiB: divide it into smaller files.")
+            table = pa.concat_tables(batches)
+            for name, label in labels.items():
+                constant = pa.DictionaryArray.from_arrays(np.zeros(len(table), dtype=np.int32), pa.array([label]))
+                table = table.append_column(name, constant)
+            tables.append(table)
+        frame = pa.concat_tables(tables, promote_options="permissive").unify_dictionaries()
+    except (pa.ArrowException, OSError, ValueError, OverflowError):
+        return None
+    del tables, batches, table
+    frame = frame.to_pandas(self_destruct=True, split_blocks=True)
+    for name in frame.select_dtypes("category"):
+        known = frame[name].cat.remove_categories([text for text in frame[name].cat.categories if text == ""])
+        frame[name] = known.cat.set_categories(known.cat.categories.sort_values())
+    frame[ROW] = np.arange(len(frame))
+    frame.attrs[TEXTS] = Texts(tuple(str(path) for _, path in files), dict(columns or {}))
+    return frame
+
+
+def _coded(column: pa.Array) -> pa.Array:
+    """Return a column of texts as numbers of its distinct ones, which take a few bytes; any other as it is."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        return column.cast(pa.string()).dictionary_encode()
+    return column
 
 
 def records(
@@ -73,11 +181,44 @@ def _parts(source: pd.DataFrame | str | Path) -> Iterator[tuple[dict[str, str], 
             raise BadInput(f"A {type(source).__name__} is no table: give a frame, or the path of a file.")
         _check("The table", list(map(str, source.columns)))
         yield {}, "The table", _numbered("row", source.to_dict("records"))
-    elif not CELL.match(str(source)):
-        yield {}, str(source), list(_rows(Path(source)))
     else:
-        for variant, scheme, path in cells(str(source)):
-            yield {"variant": variant, "scheme": scheme}, path, list(_rows(Path(path)))
+        for labels, path in files(str(source)):
+            yield labels, path, list(_rows(Path(path)))
+
+
+def join(files: Sequence[str | Path], out: Path, change: Mapping[str, Callable[[str], str]]) -> None:
+    """Write the rows of parquet files into one, in parts; what a file lacks is missing in its rows.
+
+    Args:
+        files: in order.
+        out: the new file.
+        change: column of texts → its new value.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    schemas = [parquet.read_schema(path).remove_metadata() for path in files]
+    schema = pa.unify_schemas(schemas, promote_options="permissive")
+    with parquet.ParquetWriter(out, schema) as writer:
+        for path in files:
+            for batch in parquet.ParquetFile(path).iter_batches(16 * _BATCH):
+                rows = pa.Table.from_batches([batch]).replace_schema_metadata(None)
+                for name, new in change.items():
+                    texts = rows[name].combine_chunks().dictionary_encode()
+                    renamed = pa.array(map(new, texts.dictionary.to_pylist()), schema.field(name).type)
+                    texts = pa.DictionaryArray.from_arrays(texts.indices, renamed).dictionary_decode()
+                    rows = rows.set_column(rows.column_names.index(name), name, texts)
+                rows = pa.concat_tables([schema.empty_table(), rows], promote_options="permissive")
+                writer.write_table(rows.select(schema.names).cast(schema))
+
+
+def files(source: str) -> Iterator[tuple[dict[str, str], str]]:
+    """Yield the labels of each file's rows, and its path; a single file has no labels."""
+    if not CELL.match(source):
+        yield {}, source
+        return
+    for variant, scheme, path in cells(source):
+        yield {"variant": variant, "scheme": scheme}, path
 
 
 def cells(source: str) -> Iterator[tuple[str, str, str]]:

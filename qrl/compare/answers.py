@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from qrl import names
-from qrl.compare.evidence import Cell, Questions
-from qrl.compare.outcomes import aligned
-from qrl.compare.validate import checked
+from qrl.compare.evidence import Cell
+from qrl.compare.outcomes import Answered
 from qrl.errors import BadInput
 from qrl.stats import Estimate
+from qrl.tables import ROW, Texts
 
 SHOWN = 20  # changed answers of a cell and direction in the table for people
 LONGEST = 2000  # characters of a text in it, of which its end gets three quarters
@@ -70,32 +71,28 @@ class Answers:
         return None if mean is None else math.exp(min(700.0, -mean.estimate))
 
 
-def measured(
-    frame: pd.DataFrame, evidence: Questions, changed: pd.DataFrame, cells: Iterable[Cell]
-) -> dict[Cell, Answers]:
+def measured(rows: Answered, changed: pd.DataFrame, cells: Iterable[Cell]) -> dict[Cell, Answers]:
     """Return what is known of each cell's answers.
 
     Args:
-        frame: rows as for `from_questions`.
-        evidence: their outcomes.
+        rows: the table of answers.
         changed: from `changed`.
         cells: all of them, in order.
 
     Raises:
         BadInput: a column that should hold numbers holds something else.
     """
-    found, table = {cell: Answers() for cell in cells}, checked(frame)
+    found, evidence = {cell: Answers() for cell in cells}, rows.outcomes
     for name, (column, read) in MEASURES.items():
-        values = read(pd.Series(frame[column]).reset_index(drop=True)) if column in frame else pd.Series(dtype=float)
-        known = table.assign(correct=values)
-        unknown = list(known.loc[known["correct"].isna(), "question"])
-        known = pd.DataFrame(known[~known["question"].isin(unknown)])
-        if len(set(known["question"])) < 2:
+        if column not in rows.frame:
             continue
-        ends = (0.0, 1.0) if name in SHARES else (min(known["correct"]), max(known["correct"]))
+        known, values = rows.known(read(pd.Series(rows.frame[column])))
+        if len(np.unique(known.question)) < 2:
+            continue
+        ends = (0.0, 1.0) if name in SHARES else (values.min(), values.max())
         least, scale = float(ends[0]), float(ends[1] - ends[0]) or 1.0
         try:
-            scaled = aligned(known.assign(correct=(known["correct"] - least) / scale))
+            scaled = known.read((values - least) / scale)
         except BadInput:  # known of too few questions or clusters for an interval
             continue
         for cell, answers in found.items():
@@ -107,8 +104,8 @@ def measured(
         variant, scheme = cell
         full = variant, names.FULL
         if scheme != names.FULL and max(evidence.samples[cell], evidence.samples[full]) == 1:
-            own = list(changed.loc[(changed["variant"] == variant) & (changed["scheme"] == scheme), "correct"])
-            counts = {"right_to_wrong": own.count(0), "wrong_to_right": own.count(1)}
+            own = changed.loc[(changed["variant"] == variant) & (changed["scheme"] == scheme), "correct"]
+            counts = {"right_to_wrong": int((own == 0).sum()), "wrong_to_right": int((own == 1).sum())}
             found[cell] = replace(answers, **counts, mcnemar=evidence.mcnemar(cell, full))
     return found
 
@@ -119,37 +116,54 @@ def _stretched(value: Estimate, scale: float, shift: float = 0.0) -> Estimate:
     return Estimate(**ends, stderr=value.stderr * scale, n=value.n, df=value.df)
 
 
-def changed(frame: pd.DataFrame) -> pd.DataFrame:
+def changed(rows: Answered) -> pd.DataFrame:
     """Return the answers whose verdict differs from the same variant's at full precision, in the order of the rows.
 
     Args:
-        frame: rows as for `from_questions`, with one answer per cell, training run and question.
+        rows: the table of answers; cells with several samples per question are left out.
 
     Returns:
         The rows of quantized schemes: variant, scheme, seed, question, correct (0/1), `correct_full`, and what the rows
-        hold of question_text, answer, parsed, parsed_full, completion, completion_full; none of cells with several
-        samples per question.
+        hold of question_text, answer, parsed, parsed_full, completion, completion_full, and of `tables.ROW`.
     """
-    columns = [name for name in (*_TEXTS, "sample") if name in frame and name not in ("parsed_full", "completion_full")]
-    table = checked(frame)[["variant", "scheme", "seed", "question", "correct"]]
-    table = table.assign(**frame.reset_index(drop=True)[columns])
-    twice = table.duplicated(["variant", "scheme", "seed", "question"], keep=False)
-    several = twice.groupby([table["variant"], table["scheme"]]).transform("any")
-    table = pd.DataFrame(table[~several]).drop(columns="sample", errors="ignore")
-    table.loc[table["variant"] == names.BASE, "seed"] = ""  # one model under every seed
-    table = table.drop_duplicates(key := ["variant", "scheme", "seed", "question"])
-    key.remove("scheme")
-    columns = [column for column in ("correct", "parsed", "completion") if column in table]
-    full = table.loc[table["scheme"] == names.FULL, [*key, *columns]]
-    pairs = table[table["scheme"] != names.FULL].merge(full, on=key, suffixes=("", "_full"))
-    return pd.DataFrame(pairs[pairs["correct"] != pairs["correct_full"]]).reset_index(drop=True)
+    table, frame = rows.table, rows.frame
+    variants = {variant: place for place, variant in enumerate(dict.fromkeys(variant for variant, _ in rows.cells))}
+    variant, base, full = (
+        np.array(facts)[rows.cell]
+        for facts in zip(*((variants[v], v == names.BASE, s == names.FULL) for v, s in rows.cells), strict=True)
+    )
+    seeds = table["seed"].cat
+    seed = np.where(base, 0, seeds.codes + 1)  # the base is one model under every seed
+    key = (variant * np.int64(len(seeds.categories) + 1) + seed) * len(rows.questions) + rows.question
+    single = ~np.isin(rows.cell, rows.sampled)
+    whole, of_whole = np.unique(key[full & single], return_index=True)
+    of_whole = np.flatnonzero(full & single)[of_whole]
+    own = np.flatnonzero(~full & single)
+    if len(seeds.categories) > 1:
+        cells = pd.DataFrame({"cell": rows.cell[own], "key": key[own]})
+        own = own[~cells.duplicated().to_numpy()]
+    if not len(whole):
+        own = own[:0]
+    at = np.minimum(np.searchsorted(whole, key[own]), len(whole) - 1)
+    own, other = (side[whole[at] == key[own]] for side in (own, of_whole[at]))
+    correct = table["correct"].to_numpy()
+    own, other = (side[correct[own] != correct[other]] for side in (own, other))
+    columns = ["variant", "scheme", "seed", "question"]
+    said = table.iloc[own][columns].astype(str).assign(correct=correct[own])
+    said.loc[said["variant"] == names.BASE, "seed"] = ""
+    texts = [name for name in (*_TEXTS, ROW) if name in frame and name not in ("parsed_full", "completion_full")]
+    said = said.assign(**{name: frame[name].iloc[own] for name in texts}).reset_index(drop=True)
+    both = [name for name in ("parsed", "completion", ROW) if name in frame]
+    twins = {f"{name}_full": frame[name].iloc[other].reset_index(drop=True) for name in both}
+    return said.assign(correct_full=correct[other], **twins)
 
 
-def shown(changed: pd.DataFrame) -> pd.DataFrame:
+def shown(changed: pd.DataFrame, texts: Texts | None = None) -> pd.DataFrame:
     """Return at most `SHOWN` changed answers of each cell and direction, as texts that a page can show.
 
     Args:
         changed: from `changed`.
+        texts: where its rows were read from, if only the columns that are computed with were read.
 
     Returns:
         Columns variant, scheme, seed, change, question, and those of question_text, answer, parsed_full, parsed,
@@ -158,9 +172,13 @@ def shown(changed: pd.DataFrame) -> pd.DataFrame:
     """
     if changed.empty:
         return pd.DataFrame()
-    change = ["wrong → right" if right else "right → wrong" for right in changed["correct"]]
+    change = np.where(changed["correct"] == 1, "wrong → right", "right → wrong")
     table = changed.assign(change=change).sort_values(["variant", "scheme", "change"], kind="stable")
     table = table.groupby(["variant", "scheme", "change"]).head(SHOWN)
+    if texts and ROW in table:
+        own = texts.take(pd.Series(table[ROW]), [name for name in _TEXTS if not name.endswith("_full")])
+        full = texts.take(pd.Series(table[f"{ROW}_full"]), ["parsed", "completion"]).add_suffix("_full")
+        table = table.assign(**own, **full)
     columns = ["variant", "scheme", "seed", "change", "question", *(name for name in _TEXTS if name in table)]
     return pd.DataFrame(table[columns]).map(_clean).reset_index(drop=True)
 

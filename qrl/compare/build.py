@@ -9,7 +9,7 @@ import pandas as pd
 from qrl import names
 from qrl.compare.comparison import Comparison
 from qrl.compare.evidence import Cell, Counts
-from qrl.compare.outcomes import outcomes
+from qrl.compare.outcomes import Answered
 from qrl.compare.read import read_questions
 from qrl.compare.validate import check_grid, engine, full_with_dtype
 from qrl.errors import BadInput
@@ -41,7 +41,9 @@ def compare(
     """
     if isinstance(data, Mapping):
         return from_counts(data, margin=margin, reference=reference)
-    return from_questions(read_questions(data, columns=columns, where=where, reference=reference), margin=margin)
+    return from_questions(
+        read_questions(data, columns=columns, where=where, reference=reference, whole=False), margin=margin
+    )
 
 
 def from_questions(frame: pd.DataFrame, *, margin: float | None = None) -> Comparison:
@@ -57,7 +59,8 @@ def from_questions(frame: pd.DataFrame, *, margin: float | None = None) -> Compa
         BadInput: columns are missing, outcomes are not 0 or 1, rows are duplicated, cells answered different questions,
             or base or full is missing.
     """
-    return Comparison(outcomes(frame), margin, engine(frame), full_with_dtype(frame), frame)
+    answered = Answered(frame)
+    return Comparison(answered.outcomes, margin, engine(frame), full_with_dtype(frame), answered)
 
 
 def from_counts(counts: Mapping[str, Any], *, margin: float | None = None, reference: str | None = None) -> Comparison:

@@ -9,12 +9,14 @@ import pandas as pd
 
 from qrl import names, stats
 from qrl.compare import record, table
-from qrl.compare.answers import Answers, changed, measured
+from qrl.compare.answers import Answers, changed, measured, shown
 from qrl.compare.evidence import Cell, Counts, Questions
+from qrl.compare.outcomes import Answered
 from qrl.errors import BadInput
 from qrl.names import BASE, FULL
 from qrl.stats import Estimate
 from qrl.stats.verdict import Verdict, judge
+from qrl.tables import TEXTS
 
 T = TypeVar("T")
 
@@ -76,14 +78,14 @@ class Comparison:
         margin: loss of gain that counts as survival; None for half the full-precision gain, at least 0.02.
         engine: the engine and version that answered every cell; empty if unknown.
         full: how tables show the scheme `full`, with the dtype it was computed in if that is known: `full (bf16)`.
-        frame: the rows that the outcomes were read from; None if only counts are known.
+        answered: the table of answers that the outcomes were read from; None if only counts are known.
     """
 
     evidence: Questions | Counts = field(repr=False)
     margin: float | None = None
     engine: str = ""
     full: str = FULL
-    frame: pd.DataFrame | None = field(default=None, repr=False, compare=False)
+    answered: Answered | None = field(default=None, repr=False, compare=False)
 
     table_json, metrics = record.as_json, record.as_metrics
     markdown, sentence = table.as_markdown, table.as_sentence
@@ -135,9 +137,7 @@ class Comparison:
     @cached_property
     def answers(self) -> dict[Cell, Answers]:
         """Cell → what its answers are like beside right or wrong; empty if only counts are known."""
-        if self.frame is None or not isinstance(self.evidence, Questions):
-            return {}
-        return measured(self.frame, self.evidence, self.changed, self.cells)
+        return measured(self.answered, self.changed, self.cells) if self.answered else {}
 
     @cached_property
     def changed(self) -> pd.DataFrame:
@@ -145,7 +145,11 @@ class Comparison:
 
         See `answers.changed`; empty if only counts are known.
         """
-        return pd.DataFrame() if self.frame is None else changed(self.frame)
+        return changed(self.answered) if self.answered else pd.DataFrame()
+
+    def changed_shown(self) -> pd.DataFrame:
+        """Return a few of them as texts for people; see `answers.shown`."""
+        return shown(self.changed, self.answered.frame.attrs.get(TEXTS) if self.answered else None)
 
     @property
     def variants(self) -> tuple[str, ...]:

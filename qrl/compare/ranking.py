@@ -19,7 +19,7 @@ from qrl.compare.convergence import Convergence
 from qrl.compare.evidence import Cell
 from qrl.compare.outcomes import outcomes
 from qrl.compare.record import numbers
-from qrl.compare.validate import check_columns, full_with_dtype
+from qrl.compare.validate import cells_of, check_columns, full_with_dtype
 from qrl.errors import BadInput
 from qrl.stats import LEVEL, Estimate, holm_by_key
 from qrl.stats.text import interval, table
@@ -99,14 +99,14 @@ def measure(frame: pd.DataFrame) -> Methods:
         BadInput: base or grpo at full precision is missing, or the cells are not comparable.
     """
     check_columns(frame)
-    of_rows = list(zip(frame["variant"].astype(str), frame["scheme"].astype(str), strict=True))
-    cells = list(dict.fromkeys(of_rows))
+    place, cells = cells_of(frame)
     for needed in (PLAIN, FULL):
         if needed not in cells:
             raise BadInput(f"Cell {names.cell_name(*needed)} is missing: methods are measured from it.")
     # Every cell becomes a variant under one scheme, so that no cell is required under another's scheme.
     labels = {cell: names.BASE if cell == PLAIN else " ".join(cell) for cell in cells}
-    relabelled = frame.assign(variant=[labels[cell] for cell in of_rows], scheme=names.FULL)
+    as_variants = pd.Categorical([labels[cell] for cell in cells]).take(place)
+    relabelled = frame.assign(variant=as_variants, scheme=pd.Categorical([names.FULL]).take(0 * place))
     evidence = outcomes(relabelled.drop(columns=names.SETTINGS, errors="ignore"))
 
     def minus(cell: Cell, other: Cell | None) -> Estimate | None:

@@ -1,12 +1,14 @@
 """Files to compare: a row per cell and question, or counts alone; their names for columns and full precision."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from qrl import names, reading, tables
+from qrl.compare.answers import MEASURES
+from qrl.compare.validate import COLUMNS, OPTIONAL
 from qrl.errors import BadInput
 
 
@@ -16,6 +18,7 @@ def read_questions(
     columns: Mapping[str, str] | None = None,
     where: Mapping[str, str] | None = None,
     reference: str | None = None,
+    whole: bool = True,
 ) -> pd.DataFrame:
     """Return a row per cell and question, with our names for columns and for full precision.
 
@@ -24,26 +27,52 @@ def read_questions(
         columns: our name of a column → its name in the table, such as {"correct": "exact_match"}.
         where: column → the value of the rows to keep, such as {"filter": "strict-match"}.
         reference: the table's name for the scheme `full`; it is shown as a dtype, `full (bf16)`.
+        whole: read all columns of parquet files, not only those that a comparison computes with.
 
     Raises:
         BadInput: as `tables.records`; no row has the reference as its scheme.
     """
-    frame = tables.frame(source, columns, where)
+    if not whole and not where and isinstance(source, str | Path):
+        frame = narrow(list(tables.files(str(source))), columns, reference)
+        if frame is not None:
+            return frame
+    return _named(tables.frame(source, columns, where), reference)
+
+
+def narrow(
+    files: Sequence[tuple[Mapping[str, str], str | Path]],
+    columns: Mapping[str, str] | None = None,
+    reference: str | None = None,
+) -> pd.DataFrame | None:
+    """Return the columns of parquet files that a comparison computes with; None if another reader is needed.
+
+    Args:
+        files: the labels that each one's rows get, and its path.
+        columns, reference: as for `read_questions`.
+    """
+    measures = [column for column, _ in MEASURES.values()]
+    frame = tables.narrow(files, COLUMNS, (*OPTIONAL, *measures, "subject", "level"), columns)
+    return None if frame is None else _named(frame, reference)
+
+
+def _named(frame: pd.DataFrame, reference: str | None) -> pd.DataFrame:
+    """Return the table with our names of schemes."""
     if "scheme" not in frame:
         return frame
-    labels = list(frame["scheme"])
+    labels = frame["scheme"]
+    distinct = labels.cat.categories if isinstance(labels.dtype, pd.CategoricalDtype) else list(labels)
     if reference is not None:
-        if reference not in labels:
-            present = ", ".join(dict.fromkeys(map(str, labels)))
+        if reference not in distinct:
+            present = ", ".join(dict.fromkeys(map(str, distinct)))
             raise BadInput(f"No row has the scheme '{reference}': the schemes are {present}.")
-        if names.FULL in {names.scheme(str(label)) for label in labels if label != reference}:
+        if names.FULL in {names.scheme(str(label)) for label in distinct if label != reference}:
             both = f"Rows have the scheme '{reference}' and the scheme 'full'"
             raise BadInput(f"{both}, but only one can be full precision: rename the other, or leave out --reference.")
-        former = frame[names.DTYPE] if names.DTYPE in frame else [None] * len(frame)
-        dtypes = [reference if label == reference else dtype for label, dtype in zip(labels, former, strict=True)]
-        frame = frame.assign(**{names.DTYPE: dtypes})
-    schemes = [names.scheme(label, reference) if isinstance(label, str) else label for label in labels]
-    return frame.assign(scheme=schemes)
+        former = frame[names.DTYPE] if names.DTYPE in frame else pd.Series(None, index=frame.index)
+        frame = frame.assign(**{names.DTYPE: former.astype(object).where(labels != reference, reference)})
+    return frame.assign(
+        scheme=labels.map(lambda each: names.scheme(each, reference) if isinstance(each, str) else each)
+    )
 
 
 def read_counts(path: str | Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ OUTCOMES = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.
 OPTIONAL = ("seed", "cluster", "sample", names.ENGINE, names.DTYPE, names.SETTINGS, names.PROMPT_HASH)
 LABEL_RULE = "expected letters, digits, spaces and . _ + -"
 ENOUGH = "expected at least 2, and hundreds for a verdict"
+_NESTED = (list, dict, set, tuple, np.ndarray)
 
 
 def check_grid(cells: Mapping[tuple[str, str], Any], n: int) -> None:
@@ -65,7 +66,7 @@ def check_columns(frame: pd.DataFrame) -> None:
     if frame.empty:
         raise BadInput("The table of outcomes is empty: expected a row per cell and question.")
     for column in frame.columns.intersection([*COLUMNS, *OPTIONAL], sort=False):
-        if nested := [value for value in frame[column] if isinstance(value, list | dict | set | tuple | np.ndarray)]:
+        if nested := [value for value in _objects(pd.Series(frame[column])) if isinstance(value, _NESTED)]:
             found = f"The column '{column}' holds values such as {str(nested[0])[:40]!r}"
             raise BadInput(f"{found}, but every value must be one label or number: write it as text.")
     for column in COLUMNS:
@@ -73,22 +74,51 @@ def check_columns(frame: pd.DataFrame) -> None:
             raise BadInput(f"The column '{column}' has {empty} empty values: every row needs {quoted(COLUMNS)}.")
 
 
+def _objects(column: pd.Series) -> Iterable[Any]:
+    """Return a column's values, each once if that is known, and none if its dtype holds only texts or numbers."""
+    if isinstance(column.dtype, pd.CategoricalDtype):
+        return column.cat.categories
+    return () if isinstance(column.dtype, pd.StringDtype) or column.dtype.kind in "biufmM" else column
+
+
+def labels(column: pd.Series) -> pd.Series:
+    """Return a column's values as text: a categorical with sorted categories, so that each text is made once."""
+    if column.dtype == object:
+        column = column.astype(str)  # 1, 1.0 and True are equal, but no equal texts
+    codes, distinct = pd.factorize(column)
+    texts = pd.Categorical(pd.Index(distinct).astype(object).astype(str))
+    coded = pd.Categorical.from_codes(texts.codes[codes], dtype=texts.dtype)
+    return pd.Series(coded, index=column.index, name=column.name)
+
+
+def cells_of(frame: pd.DataFrame) -> tuple[np.ndarray, list[tuple[str, str]]]:
+    """Return for each row the place of its cell, and the cells (variant, scheme) in the order of their first rows."""
+    variants, schemes = (labels(pd.Series(frame[column])).cat for column in ("variant", "scheme"))
+    count = len(schemes.categories)
+    places, distinct = pd.factorize(variants.codes.to_numpy(dtype=np.int64) * count + schemes.codes.to_numpy())
+    return places, [(variants.categories[code // count], schemes.categories[code % count]) for code in distinct]
+
+
 def checked(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the columns that outcomes are read from, labels as text; `seed` is empty if there is none.
+    """Return the columns that outcomes are read from, numbered anew.
+
+    variant, scheme, question and seed are categoricals of texts, sorted; `seed` is empty if there is none.
 
     Raises:
         BadInput: as `check_columns` and `check_compatible`; an outcome is not 0 or 1, or a row is duplicated.
     """
     check_columns(frame)
-    frame = frame.reset_index(drop=True).astype(object)  # tables that were concatenated repeat their labels
-    correct = frame["correct"].astype(str).str.lower().map(OUTCOMES)
-    if wrong := frame.loc[correct.isna(), "correct"].tolist():
+    frame = frame.reset_index(drop=True)  # tables that were concatenated repeat their labels
+    said = labels(pd.Series(frame["correct"]))
+    correct = pd.Series(said.cat.categories.str.lower().map(OUTCOMES), dtype=float).to_numpy()[said.cat.codes]
+    if wrong := frame.loc[np.isnan(correct), "correct"].astype(object).tolist():
         found = f"'correct' is {wrong[0]!r:.40} in {len(wrong)} row(s)"
         raise BadInput(f"{found}, but must be 0 or 1: grade the completions first, or name another column.")
     table = frame.filter(items=[*COLUMNS, "cluster", "sample"]).assign(correct=correct)
-    table = table.astype({"variant": str, "scheme": str, "question": str})
+    table = table.assign(**{column: labels(pd.Series(frame[column])) for column in ("variant", "scheme", "question")})
     check_compatible(frame)
-    table["seed"] = seed_labels(pd.Series(frame["seed"])) if "seed" in frame else ""
+    seeds = seed_labels(pd.Series(frame["seed"])) if "seed" in frame else pd.Series("", index=frame.index)
+    table["seed"] = labels(seeds)
     key = [column for column in ("variant", "scheme", "seed", "question", "sample") if column in table]
     twice = pd.DataFrame(table[table.duplicated(subset=key)])
     if len(twice):
@@ -103,6 +133,10 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
 
 def seed_labels(seeds: pd.Series) -> pd.Series:
     """Return seeds as text; whole numbers stay whole even if empty values made the column float."""
+    if seeds.dtype != object and seeds.duplicated().any():  # what is equal there has one text
+        codes, distinct = pd.factorize(seeds, use_na_sentinel=False)
+        texts = pd.Categorical(seed_labels(pd.Series(pd.Index(distinct))))
+        return pd.Series(texts.take(codes), index=seeds.index)
     numbers = pd.Series(pd.to_numeric(seeds.astype(str), errors="coerce"), dtype=float)
     whole = (numbers.abs() < 2**53) & (numbers % 1 == 0)
     integers = numbers.where(whole, 0).astype("int64")
@@ -128,21 +162,17 @@ def check_compatible(frame: pd.DataFrame) -> None:
             training run.
     """
     engine(frame)
-    put = pd.DataFrame(frame.reindex(columns=["question", names.PROMPT_HASH])).dropna().drop_duplicates()
-    if len(put) > len(set(put["question"])):
+    put = pd.DataFrame(frame.reindex(columns=["question", names.PROMPT_HASH]))
+    several = len(pd.Series(put[names.PROMPT_HASH]).dropna().unique()) > 1
+    if several and (put := put.dropna().drop_duplicates())["question"].duplicated().any():
         raise BadInput(
             "Some cells got the same questions in another prompt or with other chat.template_kwargs, so a difference "
             "would not measure the models alone: evaluate all with the same ones."
         )
     if names.SETTINGS not in frame:
         return
-    seeds = frame["seed"].fillna("").astype(str) if "seed" in frame else pd.Series("", index=frame.index)
-    cells = (
-        frame[["variant", "scheme"]]
-        .astype(str)
-        .assign(settings=frame[names.SETTINGS].fillna("").astype(str), seed=seeds)
-    )
-    cells = cells.drop_duplicates()
+    stored = pd.DataFrame(frame.reindex(columns=["variant", "scheme", names.SETTINGS, "seed"])).drop_duplicates()
+    cells = stored.astype(object).fillna("").astype(str).rename(columns={names.SETTINGS: "settings"})
     is_base = cells["variant"] == BASE
     every = cells[~is_base]
     for scheme, seed in sorted(set(zip(every["scheme"], every["seed"], strict=True))):
@@ -167,7 +197,7 @@ def engine(frame: pd.DataFrame) -> str:
     """
     if names.ENGINE not in frame:
         return ""
-    engines = sorted(frame[names.ENGINE].dropna().astype(str).unique())
+    engines = sorted(set(map(str, frame[names.ENGINE].dropna().unique())))
     programs = {engine.partition(" ")[0] for engine in engines}
     versions = {engine.partition(" ")[2] for engine in engines} - {""}
     if max(len(programs), len(versions)) > 1:
@@ -180,7 +210,7 @@ def engine(frame: pd.DataFrame) -> str:
 
 def full_with_dtype(frame: pd.DataFrame) -> str:
     """Return how tables show the scheme `full`: `full (fp32)` if all its rows name that one dtype, else `full`."""
-    dtypes = frame.loc[frame["scheme"] == FULL, names.DTYPE] if names.DTYPE in frame else ()
+    dtypes = frame.loc[frame["scheme"] == FULL, names.DTYPE].unique() if names.DTYPE in frame else ()
     return names.shown(FULL, dtypes)
 
 

@@ -18,6 +18,15 @@ def choose(wanted: str) -> str:
     return "cuda" if wanted == "cuda" or (wanted == "auto" and available) else "cpu"
 
 
+def gpus(device: str) -> int:
+    """Return how many GPUs torch sees; 0 on the device `cpu`."""
+    if device == "cpu":
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def _sees_gpu() -> bool:
     if "torch" not in sys.modules and not any(any(Path("/dev").glob(name)) for name in ("nvidia*", "kfd", "dxg")):
         return False  # the import would take seconds

@@ -56,6 +56,7 @@ class Vllm(AbstractContextManager):
         cache_bytes: int | None = None,
         timed: bool = False,
         kv_fp8: bool = False,
+        gpus: int = 1,
     ) -> None:
         """Load a checkpoint in place.
 
@@ -71,6 +72,7 @@ class Vllm(AbstractContextManager):
                 at once.
             timed: keep the times of each request, at a small cost per step.
             kv_fp8: keep the key-value cache in FP8, without calibrated scales.
+            gpus: that divide the weights of each layer.
 
         Raises:
             BadInput: vLLM is not installed here, or has no kernel for the checkpoint's scheme.
@@ -100,6 +102,7 @@ class Vllm(AbstractContextManager):
                     dtype=_DTYPES[dtype],
                     max_model_len=max_tokens,
                     max_num_seqs=sequences,
+                    tensor_parallel_size=gpus,
                     enforce_eager=not on_gpu,
                     enable_prefix_caching=False,
                     kv_cache_dtype="fp8" if kv_fp8 else "auto",
@@ -115,12 +118,13 @@ class Vllm(AbstractContextManager):
                 _check_memory(memory, error)
             reason = " ".join(str(error).split())[:400]
             raise QrlError(f"vLLM cannot load {path} ({reason}): choose another engine or scheme.") from error
-        worker = self._llm.apply_model(_inspect)[0]
-        self.kernels: dict[str, int] = worker["kernels"]  # name → layers that use it
-        self.weights_bytes: int | None = worker["weights_bytes"] if on_gpu else None  # a CPU's kernels hide them
+        workers = self._llm.apply_model(_inspect)
+        self.kernels: dict[str, int] = workers[0]["kernels"]  # name → layers that use it
+        held = sum(worker["weights_bytes"] for worker in workers)
+        self.weights_bytes: int | None = held if on_gpu else None  # a CPU's kernels hide them
         self.dtype = str(self._llm.model_config.dtype).removeprefix("torch.")  # of activations
         self.invariant = deterministic and on_gpu and batch_invariant(self.kernels)
-        self._sequences, self._kv_fp8, self._on_gpu = sequences, kv_fp8, on_gpu
+        self._sequences, self._kv_fp8, self._on_gpu, self._gpus = sequences, kv_fp8, on_gpu, gpus
         self._read(path)
 
     def _read(self, path: Path) -> None:
@@ -164,6 +168,7 @@ class Vllm(AbstractContextManager):
         """Return what ran: engine, dtype, kernels and the settings of a deterministic run."""
         ran = {"engine": self.name, "dtype": self.dtype, "kernels": self.kernels, "batch_invariant": self.invariant}
         kept = {"kv_cache_dtype": "fp8"} if self._kv_fp8 else {}
+        kept |= {"tensor_parallel": self._gpus} if self._gpus > 1 else {}
         return ran | {"max_num_seqs": self._sequences, "prefix_caching": False} | kept
 
     def generate(

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from qrl import names
+from qrl.engine import device as devices
 from qrl.errors import BadInput
 from qrl.recipe import Evaluate, Recipe
 
@@ -15,6 +16,17 @@ def check_kv(schemes: Iterable[str], engine: str) -> None:
                 f"Scheme {scheme} needs vLLM, which can keep the key-value cache in FP8, but the engine is {engine}: "
                 f"choose vllm (--evaluate.engine, or --engine of serve), or the scheme {names.stored(scheme)}."
             )
+
+
+def check_gpus(count: int, engine: str, device: str) -> None:
+    """Raise BadInput if `evaluate.tensor_parallel` asks for what engine and machine do not have."""
+    if count == 1:
+        return
+    wanted = f"evaluate.tensor_parallel = {count}"
+    if engine != "vllm":
+        raise BadInput(f"{wanted} divides a model's weights under vLLM, but the engine is {engine}: choose vllm, or 1.")
+    if (there := devices.gpus(device)) < count:
+        raise BadInput(f"{wanted} needs {count} GPUs, but this machine has {there} for device {device}: lower it.")
 
 
 def kv_schemes(recipe: Recipe) -> list[str]:

@@ -198,7 +198,7 @@ def _opened(
     if settings.engine != hf.NAME:
         sizes = {"max_tokens": longest, "sequences": batch_size, "memory": settings.gpu_memory_utilization}
         options = {"deterministic": settings.deterministic, "seed": recipe.seed}
-        options["kv_fp8"] = cell.scheme.endswith(names.KV_FP8)
+        options |= {"kv_fp8": cell.scheme.endswith(names.KV_FP8), "gpus": settings.tensor_parallel}
         with engines.open(path, device, settings.dtype, **sizes, **options) as loaded:
             yield loaded.generate, loaded.log_likelihoods, loaded.dtype, loaded.receipt()
         return

@@ -82,6 +82,9 @@ class Evaluate(Section):
         (), "vLLM: schemes with a second cell, SCHEME+kv-fp8, whose key-value cache is in FP8; not run on a GPU"
     )
     perplexity: bool = option(False, "perplexity of the worked solutions: reads each question and solution once more")
+    tensor_parallel: Annotated[Count, NotInKey("tensor_parallel", 1)] = option(
+        1, "vLLM, in evaluation and serving: GPUs that divide one model's weights; above 1 not run"
+    )
 
 
 class Diagnose(Section):

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlflow import MlflowClient, MlflowException
+from mlflow import MlflowException
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from pydantic import ValidationError
 
@@ -16,6 +16,7 @@ from qrl import names
 from qrl.errors import BadInput, QrlError
 from qrl.recipe.stages import Stage
 from qrl.registry import history
+from qrl.registry.client import MlflowClient
 from qrl.registry.history import ADOPT, MIRRORED, PREVIOUS, PROMOTE, REFUSE, USUAL
 from qrl.tracking import signals
 

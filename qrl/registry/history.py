@@ -14,17 +14,18 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from typing import Any
 
-from mlflow import MlflowClient, MlflowException
+from mlflow import MlflowException
 from mlflow.entities import Run
 from mlflow.entities.model_registry import RegisteredModel
 
 from qrl import names
 from qrl.errors import QrlError
 from qrl.recipe.stages import DEFAULT, Stage
+from qrl.registry.client import MlflowClient
 from qrl.tracking import contents, signals, store
 
 PROMOTE, REFUSE, ROLLBACK, MEND, ADOPT = "promote", "refuse", "rollback", "mend", "adopt"
@@ -33,6 +34,11 @@ USUAL = {stage.stage: stage for stage in DEFAULT}  # of every model, as soon as 
 MIRRORED = ("Staging", "Production")
 SHOWN_BY = {stage.mlflow: stage.stage for stage in DEFAULT if stage.mlflow in MIRRORED}  # unless a recipe says more
 _PIECE = 5500  # characters; MLflow cuts a parameter at 6,000
+
+
+@lru_cache(maxsize=1000)  # a record declares the same few stages at each decision
+def _stage(text: str) -> Stage:
+    return Stage.model_validate(text)
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class State:
     @property
     def stages(self) -> dict[str, Stage]:
         """The model's stages by name."""
-        return {stage: Stage.model_validate(text) for stage, text in self.declared.items()}
+        return {stage: _stage(text) for stage, text in self.declared.items()}
 
     def behind(self, address: str) -> str:
         """Return the stage of ours that Staging or Production shows, written in any case; any other is itself."""
@@ -104,7 +110,7 @@ class State:
         declared, mirrors = self.declared, self.mirrors
         if record.declared:
             declared = declared | {stage: record.declared}
-            mirrored = Stage.model_validate(record.declared).mlflow
+            mirrored = _stage(record.declared).mlflow
             mirrors = mirrors | ({mirrored: stage} if mirrored in MIRRORED else {})
         before = self.before | ({stage: former} if former not in (None, version) else {})
         return State(self.at | {stage: version}, before, declared, mirrors)
@@ -177,16 +183,16 @@ def read(name: str, model: RegisteredModel | None) -> History:
     run_id, params, records, chain = run.info.run_id, run.data.params, [], ""
     while first := params.get(f"{len(records) + 1:06}"):
         try:
-            text = _whole(first, params)
-            record = Record.of(json.loads(text))
+            record, digest = _decision(_whole(first, params))
         except (KeyError, TypeError, ValueError):
-            record = Record("", previous="unreadable")
+            record, digest = Record("", previous="unreadable"), ""
         if (record.previous, record.number) != (chain, len(records) + 1):
             raise QrlError(
                 f"The record of decisions on '{name}', run {run_id}, was changed: decision {len(records) + 1} does not "
                 "follow from the one before it. Restore the database from a backup."
             )
-        records, chain = [*records, record], sha256(text.encode()).hexdigest()
+        records.append(record)
+        chain = digest
     applied = model.tags.get(names.TAG_APPLIED, "0")
     applied = int(applied) if applied.isdecimal() else 0
     if applied > len(records):
@@ -243,6 +249,12 @@ def claim(past: History, record: Mapping[str, Any]) -> History | None:
         return None
     chain = sha256(text.encode()).hexdigest()
     return History(past.name, past.run_id, (*past.records, Record.of(json.loads(text))), chain, past.applied)
+
+
+@lru_cache(maxsize=20_000)  # a command reads the record several times, and a decision never changes
+def _decision(text: str) -> tuple[Record, str]:
+    """Return a decision from its text, and the text's sha256."""
+    return Record.of(json.loads(text)), sha256(text.encode()).hexdigest()
 
 
 def _whole(first: str, params: Mapping[str, str]) -> str:

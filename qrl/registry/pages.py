@@ -4,16 +4,18 @@ import math
 from collections.abc import Iterable, Iterator
 from urllib.parse import quote
 
-from mlflow import MlflowClient, MlflowException
+from mlflow import MlflowException
 
 from qrl import names
 from qrl.recipe.stages import Stage
+from qrl.registry.client import MlflowClient
 from qrl.registry.history import History, Record
-from qrl.registry.versions import Version, versions_of
+from qrl.registry.versions import Version, version_of, versions_of
 from qrl.stats import Estimate
 from qrl.stats.text import interval
 
 _MAX = 5000  # characters that every registry accepts
+_CHILDREN = 50  # versions made from one that its description lists, the newest; a base has hundreds
 _HEAD = (
     "Versions of one base model. A stage is an alias: a version that passes the gate gets it, until another one does."
 )
@@ -68,13 +70,13 @@ def _stages(stages: Iterable[Stage]) -> str:
 
 def refresh(past: History, number: int) -> None:
     """Write the descriptions of a version and of its parent, which lists it."""
-    name = past.name
-    versions = {int(entry.version): Version.of(entry, past) for entry in versions_of(name)}
-    for version in (versions[number], versions.get(_parent(versions[number]))):
-        if version:
-            children = [other.version for other in versions.values() if _parent(other) == version.version]
-            page = _cut(_certificate(version, sorted(children)))
-            MlflowClient().update_model_version(name, str(version.version), page)
+    name, place = past.name, number
+    while entry := version_of(name, place) if place else None:
+        version = Version.of(entry, past)
+        made_from_it = f" and tags.`{names.TAG_PARENT_VERSION}` = '{place}'"
+        children = [int(child.version) for child in versions_of(name, made_from_it, _CHILDREN)]
+        MlflowClient().update_model_version(name, str(place), _cut(_certificate(version, sorted(children))))
+        place = _parent(version) if place == number else 0
 
 
 def _certificate(version: Version, children: list[int]) -> str:

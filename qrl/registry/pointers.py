@@ -13,13 +13,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlflow import MlflowClient, MlflowException
+from mlflow import MlflowException
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
 from qrl import names
 from qrl.registry import adopt, history, pages
+from qrl.registry.client import MlflowClient
 from qrl.registry.history import MIRRORED, PREVIOUS, PROMOTE, REFUSE, USUAL, History, Record
-from qrl.registry.versions import locked, model_of, unchanged_s, versions_of
+from qrl.registry.versions import locked, model_of, unchanged_s, version_of, versions_of
 from qrl.tracking import signals, store
 
 LEASE = 60  # seconds after which another host takes over a decision that was recorded, but not carried out
@@ -148,7 +149,17 @@ def _carry_out(past: History) -> History:
     """Make every pointer show the last decision, and note that it does."""
     name, head, client = past.name, past.records[-1], MlflowClient()
     began = time.monotonic()
-    there = {int(entry.version): entry for entry in versions_of(name)}
+    model, state, there = _there(name), past.state, {}
+    aliases = {alias: int(version) for alias, version in model.aliases.items()}
+    now = {entry.current_stage: int(entry.version) for entry in model.latest_versions or ()}
+    then = {mirrored: version for version, mirrored in state.shown().items()}
+    moving = [alias for alias, version in state.aliases().items() if aliases.get(alias) != version]
+    unlike = [mirrored for mirrored in MIRRORED if now.get(mirrored) != then.get(mirrored)]
+    touched = {head.version, *(state.aliases()[alias] for alias in moving)}
+    touched |= {version for mirrored in unlike for version in (now.get(mirrored), then.get(mirrored)) if version}
+    for number in touched - {0}:  # the others, of which there may be thousands, are as they should be
+        if entry := version_of(name, number):
+            there[number] = entry
 
     def is_ours() -> bool:
         """Whether no other host has taken over meanwhile, as it may after a minute."""
@@ -156,17 +167,15 @@ def _carry_out(past: History) -> History:
 
     if head.action in (PROMOTE, REFUSE) and head.version in there:
         _write_gate(past, there[head.version])
-    wanted = {alias: version for alias, version in past.state.aliases().items() if version in there}
-    model = _there(name)
+    wanted = {alias: version for alias, version in state.aliases().items() if alias not in moving or version in there}
     if model.tags.get(names.TAG_HISTORY) != past.run_id:
         client.set_registered_model_tag(name, names.TAG_HISTORY, past.run_id)
-    aliases = {alias: int(version) for alias, version in model.aliases.items()}
     for alias, version in wanted.items():
         if aliases.get(alias) != version and is_ours():
             client.set_registered_model_alias(name, alias, str(version))
     for alias in _ours(past) & aliases.keys() - wanted.keys():
         client.delete_registered_model_alias(name, alias)
-    shown, moved = {version: "None" for version in past.state.at.values()} | past.state.shown(), set()
+    shown, moved = {version: "None" for version in state.at.values()} | state.shown(), set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         for number, entry in sorted(there.items(), key=lambda item: item[0] not in shown):

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from mlflow import MlflowClient, MlflowException
+from mlflow import MlflowException
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
@@ -12,6 +12,8 @@ from qrl import names
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.registry import history, pages
+from qrl.registry.client import MlflowClient
+from qrl.registry.history import History
 from qrl.registry.versions import Version, locked, model_of, versions_of
 from qrl.tracking import models
 
@@ -47,6 +49,7 @@ def register(
     n: int,
     parent_version: int | None = None,
     chat: str = "{}",
+    past: History | None = None,
     **cell: str,
 ) -> Version:
     """Return the version with this digest and rendering: one of the cell with intact files, else a new one.
@@ -57,6 +60,7 @@ def register(
         accuracy, stderr, n: of the newest evaluation; tags of the version.
         parent_version: the version that these weights were made from.
         chat: the evaluation's `chat.template_kwargs`, as JSON.
+        past: the model's history, if that was read already.
         cell: `variant`, `scheme`, and `digest` of the weights that were evaluated.
     """
     labels = {"digest": names.TAG_DIGEST, "variant": names.TAG_VARIANT, "scheme": names.TAG_SCHEME}
@@ -72,20 +76,24 @@ def register(
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        number = _existing(name, model_uri, cell, chat) or _new(name, model_uri, tags)
-        for key, value in tags.items():
-            MlflowClient().set_model_version_tag(name, number, key, value)
-        pages.refresh(past := history.read(name, model_of(name)), int(number))
+        entry = _existing(name, model_uri, cell, chat)
+        number = entry.version if entry else _new(name, model_uri, tags)
+        has = dict(entry.tags) if entry else tags
+        for key in (key for key, value in tags.items() if has.get(key) != value):
+            MlflowClient().set_model_version_tag(name, number, key, tags[key])
+        pages.refresh(past := past or history.read(name, model_of(name)), int(number))
         return Version.of(MlflowClient().get_model_version(name, number), past)
 
 
-def _existing(name: str, model_uri: str, cell: dict[str, str], chat: str) -> str | None:
+def _existing(name: str, model_uri: str, cell: dict[str, str], chat: str) -> ModelVersion | None:
     digest, in_fp8 = cell["digest"], cell["scheme"].endswith(names.KV_FP8)  # one checkpoint can be two cells
-    alike = [entry for entry in versions_of(name) if entry.tags.get(names.TAG_CHAT, "{}") == chat]
+    same = f" and tags.`{names.TAG_DIGEST}` = '{digest}'"
+    alike = [entry for entry in versions_of(name, same) if entry.tags.get(names.TAG_CHAT, "{}") == chat]
     alike = [entry for entry in alike if entry.tags.get(names.TAG_SCHEME, "").endswith(names.KV_FP8) == in_fp8]
-    known = [entry for entry in alike if entry.tags.get(names.TAG_DIGEST) == digest and _exists(entry)]
-    intact = (entry for entry in known if entry.source == model_uri or models.holds(str(entry.source), digest))
-    return next((entry.version for entry in intact), None)
+    known = (entry for entry in alike if _exists(entry))
+    return next(
+        (entry for entry in known if entry.source == model_uri or models.holds(str(entry.source), digest)), None
+    )
 
 
 def _new(name: str, model_uri: str, tags: dict[str, str]) -> str:

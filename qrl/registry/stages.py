@@ -10,38 +10,39 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any
 
-from mlflow import MlflowClient, MlflowException
+from mlflow import MlflowException
 
 from qrl import names
 from qrl.errors import BadInput, QrlError
 from qrl.recipe.stages import Stage
 from qrl.registry import history, pointers, versions
+from qrl.registry.client import MlflowClient
 from qrl.registry.history import MIRRORED, PREVIOUS, USUAL, History
 from qrl.registry.versions import Version, versions_of
 from qrl.tracking import store
 
 
-def resolve(name: str, stage: str | int) -> Version:
+def resolve(name: str, stage: str | int, past: History | None = None) -> Version:
     """Return the version behind a stage, resolved once.
 
     Args:
         name: the registered model.
         stage: one that it has (`known`), one of them with `-previous`, Staging, Production, or a version number.
+        past: its history, if that was read already.
 
     Raises:
         BadInput: the stage, model or version is unknown.
     """
-    return _resolve(pointers.current(name), stage)
+    return _resolve(past or pointers.current(name), stage)
 
 
 def _resolve(past: History, stage: str | int) -> Version:
     name, address, state = past.name, str(stage), past.state
     alias = state.behind(address)
     if re.fullmatch(r"[1-9][0-9]*", alias):
-        by_number = {int(entry.version): entry for entry in versions_of(name)}
-        if int(alias) in by_number:
-            return Version.of(by_number[int(alias)], past)
-        known_numbers = ", ".join(map(str, sorted(by_number)))
+        if entry := versions.version_of(name, int(alias)):
+            return Version.of(entry, past)
+        known_numbers = ", ".join(map(str, sorted(int(entry.version) for entry in versions_of(name))))
         known_numbers = known_numbers or "none; `mlflow run .` or `python -m qrl study` makes them"
         raise BadInput(f"'{name}' has no version {alias}: registered are {known_numbers}.")
     own, there = alias.removesuffix(PREVIOUS), _known(past)
@@ -112,7 +113,7 @@ def promote(
         BadInput: the stage or version is unknown.
         QrlError: a stage moved since the gate decided.
     """
-    target = resolve(name, version)
+    target = _resolve(History(name), version)  # its digest, which no decision changes
 
     def decide(past: History) -> dict[str, Any]:
         earned = stage if isinstance(stage, Stage) else (USUAL | past.state.stages).get(stage)
@@ -132,7 +133,12 @@ def promote(
 
 def refuse(name: str, stage: str, version: int, *, record: Mapping[str, Any]) -> None:
     """Record why a version was refused; no pointer moves."""
-    said = {"action": history.REFUSE, "stage": stage, "version": version, "digest": resolve(name, version).digest}
+    said = {
+        "action": history.REFUSE,
+        "stage": stage,
+        "version": version,
+        "digest": _resolve(History(name), version).digest,
+    }
     pointers.append(name, lambda _past: {**record, **said})
 
 
@@ -165,11 +171,6 @@ def rollback(name: str, stage: str, public: str = "") -> Version:
     if versions.model_of(name) is None:
         raise BadInput(f"There is no registered model '{name}', so there is nothing to roll back to.")
     return _resolve(pointers.append(name, decide), stage)
-
-
-def holders(name: str) -> dict[str, int]:
-    """Return stage → the number of the version that holds it."""
-    return dict(pointers.current(name).state.at)
 
 
 def check_stage(stage: str, stages: Iterable[Stage], name: str | None = None) -> None:

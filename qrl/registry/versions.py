@@ -19,12 +19,13 @@ from typing import Any
 
 import mlflow
 from filelock import FileLock, Timeout
-from mlflow import MlflowClient, MlflowException
+from mlflow import MlflowException
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
 from qrl import checkpoint, names
 from qrl.errors import BadInput, GateRefused, QrlError, first_line
 from qrl.registry import signing
+from qrl.registry.client import MlflowClient
 from qrl.registry.history import History, Record, best
 from qrl.tracking import models, store
 from qrl.workspace import WORK
@@ -124,9 +125,15 @@ def _key(name: str) -> str:
     return sha256(f"{mlflow.get_registry_uri()} {name}".encode()).hexdigest()[:16]
 
 
-def versions_of(name: str) -> list[ModelVersion]:
-    """Return all versions of a registered model, as MLflow has them."""
-    return list(MlflowClient().search_model_versions(f"name = '{name}'", max_results=10_000))
+def versions_of(name: str, more: str = "", most: int = 10_000) -> list[ModelVersion]:
+    """Return the versions of a registered model, as MLflow has them: all, or the newest `most` that `more` asks for."""
+    query, order = f"name = '{name}'{more}", ["version_number DESC"]
+    return list(MlflowClient().search_model_versions(query, max_results=most, order_by=order))
+
+
+def version_of(name: str, number: int) -> ModelVersion | None:
+    """Return one version of a registered model, as MLflow has it, or None if it was deleted."""
+    return next(iter(versions_of(name, f" and version_number = {number}", 1)), None)
 
 
 def model_of(name: str, *, make: bool = False) -> RegisteredModel | None:

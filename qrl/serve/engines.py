@@ -47,6 +47,7 @@ class ServedModel:
     memory: float | None = None  # share of the GPU's memory, for vLLM; None: its default
     chat: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template, as in the evaluation
     kv_fp8: bool = False  # keep the key-value cache in FP8, as evaluation did; vLLM only
+    gpus: int = 1  # that divide the weights; vLLM only
 
     @property
     def id(self) -> str:
@@ -107,6 +108,7 @@ def arguments(engine: str, model: ServedModel, listen: tuple[str, int] | Path, s
         if model.chat:
             options += ["--default-chat-template-kwargs", json.dumps(model.chat)]
         options += ["--kv-cache-dtype", "fp8"] if model.kv_fp8 else []
+        options += ["--tensor-parallel-size", str(model.gpus)] if model.gpus > 1 else []
         if model.device == "cpu":
             return [*options, "--enforce-eager"]
         return [*options, "--gpu-memory-utilization", str(model.memory)] if model.memory else options

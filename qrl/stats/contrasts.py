@@ -107,7 +107,11 @@ def bootstrap(
     """
     values = weighted(outcomes, weights)
     sums, sizes = (_sums_by_group(part, clusters) for part in (values, np.ones(len(values))))
-    kinds, counts = np.unique(np.stack([sums.round(12), sizes]), axis=1, return_counts=True)
+    if clusters is None:  # every size is 1: to sort numbers is faster than to sort pairs
+        distinct, counts = np.unique(sums.round(12), return_counts=True)
+        kinds = np.stack([distinct, np.ones(len(distinct))])
+    else:
+        kinds, counts = np.unique(np.stack([sums.round(12), sizes]), axis=1, return_counts=True)
     rng, resampled = np.random.default_rng(seed), []
     for size in [1000] * (samples // 1000) + [samples % 1000]:  # chunks of a few MB if every question has its own value
         drawn = rng.multinomial(counts.sum(), counts / counts.sum(), size=size)

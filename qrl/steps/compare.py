@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qrl import compare as room
-from qrl import figures, names
-from qrl.compare import answers, ranking, sizes
+from qrl import figures, names, tables
+from qrl.compare import ranking, sizes
 from qrl.errors import VerdictFailed
 from qrl.evaluate import groups
 from qrl.recipe import Recipe
@@ -19,6 +19,8 @@ from qrl.stats.text import interval
 from qrl.workspace import workspace, written
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from qrl.compare.convergence import Convergence
 
 TABLE_FILES = f"{names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/"
@@ -37,16 +39,17 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
     from qrl.tracking import cells as evaluated
     from qrl.tracking import contents, keys, reuse, runs
 
-    frame = evaluated.rows(cells)
+    rows = evaluated.files(cells)
+    frame = _answers(cells)
     comparison = room.from_questions(frame, margin=recipe.compare.margin)  # raises before a run is opened
     key = keys.comparison(recipe, cells)
     with (
         workspace(f"compare-{key[:16]}") as work,
         runs.step("compare", recipe, sections=("compare",), tags={names.TAG_CACHE_KEY: key}),
     ):
-        frame.to_parquet(work / names.QUESTIONS)
+        tables.join(rows, work / names.QUESTIONS, {"scheme": names.scheme})
         text = write(comparison, work, appendix=groups.markdown(frame))
-        if len(changed := answers.shown(comparison.changed)):
+        if len(changed := comparison.changed_shown()):
             contents.log_table(changed, Path(names.CHANGED_JSON).stem)  # the folder's file; marks it as a table
         contents.log_folder(work)
         contents.log_scores(comparison.metrics())
@@ -59,6 +62,14 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
         values = {"sentence": comparison.sentence(), "metrics": comparison.metrics()}
         reuse.record_outputs(artifacts=artifacts, values=values)
     check_verdicts(comparison, failing)
+
+
+def _answers(cells: list[str]) -> pd.DataFrame:
+    """Return the rows of evaluated cells; of their columns, only those that a comparison computes with if possible."""
+    from qrl.tracking import cells as evaluated
+
+    frame = room.narrow([({}, path) for path in evaluated.files(cells)])
+    return evaluated.rows(cells) if frame is None else frame
 
 
 def files(
@@ -80,13 +91,11 @@ def files(
     """
     of_logs = {name: given.pop(name) for name in ("metric", "filter")}
     if questions:
-        evidence = room.read_questions(questions, **given)
+        evidence = room.read_questions(questions, **given, whole=False)
     elif logs:
         evidence = room.read_logs(logs, reference=given["reference"], **of_logs)
     elif not counts:
-        from qrl.tracking import cells as evaluated
-
-        evidence = evaluated.rows(cells)
+        evidence = _answers(cells)
     margin = recipe.compare.margin
     comparison = None
     if rank:
@@ -128,14 +137,13 @@ def methods(recipe: Recipe, cells: list[str]) -> None:
     from qrl.tracking import cells as evaluated
     from qrl.tracking import contents, runs
 
-    frame = evaluated.rows(cells)
-    measured = ranking.measure(frame)  # raises before a run is opened
+    measured = ranking.measure(_answers(cells))  # raises before a run is opened
     with (
         workspace("compare-methods", shared=True) as work,
         runs.step("compare", recipe, sections=("compare",), run_name="compare methods"),
     ):
         text = write_methods(measured, work)
-        frame.to_parquet(work / names.QUESTIONS)
+        tables.join(evaluated.files(cells), work / names.QUESTIONS, {"scheme": names.scheme})
         contents.log_folder(work)
         contents.log_scores(ranking.metrics(measured))
         contents.describe(text)
@@ -154,7 +162,7 @@ def write(comparison: room.Comparison, out: Path, *, appendix: str = "") -> str:
     document = json.dumps(comparison.table_json(), indent=2) + "\n"
     documents = {names.TABLE_MD: text, names.TABLE_JSON: document}
     if comparison.paired:  # as MLflow writes tables
-        documents[names.CHANGED_JSON] = answers.shown(comparison.changed).to_json(orient="split", index=False)
+        documents[names.CHANGED_JSON] = comparison.changed_shown().to_json(orient="split", index=False)
     with written(out, "comparison", documents) as drawn:
         figures.matrix(comparison, drawn / "matrix.png")
         if len(comparison.schemes) > 1:

@@ -13,7 +13,7 @@ from qrl.engine import device as devices
 from qrl.engine import hf, memory
 from qrl.errors import UnhealthyCell
 from qrl.evaluate import cells as room
-from qrl.evaluate import check_kv, groups, scores
+from qrl.evaluate import check_gpus, check_kv, groups, scores
 from qrl.recipe import Recipe
 from qrl.steps import answers, inputs, outcome, record
 from qrl.tasks import prompt
@@ -91,6 +91,7 @@ def check(recipe: Recipe, given: str | None) -> dict[tuple[str, str], tuple[str,
     text = given or f"{names.BASE}:{names.FULL}={recipe.model}"
     addresses = {inputs.cell(cell): address for cell, address in inputs.pairs(text, "a cell and its model").items()}
     check_kv((scheme for _, scheme in addresses), recipe.evaluate.engine)
+    check_gpus(recipe.evaluate.tensor_parallel, recipe.evaluate.engine, devices.choose(recipe.device))
     cells = {cell: (address, inputs.stored_as(cell, address)) for cell, address in addresses.items()}
     for _, weights in cells.values():
         inputs.check_chat(recipe, weights.path)

@@ -63,7 +63,7 @@ def read_pilot(path: str, scheme: str | None, reference: str | None = None) -> t
     Raises:
         BadInput: the file or scheme is missing, the outcomes are not comparable, or they show no gain.
     """
-    comparison = room.from_questions(room.read_questions(path, reference=reference))
+    comparison = room.from_questions(room.read_questions(path, reference=reference, whole=False))
     rows = {row.scheme: row for row, _, _ in comparison.judged() if row.variant == comparison.variants[1]}
     if not rows or (scheme and scheme not in rows):
         raise BadInput(

@@ -18,8 +18,9 @@ from qrl.errors import BadInput, GateRefused
 from qrl.evaluate import scores
 from qrl.recipe import Recipe
 from qrl.recipe.stages import Stage
-from qrl.registry import gate, signing, versions
-from qrl.registry.stages import check_stage, holders
+from qrl.registry import gate, pointers, signing, versions
+from qrl.registry.history import History
+from qrl.registry.stages import check_stage
 from qrl.steps import inputs, outcome
 from qrl.tracking import cells, contents, lineage, models, runs, store
 from qrl.tracking.cells import Evaluated
@@ -150,14 +151,15 @@ def _promote_one(
             f"{evaluated}, but {candidate.model} is stored to render them with {stored}: evaluate it with the latter, "
             "or train and quantize with the former."
         )
-    before = registry.resolve(name, stage.made_from) if stage.made_from else None
+    past = pointers.current(name) if stage.made_from else None
+    before = registry.resolve(name, stage.made_from, past) if stage.made_from else None
     facts = {key: getattr(candidate, key) for key in ("digest", "variant", "scheme", "accuracy", "stderr", "n", "chat")}
     parent = before.version if before else None
-    version = registry.register(name, candidate.model, **facts, parent_version=parent)
-    held = holders(name)  # asked of a model that is there: a server with rights denies what it lacks
-    looked_at = {each: held.get(each) for each in (stage.stage, stage.gain_over, stage.loss_to) if each}
+    version = registry.register(name, candidate.model, **facts, parent_version=parent, past=past)
+    past = past or pointers.current(name)  # of a model that is there: a server with rights denies what it lacks
+    looked_at = {each: past.state.at.get(each) for each in (stage.stage, stage.gain_over, stage.loss_to) if each}
     looked_at |= {stage.made_from: parent} if stage.made_from else {}
-    decision = _signed(_decide(recipe, name, stage, candidate, version, before or base), version, *keys)
+    decision = _signed(_decide(recipe, past, stage, candidate, version, before or base), version, *keys)
     bounds = decision.facts | {"accuracy": candidate.accuracy, "rows_sha256": candidate.rows}
     record = {"run": candidate.run_id, "reasons": decision.reasons, "bounds": bounds}
     if study := runs.parent_id():
@@ -189,7 +191,7 @@ def _measured(cell: Evaluated, stage: Stage) -> Evaluated:
 
 def _decide(
     recipe: Recipe,
-    name: str,
+    past: History,
     stage: Stage,
     candidate: Evaluated,
     version: versions.Version,
@@ -203,7 +205,7 @@ def _decide(
     asked = {True: stage.gain_over, False: stage.loss_to}
     most = recipe.promote.max_length_growth
     needed = {*asked.values(), stage.made_from if most is not None else None} - {None}
-    others = {other: _evaluation(registry.resolve(name, other), other) for other in sorted(needed)}
+    others = {other: _evaluation(registry.resolve(past.name, other, past), other) for other in sorted(needed)}
     by_stage = {other: cell.task for other, cell in others.items() if cell.task and candidate.task}
     differences, lengths = [], {}
     if all(task == candidate.task for task in by_stage.values()):

@@ -14,7 +14,7 @@ import click
 from qrl import names, registry
 from qrl.engine import device as devices
 from qrl.errors import BadInput
-from qrl.evaluate import check_kv
+from qrl.evaluate import check_gpus, check_kv
 from qrl.recipe import Recipe
 from qrl.registry import signing, versions
 from qrl.serve import engines, follow, process, server
@@ -70,10 +70,11 @@ def serve(
     with start() as child:
         version, model = check(recipe, stage, host=host, port=port)
         check_kv([version.scheme], engine)
+        check_gpus(recipe.evaluate.tensor_parallel, engine, model.device)
         if follow_s is not None:  # ids that stay when the stage moves: `qrl-tiny@awq`, and `qrl-tiny@Production`, say
             aliases = dict.fromkeys(engines.served_id(version.name, alias) for alias in (version.stage, stage))
             model = replace(model, aliases=tuple(aliases))
-        model = replace(model, memory=memory)
+        model = replace(model, memory=memory, gpus=recipe.evaluate.tensor_parallel)
         params = {"stage": stage, "registered": version.name, "version": version.version, "engine": engine}
         params |= {"device": model.device, "unpacked": engines.unpacks(engine, model.path, model.device)}
 

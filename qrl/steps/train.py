@@ -18,7 +18,7 @@ from qrl.steps import inputs, outcome, record
 from qrl.tasks import contamination, prompt, rows
 from qrl.tiny import corpus
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
-from qrl.train import Job, Trained, arguments, distill, grpo, rollout, sft
+from qrl.train import Job, Trained, arguments, distill, grpo, parallel, rollout, sft
 from qrl.train import merge as merging
 from qrl.train.job import Alarm
 from qrl.workspace import WORK, need, workspace
@@ -30,11 +30,18 @@ RANDOM_TOKENS = 64  # in a prompt, where no question is at hand
 def train(recipe: Recipe) -> None:
     """Train the recipe's model as its `train` section says; log the model, live metrics, curves and completions.
 
-    Under `torchrun` or `accelerate launch` every process trains, and only the first logs and writes.
+    Of several processes every one trains, and only the first logs and writes: those of `train.parallel`, which it
+    starts, or those of `torchrun` or `accelerate launch`.
     """
+    device = devices.choose(recipe.device)
+    with parallel.group(recipe.train, device) as others:
+        _train_one(recipe, device, others)
+
+
+def _train_one(recipe: Recipe, device: str, others: int) -> None:
+    """Train as this process; the first one starts the `others`."""
     base = checkpoint.check(source.locate(recipe.model))
     inputs.check_chat(recipe, base.path)
-    device = devices.choose(recipe.device)
     teacher = checkpoint.check(addresses.folder(recipe.train.teacher)) if recipe.train.teacher else None
     questions = inputs.trained(recipe)
     heldout = inputs.all_heldout(recipe)
@@ -74,7 +81,8 @@ def train(recipe: Recipe) -> None:
         _check_contamination(recipe, base.path, questions, heldout)
         shutil.rmtree(job.out, ignore_errors=True)
         job = dataclasses.replace(job, log=contents.live_log(), warn=_warn)
-        trained = _train(job, teacher)
+        with parallel.others(others, recipe.dump()):
+            trained = _train(job, teacher)
         if trained.resumed_from:
             click.echo(f"Resumed from the checkpoint of step {trained.resumed_from}.", err=True)
         _log_training(trained, work)
@@ -114,8 +122,10 @@ def _bytes_written(recipe: Recipe, base: checkpoint.Checkpoint) -> int:
 
 
 def check_rollouts(recipe: Recipe) -> None:
-    """Check that this machine can sample as the recipe says."""
-    rollout.check(recipe.rollout, devices.choose(recipe.device), recipe.train)
+    """Check that this machine can sample and train as the recipe says."""
+    device = devices.choose(recipe.device)
+    parallel.check(recipe.train, device)
+    rollout.check(recipe.rollout, device, recipe.train)
 
 
 def _warn(alarm: Alarm) -> None:

@@ -12,6 +12,7 @@ from qrl.study.build import environment_for
 from qrl.study.environments import begin_builds, check_checkout, look_ahead
 from qrl.study.launch import Failed, Launcher, Result, Step
 from qrl.tracking import keys
+from qrl.train import parallel
 
 Model = tuple[str, str]  # address and digest
 Models = dict[str, Model]  # by variant or by variant:scheme
@@ -81,7 +82,8 @@ class StudySteps:
         """Return the trained model, merged if it was trained as an adapter; `base` and `teacher` are digests."""
         settings = self.recipe.train
         method = settings.title + ("" if settings.qat == "none" else f" in {settings.qat}")
-        key = keys.trained(self.recipe, base, self.device, teacher=teacher)
+        count = parallel.processes(settings, self.device)
+        key = keys.trained(self.recipe, base, self.device, teacher=teacher, processes=count)
         result = self.trained = self._one("train", f"{method}, {settings.steps} steps of {settings.batch}", key)
         if settings.adapter:
             adapter = f"runs:/{result.run_id}/adapter"

@@ -51,7 +51,7 @@ def check(
     from qrl.steps import inputs
     from qrl.study import report
     from qrl.tasks import prompt
-    from qrl.train import reward, rollout
+    from qrl.train import parallel, reward, rollout
 
     signing.keys(recipe.promote)
     tasks.check(recipe.task)
@@ -70,6 +70,8 @@ def check(
     base = checkpoint.check(source.locate(recipe.model))
     inputs.check_chat(recipe, base.path)
     check_schemes(recipe, base.path)
+    parallel.check(recipe.train, device)
+    evaluate.check_gpus(recipe.evaluate.tensor_parallel, recipe.evaluate.engine, device)
     rollout.check(recipe.rollout, device, recipe.train)
     reward.check(recipe.train, ())
     return device, base.digest

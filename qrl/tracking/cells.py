@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
+from pathlib import Path
 
 import pandas as pd
 
-from qrl import names
+from qrl import names, process
 from qrl.errors import BadInput, QrlError, first_line
 from qrl.tracking import contents, models, origin, reuse, runs, store
 
@@ -76,23 +76,32 @@ def read(run_id: str) -> Evaluated:
     )
 
 
-def rows(run_ids: Sequence[str]) -> pd.DataFrame:
-    """Return the rows of evaluated cells, by the runs of their evaluations: one per cell and question.
+def files(run_ids: Sequence[str]) -> list[Path]:
+    """Return where the rows of evaluated cells are: parquet files, one row per cell and question.
 
     Raises:
         BadInput: a run does not exist, or has no rows.
-        QrlError: rows have changed since they were logged, or cannot be read.
+        QrlError: rows have changed since they were logged.
     """
     store.prepare()
-    frames = []
-    for run_id in run_ids:
-        path = contents.artifact(run_id, names.QUESTIONS)
-        digest = reuse.sealed(contents.run(run_id)).get("rows")
-        if digest not in (None, sha256(path.read_bytes()).hexdigest()):
+    found = [contents.artifact(run_id, names.QUESTIONS) for run_id in run_ids]
+    for run_id, path in zip(run_ids, found, strict=True):
+        if reuse.sealed(contents.run(run_id)).get("rows") not in (None, process.file_digest(path)):
             raise QrlError(
                 f"{names.QUESTIONS} of run {run_id} is not what was logged: its bytes have changed. Run its step "
                 "again; damaged results are not reused."
             )
+    return found
+
+
+def rows(run_ids: Sequence[str]) -> pd.DataFrame:
+    """Return the rows of evaluated cells, by the runs of their evaluations: one per cell and question.
+
+    Raises:
+        BadInput, QrlError: as `files`; a file cannot be read.
+    """
+    frames = []
+    for run_id, path in zip(run_ids, files(run_ids), strict=True):
         try:
             frames.append(pd.read_parquet(path))
         except (OSError, ValueError) as error:  # pyarrow's errors are both

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from hashlib import sha256
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from mlflow.artifacts import load_text
 from mlflow.entities import Run
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-from qrl import names
+from qrl import names, process
 from qrl.tracking import contents, keys, models
 
 _OUTPUTS, _EVIDENCE = "outputs.json", "evidence"
@@ -37,8 +37,12 @@ class Outputs:
 
 def find(step: str, key: str) -> Run | None:
     """Return the newest finished run with this key in the active experiment, or None if its outputs are not intact."""
-    runs = _finished(step, f" and tags.`{names.TAG_CACHE_KEY}` = '{key}'", order_by=_NEWEST_FIRST)
-    return next((run for run in runs if _is_intact(run)), None)
+    for most in (1, 100):  # those before the newest are loaded only if that one is damaged
+        query = f" and tags.`{names.TAG_CACHE_KEY}` = '{key}'"
+        runs = _finished(step, query, order_by=_NEWEST_FIRST, max_results=most)
+        if (intact := next((run for run in runs if _is_intact(run)), None)) or len(runs) < most:
+            return intact
+    return None
 
 
 def changes(step: str, key: str) -> list[str]:
@@ -50,7 +54,7 @@ def changes(step: str, key: str) -> list[str]:
     wanted, recorded = keys.PARTS.get(key, {}), []
     for run in _finished(step, order_by=_NEWEST_FIRST, max_results=20):
         with suppress(*_UNREADABLE):
-            recorded.append(_document(run).get("parts"))
+            recorded.append(_parts(run.info.artifact_uri))
 
     def unlike(parts: dict[str, str]) -> int:
         return sum(parts.get(name) != value for name, value in wanted.items() if name.startswith(keys.INPUT))
@@ -115,8 +119,7 @@ def seal(rows: Path, facts: Mapping[str, object]) -> None:
 
     MLflow writes a parameter once: unlike a tag, a metric, a status or an artifact, it cannot be edited afterwards.
     """
-    digest = sha256(rows.read_bytes()).hexdigest()
-    contents.log_params({_EVIDENCE: json.dumps({"rows": digest, **facts})})
+    contents.log_params({_EVIDENCE: json.dumps({"rows": process.file_digest(rows), **facts})})
 
 
 def sealed(run: Run) -> dict[str, Any]:
@@ -155,6 +158,12 @@ def _document(run: Run) -> dict:
     return json.loads(load_text(f"{run.info.artifact_uri}/{_OUTPUTS}"))
 
 
+@cache  # a study of many cells asks for each, and a finished step's record never changes
+def _parts(place: str) -> dict[str, str] | None:
+    """Return the parts of a finished step's key, by the address of its artifacts."""
+    return json.loads(load_text(f"{place}/{_OUTPUTS}")).get("parts")
+
+
 def _address(run: Run, place: str) -> str:
     return place if place.startswith("models:/") else f"{run.info.artifact_uri}/{place}"
 
@@ -183,4 +192,4 @@ def _digests(address: str) -> dict[str, str]:
     if place is None:
         return {}
     files = [place] if place.is_file() else sorted(file for file in place.rglob("*") if file.is_file())
-    return {file.relative_to(place.parent).as_posix(): sha256(file.read_bytes()).hexdigest() for file in files}
+    return {file.relative_to(place.parent).as_posix(): process.file_digest(file) for file in files}

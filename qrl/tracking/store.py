@@ -158,8 +158,7 @@ def sweep() -> list[str]:
 
     Such a run still counts as RUNNING, or `mlflow run` called it FAILED without a reason.
     """
-    failed = running(f" and tags.`{names.TAG_PID}` != ''", status="FAILED")
-    untold = [run for run in failed if names.TAG_REASON not in run.data.tags]
+    untold = running(f" and tags.`{names.TAG_PID}` != '' and tags.`{names.TAG_REASON}` IS NULL", status="FAILED")
     ended = []
     for run in [*filter(_is_abandoned, running()), *filter(_is_abandoned, untold)]:
         with suppress(mlflow.MlflowException):  # another user's, on a server that does not let us end it

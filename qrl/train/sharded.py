@@ -21,7 +21,8 @@ def keep_precision(policy, adapter: bool):
     bf16 changes a rotary position's angle at 1,000 by up to 2 radians. PEFT casts an adapter's inputs to the dtype of
     its weights, so each part casts them back.
     """
-    return dataclasses.replace(policy, buffer_dtype=None, cast_forward_inputs=policy.cast_forward_inputs or adapter)
+    kept = {"buffer_dtype": None} if hasattr(policy, "buffer_dtype") else {}  # FSDP 2 leaves buffers as they are
+    return dataclasses.replace(policy, **kept, cast_forward_inputs=policy.cast_forward_inputs or adapter)
 
 
 def patch_peft() -> None:

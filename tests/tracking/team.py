@@ -41,7 +41,7 @@ def serving(folder: Path, *, auth: bool = True, jobs: bool = False, allowed: boo
         allowed: allow requests to this very address only.
     """
     with contextlib.ExitStack() as stack:
-        database = stack.enter_context(_database())
+        database = stack.enter_context(database_server())
         s3 = f"http://127.0.0.1:{(port := free_port())}"
         stack.enter_context(
             _process(folder / "s3.log", ["uvx", *S3, "moto_server", "-H", "127.0.0.1", "-p", str(port)])
@@ -103,7 +103,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def _database() -> Iterator[str]:
+def database_server() -> Iterator[str]:
     """Yield the address of a PostgreSQL server of its own; root runs it as the user postgres, as it demands."""
     programs, port = postgres(), free_port()
     user = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []

@@ -1,0 +1,168 @@
+"""Several processes that train as one, started by the training itself: `train.parallel`.
+
+The step's own process is the first and the only one that logs and writes. It starts the others on the same recipe, and
+they end with it, however it ends. Under `torchrun` or `accelerate launch` all are there already, and none is started.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from qrl import process
+from qrl.engine import device as devices
+from qrl.errors import BadInput, QrlError
+from qrl.recipe import Train
+
+CONFIGURATIONS: Mapping[str, Mapping[str, str]] = {  # what `accelerate launch` sets for the same
+    "ddp": {},
+    "fsdp2": {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    },
+}
+_GRACE_S, _ENDING_S = 20, 60  # for the first process to notice a failure; for the others to end after the last step
+_LAST = 2000  # bytes of a process's output in which its sentence is
+
+
+def processes(settings: Train, device: str) -> int:
+    """Return how many processes train together: those that were launched, or as `check` allows them."""
+    if settings.parallel == "none" or _launched():
+        return process.world_size()
+    return settings.processes or devices.gpus(device)
+
+
+def check(settings: Train, device: str) -> None:
+    """Check that this machine can train as `train.parallel` says; loads nothing.
+
+    Raises:
+        BadInput: there are too few GPUs, or the device or the method does not allow it.
+    """
+    chosen, count = settings.parallel, settings.processes
+    if chosen == "none":
+        if count is not None:
+            raise BadInput(f"train.processes = {count} has no effect without train.parallel: set it to ddp or fsdp2.")
+        return
+    if chosen not in CONFIGURATIONS:
+        raise BadInput(
+            f"train.parallel = {chosen} needs DeepSpeed, which this environment lacks and qrl has not been tried with: "
+            "use fsdp2, which divides weights, gradients and optimizer states too."
+        )
+    if settings.teacher:
+        raise BadInput("train.teacher distils in one process: leave train.parallel out.")
+    if chosen == "fsdp2" and device == "cpu":
+        raise BadInput("train.parallel = fsdp2 shards over GPUs, but this run's device is the CPU: use ddp, or GPUs.")
+    if _launched():
+        return
+    gpus = devices.gpus(device)
+    if device != "cuda" and count is None:
+        raise BadInput(f"train.parallel = {chosen} takes a process per GPU, and there is none: set train.processes.")
+    if device == "cuda" and gpus < (count or 2):
+        wanted = f"train.processes = {count}" if count else f"train.parallel = {chosen}"
+        there = f"{gpus} GPU{'s' * (gpus != 1)}"
+        raise BadInput(f"{wanted} needs {count or 2} GPUs, but this machine has {there}: lower it, or leave it out.")
+
+
+@contextmanager
+def group(settings: Train, device: str) -> Iterator[int]:
+    """Make this process the first of those that `train.parallel` asks for; yield how many others it has to start."""
+    check(settings, device)
+    configured = CONFIGURATIONS.get(settings.parallel, {})
+    if settings.parallel == "none" or _launched():
+        with process.variables(**configured):
+            yield 0
+        return
+    count = processes(settings, device)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    with process.variables(**configured, **place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)):
+        yield count - 1
+
+
+@contextmanager
+def others(count: int, recipe: str) -> Iterator[None]:
+    """Start processes 1 to `count` on a recipe, as YAML, and end them with the block.
+
+    Raises:
+        QrlError: the block failed, and before it one of them, with its own sentence.
+    """
+    if not count:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="qrl-ranks-") as folder:
+        (Path(folder) / "recipe.yaml").write_text(recipe, encoding="utf-8")
+        logs = [Path(folder, f"{rank}.log") for rank in range(1, count + 1)]
+        started = [_start(rank, log) for rank, log in enumerate(logs, 1)]
+        done = threading.Event()
+        threading.Thread(target=_watch, args=(started, logs, done), daemon=True).start()
+        try:
+            yield
+            for child in started:
+                child.wait(_ENDING_S)
+        except (Exception, subprocess.TimeoutExpired) as error:
+            if sentence := _failure(started, logs, wait_s=2):
+                raise QrlError(sentence) from error
+            raise
+        finally:
+            done.set()
+            _end(started)
+
+
+def _launched() -> bool:
+    return "RANK" in os.environ
+
+
+def _start(rank: int, log: Path) -> subprocess.Popen:
+    here = {"RANK": str(rank), "LOCAL_RANK": str(rank), process.FOLDER: os.getcwd(), process.FIRST: str(os.getpid())}
+    variables = {key: value for key, value in os.environ.items() if key != "MLFLOW_RUN_ID"} | here
+    words = [sys.executable, "-m", "qrl", "train", "--recipe", str(log.parent / "recipe.yaml")]
+    with log.open("wb") as output:
+        return subprocess.Popen(words, cwd=process.ROOT, env=variables, stdout=output, stderr=output)
+
+
+def _failure(started: list[subprocess.Popen], logs: list[Path], wait_s: float = 0) -> str:
+    """Return a sentence on the first process that failed, with the last line that it wrote; empty if none did."""
+    for rank, (child, log) in enumerate(zip(started, logs, strict=True), 1):
+        try:
+            code = child.wait(wait_s) if wait_s else child.poll()
+        except subprocess.TimeoutExpired:
+            continue
+        if code:
+            lines = log.read_bytes()[-_LAST:].decode("utf-8", errors="replace").split("\n")
+            last = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            return f"Process {rank} of the training, of 0 to {len(started)}, ended with {how}: {last}"
+    return ""
+
+
+def _watch(started: list[subprocess.Popen], logs: list[Path], done: threading.Event) -> None:
+    """End this process if another one failed, and this one still waits for it after a while."""
+    while not done.wait(1):
+        if sentence := _failure(started, logs):
+            if not done.wait(_GRACE_S):
+                print(f"qrl: {sentence}", file=sys.stderr, flush=True)
+                os.kill(os.getpid(), 15)
+                if not done.wait(_GRACE_S):  # it hangs where no signal reaches it; the next command ends its run
+                    os._exit(1)
+            return
+
+
+def _end(started: list[subprocess.Popen]) -> None:
+    for child in started:
+        child.terminate()
+    for child in started:
+        try:
+            child.wait(2)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()

@@ -1,0 +1,131 @@
+"""Several processes that train as one, started by the training itself."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import qrl
+from qrl import process, recipe
+from qrl.errors import BadInput, QrlError
+from qrl.train import parallel
+
+ROOT = Path(qrl.__file__).parents[1]
+SMALL = {"steps": "2", "prompts_per_step": "4", "generations": "4", "micro_batch": "4", "questions": "32"}
+SMALL |= {"max_completion_tokens": "48", "parallel": "ddp", "processes": "2"}
+
+
+def settings(**fields):
+    return recipe.load(overrides={f"train.{name}": value for name, value in fields.items()}).train
+
+
+def child(words: str):
+    """Return a stand-in for `_start`: a process that runs Python's `words`."""
+
+    def start(_rank, log):
+        with log.open("wb") as output:
+            return subprocess.Popen([sys.executable, "-c", words], stdout=output, stderr=output)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("fields", "device", "gpus", "words"),
+    [
+        ({"parallel": "ddp", "processes": "4"}, "cuda", 2, "processes = 4 needs 4 GPUs, but this machine has 2 GPUs"),
+        ({"parallel": "fsdp2"}, "cuda", 1, "fsdp2 needs 2 GPUs, but this machine has 1 GPU:"),
+        ({"parallel": "ddp"}, "cpu", 0, "set train.processes"),
+        ({"parallel": "fsdp2", "processes": "2"}, "cpu", 0, "device is the CPU"),
+        ({"parallel": "zero3", "processes": "2"}, "cuda", 2, "zero3 needs DeepSpeed"),
+        ({"parallel": "ddp", "processes": "2", "teacher": "m"}, "cpu", 0, "distils in one process"),
+        ({"processes": "2"}, "cpu", 0, "no effect without train.parallel"),
+    ],
+)
+def test_what_this_machine_cannot_do_is_refused_in_a_sentence(fields, device, gpus, words, monkeypatch):
+    monkeypatch.setattr(parallel.devices, "gpus", lambda _device: gpus)
+    with pytest.raises(BadInput, match=words):
+        parallel.check(settings(**fields), device)
+
+
+def test_a_process_per_gpu_and_the_configuration_for_accelerate(monkeypatch):
+    monkeypatch.setattr(parallel.devices, "gpus", lambda _device: 4)
+    chosen = settings(parallel="fsdp2")
+    assert parallel.processes(chosen, "cuda") == 4 and parallel.processes(settings(), "cuda") == 1
+    with parallel.group(chosen, "cuda") as others:
+        assert (others, process.rank(), process.world_size(), process.sharded()) == (3, 0, 4, True)
+        with parallel.group(chosen, "cuda") as more:  # as in the others, and under torchrun
+            assert more == 0 and process.world_size() == 4
+    assert (process.world_size(), process.sharded(), "MASTER_PORT" in os.environ) == (1, False, False)
+
+
+def test_the_default_leaves_keys_as_they_were():
+    covered = recipe.load().key_settings("train")
+    assert not {"train.parallel", "train.processes"} & covered.keys()
+    assert "train.parallel" in recipe.load(overrides={"train.parallel": "ddp"}).key_settings("train")
+
+
+def test_a_failure_of_another_process_is_its_sentence(monkeypatch):
+    monkeypatch.setattr(parallel, "_start", child("import sys; sys.exit('noise\\nqrl: It broke there.')"))
+    with (
+        pytest.raises(QrlError, match=r"Process 1 .* exit code 1: qrl: It broke there\.") as failed,
+        parallel.others(1, ""),
+    ):
+        time.sleep(0.5)
+        raise RuntimeError("Connection closed by peer")
+    assert isinstance(failed.value.__cause__, RuntimeError)
+
+
+def test_a_failure_of_the_first_is_its_own_and_the_others_end_with_it(monkeypatch):
+    monkeypatch.setattr(parallel, "_start", child("import time; time.sleep(600)"))
+    before = set(psutil.Process().children())
+    with pytest.raises(BadInput, match="mine"), parallel.others(2, ""):
+        assert len(set(psutil.Process().children()) - before) == 2
+        raise BadInput("mine")
+    assert set(psutil.Process().children()) <= before
+
+
+def command(folder, **more):
+    chosen = SMALL | more
+    words = [sys.executable, "-m", "qrl", "train", "--device", "cpu"]
+    words += [word for name, value in chosen.items() for word in (f"--train.{name}", value)]
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        words, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+@pytest.mark.process
+def test_a_training_starts_its_processes_and_the_first_alone_logs(store, tmp_path):
+    import mlflow
+
+    done = command(tmp_path)
+    output, _ = done.communicate(timeout=600)
+    (run,) = mlflow.search_runs(output_format="list")
+    assert done.returncode == 0, output
+    assert (run.info.status, run.data.params["processes"], run.data.params["train.parallel"]) == (
+        "FINISHED",
+        "2",
+        "ddp",
+    )
+    assert output.count("Model   models:/") == 1
+
+
+@pytest.mark.process
+def test_sigterm_ends_all_processes_and_the_run(store, tmp_path):
+    import mlflow
+
+    started = command(tmp_path, steps="1000")
+    until = time.monotonic() + 300
+    while not (others := psutil.Process(started.pid).children()) and time.monotonic() < until:
+        time.sleep(0.2)
+    started.send_signal(signal.SIGTERM)
+    output, _ = started.communicate(timeout=120)
+    psutil.wait_procs(others, timeout=60)
+    assert started.returncode == 143 and others and not any(each.is_running() for each in others), output
+    (run,) = mlflow.search_runs(output_format="list")
+    assert run.info.status == "KILLED"
