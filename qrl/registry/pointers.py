@@ -182,20 +182,29 @@ def _carry_out(past: History) -> History:
             stage = shown.get(number, "None" if entry.current_stage == "None" else "Archived")
             done = stage == "Archived" and entry.current_stage in moved
             if entry.current_stage != stage and not done and is_ours():
-                # Archiving in the same transaction: a reader sees the old version or the new one, never none or both.
-                try:
-                    client.transition_model_version_stage(name, entry.version, stage, stage in MIRRORED)
+                if _transition(client, name, entry.version, stage):
                     moved.add(stage)
-                except MlflowException as error:
-                    if "operator does not exist" not in str(error):
-                        raise
-                    # MLflow's archiving fails on PostgreSQL through psycopg 3: the old version follows, a moment later.
-                    client.transition_model_version_stage(name, entry.version, stage)
     if head.version in there:
         pages.refresh(past, head.version)
     if is_ours():
         client.set_registered_model_tag(name, names.TAG_APPLIED, str(head.number))
     return past
+
+
+def _transition(client: MlflowClient, name: str, number: str, stage: str) -> bool:
+    """Set the stage of a version; return whether the former one of Staging or Production was archived with it.
+
+    In the same transaction: a reader sees the old version or the new one, never none or both.
+    """
+    try:
+        client.transition_model_version_stage(name, number, stage, stage in MIRRORED)
+    except MlflowException as error:
+        if "operator does not exist" not in str(error):
+            raise
+        # MLflow's archiving fails on PostgreSQL through psycopg 3: the old version follows, a moment later.
+        client.transition_model_version_stage(name, number, stage)
+        return False
+    return True
 
 
 def _write_gate(past: History, entry: ModelVersion) -> None:
