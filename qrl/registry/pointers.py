@@ -181,9 +181,9 @@ def _carry_out(past: History) -> History:
         for number, entry in sorted(there.items(), key=lambda item: item[0] not in shown):
             stage = shown.get(number, "None" if entry.current_stage == "None" else "Archived")
             done = stage == "Archived" and entry.current_stage in moved
-            if entry.current_stage != stage and not done and is_ours():
-                if _transition(client, name, entry.version, stage):
-                    moved.add(stage)
+            due = entry.current_stage != stage and not done
+            if due and is_ours() and _transition(client, name, entry.version, stage):
+                moved.add(stage)
     if head.version in there:
         pages.refresh(past, head.version)
     if is_ours():
