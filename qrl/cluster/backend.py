@@ -4,10 +4,9 @@ import os
 from pathlib import Path
 
 import click
-import mlflow
 from mlflow.projects import utils
 from mlflow.projects.backend.abstract_backend import AbstractBackend
-from mlflow.projects.submitted_run import SubmittedRun
+from mlflow.tracking.fluent import _get_experiment_id
 
 from qrl.cluster import config, jobs
 from qrl.errors import BadInput, QrlError
@@ -40,32 +39,7 @@ class QrlBackend(AbstractBackend):
             raise refused from None
         if submitted is None:
             raise SystemExit(0)
-        return QrlRun(submitted)
-
-
-class QrlRun(SubmittedRun):
-    """A submitted job, as MLflow waits for it and cancels it."""
-
-    def __init__(self, job: jobs.Submitted) -> None:
-        self._job = job
-
-    @property
-    def run_id(self) -> str:
-        """Return the run's id."""
-        return self._job.run_id
-
-    def wait(self) -> bool:
-        """Wait for the job, and return whether it went well."""
-        return self._job.wait()
-
-    def get_status(self) -> str:
-        """Return the run's status, after a question to the cluster."""
-        jobs.settle(mlflow.get_run(self.run_id))
-        return mlflow.get_run(self.run_id).info.status
-
-    def cancel(self) -> None:
-        """Cancel the job."""
-        self._job.cancel()
+        return submitted
 
 
 def start(
@@ -96,5 +70,7 @@ def start(
         return None
     os.environ["MLFLOW_TRACKING_URI"] = store.prepare()
     jobs.prepared(cluster, folder, entry, parameters)  # before a run is opened
-    run_id = jobs.opened(folder, entry, parameters, manager, experiment)
+    experiment = experiment or _get_experiment_id() or "0"
+    run_id = utils.get_or_create_run(None, str(folder), experiment, str(folder), None, entry, parameters).info.run_id
+    jobs.note(run_id, {"mlflow.runName": entry, jobs.MANAGER: manager})
     return jobs.submit(jobs.prepared(cluster, folder, entry, parameters, run_id))

@@ -3,9 +3,9 @@
 import os
 import shlex
 import subprocess
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from qrl.cluster.config import CHOSEN, Cluster, Resources
 from qrl.errors import BadInput, QrlError
@@ -58,28 +58,14 @@ class State:
         return self.word not in (WAITING, RUNNING)
 
 
-class Driver(ABC):
+class Driver(Protocol):
     """A cluster's commands."""
 
-    @abstractmethod
-    def name(self) -> str:
-        """Return the cluster's name, or "" if it cannot be asked here: two clusters number their jobs alike."""
-
-    @abstractmethod
-    def script(self, job: Job) -> str:
-        """Return the file that the cluster gets."""
-
-    @abstractmethod
-    def submit(self, job: Job) -> str:
-        """Hand over the script, and return the job's id; raise BadInput if the cluster refuses it."""
-
-    @abstractmethod
-    def state(self, job_id: str) -> State | None:
-        """Return how a job stands; None if the cluster cannot be asked now."""
-
-    @abstractmethod
-    def cancel(self, job_id: str) -> None:
-        """Cancel a job; nothing happens to one that ended."""
+    def name(self) -> str: ...  # "" where it cannot be asked; two clusters number their jobs alike
+    def script(self, job: Job) -> str: ...  # what the cluster gets
+    def submit(self, job: Job) -> str: ...  # returns the job's number; raises BadInput if the cluster refuses it
+    def state(self, job_id: str) -> State | None: ...  # None where it cannot be asked
+    def cancel(self, job_id: str) -> None: ...  # does nothing to a job that ended
 
 
 def command(job: Job, python: str, launched: str = "") -> str:

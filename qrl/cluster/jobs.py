@@ -20,8 +20,7 @@ from urllib.parse import urlsplit
 import mlflow
 from mlflow.entities import Run, RunTag
 from mlflow.exceptions import ExecutionException
-from mlflow.projects.utils import get_or_create_run
-from mlflow.tracking.fluent import _get_experiment_id
+from mlflow.projects.submitted_run import SubmittedRun
 
 from qrl import names, process
 from qrl.cluster.config import Cluster
@@ -39,7 +38,7 @@ CLUSTER, STATE, NODE, RESTARTS, LOG, WORK_TAG = (
 )
 MANAGER = "mlflow.project.env"
 ARTIFACTS = "job"  # folder of the script, the cluster's settings and the log
-_OPEN = f"tags.`{STATE}` LIKE '%ing'"  # waiting, running
+_OPEN = f"tags.`{STATE}` LIKE '%ing' and tags.`{ID}` != ''"  # waiting, running
 _EVERY_S = 30  # the log goes to the store
 _KILLED = 137  # exit code in the run of a job that left none
 _REASONS = {  # state → what happened, and what to do
@@ -55,8 +54,10 @@ _REASONS = {  # state → what happened, and what to do
 _BY_ITSELF = ("FAILED", "TIMEOUT", "DEADLINE", "OUT_OF_MEMORY")  # runs FAILED; all others were KILLED
 
 
-class Submitted:
-    """A job that was submitted, and the run that it is."""
+class Submitted(SubmittedRun):
+    """A job that was submitted, as MLflow waits for it and cancels it."""
+
+    run_id = ""
 
     def __init__(self, run_id: str, poll: float) -> None:
         tags = mlflow.get_run(run_id).data.tags
@@ -75,9 +76,14 @@ class Submitted:
             if state and state.word == WAITING and state != seen:
                 print(f"      job {self.job_id} waits: {state.detail}", file=sys.stderr)
             if state and settle(mlflow.get_run(self.run_id), state):
-                return state.word == COMPLETED
+                return state.word == COMPLETED or (state.word == VANISHED and self.get_status() == "FINISHED")
             seen = state
             time.sleep(self.poll)
+
+    def get_status(self) -> str:
+        """Return the run's status, after a question to the cluster."""
+        settle(mlflow.get_run(self.run_id))
+        return mlflow.get_run(self.run_id).info.status
 
     def cancel(self) -> None:
         """Cancel the job, and end its run if it had not begun."""
@@ -109,16 +115,6 @@ def prepared(cluster: Cluster, folder: Path, entry: str, parameters: dict[str, s
     return Job(entry, folder, parameters, run_id, Path.cwd() / WORK / "jobs" / (run_id or "RUN"), cluster)
 
 
-def opened(folder: Path, entry: str, parameters: dict[str, str], manager: str, experiment: str | None = None) -> str:
-    """Open a run as MLflow does for an entry point, and return its id."""
-    experiment = experiment or _get_experiment_id() or "0"
-    run_id = get_or_create_run(None, str(folder), experiment, str(folder), None, entry, parameters).info.run_id
-    client = mlflow.MlflowClient()
-    client.set_tag(run_id, "mlflow.runName", entry)
-    client.set_tag(run_id, MANAGER, manager)
-    return run_id
-
-
 def submit(job: Job) -> Submitted:
     """Submit a job whose run is open; the script, the settings and the job's number go into the run.
 
@@ -132,14 +128,20 @@ def submit(job: Job) -> Submitted:
             with written_whole(path) as file:
                 file.write_text(text)
             client.log_artifact(job.run_id, str(path), ARTIFACTS)
-        number, name = driver.submit(job), driver.name()
-    except QrlError as error:
-        _end(job.run_id, str(error), error.exit_code, "FAILED")
-        raise
-    told = {ID: number, CLUSTER: f"{job.cluster.driver}:{name}", STATE: WAITING, LOG: str(job.log)}
-    _tag(job.run_id, told | {WORK_TAG: _work(job.entry, job.parameters)})
-    client.update_run(job.run_id, status="SCHEDULED")
-    print(f"      {job.entry} is job {number} ({name}), run {job.run_id[:8]}; log: {job.log}", file=sys.stderr)
+        about = {CLUSTER: f"{job.cluster.driver}:{driver.name()}", LOG: str(job.log)}
+        note(job.run_id, about | {STATE: WAITING, WORK_TAG: _work(job.entry, job.parameters)})
+        client.update_run(job.run_id, status="SCHEDULED")  # before the job can begin
+        number = driver.submit(job)
+    except Exception as failure:
+        error = store.sentence(failure) or QrlError(f"The job of {job.entry} was not submitted: {first_line(failure)}")
+        told = {STATE: "REFUSED", names.TAG_REASON: str(error), names.TAG_EXIT_CODE: str(error.exit_code)}
+        note(job.run_id, told)
+        client.set_terminated(job.run_id, "FAILED")
+        raise error from None
+    note(job.run_id, {ID: number})
+    print(
+        f"      {job.entry} is job {number} of {about[CLUSTER]}, run {job.run_id[:8]}; log: {job.log}", file=sys.stderr
+    )
     return Submitted(job.run_id, job.cluster.poll)
 
 
@@ -183,7 +185,7 @@ def settle(run: Run, state: State | None = None) -> bool:
     if state is None:
         return False
     told = {STATE: state.word, NODE: state.node or tags.get(NODE, ""), RESTARTS: str(state.restarts)}
-    _tag(run_id, {key: text for key, text in told.items() if tags.get(key, "") != text})
+    note(run_id, {key: text for key, text in told.items() if tags.get(key, "") != text})
     is_open = run.info.status in ("RUNNING", "SCHEDULED")
     if not state.ended:
         if state.word == WAITING and state.restarts and not is_open:  # killed, and requeued
@@ -204,13 +206,21 @@ def settle(run: Run, state: State | None = None) -> bool:
             if ID not in cell.data.tags:  # a study's steps are jobs of their own
                 store.end_dead(cell.info, reason)
         store.end_dead(run.info, reason, status)
-        _tag(run_id, {names.TAG_EXIT_CODE: str(_KILLED)})
+        note(run_id, {names.TAG_EXIT_CODE: str(_KILLED)})
     return True
 
 
-def settle_all(query: str = _OPEN) -> list[str]:
-    """Settle the jobs that the store takes for open, if their cluster can be asked here; return those that ended."""
-    return [run.info.run_id for run in _found(query) if _reachable(run) and settle(run)]
+def settle_all(clusters: str = "%") -> list[str]:
+    """Settle the jobs that the store takes for open, if their cluster can be asked here; return those that ended.
+
+    Args:
+        clusters: driver and name, `%` for any: two clusters number their jobs alike.
+    """
+    found, here = _found(f"{_OPEN} and tags.`{CLUSTER}` LIKE '{clusters}'"), {}
+    for name in {run.data.tags[CLUSTER] for run in found}:
+        driver, _, known_as = name.partition(":")
+        here[name] = DRIVERS[driver]().name() == known_as
+    return [run.info.run_id for run in found if here[run.data.tags[CLUSTER]] and settle(run)]
 
 
 def listed(cancel: str | None = None, *, every: bool = False) -> list[str]:
@@ -245,10 +255,9 @@ def begun(run_id: str, place: Path) -> Iterator[None]:
         BadInput: the node cannot write the run's artifacts.
     """
     client, node = mlflow.MlflowClient(), os.environ.get("SLURMD_NODENAME", socket.gethostname())
-    for tag in (names.TAG_REASON, names.TAG_EXIT_CODE):  # of a try before this one
-        if tag in mlflow.get_run(run_id).data.tags:
-            client.delete_tag(run_id, tag)
-    _tag(run_id, {STATE: RUNNING, NODE: node})
+    for name in mlflow.get_run(run_id).data.tags.keys() & {names.TAG_REASON, names.TAG_EXIT_CODE}:
+        client.delete_tag(run_id, name)  # of a try before this one
+    note(run_id, {STATE: RUNNING, NODE: node})
     try:
         client.log_text(run_id, f"{node}\n", f"{ARTIFACTS}/node.txt")
     except Exception as error:
@@ -277,11 +286,6 @@ def _driver(tags: dict[str, str]) -> Driver:
     return DRIVERS[tags[CLUSTER].partition(":")[0]]()
 
 
-def _reachable(run: Run) -> bool:
-    """Return whether a run's job is known to the cluster at hand, and not to another with the same numbers."""
-    return _driver(run.data.tags).name() == run.data.tags[CLUSTER].partition(":")[2]
-
-
 def _found(query: str) -> list[Run]:
     return mlflow.search_runs(filter_string=query, search_all_experiments=True, output_format="list")
 
@@ -290,14 +294,11 @@ def _work(entry: str, parameters: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps([entry, parameters], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _tag(run_id: str, tags: dict[str, str]) -> None:
+def note(run_id: str, tags: dict[str, str]) -> None:
+    """Set tags of a run, which need not be the active one."""
     if tags:
-        mlflow.MlflowClient().log_batch(run_id, tags=[RunTag(*tag) for tag in tags.items()])
-
-
-def _end(run_id: str, reason: str, code: int, status: str) -> None:
-    _tag(run_id, {names.TAG_REASON: reason[: contents.MAX_TAG], names.TAG_EXIT_CODE: str(code)})
-    mlflow.MlflowClient().set_terminated(run_id, status)
+        cut = [RunTag(name, text[: contents.MAX_TAG]) for name, text in tags.items()]
+        mlflow.MlflowClient().log_batch(run_id, tags=cut)
 
 
 def _log(run_id: str, log: Path) -> None:

@@ -9,19 +9,7 @@ from pathlib import Path
 import yaml
 
 from qrl import process, reading
-from qrl.cluster.driver import (
-    COMPLETED,
-    RUNNING,
-    VANISHED,
-    WAITING,
-    Driver,
-    Job,
-    State,
-    call,
-    command,
-    environment,
-    torchrun,
-)
+from qrl.cluster.driver import COMPLETED, RUNNING, VANISHED, WAITING, Job, State, call, command, environment, torchrun
 from qrl.errors import BadInput, QrlError
 
 _STATES = {
@@ -34,7 +22,7 @@ _SECRET = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "AWS_ACCESS_KEY_
 _NUMBER = re.compile(r"Job (?:submitted, )?ID: (\d+)")
 
 
-class SkyPilot(Driver):
+class SkyPilot:
     """The commands of `sky jobs`, whose controller restarts a job that loses its machine."""
 
     def name(self) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qrl import process
 from qrl.cluster.config import CHOSEN
-from qrl.cluster.driver import RUNNING, SETTINGS, VANISHED, WAITING, Driver, Job, State, call, command, torchrun
+from qrl.cluster.driver import RUNNING, SETTINGS, VANISHED, WAITING, Job, State, call, command, torchrun
 from qrl.errors import BadInput, QrlError, first_line
 
 _WAITS = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
@@ -18,7 +18,7 @@ _UNKNOWN = "Invalid job id"  # of a job that ended longer than MinJobAge ago, by
 _PORT = 29500  # torchrun's own; a job adds its number, since two may share a node
 
 
-class Slurm(Driver):
+class Slurm:
     """Slurm's commands."""
 
     def name(self) -> str:

@@ -212,7 +212,7 @@ def launch(folder: Path, step: str, parameters: dict[str, str], *, run_id: str |
         with variables(folder):
             build.wait(folder, manager)
             if nodes:
-                mlflow.MlflowClient().set_tag(run_id, jobs.MANAGER, manager)
+                jobs.note(run_id, {jobs.MANAGER: manager})
                 jobs.run(nodes, folder, step, parameters, run_id)
             else:
                 mlflow.projects.run(str(folder), **how)

@@ -166,7 +166,7 @@ def sweep() -> list[str]:
     if shutil.which("scontrol"):
         from qrl.cluster import jobs  # which imports this file
 
-        ended = jobs.settle_all()
+        ended = jobs.settle_all("slurm:%")
     for run in [*filter(_is_abandoned, running()), *filter(_is_abandoned, untold)]:
         with suppress(mlflow.MlflowException):  # another user's, on a server that does not let us end it
             end_dead(run.info)

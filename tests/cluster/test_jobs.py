@@ -58,7 +58,7 @@ def submit(project: Path, *, entry: str = "main", options: dict | None = None, *
     return backend.start(cluster, project, entry, parameters, "local")
 
 
-def until(done, seconds: float = 120) -> None:
+def until(done, seconds: float = 600) -> None:
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end, "it took longer than expected"
@@ -67,7 +67,7 @@ def until(done, seconds: float = 120) -> None:
 
 def ended(job: jobs.Submitted) -> str:
     """Wait for a job as somebody who looks now and then, and return its run's status."""
-    until(lambda: jobs.settle(mlflow.get_run(job.run_id)), 120)
+    until(lambda: jobs.settle(mlflow.get_run(job.run_id)))
     return status(job)
 
 

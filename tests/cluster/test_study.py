@@ -49,7 +49,7 @@ def test_a_study_is_submitted_whole_and_survives(slurm, store, tmp_path, monkeyp
         query = f"tags.mlflow.parentRunId = '{study.run_id}' and attributes.run_name = '{name}'"
         return next(iter(mlflow.search_runs(filter_string=query, output_format="list")), None)
 
-    until(lambda: any(Path(".qrl").rglob("checkpoint-*")), 300)
+    until(lambda: any(Path(".qrl").rglob("checkpoint-*")))
     train = jobs.Submitted(step("train").info.run_id, 1)
     for process in psutil.process_iter(["environ"]):  # the study's node dies: nobody is told
         if (process.info["environ"] or {}).get("SLURM_JOB_ID") == study.job_id:
@@ -58,10 +58,10 @@ def test_a_study_is_submitted_whole_and_survives(slurm, store, tmp_path, monkeyp
     (toy / "MLproject").write_text(PROJECT)
     whole = {"partition": "gpu", "options": {"nodelist": "n2", "exclusive": True}}
     urgent = backend.start(config.load(CLUSTER | {"steps": {"main": whole}}), toy, "main", {}, "local")
-    until(lambda: jobs.settle(mlflow.get_run(urgent.run_id)), 120)  # it took the node from the training
+    until(lambda: jobs.settle(mlflow.get_run(urgent.run_id)))  # it took the node from the training
     slurm.run("scontrol", "requeue", study.job_id)
     for job in (study, train):
-        until(lambda job=job: job.driver.state(job.job_id).restarts == 1, 120)
+        until(lambda job=job: job.driver.state(job.job_id).restarts == 1)
         slurm.run("scontrol", "update", f"job={job.job_id}", "starttime=now")
     assert study.wait(), study.log.read_text()[-3000:]
     assert mlflow.get_run(study.run_id).info.status == "FINISHED" and names.TAG_REASON not in tags(study)
