@@ -133,6 +133,11 @@ class Cluster(Section):
         """Return whether an entry point's steps become jobs of their own."""
         return entry in STUDY and not self.one_job and self.driver == "slurm"
 
+    def processes(self) -> int:
+        """Return how many processes train together, which the cache key of a training names."""
+        wanted = self.resources("train")
+        return wanted.nodes * max(wanted.gpus, 1) if wanted.nodes > 1 else 1
+
     def device(self) -> str:
         """Return the device that a study's steps will find on their nodes."""
         return "cuda" if self.resources(ON_DEVICE[0]).gpus else "cpu"

@@ -112,6 +112,12 @@ def prepared(cluster: Cluster, folder: Path, entry: str, parameters: dict[str, s
         )
     if cluster.driver == "skypilot" and database:
         raise BadInput(f"SkyPilot's nodes cannot see the store {store_address}: set MLFLOW_TRACKING_URI to a server.")
+    several = cluster.resources(entry).nodes
+    if several > 1 and folder.resolve() != process.ROOT and not cluster.python:
+        raise BadInput(
+            f"A training on {several} nodes runs in an environment that is there already: set `python` in cluster.yaml "
+            f"to the Python of the environment of {folder}."
+        )
     return Job(entry, folder, parameters, run_id, Path.cwd() / WORK / "jobs" / (run_id or "RUN"), cluster)
 
 

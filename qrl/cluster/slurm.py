@@ -61,8 +61,8 @@ class Slurm:
         begin += [f"cd {shlex.quote(str(process.ROOT))}"]
         python, launched = cluster.python or sys.executable, ""
         if wanted.nodes > 1:
-            first = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-            meet = f'--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint={first}:$(({_PORT} + SLURM_JOB_ID % 1000))"'
+            place = f'"$(hostname):$(({_PORT} + SLURM_JOB_ID % 1000))"'  # the script runs on the first node
+            meet = f'--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint={place}'
             count = f"--nodes={wanted.nodes} --ntasks={wanted.nodes} --ntasks-per-node=1"
             launched = f"srun --kill-on-bad-exit=1 {count} {torchrun(job, python, meet)}"
         return "\n".join(["#!/bin/bash", *lines, *begin, f"exec {command(job, python, launched)}", ""])

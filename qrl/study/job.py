@@ -27,7 +27,7 @@ def run(run_id: str, project: str, entry: str, parameters: dict[str, str], words
             launch(Path(project), entry, parameters, run_id=os.environ.pop("MLFLOW_RUN_ID"))
         else:
             with process.variables(**{process.FOLDER: os.getcwd(), process.CALLER: process.caller()}):
-                code = subprocess.run(words, check=False).returncode
+                code = subprocess.run(words, cwd=process.ROOT, check=False).returncode
             if code:
                 reason, own = projects.failure(os.environ.pop("MLFLOW_RUN_ID"))
                 failed = QrlError(f"A process of the training ended with exit code {code}: {reason}")

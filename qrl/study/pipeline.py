@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Iterable
 
-from qrl import checkpoint, evaluate, names
+from qrl import checkpoint, cluster, evaluate, names
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
 from qrl.study import preflight
@@ -83,7 +83,9 @@ class StudySteps:
         method = "distillation" if settings.teacher else "GRPO"
         method += "" if settings.qat == "none" else f" in {settings.qat}"
         batch = f"{settings.prompts_per_step} × {settings.generations} completions"
-        key = keys.trained(self.recipe, base, self.device, teacher=teacher)
+        nodes = cluster.chosen()
+        processes = nodes.processes() if nodes else 1
+        key = keys.trained(self.recipe, base, self.device, teacher=teacher, processes=processes)
         result = self.trained = self._one("train", f"{method}, {settings.steps} steps of {batch}", key)
         if settings.adapter:
             adapter = f"runs:/{result.run_id}/adapter"

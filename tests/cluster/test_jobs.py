@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import mlflow
+import psutil
 import pytest
 
 import qrl
@@ -33,8 +34,19 @@ entry_points:
   train:
     parameters:
       seconds: {type: string, default: "0"}
-    command: "echo trained; sleep {seconds}"
-"""
+    command: "echo begun; echo trained; sleep {seconds}"
+  sweep:
+    command: "PYTHON study.py"
+""".replace("PYTHON", sys.executable)
+STUDY = """
+from pathlib import Path
+from qrl.study.launch import launch
+from qrl.tracking import runs, store
+
+store.prepare()
+with runs.step("sweep") as run:
+    launch(Path(__file__).parent, "train", {"seconds": "20"}, parent=run.info.run_id)
+"""  # what a study does with each of its steps
 CLUSTER = {"driver": "slurm", "shared": "/", "poll": 0.5, "defaults": {"partition": "cpu", "cpus": 1, "time": 10}}
 
 
@@ -48,6 +60,8 @@ def project(slurm, store, tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "toy"
     folder.mkdir()
     (folder / "MLproject").write_text(PROJECT)
+    (folder / "study.py").write_text(STUDY)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     yield folder
     slurm.run("scancel", "--user=root")
     until(lambda: not slurm.run("squeue", "-h").strip())
@@ -229,6 +243,45 @@ def test_mlflow_run_submits_and_returns(project, store, tmp_path):
     wrong = call("--backend-config", '{"driver": "slurm", "shraed": "/"}')
     assert wrong.returncode == 2 and "'shraed' is unknown" in wrong.stderr and "Traceback" not in wrong.stderr
     assert len(mlflow.search_runs(output_format="list")) == 1
+
+
+def step_of(study: jobs.Submitted) -> jobs.Submitted:
+    """Wait for the job of a study's step."""
+
+    def found() -> list:
+        return mlflow.search_runs(filter_string=f"tags.mlflow.parentRunId = '{study.run_id}'", output_format="list")
+
+    until(lambda: any(jobs.ID in run.data.tags for run in found()))
+    (run,) = found()
+    return jobs.Submitted(run.info.run_id, 0.5)
+
+
+def die(job: jobs.Submitted) -> None:
+    """Kill all processes of a job, so that none can end its run."""
+    for process in psutil.process_iter(["environ"]):
+        if (process.info["environ"] or {}).get("SLURM_JOB_ID") == job.job_id:
+            process.kill()
+
+
+def test_a_step_of_a_study_is_a_job_that_outlives_the_studys_node(project, slurm):
+    study = submit(project, entry="sweep")
+    step = step_of(study)
+    until(lambda: begun(step))
+    die(study)
+    slurm.run("scontrol", "requeue", study.job_id)
+    until(lambda: study.driver.state(study.job_id).restarts == 1)
+    slurm.run("scontrol", "update", f"job={study.job_id}", "starttime=now")
+    assert ended(study) == "FINISHED" and ended(step) == "FINISHED"
+    assert step_of(study).job_id == step.job_id  # the only one
+    assert "trained" in study.log.read_text()  # which shows its steps' logs, as without a cluster
+
+
+def test_a_study_that_is_cancelled_cancels_its_step(project):
+    study = submit(project, entry="sweep")
+    step = step_of(study)
+    until(lambda: begun(step))
+    study.cancel()
+    assert ended(study) == "KILLED" and ended(step) == "KILLED"
 
 
 @pytest.mark.slow

@@ -67,6 +67,7 @@ def test_several_nodes_train_through_srun_and_torchrun():
     wanted = job(SLURM | {"steps": {"train": {"nodes": 2, "gpus": 4}}}, **{"train.steps": "8"})
     script = Slurm().script(wanted)
     line = script.splitlines()[-1]
+    assert wanted.cluster.processes() == 8  # as in the training's cache key
     assert flags(script)["nodes"] == "2" and " -- srun --kill-on-bad-exit=1 --nodes=2 " in line
     assert "--nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d" in line and line.endswith("-m qrl train --train.steps 8")
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
@@ -110,12 +111,13 @@ def test_a_time_in_yaml_is_no_number(tmp_path):
         (SLURM, "http://localhost:5000", "cannot reach the store"),
         (SLURM | {"shared": "/nowhere"}, SERVER, "cannot see the checkout"),
         (SKY, "sqlite:////tmp/mlflow.db", "cannot see the store"),
+        (SLURM | {"steps": {"train": {"nodes": 2}}}, SERVER, "set `python`"),
     ],
 )
 def test_what_the_nodes_cannot_reach(settings, address, sentence, monkeypatch):
     monkeypatch.setattr(jobs.mlflow, "get_tracking_uri", lambda: address)
     with pytest.raises(BadInput, match=sentence):
-        jobs.prepared(config.load(settings), process.ROOT, "train", {})
+        jobs.prepared(config.load(settings), process.ROOT / "projects" / "vllm", "train", {})
 
 
 @pytest.mark.parametrize("settings", [SLURM, SKY])

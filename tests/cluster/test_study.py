@@ -3,14 +3,13 @@
 from pathlib import Path
 
 import mlflow
-import psutil
 import pytest
 
 import qrl
 from qrl import names
 from qrl.cluster import backend, config, jobs
 from tests.cluster import one_machine
-from tests.cluster.test_jobs import PROJECT, tags, until
+from tests.cluster.test_jobs import PROJECT, die, tags, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,9 +50,7 @@ def test_a_study_is_submitted_whole_and_survives(slurm, store, tmp_path, monkeyp
 
     until(lambda: any(Path(".qrl").rglob("checkpoint-*")))
     train = jobs.Submitted(step("train").info.run_id, 1)
-    for process in psutil.process_iter(["environ"]):  # the study's node dies: nobody is told
-        if (process.info["environ"] or {}).get("SLURM_JOB_ID") == study.job_id:
-            process.kill()
+    die(study)
     (toy := tmp_path / "toy").mkdir()
     (toy / "MLproject").write_text(PROJECT)
     whole = {"partition": "gpu", "options": {"nodelist": "n2", "exclusive": True}}
