@@ -1,4 +1,4 @@
-"""The project backend `qrl` of MLflow: `mlflow run . --backend qrl`."""
+"""MLflow's project backend `qrl`, which submits an entry point to a cluster."""
 
 import os
 from pathlib import Path

@@ -33,8 +33,8 @@ entry_points:
     command: "echo begun; sleep {seconds}; echo the last line; exit {code}"
   train:
     parameters:
-      seconds: {type: string, default: "0"}
-    command: "echo begun; echo trained; sleep {seconds}"
+      until: {type: string, default: "/"}
+    command: "echo begun; while [ ! -e {until} ]; do sleep 0.2; done"
   sweep:
     command: "PYTHON study.py"
 """.replace("PYTHON", sys.executable)
@@ -45,7 +45,8 @@ from qrl.tracking import runs, store
 
 store.prepare()
 with runs.step("sweep") as run:
-    launch(Path(__file__).parent, "train", {"seconds": "20"}, parent=run.info.run_id)
+    here = Path(__file__).parent
+    launch(here, "train", {"until": str(here / "go")}, parent=run.info.run_id)
 """  # what a study does with each of its steps
 CLUSTER = {"driver": "slurm", "shared": "/", "poll": 0.5, "defaults": {"partition": "cpu", "cpus": 1, "time": 10}}
 
@@ -271,9 +272,10 @@ def test_a_step_of_a_study_is_a_job_that_outlives_the_studys_node(project, slurm
     slurm.run("scontrol", "requeue", study.job_id)
     until(lambda: study.driver.state(study.job_id).restarts == 1)
     slurm.run("scontrol", "update", f"job={study.job_id}", "starttime=now")
+    until(lambda: study.log.read_text().count("begun") == 2)  # it shows the step's log again, as it waits for it
+    (project / "go").touch()
     assert ended(study) == "FINISHED" and ended(step) == "FINISHED"
     assert step_of(study).job_id == step.job_id  # the only one
-    assert "trained" in study.log.read_text()  # which shows its steps' logs, as without a cluster
 
 
 def test_a_study_that_is_cancelled_cancels_its_step(project):
