@@ -14,13 +14,13 @@ LAYERS = [
     {"names", "errors", "reading", "process", "tables", "workspace", "stats", "recipe", "plan"},
     {"checkpoint", "source", "tiny", "tasks", "formats", "engine", "figures"},
     {"train", "quantize", "evaluate", "diagnose", "compare", "serve", "benchmark"},
-    {"tracking", "registry"},
+    {"tracking", "registry", "cluster"},
     {"steps"},
     {"study"},
     {"cli", "__main__"},
 ]
 ROOMS = LAYERS[2]
-KNOWS_MLFLOW = {"tracking", "registry", "study"}  # the study's launcher calls mlflow.projects.run
+KNOWS_MLFLOW = {"tracking", "registry", "cluster", "study"}  # the study's launcher calls mlflow.projects.run
 HEAVY = {"torch", "transformers", "trl", "mlflow", "scipy", "matplotlib", "plotly", "datasets", "bitsandbytes", "peft"}
 HEAVY |= {"pydantic", "pandas"}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -11,7 +11,7 @@ from click import option
 
 import qrl
 from qrl import names
-from qrl.cli import doctor, models, standalone
+from qrl.cli import doctor, jobs, models, standalone
 from qrl.cli.options import SWITCH, RecipeCommand, Typed, listed, named
 from qrl.errors import BadInput
 
@@ -268,5 +268,5 @@ def compare_command(
         compare.compare(settings, run_ids, failing)
 
 
-for command in (*models.COMMANDS, *doctor.COMMANDS, *standalone.COMMANDS):
+for command in (*models.COMMANDS, *doctor.COMMANDS, *jobs.COMMANDS, *standalone.COMMANDS):
     cli.add_command(command)

@@ -18,14 +18,14 @@ def check_kv(schemes: Iterable[str], engine: str) -> None:
             )
 
 
-def check_gpus(count: int, engine: str, device: str) -> None:
-    """Raise BadInput if `evaluate.tensor_parallel` asks for what engine and machine do not have."""
+def check_gpus(count: int, engine: str, device: str, gpus: int | None = None) -> None:
+    """Raise BadInput if `evaluate.tensor_parallel` asks for what engine and machine, or one with `gpus`, do not have."""
     if count == 1:
         return
     wanted = f"evaluate.tensor_parallel = {count}"
     if engine != "vllm":
         raise BadInput(f"{wanted} divides a model's weights under vLLM, but the engine is {engine}: choose vllm, or 1.")
-    if (there := devices.gpus(device)) < count:
+    if (there := devices.gpus(device) if gpus is None else gpus) < count:
         raise BadInput(f"{wanted} needs {count} GPUs, but this machine has {there} for device {device}: lower it.")
 
 

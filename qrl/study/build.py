@@ -52,9 +52,9 @@ def environment_for(step: str, choice: str, device: str = "auto") -> Path | None
         return None
     folder = on_gpu
     if on_gpu != on_cpu:
-        from qrl.engine import device as devices  # imports torch, which takes seconds
+        from qrl.study import preflight  # imports torch, which takes seconds
 
-        folder = on_gpu if devices.choose(device) == "cuda" else on_cpu
+        folder = on_gpu if preflight.device_of(device) == "cuda" else on_cpu
     return ROOT / "projects" / folder if folder else None
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qrl import process
+from qrl import cluster, process
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.study import build
 from qrl.tracking import projects, reuse, runs, signals, store
@@ -198,8 +198,12 @@ def launch(folder: Path, step: str, parameters: dict[str, str], *, run_id: str |
     logging.getLogger("mlflow.projects").setLevel(logging.CRITICAL)  # that a run was interrupted is said once, here
     logging.getLogger("mlflow.utils.virtualenv").addFilter(lambda line: "already exists" not in line.getMessage())
     manager = projects.env_manager(parent or run_id)
-    own = not (run_id or parent)
+    own, nodes = not (run_id or parent), cluster.chosen() if parent else None  # a study's steps can be jobs
     signals.patient(forever=step == "serve")
+    if nodes:
+        from qrl.cluster import jobs
+
+        run_id = jobs.adopted(parent, step, parameters)
     run_id = run_id or projects.open_child(parent, step)
     if manager == "local":  # a step runs `python`, which is this one only where its environment was activated
         os.environ["PATH"] = local_path()
@@ -207,7 +211,11 @@ def launch(folder: Path, step: str, parameters: dict[str, str], *, run_id: str |
     try:
         with variables(folder):
             build.wait(folder, manager)
-            mlflow.projects.run(str(folder), **how)
+            if nodes:
+                jobs.note(run_id, {jobs.MANAGER: manager})
+                jobs.run(nodes, folder, step, parameters, run_id)
+            else:
+                mlflow.projects.run(str(folder), **how)
     except KeyboardInterrupt as stopped:
         if not projects.mark_stopped(run_id, stopped) or parent:
             stopped.printed = not parent  # by the step

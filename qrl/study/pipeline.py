@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Iterable
 
-from qrl import checkpoint, evaluate, names
+from qrl import checkpoint, cluster, evaluate, names
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
 from qrl.study import preflight
@@ -82,7 +82,9 @@ class StudySteps:
         """Return the trained model, merged if it was trained as an adapter; `base` and `teacher` are digests."""
         settings = self.recipe.train
         method = settings.title + ("" if settings.qat == "none" else f" in {settings.qat}")
-        count = parallel.processes(settings, self.device)
+        nodes = cluster.chosen()
+        gpus = nodes.resources("train").gpus if nodes else None
+        count = max(nodes.processes() if nodes else 1, parallel.processes(settings, self.device, gpus))
         key = keys.trained(self.recipe, base, self.device, teacher=teacher, processes=count)
         result = self.trained = self._one("train", f"{method}, {settings.steps} steps of {settings.batch}", key)
         if settings.adapter:

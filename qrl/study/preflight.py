@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from qrl import checkpoint, names, source, tasks
+from qrl import checkpoint, cluster, names, source, tasks
 from qrl import recipe as recipes
 from qrl.errors import BadInput
 from qrl.formats.kind import FEW_BITS
@@ -22,9 +22,25 @@ def recipe_for(name: str, overrides: dict[str, str]) -> str:
     """Return the recipe to load: the one that was named or, for `auto`, the one that fits the model and the device."""
     if name != recipes.DEFAULT or recipes.default(overrides) == recipes.default(overrides, device="cpu"):
         return name
+    return recipes.default(overrides, device=device_of(overrides.get("device", "auto")))
+
+
+def device_of(wanted: str) -> str:
+    """Return the device of a study's steps, here or on the nodes of the cluster that they are submitted to.
+
+    Raises:
+        BadInput: the recipe says `cuda`, and there is no GPU.
+    """
     from qrl.engine import device as devices
 
-    return recipes.default(overrides, device=devices.choose(overrides.get("device", "auto")))
+    nodes = cluster.chosen()
+    if nodes is None:
+        return devices.choose(wanted)
+    if wanted == "cuda" and nodes.device() == "cpu":
+        raise BadInput(
+            "device is 'cuda', but steps.train of cluster.yaml asks for no `gpus`: give it some, or device=cpu."
+        )
+    return nodes.device() if wanted == "auto" else wanted
 
 
 def check(
@@ -45,7 +61,6 @@ def check(
         BadInput: the prompt, the model, a scheme, the rollouts or the machine do not fit the rest.
     """
     from qrl import evaluate
-    from qrl.engine import device as devices
     from qrl.quantize import settings as choices
     from qrl.registry import signing
     from qrl.steps import inputs
@@ -59,7 +74,7 @@ def check(
     evaluate.kv_schemes(recipe)
     unheeded = choices.unheeded(recipe.quantize, recipe.quantize.schemes, overrides, beside)
     report.warn(unheeded + evaluate.unheeded(recipe.evaluate))
-    device, name = devices.choose(recipe.device), overrides.get("recipe", recipes.DEFAULT)
+    device, name = device_of(recipe.device), overrides.get("recipe", recipes.DEFAULT)
     if device == "cpu" and recipes.needs_gpu(name):
         smaller = recipes.default({"model": recipe.model, "task": recipe.task}, device=device)
         fitting = f"use a machine with one, or recipe={smaller}"
@@ -70,8 +85,10 @@ def check(
     base = checkpoint.check(source.locate(recipe.model))
     inputs.check_chat(recipe, base.path)
     check_schemes(recipe, base.path)
-    parallel.check(recipe.train, device)
-    evaluate.check_gpus(recipe.evaluate.tensor_parallel, recipe.evaluate.engine, device)
+    nodes = cluster.chosen()
+    gpus = {step: nodes.resources(step).gpus if nodes else None for step in ("train", "evaluate")}
+    parallel.check(recipe.train, device, gpus["train"])
+    evaluate.check_gpus(recipe.evaluate.tensor_parallel, recipe.evaluate.engine, device, gpus["evaluate"])
     rollout.check(recipe.rollout, device, recipe.train)
     reward.check(recipe.train, ())
     return device, base.digest
@@ -121,6 +138,12 @@ def rehearse(recipe: Recipe, device: str, ahead: DryRun, *, yes: bool, methods: 
     shape = forecast.Shape.of(base)
     _check_contamination(recipe)
     insist(_without_room(recipe, base, shape.positions), yes=yes)
+    nodes = cluster.chosen()
+    if nodes and device == "cuda" and not nodes.resources("main").gpus:
+        click.echo(
+            "      no trial: the study's own job has no GPU; steps.main.gpus in cluster.yaml gives it one", err=True
+        )
+        return
     made = trial.run(recipe, base, device)
     click.echo(trial.text(made), err=True)
     parts = forecast.seconds(made, recipe, shape, {step: len(labels) for step, labels in ahead.missing.items()})

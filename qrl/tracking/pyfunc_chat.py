@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import torch
 from mlflow import transformers
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
@@ -65,6 +64,8 @@ class Chat:
         sampling = {key: asked[key] for key in ("top_p", "top_k") if key in asked}
         how = {"do_sample": True, "temperature": temperature, "top_k": 0, **sampling} if temperature else {}
         if "seed" in asked:
+            import torch  # takes seconds, and whoever only stores or lists models needs none
+
             torch.manual_seed(asked["seed"])
         stops = list(asked.get("stop", ()))
         body = {"messages": messages, "max_tokens": longest} | ({"stop": stops} if stops else {})

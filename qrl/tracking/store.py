@@ -8,6 +8,7 @@ import errno
 import logging
 import os
 import re
+import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,7 @@ from qrl.errors import BadInput, QrlError, first_line
 from qrl.tracking import keys, models, signals
 from qrl.workspace import WORK
 
+TAG_JOB = "qrl.job.id"  # of a run that is a job of a cluster, see qrl/cluster
 DIED = "Its process died without a report: it was killed, or memory ran out."
 _SQLITE = "sqlite:///"
 _REQUEST = re.compile(r"/api/2\.0/mlflow(?:-artifacts)?/([\w/-]+)")  # in MLflow's and requests' errors
@@ -160,6 +162,10 @@ def sweep() -> list[str]:
     """
     untold = running(f" and tags.`{names.TAG_PID}` != '' and tags.`{names.TAG_REASON}` IS NULL", status="FAILED")
     ended = []
+    if shutil.which("scontrol"):
+        from qrl.cluster import jobs  # which imports this file
+
+        ended = jobs.settle_all("slurm:%")
     for run in [*filter(_is_abandoned, running()), *filter(_is_abandoned, untold)]:
         with suppress(mlflow.MlflowException):  # another user's, on a server that does not let us end it
             end_dead(run.info)
@@ -205,11 +211,11 @@ def _unlink(path: Path) -> None:
         path.unlink()
 
 
-def end_dead(run: RunInfo) -> None:
-    """End as KILLED a run whose process died, and discard the models that it left half-made."""
+def end_dead(run: RunInfo, reason: str = DIED, status: str = "KILLED") -> None:
+    """End a run whose process died, and discard the models that it left half-made."""
     client = mlflow.MlflowClient()
-    client.set_tag(run.run_id, names.TAG_REASON, DIED)
-    client.set_terminated(run.run_id, "KILLED")
+    client.set_tag(run.run_id, names.TAG_REASON, reason)
+    client.set_terminated(run.run_id, status)
     models.abandon(run.experiment_id, run.run_id)
 
 
@@ -256,6 +262,8 @@ def _is_ready(database: Path) -> bool:
 
 def _is_abandoned(run: Run) -> bool:
     tags = run.data.tags
+    if TAG_JOB in tags:  # the cluster knows
+        return False
     if owner := tags.get(names.TAG_PID):
         return signals.is_dead(owner)
     # `mlflow run` opened it for this project, and no step has joined it: the environment may still be being built.

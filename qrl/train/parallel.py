@@ -33,15 +33,15 @@ _GRACE_S, _ENDING_S = 20, 60  # for the first process to notice a failure; for t
 _LAST = 2000  # bytes of a process's output in which its sentence is
 
 
-def processes(settings: Train, device: str) -> int:
-    """Return how many processes train together: those that were launched, or as `check` allows them."""
+def processes(settings: Train, device: str, gpus: int | None = None) -> int:
+    """Return how many processes train together: those that were launched, or as `check` allows them, on `gpus`."""
     if settings.parallel == "none" or _launched():
         return process.world_size()
-    return settings.processes or devices.gpus(device)
+    return settings.processes or (devices.gpus(device) if gpus is None else gpus)
 
 
-def check(settings: Train, device: str) -> None:
-    """Check that this machine can train as `train.parallel` says; loads nothing.
+def check(settings: Train, device: str, gpus: int | None = None) -> None:
+    """Check that this machine, or another one with `gpus`, can train as `train.parallel` says; loads nothing.
 
     Raises:
         BadInput: there are too few GPUs, or the device or the method does not allow it.
@@ -62,7 +62,7 @@ def check(settings: Train, device: str) -> None:
         raise BadInput("train.parallel = fsdp2 shards over GPUs, but this run's device is the CPU: use ddp, or GPUs.")
     if _launched():
         return
-    gpus = devices.gpus(device)
+    gpus = devices.gpus(device) if gpus is None else gpus
     if device != "cuda" and count is None:
         raise BadInput(f"train.parallel = {chosen} takes a process per GPU, and there is none: set train.processes.")
     if device == "cuda" and gpus < (count or 2):

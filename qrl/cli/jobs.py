@@ -1,0 +1,74 @@
+"""`qrl submit` and `qrl jobs`: commands as jobs of a cluster."""
+
+from pathlib import Path
+
+import click
+from click import argument, option
+
+from qrl.errors import BadInput
+
+_PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@click.command("submit", context_settings=_PASSED_ON)
+@option("--cluster", default="cluster.yaml", metavar="FILE", help="Driver, shared folder, and each step's resources.")
+@option("--env-manager", default="local", metavar="NAME", help="As of `mlflow run`: local is the present environment.")
+@option("--dry-run", is_flag=True, help="Print the scripts, and submit nothing.")
+@option("--project", default=".", hidden=True)
+@argument("entry", metavar="COMMAND")
+@argument("words", nargs=-1, metavar="[OPTIONS OF COMMAND]…", type=click.UNPROCESSED)
+def submit_command(cluster: str, env_manager: str, dry_run: bool, project: str, entry: str, words) -> None:
+    """Submit a command to Slurm or SkyPilot, as `mlflow run . --backend qrl` does.
+
+    \b
+    qrl submit --dry-run main --recipe math    the scripts of a whole study
+    qrl submit main --recipe math              a job for the study, which submits a job a step
+    qrl submit train --train.steps 50          one step
+    """
+    from qrl.cluster import backend, load
+
+    started = backend.start(load(Path(cluster)), Path(project), entry, _parameters(words), env_manager, dry=dry_run)
+    if started:
+        click.echo("It goes on without this terminal; `python -m qrl jobs` says how it stands.", err=True)
+
+
+@click.command("jobs")
+@option("--cancel", metavar="RUN", help="Cancel the job of a run, and of a study the jobs of its steps.")
+@option("--all", "every", is_flag=True, help="Show jobs that ended, too.")
+def jobs_command(cancel: str | None, every: bool) -> None:
+    """List the jobs of the store here, and end the runs of those that died without a report."""
+    from qrl.cluster import jobs
+    from qrl.tracking import store
+
+    store.check_there()
+    store.prepare()
+    for line in jobs.listed(cancel, every=every):
+        click.echo(line)
+
+
+@click.command("job", hidden=True)
+@argument("run_id")
+@option("--project", default=".")
+@option("--entry", default="main")
+@option("-P", "parameters", multiple=True)
+@argument("words", nargs=-1, type=click.UNPROCESSED)
+def job_command(run_id: str, project: str, entry: str, parameters: tuple[str, ...], words: tuple[str, ...]) -> None:
+    """Run an entry point on a node, under the run that was opened for it; scripts of jobs call this."""
+    from qrl.study import job
+
+    job.run(run_id, project, entry, dict(pair.split("=", 1) for pair in parameters), words)
+
+
+def _parameters(words: tuple[str, ...]) -> dict[str, str]:
+    """Return options of a command as the parameters of its entry point: `--a 1 --b=2 --c` gives a, b and c=true."""
+    parameters: dict[str, str] = {}
+    rest = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    while rest:
+        name = rest.pop(0)
+        if not name.startswith("--"):
+            raise BadInput(f"'{name}' is no option of a command: write --KEY VALUE.")
+        parameters[name[2:]] = "true" if not rest or rest[0].startswith("--") else rest.pop(0)
+    return parameters
+
+
+COMMANDS = (submit_command, jobs_command, job_command)

@@ -1,0 +1,35 @@
+"""What a job of a cluster runs on its node: an entry point under the run that was opened for it."""
+
+import os
+import subprocess
+from pathlib import Path
+
+from qrl import process
+from qrl.errors import QrlError
+from qrl.study.launch import launch
+from qrl.tracking import projects, store
+from qrl.workspace import WORK
+
+
+def run(run_id: str, project: str, entry: str, parameters: dict[str, str], words: tuple[str, ...]) -> None:
+    """Run an entry point, or the `words` of a command that starts its processes itself, and send the log to the store.
+
+    Raises:
+        BadInput: the node cannot reach the store or its artifacts.
+        QrlError: the step failed; the sentence and the exit code are its own.
+    """
+    from qrl.cluster import jobs
+
+    os.environ["MLFLOW_RUN_ID"] = run_id  # which the command's end closes after an error
+    store.prepare()
+    with jobs.begun(run_id, Path.cwd() / WORK / "jobs" / run_id):
+        if not words:
+            launch(Path(project), entry, parameters, run_id=os.environ.pop("MLFLOW_RUN_ID"))
+        else:
+            with process.variables(**{process.FOLDER: os.getcwd(), process.CALLER: process.caller()}):
+                code = subprocess.run(words, cwd=process.ROOT, check=False).returncode
+            if code:
+                reason, own = projects.failure(os.environ.pop("MLFLOW_RUN_ID"))
+                failed = QrlError(f"A process of the training ended with exit code {code}: {reason}")
+                failed.exit_code = own or 1
+                raise failed

@@ -1,0 +1,132 @@
+"""A real Slurm on this machine, without systemd: munged, slurmctld and two slurmd in a folder of their own."""
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
+NODES = ("n1", "n2")
+CONF = """
+ClusterName=test
+SlurmctldHost={host}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CryptoType=crypto/munge
+SlurmUser=root
+SlurmctldPort={port}
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdSpoolDir={folder}/spool-%n
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+GresTypes=gpu
+ReturnToService=0
+KillWait=5
+MinJobAge={keep}
+SlurmdTimeout=10
+SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_interval=1,requeue_delay=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PreemptExemptTime=0
+{nodes}
+PartitionName=cpu Nodes=ALL Default=YES MaxTime=60 PriorityTier=1
+PartitionName=gpu Nodes=ALL MaxTime=60 PriorityTier=10
+"""
+
+
+def missing() -> str:
+    """Return why no Slurm can be started here; empty where one can."""
+    lost = [name for name in PROGRAMS if not shutil.which(name, path=_PATH)]
+    if lost:
+        return f"{', '.join(lost)} not installed: apt-get install slurm-wlm munge"
+    return "" if os.geteuid() == 0 else "slurmd is started as root"
+
+
+_PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
+
+
+class Slurm:
+    """A cluster of two nodes, both this machine, with the partitions cpu and gpu; gpu preempts cpu."""
+
+    def __init__(self, *, keep: int = 300) -> None:
+        """Start it; `keep`: seconds for which it remembers a job that ended."""
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+        self.folder.chmod(0o755)
+        self.processes: dict[str, subprocess.Popen] = {}
+        ports, host = _ports(1 + len(NODES)), socket.gethostname().split(".")[0]
+        what = f"NodeHostname={host} CPUs={os.cpu_count()} RealMemory=2000 Gres=gpu:1 State=UNKNOWN"
+        nodes = "\n".join(f"NodeName={name} Port={port} {what}" for name, port in zip(NODES, ports[1:], strict=True))
+        conf = CONF.format(host=host, folder=self.folder, port=ports[0], nodes=nodes, keep=keep)
+        (self.folder / "slurm.conf").write_text(conf)
+        (self.folder / "gres.conf").write_text(f"NodeName={','.join(NODES)} Name=gpu File=/dev/null\n")
+        (self.folder / "state").mkdir()
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": _PATH}
+        files = {name: self.folder / f"munge.{name}" for name in ("socket", "log", "pid", "seed")}
+        self._start(
+            "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={files['socket']}",
+            f"--log-file={files['log']}", f"--pid-file={files['pid']}", f"--seed-file={files['seed']}",
+        )  # fmt: skip
+        self._until(files["socket"].exists, "munged")
+        self._start("slurmctld", "-D")
+        for node in NODES:
+            self._start("slurmd", "-D", "-N", node, name=node)
+        self._until(lambda: self.run("sinfo", "-h", "-t", "idle", "-o", "%D", "-p", "cpu").strip() == "2", "the nodes")
+
+    def run(self, *words: str) -> str:
+        """Return what a command of Slurm prints."""
+        environment = os.environ | self.environment
+        return subprocess.run(words, env=environment, capture_output=True, text=True, check=False).stdout
+
+    def stop(self) -> None:
+        """End all daemons and jobs, and delete the folder."""
+        self.run("scancel", "--user=root")
+        self._until(lambda: not self.run("squeue", "-h").strip(), "the jobs' end", must=False)
+        for process in reversed(self.processes.values()):
+            process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start(self, *words: str, name: str = "") -> None:
+        log = (self.folder / f"{name or words[0]}.out").open("w")
+        how = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+        self.processes[name or words[0]] = subprocess.Popen(words, env=os.environ | self.environment, **how)
+
+    def _until(self, done, what: str, *, must: bool = True) -> None:
+        for _ in range(300):
+            if done():
+                return
+            time.sleep(0.1)
+        if must:
+            logs = "\n".join(path.read_text()[-800:] for path in self.folder.glob("*.out"))
+            self.stop()
+            raise RuntimeError(f"Slurm: {what} did not come up in 30 s.\n{logs}")
+
+
+def _ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports

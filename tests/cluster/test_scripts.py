@@ -1,0 +1,227 @@
+"""cluster.yaml and what becomes of it: scripts for sbatch, tasks for SkyPilot, sentences for what does not fit."""
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qrl import process
+from qrl.cli import jobs as commands
+from qrl.cluster import backend, config, driver, jobs, slurm
+from qrl.cluster.skypilot import SkyPilot
+from qrl.cluster.slurm import Slurm
+from qrl.errors import BadInput
+from qrl.study import preflight
+
+SLURM = {
+    "driver": "slurm",
+    "shared": "/",
+    "setup": ["module load cuda"],
+    "defaults": {"partition": "cpu", "account": "lab", "time": "1:00:00", "memory": "16G"},
+    "steps": {
+        "train": {"partition": "gpu", "gpus": 2, "gpu": "h100", "cpus": 8, "options": {"constraint": "a&b"}},
+        **{step: {"partition": "gpu", "gpus": 1} for step in ("merge", "quantize", "evaluate")},
+    },
+}
+SKY = {
+    "driver": "skypilot",
+    "setup": ["pip install -e ."],
+    "defaults": {"infra": "k8s", "cpus": 4, "memory": "32G"},
+    "steps": {"train": {"gpus": 1, "gpu": "H100"}},
+}
+SERVER = "https://mlflow.example.org"
+ENTRY_POINTS = ("main", "sweep", "train", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
+
+
+def job(settings: dict, entry: str = "train", **parameters: str) -> driver.Job:
+    return driver.Job(entry, process.ROOT, parameters, "0" * 32, Path("/shared/.qrl/jobs/run"), config.load(settings))
+
+
+def flags(script: str) -> dict[str, str]:
+    lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def test_a_step_asks_for_its_own_resources():
+    script = Slurm().script(job(SLURM, model="a b", data="$(id)"))
+    asked = {"partition": "gpu", "account": "lab", "gres": "gpu:h100:2", "cpus-per-task": "8", "mem": "16G"}
+    assert asked.items() <= flags(script).items()
+    assert flags(script)["constraint"] == "a&b" and flags(script)["time"] == "1:00:00" and "requeue" in flags(script)
+    assert "module load cuda" in script.splitlines()
+    (last,) = (line for line in script.splitlines() if line.startswith("exec "))
+    assert shlex.split(last)[-4:] == ["-P", "model=a b", "-P", "data=$(id)"]
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert config.CHOSEN not in script
+
+
+def test_a_study_submits_its_steps_unless_they_share_its_job():
+    assert f"export {config.CHOSEN}=" in Slurm().script(job(SLURM, "main"))
+    assert config.CHOSEN not in Slurm().script(job(SLURM | {"one_job": True}, "main"))
+
+
+def test_several_nodes_train_through_srun_and_torchrun():
+    wanted = job(SLURM | {"steps": {"train": {"nodes": 2, "gpus": 4}}}, **{"train.steps": "8"})
+    script = Slurm().script(wanted)
+    line = script.splitlines()[-1]
+    assert wanted.cluster.processes() == 8  # as in the training's cache key
+    assert flags(script)["nodes"] == "2" and " -- srun --kill-on-bad-exit=1 --nodes=2 " in line
+    assert "--nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d" in line and line.endswith("-m qrl train --train.steps 8")
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"shraed": "/"}, "'shraed' is unknown"),
+        ({"driver": "pbs"}, "'driver' is 'pbs'"),
+        ({"shared": None}, "'shared' is missing"),
+        ({"defaults": {"partion": "gpu"}}, "'defaults.partion' is unknown"),
+        ({"defaults": {"partition": "a b"}}, "'defaults.partition' is 'a b'"),
+        ({"defaults": {"time": "soon"}}, "'defaults.time' is 'soon'"),
+        ({"defaults": {"memory": "lots"}}, "'defaults.memory' is 'lots'"),
+        ({"defaults": {"infra": "k8s"}}, "'defaults.infra' means nothing to slurm"),
+        ({"steps": {"trian": {}}}, "'steps' has 'trian'"),
+        ({"steps": {"train": {"gpu": 1, "gpus": -1}}}, "'steps.train.gpu"),
+        ({"steps": {"train": {"options": {"wrap": "rm"}}}}, "'wrap' is not allowed"),
+        ({"steps": {"train": {"options": {"comment": "a\n#SBATCH --wrap=x"}}}}, "control character"),
+        ({"steps": {"train": {"gpus": 1}}}, "steps.merge asks for no GPU"),
+        ({"steps": {"compare": {"nodes": 2}}}, "'steps.compare.nodes'"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(change, sentence):
+    with pytest.raises(BadInput) as refused:
+        config.load(SLURM | change).check(ENTRY_POINTS, "main")
+    assert sentence in str(refused.value) and str(refused.value).count("\n") == 0 and refused.value.exit_code == 2
+
+
+def test_a_time_in_yaml_is_no_number(tmp_path):
+    (tmp_path / "cluster.yaml").write_text("driver: slurm\nshared: /\ndefaults: {time: 1:00:00}\nsteps:\n")
+    assert config.load(tmp_path / "cluster.yaml").resources("train").time == "1:00:00"
+    with pytest.raises(BadInput, match="There is no"):
+        config.load(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("settings", "address", "sentence"),
+    [
+        (SLURM, "http://localhost:5000", "cannot reach the store"),
+        (SLURM | {"shared": "/nowhere"}, SERVER, "cannot see the checkout"),
+        (SKY, "sqlite:////tmp/mlflow.db", "cannot see the store"),
+        (SLURM | {"steps": {"train": {"nodes": 2}}}, SERVER, "set `python`"),
+    ],
+)
+def test_what_the_nodes_cannot_reach(settings, address, sentence, monkeypatch):
+    monkeypatch.setattr(jobs.mlflow, "get_tracking_uri", lambda: address)
+    with pytest.raises(BadInput, match=sentence):
+        jobs.prepared(config.load(settings), process.ROOT / "projects" / "vllm", "train", {})
+
+
+@pytest.mark.parametrize("settings", [SLURM, SKY])
+def test_a_dry_run_prints_the_scripts_of_all_steps(settings, monkeypatch, capsys):
+    monkeypatch.setattr(jobs.mlflow, "get_tracking_uri", lambda: SERVER)
+    assert backend.start(config.load(settings), process.ROOT, "main", {"recipe": "tiny"}, "uv", dry=True) is None
+    shown = [line.split()[-1] for line in capsys.readouterr().out.splitlines() if line.startswith("# ----")]
+    assert shown == (["main", *backend.STEPS] if settings is SLURM else ["main"])
+
+
+def test_an_unknown_entry_point():
+    with pytest.raises(BadInput, match="no entry point 'tarin'"):
+        backend.start(config.load(SLURM), process.ROOT, "tarin", {}, "uv", dry=True)
+
+
+def test_options_become_parameters():
+    assert commands._parameters(("--a", "1", "--b=2", "--yes", "--c", "-1")) == {
+        "a": "1",
+        "b": "2",
+        "yes": "true",
+        "c": "-1",
+    }
+    with pytest.raises(BadInput, match="'x' is no option"):
+        commands._parameters(("x",))
+
+
+def test_a_study_learns_the_device_of_its_nodes(tmp_path, monkeypatch):
+    (tmp_path / "cluster.json").write_text(json.dumps(SLURM))
+    monkeypatch.setenv(config.CHOSEN, str(tmp_path / "cluster.json"))
+    assert preflight.device_of("auto") == "cuda" and preflight.device_of("cpu") == "cpu"
+    (tmp_path / "cluster.json").write_text(json.dumps(SLURM | {"steps": {}}))
+    assert preflight.device_of("auto") == "cpu"
+    with pytest.raises(BadInput, match="no `gpus`"):
+        preflight.device_of("cuda")
+
+
+@pytest.mark.parametrize(
+    ("line", "word", "node"),
+    [
+        ("JobId=1 JobState=PENDING Reason=Resources Restarts=0 NodeList=(null)", driver.WAITING, ""),
+        ("JobId=1 JobState=COMPLETING Restarts=1 NodeList=n1 ExitCode=0:0", driver.RUNNING, "n1"),
+        ("JobId=1 JobState=OUT_OF_MEMORY Restarts=0 NodeList=n2 ExitCode=0:125", "OUT_OF_MEMORY", "n2"),
+    ],
+)
+def test_states_of_slurm(line, word, node):
+    state = slurm._parsed(line)
+    assert (state.word, state.node) == (word, node) and state.ended == word.isupper()
+
+
+def test_accounting_is_asked_for_what_the_controller_has_forgotten(tmp_path, monkeypatch):
+    """Programs of a site with slurmdbd, by what they print."""
+    (tmp_path / "scontrol").write_text(
+        "#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2\nexit 1\n"
+    )
+    (tmp_path / "sacct").write_text("#!/bin/sh\necho 'CANCELLED by 1000|0:15|n7'\n")
+    for program in tmp_path.iterdir():
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert Slurm().state("12") == driver.State("CANCELLED", "n7", "0:15")
+    (tmp_path / "sacct").write_text("#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2\nexit 1\n")
+    assert Slurm().state("12").word == driver.VANISHED
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+    assert Slurm().state("12") is None
+
+
+def test_a_job_inherits_nothing_of_the_job_that_submits_it(monkeypatch):
+    for name in ("SLURM_JOB_ID", "SLURM_MEM_PER_NODE", "MLFLOW_RUN_ID", config.CHOSEN, "SLURM_CONF"):
+        monkeypatch.setenv(name, "x")
+    assert {name for name in driver.environment() if name.startswith(("SLURM", "MLFLOW_RUN", "QRL_C"))} == {
+        "SLURM_CONF"
+    }
+
+
+def test_a_task_of_skypilot(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", SERVER)
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "pass-8251")
+    text = SkyPilot().script(job(SKY, model="a b"))
+    task = yaml.safe_load(text)
+    assert task["resources"] == {"infra": "k8s", "accelerators": "H100:1", "cpus": "4+", "memory": "32+"}
+    assert task["envs"] == {"MLFLOW_TRACKING_URI": SERVER} and "8251" not in text
+    assert task["secrets"] == {"MLFLOW_TRACKING_PASSWORD": None} and task["run"].endswith("-P 'model=a b'")
+    several = yaml.safe_load(SkyPilot().script(job(SKY | {"steps": {"train": {"nodes": 2}}})))
+    assert several["num_nodes"] == 2 and "--nnodes=2" in several["run"]
+    with pytest.raises(BadInput, match="needs the type"):
+        SkyPilot().script(job(SKY | {"steps": {"train": {"gpus": 1}}}))
+    with pytest.raises(BadInput, match="'shared' means nothing"):
+        config.load(SKY | {"shared": "/"}).check(ENTRY_POINTS, "train")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_skypilot_itself_accepts_the_task(nodes, tmp_path, monkeypatch):
+    python = os.environ.get("QRL_SKY_PYTHON")
+    if not python:
+        pytest.skip("QRL_SKY_PYTHON names no Python with skypilot 0.12")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", SERVER)
+    steps = {"train": {"gpus": 1, "gpu": "H100", "nodes": nodes}}
+    monkeypatch.setenv("HOME", str(tmp_path))  # without its own catalogue of GPUs it would download one
+    (catalogue := tmp_path / ".sky" / "catalogs" / "v8" / "common").mkdir(parents=True)
+    (catalogue / "accelerators.csv").write_text("AcceleratorName,Clouds\nH100,['Kubernetes']\n")
+    (tmp_path / "task.yaml").write_text(SkyPilot().script(job(SKY | {"steps": steps}, model="a b")))
+    program = "import sys, sky; task = sky.Task.from_yaml(sys.argv[1]); task.validate(); "
+    program += "print(task.num_nodes, *task.resources)"
+    done = subprocess.run(
+        [python, "-c", program, str(tmp_path / "task.yaml")], capture_output=True, text=True, check=False
+    )
+    assert f"{nodes} Kubernetes(" in done.stdout and "H100" in done.stdout, done.stderr[-2000:]
