@@ -21,7 +21,7 @@ from typing import Any
 from mlflow import MlflowClient, MlflowException
 from mlflow.entities.model_registry import RegisteredModel
 
-from qrl import names
+from qrl import names, reading
 from qrl.errors import QrlError
 from qrl.recipe.stages import DEFAULT, Stage
 from qrl.tracking import contents, signals, store
@@ -172,7 +172,7 @@ def read(name: str, model: RegisteredModel | None) -> History:
     while first := params.get(f"{len(records) + 1:06}"):
         try:
             text = _whole(first, params)
-            record = Record.of(json.loads(text))
+            record = Record.of(reading.parsed(text))
         except (KeyError, TypeError, ValueError):
             record = Record("", previous="unreadable")
         if (record.previous, record.number) != (chain, len(records) + 1):
@@ -182,7 +182,7 @@ def read(name: str, model: RegisteredModel | None) -> History:
             )
         records, chain = [*records, record], sha256(text.encode()).hexdigest()
     applied = tags.get(names.TAG_APPLIED, "0")
-    applied = int(applied) if applied.isdecimal() else 0
+    applied = int(applied[:18]) if applied.isdecimal() else 0
     if applied > len(records):
         raise QrlError(
             f"The record of decisions on '{name}', run {run_id}, ends at {len(records)}, but {applied} were carried "
