@@ -24,6 +24,10 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         for word in words:
             reading.check_text("An argument", word)
+        try:
+            os.getcwd()
+        except FileNotFoundError:  # torch's libraries would end the process while they are loaded
+            raise BadInput("The current folder was deleted: go to one that exists.") from None
         signals.guard(ends=True)
         cli.main(args=arguments, prog_name="qrl", standalone_mode=False)
         return
