@@ -168,8 +168,13 @@ def config(path: Path | str) -> dict:
     if not file.is_file():
         raise BadInput(f"{Path(path)} has no config.json: expected a checkpoint as save_pretrained writes it.")
     settings = _json(file)
-    if not isinstance(settings.get("quantization_config") or {}, dict):
+    quantized = settings.get("quantization_config") or {}
+    if not isinstance(quantized, dict):
         raise BadInput(f"{file} has a quantization_config that is not an object: expected an object, or none.")
+    if quantized and not isinstance(
+        quantized.get("quant_method"), str
+    ):  # bitsandbytes would guess, and pack the weights
+        raise BadInput(f"{file} has a quantization_config without a quant_method: copy it from the model again.")
     if (named := settings.get("transformers_weights")) not in (None, WEIGHTS, INDEX):
         raise BadInput(
             f"{file} takes the weights from {named!r} (transformers_weights): expected {WEIGHTS}, or no key."
@@ -207,13 +212,18 @@ def entries(path: Path | str) -> dict[str, Entry]:
     """Return the header entry of every tensor, by name.
 
     Raises:
-        BadInput: a file is truncated or not safetensors, or the index lists a tensor that no file holds.
+        BadInput: a file is truncated or not safetensors, two hold the same tensor, or the index lists one that no file
+            holds.
     """
     folder = Path(path)
     names = shards(folder)
     by_name: dict[str, Entry] = {}
     for name in names:
-        by_name |= header.read(folder / name)
+        held = header.read(folder / name)
+        if twice := by_name.keys() & held:
+            both = f"{folder / name} and {by_name[min(twice)].file} both hold {min(twice)}"
+            raise BadInput(f"{both}, and loaders differ in which of them they use: write the weights again.")
+        by_name |= held
     absent = set() if names == [WEIGHTS] else set(_json(folder / INDEX)["weight_map"]) - set(by_name)
     if absent:
         raise BadInput(f"{folder} lacks the tensor {min(absent)}, which {INDEX} lists: copy the folder again.")

@@ -167,10 +167,21 @@ def frame(
     source: pd.DataFrame | str | Path, columns: Mapping[str, str] | None = None, where: Mapping[str, str] | None = None
 ) -> pd.DataFrame:
     """Return the same table as a frame; empty texts are missing values. Arguments and errors as for `records`."""
+    table = framed([row for _, row in records(source, columns, where)])
+    return table.mask(table.map(lambda value: isinstance(value, str) and not value), None)
+
+
+def framed(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """Return rows as a frame; a lone surrogate, which JSON can hold and UTF-8 cannot, becomes a question mark."""
     import pandas as pd
 
-    table = pd.DataFrame([row for _, row in records(source, columns, where)])
-    return table.mask(table.map(lambda value: isinstance(value, str) and not value), None)
+    def valid(value: Any) -> Any:
+        return value.encode(errors="replace").decode() if isinstance(value, str) else value
+
+    try:
+        return pd.DataFrame(rows)
+    except UnicodeEncodeError:
+        return pd.DataFrame([{valid(key): valid(value) for key, value in row.items()} for row in rows])
 
 
 def _parts(source: pd.DataFrame | str | Path) -> Iterator[tuple[dict[str, str], str, list[Row]]]:

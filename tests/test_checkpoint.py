@@ -169,6 +169,18 @@ def test_shards_are_read_as_one_checkpoint(folder, tiny_checkpoint):
     assert [name for name, _ in checkpoint.tensors(folder, ["model.norm.weight"])] == ["model.norm.weight"]
 
 
+def test_a_tensor_in_two_shards_is_refused(folder):
+    """transformers would use the last of a, b in this order, vLLM the last of part-2, part-10."""
+    *_, last = split(folder)
+    weights = load_file(folder / last)
+    more = dict(checkpoint.tensors(folder, ["model.norm.weight"])) | weights
+    save_file(more, folder / last)
+    first = next(name for name in checkpoint.shards(folder) if name != last)
+    save_file(more | load_file(folder / first), folder / first)
+    with pytest.raises(BadInput, match=r"both hold .*loaders differ"):
+        checkpoint.check(folder)
+
+
 def test_a_missing_shard_or_tensor_is_named(folder):
     shards = split(folder)
     index = json.loads((folder / checkpoint.INDEX).read_text())
@@ -214,6 +226,12 @@ def test_the_digest_changes_with_a_name(folder):
 def test_quantization_is_read_from_the_config(folder):
     edit(folder / "config.json", quantization_config={"quant_method": "awq"})
     assert checkpoint.check(folder).quantization == "awq"
+
+
+def test_a_quantization_without_a_method_is_refused(folder):
+    edit(folder / "config.json", quantization_config={"load_in_4bit": True})  # transformers would pack while it loads
+    with pytest.raises(BadInput, match="without a quant_method"):
+        checkpoint.check(folder)
 
 
 @pytest.mark.parametrize(

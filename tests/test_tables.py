@@ -213,6 +213,12 @@ def test_values_of_no_label_get_a_sentence_too():
         compare.compare(None)
 
 
+def test_a_lone_surrogate_becomes_a_question_mark(tmp_path):
+    rows = [{"variant": "base", "scheme": "full", "question": "q", "completion": "\ud800", "correct": 1}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert tables.frame(tmp_path / "a.jsonl")["completion"].tolist() == ["?"]
+
+
 def test_a_cell_without_its_file(tmp_path):
     frame().to_csv(tmp_path / "a.csv", index=False)
     with pytest.raises(BadInput, match="'grpo' is no cell with its file"):

@@ -22,8 +22,7 @@ def main(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     command = next((word for word in words if word in cli.commands), "")
     try:
-        for word in words:
-            reading.check_text("An argument", word)
+        _check(words)
         signals.guard(ends=True)
         cli.main(args=arguments, prog_name="qrl", standalone_mode=False)
         return
@@ -52,6 +51,16 @@ def main(arguments: list[str] | None = None) -> None:
 
         runs.close_opened(ended)
     sys.exit(code)
+
+
+def _check(words: list[str]) -> None:
+    """Raise BadInput if an argument has control characters, or if the current folder is gone."""
+    for word in words:
+        reading.check_text("An argument", word)
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # torch's libraries would end the process while they are loaded
+        raise BadInput("The current folder was deleted: go to one that exists.") from None
 
 
 def _explained(error: Exception, command: str) -> QrlError | None:

@@ -93,7 +93,7 @@ def read_logs(
                 {"variant": variant, "scheme": scheme, "question": answer.question, "sample": answer.sample}
                 | {"correct": _outcome(log, answer, str(metric)), "completion": answer.completion}
             )
-    return read_questions(pd.DataFrame(rows), reference=reference)
+    return read_questions(tables.framed(rows), reference=reference)
 
 
 def _file(place: str) -> Path:
@@ -119,7 +119,7 @@ def _read(path: Path) -> Log:
         raise BadInput(f"{path} ends in '{path.suffix}', but logs are read from {', '.join(readers)}: convert it.")
     try:
         log = readers[path.suffix](path)
-    except (AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, OSError, RecursionError) as error:
         reason = f"{type(error).__name__}: {str(error)[:100]}"
         expected = f"expected samples of {HARNESS} (.jsonl) or a log of {INSPECT} (.eval, .json)"
         raise BadInput(f"{path} cannot be read as a log ({reason}): {expected}.") from None
@@ -162,9 +162,12 @@ def _eval(path: Path) -> Log:
                     f"{path} has no header.json: the evaluation has not ended; `inspect eval-retry` ends it."
                 )
             samples = [info for name, info in members.items() if name.startswith("samples/")]
-            if sum(info.file_size for info in (header, *samples)) > LARGEST:
+            sizes = [info.file_size for info in (header, *samples)]
+            if sum(sizes) > LARGEST or max(sizes) > reading.table_bytes():  # a member is in memory as a whole
                 expected = "shorten it, for example by its events"
-                raise BadInput(f"{path} unpacks to more than {LARGEST >> 30} GiB: {expected}.")
+                raise BadInput(
+                    f"{path} unpacks to more than fits into memory, {max(sizes):,} bytes at once: {expected}."
+                )
             parsed = (tables.parsed(f"{path}, {info.filename}", _content(path, archive, info)) for info in samples)
             return _inspect(path, tables.parsed(f"{path}, header.json", _content(path, archive, header)), parsed)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OSError) as error:
@@ -190,7 +193,7 @@ def _content(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> byt
 
 
 def _json(path: Path) -> Log:
-    document = tables.parsed(str(path), reading.content(path, LARGEST))
+    document = tables.parsed(str(path), reading.content(path, min(LARGEST, reading.table_bytes())))
     if not isinstance(document, dict) or "eval" not in document:
         raise BadInput(f"{path} has no 'eval': expected a log of {INSPECT}. Of {HARNESS}, give samples_*.jsonl.")
     return _inspect(path, document, iter(document.get("samples") or ()))

@@ -17,10 +17,10 @@ from qrl.errors import BadInput
 from qrl.names import BASE, FULL, cell_name
 
 COLUMNS = ("variant", "scheme", "question", "correct")
-LABEL = re.compile(r"[\w.+-]+( [\w.+-]+)*")  # labels appear in metric names and tables
+LABEL = re.compile(r"(?=.{1,200}\Z)[\w.+-]+( [\w.+-]+)*")  # labels appear in metric names and tables
 OUTCOMES = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
 OPTIONAL = ("seed", "cluster", "sample", names.ENGINE, names.DTYPE, names.SETTINGS, names.PROMPT_HASH)
-LABEL_RULE = "expected letters, digits, spaces and . _ + -"
+LABEL_RULE = "expected letters, digits, spaces and . _ + -, 200 at most"
 ENOUGH = "expected at least 2, and hundreds for a verdict"
 _NESTED = (list, dict, set, tuple, np.ndarray)
 

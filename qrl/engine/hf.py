@@ -56,6 +56,7 @@ def tokenizer(path: Path) -> PreTrainedTokenizerBase:
     try:
         checkpoint.text_files(path)  # for their sizes
         tokens = transformers.AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=False)
+        tokens("a")  # some settings, such as a model_max_length that is a text, fail only then
     except Exception as error:  # transformers' own, the Rust library's, or JSON's
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise BadInput(f"The tokenizer of {path} cannot be read ({reason}): copy or save it again.") from error

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _CODES_PER_BYTE, _SLACK = 2, 1 << 20
 # What model classes raise over a config that they cannot build.
-_UNFIT = (ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError, RuntimeError)
+_UNFIT = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
 
 
 def load(path: Path, **options) -> PreTrainedModel:

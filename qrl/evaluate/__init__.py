@@ -19,7 +19,7 @@ def check_kv(schemes: Iterable[str], engine: str) -> None:
 
 
 def check_gpus(count: int, engine: str, device: str, gpus: int | None = None) -> None:
-    """Raise BadInput if `evaluate.tensor_parallel` asks for what engine and machine, or one with `gpus`, do not have."""
+    """Raise BadInput if engine and machine, or one with `gpus`, lack what `evaluate.tensor_parallel` asks for."""
     if count == 1:
         return
     wanted = f"evaluate.tensor_parallel = {count}"

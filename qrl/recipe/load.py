@@ -81,6 +81,8 @@ def load(name_or_path: str = DEFAULT, overrides: Mapping[str, str] | None = None
     for key, value in (values | {key: _typed(key, text) for key, text in overrides.items()}).items():
         for text in value if isinstance(value, tuple) else (value,):
             reading.check_text(f"'{key}'", str(text))
+            if re.search("[\ud800-\udfff]", str(text)):  # of a file name's bytes, which no store could record
+                raise BadInput(f"'{key}' is {ascii(text)[:200]}, which is not in UTF-8: rename it.")
         section, dot, name = str(key).partition(".")
         if dot:
             document.setdefault(section, {})[name] = value

@@ -4,7 +4,6 @@ Stores of before kept decisions in tags of versions (`qrl.gate.<stage>`, `qrl.ga
 `qrl.stages` and `qrl.mirror.<MLflow's stage>`, and pointers in aliases alone.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from mlflow import MlflowException
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from pydantic import ValidationError
 
-from qrl import names
+from qrl import names, reading
 from qrl.errors import BadInput, QrlError
 from qrl.recipe.stages import Stage
 from qrl.registry import history
@@ -107,7 +106,7 @@ def _gates(entry: ModelVersion) -> list[dict[str, Any]]:
         simple = verdict in ("passed", "refused")
         text = entry.tags.get(names.gate_record_tag(stage), "{}") if simple else verdict  # once one tag held both
         try:
-            said = json.loads(text)
+            said = reading.parsed(text)
             gates.append(_gate(stage, int(entry.version), verdict if simple else said.get("verdict", ""), said))
         except (AttributeError, TypeError, ValueError):
             wrong = f"The tag {tag} of version {entry.version} of '{entry.name}' cannot be read"

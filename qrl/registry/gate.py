@@ -95,7 +95,7 @@ def decide(
 
 def _cell(stage: Stage, cell: Evaluated) -> _Check:
     wanted, actual = stage.cell, f"{cell.variant}:{cell.scheme}"
-    facts: dict[str, float | str] = {"cell": actual}
+    facts: dict[str, float | str] = {"cell": actual, "chat": cell.chat}
     if actual == wanted:
         return True, f"It is the cell {wanted}.", facts
     return False, f"It is the cell {actual}, but only {wanted} can hold the stage: give a run of {wanted}.", facts

@@ -22,7 +22,7 @@ from mlflow import MlflowException
 from mlflow.entities import Run
 from mlflow.entities.model_registry import RegisteredModel
 
-from qrl import names
+from qrl import names, reading
 from qrl.errors import QrlError
 from qrl.recipe.stages import DEFAULT, Stage
 from qrl.registry.client import MlflowClient
@@ -194,7 +194,7 @@ def read(name: str, model: RegisteredModel | None) -> History:
         records.append(record)
         chain = digest
     applied = model.tags.get(names.TAG_APPLIED, "0")
-    applied = int(applied) if applied.isdecimal() else 0
+    applied = int(applied[:18]) if applied.isdecimal() else 0
     if applied > len(records):
         raise QrlError(
             f"The record of decisions on '{name}', run {run_id}, ends at {len(records)}, but {applied} were carried "
@@ -254,7 +254,7 @@ def claim(past: History, record: Mapping[str, Any]) -> History | None:
 @lru_cache(maxsize=20_000)  # a command reads the record several times, and a decision never changes
 def _decision(text: str) -> tuple[Record, str]:
     """Return a decision from its text, and the text's sha256."""
-    return Record.of(json.loads(text)), sha256(text.encode()).hexdigest()
+    return Record.of(reading.parsed(text)), sha256(text.encode()).hexdigest()
 
 
 def _whole(first: str, params: Mapping[str, str]) -> str:

@@ -7,7 +7,6 @@ take turns by a lock: a file beside the database, or in the temporary folder if 
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ from filelock import FileLock, Timeout
 from mlflow import MlflowException
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
-from qrl import checkpoint, names
+from qrl import checkpoint, names, reading
 from qrl.errors import BadInput, GateRefused, QrlError, first_line
 from qrl.registry import signing
 from qrl.registry.client import MlflowClient
@@ -63,7 +62,7 @@ class Version:
     def chat(self) -> dict[str, Any]:
         """The variables that the evaluation gave to the chat template; raises BadInput if the tag is no JSON object."""
         try:
-            return dict(json.loads(self.tags.get(names.TAG_CHAT, "{}")))
+            return dict(reading.parsed(self.tags.get(names.TAG_CHAT, "{}")))
         except (TypeError, ValueError):
             wrong = f"The tag {names.TAG_CHAT} of version {self.version} of '{self.name}' is no JSON object"
             raise BadInput(f"{wrong}: promote its evaluation again, which makes a new version.") from None
@@ -180,7 +179,7 @@ def admit(version: Version) -> Path:
     """Return the version's checkpoint folder after checking its gate; its weights are not read.
 
     Raises:
-        GateRefused: no gate let it in, or the gate judged other weights.
+        GateRefused: no gate let it in, or the gate judged other weights, or chats rendered otherwise.
         BadInput, QrlError: as `folder`.
     """
     records = [record for record in version.gates() if version.stage in (None, record.stage)]
@@ -192,9 +191,16 @@ def admit(version: Version) -> Path:
             f"No gate let {version} in{f' ({why})' if why else ''}: `python -m qrl promote --stage {stage} --cell RUN` "
             "decides on it."
         )
-    if version.digest not in [record.digest for record in passed]:
+    judged = next((record.bounds for record in passed if record.digest == version.digest), None)
+    if judged is None:
         raise GateRefused(
             f"The gate of {version} judged other weights, digest {passed[0].digest[:12]}: promote it again."
+        )
+    tags = {"chat": version.tags.get(names.TAG_CHAT, "{}"), "kv": version.scheme.endswith(names.KV_FP8)}
+    if "chat" in judged and tags != {"chat": judged["chat"], "kv": judged["cell"].endswith(names.KV_FP8)}:
+        raise GateRefused(
+            f"The tags {names.TAG_CHAT} or {names.TAG_SCHEME} of {version} are not what its gate judged: promote its "
+            "evaluation again."
         )
     return folder(version)
 

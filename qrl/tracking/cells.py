@@ -1,5 +1,6 @@
 """Evaluated cells, read back from their runs: what a gate and a comparison look at."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,8 +66,8 @@ def read(run_id: str) -> Evaluated:
         parent=models.params(model).get("parent", "") if model else "",
         model=model,
         accuracy=metrics[names.ACCURACY],
-        stderr=metrics[names.ACCURACY_STDERR],
-        n=int(metrics[names.N]),
+        stderr=metrics.get(names.ACCURACY_STDERR, math.nan),
+        n=int(n) if math.isfinite(n := metrics.get(names.N, 0)) else 0,
         broken=() if healthy else (tags.get(names.TAG_REASON, f"its run ended as {run.info.status}"),),
         questions=next((tag.value for dataset in datasets for tag in dataset.tags if tag.key == "digest"), ""),
         settings=origin.values(above) if above else {},

@@ -14,7 +14,8 @@ from mlflow.artifacts import load_text
 from mlflow.entities import Run
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-from qrl import names, process
+from qrl import names, process, reading
+from qrl.errors import QrlError
 from qrl.tracking import contents, keys, models
 
 _OUTPUTS, _EVIDENCE = "outputs.json", "evidence"
@@ -23,7 +24,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32,64}")  # of contents, or a run's id
 _FILES_NAMED = 3
 _BASE = f"{keys.INPUT}base"
 _SAME = ("task", f"{keys.INPUT}variant", f"{keys.INPUT}scheme")  # parts that name a result
-_UNREADABLE = (mlflow.MlflowException, OSError, ValueError)  # what reading a record may raise
+_UNREADABLE = (mlflow.MlflowException, OSError, ValueError, TypeError)  # what reading a record may raise
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,16 @@ def sealed(run: Run) -> dict[str, Any]:
 
     Returns:
         `rows`, and the facts if there are; empty for a run without either record.
+
+    Raises:
+        QrlError: the record cannot be read.
     """
     if text := run.data.params.get(_EVIDENCE):
-        return json.loads(text)
+        with suppress(ValueError):
+            if isinstance(facts := reading.parsed(text), dict):
+                return facts
+        wrong = f"The parameter {_EVIDENCE} of run {run.info.run_id} cannot be read"
+        raise QrlError(f"{wrong}, so the database was edited: evaluate the cell again.")
     with suppress(*_UNREADABLE, KeyError):
         return {"rows": _document(run)["digests"][names.QUESTIONS][names.QUESTIONS]}
     return {}
@@ -155,13 +163,13 @@ def _is_intact(run: Run) -> bool:
 
 
 def _document(run: Run) -> dict:
-    return json.loads(load_text(f"{run.info.artifact_uri}/{_OUTPUTS}"))
+    return reading.parsed(load_text(f"{run.info.artifact_uri}/{_OUTPUTS}"))
 
 
 @cache  # a study of many cells asks for each, and a finished step's record never changes
 def _parts(place: str) -> dict[str, str] | None:
     """Return the parts of a finished step's key, by the address of its artifacts."""
-    return json.loads(load_text(f"{place}/{_OUTPUTS}")).get("parts")
+    return reading.parsed(load_text(f"{place}/{_OUTPUTS}")).get("parts")
 
 
 def _address(run: Run, place: str) -> str:

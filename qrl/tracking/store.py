@@ -33,6 +33,7 @@ _SQLITE = "sqlite:///"
 _REQUEST = re.compile(r"/api/2\.0/mlflow(?:-artifacts)?/([\w/-]+)")  # in MLflow's and requests' errors
 _FULL_OR_READ_ONLY = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")  # safetensors' errors are no OSError
+_DELETED = re.compile(r"The (experiment|run) (\S+) must be in the 'active' state")
 _DATABASE_ERRORS = (
     *("readonly database", "database or disk is full", "unable to open database", "disk I/O error", "not a database"),
 )
@@ -69,7 +70,7 @@ def prepare() -> str:
 
 
 def sentence(error: BaseException) -> QrlError | None:
-    """Return BadInput for an error that means a full disk, or a store that cannot be written; None for any other."""
+    """Return BadInput for a full disk, a store that cannot be written or what was deleted there; None for any other."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, QrlError):
@@ -82,6 +83,11 @@ def sentence(error: BaseException) -> QrlError | None:
             return _unwritable(number, getattr(cause, "filename2", None) or getattr(cause, "filename", None))
         if any(words in str(cause) for words in _DATABASE_ERRORS):
             return unusable(cause)
+        if deleted := _DELETED.search(str(cause)):
+            return BadInput(
+                f"The {deleted[1]} {deleted[2]} of {mlflow.get_tracking_uri()} was deleted: restore it with `mlflow "
+                f"{deleted[1]}s restore --{deleted[1]}-id {deleted[2]}`, or set MLFLOW_EXPERIMENT_NAME to another one."
+            )
         cause = cause.__cause__ or cause.__context__
     return None
 

@@ -255,6 +255,14 @@ def test_a_run_id_left_in_the_environment_hides_no_sentence(words, store, here, 
     assert code == 2 and "qrl: " in stderr and "0123456789abcdef" in stderr, stderr
 
 
+def test_a_folder_that_was_deleted_is_bad_input(tmp_path, here, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    code, said = here("recipes")
+    assert code == 2 and "current folder was deleted" in said
+
+
 def test_cuda_on_a_machine_without_one_is_bad_input(store, here):
     import torch
 

@@ -295,6 +295,7 @@ def test_write_leaves_tables_and_figures_and_nothing_else(comparison, tmp_path):
         (lambda f: f[(f["variant"] == "base") | (f["scheme"] != "awq")], "Cell grpo · awq is missing"),
         (lambda f: f[f["question"] == "q0"], "There is 1 question"),
         (lambda f: f.assign(scheme=f["scheme"].replace("awq", "a|q")), "'a|q' is not a valid label"),
+        (lambda f: f.assign(scheme=f["scheme"].replace("awq", "a" * 201)), "200 at most"),
         (lambda f: f.assign(cluster=f.index % 3), "has no single cluster"),
         (lambda f: f.assign(cluster="all"), "All questions are in one cluster"),
         (lambda f: f.assign(cluster=[[1, 2]] * len(f)), "The column 'cluster' holds"),

@@ -188,15 +188,27 @@ def test_a_hostile_file_gets_a_sentence(case, tmp_path):
         compare.read_logs(f"base:full={tmp_path / name}")
 
 
+def test_values_that_json_holds_and_a_table_does_not(tmp_path):
+    log = document()
+    log["samples"][0]["output"]["completion"] = "\ud800"  # a lone surrogate
+    (tmp_path / "a.json").write_text(json.dumps(log))
+    assert "?" in set(compare.read_logs(f"base:full={tmp_path / 'a.json'}", metric="match")["completion"])
+    log["samples"][0]["epoch"] = float("inf")
+    (tmp_path / "a.json").write_text(json.dumps(log))
+    with pytest.raises(BadInput, match="cannot be read as a log"):
+        compare.read_logs(f"base:full={tmp_path / 'a.json'}", metric="match")
+
+
 def test_an_archive_that_lies_or_has_too_much_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
     bomb = tmp_path / "bomb.eval"
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("header.json", "{}")
         for number in range(3):
             archive.writestr(f"samples/{number}.json", bytes(1 << 20))
-    monkeypatch.setattr(logs, "LARGEST", 3 << 20)
-    with pytest.raises(BadInput, match="unpacks to more than"):
-        compare.read_logs(f"base:full={bomb}")
+    for place, name, value in ((logs, "LARGEST", 3 << 20), (logs.reading, "table_bytes", lambda: 1 << 19)):
+        with monkeypatch.context() as limited, pytest.raises(BadInput, match="unpacks to more than"):
+            limited.setattr(place, name, value)
+            compare.read_logs(f"base:full={bomb}")
     whole = bytearray((CASES / "grpo.eval").read_bytes())
     monkeypatch.setattr(logs, "LARGEST", len(whole) - 1)
     with pytest.raises(BadInput, match="is larger than"):

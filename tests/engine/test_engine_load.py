@@ -64,6 +64,7 @@ def test_a_config_allocates_no_more_than_the_files_hold(spoilt, changes):
             r"model\.layers\.0\.self_attn\.k_proj\.\w+ as .*config\.json",
         ),
         ({"model_type": "foo"}, "`foo`"),
+        ({"pad_token_id": 10**9}, "[Pp]adding_idx must be within"),
         ({"hidden_act": "banana"}, "transformers: .*banana"),
         ({"rms_norm_eps": "small"}, r"config\.json .*transformers: .*rms_norm_eps"),
     ],
@@ -87,5 +88,12 @@ def test_an_architecture_that_transformers_has_no_language_model_for_is_left_to_
 
 def test_a_tokenizer_that_cannot_be_read_is_named(spoilt):
     (spoilt / "tokenizer.json").write_text("{")
+    with pytest.raises(BadInput, match=r"tokenizer of .*spoilt cannot be read"):
+        hf.tokenizer(spoilt)
+
+
+def test_a_tokenizer_that_cannot_be_used_is_named(spoilt):
+    config = json.loads((spoilt / "tokenizer_config.json").read_text())
+    (spoilt / "tokenizer_config.json").write_text(json.dumps(config | {"model_max_length": "x"}))
     with pytest.raises(BadInput, match=r"tokenizer of .*spoilt cannot be read"):
         hf.tokenizer(spoilt)

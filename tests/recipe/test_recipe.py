@@ -119,6 +119,7 @@ def test_seed_002s_recipes_are_its_runs(size):
         ("chat.template_kwargs", "thinking", 'must be JSON, such as {"name": false}'),
         ("chat.template_kwargs", "{a: ", "is not valid YAML"),
         ("prompt", "{user: 'Solve it.'}", "no `user` with {question}"),
+        ("data", "d\udcff", "which is not in UTF-8"),
     ],
 )
 def test_bad_values_are_refused_in_one_sentence_that_names_key_and_allowed_values(key, text, says):

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import math
 import os
 import sqlite3
 import time
@@ -171,6 +172,11 @@ def test_what_is_set_by_hand_is_put_back_and_recorded(version, capsys):
             "decision 2 does not follow",
         ),
         ("UPDATE params SET value = 'x' WHERE key = '000002'", "decision 2 does not follow"),
+        (f"UPDATE params SET value = 'x 1 {'[' * 5000}' WHERE key = '000002'", "decision 2 does not follow"),
+        (
+            f"UPDATE registered_model_tags SET value = '{'9' * 4900}' WHERE key = 'qrl.history.applied'",
+            "ends at 2, but",
+        ),
         ("DELETE FROM params WHERE key = '000002'", "ends at 1, but 2 were carried out"),
         ("DELETE FROM runs WHERE name LIKE 'decisions on %'", "is gone: restore the database"),
     ],
@@ -293,7 +299,7 @@ def test_evidence_that_was_edited_is_refused(evaluated, store, tmp_path):
 
     run_id, _ = evaluated("base:full")
     client.log_metric(run_id, names.ACCURACY, 0.999)
-    client.log_metric(run_id, names.N, 9999)
+    client.log_metric(run_id, names.N, math.nan)
     client.set_tag(run_id, names.TAG_SCHEME, "nf4")  # the seal says which cell it was
     promoting.promote(free, ["base"], [run_id], {"registered_name"})
     tags = registry.resolve(NAME, "base").tags
@@ -304,6 +310,10 @@ def test_evidence_that_was_edited_is_refused(evaluated, store, tmp_path):
     refused(run_id, "bytes have changed", QrlError)
     with pytest.raises(mlflow.MlflowException, match="not allowed"):
         client.log_param(run_id, "evidence", json.dumps({"rows": "of other rows"}))
+    for text in ("{", "[1]"):
+        with database(store) as connection:
+            connection.execute("UPDATE params SET value = ? WHERE key = 'evidence'", (text,))
+        refused(run_id, "evidence of run .* cannot be read", QrlError)
     with database(store) as connection:
         connection.execute("DELETE FROM params WHERE key = 'evidence'")
     refused(run_id, "no record of its rows")

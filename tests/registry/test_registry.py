@@ -257,6 +257,15 @@ def test_a_version_renders_chats_as_it_was_evaluated(evaluated, monkeypatch):
         assert served.chat == json.loads(chat)
         _, tokens = qrl.load(name, "base", device="cpu")
         assert tokens.chat_template.startswith("{% set enable_thinking = False +%}") is (chat == off)
+    for tag, text in ((names.TAG_CHAT, "{}"), (names.TAG_SCHEME, f"full{names.KV_FP8}"), (names.TAG_CHAT, "[" * 5000)):
+        before = mlflow.MlflowClient().get_model_version(name, "1").tags[tag]
+        mlflow.MlflowClient().set_model_version_tag(name, "1", tag, text)  # its gate judged another rendering
+        with pytest.raises(GateRefused, match="are not what its gate judged"):
+            serving.check(settings, "base", host="127.0.0.1", port=0)
+        with pytest.raises(QrlError):
+            _ = qrl.load(name, "base", device="cpu")
+        mlflow.MlflowClient().set_model_version_tag(name, "1", tag, before)
+    assert versions.verify(registry.resolve(name, "base"))
 
 
 def test_a_cells_settings_are_the_resolved_ones_and_not_what_was_typed(evaluated, tmp_path, monkeypatch):
@@ -442,6 +451,7 @@ def test_versions_of_former_stores_are_served_rolled_back_and_promoted(version, 
     [
         ("qrl.gate.grpo", "{not json", True),
         ("qrl.gate.grpo", "[1, 2]", True),
+        ("qrl.gate.grpo", "[" * 5000, True),
         ("qrl.gate.grpo", '{"verdict": "promoted", "facts": 3}', True),
         ("qrl.stages", "nonsense", False),
     ],

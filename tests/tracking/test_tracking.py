@@ -86,6 +86,12 @@ def test_a_full_disk_gets_a_sentence_in_the_middle_of_a_step(store):
     assert "to/model.safetensors" in str(stores.sentence(copying))
 
 
+def test_an_experiment_that_was_deleted_is_named_with_the_way_back(store):
+    mlflow.MlflowClient().delete_experiment("0")
+    with pytest.raises(BadInput, match=r"experiment 0 of .* was deleted: .*mlflow experiments restore"), runs.step("a"):
+        pass
+
+
 # runs
 
 
