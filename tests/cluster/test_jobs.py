@@ -18,7 +18,7 @@ from qrl.tracking import store as stores
 from tests.cluster import one_machine
 
 pytestmark = [
-    pytest.mark.process,
+    pytest.mark.slow,  # a scheduler takes seconds to start, end and requeue each job
     pytest.mark.skipif(bool(one_machine.missing()), reason=one_machine.missing() or "Slurm is here"),
 ]
 
@@ -287,7 +287,6 @@ def test_a_study_that_is_cancelled_cancels_its_step(project):
     assert ended(study) == "KILLED" and ended(step) == "KILLED"
 
 
-@pytest.mark.slow
 def test_a_time_limit(project):
     job = submit(project, seconds="300", options={"time": 1})
     assert ended(job) == "FAILED" and "TIMEOUT" in tags(job)[names.TAG_REASON]
