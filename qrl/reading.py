@@ -66,6 +66,13 @@ def check_text(what: str, text: str) -> None:
         raise BadInput(f"{what} has the control character {found[0]!a}: write it without.")
 
 
+def memory_bytes() -> int:
+    """Return half of the memory that is free now, within which what is read of large files must stay."""
+    import psutil
+
+    return max(512 * MIB, psutil.virtual_memory().available // 2)
+
+
 def walk(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder, sorted within each folder; raise BadInput if there are more than `MOST_FILES`."""
     seen = 0

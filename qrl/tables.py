@@ -81,7 +81,7 @@ def narrow(
     from pyarrow import parquet
 
     source = {name: name for name in (*needed, *optional)} | dict(columns or {})
-    tables, held, most = [], 0, 8 * reading.table_bytes()
+    tables, held, most = [], 0, reading.memory_bytes()
     if any(Path(path).suffix != ".parquet" for _, path in files):
         return None
     try:

@@ -264,6 +264,7 @@ def begun(run_id: str, place: Path) -> Iterator[None]:
     for name in mlflow.get_run(run_id).data.tags.keys() & {names.TAG_REASON, names.TAG_EXIT_CODE}:
         client.delete_tag(run_id, name)  # of a try before this one
     note(run_id, {STATE: RUNNING, NODE: node})
+    client.update_run(run_id, status="RUNNING")
     try:
         client.log_text(run_id, f"{node}\n", f"{ARTIFACTS}/node.txt")
     except Exception as error:

@@ -24,6 +24,7 @@ from qrl.errors import BadInput
 from qrl.names import cell_name
 
 LARGEST = 1 << 30  # bytes of a log, uncompressed
+GROWS = 8  # times in memory, at least half of the worst: 300 MB of `[],[],…` take 6 GB
 ZSTD = 93  # zip's number for it, which the standard library reads only from Python 3.14 on
 HARNESS, INSPECT = "lm-evaluation-harness", "inspect_ai"
 GRADES = {"C": 1, "I": 0, "N": 0}  # inspect's correct, incorrect and no answer; P, partly correct, is neither
@@ -163,7 +164,7 @@ def _eval(path: Path) -> Log:
                 )
             samples = [info for name, info in members.items() if name.startswith("samples/")]
             sizes = [info.file_size for info in (header, *samples)]
-            if sum(sizes) > LARGEST or max(sizes) > reading.table_bytes():  # a member is in memory as a whole
+            if sum(sizes) > LARGEST or max(sizes) > reading.memory_bytes() // GROWS:  # a member is in memory as a whole
                 expected = "shorten it, for example by its events"
                 raise BadInput(
                     f"{path} unpacks to more than fits into memory, {max(sizes):,} bytes at once: {expected}."
@@ -193,7 +194,7 @@ def _content(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> byt
 
 
 def _json(path: Path) -> Log:
-    document = tables.parsed(str(path), reading.content(path, min(LARGEST, reading.table_bytes())))
+    document = tables.parsed(str(path), reading.content(path, min(LARGEST, reading.memory_bytes() // GROWS)))
     if not isinstance(document, dict) or "eval" not in document:
         raise BadInput(f"{path} has no 'eval': expected a log of {INSPECT}. Of {HARNESS}, give samples_*.jsonl.")
     return _inspect(path, document, iter(document.get("samples") or ()))

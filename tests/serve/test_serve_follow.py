@@ -255,7 +255,7 @@ def test_versions_that_are_no_longer_served_are_released(monkeypatch, tmp_path):
     monkeypatch.setattr(step.registry, "resolve", lambda _name, number: replace(first, version=number))
     monkeypatch.setattr(step.versions, "admit", lambda version: tmp_path / str(version.version))
     monkeypatch.setattr(step.contents, "note", lambda *_, **__: None)
-    stage = step._followed(first, ServedModel("qrl-tiny", 1, tmp_path / "1"), None)
+    stage = step._followed(first, ServedModel("qrl-tiny", 1, tmp_path / "1"), None, "")
     stage.on_switch(stage.admit(2), "2 serves now")
     stage.admit(3)
     assert released == [tmp_path / "1", tmp_path / "2"]
