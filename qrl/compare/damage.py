@@ -63,7 +63,7 @@ def measure(cells: Iterable[Cell], contrast: Contrast) -> tuple[Damage, ...]:
     if not excess:
         return ()
     holm = holm_by_key({cell: value.p_two_sided for cell, value in excess.items()})
-    return tuple(Damage(*cell, loss, excess.get(cell), holm.get(cell)) for cell, loss in losses.items())
+    return tuple(Damage(v, q, loss, excess.get((v, q)), holm.get((v, q))) for (v, q), loss in losses.items())
 
 
 def markdown(damages: Iterable[Damage]) -> list[str]:

@@ -48,7 +48,7 @@ def make(
         store.prepare()
         fields = {"power": planned.power, "n": planned.n, "effect": planned.effect, **table.as_json(planned)["assumed"]}
         params = {f"plan.{key}": value for key, value in fields.items() if value is not None}
-        with workspace(f"plan-{os.getpid()}") as work, runs.step("plan", params=params):
+        with workspace("plan", shared=True) as work, runs.step("plan", params=params):
             _write(planned, text, work)
             contents.log_folder(work)
             contents.describe(text)

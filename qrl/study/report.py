@@ -55,7 +55,7 @@ def warn(sentences: list[str]) -> None:
 def show(recipe: Recipe, launcher: Launcher) -> None:
     """Gather the study's artifacts from its steps' runs, and print the table and the verdict."""
     compared = launcher.result("compare")
-    with workspace(f"study-{launcher.run_id}") as work:
+    with workspace("study", shared=True) as work:
         for file in (names.TABLE_MD, names.TABLE_JSON, names.QUESTIONS):
             shutil.copy(contents.artifact(compared.run_id, file), work / file)
         for step in ("compare", "diagnose", "train"):
@@ -87,7 +87,7 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
     from qrl import registry
 
     name = registry.registered_name(recipe)
-    with workspace(f"study-{launcher.run_id}") as work:
+    with workspace("study", shared=True) as work:
         page.write(work / names.REPORT, recipe, launcher, page.gates(recipe, launcher, refused))
         contents.log_folder(work)
     contents.log_scores({"study/seconds": seconds, "study/outside_steps_s": seconds - launcher.seconds})
@@ -120,7 +120,7 @@ def sweep_tables(launcher: Launcher, outcomes: list[SweepOutcome], recipe: Recip
     from qrl.steps.compare import write_methods, write_sizes
 
     texts, frames, scores, failed = [], {}, {}, []
-    with workspace(f"methods-{launcher.run_id}") as work:
+    with workspace("methods", shared=True) as work:
         for outcome in outcomes:
             prefix = f"{outcome.model}: " if outcome.model else ""
             if outcome.found is None:

@@ -28,14 +28,14 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 
-PLAIN = ("bf16", "int8", "int8-attention", "int4", "nvfp4-a16", "mxfp4")  # the engine rounds no inputs
+PLAIN = ("bf16", "int8", "int8-attention", "int4", "nvfp4-a16", "mxfp4", "int3", "int2")  # the engine rounds no inputs
 ROUNDED = ("nvfp4-a4", "fp8")
 PARTS = {  # name → formats, shape, seconds
-    "plain": (PLAIN, "1.5b", 360),
+    "plain": (PLAIN, "1.5b", 420),
     "nvfp4-a4": (ROUNDED[:1], "1.5b", 240),
     "fp8": (ROUNDED[1:], "1.5b", 240),
     "again": (("bf16",), "1.5b", 180),
-    "tiny-plain": (PLAIN, "tiny", 180),
+    "tiny-plain": (PLAIN, "tiny", 240),
     "tiny-nvfp4-a4": (ROUNDED[:1], "tiny", 120),
     "tiny-fp8": (ROUNDED[1:], "tiny", 120),
 }
