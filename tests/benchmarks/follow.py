@@ -157,7 +157,7 @@ def run_load(args: argparse.Namespace) -> dict:
             until(lambda version=version, before=before: load.seen(version, before), server, log)
             moves[f"{what} to {version}"] = time.monotonic() - began
             print(f"{what} to {version}: {moves[f'{what} to {version}']:.1f} s, {load.summary()}", flush=True)
-        refused, undone = "does not take over", "are put back"
+        refused, undone = "does not take over", "is put back"
         moved = (("promote", 4, refused, 1), ("by hand", 5, undone, 1), ("promote", 6, refused, 2))
         for what, version, said, times in moved:
             registry(what, version)
