@@ -79,7 +79,7 @@ def check(path: Path | str, *, need_tokenizer: bool = True, need_chat_template: 
     if (folder / "adapter_config.json").is_file():
         raise BadInput(f"{folder} holds a PEFT adapter, not a model: merge it into its base with `merge` first.")
     settings = config(folder)  # before the folder is searched: it may be any on the disk
-    _refuse_code(folder)
+    refuse_code(folder)
     tensors_ = entries(folder)
     architecture.check(folder / "config.json", settings, tensors_)
     if need_tokenizer:
@@ -243,7 +243,12 @@ def tensors(path: Path | str, wanted: Sequence[str] | None = None) -> Iterator[t
             yield name, rows.whole(by_name[name])
 
 
-def _refuse_code(folder: Path) -> None:
+def refuse_code(folder: Path) -> None:
+    """Refuse a folder with code, or with weights that could run code when loaded.
+
+    Raises:
+        BadInput: the sentence names the file.
+    """
     for file in reading.walk(folder):
         if file.suffix.lower() in _UNSAFE and file.is_file():
             risk = f"{file} is {_UNSAFE[file.suffix.lower()]}, which could run code when loaded"

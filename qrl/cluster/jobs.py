@@ -194,7 +194,8 @@ def settle(run: Run, state: State | None = None) -> bool:
     note(run_id, {key: text for key, text in told.items() if tags.get(key, "") != text})
     is_open = run.info.status in ("RUNNING", "SCHEDULED")
     if not state.ended:
-        if state.word == WAITING and state.restarts and not is_open:  # killed, and requeued
+        # A process that was killed outright leaves its run RUNNING while the job waits in the queue again.
+        if state.word == WAITING and state.restarts and run.info.status != "SCHEDULED":
             mlflow.MlflowClient().update_run(run_id, status="SCHEDULED")
         return False
     _log(run_id, Path(tags[LOG]))

@@ -198,7 +198,8 @@ def read(name: str, model: RegisteredModel | None) -> History:
     if applied > len(records):
         raise QrlError(
             f"The record of decisions on '{name}', run {run_id}, ends at {len(records)}, but {applied} were carried "
-            "out: restore the database from a backup."
+            f"out: restore the database from a backup, or set the model's tag {names.TAG_APPLIED} to {len(records)} if "
+            "somebody changed it."
         )
     return History(name, run_id, tuple(records), chain, applied, run.info.lifecycle_stage == "deleted")
 

@@ -42,9 +42,13 @@ def read(run_id: str) -> Evaluated:
     """Return the evaluation that a run holds.
 
     Raises:
-        BadInput: the run does not exist, or is not a cell's evaluation.
+        BadInput: the run does not exist, was deleted, or is not a cell's evaluation.
     """
     run = contents.run(run_id, "a cell's evaluation")
+    if run.info.lifecycle_stage == "deleted":
+        raise BadInput(
+            f"Run '{run_id}' was deleted: restore it (mlflow runs restore --run-id {run_id}), or evaluate again."
+        )
     tags, metrics = run.data.tags, run.data.metrics
     if tags.get(names.TAG_STEP) != "evaluate" or names.TAG_DIGEST not in tags or names.ACCURACY not in metrics:
         raise BadInput(

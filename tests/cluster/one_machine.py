@@ -33,10 +33,10 @@ SelectTypeParameters=CR_Core
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 GresTypes=gpu
-ReturnToService=0
+ReturnToService=1
 KillWait=5
 MinJobAge={keep}
-SlurmdTimeout=10
+SlurmdTimeout=300
 SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_interval=1,requeue_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -92,6 +92,13 @@ class Slurm:
         """Return what a command of Slurm prints."""
         environment = os.environ | self.environment
         return subprocess.run(words, env=environment, capture_output=True, text=True, check=False).stdout
+
+    def report(self) -> str:
+        """Return how nodes and jobs stand, and the last lines of the controller's log."""
+        log = (self.folder / "slurmctld.log").read_text(errors="replace")
+        return "\n".join(
+            (self.run("sinfo", "-N", "-l"), self.run("scontrol", "show", "job", "--oneliner"), log[-2000:])
+        )
 
     def stop(self) -> None:
         """End all daemons and jobs, and delete the folder."""

@@ -101,10 +101,11 @@ def test_a_step_that_reported_keeps_its_reason(scripted):
     assert projects.failure(run_id) == ("The prompt is too long.", 2)
 
 
-def test_a_run_that_was_killed_and_requeued_waits_again(scripted):
+@pytest.mark.parametrize("left", ["KILLED", "RUNNING"], ids=["ended its run", "killed outright"])
+def test_a_run_that_was_killed_and_requeued_waits_again(scripted, left):
     _, _, run_id = opened()
     jobs.note(run_id, {jobs.ID: "1", jobs.CLUSTER: "slurm:test", jobs.LOG: "/nowhere"})
-    mlflow.MlflowClient().set_terminated(run_id, "KILLED")
+    mlflow.MlflowClient().update_run(run_id, status=left)
     scripted.states[:] = [driver.State(driver.WAITING, restarts=1)]
     assert not jobs.settle(mlflow.get_run(run_id))
     assert mlflow.get_run(run_id).info.status == "SCHEDULED"

@@ -64,6 +64,9 @@ def project(slurm, store, tmp_path, monkeypatch) -> Path:
     (folder / "study.py").write_text(STUDY)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     yield folder
+    print(slurm.report())  # pytest shows it of a test that failed
+    for log in (Path.cwd() / ".qrl").rglob("log.txt"):
+        print(log, log.read_text()[-2000:], sep="\n")
     slurm.run("scancel", "--user=root")
     until(lambda: not slurm.run("squeue", "-h").strip())
 

@@ -178,6 +178,11 @@ def test_what_is_served_is_what_was_measured(store, tiny_checkpoint):
     with pytest.raises(BadInput, match="not part of the model"):
         versions.verify(served)
     (stored / "more.safetensors").unlink()
+    for unsafe in ("modeling.py", "pytorch_model.bin"):
+        (stored / unsafe).touch()
+        with pytest.raises(BadInput, match=f"{unsafe} .* could run code"):
+            versions.verify(served)
+        (stored / unsafe).unlink()
     (stored / "generation_config.json").write_text("{}")
     with pytest.raises(QrlError, match="have changed"):
         versions.verify(served)
@@ -215,6 +220,16 @@ def test_a_gate_looks_at_the_files_and_not_at_their_tag(store, tiny_checkpoint, 
         log_rows(tmp_path, "base", "full", digest=digest)
     promote_base(again.info.run_id)
     assert pointers() == {"base": "2", "base-previous": "1"}  # whole weights displace damaged ones
+
+
+def test_an_evaluation_in_the_trash_earns_no_stage(evaluated):
+    run_id, _ = evaluated("base:full")
+    mlflow.delete_run(run_id)
+    with pytest.raises(BadInput, match=f"deleted: restore it .* {run_id}"):
+        promote_base(run_id)
+    mlflow.MlflowClient().restore_run(run_id)
+    promote_base(run_id)
+    assert pointers() == {"base": "1"}
 
 
 def newest() -> mlflow.entities.Run:
