@@ -9,7 +9,7 @@ import qrl
 from qrl import names
 from qrl.cluster import backend, config, jobs
 from tests.cluster import one_machine
-from tests.cluster.test_jobs import PROJECT, die, tags, until
+from tests.cluster.test_jobs import PROJECT, die, start_again, tags, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,8 +58,7 @@ def test_a_study_is_submitted_whole_and_survives(slurm, store, tmp_path, monkeyp
     until(lambda: jobs.settle(mlflow.get_run(urgent.run_id)))  # it took the node from the training
     slurm.run("scontrol", "requeue", study.job_id)
     for job in (study, train):
-        until(lambda job=job: job.driver.state(job.job_id).restarts == 1)
-        slurm.run("scontrol", "update", f"job={job.job_id}", "starttime=now")
+        start_again(slurm, job)
     assert study.wait(), study.log.read_text()[-3000:]
     assert mlflow.get_run(study.run_id).info.status == "FINISHED" and names.TAG_REASON not in tags(study)
     assert "Resumed from the checkpoint of step" in train.log.read_text()
