@@ -104,7 +104,7 @@ def _parsed(line: str) -> State:
     node = values.get("NodeList", "").replace("(null)", "")
     word, restarts = values.get("JobState", ""), int(values.get("Restarts", "0"))
     if word in _WAITS:
-        return State(WAITING, "", values.get("Reason", ""), restarts)
+        return State(WAITING, "", values.get("Reason", "").replace("None", "to be scheduled"), restarts)
     if word in _RUNS:
         return State(RUNNING, node, "", restarts)
     return State(word, node, values.get("ExitCode", ""), restarts)

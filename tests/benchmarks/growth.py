@@ -1,7 +1,7 @@
 """Measure how qrl grows: a store with 10,000 runs, a comparison of a million questions.
 
 python tests/benchmarks/growth.py store                    # SQLite
-python tests/benchmarks/growth.py store --postgresql       # with psycopg[binary] beside qrl's environment
+python tests/benchmarks/growth.py store --postgresql       # with psycopg2-binary beside qrl's environment
 python tests/benchmarks/growth.py compare                  # 1,000,000 questions in 12 cells, each in its own process
 
 The store is one small study of ours, made by the code that makes all of them, and copied 1,000 times with new ids by
@@ -263,7 +263,7 @@ def database(postgresql: bool, folder: Path) -> Iterator[str]:
     from tests.tracking.team import database_server
 
     with database_server() as address:
-        yield f"{address.replace('postgresql:', 'postgresql+psycopg:')}/mlflow"
+        yield f"{address}/mlflow"
 
 
 def grown(postgresql: bool, copies: int, registered: int) -> None:

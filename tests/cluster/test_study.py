@@ -1,4 +1,4 @@
-"""A whole study on a real Slurm: a job a step; training is preempted and resumes, the study itself is requeued."""
+"""A whole study on a real Slurm, a job a step, and a training on two nodes."""
 
 from pathlib import Path
 
@@ -66,3 +66,16 @@ def test_a_study_is_submitted_whole_and_survives(slurm, store, tmp_path, monkeyp
     expected = sorted(backend.STEPS)  # one each: none was submitted twice
     assert sorted(run.info.run_name for run in steps) == expected
     assert all(run.info.status == "FINISHED" and jobs.ID in run.data.tags for run in steps)
+
+
+def test_a_training_spreads_over_two_nodes(slurm, store, monkeypatch):
+    for name, value in slurm.environment.items():
+        monkeypatch.setenv(name, value)
+    whole = {"nodes": 2, "options": {"exclusive": True}}
+    settings = CLUSTER | {"steps": {"train": whole}, "defaults": {"partition": "cpu", "time": 60}}
+    small = {name: value for name, value in SMALL.items() if name.startswith("train.")} | {"train.steps": "2"}
+    train = backend.start(config.load(settings), ROOT, "train", small, "local")
+    assert train.wait(), train.log.read_text()[-3000:]
+    (run,) = mlflow.search_runs(output_format="list")
+    assert run.info.status == "FINISHED" and run.data.params["processes"] == "2"
+    assert tags(train)[jobs.NODE] == "n[1-2]"

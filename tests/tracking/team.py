@@ -17,7 +17,7 @@ import requests
 
 ADMIN = ("admin", "only-for-tests-1234")
 BUCKET = "team"
-SERVER = ("--from", "mlflow==3.17.2", "--with", "Flask-WTF==1.3.0", "--with", "psycopg[binary]==3.3.9")
+SERVER = ("--from", "mlflow==3.17.2", "--with", "Flask-WTF==1.3.0", "--with", "psycopg2-binary==2.9.12")
 SERVER += ("--with", "boto3==1.44.5")
 S3 = ("--from", "moto[server]==5.2.5")
 WAIT_S = 180
@@ -120,7 +120,7 @@ def database_server() -> Iterator[str]:
         try:
             for name in ("mlflow", "auth"):
                 run("createdb", "-h", "127.0.0.1", "-p", str(port), "-U", "team", name)
-            yield f"postgresql://team@127.0.0.1:{port}"
+            yield f"postgresql+psycopg2://team@127.0.0.1:{port}"
         finally:
             run("pg_ctl", "-D", f"{folder}/data", "-m", "immediate", "stop")
 
