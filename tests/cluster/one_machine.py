@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
+ACCOUNTING = ("slurmdbd", "mariadbd", "mariadb-install-db")
 NODES = ("n1", "n2")
 CONF = """
 ClusterName=test
@@ -30,7 +31,7 @@ SwitchType=switch/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-AccountingStorageType=accounting_storage/none
+{accounting}
 JobAcctGatherType=jobacct_gather/none
 GresTypes=gpu
 ReturnToService=1
@@ -45,13 +46,33 @@ PreemptExemptTime=0
 PartitionName=cpu Nodes=ALL Default=YES MaxTime=60 PriorityTier=1
 PartitionName=gpu Nodes=ALL MaxTime=60 PriorityTier=10
 """
+DBD_CONF = """
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+DbdHost={host}
+DbdPort={port}
+SlurmUser=root
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort={database}
+StorageUser=root
+StorageLoc=slurm
+LogFile={folder}/slurmdbd.log
+PidFile={folder}/slurmdbd.pid
+"""
+WITHOUT = "AccountingStorageType=accounting_storage/none"
+WITH = """AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={host}
+AccountingStoragePort={port}
+AccountingStoragePass={folder}/munge.socket"""
 
 
-def missing() -> str:
+def missing(*, accounting: bool = False) -> str:
     """Return why no Slurm can be started here; empty where one can."""
-    lost = [name for name in PROGRAMS if not shutil.which(name, path=_PATH)]
+    wanted = (*PROGRAMS, *ACCOUNTING) if accounting else PROGRAMS
+    lost = [name for name in wanted if not shutil.which(name, path=_PATH)]
     if lost:
-        return f"{', '.join(lost)} not installed: apt-get install slurm-wlm munge"
+        return f"{', '.join(lost)} not installed: apt-get install slurm-wlm munge slurmdbd mariadb-server"
     return "" if os.geteuid() == 0 else "slurmd is started as root"
 
 
@@ -61,15 +82,22 @@ _PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin
 class Slurm:
     """A cluster of two nodes, both this machine, with the partitions cpu and gpu; gpu preempts cpu."""
 
-    def __init__(self, *, keep: int = 300) -> None:
-        """Start it; `keep`: seconds for which it remembers a job that ended."""
+    def __init__(self, *, keep: int = 300, accounting: bool = False) -> None:
+        """Start it.
+
+        Args:
+            keep: seconds for which the controller remembers a job that ended.
+            accounting: with slurmdbd, on a MariaDB of its own.
+        """
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
         self.folder.chmod(0o755)
         self.processes: dict[str, subprocess.Popen] = {}
-        ports, host = _ports(1 + len(NODES)), socket.gethostname().split(".")[0]
+        ports, host = _ports(3 + len(NODES)), socket.gethostname().split(".")[0]
+        database, dbd = ports[-2:]
         what = f"NodeHostname={host} CPUs={os.cpu_count()} RealMemory=2000 Gres=gpu:1 State=UNKNOWN"
-        nodes = "\n".join(f"NodeName={name} Port={port} {what}" for name, port in zip(NODES, ports[1:], strict=True))
-        conf = CONF.format(host=host, folder=self.folder, port=ports[0], nodes=nodes, keep=keep)
+        nodes = "\n".join(f"NodeName={name} Port={port} {what}" for name, port in zip(NODES, ports[1:-2], strict=True))
+        kept = WITH.format(host=host, port=dbd, folder=self.folder) if accounting else WITHOUT
+        conf = CONF.format(host=host, folder=self.folder, port=ports[0], nodes=nodes, keep=keep, accounting=kept)
         (self.folder / "slurm.conf").write_text(conf)
         (self.folder / "gres.conf").write_text(f"NodeName={','.join(NODES)} Name=gpu File=/dev/null\n")
         (self.folder / "state").mkdir()
@@ -83,6 +111,8 @@ class Slurm:
             f"--log-file={files['log']}", f"--pid-file={files['pid']}", f"--seed-file={files['seed']}",
         )  # fmt: skip
         self._until(files["socket"].exists, "munged")
+        if accounting:
+            self._account(DBD_CONF.format(host=host, folder=self.folder, port=dbd, database=database), database)
         self._start("slurmctld", "-D")
         for node in NODES:
             self._start("slurmd", "-D", "-N", node, name=node)
@@ -112,6 +142,17 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _account(self, settings: str, port: int) -> None:
+        data = self.folder / "database"
+        self.run("mariadb-install-db", "--user=root", f"--datadir={data}", "--auth-root-authentication-method=normal")
+        own = [f"--datadir={data}", f"--socket={data}/socket", f"--pid-file={data}/pid", f"--port={port}"]
+        self._start("mariadbd", "--no-defaults", "--user=root", "--bind-address=127.0.0.1", "--skip-grant-tables", *own)
+        (self.folder / "slurmdbd.conf").write_text(settings)
+        (self.folder / "slurmdbd.conf").chmod(0o600)  # as slurmdbd demands
+        self._until((data / "socket").exists, "mariadbd")
+        self._start("slurmdbd", "-D")
+        self._until(lambda: self.run("sacctmgr", "-i", "add", "cluster", "test"), "slurmdbd")
 
     def _start(self, *words: str, name: str = "") -> None:
         log = (self.folder / f"{name or words[0]}.out").open("w")
