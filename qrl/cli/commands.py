@@ -220,7 +220,7 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 @option("--rank", **SWITCH, help="Rank cells by accuracy, against base and grpo in full precision.")
 @option("--methods", **SWITCH, hidden=True)
 @option("--fail-on", metavar="VERDICT,…", help="End with exit code 3 if a scheme has this verdict: lost, inconclusive.")
-@option("--out", metavar="DIR", help="Write files there, without MLflow; needed but with --cells.")
+@option("--out", metavar="DIR", help="Write files there, without MLflow; required unless --cells is given.")
 def compare_command(
     settings, rank: bool | None, methods: bool | None, out: str | None, fail_on: str | None, **inputs: str | None
 ) -> None:

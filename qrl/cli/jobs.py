@@ -12,7 +12,7 @@ _PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 @click.command("submit", context_settings=_PASSED_ON)
 @option("--cluster", default="cluster.yaml", metavar="FILE", help="Driver, shared folder, and each step's resources.")
-@option("--env-manager", default="local", metavar="NAME", help="As of `mlflow run`: local is the present environment.")
+@option("--env-manager", default="local", metavar="NAME", help="As for `mlflow run`; local: the present environment.")
 @option("--dry-run", is_flag=True, help="Print the scripts, and submit nothing.")
 @option("--project", default=".", hidden=True)
 @argument("entry", metavar="COMMAND")
@@ -33,7 +33,7 @@ def submit_command(cluster: str, env_manager: str, dry_run: bool, project: str, 
 
 
 @click.command("jobs")
-@option("--cancel", metavar="RUN", help="Cancel the job of a run, and of a study the jobs of its steps.")
+@option("--cancel", metavar="RUN", help="Cancel the job of a run; of a study, also its steps' jobs.")
 @option("--all", "every", is_flag=True, help="Show jobs that ended, too.")
 def jobs_command(cancel: str | None, every: bool) -> None:
     """List the jobs of the store here, and end the runs of those that died without a report."""
