@@ -142,15 +142,15 @@ def text_files(path: Path | str) -> list[str]:
 
 def _matching(folder: Path, patterns: Sequence[str]) -> list[str]:
     """Return the names in a folder that match a pattern; each must be a file of a bearable size."""
-    found = sorted(name for name in os.listdir(folder) if any(fnmatchcase(name, each) for each in patterns))
-    found = [name for name in found if not (folder / name).is_dir()]
-    for name in found:
+    matching = sorted(name for name in os.listdir(folder) if any(fnmatchcase(name, each) for each in patterns))
+    matching = [name for name in matching if not (folder / name).is_dir()]
+    for name in matching:
         _check_name(folder, name)
         try:
             reading.check(folder / name, _most(name))
         except OSError as error:  # such as a link to a file that is gone
             raise BadInput(f"{folder / name} cannot be read ({error.strerror}): copy the folder again.") from None
-    return found
+    return matching
 
 
 def _check_name(folder: Path, name: str) -> None:

@@ -62,8 +62,8 @@ def parsed(text: str | bytes, *, unique: bool = False) -> Any:
 
 def check_text(what: str, text: str) -> None:
     """Raise BadInput if a text has control characters, with which a name could change what a terminal shows."""
-    if found := re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text):
-        raise BadInput(f"{what} has the control character {found[0]!a}: write it without.")
+    if control := re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text):
+        raise BadInput(f"{what} has the control character {control[0]!a}: write it without.")
 
 
 def memory_bytes() -> int:
@@ -85,9 +85,9 @@ def walk(folder: Path) -> Iterator[Path]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    settings = dict(pairs)
+    if len(settings) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
         raise ValueError(f"'{twice}' is given twice")
-    return found
+    return settings

@@ -39,7 +39,7 @@ class Texts:
         import pandas as pd
         from pyarrow import parquet
 
-        wanted, found, begin = np.unique(rows.to_numpy()), [], 0
+        wanted, parts_read, begin = np.unique(rows.to_numpy()), [], 0
         for path in self.files:
             file = parquet.ParquetFile(path)
             of_file = {self.columns.get(name, name): name for name in columns}
@@ -50,11 +50,11 @@ class Texts:
                 parts = file.iter_batches(_BATCH, [group], there) if there and len(left) else ()
                 for part in parts:
                     own = left[(left >= at) & (left < at + len(part))]
-                    found.append(part.take(own - at).to_pandas().rename(columns=of_file).set_index(own))
+                    parts_read.append(part.take(own - at).to_pandas().rename(columns=of_file).set_index(own))
                     if (at := at + len(part)) > left[-1]:
                         break
                 begin = end
-        table = pd.concat(found) if found else pd.DataFrame(index=wanted)
+        table = pd.concat(parts_read) if parts_read else pd.DataFrame(index=wanted)
         return table.reindex(rows.to_numpy()).set_index(rows.index)
 
 

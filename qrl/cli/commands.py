@@ -243,8 +243,8 @@ def compare_command(
         raise BadInput(f"The option `compare --methods` {RENAMED}")
     options = [f"--{name}" for name in ("questions", "logs", "counts", "cells") if inputs[name]]
     if len(options) != 1:
-        found = " and ".join(options) or "none"
-        raise BadInput(f"compare needs one of --questions, --logs, --counts or --cells, not {found}.")
+        chosen = " and ".join(options) or "none"
+        raise BadInput(f"compare needs one of --questions, --logs, --counts or --cells, not {chosen}.")
     for name, about in ABOUT.items():
         if inputs[name] is not None and options[0] not in about:
             raise BadInput(f"--{name} is about files of {' or '.join(about)}, not {options[0]}: omit it.")

@@ -145,9 +145,9 @@ class RecipeCommand(click.Command):
         from qrl.study import build
         from qrl.tracking import origin, runs
 
-        if runs.is_launched() or not (found := origin.find(text)):  # a study names every setting itself
+        if runs.is_launched() or not (origins := origin.find(text)):  # a study names every setting itself
             return {}
-        newest, *others = found
+        newest, *others = origins
         base = recipe.default(newest.values | overrides)
         usual = recipe.load(base).flat(*self.sections)
         read = {key: value for key, value in newest.values.items() if key in usual and key not in overrides}

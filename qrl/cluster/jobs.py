@@ -140,8 +140,8 @@ def submit(job: Job) -> Submitted:
         number = driver.submit(job)
     except Exception as failure:
         error = store.sentence(failure) or QrlError(f"The job of {job.entry} was not submitted: {first_line(failure)}")
-        told = {STATE: "REFUSED", names.TAG_REASON: str(error), names.TAG_EXIT_CODE: str(error.exit_code)}
-        note(job.run_id, told)
+        refusal = {STATE: "REFUSED", names.TAG_REASON: str(error), names.TAG_EXIT_CODE: str(error.exit_code)}
+        note(job.run_id, refusal)
         client.set_terminated(job.run_id, "FAILED")
         raise error from None
     note(job.run_id, {ID: number})
@@ -190,8 +190,8 @@ def settle(run: Run, state: State | None = None) -> bool:
     state = state or _driver(tags).state(tags[ID])
     if state is None:
         return False
-    told = {STATE: state.word, NODE: state.node or tags.get(NODE, ""), RESTARTS: str(state.restarts)}
-    note(run_id, {key: text for key, text in told.items() if tags.get(key, "") != text})
+    known = {STATE: state.word, NODE: state.node or tags.get(NODE, ""), RESTARTS: str(state.restarts)}
+    note(run_id, {key: text for key, text in known.items() if tags.get(key, "") != text})
     is_open = run.info.status in ("RUNNING", "SCHEDULED")
     if not state.ended:
         # A process that was killed outright leaves its run RUNNING while the job waits in the queue again.
@@ -206,7 +206,7 @@ def settle(run: Run, state: State | None = None) -> bool:
     reported = run.info.status == "FINISHED" or int(tags.get(names.TAG_EXIT_CODE, _KILLED)) <= 128  # not by a signal
     if is_open or not reported:
         why = _REASONS.get(state.word) or f"{_last(Path(tags[LOG]))} (exit code {state.detail})"
-        where = f" on {told[NODE]}" if told[NODE] else ""
+        where = f" on {known[NODE]}" if known[NODE] else ""
         reason = f"Job {tags[ID]} ended {state.word}{where}: {why}."
         status = "FAILED" if state.word in _BY_ITSELF else "KILLED"
         for cell in store.running(f" and tags.`{runs.PARENT}` = '{run_id}'"):
@@ -240,8 +240,8 @@ def listed(cancel: str | None = None, *, every: bool = False) -> list[str]:
     if cancel:
         chosen = [run for run in _found(_OPEN) if run.info.run_id.startswith(cancel)]
         if len(chosen) != 1:
-            found = f"{len(chosen)} waiting or running jobs have" if chosen else "no waiting or running job has"
-            raise BadInput(f"'{cancel}' names no single job: {found} such a run. `qrl jobs` lists them.")
+            count = f"{len(chosen)} waiting or running jobs have" if chosen else "no waiting or running job has"
+            raise BadInput(f"'{cancel}' names no single job: {count} such a run. `qrl jobs` lists them.")
         below = _found(f"{_OPEN} and tags.`{runs.PARENT}` = '{chosen[0].info.run_id}'")
         for run in (*chosen, *below):  # the study first, lest it submit more
             Submitted(run.info.run_id, 1).cancel()
@@ -295,8 +295,8 @@ def _driver(tags: dict[str, str]) -> Driver:
 
 
 def _found(query: str) -> list[Run]:
-    found = mlflow.search_runs(filter_string=query, search_all_experiments=True, output_format="list")
-    return [run for run in found if {ID, CLUSTER, STATE, LOG} <= run.data.tags.keys()]
+    runs_found = mlflow.search_runs(filter_string=query, search_all_experiments=True, output_format="list")
+    return [run for run in runs_found if {ID, CLUSTER, STATE, LOG} <= run.data.tags.keys()]
 
 
 def _work(entry: str, parameters: dict[str, str]) -> str:

@@ -65,9 +65,9 @@ class SkyPilot:
         done = call("sky", "jobs", "launch", "--yes", "--detach-run", *secrets, str(job.script), timeout=1800)
         number = _NUMBER.search(done.stdout)
         if done.returncode or not number:
-            said = (done.stderr or done.stdout).strip().splitlines() or ["it says nothing"]
+            printed = (done.stderr or done.stdout).strip().splitlines() or ["it says nothing"]
             raise BadInput(
-                f"SkyPilot refuses the job of {job.entry} ({said[-1]}): correct cluster.yaml, and submit again."
+                f"SkyPilot refuses the job of {job.entry} ({printed[-1]}): correct cluster.yaml, and submit again."
             )
         return number[1]
 

@@ -26,8 +26,8 @@ class Slurm:
         if not shutil.which("scontrol"):
             return ""
         with suppress(QrlError):
-            found = re.search(r"^ClusterName\s*=\s*(\S+)", call("scontrol", "show", "config").stdout, re.MULTILINE)
-            return found[1] if found else ""
+            name = re.search(r"^ClusterName\s*=\s*(\S+)", call("scontrol", "show", "config").stdout, re.MULTILINE)
+            return name[1] if name else ""
         return ""
 
     def script(self, job: Job) -> str:
@@ -71,8 +71,8 @@ class Slurm:
         """Hand a script to sbatch, and return the job's number."""
         done = call("sbatch", "--parsable", str(job.script))
         if done.returncode:
-            said = first_line(QrlError(done.stderr)).removeprefix("sbatch: error: ")
-            raise BadInput(f"Slurm refuses the job of {job.entry} ({said}): correct cluster.yaml, and submit again.")
+            refusal = first_line(QrlError(done.stderr)).removeprefix("sbatch: error: ")
+            raise BadInput(f"Slurm refuses the job of {job.entry} ({refusal}): correct cluster.yaml, and submit again.")
         return done.stdout.strip().partition(";")[0]  # number;cluster
 
     def state(self, job_id: str) -> State | None:

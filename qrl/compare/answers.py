@@ -149,13 +149,13 @@ def changed(rows: Answered) -> pd.DataFrame:
     correct = table["correct"].to_numpy()
     own, other = (side[correct[own] != correct[other]] for side in (own, other))
     columns = ["variant", "scheme", "seed", "question"]
-    said = table.iloc[own][columns].astype(str).assign(correct=correct[own])
-    said.loc[said["variant"] == names.BASE, "seed"] = ""
+    changed = table.iloc[own][columns].astype(str).assign(correct=correct[own])
+    changed.loc[changed["variant"] == names.BASE, "seed"] = ""
     texts = [name for name in (*_TEXTS, ROW) if name in frame and name not in ("parsed_full", "completion_full")]
-    said = said.assign(**{name: frame[name].iloc[own] for name in texts}).reset_index(drop=True)
+    changed = changed.assign(**{name: frame[name].iloc[own] for name in texts}).reset_index(drop=True)
     both = [name for name in ("parsed", "completion", ROW) if name in frame]
     twins = {f"{name}_full": frame[name].iloc[other].reset_index(drop=True) for name in both}
-    return said.assign(correct_full=correct[other], **twins)
+    return changed.assign(correct_full=correct[other], **twins)
 
 
 def shown(changed: pd.DataFrame, texts: Texts | None = None) -> pd.DataFrame:
@@ -192,9 +192,9 @@ def _clean(value: Any) -> str:
     return f"{text[:start]}\n[… {len(text) - LONGEST:,} characters left out …]\n{text[-end:]}"
 
 
-def as_json(found: Mapping[Cell, Answers], cell: Cell, numbers: Callable[[Estimate], dict]) -> dict | None:
+def as_json(by_cell: Mapping[Cell, Answers], cell: Cell, numbers: Callable[[Estimate], dict]) -> dict | None:
     """Return a cell's entry in table.json: measure → {"n", "mean", "change"}, then counts; None without any."""
-    if (answers := found.get(cell)) is None:
+    if (answers := by_cell.get(cell)) is None:
         return None
     entry: dict = {}
     for name, mean in answers.means.items():

@@ -100,14 +100,14 @@ def read_logs(
 def _file(place: str) -> Path:
     path = Path(place)
     if path.is_dir():
-        found = [file for file in reading.walk(path) if file.suffix == ".eval" or file.match("samples_*.jsonl")]
+        files = [file for file in reading.walk(path) if file.suffix == ".eval" or file.match("samples_*.jsonl")]
     else:
-        found = [path] if path.exists() else [Path(name) for name in sorted(glob.glob(place, recursive=True))]
-    if len(found) != 1:
-        which = f" ({', '.join(file.name for file in found)[:200]})" if found else ""
+        files = [path] if path.exists() else [Path(name) for name in sorted(glob.glob(place, recursive=True))]
+    if len(files) != 1:
+        which = f" ({', '.join(file.name for file in files)[:200]})" if files else ""
         expected = "one per cell, a samples_*.jsonl of lm-evaluation-harness, or an .eval or .json of inspect_ai"
-        raise BadInput(f"There are {len(found)} logs at {place}{which}: expected {expected}.")
-    return found[0]
+        raise BadInput(f"There are {len(files)} logs at {place}{which}: expected {expected}.")
+    return files[0]
 
 
 def _read(path: Path) -> Log:
@@ -236,11 +236,11 @@ def _inspect(path: Path, header: Mapping[str, Any], samples: Iterator[dict[str, 
 
 def _chosen(what: str, name: str | None, log: Log, present: Mapping[str | None, None]) -> str | None:
     """Return the metric or filter to read: the one that is named, or else the only one."""
-    found = f"{log.path} has the {what}{'s' if len(present) > 1 else ''} {quoted(map(str, present))}"
+    available = f"{log.path} has the {what}{'s' if len(present) > 1 else ''} {quoted(map(str, present))}"
     if name is None and len(present) > 1:
-        raise BadInput(f"{found}: choose one with --{what}.")
+        raise BadInput(f"{available}: choose one with --{what}.")
     if name is not None and name not in present:
-        raise BadInput(f"{found}, not '{name}': choose with --{what} one that every log has.")
+        raise BadInput(f"{available}, not '{name}': choose with --{what} one that every log has.")
     return name if name is not None else next(iter(present), None)
 
 

@@ -40,8 +40,10 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         entry |= {"seeds": len(comparison.runs) or None, "paired": comparison.paired}
         entry["engine"] = comparison.engine or None
         entry["cells"] = {variant: _cell(comparison, (variant, scheme)) for variant in comparison.variants}
-        found = {variant: answers.as_json(comparison.answers, (variant, scheme), numbers) for variant in entry["cells"]}
-        entry["answers"] = {variant: of_cell for variant, of_cell in found.items() if of_cell}
+        measured = {
+            variant: answers.as_json(comparison.answers, (variant, scheme), numbers) for variant in entry["cells"]
+        }
+        entry["answers"] = {variant: of_cell for variant, of_cell in measured.items() if of_cell}
         if others:
             entry["others"] = {row.variant: _row(row) for row in others}
         entries[scheme] = entry

@@ -101,13 +101,13 @@ def _losses(comparison: Comparison) -> list[str]:
 
 def _answers(comparison: Comparison) -> list[str]:
     """Return a table of the answers, if more is known of them than right or wrong, or if quantization changed some."""
-    found = comparison.answers
-    if not found or not any(answers.means or answers.mcnemar is not None for answers in found.values()):
+    by_cell = comparison.answers
+    if not by_cell or not any(answers.means or answers.mcnemar is not None for answers in by_cell.values()):
         return []
-    known = [name for name in _MEASURES if any(name in answers.means for answers in found.values())]
+    known = [name for name in _MEASURES if any(name in answers.means for answers in by_cell.values())]
     head = ["cell", *(_MEASURES[name][0] for name in known)]
     body = []
-    for (variant, scheme), answers in found.items():
+    for (variant, scheme), answers in by_cell.items():
         line = [names.cell_name(variant, comparison.shown(scheme)), *(_measure(answers, name) for name in known)]
         counts = (answers.right_to_wrong, answers.wrong_to_right)
         line += ["" if count is None else str(count) for count in counts]

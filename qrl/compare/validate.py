@@ -67,8 +67,8 @@ def check_columns(frame: pd.DataFrame) -> None:
         raise BadInput("The table of outcomes is empty: expected a row per cell and question.")
     for column in frame.columns.intersection([*COLUMNS, *OPTIONAL], sort=False):
         if nested := [value for value in _objects(pd.Series(frame[column])) if isinstance(value, _NESTED)]:
-            found = f"The column '{column}' holds values such as {str(nested[0])[:40]!r}"
-            raise BadInput(f"{found}, but every value must be one label or number: write it as text.")
+            nested_values = f"The column '{column}' holds values such as {str(nested[0])[:40]!r}"
+            raise BadInput(f"{nested_values}, but every value must be one label or number: write it as text.")
     for column in COLUMNS:
         if empty := np.count_nonzero(frame[column].isna()):
             raise BadInput(f"The column '{column}' has {empty} empty values: every row needs {quoted(COLUMNS)}.")
@@ -109,11 +109,11 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
     """
     check_columns(frame)
     frame = frame.reset_index(drop=True)  # tables that were concatenated repeat their labels
-    said = labels(pd.Series(frame["correct"]))
-    correct = pd.Series(said.cat.categories.str.lower().map(OUTCOMES), dtype=float).to_numpy()[said.cat.codes]
+    given = labels(pd.Series(frame["correct"]))
+    correct = pd.Series(given.cat.categories.str.lower().map(OUTCOMES), dtype=float).to_numpy()[given.cat.codes]
     if wrong := frame.loc[np.isnan(correct), "correct"].astype(object).tolist():
-        found = f"'correct' is {wrong[0]!r:.40} in {len(wrong)} row(s)"
-        raise BadInput(f"{found}, but must be 0 or 1: grade the completions first, or name another column.")
+        wrong_value = f"'correct' is {wrong[0]!r:.40} in {len(wrong)} row(s)"
+        raise BadInput(f"{wrong_value}, but must be 0 or 1: grade the completions first, or name another column.")
     table = frame.filter(items=[*COLUMNS, "cluster", "sample"]).assign(correct=correct)
     table = table.assign(**{column: labels(pd.Series(frame[column])) for column in ("variant", "scheme", "question")})
     check_compatible(frame)

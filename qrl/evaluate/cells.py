@@ -179,14 +179,14 @@ def _references(
     A question is left out if its solution is no more than the answer, or too long for the model's positions.
     """
     positions = checkpoint.config(path).get("max_position_embeddings") or float("inf")
-    found = {}
+    solutions = {}
     for place, (question, prompt_ids) in enumerate(zip(questions, prompts, strict=True)):
         worked = question.solution.strip()
         if worked not in ("", question.answer, f"#### {question.answer}", f"\\boxed{{{question.answer}}}"):
             ids = tokens(question.solution + (tokens.eos_token or ""), add_special_tokens=False)["input_ids"]
             if len(prompt_ids) + len(ids) < positions:
-                found[place] = ids
-    return found
+                solutions[place] = ids
+    return solutions
 
 
 @contextmanager

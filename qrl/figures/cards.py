@@ -77,8 +77,8 @@ def verdicts(rows: Sequence[Row], sizes: Mapping[str, int]) -> str:
     cards = []
     for row in rows:
         estimate, _, bounds = interval(row.entry["gain_survival"]).partition(" ")
-        found = {"name": row.name, "verdict": row.entry["verdict"], "estimate": estimate, "interval": bounds}
-        cards.append(found | {"size": _size(row, sizes), "meaning": _meaning(row)})
+        card = {"name": row.name, "verdict": row.entry["verdict"], "estimate": estimate, "interval": bounds}
+        cards.append(card | {"size": _size(row, sizes), "meaning": _meaning(row)})
     return page.html("verdicts", cards=cards)
 
 

@@ -52,8 +52,8 @@ def check(file: Path, settings: Mapping[str, Any], tensors: Mapping[str, Entry])
         actual["num_hidden_layers"] = {layers, layers - extra}
     for key, sizes in actual.items():
         if settings.get(key) not in (None, *sizes):
-            said = f"{file} says {key} = {settings[key]}, but its weights have {max(sizes)}"
-            raise BadInput(f"{said}: copy config.json and weights from the same model.")
+            contradiction = f"{file} says {key} = {settings[key]}, but its weights have {max(sizes)}"
+            raise BadInput(f"{contradiction}: copy config.json and weights from the same model.")
 
 
 def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

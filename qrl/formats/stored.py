@@ -41,8 +41,8 @@ def names(path: Path | str) -> list[str]:
     entries = checkpoint.entries(path)
     quantized = {f"{name.removesuffix(mark)}.weight" for name in entries for mark in MARKS if name.endswith(mark)}
     if not quantized:
-        said = f"{path} says that it is quantized ({settings.get('quant_method')})"
-        raise BadInput(f"{said} but holds no quantized matrix: expected {READABLE}.")
+        declared = f"{path} says that it is quantized ({settings.get('quant_method')})"
+        raise BadInput(f"{declared} but holds no quantized matrix: expected {READABLE}.")
     for name, entry in sorted(entries.items()):
         is_codes = name.endswith(CODES) and entry.dtype not in FLOATS
         if is_codes and f"{module(name)}.weight" not in quantized:

@@ -106,24 +106,24 @@ def _gates(entry: ModelVersion) -> list[dict[str, Any]]:
         simple = verdict in ("passed", "refused")
         text = entry.tags.get(names.gate_record_tag(stage), "{}") if simple else verdict  # once one tag held both
         try:
-            said = reading.parsed(text)
-            gates.append(_gate(stage, int(entry.version), verdict if simple else said.get("verdict", ""), said))
+            record = reading.parsed(text)
+            gates.append(_gate(stage, int(entry.version), verdict if simple else record.get("verdict", ""), record))
         except (AttributeError, TypeError, ValueError):
             wrong = f"The tag {tag} of version {entry.version} of '{entry.name}' cannot be read"
             raise BadInput(f"{wrong}: delete it, and promote the version again.") from None
     return gates
 
 
-def _gate(stage: str, version: int, verdict: str, said: Mapping[str, Any]) -> dict[str, Any]:
+def _gate(stage: str, version: int, verdict: str, record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a decision from its JSON, in the last form or the one before it (`cell`, `why`, `facts`, `at`)."""
     return {
         "action": PROMOTE if verdict in ("passed", "promoted") else REFUSE,
         "stage": stage,
         "version": version,
-        "run": said.get("run") or said.get("cell", ""),
-        "digest": said.get("digest", ""),
-        "reasons": tuple(said.get("reasons") or filter(None, [said.get("why")])),
-        "bounds": dict(said.get("bounds") or said.get("facts", {})),
-        "time": said.get("time") or said.get("at", ""),
-        "study": said.get("study", ""),
+        "run": record.get("run") or record.get("cell", ""),
+        "digest": record.get("digest", ""),
+        "reasons": tuple(record.get("reasons") or filter(None, [record.get("why")])),
+        "bounds": dict(record.get("bounds") or record.get("facts", {})),
+        "time": record.get("time") or record.get("at", ""),
+        "study": record.get("study", ""),
     }

@@ -21,5 +21,5 @@ class MlflowClient(mlflow.MlflowClient):
 
     def get_registered_model(self, name: str) -> RegisteredModel:
         """Return a registered model as MLflow has it; errors as MLflow's."""
-        found = [] if "'" in name else self.search_registered_models(f"name = '{name}'", max_results=1)
-        return found[0] if found else super().get_registered_model(name)  # which says what is wrong
+        matching = [] if "'" in name else self.search_registered_models(f"name = '{name}'", max_results=1)
+        return matching[0] if matching else super().get_registered_model(name)  # which says what is wrong

@@ -44,9 +44,9 @@ def publish(name: str, stages: Iterable[Stage], table: str = "") -> None:
         return
     if former and not former.startswith(_HEAD):
         return
-    said = _stages(stages)
+    meanings = _stages(stages)
     table = table.replace("\n## ", "\n#### ").removeprefix("## ").strip() or former.partition(_TABLE)[2].strip()
-    MlflowClient().update_registered_model(name, _cut(f"{said}\n{_TABLE}\n\n{table}" if table else said))
+    MlflowClient().update_registered_model(name, _cut(f"{meanings}\n{_TABLE}\n\n{table}" if table else meanings))
 
 
 def _stages(stages: Iterable[Stage]) -> str:

@@ -29,8 +29,8 @@ LEASE = 60  # seconds after which another host takes over a decision that was re
 def known(name: str) -> History:
     """Return a model's history as it is, and write nothing: without a record, what its tags and aliases say."""
     past = history.read(name, model := model_of(name))
-    said = _to_adopt(past, model) if model else None
-    return History(name, records=(Record.of(said),), applied=1) if said else past
+    first = _to_adopt(past, model) if model else None
+    return History(name, records=(Record.of(first),), applied=1) if first else past
 
 
 def current(name: str) -> History:
@@ -60,10 +60,10 @@ def append(name: str, decide: Callable[[History], Mapping[str, Any]]) -> History
         with locked(name):
             while True:
                 past = _turn(name)
-                said = decide(past)
+                decision = decide(past)
                 if not past.run_id:
                     adopt.begin(_there(name), versions_of(name))
-                elif after := history.claim(past, said):
+                elif after := history.claim(past, decision):
                     return _carry_out(after)
     except MlflowException as error:
         raise store.sentence(error) or error from None
@@ -73,9 +73,9 @@ def _turn(name: str, *, wait: bool = True) -> History:
     """Return the history once no decision is pending and every pointer shows it; it is our turn then."""
     while True:
         past = history.read(name, model := _there(name))
-        if said := _to_adopt(past, model):
+        if first := _to_adopt(past, model):
             begun = History(name, past.run_id or adopt.begin(model, versions_of(name)))
-            if after := history.claim(begun, said):
+            if after := history.claim(begun, first):
                 print(f"qrl: {name} had no record of decisions; run {begun.run_id} begins one.", file=sys.stderr)
                 _carry_out(after)
         elif past.is_pending and _is_abandoned(past):
@@ -84,16 +84,15 @@ def _turn(name: str, *, wait: bool = True) -> History:
             if not wait:
                 return past
             time.sleep(random.uniform(0.02, 0.1))
-        elif not (found := _astray(past, model)):
+        elif not (astray := _astray(past, model)):
             return past
         else:
             again = _there(name)
-            seen_twice = history.read(name, again) == past and found == _astray(past, again)  # not in between
+            seen_twice = history.read(name, again) == past and astray == _astray(past, again)  # not in between
             if past.deleted:
                 MlflowClient().restore_run(past.run_id)
-            if seen_twice and (after := history.claim(past, {"action": history.MEND, "reasons": found})):
-                said = f"qrl: {name} was changed by hand, which is put back: {' '.join(found)}"
-                print(said, file=sys.stderr)
+            if seen_twice and (after := history.claim(past, {"action": history.MEND, "reasons": astray})):
+                print(f"qrl: {name} was changed by hand, which is put back: {' '.join(astray)}", file=sys.stderr)
                 _carry_out(after)
 
 
@@ -127,14 +126,14 @@ def _astray(past: History, model: RegisteredModel) -> list[str]:
     if not past.records or not (differing or unlike or past.deleted or tag != past.run_id):
         return []
     there = {int(entry.version) for entry in versions_of(past.name)}  # nothing points to a version that was deleted
-    said = [(f"alias {alias}", aliases.get(alias), wanted.get(alias)) for alias in differing]
-    said += [(mirrored, shown.get(mirrored), expected.get(mirrored)) for mirrored in unlike]
+    moved = [(f"alias {alias}", aliases.get(alias), wanted.get(alias)) for alias in differing]
+    moved += [(mirrored, shown.get(mirrored), expected.get(mirrored)) for mirrored in unlike]
     record = [f"The record, run {past.run_id}, was deleted."] if past.deleted else []
     if tag != past.run_id:
         record.append(f"The tag {names.TAG_HISTORY} named {tag or 'no run'}, the record is run {past.run_id}.")
     return record + [
         f"{what} was {f'version {was}' if was else 'nothing'}, decided is {f'version {now}' if now else 'nothing'}."
-        for what, was, now in said
+        for what, was, now in moved
         if was is not None or now in there
     ]
 

@@ -124,8 +124,8 @@ def promote(
             if now != held and not (other == earned.stage and now == version):
                 moved = f"Stage {other} of '{name}' moved to version {now} while version {version} was judged"
                 raise QrlError(f"{moved}: run promote again.")
-        said = {"action": history.PROMOTE, "stage": earned.stage, "declared": str(earned)}
-        return {**record, **said, "version": version, "digest": target.digest}
+        decision = {"action": history.PROMOTE, "stage": earned.stage, "declared": str(earned)}
+        return {**record, **decision, "version": version, "digest": target.digest}
 
     past = pointers.append(name, decide)
     return _resolve(past, str(stage.stage if isinstance(stage, Stage) else stage))
@@ -133,13 +133,13 @@ def promote(
 
 def refuse(name: str, stage: str, version: int, *, record: Mapping[str, Any]) -> None:
     """Record why a version was refused; no pointer moves."""
-    said = {
+    decision = {
         "action": history.REFUSE,
         "stage": stage,
         "version": version,
         "digest": _resolve(History(name), version).digest,
     }
-    pointers.append(name, lambda _past: {**record, **said})
+    pointers.append(name, lambda _past: {**record, **decision})
 
 
 def rollback(name: str, stage: str, public: str = "") -> Version:
@@ -165,8 +165,8 @@ def rollback(name: str, stage: str, public: str = "") -> Version:
         target = _resolve(past, stage + PREVIOUS)
         versions.verify(target, public)  # never to a version that could not be served
         earned = target.gate(stage)
-        said = {"action": history.ROLLBACK, "stage": stage, "version": before, "digest": target.digest}
-        return {**said, "run": earned.run if earned else "", "reasons": [f"Returned from version {now}."]}
+        decision = {"action": history.ROLLBACK, "stage": stage, "version": before, "digest": target.digest}
+        return {**decision, "run": earned.run if earned else "", "reasons": [f"Returned from version {now}."]}
 
     if versions.model_of(name) is None:
         raise BadInput(f"There is no registered model '{name}', so there is nothing to roll back to.")

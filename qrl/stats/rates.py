@@ -68,8 +68,8 @@ def pass_at(k: int, correct: ArrayLike, samples: int) -> np.ndarray:
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} cannot be estimated from {samples} samples: expected k from 1 to {samples}.")
     if counts.size and not (counts.min() >= 0 and counts.max() <= samples):
-        found = f"Right answers per question range from {counts.min()} to {counts.max()}"
-        raise ValueError(f"{found}: expected 0 to {samples}.")
+        actual = f"Right answers per question range from {counts.min()} to {counts.max()}"
+        raise ValueError(f"{actual}: expected 0 to {samples}.")
     by_count = [1 - math.comb(samples - c, k) / math.comb(samples, k) for c in range(samples + 1)]
     return np.array(by_count)[counts.astype(int)]
 

@@ -50,8 +50,8 @@ def contrast_over_runs(
         Verbal Learning and Verbal Behavior 12 (1973) 335.
     """
     if len(outcomes) < 2 or not len(outcomes) == len(groups) == len(labels):
-        found = f"Got {len(outcomes)} runs, {len(groups)} sets of groups and {len(labels)} labels"
-        raise ValueError(f"{found}: expected the same number of each, at least 2.")
+        counted = f"Got {len(outcomes)} runs, {len(groups)} sets of groups and {len(labels)} labels"
+        raise ValueError(f"{counted}: expected the same number of each, at least 2.")
     values = [weighted(run, weights) for run in outcomes]
     own, shared, distinct = _question_variance(values, groups)
     means = [float(run.mean()) for run in values]

@@ -190,7 +190,7 @@ def write_sizes(measured: sizes.Sizes, out: Path, failed: Sequence[str], rewards
     """Write sizes.md, sizes.json and figures/sizes.png into a folder; return the text of the first."""
     text = sizes.markdown(measured, failed, rewards)
     document = json.dumps(sizes.as_json(measured, failed), indent=1) + "\n"
-    found = sizes.findings(measured)
+    findings = sizes.findings(measured)
     with written(out, "sizes", {sizes.SIZES_MD: text, sizes.SIZES_JSON: document}) as drawn:
-        figures.sizes(measured, found[0].rstrip(".") if found else "The loss by model size", drawn / "sizes.png")
+        figures.sizes(measured, findings[0].rstrip(".") if findings else "The loss by model size", drawn / "sizes.png")
     return text

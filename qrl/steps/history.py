@@ -55,8 +55,8 @@ def at(past: History, stage: str, day: str) -> str:
     version, what = state.at.get(own), stage if own == stage else f"{stage.capitalize()} (stage {own})"
     if first.action == ADOPT and until < first.time:
         gates = [each for each in past.gates() if each.time <= until and each.stage == own]
-        said = f"{until}: which version {what} of {past.name} was is not known, since its record begins {first.time}"
-        return "\n".join([f"{said}; gates had decided by then:", *map(_told, gates)] if gates else [f"{said}."])
+        unknown = f"{until}: which version {what} of {past.name} was is not known, since its record begins {first.time}"
+        return "\n".join([f"{unknown}; gates had decided by then:", *map(_told, gates)] if gates else [f"{unknown}."])
     if version is None:
         return f"{until}: {what} of {past.name} had no version."
     held = [each for each in (*past.gates(version), *past.records) if each.time <= until and each.stage in ("", own)]

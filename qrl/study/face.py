@@ -52,5 +52,5 @@ def study(recipe: str = "auto", **overrides: object) -> Study:
     typed |= {"prompt": settings.prompt} if "prompt" in typed else {}  # a file's contents
     run_id = pipeline.study(settings, {"recipe": recipe, **typed})
     rows = compare.read_questions(contents.artifact(run_id, names.QUESTIONS), whole=False)
-    found = compare.from_questions(rows, margin=settings.compare.margin)
-    return Study(run_id, projects.artifact_place(run_id), found)
+    comparison = compare.from_questions(rows, margin=settings.compare.margin)
+    return Study(run_id, projects.artifact_place(run_id), comparison)

@@ -138,9 +138,9 @@ def sweep_tables(launcher: Launcher, outcomes: list[SweepOutcome], recipe: Recip
             scores = scores or ranking.metrics(measured)  # of the first model; the tables have every one's
         if len(frames) > 1:
             counts = {outcome.model: outcome.parameters for outcome in outcomes}
-            found = sizes.measure(frames, counts)
-            texts.append(write_sizes(found, work, failed, recipe.train.rewards))
-            scores = sizes.metrics(found)
+            by_size = sizes.measure(frames, counts)
+            texts.append(write_sizes(by_size, work, failed, recipe.train.rewards))
+            scores = sizes.metrics(by_size)
         elif failed and outcomes[0].model:
             texts.append("\n".join(["## Did not count", "", *(f"- {sentence}" for sentence in failed), ""]))
         if frames:

@@ -75,10 +75,10 @@ def label(task: str) -> str:
 
 def function(path: str, name: str, expected: str = "") -> Callable:
     """Return a function of a file; raise BadInput if the file cannot be loaded or has no such function."""
-    found = getattr(_module(path, _source(path)), name, None)
-    if not callable(found):
+    attribute = getattr(_module(path, _source(path)), name, None)
+    if not callable(attribute):
         raise BadInput(f"{path} has no function {name}: expected {SIGNATURES.get(name, expected)}.")
-    return found
+    return attribute
 
 
 def check(task: str) -> None:
@@ -97,20 +97,20 @@ def load(task: str, split: str, n: int | None, seed: int) -> list[Question]:
     """
     check(task)
     with explained(task, f"load({split!r}, {n}, {seed})"):
-        found = function(task, "load")(split, n, seed)
-    others = [found] if not isinstance(found, list) else [item for item in found if not isinstance(item, Question)]
+        loaded = function(task, "load")(split, n, seed)
+    others = [loaded] if not isinstance(loaded, list) else [item for item in loaded if not isinstance(item, Question)]
     if others:
-        kind = f"{'a list with ' if isinstance(found, list) else ''}a {type(others[0]).__name__}"
+        kind = f"{'a list with ' if isinstance(loaded, list) else ''}a {type(others[0]).__name__}"
         raise BadInput(f"{task}: load returned {kind}, but a list of qrl.tasks.Question was expected.")
-    for item in found:
+    for item in loaded:
         texts = {"id": item.id, "question": item.question, "answer": item.answer, "solution": item.solution}
         for name, text in texts.items():
             if not isinstance(text, str) or not (text.strip() or name == "solution"):
                 raise BadInput(f"{task}: question {item.id!r} has the {name} {text!r}, but a text was expected.")
-    if len({item.id for item in found}) < len(found) or not found:
-        wrong = "repeats the id of a question: give each its own" if found else "returned none: return at least one"
+    if len({item.id for item in loaded}) < len(loaded) or not loaded:
+        wrong = "repeats the id of a question: give each its own" if loaded else "returned none: return at least one"
         raise BadInput(f"{task}: load({split!r}, {n}, {seed}) {wrong}.")
-    chosen = found if n is None or n >= len(found) else Random(seed).sample(found, n)
+    chosen = loaded if n is None or n >= len(loaded) else Random(seed).sample(loaded, n)
     _check_solutions(task, chosen[:_CHECKED])
     return [replace(item, id=f"{label(task)}-{split}-{item.id}") for item in chosen]
 

@@ -45,10 +45,10 @@ def is_mirror(folder: Path) -> bool:
 def files(folder: Path) -> list[Path]:
     """Return the files that decide what a data folder holds, sorted: its JSONL files, or all files of a mirror."""
     if is_mirror(folder):
-        found = [path for place in folder.glob("*/*") if place.is_dir() for path in reading.walk(place)]
+        paths = [path for place in folder.glob("*/*") if place.is_dir() for path in reading.walk(place)]
     else:
-        found = folder.glob("*.jsonl")
-    return sorted(path for path in found if path.is_file() and ".cache" not in path.relative_to(folder).parts)
+        paths = folder.glob("*.jsonl")
+    return sorted(path for path in paths if path.is_file() and ".cache" not in path.relative_to(folder).parts)
 
 
 def of_hub(name: str, config: str | None, split: str, mirror: Path | None = None) -> Iterator[Row]:
@@ -99,12 +99,12 @@ def questions(
     Raises:
         BadInput: there is no row, or one is malformed.
     """
-    found = [read_row(f"{prefix}-{index}", where, row) for index, (where, row) in enumerate(rows)]
-    if not found:
+    questions = [read_row(f"{prefix}-{index}", where, row) for index, (where, row) in enumerate(rows)]
+    if not questions:
         raise BadInput(f"{source} has no questions: expected at least one row.")
-    if n is None or n >= len(found) or selection == "first":
-        return found[:n]
-    return random.Random(seed).sample(found, n)
+    if n is None or n >= len(questions) or selection == "first":
+        return questions[:n]
+    return random.Random(seed).sample(questions, n)
 
 
 def texts(file: Path, n: int, setting: str = "quantize.calibration") -> list[str]:
@@ -118,11 +118,11 @@ def texts(file: Path, n: int, setting: str = "quantize.calibration") -> list[str
         BadInput: the file does not exist, a row holds no text, or there are fewer than n.
     """
     try:
-        found = list(of_file(file))
+        placed = list(of_file(file))
     except OSError as error:
         raise BadInput(f"{setting} cannot be read from {file} ({error}): expected a .jsonl file of texts.") from None
-    rows = [row.get("text") for _, row in found]
-    for (where, _), text in zip(found, rows, strict=True):
+    rows = [row.get("text") for _, row in placed]
+    for (where, _), text in zip(placed, rows, strict=True):
         if not isinstance(text, str) or not text.strip():
             raise BadInput(f'{where} holds no calibration text: expected rows like {{"text": "…"}}.')
     check_count(len(rows), n, str(file), setting)

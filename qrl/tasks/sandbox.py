@@ -124,8 +124,8 @@ def _serve(path: list[str]) -> None:
         signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
         try:
             if request["values"] is None:
-                found = meta.find_undeclared_variables(environment.parse(request["template"]))
-                answer = ["", sorted(found - environment.globals.keys())]
+                variables = meta.find_undeclared_variables(environment.parse(request["template"]))
+                answer = ["", sorted(variables - environment.globals.keys())]
             else:
                 answer = ["", compiler(request["template"]).render(**request["values"])]
             if len(answer[1]) > LONGEST_PROMPT:

@@ -169,8 +169,8 @@ def evaluate(folder: Path, shape: Shape, corpus: Corpus, n: int, device: str) ->
         for thinking in (True, False) if corpus.thinking else (None,):
             empty = tokens(texts.NO_THOUGHT)["input_ids"] if thinking is False else []
             prompts = [prompt.render(tokens, question.question, template) + empty for question in questions]
-            room = min(longest, shape.positions - max(map(len, prompts)))
-            written = hf.generate(model, tokens, prompts, max_new_tokens=room, batch_size=500)
+            longest_new = min(longest, shape.positions - max(map(len, prompts)))
+            written = hf.generate(model, tokens, prompts, max_new_tokens=longest_new, batch_size=500)
             verdicts = grade_many(corpus.form, [completion.text for completion in written], answers)
             right = stats.accuracy(sum(verdict.strict for verdict in verdicts), n)
             shares = (
@@ -196,8 +196,8 @@ def _same_settings(work: Path, settings: dict) -> None:
             path.write_text(json.dumps(settings))
     elif (begun := json.loads(file.read_text())) != settings:
         other = [part for part in settings if begun.get(part) != settings[part]]
-        found = f"A model with another {' and '.join(other)} was begun for this folder"
-        raise BadInput(f"{found}: repeat its options, give a new folder, or delete {work}.")
+        begun_before = f"A model with another {' and '.join(other)} was begun for this folder"
+        raise BadInput(f"{begun_before}: repeat its options, give a new folder, or delete {work}.")
 
 
 def _tokenizer(folder: Path, shape: Shape, corpus: Corpus):

@@ -60,13 +60,13 @@ def read(run_id: str) -> Evaluated:
     step = tags.get(runs.PARENT)
     healthy, above = run.info.status == "FINISHED", contents.run(step) if step else None
     sealed, params = reuse.sealed(run), above.data.params if above else {}
-    said = {"variant": tags[names.TAG_VARIANT], "scheme": tags[names.TAG_SCHEME], "digest": tags[names.TAG_DIGEST]}
-    said |= {"task": tags.get(names.TAG_TASK, ""), **sealed}  # tags can be edited, the seal cannot
+    recorded = {"variant": tags[names.TAG_VARIANT], "scheme": tags[names.TAG_SCHEME], "digest": tags[names.TAG_DIGEST]}
+    recorded |= {"task": tags.get(names.TAG_TASK, ""), **sealed}  # tags can be edited, the seal cannot
     return Evaluated(
         run_id=run_id,
-        variant=said["variant"],
-        scheme=names.scheme(said["scheme"]),
-        digest=said["digest"],
+        variant=recorded["variant"],
+        scheme=names.scheme(recorded["scheme"]),
+        digest=recorded["digest"],
         parent=models.params(model).get("parent", "") if model else "",
         model=model,
         accuracy=metrics[names.ACCURACY],
@@ -76,8 +76,8 @@ def read(run_id: str) -> Evaluated:
         questions=next((tag.value for dataset in datasets for tag in dataset.tags if tag.key == "digest"), ""),
         settings=origin.values(above) if above else {},
         limits=sealed.get("limits") or {key.removeprefix("evaluate."): text for key, text in params.items()},
-        rows=said.get("rows", ""),
-        task=said["task"],
+        rows=recorded.get("rows", ""),
+        task=recorded["task"],
     )
 
 
@@ -89,14 +89,14 @@ def files(run_ids: Sequence[str]) -> list[Path]:
         QrlError: rows have changed since they were logged.
     """
     store.prepare()
-    found = [contents.artifact(run_id, names.QUESTIONS) for run_id in run_ids]
-    for run_id, path in zip(run_ids, found, strict=True):
+    paths = [contents.artifact(run_id, names.QUESTIONS) for run_id in run_ids]
+    for run_id, path in zip(run_ids, paths, strict=True):
         if reuse.sealed(contents.run(run_id)).get("rows") not in (None, process.file_digest(path)):
             raise QrlError(
                 f"{names.QUESTIONS} of run {run_id} is not what was logged: its bytes have changed. Run its step "
                 "again; damaged results are not reused."
             )
-    return found
+    return paths
 
 
 def rows(run_ids: Sequence[str]) -> pd.DataFrame:

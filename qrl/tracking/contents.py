@@ -140,13 +140,13 @@ def artifact(run_id: str, path: str) -> Path:
     """
     root = models.local(run(run_id).info.artifact_uri)
     try:
-        found = (
+        place = (
             root / path
             if root
             else Path(download_artifacts(run_id=run_id, artifact_path=path, dst_path=f"{_fetched()}/{run_id}"))
         )
     except (mlflow.MlflowException, OSError):
-        found = None
-    if found is None or not found.exists():
+        place = None
+    if place is None or not place.exists():
         raise BadInput(f"Run {run_id} holds no artifact '{path}': give a run that made one, or run its step again.")
-    return found
+    return place

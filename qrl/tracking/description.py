@@ -117,5 +117,5 @@ def _write_environment(folder: Path, packages: list[str]) -> None:
 
 
 def _installed(package: str) -> str:
-    found = process.installed(package)
-    return f"{package}=={found.partition('+')[0]}" if found else package  # no index has 2.13.0+cpu
+    release = process.installed(package)
+    return f"{package}=={release.partition('+')[0]}" if release else package  # no index has 2.13.0+cpu

@@ -79,11 +79,11 @@ def _packages() -> Iterator[Finding]:
     dependencies = yaml.safe_load(keys.CORE.read_text())["dependencies"] if keys.CORE.is_file() else []
     lines = next((part["pip"] for part in dependencies if isinstance(part, dict)), [])
     pins = dict(line.split(";")[0].strip().split("==") for line in lines)
-    found = {package: installed(package) for package in pins}
+    installed_now = {package: installed(package) for package in pins}
     other = [
-        f"{package} {found[package] or 'missing'} instead of {pin}"
+        f"{package} {installed_now[package] or 'missing'} instead of {pin}"
         for package, pin in pins.items()
-        if (found[package] or "").partition("+")[0] != pin
+        if (installed_now[package] or "").partition("+")[0] != pin
     ]
     if other:
         yield Finding("versions", ADVICE, f"This environment has {', '.join(other)}: results are of the pinned ones.")

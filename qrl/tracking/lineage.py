@@ -25,13 +25,15 @@ def line(model_uri: str) -> list[Ancestor]:
 
     A base that is not in the store is known from the training that started from it.
     """
-    found: dict[str, str] = {}
+    addresses: dict[str, str] = {}
     for model, run in _chain(model_uri):
         digest, parent = model.params.get("digest", ""), model.params.get("parent", "")
-        found[digest] = model.params.get("source", "") or found.get(digest, "")
+        addresses[digest] = model.params.get("source", "") or addresses.get(digest, "")
         if parent:
-            found[parent] = run.data.params.get("model", "") if _step(run) in ("train", "merge") else ""
-    return [Ancestor(digest, "" if address.startswith("models:/") else address) for digest, address in found.items()]
+            addresses[parent] = run.data.params.get("model", "") if _step(run) in ("train", "merge") else ""
+    return [
+        Ancestor(digest, "" if address.startswith("models:/") else address) for digest, address in addresses.items()
+    ]
 
 
 def training_seed(model_uri: str) -> int | None:

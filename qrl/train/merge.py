@@ -45,21 +45,21 @@ def run(
         BadInput: the base is quantized or not the one that was trained over, or the adapter is not one.
         QrlError: the merged model differs by more than the limit.
     """
-    found = checkpoint.check(base)
-    if found.quantization:
+    full = checkpoint.check(base)
+    if full.quantization:
         raise BadInput(
-            f"{base} is stored in {found.quantization}, but an adapter merges into full precision only, since merging "
+            f"{base} is stored in {full.quantization}, but an adapter merges into full precision only, since merging "
             "into codes rounds the update away: give the full-precision base. If the adapter was trained over int8 or "
             "nf4, merge.into quantizes and dequantizes that base here."
         )
     check_adapter(adapter)
-    over = _trained_over(adapter, found, into)
+    over = _trained_over(adapter, full, into)
     target = over if into == "auto" else _settings(into, over.compute)
     process.hush_transformers()
     process.hush_gptqmodel()
     from peft import PeftModel
 
-    expected, dtype = _adapter_on(base, adapter, over, device, prompts), getattr(torch, found.dtype)
+    expected, dtype = _adapter_on(base, adapter, over, device, prompts), getattr(torch, full.dtype)
     original, shift = policy.load(base, Train(), "cpu"), 0.0
     if target.packed:
         shift = _dequantize_into(original, policy.load(base, target, device).dequantize(dtype=torch.float32))
@@ -74,7 +74,7 @@ def run(
             f"The merged model's logits differ from the adapter-on model's by {difference:.3g}, above "
             f"merge.max_logit_diff = {max_logit_diff:g}: {reason}"
         )
-    save.write(merged, base, out, dtype=found.dtype)
+    save.write(merged, base, out, dtype=full.dtype)
     return Merged(out, difference, residual, target.storage if target.packed else "full", shift)
 
 

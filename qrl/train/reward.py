@@ -96,7 +96,7 @@ def functions(
         bodies = (ids[:-1] if special.intersection(ids[-1:]) else ids for ids in completion_ids)  # TRL keeps the end
         written = (hf.completion(tokens, ids, set(), special) for ids in bodies)
         leaks = (leaked(text, each.text, each.raw, markers) for text, each in zip(question, written, strict=True))
-        return [LEAK if found else 0.0 for found in leaks]
+        return [LEAK if is_leak else 0.0 for is_leak in leaks]
 
     built_in = {"correct": correct, "format": format, "flexible": flexible, "leak": leak}
     if "soft_overlong" in names:
