@@ -134,8 +134,10 @@ def train_command(typed: Typed, settings) -> None:
     qrl train --recipe tiny-lora               an adapter, to be merged next
     """
     from qrl.steps import train
+    from qrl.study import build
 
-    typed.run("train", settings.rollout.engine, partial(train.check_rollouts, settings), partial(train.train, settings))
+    choice = build.trained_by(settings)
+    typed.run("train", choice, partial(train.check_rollouts, settings), partial(train.train, settings))
 
 
 @cli.command("merge", cls=RecipeCommand, sections=("merge",), first=(*DATA, "merge.into"), checkout=True)

@@ -18,7 +18,7 @@ from qrl.steps import inputs, outcome, record
 from qrl.tasks import contamination, prompt, rows
 from qrl.tiny import corpus
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
-from qrl.train import Job, Trained, arguments, distill, grpo, parallel, rollout, sft
+from qrl.train import Job, Trained, arguments, distill, grpo, parallel, rollout, sft, verl
 from qrl.train import merge as merging
 from qrl.train.job import Alarm
 from qrl.workspace import WORK, need, workspace
@@ -34,6 +34,8 @@ def train(recipe: Recipe) -> None:
     starts, or those of `torchrun` or `accelerate launch`.
     """
     device = devices.choose(recipe.device)
+    if recipe.train.trainer == "verl":
+        verl.check_recipe(recipe.train, recipe.rollout, recipe.watch)
     with parallel.group(recipe.train, device) as others:
         _train_one(recipe, device, others)
 
@@ -58,6 +60,8 @@ def _train_one(recipe: Recipe, device: str, others: int) -> None:
         distill.check(base, teacher, job)
     elif recipe.train.algorithm == "sft":
         sft.check(base, job)
+    elif recipe.train.trainer == "verl":
+        verl.check(base, job)
     else:
         grpo.check(base, job)
     if recipe.train.algorithm != "sft":
@@ -96,6 +100,8 @@ def _train(job: Job, teacher: checkpoint.Checkpoint | None) -> Trained:
         sized = dataclasses.replace(job, settings=job.settings.model_copy(update={"micro_batch": micro}))
         if teacher:
             return distill.run(sized, teacher.path)
+        if sized.settings.trainer == "verl":
+            return verl.run(sized)
         return sft.run(sized) if sized.settings.algorithm == "sft" else grpo.run(sized)
 
     def say(sentence: str) -> None:
@@ -124,6 +130,8 @@ def _bytes_written(recipe: Recipe, base: checkpoint.Checkpoint) -> int:
 def check_rollouts(recipe: Recipe) -> None:
     """Check that this machine can sample and train as the recipe says."""
     device = devices.choose(recipe.device)
+    if recipe.train.trainer == "verl":
+        verl.check_recipe(recipe.train, recipe.rollout, recipe.watch)
     parallel.check(recipe.train, device)
     rollout.check(recipe.rollout, device, recipe.train)
 

@@ -16,6 +16,7 @@ from qrl.workspace import WORK
 PLACE = "QRL_PLACE"  # set by projects/*/MLproject: the folder whose environment this process runs in
 FOLDERS = {  # step, scheme or engine → folder on a GPU, folder on a CPU; None: the core environment
     ("train", "vllm"): ("vllm", "vllm"),
+    ("train", "verl"): ("verl", "verl"),
     ("quantize", names.AWQ): ("awq", "awq"),
     ("evaluate", "vllm"): ("vllm", "vllm_cpu"),
     ("benchmark", "vllm"): ("vllm", "vllm_cpu"),
@@ -25,6 +26,7 @@ FOLDERS = {  # step, scheme or engine → folder on a GPU, folder on a CPU; None
 COSTS = {  # folder → what its environment costs once; downloads take longer
     "awq": "half a minute and 2.5 GB",
     "vllm": "minutes and more than 5 GB",
+    "verl": "minutes and more than 5 GB",
     "vllm_cpu": "a minute and 3.4 GB",
 }
 MANAGERS = (
@@ -41,7 +43,7 @@ def environment_for(step: str, choice: str, device: str = "auto") -> Path | None
 
     Args:
         step: entry point.
-        choice: the scheme (`quantize`) or the engine (other steps).
+        choice: the scheme (`quantize`), what `trained_by` returns (`train`), or the engine (other steps).
         device: the recipe's device; it decides between vLLM's two environments.
     """
     on_gpu, on_cpu = FOLDERS.get((step, choice), (None, None))
@@ -56,6 +58,11 @@ def environment_for(step: str, choice: str, device: str = "auto") -> Path | None
 
         folder = on_gpu if preflight.device_of(device) == "cuda" else on_cpu
     return ROOT / "projects" / folder if folder else None
+
+
+def trained_by(recipe: Recipe) -> str:
+    """Return what decides the environment of a recipe's training: its trainer, or else the engine of its rollouts."""
+    return recipe.rollout.engine if recipe.train.trainer == "trl" else recipe.train.trainer
 
 
 def log(folder: Path) -> Path:
@@ -122,7 +129,7 @@ def announce(recipe: Recipe) -> None:
     click.echo(f"Study of {recipe.model} on {recipe.task}{time}: {steps}. Finished steps are reused.", err=True)
     if "MLFLOW_RUN_ID" not in os.environ:  # MLflow's command builds environments; others have only their own
         return
-    chosen = {("quantize", scheme) for scheme in schemes} | {("train", recipe.rollout.engine)}
+    chosen = {("quantize", scheme) for scheme in schemes} | {("train", trained_by(recipe))}
     for step, choice in sorted(chosen | {("evaluate", recipe.evaluate.engine)}):
         if folders := dict.fromkeys(filter(None, FOLDERS.get((step, choice), ()))):
             costs = " or ".join(f"{COSTS[name]}, log in {log(Path(name))}" for name in folders)

@@ -8,7 +8,7 @@ from qrl import checkpoint, cluster, evaluate, names
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
 from qrl.study import preflight
-from qrl.study.build import environment_for
+from qrl.study.build import environment_for, trained_by
 from qrl.study.environments import begin_builds, check_checkout, look_ahead
 from qrl.study.launch import Failed, Launcher, Result, Step
 from qrl.tracking import keys
@@ -168,7 +168,7 @@ class StudySteps:
         return held[-1] if held else None
 
     def _one(self, name: str, title: str, key: str, parameters: dict[str, str] | None = None) -> Result:
-        folder = environment_for(name, self.recipe.rollout.engine)  # other than None for `train` alone
+        folder = environment_for(name, trained_by(self.recipe))  # other than None for `train` alone
         step = Step(name, title, {name: key}, lambda missing: parameters or {}, folder)
         return self.launcher.obtain(step)[name]
 

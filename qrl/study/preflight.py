@@ -66,7 +66,7 @@ def check(
     from qrl.steps import inputs
     from qrl.study import report
     from qrl.tasks import prompt
-    from qrl.train import parallel, reward, rollout
+    from qrl.train import parallel, reward, rollout, verl
 
     signing.keys(recipe.promote)
     tasks.check(recipe.task)
@@ -87,6 +87,8 @@ def check(
     check_schemes(recipe, base.path)
     nodes = cluster.chosen()
     gpus = {step: nodes.resources(step).gpus if nodes else None for step in ("train", "evaluate")}
+    if recipe.train.trainer == "verl":
+        verl.check_recipe(recipe.train, recipe.rollout, recipe.watch)
     parallel.check(recipe.train, device, gpus["train"])
     evaluate.check_gpus(recipe.evaluate.tensor_parallel, recipe.evaluate.engine, device, gpus["evaluate"])
     rollout.check(recipe.rollout, device, recipe.train)

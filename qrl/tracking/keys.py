@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = {names.AWQ: ROOT / "projects" / "awq" / "conda.yaml"}
 CORE = ROOT / "conda.yaml"
 VLLM = {"cpu": ROOT / "projects" / "vllm_cpu" / "conda.yaml", "cuda": ROOT / "projects" / "vllm" / "conda.yaml"}
+VERL = ROOT / "projects" / "verl" / "conda.yaml"
 INPUT, SOURCE = "input ", "qrl/"  # begin the names of inputs and sources among a key's parts
 SECTIONS = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
 PARTS: dict[str, dict[str, str]] = {}  # of the keys that this process made, to say why a finished step is not reused
@@ -38,6 +39,8 @@ def trained(recipe: Recipe, base: str, device: str, *, teacher: str | None = Non
     if recipe.train.qat.endswith(".yaml"):
         inputs["qat"] = process.file_digest(recipe.train.qat)
     environment = VLLM[device] if recipe.rollout.engine == "vllm" else CORE
+    if recipe.train.trainer == "verl":
+        environment = VERL
     where = device if processes == 1 else f"{device} x {processes}"
     return _key("train", recipe, ("train", "rollout", "watch"), inputs, where, environment)
 

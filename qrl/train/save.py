@@ -54,7 +54,7 @@ def write(model, base: Path, out: Path, *, dtype: str | None, state: dict | None
     with written_whole(out) as folder:
         model.save_pretrained(folder, state_dict=state)
         if dtype is None:
-            _settle_adapter(folder)
+            settle_adapter(folder)
         else:  # training turned the cache off; gathered weights left the dtype of their parts
             config = json.loads((folder / "config.json").read_text())
             config |= {"dtype": dtype, "use_cache": checkpoint.config(base).get("use_cache", True)}
@@ -64,7 +64,7 @@ def write(model, base: Path, out: Path, *, dtype: str | None, state: dict | None
             note(folder)
 
 
-def _settle_adapter(folder: Path) -> None:
+def settle_adapter(folder: Path) -> None:
     """Check that an adapter has weights, and sort its target modules: PEFT's set has another order in each process."""
     if not header.read(folder / "adapter_model.safetensors"):
         reason = "The adapter was written without any weight, by a bug in qrl or a library"

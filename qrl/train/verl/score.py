@@ -1,0 +1,40 @@
+"""What verl calls for each completion: qrl's own rewards, weighted and summed. It runs in verl's reward workers."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qrl.recipe import reward_name
+from qrl.train import reward
+
+_one_at_a_time = threading.Lock()  # verl calls from many threads, and the graders' pool of processes is shared
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any],
+    *,
+    task: str,
+    rewards: Sequence[str],
+    weights: Sequence[float],
+    **_: Any,
+) -> dict[str, float]:
+    """Return a completion's reward as verl expects it: `score`, and each reward by its name.
+
+    Args:
+        data_source: the task's label; not read, since `task` may be a file.
+        solution_str: the completion, without special tokens.
+        ground_truth: the gold answer.
+        extra_info: holds `question`.
+        task, rewards, weights: the recipe's, from verl's `reward_kwargs`.
+
+    Raises:
+        QrlError: a reward of the user's failed.
+    """
+    given = {"completions": [solution_str], "answer": [ground_truth], "question": [extra_info["question"]]}
+    with _one_at_a_time:
+        values = [function(**given)[0] for function in reward.functions(task, list(rewards))]
+    parts = dict(zip(map(reward_name, rewards), values, strict=True))
+    return {"score": sum(value * weight for value, weight in zip(values, weights, strict=True)), **parts}

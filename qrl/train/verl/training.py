@@ -1,0 +1,289 @@
+"""Train with verl in processes of its own: questions and configuration in, metrics and a checkpoint out.
+
+verl runs under this environment's Python, in the folder of the training's work. Its log of metrics is read while it
+trains, so that they reach the step's own run by qrl's names. Its checkpoints stay there until the end; a second try
+resumes from the newest.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import yaml
+
+from qrl import checkpoint, process, tasks
+from qrl.engine import hf
+from qrl.errors import BadInput, QrlError
+from qrl.formats import plain
+from qrl.tasks import prompt
+from qrl.train import arguments, grpo, policy, save
+from qrl.train.job import Job, Trained
+from qrl.train.monitor.watchers import Watchers
+from qrl.train.verl import child, translate
+from qrl.workspace import written_whole
+
+NAMES = {  # verl's name → ours, where both mean the same
+    "critic/score/mean": "train/reward",
+    "actor/grad_norm": "train/grad_norm",
+    "actor/lr": "train/learning_rate",
+    "actor/pg_clipfrac": "train/clip_ratio",
+    "response_length/mean": "train/completion_tokens",
+    "response_length/min": "train/completion_tokens_min",
+    "response_length/max": "train/completion_tokens_max",
+    "actor/perf/max_memory_allocated_gb": "train/peak_memory_gib",
+    "timing_s/gen": "rollout/generate_s",
+    "rollout_corr/kl": "rollout/kl_k1",
+    "rollout_corr/k3_kl": "rollout/kl_k3",
+    # Averaged as the loss is, where ours are means over tokens: they keep a name of their own.
+    "actor/entropy": "verl/entropy",
+    "actor/kl_loss": "verl/kl_loss",
+    "actor/pg_loss": "verl/pg_loss",
+}
+_STEP_S, _GENERATE_S = "timing_s/step", "timing_s/gen"
+_MARK = "QRL_VERL_RUN"  # names, in their environment, the processes of one training, Ray's own too
+_ERROR = re.compile(r"^(?:\(.*?\) )?([\w.]*(?:Error|Exception|Exit)\b.*)$", re.MULTILINE)
+_LAST_BYTES, _GRACE_S, _LOOK_S = 20_000, 20, 1.0
+
+
+def check(base: checkpoint.Checkpoint, job: Job) -> None:
+    """Check that verl can do this training, before any weight is loaded.
+
+    Raises:
+        BadInput: a setting is refused, the base is not stored in bf16, or as for `grpo.check`.
+    """
+    translate.check_recipe(job.settings, job.rollout, job.watch)
+    grpo.check(base, job)
+    if base.dtype != "bfloat16":
+        raise BadInput(
+            f"{base.path} is stored in {base.dtype}, but verl's merger writes bfloat16: convert it, or set "
+            "train.trainer = trl."
+        )
+
+
+def check_installed() -> None:
+    """Raise BadInput if verl cannot be imported."""
+    if not importlib.util.find_spec(translate.NAME):
+        build = "run `mlflow run . -e train … --env-manager uv`, which builds projects/verl"
+        raise BadInput(f"train.trainer = verl, but verl is not installed in this environment: {build}.")
+
+
+def run(job: Job) -> Trained:
+    """Train a checkpoint with verl, or resume a training that was killed.
+
+    Raises:
+        BadInput: `check` refuses the job.
+        QrlError: verl failed; the sentence has its last line and the path of its whole output.
+    """
+    base = checkpoint.check(job.base)
+    check(base, job)
+    check_installed()
+    began = time.perf_counter()
+    made = translate.overrides(job, write_questions(job))
+    (job.work / arguments.FILE).write_text(json.dumps(made, indent=1) + "\n")
+    write_configuration(job.work, made)
+    resumed = newest(job.work)
+    watchers = Watchers(job.watch, job.rollout)
+    for step, row in _logged(job.work).items():  # of the interrupted training; its warnings were given
+        _watch(watchers, step, row)
+    if resumed < job.settings.steps:
+        words = ["verl.trainer.main_ppo", "--config-path", str(job.work), "--config-name", "recipe"]
+        log = job.work / f"metrics-{resumed:07}.jsonl"
+        log.unlink(missing_ok=True)  # of a try that reached no checkpoint
+        with _running(words, job.work, VERL_FILE_LOGGER_PATH=str(log)) as trainer:
+            lines = _following(log, trainer)
+            for step, row in map(_entry, lines):
+                job.log(named(row, job), step)
+                for alarm in _watch(watchers, step, row):
+                    job.log({f"watch/{alarm.watcher}": 1.0}, alarm.step)
+                    job.warn(alarm)
+    merge(base, job)
+    return Trained(
+        path=job.out,
+        adapter=job.settings.adapter,
+        history=history(job),
+        probes=pd.DataFrame(columns=["step", "accuracy", "low", "high", "n"]),
+        completions=completions(job),
+        resumed_from=resumed,
+        seconds=time.perf_counter() - began,
+        stopped=None,
+    )
+
+
+def write_questions(job: Job) -> int:
+    """Write a job's questions as verl reads them, and return the length of the longest prompt in tokens."""
+    tokens, rows = hf.tokenizer(job.base), []
+    for place, item in enumerate(job.questions):
+        rows.append(
+            {
+                "data_source": tasks.label(job.task),
+                "prompt": prompt.messages(item.question, job.template),
+                "reward_model": {"style": "rule", "ground_truth": item.answer},
+                "extra_info": {"index": place, "question": item.question},
+            }
+        )
+    with written_whole(job.work / translate.QUESTIONS) as file:
+        pd.DataFrame(rows).to_parquet(file)
+    return max(len(prompt.render(tokens, item.question, job.template)) for item in job.questions)
+
+
+def write_configuration(work: Path, made: Mapping[str, object]) -> None:
+    """Write `recipe.yaml`, which hydra lays over verl's own configuration."""
+    here = {"searchpath": ["pkg://verl.trainer.config"], "run": {"dir": str(work)}, "output_subdir": None}
+    tree = {"defaults": ["ppo_trainer", "_self_"], "hydra": here, **translate.nested(made)}
+    (work / "recipe.yaml").write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+
+
+def newest(work: Path) -> int:
+    """Return the step of verl's newest whole checkpoint, which it notes last; 0 without any."""
+    try:
+        return int((work / translate.CHECKPOINTS / "latest_checkpointed_iteration.txt").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def named(row: Mapping[str, float | None], job: Job) -> dict[str, float]:
+    """Return verl's metrics of a step by our names, with throughput."""
+    made = {ours: float(row[theirs]) for theirs, ours in NAMES.items() if row.get(theirs) is not None}
+    total = job.settings.prompts_per_step * job.settings.generations
+    for name, theirs in (("train/completions_per_s", _STEP_S), ("rollout/completions_per_s", _GENERATE_S)):
+        if row.get(theirs):
+            made[name] = total / row[theirs]
+    return made
+
+
+def history(job: Job) -> pd.DataFrame:
+    """Return a row per step: step, and the metrics, as other trainings have them."""
+    rows = [{"step": step} | named(row, job) for step, row in sorted(_logged(job.work).items())]
+    return pd.DataFrame(rows).rename(columns=lambda key: key.removeprefix("train/").replace("/", "_"))
+
+
+def completions(job: Job) -> pd.DataFrame:
+    """Return the first completions of every step: step, prompt, completion, reward."""
+    rows = []
+    for file in sorted((job.work / translate.ROLLOUTS).glob("*.jsonl"), key=lambda path: int(path.stem)):
+        lines = file.read_text(encoding="utf-8").split("\n")[: job.settings.completions_logged]
+        records = [json.loads(line) for line in lines if line]
+        rows += [(int(file.stem), each["input"], each["output"], each["score"]) for each in records]
+    return pd.DataFrame(rows, columns=["step", "prompt", "completion", "reward"])
+
+
+def merge(base: checkpoint.Checkpoint, job: Job) -> None:
+    """Write verl's last checkpoint as a folder like any other training's: its weights, and the base's own files."""
+    actor = job.work / translate.CHECKPOINTS / f"global_step_{newest(job.work)}" / "actor"
+    merged = job.work / "merged"
+    shutil.rmtree(merged, ignore_errors=True)  # of a merge that was killed
+    words = ["verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", str(actor), "--target_dir", str(merged)]
+    with _running(words, job.work):
+        pass
+    settings, adapter = job.settings, merged / "lora_adapter"
+    with written_whole(job.out) as folder:
+        folder.mkdir()
+        for file in (adapter if settings.adapter else merged).glob("*.safetensors*"):
+            os.link(file, folder / file.name)
+        if settings.adapter:
+            rank = settings.lora_rank or policy.RANK
+            config = json.loads((adapter / "adapter_config.json").read_text())
+            config |= {"r": rank, "lora_alpha": settings.lora_alpha or 2 * rank, "task_type": "CAUSAL_LM"}
+            (folder / "adapter_config.json").write_text(json.dumps(config))
+            save.settle_adapter(folder)
+            policy.record(folder, settings, base.digest)
+        else:
+            shutil.copyfile(base.path / "config.json", folder / "config.json")
+        plain.copy_text_files(base.path, folder)
+
+
+@contextlib.contextmanager
+def _running(words: list[str], work: Path, **variables: str) -> Iterator[subprocess.Popen]:
+    """Run a module of verl's; at the block's end, however it ends, end it and everything that it has started.
+
+    Raises:
+        QrlError: it ended with an exit code other than 0.
+    """
+    mark, output = uuid.uuid4().hex, work / f"{words[0]}.log"
+    path = os.pathsep.join(filter(None, (str(process.ROOT), os.environ.get("PYTHONPATH"))))
+    ours = {"PYTHONPATH": path, "HYDRA_FULL_ERROR": "1", _MARK: mark, child.PARENT: str(os.getpid()), **variables}
+    kept = {name: value for name, value in os.environ.items() if name not in ("MLFLOW_RUN_ID", "RAY_ADDRESS")}
+    try:
+        with output.open("ab") as written:
+            how = {"cwd": work, "env": kept | ours, "stdin": subprocess.DEVNULL, "stdout": written, "stderr": written}
+            started = subprocess.Popen([sys.executable, "-m", child.__name__, *words], **how)
+        yield started
+        if started.wait():
+            raise QrlError(_failure(words[0], started.returncode, output))
+    finally:
+        _end(mark)
+
+
+def _failure(module: str, code: int, output: Path) -> str:
+    text = output.read_bytes()[-_LAST_BYTES:].decode("utf-8", errors="replace")
+    lines = _ERROR.findall(text) or [line for line in text.split("\n") if line.strip()] or ["it wrote nothing"]
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return (
+        f"{module} ended with {how}: {lines[-1].strip()[:500]}. Mend what its output says, {output}, and run the same "
+        "command again: it resumes from the newest checkpoint."
+    )
+
+
+def _end(mark: str) -> None:
+    """End every process that carries the mark; Ray's are not in the group of the one that started them."""
+    for ending in (psutil.Process.terminate, psutil.Process.kill):
+        left = [each for each in psutil.process_iter() if _carries(each, mark)]
+        for each in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                ending(each)
+        psutil.wait_procs(left, _GRACE_S)
+
+
+def _carries(candidate: psutil.Process, mark: str) -> bool:
+    try:
+        return candidate.environ().get(_MARK) == mark
+    except psutil.Error:  # another user's, or it has ended
+        return False
+
+
+def _following(log: Path, writer: subprocess.Popen) -> Iterator[str]:
+    """Yield the whole lines of a file that a process writes, as they come, until it has ended."""
+    read, rest = 0, b""
+    while True:
+        ended = writer.poll() is not None
+        if log.is_file():
+            with log.open("rb") as file:
+                file.seek(read)
+                part = file.read()
+            read += len(part)
+            *lines, rest = (rest + part).split(b"\n")
+            yield from (line.decode() for line in lines if line)
+        if ended:
+            return
+        time.sleep(_LOOK_S)
+
+
+def _entry(line: str) -> tuple[int, dict[str, float | None]]:
+    entry = json.loads(line)
+    return entry["step"], entry["data"]
+
+
+def _logged(work: Path) -> dict[int, dict[str, float | None]]:
+    """Return what verl logged of each step; where a step was trained twice, the later try counts."""
+    rows: dict[int, dict[str, float | None]] = {}
+    for file in sorted(work.glob("metrics-*.jsonl")):
+        whole = file.read_text().rpartition("\n")[0]  # a line may have been cut by a kill
+        rows |= dict(map(_entry, filter(None, whole.split("\n"))))
+    return rows
+
+
+def _watch(watchers: Watchers, step: int, row: Mapping[str, float | None]) -> list:
+    """Return the new alarms; verl's log has what the watcher `rollout` reads, and the reward."""
+    seen = {"rollout/kl_k3": row.get("rollout_corr/k3_kl"), "reward": row.get("critic/score/mean")}
+    return watchers.see({"step": step} | {name: value for name, value in seen.items() if value is not None})

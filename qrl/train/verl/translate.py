@@ -1,0 +1,248 @@
+"""A recipe as verl's configuration: each key is mapped, applied by qrl itself, or refused with its reason.
+
+verl's names are those of verl 0.9.1, dotted as in its own configuration files.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from qrl import process
+from qrl.errors import BadInput
+from qrl.recipe import Rollout, Train, Watch
+from qrl.tasks import prompt
+from qrl.train import policy
+from qrl.train.job import Job
+from qrl.train.verl import score
+
+NAME = "verl"  # of `train.trainer`, and of the package
+REWARD = f"pkg://{score.__name__}"  # what verl's reward workers import
+CHECKPOINTS, ROLLOUTS, QUESTIONS = "verl", "rollouts", "questions.parquet"  # in the work folder
+ACTOR, SAMPLER, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+_NO_DUAL_CLIP = 1e9  # verl also bounds the ratio of bad completions, at 3 by default; GRPO and TRL do not
+_NO_LOWER_BOUND = "1e-09"  # verl's masks need a bound above 0; its ratios end at exp(-20)
+_WATCHED = "its watcher reads metrics that verl does not log, or averages in another way"
+_QAT = "verl trains in no format of qrl's"
+_GRPO = "verl runs GRPO alone here"
+_SERVER = "the engine runs on verl's own GPU"
+_TEXT_ONLY = "verl gives a reward the text of a completion, not its tokens"
+
+SAME: Mapping[str, tuple[str, ...]] = {  # our key → verl's keys, which get the same value
+    "train.steps": ("trainer.total_training_steps", "trainer.total_epochs"),  # an epoch has a step at least
+    "train.prompts_per_step": ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"),
+    "train.generations": (f"{SAMPLER}.n",),
+    "train.learning_rate": (f"{ACTOR}.optim.lr",),
+    "train.warmup_steps": (f"{ACTOR}.optim.lr_warmup_steps",),
+    "train.temperature": (f"{SAMPLER}.temperature",),
+    "train.top_p": (f"{SAMPLER}.top_p",),
+    "train.max_completion_tokens": ("data.max_response_length", f"{ACTOR}.loss_scale_factor"),
+    "train.epsilon": (f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_low"),
+    "train.gradient_checkpointing": (f"{MODEL}.enable_gradient_checkpointing",),
+    "train.save_every": ("trainer.save_freq",),
+    "train.keep_checkpoints": ("trainer.max_actor_ckpt_to_keep",),
+    "rollout.gpu_memory_utilization": (f"{SAMPLER}.gpu_memory_utilization",),
+    "rollout.max_model_tokens": (f"{SAMPLER}.max_model_len",),
+}
+CHOICES: Mapping[str, tuple[str, Mapping[str, Any]]] = {  # our key → verl's, and our value → verl's
+    "train.schedule": (f"{ACTOR}.optim.lr_scheduler_type", {"constant": "constant", "cosine": "cosine"}),
+    "train.loss": (  # each is TRL's average: `loss_scale_factor` above is the length that dr_grpo divides by
+        f"{ACTOR}.loss_agg_mode",
+        {"dr_grpo": "seq-mean-token-sum-norm", "grpo": "seq-mean-token-mean", "dapo": "token-mean"},
+    ),
+    "train.importance_sampling_level": (f"{ACTOR}.policy_loss.loss_mode", {"token": "vanilla", "sequence": "gspo"}),
+    "train.scale_rewards": ("algorithm.norm_adv_by_std_in_grpo", {"none": False, "group": True}),
+    "rollout.engine": (f"{SAMPLER}.name", {"vllm": "vllm"}),
+    "rollout.sleep": (f"{SAMPLER}.free_cache_engine", {"auto": True, "on": True, "off": False}),
+}
+COMPUTED = (  # from several keys, in `overrides`
+    *("train.micro_batch", "train.epsilon_high", "train.beta", "train.method", "train.lora_rank", "train.lora_alpha"),
+    *(
+        "train.lora_targets",
+        "train.base_storage",
+        "train.dtype",
+        "train.top_k",
+        "train.rewards",
+        "train.reward_weights",
+    ),
+    *("rollout.is_correction", "rollout.is_correction_max", "model", "task", "seed", "chat.template_kwargs"),
+)
+OURS = (  # qrl applies them itself: it draws the questions, renders the prompts, reads verl's log, and names versions
+    *("train.questions", "train.selection", "train.max_ngram_share", "train.completions_logged", "train.trainer"),
+    *("rollout.max_engine_kl", "data", "prompt", "device", "registered_name"),
+)
+REFUSED: Mapping[str, str] = {  # our key → why any value but the default is refused
+    "train.num_iterations": "verl counts batches as steps, so schedule and checkpoints would differ",
+    "train.min_p": "verl's rollouts have no such setting",
+    "train.repetition_penalty": "verl's rollouts set it to 1",
+    "train.mask_truncated": "verl has no such mask",
+    "train.soft_overlong_tokens": _TEXT_ONLY,
+    "train.max_resamples": "verl's filter of groups samples without this bound",
+    "train.algorithm": _GRPO,
+    "train.teacher": _GRPO,
+    "train.distill_top_k": _GRPO,
+    "train.distill_reverse": _GRPO,
+    "train.qat": _QAT,
+    "train.qat_calibration": _QAT,
+    "train.qat_calibration_samples": _QAT,
+    "train.qat_calibration_batch": _QAT,
+    "train.qat_calibration_max_tokens": _QAT,
+    "train.parallel": "verl starts its own processes, and is set up for one GPU here",
+    "train.processes": "verl starts its own processes, and is set up for one GPU here",
+    "rollout.mode": _SERVER,
+    "rollout.server": _SERVER,
+    "rollout.server_timeout_s": _SERVER,
+    "rollout.server_group_port": _SERVER,
+    "rollout.quantization": "verl sends vLLM weights in bf16",
+    "rollout.kv_cache": "verl sets no dtype of keys and values",
+    "rollout.min_effective_sample_size": "verl measures it after truncation",
+    "watch.stop": "verl cannot be ended at a step with its weights",
+    **{f"watch.{name}": _WATCHED for name in Watch.model_fields if name != "stop"},
+}
+REFUSED_VALUES: Mapping[tuple[str, str], str] = {  # our key and value → why
+    ("train.schedule", "linear"): "verl has constant and cosine",
+    ("train.loss", "bnpo"): "verl averages over all tokens of a step, not of a micro-batch: dapo does so too",
+    ("train.scale_rewards", "batch"): "verl divides by a group's standard deviation, or by none",
+    ("train.method", "qlora"): "verl would train its adapter in bf16 over a packed base",
+    ("train.rewards", "leak"): _TEXT_ONLY,
+    ("train.rewards", "soft_overlong"): _TEXT_ONLY,
+    ("rollout.engine", "transformers"): "verl samples with vLLM alone",
+}
+
+
+def check_recipe(train: Train, rollout: Rollout, watch: Watch) -> None:
+    """Check that verl can train as the recipe's sections say; nothing is loaded.
+
+    Raises:
+        BadInput: a key or a value has no counterpart in verl, or several processes were launched.
+    """
+    for key, value, default in _settings(train, rollout, watch):
+        why = REFUSED.get(key) if value != default else None
+        values = value if isinstance(value, tuple) else (value,)
+        if why := why or next((REFUSED_VALUES[key, one] for one in values if (key, one) in REFUSED_VALUES), None):
+            shown = ",".join(map(str, values))
+            raise BadInput(
+                f"{key} = {shown} does not go with train.trainer = verl, since {why}: choose another value, or set "
+                "train.trainer = trl."
+            )
+    if train.storage != "fp32":
+        raise BadInput(
+            f"With train.trainer = verl the base is stored in fp32, but the recipe stores it in {train.storage}, where "
+            "verl would train the adapter in the same dtype and lose small updates: set train.base_storage = fp32."
+        )
+    if process.world_size() > 1:
+        raise BadInput("train.trainer = verl starts its own processes: start the step without torchrun or accelerate.")
+
+
+def _settings(*sections: Train | Rollout | Watch):
+    """Yield each field's key, value and default."""
+    for section in sections:
+        for name, field in type(section).model_fields.items():
+            yield f"{type(section).__name__.lower()}.{name}", getattr(section, name), field.default
+
+
+def overrides(job: Job, prompt_tokens: int) -> dict[str, Any]:
+    """Return verl's configuration of a job: what differs from verl's own, by dotted key.
+
+    Args:
+        job: a job that `check_recipe` accepts.
+        prompt_tokens: the longest rendered prompt, in tokens; verl refuses longer ones.
+    """
+    train, rollout = job.settings, job.rollout
+    given = {key: value for key, value, _ in _settings(train, rollout)}
+    made = {theirs: given[ours] for ours, names in SAME.items() for theirs in names}
+    made |= {theirs: values[given[ours]] for ours, (theirs, values) in CHOICES.items()}
+    return made | _fixed(job) | _data(job, prompt_tokens) | _policy(train) | _sampling(train, rollout) | _reward(job)
+
+
+def _fixed(job: Job) -> dict[str, Any]:
+    seeds = ("data.seed", f"{SAMPLER}.seed", f"{ACTOR}.data_loader_seed", f"{ACTOR}.fsdp_config.seed")
+    return {
+        **dict.fromkeys(seeds, job.seed),
+        "algorithm.adv_estimator": "grpo",
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": 1,
+        f"{SAMPLER}.tensor_model_parallel_size": 1,
+        "trainer.default_local_dir": str(job.work / CHECKPOINTS),
+        "trainer.rollout_data_dir": str(job.work / ROLLOUTS),
+        "trainer.resume_mode": "auto",
+        "trainer.logger": ["console", "file"],  # its MLflow logger would log under its names, and end our run
+        "trainer.project_name": "qrl",
+        "trainer.experiment_name": "train",
+        "trainer.val_before_train": False,
+        "trainer.test_freq": -1,
+        "ray_kwargs.ray_init.address": "local",  # never a cluster of somebody else's
+    }
+
+
+def _data(job: Job, prompt_tokens: int) -> dict[str, Any]:
+    file = str(job.work / QUESTIONS)
+    return {
+        "data.train_files": file,
+        "data.val_files": file,  # verl wants some; none is asked
+        "data.val_max_samples": 1,
+        "data.max_prompt_length": prompt_tokens,
+        "data.truncation": "error",
+        "data.apply_chat_template_kwargs": dict(prompt.resolve(job.template).kwargs),
+    }
+
+
+def _policy(train: Train) -> dict[str, Any]:
+    """Return model, precision, loss and optimizer, as TRL has them where verl's defaults differ."""
+    micro = min(train.micro_batch, train.prompts_per_step * train.generations)
+    parts = (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config")
+    made = {
+        **{f"{part}.mixed_precision.param_dtype": train.compute for part in parts},
+        **{f"{part}.model_dtype": train.storage for part in parts},
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu": micro,
+        f"{SAMPLER}.log_prob_micro_batch_size_per_gpu": micro,
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": micro,
+        f"{ACTOR}.clip_ratio_high": train.epsilon if train.epsilon_high is None else train.epsilon_high,
+        f"{ACTOR}.clip_ratio_c": _NO_DUAL_CLIP,
+        f"{ACTOR}.use_kl_loss": train.beta > 0,
+        f"{ACTOR}.kl_loss_coef": train.beta,
+        f"{ACTOR}.kl_loss_type": "low_var_kl",  # the estimator k3, as TRL's
+        f"{ACTOR}.optim.weight_decay": 0.0,
+        # Without padding removal, since verl's default needs flash-attn, which this environment lacks.
+        f"{MODEL}.use_remove_padding": False,
+        f"{MODEL}.override_config.attn_implementation": "sdpa",
+        f"{SAMPLER}.load_format": "safetensors" if train.adapter else "dummy",  # an adapter is sent without its base
+    }
+    if train.adapter:
+        rank = train.lora_rank or policy.RANK
+        made |= {f"{MODEL}.lora_rank": rank, f"{MODEL}.lora_alpha": train.lora_alpha or 2 * rank}
+        made[f"{MODEL}.target_modules"] = list(train.lora_targets) or "all-linear"
+    return made
+
+
+def _sampling(train: Train, rollout: Rollout) -> dict[str, Any]:
+    """Return how tokens are drawn, and the importance-sampling correction of engine to trainer."""
+    level, _, kind = rollout.is_correction.partition("_")
+    limit = rollout.is_correction_max if kind != "mask" else f"{_NO_LOWER_BOUND}_{rollout.is_correction_max}"
+    return {
+        f"{SAMPLER}.top_k": train.top_k or -1,
+        f"{SAMPLER}.calculate_log_probs": level != "none",
+        "algorithm.rollout_correction.rollout_is": None if level == "none" else level,
+        "algorithm.rollout_correction.rollout_is_threshold": limit,
+    }
+
+
+def _reward(job: Job) -> dict[str, Any]:
+    weights = job.settings.reward_weights or (1.0,) * len(job.settings.rewards)
+    key = "reward.custom_reward_function"
+    return {
+        f"{MODEL}.path": str(job.base),
+        f"{key}.path": REWARD,
+        f"{key}.name": "compute_score",
+        f"{key}.reward_kwargs": {"task": job.task, "rewards": list(job.settings.rewards), "weights": list(weights)},
+    }
+
+
+def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted keys as a tree, as a configuration file holds them."""
+    tree: dict[str, Any] = {}
+    for key, value in dotted.items():
+        *path, last = key.split(".")
+        branch = tree
+        for part in path:
+            branch = branch.setdefault(part, {})
+        branch[last] = value
+    return tree

@@ -1,0 +1,308 @@
+"""verl as the trainer: its translation, its questions, its rewards, its log, and how its processes end."""
+
+import json
+import os
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import pytest
+import yaml
+
+from qrl import checkpoint, recipe, tasks, tiny
+from qrl.errors import BadInput, QrlError
+from qrl.recipe import Recipe, Rollout, Train, Watch
+from qrl.recipe.base import Section
+from qrl.study import build
+from qrl.tasks import prompt
+from qrl.tracking import keys
+from qrl.train import Job
+from qrl.train.verl import score, training, translate
+
+VERL = {"train.trainer": "verl", "rollout.engine": "vllm"}
+OTHER = {  # a value of each translated key that differs from the recipe's
+    **{"train.steps": "7", "train.prompts_per_step": "5", "train.generations": "4", "train.learning_rate": "0.001"},
+    **{
+        "train.warmup_steps": "3",
+        "train.temperature": "0.7",
+        "train.top_p": "0.9",
+        "train.max_completion_tokens": "33",
+    },
+    **{"train.epsilon": "0.3", "train.gradient_checkpointing": "true", "train.save_every": "3"},
+    **{"train.keep_checkpoints": "5", "train.schedule": "cosine", "train.loss": "grpo", "train.scale_rewards": "group"},
+    **{"train.importance_sampling_level": "sequence", "train.micro_batch": "4", "train.epsilon_high": "0.4"},
+    **{"train.beta": "0.1", "train.method": "lora", "train.dtype": "bf16", "train.top_k": "9"},
+    **{"train.rewards": "correct,format", "seed": "5"},
+    **{"rollout.gpu_memory_utilization": "0.4", "rollout.max_model_tokens": "99", "rollout.sleep": "off"},
+    **{"rollout.is_correction": "sequence_mask", "rollout.is_correction_max": "3"},
+}
+WITH = {  # what a key needs beside it
+    **{f"train.lora_{name}": {"train.method": "lora"} for name in ("rank", "alpha", "targets")},
+    "train.reward_weights": {"train.rewards": "correct,format"},
+}
+OTHER |= {
+    "train.lora_rank": "4",
+    "train.lora_alpha": "9",
+    "train.lora_targets": "q_proj",
+    "train.reward_weights": "1,2",
+}
+COMPOSE = """
+import json, sys, types
+from pathlib import Path
+import verl.trainer.config
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+folder = Path(sys.argv[1])
+with initialize_config_dir(list(verl.trainer.config.__path__)[0], version_base=None):
+    plain = compose("ppo_trainer")
+with initialize_config_dir(str(folder), version_base=None):
+    made = compose("recipe")
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+try:
+    import vllm
+except ImportError:  # asked for its largest adapter alone
+    ranks = types.SimpleNamespace(get_vllm_max_lora_rank=lambda rank: rank)
+    sys.modules["verl.workers.rollout.vllm_rollout.utils"] = ranks
+validate_config(config=made, use_reference_policy=need_reference_policy(made), use_critic=need_critic(made))
+actor = omega_conf_to_dataclass(made.actor_rollout_ref.actor)
+omega_conf_to_dataclass(made.actor_rollout_ref.rollout)
+wanted = json.loads((folder / "wanted.json").read_text())
+missing = object()
+unknown = [key for key in wanted if OmegaConf.select(plain, key, default=missing, throw_on_missing=False) is missing]
+print("RESULT", json.dumps({
+    "unknown": unknown,
+    "lost": [key for key, value in wanted.items() if OmegaConf.select(made, key) != value],
+    "critic": need_critic(made), "reference": need_reference_policy(made), "dtype": actor.fsdp_config.mixed_precision,
+}, default=dict))
+"""
+ADDED = {  # keys that verl reads and its configuration does not list, or lists without a value
+    *(f"actor_rollout_ref.{part}.fsdp_config.mixed_precision.param_dtype" for part in ("actor", "ref")),
+    "actor_rollout_ref.model.override_config.attn_implementation",
+    "ray_kwargs.ray_init.address",
+    "reward.custom_reward_function.reward_kwargs",
+}
+NULL = {  # of verl's own configuration, which `select` takes for missing
+    *("trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "trainer.rollout_data_dir", "data.seed"),
+    *("actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.max_model_len"),
+    *("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu", "reward.custom_reward_function.path"),
+    *("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "actor_rollout_ref.actor.loss_scale_factor"),
+    *("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "algorithm.rollout_correction.rollout_is"),
+}
+
+
+def settings(**overrides: str) -> Recipe:
+    return recipe.load("tiny", VERL | {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def job(tmp_path: Path, loaded: Recipe | None = None, n: int = 16) -> Job:
+    loaded = loaded or settings()
+    sections = {"settings": loaded.train, "rollout": loaded.rollout, "watch": loaded.watch}
+    how = {"task": loaded.task, "template": prompt.of(loaded), "seed": loaded.seed, "device": "cuda"}
+    questions = tasks.load("arithmetic", "train", n, 0)
+    return Job(questions=questions, base=tiny.PATH, work=tmp_path, out=tmp_path / "model", **sections, **how)
+
+
+def every_key() -> list[str]:
+    sections = {"train": Train, "rollout": Rollout, "watch": Watch}
+    inner = [f"{name}.{field}" for name, section in sections.items() for field in section.model_fields]
+    top = [name for name, field in Recipe.model_fields.items() if not issubclass_(field.annotation)]
+    return [*inner, *top, "chat.template_kwargs"]
+
+
+def issubclass_(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def test_every_key_that_training_reads_is_in_exactly_one_table():
+    tables = (translate.SAME, translate.CHOICES, translate.COMPUTED, translate.OURS, translate.REFUSED)
+    listed = [key for table in tables for key in table]
+    assert sorted(listed) == sorted(every_key())
+    fields = {name: section.model_fields for name, section in {"train": Train, "rollout": Rollout}.items()}
+    for key, value in translate.REFUSED_VALUES:
+        assert key not in translate.REFUSED and key.partition(".")[2] in fields[key.partition(".")[0]], (key, value)
+
+
+@pytest.mark.parametrize("key", [key for key in OTHER])
+def test_a_translated_key_changes_verls_configuration(key, tmp_path):
+    beside = WITH.get(key, {})
+    before, after = (recipe.load("tiny", VERL | beside | more) for more in ({}, {key: OTHER[key]}))
+    made = [translate.overrides(job(tmp_path, each, n=1), 50) for each in (before, after)]
+    assert made[0] != made[1]
+
+
+def test_the_keys_whose_translation_is_tested_are_all_of_them():
+    translated = {*translate.SAME, *translate.CHOICES, *translate.COMPUTED}
+    elsewhere = {"rollout.engine", "train.base_storage", "model", "task", "chat.template_kwargs"}
+    assert translated - set(OTHER) == elsewhere
+
+
+def test_a_job_of_the_recipe_is_verls_configuration(tmp_path):
+    loaded = settings(train__steps="9", train__epsilon_high="0.28", train__beta="0.01")
+    asked = replace(prompt.of(loaded), kwargs={"enable_thinking": False})
+    made = translate.overrides(replace(job(tmp_path, loaded, n=1), template=asked), 77)
+    actor, total = "actor_rollout_ref.actor", loaded.train.prompts_per_step
+    assert made["data.train_batch_size"] == made[f"{actor}.ppo_mini_batch_size"] == total
+    assert made["trainer.total_training_steps"] == 9 and made["data.max_prompt_length"] == 77
+    assert (made[f"{actor}.clip_ratio_low"], made[f"{actor}.clip_ratio_high"]) == (0.2, 0.28)
+    assert made[f"{actor}.use_kl_loss"] and made[f"{actor}.kl_loss_coef"] == 0.01
+    assert made[f"{actor}.loss_scale_factor"] == loaded.train.max_completion_tokens  # what dr_grpo divides by
+    assert made["data.apply_chat_template_kwargs"] == {"enable_thinking": False}
+    assert made["actor_rollout_ref.model.path"] == str(tiny.PATH)
+    assert "actor_rollout_ref.model.lora_rank" not in made and "mlflow" not in made["trainer.logger"]
+    assert yaml.safe_load(yaml.safe_dump(translate.nested(made)))["trainer"]["nnodes"] == 1
+
+
+@pytest.mark.parametrize(
+    "correction, expected",
+    {
+        "none": (None, 2.0, False),
+        "token_truncate": ("token", 2.0, True),
+        "sequence_mask": ("sequence", "1e-09_2.0", True),
+    }.items(),
+)
+def test_the_importance_sampling_correction_is_verls(correction, expected, tmp_path):
+    made = translate.overrides(job(tmp_path, settings(rollout__is_correction=correction), n=1), 50)
+    key = "algorithm.rollout_correction.rollout_is"
+    assert (made[key], made[f"{key}_threshold"], made["actor_rollout_ref.rollout.calculate_log_probs"]) == expected
+
+
+def test_an_adapter_is_verls_adapter(tmp_path):
+    made = translate.overrides(job(tmp_path, settings(train__method="lora"), n=1), 50)
+    model = "actor_rollout_ref.model"
+    assert (made[f"{model}.lora_rank"], made[f"{model}.lora_alpha"]) == (16, 32)
+    assert made[f"{model}.target_modules"] == "all-linear"
+    assert made["actor_rollout_ref.rollout.load_format"] == "safetensors"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"train.qat": "int4"},
+        {"train.algorithm": "sft"},
+        {"train.parallel": "ddp"},
+        {"train.num_iterations": "2"},
+        {"train.method": "qlora"},
+        {"train.schedule": "linear"},
+        {"train.loss": "bnpo"},
+        {"train.rewards": "correct,leak"},
+        {"rollout.engine": "transformers"},
+        {"rollout.quantization": "fp8"},
+        {"watch.stop": "entropy"},
+        {"watch.probe_every": "5"},
+    ],
+    ids=lambda overrides: next(iter(overrides)),
+)
+def test_what_verl_lacks_is_refused_by_name(overrides):
+    loaded = recipe.load("tiny", VERL | overrides)
+    with pytest.raises(BadInput, match=next(iter(overrides))):
+        translate.check_recipe(loaded.train, loaded.rollout, loaded.watch)
+
+
+def test_an_adapter_in_bf16_and_several_processes_are_refused(monkeypatch):
+    loaded = settings(train__method="lora", train__dtype="bf16")
+    with pytest.raises(BadInput, match=r"train\.base_storage"):
+        translate.check_recipe(loaded.train, loaded.rollout, loaded.watch)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(BadInput, match="torchrun"):
+        translate.check_recipe(settings().train, settings().rollout, settings().watch)
+
+
+def test_the_defaults_pass_and_a_base_in_fp32_does_not(tmp_path):
+    base, made = checkpoint.check(tiny.PATH), job(tmp_path)
+    training.check(base, made)
+    with pytest.raises(BadInput, match="float32"):
+        training.check(replace(base, dtype="float32"), made)
+
+
+def test_questions_are_rendered_by_verl_as_by_us(tmp_path):
+    from transformers import AutoTokenizer
+
+    made, tokens = job(tmp_path), AutoTokenizer.from_pretrained(tiny.PATH)
+    longest = training.write_questions(made)
+    rows = pd.read_parquet(tmp_path / translate.QUESTIONS)
+    ours = [prompt.render(tokens, item.question, made.template) for item in made.questions]
+    theirs = [  # as verl's agent loop renders a row
+        tokens.apply_chat_template(list(chat), add_generation_prompt=True, tokenize=True, return_dict=False)
+        for chat in rows["prompt"]
+    ]
+    assert theirs == ours and longest == max(map(len, ours))
+    assert [row["ground_truth"] for row in rows["reward_model"]] == [item.answer for item in made.questions]
+    assert set(rows["data_source"]) == {"arithmetic"}
+
+
+def test_the_reward_is_called_as_verl_calls_it(tmp_path):
+    weighted = settings(train__rewards="correct,format", train__reward_weights="1,0.5")
+    given = translate.overrides(job(tmp_path, weighted, n=1), 50)["reward.custom_reward_function.reward_kwargs"]
+    (question,) = tasks.load("arithmetic", "train", 1, 0)
+    row = {"data_source": "arithmetic", "ground_truth": question.answer, "extra_info": {"question": question.question}}
+    right = score.compute_score(solution_str=question.solution, **row, **given)
+    assert right == {"score": 1.5, "correct": 1.0, "format": 1.0}
+    assert score.compute_score(solution_str="#### 99999", **row, **given)["score"] == 0.5
+    assert score.compute_score(solution_str="none", **row, **given)["score"] == 0
+    assert translate.REWARD == "pkg://qrl.train.verl.score"
+
+
+def test_metrics_have_our_names_and_a_resumed_log_keeps_the_later_try(tmp_path):
+    made = job(tmp_path)
+    row = {"critic/score/mean": 0.5, "rollout_corr/k3_kl": 0.02, "actor/grad_norm": None, "timing_s/step": 2.0}
+    named = training.named(row, made)
+    total = made.settings.prompts_per_step * made.settings.generations
+    assert named == {"train/reward": 0.5, "rollout/kl_k3": 0.02, "train/completions_per_s": total / 2}
+    for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        lines = [json.dumps({"step": step, "data": {"critic/score/mean": float(start)}}) for step in steps]
+        (tmp_path / f"metrics-{start:07}.jsonl").write_text("\n".join(lines) + '\n{"step": 9, "da')
+    history = training.history(made)
+    assert history["step"].tolist() == [1, 2, 3, 4] and history["reward"].tolist() == [0, 0, 2, 2]
+
+
+def test_sampled_completions_are_read_from_verls_files(tmp_path):
+    (tmp_path / translate.ROLLOUTS).mkdir()
+    for step in (2, 10):
+        lines = [json.dumps({"input": "q", "output": f"{step}.{i}", "score": 1.0}) for i in range(20)]
+        (tmp_path / translate.ROLLOUTS / f"{step}.jsonl").write_text("\n".join(lines) + "\n")
+    frame = training.completions(job(tmp_path))
+    assert frame["step"].drop_duplicates().tolist() == [2, 10]
+    assert len(frame) == 2 * Train().completions_logged and list(frame) == ["step", "prompt", "completion", "reward"]
+
+
+def test_the_environment_and_the_key_are_verls_and_other_keys_stay(monkeypatch):
+    monkeypatch.delenv(build.PLACE, raising=False)
+    assert build.environment_for("train", build.trained_by(settings())).name == "verl"
+    assert build.trained_by(recipe.load("tiny")) == "transformers"
+    of = {
+        name: keys.trained(recipe.load("tiny", each), "d", "cuda") for name, each in {"trl": {}, "verl": VERL}.items()
+    }
+    assert of["trl"] != of["verl"] and "train.trainer" not in keys.PARTS[of["trl"]]
+    assert keys.PARTS[of["verl"]]["train.trainer"] == "verl"
+
+
+@pytest.mark.process
+def test_a_failure_is_a_sentence_and_no_process_is_left(tmp_path, monkeypatch):
+    program = "import subprocess, sys\nsubprocess.Popen(['sleep', '613.25'], start_new_session=True)\n"
+    (tmp_path / "failing.py").write_text(program + "raise ValueError('too little memory')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(QrlError, match="ValueError: too little memory"), training._running(["failing"], tmp_path):
+        pass
+    time.sleep(0.1)
+    assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "613.25"]]
+    assert (tmp_path / "failing.log").is_file()
+
+
+@pytest.mark.process
+@pytest.mark.skipif("QRL_VERL_PYTHON" not in os.environ, reason="QRL_VERL_PYTHON names no Python with verl 0.9.1")
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_verl_itself_accepts_the_configuration(method, tmp_path):
+    made = job(tmp_path, settings(train__method=method, train__dtype="fp32", train__beta="0.01"))
+    wanted = translate.overrides(made, training.write_questions(made))
+    training.write_configuration(tmp_path, wanted)
+    (tmp_path / "wanted.json").write_text(json.dumps(wanted))
+    words = [os.environ["QRL_VERL_PYTHON"], "-c", COMPOSE, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.rpartition("RESULT ")[2])
+    assert set(found["unknown"]) <= ADDED | NULL and not found["lost"]
+    assert found["reference"] and not found["critic"] and found["dtype"]["param_dtype"] == "fp32"
