@@ -16,8 +16,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qrl import reading
 from qrl.errors import BadInput
+from qrl.files import reading
 from qrl.formats import architecture, header
 from qrl.formats.header import Entry
 from qrl.formats.stream import Rows

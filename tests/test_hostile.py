@@ -20,10 +20,11 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from qrl import checkpoint, cli, recipe, tables, workspace
+from qrl import checkpoint, cli, recipe, workspace
 from qrl.cli import ending
 from qrl.compare import logs, read
 from qrl.errors import BadInput
+from qrl.files import tables
 from qrl.formats import header
 from qrl.recipe import documents, prompts
 from qrl.tasks import rows

@@ -7,9 +7,10 @@ import sys
 
 import click
 
-from qrl import process, reading
+from qrl import process
 from qrl.cli.commands import cli
 from qrl.errors import BadInput, QrlError
+from qrl.files import reading
 from qrl.tracking import signals
 
 

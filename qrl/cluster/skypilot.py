@@ -8,9 +8,10 @@ from pathlib import Path
 
 import yaml
 
-from qrl import process, reading
+from qrl import process
 from qrl.cluster.driver import COMPLETED, RUNNING, VANISHED, WAITING, Job, State, call, command, environment, torchrun
 from qrl.errors import BadInput, QrlError
+from qrl.files import reading
 
 _STATES = {
     **dict.fromkeys(("PENDING", "SUBMITTED", "STARTING", "RECOVERING"), WAITING),

@@ -17,8 +17,8 @@ from qrl import names
 from qrl.compare.evidence import Cell
 from qrl.compare.outcomes import Answered
 from qrl.errors import BadInput
+from qrl.files.tables import ROW, Texts
 from qrl.stats import Estimate
-from qrl.tables import ROW, Texts
 
 SHOWN = 20  # changed answers of a cell and direction in the table for people
 LONGEST = 2000  # characters of a text in it, of which its end gets three quarters

@@ -13,10 +13,10 @@ from qrl.compare.answers import Answers, changed, measured, shown
 from qrl.compare.evidence import Cell, Counts, Questions
 from qrl.compare.outcomes import Answered
 from qrl.errors import BadInput
+from qrl.files.tables import TEXTS
 from qrl.names import BASE, FULL
 from qrl.stats import Estimate
 from qrl.stats.verdict import Verdict, judge
-from qrl.tables import TEXTS
 
 T = TypeVar("T")
 

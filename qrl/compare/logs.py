@@ -17,10 +17,10 @@ from typing import Any
 
 import pandas as pd
 
-from qrl import reading, tables
 from qrl.compare.read import read_questions
 from qrl.compare.validate import quoted
 from qrl.errors import BadInput
+from qrl.files import reading, tables
 from qrl.names import cell_name
 
 LARGEST = 1 << 30  # bytes of a log, uncompressed

@@ -6,10 +6,11 @@ from typing import Any
 
 import pandas as pd
 
-from qrl import names, reading, tables
+from qrl import names
 from qrl.compare.answers import MEASURES
 from qrl.compare.validate import COLUMNS, OPTIONAL
 from qrl.errors import BadInput
+from qrl.files import reading, tables
 
 
 def read_questions(

@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from qrl import reading
 from qrl.errors import BadInput
+from qrl.files import reading
 
 # The format's letters → torch's names; torch has no tensors of other dtypes, such as floats below a byte.
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

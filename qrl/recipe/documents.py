@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from qrl import reading
 from qrl.errors import BadInput
+from qrl.files import reading
 
 LARGEST = 1 << 18  # bytes of a file
 MOST_VALUES = 10_000  # of a document

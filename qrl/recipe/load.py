@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ValidationError
 
-from qrl import reading
 from qrl.errors import BadInput
+from qrl.files import reading
 from qrl.recipe import documents, prompts
 from qrl.recipe.base import Section
 from qrl.recipe.sections import Recipe, as_text

@@ -11,8 +11,9 @@ from mlflow import MlflowException
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from pydantic import ValidationError
 
-from qrl import names, reading
+from qrl import names
 from qrl.errors import BadInput, QrlError
+from qrl.files import reading
 from qrl.recipe.stages import Stage
 from qrl.registry import history
 from qrl.registry.client import MlflowClient

@@ -22,8 +22,9 @@ from mlflow import MlflowException
 from mlflow.entities import Run
 from mlflow.entities.model_registry import RegisteredModel
 
-from qrl import names, reading
+from qrl import names
 from qrl.errors import QrlError
+from qrl.files import reading
 from qrl.recipe.stages import DEFAULT, Stage
 from qrl.registry.client import MlflowClient
 from qrl.tracking import contents, signals, store

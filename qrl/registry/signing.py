@@ -16,8 +16,8 @@ from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
 
-from qrl import reading
 from qrl.errors import BadInput, GateRefused, first_line
+from qrl.files import reading
 from qrl.recipe.sections import Promote
 
 if TYPE_CHECKING:

@@ -21,8 +21,9 @@ from filelock import FileLock, Timeout
 from mlflow import MlflowException
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
-from qrl import checkpoint, names, reading
+from qrl import checkpoint, names
 from qrl.errors import BadInput, GateRefused, QrlError, first_line
+from qrl.files import reading
 from qrl.registry import signing
 from qrl.registry.client import MlflowClient
 from qrl.registry.history import History, Record, best

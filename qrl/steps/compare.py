@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qrl import compare as room
-from qrl import figures, names, tables
+from qrl import figures, names
 from qrl.compare import ranking, sizes
 from qrl.errors import VerdictFailed
 from qrl.evaluate import groups
+from qrl.files import tables
 from qrl.recipe import Recipe
 from qrl.stats.text import interval
 from qrl.workspace import workspace, written

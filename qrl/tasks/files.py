@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qrl import names, process, stats, tables, tasks
+from qrl import names, process, stats, tasks
 from qrl.errors import BadInput
+from qrl.files import tables
 from qrl.stats.text import table
 from qrl.workspace import written_whole
 

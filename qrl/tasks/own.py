@@ -17,8 +17,8 @@ from pathlib import Path
 from random import Random
 from types import ModuleType
 
-from qrl import reading
 from qrl.errors import BadInput, QrlError, first_line
+from qrl.files import reading
 from qrl.tasks import limits
 from qrl.tasks.question import Question, Verdict
 

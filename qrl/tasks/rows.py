@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qrl import reading
 from qrl.errors import BadInput
+from qrl.files import reading
 from qrl.tasks.question import Question
 
 FILES = {"train": "train.jsonl", "heldout": "test.jsonl"}

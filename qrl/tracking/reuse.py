@@ -14,8 +14,9 @@ from mlflow.artifacts import load_text
 from mlflow.entities import Run
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-from qrl import names, process, reading
+from qrl import names, process
 from qrl.errors import QrlError
+from qrl.files import reading
 from qrl.tracking import contents, keys, models
 
 _OUTPUTS, _EVIDENCE = "outputs.json", "evidence"

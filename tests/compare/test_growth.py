@@ -4,8 +4,9 @@ import pandas as pd
 import pytest
 from pyarrow import parquet
 
-from qrl import compare, names, tables
+from qrl import compare, names
 from qrl.compare import ranking
+from qrl.files import tables
 from tests.compare.test_answers import rows as answers
 
 TEXTS = {"completion", "parsed", "answer", names.QUESTION_TEXT}

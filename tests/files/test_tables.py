@@ -7,10 +7,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qrl import cli, compare, tables
+from qrl import cli, compare
 from qrl.cli import ending
 from qrl.compare import ranking
 from qrl.errors import BadInput
+from qrl.files import tables
 from qrl.tasks import files
 
 pytestmark = pytest.mark.usefixtures("in_process")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qrl import reading
 from qrl.errors import BadInput
+from qrl.files import reading
 
 if TYPE_CHECKING:
     import pandas as pd
