@@ -282,13 +282,14 @@ def test_the_environment_and_the_key_are_verls_and_other_keys_stay(monkeypatch):
 
 @pytest.mark.process
 def test_a_failure_is_a_sentence_and_no_process_is_left(tmp_path, monkeypatch):
-    program = "import subprocess, sys\nsubprocess.Popen(['sleep', '613.25'], start_new_session=True)\n"
+    sleeping = ["sleep", f"{600 + os.getpid() / 1e7:.7f}"]  # no other test's
+    program = f"import subprocess\nsubprocess.Popen({sleeping}, start_new_session=True)\n"
     (tmp_path / "failing.py").write_text(program + "raise ValueError('too little memory')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(QrlError, match="ValueError: too little memory"), training._running(["failing"], tmp_path):
         pass
     time.sleep(0.1)
-    assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "613.25"]]
+    assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == sleeping]
     assert (tmp_path / "failing.log").is_file()
 
 
