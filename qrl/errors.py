@@ -50,5 +50,7 @@ class VerdictFailed(QrlError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or "no message" if it is empty."""
-    return (str(error).strip() or "no message").splitlines()[0]
+    """Return the first line of an error's message, with the next if it ends with a colon; "no message" if empty."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip("# ")] or ["no message"]
+    causes = [line for line in lines[1:] if not line.startswith("#")]  # MLflow heads each failed download so
+    return f"{lines[0]} {causes[0]}" if lines[0].endswith(":") and causes else lines[0]

@@ -295,8 +295,8 @@ def _driver(tags: dict[str, str]) -> Driver:
 
 
 def _found(query: str) -> list[Run]:
-    runs_found = mlflow.search_runs(filter_string=query, search_all_experiments=True, output_format="list")
-    return [run for run in runs_found if {ID, CLUSTER, STATE, LOG} <= run.data.tags.keys()]
+    matching = mlflow.search_runs(filter_string=query, search_all_experiments=True, output_format="list")
+    return [run for run in matching if {ID, CLUSTER, STATE, LOG} <= run.data.tags.keys()]
 
 
 def _work(entry: str, parameters: dict[str, str]) -> str:

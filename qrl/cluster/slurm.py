@@ -26,8 +26,8 @@ class Slurm:
         if not shutil.which("scontrol"):
             return ""
         with suppress(QrlError):
-            name = re.search(r"^ClusterName\s*=\s*(\S+)", call("scontrol", "show", "config").stdout, re.MULTILINE)
-            return name[1] if name else ""
+            match = re.search(r"^ClusterName\s*=\s*(\S+)", call("scontrol", "show", "config").stdout, re.MULTILINE)
+            return match[1] if match else ""
         return ""
 
     def script(self, job: Job) -> str:
@@ -104,7 +104,8 @@ def _parsed(line: str) -> State:
     node = values.get("NodeList", "").replace("(null)", "")
     word, restarts = values.get("JobState", ""), int(values.get("Restarts", "0"))
     if word in _WAITS:
-        return State(WAITING, "", values.get("Reason", "").replace("None", "to be scheduled"), restarts)
+        reason = values.get("Reason", "None")
+        return State(WAITING, "", "to be scheduled" if reason == "None" else reason, restarts)
     if word in _RUNS:
         return State(RUNNING, node, "", restarts)
     return State(word, node, values.get("ExitCode", ""), restarts)

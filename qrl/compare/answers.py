@@ -149,13 +149,13 @@ def changed(rows: Answered) -> pd.DataFrame:
     correct = table["correct"].to_numpy()
     own, other = (side[correct[own] != correct[other]] for side in (own, other))
     columns = ["variant", "scheme", "seed", "question"]
-    changed = table.iloc[own][columns].astype(str).assign(correct=correct[own])
-    changed.loc[changed["variant"] == names.BASE, "seed"] = ""
+    pairs = table.iloc[own][columns].astype(str).assign(correct=correct[own])
+    pairs.loc[pairs["variant"] == names.BASE, "seed"] = ""
     texts = [name for name in (*_TEXTS, ROW) if name in frame and name not in ("parsed_full", "completion_full")]
-    changed = changed.assign(**{name: frame[name].iloc[own] for name in texts}).reset_index(drop=True)
+    pairs = pairs.assign(**{name: frame[name].iloc[own] for name in texts}).reset_index(drop=True)
     both = [name for name in ("parsed", "completion", ROW) if name in frame]
     twins = {f"{name}_full": frame[name].iloc[other].reset_index(drop=True) for name in both}
-    return changed.assign(correct_full=correct[other], **twins)
+    return pairs.assign(correct_full=correct[other], **twins)
 
 
 def shown(changed: pd.DataFrame, texts: Texts | None = None) -> pd.DataFrame:

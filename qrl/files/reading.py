@@ -85,9 +85,9 @@ def walk(folder: Path) -> Iterator[Path]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    settings = dict(pairs)
-    if len(settings) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
         raise ValueError(f"'{twice}' is given twice")
-    return settings
+    return fields

@@ -21,7 +21,7 @@ from mlflow.protos.databricks_pb2 import UNAUTHENTICATED
 import qrl
 from qrl import checkpoint, names, recipe, registry
 from qrl.engine import hf
-from qrl.errors import BadInput, GateRefused, QrlError
+from qrl.errors import BadInput, GateRefused, QrlError, first_line
 from qrl.tasks import prompt
 from qrl.tracking import cells, contents, description, keys, models, projects, reuse, runs, signals, sources
 from qrl.tracking import store as stores
@@ -573,3 +573,19 @@ def test_a_clock_that_is_set_kills_no_living_process(monkeypatch):
         monkeypatch.setattr(module, "boot_time", lambda: boot - 3600)
     assert not signals.is_dead(mine) and signals.identity() == mine and signals.is_dead(former)
     assert signals.is_dead(f"{mine.rpartition(':')[0]}:{int(mine.rpartition(':')[2]) + 9}")
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("", "no message"),
+        ("one\ntwo", "one"),
+        (
+            "Failures while downloading from URL:\n##### File model #####\n404 Not Found",
+            "Failures while downloading from URL: 404 Not Found",
+        ),
+        ("It ends:", "It ends:"),
+    ],
+)
+def test_the_first_line_of_an_error_names_its_cause(message, line):
+    assert first_line(Exception(message)) == line
