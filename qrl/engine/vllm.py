@@ -9,7 +9,6 @@ batch-invariant kernels; `receipt` reports what ran.
 from __future__ import annotations
 
 import gc
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -261,7 +260,6 @@ def network(path: Path) -> dict | None:
 
 def _inspect(model) -> dict[str, Any]:
     """In vLLM's worker: count the layers of each kernel, and the bytes of their weights."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # INT8 warns at every matrix product: 112 lines a token
     kernels: Counter[str] = Counter()
     for module in model.modules():
         method = getattr(module, "scheme", None) or getattr(module, "quant_method", None)

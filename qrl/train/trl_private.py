@@ -227,6 +227,20 @@ class Link:
         self.made["tokens"] += sum(map(len, answer[1]))
         return answer
 
+    def greedy(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Return the likeliest completion of each prompt, as token ids, from training's present weights.
+
+        What rollouts draw afterwards stays the same, and so do their times.
+        """
+        plain = {"temperature": 0.0, "repetition_penalty": 1.0, "generation_kwargs": {}}
+        kept = {name: getattr(self, name) for name in (*plain, "_drawn")} | {"seconds": dict(self.seconds)}
+        vars(self).update(plain)
+        try:
+            self.sync_weights()
+            return (super().generate(prompts, None, 1) if self.mode == "server" else self._sample(prompts))[1]
+        finally:
+            vars(self).update(kept)
+
     def _sample(self, prompts):
         if self.enable_sleep_mode:
             vllm_engine.wake(self.llm, "kv_cache")

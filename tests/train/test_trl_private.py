@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from qrl import tasks, tiny
+from qrl import checkpoint, tasks, tiny
 from qrl.engine import hf
-from qrl.recipe import Rollout, Train
+from qrl.recipe import Rollout, Train, Watch
+from qrl.tasks import prompt
 from qrl.train import Job, distill, grpo, sharded, trl_private
 from qrl.train.qat.linear import attach
 from qrl.train.rollout import sync, vllm_engine
@@ -116,8 +117,8 @@ class FakeEngine:
             drawn, scores = [], []
             for _ in range(max_tokens):
                 with torch.no_grad():
-                    logits = self.model(torch.tensor([[*ids, *drawn]])).logits[0, -1].float() / temperature
-                token = int(torch.multinomial(logits.softmax(-1), 1))
+                    logits = self.model(torch.tensor([[*ids, *drawn]])).logits[0, -1].float() / (temperature or 1)
+                token = int(torch.multinomial(logits.softmax(-1), 1) if temperature else logits.argmax())
                 drawn.append(token)
                 scores.append(float(logits.log_softmax(-1)[token]))
                 if token == self.model.generation_config.eos_token_id:
@@ -151,6 +152,31 @@ def test_trl_syncs_once_a_step_samples_from_token_ids_and_logs_the_gap(engine, t
     assert (history["rollout_kl_k3"] < 2e-3).all() and (history["rollout_token_ess"] > 0.99).all(), (
         "The engine's samples do not have the trained model's probabilities: TRL passes weights or tokens otherwise."
     )
+
+
+def test_a_probe_asks_the_engine_and_changes_nothing_that_training_samples(engine, tmp_path):
+    settings = SMALL.model_copy(update={"learning_rate": 1e-3, "max_completion_tokens": 32})
+    questions = tasks.load("arithmetic", "train", 24, 0)
+    data = {"base": tiny.PATH, "questions": questions[:16], "task": "arithmetic", "template": "plain", "seed": 0}
+
+    def trained(name: str, **changes):
+        torch.manual_seed(0)
+        where = {"device": "cpu", "work": tmp_path / name / "work", "out": tmp_path / name / "model"}
+        return grpo.run(Job(settings=settings, rollout=Rollout(engine="vllm", sleep="off"), **data, **where, **changes))
+
+    plain = trained("plain")
+    engine.calls.clear()
+    probed = trained("probed", watch=Watch(probe_every=1, probe_n=8), probed=questions[16:])
+    assert engine.calls == ["sync", "generate"] * 5  # two rollouts, three probes: transformers answered none
+    assert checkpoint.digest(probed.path) == checkpoint.digest(plain.path)
+    assert (probed.history["rollout_generate_s"] > 0).all()
+    model, tokens = hf.load(tiny.PATH, "cpu", torch.float32)
+    prompts = [prompt.render(tokens, question.question, "plain") for question in questions[16:]]
+    own = hf.generate(model, tokens, prompts, max_new_tokens=32, batch_size=8)
+    right = tasks.grade_many(
+        "arithmetic", [answer.text for answer in own], [question.answer for question in questions[16:]]
+    )
+    assert probed.probes["accuracy"][0] == sum(verdict.strict for verdict in right) / 8
 
 
 def test_a_distillation_samples_from_the_engine_with_the_students_present_weights(engine, tmp_path):

@@ -11,18 +11,37 @@ from qrl.tasks import prompt
 from qrl.train import trl_private
 from qrl.train.job import Alarm, Job
 from qrl.train.monitor.watchers import Watchers
+from qrl.train.rollout import VLLM
 
 
 def outcomes(trainer, job: Job) -> list[int]:
     """Return 0 or 1 per probe question, in order; several processes share the questions, and each returns them all."""
     from accelerate.utils import gather_object
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from transformers import GenerationConfig
-    from trl.models import unwrap_model_for_generation
 
     rank, world, count = process.rank(), process.world_size(), len(job.probed)
     places = [place % count for place in range(rank, -(-count // world) * world, world)]  # equally many per process
     questions, tokens = [job.probed[place] for place in places], hf.tokenizer(job.base)
+    prompts = [prompt.render(tokens, question.question, job.template) for question in questions]
+    answers = (_engines_answers if job.rollout.engine == VLLM else _own_answers)(trainer, job, tokens, prompts)
+    gold = [question.answer for question in questions]
+    verdicts = tasks.grade_many(job.task, [answer.text for answer in answers], gold)
+    graded = gather_object([(place, int(verdict.strict)) for place, verdict in zip(places, verdicts, strict=True)])
+    return [outcome for _, outcome in sorted(dict(graded).items())]
+
+
+def _engines_answers(trainer, job: Job, tokens, prompts: list[list[int]]) -> list[hf.Completion]:
+    """Return the answers of the rollout engine, which has the memory and the speed for long ones."""
+    ends = set(hf.end_tokens(trainer.accelerator.unwrap_model(trainer.model).generation_config, job.base))
+    special = set(tokens.all_special_ids)
+    return [hf.completion(tokens, ids, ends, special) for ids in trainer.vllm_generation.greedy(prompts)]
+
+
+def _own_answers(trainer, job: Job, tokens, prompts: list[list[int]]) -> list[hf.Completion]:
+    """Return the answers of the model in training, decoded by transformers."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from transformers import GenerationConfig
+    from trl.models import unwrap_model_for_generation
+
     with (
         unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model,
         torch.no_grad(),
@@ -33,16 +52,11 @@ def outcomes(trainer, job: Job) -> list[int]:
         policy.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=tokens.pad_token_id)
         policy.eval()
         try:
-            prompts = [prompt.render(tokens, question.question, job.template) for question in questions]
             longest = job.settings.max_completion_tokens
-            answers = hf.generate(model, tokens, prompts, max_new_tokens=longest, batch_size=128)
+            return hf.generate(model, tokens, prompts, max_new_tokens=longest, batch_size=128)
         finally:
             policy.generation_config = config
             policy.train(training)
-    gold = [question.answer for question in questions]
-    verdicts = tasks.grade_many(job.task, [answer.text for answer in answers], gold)
-    graded = gather_object([(place, int(verdict.strict)) for place, verdict in zip(places, verdicts, strict=True)])
-    return [outcome for _, outcome in sorted(dict(graded).items())]
 
 
 def curve(log_history: Sequence[dict]) -> pd.DataFrame:
