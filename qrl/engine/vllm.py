@@ -251,9 +251,11 @@ def _check_memory(share: float, error: Exception) -> None:
 
 def network(path: Path) -> dict | None:
     """Return what an engine is built for, what config.json says of it; None if its weights cannot be replaced."""
-    config = checkpoint.config(path)
-    if config.get("quantization_config"):
+    from transformers import AutoConfig
+
+    if checkpoint.config(path).get("quantization_config"):
         return None  # kernels keep codes in an order of their own; only full precision was seen to be replaced rightly
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False).to_dict()  # alike, whatever version wrote it
     unused = ("_name_or_path", "transformers_version", "use_cache")
     return {key: value for key, value in config.items() if key not in unused}
 

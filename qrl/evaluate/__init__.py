@@ -55,4 +55,7 @@ def unheeded(settings: Evaluate) -> list[str]:
     if settings.deterministic and settings.engine != "vllm":
         what = f"evaluate.deterministic means nothing with evaluate.engine = {settings.engine}"
         sentences.append(f"{what}: it selects vLLM's kernels.")
+    if settings.unpacked and settings.engine != "vllm":
+        what = f"evaluate.unpacked means nothing with evaluate.engine = {settings.engine}"
+        sentences.append(f"{what}: it always unpacks weights.")
     return sentences

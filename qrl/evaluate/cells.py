@@ -15,9 +15,11 @@ from qrl import checkpoint, names, tasks
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import BadInput
+from qrl.formats import kind, plain
 from qrl.recipe import Recipe
 from qrl.tasks import prompt
 from qrl.tasks.question import leaked
+from qrl.workspace import workspace
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -199,8 +201,12 @@ def _opened(
         sizes = {"max_tokens": longest, "sequences": batch_size, "memory": settings.gpu_memory_utilization}
         options = {"deterministic": settings.deterministic, "seed": recipe.seed}
         options |= {"kv_fp8": cell.scheme.endswith(names.KV_FP8), "gpus": settings.tensor_parallel}
-        with engines.open(path, device, settings.dtype, **sizes, **options) as loaded:
-            yield loaded.generate, loaded.log_likelihoods, loaded.dtype, loaded.receipt()
+        with (
+            _loadable(path, recipe, device) as folder,
+            engines.open(folder, device, settings.dtype, **sizes, **options) as loaded,
+        ):
+            receipt = loaded.receipt() | ({} if folder == path else {"unpacked": True})
+            yield loaded.generate, loaded.log_likelihoods, loaded.dtype, receipt
         return
     import transformers
 
@@ -209,6 +215,18 @@ def _opened(
     generate = partial(hf.generate, model, tokens, batch_size=batch_size)
     score = partial(hf.log_likelihoods, model, batch_size=batch_size)
     yield generate, score, str(model.dtype).removeprefix("torch."), receipt | {"batch_size": batch_size}
+
+
+@contextmanager
+def _loadable(path: Path, recipe: Recipe, device: str) -> Iterator[Path]:
+    """Yield the folder that vLLM loads: the checkpoint's own, or a copy with the weights unpacked."""
+    quantization = checkpoint.config(path).get("quantization_config")
+    if not (recipe.evaluate.unpacked and quantization and kind.of_weights_alone(quantization)):
+        yield path
+        return
+    dtype = str(devices.compute_dtype(recipe.evaluate.dtype, device)).removeprefix("torch.")
+    with workspace("unpacked", shared=True) as work:
+        yield plain.write(path, work / "plain", dtype)
 
 
 def _row(

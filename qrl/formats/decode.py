@@ -123,6 +123,11 @@ def compressed(tensors: dict[str, Tensor], settings: dict, module: str) -> Store
         raise KeyError("weight_global_scale")  # without it the library returns weights thousands of times too large
     if "weight_scale" in tensors and tensors["weight_scale"].dtype.itemsize == 2:
         tensors = tensors | {"weight_scale": tensors["weight_scale"].float()}
+    bits = group["weights"]["num_bits"]
+    if layout == "pack-quantized" and 32 % bits:
+        tensors = tensors | {
+            "weight_packed": _repacked(tensors["weight_packed"], bits, int(tensors["weight_shape"][1]))
+        }
     scheme = QuantizationScheme.model_validate({**group, "format": layout})
     unpack = BaseCompressor.get_value_from_registry(layout).decompress
     packed = tensors.get("weight_packed", tensors.get("weight"))
@@ -134,6 +139,23 @@ def compressed(tensors: dict[str, Tensor], settings: dict, module: str) -> Store
         values = torch.empty(rows, part.shape[1]) if values is None else values
         values[first:last] = part
     return Stored(values, packed)
+
+
+def _repacked(words: Tensor, bits: int, columns: int) -> Tensor:
+    """Return codes that lie bit after bit in int32 words as the installed compressed-tensors packs them.
+
+    Up to 0.18 it padded each word instead, and misreads what later versions store in 3 bits; vLLM pins 0.17.
+    """
+    import torch
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    start = torch.arange(columns) * bits
+    if words.shape[1] != (dense := -(-columns * bits // 32)):
+        raise ValueError(f"its rows have {words.shape[1]} words, but {columns} codes of {bits} bits take {dense}")
+    word, shift = start // 32, start % 32
+    unsigned = words.long() & 0xFFFFFFFF
+    codes = unsigned[:, word] >> shift | unsigned[:, (word + 1).clamp(max=dense - 1)] << 32 - shift
+    return pack_to_int32(((codes & (1 << bits) - 1) - (1 << bits - 1)).to(torch.int8), bits)
 
 
 def _rows(key: str, tensor: Tensor, first: int, last: int, rows: int) -> Tensor:

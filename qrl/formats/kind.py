@@ -25,6 +25,12 @@ KINDS = {
 FEW_BITS = tuple(scheme for scheme, kinds in KINDS.items() if set(kinds) <= {INT2, INT3})  # no kernel of vLLM runs them
 
 
+def of_weights_alone(quantization: Mapping[str, Any]) -> bool:
+    """Return whether a `quantization_config` leaves activations as they are, so that plain matrices give the same."""
+    groups = (quantization.get("config_groups") or {}).values()
+    return not (quantization.get("load_in_8bit") or any(group.get("input_activations") for group in groups))
+
+
 def of(quantization: Mapping[str, Any]) -> set[str]:
     """Return the kinds of codes in a `quantization_config` of bitsandbytes or compressed-tensors; else none."""
     if quantization.get("load_in_8bit") or quantization.get("load_in_4bit"):

@@ -58,17 +58,17 @@ def needed(path: Path) -> bool:
     return in_int4 or quantization.get("quant_method") == "awq"
 
 
-def write(path: Path, out: Path) -> Path:
-    """Write a quantized checkpoint's values in float32 as an ordinary one to a new folder `out`, and return that."""
+def write(path: Path, out: Path, dtype: str = "float32") -> Path:
+    """Write a quantized checkpoint's values as an ordinary one in `dtype` to a new folder `out`, and return that."""
     import torch
     from safetensors.torch import save_file
 
-    state = stored.plain_state(path, torch.float32)
+    state = stored.plain_state(path, getattr(torch, dtype))
     out.mkdir()
     save_file(state, out / checkpoint.WEIGHTS, {"format": "pt"})
     replaced = ("quantization_config", "torch_dtype")
     settings = {key: value for key, value in checkpoint.config(path).items() if key not in replaced}
-    settings["dtype"] = "float32"
+    settings["dtype"] = dtype
     (out / "config.json").write_text(json.dumps(settings, indent=1))
     copy_text_files(path, out)
     return out

@@ -123,7 +123,7 @@ def unheeded(recipe: Quantize, schemes: Sequence[str], typed: Collection[str], b
         ignoring = [scheme for scheme in schemes if scheme not in users]
         if value == Quantize.model_fields[name].default or not ignoring:
             continue
-        sentence = f"{key} = {value} has no effect on {' and '.join(ignoring)}"
+        sentence = f"{key} = {value} has no effect on {', '.join(ignoring)}"
         using = [scheme for scheme in (*schemes, *beside) if scheme in users]
         if not using and (key in typed or "quantize.schemes" not in typed):
             raise BadInput(f"{sentence}: leave it out, or add a scheme that uses it ({', '.join(users)}).")

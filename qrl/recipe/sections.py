@@ -81,6 +81,9 @@ class Evaluate(Section):
     kv_fp8: Annotated[tuple[Literal["full"] | Scheme, ...], once("scheme"), NO_KEY] = option(
         (), "vLLM: schemes with a second cell, SCHEME+kv-fp8, whose key-value cache is in FP8; not run on a GPU"
     )
+    unpacked: Annotated[bool, NotInKey("unpacked", False)] = option(
+        False, "vLLM: answer schemes of weights alone unpacked, with one engine for all, instead of by their kernels"
+    )
     perplexity: bool = option(False, "perplexity of the worked solutions: reads each question and solution once more")
     tensor_parallel: Annotated[Count, NotInKey("tensor_parallel", 1)] = option(
         1, "vLLM, in evaluation and serving: GPUs that divide one model's weights; above 1 not run"

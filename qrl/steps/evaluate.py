@@ -126,7 +126,8 @@ def _evaluate_cell(cell: Evaluation, ask: answers.Ask) -> str:
         metrics = scores.metrics(asked)
         contents.log_scores(metrics, model_uri=uri, dataset=heldout)
         training_seed = lineage.training_seed(uri) if cell.variant != names.BASE else None
-        simulated = hf.simulated(cell.weights.path, cell.device) if settings.engine == hf.NAME else ""
+        unpacked = "weights unpacked" if asked.receipt.get("unpacked") else ""
+        simulated = hf.simulated(cell.weights.path, cell.device) if settings.engine == hf.NAME else unpacked
         params = {"dtype": asked.dtype, "simulated": simulated, "training_seed": training_seed}
         params[names.ENGINE] = asked.receipt["engine"]
         contents.log_params({key: value for key, value in params.items() if value not in ("", None)})

