@@ -35,6 +35,7 @@ _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a process that has used torch on a GPU cannot fork
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # sends our own `_inspect` to vLLM's worker, and nothing from outside
 }
+_LEAST_SHARE = 0.01  # that must be free, where the cache has a fixed size
 _CPU_SHARE = 0.1  # of the machine's memory that must be free; the default is 92 %
 
 
@@ -67,8 +68,7 @@ class Vllm(AbstractContextManager):
             sequences: answers generated concurrently, at most.
             deterministic: use batch-invariant kernels where the device has them.
             memory: share of the GPU's memory that the engine may use.
-            cache_bytes: size of the key-value cache, instead of the rest of that share; several engines can then load
-                at once.
+            cache_bytes: as for `shares`.
             timed: keep the times of each request, at a small cost per step.
             kv_fp8: keep the key-value cache in FP8, without calibrated scales.
             gpus: that divide the weights of each layer.
@@ -93,7 +93,6 @@ class Vllm(AbstractContextManager):
         check_runs(path, device, deterministic)
         self.name = f"{NAME} {vllm.__version__}"
         self._sampling = vllm.SamplingParams
-        shares = {"gpu_memory_utilization": memory, "kv_cache_memory_bytes": cache_bytes}
         try:
             with process.deaf_children():
                 self._llm = vllm.LLM(
@@ -110,7 +109,7 @@ class Vllm(AbstractContextManager):
                     seed=seed,
                     trust_remote_code=False,
                     worker_extension_cls="qrl.engine.vllm_worker.Extension",
-                    **(shares if on_gpu else {"gpu_memory_utilization": _CPU_SHARE}),
+                    **(shares(memory, cache_bytes) if on_gpu else {"gpu_memory_utilization": _CPU_SHARE}),
                 )
         except Exception as error:  # whatever the worker raised
             if on_gpu and cache_bytes is None:
@@ -247,6 +246,19 @@ def _check_memory(share: float, error: Exception) -> None:
             f"{total:.0f} GiB are free: end what else runs on this GPU, which `nvidia-smi` lists, or lower "
             "gpu_memory_utilization."
         ) from error
+
+
+def shares(memory: float, cache_bytes: int | None) -> dict[str, Any]:
+    """Return vLLM's options for a GPU's memory.
+
+    Args:
+        memory: share that the engine takes, as far as it is free at the start: weights, activations and cache.
+        cache_bytes: size of the key-value cache instead. The engine then measures nothing, so what other processes take
+            and free while it starts does no harm.
+    """
+    if cache_bytes is None:
+        return {"gpu_memory_utilization": memory}
+    return {"gpu_memory_utilization": _LEAST_SHARE, "kv_cache_memory_bytes": cache_bytes}
 
 
 def network(path: Path) -> dict | None:

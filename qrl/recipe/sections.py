@@ -63,6 +63,9 @@ class Evaluate(Section):
     gpu_memory_utilization: NoKey[float] = option(
         0.9, "vLLM: share of GPU memory for all engines together, weights and KV cache", gt=0, lt=1
     )
+    kv_cache_gib: NoKey[float | None] = option(
+        None, "vLLM: fixed size of the KV cache, instead of that share: several evaluations can then share a GPU", gt=0
+    )
     n: int = option(2000, "held-out questions, at most; the same for every cell", ge=2, le=1_000_000)
     samples: int = option(1, "answers to each question; 1 is greedy, more are sampled", ge=1, le=1000)
     temperature: Annotated[float, NotInKey("samples", 1)] = option(1.0, "temperature if samples is above 1", gt=0)

@@ -213,6 +213,9 @@ class Rollout(Section):
     gpu_memory_utilization: _OfVllm[float] = option(
         0.3, "share of GPU memory for a colocated engine, weights and KV cache", gt=0, lt=1
     )
+    kv_cache_gib: _OfVllm[float | None] = option(
+        None, "fixed size of a colocated engine's KV cache: several trainings can then share a GPU", gt=0
+    )
     max_model_tokens: _OfVllm[Count | None] = option(
         None, "longest prompt plus completion, in tokens; default: the checkpoint's limit"
     )

@@ -237,6 +237,15 @@ def test_an_engine_is_kept_for_cells_that_differ_in_weights_alone(monkeypatch):
     ]
 
 
+def test_a_cache_of_fixed_size_leaves_the_share_of_memory_out():
+    assert vllm.shares(0.5, None) == {"gpu_memory_utilization": 0.5}
+    fixed = vllm.shares(0.5, 2**30)
+    assert fixed["kv_cache_memory_bytes"] == 2**30 and fixed["gpu_memory_utilization"] < 0.05
+    with_it = recipe.load("tiny", {"evaluate.kv_cache_gib": "4"})
+    key = [keys.cell(settings, "base", "full", "digest", "cuda") for settings in (with_it, recipe.load("tiny"))]
+    assert key[0] == key[1], "the size of a cache changes no answer"
+
+
 def test_too_little_free_memory_is_said_in_gigabytes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (69 << 30, 140 << 30))
     vllm._check_memory(0.4, RuntimeError("another reason"))
