@@ -27,6 +27,7 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind) -> T
     prepare.begin(trainer, job)
     watching = probe.callback(trainer, job)
     trainer.add_callback(watching)
+    trainer.add_callback(_no_further_step())  # after the others, whose training begins too
     model = trainer.accelerator.unwrap_model(trainer.model)
     frozen = Guard(model, job.settings.adapter)
     trainer.remove_callback(PrinterCallback)
@@ -36,7 +37,10 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind) -> T
     last = latest(job.work)
     register_numbered_cpus()
     began = time.perf_counter()
-    trainer.train(resume_from_checkpoint=str(last) if last else None)
+    try:
+        trainer.train(resume_from_checkpoint=str(last) if last else None)
+    except _AllSteps:
+        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
     seconds = time.perf_counter() - began
     state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
     frozen.check(state)
@@ -53,6 +57,22 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind) -> T
         seconds=seconds,
         stopped=watching.stopped,
     )
+
+
+class _AllSteps(Exception):  # noqa: N818 (it is no error)
+    """The checkpoint that training resumes from is that of its last step."""
+
+
+def _no_further_step():
+    """Return a callback that ends a training which resumes after its last step: transformers would take another one."""
+    from transformers import TrainerCallback
+
+    class NoFurtherStep(TrainerCallback):
+        def on_train_begin(self, args, state, control, **_):
+            if state.global_step >= state.max_steps:
+                raise _AllSteps
+
+    return NoFurtherStep()
 
 
 def latest(work: Path) -> Path | None:

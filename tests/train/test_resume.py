@@ -104,6 +104,18 @@ def test_a_training_killed_at_a_random_moment_ends_with_the_same_weights_bit_for
         assert (tmp_path / "killed" / "model" / file.name).read_bytes() == file.read_bytes(), where
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_training_killed_after_its_last_step_takes_no_further_one(kind, tmp_path):
+    settings = KINDS[kind].model_copy(update={"steps": 2})  # of the four that an epoch of these questions has
+    whole = alone(tmp_path, settings)
+    written = {file.name: file.read_bytes() for file in whole.path.iterdir()}
+    shutil.rmtree(whole.path)
+    again = alone(tmp_path, settings)
+    assert again.resumed_from == 2
+    assert {file.name: file.read_bytes() for file in again.path.iterdir()} == written
+    assert again.history.equals(whole.history)
+
+
 @pytest.mark.slow
 def test_two_processes_go_on_from_a_checkpoint_bit_for_bit(tmp_path):
     """As if they had been killed: without its last checkpoint, the training ends with the same weights again."""
