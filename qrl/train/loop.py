@@ -59,7 +59,7 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind) -> T
     )
 
 
-class _AllSteps(Exception):  # noqa: N818 (it is no error)
+class _AllSteps(Exception):
     """The checkpoint that training resumes from is that of its last step."""
 
 
