@@ -1,0 +1,104 @@
+"""Export a sweep's store: outcomes by question, and measures of weights, in files that lie beside the code.
+
+python tests/benchmarks/answer/export.py sqlite:///WORK/store.db WORK/weights OUT
+"""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+import pandas as pd
+
+from qrl import names
+from qrl.tracking import reuse
+
+KEPT = ("variant", "scheme", "question", "correct", "n_tokens", "finish_reason")
+FINISHED = "attributes.status = 'FINISHED'"
+
+
+def with_checkout() -> str:
+    """Return PYTHONPATH with this checkout first."""
+    return os.pathsep.join(filter(None, (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", ""))))
+
+
+def cells(store: str) -> dict[tuple[str, int, str, str], object]:
+    """Return the newest evaluation of each cell that ended well, by folder of the base model, seed, variant, scheme."""
+    from mlflow import MlflowClient
+
+    client, found, token = MlflowClient(store), {}, None
+    while True:
+        page = client.search_runs(
+            ["0"], f"{FINISHED} and tags.`{names.TAG_SCHEME}` != '' and tags.`{names.TAG_STEP}` = 'evaluate'",
+            max_results=1000, order_by=["attributes.start_time"], page_token=token,
+        )  # fmt: skip
+        for run in page:
+            parent = client.get_run(run.data.tags["mlflow.parentRunId"]).data.params
+            key = (parent["model"], int(parent["seed"]), run.data.params["variant"], run.data.params["scheme"])
+            found[key] = run
+        token = page.token
+        if not token:
+            return found
+
+
+def models(store: str, base: str, seed: int) -> dict[tuple[str, str], str]:
+    """Return the addresses of a size's models under a seed, by variant and scheme."""
+    return {key[2:]: address(store, run) for key, run in cells(store).items() if key[:2] == (base, seed)}
+
+
+def address(store: str, run) -> str:
+    """Return the address of the model that a run made, or evaluated."""
+    import mlflow
+
+    mlflow.set_tracking_uri(store)
+    return reuse.outputs(run).models["model"]
+
+
+def schemes(store: str, base: str, seed: int) -> list[str]:
+    """Return the schemes that GRPO was evaluated under."""
+    return [scheme for variant, scheme in models(store, base, seed) if variant == "grpo" and scheme != names.FULL]
+
+
+def quantized(store: str, base: str) -> dict[tuple[str, str], str]:
+    """Return the addresses of a model's quantized forms, by variant and scheme."""
+    from mlflow import MlflowClient
+
+    client, found = MlflowClient(store), {}
+    query = f"{FINISHED} and tags.`{names.TAG_STEP}` = 'quantize' and tags.`{names.TAG_SCHEME}` != ''"
+    for run in client.search_runs(["0"], query, max_results=5000):
+        parent = client.get_run(run.data.tags["mlflow.parentRunId"]).data.params
+        if parent["model"] == base:
+            found[run.data.tags[names.TAG_VARIANT], run.data.tags[names.TAG_SCHEME]] = address(store, run)
+    return found
+
+
+def write(store: str, weights: Path, out: Path) -> None:
+    """Write `outcomes.parquet` (size, seed and KEPT, a row per question of a cell) and `weights.parquet`."""
+    from mlflow.artifacts import download_artifacts
+
+    out.mkdir(parents=True, exist_ok=True)
+    frames = []
+    for (base, seed, variant, scheme), run in cells(store).items():
+        rows = pd.read_parquet(download_artifacts(f"{run.info.artifact_uri}/{names.QUESTIONS}"), columns=list(KEPT))
+        size = Path(base).name.partition("-")[0]
+        frames.append(rows.assign(size=size, seed=seed, variant=variant, scheme=scheme))
+    if frames:
+        table = pd.concat(frames, ignore_index=True)
+        for column in ("size", "variant", "scheme", "question", "finish_reason"):
+            table[column] = table[column].astype("category")
+        table = table.astype({"correct": "int8", "n_tokens": "int16", "seed": "int8"})
+        table.to_parquet(out / "outcomes.parquet", compression="zstd")
+        print(f"{out / 'outcomes.parquet'}: {len(table):,} answers of {len(frames)} cells", flush=True)
+    measured = []
+    for folder in sorted(weights.glob("*-*")):
+        size, _, seed = folder.name.partition("-")
+        for file in (names.STORED, names.WEIGHTS):
+            if (folder / file).is_file():
+                measured.append(pd.read_parquet(folder / file).assign(size=size, seed=int(seed), table=Path(file).stem))
+    if measured:
+        pd.concat(measured, ignore_index=True).to_parquet(out / "weights.parquet", compression="zstd")
+
+
+if __name__ == "__main__":
+    write(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

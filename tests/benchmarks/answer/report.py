@@ -1,0 +1,310 @@
+"""Make the tables of README.md's questions from an exported sweep, without a GPU.
+
+    python tests/benchmarks/answer/report.py EXPORT --out DIR     # several exports, by comma, are joined
+
+A cell is a size's variant under a scheme. All sizes answer the same questions under a seed, so what is asked of several
+sizes is one contrast of cells: paired by question, over seeds (random) and questions.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+import numpy as np
+import pandas as pd
+
+from qrl import names
+from qrl.compare.outcomes import outcomes
+from qrl.compare.sizes import slope
+from qrl.stats import Estimate, holm_by_key
+from qrl.stats.text import interval, table
+
+GRPO, BASE, FULL = names.GRPO, names.BASE, names.FULL
+CONTROLS = (names.SFT, "pretrained")
+PRIMARY, MARGIN = "gptq", 0.02
+CLIFF = ("w8a16", "gptq", names.GPTQ_INT3, names.GPTQ_INT2)  # 8, 4, 3, 2 bits
+CLIFF_LOSS = 0.05
+METHODS = ("qlora:gptq", "qat-int4:rtn-int4", "qad-int4:rtn-int4", "distilled:full")  # beside grpo under gptq, rtn-int4
+PARAMETERS = {"m3": 2.5e6, "m10": 8e6, "m25": 24e6, "m200": 200e6, "t1": 0.4e6, "t2": 1.2e6}
+MEASURES = ("relative_mse", "code_flip_rate", "update_survival", "update_cosine")  # per cell of grpo, over matrices
+Cell = tuple[str, str, str]  # size, variant, scheme
+Weights = dict[Cell, float]
+
+
+class Answers:
+    """All cells of a sweep."""
+
+    def __init__(self, frame: pd.DataFrame) -> None:
+        """Align rows of size, seed, variant, scheme, question and correct."""
+        keys = frame[["size", "variant", "scheme"]].astype(str).drop_duplicates()
+        self.cells: set[Cell] = set(keys.itertuples(index=False, name=None))
+        self.sizes = sorted(frame["size"].astype(str).unique(), key=PARAMETERS.__getitem__)
+        labels = frame["size"].astype(str) + " " + frame["variant"].astype(str) + " " + frame["scheme"].astype(str)
+        rows = frame.assign(variant=labels, scheme=FULL)
+        first = rows[labels == _label((self.sizes[0], BASE, FULL))].assign(variant=BASE)  # a table has one base
+        self.evidence = outcomes(pd.concat([first, rows], ignore_index=True))
+
+    def contrast(self, weights: Weights) -> Estimate | None:
+        """Return a weighted sum of accuracies; None if a cell was not evaluated."""
+        if not weights or not set(weights) <= self.cells:
+            return None
+        return self.evidence.contrast({(_label(cell), FULL): weight for cell, weight in weights.items()})
+
+    def schemes(self) -> list[str]:
+        """Return the schemes of grpo, in the order of CLIFF and then by name."""
+        held = {scheme for _, variant, scheme in self.cells if variant == GRPO} - {FULL}
+        return sorted(
+            held, key=lambda scheme: (scheme not in CLIFF, CLIFF.index(scheme) if scheme in CLIFF else 0, scheme)
+        )
+
+
+def _label(cell: Cell) -> str:
+    return " ".join(cell)
+
+
+def loss(size: str, variant: str, scheme: str, weight: float = 1.0) -> Weights:
+    """Return what quantization costs a variant: full precision minus the scheme."""
+    return {(size, variant, FULL): weight, (size, variant, scheme): -weight}
+
+
+def excess(sizes: Sequence[str], scheme: str, other: str) -> Weights:
+    """Return loss(grpo) − loss(other) under a scheme, averaged over sizes."""
+    each = 1 / len(sizes)
+    return {
+        k: w for size in sizes for k, w in (loss(size, GRPO, scheme, each) | loss(size, other, scheme, -each)).items()
+    }
+
+
+def answer(value: Estimate) -> str:
+    """Say what the design counts as an answer."""
+    said = []
+    if value.low > 0 or value.high < 0:
+        said.append(f"RL makes these models quantize {'less' if value.low > 0 else 'more'} cleanly")
+    if value.low > -MARGIN and value.high < MARGIN:
+        said.append(f"RL changes it by less than {MARGIN}")
+    return "; ".join(said) or "inconclusive: these questions cannot tell"
+
+
+def primary(answers: Answers) -> list[str]:
+    """Question 1: the excess of grpo's loss over the base's, by scheme, and by size under the primary one."""
+    body = []
+    for scheme in answers.schemes():
+        value = answers.contrast(excess(answers.sizes, scheme, BASE))
+        if value:
+            name = f"**{scheme}** (primary)" if scheme == PRIMARY else scheme
+            body.append([name, interval(value), answer(value) if scheme == PRIMARY else "exploratory"])
+    by_size = [
+        [size, interval(value)] for size in answers.sizes if (value := answers.contrast(excess([size], PRIMARY, BASE)))
+    ]
+    return [
+        *("## 1. Does GRPO change what quantization costs?", ""),
+        *table(("scheme", "loss(grpo) − loss(base), mean over sizes", "answer"), body),
+        *("", f"By size, under {PRIMARY}:", "", *table(("size", "loss(grpo) − loss(base)"), by_size), ""),
+    ]
+
+
+def controls(answers: Answers) -> list[str]:
+    """Question 2: RL, or any training? Holm over both controls and all schemes."""
+    found = {
+        (control, scheme): value
+        for control in CONTROLS
+        for scheme in answers.schemes()
+        if (value := answers.contrast(excess(answers.sizes, scheme, control)))
+    }
+    holm = holm_by_key({key: value.p_two_sided for key, value in found.items()})
+    body = [
+        [control, scheme, interval(value), f"{holm[control, scheme]:.2g}"] for (control, scheme), value in found.items()
+    ]
+    head = ("control", "scheme", "loss(grpo) − loss(control), mean over sizes", "p (Holm)")
+    return ["## 2. RL, or any training?", "", *table(head, body), ""]
+
+
+def cliffs(answers: Answers) -> list[str]:
+    """Question 3: the first width whose loss is above CLIFF_LOSS, before and after RL."""
+    body = []
+    for size in answers.sizes:
+        for variant in (BASE, names.SFT, GRPO):
+            losses = [answers.contrast(loss(size, variant, scheme)) for scheme in CLIFF]
+            if any(value is None for value in losses):
+                continue
+            over = [scheme for scheme, value in zip(CLIFF, losses, strict=True) if value.low > CLIFF_LOSS]
+            body.append([size, variant, *map(interval, losses), over[0] if over else "none"])
+    head = ("size", "weights", *(f"loss, {scheme}" for scheme in CLIFF), f"first above {CLIFF_LOSS}")
+    return ["## 3. Where is the cliff in bits?", "", *table(head, body), ""]
+
+
+def growth(answers: Answers) -> list[str]:
+    """Question 4: the slope of grpo's loss per decade of parameters. Holm over the schemes."""
+    found = {}
+    for scheme in answers.schemes():
+        weights: Weights = {}
+        for place, weight in slope([PARAMETERS[size] for size in answers.sizes]).items():
+            weights |= loss(answers.sizes[place], GRPO, scheme, weight)
+        if value := answers.contrast(weights):
+            found[scheme] = value
+    holm = holm_by_key({scheme: value.p_two_sided for scheme, value in found.items()})
+    body = [[scheme, interval(value), f"{holm[scheme]:.2g}"] for scheme, value in found.items()]
+    head = ("scheme", "loss of grpo per decade of parameters", "p (Holm)")
+    return ["## 4. Does the loss grow with size?", "", *table(head, body), ""]
+
+
+def methods(answers: Answers) -> list[str]:
+    """Question 5: which method keeps the gain in four bits; exploratory."""
+    body = []
+    for method in METHODS:
+        variant, _, scheme = method.partition(":")
+        for against in (PRIMARY, "rtn-int4"):
+            having = [size for size in answers.sizes if (size, variant, scheme) in answers.cells]
+            each = 1 / max(1, len(having))
+            weights = {(size, variant, scheme): each for size in having} | {
+                (size, GRPO, against): -each for size in having
+            }
+            if value := answers.contrast(weights):
+                body.append([method, f"grpo:{against}", ", ".join(having), interval(value)])
+    return [
+        "## 5. Which method keeps the gain in four bits?",
+        "",
+        *table(("method", "minus", "sizes", "difference"), body),
+        "",
+    ]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Spearman's correlation of a measure with the loss, over cells."""
+
+    measure: str
+    rho: float
+    low: float
+    high: float
+    cells: int
+    units: int  # sizes × seeds, which are resampled
+
+
+def predictors(frame: pd.DataFrame, weights: pd.DataFrame, draws: int = 2000) -> list[Rank]:
+    """Question 6: what of the weights predicts grpo's loss; exploratory.
+
+    A point is a scheme of one size and seed. The interval is a percentile bootstrap over sizes × seeds: schemes of
+    one training are not independent.
+
+    Source: Spearman's rho; Efron and Tibshirani, An Introduction to the Bootstrap, section 13.3.
+    """
+    from scipy.stats import spearmanr
+
+    trained = frame[frame["variant"].astype(str) == GRPO]
+    accuracy = trained.groupby(["size", "seed", "scheme"], observed=True)["correct"].mean()
+    stored = weights[(weights["table"] == "schemes") & (weights["variant"] == GRPO)]
+    measured = stored.groupby(["size", "seed", "scheme"])[[m for m in MEASURES if m in stored]].mean()
+    points = measured.assign(
+        loss=[
+            accuracy.get((size, seed, FULL), np.nan) - accuracy.get((size, seed, scheme), np.nan)
+            for size, seed, scheme in measured.index
+        ]
+    ).dropna(subset=["loss"])
+    units = sorted({(size, seed) for size, seed, _ in points.index})
+    by_unit = [points[[(size, seed) == unit for size, seed, _ in points.index]] for unit in units]
+    ranks, random = [], np.random.default_rng(0)
+    for measure in measured.columns:
+        known = [part.dropna(subset=[measure]) for part in by_unit]
+        rho = spearmanr(pd.concat(known)[[measure, "loss"]]).statistic
+        drawn = []
+        for _ in range(draws if len(units) > 1 else 0):
+            part = pd.concat([known[place] for place in random.integers(len(units), size=len(units))])
+            drawn.append(spearmanr(part[[measure, "loss"]]).statistic)
+        low, high = np.nanpercentile(drawn, [2.5, 97.5]) if drawn else (np.nan, np.nan)
+        ranks.append(Rank(measure, float(rho), float(low), float(high), sum(map(len, known)), len(units)))
+    return ranks
+
+
+def correlations(ranks: Sequence[Rank]) -> list[str]:
+    """Return question 6 as a table."""
+    body = [
+        [
+            rank.measure,
+            f"{rank.rho:+.2f} [{rank.low:+.2f}, {rank.high:+.2f}]".replace("-", "−"),
+            str(rank.cells),
+            str(rank.units),
+        ]
+        for rank in sorted(ranks, key=lambda rank: -abs(rank.rho))
+    ]
+    head = ("measure", "Spearman's correlation with the loss", "cells", "sizes × seeds")
+    return ["## 6. What predicts the loss?", "", *table(head, body), ""]
+
+
+def draw(answers: Answers, out: Path) -> None:
+    """Draw the loss by bits before and after RL, a panel per size."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(answers.sizes), figsize=(3 * len(answers.sizes), 3), sharey=True, squeeze=False)
+    for axis, size in zip(axes[0], answers.sizes, strict=True):
+        for shift, variant in ((-0.12, BASE), (0.0, names.SFT), (0.12, GRPO)):
+            values = [answers.contrast(loss(size, variant, scheme)) for scheme in CLIFF]
+            points = [(place + shift, value) for place, value in enumerate(values) if value]
+            if points:
+                middle = np.array([value.estimate for _, value in points])
+                ends = np.array([[value.estimate - value.low, value.high - value.estimate] for _, value in points]).T
+                axis.errorbar([place for place, _ in points], middle, ends, marker="o", ms=3, capsize=2, label=variant)
+        axis.set_xticks(range(len(CLIFF)), ["8", "4", "3", "2"])
+        axis.set_xlabel("bits of the weights")
+        axis.set_title(f"{size}, {PARAMETERS[size] / 1e6:.3g} M", fontsize=9)
+        axis.axhline(0, color="grey", lw=0.5)
+    axes[0, 0].set_ylabel("accuracy lost to quantization")
+    axes[0, 0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(out, dpi=150)
+    plt.close(figure)
+
+
+def page(frame: pd.DataFrame, weights: pd.DataFrame | None) -> tuple[Answers, str]:
+    """Return the aligned answers and all tables as Markdown."""
+    answers = Answers(frame)
+    runs, n = len(answers.evidence.runs), answers.evidence.n
+    over = f"{runs} seeds and questions" if runs > 1 else "questions alone: there is one seed"
+    lines = [
+        f"Sizes {', '.join(answers.sizes)}; {runs} seeds; {n:,} questions. Brackets: 95 % intervals over {over}.",
+        "",
+    ]
+    for part in (primary, controls, cliffs, growth, methods):
+        lines += part(answers)
+    if weights is not None:
+        lines += correlations(predictors(frame, weights))
+    return answers, "\n".join(lines)
+
+
+def read(exports: Sequence[Path], name: str) -> pd.DataFrame | None:
+    """Return one table of several exports; a cell that several have comes from the last."""
+    found = [pd.read_parquet(folder / name) for folder in exports if (folder / name).is_file()]
+    if not found:
+        return None
+    keys = ["size", "seed", "variant", "scheme", *(["question"] if name == "outcomes.parquet" else ["table", "tensor"])]
+    joined: Mapping = pd.concat(
+        [each.astype({key: str for key in keys if key in each and key != "seed"}) for each in found]
+    )
+    return joined.drop_duplicates([key for key in keys if key in joined], keep="last", ignore_index=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("exports", help="folders of export.py, by comma")
+    parser.add_argument("--out", type=Path, required=True, help="folder for tables.md and bits.png")
+    given = parser.parse_args()
+    exports = [Path(part) for part in given.exports.split(",")]
+    frame = read(exports, "outcomes.parquet")
+    if frame is None:
+        sys.exit(f"{given.exports} holds no outcomes.parquet: run.py or export.py writes it.")
+    given.out.mkdir(parents=True, exist_ok=True)
+    answers, text = page(frame, read(exports, "weights.parquet"))
+    (given.out / "tables.md").write_text(text + "\n", encoding="utf-8")
+    draw(answers, given.out / "bits.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Run the sweep of README.md: make models, train, quantize, evaluate, measure weights; then export it. Resumable.
+
+    python tests/benchmarks/answer/run.py WORK --sizes m3,m10 --seeds 0,1 --lanes 4   # on one GPU
+    python tests/benchmarks/answer/run.py WORK --check                                # two tiny sizes on a CPU
+
+Each size and seed is one lane's work: commands of qrl, whose output goes to WORK/logs. A second call does what is left.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import export
+
+SIZES = {  # layers, hidden, steps of 512 texts, learning rate of GRPO
+    "m3": (4, 256, 1000, 2e-5),
+    "m10": (6, 384, 1000, 2e-5),
+    "m25": (10, 512, 800, 2e-5),
+    "m200": (16, 1152, 800, 1e-5),
+}
+SLIPS = {"": 0.7, "-pretrained": 0.2}  # errors in the text: of the base, and of the control that is more accurate
+ARMS = "sft,tiny-qlora,qat-int4,qad-int4"
+SMALL = {"t1": (2, 128, 30, 2e-5), "t2": (2, 256, 30, 2e-5)}
+CHECK = (
+    "--device cpu --rollout.engine transformers --evaluate.engine transformers --evaluate.unpacked false "
+    "--train.dtype fp32 "
+    "--train.steps 2 --train.prompts_per_step 4 --train.micro_batch 32 --quantize.schemes rtn-int4,gptq-int3 "
+    "--quantize.calibration_samples 4 --evaluate.n 60 --evaluate.batch_size 60"
+)
+
+
+class Work:
+    """Commands below one folder, with one store."""
+
+    def __init__(self, folder: Path, more: Sequence[str]) -> None:
+        self.folder, self.more = folder.resolve(), list(more)
+        self.store = f"sqlite:///{self.folder}/store.db"
+        self.lock = threading.Lock()
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+
+    def qrl(self, name: str, *words: str, module: str = "qrl") -> bool:
+        """Run a command of qrl unless it was done, note its seconds, and return whether it ended well."""
+        done = self.folder / "logs" / f"{name}.done"
+        if done.exists():
+            return True
+        variables = os.environ | {"MLFLOW_TRACKING_URI": self.store, "PYTHONPATH": export.with_checkout()}
+        began = time.monotonic()
+        with open(self.folder / "logs" / f"{name}.log", "w") as log:
+            command = [sys.executable, "-m", module, *words]
+            code = subprocess.run(
+                command, cwd=self.folder, env=variables, stdout=log, stderr=log, check=False
+            ).returncode
+        with self.lock:
+            print(
+                f"{name}: {'done' if code == 0 else f'ended with {code}'} after {time.monotonic() - began:.0f} s",
+                flush=True,
+            )
+        if code == 0:
+            done.touch()
+        return code == 0
+
+    def make(self, size: str, shape: tuple, *, device: str, slip: float, suffix: str) -> bool:
+        """Make a model of one size; its texts have errors in a share `slip` of one kind of step."""
+        layers, hidden, steps, _ = shape
+        words = ["--out", str(self.folder / "models" / (size + suffix)), "--type", "qwen2", "--positions", "512"]
+        words += ["--vocab", "640", "--layers", str(layers), "--hidden", str(hidden), "--steps", str(steps)]
+        words += ["--slip", str(slip), "--device", device, "--heldout", "2000" if device == "cuda" else "50"]
+        return self.qrl(f"make-{size}{suffix}", *words, module="qrl.tiny.make")
+
+    def unit(self, size: str, shape: tuple, seed: int, slips: Sequence[str]) -> None:
+        """Train and evaluate one size under one seed, and measure its weights."""
+        recipe = ["--recipe", str(Path(__file__).with_name("sweep.yaml")), "--train.learning_rate", str(shape[3])]
+        base = str(self.folder / "models" / size)
+        # `pretrained` is a base: no training precedes its cells, so they are made by the steps alone.
+        own = [*recipe, "--model", base, "--seed", str(seed), *self.more]
+        arms = ["--models", base, "--seeds", str(seed), "--arms", ARMS if not self.more else "sft", "--yes"]
+        if not self.qrl(f"sweep-{size}-{seed}", "sweep", *recipe, *self.more, *arms):
+            return
+        models = export.models(self.store, base, seed)
+        full = models[("grpo", "full")]
+        quantized = [f"{v}:{q}={a}" for (v, q), a in models.items() if v in ("base", "grpo") and q != "full"]
+        out = str(self.folder / "weights" / f"{size}-{seed}")
+        words = ["--base", base, "--trained", full, "--quantized", ",".join(quantized), "--out", out]
+        self.qrl(f"diagnose-{size}-{seed}", "diagnose", *own, *words, "--diagnose.behaviour", "64")
+        for suffix in filter(None, slips):
+            self.control(size, suffix, seed, recipe)
+
+    def control(self, size: str, suffix: str, seed: int, recipe: Sequence[str]) -> None:
+        """Quantize and evaluate the base of a text with fewer errors, as `pretrained`, on the questions of a seed."""
+        model = str(self.folder / "models" / (size + suffix))
+        words = [*recipe, "--model", model, *self.more]
+        schemes = export.schemes(self.store, str(self.folder / "models" / size), seed)
+        for scheme in schemes:
+            self.qrl(
+                f"quantize-{size}{suffix}-{scheme}",
+                "quantize",
+                *words,
+                "--scheme",
+                scheme,
+                "--models",
+                f"pretrained={model}",
+            )
+        cells = {"pretrained:full": model} | {
+            f"pretrained:{q}": address for (_, q), address in export.quantized(self.store, model).items()
+        }
+        listed = ",".join(f"{cell}={address}" for cell, address in cells.items())
+        self.qrl(f"evaluate-{size}{suffix}-{seed}", "evaluate", *words, "--seed", str(seed), "--cells", listed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("work", type=Path, help="folder for models, store, logs and the export")
+    parser.add_argument("--sizes", default=",".join(SIZES))
+    parser.add_argument("--seeds", default="0,1,2,3")
+    parser.add_argument("--lanes", type=int, default=4, help="sizes and seeds at once on one GPU")
+    parser.add_argument("--without-control", action="store_true", help="leave `pretrained` out")
+    parser.add_argument("--check", action="store_true", help="two tiny sizes on a CPU")
+    given = parser.parse_args()
+    shapes, seeds = (SMALL, [0, 1]) if given.check else (SIZES, [int(seed) for seed in given.seeds.split(",")])
+    work = Work(given.work, CHECK.split() if given.check else ())
+    sizes = list(SMALL) if given.check else given.sizes.split(",")
+    slips = [""] if given.without_control else list(SLIPS)
+    device = "cpu" if given.check else "cuda"
+    with ThreadPoolExecutor(1 if given.check else given.lanes) as lanes:
+        waiting = []
+        for size in sizes:
+            made = [work.make(size, shapes[size], device=device, slip=SLIPS[each], suffix=each) for each in slips]
+            if all(made):
+                waiting += [lanes.submit(work.unit, size, shapes[size], seed, slips) for seed in seeds]
+        for one in waiting:
+            one.result()
+    export.write(work.store, work.folder / "weights", work.folder / "export")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The tables of `tests/benchmarks/answer` from a sweep that is drawn with known losses."""
+
+import itertools
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "answer"))
+
+import report
+
+SIZES, SEEDS, N = ("m3", "m25"), (0, 1, 2), 400
+LOSS = {("base", "gptq"): 0.05, ("grpo", "gptq"): 0.10, ("sft", "gptq"): 0.05}  # of accuracy; w8a16 costs nothing
+ACCURACY = {"base": 0.6, "grpo": 0.9, "sft": 0.7}
+
+
+@pytest.fixture(scope="module")
+def frame() -> pd.DataFrame:
+    """Answers whose loss by scheme is exact in every size and seed: the first ones are right."""
+    parts = []
+    for size, seed, (variant, accuracy) in itertools.product(SIZES, SEEDS, ACCURACY.items()):
+        questions = [f"{seed}-{number}" for number in range(N)]  # each seed draws its own
+        for scheme in ("full", "gptq", "w8a16"):
+            right = round(N * (accuracy - LOSS.get((variant, scheme), 0.0)))
+            labels = {"size": size, "seed": seed, "variant": variant, "scheme": scheme}
+            parts.append(pd.DataFrame({"question": questions, "correct": np.arange(N) < right, **labels}))
+    return pd.concat(parts, ignore_index=True).astype({"correct": "int8"})
+
+
+def test_the_primary_outcome_is_the_difference_of_two_losses_over_sizes_and_seeds(frame):
+    answers = report.Answers(frame)
+    value = answers.contrast(report.excess(answers.sizes, "gptq", "base"))
+    assert value.estimate == pytest.approx(0.05) and value.low > 0
+    assert report.answer(value).startswith("RL makes these models quantize less cleanly")
+    same = answers.contrast(report.excess(answers.sizes, "w8a16", "base"))
+    assert same.estimate == pytest.approx(0) and "less than 0.02" in report.answer(same)
+    assert answers.contrast(report.excess(answers.sizes, "gptq", "pretrained")) is None  # was not evaluated
+
+
+def test_the_page_has_every_question_that_the_cells_can_answer(frame):
+    answers, text = report.page(frame, None)
+    assert answers.sizes == list(SIZES) and len(answers.evidence.runs) == 3
+    for number in range(1, 6):
+        assert f"## {number}. " in text
+    assert "| sft | gptq | +0.050" in text
+    assert "None" not in text and "nan" not in text
+
+
+def test_a_measure_that_orders_the_losses_has_a_correlation_of_one(frame):
+    rows = [
+        {"size": size, "seed": seed, "scheme": scheme, "variant": "grpo", "table": "schemes", "tensor": "a"}
+        | {"relative_mse": error}
+        for size, seed in itertools.product(SIZES, SEEDS)
+        for scheme, error in (("gptq", 0.1), ("w8a16", 0.01))
+    ]
+    (rank,) = report.predictors(frame, pd.DataFrame(rows), draws=50)
+    assert (rank.rho, rank.low, rank.high) == pytest.approx((1, 1, 1))
+    assert (rank.cells, rank.units) == (12, 6)
+
+
+def test_exports_of_several_sessions_are_joined_once(frame, tmp_path):
+    for name, seeds in (("first", (0, 1)), ("second", (1, 2))):
+        (tmp_path / name).mkdir()
+        frame[frame["seed"].isin(seeds)].to_parquet(tmp_path / name / "outcomes.parquet")
+    joined = report.read([tmp_path / "first", tmp_path / "second"], "outcomes.parquet")
+    assert len(joined) == len(frame)
+    assert report.read([tmp_path / "first"], "weights.parquet") is None
