@@ -30,10 +30,8 @@ SIZES = {  # layers, hidden, steps of 512 texts, learning rate of GRPO
 SLIPS = {"": 0.7, "-pretrained": 0.2}  # errors in the text: of the base, and of the control that is more accurate
 ARMS = "sft,tiny-qlora,qat-int4,qad-int4"
 SMALL = {"t1": (2, 128, 30, 2e-5), "t2": (2, 256, 30, 2e-5)}
-CHECK = (
-    "--device cpu --rollout.engine transformers --evaluate.engine transformers --evaluate.unpacked false "
-    "--train.dtype fp32 "
-    "--train.steps 2 --train.prompts_per_step 4 --train.micro_batch 32 --quantize.schemes rtn-int4,gptq-int3 "
+CHECK = (  # changes of recipe `tiny`, which sweep.yaml extends for a GPU
+    "--device cpu --train.steps 2 --train.prompts_per_step 4 --quantize.schemes rtn-int4,gptq-int3 "
     "--quantize.calibration_samples 4 --evaluate.n 60 --evaluate.batch_size 60"
 )
 
@@ -78,7 +76,8 @@ class Work:
 
     def unit(self, size: str, shape: tuple, seed: int, slips: Sequence[str]) -> None:
         """Train and evaluate one size under one seed, and measure its weights."""
-        recipe = ["--recipe", str(Path(__file__).with_name("sweep.yaml")), "--train.learning_rate", str(shape[3])]
+        named = "tiny" if self.more else str(Path(__file__).with_name("sweep.yaml"))
+        recipe = ["--recipe", named, "--train.learning_rate", str(shape[3])]
         base = str(self.folder / "models" / size)
         # `pretrained` is a base: no training precedes its cells, so they are made by the steps alone.
         own = [*recipe, "--model", base, "--seed", str(seed), *self.more]
