@@ -32,7 +32,8 @@ ARMS = "sft,tiny-qlora,qat-int4,qad-int4"
 SMALL = {"t1": (2, 128, 30, 2e-5), "t2": (2, 256, 30, 2e-5)}
 CHECK = (  # changes of recipe `tiny`, which sweep.yaml extends for a GPU
     "--device cpu --train.steps 2 --train.prompts_per_step 4 --quantize.schemes rtn-int4,gptq-int3 "
-    "--quantize.calibration_samples 4 --evaluate.n 60 --evaluate.batch_size 60"
+    "--quantize.calibration_samples 4 --evaluate.n 60 --evaluate.batch_size 60 --evaluate.min_eos_rate 0 "
+    "--evaluate.max_truncation_rate 1 --evaluate.min_parse_rate 0 --evaluate.max_prompt_leak_rate 1"
 )
 
 
