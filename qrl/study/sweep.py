@@ -244,6 +244,11 @@ class _Seed:
     def _train(self, steps: StudySteps, arm: Recipe, teacher: Model | None) -> Model:
         digest = teacher[1] if teacher else None
         trained = steps.train(digest or self.base, digest)
+        if trained[1] == self.base:
+            raise QrlError(
+                f"{arm.train.title} under seed {self.seed} changed no weight, so there is nothing to compare: rewards "
+                "were equal in every group, perhaps; use questions that the base answers now and then, or more steps."
+            )
         self.outcome.trained.setdefault(label(arm), {})[self.seed] = steps.trained.run_id
         return trained
 

@@ -179,6 +179,13 @@ def test_a_model_whose_base_was_unhealthy_is_named_too(steps, large, monkeypatch
     assert (artifacts() / "qrl-tiny" / "methods.md").is_file()
 
 
+def test_a_training_that_changed_no_weight_is_told_instead_of_compared(steps, large, monkeypatch):
+    train = StudySteps.train
+    monkeypatch.setattr(StudySteps, "train", lambda self, base, teacher: (train(self, base, teacher)[0], base))
+    with pytest.raises(QrlError, match=r"GRPO under seed 0 changed no weight.*use questions"):
+        run(large, others=(), seeds=(0,))
+
+
 def test_a_best_cell_that_its_gate_refuses_is_reported_after_the_tables(steps, large):
     _, broken = steps
     broken.add("refuse")

@@ -51,6 +51,8 @@ def address(store: str, run) -> str:
     """Return the address of the model that a run made, or evaluated."""
     import mlflow
 
+    os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"] = "false"
+
     mlflow.set_tracking_uri(store)
     return reuse.outputs(run).models["model"]
 
