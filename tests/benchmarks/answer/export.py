@@ -67,7 +67,7 @@ def quantized(store: str, base: str) -> dict[tuple[str, str], str]:
     from mlflow import MlflowClient
 
     client, found = MlflowClient(store), {}
-    query = f"{FINISHED} and tags.`{names.TAG_STEP}` = 'quantize' and tags.`{names.TAG_SCHEME}` != ''"
+    query = f"{FINISHED} and tags.`{names.TAG_STEP}` = 'quantize' and tags.`{names.TAG_VARIANT}` != ''"
     for run in client.search_runs(["0"], query, max_results=5000):
         parent = client.get_run(run.data.tags["mlflow.parentRunId"]).data.params
         if parent["model"] == base:

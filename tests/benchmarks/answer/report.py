@@ -28,7 +28,7 @@ CONTROLS = (names.SFT, "pretrained")
 PRIMARY, MARGIN = "gptq", 0.02
 CLIFF = ("w8a16", "gptq", names.GPTQ_INT3, names.GPTQ_INT2)  # 8, 4, 3, 2 bits
 CLIFF_LOSS = 0.05
-METHODS = ("qlora:gptq", "qat-int4:rtn-int4", "qad-int4:rtn-int4", "distilled:full")  # beside grpo under gptq, rtn-int4
+METHODS = ("qlora:full", "qat-int4:rtn-int4", "qad-int4:rtn-int4", "distilled:full")  # beside grpo under gptq, rtn-int4
 PARAMETERS = {"m3": 2.5e6, "m10": 8e6, "m25": 24e6, "m200": 200e6}
 MEASURES = ("relative_mse", "code_flip_rate", "update_survival", "update_cosine")  # per cell of grpo, over matrices
 Cell = tuple[str, str, str]  # size, variant, scheme
@@ -89,6 +89,10 @@ def answer(value: Estimate) -> str:
     return "; ".join(said) or "inconclusive: these questions cannot tell"
 
 
+def _shown(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    return table(head, body) if body else ["Not evaluated."]
+
+
 def primary(answers: Answers) -> list[str]:
     """Question 1: the excess of grpo's loss over the base's, by scheme, and by size under the primary one."""
     body = []
@@ -102,8 +106,8 @@ def primary(answers: Answers) -> list[str]:
     ]
     return [
         *("## 1. Does GRPO change what quantization costs?", ""),
-        *table(("scheme", "loss(grpo) − loss(base), mean over sizes", "answer"), body),
-        *("", f"By size, under {PRIMARY}:", "", *table(("size", "loss(grpo) − loss(base)"), by_size), ""),
+        *_shown(("scheme", "loss(grpo) − loss(base), mean over sizes", "answer"), body),
+        *("", f"By size, under {PRIMARY}:", "", *_shown(("size", "loss(grpo) − loss(base)"), by_size), ""),
     ]
 
 
@@ -120,7 +124,7 @@ def controls(answers: Answers) -> list[str]:
         [control, scheme, interval(value), f"{holm[control, scheme]:.2g}"] for (control, scheme), value in found.items()
     ]
     head = ("control", "scheme", "loss(grpo) − loss(control), mean over sizes", "p (Holm)")
-    return ["## 2. RL, or any training?", "", *table(head, body), ""]
+    return ["## 2. RL, or any training?", "", *_shown(head, body), ""]
 
 
 def cliffs(answers: Answers) -> list[str]:
@@ -134,7 +138,7 @@ def cliffs(answers: Answers) -> list[str]:
             over = [scheme for scheme, value in zip(CLIFF, losses, strict=True) if value.low > CLIFF_LOSS]
             body.append([size, variant, *map(interval, losses), over[0] if over else "none"])
     head = ("size", "weights", *(f"loss, {scheme}" for scheme in CLIFF), f"first above {CLIFF_LOSS}")
-    return ["## 3. Where is the cliff in bits?", "", *table(head, body), ""]
+    return ["## 3. Where is the cliff in bits?", "", *_shown(head, body), ""]
 
 
 def growth(answers: Answers) -> list[str]:
@@ -149,7 +153,7 @@ def growth(answers: Answers) -> list[str]:
     holm = holm_by_key({scheme: value.p_two_sided for scheme, value in found.items()})
     body = [[scheme, interval(value), f"{holm[scheme]:.2g}"] for scheme, value in found.items()]
     head = ("scheme", "loss of grpo per decade of parameters", "p (Holm)")
-    return ["## 4. Does the loss grow with size?", "", *table(head, body), ""]
+    return ["## 4. Does the loss grow with size?", "", *_shown(head, body), ""]
 
 
 def methods(answers: Answers) -> list[str]:
@@ -168,7 +172,7 @@ def methods(answers: Answers) -> list[str]:
     return [
         "## 5. Which method keeps the gain in four bits?",
         "",
-        *table(("method", "minus", "sizes", "difference"), body),
+        *_shown(("method", "minus", "sizes", "difference"), body),
         "",
     ]
 
@@ -232,7 +236,7 @@ def correlations(ranks: Sequence[Rank]) -> list[str]:
         for rank in sorted(ranks, key=lambda rank: -abs(rank.rho))
     ]
     head = ("measure", "Spearman's correlation with the loss", "cells", "sizes × seeds")
-    return ["## 6. What predicts the loss?", "", *table(head, body), ""]
+    return ["## 6. What predicts the loss?", "", *_shown(head, body), ""]
 
 
 def draw(answers: Answers, out: Path) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -140,8 +141,9 @@ def main() -> None:
             made = [work.make(size, SIZES[size], device=device, slip=SLIPS[each], suffix=each) for each in slips]
             if all(made):
                 waiting += [lanes.submit(work.unit, size, SIZES[size], seed, slips) for seed in seeds]
-        for one in waiting:
-            one.result()
+        failed = [error for one in waiting if (error := one.exception())]
+    for error in failed:
+        traceback.print_exception(error)
     export.write(work.store, work.folder / "weights", work.folder / "export")
 
 
