@@ -70,13 +70,21 @@ def _stages(stages: Iterable[Stage]) -> str:
 
 def refresh(past: History, number: int) -> None:
     """Write the descriptions of a version and of its parent, which lists it."""
-    name, place = past.name, number
-    while entry := version_of(name, place) if place else None:
-        version = Version.of(entry, past)
-        made_from_it = f" and tags.`{names.TAG_PARENT_VERSION}` = '{place}'"
-        children = [int(child.version) for child in versions_of(name, made_from_it, _CHILDREN)]
-        MlflowClient().update_model_version(name, str(place), _cut(_certificate(version, sorted(children))))
-        place = _parent(version) if place == number else 0
+    parent = _describe(past, number)
+    if parent not in (0, number):
+        _describe(past, parent)
+
+
+def _describe(past: History, number: int) -> int:
+    """Write a version's description; return the number of its parent, 0 if it has none, or is not there."""
+    entry = version_of(past.name, number)
+    if entry is None:
+        return 0
+    version = Version.of(entry, past)
+    made_from_it = f" and tags.`{names.TAG_PARENT_VERSION}` = '{number}'"
+    children = [int(child.version) for child in versions_of(past.name, made_from_it, _CHILDREN)]
+    MlflowClient().update_model_version(past.name, str(number), _cut(_certificate(version, sorted(children))))
+    return _parent(version)
 
 
 def _certificate(version: Version, children: list[int]) -> str:

@@ -403,6 +403,15 @@ def test_a_gate_of_ones_own_looks_at_cell_and_lineage_too(evaluated):
         promoting.promote(skipping, ["codes"], [evaluated("qat-int4:rtn-int4", parent=ptq[1], changed="e")[0]])
 
 
+def test_the_base_as_a_candidate_for_grpo_is_refused_at_once_and_is_not_its_own_parent(evaluated):
+    base = evaluated("base:full")
+    own = recipe.load(overrides={"registered_name": NAME})
+    promoting.promote(own, ["base"], [base[0]])
+    with pytest.raises(GateRefused, match="base:full, but only grpo:full can hold the stage"):
+        promoting.promote(own, ["grpo"], [base[0]])
+    assert names.TAG_PARENT_VERSION not in registry.resolve(NAME, "base").tags
+
+
 def test_a_gate_subtracts_no_answers_of_two_engines(store, tmp_path):
     def answered(variant: str, engine: str) -> cells.Evaluated:
         rows = pd.DataFrame({"question": ["a", "b", "c"], "correct": [0, 1, 1], names.ENGINE: engine}).assign(
