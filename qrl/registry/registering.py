@@ -77,7 +77,7 @@ def register(
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
         entry = _existing(name, model_uri, cell, chat)
-        if entry and entry.version == tags.get(names.TAG_PARENT_VERSION):  # a base promoted as its own descendant
+        if entry and str(entry.version) == tags.get(names.TAG_PARENT_VERSION):  # a base promoted as its own descendant
             del tags[names.TAG_PARENT_VERSION]
         number = entry.version if entry else _new(name, model_uri, tags)
         has = dict(entry.tags) if entry else tags
