@@ -41,10 +41,9 @@ def locate(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=NOT_READ))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
         raise BadInput(
-            f"'{model}' is not a folder, and the hub did not provide it ({reason}): check its spelling, the network, "
-            f"and `hf auth login` for gated models.{_absolute(model)}"
+            f"'{model}' is not a folder, and the hub did not provide it ({type(error).__name__}): check its spelling, "
+            f"the network, and `hf auth login` for gated models, or give a local folder.{_absolute(model)}"
         ) from None
 
 

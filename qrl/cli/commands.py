@@ -92,7 +92,7 @@ def study_command(typed: Typed, settings, yes: bool | None) -> None:
 @option(
     "--arms",
     metavar="NAME|FILE.yaml,…",
-    help="Recipes or changes of --recipe: the other methods. [default: qrl-tiny's]",
+    help="Recipes or changes of --recipe: the other methods. [default: qrl-tiny's, in qrl/study/README.md]",
 )
 @option("--seeds", default="0", metavar="N,…", help="Seeds; every method runs under each.")
 @option("--register", **SWITCH, help="Promote the best quantized cell of each model, through its gates.")
@@ -194,7 +194,7 @@ def evaluate_command(typed: Typed, settings, cells: str | None) -> None:
 
 @cli.command("diagnose", cls=RecipeCommand, sections=("diagnose",), first=DIAGNOSE, checkout=True)
 @option("--base", metavar="DIR|MODEL", help="Checkpoint before training. [default: the recipe's model]")
-@option("--trained", required=True, metavar="DIR|MODEL", help="Checkpoint after training.")
+@option("--trained", required=True, metavar="DIR|MODEL", help="Checkpoint after training, as train or merge print it.")
 @option("--quantized", metavar="VARIANT:SCHEME=MODEL,…", help="The same two, as base and grpo, quantized.")
 @option("--out", metavar="DIR", help="Write files there, without MLflow.")
 def diagnose_command(settings, base: str | None, trained: str, quantized: str | None, out: str | None) -> None:

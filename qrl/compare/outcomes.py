@@ -182,7 +182,7 @@ class Answered:
             raise BadInput(
                 f"Cell {cell_name(*self.cells[worst])} lacks {gaps[worst].sum()} of {len(asked)} questions"
                 f"{f' under seed {run}' if run else ''}, '{first}' first: cells are compared on the same questions "
-                "only."
+                "only. Answer them, or remove them from the other cells."
             )
         return places
 

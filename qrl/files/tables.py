@@ -246,7 +246,7 @@ def _rows(path: Path) -> Iterator[Row]:
     if path.suffix not in FORMATS:
         raise BadInput(f"{path} ends in '{path.suffix}', but tables are read from {', '.join(FORMATS)}: convert it.")
     if not path.is_file():
-        raise BadInput(f"There is no file {path}: give a table, such as a study's questions.parquet.")
+        raise BadInput(f"There is no file {path}: give a table with a row per question or completion.")
     content = reading.content(path, reading.TABLE_BYTES)
     text = content.decode("utf-8-sig", errors="replace") if path.suffix != ".parquet" else ""
     if path.suffix == ".csv":

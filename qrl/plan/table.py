@@ -83,7 +83,7 @@ def _columns(plan: Plan) -> dict[str, Callable[[Row], str]]:
             f"probability of `{verdict}`": lambda row: f"{row.power_verdict:.2f}",
             "smallest gain shown": lambda row: _accuracy(row.least_gain),
             "smallest change of it shown": lambda row: _accuracy(row.least_change),
-            "largest loss with `survives`": lambda row: _accuracy(row.largest_drop),
+            "largest loss of gain that is shown to survive": lambda row: _accuracy(row.largest_drop),
         }
     if plan.effect is not None:
         return {

@@ -4,7 +4,7 @@ from datetime import UTC, datetime, time
 
 import click
 
-from qrl import registry
+from qrl import process, registry
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.registry import pointers
@@ -19,7 +19,8 @@ def show(recipe: Recipe, stage: str, day: str | None) -> None:
     store.prepare()
     past = pointers.current(name)
     if not past.records:
-        raise BadInput(f"There is no decision on '{name}' yet: choose another model with --registered_name.")
+        made = f"a study makes some, and so does `{process.command('promote', {})}`"
+        raise BadInput(f"There is no decision on '{name}' yet: {made}; --registered_name chooses another model.")
     own, there = past.state.behind(stage), USUAL | past.state.stages
     if own not in there:
         raise BadInput(f"There is no stage '{stage}': expected one of {', '.join([*there, *MIRRORED])}.")
@@ -28,7 +29,8 @@ def show(recipe: Recipe, stage: str, day: str | None) -> None:
         return
     former = [record for record in past.gates() if not record.number]
     decisions = [record for record in (*former, *past.records) if record.stage in ("", own)]
-    click.echo(f"{name}, stage {own}: {len(decisions)} decisions, in run {past.run_id or 'none yet'}.")
+    count = f"{len(decisions)} decision{'s' * (len(decisions) != 1)}"
+    click.echo(f"{name}, stage {own}: {count}, in run {past.run_id or 'none yet'}.")
     for record in decisions:
         click.echo(_told(record))
 

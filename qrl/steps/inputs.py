@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
-from qrl import checkpoint, names, tasks
+from qrl import checkpoint, names, process, tasks
 from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.formats import kind
@@ -71,7 +71,7 @@ def stored_as(cell: tuple[str, str], address: str) -> checkpoint.Checkpoint:
         return weights
     raise BadInput(
         f"Cell {':'.join(cell)} was given {address}, which is stored as {actual}: expected {wanted}; correct the label "
-        "or the model."
+        f"or the model (`{process.command('quantize', {})}` stores a model under a scheme)."
     )
 
 

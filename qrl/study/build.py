@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from qrl import names, process
+from qrl import recipe as recipes
 from qrl.errors import QrlError
 from qrl.recipe import Recipe
 from qrl.tracking.keys import ROOT
@@ -123,7 +124,8 @@ def wait(folder: Path, manager: str) -> None:
 
 def announce(recipe: Recipe) -> None:
     """Print what a study will do and which environments it may build, before anything slow is imported."""
-    schemes, time = recipe.quantize.schemes, ", about 4 minutes on two cores" if recipe.model == "qrl-tiny" else ""
+    schemes, usual = recipe.quantize.schemes, recipes.load("tiny", {"seed": str(recipe.seed)})
+    time = ", about 4 minutes on two cores" if recipe == usual else ""
     cells = 2 * (1 + len(schemes) + len(recipe.evaluate.kv_fp8))
     steps = f"train, quantize ({', '.join(schemes)}), evaluate {cells} cells, diagnose, compare, promote"
     click.echo(f"Study of {recipe.model} on {recipe.task}{time}: {steps}. Finished steps are reused.", err=True)

@@ -34,7 +34,7 @@ def check_reachable(step: str, folder: Path | None) -> None:
         raise BadInput(
             f"`{step}` needs the environment of projects/{folder.name}, but {python} has no package {package}: "
             f"run `mlflow run . -e {'main' if step == 'study' else step} … --env-manager uv`, which builds that "
-            "environment, or choose a scheme or an engine that needs none."
+            "environment, or choose a scheme or an engine that needs none, such as --quantize.schemes nf4,awq-ct."
         )
 
 

@@ -129,7 +129,11 @@ def _rate(right: int, n: int) -> str:
 
 def _check(where: str, row: dict[str, Any]) -> None:
     if not isinstance(row.get("completion"), str) or "answer" not in row:
-        raise BadInput(f"{where} lacks 'completion' or 'answer': expected both; --columns names other columns.")
+        lacking = (
+            " and ".join(f"'{key}'" for key in ("completion", "answer") if key not in row) or "a text 'completion'"
+        )
+        found = ", ".join(map(str, row)) or "none"
+        raise BadInput(f"{where} lacks {lacking}; its columns are {found}: --columns names other ones.")
     answer = row["answer"]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise BadInput(f"{where}: 'answer' is {json.dumps(answer, default=str)[:40]}, but must be a text or a number.")

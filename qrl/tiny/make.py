@@ -130,6 +130,8 @@ def make(
         with written_whole(out) as folder:
             shutil.copytree(work / "model", folder)
         data = "" if corpus.form == "arithmetic" else f" data=DIR, from `python -m qrl.tasks.write --as {corpus.form}`"
+        if scores and not any(score.accuracy for score in scores):
+            print("It answers no question yet, and a study would refuse it as a base: raise --steps.")
         print(f"{out} is ready: use model={out} task={corpus.form}{data}")
 
 

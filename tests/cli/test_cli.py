@@ -132,7 +132,7 @@ BAD = {
     ),
     "a study that no scheme of heeds a choice": (
         ["study", "--quantize.schemes", "nf4,int8", "--quantize.group_size", "64"],
-        "nf4 and int8",
+        "nf4, int8",
     ),
     "a cell beside a rollback": (["promote", "--stage", "grpo", "--rollback", "--cell", "0123"], "takes no --cell"),
     "a sweep of no arm": (["sweep", "--arms", ","], "names nothing"),

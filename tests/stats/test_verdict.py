@@ -66,6 +66,10 @@ def test_a_gain_within_the_margin_cannot_be_said_to_survive():
     assert found.verdict == "inconclusive" and "losing all of it" in found.reason
     assert verdict(-0.05, stderr=0.002, gain=0.008, gain_stderr=0.002).verdict == "lost"
     assert verdict(0.0, stderr=0.002, gain=0.03, gain_stderr=0.002, margin=0.03).verdict == "inconclusive"
+    unclear = verdict(0.0, gain=0.017, gain_stderr=0.02)
+    assert unclear.n_to_decide is None and "at any n" in unclear.reason
+    assert verdict(-0.05, gain=0.017, gain_stderr=0.02).n_to_decide  # that it is lost can be shown
+    assert verdict(0.0, gain=0.03, gain_stderr=0.02).n_to_decide
 
 
 @pytest.mark.parametrize(("rate", "place"), [(0.0, "floor"), (0.04, "floor"), (0.97, "ceiling"), (1.0, "ceiling")])
