@@ -94,6 +94,8 @@ def check(
     evaluate.check_gpus(recipe.evaluate.tensor_parallel, recipe.evaluate.engine, device, gpus["evaluate"])
     rollout.check(recipe.rollout, device, recipe.train)
     reward.check(recipe.train, ())
+    if recipe.data:  # what is wrong with it is said before an environment is asked for
+        inputs.trained(recipe), inputs.all_heldout(recipe)
     return device, base.digest
 
 

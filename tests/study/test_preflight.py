@@ -253,3 +253,11 @@ def test_an_unhealthy_cell_of_the_base_ends_the_evaluation_with_answers_and_thei
     assert printed.splitlines()[-1].startswith("qrl: 1 of 2 cells broke a health limit")
     statuses = {run.info.run_name: run.info.status for run in mlflow.search_runs(["0"], output_format="list")}
     assert statuses == {"evaluate": "FAILED", "base · full": "FAILED"}
+
+
+def test_bad_data_are_named_before_a_missing_environment_is(tmp_path):
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text('{"q": "How many?", "answer": "1"}\n')
+    settings = recipe.load("tiny", {"task": "gsm8k", "data": str(tmp_path), "device": "cpu"})
+    with pytest.raises(BadInput, match=r"line 1: 'question' is missing"):
+        preflight.check(settings, {})
