@@ -153,7 +153,7 @@ class RecipeCommand(click.Command):
         read = {key: value for key, value in newest.values.items() if key in usual and key not in overrides}
         changed = [f"{key}={value}" for key, value in read.items() if value != usual[key]]
         differing = {key for other in others for key in read if other.values.get(key, read[key]) != read[key]}
-        which = ", ".join(changed) or f"those of recipe {base}"
+        which = ", ".join(changed) or f"those of recipe {base}, as far as this step uses them"
         notes = [f"Settings of run {newest.run_id[:8]} ({newest.step}): {which}"]
         if differing - _PLACES:
             notes.append(f"the other runs differ in {', '.join(sorted(differing - _PLACES))}")
