@@ -154,7 +154,7 @@ def test_a_setting_that_a_scheme_ignores_is_reported_and_one_that_all_ignore_is_
     assert unheeded(("nf4", "int8", "fp8")) == []
     assert unheeded(("awq-ct", "gptq"), "quantize.bits", bits=8, symmetric=True) == []
     (warning,) = unheeded(("nf4", "gptq", "awq"), "quantize.bits", bits=8)
-    assert re.fullmatch(r"quantize\.bits = 8 .* nf4 and awq; .* gptq .*\.", warning)
+    assert re.fullmatch(r"quantize\.bits = 8 .* nf4, awq; .* gptq .*\.", warning)
     rollouts, added = Quantize(calibration="rollouts"), ("rtn-int4", "rtn-nvfp4-a4")
     (warning,) = settings.unheeded(rollouts, ("nf4",), ("quantize.calibration",), beside=added)
     assert re.fullmatch(r"quantize\.calibration = rollouts .* nf4; .* rtn-nvfp4-a4 .*\.", warning)
