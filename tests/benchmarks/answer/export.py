@@ -5,6 +5,7 @@ python tests/benchmarks/answer/export.py sqlite:///WORK/store.db WORK/weights OU
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -75,16 +76,25 @@ def quantized(store: str, base: str) -> dict[tuple[str, str], str]:
     return found
 
 
-def write(store: str, weights: Path, out: Path) -> None:
-    """Write `outcomes.parquet` (size, seed and KEPT, a row per question of a cell) and `weights.parquet`."""
+def write(stores: Mapping[str, str], weights: Path, out: Path) -> None:
+    """Write `outcomes.parquet` (size, seed and KEPT, a row per question of a cell) and `weights.parquet`.
+
+    Args:
+        stores: what is added to the name of grpo's cells → store.
+        weights: folder of `diagnose`'s tables, SIZE-SEED.
+        out: folder for both files.
+    """
     from mlflow.artifacts import download_artifacts
 
     out.mkdir(parents=True, exist_ok=True)
     frames = []
-    for (base, seed, variant, scheme), run in cells(store).items():
+    found = [(suffix, *item) for suffix, store in stores.items() for item in cells(store).items()]
+    for suffix, (base, seed, variant, scheme), run in found:
+        if suffix and variant != names.GRPO:
+            continue
         rows = pd.read_parquet(download_artifacts(f"{run.info.artifact_uri}/{names.QUESTIONS}"), columns=list(KEPT))
         size = Path(base).name.partition("-")[0]
-        frames.append(rows.assign(size=size, seed=seed, variant=variant, scheme=scheme))
+        frames.append(rows.assign(size=size, seed=seed, variant=variant + suffix, scheme=scheme))
     if frames:
         table = pd.concat(frames, ignore_index=True)
         for column in ("size", "variant", "scheme", "question", "finish_reason"):
@@ -103,4 +113,4 @@ def write(store: str, weights: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    write({"": sys.argv[1]}, Path(sys.argv[2]), Path(sys.argv[3]))

@@ -28,7 +28,13 @@ CONTROLS = (names.SFT, "pretrained")
 PRIMARY, MARGIN = "gptq", 0.02
 CLIFF = ("w8a16", "gptq", names.GPTQ_INT3, names.GPTQ_INT2)  # 8, 4, 3, 2 bits
 CLIFF_LOSS = 0.05
-METHODS = ("qlora:full", "qat-int4:rtn-int4", "qad-int4:rtn-int4", "distilled:full")  # beside grpo under gptq, rtn-int4
+METHODS = (
+    "qlora:full",
+    "qat-int4:rtn-int4",
+    "qad-int4:rtn-int4",
+    "distilled:full",
+    "grpo-fp8:gptq",
+)  # beside grpo under gptq, rtn-int4
 PARAMETERS = {"m3": 2.5e6, "m10": 8e6, "m25": 24e6, "m200": 200e6}
 MEASURES = ("relative_mse", "code_flip_rate", "update_survival", "update_cosine")  # per cell of grpo, over matrices
 Cell = tuple[str, str, str]  # size, variant, scheme

@@ -45,15 +45,16 @@ class Work:
     def __init__(self, folder: Path, more: Sequence[str]) -> None:
         self.folder, self.more = folder.resolve(), list(more)
         self.store = f"sqlite:///{self.folder}/store.db"
+        self.fp8 = f"sqlite:///{self.folder}/fp8.db"  # of trainings with FP8 rollouts
         self.lock = threading.Lock()
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
 
-    def qrl(self, name: str, *words: str, module: str = "qrl") -> bool:
+    def qrl(self, name: str, *words: str, module: str = "qrl", store: str = "") -> bool:
         """Run a command of qrl unless it was done, note its seconds, and return whether it ended well."""
         done = self.folder / "logs" / f"{name}.done"
         if done.exists():
             return True
-        variables = os.environ | {"MLFLOW_TRACKING_URI": self.store, "PYTHONPATH": export.with_checkout()}
+        variables = os.environ | {"MLFLOW_TRACKING_URI": store or self.store, "PYTHONPATH": export.with_checkout()}
         began = time.monotonic()
         with open(self.folder / "logs" / f"{name}.log", "w") as log:
             command = [sys.executable, "-m", module, *words]
@@ -98,6 +99,9 @@ class Work:
         self.qrl(f"diagnose-{size}-{seed}", "diagnose", *own, *words, "--diagnose.behaviour", "64")
         for suffix in filter(None, slips):
             self.control(size, suffix, seed, recipe)
+        if not self.more:  # under the same labels, so in a store of its own
+            fp8 = ["--rollout.quantization", "fp8", "--models", base, "--seeds", str(seed), "--arms", "", "--yes"]
+            self.qrl(f"fp8-{size}-{seed}", "sweep", *recipe, *fp8, store=self.fp8)
 
     def control(self, size: str, suffix: str, seed: int, recipe: Sequence[str]) -> None:
         """Quantize and evaluate the base of a text with fewer errors, as `pretrained`, on the questions of a seed."""
@@ -144,7 +148,8 @@ def main() -> None:
         failed = [error for one in waiting if (error := one.exception())]
     for error in failed:
         traceback.print_exception(error)
-    export.write(work.store, work.folder / "weights", work.folder / "export")
+    stores = {"": work.store} | ({} if given.check else {"-fp8": work.fp8})
+    export.write(stores, work.folder / "weights", work.folder / "export")
 
 
 if __name__ == "__main__":
