@@ -32,6 +32,7 @@ SIZES = {  # layers, hidden, steps of 512 texts, learning rate of GRPO
     "m200": (16, 1152, 800, 1e-5),
 }
 SLIPS = {"": 0.7, "-pretrained": 0.2}  # errors in the text: of the base, and of the control that is more accurate
+ENDED = (0, 3)  # 3: a gate refused a stage, after everything else
 ARMS = "sft,tiny-qlora,qat-int4,qad-int4"
 CHECK = (  # changes of recipe `tiny`, which sweep.yaml extends for a GPU
     "--device cpu --train.steps 2 --train.prompts_per_step 4 --quantize.schemes rtn-int4,gptq-int3 "
@@ -63,12 +64,12 @@ class Work:
             ).returncode
         with self.lock:
             print(
-                f"{name}: {'done' if code == 0 else f'ended with {code}'} after {time.monotonic() - began:.0f} s",
+                f"{name}: {'done' if code in ENDED else f'ended with {code}'} after {time.monotonic() - began:.0f} s",
                 flush=True,
             )
-        if code == 0:
+        if code in ENDED:
             done.touch()
-        return code == 0
+        return code in ENDED
 
     def make(self, size: str, shape: tuple, *, device: str, slip: float, suffix: str) -> bool:
         """Make a model of one size; its texts have errors in a share `slip` of one kind of step."""
@@ -100,8 +101,7 @@ class Work:
         for suffix in filter(None, slips):
             self.control(size, suffix, seed, recipe)
         if not self.more:  # under the same labels, so in a store of its own
-            fp8 = ["--rollout.quantization", "fp8", "--models", base, "--seeds", str(seed), "--arms", "", "--yes"]
-            self.qrl(f"fp8-{size}-{seed}", "sweep", *recipe, *fp8, store=self.fp8)
+            self.qrl(f"fp8-{size}-{seed}", "study", *own, "--rollout.quantization", "fp8", "--yes", store=self.fp8)
 
     def control(self, size: str, suffix: str, seed: int, recipe: Sequence[str]) -> None:
         """Quantize and evaluate the base of a text with fewer errors, as `pretrained`, on the questions of a seed."""
