@@ -92,7 +92,7 @@ class Study:
         return mlflow.MlflowClient(self.address)
 
     def start(self) -> subprocess.Popen:
-        ours = {"MLFLOW_TRACKING_URI": self.address, "PYTHONPATH": str(ROOT), MARK: self.folder.name}
+        ours = {"MLFLOW_TRACKING_URI": self.address, "PYTHONPATH": str(ROOT), MARK: str(self.folder)}
         ours |= {"OMP_NUM_THREADS": "2", "QRL_FOLDER": str(self.folder)}  # two processes answer the cells
         with (self.folder / "terminal.txt").open("w") as terminal:
             how = {"stdout": terminal, "stderr": subprocess.STDOUT, "start_new_session": True}
@@ -109,7 +109,7 @@ class Study:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARK) == self.folder.name and process.status() != psutil.STATUS_ZOMBIE:
+                if process.environ().get(MARK) == str(self.folder) and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
