@@ -6,6 +6,7 @@ from pathlib import Path
 
 from qrl import checkpoint
 from qrl.errors import BadInput
+from qrl.formats import kind
 
 # With this kernel one or two answers of 1,000 depend on the batch even in the deterministic mode: measured in
 # tests/benchmarks/results/schemes.md.
@@ -29,7 +30,8 @@ def check_runs(path: Path, device: str, deterministic: bool = False) -> None:
 
         machine = "machine" if device == "cpu" else "GPU"
         unfit = f"which vLLM {vllm.__version__} cannot run on this {machine}: {missing}"
-        advice = "choose another scheme or machine, or evaluate.engine=transformers"
+        unpacked = ", evaluate.unpacked=true" if kind.of_weights_alone(quantization) else ""
+        advice = f"choose another scheme or machine{unpacked}, or evaluate.engine=transformers"
         raise BadInput(f"{path} is stored as {quantization['quant_method']}, {unfit}; {advice}.")
 
 

@@ -144,7 +144,7 @@ def compressed(tensors: dict[str, Tensor], settings: dict, module: str) -> Store
 def _repacked(words: Tensor, bits: int, columns: int) -> Tensor:
     """Return codes that lie bit after bit in int32 words as the installed compressed-tensors packs them.
 
-    Up to 0.18 it padded each word instead, and misreads what later versions store in 3 bits; vLLM pins 0.17.
+    0.17, which vLLM pins, pads each word instead, and misreads what 0.19 stores in 3 bits.
     """
     import torch
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32

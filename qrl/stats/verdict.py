@@ -71,7 +71,7 @@ def judge(
     if not gain.low > 0:
         reason = f"the full-precision gain, {interval(gain)}, is not shown to be above 0"
         reason += ", so there is nothing to survive"
-        if tested.hopeless(gain):
+        if tested.undecidable(gain):
             reason += f"; a gain no larger than the margin, {margin:.3f}, could not be said to survive at any n"
         return conclude("inconclusive", reason, **_to_decide(gain, tested))
     if survives and gain.estimate <= margin:
@@ -108,7 +108,7 @@ class _Tested:
     tests: list[tuple[Estimate, float]]
     tail: float = 1 - LEVEL
 
-    def hopeless(self, gain: Estimate) -> bool:
+    def undecidable(self, gain: Estimate) -> bool:
         """Whether the estimates, if they are the truth, allow no verdict: all of the gain is within the margin."""
         survival, bound = self.tests[0]
         return gain.estimate <= self.margin and survival.estimate >= bound
@@ -162,7 +162,7 @@ def _to_decide(gain: Estimate, tested: _Tested) -> dict[str, Any]:
     """Return `n_to_decide` and `seeds_to_decide` of the verdict, if the estimates are the truth."""
     settled = [(gain, gain.estimate, TAIL)]
     settled += [(test, abs(test.estimate - bound), tested.tail) for test, bound in tested.tests]
-    if gain.estimate <= 0 or tested.hopeless(gain) or min(distance for _, distance, _ in settled) < 1e-9:
+    if gain.estimate <= 0 or tested.undecidable(gain) or min(distance for _, distance, _ in settled) < 1e-9:
         return {}
     if gain.runs is None:  # every reach and stderr shrinks with the root of n
         times = max(smallest_detectable(value, tail) / distance for value, distance, tail in settled) ** 2

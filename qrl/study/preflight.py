@@ -95,7 +95,8 @@ def check(
     rollout.check(recipe.rollout, device, recipe.train)
     reward.check(recipe.train, ())
     if recipe.data:  # what is wrong with it is said before an environment is asked for
-        inputs.trained(recipe), inputs.all_heldout(recipe)
+        inputs.trained(recipe)
+        inputs.all_heldout(recipe)
     return device, base.digest
 
 

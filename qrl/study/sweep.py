@@ -244,10 +244,10 @@ class _Seed:
     def _train(self, steps: StudySteps, arm: Recipe, teacher: Model | None) -> Model:
         digest = teacher[1] if teacher else None
         trained = steps.train(digest or self.base, digest)
-        if trained[1] == self.base:
+        if trained[1] == self.base:  # a distilled control may end as its teacher, where it began
             raise QrlError(
-                f"{arm.train.title} under seed {self.seed} changed no weight, so there is nothing to compare: rewards "
-                "were equal in every group, perhaps; use questions that the base answers now and then, or more steps."
+                f"{arm.train.title} under seed {self.seed} changed no weight, so there is nothing to compare. "
+                "If rewards were equal in every group, use questions that the base answers now and then."
             )
         self.outcome.trained.setdefault(label(arm), {})[self.seed] = steps.trained.run_id
         return trained

@@ -128,12 +128,13 @@ def _rate(right: int, n: int) -> str:
 
 
 def _check(where: str, row: dict[str, Any]) -> None:
-    if not isinstance(row.get("completion"), str) or "answer" not in row:
-        lacking = (
-            " and ".join(f"'{key}'" for key in ("completion", "answer") if key not in row) or "a text 'completion'"
+    if lacking := [f"'{key}'" for key in ("completion", "answer") if key not in row]:
+        there = ", ".join(map(str, row)) or "none"
+        raise BadInput(f"{where} lacks {' and '.join(lacking)}; its columns are {there}: --columns names other ones.")
+    if not isinstance(row["completion"], str):
+        raise BadInput(
+            f"{where}: 'completion' is {json.dumps(row['completion'], default=str)[:40]}, but must be a text."
         )
-        found = ", ".join(map(str, row)) or "none"
-        raise BadInput(f"{where} lacks {lacking}; its columns are {found}: --columns names other ones.")
     answer = row["answer"]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise BadInput(f"{where}: 'answer' is {json.dumps(answer, default=str)[:40]}, but must be a text or a number.")

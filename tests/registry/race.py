@@ -20,7 +20,7 @@ STAGES = {"grpo": (1, 2, 3), "awq": (4, 5, 6)}  # stage → versions that race f
 MIRRORED = {"grpo": "Staging", "awq": "Production"}
 WRITES = ("log_param", "set_registered_model_alias", "transition_model_version_stage", "set_registered_model_tag")
 WRITES += ("set_model_version_tag", "update_model_version")
-AGAIN_S = 0.1  # filelock looks every 0.05 s: without a pause one process takes the lock again, 300 s long
+AGAIN_S = 0.1  # a waiter looks at the lock every 0.05 s; without a pause the same process takes it again and again
 MORTALITY = 0.01  # chance to be killed before a write, and after it
 
 
