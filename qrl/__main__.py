@@ -1,11 +1,17 @@
 """`python -m qrl`."""
 
-from qrl.tracking import signals
+import _signal  # built in; `signal` imports others, during which a stop signal would end in a traceback
+
+_STOPS = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
 
 
 def main() -> None:
     """Heed signals before anything else is imported, then run the command."""
+    before = _signal.pthread_sigmask(_signal.SIG_BLOCK, _STOPS)
+    from qrl.tracking import signals
+
     signals.guard(caught=False, ends=True)
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, before)  # one that has come meanwhile arrives now
     from qrl.cli import main as command
 
     command()

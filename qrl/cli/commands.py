@@ -150,25 +150,27 @@ def merge_command(settings, adapter: str) -> None:
 
 
 @cli.command("quantize", cls=RecipeCommand, sections=("quantize",), first=QUANTIZE, checkout=True)
-@option("--scheme", default="nf4", metavar="SCHEME", help=f"One of {SCHEMES}.")
+@option("--scheme", default="nf4", metavar="SCHEME,…", help=f"One or more, separated by commas, of {SCHEMES}.")
 @option("--models", metavar="VARIANT=MODEL,…", help="Models to quantize. [default: base=<model>]")
 @click.pass_obj
 def quantize_command(typed: Typed, settings, scheme: str, models: str | None) -> None:
-    """Quantize models under one scheme. All get the same settings and calibration set.
+    """Quantize models under one scheme or several. All get the same settings and calibration set.
 
     \b
     qrl quantize --scheme nf4 --models base=FOLDER,grpo=FOLDER
-    qrl quantize --scheme gptq --quantize.bits 8
+    qrl quantize --scheme gptq,w8a16 --quantize.group_size 64
     qrl schemes                                what each scheme stores and needs
     """
     from qrl.quantize import settings as choices
     from qrl.steps import quantize
-    from qrl.study import report
+    from qrl.study import build, report
 
-    choices.of(scheme, settings.quantize, settings.seed)  # refuses bad input before the warnings
-    report.warn(choices.unheeded(settings.quantize, (scheme,), {*typed.overrides, "quantize.schemes"}))
-    check, here = partial(quantize.sources, settings, models), partial(quantize.quantize, settings, scheme, models)
-    typed.run("quantize", scheme, check, here)
+    schemes = build.together(scheme)
+    for each in schemes:
+        choices.of(each, settings.quantize, settings.seed)  # refuses bad input before the warnings
+    report.warn(choices.unheeded(settings.quantize, schemes, {*typed.overrides, "quantize.schemes"}))
+    check, here = partial(quantize.sources, settings, models), partial(quantize.quantize, settings, schemes, models)
+    typed.run("quantize", schemes[0], check, here)
 
 
 @cli.command("evaluate", cls=RecipeCommand, sections=("evaluate",), first=EVALUATE, checkout=True)

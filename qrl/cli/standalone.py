@@ -95,7 +95,7 @@ def recipes_command(name: str | None) -> None:
         return
     for each in recipe.names():
         about = " ".join(recipe.about(each).split())
-        untried = " Not run on real weights yet." if "Not run yet" in about else ""
+        untried = " Not run on real weights yet." if "not run" in about.lower() else ""
         click.echo(f"{each:24} {about.partition('. ')[0].rstrip('.')}.{untried}")
 
 
@@ -113,7 +113,7 @@ def schemes_command() -> None:
             measured = f", {heads[-1]} {cost}, n = 1,000" if cost else ""
             click.echo(f"{'':10} measured on qrl-tiny: {bits} {heads[-2]}{measured}")
     what = "a cell of its own for a scheme that vLLM runs with key-value cache in FP8, such as awq+kv-fp8"
-    click.echo(f"{names.KV_FP8:10} {what}; uses evaluate.kv_fp8; not run on a GPU")
+    click.echo(f"{names.KV_FP8:10} {what}; uses evaluate.kv_fp8")
 
 
 COMMANDS = (plan_command, grade_command, recipes_command, schemes_command)

@@ -35,6 +35,7 @@ _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a process that has used torch on a GPU cannot fork
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # sends our own `_inspect` to vLLM's worker, and nothing from outside
 }
+GRAPHS_ALONE = {"optimization_level": 0, "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}
 _LEAST_SHARE = 0.01  # that must be free, where the cache has a fixed size
 _CPU_SHARE = 0.1  # of the machine's memory that must be free; the default is 92 %
 
@@ -57,6 +58,7 @@ class Vllm(AbstractContextManager):
         timed: bool = False,
         kv_fp8: bool = False,
         gpus: int = 1,
+        compiled: bool = True,
     ) -> None:
         """Load a checkpoint in place.
 
@@ -72,6 +74,7 @@ class Vllm(AbstractContextManager):
             timed: keep the times of each request, at a small cost per step.
             kv_fp8: keep the key-value cache in FP8, without calibrated scales.
             gpus: that divide the weights of each layer.
+            compiled: let torch.compile fuse the layers on a GPU; else CUDA graphs alone, for a sooner first start.
 
         Raises:
             BadInput: vLLM is not installed here, or has no kernel for the checkpoint's scheme.
@@ -110,6 +113,7 @@ class Vllm(AbstractContextManager):
                     trust_remote_code=False,
                     worker_extension_cls="qrl.engine.vllm_worker.Extension",
                     **(shares(memory, cache_bytes) if on_gpu else {"gpu_memory_utilization": _CPU_SHARE}),
+                    **({} if compiled or not on_gpu else GRAPHS_ALONE),
                 )
         except Exception as error:  # whatever the worker raised
             if on_gpu and cache_bytes is None:
@@ -123,6 +127,7 @@ class Vllm(AbstractContextManager):
         self.dtype = str(self._llm.model_config.dtype).removeprefix("torch.")  # of activations
         self.invariant = deterministic and on_gpu and batch_invariant(self.kernels)
         self._sequences, self._kv_fp8, self._on_gpu, self._gpus = sequences, kv_fp8, on_gpu, gpus
+        self._compiled = compiled
         self._read(path)
 
     def _read(self, path: Path) -> None:
@@ -167,6 +172,7 @@ class Vllm(AbstractContextManager):
         ran = {"engine": self.name, "dtype": self.dtype, "kernels": self.kernels, "batch_invariant": self.invariant}
         kept = {"kv_cache_dtype": "fp8"} if self._kv_fp8 else {}
         kept |= {"tensor_parallel": self._gpus} if self._gpus > 1 else {}
+        kept |= {} if self._compiled else {"compiled": False}
         return ran | {"max_num_seqs": self._sequences, "prefix_caching": False} | kept
 
     def generate(

@@ -52,7 +52,7 @@ class Asked:
 class Engines(AbstractContextManager):
     """The vLLM engine of the last cell, kept for a next one that differs from it in nothing but its weights.
 
-    An engine takes about a minute to start on a GPU, and a second to replace its weights. Leave the `with` block to
+    An engine takes 20 s or more to start on a GPU, and a second to replace its weights. Leave the `with` block to
     stop it.
     """
 
@@ -202,6 +202,7 @@ def _opened(
         options = {"deterministic": settings.deterministic, "seed": recipe.seed}
         options |= {"cache_bytes": int(settings.kv_cache_gib * 2**30)} if settings.kv_cache_gib else {}
         options |= {"kv_fp8": cell.scheme.endswith(names.KV_FP8), "gpus": settings.tensor_parallel}
+        options |= {"compiled": settings.compile}
         with (
             _loadable(path, recipe, device) as folder,
             engines.open(folder, device, settings.dtype, **sizes, **options) as loaded,
@@ -221,13 +222,23 @@ def _opened(
 @contextmanager
 def _loadable(path: Path, recipe: Recipe, device: str) -> Iterator[Path]:
     """Yield the folder that vLLM loads: the checkpoint's own, or a copy with the weights unpacked."""
-    quantization = checkpoint.config(path).get("quantization_config")
-    if not (recipe.evaluate.unpacked and quantization and kind.of_weights_alone(quantization)):
+    if not _is_unpacked(path, recipe):
         yield path
         return
     dtype = str(devices.compute_dtype(recipe.evaluate.dtype, device)).removeprefix("torch.")
     with workspace("unpacked", shared=True) as work:
         yield plain.write(path, work / "plain", dtype)
+
+
+def _is_unpacked(path: Path, recipe: Recipe) -> bool:
+    quantization = checkpoint.config(path).get("quantization_config")
+    return bool(recipe.evaluate.unpacked and quantization and kind.of_weights_alone(quantization))
+
+
+def engine_of(path: Path, scheme: str, recipe: Recipe) -> tuple[bool, bool]:
+    """Return a sort key that puts cells which one engine can answer beside each other: (FP8 cache?, packed?)."""
+    packed = "quantization_config" in checkpoint.config(path) and not _is_unpacked(path, recipe)
+    return scheme.endswith(names.KV_FP8), packed
 
 
 def _row(

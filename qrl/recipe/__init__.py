@@ -2,6 +2,7 @@
 
 from qrl.recipe.load import (
     DEFAULT,
+    REMOVED,
     RENAMED,
     about,
     change,
@@ -11,6 +12,7 @@ from qrl.recipe.load import (
     load,
     names,
     needs_gpu,
+    stored,
     type_name,
 )
 from qrl.recipe.sections import Benchmark, Evaluate, Quantize, Recipe

@@ -36,6 +36,7 @@ RENAMED = {  # former key → present key
     "rollout.max_kl": "rollout.max_engine_kl",
     "watch.max_kl": "watch.max_reference_kl",
 }
+REMOVED = {"merge.max_logit_diff": "merge.max_kl limits the KL instead, in nats per token"}  # key → what to do
 
 
 @cache
@@ -76,9 +77,23 @@ def load(name_or_path: str = DEFAULT, overrides: Mapping[str, str] | None = None
     """
     overrides = overrides or {}
     values = _read(_path(default(overrides) if name_or_path == DEFAULT else name_or_path))
-    values.pop(MACHINE, None)
+    return _validated(values | {key: _typed(key, text) for key, text in overrides.items()})
+
+
+def stored(path: Path) -> Recipe:
+    """Return a recipe that a run recorded, maybe under an older version: former keys are renamed or left out.
+
+    Raises:
+        BadInput: as `load`.
+    """
+    return _validated({RENAMED.get(key, key): value for key, value in _read(path).items() if key not in REMOVED})
+
+
+def _validated(values: Mapping[str, Any]) -> Recipe:
     document = {}
-    for key, value in (values | {key: _typed(key, text) for key, text in overrides.items()}).items():
+    for key, value in values.items():
+        if key == MACHINE:
+            continue
         for text in value if isinstance(value, tuple) else (value,):
             reading.check_text(f"'{key}'", str(text))
             if re.search("[\ud800-\udfff]", str(text)):  # of a file name's bytes, which no store could record
@@ -227,6 +242,8 @@ def _parse(key: str, text: Any) -> Any:
 def _unknown(key: str) -> str:
     if key in RENAMED:
         return f"'{key}' is now called '{RENAMED[key]}': write that instead."
+    if key in REMOVED:
+        return f"'{key}' is gone: {REMOVED[key]}."
     close = difflib.get_close_matches(key, fields(), n=1, cutoff=0.0)[0]
     section = f"{key.partition('.')[0]}."
     siblings = [name for name in fields() if name.startswith(section)] or [name for name in fields() if "." not in name]

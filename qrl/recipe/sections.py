@@ -66,6 +66,9 @@ class Evaluate(Section):
     kv_cache_gib: NoKey[float | None] = option(
         None, "vLLM: fixed size of the KV cache, instead of that share: several evaluations can then share a GPU", gt=0
     )
+    compile: Annotated[bool, NotInKey("compile", True)] = option(
+        True, "vLLM on a GPU: torch.compile; false: CUDA graphs alone, so that an engine starts sooner"
+    )
     n: int = option(2000, "held-out questions, at most; the same for every cell", ge=2, le=1_000_000)
     samples: int = option(1, "answers to each question; 1 is greedy, more are sampled", ge=1, le=1000)
     temperature: Annotated[float, NotInKey("samples", 1)] = option(1.0, "temperature if samples is above 1", gt=0)
@@ -82,7 +85,7 @@ class Evaluate(Section):
         "random", "held-out questions to take: random (drawn by the seed) or first (the first rows of the file)"
     )
     kv_fp8: Annotated[tuple[Literal["full"] | Scheme, ...], once("scheme"), NO_KEY] = option(
-        (), "vLLM: schemes with a second cell, SCHEME+kv-fp8, whose key-value cache is in FP8; not run on a GPU"
+        (), "vLLM: schemes with a second cell, SCHEME+kv-fp8, whose key-value cache is in FP8"
     )
     unpacked: Annotated[bool, NotInKey("unpacked", False)] = option(
         False, "vLLM: answer schemes of weights alone unpacked, with one engine for all, instead of by their kernels"

@@ -216,6 +216,9 @@ class Rollout(Section):
     kv_cache_gib: _OfVllm[float | None] = option(
         None, "fixed size of a colocated engine's KV cache: several trainings can then share a GPU", gt=0
     )
+    compile: _OfVllm[bool] = option(
+        True, "torch.compile in a colocated engine; false: CUDA graphs alone, so that it starts sooner"
+    )
     max_model_tokens: _OfVllm[Count | None] = option(
         None, "longest prompt plus completion, in tokens; default: the checkpoint's limit"
     )
@@ -256,7 +259,7 @@ class Watch(Section):
 class Merge(Section):
     """Folding an adapter into its base."""
 
-    max_logit_diff: float = option(0.25, "largest difference allowed between merged and adapter-on logits", gt=0)
+    max_kl: float = option(0.01, "largest KL from the adapter-on model to the merged one, nats per token", gt=0)
     into: Literal["auto", "full", "int8", "nf4"] = option(
         "auto", "the original weights, or the dequantized int8 or nf4 base; auto: what the adapter was trained over"
     )

@@ -59,6 +59,8 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
     with runs.step("evaluate", recipe, sections=("evaluate",), params=params, tags=tags):
         broken, run_ids = [], {}
         evaluations = [Evaluation(recipe, *cell, *stored, questions, device) for cell, stored in cells.items()]
+        if recipe.evaluate.engine != hf.NAME:
+            evaluations.sort(key=lambda cell: room.engine_of(cell.weights.path, cell.scheme, recipe))
         with (
             room.Engines() as engines,
             answers.in_processes(partial(_ask, engines), evaluations, _processes(evaluations)) as ask,

@@ -1,7 +1,8 @@
-"""Quantize checkpoints under one scheme, with a nested run and a logged model for each."""
+"""Quantize checkpoints under one scheme or several, with a nested run and a logged model for each result."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -47,27 +48,30 @@ def sources(recipe: Recipe, models: str | None) -> dict[str, checkpoint.Checkpoi
     return checkpoints
 
 
-def quantize(recipe: Recipe, scheme: str, models: str | None) -> None:
-    """Quantize each model with the same settings and calibration questions, and log the results."""
-    settings = choices.of(scheme, recipe.quantize, recipe.seed)
+def quantize(recipe: Recipe, schemes: tuple[str, ...], models: str | None) -> None:
+    """Quantize each model under each scheme, with the same settings and calibration questions, and log the results."""
+    settings = [choices.of(scheme, recipe.quantize, recipe.seed) for scheme in schemes]
     checkpoints = sources(recipe, models)
-    for source in checkpoints.values():
-        quantization.check_fit(source.path, settings)
+    for source, chosen_settings in itertools.product(checkpoints.values(), settings):
+        quantization.check_fit(source.path, chosen_settings)
     process.hush_transformers()
     device = devices.choose(recipe.device)
-    texts = Texts(recipe, settings, device)
+    texts = [Texts(recipe, chosen_settings, device) for chosen_settings in settings]
     need(WORK, max(source.bytes for source in checkpoints.values()), "A quantized copy of the model")
     store.prepare()
-    tags = {names.TAG_SCHEME: scheme, names.TAG_TASK: tasks.label(recipe.task)}
-    with (
-        workspace(f"quantize-{scheme}", shared=True) as work,
-        runs.step("quantize", recipe, sections=("quantize",), params={"scheme": scheme, "device": device}, tags=tags),
-    ):
-        if settings.calibration:
-            facts = {"digest": texts.questions_digest, "n": settings.samples, "source": texts.source}
+    listed, made = ",".join(schemes), {}
+    tags = {names.TAG_SCHEME: listed, names.TAG_TASK: tasks.label(recipe.task)}
+    with runs.step("quantize", recipe, sections=("quantize",), params={"scheme": listed, "device": device}, tags=tags):
+        for each in {
+            texts_of.questions_digest: texts_of for texts_of in texts if texts_of.settings.calibration
+        }.values():
+            facts = {"digest": each.questions_digest, "n": each.settings.samples, "source": each.source}
             contents.log_dataset(f"{tags[names.TAG_TASK]}-calibration", context="calibration", **facts)
-        models_made = {variant: _quantize_one(texts, variant, source, work) for variant, source in checkpoints.items()}
-        outcome.quantized(chosen(recipe, models), {f"{variant}:{scheme}": uri for variant, uri in models_made.items()})
+        for scheme, each in zip(schemes, texts, strict=True):
+            with workspace(f"quantize-{scheme}", shared=True) as work:
+                for variant, source in checkpoints.items():
+                    made[f"{variant}:{scheme}"] = _quantize_one(each, variant, source, work)
+        outcome.quantized(chosen(recipe, models), made)
 
 
 def _quantize_one(texts: Texts, variant: str, source: checkpoint.Checkpoint, work: Path) -> str:

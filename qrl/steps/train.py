@@ -24,6 +24,11 @@ from qrl.train.job import Alarm
 from qrl.workspace import WORK, need, workspace
 
 PROMPTS_TO_CHECK = 8  # that a merged model answers beside the adapter-on model
+LOST = 0.5  # share of the update, as KL to the trained model, above which a merge warns
+_LOST_ADVICE = (
+    "train longer or at a higher rate, so that the update outgrows the rounding of the base's dtype, give the base in "
+    "fp32, or leave merge.into at auto."
+)
 RANDOM_TOKENS = 64  # in a prompt, where no question is at hand
 
 
@@ -151,18 +156,24 @@ def merge(recipe: Recipe, adapter: str) -> None:
     store.prepare()
     device = devices.choose(recipe.device)
     key = keys.merged(recipe, base.digest, adapter, device)
-    tags, limit = _tags(recipe, key, base.digest), recipe.merge.max_logit_diff
+    tags, limit = _tags(recipe, key, base.digest), recipe.merge.max_kl
     with (
         workspace(f"merge-{key[:16]}") as work,
         runs.step("merge", recipe, sections=("merge",), params={"adapter": adapter}, tags=tags),
     ):
         out, into = work / "model", recipe.merge.into
-        merged = merging.run(base.path, folder, out, prompts, max_logit_diff=limit, into=into, device=device)
+        merged = merging.run(base.path, folder, out, prompts, max_kl=limit, into=into, device=device)
         stored = "in full precision" if merged.into == "full" else f"in {merged.into}, dequantized"
         contents.log_params({"merged_into": f"the base {stored}", "compared_on": compared_on})
-        click.echo(f"      largest logit difference {merged.max_logit_diff:.2g} on {compared_on}", err=True)
-        lost = {"merge/max_logit_diff": merged.max_logit_diff, "merge/residual": merged.merge_residual}
-        contents.log_scores(lost | {"merge/base_shift": merged.base_shift})
+        click.echo(f"      KL to the trained model {merged.kl:.2g} nats per token on {compared_on}", err=True)
+        if merged.kl > LOST * merged.update_kl:
+            lost = f"KL {merged.kl:.2g} to the trained model, of {merged.update_kl:.2g} from it to its base"
+            sentence = f"Merging lost most of what training changed ({lost}, nats per token): {_LOST_ADVICE}"
+            click.secho(f"qrl: warning: {sentence}", fg="yellow", err=True)
+            contents.tag(f"{names.TAG_WATCH}merge", sentence)
+        moved = {"merge/kl": merged.kl, "merge/update_kl": merged.update_kl}
+        moved |= {"merge/max_logit_diff": merged.max_logit_diff, "merge/residual": merged.merge_residual}
+        contents.log_scores(moved | {"merge/base_shift": merged.base_shift})
         _record(recipe, merged.path, base.digest, [])
 
 

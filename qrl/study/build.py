@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
 from qrl import names, process
 from qrl import recipe as recipes
-from qrl.errors import QrlError
+from qrl.errors import BadInput, QrlError
 from qrl.recipe import Recipe
 from qrl.tracking.keys import ROOT
 from qrl.workspace import WORK
@@ -59,6 +60,29 @@ def environment_for(step: str, choice: str, device: str = "auto") -> Path | None
 
         folder = on_gpu if preflight.device_of(device) == "cuda" else on_cpu
     return ROOT / "projects" / folder if folder else None
+
+
+def side_by_side(schemes: Iterable[str]) -> list[tuple[str, ...]]:
+    """Return schemes in groups, each of which one step makes: those that share an environment."""
+    groups: dict[tuple | None, list[str]] = {}
+    for scheme in schemes:
+        groups.setdefault(FOLDERS.get(("quantize", scheme)), []).append(scheme)
+    return [tuple(group) for group in groups.values()]
+
+
+def together(schemes: str) -> tuple[str, ...]:
+    """Return the schemes in a list by comma, which one step is to make.
+
+    Raises:
+        BadInput: one is repeated, or they do not share an environment.
+    """
+    listed = tuple(part.strip() for part in schemes.split(","))
+    if len(set(listed)) < len(listed):
+        raise BadInput(f"--scheme is '{schemes}', which repeats a scheme: name each once.")
+    if len(groups := side_by_side(listed)) > 1:
+        apart = " and ".join(",".join(group) for group in groups)
+        raise BadInput(f"--scheme {apart} need different environments: run `quantize` once for each environment.")
+    return listed
 
 
 def trained_by(recipe: Recipe) -> str:

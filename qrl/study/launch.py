@@ -68,6 +68,10 @@ class Launcher:
         other.overrides = overrides
         return other
 
+    def lacking(self, step: str, keys: dict[str, str]) -> list[str]:
+        """Return the labels whose results of a step are not in the store; `keys` are by label."""
+        return [label for label, key in keys.items() if reuse.find(step, key) is None]
+
     def obtain(self, step: Step, failed: Failed | None = None) -> dict[str, Result]:
         """Return results by label; one launch of the step makes all that are missing.
 
@@ -142,7 +146,8 @@ class Launcher:
             self.seconds += time.monotonic() - began  # of a refused promotion too
 
     def _announce(self, step: str, title: str, note: str = "") -> None:
-        click.secho(f"[{next(self._numbers)}/{self.steps}] {step}: {title}{note}", bold=True, err=True)
+        number = next(self._numbers)
+        click.secho(f"[{number}/{max(number, self.steps)}] {step}: {title}{note}", bold=True, err=True)
 
 
 class DryRun(Launcher):
@@ -157,6 +162,10 @@ class DryRun(Launcher):
         self.empty = empty
         self.missing: dict[str, list[str]] = {}  # step → labels of results still to be made
         self.folders: list[Path] = []  # of the steps still to run, in their order
+
+    def lacking(self, step: str, keys: dict[str, str]) -> list[str]:
+        """Return the labels whose results are to be made, as `Launcher.lacking` does."""
+        return list(keys) if self.empty else super().lacking(step, keys)
 
     def obtain(self, step: Step, failed: Failed | None = None) -> dict[str, Result]:
         """Return results as `Launcher.obtain` does."""

@@ -1,6 +1,7 @@
 """The order of a study's steps. Each step is launched as a project run of its own, never imported."""
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterable
 
@@ -8,7 +9,7 @@ from qrl import checkpoint, cluster, evaluate, names
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
 from qrl.study import preflight
-from qrl.study.build import environment_for, trained_by
+from qrl.study.build import environment_for, side_by_side, trained_by
 from qrl.study.environments import begin_builds, check_checkout, look_ahead
 from qrl.study.launch import Failed, Launcher, Result, Step
 from qrl.tracking import keys
@@ -50,7 +51,9 @@ def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> st
     begin_builds(ahead)
     store.prepare()
     with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}) as run:
-        launcher = Launcher(overrides, run.info.run_id, 5 + len(recipe.quantize.schemes) + recipe.train.adapter)
+        launcher = Launcher(
+            overrides, run.info.run_id, 5 + len(side_by_side(recipe.quantize.schemes)) + recipe.train.adapter
+        )
         steps = StudySteps(recipe, launcher, device)
         models, cells = steps.cells(base, teacher)
         steps.diagnose(base, models[f"{recipe.train.variant}:{names.FULL}"], models)
@@ -96,17 +99,31 @@ class StudySteps:
 
     def quantize(self, models: Models) -> Models:
         """Return every variant under every scheme, full precision included, by `variant:scheme`."""
+        recipe, results = self.recipe, {}
+
+        def parameters(missing: list[str]) -> dict[str, str]:
+            variants, schemes = (
+                dict.fromkeys(part) for part in zip(*(cell.split(":") for cell in missing), strict=True)
+            )
+            return {"scheme": ",".join(schemes), "models": _listed(models, variants)}
+
+        def wanted(schemes: Iterable[str]) -> dict[str, str]:
+            pairs = itertools.product(schemes, models.items())
+            return {
+                f"{v}:{scheme}": keys.quantized(recipe, scheme, model[1], self.device) for scheme, (v, model) in pairs
+            }
+
+        for group in side_by_side(recipe.quantize.schemes):
+            lacking: dict[tuple, list[str]] = {}  # variants that are still to be quantized → in which schemes
+            for scheme in group:
+                missing = self.launcher.lacking("quantize", wanted([scheme]))
+                lacking.setdefault(tuple(cell.partition(":")[0] for cell in missing), []).append(scheme)
+            for schemes in lacking.values():
+                title, folder = f"{', '.join(schemes)} of {' and '.join(models)}", environment_for("quantize", group[0])
+                results |= self.launcher.obtain(Step("quantize", title, wanted(schemes), parameters, folder))
         cells = {f"{variant}:{names.FULL}": model for variant, model in models.items()}
-        for scheme in self.recipe.quantize.schemes:
-            title, folder = f"{scheme}, {' and '.join(models)}", environment_for("quantize", scheme)
-            wanted = {name: keys.quantized(self.recipe, scheme, models[name][1], self.device) for name in models}
-
-            def parameters(missing: list[str], scheme: str = scheme) -> dict[str, str]:
-                return {"scheme": scheme, "models": _listed(models, missing)}
-
-            results = self.launcher.obtain(Step("quantize", title, wanted, parameters, folder))
-            cells |= {f"{variant}:{scheme}": _model(result) for variant, result in results.items()}
-        return cells
+        made = (f"{variant}:{scheme}" for scheme in recipe.quantize.schemes for variant in models)
+        return cells | {cell: _model(results[cell]) for cell in made}
 
     def evaluate(self, models: Models, failed: Failed | None = None) -> dict[str, Result]:
         """Return the evaluation of every cell, by `variant:scheme`; `failed` as in `Launcher.obtain`."""

@@ -158,7 +158,7 @@ def rehearse(recipe: Recipe, device: str, ahead: DryRun, *, yes: bool, methods: 
     each = ", ".join(f"{name} {forecast.duration(seconds)}" for name, seconds in parts.items())
     based = f"from the speed of these {len(made.frame)} answers; quantization and new environments come on top"
     if recipe.evaluate.engine != "transformers":
-        based += f"; {recipe.evaluate.engine} answers faster, but starts for about a minute per cell"
+        based += f"; {recipe.evaluate.engine} answers faster, but an engine takes a minute or more to start"
     click.echo(f"      time: about {forecast.duration(sum(parts.values()))} ({each}), {based}", err=True)
     needed = forecast.memory(recipe, shape, made.frame["prompt_tokens"].max())
     weights, peak, free = map(forecast.size, (*needed, made.free))

@@ -19,6 +19,7 @@ from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.recipe import Recipe
 from qrl.study import preflight
 from qrl.study.arms import CONTROL, Arm, is_controlled, label, load, scheme_of, stages_of
+from qrl.study.build import side_by_side
 from qrl.study.environments import begin_builds, check_checkout, look_ahead
 from qrl.study.launch import DryRun, Launcher
 from qrl.study.pipeline import Model, Models, StudySteps
@@ -96,7 +97,7 @@ def study(
     params |= {"models": ",".join(models.values())} if models else {}
     with runs.step("sweep", methods[0], sections=tuple(SECTIONS), params=params) as run:
         controls = any(map(is_controlled, methods))
-        schemes = len(methods[0].quantize.schemes)
+        schemes = len(side_by_side(methods[0].quantize.schemes))
         per_seed = 2 * len(others) + 2 + schemes + controls + sum(schemes - 1 for arm in methods if _is_sft(arm))
         launcher = Launcher({}, run.info.run_id, len(targets) * (len(seeds) * per_seed + register))
         for target, outcome in zip(targets, outcomes, strict=True):

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlflow
 from mlflow.entities import Run
@@ -73,7 +74,7 @@ def _step(match: re.Match) -> Run:
 def values(run: Run) -> dict[str, str]:
     """Return the recipe that a run recorded; of an older run, the part of it among its params."""
     try:
-        return recipe.load(str(contents.artifact(run.info.run_id, names.RECIPE))).flat()
+        return recipe.stored(Path(contents.artifact(run.info.run_id, names.RECIPE))).flat()
     except BadInput:
         known = {recipe.RENAMED.get(key, key): value for key, value in run.data.params.items()}
         return {key: value for key, value in known.items() if key in recipe.fields()}

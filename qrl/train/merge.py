@@ -14,6 +14,7 @@ from qrl.recipe import Train
 from qrl.train import policy, save
 
 Prompts = Sequence[Sequence[int]]  # lists of token ids
+_OTHER_BASE = 0.01  # of the limit: that base's errors, which the adapter corrects, are no rounding
 
 
 @dataclass(frozen=True)
@@ -21,29 +22,30 @@ class Merged:
     """A merged checkpoint and how far it is from the trained model."""
 
     path: Path
-    max_logit_diff: float  # largest |logit difference| to the adapter-on model, as it was trained, over the prompts
+    kl: float  # from the adapter-on model, as it was trained, to this one: nats per token, mean over the prompts
+    update_kl: float  # the same to the model with the adapter off: what training changed
+    max_logit_diff: float  # largest |logit difference| to the adapter-on model; grows with the vocabulary and rounding
     merge_residual: float  # ‖stored − exact‖ / ‖exact − base‖ over merged weights: the loss to the base's dtype
     into: str  # full: the original weights; int8, nf4: these, dequantized
     base_shift: float  # ‖dequantized − original‖ / ‖original‖ over packed weights; 0 for full
 
 
-def run(
-    base: Path, adapter: Path, out: Path, prompts: Prompts, *, max_logit_diff: float, into="auto", device="cpu"
-) -> Merged:
+def run(base: Path, adapter: Path, out: Path, prompts: Prompts, *, max_kl: float, into="auto", device="cpu") -> Merged:
     """Merge an adapter into its base in full precision, and compare the result with the adapter-on model.
 
     Args:
         base: full-precision checkpoint folder; never written to.
         adapter: a PEFT folder (adapter_config.json, adapter_model.safetensors).
         out: folder to make; it appears whole, by rename.
-        prompts: to compare logits on.
+        prompts: to compare the two models' next-token distributions on.
+        max_kl: limit of `Merged.kl`; a hundredth of it, if the adapter was trained over a base in another storage.
         into: `full`: the original weights; `int8`, `nf4`: these, dequantized; `auto`: what the adapter's record says it
             was trained over, else full.
         device: where the base is packed again, as in training; merging itself runs on the CPU.
 
     Raises:
         BadInput: the base is quantized or not the one that was trained over, or the adapter is not one.
-        QrlError: the merged model differs by more than the limit.
+        QrlError: the merged model is further from the trained one than the limit.
     """
     full = checkpoint.check(base)
     if full.quantization:
@@ -59,23 +61,26 @@ def run(
     process.hush_gptqmodel()
     from peft import PeftModel
 
-    expected, dtype = _adapter_on(base, adapter, over, device, prompts), getattr(torch, full.dtype)
+    (expected, before), dtype = _adapter_on(base, adapter, over, device, prompts), getattr(torch, full.dtype)
     original, shift = policy.load(base, Train(), "cpu"), 0.0
     if target.packed:
         shift = _dequantize_into(original, policy.load(base, target, device).dequantize(dtype=torch.float32))
     merged, residual = fold(PeftModel.from_pretrained(original, adapter), dtype)
     stored = _logits(merged.to(dtype).to(torch.float32), prompts)
-    difference = max(float((a - b).abs().max()) for a, b in zip(expected, stored, strict=True))
-    if not difference <= max_logit_diff:
+    kl, update_kl = _kl(expected, stored), _kl(expected, before)
+    other_base = over.storage != target.storage
+    limit = max_kl * (_OTHER_BASE if other_base else 1)
+    if not kl <= limit:
         reason = "the base's dtype rounds too much of the update away: give a base in a wider one."
-        if over.storage != target.storage:
+        if other_base:
             reason = f"it was trained over a base in {over.storage}, and corrects its errors: leave merge.into at auto."
         raise QrlError(
-            f"The merged model's logits differ from the adapter-on model's by {difference:.3g}, above "
-            f"merge.max_logit_diff = {max_logit_diff:g}: {reason}"
+            f"The merged model is too far from the adapter-on model: KL {kl:.2g} nats per token, above {limit:g} "
+            f"(merge.max_kl = {max_kl:g}): {reason}"
         )
+    difference = max(float((on - off).abs().max()) for on, off in zip(expected, stored, strict=True))
     save.write(merged, base, out, dtype=full.dtype)
-    return Merged(out, difference, residual, target.storage if target.packed else "full", shift)
+    return Merged(out, kl, update_kl, difference, residual, target.storage if target.packed else "full", shift)
 
 
 def fold(adapted, stored: torch.dtype):
@@ -114,8 +119,8 @@ def _settings(storage: str, compute: str) -> Train:
     return Train(method="lora", base_storage=storage, dtype="auto" if storage == "fp32" else compute)
 
 
-def _adapter_on(base: Path, adapter: Path, over: Train, device: str, prompts: Prompts) -> list:
-    """Return logits of the trained model: the base as stored in training, with its adapter, in fp32 arithmetic.
+def _adapter_on(base: Path, adapter: Path, over: Train, device: str, prompts: Prompts) -> tuple[list, list]:
+    """Return logits of the base as stored in training, with its adapter on and off, in fp32 arithmetic.
 
     Training's own arithmetic, in bf16 or with INT8's rounded activations, would hide what the merge loses.
     """
@@ -125,7 +130,10 @@ def _adapter_on(base: Path, adapter: Path, over: Train, device: str, prompts: Pr
     if over.storage == "int8":
         model = model.dequantize(dtype=torch.float32)
     policy.compute_in_fp32(model)
-    return _logits(PeftModel.from_pretrained(model, adapter).eval(), prompts)
+    adapted = PeftModel.from_pretrained(model, adapter).eval()
+    trained = _logits(adapted, prompts)
+    with adapted.disable_adapter():
+        return trained, _logits(adapted, prompts)
 
 
 def _dequantize_into(original, dequantized) -> float:
@@ -154,4 +162,13 @@ def check_adapter(path: Path) -> None:
 
 def _logits(model, prompts: Prompts) -> list:
     with torch.inference_mode():
-        return [model(torch.tensor([list(ids)], device=model.device)).logits.float().cpu() for ids in prompts]
+        return [model(torch.tensor([list(ids)], device=model.device)).logits[0].float().cpu() for ids in prompts]
+
+
+def _kl(logits: list, others: list) -> float:
+    """Return the mean of KL(softmax(logits) || softmax(others)) per token, in nats; items are (tokens, vocabulary)."""
+    total = 0.0
+    for expected, other in zip(logits, others, strict=True):
+        pair = (other.double().log_softmax(-1), expected.double().log_softmax(-1))
+        total += float(torch.nn.functional.kl_div(*pair, reduction="sum", log_target=True))
+    return total / sum(map(len, logits))

@@ -50,10 +50,11 @@ def merged(adapter: Path, questions: list, settings: recipe.Recipe, folder: Path
     tokens = hf.tokenizer(tiny.PATH)
     prompts = [prompt.render(tokens, question.question, settings.prompt) for question in questions]
     for into in ("full", "auto"):
-        made = merge.run(tiny.PATH, adapter, folder / into, prompts, max_logit_diff=float("inf"), into=into)
+        made = merge.run(tiny.PATH, adapter, folder / into, prompts, max_kl=float("inf"), into=into)
         print(
-            f"merged into {made.into} (trained over {settings.train.storage}): largest logit difference "
-            f"{made.max_logit_diff:.3f}, residual {made.merge_residual:.3f}, base shifted by {made.base_shift:.3f}"
+            f"merged into {made.into} (trained over {settings.train.storage}): KL {made.kl:.2g} nats per token, "
+            f"largest logit difference {made.max_logit_diff:.3f}, residual {made.merge_residual:.3f}, "
+            f"base shifted by {made.base_shift:.3f}"
         )
     return made.path
 

@@ -110,6 +110,11 @@ BAD = {
     ),
     "unknown recipe": (["study", "--recipe", "tinny"], "no recipe 'tinny'"),
     "unknown scheme": (["quantize", "--scheme", "gguf"], "no scheme 'gguf'"),
+    "one scheme named twice": (["quantize", "--scheme", "nf4,int8,nf4"], "repeats a scheme"),
+    "schemes of two environments at once": (
+        ["quantize", "--scheme", "nf4,awq,int8"],
+        "nf4,int8 and awq need different",
+    ),
     "awq of no model, in whatever environment": (
         ["quantize", "--scheme", "awq", "--models", "base=no/such/folder"],
         "no model 'no/such/folder'",

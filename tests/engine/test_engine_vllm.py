@@ -149,6 +149,9 @@ def test_weights_alone_are_unpacked_for_the_engine_of_full_precision(
     else:
         quantize.run(scheme, tiny_checkpoint, path)
     settings = Recipe(evaluate=Evaluate(engine="vllm", dtype="bf16", unpacked=unpacked))
+    own = loaded == "stored" and scheme != "full"
+    assert cells.engine_of(path, scheme, settings) == (False, own), "cells that share an engine follow each other"
+    assert cells.engine_of(path, f"{scheme}+kv-fp8", settings) == (True, own)
     with cells._loadable(path, settings, "cpu") as folder:
         assert folder.name == loaded
         if loaded == "plain":
@@ -244,6 +247,10 @@ def test_a_cache_of_fixed_size_leaves_the_share_of_memory_out():
     with_it = recipe.load("tiny", {"evaluate.kv_cache_gib": "4"})
     key = [keys.cell(settings, "base", "full", "digest", "cuda") for settings in (with_it, recipe.load("tiny"))]
     assert key[0] == key[1], "the size of a cache changes no answer"
+    uncompiled = recipe.load("tiny", {"evaluate.engine": "vllm", "evaluate.compile": "false"})
+    compiled = recipe.load("tiny", {"evaluate.engine": "vllm"})
+    key = [keys.cell(settings, "base", "full", "digest", "cuda") for settings in (uncompiled, compiled)]
+    assert key[0] != key[1], "other kernels can give other answers"
 
 
 def test_too_little_free_memory_is_said_in_gigabytes(monkeypatch):

@@ -23,6 +23,7 @@ from qrl.quantize import calibration
 from qrl.steps import inputs
 from qrl.steps import quantize as step
 from qrl.tasks import prompt
+from qrl.tracking import reuse
 
 pytestmark = pytest.mark.process
 
@@ -71,16 +72,39 @@ def own_answers(chosen: recipe.Recipe, model: Path) -> list[str]:
     ]
 
 
+def test_several_schemes_in_one_step_store_what_each_stores_alone(store, other):
+    """Libraries keep state in a process: what one scheme leaves behind must not reach the next."""
+    schemes, models = ("gptq", "nf4", "awq-ct", "rtn-int4"), f"base={tiny.PATH},grpo={other}"
+
+    def digests() -> dict[str, str]:
+        oldest_first = {"filter_string": "tags.`qrl.variant` LIKE '%'", "order_by": ["start_time ASC"]}
+        made = mlflow.search_runs(output_format="list", **oldest_first)
+        return {run.info.run_name: reuse.outputs(run).values["digest"] for run in made}
+
+    step.quantize(settings(), schemes, models)
+    together = digests()
+    assert len(together) == len(set(together.values())) == 8
+    parent = mlflow.search_runs(filter_string="params.scheme = 'gptq,nf4,awq-ct,rtn-int4'", output_format="list")
+    assert len(parent) == 1 and len(parent[0].inputs.dataset_inputs) == 1, "one calibration set"
+    for scheme in schemes:
+        step.quantize(settings(), (scheme,), models)
+    assert digests() == together and len(runs_named("grpo · nf4")) == 2
+
+
+def runs_named(name: str) -> list:
+    return mlflow.search_runs(filter_string=f"attributes.run_name = '{name}'", output_format="list")
+
+
 def test_rollouts_are_each_models_own_answers_to_the_same_questions(store, other):
     chosen = settings(**{"quantize.calibration": "rollouts"})
-    step.quantize(chosen, "gptq", f"base={tiny.PATH},grpo={other}")
+    step.quantize(chosen, ("gptq",), f"base={tiny.PATH},grpo={other}")
     first = records()
     for variant, model in (("base", tiny.PATH), ("grpo", other)):
         assert first[variant]["calibration_digest"] == calibration.digest(own_answers(chosen, model))
     assert first["base"]["calibration_digest"] != first["grpo"]["calibration_digest"]
     assert first["base"][names.SETTINGS] == first["grpo"][names.SETTINGS]  # same questions: the cells may be compared
     reseeded = settings(**{"quantize.calibration": "rollouts", "quantize.calibration_seed": "7"})
-    step.quantize(reseeded, "gptq", f"grpo={other}")
+    step.quantize(reseeded, ("gptq",), f"grpo={other}")
     assert records()["grpo"][names.SETTINGS] != first["base"][names.SETTINGS]  # other questions: compare refuses them
 
 
@@ -89,7 +113,7 @@ def test_every_model_is_calibrated_on_the_file_and_the_record_is_complete(store,
     texts = [problem.format(i, i + 2, 2 * i + 2) for i in range(SAMPLES)]
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    step.quantize(settings(**{"quantize.calibration": str(file)}), "gptq", f"base={tiny.PATH},grpo={other}")
+    step.quantize(settings(**{"quantize.calibration": str(file)}), ("gptq",), f"base={tiny.PATH},grpo={other}")
     base, grpo = (records()[variant] for variant in ("base", "grpo"))
     assert base["calibration_digest"] == grpo["calibration_digest"] == calibration.digest(texts)
     assert base[names.SETTINGS] == grpo[names.SETTINGS]
@@ -111,7 +135,7 @@ def test_bars_count_the_texts_that_are_drawn_rendered_generated_and_tokenized(st
             super().close()
 
     monkeypatch.setattr(step, "tqdm", Bar)
-    step.quantize(settings(**{"quantize.calibration": "rollouts"}), "gptq", None)
+    step.quantize(settings(**{"quantize.calibration": "rollouts"}), ("gptq",), None)
     for what in ("draw", "generate", "render", "tokenize"):
         (counts,) = [counts for name, counts in bars.items() if name.startswith(what)]
         assert (SAMPLES, SAMPLES) in counts, what
@@ -122,15 +146,15 @@ def test_impossible_requests_are_refused_before_a_run_is_opened(store, tmp_path)
     file.write_text('{"text": "one"}\n')
     for source, key in ((file, r"1 calibration texts.* 4\b"), (tmp_path / "none", "cannot be read")):
         with pytest.raises(BadInput, match=key):
-            step.quantize(settings(**{"quantize.calibration": str(source)}), "gptq", None)
+            step.quantize(settings(**{"quantize.calibration": str(source)}), ("gptq",), None)
     with pytest.raises(BadInput, match="'int3'"):
-        step.quantize(settings(), "int3", None)
+        step.quantize(settings(), ("int3",), None)
     odd = shutil.copytree(tiny.PATH, tmp_path / "odd")
     config = json.loads((odd / "config.json").read_text())
     (odd / "config.json").write_text(json.dumps(config | {"intermediate_size": 200}))
     for scheme in ("gptq", "rtn-int4"):
         with pytest.raises(BadInput, match="down_proj has 200 inputs"):
-            step.quantize(settings(), scheme, f"base={odd}")
+            step.quantize(settings(), (scheme,), f"base={odd}")
     assert not mlflow.search_runs(output_format="list")
 
 
@@ -139,7 +163,7 @@ def test_a_cell_with_another_scheme_than_its_model_is_refused(store):
         ("nf4", "int8", "4-bit floats.* 8-bit integers"),
         ("rtn-int8", "w8a16", "rtn-int8.* w8a16"),
     ):
-        step.quantize(settings(), scheme, None)
+        step.quantize(settings(), (scheme,), None)
         (model,) = mlflow.search_logged_models(filter_string=f"params.scheme = '{scheme}'", output_format="list")
         address = f"models:/{model.model_id}"
         assert inputs.stored_as(("base", scheme), address).quantization == names.STORED_AS[scheme]
@@ -161,7 +185,7 @@ def test_a_killed_step_leaves_nothing_in_the_store_and_the_next_one_cleans_up(st
     child.wait()
     assert list(folders.glob("quantize-awq-ct-pid*/base"))  # half-written, outside the store
     assert not mlflow.search_logged_models(output_format="list")
-    step.quantize(settings(), "fp8", None)
+    step.quantize(settings(), ("fp8",), None)
     assert not list(folders.glob("quantize-*"))
     assert [model.name for model in mlflow.search_logged_models(output_format="list")] == ["base-fp8"]
     assert {run.info.status for run in mlflow.search_runs(output_format="list")} == {"FINISHED", "KILLED"}

@@ -244,6 +244,14 @@ def test_a_former_key_names_the_present_one_in_options_and_files(former, present
             recipe.load(name_or_path, overrides)
 
 
+def test_a_recipe_that_an_older_version_recorded_is_read(tmp_path):
+    (tmp_path / "old.yaml").write_text("train: {clip: 0.3}\nmerge: {max_logit_diff: 0.25}\n")
+    read = recipe.stored(tmp_path / "old.yaml")
+    assert read.train.epsilon == 0.3 and read.merge.max_kl == recipe.Recipe().merge.max_kl
+    with pytest.raises(BadInput, match=r"merge\.max_kl limits the KL instead, in nats per token"):
+        recipe.load("tiny", {"merge.max_logit_diff": "0.25"})
+
+
 def test_the_prompts_description_names_every_template():
     assert all(name in recipe.fields()["prompt"][1] for name in prompt.TEMPLATES)
 

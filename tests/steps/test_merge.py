@@ -1,4 +1,4 @@
-"""`merge` compares logits on questions that are at hand, else on random token ids: it needs no hub."""
+"""`merge` compares distributions on questions that are at hand, else on random token ids: it needs no hub."""
 
 import socket
 

@@ -3,7 +3,7 @@
 One finished study is copied for every case. The case forgets what one step made, runs the study again, and sends a
 signal while that step runs: to the study, to the step, to what the step started, or to all of them.
 
-    QRL_KILLS=200            number of cases, 16 by default: two a step; QRL_KILLS_FROM is the first one's
+    QRL_KILLS=200            number of cases, 20 by default; QRL_KILLS_FROM is the first one's
     QRL_KILLS_FINISHED=DIR   keeps the finished study there for the next time
     QRL_KILLS_LOG=FILE       gets a line of JSON a case
     QRL_KILLS_MANAGER=uv     runs the study under `mlflow run`, with AWQ in an environment of its own
@@ -54,7 +54,7 @@ GONE_S = 60  # within which every process must have ended: the goal is 10, which
 STARTING_S = 20.0  # of a study, before its first step
 MARK = "QRL_KILLS_CASE"  # in the environment of a case's processes
 FINISHED = os.environ.get("QRL_KILLS_FINISHED")
-FIRST, COUNT = int(os.environ.get("QRL_KILLS_FROM", "0")), int(os.environ.get("QRL_KILLS", "16"))
+FIRST, COUNT = int(os.environ.get("QRL_KILLS_FROM", "0")), int(os.environ.get("QRL_KILLS", "20"))
 
 
 def case(number: int) -> tuple[str, signal.Signals, str, float]:

@@ -59,7 +59,21 @@ def test_a_dry_run_reports_the_folder_of_each_missing_step_and_finds_nothing_tha
     study_of(small)(ahead)
     core = keys.ROOT.name
     assert [folder.name for folder in ahead.folders] == [core, core, "awq", core]  # train, nf4, grpo's awq, cells
-    assert ahead.missing["quantize"] == ["base", "grpo", "grpo"] and len(ahead.missing["evaluate"]) == 6
+    assert ahead.missing["quantize"] == ["base:nf4", "grpo:nf4", "grpo:awq"] and len(ahead.missing["evaluate"]) == 6
+
+
+def test_a_scheme_of_which_one_variant_is_stored_is_a_step_of_its_own(store):
+    chosen = recipe.load("tiny", {"device": "cpu", "quantize.schemes": "nf4,int8,gptq"})
+    finished("quantize", keys.quantized(chosen, "int8", "b" * 64, "cpu"))
+    steps, asked = pipeline.StudySteps(chosen, DryRun(), "cpu"), []
+    obtain = steps.launcher.obtain
+    steps.launcher.obtain = lambda step, failed=None: (asked.append(step), obtain(step, failed))[1]
+    steps.quantize({"base": ("base", "a" * 64), "grpo": ("grpo", "b" * 64)})
+    assert [list(step.keys) for step in asked] == [
+        ["base:nf4", "grpo:nf4", "base:gptq", "grpo:gptq"], ["base:int8", "grpo:int8"],
+    ]  # fmt: skip
+    assert asked[0].parameters(list(asked[0].keys)) == {"scheme": "nf4,gptq", "models": "base=base,grpo=grpo"}
+    assert asked[1].parameters(["base:int8"]) == {"scheme": "int8", "models": "base=base"}
 
 
 def test_without_a_store_everything_is_missing_and_none_is_made(small, tmp_path, monkeypatch):

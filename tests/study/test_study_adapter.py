@@ -45,6 +45,7 @@ def test_an_adapter_is_merged_on_its_way_through_the_study(tmp_path):
         return client.search_runs(["0"], f"tags.`{names.TAG_STEP}` = '{step}'")
 
     (merge,) = runs_of("merge")
+    assert 0 <= merge.data.metrics["merge/kl"] <= 0.01
     assert 0 <= merge.data.metrics["merge/max_logit_diff"] <= 0.25
     merged = client.get_model_version_by_alias("qrl-tiny", "grpo").tags[names.TAG_DIGEST]
     assert merged != client.get_model_version_by_alias("qrl-tiny", "base").tags[names.TAG_DIGEST]

@@ -55,7 +55,11 @@ def environment(store: str, **more: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("module", "signum"),
-    [("click", signal.SIGINT), ("pandas", signal.SIGINT), ("mlflow.entities", signal.SIGTERM), ("trl", signal.SIGTERM)],
+    [
+        *(("psutil", signal.SIGINT), ("qrl.tracking", signal.SIGTERM)),  # before signals are heeded
+        *(("click", signal.SIGINT), ("pandas", signal.SIGINT), ("mlflow.entities", signal.SIGTERM)),
+        ("trl", signal.SIGTERM),
+    ],
 )
 def test_a_signal_while_modules_are_imported_ends_in_a_sentence(module, signum, store):
     opened = mlflow.MlflowClient().create_run("0").info.run_id  # as `mlflow run` does

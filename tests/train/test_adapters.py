@@ -13,7 +13,7 @@ from qrl import checkpoint, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.formats.header import Entry
-from qrl.recipe import Train
+from qrl.recipe import Recipe, Train
 from qrl.tasks import prompt
 from qrl.train import Job, arguments, grpo, loop, merge, policy, reward
 
@@ -220,14 +220,18 @@ def test_an_adapters_checkpoints_hold_no_base(ran):
 
 def test_an_adapter_merges_into_the_base_that_it_was_trained_over(ran, tmp_path):
     before = checkpoint.digest(tiny.PATH)
-    merged = merge.run(tiny.PATH, ran.done.path, tmp_path / "merged", prompts(), max_logit_diff=50)
+    merged = merge.run(tiny.PATH, ran.done.path, tmp_path / "merged", prompts(), max_kl=50)
     assert merged.into == ("full" if ran.storage == "fp32" else ran.storage)
     assert (merged.base_shift > 0) == (ran.storage != "fp32")
     assert checkpoint.digest(tiny.PATH) == before and checkpoint.check(merged.path).quantization is None
-    assert merged.max_logit_diff < 0.25
+    assert merged.max_logit_diff < 0.25 and merged.kl < 1e-4
     if ran.storage == "nf4":
-        other = merge.run(tiny.PATH, ran.done.path, tmp_path / "other", prompts(), max_logit_diff=50, into="full")
-        assert other.into == "full" and other.max_logit_diff > 2 * merged.max_logit_diff
+        other = merge.run(tiny.PATH, ran.done.path, tmp_path / "other", prompts(), max_kl=50, into="full")
+        with pytest.raises(QrlError, match=r"corrects its errors: leave merge\.into at auto"):
+            merge.run(
+                tiny.PATH, ran.done.path, tmp_path / "refused", prompts(), max_kl=Recipe().merge.max_kl, into="full"
+            )
+        assert other.into == "full" and other.max_logit_diff > 2 * merged.max_logit_diff and other.kl > 10 * merged.kl
     assert json.loads((merged.path / "config.json").read_text()).get("quantization_config") is None
 
 
@@ -242,7 +246,7 @@ def test_an_adapter_of_another_base_is_refused(ran, tmp_path):
     note = json.loads((tmp_path / "adapter" / policy.RECORD).read_text())
     (tmp_path / "adapter" / policy.RECORD).write_text(json.dumps(note | {"base_digest": "0" * 64}))
     with pytest.raises(BadInput, match="trained over the base with digest 000000000000"):
-        merge.run(tiny.PATH, tmp_path / "adapter", tmp_path / "merged", prompts(), max_logit_diff=1)
+        merge.run(tiny.PATH, tmp_path / "adapter", tmp_path / "merged", prompts(), max_kl=1)
 
 
 TENSORS = checkpoint.entries(tiny.PATH)

@@ -219,14 +219,22 @@ def test_an_engine_sleeps_where_memory_asks_for_it():
 
 def test_an_fp8_engine_pads_batches_whose_products_are_slow_to_one_that_it_may_draw():
     """A CUDA graph for more completions than an engine samples at once would not be used for whole steps."""
-    assert vllm_engine._batches(300, fp8=False) == {"max_num_seqs": 300} and vllm_engine._batches(16, fp8=True) == {
-        "max_num_seqs": 16
-    }
+    for sequences, fp8 in ((300, False), (16, True)):
+        plain = {"max_num_seqs": sequences, "compilation_config": {}}
+        assert vllm_engine._batches(sequences, fp8=fp8, compiled=True) == plain
     for sequences, most in [(17, 64), (32, 64), (64, 64), (128, 128), (1000, 1000)]:
-        options = vllm_engine._batches(sequences, fp8=True)
+        options = vllm_engine._batches(sequences, fp8=True, compiled=True)
         sizes = options["compilation_config"]["cudagraph_capture_sizes"]
         assert options["max_num_seqs"] == most and sizes[:6] == [1, 2, 4, 8, 16, 64] and sizes == sorted(sizes)
         assert sizes[-1] == min(2 * most, 512)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_an_engine_that_does_not_compile_still_captures_its_graphs(fp8):
+    options = vllm_engine._batches(300, fp8=fp8, compiled=False)
+    assert options["optimization_level"] == 0 and options["max_num_seqs"] == 300
+    assert options["compilation_config"]["cudagraph_mode"] == "FULL_DECODE_ONLY"
+    assert ("cudagraph_capture_sizes" in options["compilation_config"]) is fp8
 
 
 VLLM = Rollout(engine="vllm")

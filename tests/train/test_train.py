@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import scipy.special
 import torch
 from peft import get_peft_model
 from safetensors.torch import save_file
@@ -235,16 +236,24 @@ def prompts():
 
 def test_a_merged_model_answers_as_the_adapter_on_model(adapter, tmp_path):
     before = checkpoint.digest(tiny.PATH)
-    merged = merge.run(tiny.PATH, adapter, tmp_path / "merged", prompts(), max_logit_diff=5.0)
+    merged = merge.run(tiny.PATH, adapter, tmp_path / "merged", prompts(), max_kl=5.0)
     assert checkpoint.digest(tiny.PATH) == before != checkpoint.digest(merged.path)
-    assert 0 < merged.max_logit_diff < 5 and 0 < merged.merge_residual < 1
+    assert 0 < merged.kl < 0.01 and 0 < merged.max_logit_diff < 5 and 0 < merged.merge_residual < 1
     model, _ = hf.load(merged.path, "cpu", torch.float32)
     assert model(torch.tensor([prompts()[0]])).logits.isfinite().all()
 
 
+def test_the_distance_of_a_merge_is_kl_in_its_direction():
+    first, second = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]]), torch.tensor([[2.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+    p, q = scipy.special.softmax(first.numpy(), axis=-1), scipy.special.softmax(second.numpy(), axis=-1)
+    assert merge._kl([first], [second]) == pytest.approx(scipy.special.rel_entr(p, q).sum() / 2, rel=1e-6)
+    assert merge._kl([first[:1], first[1:]], [second[:1], second[1:]]) == merge._kl([first], [second])
+    assert merge._kl([first], [second]) != pytest.approx(merge._kl([second], [first]))
+
+
 def test_a_merge_that_loses_too_much_is_refused(adapter, tmp_path):
-    with pytest.raises(QrlError, match=r"merge\.max_logit_diff"):
-        merge.run(tiny.PATH, adapter, tmp_path / "merged", prompts(), max_logit_diff=1e-9)
+    with pytest.raises(QrlError, match=r"merge\.max_kl"):
+        merge.run(tiny.PATH, adapter, tmp_path / "merged", prompts(), max_kl=1e-9)
     assert not (tmp_path / "merged").exists()
 
 
@@ -256,9 +265,9 @@ def test_an_adapter_never_merges_into_codes(adapter, tmp_path):
         json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}})
     )
     with pytest.raises(BadInput, match="full precision only"):
-        merge.run(quantized, adapter, tmp_path / "merged", prompts(), max_logit_diff=1.0)
+        merge.run(quantized, adapter, tmp_path / "merged", prompts(), max_kl=1.0)
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path):
     with pytest.raises(BadInput, match=r"adapter_config\.json is missing"):
-        merge.run(tiny.PATH, tmp_path, tmp_path / "merged", [], max_logit_diff=1.0)
+        merge.run(tiny.PATH, tmp_path, tmp_path / "merged", [], max_kl=1.0)

@@ -19,7 +19,13 @@ VLLM = "vllm"
 _REMEDY = "set rollout.engine = transformers"
 DEFAULT = Rollout()
 SERVER = ("server", "server_timeout_s", "server_group_port")  # settings of mode server
-COLOCATED = ("gpu_memory_utilization", "kv_cache_gib", "max_model_tokens", "sleep")  # settings of mode colocate
+COLOCATED = (
+    "gpu_memory_utilization",
+    "kv_cache_gib",
+    "compile",
+    "max_model_tokens",
+    "sleep",
+)  # settings of mode colocate
 REDISTRIBUTED = ("top_p", "top_k", "min_p", "repetition_penalty")  # ways to sample that change more than temperature
 CORRECTION = ("is_correction_max", "max_engine_kl", "min_effective_sample_size")  # settings of a measured gap
 

@@ -68,7 +68,7 @@ def create(
         **vllm.shares(settings.gpu_memory_utilization, _cache_bytes(settings)),
         max_model_len=settings.max_model_tokens,
         max_num_batched_tokens=max(BATCHED_TOKENS, sequences),
-        **_batches(sequences, fp8=fp8),
+        **_batches(sequences, fp8=fp8, compiled=settings.compile),
         enable_sleep_mode=sleeps,
         distributed_executor_backend="external_launcher",
         logprobs_mode="processed_logprobs",  # of the sampling distribution, temperature included
@@ -88,14 +88,15 @@ def _runner(engine: LLM):
     return engine.llm_engine.model_executor.driver_worker.model_runner
 
 
-def _batches(sequences: int, *, fp8: bool) -> dict:
-    """Return the largest number of completions at once and, in FP8, the batch sizes to pad to, without slow ones."""
+def _batches(sequences: int, *, fp8: bool, compiled: bool) -> dict:
+    """Return how many completions run at once, what is compiled and, in FP8, the batch sizes to pad to."""
+    options = {"max_num_seqs": sequences, "compilation_config": {}} | ({} if compiled else vllm.GRAPHS_ALONE)
     if not fp8 or sequences < SLOW_FP8.start:
-        return {"max_num_seqs": sequences}
+        return options
     most = max(sequences, SLOW_FP8.stop)
     usual = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]  # vLLM's own, up to twice the completions
-    sizes = [size for size in usual if size <= 2 * most and size not in SLOW_FP8]
-    return {"max_num_seqs": most, "compilation_config": {"cudagraph_capture_sizes": sizes}}
+    sizes = {"cudagraph_capture_sizes": [n for n in usual if n <= 2 * most and n not in SLOW_FP8]}
+    return options | {"max_num_seqs": most, "compilation_config": options["compilation_config"] | sizes}
 
 
 def load(engine: LLM, weights: Iterator[tuple[str, torch.Tensor]], *, fp8: bool) -> None:

@@ -3,7 +3,9 @@
     python tests/benchmarks/answer/run.py WORK --sizes m3,m10 --seeds 0,1 --lanes 4   # on one GPU
     python tests/benchmarks/answer/run.py WORK --check                                # qrl-tiny and two seeds on a CPU
 
-Each size and seed is one lane's work: commands of qrl, whose output goes to WORK/logs. A second call does what is left.
+Each size and seed is one lane's work: commands of qrl, whose output goes to WORK/logs. On a GPU a lane's arms are
+trained side by side, each by a sweep of its own; the whole sweep then finds their results. A second call does what is
+left.
 """
 
 import argparse
@@ -33,7 +35,7 @@ SIZES = {  # layers, hidden, steps of 512 texts, learning rate of GRPO
 }
 SLIPS = {"": 0.7, "-pretrained": 0.2}  # errors in the text: of the base, and of the control that is more accurate
 ENDED = (0, 3)  # 3: a gate refused a stage, after everything else
-ARMS = "sft,tiny-qlora,qat-int4,qad-int4"
+ARMS = ("sft", "tiny-qlora", "qat-int4", "qad-int4")
 CHECK = (  # changes of recipe `tiny`, which sweep.yaml extends for a GPU
     "--device cpu --train.steps 2 --train.prompts_per_step 4 --quantize.schemes rtn-int4,gptq-int3 "
     "--quantize.calibration_samples 4 --evaluate.n 60 --evaluate.batch_size 60"
@@ -89,8 +91,15 @@ class Work:
         base = str(self.folder / "models" / size)
         # `pretrained` is a base: no training precedes its cells, so they are made by the steps alone.
         own = [*recipe, "--model", base, "--seed", str(seed), *self.more]
-        arms = ["--models", base, "--seeds", str(seed), "--arms", ARMS if not self.more else "sft", "--yes"]
-        if not self.qrl(f"sweep-{size}-{seed}", "sweep", *recipe, *self.more, *arms):
+        arms = ARMS[:1] if self.more else ARMS
+
+        def sweep(name: str, *chosen: str) -> bool:
+            words = ["--models", base, "--seeds", str(seed), "--arms", ",".join(chosen), "--yes"]
+            return self.qrl(f"{name}-{size}-{seed}", "sweep", *recipe, *self.more, *words)
+
+        with ThreadPoolExecutor(len(arms)) as side_by_side:  # they wait for each other's common steps
+            list(side_by_side.map(lambda arm: sweep(f"arm-{arm}", arm), arms if len(arms) > 1 else ()))
+        if not sweep("sweep", *arms):
             return
         models = export.models(self.store, base, seed)
         full = models[("grpo", "full")]
@@ -107,17 +116,10 @@ class Work:
         """Quantize and evaluate the base of a text with fewer errors, as `pretrained`, on the questions of a seed."""
         model = str(self.folder / "models" / (size + suffix))
         words = [*recipe, "--model", model, *self.more]
-        schemes = export.schemes(self.store, str(self.folder / "models" / size), seed)
-        for scheme in schemes:
-            self.qrl(
-                f"quantize-{size}{suffix}-{scheme}",
-                "quantize",
-                *words,
-                "--scheme",
-                scheme,
-                "--models",
-                f"pretrained={model}",
-            )
+        schemes = ",".join(export.schemes(self.store, str(self.folder / "models" / size), seed))
+        given = ["--scheme", schemes, "--models", f"pretrained={model}"]
+        if not self.qrl(f"quantize-{size}{suffix}", "quantize", *words, *given):
+            return
         cells = {"pretrained:full": model} | {
             f"pretrained:{q}": address for (_, q), address in export.quantized(self.store, model).items()
         }
