@@ -164,7 +164,10 @@ def run(cluster: Cluster, folder: Path, entry: str, parameters: dict[str, str], 
     try:
         done = job.wait()
     except KeyboardInterrupt:
-        job.cancel()
+        try:
+            job.cancel()
+        except Exception as failure:  # the stop goes on
+            print(f"Job {job.job_id} may still run: {first_line(failure)}; see `qrl jobs`.", file=sys.stderr)
         raise
     if not done:
         raise ExecutionException(f"Job {job.job_id} failed.")

@@ -161,7 +161,7 @@ def _locate(name_or_path: str, folder: Path) -> Path | None:
     return next((path for path in places if path.is_file()), None)
 
 
-def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict:
+def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return a recipe file as dotted key → value, on top of the recipe that it extends.
 
     An empty section holds the defaults, and a list may be written as it is typed.

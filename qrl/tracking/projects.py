@@ -4,14 +4,17 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Literal
 
 import mlflow
 from filelock import FileLock
+from mlflow.entities import RunTag
 from mlflow.tracking.fluent import _get_experiment_id
 
 from qrl import names
+from qrl.errors import first_line
 from qrl.tracking import model_files, runs, signals, store
 
 NOT_BEGUN = "Its process ended before it began: it was killed, or its environment is broken; see the output above."
@@ -95,14 +98,25 @@ def _python(folder: Path):
 def mark_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
     """Give a launched run its true end after a signal: MLflow calls every run that it interrupted FAILED.
 
+    What fails meanwhile is printed: whoever waited for the run was stopped all the same.
+
     Returns:
         Whether its step finished all the same, as a server does that is stopped; else it was KILLED.
     """
+    try:
+        return _marked_stopped(run_id, error)
+    except Exception as failure:
+        print(f"Run {run_id} was not told that it was stopped: {first_line(failure)}", file=sys.stderr)
+        return False
+
+
+def _marked_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
     client = mlflow.MlflowClient()
     run = client.get_run(run_id)
     finished = names.SECONDS in run.data.metrics
     if not finished and names.TAG_REASON not in run.data.tags:  # the signal came before the step could write it
-        client.set_tag(run_id, names.TAG_REASON, str(error) or "Stopped by Ctrl-C.")
+        reason, code = str(error) or "Stopped by Ctrl-C.", str(signals.exit_code(error))
+        client.log_batch(run_id, tags=[RunTag(names.TAG_REASON, reason), RunTag(names.TAG_EXIT_CODE, code)])
     elif not finished and int(run.data.tags.get(names.TAG_EXIT_CODE, 1)) <= 128:
         return False  # it had failed by itself
     client.set_terminated(run_id, "FINISHED" if finished else "KILLED")

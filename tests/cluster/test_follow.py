@@ -77,6 +77,25 @@ def test_a_study_that_is_stopped_cancels_the_step(scripted):
     assert scripted.cancelled == ["1"] and mlflow.get_run(run_id).info.status == "KILLED"
 
 
+def test_a_study_that_is_stopped_while_the_store_fails_is_stopped(scripted, monkeypatch, capsys):
+    cluster, _, run_id = opened()
+    scripted.states[:] = [RUNS, KeyboardInterrupt()]
+
+    def locked(*_, **__):
+        raise mlflow.MlflowException("database is locked")
+
+    with monkeypatch.context() as failing, pytest.raises(KeyboardInterrupt):
+        failing.setattr(scripted, "cancel", locked)
+        jobs.run(cluster, process.ROOT, "train", {}, run_id)
+    assert "Job 1 may still run: database is locked" in capsys.readouterr().err
+    with monkeypatch.context() as failing:
+        failing.setattr(mlflow.MlflowClient, "set_terminated", locked)
+        assert not projects.mark_stopped(run_id, KeyboardInterrupt())
+    assert f"Run {run_id} was not told that it was stopped: database is locked" in capsys.readouterr().err
+    projects.mark_stopped(run_id, KeyboardInterrupt())
+    assert mlflow.get_run(run_id).info.status == "KILLED"
+
+
 @pytest.mark.parametrize(
     ("word", "status"), [("OUT_OF_MEMORY", "FAILED"), ("BOOT_FAIL", "KILLED"), ("DEADLINE", "FAILED")]
 )

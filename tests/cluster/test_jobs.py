@@ -41,8 +41,9 @@ entry_points:
 STUDY = """
 from pathlib import Path
 from qrl.study.launch import launch
-from qrl.tracking import runs, store
+from qrl.tracking import runs, signals, store
 
+signals.guard(ends=True)
 store.prepare()
 with runs.step("sweep") as run:
     here = Path(__file__).parent
@@ -92,6 +93,7 @@ def ended(job: jobs.Submitted) -> str:
 def start_again(slurm: one_machine.Slurm, job: jobs.Submitted) -> None:
     """Have a requeued job begin at once, not in two minutes; Slurm forgets the wish while the old try is ending."""
     until(lambda: job.driver.state(job.job_id).restarts == 1)
+    time.sleep(2)  # a node revokes what was allotted in the second of the requeue, the new try's credential too
 
     def begins() -> bool:
         slurm.run("scontrol", "update", f"job={job.job_id}", "starttime=now")
