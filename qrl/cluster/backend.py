@@ -10,7 +10,7 @@ from mlflow.tracking.fluent import _get_experiment_id
 
 from qrl.cluster import config, jobs
 from qrl.errors import BadInput, QrlError
-from qrl.tracking import store
+from qrl.tracking import contents, store
 
 OF_MLFLOW = tuple(value for name, value in vars(utils).items() if name.startswith("PROJECT_"))  # in each configuration
 STEPS = ("train", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")  # of a study, in its order
@@ -72,5 +72,5 @@ def start(
     jobs.prepared(cluster, folder, entry, parameters)  # before a run is opened
     experiment = experiment or _get_experiment_id() or "0"
     run_id = utils.get_or_create_run(None, str(folder), experiment, str(folder), None, entry, parameters).info.run_id
-    jobs.note(run_id, {"mlflow.runName": entry, jobs.MANAGER: manager})
+    contents.tag_run(run_id, {"mlflow.runName": entry, jobs.MANAGER: manager})
     return jobs.submit(jobs.prepared(cluster, folder, entry, parameters, run_id))

@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import mlflow
-from mlflow.entities import Run, RunTag
+from mlflow.entities import Run
 from mlflow.exceptions import ExecutionException
 from mlflow.projects.submitted_run import SubmittedRun
 
@@ -135,16 +135,16 @@ def submit(job: Job) -> Submitted:
                 file.write_text(text)
             client.log_artifact(job.run_id, str(path), ARTIFACTS)
         about = {CLUSTER: f"{job.cluster.driver}:{driver.name()}", LOG: str(job.log)}
-        note(job.run_id, about | {STATE: WAITING, WORK_TAG: _work(job.entry, job.parameters)})
+        contents.tag_run(job.run_id, about | {STATE: WAITING, WORK_TAG: _work(job.entry, job.parameters)})
         client.update_run(job.run_id, status="SCHEDULED")  # before the job can begin
         number = driver.submit(job)
     except Exception as failure:
         error = store.sentence(failure) or QrlError(f"The job of {job.entry} was not submitted: {first_line(failure)}")
         refusal = {STATE: "REFUSED", names.TAG_REASON: str(error), names.TAG_EXIT_CODE: str(error.exit_code)}
-        note(job.run_id, refusal)
+        contents.tag_run(job.run_id, refusal)
         client.set_terminated(job.run_id, "FAILED")
         raise error from None
-    note(job.run_id, {ID: number})
+    contents.tag_run(job.run_id, {ID: number})
     print(
         f"      {job.entry} is job {number} of {about[CLUSTER]}, run {job.run_id[:8]}; log: {job.log}", file=sys.stderr
     )
@@ -194,7 +194,7 @@ def settle(run: Run, state: State | None = None) -> bool:
     if state is None:
         return False
     known = {STATE: state.word, NODE: state.node or tags.get(NODE, ""), RESTARTS: str(state.restarts)}
-    note(run_id, {key: text for key, text in known.items() if tags.get(key, "") != text})
+    contents.tag_run(run_id, {key: text for key, text in known.items() if tags.get(key, "") != text})
     is_open = run.info.status in ("RUNNING", "SCHEDULED")
     if not state.ended:
         # A process that was killed outright leaves its run RUNNING while the job waits in the queue again.
@@ -216,7 +216,7 @@ def settle(run: Run, state: State | None = None) -> bool:
             if ID not in cell.data.tags:  # a study's steps are jobs of their own
                 store.end_dead(cell.info, reason)
         store.end_dead(run.info, reason, status)
-        note(run_id, {names.TAG_EXIT_CODE: str(_KILLED)})
+        contents.tag_run(run_id, {names.TAG_EXIT_CODE: str(_KILLED)})
     return True
 
 
@@ -267,7 +267,7 @@ def begun(run_id: str, place: Path) -> Iterator[None]:
     client, node = mlflow.MlflowClient(), os.environ.get("SLURMD_NODENAME", socket.gethostname())
     for name in mlflow.get_run(run_id).data.tags.keys() & {names.TAG_REASON, names.TAG_EXIT_CODE}:
         client.delete_tag(run_id, name)  # of a try before this one
-    note(run_id, {STATE: RUNNING, NODE: node})
+    contents.tag_run(run_id, {STATE: RUNNING, NODE: node})
     client.update_run(run_id, status="RUNNING")
     try:
         client.log_text(run_id, f"{node}\n", f"{ARTIFACTS}/node.txt")
@@ -304,13 +304,6 @@ def _found(query: str) -> list[Run]:
 
 def _work(entry: str, parameters: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps([entry, parameters], sort_keys=True).encode()).hexdigest()[:16]
-
-
-def note(run_id: str, tags: dict[str, str]) -> None:
-    """Set tags of a run, which need not be the active one."""
-    if tags:
-        cut = [RunTag(name, text[: contents.MAX_TAG]) for name, text in tags.items()]
-        mlflow.MlflowClient().log_batch(run_id, tags=cut)
 
 
 def _log(run_id: str, log: Path) -> None:

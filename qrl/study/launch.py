@@ -19,7 +19,7 @@ import click
 from qrl import cluster, process
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.study import build
-from qrl.tracking import projects, reuse, runs, signals, store
+from qrl.tracking import contents, projects, reuse, runs, signals, store
 from qrl.tracking.keys import ROOT
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def launch(folder: Path, step: str, parameters: dict[str, str], *, run_id: str |
         with variables(folder):
             build.wait(folder, manager)
             if nodes:
-                jobs.note(run_id, {jobs.MANAGER: manager})
+                contents.tag_run(run_id, {jobs.MANAGER: manager})
                 jobs.run(nodes, folder, step, parameters, run_id)
             else:
                 mlflow.projects.run(str(folder), **how)

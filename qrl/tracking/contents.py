@@ -13,7 +13,8 @@ from mlflow.artifacts import download_artifacts
 from mlflow.data.code_dataset_source import CodeDatasetSource
 from mlflow.data.dataset import Dataset
 from mlflow.data.meta_dataset import MetaDataset
-from mlflow.entities import LoggedModelInput, Run
+from mlflow.entities import LoggedModelInput, Run, RunTag
+from mlflow.exceptions import MlflowException
 
 from qrl import names
 from qrl.errors import BadInput, first_line
@@ -97,6 +98,19 @@ def log_files(paths: Sequence[str]) -> None:
 def tag(key: str, text: str) -> None:
     """Set a tag of the active run."""
     mlflow.set_tag(key, text[:MAX_TAG])
+
+
+def tag_run(run_id: str, tags: Mapping[str, str]) -> None:
+    """Set tags of any run, cut to the length that every store accepts."""
+    cut = [RunTag(name, text[:MAX_TAG]) for name, text in tags.items()]
+    for is_last in (False, True):
+        try:
+            if cut:
+                mlflow.MlflowClient().log_batch(run_id, tags=cut)
+            return
+        except MlflowException as error:  # another process has just set one of them for the first time: both insert it
+            if is_last or error.error_code != "BAD_REQUEST":
+                raise
 
 
 def note(tags: Mapping[str, str], metrics: Mapping[str, float], *, step: int) -> None:

@@ -10,12 +10,11 @@ from typing import Literal
 
 import mlflow
 from filelock import FileLock
-from mlflow.entities import RunTag
 from mlflow.tracking.fluent import _get_experiment_id
 
 from qrl import names
 from qrl.errors import first_line
-from qrl.tracking import model_files, runs, signals, store
+from qrl.tracking import contents, model_files, runs, signals, store
 
 NOT_BEGUN = "Its process ended before it began: it was killed, or its environment is broken; see the output above."
 _MANAGER = "mlflow.project.env"
@@ -116,7 +115,8 @@ def _marked_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
     finished = names.SECONDS in run.data.metrics
     if not finished and names.TAG_REASON not in run.data.tags:  # the signal came before the step could write it
         reason, code = str(error) or "Stopped by Ctrl-C.", str(signals.exit_code(error))
-        client.log_batch(run_id, tags=[RunTag(names.TAG_REASON, reason), RunTag(names.TAG_EXIT_CODE, code)])
+        if store.TAG_JOB not in run.data.tags:  # else the cluster knows why
+            contents.tag_run(run_id, {names.TAG_REASON: reason, names.TAG_EXIT_CODE: code})
     elif not finished and int(run.data.tags.get(names.TAG_EXIT_CODE, 1)) <= 128:
         return False  # it had failed by itself
     client.set_terminated(run_id, "FINISHED" if finished else "KILLED")
@@ -135,7 +135,7 @@ def failure(run_id: str) -> tuple[str, int | None]:
     if names.TAG_EXIT_CODE in tags:
         return tags.get(names.TAG_REASON, ""), int(tags[names.TAG_EXIT_CODE])
     if names.TAG_STEP not in tags:
-        mlflow.MlflowClient().set_tag(run_id, names.TAG_REASON, NOT_BEGUN)
+        contents.tag_run(run_id, {names.TAG_REASON: NOT_BEGUN})
         return NOT_BEGUN, None
     store.end_dead(run.info)
     store.sweep()  # its cells

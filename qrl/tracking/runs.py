@@ -14,7 +14,7 @@ from functools import partial
 from typing import NoReturn
 
 import mlflow
-from mlflow.entities import Run, RunTag
+from mlflow.entities import Run
 
 from qrl import names
 from qrl.errors import BadInput, GateRefused, QrlError, first_line
@@ -184,11 +184,13 @@ def _end(run_id: str, error: BaseException, end: Callable[[str], object]) -> Non
     else:
         status, code = "FAILED", getattr(error, "exit_code", 1)
         reason = str(error) if isinstance(error, QrlError) else f"{type(error).__name__}: {first_line(error)}"
-    tags = {names.TAG_REASON: reason[: contents.MAX_TAG], names.TAG_EXIT_CODE: str(code)}
+    tags = {names.TAG_REASON: reason, names.TAG_EXIT_CODE: str(code)}
     try:
         if isinstance(error, GateRefused):
             status, tags = "FINISHED", tags | _refused(run_id, reason)
-        mlflow.MlflowClient().log_batch(run_id, tags=[RunTag(*tag) for tag in tags.items()])
+        if status == "KILLED" and store.TAG_JOB in mlflow.get_run(run_id).data.tags:
+            tags = {}  # the cluster knows why, and whoever asks it may have written that already
+        contents.tag_run(run_id, tags)
     except Exception as failure:
         print(f"Run {run_id} was not told its reason: {first_line(failure)}", file=sys.stderr)
     try:

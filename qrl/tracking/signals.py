@@ -1,8 +1,8 @@
 """A process that receives a stop signal unwinds, so that its run can be ended; imports nothing heavy.
 
 SIGINT, SIGTERM and SIGHUP become the exception `Stopped`. It would leave half a module behind where something is being
-imported, and code may swallow it, or wait for an engine that died. In these cases the process ends where it stands
-(`end_now`): it kills its children, and a fresh interpreter in its place ends its runs.
+imported, and code may swallow it, as a weak reference's callback does, or wait for an engine that died. In these cases
+the process ends where it stands (`end_now`): it kills its children, and a fresh interpreter in its place ends its runs.
 
 A process that `mlflow run` started also requests SIGTERM from the kernel for its parent's death, because MLflow dies of
 a signal without passing it on.
@@ -85,6 +85,8 @@ def guard(*, caught: bool = True, ends: bool = False) -> None:
     for signum in _SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:  # ignored on purpose, as `nohup` does
             signal.signal(signum, stop)
+    if _ends:
+        sys.unraisablehook = _unraisable
     if ends:  # registered first, called last: the command is done, but would die while the interpreter is torn down
         atexit.register(lambda: [signal.signal(signum, signal.SIG_IGN) for signum in _SIGNALS])
     if os.environ.get("MLFLOW_RUN_ID"):
@@ -117,6 +119,12 @@ def kill_children() -> None:
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             child.kill()
+
+
+def _unraisable(lost: "sys.UnraisableHookArgs") -> None:
+    if isinstance(lost.exc_value, Stopped):
+        end_now(lost.exc_value.code - 128)
+    sys.__unraisablehook__(lost)
 
 
 def _imports(frame: FrameType | None) -> bool:

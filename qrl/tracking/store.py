@@ -24,7 +24,7 @@ from mlflow.entities import Run, RunInfo
 
 from qrl import names
 from qrl.errors import BadInput, QrlError, first_line
-from qrl.tracking import keys, models, signals
+from qrl.tracking import contents, keys, models, signals
 from qrl.workspace import WORK
 
 TAG_JOB = "qrl.job.id"  # of a run that is a job of a cluster, see qrl/cluster
@@ -219,9 +219,8 @@ def _unlink(path: Path) -> None:
 
 def end_dead(run: RunInfo, reason: str = DIED, status: str = "KILLED") -> None:
     """End a run whose process died, and discard the models that it left half-made."""
-    client = mlflow.MlflowClient()
-    client.set_tag(run.run_id, names.TAG_REASON, reason)
-    client.set_terminated(run.run_id, status)
+    contents.tag_run(run.run_id, {names.TAG_REASON: reason})
+    mlflow.MlflowClient().set_terminated(run.run_id, status)
     models.abandon(run.experiment_id, run.run_id)
 
 

@@ -1,12 +1,14 @@
 """A study that waits for its steps' jobs, with a cluster that says what a test tells it to."""
 
+import signal
+
 import mlflow
 import pytest
 from mlflow.exceptions import ExecutionException
 
 from qrl import names, process
 from qrl.cluster import config, driver, jobs
-from qrl.tracking import projects
+from qrl.tracking import contents, projects, runs, signals
 
 
 class Scripted:
@@ -110,11 +112,26 @@ def test_how_a_job_ends_is_how_its_run_ends(scripted, word, status):
     assert mlflow.get_run(run_id).info.status == status and mlflow.get_run(cell).info.status == "KILLED"
 
 
+def test_the_cluster_says_why_it_stopped_a_process(scripted, monkeypatch):
+    """A node that lost touch ends its processes after the cluster has given them up, so that they write last."""
+    cluster, _, run_id = opened()
+    jobs.submit(jobs.prepared(cluster, process.ROOT, "train", {}, run_id))
+    projects.mark_stopped(run_id, KeyboardInterrupt())
+    run = mlflow.get_run(run_id)
+    assert run.info.status == "KILLED" and names.TAG_REASON not in run.data.tags
+    assert jobs.settle(run, driver.State("NODE_FAIL", "n1"))
+    monkeypatch.setenv("MLFLOW_RUN_ID", run_id)
+    with pytest.raises(SystemExit), runs.step("train"):
+        raise signals.Stopped(signal.SIGTERM)
+    run = mlflow.get_run(run_id)
+    assert run.info.status == "KILLED" and "ended NODE_FAIL on n1" in run.data.tags[names.TAG_REASON]
+
+
 def test_a_step_that_reported_keeps_its_reason(scripted):
     _, _, run_id = opened()
-    jobs.note(run_id, {names.TAG_REASON: "The prompt is too long.", names.TAG_EXIT_CODE: "2"})
+    contents.tag_run(run_id, {names.TAG_REASON: "The prompt is too long.", names.TAG_EXIT_CODE: "2"})
     mlflow.MlflowClient().set_terminated(run_id, "FAILED")
-    jobs.note(run_id, {jobs.ID: "1", jobs.CLUSTER: "slurm:test", jobs.LOG: "/nowhere"})
+    contents.tag_run(run_id, {jobs.ID: "1", jobs.CLUSTER: "slurm:test", jobs.LOG: "/nowhere"})
     scripted.states[:] = [driver.State("FAILED", "n1", "2:0")]
     assert jobs.settle(mlflow.get_run(run_id))
     assert projects.failure(run_id) == ("The prompt is too long.", 2)
@@ -123,7 +140,7 @@ def test_a_step_that_reported_keeps_its_reason(scripted):
 @pytest.mark.parametrize("left", ["KILLED", "RUNNING"], ids=["ended its run", "killed outright"])
 def test_a_run_that_was_killed_and_requeued_waits_again(scripted, left):
     _, _, run_id = opened()
-    jobs.note(run_id, {jobs.ID: "1", jobs.CLUSTER: "slurm:test", jobs.LOG: "/nowhere"})
+    contents.tag_run(run_id, {jobs.ID: "1", jobs.CLUSTER: "slurm:test", jobs.LOG: "/nowhere"})
     mlflow.MlflowClient().update_run(run_id, status=left)
     scripted.states[:] = [driver.State(driver.WAITING, restarts=1)]
     assert not jobs.settle(mlflow.get_run(run_id))

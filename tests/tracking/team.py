@@ -31,7 +31,9 @@ def postgres() -> Path | None:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *, auth: bool = True, jobs: bool = False, allowed: bool = True) -> Iterator[str]:
+def serving(
+    folder: Path, *, auth: bool = True, jobs: bool = False, allowed: bool = True, s3: str = ""
+) -> Iterator[str]:
     """Yield the address of a server on a database and a bucket of its own; all end with the block.
 
     Args:
@@ -39,13 +41,14 @@ def serving(folder: Path, *, auth: bool = True, jobs: bool = False, allowed: boo
         auth: users and passwords; MLflow then gives a user no right that nobody granted.
         jobs: leave MLflow's job execution on, as it is by default.
         allowed: allow requests to this very address only.
+        s3: address of an S3 server that runs already; default: one of its own.
     """
     with contextlib.ExitStack() as stack:
         database = stack.enter_context(database_server())
-        s3 = f"http://127.0.0.1:{(port := free_port())}"
-        stack.enter_context(
-            _process(folder / "s3.log", ["uvx", *S3, "moto_server", "-H", "127.0.0.1", "-p", str(port)])
-        )
+        if not s3:
+            s3 = f"http://127.0.0.1:{(port := free_port())}"
+            command = ["uvx", *S3, "moto_server", "-H", "127.0.0.1", "-p", str(port)]
+            stack.enter_context(process(folder / "s3.log", command))
         _await(s3)
         requests.put(f"{s3}/{BUCKET}", timeout=30).raise_for_status()
         at = f"127.0.0.1:{(port := free_port())}"
@@ -64,7 +67,7 @@ def serving(folder: Path, *, auth: bool = True, jobs: bool = False, allowed: boo
             variables |= {"MLFLOW_AUTH_CONFIG_PATH": str(folder / "auth.ini"), "MLFLOW_FLASK_SERVER_SECRET_KEY": "s"}
             command += ["--app-name", "basic-auth"]
         command += ["--allowed-hosts", at if allowed else "*"]
-        stack.enter_context(_process(folder / "server.log", command, variables, cwd=folder))
+        stack.enter_context(process(folder / "server.log", command, variables, cwd=folder))
         _await(f"http://{at}/health")
         yield f"http://{at}"
 
@@ -126,20 +129,21 @@ def database_server() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _process(log: Path, command: list[str], more: Mapping[str, str] | None = None, cwd: Path | None = None) -> Iterator:
+def process(log: Path, command: list[str], more: Mapping[str, str] | None = None, cwd: Path | None = None) -> Iterator:
+    """Yield a process that writes to a log and ends with the block, its children too."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW")} | dict(more or {})
     with log.open("w") as output:
-        process = subprocess.Popen(
+        running = subprocess.Popen(
             command, env=environment, cwd=cwd, stdout=output, stderr=output, start_new_session=True
         )
         try:
-            yield process
+            yield running
         finally:
-            os.killpg(process.pid, 15)
+            os.killpg(running.pid, 15)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(15)
+                running.wait(15)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)
+                os.killpg(running.pid, 9)
 
 
 def _await(address: str) -> None:

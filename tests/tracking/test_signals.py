@@ -48,6 +48,18 @@ with runs.step("train") as run:
             print("swallowed", flush=True)
 """
 
+UNRAISABLE = """
+import os, signal, time, weakref
+from qrl.tracking import runs, signals, store
+signals.guard(ends=True)
+store.prepare()
+with runs.step("train"):
+    kept = {0}
+    reference = weakref.ref(kept, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    del kept
+    time.sleep(600)
+"""
+
 
 def environment(store: str, **more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": store, "CUDA_VISIBLE_DEVICES": "", **more}
@@ -84,6 +96,16 @@ def test_a_signal_that_is_swallowed_ends_the_process_its_children_and_its_run(st
     run = mlflow.get_run(run_id)
     assert run.info.status == "KILLED" and run.data.tags[names.TAG_REASON] == "Stopped by SIGTERM."
     assert not psutil.pid_exists(int(child)) or psutil.Process(int(child)).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_signal_in_code_that_cannot_raise_ends_in_a_sentence(store):
+    how = {"env": environment(store), "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run([sys.executable, "-c", UNRAISABLE], check=False, **how)
+    told = "Stopped by SIGTERM. Run the same command again to resume."
+    assert done.returncode == 143 and done.stderr.splitlines().count(told) == 1, done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
+    (run,) = mlflow.search_runs(output_format="list")
+    assert run.info.status == "KILLED" and run.data.tags[names.TAG_REASON] == "Stopped by SIGTERM."
 
 
 def test_a_step_does_not_outlive_a_launcher_that_died_before_it_began(store):
