@@ -64,7 +64,7 @@ class Vllm:
     """A checkpoint in vLLM, with its own kernels, batches and times of each request."""
 
     def __init__(self, path: Path, device: str, dtype: str, **sizes) -> None:
-        """Load it; `sizes` are `max_tokens`, `sequences`, `memory`, `cache_bytes`, `kv_fp8` of `engine.vllm.Vllm`."""
+        """Load it; `sizes` are `max_tokens`, `sequences`, `memory`, `cache_gib`, `kv_fp8` of `engine.vllm.Vllm`."""
         self._loaded = vllm.Vllm(path, device, dtype, deterministic=False, seed=0, timed=True, **sizes)
         self.name = self._loaded.name
         self.weights_bytes = self._loaded.weights_bytes

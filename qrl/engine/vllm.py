@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from qrl import checkpoint, process
 from qrl.engine import hf, pretrained
 from qrl.engine.hf import Completion
-from qrl.engine.vllm_support import batch_invariant, check_runs
+from qrl.engine.vllm_support import batch_invariant, check_runs, shares
 from qrl.errors import BadInput, QrlError
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ _ENVIRONMENT = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # sends our own `_inspect` to vLLM's worker, and nothing from outside
 }
 GRAPHS_ALONE = {"optimization_level": 0, "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}
-_LEAST_SHARE = 0.01  # that must be free, where the cache has a fixed size
 _CPU_SHARE = 0.1  # of the machine's memory that must be free; the default is 92 %
 
 
@@ -54,7 +53,7 @@ class Vllm(AbstractContextManager):
         deterministic: bool,
         seed: int,
         memory: float = 0.9,
-        cache_bytes: int | None = None,
+        cache_gib: float | None = None,
         timed: bool = False,
         kv_fp8: bool = False,
         gpus: int = 1,
@@ -70,7 +69,7 @@ class Vllm(AbstractContextManager):
             sequences: answers generated concurrently, at most.
             deterministic: use batch-invariant kernels where the device has them.
             memory: share of the GPU's memory that the engine may use.
-            cache_bytes: as for `shares`.
+            cache_gib: as for `shares`.
             timed: keep the times of each request, at a small cost per step.
             kv_fp8: keep the key-value cache in FP8, without calibrated scales.
             gpus: that divide the weights of each layer.
@@ -112,11 +111,11 @@ class Vllm(AbstractContextManager):
                     seed=seed,
                     trust_remote_code=False,
                     worker_extension_cls="qrl.engine.vllm_worker.Extension",
-                    **(shares(memory, cache_bytes) if on_gpu else {"gpu_memory_utilization": _CPU_SHARE}),
+                    **(shares(memory, cache_gib) if on_gpu else {"gpu_memory_utilization": _CPU_SHARE}),
                     **({} if compiled or not on_gpu else GRAPHS_ALONE),
                 )
         except Exception as error:  # whatever the worker raised
-            if on_gpu and cache_bytes is None:
+            if on_gpu and cache_gib is None:
                 _check_memory(memory, error)
             reason = " ".join(str(error).split())[:400]
             raise QrlError(f"vLLM cannot load {path} ({reason}): choose another engine or scheme.") from error
@@ -252,19 +251,6 @@ def _check_memory(share: float, error: Exception) -> None:
             f"{total:.0f} GiB are free: end what else runs on this GPU, which `nvidia-smi` lists, or lower "
             "gpu_memory_utilization."
         ) from error
-
-
-def shares(memory: float, cache_bytes: int | None) -> dict[str, Any]:
-    """Return vLLM's options for a GPU's memory.
-
-    Args:
-        memory: share that the engine takes, as far as it is free at the start: weights, activations and cache.
-        cache_bytes: size of the key-value cache instead. The engine then measures nothing, so what other processes take
-            and free while it starts does no harm.
-    """
-    if cache_bytes is None:
-        return {"gpu_memory_utilization": memory}
-    return {"gpu_memory_utilization": _LEAST_SHARE, "kv_cache_memory_bytes": cache_bytes}
 
 
 def network(path: Path) -> dict | None:

@@ -1,8 +1,9 @@
-"""Which stored checkpoints vLLM can run on this machine, checked before a weight is read or a worker started."""
+"""What vLLM can run on this machine, checked before a weight is read or a worker started, and its share of memory."""
 
 import importlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from qrl import checkpoint
 from qrl.errors import BadInput
@@ -11,11 +12,25 @@ from qrl.formats import kind
 # With this kernel one or two answers of 1,000 depend on the batch even in the deterministic mode: measured in
 # tests/benchmarks/results/schemes.md.
 _BATCH_VARIANT = "Int8ScaledMM"
+_LEAST_SHARE = 0.01  # that must be free, where the cache has a fixed size
 
 
 def batch_invariant(kernels: Iterable[str]) -> bool:
     """Return whether answers computed with these kernels were independent of the batch in every measurement so far."""
     return not any(_BATCH_VARIANT in kernel for kernel in kernels)
+
+
+def shares(memory: float, cache_gib: float | None) -> dict[str, Any]:
+    """Return vLLM's options for a GPU's memory.
+
+    Args:
+        memory: share that the engine takes, as far as it is free at the start: weights, activations and cache.
+        cache_gib: size of the key-value cache instead. The engine then measures nothing, so what other processes take
+            and free while it starts does no harm.
+    """
+    if cache_gib is None:
+        return {"gpu_memory_utilization": memory}
+    return {"gpu_memory_utilization": _LEAST_SHARE, "kv_cache_memory_bytes": int(cache_gib * 2**30)}
 
 
 def check_runs(path: Path, device: str, deterministic: bool = False) -> None:

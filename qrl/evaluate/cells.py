@@ -200,8 +200,11 @@ def _opened(
     if settings.engine != hf.NAME:
         sizes = {"max_tokens": longest, "sequences": batch_size, "memory": settings.gpu_memory_utilization}
         options = {"deterministic": settings.deterministic, "seed": recipe.seed}
-        options |= {"cache_bytes": int(settings.kv_cache_gib * 2**30)} if settings.kv_cache_gib else {}
-        options |= {"kv_fp8": cell.scheme.endswith(names.KV_FP8), "gpus": settings.tensor_parallel}
+        options |= {
+            "cache_gib": settings.kv_cache_gib,
+            "kv_fp8": cell.scheme.endswith(names.KV_FP8),
+            "gpus": settings.tensor_parallel,
+        }
         options |= {"compiled": settings.compile}
         with (
             _loadable(path, recipe, device) as folder,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import qrl
+from qrl.engine.vllm_support import shares
 from qrl.errors import BadInput
 from qrl.formats import plain
 
@@ -45,6 +46,7 @@ class ServedModel:
     dtype: str = "auto"  # or "fp32", "bf16", "fp16", as the recipe's `evaluate.dtype`
     aliases: tuple[str, ...] = ()  # other ids that clients may use; vLLM only
     memory: float | None = None  # share of the GPU's memory, for vLLM; None: its default
+    cache_gib: float | None = None  # size of the key-value cache instead of that share
     chat: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template, as in the evaluation
     kv_fp8: bool = False  # keep the key-value cache in FP8, as evaluation did; vLLM only
     gpus: int = 1  # that divide the weights; vLLM only
@@ -79,13 +81,13 @@ def check(engine: str) -> None:
         )
 
 
-def environment(engine: str, api_key: str | None, shares: bool = False) -> dict[str, str]:
-    """Return an engine's environment variables; `shares`: beside another engine."""
+def environment(engine: str, api_key: str | None, beside: bool = False) -> dict[str, str]:
+    """Return an engine's environment variables; `beside`: another engine runs on this machine."""
     common = _QUIET | {"PYTHONPATH": os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))}
     if engine == TRANSFORMERS:
         return common | {API_KEY: api_key or ""}
     # Otherwise every vLLM on a CPU pins itself to the same cores, and the serving engine, spinning, starves the other.
-    unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if shares else {}
+    unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if beside else {}
     return common | _CPU_CACHE | unbound | ({"VLLM_API_KEY": api_key} if api_key else {})
 
 
@@ -111,7 +113,8 @@ def arguments(engine: str, model: ServedModel, listen: tuple[str, int] | Path, s
         options += ["--tensor-parallel-size", str(model.gpus)] if model.gpus > 1 else []
         if model.device == "cpu":
             return [*options, "--enforce-eager"]
-        return [*options, "--gpu-memory-utilization", str(model.memory)] if model.memory else options
+        sizes = shares(model.memory or 1.0, model.cache_gib) if model.memory or model.cache_gib else {}
+        return [*options, *(w for key, value in sizes.items() for w in (f"--{key.replace('_', '-')}", str(value)))]
     options = {"model": model.path.resolve(), "name": model.id, "device": model.device, "dtype": model.dtype}
     options["chat"] = json.dumps(model.chat)
     return [*(word for key, value in options.items() for word in (f"--{key}", str(value))), *address]

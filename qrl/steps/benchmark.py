@@ -90,6 +90,7 @@ def _side_by_side(recipe: Recipe, subjects: list[Subject], prompts: list, device
     longest = max(len(ids) for own in prompts for ids in own) + settings.new_tokens
     memory = recipe.evaluate.gpu_memory_utilization / len(prompts)
     sizes = {"max_tokens": longest, "sequences": max(settings.batches), "memory": memory}
+    sizes |= {"cache_gib": recipe.evaluate.kv_cache_gib}
 
     def load(subject: Subject) -> bench.Engine:  # as evaluation loads it
         if engine == hf.NAME:
@@ -148,6 +149,7 @@ def _capacities(recipe: Recipe, subjects: list[Subject], prompts: list, device: 
     for subject, own in zip(subjects, prompts, strict=True):
         fp8 = subject.scheme.endswith(names.KV_FP8)
         how = {"device": device, "dtype": recipe.evaluate.dtype, "kv_fp8": fp8, "chat": recipe.chat.template_kwargs}
+        how |= {"cache_gib": recipe.evaluate.kv_cache_gib}
         model = ServedModel(subject.variant, subject.scheme, subject.path, **how)
         tokens, by_rate = hf.tokenizer(subject.path), results.setdefault(subject.label, {})
         texts = [tokens.decode(ids, skip_special_tokens=False) for ids in own]

@@ -74,7 +74,8 @@ def serve(
         if follow_s is not None:  # ids that stay when the stage moves: `qrl-tiny@awq`, and `qrl-tiny@Production`, say
             aliases = dict.fromkeys(engines.served_id(version.name, alias) for alias in (version.stage, stage))
             model = replace(model, aliases=tuple(aliases))
-        model = replace(model, memory=memory, gpus=recipe.evaluate.tensor_parallel)
+        sizes = {"memory": memory, "cache_gib": recipe.evaluate.kv_cache_gib}
+        model = replace(model, gpus=recipe.evaluate.tensor_parallel, **sizes)
         params = {"stage": stage, "registered": version.name, "version": version.version, "engine": engine}
         params |= {"device": model.device, "unpacked": engines.unpacks(engine, model.path, model.device)}
 

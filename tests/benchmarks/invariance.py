@@ -39,7 +39,7 @@ def answers(args: argparse.Namespace) -> None:
         vllm.LLM = partial(vllm.LLM, enforce_eager=True)
     settings = recipe.load("tiny")
     questions = tasks.load("arithmetic", "heldout", args.questions, 0)
-    share = {"memory": 0.1, "cache_bytes": 1 << 30}
+    share = {"memory": 0.1, "cache_gib": 1}
     sizes = {"max_tokens": 256, "sequences": args.sequences, **share}
     with Vllm(args.model, args.device, "auto", deterministic=True, seed=0, **sizes) as engine:
         prompts = [prompt.render(engine.tokens, question.question, settings.prompt) for question in questions]

@@ -31,10 +31,10 @@ SHAPES = {  # of `python -m qrl.tiny.make`
     "check": "--layers 2 --hidden 128 --positions 1024",
 }
 RECIPES = {"8b": "qwen3-8b-qlora-deepmath", "check": "qwen3-math-qlora"}  # the same, without vLLM's settings
-TRAINED = {"8b": "--train.questions 500 --rollout.kv_cache_gib 20", "check": "--device cpu --train.questions 32 "}
+TRAINED = {"8b": "--train.questions 500 --rollout.kv_cache_gib 20 --rollout.compile false", "check": "--device cpu --train.questions 32 "}
 TRAINED["check"] += "--train.prompts_per_step 2 --train.max_completion_tokens 8 --train.micro_batch 16"
 QUANTIZED = {"8b": "--quantize.calibration_samples 16", "check": "--device cpu --quantize.calibration_samples 4"}
-ANSWERED = {"8b": "--evaluate.engine vllm --evaluate.kv_cache_gib 8", "check": "--device cpu"}
+ANSWERED = {"8b": "--evaluate.engine vllm --evaluate.kv_cache_gib 8 --evaluate.compile false", "check": "--device cpu"}
 ADMITTED = "--evaluate.n 20 --evaluate.max_new_tokens 64 --evaluate.min_eos_rate 0 --evaluate.max_truncation_rate 1 "
 ADMITTED += "--evaluate.min_parse_rate 0 --evaluate.max_prompt_leak_rate 1"
 PORT = 8123
@@ -80,7 +80,7 @@ class Work:
     def serve(self) -> None:
         """Serve stage awq, ask it once, and end it."""
         words = ["serve", "--model", str(self.model), "--stage", "awq", "--port", str(PORT)]
-        words += ["--gpu-memory-utilization", "0.3"] if self.size == "8b" else []
+        words += ["--evaluate.kv_cache_gib", "8"] if self.size == "8b" else []
         began, at = time.monotonic(), f"http://127.0.0.1:{PORT}"
         with open(self.folder / "logs" / "serve.log", "w") as log:
             how = {"cwd": self.folder, "env": self.environment(), "stdout": log, "stderr": log}
@@ -139,7 +139,7 @@ def main() -> None:
     trained = work.newest("train")
     memory, step = trained.data.metrics.get("train/peak_memory_gib", 0), trained.data.metrics["step/seconds"]
     print(f"train: {memory:.1f} GiB at the peak, {step:.0f} s in all", flush=True)
-    work.run("merge", "merge", *own, *TRAINED[size].split(), "--adapter", f"runs:/{trained.info.run_id}/adapter")
+    work.run("merge", "merge", *own, *TRAINED[size].split(), "--merge.max_kl", "1", "--adapter", f"runs:/{trained.info.run_id}/adapter")
     merged = work.newest("merge")
     print(f"merge: KL {merged.data.metrics['merge/kl']:.2g} nats per token", flush=True)
     full = export.address(work.store, merged)

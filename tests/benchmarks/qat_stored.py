@@ -71,7 +71,7 @@ def _ask(given, folder: Path, device: str) -> None:
 
     before = json.loads((folder / "transformers.json").read_text())
     options = {"max_tokens": 512, "sequences": 64, "deterministic": False, "seed": 0, "memory": 0.2}
-    options["cache_bytes"] = 2**29  # a fixed size lets engines of several formats load at once
+    options["cache_gib"] = 0.5  # a fixed size lets engines of several formats load at once
     with vllm.Vllm(folder / "stored", device, given.dtype, **options) as engine:
         questions, prompts = _heldout(engine.tokens, len(before))
         answers = [completion.text for completion in engine.generate(prompts, max_new_tokens=NEW_TOKENS)]

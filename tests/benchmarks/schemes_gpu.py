@@ -219,7 +219,7 @@ class _Bare:
         share = (
             {"gpu_memory_utilization": 0.1}
             if _device() == "cpu"
-            else {"gpu_memory_utilization": sizes["memory"], "kv_cache_memory_bytes": sizes["cache_bytes"]}
+            else {"gpu_memory_utilization": sizes["memory"], "kv_cache_memory_bytes": int(sizes["cache_gib"] * 2**30)}
         )
         self._sampling = vllm.SamplingParams
         self._llm = vllm.LLM(
@@ -358,7 +358,7 @@ def _sizes(args: argparse.Namespace) -> dict:
         "max_tokens": longest,
         "sequences": sequences,
         "memory": 0.02,
-        "cache_bytes": int(1.1 * token * (sequences + 1) * (longest + 16)),
+        "cache_gib": 1.1 * token * (sequences + 1) * (longest + 16) / 2**30,
     }
 
 

@@ -15,7 +15,7 @@ import torch
 
 import qrl
 from qrl import checkpoint, names, quantize, recipe, tiny
-from qrl.engine import vllm
+from qrl.engine import vllm, vllm_support
 from qrl.errors import BadInput, QrlError
 from qrl.evaluate import cells
 from qrl.recipe import Evaluate, Recipe
@@ -241,8 +241,8 @@ def test_an_engine_is_kept_for_cells_that_differ_in_weights_alone(monkeypatch):
 
 
 def test_a_cache_of_fixed_size_leaves_the_share_of_memory_out():
-    assert vllm.shares(0.5, None) == {"gpu_memory_utilization": 0.5}
-    fixed = vllm.shares(0.5, 2**30)
+    assert vllm_support.shares(0.5, None) == {"gpu_memory_utilization": 0.5}
+    fixed = vllm_support.shares(0.5, 1)
     assert fixed["kv_cache_memory_bytes"] == 2**30 and fixed["gpu_memory_utilization"] < 0.05
     with_it = recipe.load("tiny", {"evaluate.kv_cache_gib": "4"})
     key = [keys.cell(settings, "base", "full", "digest", "cuda") for settings in (with_it, recipe.load("tiny"))]

@@ -65,7 +65,7 @@ def create(
         dtype="bfloat16",
         quantization=FP8 if fp8 else None,
         kv_cache_dtype=settings.kv_cache,
-        **vllm.shares(settings.gpu_memory_utilization, _cache_bytes(settings)),
+        **vllm.shares(settings.gpu_memory_utilization, settings.kv_cache_gib),
         max_model_len=settings.max_model_tokens,
         max_num_batched_tokens=max(BATCHED_TOKENS, sequences),
         **_batches(sequences, fp8=fp8, compiled=settings.compile),
@@ -189,13 +189,9 @@ def sleeps(settings: Rollout, model) -> bool:
     stored = sum(weight.numel() * weight.element_size() for weight in weights)
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     card = torch.cuda.get_device_properties(weights[0].device).total_memory
-    cache_bytes = _cache_bytes(settings)
-    share = settings.gpu_memory_utilization if cache_bytes is None else (cache_bytes + stored) / card
+    cache = settings.kv_cache_gib
+    share = settings.gpu_memory_utilization if cache is None else (cache * 2**30 + stored) / card
     return memory_is_short(stored, trained, share, card)
-
-
-def _cache_bytes(settings: Rollout) -> int | None:
-    return int(settings.kv_cache_gib * 2**30) if settings.kv_cache_gib else None
 
 
 def memory_is_short(stored: int, trained: int, share: float, card: int) -> bool:

@@ -33,7 +33,7 @@ SIZES = {  # layers, hidden, steps of 512 texts, learning rate of GRPO
     "m25": (10, 512, 800, 2e-5),
     "m200": (16, 1152, 800, 1e-5),
 }
-SLIPS = {"": 0.7, "-pretrained": 0.2}  # errors in the text: of the base, and of the control that is more accurate
+SLIPS = {"": 0.7, "-pretrained": 0.1}  # errors in the text: of the base, and of the control that is more accurate
 ENDED = (0, 3)  # 3: a gate refused a stage, after everything else
 ARMS = ("sft", "tiny-qlora", "qat-int4", "qad-int4")
 CHECK = (  # changes of recipe `tiny`, which sweep.yaml extends for a GPU
@@ -45,10 +45,10 @@ CHECK = (  # changes of recipe `tiny`, which sweep.yaml extends for a GPU
 class Work:
     """Commands below one folder, with one store."""
 
-    def __init__(self, folder: Path, more: Sequence[str]) -> None:
-        self.folder, self.more = folder.resolve(), list(more)
+    def __init__(self, folder: Path, more: Sequence[str], arms: Sequence[str], *, fp8: bool) -> None:
+        self.folder, self.more, self.arms = folder.resolve(), list(more), arms
         self.store = f"sqlite:///{self.folder}/store.db"
-        self.fp8 = f"sqlite:///{self.folder}/fp8.db"  # of trainings with FP8 rollouts
+        self.fp8 = f"sqlite:///{self.folder}/fp8.db" if fp8 else ""  # of trainings with FP8 rollouts
         self.lock = threading.Lock()
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
 
@@ -91,15 +91,14 @@ class Work:
         base = str(self.folder / "models" / size)
         # `pretrained` is a base: no training precedes its cells, so they are made by the steps alone.
         own = [*recipe, "--model", base, "--seed", str(seed), *self.more]
-        arms = ARMS[:1] if self.more else ARMS
 
         def sweep(name: str, *chosen: str) -> bool:
             words = ["--models", base, "--seeds", str(seed), "--arms", ",".join(chosen), "--yes"]
             return self.qrl(f"{name}-{size}-{seed}", "sweep", *recipe, *self.more, *words)
 
-        with ThreadPoolExecutor(len(arms)) as side_by_side:  # they wait for each other's common steps
-            list(side_by_side.map(lambda arm: sweep(f"arm-{arm}", arm), arms if len(arms) > 1 else ()))
-        if not sweep("sweep", *arms):
+        with ThreadPoolExecutor(len(self.arms)) as side_by_side:  # they wait for each other's common steps
+            list(side_by_side.map(lambda arm: sweep(f"arm-{arm}", arm), self.arms if len(self.arms) > 1 else ()))
+        if not sweep("sweep", *self.arms):
             return
         models = export.models(self.store, base, seed)
         full = models[("grpo", "full")]
@@ -109,7 +108,7 @@ class Work:
         self.qrl(f"diagnose-{size}-{seed}", "diagnose", *own, *words, "--diagnose.behaviour", "64")
         for suffix in filter(None, slips):
             self.control(size, suffix, seed, recipe)
-        if not self.more:  # under the same labels, so in a store of its own
+        if self.fp8:  # under the same labels, so in a store of its own
             self.qrl(f"fp8-{size}-{seed}", "study", *own, "--rollout.quantization", "fp8", "--yes", store=self.fp8)
 
     def control(self, size: str, suffix: str, seed: int, recipe: Sequence[str]) -> None:
@@ -133,24 +132,30 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--seeds", default="0,1,2,3")
     parser.add_argument("--lanes", type=int, default=4, help="sizes and seeds at once on one GPU")
+    parser.add_argument("--arms", default=",".join(ARMS), help="of the sweep, beside GRPO in full precision")
     parser.add_argument("--without-control", action="store_true", help="leave `pretrained` out")
+    parser.add_argument("--without-fp8", action="store_true", help="leave the trainings with FP8 rollouts out")
     parser.add_argument("--check", action="store_true", help="a copy of qrl-tiny as m3, and two seeds, on a CPU")
     given = parser.parse_args()
     seeds = [0, 1] if given.check else [int(seed) for seed in given.seeds.split(",")]
-    work = Work(given.work, CHECK.split() if given.check else ())
+    arms = ARMS[:1] if given.check else given.arms.split(",")
+    work = Work(given.work, CHECK.split() if given.check else (), arms, fp8=not given.check and not given.without_fp8)
     sizes = ["m3"] if given.check else given.sizes.split(",")
     slips = [""] if given.without_control else list(SLIPS)
     device = "cpu" if given.check else "cuda"
-    with ThreadPoolExecutor(1 if given.check else given.lanes) as lanes:
+    with ThreadPoolExecutor(len(sizes)) as makers, ThreadPoolExecutor(1 if given.check else given.lanes) as lanes:
+
+        def made(size: str) -> bool:
+            return all(work.make(size, SIZES[size], device=device, slip=SLIPS[each], suffix=each) for each in slips)
+
         waiting = []
-        for size in sizes:
-            made = [work.make(size, SIZES[size], device=device, slip=SLIPS[each], suffix=each) for each in slips]
-            if all(made):
+        for size, whole in zip(sizes, makers.map(made, sizes), strict=True):
+            if whole:
                 waiting += [lanes.submit(work.unit, size, SIZES[size], seed, slips) for seed in seeds]
         failed = [error for one in waiting if (error := one.exception())]
     for error in failed:
         traceback.print_exception(error)
-    stores = {"": work.store} | ({} if given.check else {"-fp8": work.fp8})
+    stores = {"": work.store} | ({"-fp8": work.fp8} if work.fp8 else {})
     export.write(stores, work.folder / "weights", work.folder / "export")
 
 
