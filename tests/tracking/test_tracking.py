@@ -306,7 +306,7 @@ def server(monkeypatch):
 def test_a_servers_refusal_is_one_sentence_and_anothers_dead_run_stops_nobody(server, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     stores.prepare()
-    assert stores.sweep() == [] and "runs/set-tag" in server.asked
+    assert stores.sweep() == [] and "runs/log-batch" in server.asked
     with (
         pytest.raises(BadInput, match=r"denies alice the request runs/create: ask for a permission on the experiment"),
         runs.step("train"),
