@@ -31,8 +31,11 @@ SHAPES = {  # of `python -m qrl.tiny.make`
     "check": "--layers 2 --hidden 128 --positions 1024",
 }
 RECIPES = {"8b": "qwen3-8b-qlora-deepmath", "check": "qwen3-math-qlora"}  # the same, without vLLM's settings
-TRAINED = {"8b": "--train.questions 500 --rollout.kv_cache_gib 20 --rollout.compile false", "check": "--device cpu --train.questions 32 "}
-TRAINED["check"] += "--train.prompts_per_step 2 --train.max_completion_tokens 8 --train.micro_batch 16"
+TRAINED = {
+    "8b": "--train.questions 500 --rollout.kv_cache_gib 20 --rollout.compile false",
+    "check": "--device cpu --train.questions 32 --train.prompts_per_step 2 --train.max_completion_tokens 8 "
+    "--train.micro_batch 16",
+}
 QUANTIZED = {"8b": "--quantize.calibration_samples 16", "check": "--device cpu --quantize.calibration_samples 4"}
 ANSWERED = {"8b": "--evaluate.engine vllm --evaluate.kv_cache_gib 8 --evaluate.compile false", "check": "--device cpu"}
 ADMITTED = "--evaluate.n 20 --evaluate.max_new_tokens 64 --evaluate.min_eos_rate 0 --evaluate.max_truncation_rate 1 "
@@ -110,55 +113,48 @@ def _answers(url: str) -> bool:
         return False
 
 
+def train(work: Work, own: list[str]) -> str:
+    """Train an adapter, merge it, print what both took, and return the address of the merged model."""
+    work.run("train", "train", *own)
+    trained = work.newest("train")
+    memory, step = trained.data.metrics.get("train/peak_memory_gib", 0), trained.data.metrics["step/seconds"]
+    print(f"train: {memory:.1f} GiB at the peak, {step:.0f} s in all", flush=True)
+    adapter = f"runs:/{trained.info.run_id}/adapter"
+    work.run("merge", "merge", *own, "--merge.max_kl", "1", "--adapter", adapter)
+    merged = work.newest("merge")
+    print(f"merge: KL {merged.data.metrics['merge/kl']:.2g} nats per token", flush=True)
+    return export.address(work.store, merged)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("work", type=Path, help="folder for model, store and logs")
     parser.add_argument("--steps", default="2", help="optimizer steps of the training")
+    parser.add_argument(
+        "--untrained", action="store_true", help="leave training and merging out: the base is quantized"
+    )
     parser.add_argument("--check", action="store_true", help="two layers on a CPU, stored by awq-ct")
     given = parser.parse_args()
     size = "check" if given.check else "8b"
     work, scheme = Work(given.work, size), "awq-ct" if given.check else names.AWQ
-    shape = [
-        "--out",
-        str(work.model),
-        "--type",
-        "qwen3",
-        "--form",
-        "math",
-        "--thinking",
-        "--steps",
-        "0",
-        "--heldout",
-        "2",
-    ]
+    shape = ["--out", str(work.model), *"--type qwen3 --form math --thinking --steps 0 --heldout 2".split()]
     work.run("make", *shape, *SHAPES[size].split(), module="qrl.tiny.make")
     work.run("data", "--as", "deepmath", "--out", str(work.data), module="qrl.tasks.write")
     own = ["--recipe", RECIPES[size], "--task", "deepmath", "--model", str(work.model), "--data", str(work.data)]
     own += ["--train.max_ngram_share", "1", "--train.steps", given.steps]
-    work.run("train", "train", *own, *TRAINED[size].split())
-    trained = work.newest("train")
-    memory, step = trained.data.metrics.get("train/peak_memory_gib", 0), trained.data.metrics["step/seconds"]
-    print(f"train: {memory:.1f} GiB at the peak, {step:.0f} s in all", flush=True)
-    work.run("merge", "merge", *own, *TRAINED[size].split(), "--merge.max_kl", "1", "--adapter", f"runs:/{trained.info.run_id}/adapter")
-    merged = work.newest("merge")
-    print(f"merge: KL {merged.data.metrics['merge/kl']:.2g} nats per token", flush=True)
-    full = export.address(work.store, merged)
-    quantized = ["--scheme", scheme, "--models", f"grpo={full}", *QUANTIZED[size].split()]
+    full = {"base": str(work.model)}
+    if not given.untrained:
+        full["grpo"] = train(work, [*own, *TRAINED[size].split()])
+    variant, source = list(full.items())[-1]
+    quantized = ["--scheme", scheme, "--models", f"{variant}={source}", *QUANTIZED[size].split()]
     work.run("quantize", "quantize", *own, *quantized)
     stored = reuse.outputs(work.newest("quantize")).models["model"]
-    cells = f"base:full={work.model},grpo:full={full},grpo:{scheme}={stored}"
+    cells = ",".join([*(f"{each}:full={address}" for each, address in full.items()), f"{variant}:{scheme}={stored}"])
     work.run("evaluate", "evaluate", *own, "--cells", cells, *ANSWERED[size].split(), *ADMITTED.split())
     runs = {key[2:]: run.info.run_id for key, run in export.cells(work.store).items()}
-    chosen = [runs["base", "full"], runs["grpo", scheme]]
-    stages = [
-        "--promote.stages",
-        f"base=base:full,awq=grpo:{scheme}",
-        "--promote.min_gain",
-        "-1",
-        "--promote.max_loss",
-        "1",
-    ]
-    work.run("promote", "promote", "--stage", "base,awq", "--cell", ",".join(chosen), *stages)
+    chosen = ["--stage", "base,awq", "--cell", f"{runs['base', 'full']},{runs[variant, scheme]}"]
+    chosen += ["--promote.stages", f"base=base:full,awq={variant}:{scheme}"]
+    work.run("promote", "promote", *chosen, "--promote.min_gain", "-1", "--promote.max_loss", "1")
     work.serve()
 
 
