@@ -137,8 +137,8 @@ def main() -> None:
     given = parser.parse_args()
     size = "check" if given.check else "8b"
     work, scheme = Work(given.work, size), "awq-ct" if given.check else names.AWQ
-    shape = ["--out", str(work.model), *["--type", "qwen3", "--form", "math", "--thinking", "--steps", "0", "--heldout", "2"]]
-    work.run("make", *shape, *SHAPES[size].split(), module="qrl.tiny.make")
+    words = ("--type", "qwen3", "--form", "math", "--thinking", "--steps", "0", "--heldout", "2")
+    work.run("make", "--out", str(work.model), *words, *SHAPES[size].split(), module="qrl.tiny.make")
     work.run("data", "--as", "deepmath", "--out", str(work.data), module="qrl.tasks.write")
     own = ["--recipe", RECIPES[size], "--task", "deepmath", "--model", str(work.model), "--data", str(work.data)]
     own += ["--train.max_ngram_share", "1", "--train.steps", given.steps]
