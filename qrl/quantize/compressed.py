@@ -129,7 +129,7 @@ def _recipe(settings: Settings, config: PretrainedConfig) -> list:
 
     if settings.scheme in GROUPED:
         bits = settings.bits or (8 if settings.scheme == names.W8A16 else 4)
-        grid = {"type": "int", "num_bits": bits, "symmetric": settings.symmetric}
+        grid = {"type": "int", "num_bits": bits, "symmetric": settings.symmetric is not False}
         weights = QuantizationArgs(strategy="group", group_size=settings.group_size, **grid)
         scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     else:

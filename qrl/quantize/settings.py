@@ -21,7 +21,7 @@ FIXED_GROUP = {  # part of the format
 }
 OUTPUTS = {names.AWQ: 8, names.FP8_BLOCK: 128}  # that share an int32 of AutoAWQ's codes, or a scale
 BITS = (names.AWQ_CT, names.GPTQ)  # the recipe chooses the bits
-SYMMETRIC = {names.AWQ_CT: False, **dict.fromkeys((*GPTQ, names.W8A16, names.AUTOROUND, names.SPINQUANT), True)}
+SYMMETRIC = {names.AWQ_CT: False, **dict.fromkeys((*GPTQ, names.W8A16, names.SPINQUANT), True)}  # defaults
 # Field of the recipe → schemes that use it.
 CHOICES = {
     "bits": BITS,

@@ -38,7 +38,7 @@ class Quantize(Section):
     )
     bits: Literal[4, 8] = option(4, "bits per weight for awq-ct and gptq; other schemes have them in their names")
     symmetric: bool | None = option(
-        None, "no zero points, for awq-ct, gptq*, w8a16, autoround, spinquant; default: only awq-ct has them"
+        None, "no zero points, for awq-ct, gptq*, w8a16 and spinquant; default: only awq-ct has them"
     )
     calibration: str = option(
         "task",
