@@ -8,7 +8,8 @@ own space. Where a norm feeds the linear, columns are divided by the norm's rati
 linear feeds it (o_proj, down_proj), the scale is not stored: column j is divided by its projection on the true one,
 <Q_j, W_j> / <W_j, W_j>, and so are rows of the linears that were divided (v_proj, up_proj). In a test with known scales
 of wide spread their error comes out within 6 % of the true one, that of the others within 0.1 %. A checkpoint with the
-norms of its full-precision variant was not scaled, and is measured as stored.
+norms of its full-precision variant was not scaled, and is measured as stored. SpinQuant's rotations are undone, and
+its norms, which are ones, divided out.
 
 Codes are compared as stored, code minus zero point. Under AWQ each checkpoint has scales and clipping of its own
 search, so its code-flip rate includes what that search moved: it says how different the files are, not how far training
@@ -28,7 +29,7 @@ from torch import Tensor
 from qrl import checkpoint
 from qrl.diagnose import movement, sweep, weights
 from qrl.errors import BadInput
-from qrl.formats import rtn, stored
+from qrl.formats import rotation, rtn, stored
 
 FED_BY = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("self_attn", ("input_layernorm",))),
@@ -125,17 +126,24 @@ class _Pair:
         norms = [name for name, entry in entries.items() if len(entry.shape) == 1 and "norm" in name and name in kept]
         both = zip(checkpoint.tensors(full, norms), checkpoint.tensors(quantized, norms), strict=True)
         self.ratios = {name: (old.float() / new.float()).where(new.float() != 0, 1.0) for (name, old), (_, new) in both}
+        self.rotations = rotation.of(checkpoint.config(quantized)["quantization_config"])
         self.scaled = any(((ratio - 1).abs() > SAME).any() for ratio in self.ratios.values())
 
     def unscaled(self, name: str, values: Tensor, original: Tensor) -> Tensor:
         """Return the stored matrix (O, I) in the space of the original; `values` is overwritten."""
+        values = rotation.undone(values, self.rotations, name.removesuffix(".weight"))
         if not self.scaled:
             return values
         block, _, projection = name.removesuffix(".weight").rpartition(".")
         parent, norms = FED_BY.get(projection, ("", ()))
         layer = block.removesuffix(f".{parent}")
         ratio = next((self.ratios[norm] for kind in norms if (norm := f"{layer}.{kind}.weight") in self.ratios), None)
-        values /= _fit(values, original, 0) if ratio is None else ratio
+        if ratio is not None:
+            values /= ratio
+        if self.rotations:
+            return values
+        if ratio is None:
+            values /= _fit(values, original, 0)
         if projection in DIVIDED:
             values /= _fit(values, original, 1)[:, None]
         return values

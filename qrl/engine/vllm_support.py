@@ -13,6 +13,7 @@ from qrl.formats import kind
 # tests/benchmarks/results/schemes.md.
 _BATCH_VARIANT = "Int8ScaledMM"
 _LEAST_SHARE = 0.01  # that must be free, where the cache has a fixed size
+_HOPPER = 90
 
 
 def batch_invariant(kernels: Iterable[str]) -> bool:
@@ -76,18 +77,33 @@ def _missing_on_gpu(least: int, groups: list[dict], deterministic: bool) -> str:
     if capability and capability.to_int() < least:
         return f"it needs compute capability {least / 10:.1f}, and this GPU has {capability.to_int() / 10:.1f}"
     weights_only = [group for group in groups if not group.get("input_activations")]
+    if capability and capability.to_int() != _HOPPER and any(map(_is_w4afp8, groups)):
+        return "it multiplies 4-bit integers by FP8 on Hopper alone (compute capability 9.0)"
     if deterministic and any(group["format"].startswith("nvfp4") for group in weights_only):
         rounding = "its batch-invariant kernels for NVFP4 round activations, which this scheme does not"
         return f"{rounding} (without evaluate.deterministic it runs)"
     return ""
 
 
+def _is_w4afp8(group: dict) -> bool:
+    return group["weights"]["type"] == "int" and (group.get("input_activations") or {}).get("type") == "float"
+
+
+def _unrun_on_cpu(group: dict) -> str:
+    import torch
+
+    floats = {"nvfp4": "4-bit floats on a CPU", "mxfp4": "4-bit floats on a CPU", "mxfp8": "MXFP8 on a CPU"}
+    if group["weights"].get("strategy") == "block" and not torch.cpu._is_amx_tile_supported():
+        return "FP8 in blocks on a CPU without AMX"
+    return "4-bit integers with FP8 activations on a CPU" if _is_w4afp8(group) else floats.get(group["format"][:5], "")
+
+
 def _missing_on_cpu(method: str, groups: list[dict]) -> str:
     import torch
 
     importlib.import_module("vllm._custom_ops")  # loads the kernels of this CPU
-    if any(group["format"].startswith(("nvfp4", "mxfp4")) for group in groups):
-        return "it has no kernel for 4-bit floats on a CPU"
+    if lacking := next(filter(None, map(_unrun_on_cpu, groups)), ""):
+        return f"it has no kernel for {lacking}"
     weights_only = [group["weights"] for group in groups if not group.get("input_activations")]
     bits = [weights["num_bits"] for weights in weights_only if weights["type"] == "int"]
     if any(each > 4 for each in bits):

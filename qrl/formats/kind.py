@@ -11,13 +11,14 @@ _ROUNDED = " with rounded activations"
 # Scheme → kinds that it may hold. Schemes that share a kind differ in who wrote them.
 KINDS = {
     **dict.fromkeys((names.AWQ_CT, names.GPTQ), (INT4, INT8)),  # the recipe chooses the bits
-    **dict.fromkeys((names.AWQ, "rtn-int4"), (INT4,)),
+    **dict.fromkeys((names.AWQ, names.AUTOROUND, names.SPINQUANT, "rtn-int4"), (INT4,)),
     **dict.fromkeys((names.GPTQ_INT3, "rtn-int3"), (INT3,)),
     **dict.fromkeys((names.GPTQ_INT2, "rtn-int2"), (INT2,)),
     **dict.fromkeys((names.INT8, names.W8A16, "rtn-int8", "rtn-int8-attention"), (INT8,)),
     **dict.fromkeys((names.NF4, names.NVFP4A16, names.MXFP4A16, "rtn-nvfp4-a16", "rtn-mxfp4"), (FP4,)),
     **dict.fromkeys((names.NVFP4, "rtn-nvfp4-a4"), (FP4 + _ROUNDED,)),
-    **dict.fromkeys((names.FP8, "rtn-fp8"), (FP8 + _ROUNDED,)),
+    **dict.fromkeys((names.FP8, names.FP8_BLOCK, names.MXFP8, "rtn-fp8"), (FP8 + _ROUNDED,)),
+    names.W4AFP8: (INT4 + _ROUNDED,),
     names.W8A8: (INT8 + _ROUNDED,),
     "rtn-file": (INT4, INT8, FP4, FP8, INT4 + _ROUNDED, INT8 + _ROUNDED, FP4 + _ROUNDED, FP8 + _ROUNDED),
 }

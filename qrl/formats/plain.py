@@ -54,8 +54,7 @@ def needed(path: Path) -> bool:
     if platform.machine() not in ("x86_64", "AMD64") or (cpus.is_file() and "avx512f" in cpus.read_text()):
         return False
     quantization = checkpoint.config(path).get("quantization_config") or {}
-    in_int4 = any(codes.startswith(kind.INT4) for codes in kind.of(quantization))
-    return in_int4 or quantization.get("quant_method") == "awq"
+    return kind.INT4 in kind.of(quantization) or quantization.get("quant_method") == "awq"
 
 
 def write(path: Path, out: Path, dtype: str = "float32") -> Path:

@@ -1,9 +1,10 @@
 """The schemes of llm-compressor and round-to-nearest, stored as compressed-tensors; vLLM and transformers read both.
 
-Schemes that round weights only need no forward pass. AWQ, GPTQ and the activation ranges of NVFP4 need calibration
-texts; on a CPU that pass runs in float32 (bfloat16 took ten times as long where the CPU has no units for it), and the
-result is stored in the source's own dtype. Source: GPTQ: Frantar et al. (arXiv 2210.17323). AWQ: Lin et al. (arXiv
-2306.00978). NVFP4, MXFP4: the formats' presets in compressed-tensors, which `projects/vllm` runs.
+Schemes that round weights only need no forward pass. AWQ, GPTQ, AutoRound and the activation ranges of NVFP4 need
+calibration texts; on a CPU that pass runs in float32 (bfloat16 took ten times as long where the CPU has no units for
+it), and the result is stored in the source's own dtype. Source: GPTQ: Frantar et al. (arXiv 2210.17323). AWQ: Lin et
+al. (arXiv 2306.00978). AutoRound: Cheng et al. (arXiv 2309.05516). SpinQuant: Liu et al. (arXiv 2405.16406), with fixed
+Hadamard rotations instead of learned ones. Others: the presets of compressed-tensors.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from qrl import checkpoint, names
 from qrl.engine import pretrained
@@ -22,8 +23,8 @@ from qrl.quantize.fit import HEAD
 from qrl.quantize.settings import CALIBRATED, GPTQ, GROUPED, Settings
 
 BATCH = 16  # calibration rows in one forward pass
-_PRESETS = {scheme: scheme.upper() for scheme in (names.NVFP4, names.NVFP4A16, names.MXFP4A16, names.W8A8)}
-_PRESETS[names.FP8] = "FP8_DYNAMIC"
+_AS_NAMED = (names.NVFP4, names.NVFP4A16, names.MXFP4A16, names.MXFP8, names.W8A8, names.FP8_BLOCK, names.W4AFP8)
+_PRESETS = {names.FP8: "FP8_DYNAMIC", **{scheme: scheme.upper().replace("-", "_") for scheme in _AS_NAMED}}
 
 
 def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequence[int]], device: str) -> None:
@@ -44,11 +45,12 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
 def _compressed(oneshot: Callable, source: Path, settings: Settings, rows: Sequence, device: str) -> PreTrainedModel:
     on_cpu = settings.scheme in CALIBRATED and device == "cpu"
     model, stored = _load(source, in_float32=on_cpu)
-    oneshot(model=model, recipe=_recipe(settings), dataset=_batches(rows))
+    batch = 1 if settings.scheme == names.AUTOROUND else BATCH  # it makes batches of its own
+    oneshot(model=model, recipe=_recipe(settings, model.config), dataset=_batches(rows, batch))
     if on_cpu and settings.scheme == names.NVFP4:
         ranges = {key: value for key, value in model.state_dict().items() if key.endswith("input_global_scale")}
         model, _ = _load(source, in_float32=False)  # scales from the stored weights, as for NVFP4A16
-        oneshot(model=model, recipe=_recipe(settings), dataset=_batches(rows[:1]))
+        oneshot(model=model, recipe=_recipe(settings, model.config), dataset=_batches(rows[:1]))
         model.load_state_dict(ranges, strict=False)
     _cast(model, stored)
     return model
@@ -81,6 +83,7 @@ def _oneshot_on(device: str) -> Iterator[Callable]:
     """Yield llm-compressor's `oneshot`, without bars, on "cpu" or "cuda"; on its own it uses any GPU that it finds."""
     oneshot = quiet_oneshot()
     from compressed_tensors.utils import patch_attr
+    from llmcompressor.modifiers.transform.spinquant import base as spinquant
     from llmcompressor.pipelines.cache import IntermediatesCache
     from llmcompressor.pipelines.data_free import pipeline as data_free
     from llmcompressor.pipelines.sequential import pipeline as sequential
@@ -89,6 +92,8 @@ def _oneshot_on(device: str) -> Iterator[Callable]:
     with contextlib.ExitStack() as patches, contextlib.redirect_stderr(io.StringIO()):
         for pipeline in (data_free, sequential):
             patches.enter_context(patch_attr(pipeline, "get_main_device", lambda: target))
+        # It centers embeddings, which LayerNorm would ignore; models of `ROTATABLE` have RMSNorm and would change.
+        patches.enter_context(patch_attr(spinquant, "center_embeddings", lambda embedding: None))
         if not torch.accelerator.is_available():  # there is nothing to pin memory for, and AWQ would die of it
             unpinned = classmethod(lambda cls, value: None)
             patches.enter_context(patch_attr(IntermediatesCache, "_pin_intermediate", unpinned))
@@ -116,31 +121,41 @@ def _load(source: Path, *, in_float32: bool) -> tuple[PreTrainedModel, torch.dty
     return model.eval(), stored
 
 
-def _recipe(settings: Settings) -> list:
+def _recipe(settings: Settings, config: PretrainedConfig) -> list:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
     from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+    from llmcompressor.modifiers.transform import SpinQuantModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
 
     if settings.scheme in GROUPED:
-        grid = {"type": "int", "num_bits": settings.bits or 8, "symmetric": settings.symmetric}  # W8A16 names no bits
+        bits = settings.bits or (8 if settings.scheme == names.W8A16 else 4)
+        grid = {"type": "int", "num_bits": bits, "symmetric": settings.symmetric is not False}
         weights = QuantizationArgs(strategy="group", group_size=settings.group_size, **grid)
         scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     else:
         scheme = preset_name_to_scheme(_PRESETS[settings.scheme], ["Linear"])
+    if settings.scheme == names.W4AFP8:
+        scheme.format = "pack-quantized"  # what vLLM reads; by default each code would take a byte
     chosen = {"config_groups": {"group_0": scheme}, "ignore": [HEAD]}
     if settings.scheme in GPTQ:
         return [GPTQModifier(**chosen)]
+    if settings.scheme == names.AUTOROUND:
+        from llmcompressor.modifiers.autoround import AutoRoundModifier
+
+        return [AutoRoundModifier(**chosen, enable_torch_compile=False)]  # it would compile each layer anew
     before = [AWQModifier()] if settings.scheme == names.AWQ_CT else []
+    if settings.scheme == names.SPINQUANT:
+        before = [SpinQuantModifier(transform_block_size=config.hidden_size & -config.hidden_size)]  # its largest 2^n
     return [*before, QuantizationModifier(**chosen)]
 
 
-def _batches(rows: Sequence[Sequence[int]]):
-    """Return a loader of N calibration rows of L token ids, `BATCH` at a time; None if there are none."""
+def _batches(rows: Sequence[Sequence[int]], size: int = BATCH):
+    """Return a loader of N calibration rows of L token ids, `size` at a time; None if there are none."""
     if not rows:
         return None
     ids = map(torch.tensor, rows)
     samples = [{"input_ids": row, "attention_mask": torch.ones(len(row), dtype=torch.long)} for row in ids]
-    return torch.utils.data.DataLoader(samples, batch_size=BATCH)
+    return torch.utils.data.DataLoader(samples, batch_size=size)
 
 
 def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:

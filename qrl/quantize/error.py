@@ -1,4 +1,4 @@
-"""How far quantization moves a model's hidden states, layer by layer."""
+"""How far quantization moves a model's hidden states, layer by layer; states that SpinQuant turned are turned back."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qrl import checkpoint
+from qrl.formats import rotation
+
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+_LAST_NORM = "model.norm.weight"
 ROWS = 8  # texts to measure on; the mean is over their tokens
 
 
@@ -27,7 +31,12 @@ def measure(source: Path, quantized: Path, rows: Sequence[Sequence[int]], device
         del model
         if device == "cuda":
             torch.cuda.empty_cache()
-    return between(*hidden)
+    original, moved = hidden
+    quantization = checkpoint.config(quantized).get("quantization_config") or {}
+    if stream := rotation.of(quantization).get(rotation.STREAM):
+        moved = [rotation.turned(layer, stream["head_dim"]) for layer in moved]
+        moved[-1] *= dict(checkpoint.tensors(source, [_LAST_NORM]))[_LAST_NORM].float()  # the head holds it there
+    return between(original, moved)
 
 
 def states(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -16,9 +16,12 @@ from qrl.quantize.settings import Settings
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PretrainedConfig
 
 GROUP_SIZES = (128, 64, 32)  # of quantize.group_size
 HEAD = "lm_head"  # stays in full precision under every scheme
+# Decoders with the modules that SpinQuant rotates and no others: elsewhere it would miss some and spoil the model.
+ROTATABLE = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def check_fit(source: Path, settings: Settings) -> None:
@@ -26,7 +29,7 @@ def check_fit(source: Path, settings: Settings) -> None:
 
     Raises:
         BadInput: the model is a mixture of experts or a state-space model, a matrix is not in a linear and would stay
-            in full precision, or groups do not divide a layer; the sentence names it.
+            in full precision, groups do not divide a layer, or SpinQuant cannot rotate it; the sentence names it.
     """
     config, is_awq = checkpoint.config(source), settings.scheme == names.AWQ
     model = pretrained.skeleton(staging.rewrite(config) if is_awq else config)  # awq's transformers is older
@@ -34,12 +37,28 @@ def check_fit(source: Path, settings: Settings) -> None:
         linears.check_fit(model, settings.rounding)
         return
     linears.check_architecture(model, transposed=settings.scheme in names.BITSANDBYTES)
+    if settings.scheme == names.SPINQUANT:
+        _check_rotatable(model.config)
     if settings.group_size:
-        check_widths(model, settings.group_size, outputs=choices.AWQ_WORD if is_awq else 1)
+        fixed, outputs = settings.scheme in choices.FIXED_GROUP, choices.OUTPUTS.get(settings.scheme, 1)
+        check_widths(model, settings.group_size, outputs, fixed)
 
 
-def check_widths(model: torch.nn.Module, group_size: int, outputs: int = 1) -> None:
-    """Raise BadInput where groups do not divide a linear's inputs, or `outputs` its outputs; the head is left out."""
+def _check_rotatable(config: PretrainedConfig) -> None:
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if config.model_type not in ROTATABLE:
+        raise BadInput(
+            f"SpinQuant rotates {', '.join(ROTATABLE)} here, not {config.model_type}: choose autoround or gptq."
+        )
+    if width & (width - 1):
+        raise BadInput(f"SpinQuant rotates heads of 2^n dimensions, but these have {width}: choose autoround or gptq.")
+
+
+def check_widths(model: torch.nn.Module, group_size: int, outputs: int = 1, fixed: bool = False) -> None:
+    """Raise BadInput where groups do not divide a linear's inputs, or `outputs` its outputs; the head is left out.
+
+    `fixed`: the format defines the group size, so that the recipe cannot choose another.
+    """
     from torch import nn
 
     named = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -50,12 +69,12 @@ def check_widths(model: torch.nn.Module, group_size: int, outputs: int = 1) -> N
         if linear.in_features % group_size:
             unfit = f"Layer {name} has {linear.in_features} inputs, which groups of {group_size} do not divide"
             common = math.gcd(*(other.in_features for _, other in named))
-            fitting = next((size for size in GROUP_SIZES if common % size == 0), None)
+            fitting = next((size for size in GROUP_SIZES if common % size == 0 and not fixed), None)
             advice = f"set quantize.group_size to {fitting}, which divides all, or choose" if fitting else "choose"
             raise BadInput(f"{unfit}: {advice} a scheme with a scale per row, such as fp8 or w8a8.")
         if linear.out_features % outputs:
             unfit = f"Layer {name} has {linear.out_features} outputs"
-            raise BadInput(f"{unfit}, but AutoAWQ needs a multiple of {outputs}; use nf4.")
+            raise BadInput(f"{unfit}, but this scheme needs a multiple of {outputs}: use nf4 or fp8.")
 
 
 def check_finite(source: Path) -> None:

@@ -12,12 +12,16 @@ from qrl.recipe import Quantize
 
 TASK, ROLLOUTS = "task", "rollouts"  # sources of calibration texts; anything else is a file
 GPTQ = {names.GPTQ: None, names.GPTQ_INT3: 3, names.GPTQ_INT2: 2}  # bits; None: the recipe chooses
-CALIBRATED = (names.AWQ, names.AWQ_CT, *GPTQ, names.NVFP4, "rtn-nvfp4-a4")  # schemes that use calibration texts
-GROUPED = (names.AWQ, names.AWQ_CT, *GPTQ, names.W8A16)  # the recipe chooses the group size
-FIXED_GROUP = {names.NVFP4: 16, names.NVFP4A16: 16, names.MXFP4A16: 32}  # part of the format
-AWQ_WORD = 8  # outputs that share an int32 of AutoAWQ's codes
+CALIBRATED = (names.AWQ, names.AWQ_CT, *GPTQ, names.AUTOROUND, names.NVFP4, "rtn-nvfp4-a4")  # use calibration texts
+GROUPED = (names.AWQ, names.AWQ_CT, *GPTQ, names.W8A16, names.AUTOROUND, names.SPINQUANT)  # the recipe chooses the size
+FIXED_GROUP = {  # part of the format
+    **dict.fromkeys((names.NVFP4, names.NVFP4A16), 16),
+    **dict.fromkeys((names.MXFP4A16, names.MXFP8), 32),
+    **dict.fromkeys((names.FP8_BLOCK, names.W4AFP8), 128),
+}
+OUTPUTS = {names.AWQ: 8, names.FP8_BLOCK: 128}  # that share an int32 of AutoAWQ's codes, or a scale
 BITS = (names.AWQ_CT, names.GPTQ)  # the recipe chooses the bits
-SYMMETRIC = {names.AWQ_CT: False, **dict.fromkeys(GPTQ, True), names.W8A16: True}  # defaults
+SYMMETRIC = {names.AWQ_CT: False, **dict.fromkeys((*GPTQ, names.W8A16, names.SPINQUANT), True)}  # defaults
 # Field of the recipe → schemes that use it.
 CHOICES = {
     "bits": BITS,
@@ -30,6 +34,7 @@ LIBRARIES = {
     **dict.fromkeys(names.BITSANDBYTES, ("bitsandbytes",)),
     names.AWQ: ("autoawq",),
     **dict.fromkeys((*names.COMPRESSED, *names.ROUNDED), ("llmcompressor", "compressed-tensors")),
+    names.AUTOROUND: ("llmcompressor", "compressed-tensors", "auto-round"),
 }
 
 

@@ -17,8 +17,8 @@ from qrl.recipe.training import Merge, Rollout, Train, Watch
 
 Scheme = Literal[
     "nf4", "int8", "awq", "awq-ct", "gptq", "fp8", "nvfp4a16", "nvfp4", "w8a16", "w8a8", "mxfp4a16", "gptq-int3",
-    "gptq-int2", "rtn-int8", "rtn-int8-attention", "rtn-int4", "rtn-nvfp4-a16", "rtn-nvfp4-a4", "rtn-fp8", "rtn-mxfp4",
-    "rtn-int3", "rtn-int2", "rtn-file",
+    "gptq-int2", "mxfp8", "fp8-block", "w4afp8", "autoround", "spinquant", "rtn-int8", "rtn-int8-attention", "rtn-int4",
+    "rtn-nvfp4-a16", "rtn-nvfp4-a4", "rtn-fp8", "rtn-mxfp4", "rtn-int3", "rtn-int2", "rtn-file",
 ]  # fmt: skip  # the same as names.QUANTIZED_SCHEMES, by test: a Literal takes no variable
 
 
@@ -33,13 +33,16 @@ class Quantize(Section):
         ("nf4", "awq"), "schemes of the study, comma-separated"
     )
     group_size: Literal[32, 64, 128] = option(
-        128, "input channels per scale, for awq, awq-ct, gptq* and w8a16; other formats have a fixed size"
+        128,
+        "input channels per scale, for awq*, gptq*, w8a16, autoround and spinquant; other formats have a fixed size",
     )
     bits: Literal[4, 8] = option(4, "bits per weight for awq-ct and gptq; other schemes have them in their names")
-    symmetric: bool | None = option(None, "no zero points, for awq-ct, gptq* and w8a16; default: only awq-ct has them")
+    symmetric: bool | None = option(
+        None, "no zero points, for awq-ct, gptq*, w8a16 and spinquant; default: only awq-ct has them"
+    )
     calibration: str = option(
         "task",
-        "calibration texts of awq, awq-ct, gptq* and nvfp4: task, rollouts (its own answers), or a .jsonl file",
+        "calibration texts of awq*, gptq*, autoround and nvfp4: task, rollouts (its own answers), or a .jsonl file",
         min_length=1,
     )
     calibration_samples: int = option(128, "calibration texts, rendered as chats with the end token", ge=1, le=100_000)

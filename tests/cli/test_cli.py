@@ -496,7 +496,7 @@ def test_schemes_are_listed_with_what_was_measured():
     table = (ROOT / "tests" / "benchmarks" / "results" / "quantization.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table if line.startswith("| ")]
     measured = {row[0]: row for row in rows if row[0] in heads}
-    assert len(measured) == 10
+    assert len(measured) == 15
     for row in measured.values():
         assert f"{row[1]} bits a weight, accuracy − full {row[-1]}, n = 1,000" in text
 

@@ -292,7 +292,7 @@ for folder in map(Path, sys.argv[1:]):
 @pytest.mark.slow
 def test_a_scheme_without_a_kernel_is_refused_before_a_weight_is_read(python_of, tiny_checkpoint, tmp_path):
     texts = ["Tom has 3 apples and buys 4 more. How many does he have?"]
-    schemes = ("nf4", "fp8", "w8a8", "w8a16", "nvfp4a16", "mxfp4a16", "nvfp4")
+    schemes = ("nf4", "fp8", "w8a8", "w8a16", "nvfp4a16", "mxfp4a16", "nvfp4", "mxfp8", "fp8-block", "w4afp8")
     folders = [quantize.run(scheme, tiny_checkpoint, tmp_path / scheme, calibration=texts).path for scheme in schemes]
     for folder in folders:
         for weights in folder.glob("*.safetensors"):
@@ -306,6 +306,7 @@ def test_a_scheme_without_a_kernel_is_refused_before_a_weight_is_read(python_of,
     assert "bitsandbytes without vllm-bnb-plugin" in on_cpu["nf4"] and "8-bit weights" in on_cpu["w8a16"]
     for scheme in ("nvfp4a16", "mxfp4a16", "nvfp4"):
         assert "4-bit floats" in on_cpu[scheme] and "evaluate.engine=transformers" in on_cpu[scheme]
+    assert "MXFP8" in on_cpu["mxfp8"] and "AMX" in on_cpu.get("fp8-block", "AMX") and "FP8" in on_cpu["w4afp8"]
     on_gpu = {name: words for name, device, words in lines if device == "cuda"}  # on a GPU of any kind
     assert {name for name, words in on_gpu.items() if words != "runs"} == {"nf4", "nvfp4a16"}
     assert "batch-invariant" in on_gpu["nvfp4a16"]

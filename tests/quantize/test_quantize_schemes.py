@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qrl import checkpoint, compare, names, quantize
-from qrl.engine import hf
+from qrl.diagnose.schemes import measure as measure_stored
+from qrl.engine import hf, pretrained
 from qrl.errors import BadInput, QrlError
-from qrl.formats import kind
-from qrl.quantize import error, fit, settings
+from qrl.formats import kind, plain
+from qrl.quantize import compressed, error, fit, settings
 from qrl.recipe import Quantize
 from qrl.tasks import rows as task_rows
 
@@ -36,6 +37,11 @@ BITS = {
     "w8a16": 8,
     "w8a8": 8,
     "mxfp4a16": 4.25,
+    "mxfp8": 8.25,
+    "fp8-block": 8,
+    "w4afp8": 4,
+    "autoround": 4,
+    "spinquant": 4,
 }
 # Bounds, with a margin, on the relative squared error of weights and on that of the last layer's output; a bit less
 # makes steps twice as large, and so squared errors four times.
@@ -74,7 +80,7 @@ def test_the_engine_runs_it_and_stays_near_the_original(made, tiny_checkpoint, s
     dtypes = {parameter.dtype for name, parameter in model.named_parameters() if name.endswith("proj.weight")}
     assert dtypes == {torch.float32}
     weight, stored = (each.model.layers[0].self_attn.q_proj.weight for each in (original, model))
-    if scheme != names.AWQ_CT:  # it scales weights, and undoes that in the norm before them
+    if scheme not in (names.AWQ_CT, names.SPINQUANT):  # these change weights first, and undo it in other layers
         assert 0 < (weight - stored).square().sum() <= WORST[scheme] * weight.square().sum()
     assert len(made[scheme].layer_errors) == 2
     assert 0 < made[scheme].layer_errors[-1] < FAR[scheme]
@@ -93,15 +99,21 @@ def test_eight_bits_move_the_model_less_than_four(made):
 
 def test_rounded_activations_are_rounded_and_reported_as_simulated(made, tiny_checkpoint):
     reports = {scheme: hf.simulated(made[scheme].path, "cpu") for scheme in SCHEMES}
-    assert {scheme for scheme, words in reports.items() if "in software" in words} == {"fp8", "w8a8", "nvfp4"}
+    rounded = {"fp8", "w8a8", "nvfp4", "mxfp8", "fp8-block", "w4afp8"}
+    assert {scheme for scheme, words in reports.items() if "in software" in words} == rounded
     assert reports["int8"] == "activations not rounded to int8" and hf.simulated(tiny_checkpoint, "cpu") == ""
-    model, _ = hf.load(made["nvfp4"].path, "cpu", torch.float32)
-    layer = model.model.layers[0].mlp.up_proj
-    inputs = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0))
-    exact = torch.nn.functional.linear(inputs, layer.weight)
-    with torch.inference_mode():
-        moved = (layer(inputs) - exact).norm() / exact.norm()
-    assert 0.01 < moved < 0.3  # a grid of 4 bits, in groups of 16
+    # A grid of 4 bits in groups of 16, and e4m3 with scales per group, per group and per token.
+    for scheme, (least, most) in {
+        "nvfp4": (0.01, 0.3),
+        **dict.fromkeys(("mxfp8", "fp8-block", "w4afp8"), (0.01, 0.05)),
+    }.items():
+        model, _ = hf.load(made[scheme].path, "cpu", torch.float32)
+        layer = model.model.layers[0].mlp.up_proj
+        inputs = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0))
+        exact = torch.nn.functional.linear(inputs, layer.weight)
+        with torch.inference_mode():
+            moved = (layer(inputs) - exact).norm() / exact.norm()
+        assert least < moved < most
 
 
 def test_nvfp4_has_the_weights_of_nvfp4a16_and_activation_ranges(made):
@@ -127,7 +139,8 @@ def test_layers_that_groups_do_not_divide_are_refused_and_nothing_is_written(tmp
     odd = shutil.copytree(tiny_checkpoint, tmp_path / "odd")
     config = Qwen2Config(**{**checkpoint.config(odd), "intermediate_size": 200})
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(odd)
-    for scheme, group in (("w8a16", 128), ("awq", 128), ("nvfp4a16", 16), ("mxfp4a16", 32)):
+    groups = {"w8a16": 128, "awq": 128, "nvfp4a16": 16, "mxfp4a16": 32, "mxfp8": 32, "w4afp8": 128, "spinquant": 128}
+    for scheme, group in groups.items():
         with pytest.raises(BadInput, match=rf"down_proj has 200 inputs.* {group} "):
             quantize.run(scheme, odd, tmp_path / "out", calibration=TEXTS)
         assert not (tmp_path / "out").exists()
@@ -138,6 +151,67 @@ def test_layers_that_groups_do_not_divide_are_refused_and_nothing_is_written(tmp
         quantize.run("w8a16", odd, tmp_path / "out")
     (odd / "config.json").write_text((odd / "config.json").read_text().replace("328", "200"))
     quantize.run("w8a8", odd, tmp_path / "out")  # a scale per row: no groups
+    (odd / "config.json").write_text((odd / "config.json").read_text().replace("200", "192"))
+    with pytest.raises(BadInput, match=r"groups of 128 .*: choose a scheme"):  # no setting changes the group
+        quantize.check_fit(odd, chosen("w4afp8"))
+
+
+def test_outputs_that_a_block_does_not_divide_are_refused(tiny_checkpoint, tmp_path):
+    config = checkpoint.config(tiny_checkpoint)
+    narrow = config | {"head_dim": 32, "num_key_value_heads": 2, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(narrow))
+    with pytest.raises(BadInput, match=r"k_proj has 64 outputs.* 128"):
+        quantize.check_fit(tmp_path, chosen("fp8-block"))
+    quantize.check_fit(tmp_path, chosen("fp8"))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_spinquant_keeps_the_model_and_its_matrices_can_be_turned_back(family, tiny_checkpoint, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 384, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True}
+    source = Path(shutil.copytree(tiny_checkpoint, tmp_path / "source"))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **heads)).to(torch.bfloat16)
+    for name, tensor in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):  # else ones and zeros, which would hide what is not fused
+            tensor.data.uniform_(0.5, 1.5)
+    model.generation_config.eos_token_id = 1
+    model.save_pretrained(source)
+    result = quantize.run("spinquant", source, tmp_path / "out", probe=TEXTS)
+    nearest = quantize.run("rtn-int4", source, tmp_path / "nearest", probe=TEXTS)
+    assert all(0 < turned < 2 * plain for turned, plain in zip(result.layer_errors, nearest.layer_errors, strict=True))
+    plain.write(result.path, tmp_path / "plain")
+    rotated = pretrained.load(source, dtype=torch.float32)
+    with compressed._oneshot_on("cpu") as oneshot:
+        oneshot(model=rotated, recipe=compressed._recipe(chosen("spinquant"), rotated.config)[:1])
+    models = [hf.load(path, "cpu", torch.float32)[0] for path in (source, result.path, tmp_path / "plain")]
+    with torch.inference_mode():
+        logits = [each(torch.arange(5, 69)[None]).logits for each in (*models, rotated)]
+    original, quantized, unpacked, only_rotated = logits
+    assert torch.allclose(only_rotated, original, atol=1e-3)
+    assert (quantized - original).square().sum() < 0.2 * original.square().sum()
+    assert torch.allclose(quantized, unpacked, atol=1e-4)
+    frame = measure_stored({"base": source}, {"base": result.path}, "spinquant")
+    assert len(frame) == 14 and frame["relative_mse"].max() < 0.02  # of four bits, as without rotation
+
+
+def test_models_that_spinquant_would_spoil_are_refused(tmp_path):
+    from transformers import Gemma2Config, LlamaConfig
+
+    sizes = {"hidden_size": 384, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 64}
+    Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=64).save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match=r"qwen3.* not gemma2.* gptq"):
+        quantize.check_fit(tmp_path, chosen("spinquant"))
+    LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path)  # heads of 96
+    with pytest.raises(BadInput, match=r"heads .* 96.* gptq"):
+        quantize.check_fit(tmp_path, chosen("spinquant"))
+
+
+def test_autoround_stays_nearer_than_rounding_to_nearest(made, tiny_checkpoint, tmp_path):
+    nearest = quantize.run("rtn-int4", tiny_checkpoint, tmp_path / "out", probe=TEXTS)
+    assert made["autoround"].layer_errors[-1] < nearest.layer_errors[-1]  # on the texts that it was fitted to
 
 
 def test_an_unknown_scheme_and_rollouts_that_awq_cannot_make_are_refused():
@@ -280,7 +354,7 @@ def test_seeds_may_differ_from_each_other_but_not_within_one():
 
 
 def test_the_same_settings_twice_give_the_same_weights(made, tiny_checkpoint, tmp_path):
-    for scheme in ("gptq", "nvfp4a16"):
+    for scheme in ("gptq", "nvfp4a16", "autoround", "spinquant"):
         again = quantize.run(scheme, tiny_checkpoint, tmp_path / scheme, calibration=TEXTS, probe=TEXTS)
         assert checkpoint.digest(again.path) == checkpoint.digest(made[scheme].path)
         assert replace(again, path=made[scheme].path, seconds=made[scheme].seconds) == made[scheme]
