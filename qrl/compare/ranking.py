@@ -6,7 +6,7 @@ random effect. If grpo and base were evaluated under a method's own scheme too, 
 is QAT better than PTQ, and did the training learn anything?
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -27,7 +27,6 @@ from qrl.stats.text import interval, table
 # Gains are measured from the first, errors from the second.
 PLAIN, FULL = (names.BASE, names.FULL), (names.GRPO, names.FULL)
 OTHERS = (names.BASE, names.SFT)  # controls of GRPO, which compete with no method
-CONTROL = ("distilled", names.FULL)  # of distilled methods: the same further steps without quantization
 METHODS_MD, METHODS_JSON = "methods.md", "methods.json"
 
 
@@ -43,6 +42,7 @@ class Method:
     over_grpo: Estimate | None  # − grpo quantized after training to the same scheme
     over_base: Estimate | None  # − base in the same scheme
     over_control: Estimate | None = None  # of a distilled method, − the same further steps without quantization
+    control: Cell | None = None  # those steps
 
     @property
     def cell(self) -> Cell:
@@ -51,7 +51,7 @@ class Method:
     @property
     def quantized(self) -> bool:
         """Whether this is a trained model that is quantized, or was trained quantized."""
-        return self.variant not in OTHERS and self.cell not in (FULL, CONTROL)
+        return self.variant not in OTHERS and self.cell != FULL and not is_control(self.cell)
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def measure(frame: pd.DataFrame) -> Methods:
         accuracy = evidence.accuracy((labels[cell], names.FULL))
         own_scheme = cell[0] not in (*OTHERS, names.GRPO) and cell[1] != names.FULL
         others = (PLAIN, FULL, *((variant, cell[1]) if own_scheme else None for variant in (names.GRPO, names.BASE)))
-        control = CONTROL if cell[0].startswith(names.QAD_PREFIX) else None
-        rows.append(Method(*cell, accuracy, *(minus(cell, other) for other in (*others, control))))
+        control = control_of(cell, cells)
+        rows.append(Method(*cell, accuracy, *(minus(cell, other) for other in (*others, control)), control))
     rows.sort(key=lambda row: -row.accuracy.estimate)
     small = [row.cell for row in rows if row.quantized]
     differences = {pair: minus(*pair) for pair in combinations(small, 2)}
@@ -132,6 +132,21 @@ def measure(frame: pd.DataFrame) -> Methods:
     )
     runs = len(evidence.runs)
     return Methods(tuple(rows), evidence.n, runs, behind, trained, damages, full_with_dtype(frame))
+
+
+def is_control(cell: Cell) -> bool:
+    """Whether a cell is the control of distilled methods: the same further steps without quantization."""
+    variant, scheme = cell
+    return scheme == names.FULL and (variant == names.DISTILLED or variant.startswith(f"{names.DISTILLED}-"))
+
+
+def control_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
+    """Return a distilled method's control: `distilled-…` that names it, or else `distilled`; None if there is none."""
+    variant, _ = cell
+    if not variant.startswith(names.QAD_PREFIX):
+        return None
+    named = {f"+{each[0].removeprefix(names.DISTILLED)[1:]}+": each for each in cells if is_control(each)}
+    return next((each for arms, each in named.items() if f"+{variant}+" in arms), named.get("++"))
 
 
 def markdown(methods: Methods, converged: Sequence[Convergence] = (), failed: Sequence[str] = ()) -> str:
@@ -179,8 +194,8 @@ def findings(methods: Methods) -> list[str]:
             relation = relation if p < 1 - LEVEL else "does not differ significantly from"
             other = f"grpo quantized to {row.scheme} after training"
             sentences.append(f"{row.variant} {relation} {other}: {size}, Holm-corrected p = {p:.2g}.")
-        if row.over_control is not None:
-            control = f"its control, {names.cell_name(*CONTROL)}: the same further steps without quantization"
+        if row.over_control is not None and row.control:
+            control = f"its control, {names.cell_name(*row.control)}: the same further steps without quantization"
             sentences.append(f"{methods.shown(row.cell)} − {control}: {interval(row.over_control)}.")
     return sentences
 

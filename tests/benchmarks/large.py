@@ -31,7 +31,10 @@ SHAPES = {  # of `python -m qrl.tiny.make`
     "check": "--layers 2 --hidden 128 --positions 1024",
 }
 RECIPES = {"8b": "qwen3-8b-qlora-deepmath", "check": "qwen3-math-qlora"}  # the same, without vLLM's settings
-TRAINED = {"8b": "--train.questions 500 --rollout.kv_cache_gib 20 --rollout.compile false", "check": "--device cpu --train.questions 32 "}
+TRAINED = {
+    "8b": "--train.questions 500 --rollout.kv_cache_gib 20 --rollout.compile false",
+    "check": "--device cpu --train.questions 32 ",
+}
 TRAINED["check"] += "--train.prompts_per_step 2 --train.max_completion_tokens 8 --train.micro_batch 16"
 QUANTIZED = {"8b": "--quantize.calibration_samples 16", "check": "--device cpu --quantize.calibration_samples 4"}
 ANSWERED = {"8b": "--evaluate.engine vllm --evaluate.kv_cache_gib 8 --evaluate.compile false", "check": "--device cpu"}
@@ -139,7 +142,16 @@ def main() -> None:
     trained = work.newest("train")
     memory, step = trained.data.metrics.get("train/peak_memory_gib", 0), trained.data.metrics["step/seconds"]
     print(f"train: {memory:.1f} GiB at the peak, {step:.0f} s in all", flush=True)
-    work.run("merge", "merge", *own, *TRAINED[size].split(), "--merge.max_kl", "1", "--adapter", f"runs:/{trained.info.run_id}/adapter")
+    work.run(
+        "merge",
+        "merge",
+        *own,
+        *TRAINED[size].split(),
+        "--merge.max_kl",
+        "1",
+        "--adapter",
+        f"runs:/{trained.info.run_id}/adapter",
+    )
     merged = work.newest("merge")
     print(f"merge: KL {merged.data.metrics['merge/kl']:.2g} nats per token", flush=True)
     full = export.address(work.store, merged)

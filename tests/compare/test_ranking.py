@@ -198,6 +198,42 @@ def test_compare_methods_says_at_its_end_where_things_are(store, tmp_path, capsy
     assert len(mlflow.MlflowClient().search_runs(["0"])) == count
 
 
+def test_a_distilled_arms_control_is_shared_unless_trainings_differ(tmp_path):
+    def controls(*arms):
+        return study.controls(each for _, each, _ in study.load(study.FIRST, arms, {}, 0))
+
+    assert controls("tiny-qlora", "qat-int4") == {}
+    assert set(controls("qad-int4", "qad-nvfp4-a4").values()) == {"distilled"}
+    plain, longer, sampled = (tmp_path / name for name in ("plain.yaml", "longer.yaml", "sampled.yaml"))
+    distils = "teacher: qrl-tiny, generations: 2, learning_rate: 2.0e-5"
+    plain.write_text(f"train: {{{distils}}}\n")
+    longer.write_text(f"train: {{{distils}, qat: int8, steps: 7}}\n")
+    sampled.write_text(f"train: {{{distils}, qat: fp8, qat_calibration_samples: 8}}\n")
+    found = controls("qad-int4", str(longer), "qad-nvfp4-a4")
+    assert found["qad-int4"] == found["qad-nvfp4-a4"] == "distilled-qad-int4+qad-nvfp4-a4"
+    assert found["qad-int8"] == "distilled-qad-int8"
+    found = controls(str(longer), "qad-int4", str(plain))  # the plain one is the control of those that train alike
+    assert found == {"qad-int8": "distilled-qad-int8", "qad-int4": "distilled", "distilled": "distilled"}
+    assert set(controls("qad-int4", str(sampled)).values()) == {"distilled"}  # texts for scales, which it does not have
+
+
+@pytest.mark.parametrize(
+    ("variant", "control"),
+    [
+        ("qad-int4", "distilled-qad-int4+qad-nvfp4-a4"),
+        ("qad-int8", "distilled"),
+        ("qad-a4", "distilled"),
+        ("qat-int4", None),
+    ],
+)
+def test_a_distilled_method_has_the_control_that_names_it_or_the_shared_one(variant, control):
+    cells = [("grpo", "full"), ("distilled", "full"), ("distilled-qad-int4+qad-nvfp4-a4", "full"), (variant, "rtn-x")]
+    wanted = (control, "full") if control else None
+    assert ranking.control_of(cells[-1], cells) == wanted
+    assert ranking.control_of(("qad-int8", "rtn-int8"), cells[2:]) is None
+    assert not ranking.Method(*cells[2], *[None] * 5).quantized
+
+
 def test_arms_are_recipes_that_meet_on_the_same_questions(tmp_path):
     given = {"evaluate.n": "50"}
     arms = study.load(study.FIRST, study.ARMS, given, seed=3)

@@ -18,11 +18,15 @@ from qrl.study import arms, sweep
 from qrl.study.launch import DryRun, Launcher, Result
 from qrl.study.pipeline import StudySteps
 from qrl.tracking import addresses
+from qrl.train.qat import prepare
 
 ROOT = Path(qrl.__file__).parents[1]
 RATES = {"base:full": 0.4, "grpo:full": 0.8, "grpo:nf4": 0.7, "base:rtn-int4": 0.35, "grpo:rtn-int4": 0.6}
 RATES |= {"base:nf4": 0.35, "sft:full": 0.7, "sft:nf4": 0.65}
 RATES |= {"qat-int4:rtn-int4": 0.75, "qad-int4:rtn-int4": 0.78, "distilled:full": 0.8}
+LONGER = ("qad-int8:rtn-int8", "distilled-qad-int4+qad-nvfp4-a4:full", "distilled-qad-int8:full")
+RATES |= dict.fromkeys(LONGER, 0.79)
+RATES |= {f"{variant}:rtn-{form}": 0.6 for variant in ("base", "grpo", "qad-nvfp4-a4") for form in ("int8", "nvfp4-a4")}
 TYPED = {"quantize.schemes": "nf4", "device": "cpu", "evaluate.n": "60"}
 
 
@@ -153,6 +157,34 @@ def test_every_method_runs_on_every_model_and_the_losses_stand_by_size(steps, la
     assert set(rows["model"]) == {"qrl-tiny", "large"}
     told = capsys.readouterr().out
     assert "Does the loss grow with size?" in told and "# large" in told
+
+
+def test_distilled_methods_of_different_training_each_have_a_control_of_their_own(steps, tmp_path, capsys, monkeypatch):
+    trained, train = [], StudySteps.train
+
+    def keep(self, base, teacher):
+        trained.append(self.recipe.train)
+        return train(self, base, teacher)
+
+    monkeypatch.setattr(StudySteps, "train", keep)
+    texts, longer = tmp_path / "texts.jsonl", tmp_path / "longer.yaml"
+    texts.write_text('{"text": "Sam has 2 stones."}\n')
+    distils = f"teacher: qrl-tiny, generations: 2, learning_rate: 2.0e-5, qat_calibration: {texts}"
+    longer.write_text(f"train: {{qat: int8, {distils}, steps: 7}}\n")
+    sweep.study("tiny-ptq", ("qad-int4", str(longer), "qad-nvfp4-a4"), (0, 1), TYPED)
+    per_seed = ["grpo", "distilled", "qad-int4", "distilled", "qad-int8", "qad-nvfp4-a4"]
+    assert [each.variant for each in trained] == per_seed * 2
+    control, own = trained[3:5]
+    assert (control.steps, control.qat_calibration, own.qat_calibration) == (7, "task", str(texts))
+    prepare.check(control, tiny.PATH)
+    written = json.loads((artifacts() / "methods.json").read_text())
+    controls = {row["variant"]: row["control"] for row in written["methods"] if row["over_control"]}
+    assert controls == {
+        "qad-int4": ["distilled-qad-int4+qad-nvfp4-a4", "full"],
+        "qad-nvfp4-a4": ["distilled-qad-int4+qad-nvfp4-a4", "full"],
+        "qad-int8": ["distilled-qad-int8", "full"],
+    }
+    assert "qad-int8 · rtn-int8 − its control, distilled-qad-int8 · full" in capsys.readouterr().out
 
 
 def test_a_model_that_fails_is_named_and_loses_no_other(steps, large):
