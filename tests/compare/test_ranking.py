@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from scipy import stats as scipy_stats
 
-from qrl import cli, figures, names, recipe, stats
+from qrl import cli, compare, figures, names, recipe, stats
 from qrl.compare import answers, convergence, ranking
 from qrl.errors import BadInput
 from qrl.stats.text import interval
@@ -192,6 +192,13 @@ def test_a_change_over_seeds_has_the_interval_of_seeds():
     assert change.estimate == pytest.approx(1) and change.high - change.estimate == pytest.approx(
         min(half, 1), abs=0.01
     )
+
+
+def test_the_base_under_a_scheme_is_one_model_under_every_seed_as_in_compare():
+    rows = answered()
+    both = rows[rows["variant"].isin(["base", "grpo"])]
+    own = {row.cell: row for row in ranking.measure(rows).rows}
+    assert own["base", "nf4"].accuracy == compare.from_questions(both).cells["base", "nf4"]
 
 
 def test_the_answers_stand_in_table_json_metrics_and_figure(tmp_path):
