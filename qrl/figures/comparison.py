@@ -127,9 +127,10 @@ def lengths(measured: Methods, path: str | Path) -> None:
         for cell, found in measured.answers.items()
         if TOKENS in found.changes
     ]
-    against = "tokens an answer − those of the method's reference"
-    right = "Right: tokens, difference. Reference: the same method in full precision, if evaluated, else grpo there."
-    _forest(measured, rows, against, "The length of answers", right, path)
+    longer, shorter = sum(value.low > 0 for *_, value in rows), sum(value.high < 0 for *_, value in rows)
+    title = f"Answers are longer than the reference's in {longer} of {len(rows)} methods, shorter in {shorter}"
+    against = "tokens an answer − those of the reference, at full precision"
+    _forest(measured, rows, against, title, "Right: tokens, difference.", path)
 
 
 def _forest(
@@ -151,9 +152,9 @@ def _forest(
     axes.set_xlabel(axis)
     runs = "one training run each"
     if measured.runs > 1:
-        ticks = " (ticks: each run)" if any(value.runs for *_, value in rows) else ""
-        runs = f"mean of {measured.runs} training runs, intervals include their spread{ticks}"
-    finish(figure, axes, title, f"n = {measured.n} questions, paired; {runs}. Bars: 95 % intervals. {right}", path)
+        ticks = " (ticks)" if any(value.runs for *_, value in rows) else ""
+        runs = f"mean of {measured.runs} training runs{ticks}, intervals include their spread"
+    finish(figure, axes, title, f"n = {rows[0][2].n} questions, paired; {runs}. Bars: 95 % intervals. {right}", path)
 
 
 def _draw_runs(axes, y: float, value: Estimate) -> None:
