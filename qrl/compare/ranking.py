@@ -195,7 +195,7 @@ def markdown(methods: Methods, converged: Sequence[Convergence] = (), failed: Se
     lines = ["## Methods", "", *table(("method", "scheme", "accuracy", "gain over base", error, over), body)]
     lines += ["", note, "", *(f"- {finding}" for finding in findings(methods)), ""]
     lines += damage.markdown(methods.damages)
-    against = f"the reference: the same method at full precision if that was evaluated, else {methods.shown(FULL)}"
+    against = f"the reference (the same method at full precision if evaluated, else {methods.shown(FULL)})"
     lines += answers_table(methods.answers, methods.shown, against, methods.references)
     if converged:
         over = "seeds" if methods.runs > 1 else "the steps of the one seed"
@@ -228,7 +228,7 @@ def findings(methods: Methods) -> list[str]:
             other = f"grpo quantized to {row.scheme} after training"
             sentences.append(f"{row.variant} {relation} {other}: {size}, Holm-corrected p = {p:.2g}.")
         if row.over_control is not None and row.control:
-            control = f"its control, {names.cell_name(*row.control)}: the same further steps without quantization"
+            control = f"its control, {methods.shown(row.control)}: the same further steps without quantization"
             sentences.append(f"{methods.shown(row.cell)} − {control}: {interval(row.over_control)}.")
     return sentences
 
