@@ -7,6 +7,7 @@ BASE, GRPO = "base", "grpo"
 SFT = "sft"  # supervised fine-tuning for as many steps: a control
 QAT_PREFIX = "qat-"  # GRPO with linears that compute in a format: qat-int4
 QAD_PREFIX = "qad-"  # on-policy distillation into such linears
+DISTILLED = "distilled"  # a distilled arm's control: the teacher's model after the same steps without quantization
 
 # Schemes: how the weights are stored. Tables show `full` with the dtype it was computed in: `full (bf16)`.
 FULL, NF4, INT8, AWQ = "full", "nf4", "int8", "awq"

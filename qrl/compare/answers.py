@@ -1,12 +1,12 @@
 """Answers beyond right and wrong: their length, how they end, how likely the reference solutions are, what changed.
 
-A cell is compared with the same variant at full precision, paired by question, by the intervals of `contrast`: it takes
-values in 0..1, so token counts and log-likelihoods are scaled to that range and back.
+A cell is compared with a reference, such as the same variant at full precision, paired by question, by the intervals of
+`contrast`: it takes values in 0..1, so token counts and log-likelihoods are scaled to that range and back.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from qrl.errors import BadInput
 from qrl.files.tables import ROW, Texts
 from qrl.stats import Estimate
 
+References = Mapping[Cell, Cell | None]  # cell → the one that it is compared with; None: it is a reference itself
 SHOWN = 20  # changed answers of a cell and direction in the table for people
 LONGEST = 2000  # characters of a text in it, of which its end gets three quarters
 
@@ -47,14 +48,14 @@ SHARES = ("unfinished", "reached")  # the others are no shares of answers
 
 @dataclass(frozen=True)
 class Answers:
-    """A cell's answers, beside the same variant's at full precision.
+    """A cell's answers, beside those of its reference.
 
     Attributes:
         means: measure → its mean: `tokens` an answer, the shares `unfinished` and `reached` (the right value, before
             the answer went on to be wrong or cut), `reference_logprob` (nats a token of the reference solutions). What
             the rows do not hold is left out.
-        changes: measure → cell − full precision; empty under full precision.
-        right_to_wrong, wrong_to_right: answers that changed; None under full precision, and for several samples.
+        changes: measure → cell − reference; empty without one.
+        right_to_wrong, wrong_to_right: answers that changed; None without a reference, and for several samples.
         mcnemar: exact p of "as many changed either way"; None too for several training runs.
     """
 
@@ -63,6 +64,7 @@ class Answers:
     right_to_wrong: int | None = None
     wrong_to_right: int | None = None
     mcnemar: float | None = None
+    compared: int | None = None  # answers, over all training runs; None where those that changed are not counted
 
     @property
     def perplexity(self) -> float | None:
@@ -71,18 +73,18 @@ class Answers:
         return None if mean is None else math.exp(min(700.0, -mean.estimate))
 
 
-def measured(rows: Answered, changed: pd.DataFrame, cells: Iterable[Cell]) -> dict[Cell, Answers]:
+def measured(rows: Answered, changed: pd.DataFrame, references: References) -> dict[Cell, Answers]:
     """Return what is known of each cell's answers.
 
     Args:
         rows: the table of answers.
         changed: from `changed`.
-        cells: all of them, in order.
+        references: of all cells, in order.
 
     Raises:
         BadInput: a column that should hold numbers holds something else.
     """
-    found, evidence = {cell: Answers() for cell in cells}, rows.outcomes
+    found, evidence = {cell: Answers() for cell in references}, rows.outcomes
     for name, (column, read) in MEASURES.items():
         if column not in rows.frame:
             continue
@@ -98,15 +100,14 @@ def measured(rows: Answered, changed: pd.DataFrame, cells: Iterable[Cell]) -> di
         for cell, answers in found.items():
             mean = scaled.accuracy(cell) if name in SHARES else scaled.contrast({cell: 1})
             answers.means[name] = _stretched(mean, scale, least)
-            if cell[1] != names.FULL:
-                answers.changes[name] = _stretched(scaled.contrast({cell: 1, (cell[0], names.FULL): -1}), scale)
-    for cell, answers in found.items():
-        variant, scheme = cell
-        full = variant, names.FULL
-        if scheme != names.FULL and max(evidence.samples[cell], evidence.samples[full]) == 1:
-            own = changed.loc[(changed["variant"] == variant) & (changed["scheme"] == scheme), "correct"]
+            if reference := references[cell]:
+                answers.changes[name] = _stretched(scaled.contrast({cell: 1, reference: -1}), scale)
+    for cell, reference in references.items():
+        if reference and max(evidence.samples[cell], evidence.samples[reference]) == 1:
+            own = changed.loc[(changed["variant"] == cell[0]) & (changed["scheme"] == cell[1]), "correct"]
             counts = {"right_to_wrong": int((own == 0).sum()), "wrong_to_right": int((own == 1).sum())}
-            found[cell] = replace(answers, **counts, mcnemar=evidence.mcnemar(cell, full))
+            counts["compared"] = evidence.n if cell[0] == names.BASE else sum(map(len, evidence.groups))
+            found[cell] = replace(found[cell], **counts, mcnemar=evidence.mcnemar(cell, reference))
     return found
 
 
@@ -116,36 +117,39 @@ def _stretched(value: Estimate, scale: float, shift: float = 0.0) -> Estimate:
     return Estimate(**ends, stderr=value.stderr * scale, n=value.n, df=value.df)
 
 
-def changed(rows: Answered) -> pd.DataFrame:
-    """Return the answers whose verdict differs from the same variant's at full precision, in the order of the rows.
+def changed(rows: Answered, references: References) -> pd.DataFrame:
+    """Return the answers whose verdict differs from their reference's, in the order of the rows.
 
     Args:
         rows: the table of answers; cells with several samples per question are left out.
+        references: of the cells.
 
     Returns:
-        The rows of quantized schemes: variant, scheme, seed, question, correct (0/1), `correct_full`, and what the rows
-        hold of question_text, answer, parsed, parsed_full, completion, completion_full, and of `tables.ROW`.
+        The rows of cells that have a reference: variant, scheme, seed, question, correct (0/1), and of the reference
+        `correct_full`; and what the rows hold of question_text, answer, parsed, parsed_full, completion,
+        completion_full, and of `tables.ROW`.
     """
     table, frame = rows.table, rows.frame
-    variants = {variant: place for place, variant in enumerate(dict.fromkeys(variant for variant, _ in rows.cells))}
-    variant, base, full = (
-        np.array(facts)[rows.cell]
-        for facts in zip(*((variants[v], v == names.BASE, s == names.FULL) for v, s in rows.cells), strict=True)
-    )
-    seeds = table["seed"].cat
-    seed = np.where(base, 0, seeds.codes + 1)  # the base is one model under every seed
-    key = (variant * np.int64(len(seeds.categories) + 1) + seed) * len(rows.questions) + rows.question
+    places = {cell: place for place, cell in enumerate(rows.cells)}
+    against = np.array([places.get(references[cell], -1) for cell in rows.cells])
+    base, seeds = np.array([variant == names.BASE for variant, _ in rows.cells]), table["seed"].cat
+
+    def key(cell: np.ndarray) -> np.ndarray:
+        seed = np.where(base[cell], 0, seeds.codes + 1)  # the base is one model under every seed
+        return (cell * np.int64(len(seeds.categories) + 1) + seed) * len(rows.questions) + rows.question
+
     single = ~np.isin(rows.cell, rows.sampled)
-    whole, of_whole = np.unique(key[full & single], return_index=True)
-    of_whole = np.flatnonzero(full & single)[of_whole]
-    own = np.flatnonzero(~full & single)
+    full = np.flatnonzero(np.isin(rows.cell, against) & single)
+    whole, of_whole = np.unique(key(rows.cell)[full], return_index=True)
+    own = np.flatnonzero((against[rows.cell] >= 0) & single)
+    wanted = key(against[rows.cell])
     if len(seeds.categories) > 1:
-        cells = pd.DataFrame({"cell": rows.cell[own], "key": key[own]})
+        cells = pd.DataFrame({"cell": rows.cell[own], "key": wanted[own]})
         own = own[~cells.duplicated().to_numpy()]
     if not len(whole):
         own = own[:0]
-    at = np.minimum(np.searchsorted(whole, key[own]), len(whole) - 1)
-    own, other = (side[whole[at] == key[own]] for side in (own, of_whole[at]))
+    at = np.minimum(np.searchsorted(whole, wanted[own]), len(whole) - 1)
+    own, other = (side[whole[at] == wanted[own]] for side in (own, full[of_whole[at]]))
     correct = table["correct"].to_numpy()
     own, other = (side[correct[own] != correct[other]] for side in (own, other))
     columns = ["variant", "scheme", "seed", "question"]
@@ -201,4 +205,4 @@ def as_json(by_cell: Mapping[Cell, Answers], cell: Cell, numbers: Callable[[Esti
         change = answers.changes.get(name)
         entry[name] = {"n": mean.n, "mean": numbers(mean), "change": numbers(change) if change else None}
     entry["reference_perplexity"] = answers.perplexity
-    return entry | {key: getattr(answers, key) for key in ("right_to_wrong", "wrong_to_right", "mcnemar")}
+    return entry | {key: getattr(answers, key) for key in ("right_to_wrong", "wrong_to_right", "compared", "mcnemar")}

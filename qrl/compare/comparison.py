@@ -9,7 +9,7 @@ import pandas as pd
 
 from qrl import names, stats
 from qrl.compare import record, table
-from qrl.compare.answers import Answers, changed, measured, shown
+from qrl.compare.answers import Answers, References, changed, measured, shown
 from qrl.compare.evidence import Cell, Counts, Questions
 from qrl.compare.outcomes import Answered
 from qrl.errors import BadInput
@@ -134,10 +134,15 @@ class Comparison:
         by_cell = {cell: self.evidence.pass_at(cell) for cell in self.cells}
         return {cell: by_k for cell, by_k in by_cell.items() if by_k}
 
+    @property
+    def references(self) -> References:
+        """Cell → the same variant at full precision."""
+        return {cell: None if cell[1] == FULL else (cell[0], FULL) for cell in self.cells}
+
     @cached_property
     def answers(self) -> dict[Cell, Answers]:
         """Cell → what its answers are like beside right or wrong; empty if only counts are known."""
-        return measured(self.answered, self.changed, self.cells) if self.answered else {}
+        return measured(self.answered, self.changed, self.references) if self.answered else {}
 
     @cached_property
     def changed(self) -> pd.DataFrame:
@@ -145,7 +150,7 @@ class Comparison:
 
         See `answers.changed`; empty if only counts are known.
         """
-        return changed(self.answered) if self.answered else pd.DataFrame()
+        return changed(self.answered, self.references) if self.answered else pd.DataFrame()
 
     def changed_shown(self) -> pd.DataFrame:
         """Return a few of them as texts for people; see `answers.shown`."""

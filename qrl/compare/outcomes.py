@@ -38,9 +38,11 @@ class Answered:
         frame: as it was given, numbered anew.
         table: from `validate.checked`.
         cells: in order; `cell` holds each row's place among them.
+        grid: whether each variant is needed under each scheme.
     """
 
-    def __init__(self, frame: pd.DataFrame, table: pd.DataFrame | None = None) -> None:
+    def __init__(self, frame: pd.DataFrame, table: pd.DataFrame | None = None, *, grid: bool = True) -> None:
+        self.grid = grid
         self.frame = frame.reset_index(drop=True)  # tables that were concatenated repeat their labels
         self.table = checked(self.frame) if table is None else table
         self.questions = self.table["question"].cat.categories  # sorted, as all categories here
@@ -76,8 +78,8 @@ class Answered:
         if not unknown.any():
             return self, values
         keep = ~np.isin(self.question, self.question[unknown])
-        left = Answered(pd.DataFrame(self.frame[keep]), pd.DataFrame(self.table[keep]).reset_index(drop=True))
-        return left, pd.Series(values[keep]).reset_index(drop=True)
+        frame, table = pd.DataFrame(self.frame[keep]), pd.DataFrame(self.table[keep]).reset_index(drop=True)
+        return Answered(frame, table, grid=self.grid), pd.Series(values[keep]).reset_index(drop=True)
 
     @cached_property
     def _sorted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -114,7 +116,7 @@ class Answered:
             BadInput: the cells are not comparable.
         """
         used = np.unique(self.question)
-        check_grid(dict.fromkeys(self.appeared), len(used))
+        check_grid(dict.fromkeys(self.appeared), len(used), whole=self.grid)
         samples, runs = self._samples(), self._runs()
         seeds = list(self.table["seed"].cat.categories)
         at = [self._places(seeds.index(run), run) for run in runs]

@@ -6,28 +6,30 @@ random effect. If grpo and base were evaluated under a method's own scheme too, 
 is QAT better than PTQ, and did the training learn anything?
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
 import pandas as pd
 
 from qrl import names
-from qrl.compare import damage
+from qrl.compare import answers, damage
 from qrl.compare.convergence import Convergence
 from qrl.compare.evidence import Cell
-from qrl.compare.outcomes import outcomes
-from qrl.compare.record import numbers
+from qrl.compare.outcomes import Answered
+from qrl.compare.record import numbers, of_answers
+from qrl.compare.table import answers_table
 from qrl.compare.validate import cells_of, check_columns, full_with_dtype
 from qrl.errors import BadInput
+from qrl.files.tables import TEXTS
 from qrl.stats import LEVEL, Estimate, holm_by_key
 from qrl.stats.text import interval, table
 
 # Gains are measured from the first, errors from the second.
 PLAIN, FULL = (names.BASE, names.FULL), (names.GRPO, names.FULL)
 OTHERS = (names.BASE, names.SFT)  # controls of GRPO, which compete with no method
-CONTROL = ("distilled", names.FULL)  # of distilled methods: the same further steps without quantization
 METHODS_MD, METHODS_JSON = "methods.md", "methods.json"
 
 
@@ -43,6 +45,7 @@ class Method:
     over_grpo: Estimate | None  # − grpo quantized after training to the same scheme
     over_base: Estimate | None  # − base in the same scheme
     over_control: Estimate | None = None  # of a distilled method, − the same further steps without quantization
+    control: Cell | None = None  # those steps
 
     @property
     def cell(self) -> Cell:
@@ -51,7 +54,7 @@ class Method:
     @property
     def quantized(self) -> bool:
         """Whether this is a trained model that is quantized, or was trained quantized."""
-        return self.variant not in OTHERS and self.cell not in (FULL, CONTROL)
+        return self.variant not in OTHERS and self.cell != FULL and not is_control(self.cell)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Methods:
             scheme", Holm-corrected over all methods with that comparison.
         damages: what quantization costs each variant whose schemes grpo has too; empty if none has.
         full: how tables show the scheme `full`, with its dtype if known.
+        answered: the table of answers that they were read from.
     """
 
     rows: tuple[Method, ...]
@@ -77,6 +81,7 @@ class Methods:
     trained: dict[Cell, float]
     damages: tuple[damage.Damage, ...] = ()
     full: str = names.FULL
+    answered: Answered | None = field(default=None, repr=False, compare=False)
 
     @property
     def best(self) -> Method | None:
@@ -86,6 +91,30 @@ class Methods:
     def shown(self, cell: Cell) -> str:
         """Return a cell's name as tables and figures show it."""
         return names.cell_name(cell[0], self.full if cell[1] == names.FULL else cell[1])
+
+    @property
+    def references(self) -> answers.References:
+        """Cell → the one that its answers are compared with: the same variant at full precision, or grpo."""
+        cells = [row.cell for row in self.rows]
+        return {cell: _reference(cell, cells) for cell in cells}
+
+    @cached_property
+    def answers(self) -> dict[Cell, answers.Answers]:
+        """Cell → what its answers are like beside right or wrong."""
+        return answers.measured(self.answered, self.changed, self.references) if self.answered else {}
+
+    @cached_property
+    def changed(self) -> pd.DataFrame:
+        """A row per answer whose verdict differs from its reference's; see `answers.changed`."""
+        return answers.changed(self.answered, self.references) if self.answered else pd.DataFrame()
+
+    def changed_shown(self) -> pd.DataFrame:
+        """Return a few of them as texts for people, with columns method and reference; see `answers.shown`."""
+        table = answers.shown(self.changed, self.answered.frame.attrs.get(TEXTS) if self.answered else None)
+        if len(table):
+            cells = zip(table["variant"], table["scheme"], strict=True)
+            table.insert(2, "reference", [names.cell_name(*(self.references[cell] or cell)) for cell in cells])
+        return table.rename(columns={"variant": "method"})
 
 
 def measure(frame: pd.DataFrame) -> Methods:
@@ -99,39 +128,56 @@ def measure(frame: pd.DataFrame) -> Methods:
         BadInput: base or grpo at full precision is missing, or the cells are not comparable.
     """
     check_columns(frame)
-    place, cells = cells_of(frame)
+    _, cells = cells_of(frame)
     for needed in (PLAIN, FULL):
         if needed not in cells:
             raise BadInput(f"Cell {names.cell_name(*needed)} is missing: methods are measured from it.")
-    # Every cell becomes a variant under one scheme, so that no cell is required under another's scheme.
-    labels = {cell: names.BASE if cell == PLAIN else " ".join(cell) for cell in cells}
-    as_variants = pd.Categorical([labels[cell] for cell in cells]).take(place)
-    relabelled = frame.assign(variant=as_variants, scheme=pd.Categorical([names.FULL]).take(0 * place))
-    evidence = outcomes(relabelled.drop(columns=names.SETTINGS, errors="ignore"))
+    answered = Answered(frame.drop(columns=names.SETTINGS, errors="ignore"), grid=False)
+    evidence = answered.outcomes
 
     def minus(cell: Cell, other: Cell | None) -> Estimate | None:
         if other is None or other == cell or other not in cells:
             return None
-        return evidence.contrast({(labels[cell], names.FULL): 1, (labels[other], names.FULL): -1})
+        return evidence.contrast({cell: 1, other: -1})
 
     rows = []
     for cell in cells:
-        accuracy = evidence.accuracy((labels[cell], names.FULL))
+        accuracy = evidence.accuracy(cell)
         own_scheme = cell[0] not in (*OTHERS, names.GRPO) and cell[1] != names.FULL
         others = (PLAIN, FULL, *((variant, cell[1]) if own_scheme else None for variant in (names.GRPO, names.BASE)))
-        control = CONTROL if cell[0].startswith(names.QAD_PREFIX) else None
-        rows.append(Method(*cell, accuracy, *(minus(cell, other) for other in (*others, control))))
+        control = control_of(cell, cells)
+        rows.append(Method(*cell, accuracy, *(minus(cell, other) for other in (*others, control)), control))
     rows.sort(key=lambda row: -row.accuracy.estimate)
     small = [row.cell for row in rows if row.quantized]
     differences = {pair: minus(*pair) for pair in combinations(small, 2)}
     pairs = holm_by_key({pair: difference.p_two_sided for pair, difference in differences.items() if difference})
     trained = holm_by_key({row.cell: row.over_grpo.p_two_sided for row in rows if row.over_grpo})
     behind = {cell: pairs[small[0], cell] for cell in small[1:]}
-    damages = damage.measure(
-        cells, lambda weights: evidence.contrast({(labels[cell], names.FULL): w for cell, w in weights.items()})
-    )
-    runs = len(evidence.runs)
-    return Methods(tuple(rows), evidence.n, runs, behind, trained, damages, full_with_dtype(frame))
+    damages, runs = damage.measure(cells, evidence.contrast), len(evidence.runs)
+    return Methods(tuple(rows), evidence.n, runs, behind, trained, damages, full_with_dtype(frame), answered)
+
+
+def _reference(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
+    """Return the same variant at full precision if it was evaluated, else grpo; None for base, sft and grpo there."""
+    own = cell[0], names.FULL
+    if cell != own and own in cells:
+        return own
+    return None if cell[0] in (*OTHERS, names.GRPO) else FULL
+
+
+def is_control(cell: Cell) -> bool:
+    """Whether a cell is the control of distilled methods: the same further steps without quantization."""
+    variant, scheme = cell
+    return scheme == names.FULL and (variant == names.DISTILLED or variant.startswith(f"{names.DISTILLED}-"))
+
+
+def control_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
+    """Return a distilled method's control: `distilled-…` that names it, or else `distilled`; None if there is none."""
+    variant, _ = cell
+    if not variant.startswith(names.QAD_PREFIX):
+        return None
+    named = {f"+{each[0].removeprefix(names.DISTILLED)[1:]}+": each for each in cells if is_control(each)}
+    return next((each for arms, each in named.items() if f"+{variant}+" in arms), named.get("++"))
 
 
 def markdown(methods: Methods, converged: Sequence[Convergence] = (), failed: Sequence[str] = ()) -> str:
@@ -149,6 +195,8 @@ def markdown(methods: Methods, converged: Sequence[Convergence] = (), failed: Se
     lines = ["## Methods", "", *table(("method", "scheme", "accuracy", "gain over base", error, over), body)]
     lines += ["", note, "", *(f"- {finding}" for finding in findings(methods)), ""]
     lines += damage.markdown(methods.damages)
+    against = f"the reference (the same method at full precision if evaluated, else {methods.shown(FULL)})"
+    lines += answers_table(methods.answers, methods.shown, against, methods.references)
     if converged:
         over = "seeds" if methods.runs > 1 else "the steps of the one seed"
         objective = "objective: first quarter → last quarter, difference"
@@ -179,8 +227,8 @@ def findings(methods: Methods) -> list[str]:
             relation = relation if p < 1 - LEVEL else "does not differ significantly from"
             other = f"grpo quantized to {row.scheme} after training"
             sentences.append(f"{row.variant} {relation} {other}: {size}, Holm-corrected p = {p:.2g}.")
-        if row.over_control is not None:
-            control = f"its control, {names.cell_name(*CONTROL)}: the same further steps without quantization"
+        if row.over_control is not None and row.control:
+            control = f"its control, {methods.shown(row.control)}: the same further steps without quantization"
             sentences.append(f"{methods.shown(row.cell)} − {control}: {interval(row.over_control)}.")
     return sentences
 
@@ -194,7 +242,8 @@ def as_json(methods: Methods, converged: Sequence[Convergence] = (), failed: Seq
     rows, trainings = [], []
     for row in methods.rows:
         p_values = {"p_behind_best": methods.behind.get(row.cell), "p_over_grpo": methods.trained.get(row.cell)}
-        rows.append(document(vars(row)) | p_values)
+        of_cell = answers.as_json(methods.answers, row.cell, numbers)
+        rows.append(document(vars(row)) | p_values | {"reference": methods.references[row.cell], "answers": of_cell})
     keys = ("variant", "scheme", "converged", "reason", "measure", "first", "last", "change")
     for training in converged:
         trainings.append(document({key: getattr(training, key) for key in keys}))
@@ -204,12 +253,19 @@ def as_json(methods: Methods, converged: Sequence[Convergence] = (), failed: Seq
 
 
 def metrics(methods: Methods) -> dict[str, float]:
-    """Return `methods/accuracy_<variant>_<scheme>` of every cell, `methods/error_…` with its bounds, and `damage/…`."""
+    """Return `methods/accuracy_<variant>_<scheme>` of every cell, `methods/error_…` with its bounds, and `damage/…`.
+
+    Of the answers: `methods/<measure>_change_…` with its bounds, `methods/right_to_wrong_…`, `…/wrong_to_right_…`.
+    """
+
+    def suffix(cell: Cell) -> str:
+        return "_".join(cell).replace("+", "_")  # which MLflow does not take
+
     scores = {}
     for row in methods.rows:
-        name = f"{row.variant}_{row.scheme}".replace("+", "_")  # which MLflow does not take
+        name = suffix(row.cell)
         scores[f"methods/accuracy_{name}"] = row.accuracy.estimate
         if row.error is not None:
             scores[f"methods/error_{name}"] = row.error.estimate
             scores |= {f"methods/error_{name}_low": row.error.low, f"methods/error_{name}_high": row.error.high}
-    return scores | damage.metrics(methods.damages)
+    return scores | of_answers("methods", methods.answers, suffix) | damage.metrics(methods.damages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from qrl.compare import answers
@@ -29,9 +30,9 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "gain_survival" to standard deviations, and `per_seed` maps each seed to the same two differences, whose errors
         come from its questions alone. Cells with several samples per question also have "samples" and "pass_at": {k:
         …}. "answers" maps each variant to the measures of `answers.Answers` that are known, as {"n", "mean", "change"}
-        (against full precision, null under it), and to "reference_perplexity", "right_to_wrong", "wrong_to_right" and
-        "mcnemar"; it is empty if only counts are known. With more than one trained variant, the entry is the first
-        one's, and "others" maps each further label to the same keys.
+        (against full precision, null under it), and to "reference_perplexity", "right_to_wrong", "wrong_to_right",
+        "compared" (answers) and "mcnemar"; it is empty if only counts are known. With more than one trained variant,
+        the entry is the first one's, and "others" maps each further label to the same keys.
     """
     entries = {}
     for scheme in comparison.schemes:
@@ -65,13 +66,18 @@ def as_metrics(comparison: Comparison) -> dict[str, float]:
             if value.runs:
                 between, within = value.runs.between_sd, value.runs.within_sd
                 metrics |= {f"{key}_between_seed_sd": between, f"{key}_within_seed_sd": within}
-    for cell, found in comparison.answers.items():
-        suffix = _suffix(comparison, cell)
+    return metrics | of_answers("compare", comparison.answers, lambda cell: _suffix(comparison, cell))
+
+
+def of_answers(folder: str, by_cell: Mapping[Cell, answers.Answers], suffix: Callable[[Cell], str]) -> dict[str, float]:
+    """Return `<folder>/<measure>_change_<suffix>` of answers, with its ends, and how many of them changed."""
+    metrics = {}
+    for cell, found in by_cell.items():
         for name, value in found.changes.items():
-            metrics |= _with_ends(f"compare/{name}_change_{suffix}", value)
+            metrics |= _with_ends(f"{folder}/{name}_change_{suffix(cell)}", value)
         for name in ("right_to_wrong", "wrong_to_right"):
             if (count := getattr(found, name)) is not None:
-                metrics[f"compare/{name}_{suffix}"] = float(count)
+                metrics[f"{folder}/{name}_{suffix(cell)}"] = float(count)
     return metrics
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from qrl import names
 from qrl.compare import seeds
-from qrl.compare.answers import Answers
+from qrl.compare.answers import Answers, References
 from qrl.stats.text import interval, table
 
 if TYPE_CHECKING:
@@ -100,19 +101,38 @@ def _losses(comparison: Comparison) -> list[str]:
 
 
 def _answers(comparison: Comparison) -> list[str]:
-    """Return a table of the answers, if more is known of them than right or wrong, or if quantization changed some."""
-    by_cell = comparison.answers
-    if not by_cell or not any(answers.means or answers.mcnemar is not None for answers in by_cell.values()):
+    def shown(cell: Cell) -> str:
+        return names.cell_name(cell[0], comparison.shown(cell[1]))
+
+    return answers_table(comparison.answers, shown, f"{comparison.full} of the same variant")
+
+
+def answers_table(
+    by_cell: Mapping[Cell, Answers], shown: Callable[[Cell], str], against: str, references: References | None = None
+) -> list[str]:
+    """Return a table of the answers, if more is known of them than right or wrong, or if some of them changed.
+
+    Args:
+        by_cell: in the order of rows.
+        shown: a cell's name.
+        against: what the reference is, in words.
+        references: of the cells, for a column; none if `against` says which they are.
+    """
+    if not any(answers.means or answers.right_to_wrong is not None for answers in by_cell.values()):
         return []
-    known = [name for name in _MEASURES if any(name in answers.means for answers in by_cell.values())]
-    head = ["cell", *(_MEASURES[name][0] for name in known)]
+    known = {name: mean.n for answers in by_cell.values() for name, mean in answers.means.items()}
+    head = ["cell", *(["reference"] if references else [])]
+    head += [f"{_MEASURES[name][0]} (n = {n})" for name, n in known.items()]
     body = []
-    for (variant, scheme), answers in by_cell.items():
-        line = [names.cell_name(variant, comparison.shown(scheme)), *(_measure(answers, name) for name in known)]
+    for cell, answers in by_cell.items():
+        line = [shown(cell)]
+        if references:
+            line.append(shown(reference) if (reference := references[cell]) else "")
+        line += [_measure(answers, name) for name in known]
         counts = (answers.right_to_wrong, answers.wrong_to_right)
-        line += ["" if count is None else str(count) for count in counts]
+        line += ["" if count is None else f"{count} of {answers.compared}" for count in counts]
         body.append((*line, "" if answers.mcnemar is None else f"{answers.mcnemar:.2g}"))
-    note = f"Brackets: the difference to {comparison.full} of the same variant, and its interval."
+    note = f"Brackets: the difference to {against}, and its interval."
     if "reached" in known:
         note += " *reached, then wrong*: the right value appears before a wrong or missing answer."
     if "reference_logprob" in known:

@@ -25,8 +25,13 @@ ENOUGH = "expected at least 2, and hundreds for a verdict"
 _NESTED = (list, dict, set, tuple, np.ndarray)
 
 
-def check_grid(cells: Mapping[tuple[str, str], Any], n: int) -> None:
-    """Reject cells that no gain can be computed from: each variant is needed under each scheme, with base and full.
+def check_grid(cells: Mapping[tuple[str, str], Any], n: int, *, whole: bool = True) -> None:
+    """Reject cells that no gain can be computed from: base and full are needed, and each variant under each scheme.
+
+    Args:
+        cells: by variant and scheme.
+        n: questions.
+        whole: whether each variant is needed under each scheme.
 
     Raises:
         BadInput: a label is malformed, a cell is missing, or n < 2.
@@ -43,7 +48,7 @@ def check_grid(cells: Mapping[tuple[str, str], Any], n: int) -> None:
     if FULL not in schemes:
         measured = f"The schemes are {quoted(schemes)}, but gain survival is measured from '{FULL}'"
         raise BadInput(f"{measured}: give the full-precision scheme that name, or name it with --reference.")
-    for cell in product(variants, schemes):
+    for cell in product(variants, schemes) if whole else ():
         if cell not in cells:
             raise BadInput(
                 f"Cell {cell_name(*cell)} is missing: every variant ({quoted(variants)}) is needed under every scheme "

@@ -6,7 +6,7 @@ not at all.
 
 from qrl.figures.benchmark import capacities, speeds
 from qrl.figures.cards import Gate
-from qrl.figures.comparison import matrix, methods, survival
+from qrl.figures.comparison import lengths, matrix, methods, survival
 from qrl.figures.divergence import behaviour
 from qrl.figures.heatmaps import movement, schemes
 from qrl.figures.plan import chances

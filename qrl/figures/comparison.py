@@ -13,12 +13,13 @@ from qrl.names import FULL
 from qrl.stats.text import interval
 
 if TYPE_CHECKING:
-    from qrl.compare import Comparison
+    from qrl.compare import Cell, Comparison
     from qrl.compare.ranking import Methods
     from qrl.stats import Estimate
     from qrl.stats.verdict import Verdict
 
 COLOURS = {"base": GREY, "grpo": BLUE, "qat": GREEN, "qad": PURPLE, "": ORANGE}  # by the prefix of a method's name
+TOKENS = "tokens"  # a measure of answers
 VERDICTS = {"survives": GREEN, "lost": RED, "inconclusive": ORANGE}
 LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 
@@ -113,25 +114,47 @@ def _forest_row(axes, y: int, verdict: Verdict, value: Estimate) -> None:
 
 def methods(measured: Methods, title: str, path: str | Path) -> None:
     """Draw the accuracy of every method − that of GRPO at full precision, with 95 % intervals and a tick per run."""
-    rows = [(row, row.error) for row in measured.rows if row.error is not None]
+    rows = [(row.cell, f"{row.accuracy.estimate:.3f}", row.error) for row in measured.rows if row.error is not None]
+    _forest(
+        measured, rows, "accuracy − accuracy of grpo at full precision", title, "Right: accuracy, difference.", path
+    )
+
+
+def lengths(measured: Methods, path: str | Path) -> None:
+    """Draw the tokens an answer of every method − those of its reference, with 95 % intervals."""
+    rows = [
+        (cell, f"{found.means[TOKENS].estimate:.1f}", found.changes[TOKENS])
+        for cell, found in measured.answers.items()
+        if TOKENS in found.changes
+    ]
+    longer, shorter = sum(value.low > 0 for *_, value in rows), sum(value.high < 0 for *_, value in rows)
+    title = f"Answers are longer than the reference's in {longer} of {len(rows)} methods, shorter in {shorter}"
+    against = "tokens an answer − those of the reference, at full precision"
+    _forest(measured, rows, against, title, "Right: tokens, difference.", path)
+
+
+def _forest(
+    measured: Methods, rows: list[tuple[Cell, str, Estimate]], axis: str, title: str, right: str, path: str | Path
+) -> None:
+    """Draw a difference per cell with its interval, and a text beside it."""
     figure, axes = canvas(8.4, 2.0 + 0.3 * len(rows))
     beside = {"xycoords": ("axes fraction", "data"), "va": "center", "color": INK, "size": 9, "annotation_clip": False}
-    for y, (row, error) in enumerate(rows):
-        colour = next(colour for prefix, colour in COLOURS.items() if row.variant.startswith(prefix))
-        axes.plot([error.low, error.high], [y, y], color=colour, lw=2.2, solid_capstyle="butt")
-        axes.plot(error.estimate, y, "o", ms=7, color=colour)
-        _draw_runs(axes, y, error)
-        axes.annotate(f"{row.accuracy.estimate:.3f}   {interval(error)}", (1.02, y), **beside)
+    for y, (cell, text, value) in enumerate(rows):
+        colour = next(colour for prefix, colour in COLOURS.items() if cell[0].startswith(prefix))
+        axes.plot([value.low, value.high], [y, y], color=colour, lw=2.2, solid_capstyle="butt")
+        axes.plot(value.estimate, y, "o", ms=7, color=colour)
+        _draw_runs(axes, y, value)
+        axes.annotate(f"{text}   {interval(value)}", (1.02, y), **beside)
     axes.axvline(0, color=INK, lw=1)
     axes.set_ylim(len(rows) - 0.5, -0.6)
-    axes.set_yticks(range(len(rows)), [measured.shown(row.cell) for row, _ in rows], size=10)
+    axes.set_yticks(range(len(rows)), [measured.shown(cell) for cell, *_ in rows], size=10)
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel("accuracy − accuracy of grpo at full precision")
+    axes.set_xlabel(axis)
     runs = "one training run each"
     if measured.runs > 1:
-        runs = f"mean of {measured.runs} training runs, intervals include their spread (ticks: each run)"
-    note = f"n = {measured.n} held-out questions, paired; {runs}. Bars: 95 % intervals. Right: accuracy, difference."
-    finish(figure, axes, title, note, path)
+        ticks = " (ticks)" if any(value.runs for *_, value in rows) else ""
+        runs = f"mean of {measured.runs} training runs{ticks}, intervals include their spread"
+    finish(figure, axes, title, f"n = {rows[0][2].n} questions, paired; {runs}. Bars: 95 % intervals. {right}", path)
 
 
 def _draw_runs(axes, y: float, value: Estimate) -> None:

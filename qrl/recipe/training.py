@@ -175,7 +175,7 @@ class Train(Section):
         """The variant of the trained weights: `grpo`, `sft`, `qat-int4`, `distilled`, or `qad-int4` with both."""
         trained_in = Path(self.qat).stem
         if self.teacher:
-            return "distilled" if self.qat == "none" else f"{known.QAD_PREFIX}{trained_in}"
+            return known.DISTILLED if self.qat == "none" else f"{known.QAD_PREFIX}{trained_in}"
         if self.algorithm == "sft":
             return known.SFT
         return known.GRPO if self.qat == "none" else f"{known.QAT_PREFIX}{trained_in}"

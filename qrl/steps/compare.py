@@ -145,6 +145,8 @@ def methods(recipe: Recipe, cells: list[str]) -> None:
     ):
         text = write_methods(measured, work)
         tables.join(evaluated.files(cells), work / names.QUESTIONS, {"scheme": names.scheme})
+        if len(changed := measured.changed_shown()):
+            contents.log_table(changed, Path(names.CHANGED_JSON).stem)
         contents.log_folder(work)
         contents.log_scores(ranking.metrics(measured))
         contents.describe(text)
@@ -174,7 +176,7 @@ def write(comparison: room.Comparison, out: Path, *, appendix: str = "") -> str:
 def write_methods(
     measured: ranking.Methods, out: Path, converged: Sequence[Convergence] = (), failed: Sequence[str] = ()
 ) -> str:
-    """Write methods.md, methods.json and figures/methods.png into a folder; return the text of the first.
+    """Write methods.md, methods.json, changed answers and figures into a folder; return the first's text.
 
     Raises:
         BadInput: `out` cannot be written to.
@@ -182,8 +184,12 @@ def write_methods(
     text = ranking.markdown(measured, converged, failed)
     document = json.dumps(ranking.as_json(measured, converged, failed), indent=1) + "\n"
     title = ranking.findings(measured)[0] if measured.best else "No quantized method"
-    with written(out, "methods", {ranking.METHODS_MD: text, ranking.METHODS_JSON: document}) as drawn:
+    changed = measured.changed_shown().to_json(orient="split", index=False)
+    documents = {ranking.METHODS_MD: text, ranking.METHODS_JSON: document, names.CHANGED_JSON: changed}
+    with written(out, "methods", documents) as drawn:
         figures.methods(measured, title, drawn / "methods.png")
+        if any(found.changes.get("tokens") for found in measured.answers.values()):
+            figures.lengths(measured, drawn / "lengths.png")
     return text
 
 

@@ -1,5 +1,6 @@
 """The methods of a sweep: a recipe each, which stands alone or is a change of the first one; and their names."""
 
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ QAT = ("qat-int8", "qat-int8-attention", "qat-int4", "qat-nvfp4-a16", "qat-nvfp4
 ARMS = ("tiny-qlora", *QAT, "qad-int4", "qad-nvfp4-a4")
 # Settings that all methods share.
 SHARED = ("model", "task", "data", "prompt", "chat", "device", "evaluate", "quantize.calibration_samples")
-CONTROL = "distilled"  # a distilled arm's control: the teacher's model after the same steps without quantization
+WITHOUT_QUANTIZATION = {"train.qat": "none", "train.qat_calibration": "task"}  # changes of a distilled arm's control
 
 
 class Arm(NamedTuple):
@@ -124,6 +125,27 @@ def scheme_of(arm: Recipe) -> str:
     return names.RTN_FILE
 
 
-def is_controlled(arm: Recipe) -> bool:
-    """Whether a method distils into quantized weights, and so needs a control."""
-    return bool(arm.train.teacher) and arm.train.qat != "none"
+def controls(methods: Iterable[Recipe]) -> dict[str, str]:
+    """Return the variant of each distilled method's control, by the method's label.
+
+    It is `distilled` if all methods share it, and otherwise `distilled-ARM+ARM`, which names those that do. A method
+    that distils without quantization is the control of those that train alike.
+    """
+    alike: dict[str, list[str]] = {}
+    for recipe in methods:
+        if recipe.train.teacher:
+            alike.setdefault(_distillation(recipe), []).append(label(recipe))
+    shared = names.DISTILLED
+    return {
+        arm: shared if len(alike) == 1 or shared in arms else f"{shared}-{'+'.join(arms)}"
+        for arms in alike.values()
+        for arm in arms
+    }
+
+
+def _distillation(recipe: Recipe) -> str:
+    """Return what decides a distillation's training beside quantization, and beside the teacher, which a sweep sets."""
+    fields = type(recipe.train).model_fields.items()
+    plain = {key: field.default for key, field in fields if key.startswith("qat")} | {"teacher": ""}
+    train = recipe.train.model_copy(update=plain)
+    return repr(recipe.model_copy(update={"train": train}).key_settings("train", "rollout", "watch"))

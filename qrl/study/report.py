@@ -119,7 +119,7 @@ def sweep_tables(launcher: Launcher, outcomes: list[SweepOutcome], recipe: Recip
     from qrl.compare import ranking, sizes
     from qrl.steps.compare import write_methods, write_sizes
 
-    texts, frames, scores, failed = [], {}, {}, []
+    texts, frames, changed, scores, failed = [], {}, [], {}, []
     with workspace("methods", shared=True) as work:
         for outcome in outcomes:
             prefix = f"{outcome.model}: " if outcome.model else ""
@@ -135,6 +135,7 @@ def sweep_tables(launcher: Launcher, outcomes: list[SweepOutcome], recipe: Recip
             texts.append(f"# {outcome.model}\n\n{text}" if outcome.model else text)
             failed += [f"{prefix}{sentence}" for sentence in not_counted]
             frames[outcome.model] = _rewarded(frame, recipe)
+            changed.append(_of_model(measured.changed_shown(), outcome.model))
             scores = scores or ranking.metrics(measured)  # of the first model; the tables have every one's
         if len(frames) > 1:
             counts = {outcome.model: outcome.parameters for outcome in outcomes}
@@ -144,8 +145,11 @@ def sweep_tables(launcher: Launcher, outcomes: list[SweepOutcome], recipe: Recip
         elif failed and outcomes[0].model:
             texts.append("\n".join(["## Did not count", "", *(f"- {sentence}" for sentence in failed), ""]))
         if frames:
-            whole = [frame.assign(model=model) if model else frame for model, frame in frames.items()]
+            whole = [_of_model(frame, model) for model, frame in frames.items()]
             pd.concat(whole, ignore_index=True).to_parquet(work / names.QUESTIONS)
+            if len(answers := pd.concat(changed, ignore_index=True)):
+                answers.to_json(work / names.CHANGED_JSON, orient="split", index=False)
+                contents.log_table(answers, Path(names.CHANGED_JSON).stem)  # marks the file as a table
         contents.log_folder(work)
         made = ", ".join(sorted(f"{path.name}/" if path.is_dir() else path.name for path in work.iterdir()))
     contents.log_scores(scores | {"study/seconds": seconds})
@@ -168,6 +172,11 @@ def methods_of(outcome: SweepOutcome, seeds: tuple[int, ...]) -> tuple[pd.DataFr
     ]
     frame = cells.rows([run_id for by_seed in whole.values() for run_id in by_seed.values()])
     return frame, ranking.measure(frame), left_out
+
+
+def _of_model(frame: pd.DataFrame, model: str) -> pd.DataFrame:
+    """Return rows with the model that they are of; unchanged if the sweep has one model only."""
+    return frame.assign(model=model) if model else frame
 
 
 def _rewarded(frame: pd.DataFrame, recipe: Recipe) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 
 The first recipe is GRPO in full precision, quantized afterwards under its own schemes. The others train with QLoRA,
 with quantized weights (QAT) or by distillation, which starts from the first recipe's model of the same seed and has it
-for a teacher. Two are controls: a distillation into quantized weights gets the same further steps without
+for a teacher. Some are controls: each distillation into quantized weights gets the same further steps without
 quantization; supervised fine-tuning (SFT) is quantized as GRPO is, and then the base is too. Each step is launched
 below the sweep's run and reused by its key, as in `pipeline.study`.
 """
@@ -18,7 +18,7 @@ from qrl import recipe as recipes
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.recipe import Recipe
 from qrl.study import preflight
-from qrl.study.arms import CONTROL, Arm, is_controlled, label, load, scheme_of, stages_of
+from qrl.study.arms import WITHOUT_QUANTIZATION, Arm, controls, label, load, scheme_of, stages_of
 from qrl.study.build import side_by_side
 from qrl.study.environments import begin_builds, check_checkout, look_ahead
 from qrl.study.launch import DryRun, Launcher
@@ -96,9 +96,9 @@ def study(
     params = {"device": targets[0].device, "seeds": ",".join(map(str, seeds)), "arms": ",".join(map(label, methods))}
     params |= {"models": ",".join(models.values())} if models else {}
     with runs.step("sweep", methods[0], sections=tuple(SECTIONS), params=params) as run:
-        controls = any(map(is_controlled, methods))
+        alone = set(controls(methods).values()) - set(map(label, methods))
         schemes = len(side_by_side(methods[0].quantize.schemes))
-        per_seed = 2 * len(others) + 2 + schemes + controls + sum(schemes - 1 for arm in methods if _is_sft(arm))
+        per_seed = 2 * len(others) + 2 + schemes + len(alone) + sum(schemes - 1 for arm in methods if _is_sft(arm))
         launcher = Launcher({}, run.info.run_id, len(targets) * (len(seeds) * per_seed + register))
         for target, outcome in zip(targets, outcomes, strict=True):
             try:
@@ -150,9 +150,6 @@ def _check(name: str, arms: dict[int, list[Arm]], typed: dict[str, str], first: 
         raise BadInput(
             f"Two methods have different formats under the one name {names.RTN_FILE}: sweep one of them at a time."
         )
-    taught = [recipe.train.model_copy(update={"qat": "none"}) for recipe in methods if is_controlled(recipe)]
-    if any(other != taught[0] for other in taught):
-        raise BadInput("Distilled methods share one control, but differ in more than train.qat: sweep them apart.")
     device, base = preflight.check(methods[0], {"recipe": first, **typed}, beside=own_schemes, yes=yes)
     return _Target(name, arms, device, base, Shape.of(source.locate(methods[0].model)).parameters)
 
@@ -225,9 +222,10 @@ class _Seed:
         recipe, teacher, more = arm.recipe, None, {}
         if recipe.train.teacher:  # the sweep's own GRPO model replaces the recipe's teacher
             teacher, more = grpo, {"model": str(addresses.folder(grpo[0])), "train.teacher": grpo[0]}
-        if is_controlled(recipe) and f"{CONTROL}:{names.FULL}" not in self.models:
-            control = self._steps(arm, more | {"train.qat": "none"})
-            self.models[f"{CONTROL}:{names.FULL}"] = self._train(control, control.recipe, teacher)
+        control = controls(each.recipe for each in self.arms).get(label(recipe), label(recipe))
+        if control != label(recipe) and (cell := f"{control}:{names.FULL}") not in self.models:
+            steps = self._steps(arm, more | WITHOUT_QUANTIZATION)
+            self.models[cell] = self._train(steps, steps.recipe, teacher, control)
         trained = self._train(self._steps(arm, more), recipe, teacher)
         if _is_sft(recipe):  # in the schemes of the first recipe, as grpo and base are
             self.models |= self._steps(self.arms[0]).quantize({label(recipe): trained})
@@ -242,7 +240,7 @@ class _Seed:
         self.models |= {cell: model for cell, model in stored.items() if cell.endswith(f":{scheme}")}
         self.outcome.schemes[label(recipe)] = scheme
 
-    def _train(self, steps: StudySteps, arm: Recipe, teacher: Model | None) -> Model:
+    def _train(self, steps: StudySteps, arm: Recipe, teacher: Model | None, name: str = "") -> Model:
         digest = teacher[1] if teacher else None
         trained = steps.train(digest or self.base, digest)
         if trained[1] == self.base:  # a distilled control may end as its teacher, where it began
@@ -250,7 +248,7 @@ class _Seed:
                 f"{arm.train.title} under seed {self.seed} changed no weight, so there is nothing to compare. "
                 "If rewards were equal in every group, use questions that the base answers now and then."
             )
-        self.outcome.trained.setdefault(label(arm), {})[self.seed] = steps.trained.run_id
+        self.outcome.trained.setdefault(name or label(arm), {})[self.seed] = steps.trained.run_id
         return trained
 
     def _steps(self, arm: Arm, more: dict[str, str] | None = None) -> StudySteps:

@@ -1,12 +1,15 @@
 """The table of methods: each cell against base and against full precision, paired, whatever its scheme."""
 
+import json
+
 import mlflow
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats as scipy_stats
 
-from qrl import cli, figures, recipe, stats
-from qrl.compare import convergence, ranking
+from qrl import cli, compare, figures, names, recipe, stats
+from qrl.compare import answers, convergence, ranking
 from qrl.errors import BadInput
 from qrl.stats.text import interval
 from qrl.study import arms as study
@@ -28,7 +31,10 @@ def frame(cells=RATES, n=400, seeds=("0",), seed=0):
 def test_methods_need_no_common_scheme_and_stand_best_first_with_paired_intervals():
     found = frame()
     text = ranking.markdown(ranking.measure(found))
-    lines = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line and "method" not in line]
+    ranked = text.partition("## Answers")[0]
+    lines = [
+        line for line in ranked.splitlines() if line.startswith("| ") and "---" not in line and "method" not in line
+    ]
     assert [line.split(" | ")[0].strip("| ") for line in lines] == ["qat-int4", "grpo", "grpo", "base"]
     cells = {
         cell: part.sort_values("question")["correct"].to_numpy() for cell, part in found.groupby(["variant", "scheme"])
@@ -123,6 +129,106 @@ def test_several_seeds_are_seen_in_table_json_metrics_and_figure(tmp_path):
     assert (tmp_path / "methods.png").read_bytes().startswith(b"\x89PNG")
 
 
+def answered(seeds=("0", "1")) -> pd.DataFrame:
+    """Return answers of methods with and without a cell of their own at full precision, all on the same questions."""
+    draw, parts = np.random.default_rng(0), []
+    cells = [(variant, scheme) for variant in ("base", "grpo", "sft") for scheme in ("full", "nf4")]
+    for run in seeds:
+        for variant, scheme in (*cells, ("qat-int4", "rtn-int4"), ("qlora", "full")):
+            texts = {"completion": f"{variant} {scheme} {run}", "parsed": "5", "answer": "5"}
+            labels = {"variant": variant, "scheme": scheme, "seed": run, "question": [f"q{i}" for i in range(200)]}
+            right, tokens = (draw.random(200) < 0.7).astype(int), draw.integers(20, 40, 200)
+            finish = np.where(draw.random(200) < 0.1, "length", "stop")
+            reached = 1 - right
+            rows = {"correct": right, "n_tokens": tokens, "finish_reason": finish, "reached": reached}
+            parts.append(pd.DataFrame({**labels, **rows, **texts}))
+    rows = pd.concat(parts, ignore_index=True)
+    once = ~((rows["variant"] == "base") & (rows["seed"] != seeds[0]))  # one model under every seed
+    return rows[once]
+
+
+REFERENCES = {
+    ("base", "full"): None,
+    ("grpo", "full"): None,
+    ("sft", "full"): None,
+    ("base", "nf4"): ("base", "full"),
+    ("grpo", "nf4"): ("grpo", "full"),
+    ("sft", "nf4"): ("sft", "full"),
+    ("qat-int4", "rtn-int4"): ("grpo", "full"),
+    ("qlora", "full"): ("grpo", "full"),
+}
+
+
+@pytest.mark.parametrize(("cell", "reference"), REFERENCES.items())
+def test_answers_are_paired_with_the_same_variant_at_full_precision_or_with_grpo_there(cell, reference):
+    rows = answered()
+    found = ranking.measure(rows)
+    own = found.answers[cell]
+    assert found.references[cell] == reference
+    if reference is None:
+        assert own.changes == {} and own.compared is None and own.means["tokens"].n == 200
+        return
+    wide = rows.pivot(index=["seed", "question"], columns=["variant", "scheme"], values=["n_tokens", "correct"]).dropna(
+        subset=[("n_tokens", *cell), ("n_tokens", *reference)]
+    )
+    by_seed = (wide["n_tokens"][cell] - wide["n_tokens"][reference]).groupby("seed").mean()
+    change = own.changes["tokens"]
+    assert change.estimate == pytest.approx(by_seed.mean()) and change.low < change.estimate < change.high
+    worse = ((wide["correct"][reference] == 1) & (wide["correct"][cell] == 0)).sum()
+    better = ((wide["correct"][reference] == 0) & (wide["correct"][cell] == 1)).sum()
+    assert (own.right_to_wrong, own.wrong_to_right, own.compared) == (worse, better, len(wide))
+    changed = found.changed[(found.changed["variant"] == cell[0]) & (found.changed["scheme"] == cell[1])]
+    assert len(changed) == worse + better
+    seeds = changed["seed"] if cell[0] != "base" else pd.Series("0", index=changed.index)
+    assert (changed["completion_full"] == [f"{' '.join(reference)} {seed}" for seed in seeds]).all()
+
+
+def test_a_change_over_seeds_has_the_interval_of_seeds():
+    """Its seeds differ by 2 tokens and its questions by nothing, so that the interval is that of two numbers."""
+    rows = answered().assign(n_tokens=30)
+    longer = (rows["variant"] == "qat-int4") & (rows["seed"] == "1")
+    change = ranking.measure(rows.assign(n_tokens=30 + 2 * longer)).answers["qat-int4", "rtn-int4"].changes["tokens"]
+    half = scipy_stats.t.ppf(0.975, 1) * np.std([0, 2], ddof=1) / np.sqrt(2)
+    assert change.estimate == pytest.approx(1) and change.high - change.estimate == pytest.approx(
+        min(half, 1), abs=0.01
+    )
+
+
+def test_the_base_under_a_scheme_is_one_model_under_every_seed_as_in_compare():
+    rows = answered()
+    both = rows[rows["variant"].isin(["base", "grpo"])]
+    own = {row.cell: row for row in ranking.measure(rows).rows}
+    assert own["base", "nf4"].accuracy == compare.from_questions(both).cells["base", "nf4"]
+
+
+def test_the_answers_stand_in_table_json_metrics_and_figure(tmp_path):
+    found = ranking.measure(answered())
+    text = ranking.markdown(found)
+    section = text.partition("## Answers")[2].partition("\n## ")[0]
+    assert "| qlora · full | grpo · full |" in section and "| base · full |  |" in section
+    counts = found.answers["qlora", "full"]
+    assert f"| {counts.right_to_wrong} of 400 | {counts.wrong_to_right} of 400 |" in section
+    rows = {(row["variant"], row["scheme"]): row for row in json.loads(json.dumps(ranking.as_json(found)))["methods"]}
+    assert rows["sft", "nf4"]["reference"] == ["sft", "full"] and rows["grpo", "full"]["reference"] is None
+    change = rows["qlora", "full"]["answers"]["unfinished"]["change"]
+    assert change["low"] < change["estimate"] < change["high"]
+    scores = ranking.metrics(found)
+    assert scores["methods/unfinished_change_qlora_full_high"] == change["high"]
+    assert scores["methods/wrong_to_right_qlora_full"] == counts.wrong_to_right
+    figures.lengths(found, tmp_path / "lengths.png")
+    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
+    assert "## Answers" in ranking.markdown(ranking.measure(frame())), "counts are known without any measure"
+
+
+def test_changed_answers_name_method_reference_and_seed_and_are_bounded():
+    table = ranking.measure(answered()).changed_shown()
+    assert list(table)[:6] == ["method", "scheme", "reference", "seed", "change", "question"]
+    assert table.groupby(["method", "scheme", "change"]).size().max() == answers.SHOWN
+    assert set(table.loc[table["method"] == "qlora", "reference"]) == {"grpo · full"}
+    alike = answered().assign(correct=1)
+    assert ranking.measure(alike).changed_shown().empty
+
+
 @pytest.mark.parametrize(
     ("right", "values", "measure", "reason"),
     [
@@ -184,7 +290,7 @@ def test_compare_methods_says_at_its_end_where_things_are(store, tmp_path, capsy
         contents.artifact(run.info.run_id, "methods.md").read_text() == text.removesuffix("\n")
         and run.data.metrics["methods/error_grpo_nf4"] < 0
     )
-    listed = {"methods.md", "methods.json", "questions.parquet", "recipe.yaml", "figures"}
+    listed = {"methods.md", "methods.json", names.CHANGED_JSON, "questions.parquet", "recipe.yaml", "figures"}
     assert {path.name for path in contents.artifact(run.info.run_id, ".").iterdir()} == listed
     _, last = compare("--cells", ",".join(ids), "--out", str(tmp_path / "out"))
     assert f"Written to {tmp_path}/out: methods.md, methods.json, figures/" in last
@@ -196,6 +302,42 @@ def test_compare_methods_says_at_its_end_where_things_are(store, tmp_path, capsy
         with pytest.raises(BadInput, match=says):
             cli.cli.main(["compare", *words, "--cells", ids[0]], standalone_mode=False)
     assert len(mlflow.MlflowClient().search_runs(["0"])) == count
+
+
+def test_a_distilled_arms_control_is_shared_unless_trainings_differ(tmp_path):
+    def controls(*arms):
+        return study.controls(each for _, each, _ in study.load(study.FIRST, arms, {}, 0))
+
+    assert controls("tiny-qlora", "qat-int4") == {}
+    assert set(controls("qad-int4", "qad-nvfp4-a4").values()) == {"distilled"}
+    plain, longer, sampled = (tmp_path / name for name in ("plain.yaml", "longer.yaml", "sampled.yaml"))
+    distils = "teacher: qrl-tiny, generations: 2, learning_rate: 2.0e-5"
+    plain.write_text(f"train: {{{distils}}}\n")
+    longer.write_text(f"train: {{{distils}, qat: int8, steps: 7}}\n")
+    sampled.write_text(f"train: {{{distils}, qat: fp8, qat_calibration_samples: 8}}\n")
+    found = controls("qad-int4", str(longer), "qad-nvfp4-a4")
+    assert found["qad-int4"] == found["qad-nvfp4-a4"] == "distilled-qad-int4+qad-nvfp4-a4"
+    assert found["qad-int8"] == "distilled-qad-int8"
+    found = controls(str(longer), "qad-int4", str(plain))  # the plain one is the control of those that train alike
+    assert found == {"qad-int8": "distilled-qad-int8", "qad-int4": "distilled", "distilled": "distilled"}
+    assert set(controls("qad-int4", str(sampled)).values()) == {"distilled"}  # texts for scales, which it does not have
+
+
+@pytest.mark.parametrize(
+    ("variant", "control"),
+    [
+        ("qad-int4", "distilled-qad-int4+qad-nvfp4-a4"),
+        ("qad-int8", "distilled"),
+        ("qad-a4", "distilled"),
+        ("qat-int4", None),
+    ],
+)
+def test_a_distilled_method_has_the_control_that_names_it_or_the_shared_one(variant, control):
+    cells = [("grpo", "full"), ("distilled", "full"), ("distilled-qad-int4+qad-nvfp4-a4", "full"), (variant, "rtn-x")]
+    wanted = (control, "full") if control else None
+    assert ranking.control_of(cells[-1], cells) == wanted
+    assert ranking.control_of(("qad-int8", "rtn-int8"), cells[2:]) is None
+    assert not ranking.Method(*cells[2], *[None] * 5).quantized
 
 
 def test_arms_are_recipes_that_meet_on_the_same_questions(tmp_path):

@@ -13,16 +13,21 @@ import pytest
 
 import qrl
 from qrl import names, tiny
+from qrl.compare.answers import SHOWN
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.study import arms, sweep
 from qrl.study.launch import DryRun, Launcher, Result
 from qrl.study.pipeline import StudySteps
 from qrl.tracking import addresses
+from qrl.train.qat import prepare
 
 ROOT = Path(qrl.__file__).parents[1]
 RATES = {"base:full": 0.4, "grpo:full": 0.8, "grpo:nf4": 0.7, "base:rtn-int4": 0.35, "grpo:rtn-int4": 0.6}
 RATES |= {"base:nf4": 0.35, "sft:full": 0.7, "sft:nf4": 0.65}
 RATES |= {"qat-int4:rtn-int4": 0.75, "qad-int4:rtn-int4": 0.78, "distilled:full": 0.8}
+LONGER = ("qad-int8:rtn-int8", "distilled-qad-int4+qad-nvfp4-a4:full", "distilled-qad-int8:full")
+RATES |= dict.fromkeys(LONGER, 0.79)
+RATES |= {f"{variant}:rtn-{form}": 0.6 for variant in ("base", "grpo", "qad-nvfp4-a4") for form in ("int8", "nvfp4-a4")}
 TYPED = {"quantize.schemes": "nf4", "device": "cpu", "evaluate.n": "60"}
 
 
@@ -67,6 +72,7 @@ def steps(store, monkeypatch, tmp_path):
             variant, scheme = cell.split(":")
             right = (draw.random(60) < RATES[cell]).astype(int)
             rows = {"question": [f"q{i}" for i in range(60)], "correct": right, "parsed": "7", "answer": "7"}
+            rows |= {"n_tokens": draw.integers(20, 40, 60), "finish_reason": "stop"}
             labels = {"variant": variant, "scheme": scheme, "seed": self.recipe.seed, "completion": "#### 7"}
             results[cell] = Result(_run("evaluate", pd.DataFrame(rows | labels), names.QUESTIONS), None, False)
         return results
@@ -151,8 +157,58 @@ def test_every_method_runs_on_every_model_and_the_losses_stand_by_size(steps, la
         assert (folder / part).stat().st_size > 0
     rows = pd.read_parquet(folder / names.QUESTIONS)
     assert set(rows["model"]) == {"qrl-tiny", "large"}
+    changed = pd.DataFrame(**json.loads((folder / names.CHANGED_JSON).read_text()))
+    assert set(changed["model"]) == {"qrl-tiny", "large"} and set(changed["seed"]) == {"", "0", "1"}  # base has none
+    assert changed.groupby(["model", "method", "scheme", "change"]).size().max() <= SHOWN
+    assert {"grpo · full"} == set(changed.loc[changed["method"] == "qad-int4", "reference"])
+    (sweep_run,) = mlflow.search_runs(filter_string=f"tags.`{names.TAG_STEP}` = 'sweep'", output_format="list")
+    tables = json.loads(sweep_run.data.tags["mlflow.loggedArtifacts"])
+    assert {"path": names.CHANGED_JSON, "type": "table"} in tables
     told = capsys.readouterr().out
     assert "Does the loss grow with size?" in told and "# large" in told
+
+
+def test_a_sweep_of_one_model_tells_its_answers_in_table_json_metrics_and_figure(steps):
+    sweep.study("tiny-ptq", ("qat-int4",), (0, 1), TYPED)
+    folder = artifacts()
+    section = (folder / "methods.md").read_text().partition("## Answers")[2]
+    assert "| qat-int4 · rtn-int4 | grpo · full |" in section and "tokens an answer (n = 60)" in section
+    row = next(r for r in json.loads((folder / "methods.json").read_text())["methods"] if r["variant"] == "qat-int4")
+    change, counts = row["answers"]["tokens"]["change"], row["answers"]
+    assert change["low"] < change["estimate"] < change["high"] and counts["compared"] == 120
+    (sweep_run,) = mlflow.search_runs(filter_string=f"tags.`{names.TAG_STEP}` = 'sweep'", output_format="list")
+    logged = sweep_run.data.metrics
+    assert logged["methods/tokens_change_qat-int4_rtn-int4_low"] == change["low"]
+    assert logged["methods/right_to_wrong_qat-int4_rtn-int4"] == counts["right_to_wrong"] > 0
+    assert (folder / "figures" / "lengths.png").stat().st_size > 0 and (folder / names.CHANGED_JSON).is_file()
+
+
+def test_distilled_methods_of_different_training_each_have_a_control_of_their_own(steps, tmp_path, capsys, monkeypatch):
+    trained, train = [], StudySteps.train
+
+    def keep(self, base, teacher):
+        trained.append(self.recipe.train)
+        return train(self, base, teacher)
+
+    monkeypatch.setattr(StudySteps, "train", keep)
+    texts, longer = tmp_path / "texts.jsonl", tmp_path / "longer.yaml"
+    texts.write_text('{"text": "Sam has 2 stones."}\n')
+    distils = f"teacher: qrl-tiny, generations: 2, learning_rate: 2.0e-5, qat_calibration: {texts}"
+    longer.write_text(f"train: {{qat: int8, {distils}, steps: 7}}\n")
+    sweep.study("tiny-ptq", ("qad-int4", str(longer), "qad-nvfp4-a4"), (0, 1), TYPED)
+    per_seed = ["grpo", "distilled", "qad-int4", "distilled", "qad-int8", "qad-nvfp4-a4"]
+    assert [each.variant for each in trained] == per_seed * 2
+    control, own = trained[3:5]
+    assert (control.steps, control.qat_calibration, own.qat_calibration) == (7, "task", str(texts))
+    prepare.check(control, tiny.PATH)
+    written = json.loads((artifacts() / "methods.json").read_text())
+    controls = {row["variant"]: row["control"] for row in written["methods"] if row["over_control"]}
+    assert controls == {
+        "qad-int4": ["distilled-qad-int4+qad-nvfp4-a4", "full"],
+        "qad-nvfp4-a4": ["distilled-qad-int4+qad-nvfp4-a4", "full"],
+        "qad-int8": ["distilled-qad-int8", "full"],
+    }
+    assert "qad-int8 · rtn-int8 − its control, distilled-qad-int8 · full" in capsys.readouterr().out
 
 
 def test_a_model_that_fails_is_named_and_loses_no_other(steps, large):
