@@ -95,7 +95,7 @@ def findings(damages: Iterable[Damage]) -> list[str]:
         says = f"Under {row.scheme} {names.GRPO} {verb} {row.variant}"
         sentences.append(f"{says}: {interval(row.excess)}." if row.excess else "")
     if rest := [f"{row.variant} under {row.scheme}" for row in compared if not row.differs]:
-        sentences.append(f"These questions cannot tell the loss of {names.GRPO} from that of {', '.join(rest)}.")
+        sentences.append(f"The difference between the losses of {names.GRPO} and {', '.join(rest)} is not significant.")
     return sentences
 
 

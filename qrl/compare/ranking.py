@@ -143,7 +143,7 @@ def measure(frame: pd.DataFrame) -> Methods:
     rows = []
     for cell in cells:
         accuracy = evidence.accuracy(cell)
-        own_scheme = cell[0] not in (*OTHERS, names.GRPO) and cell[1] != names.FULL
+        own_scheme = cell[0] not in (*OTHERS, names.GRPO) and names.stored(cell[1]) != names.FULL
         others = (PLAIN, FULL, *((variant, cell[1]) if own_scheme else None for variant in (names.GRPO, names.BASE)))
         control = control_of(cell, cells)
         rows.append(Method(*cell, accuracy, *(minus(cell, other) for other in (*others, control)), control))

@@ -418,3 +418,9 @@ def test_study_002s_methods_load_on_its_recipe_for_any_model():
     loaded = study.load("qwen3-math-ptq", arms, {"model": "Qwen/Qwen3-1.7B"}, seed=0)
     assert [each.train.qat for _, each, _ in loaded] == ["none", "none", *formats, "int4"]
     assert {(each.task, each.prompt, each.train.dtype) for _, each, _ in loaded[2:]} == {("math", "boxed", "bf16")}
+
+
+def test_a_control_with_another_cache_is_no_training_in_a_scheme():
+    rates = RATES | {("distilled", "full"): 0.7, ("distilled", "full+kv-fp8"): 0.7, ("grpo", "full+kv-fp8"): 0.7}
+    text = ranking.markdown(ranking.measure(frame(rates)))
+    assert "quantized to full+kv-fp8" not in text
