@@ -1,5 +1,6 @@
 """The project's files keep their promises: entry points, parameters, pins."""
 
+import ast
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ from click.testing import CliRunner
 import qrl
 from qrl import cli, process, recipe
 from qrl.serve import engines
+from tests.tracking import team
 
 ROOT = Path(qrl.__file__).parents[1]
 PYRIGHT = "1.1.414"
@@ -26,6 +28,7 @@ GRADERS = ("math-verify", "latex2sympy2-extended", "antlr4-python3-runtime")
 OLDER = {"verl": {"antlr4-python3-runtime": "4.9.3"}}  # hydra, which verl reads its configuration with, needs it
 TOP_LEVEL = {"mlruns", "projects", "qrl", "tests", "MLproject", "conda.yaml", "pyproject.toml"}
 TOP_LEVEL |= {"README.md", "CHANGELOG.md", "LICENSE"}
+STARTED = r'"server",\s+"--'  # in a list of words, as every start of MLflow's server has them
 
 
 def pins(path: Path) -> dict[str, str]:
@@ -97,6 +100,31 @@ def test_no_process_of_ours_and_none_that_it_starts_reads_pickles(monkeypatch):
     assert os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
     for engine in engines.MODULES:
         assert engines.environment(engine, None)["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
+
+
+def starts_of_servers() -> list[tuple[str, str]]:
+    """Return where MLflow's server is started: a function or a document's code block, and its text."""
+    found = []
+    for name in tracked():
+        text = (ROOT / name).read_text(encoding="utf-8", errors="ignore") if name.endswith((".py", ".md")) else ""
+        if name.endswith(".md"):
+            blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+            found += [(name, block) for block in blocks if "mlflow server" in block]
+        elif re.search(STARTED, text):
+            functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+            parts = [(f"{name} {node.name}", ast.get_source_segment(text, node)) for node in functions]
+            found += [(where, part) for where, part in parts if re.search(STARTED, part)]
+    return found
+
+
+def test_every_server_that_we_start_executes_nothing_of_an_artifact():
+    """`mlflow ui`, which a study prints, needs no such variable: MLflow's server itself loads no model."""
+    found = starts_of_servers()
+    assert {where.split()[0] for where, _ in found} >= {"tests/tracking/team.py", "qrl/tracking/README.md"}
+    assert len(found) >= 4
+    unsafe = [where for where, text in found if not re.search("SAFE|MLFLOW_ALLOW_PICKLE_DESERIALIZATION=false", text)]
+    assert not unsafe
+    assert team.SAFE["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
 
 
 def test_the_version_is_written_once():
