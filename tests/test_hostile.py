@@ -13,20 +13,28 @@ import shutil
 import time
 import zipfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from unittest import mock
 
 import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
-from qrl import checkpoint, cli, recipe, workspace
+from qrl import checkpoint, cli, cluster, recipe, tiny, workspace
 from qrl.cli import ending
-from qrl.compare import logs, read
-from qrl.errors import BadInput
+from qrl.compare import logs, read, validate
+from qrl.engine import hf
+from qrl.errors import BadInput, QrlError
 from qrl.files import tables
 from qrl.formats import header
+from qrl.formats.fakequant import file as formats
 from qrl.recipe import documents, prompts
+from qrl.registry import adopt, history, signing
 from qrl.tasks import rows
 
 CASES = json.loads((Path(__file__).parent / "cases" / "names.json").read_text())
@@ -195,6 +203,94 @@ def model(path: Path) -> None:
     checkpoint.check(path.parent, need_tokenizer=False)
 
 
+def index(path: Path) -> None:
+    """Read a checkpoint in two shards with this index."""
+    for number, name in enumerate(INDEX["weight_map"].values()):
+        text = json.dumps({f"{'ab'[number]}": HEADER["a"]}).encode()
+        (path.parent / name).write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
+    checkpoint.entries(path.parent)
+
+
+def tokenizer(path: Path) -> None:
+    """Load the shipped tokenizer with these settings, as evaluation does and as AWQ's environment does."""
+    shutil.copyfile(tiny.PATH / "tokenizer.json", path.parent / "tokenizer.json")
+    hf.plain_tokenizer(path.parent)
+    hf.tokenizer(path.parent)
+
+
+def record(path: Path) -> None:
+    """Read a registered model's record of two decisions, this one between them, and what follows from it."""
+    text = path.read_text(errors="replace")
+    run = {"info": SimpleNamespace(run_id="r", lifecycle_stage="active")}
+    run["data"] = SimpleNamespace(params={"000001": f"nonce 1 {text}"})
+    model = RegisteredModel("m", tags=[SimpleNamespace(key="qrl.history", value="r")])
+    finds = {"run_of": lambda run_id: run_id and SimpleNamespace(**run), "named": lambda *_: []}
+    with mock.patch.multiple(history, **finds), mock.patch.object(history.MlflowClient, "search_model_versions"):
+        past = history.read("m", model)
+    for each in (past.state.aliases(), past.state.shown(), past.state.stages, past.gates(1), past.until("2026")):
+        str(each)
+    for each in past.records:
+        history.best(past.gates(), each.stage)
+        ", ".join([each.time, each.by, each.run[:8], each.digest[:12], *each.reasons, *each.bounds])
+
+
+def tags(path: Path) -> None:
+    """Take over a registered model of an older store with these tags, of the model and of its version."""
+    given = documents.parse(path, "It")
+    texts = {str(key): value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
+    entries = [SimpleNamespace(key=key, value=value) for key, value in texts.items()]
+    aliases = [SimpleNamespace(alias=each, version="1") for each in ("grpo", "awq-previous")]
+    version = ModelVersion("m", "1", 0, tags=entries)
+    adopt.former(RegisteredModel("m", tags=entries, aliases=aliases), [version])
+
+
+@cache
+def signed() -> tuple[bytes, str]:
+    """Return the signature of a folder with one file, `a`, and the public key."""
+    from cryptography.hazmat.primitives import serialization as pem
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    private = ec.generate_private_key(ec.SECP256R1())
+    with TemporaryDirectory() as place:
+        (folder := Path(place, "model")).mkdir()
+        (folder / "a").write_text("a")
+        key, out = Path(place, "key.pem"), Path(place, signing.SIGNATURE)
+        key.write_bytes(private.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption()))
+        signer, public = signing.keys(SimpleNamespace(sign_with=(str(key),), require_signature=""))
+        signer.sign(folder, out)
+        return out.read_bytes(), public
+
+
+def signature(path: Path) -> None:
+    """Verify that folder with this signature."""
+    (folder := path.parent / "model").mkdir(exist_ok=True)
+    (folder / "a").write_text("a")
+    signing._check("version 1", folder, path, signed()[1])
+
+
+INDEX = {"metadata": {"total_size": 128}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+CLUSTER = b"driver: slurm\nshared: /a\nsetup: [module load cuda]\ndefaults: {cpus: 4, memory: 16G, time: '2:00:00'}\n"
+CLUSTER += b"steps:\n  train: {partition: gpu, gpus: 1, options: {constraint: a}}\npoll: 10\n"
+FORMAT = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}}
+FORMAT |= {"input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}}
+STAGES = "base=base:full,int4=base:rtn-int4;made_from=base;max_loss=0.02"
+DECISION = {"action": "promote", "stage": "int4", "version": 1, "run": "r", "digest": "d", "reasons": ["it was better"]}
+DECISION |= {"bounds": {"gain": 0.1}, "declared": STAGES.partition(",")[2], "number": 1, "time": "2026", "previous": ""}
+ADOPTED = {
+    "at": {"grpo": 1},
+    "before": {"grpo": 2},
+    "declared": {"grpo": "grpo=grpo:full"},
+    "mirrors": {"Staging": "grpo"},
+}
+ADOPTED |= {"gates": [DECISION]}
+FORMER = {
+    "qrl.gate.grpo": "passed",
+    "qrl.gate.grpo.record": {"run": "r", "bounds": {"n": 1}},
+    "qrl.gate.awq": {"why": "x"},
+}
+FORMER |= {"qrl.stages": STAGES, "qrl.mirror.Staging": "grpo"}
+
+
 READERS: dict[str, tuple[str, st.SearchStrategy, Callable[[Path], object]]] = {
     "lines": ("a.jsonl", files(ROW), tables.records),
     "array": ("a.json", files([ROW]), tables.records),
@@ -210,23 +306,46 @@ READERS: dict[str, tuple[str, st.SearchStrategy, Callable[[Path], object]]] = {
     "recipe": ("a.yaml", damaged(RECIPE), lambda path: recipe.load(str(path))),
     "yaml": ("a.yaml", files(PROMPT), lambda path: documents.parse(path, "It")),
     "prompt": ("a.yaml", files(PROMPT), lambda path: prompts.resolve(str(path), Path())),
+    "questions": ("a.jsonl", files(ROW), lambda path: validate.checked(read.read_questions(path))),
+    "questions, parquet": ("a.parquet", damaged(parquet()), lambda path: read.read_questions(path, whole=False)),
+    "index": (checkpoint.INDEX, files(INDEX), index),
+    "tokenizer": (
+        "tokenizer_config.json",
+        files(json.loads((tiny.PATH / "tokenizer_config.json").read_text())),
+        tokenizer,
+    ),
+    "signature": (signing.SIGNATURE, st.deferred(lambda: files(json.loads(signed()[0]))), signature),
+    "cluster": ("cluster.yaml", damaged(CLUSTER) | files(documents.yaml.safe_load(CLUSTER)), cluster.load),
+    "format": ("a.yaml", files(FORMAT), formats.read),
+    "record": ("a", files(DECISION) | files({"action": "adopt", "adopted": ADOPTED, "number": 1}), record),
+    "tags": ("a.yaml", files(FORMER), tags),
 }
+
+
+def check_reader(name: str, folder: Path, content: bytes) -> None:
+    """Check that a reader returns or raises QrlError, soon, whatever its file holds."""
+    file, _, reader = READERS[name]
+    (folder / file).write_bytes(content)
+    began = time.monotonic()
+    try:
+        reader(folder / file)
+    except QrlError as refused:
+        assert len(str(refused)) < 7000 and not CONTROL.search(str(refused))
+    assert time.monotonic() - began < SLOWEST_S
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", READERS)
-def test_no_file_gets_more_than_a_sentence(name, tmp_path):
-    """Whatever a file holds, its reader returns or raises BadInput, soon."""
-    file, strategy, reader = READERS[name]
+def test_no_file_gets_more_than_a_sentence(name, tmp_path, request):
+    """Whatever a file holds, its reader returns or raises QrlError, soon."""
+    if name == "signature":
+        request.getfixturevalue("model_signing")
+    elif name == "tokenizer":
+        hf.tokenizer(tiny.PATH)  # imports libraries for many seconds
+    strategy = READERS[name][1]
 
     def attempt(content: bytes) -> None:
-        (tmp_path / file).write_bytes(content)
-        began = time.monotonic()
-        try:
-            reader(tmp_path / file)
-        except BadInput as refused:
-            assert len(str(refused)) < 7000 and not CONTROL.search(str(refused))
-        assert time.monotonic() - began < SLOWEST_S
+        check_reader(name, tmp_path, content)
 
     end, tried = time.monotonic() + FUZZ_S / len(READERS), 0
     checks = list(HealthCheck)
