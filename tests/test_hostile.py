@@ -322,6 +322,13 @@ READERS: dict[str, tuple[str, st.SearchStrategy, Callable[[Path], object]]] = {
 }
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("document", [DECISION, {"action": "adopt", "adopted": ADOPTED, "number": 1}])
+def test_the_decisions_that_are_fuzzed_are_read_when_whole(document, tmp_path):
+    (tmp_path / "a").write_text(json.dumps(document))
+    record(tmp_path / "a")
+
+
 def check_reader(name: str, folder: Path, content: bytes) -> None:
     """Check that a reader returns or raises QrlError, soon, whatever its file holds."""
     file, _, reader = READERS[name]

@@ -21,7 +21,6 @@ from typing import Any
 from mlflow import MlflowException
 from mlflow.entities import Run
 from mlflow.entities.model_registry import RegisteredModel
-from pydantic import TypeAdapter
 
 from qrl import names
 from qrl.errors import QrlError
@@ -97,7 +96,10 @@ class State:
         state = cls(**{key: value for key, value in fields.items() if key != "gates"})
         for gate in fields.get("gates", ()):
             Record.of(gate)
-        return TypeAdapter(cls).validate_python(vars(state), strict=True)
+        for held, kind in zip(vars(state).values(), (int, int, str, str), strict=True):
+            if type(held) is not dict or not all(type(value) is kind for value in held.values()):
+                raise TypeError("a stage is no text or a version no number")
+        return state
 
     @property
     def stages(self) -> dict[str, Stage]:
