@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from unittest import mock
 
+import click
 import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
@@ -35,6 +36,7 @@ from qrl.formats import header
 from qrl.formats.fakequant import file as formats
 from qrl.recipe import documents, prompts
 from qrl.registry import adopt, history, signing
+from qrl.study import environments
 from qrl.tasks import rows
 
 CASES = json.loads((Path(__file__).parent / "cases" / "names.json").read_text())
@@ -55,6 +57,12 @@ def here(monkeypatch, capsys, store):
     monkeypatch.setattr(ending.signals, "guard", lambda **_: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     Path("given.jsonl").write_text('{"completion": "#### 1", "answer": "1"}\n')
+    monkeypatch.setenv("QRL_API_KEY", "")  # which an option sets
+    monkeypatch.setattr(environments, "hand_over", lambda *_: pytest.fail("was let through to another environment"))
+    rows = [ROW | {"variant": each, "question": f"q{n}"} for each in ("base", "grpo") for n in range(40)]
+    Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    Path("log.jsonl").write_text("".join(f"{json.dumps(HARNESS | {'doc_id': n})}\n" for n in range(40)))
+    Path("cluster.yaml").write_bytes(CLUSTER)
     Path("counts.json").write_text('{"n": 9, "base": {"full": 6, "nf4": 5}, "grpo": {"full": 7, "nf4": 6}}')
 
     def command(*words: str) -> tuple[int, str]:
@@ -77,6 +85,22 @@ def test_a_hostile_name_gets_a_sentence_and_is_never_echoed_whole(command, value
     assert code == 2 and said
     assert len(said) < 7000 and not CONTROL.search(said)
     assert set(os.listdir()) - before <= {".qrl", "mlruns", "mlflow.db.lock"}
+
+
+def test_every_option_that_is_a_text_has_a_hostile_case():
+    shown = [command for command in cli.cli.commands.values() if not command.hidden]
+    texts = {
+        (command.name, each.opts[0])
+        for command in shown
+        for each in command.params
+        if isinstance(each, click.Option) and isinstance(each.type, click.types.StringParamType)
+    }
+    kinds = {key: recipe.type_name(annotation) for key, (annotation, _) in recipe.fields().items()}
+    fields = {f"--{key}" for key, kind in kinds.items() if kind in ("text", "list", "JSON")}
+    cases = (CASES["reading"] | CASES["writing"]).values()
+    tried = {(words[0], option) for words in cases for option, value in itertools.pairwise(words) if "X" in value}
+    assert not texts - tried
+    assert not fields - {option for _, option in tried}
 
 
 def test_a_device_is_not_replaced_by_a_file(tmp_path):
