@@ -248,8 +248,9 @@ def record(path: Path) -> None:
     run = {"info": SimpleNamespace(run_id="r", lifecycle_stage="active")}
     run["data"] = SimpleNamespace(params={"000001": f"nonce 1 {text}"})
     model = RegisteredModel("m", tags=[SimpleNamespace(key="qrl.history", value="r")])
+    client = SimpleNamespace(search_model_versions=lambda *_: [])
     finds = {"run_of": lambda run_id: run_id and SimpleNamespace(**run), "named": lambda *_: []}
-    with mock.patch.multiple(history, **finds), mock.patch.object(history.MlflowClient, "search_model_versions"):
+    with mock.patch.multiple(history, MlflowClient=lambda: client, **finds):
         past = history.read("m", model)
     for each in (past.state.aliases(), past.state.shown(), past.state.stages, past.gates(1), past.until("2026")):
         str(each)
@@ -384,4 +385,5 @@ def test_no_file_gets_more_than_a_sentence(name, tmp_path, request):
         tried += 1
         batch = settings(max_examples=50, database=None, deadline=None, suppress_health_check=checks)
         seed(tried)(batch(given(content=strategy)(attempt)))()
+    print(f"{name}: {50 * tried:,} files")  # `-rP` shows it
     shutil.rmtree(tmp_path)
