@@ -354,6 +354,14 @@ def test_the_decisions_that_are_fuzzed_are_read_when_whole(document, tmp_path):
     record(tmp_path / "a")
 
 
+def prepare(name: str) -> None:
+    """Import what a reader imports, which takes many seconds."""
+    if name == "tokenizer":
+        hf.tokenizer(tiny.PATH)
+    if name == "format":
+        formats.rounding.library()
+
+
 def check_reader(name: str, folder: Path, content: bytes) -> None:
     """Check that a reader returns or raises QrlError, soon, whatever its file holds."""
     file, _, reader = READERS[name]
@@ -372,8 +380,7 @@ def test_no_file_gets_more_than_a_sentence(name, tmp_path, request):
     """Whatever a file holds, its reader returns or raises QrlError, soon."""
     if name == "signature":
         request.getfixturevalue("model_signing")
-    elif name == "tokenizer":
-        hf.tokenizer(tiny.PATH)  # imports libraries for many seconds
+    prepare(name)
     strategy = READERS[name][1]
 
     def attempt(content: bytes) -> None:

@@ -1,6 +1,8 @@
 """The project's files keep their promises: entry points, parameters, pins."""
 
 import ast
+import csv
+import json
 import os
 import re
 import shlex
@@ -28,6 +30,7 @@ GRADERS = ("math-verify", "latex2sympy2-extended", "antlr4-python3-runtime")
 OLDER = {"verl": {"antlr4-python3-runtime": "4.9.3"}}  # hydra, which verl reads its configuration with, needs it
 TOP_LEVEL = {"mlruns", "projects", "qrl", "tests", "MLproject", "conda.yaml", "pyproject.toml"}
 TOP_LEVEL |= {"README.md", "CHANGELOG.md", "LICENSE"}
+SUPPLY = ROOT / ".github" / "supply"
 STARTED = r'"server",\s+"--'  # in a list of words, as every start of MLflow's server has them
 
 
@@ -83,14 +86,14 @@ def test_pip_installs_the_core_environment_and_the_tests_packages_as_an_extra():
     assert set(extra) == {"pytest", "pytest-xdist", "hypothesis", "statsmodels"}
 
 
-@pytest.mark.parametrize("name", ["core", "awq", "vllm"])
+@pytest.mark.parametrize("name", ["core", "awq", "vllm", "verl"])
 def test_a_lock_has_every_pin_with_hashes_and_accepted_findings_have_reasons(name):
     environment = "conda.yaml" if name == "core" else f"projects/{name}/conda.yaml"
-    lock = (ROOT / ".github" / "supply" / f"{name}.lock").read_text()
-    locked = dict(re.findall(r"^([\w.-]+)==([^ ;]+)", lock, re.MULTILINE))
-    assert {package: locked.get(package.lower()) for package in pins(ROOT / environment)} == pins(ROOT / environment)
+    lock, pinned = (SUPPLY / f"{name}.lock").read_text(), pins(ROOT / environment)
+    locked = dict(reversed(locked_versions(name)))
+    assert {package: locked.get(re.sub(r"\[.*", "", package.lower())) for package in pinned} == pinned
     assert len(locked) > 100 and lock.count("\n    --hash=sha256:") > len(locked)
-    lines = (ROOT / ".github" / "supply" / "accepted.txt").read_text().splitlines()
+    lines = (SUPPLY / "accepted.txt").read_text().splitlines()
     assert all(re.match(r"(CVE|GHSA|PYSEC)-[\w-]+ +\S+ +\w.*\.$", line) for line in lines if line and line[0] != "#")
 
 
@@ -100,6 +103,26 @@ def test_no_process_of_ours_and_none_that_it_starts_reads_pickles(monkeypatch):
     assert os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
     for engine in engines.MODULES:
         assert engines.environment(engine, None)["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
+
+
+def locked_versions(name: str) -> list[tuple[str, str]]:
+    """Return package and version, as often as they are locked: for Python 3.11 first, then for later ones."""
+    return re.findall(r"^([\w.-]+)==([^ ;]+)", (SUPPLY / f"{name}.lock").read_text(), re.MULTILINE)
+
+
+def test_the_bill_of_materials_and_the_licences_are_those_of_the_lock():
+    """`.github/supply/run sbom` and `licences` make them, the second from an environment installed from the lock."""
+    locked, bill = locked_versions("core"), json.loads((SUPPLY / "sbom.json").read_text())
+    assert bill["bomFormat"] == "CycloneDX"
+    assert sorted((each["name"], each["version"]) for each in bill["components"]) == sorted(locked)
+    locked = dict(reversed(locked))
+    with (SUPPLY / "licences.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    listed = {re.sub(r"[-_.]+", "-", row["Name"].lower()): row["Version"] for row in rows}
+    assert {name: version for name, version in listed.items() if locked.get(name) != version} == {}
+    assert {re.sub(r"[-_.]+", "-", name.lower()) for name in pins(ROOT / "conda.yaml")} <= set(listed)
+    assert all(row["License"] for row in rows)
+    assert {row["Name"] for row in rows if row["License"] == "UNKNOWN"} == {"cuda-toolkit", "huey", "skops", "torchao"}
 
 
 def starts_of_servers() -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Fuzz the readers of files of `tests/test_hostile.py` with atheris, by coverage of qrl's code.
 
-    uv pip install --target FOLDER atheris==3.0.0     # in no environment of ours
+    uv pip install --target FOLDER atheris==3.0.0 model-signing==1.1.1 pyopenssl==26.4.0   # in no environment of ours
     PYTHONPATH=FOLDER python -m tests.benchmarks.fuzz --seconds 600 [--only "lines;record"]
 
 Each reader has a process of its own, which starts from files that hypothesis makes for it. Prints a line of JSON per
@@ -27,8 +27,7 @@ def one(name: str, folder: Path, options: list[str]) -> None:
 
     with atheris.instrument_imports(include=["qrl"]):
         from tests import test_hostile as hostile
-    if name == "tokenizer":
-        hostile.hf.tokenizer(hostile.tiny.PATH)  # imports libraries for many seconds
+    hostile.prepare(name)
     warnings.simplefilter("ignore")
     corpus = folder / "corpus"
     corpus.mkdir()
@@ -61,7 +60,7 @@ def main() -> None:
             row = {"reader": name, "files": int(tried[1]) if tried else 0, "seconds": round(time.monotonic() - began)}
             if done.returncode or not tried:
                 found += 1
-                row["finding"] = done.stderr[:3000]
+                row["finding"] = done.stderr[-3000:]
                 row["file"] = [repr(path.read_bytes()[:2000]) for path in Path(folder).glob("*-*")]
         print(json.dumps(row), flush=True)
     sys.exit(1 if found else 0)

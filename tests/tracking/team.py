@@ -17,7 +17,8 @@ import requests
 
 ADMIN = ("admin", "only-for-tests-1234")
 BUCKET = "team"
-SERVER = ("--from", "mlflow==3.17.2", "--with", "Flask-WTF==1.3.0", "--with", "psycopg2-binary==2.9.12")
+DRIVER = "psycopg2-binary==2.9.12"
+SERVER = ("--from", "mlflow==3.17.2", "--with", "Flask-WTF==1.3.0", "--with", DRIVER)
 SERVER += ("--with", "boto3==1.44.5")
 S3 = ("--from", "moto[server]==5.2.5")
 S3_ACCOUNT = {"AWS_ACCESS_KEY_ID": "S3RVER", "AWS_SECRET_ACCESS_KEY": "S3RVER"}  # s3rver's; moto takes any
