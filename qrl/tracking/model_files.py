@@ -21,7 +21,7 @@ from mlflow.utils.uri import is_local_uri
 
 from qrl import checkpoint
 from qrl.tracking import description, fetched
-from qrl.workspace import need, written_whole
+from qrl.workspace import need, partials, written_whole
 
 _CARDS = ("README.md", "LICENSE", "LICENSE.txt")
 
@@ -65,7 +65,7 @@ def write(source: Path, model: LoggedModel, facts: Mapping[str, Any], *, link: b
 def discard(model: LoggedModel) -> None:
     """Mark a half-made model FAILED and remove its files."""
     if target := local(model.artifact_location):
-        for folder in (target, *target.parent.glob(f".{target.name}.partial")):  # as `written_whole` names it
+        for folder in (target, *partials(target)):
             shutil.rmtree(folder, ignore_errors=True)
     mlflow.finalize_logged_model(model.model_id, "FAILED")
 
