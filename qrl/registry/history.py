@@ -70,9 +70,8 @@ class Record:
             raise TypeError(f"{wrong[0]} has another type")
         if not all(isinstance(reason, str) for reason in made.reasons):
             raise TypeError("a reason is no text")
-        for text in (made.declared, *(State.adopted(made.adopted).declared.values())):
-            if text:
-                _stage(text)
+        for text in (*filter(None, [made.declared]), *State.adopted(made.adopted).declared.values()):
+            _stage(text)
         return made
 
     @property
