@@ -184,7 +184,7 @@ def test_a_study_that_was_killed_is_finished_by_the_next_command(number, finishe
     began, running = time.monotonic(), study.start()
     outcome = {"case": number, "step": step, "signal": signum.name, "whom": whom, "share": round(share, 3)}
     try:
-        hit(study, running, step, signum, whom, share * took[step])
+        outcome["hit"] = hit(study, running, step, signum, whom, share * took[step])
         sent = time.monotonic()
         within = GONE_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         while ((left := study.processes()) or running.poll() is None) and time.monotonic() - sent < within:
@@ -216,8 +216,11 @@ def test_a_study_that_was_killed_is_finished_by_the_next_command(number, finishe
     assert not problems, json.dumps(outcome, indent=1)
 
 
-def hit(study: Study, running: subprocess.Popen, step: str, signum: int, whom: str, wait: float) -> None:
-    """Send the signal when the step has run for a while, or when the study has, if it is none of its steps."""
+def hit(study: Study, running: subprocess.Popen, step: str, signum: int, whom: str, wait: float) -> str:
+    """Send the signal when the step has run for a while, or when the study has, if it is none of its steps.
+
+    Returns the command that got it; "study" or "group" if those did.
+    """
     target = None
     while step != "study" and target is None and running.poll() is None:
         target = study.step_process(step)
@@ -233,7 +236,11 @@ def hit(study: Study, running: subprocess.Popen, step: str, signum: int, whom: s
             children = target.children(recursive=True) if whom in ("child", "engine") else []
             engines = [each for each in children if "EngineCore" in " ".join([each.name(), *each.cmdline()])]
             children = engines if whom == "engine" and engines else children
-            (random.choice(children) if children else target).send_signal(signum)
+            target = random.choice(children) if children else target
+            named = " ".join(target.cmdline())[:120]
+            target.send_signal(signum)
+            return named
+    return whom
 
 
 def told_wrong(told: str, code: int, signum: int, whom: str) -> list[str]:
