@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -97,18 +98,30 @@ def written_whole(path: Path) -> Iterator[Path]:
     Raises:
         BadInput: `path` is a device or a pipe.
     """
+    import psutil
+
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise BadInput(f"{path} is a device or a pipe, and would be replaced by a file: give another path.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # of two writers the later one's file stays
     _delete(partial)
     try:
+        for former in partials(path):
+            if not psutil.pid_exists(int(former.name.split(".")[-2])):
+                _delete(former)
         yield partial
         os.replace(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):  # the disk may be what failed
             _delete(partial)
         raise
+
+
+def partials(path: Path) -> list[Path]:
+    """Return what processes are writing with `written_whole` to appear as `path`, or wrote until they were killed."""
+    pattern = re.compile(re.escape(f".{path.name}.") + r"\d+\.partial")
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    return [each for each in beside if pattern.fullmatch(each.name)]
 
 
 @contextmanager

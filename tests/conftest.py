@@ -1,5 +1,6 @@
 """What every test shares: no run of somebody else's in the environment, and a store of its own where it wants one."""
 
+import importlib
 import json
 import os
 import shutil
@@ -87,6 +88,23 @@ def tiny_checkpoint(tmp_path_factory) -> Path:
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(words), **shape, **heads, **ends)).to(torch.bfloat16)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def model_signing(tmp_path_factory):
+    """Install model-signing in a folder of its own where the environment lacks it."""
+    from qrl.registry import signing
+
+    folder = tmp_path_factory.mktemp("library")
+    try:
+        importlib.import_module("model_signing.signing")
+    except ImportError:
+        command = ["uv", "pip", "install", "-q", "--python", sys.executable, "--target", str(folder), *signing.PACKAGES]
+        subprocess.run(command, check=True)
+        importlib.invalidate_caches()
+    sys.path.append(str(folder))
+    yield
+    sys.path.remove(str(folder))
 
 
 @pytest.fixture(scope="session")

@@ -13,20 +13,30 @@ import shutil
 import time
 import zipfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from unittest import mock
 
+import click
 import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
-from qrl import checkpoint, cli, recipe, workspace
+from qrl import checkpoint, cli, cluster, recipe, tiny, workspace
 from qrl.cli import ending
-from qrl.compare import logs, read
-from qrl.errors import BadInput
+from qrl.compare import logs, read, validate
+from qrl.engine import hf
+from qrl.errors import BadInput, QrlError
 from qrl.files import tables
 from qrl.formats import header
+from qrl.formats.fakequant import file as formats
 from qrl.recipe import documents, prompts
+from qrl.registry import adopt, history, signing
+from qrl.study import environments
 from qrl.tasks import rows
 
 CASES = json.loads((Path(__file__).parent / "cases" / "names.json").read_text())
@@ -47,6 +57,12 @@ def here(monkeypatch, capsys, store):
     monkeypatch.setattr(ending.signals, "guard", lambda **_: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     Path("given.jsonl").write_text('{"completion": "#### 1", "answer": "1"}\n')
+    monkeypatch.setenv("QRL_API_KEY", "")  # which an option sets
+    monkeypatch.setattr(environments, "hand_over", lambda *_: pytest.fail("was let through to another environment"))
+    rows = [ROW | {"variant": each, "question": f"q{n}"} for each in ("base", "grpo") for n in range(40)]
+    Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    Path("log.jsonl").write_text("".join(f"{json.dumps(HARNESS | {'doc_id': n})}\n" for n in range(40)))
+    Path("cluster.yaml").write_bytes(CLUSTER)
     Path("counts.json").write_text('{"n": 9, "base": {"full": 6, "nf4": 5}, "grpo": {"full": 7, "nf4": 6}}')
 
     def command(*words: str) -> tuple[int, str]:
@@ -69,6 +85,22 @@ def test_a_hostile_name_gets_a_sentence_and_is_never_echoed_whole(command, value
     assert code == 2 and said
     assert len(said) < 7000 and not CONTROL.search(said)
     assert set(os.listdir()) - before <= {".qrl", "mlruns", "mlflow.db.lock"}
+
+
+def test_every_option_that_is_a_text_has_a_hostile_case():
+    shown = [command for command in cli.cli.commands.values() if not command.hidden]
+    texts = {
+        (command.name, each.opts[0])
+        for command in shown
+        for each in command.params
+        if isinstance(each, click.Option) and isinstance(each.type, click.types.StringParamType)
+    }
+    kinds = {key: recipe.type_name(annotation) for key, (annotation, _) in recipe.fields().items()}
+    fields = {f"--{key}" for key, kind in kinds.items() if kind in ("text", "list", "JSON")}
+    cases = (CASES["reading"] | CASES["writing"]).values()
+    tried = {(words[0], option) for words in cases for option, value in itertools.pairwise(words) if "X" in value}
+    assert not texts - tried
+    assert not fields - {option for _, option in tried}
 
 
 def test_a_device_is_not_replaced_by_a_file(tmp_path):
@@ -195,6 +227,95 @@ def model(path: Path) -> None:
     checkpoint.check(path.parent, need_tokenizer=False)
 
 
+def index(path: Path) -> None:
+    """Read a checkpoint in two shards with this index."""
+    for number, name in enumerate(INDEX["weight_map"].values()):
+        text = json.dumps({f"{'ab'[number]}": HEADER["a"]}).encode()
+        (path.parent / name).write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
+    checkpoint.entries(path.parent)
+
+
+def tokenizer(path: Path) -> None:
+    """Load the shipped tokenizer with these settings, as evaluation does and as AWQ's environment does."""
+    shutil.copyfile(tiny.PATH / "tokenizer.json", path.parent / "tokenizer.json")
+    hf.plain_tokenizer(path.parent)
+    hf.tokenizer(path.parent)
+
+
+def record(path: Path) -> None:
+    """Read a registered model's record of two decisions, this one between them, and what follows from it."""
+    text = path.read_text(errors="replace")
+    run = {"info": SimpleNamespace(run_id="r", lifecycle_stage="active")}
+    run["data"] = SimpleNamespace(params={"000001": f"nonce 1 {text}"})
+    model = RegisteredModel("m", tags=[SimpleNamespace(key="qrl.history", value="r")])
+    client = SimpleNamespace(search_model_versions=lambda *_: [])
+    finds = {"run_of": lambda run_id: run_id and SimpleNamespace(**run), "named": lambda *_: []}
+    with mock.patch.multiple(history, MlflowClient=lambda: client, **finds):
+        past = history.read("m", model)
+    for each in (past.state.aliases(), past.state.shown(), past.state.stages, past.gates(1), past.until("2026")):
+        str(each)
+    for each in past.records:
+        history.best(past.gates(), each.stage)
+        ", ".join([each.time, each.by, each.run[:8], each.digest[:12], *each.reasons, *each.bounds])
+
+
+def tags(path: Path) -> None:
+    """Take over a registered model of an older store with these tags, of the model and of its version."""
+    given = documents.parse(path, "It")
+    texts = {str(key): value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
+    entries = [SimpleNamespace(key=key, value=value) for key, value in texts.items()]
+    aliases = [SimpleNamespace(alias=each, version="1") for each in ("grpo", "awq-previous")]
+    version = ModelVersion("m", "1", 0, tags=entries)
+    adopt.former(RegisteredModel("m", tags=entries, aliases=aliases), [version])
+
+
+@cache
+def signed() -> tuple[bytes, str]:
+    """Return the signature of a folder with one file, `a`, and the public key."""
+    from cryptography.hazmat.primitives import serialization as pem
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    private = ec.generate_private_key(ec.SECP256R1())
+    with TemporaryDirectory() as place:
+        (folder := Path(place, "model")).mkdir()
+        (folder / "a").write_text("a")
+        key, out = Path(place, "key.pem"), Path(place, signing.SIGNATURE)
+        key.write_bytes(private.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption()))
+        signer, public = signing.keys(SimpleNamespace(sign_with=(str(key),), require_signature=""))
+        signer.sign(folder, out)
+        return out.read_bytes(), public
+
+
+def signature(path: Path) -> None:
+    """Verify that folder with this signature."""
+    (folder := path.parent / "model").mkdir(exist_ok=True)
+    (folder / "a").write_text("a")
+    signing._check("version 1", folder, path, signed()[1])
+
+
+INDEX = {"metadata": {"total_size": 128}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+CLUSTER = b"driver: slurm\nshared: /a\nsetup: [module load cuda]\ndefaults: {cpus: 4, memory: 16G, time: '2:00:00'}\n"
+CLUSTER += b"steps:\n  train: {partition: gpu, gpus: 1, options: {constraint: a}}\npoll: 10\n"
+FORMAT = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}}
+FORMAT |= {"input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}}
+STAGES = "base=base:full,int4=base:rtn-int4;made_from=base;max_loss=0.02"
+DECISION = {"action": "promote", "stage": "int4", "version": 1, "run": "r", "digest": "d", "reasons": ["it was better"]}
+DECISION |= {"bounds": {"gain": 0.1}, "declared": STAGES.partition(",")[2], "number": 1, "time": "2026", "previous": ""}
+ADOPTED = {
+    "at": {"grpo": 1},
+    "before": {"grpo": 2},
+    "declared": {"grpo": "grpo=grpo:full"},
+    "mirrors": {"Staging": "grpo"},
+}
+ADOPTED |= {"gates": [DECISION]}
+FORMER = {
+    "qrl.gate.grpo": "passed",
+    "qrl.gate.grpo.record": {"run": "r", "bounds": {"n": 1}},
+    "qrl.gate.awq": {"why": "x"},
+}
+FORMER |= {"qrl.stages": STAGES, "qrl.mirror.Staging": "grpo"}
+
+
 READERS: dict[str, tuple[str, st.SearchStrategy, Callable[[Path], object]]] = {
     "lines": ("a.jsonl", files(ROW), tables.records),
     "array": ("a.json", files([ROW]), tables.records),
@@ -210,23 +331,60 @@ READERS: dict[str, tuple[str, st.SearchStrategy, Callable[[Path], object]]] = {
     "recipe": ("a.yaml", damaged(RECIPE), lambda path: recipe.load(str(path))),
     "yaml": ("a.yaml", files(PROMPT), lambda path: documents.parse(path, "It")),
     "prompt": ("a.yaml", files(PROMPT), lambda path: prompts.resolve(str(path), Path())),
+    "questions": ("a.jsonl", files(ROW), lambda path: validate.checked(read.read_questions(path))),
+    "questions, parquet": ("a.parquet", damaged(parquet()), lambda path: read.read_questions(path, whole=False)),
+    "index": (checkpoint.INDEX, files(INDEX), index),
+    "tokenizer": (
+        "tokenizer_config.json",
+        files(json.loads((tiny.PATH / "tokenizer_config.json").read_text())),
+        tokenizer,
+    ),
+    "signature": (signing.SIGNATURE, st.deferred(lambda: files(json.loads(signed()[0]))), signature),
+    "cluster": ("cluster.yaml", damaged(CLUSTER) | files(documents.yaml.safe_load(CLUSTER)), cluster.load),
+    "format": ("a.yaml", files(FORMAT), formats.read),
+    "record": ("a", files(DECISION) | files({"action": "adopt", "adopted": ADOPTED, "number": 1}), record),
+    "tags": ("a.yaml", files(FORMER), tags),
 }
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("document", [DECISION, {"action": "adopt", "adopted": ADOPTED, "number": 1}])
+def test_the_decisions_that_are_fuzzed_are_read_when_whole(document, tmp_path):
+    (tmp_path / "a").write_text(json.dumps(document))
+    record(tmp_path / "a")
+
+
+def prepare(name: str) -> None:
+    """Import what a reader imports, which takes many seconds."""
+    if name == "tokenizer":
+        hf.tokenizer(tiny.PATH)
+    if name == "format":
+        formats.rounding.library()
+
+
+def check_reader(name: str, folder: Path, content: bytes) -> None:
+    """Check that a reader returns or raises QrlError, soon, whatever its file holds."""
+    file, _, reader = READERS[name]
+    (folder / file).write_bytes(content)
+    began = time.monotonic()
+    try:
+        reader(folder / file)
+    except QrlError as refused:
+        assert len(str(refused)) < 7000 and not CONTROL.search(str(refused))
+    assert time.monotonic() - began < SLOWEST_S
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("name", READERS)
-def test_no_file_gets_more_than_a_sentence(name, tmp_path):
-    """Whatever a file holds, its reader returns or raises BadInput, soon."""
-    file, strategy, reader = READERS[name]
+def test_no_file_gets_more_than_a_sentence(name, tmp_path, request):
+    """Whatever a file holds, its reader returns or raises QrlError, soon."""
+    if name == "signature":
+        request.getfixturevalue("model_signing")
+    prepare(name)
+    strategy = READERS[name][1]
 
     def attempt(content: bytes) -> None:
-        (tmp_path / file).write_bytes(content)
-        began = time.monotonic()
-        try:
-            reader(tmp_path / file)
-        except BadInput as refused:
-            assert len(str(refused)) < 7000 and not CONTROL.search(str(refused))
-        assert time.monotonic() - began < SLOWEST_S
+        check_reader(name, tmp_path, content)
 
     end, tried = time.monotonic() + FUZZ_S / len(READERS), 0
     checks = list(HealthCheck)
@@ -234,4 +392,5 @@ def test_no_file_gets_more_than_a_sentence(name, tmp_path):
         tried += 1
         batch = settings(max_examples=50, database=None, deadline=None, suppress_health_check=checks)
         seed(tried)(batch(given(content=strategy)(attempt)))()
+    print(f"{name}: {50 * tried:,} files")  # `-rP` shows it
     shutil.rmtree(tmp_path)

@@ -1,5 +1,8 @@
 """The project's files keep their promises: entry points, parameters, pins."""
 
+import ast
+import csv
+import json
 import os
 import re
 import shlex
@@ -17,6 +20,7 @@ from click.testing import CliRunner
 import qrl
 from qrl import cli, process, recipe
 from qrl.serve import engines
+from tests.tracking import team
 
 ROOT = Path(qrl.__file__).parents[1]
 PYRIGHT = "1.1.414"
@@ -26,6 +30,8 @@ GRADERS = ("math-verify", "latex2sympy2-extended", "antlr4-python3-runtime")
 OLDER = {"verl": {"antlr4-python3-runtime": "4.9.3"}}  # hydra, which verl reads its configuration with, needs it
 TOP_LEVEL = {"mlruns", "projects", "qrl", "tests", "MLproject", "conda.yaml", "pyproject.toml"}
 TOP_LEVEL |= {"README.md", "CHANGELOG.md", "LICENSE"}
+SUPPLY = ROOT / ".github" / "supply"
+STARTED = r'"server",\s+"--'  # in a list of words, as every start of MLflow's server has them
 
 
 def pins(path: Path) -> dict[str, str]:
@@ -80,14 +86,14 @@ def test_pip_installs_the_core_environment_and_the_tests_packages_as_an_extra():
     assert set(extra) == {"pytest", "pytest-xdist", "hypothesis", "statsmodels"}
 
 
-@pytest.mark.parametrize("name", ["core", "awq", "vllm"])
+@pytest.mark.parametrize("name", ["core", "awq", "vllm", "verl"])
 def test_a_lock_has_every_pin_with_hashes_and_accepted_findings_have_reasons(name):
     environment = "conda.yaml" if name == "core" else f"projects/{name}/conda.yaml"
-    lock = (ROOT / ".github" / "supply" / f"{name}.lock").read_text()
-    locked = dict(re.findall(r"^([\w.-]+)==([^ ;]+)", lock, re.MULTILINE))
-    assert {package: locked.get(package.lower()) for package in pins(ROOT / environment)} == pins(ROOT / environment)
+    lock, pinned = (SUPPLY / f"{name}.lock").read_text(), pins(ROOT / environment)
+    locked = dict(reversed(locked_versions(name)))
+    assert {package: locked.get(re.sub(r"\[.*", "", package.lower())) for package in pinned} == pinned
     assert len(locked) > 100 and lock.count("\n    --hash=sha256:") > len(locked)
-    lines = (ROOT / ".github" / "supply" / "accepted.txt").read_text().splitlines()
+    lines = (SUPPLY / "accepted.txt").read_text().splitlines()
     assert all(re.match(r"(CVE|GHSA|PYSEC)-[\w-]+ +\S+ +\w.*\.$", line) for line in lines if line and line[0] != "#")
 
 
@@ -97,6 +103,51 @@ def test_no_process_of_ours_and_none_that_it_starts_reads_pickles(monkeypatch):
     assert os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
     for engine in engines.MODULES:
         assert engines.environment(engine, None)["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
+
+
+def locked_versions(name: str) -> list[tuple[str, str]]:
+    """Return package and version, as often as they are locked: for Python 3.11 first, then for later ones."""
+    return re.findall(r"^([\w.-]+)==([^ ;]+)", (SUPPLY / f"{name}.lock").read_text(), re.MULTILINE)
+
+
+def test_the_bill_of_materials_and_the_licences_are_those_of_the_lock():
+    """`.github/supply/run sbom` and `licences` make them, the second from an environment installed from the lock."""
+    locked, bill = locked_versions("core"), json.loads((SUPPLY / "sbom.json").read_text())
+    assert bill["bomFormat"] == "CycloneDX"
+    assert sorted((each["name"], each["version"]) for each in bill["components"]) == sorted(locked)
+    locked = dict(reversed(locked))
+    with (SUPPLY / "licences.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    listed = {re.sub(r"[-_.]+", "-", row["Name"].lower()): row["Version"] for row in rows}
+    assert {name: version for name, version in listed.items() if locked.get(name) != version} == {}
+    assert {re.sub(r"[-_.]+", "-", name.lower()) for name in pins(ROOT / "conda.yaml")} <= set(listed)
+    assert all(row["License"] for row in rows)
+    assert {row["Name"] for row in rows if row["License"] == "UNKNOWN"} == {"cuda-toolkit", "huey", "skops", "torchao"}
+
+
+def starts_of_servers() -> list[tuple[str, str]]:
+    """Return where MLflow's server is started: a function or a document's code block, and its text."""
+    found = []
+    for name in tracked():
+        text = (ROOT / name).read_text(encoding="utf-8", errors="ignore") if name.endswith((".py", ".md")) else ""
+        if name.endswith(".md"):
+            blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+            found += [(name, block) for block in blocks if "mlflow server" in block]
+        elif re.search(STARTED, text):
+            functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+            parts = [(f"{name} {node.name}", ast.get_source_segment(text, node)) for node in functions]
+            found += [(where, part) for where, part in parts if re.search(STARTED, part)]
+    return found
+
+
+def test_every_server_that_we_start_executes_nothing_of_an_artifact():
+    """`mlflow ui`, which a study prints, needs no such variable: MLflow's server itself loads no model."""
+    found = starts_of_servers()
+    assert {where.split()[0] for where, _ in found} >= {"tests/tracking/team.py", "qrl/tracking/README.md"}
+    assert len(found) >= 4
+    unsafe = [where for where, text in found if not re.search("SAFE|MLFLOW_ALLOW_PICKLE_DESERIALIZATION=false", text)]
+    assert not unsafe
+    assert team.SAFE["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
 
 
 def test_the_version_is_written_once():

@@ -92,3 +92,27 @@ def test_a_temporary_folder_goes_with_the_next_one_once_its_process_was_killed(m
     assert sorted(tmp_path.iterdir()) == sorted([mine.path, young])
     mine.cleanup()
     assert list(tmp_path.iterdir()) == [young]
+
+
+OTHER = """
+import sys
+from pathlib import Path
+from qrl.workspace import written_whole
+with written_whole(Path(sys.argv[1])) as path:
+    path.write_text("theirs")
+"""
+
+
+def test_two_processes_that_write_one_file_never_mix_and_what_a_killed_one_left_is_deleted(tmp_path):
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    (left := tmp_path / f".a.{int(gone.stdout)}.partial").write_text("half")
+    with workspaces.written_whole(tmp_path / "a") as ours:
+        ours.write_text("first half, ")
+        subprocess.run(
+            [sys.executable, "-c", OTHER, str(tmp_path / "a")], cwd=Path(workspaces.__file__).parents[1], check=True
+        )
+        assert (tmp_path / "a").read_text() == "theirs" and not left.exists()
+        with ours.open("a") as file:
+            file.write("second half")
+    assert (tmp_path / "a").read_text() == "first half, second half"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

@@ -20,8 +20,11 @@ def doctor_command(registered_name: str | None) -> None:
     Rights are tried: a tag is set, and a small file written and deleted. Exit code 0: nothing is lacking; 1: something
     is. Advice changes no exit code.
     """
+    from qrl.registry import registering
     from qrl.tracking import doctor
 
+    if registered_name is not None:
+        registering.check_name(registered_name)
     lacking = 0
     for finding in doctor.examine(registered_name):
         lacking += finding.level == doctor.LACKS

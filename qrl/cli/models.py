@@ -1,5 +1,6 @@
 """Commands for the models that a study has made: `promote`, `history`, `serve` and `benchmark`."""
 
+import re
 from functools import partial
 
 import click
@@ -87,6 +88,8 @@ def benchmark_command(
     """
     if stages and models:
         raise BadInput("benchmark measures stages or models, but got both: give --stages or --models.")
+    if url is not None and not re.fullmatch(r"https?://[^\s/]+(/[^\s?#]*)?", url[:2000]):
+        raise BadInput(f"--url is '{url}': expected the address of a server, such as http://127.0.0.1:8000.")
     if url and rates:
         raise BadInput("benchmark --capacity starts servers of its own: remove --url, or leave out --capacity.")
     from qrl.steps import benchmark

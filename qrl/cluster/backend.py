@@ -58,6 +58,8 @@ def start(
         BadInput: a setting or a place is wrong, or the cluster refuses the job.
     """
     folder = folder.resolve()
+    if not (folder / "MLproject").is_file():
+        raise BadInput(f"{folder} is no MLflow project: give a folder with an MLproject.")
     known = utils.load_project(str(folder))._entry_points
     if entry not in known:
         raise BadInput(f"{folder} has no entry point '{entry}': expected one of {', '.join(sorted(known))}.")

@@ -8,10 +8,11 @@ repack NF4 in place.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,13 +54,9 @@ def tokenizer(path: Path) -> PreTrainedTokenizerBase:
     sandbox.limit()
     if transformers.__version__ < "5":  # AutoAWQ's, which misreads a list of special tokens of transformers 5
         return plain_tokenizer(path)
-    try:
-        checkpoint.text_files(path)  # for their sizes
+    with _readable(path):
         tokens = transformers.AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=False)
         tokens("a")  # some settings, such as a model_max_length that is a text, fail only then
-    except Exception as error:  # transformers' own, the Rust library's, or JSON's
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise BadInput(f"The tokenizer of {path} cannot be read ({reason}): copy or save it again.") from error
     if tokens.pad_token_id is None:
         tokens.pad_token = tokens.eos_token
     return tokens
@@ -69,21 +66,33 @@ def plain_tokenizer(source: Path) -> PreTrainedTokenizerFast:
     """Return the source's tokenizer with its chat template and special tokens, the same in transformers 4 and 5.
 
     Raises:
-        BadInput: the folder has no tokenizer.json.
+        BadInput: the folder has no tokenizer.json, or its files cannot be read.
     """
     from transformers import PreTrainedTokenizerFast
 
     if not (source / "tokenizer.json").is_file():
         raise BadInput(f"{source} has no tokenizer.json: load its tokenizer with transformers 5 and save it.")
-    settings = _settings(source / "tokenizer_config.json")
-    template = _settings(source / "chat_template.json").get("chat_template") or settings.get("chat_template")
-    for name in ("chat_template.jinja", f"{checkpoint.TEMPLATES}/default.jinja"):  # transformers prefers the last
-        if (source / name).is_file():
-            template = (source / name).read_text(encoding="utf-8")
-    tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
-    tokens = {name: token for name, token in tokens.items() if token is not None}
-    return PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"), chat_template=template, **tokens)
+    with _readable(source):
+        settings = _settings(source / "tokenizer_config.json")
+        template = _settings(source / "chat_template.json").get("chat_template") or settings.get("chat_template")
+        for name in ("chat_template.jinja", f"{checkpoint.TEMPLATES}/default.jinja"):  # transformers prefers the last
+            if (source / name).is_file():
+                template = (source / name).read_text(encoding="utf-8")
+        tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
+        tokens = {name: token for name, token in tokens.items() if token is not None}
+        return PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"), chat_template=template, **tokens)
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn what libraries raise while they read a tokenizer into BadInput; check the sizes of its files first."""
+    try:
+        checkpoint.text_files(path)
+        yield
+    except Exception as error:  # transformers' own, the Rust library's, or JSON's
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise BadInput(f"The tokenizer of {path} cannot be read ({reason}): copy or save it again.") from error
 
 
 def _settings(file: Path) -> dict:

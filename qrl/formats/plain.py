@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from qrl import checkpoint
 from qrl.errors import BadInput
 from qrl.formats import kind, stored
+from qrl.workspace import need
 
 if TYPE_CHECKING:
     import torch
@@ -58,11 +59,16 @@ def needed(path: Path) -> bool:
 
 
 def write(path: Path, out: Path, dtype: str = "float32") -> Path:
-    """Write a quantized checkpoint's values as an ordinary one in `dtype` to a new folder `out`, and return that."""
+    """Write a quantized checkpoint's values as an ordinary one in `dtype` to a new folder `out`, and return that.
+
+    Raises:
+        BadInput: as `load`, or the disk lacks the space.
+    """
     import torch
     from safetensors.torch import save_file
 
     state = stored.plain_state(path, getattr(torch, dtype))
+    need(out, sum(tensor.nbytes for tensor in state.values()), "An unpacked copy of the model")
     out.mkdir()
     save_file(state, out / checkpoint.WEIGHTS, {"format": "pt"})
     replaced = ("quantization_config", "torch_dtype")

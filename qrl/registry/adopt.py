@@ -108,7 +108,9 @@ def _gates(entry: ModelVersion) -> list[dict[str, Any]]:
         text = entry.tags.get(names.gate_record_tag(stage), "{}") if simple else verdict  # once one tag held both
         try:
             record = reading.parsed(text)
-            gates.append(_gate(stage, int(entry.version), verdict if simple else record.get("verdict", ""), record))
+            gate = _gate(stage, int(entry.version), verdict if simple else record.get("verdict", ""), record)
+            history.Record.of(gate)
+            gates.append(gate)
         except (AttributeError, TypeError, ValueError):
             wrong = f"The tag {tag} of version {entry.version} of '{entry.name}' cannot be read"
             raise BadInput(f"{wrong}: delete it, and promote the version again.") from None

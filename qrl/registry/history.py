@@ -64,8 +64,15 @@ class Record:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "Record":
-        """Return a decision from what JSON made of its fields; raise TypeError if one is unknown."""
-        return cls(**{**entry, "reasons": tuple(entry.get("reasons", ()))})
+        """Return a decision from what JSON made of its fields; raise TypeError or ValueError if one does not fit."""
+        made, usual = cls(**{**entry, "reasons": tuple(entry.get("reasons", ()))}), cls("")
+        if wrong := [name for name, value in vars(usual).items() if type(getattr(made, name)) is not type(value)]:
+            raise TypeError(f"{wrong[0]} has another type")
+        if not all(isinstance(reason, str) for reason in made.reasons):
+            raise TypeError("a reason is no text")
+        for text in (*filter(None, [made.declared]), *State.adopted(made.adopted).declared.values()):
+            _stage(text)
+        return made
 
     @property
     def passed(self) -> bool:
@@ -81,6 +88,17 @@ class State:
     before: dict[str, int] = field(default_factory=dict)  # stage → the version that a rollback returns to
     declared: dict[str, str] = field(default_factory=dict)  # stage → the stage as its recipe declares it
     mirrors: dict[str, str] = field(default_factory=dict)  # MLflow's stage → the stage of ours that it shows
+
+    @classmethod
+    def adopted(cls, fields: Mapping[str, Any]) -> "State":
+        """Return the state that was taken over from an older store; raise TypeError or ValueError if it is none."""
+        state = cls(**{key: value for key, value in fields.items() if key != "gates"})
+        for gate in fields.get("gates", ()):
+            Record.of(gate)
+        for held, kind in zip(vars(state).values(), (int, int, str, str), strict=True):
+            if type(held) is not dict or not all(type(value) is kind for value in held.values()):
+                raise TypeError("a stage is no text or a version no number")
+        return state
 
     @property
     def stages(self) -> dict[str, Stage]:
@@ -105,7 +123,7 @@ class State:
         """Return the state after one more decision."""
         stage, version, former = record.stage, record.version, self.at.get(record.stage)
         if record.action == ADOPT:
-            return State(**{key: value for key, value in record.adopted.items() if key != "gates"})
+            return State.adopted(record.adopted)
         if record.action not in (PROMOTE, ROLLBACK):
             return self
         declared, mirrors = self.declared, self.mirrors

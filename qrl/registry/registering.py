@@ -27,17 +27,22 @@ def registered_name(recipe: Recipe) -> str:
         BadInput: `registered_name` of the recipe has characters that MLflow does not allow.
     """
     if name := recipe.registered_name:
-        if not _NAME.fullmatch(name):
-            raise BadInput(
-                f"registered_name is '{name}', but must begin with a letter or digit and hold only letters, digits, "
-                "spaces and . _ + -, 200 at most."
-            )
+        check_name(name)
         return name
     if recipe.model == "qrl-tiny":
         return recipe.model
     path = Path(recipe.model)
     last = path.resolve().name if path.is_dir() else recipe.model.rstrip("/").rpartition("/")[2]
     return "qrl-" + (re.sub(r"[^a-z0-9._-]+", "-", last.lower()).strip("-.") or "model")
+
+
+def check_name(name: str) -> None:
+    """Raise BadInput if a registered model cannot have this name."""
+    if not _NAME.fullmatch(name):
+        raise BadInput(
+            f"registered_name is '{name}', but must begin with a letter or digit and hold only letters, digits, "
+            "spaces and . _ + -, 200 at most."
+        )
 
 
 def register(

@@ -53,8 +53,7 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
     if differing := {registry.registered_name(each) for each in own} - {name}:
         several = " and ".join([name, *sorted(differing)])
         raise BadInput(f"The cells belong to several models, {several}: promote each of them by itself.")
-    if recipe.promote.stages:
-        registry.check_declared(name, recipe.promote.stages)
+    registry.check_declared(name, recipe.promote.stages)
     for stage in stages:
         check_stage(stage, recipe.promote.declared, name)
     declared, known = {stage.stage: stage for stage in recipe.promote.declared}, registry.known(name)

@@ -21,7 +21,7 @@ from mlflow.utils.uri import is_local_uri
 
 from qrl import checkpoint
 from qrl.tracking import description, fetched
-from qrl.workspace import written_whole
+from qrl.workspace import need, partials, written_whole
 
 _CARDS = ("README.md", "LICENSE", "LICENSE.txt")
 
@@ -35,9 +35,15 @@ def write(source: Path, model: LoggedModel, facts: Mapping[str, Any], *, link: b
     """Write a checkpoint and MLflow's files about it into the store, and return the folder that holds the weights.
 
     `facts` go into MLmodel. With `link`, files of a local store are hard-linked if possible; else they are copied.
+
+    Raises:
+        BadInput: the store's disk lacks the space for a copy.
     """
     names = _names(source)
     if target := local(model.artifact_location):
+        there = next(path for path in target.parents if path.exists())
+        if not link or there.stat().st_dev != source.stat().st_dev:
+            need(target, sum((source / name).stat().st_size for name in names), "A copy of the model in the store")
         with written_whole(target) as partial:  # replaces the empty folder that MLflow may have made
             for name in names:
                 (partial / "model" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +65,7 @@ def write(source: Path, model: LoggedModel, facts: Mapping[str, Any], *, link: b
 def discard(model: LoggedModel) -> None:
     """Mark a half-made model FAILED and remove its files."""
     if target := local(model.artifact_location):
-        for folder in (target, *target.parent.glob(f".{target.name}.partial")):  # as `written_whole` names it
+        for folder in (target, *partials(target)):
             shutil.rmtree(folder, ignore_errors=True)
     mlflow.finalize_logged_model(model.model_id, "FAILED")
 

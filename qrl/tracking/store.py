@@ -64,9 +64,21 @@ def prepare() -> str:
         elif urlsplit(address).scheme in ("http", "https"):
             requests.get(address.rstrip("/") + "/health", timeout=15)  # MLflow's client would retry for minutes
         mlflow.MlflowClient().search_experiments(max_results=1)
+        _check_experiment(address)
     except Exception as error:
         raise sentence(error) or unusable(error) from error
     return address
+
+
+def _check_experiment(address: str) -> None:
+    """Raise BadInput if MLFLOW_EXPERIMENT_ID names an experiment that the store does not hold."""
+    if number := os.environ.get("MLFLOW_EXPERIMENT_ID"):
+        try:
+            mlflow.MlflowClient().get_experiment(number)
+        except mlflow.MlflowException as error:
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                raise
+            raise BadInput(f"MLFLOW_EXPERIMENT_ID is '{number}', which {address} does not hold: unset it.") from None
 
 
 def sentence(error: BaseException) -> QrlError | None:
@@ -241,6 +253,8 @@ def _absolute(address: str) -> str:
 
 def _create(address: str, database: Path) -> None:
     """Create tables and the default experiment under a lock: a race on a cold SQLite file breaks it (tried)."""
+    if database.is_dir():  # MLflow would try again for minutes
+        raise BadInput(f"The store {address} is a folder: set MLFLOW_TRACKING_URI to {address}/mlflow.db.")
     artifacts = database.parent / "mlruns"
     artifacts.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=artifacts) as probe:  # a full disk should fail before the work, not after it

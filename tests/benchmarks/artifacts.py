@@ -162,7 +162,7 @@ def main() -> None:
     with s3(work / "s3", given.s3) as (address, store), team.serving(work, auth=False, s3=address) as server:
         peak.watched |= {"s3": store, "server": listens(server)}
         run = (server, peak)
-        uri = act("log", LOG, [str(work / "model")], work / "a", *run)
+        uri = act("log", LOG, [str(work / "model")], work / "a", *run).split()[0]  # then the run's page
         act("get where it was logged", GET, [uri], work / "a", *run)
         act("get elsewhere", GET, [uri], work / "b", *run)
         act("get there again", GET, [uri], work / "b", *run)

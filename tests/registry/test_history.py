@@ -14,8 +14,9 @@ import pytest
 from mlflow.protos.databricks_pb2 import PERMISSION_DENIED
 
 from qrl import names, recipe, registry
-from qrl.errors import BadInput, GateRefused, QrlError
+from qrl.errors import BadInput, GateRefused, QrlError, UnhealthyCell
 from qrl.registry import adopt, history, versions
+from qrl.steps import evaluate as evaluating
 from qrl.steps import history as shown_history
 from qrl.steps import promote as promoting
 from qrl.tracking import cells, reuse
@@ -330,6 +331,23 @@ def test_evidence_that_was_edited_is_refused(evaluated, store, tmp_path):
     few = recipe.load(overrides={"registered_name": NAME, "promote.min_n": "21"})
     with pytest.raises(GateRefused, match=r"answered 20 questions, fewer than promote.min_n = 21"):
         promoting.promote(few, ["base"], [evaluated("base:full")[0]], {"registered_name"})
+
+
+@pytest.mark.process
+def test_a_failed_cell_that_is_declared_finished_is_refused(store):
+    settings = {"registered_name": NAME, "device": "cpu", "evaluate.n": "20", "evaluate.max_new_tokens": "4"}
+    cut = recipe.load("tiny", settings)
+    with pytest.raises(UnhealthyCell):
+        evaluating.evaluate(cut, None)
+    client = mlflow.MlflowClient()
+    step, cell = sorted(client.search_runs(["0"]), key=lambda run: "mlflow.parentRunId" in run.data.tags)
+    assert cell.info.status == step.info.status == "FAILED"
+    for run in (step, cell):
+        client.set_terminated(run.info.run_id, "FINISHED")
+    client.log_metric(cell.info.run_id, names.ACCURACY, 0.999)
+    with pytest.raises(GateRefused, match="no record of its rows"):
+        promoting.promote(cut, ["base"], [cell.info.run_id], {"registered_name"})
+    assert not versions.model_of(NAME) or not pointers()
 
 
 def test_records_show_what_was_production_on_a_day(version, store, capsys):

@@ -1,6 +1,5 @@
 """Signatures of versions: made with real keys, verified at the gate, at load and at serve."""
 
-import importlib
 import subprocess
 import sys
 import tomllib
@@ -19,21 +18,6 @@ from qrl.steps import serve
 from tests.registry.made import NAME
 
 ROOT = Path(qrl.__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    """Install model-signing in a folder of its own where the environment lacks it."""
-    folder = tmp_path_factory.mktemp("library")
-    try:
-        importlib.import_module("model_signing.signing")
-    except ImportError:
-        command = ["uv", "pip", "install", "-q", "--python", sys.executable, "--target", str(folder), *signing.PACKAGES]
-        subprocess.run(command, check=True)
-        importlib.invalidate_caches()
-    sys.path.append(str(folder))
-    yield
-    sys.path.remove(str(folder))
 
 
 @pytest.fixture
@@ -72,7 +56,7 @@ def promote(run_id: str, **fields: object) -> versions.Version:
 
 
 @pytest.mark.process
-def test_a_signed_version_is_loaded_and_any_other_is_refused(library, keys, evaluated, capsys):
+def test_a_signed_version_is_loaded_and_any_other_is_refused(model_signing, keys, evaluated, capsys):
     run_id, _ = evaluated("base:full")
     with pytest.raises(GateRefused, match="has no signature"):
         promote(run_id, require_signature=keys / "team.pub")
@@ -112,7 +96,7 @@ def test_a_signed_version_is_loaded_and_any_other_is_refused(library, keys, eval
 
 
 @pytest.mark.process
-def test_a_certificate_signs_for_its_authority(library, keys, evaluated):
+def test_a_certificate_signs_for_its_authority(model_signing, keys, evaluated):
     run_id, _ = evaluated("base:full")
     chain = ",".join(str(keys / name) for name in ("team.pem", "team.crt", "team-ca.crt"))
     version = promote(run_id, sign_with=chain, require_signature=keys / "team-ca.crt")
@@ -129,7 +113,7 @@ def test_a_certificate_signs_for_its_authority(library, keys, evaluated):
 @pytest.mark.parametrize(
     "wrong", ["sign_with=team.pub", "sign_with=no", "sign_with=/dev/zero", "require_signature=team.pem"]
 )
-def test_a_wrong_key_is_bad_input(library, keys, wrong):
+def test_a_wrong_key_is_bad_input(model_signing, keys, wrong):
     field, _, file = wrong.partition("=")
     settings = recipe.load(overrides={f"promote.{field}": str(keys / file)})
     with pytest.raises(BadInput, match=rf"{file}.*give"):

@@ -16,7 +16,7 @@ from mlflow.entities.webhook import WebhookEvent
 
 from qrl import names, registry
 from tests.registry import made
-from tests.tracking.team import free_port
+from tests.tracking import team
 
 # A server sends to public addresses by https alone, unless these say otherwise.
 HERE = {"MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http", "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true"}
@@ -47,11 +47,11 @@ def received():
 @pytest.fixture
 def server(store, tmp_path, monkeypatch):
     """Run MLflow's server on the store, and use it."""
-    address = f"http://127.0.0.1:{(port := free_port())}"
+    address = f"http://127.0.0.1:{(port := team.free_port())}"
     command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1", "--no-serve-artifacts"]
     command += ["--backend-store-uri", store, "--default-artifact-root", str(tmp_path / "artifacts")]
     variables = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW")} | HERE
-    variables |= {"MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY": KEY, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    variables |= {"MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY": KEY} | team.SAFE
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
         try:

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 
 import qrl
@@ -188,6 +189,14 @@ def test_an_engine_that_dies_gives_the_reason_in_one_sentence(tmp_path, capfd):
         serve(broken, free_port())
     assert caught.value.exit_code == 1 and len(str(caught.value).splitlines()) == 1
     assert "model type `NoSuchModel`" in capfd.readouterr().err  # the end of its log
+
+
+def test_an_engine_that_does_not_answer_in_time_is_ended(monkeypatch, capfd):
+    monkeypatch.setattr(server, "READY_TIMEOUT_S", 0.2)
+    with pytest.raises(QrlError, match=r"did not answer within 0\.2 s") as caught:
+        serve(tiny.PATH, free_port(), on_ready=lambda address: pytest.fail("It answered."))
+    assert caught.value.exit_code == 1
+    assert not [each for each in psutil.Process().children(True) if "qrl.serve" in " ".join(each.cmdline())]
 
 
 def test_the_files_are_read_while_the_engine_loads_and_nothing_answers_before_both_are_done():

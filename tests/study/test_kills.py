@@ -7,6 +7,7 @@ signal while that step runs: to the study, to the step, to what the step started
     QRL_KILLS_FINISHED=DIR   keeps the finished study there for the next time
     QRL_KILLS_LOG=FILE       gets a line of JSON a case
     QRL_KILLS_MANAGER=uv     runs the study under `mlflow run`, with AWQ in an environment of its own
+    QRL_KILLS_ENGINE=1       with it, vLLM answers (on a CPU without a GPU), and its engine's process is killed too
 """
 
 import contextlib
@@ -33,6 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 
 ROOT = Path(qrl.__file__).parents[1]
 MANAGER = os.environ.get("QRL_KILLS_MANAGER", "")
+ENGINE = bool(MANAGER and os.environ.get("QRL_KILLS_ENGINE"))
 SCHEMES = "nf4,awq" if MANAGER else "nf4"
 SMALL = {
     "recipe": "tiny-lora",
@@ -47,9 +49,11 @@ SMALL = {
     "promote.min_gain": "-1",
     "promote.max_loss": "1",
 }
+SMALL |= {"evaluate.engine": "vllm", "evaluate.unpacked": "true"} if ENGINE else {}
 STEPS = ("train", "merge", "quantize", "evaluate", "diagnose", "compare", "promote", "study")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 WHOM = ("study", "step", "child", "group")  # the child is what the step started, if it started something
+WHOM += ("engine",) if ENGINE else ()  # vLLM's own process, or else as "child"
 GONE_S = 60  # within which every process must have ended: the goal is 10, which a busy machine misses; the log says
 STARTING_S = 20.0  # of a study, before its first step
 MARK = "QRL_KILLS_CASE"  # in the environment of a case's processes
@@ -180,7 +184,7 @@ def test_a_study_that_was_killed_is_finished_by_the_next_command(number, finishe
     began, running = time.monotonic(), study.start()
     outcome = {"case": number, "step": step, "signal": signum.name, "whom": whom, "share": round(share, 3)}
     try:
-        hit(study, running, step, signum, whom, share * took[step])
+        outcome["hit"] = hit(study, running, step, signum, whom, share * took[step])
         sent = time.monotonic()
         within = GONE_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         while ((left := study.processes()) or running.poll() is None) and time.monotonic() - sent < within:
@@ -212,8 +216,11 @@ def test_a_study_that_was_killed_is_finished_by_the_next_command(number, finishe
     assert not problems, json.dumps(outcome, indent=1)
 
 
-def hit(study: Study, running: subprocess.Popen, step: str, signum: int, whom: str, wait: float) -> None:
-    """Send the signal when the step has run for a while, or when the study has, if it is none of its steps."""
+def hit(study: Study, running: subprocess.Popen, step: str, signum: int, whom: str, wait: float) -> str:
+    """Send the signal when the step has run for a while, or when the study has, if it is none of its steps.
+
+    Returns the command that got it; "study" or "group" if those did.
+    """
     target = None
     while step != "study" and target is None and running.poll() is None:
         target = study.step_process(step)
@@ -226,8 +233,14 @@ def hit(study: Study, running: subprocess.Popen, step: str, signum: int, whom: s
         elif whom == "study":
             os.kill(running.pid, signum)
         else:
-            children = target.children(recursive=True) if whom == "child" else []
-            (random.choice(children) if children else target).send_signal(signum)
+            children = target.children(recursive=True) if whom in ("child", "engine") else []
+            engines = [each for each in children if "EngineCore" in " ".join([each.name(), *each.cmdline()])]
+            children = engines if whom == "engine" and engines else children
+            target = random.choice(children) if children else target
+            named = " ".join(target.cmdline())[:120]
+            target.send_signal(signum)
+            return named
+    return whom
 
 
 def told_wrong(told: str, code: int, signum: int, whom: str) -> list[str]:

@@ -20,6 +20,7 @@ import qrl
 from qrl import names
 from qrl.study import launch
 from qrl.tracking import store as stores
+from tests.tracking import team
 
 ROOT = Path(qrl.__file__).parents[1]
 SMALL = {
@@ -93,8 +94,7 @@ def shared(request, tmp_path):
     words = ["server", "--port", address.rpartition(":")[2], "--workers", "1"]  # of several, a busy machine kills some
     words += ["--backend-store-uri", f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", f"{tmp_path}/server"]
     with (tmp_path / "server.log").open("w") as log:
-        quiet = own | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # else ten more processes
-        how = {"cwd": tmp_path, "env": quiet, "stdout": log, "stderr": subprocess.STDOUT}
+        how = {"cwd": tmp_path, "env": own | team.SAFE, "stdout": log, "stderr": subprocess.STDOUT}
         server = subprocess.Popen([sys.executable, "-m", "mlflow", *words], **how)
     try:
         until = time.monotonic() + 300

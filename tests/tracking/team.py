@@ -17,10 +17,14 @@ import requests
 
 ADMIN = ("admin", "only-for-tests-1234")
 BUCKET = "team"
-SERVER = ("--from", "mlflow==3.17.2", "--with", "Flask-WTF==1.3.0", "--with", "psycopg2-binary==2.9.12")
+DRIVER = "psycopg2-binary==2.9.12"
+SERVER = ("--from", "mlflow==3.17.2", "--with", "Flask-WTF==1.3.0", "--with", DRIVER)
 SERVER += ("--with", "boto3==1.44.5")
 S3 = ("--from", "moto[server]==5.2.5")
+S3_ACCOUNT = {"AWS_ACCESS_KEY_ID": "S3RVER", "AWS_SECRET_ACCESS_KEY": "S3RVER"}  # s3rver's; moto takes any
 WAIT_S = 180
+# Of every server that we start: no process of its own for jobs, and nothing in an artifact is executed.
+SAFE = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false"}
 
 
 def postgres() -> Path | None:
@@ -52,11 +56,10 @@ def serving(
         _await(s3)
         requests.put(f"{s3}/{BUCKET}", timeout=30).raise_for_status()
         at = f"127.0.0.1:{(port := free_port())}"
-        variables = {"MLFLOW_S3_ENDPOINT_URL": s3, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
-        variables |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": str(jobs).lower(), "AWS_DEFAULT_REGION": "us-east-1"}
+        variables = {"MLFLOW_S3_ENDPOINT_URL": s3, **S3_ACCOUNT}
+        variables |= SAFE | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": str(jobs).lower(), "AWS_DEFAULT_REGION": "us-east-1"}
         command = ["uvx", *SERVER, "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
         command += ["--backend-store-uri", f"{database}/mlflow", "--artifacts-destination", f"s3://{BUCKET}"]
-        variables["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"
         if auth:
             settings = {"default_permission": "NO_PERMISSIONS", "database_uri": f"{database}/auth"}
             settings |= {"admin_username": ADMIN[0], "admin_password": ADMIN[1]}

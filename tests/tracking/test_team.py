@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -82,6 +83,47 @@ def test_two_users_study_at_once_and_rights_decide_who_loads_and_serves(tmp_path
         team.grant(server, ann, "bob", "READ", "registered_model", "ann-tiny")
         team.grant(server, ann, "bob", "READ", "experiment", team.experiment(server, ann, "ann"))
         check_served(tmp_path / "bob", users["bob"])
+
+
+PARTS = {f"MLFLOW_MULTIPART_{way}_MINIMUM_FILE_SIZE": "1000000" for way in ("UPLOAD", "DOWNLOAD")}  # the model has 5 MB
+
+
+def test_a_model_passes_the_server_in_parts_once_and_nobody_without_rights_promotes_or_serves_it(tmp_path):
+    with team.serving(tmp_path) as server:
+        for name in ("ann", "eve"):
+            team.add_user(server, name, PASSWORD.format(name))
+        ann, eve = (team.login(server, name, PASSWORD.format(name)) for name in ("ann", "eve"))
+        ann |= PARTS | {"MLFLOW_EXPERIMENT_NAME": "ann"}
+        named = ["--registered_name", "ann-tiny"]
+        made = run(tmp_path / "ann", ann, "-m", "qrl", "evaluate", "--evaluate.n", "40", *named)
+        assert made.returncode == 0, made.stderr[-3000:]
+        promote = [
+            "-m",
+            "qrl",
+            "promote",
+            "--stage",
+            "base",
+            "--cell",
+            re.search(r"--cell (\w+)", made.stdout)[1],
+            *named,
+        ]
+        done = run(tmp_path / "ann", ann, *promote)
+        assert done.returncode == 0, done.stderr[-3000:]
+        for _ in range(2):
+            loaded = run(tmp_path / "elsewhere", ann, "-c", LOAD, "base")
+            assert "Qwen2ForCausalLM ann-tiny version 1" in loaded.stdout, loaded.stderr
+        server_log, s3_log = ((tmp_path / f"{name}.log").read_text().splitlines() for name in ("server", "s3"))
+        about = [line for line in server_log if "mlflow-artifacts" in line and "model.safetensors" in line]
+        assert about and all("/presigned/" in line for line in about), about  # no byte of it passed the server
+        parts, got = (
+            [line for line in s3_log if each in line and "model.safetensors" in line] for each in ("PUT", "GET")
+        )
+        assert len(parts) == 1 and "partNumber=1" in parts[0], parts
+        assert len(got) == 2, got  # once for each folder, however often it is loaded there
+        for words in (promote, ["-m", "qrl", "serve", "--stage", "base", *named]):
+            refused = run(tmp_path / "eve", eve, *words)
+            assert refused.returncode in (1, 2) and "denies eve" in refused.stderr, refused.stderr[-3000:]
+            assert "Traceback" not in refused.stderr and len(refused.stderr) < 2000
 
 
 def check_served(folder: Path, variables: dict[str, str]) -> None:

@@ -551,10 +551,27 @@ def test_a_half_made_model_of_a_dead_run_is_discarded(store):
     client.set_tag(run.run_id, names.TAG_PID, signals.identity().rpartition(":")[0] + ":1")
     model = mlflow.initialize_logged_model("m", source_run_id=run.run_id)
     place = Path(model.artifact_location)
-    half = place.with_name(f".{place.name}.partial")
+    half = place.with_name(f".{place.name}.1.partial")
     half.mkdir(parents=True)
     assert stores.sweep() == [run.run_id]
     assert not half.exists() and str(mlflow.get_logged_model(model.model_id).status) == "FAILED"
+
+
+def test_a_store_that_is_a_folder_is_a_sentence_at_once(tmp_path, monkeypatch):
+    (tmp_path / "mlflow.db").mkdir()
+    monkeypatch.setattr(mlflow, "get_tracking_uri", lambda: f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setattr(mlflow, "set_tracking_uri", lambda address: None)
+    began = time.monotonic()
+    with pytest.raises(BadInput, match=r"is a folder: set MLFLOW_TRACKING_URI to .*/mlflow\.db/mlflow\.db"):
+        stores.prepare()
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("number", ["junk", "999"])
+def test_an_experiment_that_is_not_there_is_a_sentence(store, monkeypatch, number):
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", number)
+    with pytest.raises(BadInput, match=f"MLFLOW_EXPERIMENT_ID is '{number}'"):
+        stores.prepare()
 
 
 def test_requirements_are_the_projects_pins():
