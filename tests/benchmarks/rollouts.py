@@ -223,6 +223,7 @@ def train(case: dict) -> dict:
     from transformers import TrainerCallback
 
     from qrl.train import loop
+    from qrl.train.rollout import engine_gap
 
     drawing, steps = [], []
 
@@ -268,7 +269,7 @@ def train(case: dict) -> dict:
             "card_gib": card.most,
             "steps": len(steps),
         }
-        for name in ("sync_s", "generate_s", "kl_k1", "kl_k3", "token_ess", "sequence_ess"):
+        for name in ("sync_s", "generate_s", *(each.name for each in dataclasses.fields(engine_gap.Gap))):
             values = [row[f"rollout/{name}"] for row in history if f"rollout/{name}" in row]
             if values:
                 found[name] = statistics.median(values[1:])

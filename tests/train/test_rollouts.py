@@ -447,8 +447,6 @@ def test_a_trainings_key_holds_what_changes_its_weights_and_nothing_else():
         key({"watch.window": "9"}),
         key({"rollout.max_engine_kl": "1"}),
     } == {plain}
-    rolled = key({"rollout.engine": "vllm"})
-    assert key({"rollout.engine": "vllm", "rollout.max_gap_growth": "5"}) == rolled  # keys of earlier results stay
     stops = [{"watch.stop": "kl", "train.beta": "0.1", "watch.max_reference_kl": limit} for limit in ("0.1", "0.2")]
     assert len({plain, key({"watch.probe_every": "2"}), *map(key, stops)}) == 4
     assert key({"rollout.engine": "vllm"}, processes=2) not in {key({"rollout.engine": "vllm"}), plain}

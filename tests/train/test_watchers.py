@@ -117,6 +117,9 @@ def test_a_gap_that_makes_long_completions_worthless_is_told_though_each_tokens_
     _, (alarm,) = seen(rows)
     assert alarm.watcher == "rollout" and re.search(sentence, alarm.sentence), alarm.sentence
     assert seen(rows[:2])[1] == []  # not before a whole window
+    fp8 = watchers.Watchers(Watch(window=1), Rollout(engine="vllm", quantization="fp8"))
+    told = [alarm for step, row in enumerate(rows, 1) for alarm in fp8.see({"step": step} | row)]
+    assert name == "over steps" or "leave rollout.quantization = fp8 out" in told[0].sentence
     near = next(gaps(lambda step, position: 0.0035, tokens=64))
     assert seen([near, near, *(row for each in rows for row in (each, near))])[1] == []  # now and then is no trouble
 
