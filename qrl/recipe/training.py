@@ -236,6 +236,13 @@ class Rollout(Section):
     is_correction_max: _OfVllm[float] = option(2.0, "weight above which a token or answer is truncated or masked", gt=0)
     max_engine_kl: _OfVllm[float] = option(0.01, "warn above this engine-to-trainer KL, nats per token", gt=0)
     min_effective_sample_size: _OfVllm[Fraction] = option(0.9, "warn below this effective sample size (token share)")
+    # No key covers these while they have their defaults: the keys of earlier results stay.
+    max_gap_growth: Annotated[float, _UNLESS_VLLM, NotInKey("max_gap_growth", 5.0)] = option(
+        5.0, "warn where the engine's gap grows to this multiple, along completions or over steps", gt=1
+    )
+    min_sequence_ess: Annotated[Fraction, _UNLESS_VLLM, NotInKey("min_sequence_ess", 0.2)] = option(
+        0.2, "warn below this effective sample size of whole completions, as a share"
+    )
 
 
 class Watch(Section):

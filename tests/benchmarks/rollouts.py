@@ -35,8 +35,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 SHAPES = {
     "1.5b": dict(model_type="qwen2", hidden_size=1536, intermediate_size=8960, num_hidden_layers=28)
     | dict(num_attention_heads=12, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True),
+    "1.7b": dict(model_type="qwen3", hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, head_dim=128)
+    | dict(num_attention_heads=16, num_key_value_heads=8, vocab_size=151936, tie_word_embeddings=True),
     "8b": dict(model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, head_dim=128)
     | dict(num_attention_heads=32, num_key_value_heads=8, vocab_size=151936, tie_word_embeddings=False),
+    "llama8b": dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)
+    | dict(num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=False),
     "micro": dict(model_type="qwen2", hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     | dict(num_attention_heads=2, num_key_value_heads=2, vocab_size=1024, tie_word_embeddings=True),
 }
@@ -219,6 +223,7 @@ def train(case: dict) -> dict:
     from transformers import TrainerCallback
 
     from qrl.train import loop
+    from qrl.train.rollout import engine_gap
 
     drawing, steps = [], []
 
@@ -264,7 +269,7 @@ def train(case: dict) -> dict:
             "card_gib": card.most,
             "steps": len(steps),
         }
-        for name in ("sync_s", "generate_s", "kl_k1", "kl_k3", "token_ess", "sequence_ess"):
+        for name in ("sync_s", "generate_s", *(each.name for each in dataclasses.fields(engine_gap.Gap))):
             values = [row[f"rollout/{name}"] for row in history if f"rollout/{name}" in row]
             if values:
                 found[name] = statistics.median(values[1:])

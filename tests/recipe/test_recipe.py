@@ -90,6 +90,20 @@ def test_seed_002s_recipes_are_its_runs(size):
         assert each.train.steps * each.train.prompts_per_step == each.train.questions == 10_000  # one epoch
 
 
+@pytest.mark.parametrize("format", ["nvfp4-a16", "nvfp4-a4"])
+def test_seed_003s_llama_recipes_train_its_model_in_the_format_that_they_store(format):
+    loaded = recipe.load(f"llama-8b-qat-{format}")
+    train = loaded.train
+    assert (loaded.model, train.qat, train.method) == ("meta-llama/Llama-3.1-8B-Instruct", format, "full")
+    assert train.steps * train.prompts_per_step == train.questions == 10_000  # one epoch
+    assert loaded.chat.template_kwargs == {}  # a variable that Llama's chat template lacks is refused
+    assert loaded.quantize.schemes == (f"rtn-{format}",) and (loaded.rollout.engine, loaded.rollout.mode) == (
+        "vllm",
+        "server",
+    )
+    assert [stage.cell for stage in loaded.promote.stages][1:] == [f"qat-{format}:full", f"qat-{format}:rtn-{format}"]
+
+
 @pytest.mark.parametrize(
     ("key", "text", "says"),
     [

@@ -110,7 +110,12 @@ def test_settings_of_an_engine_that_does_not_run_are_in_no_key():
 
 
 def test_where_a_server_listens_is_in_no_key():
-    covered = recipe.load("tiny", {"rollout.engine": "vllm"}).key_settings("rollout")
+    later = {
+        "rollout.max_gap_growth": "9",
+        "rollout.min_sequence_ess": "0.5",
+    }  # in no key while they have their defaults
+    covered = recipe.load("tiny", {"rollout.engine": "vllm", **later}).key_settings("rollout")
+    assert not set(later) & set(recipe.load("tiny", {"rollout.engine": "vllm"}).key_settings("rollout"))
     assert {f"rollout.{name}" for name in recipe.Rollout.model_fields} - set(covered) == {
         "rollout.server",
         "rollout.server_timeout_s",

@@ -157,9 +157,26 @@ def test_processes_add_up_and_what_was_not_sampled_or_scored_does_not_count():
     unknown[0, 3:] = math.nan
     assert vars(engine_gap.measure(trainer, unknown, torch.ones(4, 6))) == pytest.approx(whole)
     same = engine_gap.measure(trainer, trainer, mask)
-    assert vars(same) == pytest.approx({"kl_k1": 0, "kl_k3": 0, "token_ess": 1, "sequence_ess": 1})
+    assert vars(same) == pytest.approx(
+        {"kl_k1": 0, "kl_k3": 0, "kl_k3_first_quarter": 0, "kl_k3_last_quarter": 0, "token_ess": 1, "sequence_ess": 1}
+    )
     with pytest.raises(ValueError, match="no token"):
         engine_gap.measure(trainer, engine, torch.zeros(4, 6))
+
+
+def test_the_quarters_are_those_of_each_completions_scored_tokens():
+    """The first token of the second completion was not scored; padding is far off, but counts nowhere."""
+    rows = [[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8], [math.nan, 0.9, 0.0, 1.1, 9.0, 9.0, 9.0, 9.0], [0.7] + [9.0] * 7]
+    lengths = (8, 4, 1)
+    engine = torch.tensor(rows)
+    mask = torch.tensor([[place < length for place in range(8)] for length in lengths])
+    gap = engine_gap.measure(torch.zeros(3, 8), engine, mask)
+
+    def k3(*gaps: float) -> float:
+        return sum(math.exp(-each) - 1 + each for each in gaps) / len(gaps)
+
+    assert gap.kl_k3_first_quarter == pytest.approx(k3(0.1, 0.2, 0.9, 0.7), rel=1e-6)
+    assert gap.kl_k3_last_quarter == pytest.approx(k3(0.7, 0.8, 1.1, 0.7), rel=1e-6)
 
 
 def test_long_completions_far_apart_still_have_an_effective_size():

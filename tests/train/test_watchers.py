@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 from qrl import checkpoint, recipe, tasks, tiny
 from qrl.errors import BadInput
@@ -10,6 +11,7 @@ from qrl.recipe import Rollout, Train, Watch
 from qrl.steps import inputs
 from qrl.train import Job, grpo
 from qrl.train.monitor import watchers
+from qrl.train.rollout import engine_gap
 
 pytestmark = pytest.mark.process
 
@@ -73,6 +75,66 @@ def test_an_engine_further_away_than_the_recipe_allows_is_told_at_its_first_step
     rounding = watchers.Watchers(Watch(), Rollout(engine="vllm"), "nvfp4-a4")
     (alarm,) = rounding.see(near | {"step": 1, "rollout/kl_k3": 0.02})
     assert "train in another format than nvfp4-a4" in alarm.sentence
+
+
+def gaps(scale, tokens=2048, completions=64, steps=8):
+    """Return a row for each step of an engine whose gap to the trainer has the spread scale(step, position)."""
+    chance = torch.Generator().manual_seed(0)
+    position = torch.linspace(0, 1, tokens)
+    for step in range(steps):
+        spread = scale(step, position) * torch.ones(completions, tokens)
+        engine = -torch.rand(completions, tokens, generator=chance)
+        # Of log p − log q with samples from q: its mean is −KL, half its variance.
+        trainer = engine + spread * torch.randn(completions, tokens, generator=chance) - spread.square() / 2
+        gap = vars(engine_gap.measure(trainer, engine, torch.ones_like(engine)))
+        yield HEALTHY | {f"rollout/{name}": value for name, value in gap.items()}
+
+
+COLLAPSES = {  # spreads of a token's log-ratio, k3 being half their square, and what the watcher says of them
+    "along completions": (
+        {"tokens": 1024},
+        lambda step, position: 0.02 + 0.08 * position,
+        r"along completions: KL 0\.0\d+ .*last quarter.*rollout\.max_gap_growth = 5 .*train\.max_completion_tokens",
+    ),
+    "over steps": (
+        {"tokens": 64},
+        lambda step, position: 0.02 + 0.015 * step,
+        r"grows over steps: KL 0\.0\d+ .*over steps 6 to 8, 0\.0\d+ over steps 1 to 3.*rollout\.max_gap_growth = 5 ",
+    ),
+    "in whole completions": (  # each token's gap is FP8's on qrl-tiny
+        {"tokens": 16384},
+        lambda step, position: 0.02,
+        r"over steps 1 to 3, below rollout\.min_sequence_ess = 0\.2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COLLAPSES)
+def test_a_gap_that_makes_long_completions_worthless_is_told_though_each_tokens_is_small(name):
+    shape, scale, sentence = COLLAPSES[name]
+    rows = list(gaps(scale, **shape))
+    assert all(row["rollout/kl_k3"] < 0.01 and row["rollout/token_ess"] > 0.9 for row in rows)  # the limits of a token
+    _, (alarm,) = seen(rows)
+    assert alarm.watcher == "rollout" and re.search(sentence, alarm.sentence), alarm.sentence
+    assert seen(rows[:2])[1] == []  # not before a whole window
+    fp8 = watchers.Watchers(Watch(window=1), Rollout(engine="vllm", quantization="fp8"))
+    told = [alarm for step, row in enumerate(rows, 1) for alarm in fp8.see({"step": step} | row)]
+    assert name == "over steps" or "leave rollout.quantization = fp8 out" in told[0].sentence
+    near = next(gaps(lambda step, position: 0.0035, tokens=64))
+    assert seen([near, near, *(row for each in rows for row in (each, near))])[1] == []  # now and then is no trouble
+
+
+def test_a_gap_that_stays_or_stays_negligible_is_left_alone():
+    for scale, tokens in (
+        (lambda step, position: 0.0035, 8192),  # bf16 rollouts, k3 6e-6
+        (lambda step, position: 0.02, 2048),  # FP8's, k3 2e-4
+        (lambda step, position: 0.057, 256),  # nvfp4-a4, k3 1.6e-3
+        (lambda step, position: 0.0002 * (1 + 9 * position) * (1 + 2 * step), 2048),  # grows, to nearly nothing
+        (lambda step, position: 0.03 + 0.02 * position, 512),  # grows a little
+    ):
+        assert seen(gaps(scale, tokens=tokens))[1] == []
+    old = [HEALTHY | {"rollout/kl_k3": 0.005, "rollout/token_ess": 0.99}] * 8  # before quarters were measured
+    assert seen(old)[1] == [] and seen([HEALTHY, *old])[1] == []
 
 
 def test_without_a_reference_or_completions_nothing_is_said_of_them():

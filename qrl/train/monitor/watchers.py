@@ -12,6 +12,10 @@ from qrl import stats
 from qrl.recipe import Rollout, Watch
 from qrl.train.job import Alarm
 
+_K3, _EARLY, _LATE = (f"rollout/kl_k3{part}" for part in ("", "_first_quarter", "_last_quarter"))
+_SEQUENCES = "rollout/sequence_ess"
+_SMALL_GAP = 0.1  # of rollout.max_engine_kl: growth below it is no trouble, since few tokens make such a gap noisy
+
 
 class Watchers:
     """The state of a training as its watchers see it."""
@@ -34,7 +38,8 @@ class Watchers:
             sentences = {"probe": self._probe()}
         elif "reward" in row:
             self.rows.append(row)
-            sentences = {"rollout": self._rollout(row), "resample": _resample(row)} | dict(self._lasting())
+            sentences = {"rollout": self._rollout(row) or next(self._drift(), None), "resample": _resample(row)}
+            sentences |= dict(self._lasting())
         else:
             return []
         new = {name: text for name, text in sentences.items() if text and name not in self.raised}
@@ -91,16 +96,58 @@ class Watchers:
         kl, share = (row.get(f"rollout/{name}", math.nan) for name in ("kl_k3", "token_ess"))
         if not (kl > self.rollout.max_engine_kl or share < self.rollout.min_effective_sample_size):
             return None
-        fp8 = [key for key in ("quantization", "kv_cache") if getattr(self.rollout, key) == "fp8"]
-        remedy = f"leave rollout.{fp8[-1]} = fp8 out" if fp8 else "lower train.learning_rate"
-        if not fp8 and self.qat != "none":
-            remedy = f"train in another format than {self.qat}, or set rollout.engine = transformers"
         return (
             f"The rollout engine samples from another distribution than the trained model's: KL {kl:.2g} nats per "
             f"token (limit: rollout.max_engine_kl = {self.rollout.max_engine_kl:g}), effective sample size {share:.2f} "
             f"of the tokens (limit: rollout.min_effective_sample_size = {self.rollout.min_effective_sample_size:g}): "
-            f"{remedy}, or watch the reward."
+            f"{self._remedy()}, or watch the reward."
         )
+
+    def _drift(self) -> Iterator[str]:
+        """Yield a sentence for each way in which the gap has grown, or has weakened whole completions, over the window.
+
+        Training in bf16 with rollouts in FP8 collapsed on completions of 8 K tokens and more (arXiv 2601.14243), where
+        the gap of a single token is small: what it does to a whole completion adds up.
+        """
+        limits, window = self.rollout, self.settings.window
+        last, first = self.rows[-window:], self.rows[:window]
+        if len(last) < window:
+            return
+        small, start = _SMALL_GAP * limits.max_engine_kl, _mean(first, _K3)
+
+        def grown(row: dict, name: str, before: float) -> bool:
+            now = row.get(name, math.nan)
+            return now > small and now > limits.max_gap_growth * before
+
+        limit = f"more than rollout.max_gap_growth = {limits.max_gap_growth:g} times as much"
+        if all(grown(row, _LATE, row.get(_EARLY, math.nan)) for row in last):
+            yield (
+                f"The rollout engine's gap to the trained model grows along completions: KL {_mean(last, _LATE):.2g} "
+                f"nats per token in their last quarter, {_mean(last, _EARLY):.2g} in their first, over {_steps(last)}: "
+                f"{limit}. Training on long completions may collapse: {self._remedy()}, or lower "
+                "train.max_completion_tokens."
+            )
+        if all(grown(row, _K3, start) for row in last):
+            yield (
+                f"The rollout engine's gap to the trained model grows over steps: KL {_mean(last, _K3):.2g} nats per "
+                f"token over {_steps(last)}, {start:.2g} over {_steps(first)}: {limit}. Training may collapse: "
+                f"{self._remedy()}, or watch the reward."
+            )
+        if all(row.get(_SEQUENCES, math.nan) < limits.min_sequence_ess for row in last):
+            yield (
+                f"Few of the completions count: their effective sample size is {_mean(last, _SEQUENCES):.2f} of them "
+                f"over {_steps(last)}, below rollout.min_sequence_ess = {limits.min_sequence_ess:g}, since the "
+                f"engine's gap adds up over their tokens. Training may collapse: {self._remedy()}, or lower "
+                "train.max_completion_tokens."
+            )
+
+    def _remedy(self) -> str:
+        fp8 = [key for key in ("quantization", "kv_cache") if getattr(self.rollout, key) == "fp8"]
+        if fp8:
+            return f"leave rollout.{fp8[-1]} = fp8 out"
+        if self.qat != "none":
+            return f"train in another format than {self.qat}, or set rollout.engine = transformers"
+        return "lower train.learning_rate"
 
     def _probe(self) -> str | None:
         """Compare the reward's rise with the probe's accuracy, whose paired interval must lie below 0 for an alarm."""

@@ -27,7 +27,9 @@ COLOCATED = (
     "sleep",
 )  # settings of mode colocate
 REDISTRIBUTED = ("top_p", "top_k", "min_p", "repetition_penalty")  # ways to sample that change more than temperature
-CORRECTION = ("is_correction_max", "max_engine_kl", "min_effective_sample_size")  # settings of a measured gap
+CORRECTION = (  # settings of a measured gap
+    *("is_correction_max", "max_engine_kl", "min_effective_sample_size", "max_gap_growth", "min_sequence_ess"),
+)
 
 
 def check(settings: Rollout, device: str, train: Train) -> None:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 PREFIX = "rollout/"  # of the metrics' names, in TRL's log and in MLflow
-METRICS = ("kl_k1", "kl_k3", "token_ess", "sequence_ess", "sync_s", "generate_s", "completions_per_s", "tokens_per_s")
+METRICS = ("kl_k1", "kl_k3", "kl_k3_first_quarter", "kl_k3_last_quarter", "token_ess", "sequence_ess")
+METRICS += ("sync_s", "generate_s", "completions_per_s", "tokens_per_s")
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,8 @@ class Gap:
 
     kl_k1: float  # mean of log q − log p, in nats per token: unbiased, may be negative
     kl_k3: float  # mean of p/q − 1 − log(p/q), in nats per token: unbiased, never negative
+    kl_k3_first_quarter: float  # the same over the first quarter of each completion's tokens, rounded up
+    kl_k3_last_quarter: float  # and over the last: the engine's errors add up along a completion
     token_ess: float  # effective sample size of the weights p/q over tokens, as a share of them
     sequence_ess: float  # the same over whole completions, weighted by products over their tokens
 
@@ -37,13 +40,25 @@ def measure(trainer: Tensor, engine: Tensor, mask: Tensor, gather: Callable = la
     """
     known = mask.bool() & ~torch.isnan(engine)
     difference = torch.where(known, trainer.double() - engine.double(), 0.0)
-    by_token, ratio = difference[known], difference[known].exp()
-    parts = [known.sum(), -by_token.sum(), (ratio - 1 - by_token).sum(), ratio.sum(), ratio.square().sum()]
-    tokens, k1, k3, w, w2 = gather(torch.stack([part.double() for part in parts])[None]).sum(dim=0).tolist()
+    ratio = difference.exp()
+    k3_terms, place, count = ratio - 1 - difference, known.cumsum(dim=1), known.sum(dim=1, keepdim=True)
+    quarter = (count + 3) // 4
+    first, last = known & (place <= quarter), known & (place > count - quarter)
+    parts = [known.sum(), -difference.sum(), k3_terms.sum(), ratio[known].sum(), ratio[known].square().sum()]
+    parts += [quarter.sum(), k3_terms[first].sum(), k3_terms[last].sum()]
+    sums = gather(torch.stack([part.double() for part in parts])[None]).sum(dim=0).tolist()
+    tokens, k1, k3, w, w2, quarters, k3_first, k3_last = sums
     by_sequence = gather(torch.where(known.any(dim=1), difference.sum(dim=1), torch.nan))
     if tokens < 1:
         raise ValueError("no token was scored by both the engine and the trainer")
-    return Gap(k1 / tokens, k3 / tokens, w * w / (tokens * w2), effective_share(by_sequence[~by_sequence.isnan()]))
+    return Gap(
+        kl_k1=k1 / tokens,
+        kl_k3=k3 / tokens,
+        kl_k3_first_quarter=k3_first / quarters,
+        kl_k3_last_quarter=k3_last / quarters,
+        token_ess=w * w / (tokens * w2),
+        sequence_ess=effective_share(by_sequence[~by_sequence.isnan()]),
+    )
 
 
 def effective_share(logs: Tensor) -> float:

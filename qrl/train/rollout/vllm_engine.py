@@ -1,7 +1,8 @@
 """vLLM in the training process: create an engine, load weights, sample, sleep and wake; whose random numbers it draws.
 
-This file depends on vLLM's version, as does `engine/vllm_fakequant`. Tested with 0.25.1; 0.22 to 0.31, which TRL 1.16
-supports, are expected to differ only in options that they have or lack.
+This file depends on vLLM's version, as does `engine/vllm_fakequant`. On an H200 studies ran with 0.31.0, which
+`projects/vllm` pins, and most measurements with 0.25.1. Others that TRL 1.16 supports, from 0.22 on, are expected to
+differ only in options that they have or lack.
 """
 
 from __future__ import annotations

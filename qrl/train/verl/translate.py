@@ -67,7 +67,7 @@ COMPUTED = (  # from several keys, in `overrides`
 )
 OURS = (  # qrl applies them itself: it draws the questions, renders the prompts, reads verl's log, and names versions
     *("train.questions", "train.selection", "train.max_ngram_share", "train.completions_logged", "train.trainer"),
-    *("rollout.max_engine_kl", "data", "prompt", "device", "registered_name"),
+    *("rollout.max_engine_kl", "rollout.max_gap_growth", "data", "prompt", "device", "registered_name"),
 )
 REFUSED: Mapping[str, str] = {  # our key → why any value but the default is refused
     "train.num_iterations": "verl counts batches as steps, so schedule and checkpoints would differ",
@@ -96,6 +96,7 @@ REFUSED: Mapping[str, str] = {  # our key → why any value but the default is r
     "rollout.compile": "verl's engine either compiles or runs without CUDA graphs",
     "rollout.kv_cache_gib": "verl gives its engine a share of the GPU's memory",
     "rollout.min_effective_sample_size": "verl measures it after truncation",
+    "rollout.min_sequence_ess": "verl measures it after truncation",
     "watch.stop": "verl cannot be ended at a step with its weights",
     **{f"watch.{name}": _WATCHED for name in Watch.model_fields if name != "stop"},
 }
