@@ -58,6 +58,11 @@ def check(settings: Train, device: str, gpus: int | None = None) -> None:
         )
     if settings.teacher:
         raise BadInput("train.teacher distils in one process: leave train.parallel out.")
+    if chosen == "fsdp2" and settings.qat != "none":
+        whole = (
+            f"train.qat = {settings.qat} needs whole weights in each process, but train.parallel = fsdp2 shards them"
+        )
+        raise BadInput(f"{whole}: use ddp, or set train.qat = none.")
     if chosen == "fsdp2" and device == "cpu":
         raise BadInput("train.parallel = fsdp2 shards over GPUs, but this run's device is the CPU: use ddp, or GPUs.")
     if _launched():
@@ -116,6 +121,28 @@ def others(count: int, recipe: str) -> Iterator[None]:
         finally:
             done.set()
             _end(started)
+
+
+def agree(start: Mapping[str, str]) -> None:
+    """Check that all processes begin their training alike; each calls this once.
+
+    Args:
+        start: what it is → its digest in this process.
+
+    Raises:
+        BadInput: a process has another digest than the first one.
+    """
+    if process.world_size() == 1:
+        return
+    from accelerate.utils import gather_object
+
+    first, *rest = gather_object([dict(start)])
+    for rank, other in enumerate(rest, 1):
+        if different := [name for name in first if first[name] != other[name]]:
+            raise BadInput(
+                f"Process {rank} of the training has other {' and '.join(different)} than process 0: give all of them "
+                "the same recipe, files, versions and kind of GPU, and delete `.qrl` where it is not shared."
+            )
 
 
 def _launched() -> bool:
