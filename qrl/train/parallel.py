@@ -41,7 +41,7 @@ def processes(settings: Train, device: str, gpus: int | None = None) -> int:
 
 
 def check(settings: Train, device: str, gpus: int | None = None) -> None:
-    """Check that this machine, or another one with `gpus`, can train as `train.parallel` says; loads nothing.
+    """Check that this machine, or nodes of a cluster with `gpus`, can train as `train.parallel` says; loads nothing.
 
     Raises:
         BadInput: there are too few GPUs, or the device or the method does not allow it.
@@ -67,13 +67,15 @@ def check(settings: Train, device: str, gpus: int | None = None) -> None:
         raise BadInput("train.parallel = fsdp2 shards over GPUs, but this run's device is the CPU: use ddp, or GPUs.")
     if _launched():
         return
-    gpus = devices.gpus(device) if gpus is None else gpus
+    here = gpus is None
+    gpus = devices.gpus(device) if here else gpus
     if device != "cuda" and count is None:
         raise BadInput(f"train.parallel = {chosen} takes a process per GPU, and there is none: set train.processes.")
     if device == "cuda" and gpus < (count or 2):
         wanted = f"train.processes = {count}" if count else f"train.parallel = {chosen}"
-        there = f"{gpus} GPU{'s' * (gpus != 1)}"
-        raise BadInput(f"{wanted} needs {count or 2} GPUs, but this machine has {there}: lower it, or leave it out.")
+        there = f"{'this machine has' if here else 'cluster.yaml asks for'} {gpus} GPU{'s' * (gpus != 1)}"
+        remedy = "lower it, or leave it out" if here else "raise steps.train.gpus, or lower it"
+        raise BadInput(f"{wanted} needs {count or 2} GPUs, but {there}: {remedy}.")
 
 
 @contextmanager

@@ -53,6 +53,15 @@ def test_what_this_machine_cannot_do_is_refused_in_a_sentence(fields, device, gp
         parallel.check(settings(**fields), device)
 
 
+def test_a_cluster_that_gives_too_few_gpus_is_told_apart_from_this_machine(monkeypatch):
+    monkeypatch.setattr(parallel.devices, "gpus", lambda _device: 8)
+    wanted = settings(parallel="ddp", processes="2")
+    with pytest.raises(BadInput, match=r"processes = 2 needs 2 GPUs, but cluster\.yaml asks for 1 GPU: raise steps"):
+        parallel.check(wanted, "cuda", 1)
+    parallel.check(wanted, "cuda", 2)
+    parallel.check(wanted, "cuda")
+
+
 def test_a_process_per_gpu_and_the_configuration_for_accelerate(monkeypatch):
     monkeypatch.setattr(parallel.devices, "gpus", lambda _device: 4)
     chosen = settings(parallel="fsdp2")
