@@ -194,9 +194,10 @@ def test_a_distillation_samples_from_the_engine_with_the_students_present_weight
 
 
 def test_a_distillation_through_the_engine_that_was_killed_goes_on_bit_for_bit(engine, tmp_path):
-    """A new engine, whose first weights are the student's of the checkpoint, draws what the old one would have drawn."""
+    """A new engine is given the checkpoint's weights first, and draws what the old one would have drawn."""
     changes = {"steps": 3, "save_every": 1, "learning_rate": 1e-3, "qat": "nvfp4-a4", "temperature": 1.5}
-    settings = SMALL.model_copy(update=changes | {"qat_calibration_samples": 4})
+    changes |= {"prompts_per_step": 2, "max_completion_tokens": 8, "qat_calibration_samples": 2}
+    settings = SMALL.model_copy(update=changes)
     data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 16, 0), "task": "arithmetic"}
 
     def trained(folder):
