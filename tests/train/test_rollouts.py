@@ -427,6 +427,11 @@ def test_fp8_is_refused_on_gpus_without_it(key, capability, refused):
         checks.check_fp8(narrow, capability, "a GPU")
 
 
+def test_fp8_is_left_to_the_nodes_where_a_study_starts_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rollout.check(Rollout(engine="vllm", quantization="fp8"), "cuda", Train())
+
+
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_vllm_is_missed_in_a_sentence():
     with pytest.raises(BadInput, match="vLLM is not installed in this environment"):
