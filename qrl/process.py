@@ -204,6 +204,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def nodes() -> int:
+    """Return on how many machines processes train together, as `torchrun` says how many there are on each."""
+    return -(-world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size()))))
+
+
 def sharded() -> bool:
     """Return whether each process holds only a part of the weights, as with `accelerate launch --use_fsdp`."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"

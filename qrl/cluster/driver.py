@@ -51,6 +51,7 @@ class State:
     node: str = ""
     detail: str = ""  # why it waits, or its exit code
     restarts: int = 0
+    why: str = ""  # what the cluster itself says of a failure, where its log is not on this machine
 
     @property
     def ended(self) -> bool:

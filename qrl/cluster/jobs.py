@@ -208,10 +208,10 @@ def settle(run: Run, state: State | None = None) -> bool:
         return True
     reported = run.info.status == "FINISHED" or int(tags.get(names.TAG_EXIT_CODE, _KILLED)) <= 128  # not by a signal
     if is_open or not reported:
-        why = _REASONS.get(state.word) or f"{_last(Path(tags[LOG]))} (exit code {state.detail})"
+        why = state.why or _REASONS.get(state.word) or f"{_last(Path(tags[LOG]))} (exit code {state.detail})"
         where = f" on {known[NODE]}" if known[NODE] else ""
         reason = f"Job {tags[ID]} ended {state.word}{where}: {why}."
-        status = "FAILED" if state.word in _BY_ITSELF else "KILLED"
+        status = "FAILED" if state.word in _BY_ITSELF or state.why else "KILLED"
         for cell in store.running(f" and tags.`{runs.PARENT}` = '{run_id}'"):
             if ID not in cell.data.tags:  # a study's steps are jobs of their own
                 store.end_dead(cell.info, reason)

@@ -75,23 +75,32 @@ class SkyPilot:
     def state(self, job_id: str) -> State | None:
         """Return how a job stands, from its controller."""
         with suppress(QrlError, ValueError):
-            done = call("sky", "jobs", "queue", "--all", "--output", "json")
+            # Without --verbose it leaves out where a job runs and why it failed.
+            done = call("sky", "jobs", "queue", "--all", "--verbose", "--output", "json")
             if done.returncode:
                 return None
             rows = reading.parsed(done.stdout[done.stdout.index("[") :])
             row = next((row for row in rows if str(row.get("job_id")) == job_id), None)
-            if row is None:
-                return State(VANISHED)
-            word = str(row["status"])
-            detail = str(row.get("failure_reason") or "")
-            return State(
-                _STATES.get(word, word), str(row.get("region") or ""), detail, int(row.get("recovery_count") or 0)
-            )
+            return State(VANISHED) if row is None else _stands(row, job_id)
         return None
 
     def cancel(self, job_id: str) -> None:
         """Cancel a job."""
         call("sky", "jobs", "cancel", "--yes", job_id)
+
+
+def _stands(row: dict, job_id: str) -> State | None:
+    """Return the state in a row of the queue; None where it has none."""
+    if not row.get("status"):
+        return None
+    word, told = str(row["status"]), str(row.get("failure_reason") or "")
+    state = State(_STATES.get(word, word), str(row.get("region") or ""), "", int(row.get("recovery_count") or 0))
+    if state.word == WAITING:
+        return replace(state, detail=told or word.lower())
+    if word.startswith("FAILED"):
+        why = f"{told.rstrip('.') or 'SkyPilot gives no reason'}; `sky jobs logs {job_id}` shows what it printed"
+        return replace(state, why=why)
+    return state
 
 
 def _gigabytes(memory: str) -> int:

@@ -71,6 +71,8 @@ def _train_one(recipe: Recipe, device: str, others: int) -> None:
         grpo.check(base, job)
     if recipe.train.algorithm != "sft":
         rollout.check_installed(recipe.rollout)
+        if device == "cuda" and recipe.train.trainer == "trl":
+            rollout.check_memory(recipe.rollout, recipe.train, _parameters(base))
     if process.rank():
         grpo.run(job)
         return
@@ -127,9 +129,12 @@ def _bytes_written(recipe: Recipe, base: checkpoint.Checkpoint) -> int:
     """
     if recipe.train.adapter:
         return 0
-    parameters = sum(entry.numel for entry in checkpoint.entries(base.path).values())
     saved = min(recipe.train.keep_checkpoints + 1, -(-recipe.train.steps // recipe.train.save_every))
-    return saved * 12 * parameters + base.bytes  # the oldest is deleted once the newest is whole
+    return saved * 12 * _parameters(base) + base.bytes  # the oldest is deleted once the newest is whole
+
+
+def _parameters(base: checkpoint.Checkpoint) -> int:
+    return sum(entry.numel for entry in checkpoint.entries(base.path).values())
 
 
 def check_rollouts(recipe: Recipe) -> None:

@@ -88,8 +88,10 @@ def check(
     check_schemes(recipe, base.path)
     nodes = cluster.chosen()
     gpus = {step: nodes.resources(step).gpus if nodes else None for step in ("train", "evaluate")}
+    if nodes and (several := nodes.resources("train").nodes) > 1:
+        gpus["train"] *= several
     if recipe.train.trainer == "verl":
-        verl.check_recipe(recipe.train, recipe.rollout, recipe.watch)
+        verl.check_recipe(recipe.train, recipe.rollout, recipe.watch, nodes.resources("train").nodes if nodes else None)
     parallel.check(recipe.train, device, gpus["train"])
     evaluate.check_gpus(recipe.evaluate.tensor_parallel, recipe.evaluate.engine, device, gpus["evaluate"])
     rollout.check(recipe.rollout, device, recipe.train)

@@ -14,7 +14,7 @@ import torch
 from qrl import checkpoint, process
 from qrl.errors import BadInput, QrlError
 from qrl.formats import header
-from qrl.train import arguments, policy, save
+from qrl.train import arguments, parallel, policy, save
 from qrl.train.job import Job, Trained
 from qrl.train.monitor import metrics, probe
 from qrl.train.qat import prepare
@@ -25,10 +25,12 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind) -> T
     from transformers import PrinterCallback
 
     prepare.begin(trainer, job)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if process.world_size() > 1:
+        parallel.agree(start(model, base, job))
     watching = probe.callback(trainer, job)
     trainer.add_callback(watching)
     trainer.add_callback(_no_further_step())  # after the others, whose training begins too
-    model = trainer.accelerator.unwrap_model(trainer.model)
     frozen = Guard(model, job.settings.adapter)
     trainer.remove_callback(PrinterCallback)
     if process.rank() == 0:
@@ -57,6 +59,15 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind) -> T
         seconds=seconds,
         stopped=watching.stopped,
     )
+
+
+def start(model, base: checkpoint.Checkpoint, job: Job) -> dict[str, str]:
+    """Return the digests of what a training begins with; processes that train together have the same."""
+    sections = (section.model_dump_json() for section in (job.settings, job.rollout, job.watch))
+    asked = (f"{question.question}\0{question.answer}" for question in job.questions)
+    settings = "\n".join((*sections, job.task, repr(job.template), str(job.seed), *asked))
+    digests = {"settings or questions": hashlib.sha256(settings.encode()).hexdigest(), "base weights": base.digest}
+    return digests | {name: _digest(tensors) for name, tensors in prepare.state(model).items()}
 
 
 class _AllSteps(Exception):

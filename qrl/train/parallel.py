@@ -41,7 +41,7 @@ def processes(settings: Train, device: str, gpus: int | None = None) -> int:
 
 
 def check(settings: Train, device: str, gpus: int | None = None) -> None:
-    """Check that this machine, or another one with `gpus`, can train as `train.parallel` says; loads nothing.
+    """Check that this machine, or nodes of a cluster with `gpus`, can train as `train.parallel` says; loads nothing.
 
     Raises:
         BadInput: there are too few GPUs, or the device or the method does not allow it.
@@ -58,17 +58,24 @@ def check(settings: Train, device: str, gpus: int | None = None) -> None:
         )
     if settings.teacher:
         raise BadInput("train.teacher distils in one process: leave train.parallel out.")
+    if chosen == "fsdp2" and settings.qat != "none":
+        whole = (
+            f"train.qat = {settings.qat} needs whole weights in each process, but train.parallel = fsdp2 shards them"
+        )
+        raise BadInput(f"{whole}: use ddp, or set train.qat = none.")
     if chosen == "fsdp2" and device == "cpu":
         raise BadInput("train.parallel = fsdp2 shards over GPUs, but this run's device is the CPU: use ddp, or GPUs.")
     if _launched():
         return
-    gpus = devices.gpus(device) if gpus is None else gpus
+    here = gpus is None
+    gpus = devices.gpus(device) if here else gpus
     if device != "cuda" and count is None:
         raise BadInput(f"train.parallel = {chosen} takes a process per GPU, and there is none: set train.processes.")
     if device == "cuda" and gpus < (count or 2):
         wanted = f"train.processes = {count}" if count else f"train.parallel = {chosen}"
-        there = f"{gpus} GPU{'s' * (gpus != 1)}"
-        raise BadInput(f"{wanted} needs {count or 2} GPUs, but this machine has {there}: lower it, or leave it out.")
+        there = f"{'this machine has' if here else 'cluster.yaml asks for'} {gpus} GPU{'s' * (gpus != 1)}"
+        remedy = "lower it, or leave it out" if here else "raise steps.train.gpus, or lower it"
+        raise BadInput(f"{wanted} needs {count or 2} GPUs, but {there}: {remedy}.")
 
 
 @contextmanager
@@ -116,6 +123,28 @@ def others(count: int, recipe: str) -> Iterator[None]:
         finally:
             done.set()
             _end(started)
+
+
+def agree(start: Mapping[str, str]) -> None:
+    """Check that all processes begin their training alike; each calls this once.
+
+    Args:
+        start: what it is → its digest in this process.
+
+    Raises:
+        BadInput: a process has another digest than the first one.
+    """
+    if process.world_size() == 1:
+        return
+    from accelerate.utils import gather_object
+
+    first, *rest = gather_object([dict(start)])
+    for rank, other in enumerate(rest, 1):
+        if different := [name for name in first if first[name] != other[name]]:
+            raise BadInput(
+                f"Process {rank} of the training has other {' and '.join(different)} than process 0: give all of them "
+                "the same recipe, files, versions and kind of GPU, and delete `.qrl` where it is not shared."
+            )
 
 
 def _launched() -> bool:

@@ -1,5 +1,6 @@
 """cluster.yaml and what becomes of it: scripts for sbatch, tasks for SkyPilot, sentences for what does not fit."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qrl import process
+from qrl import process, recipe
 from qrl.cli import jobs as commands
 from qrl.cluster import backend, config, driver, jobs, slurm
 from qrl.cluster.skypilot import SkyPilot
@@ -152,6 +153,30 @@ def test_a_study_learns_the_device_of_its_nodes(tmp_path, monkeypatch):
     assert preflight.device_of("auto") == "cpu"
     with pytest.raises(BadInput, match="no `gpus`"):
         preflight.device_of("cuda")
+
+
+CLUSTERS = {  # what a recipe and cluster.yaml say of one training
+    "too few GPUs": ({"train.processes": "2"}, {"gpus": 1}, "asks for 1 GPU: raise steps.train.gpus"),
+    "enough": ({"train.processes": "2"}, {"gpus": 2}, ""),
+    "enough on two nodes": ({}, {"gpus": 1, "nodes": 2}, ""),
+    "verl on two nodes": (
+        {"train.trainer": "verl", "train.parallel": "none", "rollout.engine": "vllm"},
+        {"gpus": 1, "nodes": 2},
+        "trainer.nnodes = 1), not on 2: set steps.train.nodes = 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_study_is_refused_before_it_submits_a_training_that_its_nodes_cannot_hold(name, tmp_path, monkeypatch):
+    settings, resources, sentence = CLUSTERS[name]
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(SLURM | {"steps": SLURM["steps"] | {"train": resources}}))
+    monkeypatch.setenv(config.CHOSEN, str(file))
+    overrides = {"train.parallel": "ddp", "quantize.schemes": "nf4"} | settings
+    with pytest.raises(BadInput) if sentence else contextlib.nullcontext() as refused:
+        preflight.check(recipe.load("tiny", overrides), overrides)
+    assert sentence in str(refused.value if sentence else "")
 
 
 @pytest.mark.parametrize(

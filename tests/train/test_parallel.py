@@ -41,6 +41,7 @@ def child(words: str):
         ({"parallel": "fsdp2"}, "cuda", 1, "fsdp2 needs 2 GPUs, but this machine has 1 GPU:"),
         ({"parallel": "ddp"}, "cpu", 0, "set train.processes"),
         ({"parallel": "fsdp2", "processes": "2"}, "cpu", 0, "device is the CPU"),
+        ({"parallel": "fsdp2", "processes": "2", "qat": "int4"}, "cuda", 2, "int4 needs whole weights.*use ddp"),
         ({"parallel": "zero3", "processes": "2"}, "cuda", 2, "zero3 needs DeepSpeed"),
         ({"parallel": "ddp", "processes": "2", "teacher": "m"}, "cpu", 0, "distils in one process"),
         ({"processes": "2"}, "cpu", 0, "no effect without train.parallel"),
@@ -50,6 +51,15 @@ def test_what_this_machine_cannot_do_is_refused_in_a_sentence(fields, device, gp
     monkeypatch.setattr(parallel.devices, "gpus", lambda _device: gpus)
     with pytest.raises(BadInput, match=words):
         parallel.check(settings(**fields), device)
+
+
+def test_a_cluster_that_gives_too_few_gpus_is_told_apart_from_this_machine(monkeypatch):
+    monkeypatch.setattr(parallel.devices, "gpus", lambda _device: 8)
+    wanted = settings(parallel="ddp", processes="2")
+    with pytest.raises(BadInput, match=r"processes = 2 needs 2 GPUs, but cluster\.yaml asks for 1 GPU: raise steps"):
+        parallel.check(wanted, "cuda", 1)
+    parallel.check(wanted, "cuda", 2)
+    parallel.check(wanted, "cuda")
 
 
 def test_a_process_per_gpu_and_the_configuration_for_accelerate(monkeypatch):
@@ -97,6 +107,79 @@ def command(folder, **more):
     return subprocess.Popen(
         words, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+
+
+APART = """
+import sys
+from pathlib import Path
+from qrl import process
+process.settle()
+from qrl import tasks, tiny
+from qrl.recipe import Train
+from qrl.train import Job, grpo
+from qrl.train.qat import prepare
+
+calibrate, rate, second = prepare.calibrate, 1e-5, process.rank() == 1
+
+
+def tampered(model, batches):
+    scales = calibrate(model, batches)
+    scales["model.layers.0.mlp.up_proj"] *= 1.0001
+    prepare.set_activation_scales(model, scales)
+    return scales
+
+
+if second and sys.argv[2] == "scale":
+    prepare.calibrate = tampered
+if second and sys.argv[2] == "recipe":
+    rate = 2e-5
+work = Path(sys.argv[1]) / str(process.rank())  # as on nodes that do not share a folder
+settings = Train(qat="nvfp4-a4", steps=1, prompts_per_step=2, generations=2, micro_batch=2, max_completion_tokens=8,
+                 qat_calibration_samples=2, learning_rate=rate)
+data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 4, 0), "task": "arithmetic"}
+job = Job(settings=settings, template="plain", seed=0, device="cpu", work=work, out=work / "model", **data)
+with process.sentences():
+    grpo.run(job)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("tampered", "named"), {"scale": "activation scales", "recipe": "settings or questions"}.items()
+)
+def test_processes_that_would_begin_apart_are_refused_before_the_first_step(tampered, named, tmp_path):
+    (tmp_path / "apart.py").write_text(APART)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    words += [str(tmp_path / "apart.py"), str(tmp_path), tampered]
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
+    sentences = [line for line in done.stderr.splitlines() if line.startswith("qrl: ")]
+    assert done.returncode and sentences, done.stderr[-3000:]
+    assert all(f"Process 1 of the training has other {named} than process 0: give" in line for line in sentences)
+    assert not [*tmp_path.glob("*/checkpoint-*")] and not [*tmp_path.glob("*/model")]
+
+
+def test_a_start_names_what_differs_in_it(tmp_path):
+    from qrl import checkpoint, tiny
+    from qrl.engine import hf
+    from qrl.train import Job, loop
+    from qrl.train.qat import linear, prepare
+
+    base, model = checkpoint.check(tiny.PATH), hf.load(tiny.PATH, "cpu", "float32")[0]
+    data = {"base": tiny.PATH, "questions": (), "task": "arithmetic", "template": "plain", "seed": 0}
+    job = Job(settings=settings(qat="nvfp4-a4"), device="cpu", work=tmp_path, out=tmp_path / "model", **data)
+    linear.attach(model, "nvfp4-a4")
+    scales = {path: 1.0 for path, _ in prepare.state(model)["folded weights"]}
+    prepare.set_activation_scales(model, scales)
+    before = loop.start(model, base, job)
+    prepare.set_activation_scales(model, scales | {next(iter(scales)): 1.5})
+    changed = [loop.start(model, base, job)]
+    with_step = model.get_submodule(next(iter(scales))).weight
+    with_step.data.mul_(2)
+    linear.refold(model)
+    changed.append(loop.start(model, base, job))
+    different = [{name for name in before if before[name] != after[name]} for after in changed]
+    assert different == [{"activation scales"}, {"activation scales", "folded weights"}]
 
 
 @pytest.mark.process

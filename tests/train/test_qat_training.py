@@ -156,6 +156,13 @@ def test_an_adapter_is_refused_before_any_weight_is_loaded():
         prepare.check(Train(qat="int8", method="lora"), tiny.PATH)
 
 
+def test_fsdp_launched_by_hand_is_refused_before_any_weight_is_loaded(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(BadInput, match=r"train\.qat needs whole weights .*FSDP"):
+        prepare.check(Train(qat="int8"), tiny.PATH)
+    prepare.check(Train(), tiny.PATH)
+
+
 def test_a_model_that_the_format_cannot_hold_is_refused_before_any_weight_is_loaded(tmp_path):
     config = json.loads((tiny.PATH / "config.json").read_text())
     for changes, says in (

@@ -67,6 +67,31 @@ def child(folder, settings):
     return subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
+FOLDS = """
+import sys
+from qrl import process
+from qrl.train import loop
+from qrl.train.qat import prepare
+
+refold = prepare.refold
+
+
+def told(model):
+    refold(model)
+    digests = [loop._digest(tensors) for tensors in prepare.state(model).values()]
+    sys.stdout.write(f"rank {process.rank()} folds {digests}\\n")
+
+
+prepare.refold = told  # after each optimizer step, in each process
+"""
+
+
+def folded(output: str) -> list[list[str]]:
+    """Return what each of two processes computed with after each step: digests of scales and of Q(W)."""
+    told = [line.split(" folds ") for line in output.splitlines() if " folds " in line]
+    return [[digests for rank, digests in told if rank == f"rank {number}"] for number in (0, 1)]
+
+
 def prompts(work):
     """Return the questions by step, in order."""
     files = sorted((work / "completions").glob("*.parquet"))
@@ -117,11 +142,13 @@ def test_a_training_killed_after_its_last_step_takes_no_further_one(kind, tmp_pa
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_from_a_checkpoint_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("kind", ["qlora", "int8", "nvfp4-a4"])
+def test_two_processes_go_on_from_a_checkpoint_bit_for_bit(kind, tmp_path):
     """As if they had been killed: without its last checkpoint, the training ends with the same weights again."""
-    settings = KINDS["qlora"].model_copy(update={"steps": 4})
+    settings = KINDS["qlora"] if kind == "qlora" else KINDS["full"].model_copy(update={"qat": kind, "beta": 0.01})
+    settings = settings.model_copy(update={"steps": 4, "qat_calibration_samples": 8})
     script, work, kept = tmp_path / "child.py", tmp_path / "work", tmp_path / "again"
-    script.write_text(CHILD)
+    script.write_text(FOLDS + CHILD)
     variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     def trained(folder, out) -> str:
@@ -141,11 +168,17 @@ def test_two_processes_go_on_from_a_checkpoint_bit_for_bit(tmp_path):
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 
-    assert trained(work, tmp_path / "whole").count("resumed from 0") == 2
+    whole = trained(work, tmp_path / "whole")
+    assert whole.count("resumed from 0") == 2
     shutil.copytree(work / "checkpoint-2", kept / "checkpoint-2")
-    assert trained(kept, tmp_path / "second").count("resumed from 2") == 2
-    for file in ("adapter_model.safetensors", "adapter_config.json"):
-        assert (tmp_path / "second" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    second = trained(kept, tmp_path / "second")
+    assert second.count("resumed from 2") == 2
+    written = {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()}
+    assert {file.name: file.read_bytes() for file in (tmp_path / "second").iterdir()} == written
+    if kind != "qlora":
+        both = [folded(output) for output in (whole, second)]
+        assert [len(ranks[0]) for ranks in both] == [4, 2] and len({*both[0][0]}) == 4  # a step each, none the same
+        assert both[0][0] == both[0][1] and both[1][0] == both[1][1] == both[0][0][2:]
 
 
 def test_two_processes_train_as_one_and_the_first_alone_logs_and_writes(store, tmp_path):

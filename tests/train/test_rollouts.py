@@ -5,7 +5,9 @@ import http.server
 import importlib.util
 import json
 import math
+import sys
 import threading
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -14,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qrl import recipe, tiny
-from qrl.errors import BadInput
+from qrl.errors import BadInput, QrlError
 from qrl.formats.fakequant import operation
 from qrl.recipe import Rollout, Train
 from qrl.study import build
 from qrl.tracking import keys
 from qrl.train import Job, arguments, loop, policy, rollout, trl_private
-from qrl.train.rollout import checks, engine_gap, sync, vllm_engine
+from qrl.train.rollout import checks, engine_gap, memory, sync, vllm_engine
 
 pytestmark = pytest.mark.process
 
@@ -255,6 +257,51 @@ def test_an_engine_that_does_not_compile_still_captures_its_graphs(fp8):
 
 
 VLLM = Rollout(engine="vllm")
+GIB, FREE_OF_80 = 2**30, "Free memory on device cuda:0 (20/80 GiB) is less than desired GPU memory utilization (0.3)"
+
+
+@pytest.mark.parametrize(
+    ("raised", "fixed", "sentence"),
+    [
+        (ValueError(f"{FREE_OF_80}.\nDecrease it."), None, r"20/80 GiB.*nvidia-smi.*lower rollout\.gpu_memory_util"),
+        (RuntimeError("CUDA error: out of memory"), 4.0, r"out of memory.*lower rollout\.kv_cache_gib, or use"),
+        (ValueError("No available memory for the cache blocks."), None, r"raise rollout\.gpu_memory_utilization"),
+        (ValueError("To serve it, 3 GiB KV cache is needed, which is larger than the available KV cache memory"), 0.5,
+         r"raise rollout\.kv_cache_gib, or lower rollout\.max_model_tokens"),
+        (ValueError("Qwen9ForCausalLM is not supported"), None, r"Qwen9.*rollout\.engine = transformers"),
+    ],
+)  # fmt: skip
+def test_an_engine_that_cannot_start_says_why_and_what_to_do(raised, fixed, sentence, monkeypatch):
+    class LLM:
+        def __init__(self, **_options):
+            raise raised
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")  # which `create` sets
+    settings = Rollout(engine="vllm", kv_cache_gib=fixed)
+    with pytest.raises(QrlError, match=sentence) as failed:
+        vllm_engine.create("model", settings, sequences=4, sleeps=False, rank=0, world=1)
+    assert str(failed.value).count("\n") == 0 and failed.value.__cause__ is raised
+
+
+@pytest.mark.parametrize(
+    ("settings", "train", "needed"),
+    [
+        (VLLM, Train(), 24 + 4),  # 0.3 of 80 GiB, and 2**30 parameters in fp32
+        (Rollout(engine="vllm", kv_cache_gib=5), Train(method="lora", dtype="bf16"), 5 + 2 + 2),
+        (Rollout(engine="vllm", kv_cache_gib=5, quantization="fp8"), Train(method="qlora"), 5 + 1 + 0.5),
+    ],
+)
+def test_too_little_free_memory_is_refused_before_any_weight_is_loaded(settings, train, needed, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free, 80 * GIB))
+    free = int(needed * GIB)
+    memory.check(settings, train, GIB)
+    free -= 1
+    with pytest.raises(BadInput, match=r"of the GPU's 80\.0 GiB are free.*kv_cache_gib"):
+        memory.check(settings, train, GIB)
+    memory.check(Rollout(), train, GIB)
+    memory.check(Rollout(engine="vllm", mode="server", server="http://a:1"), train, GIB)
 
 
 def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeypatch):
@@ -395,6 +442,11 @@ def test_fp8_is_refused_on_gpus_without_it(key, capability, refused):
             checks.check_fp8(narrow, capability, "a GPU")
     else:
         checks.check_fp8(narrow, capability, "a GPU")
+
+
+def test_fp8_is_left_to_the_nodes_where_a_study_starts_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rollout.check(Rollout(engine="vllm", quantization="fp8"), "cuda", Train())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")

@@ -1,6 +1,7 @@
 """What qrl.train relies on below the public interfaces of TRL and PEFT; an upgrade that changes it fails here."""
 
 import inspect
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -190,6 +191,30 @@ def test_a_distillation_samples_from_the_engine_with_the_students_present_weight
     attach(student, "int8")
     for name, weight in sync.named_weights(student, torch.bfloat16):
         assert torch.equal(engine.model.get_parameter(name), weight.float()), name  # as step 2 sampled
+
+
+def test_a_distillation_through_the_engine_that_was_killed_goes_on_bit_for_bit(engine, tmp_path):
+    """A new engine is given the checkpoint's weights first, and draws what the old one would have drawn."""
+    changes = {"steps": 3, "save_every": 1, "learning_rate": 1e-3, "qat": "nvfp4-a4", "temperature": 1.5}
+    changes |= {"prompts_per_step": 2, "max_completion_tokens": 8, "qat_calibration_samples": 2}
+    settings = SMALL.model_copy(update=changes)
+    data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 16, 0), "task": "arithmetic"}
+
+    def trained(folder):
+        where = {"template": "plain", "seed": 0, "device": "cpu", "work": folder / "work", "out": folder / "model"}
+        job = Job(settings=settings, rollout=Rollout(engine="vllm", sleep="off"), **data, **where)
+        return distill.run(job, tiny.PATH)
+
+    whole = trained(tmp_path)
+    shutil.copytree(tmp_path / "work", tmp_path / "again" / "work")
+    shutil.rmtree(tmp_path / "again" / "work" / "checkpoint-3")
+    engine.calls.clear()
+    engine.model = None
+    again = trained(tmp_path / "again")
+    assert engine.calls == ["sync", "generate"] and (whole.resumed_from, again.resumed_from) == (0, 2)
+    assert again.completions.equals(whole.completions) and whole.completions["completion"].nunique() > 3
+    assert checkpoint.digest(again.path) == checkpoint.digest(whole.path)
+    assert again.history["loss"].iloc[-1] == whole.history["loss"].iloc[-1] != 0
 
 
 def test_a_model_under_training_says_which_of_its_weights_are_tied():

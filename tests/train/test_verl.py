@@ -10,7 +10,9 @@ from pathlib import Path
 import pandas as pd
 import psutil
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from qrl import checkpoint, recipe, tasks, tiny
 from qrl.errors import BadInput, QrlError
@@ -19,7 +21,8 @@ from qrl.recipe.base import Section
 from qrl.study import build
 from qrl.tasks import prompt
 from qrl.tracking import keys
-from qrl.train import Job
+from qrl.train import Job, policy
+from qrl.train import merge as merging
 from qrl.train.verl import score, training, translate
 
 VERL = {"train.trainer": "verl", "rollout.engine": "vllm"}
@@ -291,6 +294,103 @@ def test_a_failure_is_a_sentence_and_no_process_is_left(tmp_path, monkeypatch):
     time.sleep(0.1)
     assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == sleeping]
     assert (tmp_path / "failing.log").is_file()
+
+
+MERGER = """
+import argparse, json, shutil
+from pathlib import Path
+parser = argparse.ArgumentParser()
+parser.add_argument("command", choices=["merge"])
+parser.add_argument("--backend", choices=["fsdp"], required=True)
+for name in ("--local_dir", "--target_dir"):
+    parser.add_argument(name, type=Path, required=True)
+given = parser.parse_args()
+if (given.local_dir / "broken").exists():
+    raise RuntimeError("shard 1 of 2 is missing")
+given.target_dir.mkdir()
+shutil.copyfile(given.local_dir / "model.safetensors", given.target_dir / "model.safetensors")
+(given.target_dir / "config.json").write_text(json.dumps({"model_type": "verls own"}))
+(given.target_dir / "tokenizer.json").write_text("verl's own")
+if (given.local_dir / "adapter.safetensors").exists():
+    (adapter := given.target_dir / "lora_adapter").mkdir()
+    shutil.copyfile(given.local_dir / "adapter.safetensors", adapter / "adapter_model.safetensors")
+    config = {"r": 0, "lora_alpha": 0, "peft_type": "LORA", "task_type": None, "target_modules": ["v_proj", "q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+"""  # in place of verl's, which reads shards
+
+
+@pytest.fixture
+def merger(tmp_path, monkeypatch):
+    """Return the folder of a checkpoint of step 4, of which a stand-in for verl's merger makes weights."""
+    (package := tmp_path / "path" / "verl").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "model_merger.py").write_text(MERGER)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    work = tmp_path / "work"
+    (actor := work / translate.CHECKPOINTS / "global_step_4" / "actor").mkdir(parents=True)
+    (work / translate.CHECKPOINTS / "latest_checkpointed_iteration.txt").write_text("4")
+    weights = {name: tensor * 2 for name, tensor in checkpoint.tensors(tiny.PATH)}
+    save_file(weights, actor / "model.safetensors", metadata={"format": "pt"})
+    (work / "merged").mkdir()
+    (work / "merged" / "model-00001-of-00002.safetensors").write_bytes(b"of a merge that was killed")
+    return actor
+
+
+@pytest.mark.process
+def test_verls_last_checkpoint_becomes_a_checkpoint_beside_the_bases_own_files(merger, tmp_path):
+    base, made = checkpoint.check(tiny.PATH), replace(job(tmp_path / "work", n=1), out=tmp_path / "model")
+    training.merge(base, made)
+    assert checkpoint.check(made.out).dtype == base.dtype and checkpoint.digest(made.out) != base.digest
+    before, after = dict(checkpoint.tensors(tiny.PATH)), dict(checkpoint.tensors(made.out))
+    assert before.keys() == after.keys() and all(torch.equal(after[name], 2 * before[name]) for name in before)
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (made.out / file).read_bytes() == (tiny.PATH / file).read_bytes()
+
+
+@pytest.mark.process
+def test_an_adapter_of_verls_is_an_adapter_that_merges_into_the_base(merger, tmp_path):
+    loaded = settings(train__method="lora", train__dtype="fp32", train__lora_targets="q_proj,v_proj")
+    base = checkpoint.check(tiny.PATH)
+    model, weights = policy.load(tiny.PATH, loaded.train, "cpu"), {}
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "v_proj")):
+            prefix = f"base_model.model.{name}.lora_"
+            weights[f"{prefix}A.weight"] = torch.ones(16, module.in_features) / module.in_features
+            weights[f"{prefix}B.weight"] = torch.ones(module.out_features, 16) / 2**10
+    save_file(weights, merger / "adapter.safetensors", metadata={"format": "pt"})
+    made = replace(job(tmp_path / "work", loaded, n=1), out=tmp_path / "adapter")
+    training.merge(base, made)
+    config = json.loads((made.out / "adapter_config.json").read_text())
+    wanted = {"r": 16, "lora_alpha": 32, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
+    assert {key: config[key] for key in wanted} == wanted
+    assert policy.recorded(made.out) == {"base_storage": "fp32", "compute": "fp32", "base_digest": base.digest}
+    assert not (made.out / "model.safetensors").exists()
+    whole = merging.run(tiny.PATH, made.out, tmp_path / "whole", [[5, 6, 7]], max_kl=1.0, into="auto", device="cpu")
+    before, after = dict(checkpoint.tensors(tiny.PATH)), dict(checkpoint.tensors(whole.path))
+    name = next(name for name in before if name.endswith("q_proj.weight"))
+    update = 2 * 16 / 2**10 / before[name].shape[1]  # alpha / r times B A
+    assert torch.allclose(after[name].float(), before[name].float() + update, atol=1e-3)
+    assert not torch.equal(after[name], before[name])
+
+
+@pytest.mark.process
+def test_a_merge_that_fails_is_a_sentence_and_leaves_no_model(merger, tmp_path):
+    (merger / "broken").touch()
+    made = replace(job(tmp_path / "work", n=1), out=tmp_path / "model")
+    with pytest.raises(QrlError, match=r"verl\.model_merger ended with exit code 1: RuntimeError: shard 1 of 2"):
+        training.merge(checkpoint.check(tiny.PATH), made)
+    assert not made.out.exists()
+
+
+def test_several_nodes_are_refused_by_name(monkeypatch):
+    sections = settings().train, settings().rollout, settings().watch
+    translate.check_recipe(*sections, nodes=1)
+    with pytest.raises(BadInput, match=r"trainer\.nnodes = 1\), not on 3: set steps\.train\.nodes = 1"):
+        translate.check_recipe(*sections, nodes=3)
+    for name, count in (("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):  # as torchrun sets them on two nodes
+        monkeypatch.setenv(name, count)
+    with pytest.raises(BadInput, match=r"trainer\.nnodes = 1\), not on 2"):
+        translate.check_recipe(*sections)
 
 
 @pytest.mark.process

@@ -24,7 +24,7 @@ GAP, GAP_LARGEST = "train/qat_logprob_gap", "train/qat_logprob_gap_max"
 
 
 def check(settings: Train, base: Path) -> None:
-    """Raise BadInput if `train.qat` fits neither the method nor the model, before any weight is loaded."""
+    """Raise BadInput if `train.qat` does not fit method, model or launcher, before any weight is loaded."""
     if settings.qat == "none":
         if settings.qat_calibration != "task":
             raise BadInput("train.qat_calibration calibrates train.qat, which is none: set one or omit the other.")
@@ -32,6 +32,8 @@ def check(settings: Train, base: Path) -> None:
     if settings.adapter:
         qat, method = f"train.qat = {settings.qat}", f"train.method = {settings.method}"
         raise BadInput(f"{qat} trains all weights, but {method} trains an adapter: set method = full or qat = none.")
+    if process.sharded():
+        raise BadInput("train.qat needs whole weights in each process, but FSDP shards them: set train.qat = none.")
     linears.check_fit(pretrained.skeleton(checkpoint.config(base)), settings.qat)
     _of_file(settings)
 
@@ -43,15 +45,13 @@ def begin(trainer, job: Job) -> None:
     is one, is a separate model and stays in full precision.
 
     Raises:
-        BadInput: FSDP shards the weights, or the format does not fit the model.
+        BadInput: the format does not fit the model.
     """
     settings = job.settings
     if settings.qat == "none":
         return
     from transformers import TrainerCallback
 
-    if trainer.is_fsdp_enabled:
-        raise BadInput("train.qat needs whole weights in each process, but FSDP shards them: set train.qat = none.")
     model = trainer.accelerator.unwrap_model(trainer.model)
     bf16, training = settings.compute == "bf16", model.training
     attach(model.eval(), settings.qat, torch.bfloat16 if bf16 else None)
@@ -153,6 +153,13 @@ def set_activation_scales(model: nn.Module, scales: dict[str, float]) -> None:
 
 def _attached(model: nn.Module) -> dict[str, QATLinear]:
     return {path: module for path, module in model.named_modules() if isinstance(module, QATLinear)}
+
+
+def state(model: nn.Module) -> dict[str, list[tuple[str, Tensor]]]:
+    """Return what quantized linears compute with, by what it is: calibrated scales and Q(W), by the linear's name."""
+    attached = _attached(model).items()
+    scales = [(path, module.input_global_scale) for path, module in attached if module.input_global_scale is not None]
+    return {"activation scales": scales, "folded weights": [(path, module.multiplied) for path, module in attached]}
 
 
 def logprob_gap(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> tuple[float, float]:

@@ -2,5 +2,6 @@
 
 from qrl.train.rollout.checks import VLLM, arguments, check, check_heeded, check_installed
 from qrl.train.rollout.engine_gap import METRICS, PREFIX
+from qrl.train.rollout.memory import check as check_memory
 
-__all__ = ["METRICS", "PREFIX", "VLLM", "arguments", "check", "check_heeded", "check_installed"]
+__all__ = ["METRICS", "PREFIX", "VLLM", "arguments", "check", "check_heeded", "check_installed", "check_memory"]

@@ -55,7 +55,7 @@ def check(settings: Rollout, device: str, train: Train) -> None:
         )
     if settings.mode == "server":
         check_server(settings, train.qat)
-    elif "fp8" in (settings.quantization, settings.kv_cache):
+    elif "fp8" in (settings.quantization, settings.kv_cache) and torch.cuda.is_available():  # a login node has none
         check_fp8(settings, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
 
 

@@ -22,6 +22,7 @@ from qrl.engine import vllm
 from qrl.errors import QrlError
 from qrl.formats.fakequant import operation
 from qrl.recipe import Rollout
+from qrl.train.rollout import memory
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -46,7 +47,8 @@ def create(
         qat: the format of training; the engine rounds activations as its forward pass does.
 
     Raises:
-        QrlError: no linear of the engine rounds its inputs, though the format does.
+        QrlError: vLLM cannot start, for want of memory say; or no linear of the engine rounds its inputs, though the
+            format does.
     """
     from vllm import LLM
 
@@ -61,22 +63,26 @@ def create(
     os.environ.setdefault("LOCAL_RANK", str(rank))
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", str(get_free_port()))  # TRL's 29500 collides when two trainings start together
-    engine = LLM(
-        model=model,
-        dtype="bfloat16",
-        quantization=FP8 if fp8 else None,
-        kv_cache_dtype=settings.kv_cache,
-        **vllm.shares(settings.gpu_memory_utilization, settings.kv_cache_gib),
-        max_model_len=settings.max_model_tokens,
-        max_num_batched_tokens=max(BATCHED_TOKENS, sequences),
-        **_batches(sequences, fp8=fp8, compiled=settings.compile),
-        enable_sleep_mode=sleeps,
-        distributed_executor_backend="external_launcher",
-        logprobs_mode="processed_logprobs",  # of the sampling distribution, temperature included
-        seed=rank,
-        trust_remote_code=False,
-        **rounds,
-    )
+    room = memory.free()
+    try:
+        engine = LLM(
+            model=model,
+            dtype="bfloat16",
+            quantization=FP8 if fp8 else None,
+            kv_cache_dtype=settings.kv_cache,
+            **vllm.shares(settings.gpu_memory_utilization, settings.kv_cache_gib),
+            max_model_len=settings.max_model_tokens,
+            max_num_batched_tokens=max(BATCHED_TOKENS, sequences),
+            **_batches(sequences, fp8=fp8, compiled=settings.compile),
+            enable_sleep_mode=sleeps,
+            distributed_executor_backend="external_launcher",
+            logprobs_mode="processed_logprobs",  # of the sampling distribution, temperature included
+            seed=rank,
+            trust_remote_code=False,
+            **rounds,
+        )
+    except Exception as error:  # whatever vLLM raised
+        raise memory.unstarted(error, settings, room) from error
     if rounds and not vllm_fakequant.rounding_layers(_runner(engine).model):
         raise QrlError(
             f"The rollout engine does not round activations as train.qat = {qat} does: set rollout.engine = "

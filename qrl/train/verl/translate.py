@@ -111,12 +111,22 @@ REFUSED_VALUES: Mapping[tuple[str, str], str] = {  # our key and value → why
 }
 
 
-def check_recipe(train: Train, rollout: Rollout, watch: Watch) -> None:
+def check_recipe(train: Train, rollout: Rollout, watch: Watch, nodes: int | None = None) -> None:
     """Check that verl can train as the recipe's sections say; nothing is loaded.
 
+    Args:
+        train, rollout, watch: the sections.
+        nodes: that the cluster will give the training; None: those on which it was launched.
+
     Raises:
-        BadInput: a key or a value has no counterpart in verl, or several processes were launched.
+        BadInput: a key or a value has no counterpart in verl, or several nodes or processes train.
     """
+    nodes = process.nodes() if nodes is None else nodes
+    if nodes > 1:
+        raise BadInput(
+            f"train.trainer = verl trains on one node here (trainer.nnodes = 1), not on {nodes}: set "
+            "steps.train.nodes = 1 in cluster.yaml, or train.trainer = trl."
+        )
     for key, value, default in _settings(train, rollout, watch):
         why = REFUSED.get(key) if value != default else None
         values = value if isinstance(value, tuple) else (value,)
