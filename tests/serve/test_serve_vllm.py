@@ -102,7 +102,8 @@ class Served:
 
     def answers(self, model: str, questions) -> list[str]:
         """Return greedy answers to questions, sixteen at once, through the usual client."""
-        client = openai.OpenAI(base_url=self.address, api_key=KEY, max_retries=0)
+        # It asks again, as usual: a connection that was idle for vLLM's five seconds may close as a request is sent.
+        client = openai.OpenAI(base_url=self.address, api_key=KEY)
 
         def answer(question) -> str:
             reply = client.chat.completions.create(
