@@ -199,13 +199,9 @@ def _opened(
     path, settings, batch_size = cell.path, recipe.evaluate, recipe.evaluate.batch_size
     if settings.engine != hf.NAME:
         sizes = {"max_tokens": longest, "sequences": batch_size, "memory": settings.gpu_memory_utilization}
-        options = {"deterministic": settings.deterministic, "seed": recipe.seed}
-        options |= {
-            "cache_gib": settings.kv_cache_gib,
-            "kv_fp8": cell.scheme.endswith(names.KV_FP8),
-            "gpus": settings.tensor_parallel,
-        }
-        options |= {"compiled": settings.compile}
+        sizes |= {"cache_gib": settings.kv_cache_gib, "gpus": settings.tensor_parallel}
+        options = {"deterministic": settings.deterministic, "seed": recipe.seed, "compiled": settings.compile}
+        options |= {"kv_fp8": cell.scheme.endswith(names.KV_FP8)}
         with (
             _loadable(path, recipe, device) as folder,
             engines.open(folder, device, settings.dtype, **sizes, **options) as loaded,

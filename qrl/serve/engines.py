@@ -23,10 +23,14 @@ TRANSFORMERS, VLLM = "transformers", "vllm"
 # Run as `python -m`: the `vllm` command crashes in the CPU build.
 MODULES = {TRANSFORMERS: "qrl.serve.transformers_server", VLLM: "vllm.entrypoints.openai.api_server"}
 API_KEY = "QRL_API_KEY"  # the variable with the key that clients must send
+# How long an idle connection stays open. One that the server closes just as a request comes loses it; vLLM's default is
+# 5 s, when the clients of httpx, openai's among them, close theirs too; our proxy's does at 15 s.
+KEEP_ALIVE_S = 30
 DRAIN_S = 25  # how long an engine may finish running answers once it is told to stop
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # No downloads, no telemetry, no check for newer versions, no pickles.
 _QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
+_QUIET |= {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S)}
 _QUIET |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false"}
 _ROOT = str(Path(qrl.__file__).parents[1])  # an engine runs in another folder, and imports this package
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -29,7 +29,7 @@ from starlette.routing import Route
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.serve import requests
-from qrl.serve.engines import API_KEY, DRAIN_S
+from qrl.serve.engines import API_KEY, DRAIN_S, KEEP_ALIVE_S
 from qrl.serve.requests import PATHS, Chat, Refusal, Text
 
 GREEDY = 1e-5  # temperatures below it are greedy, as in vLLM
@@ -294,7 +294,9 @@ def main() -> None:
     given = parser.parse_args()
     model = Model(Path(given.model), given.device, given.dtype, json.loads(given.chat))
     app = application(model, given.name, os.environ.get(API_KEY, ""))
-    uvicorn.run(app, host=given.host, port=given.port, timeout_graceful_shutdown=DRAIN_S)
+    uvicorn.run(
+        app, host=given.host, port=given.port, timeout_graceful_shutdown=DRAIN_S, timeout_keep_alive=KEEP_ALIVE_S
+    )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ QRL_VLLM_PYTHON=…/bin/python pytest -m slow tests/engine/test_engine_interrupt
 import contextlib
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -29,7 +30,6 @@ MOMENTS = {  # how a process is titled that vLLM has just started
     "its worker loads the model": "VLLM::Worker",
 }
 GONE_S = 10  # within which every process must have ended, on a machine with nothing else to do
-BUSY = 3  # times as long where another test runs beside this one: the run is ended by a fresh interpreter
 BEGUN_S = 300  # at most, until an engine starts
 
 
@@ -51,6 +51,11 @@ def titles(leader: int) -> list[str]:
     return told
 
 
+def runnable() -> int:
+    """Return how many threads of this machine run or wait for a core just now."""
+    return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_signal_while_an_engine_starts_leaves_no_process(moment, signum, store, tmp_path, python_of):
@@ -69,10 +74,12 @@ def test_a_signal_while_an_engine_starts_leaves_no_process(moment, signum, store
             os.killpg(started.pid, signum)  # as a terminal sends Ctrl-C
         else:
             started.send_signal(signum)
-        sent = time.monotonic()
-        within = BUSY * GONE_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        sent, within, waiting = time.monotonic(), float(GONE_S), []
         while ((left := of_session(started.pid)) or started.poll() is None) and time.monotonic() - sent < within:
             time.sleep(0.1)
+            waiting.append(runnable())
+            busy = max(statistics.mean(waiting), os.getloadavg()[0]) / (os.cpu_count() or 1)
+            within = GONE_S * max(1.0, busy)
         assert not left and started.poll() is not None, f"after {within:.0f} s: {titles(started.pid)}"
     finally:
         for process in of_session(started.pid):

@@ -102,8 +102,7 @@ class Served:
 
     def answers(self, model: str, questions) -> list[str]:
         """Return greedy answers to questions, sixteen at once, through the usual client."""
-        # It asks again, as usual: a connection that was idle for vLLM's five seconds may close as a request is sent.
-        client = openai.OpenAI(base_url=self.address, api_key=KEY)
+        client = openai.OpenAI(base_url=self.address, api_key=KEY, max_retries=0)
 
         def answer(question) -> str:
             reply = client.chat.completions.create(
