@@ -131,7 +131,8 @@ def changed(rows: Answered, references: References) -> pd.DataFrame:
     """
     table, frame = rows.table, rows.frame
     places = {cell: place for place, cell in enumerate(rows.cells)}
-    against = np.array([places.get(references[cell], -1) for cell in rows.cells])
+    of_cells = [references[cell] for cell in rows.cells]
+    against = np.array([places.get(cell, -1) if cell else -1 for cell in of_cells])
     base, seeds = np.array([variant == names.BASE for variant, _ in rows.cells]), table["seed"].cat
 
     def key(cell: np.ndarray) -> np.ndarray:

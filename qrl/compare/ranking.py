@@ -144,13 +144,16 @@ def measure(frame: pd.DataFrame) -> Methods:
     for cell in cells:
         accuracy = evidence.accuracy(cell)
         own_scheme = cell[0] not in (*OTHERS, names.GRPO) and names.stored(cell[1]) != names.FULL
-        others = (PLAIN, FULL, *((variant, cell[1]) if own_scheme else None for variant in (names.GRPO, names.BASE)))
+        over_grpo, over_base = (
+            minus(cell, (variant, cell[1])) if own_scheme else None for variant in (names.GRPO, names.BASE)
+        )
         control = control_of(cell, cells)
-        rows.append(Method(*cell, accuracy, *(minus(cell, other) for other in (*others, control)), control))
+        differences = minus(cell, PLAIN), minus(cell, FULL), over_grpo, over_base, minus(cell, control)
+        rows.append(Method(*cell, accuracy, *differences, control))
     rows.sort(key=lambda row: -row.accuracy.estimate)
     small = [row.cell for row in rows if row.quantized]
-    differences = {pair: minus(*pair) for pair in combinations(small, 2)}
-    pairs = holm_by_key({pair: difference.p_two_sided for pair, difference in differences.items() if difference})
+    between = {pair: minus(*pair) for pair in combinations(small, 2)}
+    pairs = holm_by_key({pair: difference.p_two_sided for pair, difference in between.items() if difference})
     trained = holm_by_key({row.cell: row.over_grpo.p_two_sided for row in rows if row.over_grpo})
     behind = {cell: pairs[small[0], cell] for cell in small[1:]}
     damages, runs = damage.measure(cells, evidence.contrast), len(evidence.runs)
