@@ -306,6 +306,7 @@ def test_shards_beside_a_whole_file_are_refused(folder, tmp_path):
     ("name", "changes"),
     [
         ("config.json", {"transformers_weights": "other.safetensors"}),
+        ("config.json", {"speculators_config": {"verifier": {"name_or_path": "/other"}}}),
         ("config.json", {"configuration_files": ["config.4.0.0.json"]}),
         ("config.json", {"attn_implementation": "someone/kernel"}),
         ("config.json", {"text_config": {"_attn_implementation": "someone/kernel"}}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,8 @@ def check_fit(path: Path, *, known: bool = True) -> None:
 
     Raises:
         BadInput: transformers does not know the architecture or cannot build config.json, the model has more parameters
-            than the files could hold, or they hold a bias that it lacks, which vLLM would ignore.
+            than the files could hold, they hold a bias that it lacks, which vLLM would ignore, or `architectures`, by
+            which vLLM chooses a class, names another than transformers takes.
     """
     import torch
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -73,19 +75,24 @@ def check_fit(path: Path, *, known: bool = True) -> None:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except _UNFIT as error:
         raise BadInput(f"{path} cannot be loaded by transformers: {_reason(error)}.") from error
+    named, own = checkpoint.config(path).get("architectures"), type(model).__name__
+    if named and set(named) != {own}:
+        other = f"{path / 'config.json'} is a {config.model_type}, which transformers loads as {own}"
+        raise BadInput(f"{other}, but its architectures are {named}, and vLLM goes by them: expected [{own!r}].")
     entries = checkpoint.entries(path)
     made, stored = sum(weight.numel() for weight in model.parameters()), sum(each.bytes for each in entries.values())
     if made > _CODES_PER_BYTE * stored + _SLACK:  # transformers would allocate what is missing
         makes = f"{path / 'config.json'} makes a model of {made:,} parameters"
         raise BadInput(f"{makes}, which {stored:,} bytes of weights cannot hold: copy both from the same model.")
-    if (checkpoint.config(path).get("quantization_config") or {}).get("quant_method") == "gptq":
-        return  # AutoGPTQ stores a bias of zeros for every linear
     known = set(model.state_dict())
-    biases = (name for name in entries if name.endswith(".bias") and name not in known)
-    _refuse_left_over(path, {name for name in biases if f"{name.removesuffix('bias')}weight" in known})
+    biases = [name for name in entries if name.endswith(".bias") and name not in known]
+    biases = [name for name in biases if f"{name.removesuffix('bias')}weight" in known]
+    if (checkpoint.config(path).get("quantization_config") or {}).get("quant_method") == "gptq":
+        biases = [name for name, values in checkpoint.tensors(path, biases) if values.any()]  # AutoGPTQ stores zeros
+    _refuse_left_over(path, biases)
 
 
-def _refuse_left_over(path: Path, names: set[str]) -> None:
+def _refuse_left_over(path: Path, names: Iterable[str]) -> None:
     for name in sorted(names):
         more = f"{path} holds {name}, which a model of its config.json lacks and would lose"
         raise BadInput(f"{more}: copy config.json and weights from the same model.")

@@ -216,10 +216,11 @@ def whole(version: Version, path: Path, public: str = "") -> None:
 
     Raises:
         GateRefused: it has no such signature.
-        BadInput: code, or weights that could run code, lie beside its files.
+        BadInput: code, or weights that could run code, lie beside its files, or its config.json leads to other weights.
         QrlError: its files have changed since the evaluation.
     """
     checkpoint.refuse_code(path)
+    checkpoint.config(path)
     if (digest := checkpoint.digest(path)) != version.digest:
         raise QrlError(
             f"The files of {version} have changed, their digest is {digest[:12]} now: run the study again, which makes "

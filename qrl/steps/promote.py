@@ -237,11 +237,22 @@ def _signed(decision: gate.Decision, version: versions.Version, signer: Any, pub
 
 
 def _evaluation(version: versions.Version, stage: str) -> Evaluated:
-    """Return the evaluation with which a version earned a stage; raise BadInput if none is recorded."""
+    """Return the evaluation with which a version earned a stage.
+
+    Raises:
+        BadInput: none is recorded.
+        GateRefused: its rows have no record any more, or another than when it was promoted.
+    """
     earned = version.gate(stage)
     if earned is None or not earned.run:
         raise BadInput(f"No evaluation is recorded for {version}: promote it again first.")
-    return cells.read(earned.run)
+    cell = cells.read(earned.run)
+    if not cell.rows or earned.bounds.get("rows_sha256", cell.rows) != cell.rows:
+        raise GateRefused(
+            f"Stage {stage} rests on the rows of run {earned.run}, whose record is not the one that its gate saw: "
+            f"evaluate {version} again, and promote it first."
+        )
+    return cell
 
 
 def _made_from(candidate: Evaluated, before: versions.Version) -> str:

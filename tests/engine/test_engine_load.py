@@ -48,6 +48,26 @@ def test_a_model_under_another_name_does_not_lose_its_biases(spoilt):
             read(spoilt)
 
 
+@pytest.mark.parametrize("named", [["LlamaForCausalLM"], ["LlamaForCausalLM", "Qwen2ForCausalLM"]])
+def test_transformers_and_vllm_make_the_same_class(spoilt, named):
+    """vLLM takes the class from `architectures`, transformers from `model_type`."""
+    config = json.loads((spoilt / "config.json").read_text())
+    (spoilt / "config.json").write_text(json.dumps(config | {"architectures": named}))
+    with pytest.raises(BadInput, match=r"loads as Qwen2ForCausalLM, but its architectures are .*Llama"):
+        pretrained.check_fit(spoilt)
+
+
+def test_gptq_may_store_zeros_as_biases_and_nothing_else(spoilt):
+    weights, config = load_file(spoilt / "model.safetensors"), json.loads((spoilt / "config.json").read_text())
+    name = "model.layers.0.mlp.up_proj.bias"
+    (spoilt / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    save_file(weights | {name: torch.zeros(4)}, spoilt / "model.safetensors", {"format": "pt"})
+    pretrained.check_fit(spoilt)
+    save_file(weights | {name: torch.ones(4)}, spoilt / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BadInput, match=f"holds {name}, which"):
+        pretrained.check_fit(spoilt)
+
+
 @pytest.mark.parametrize("changes", [{"intermediate_size": 2**23}, {"head_dim": 2**16}])
 def test_a_config_allocates_no_more_than_the_files_hold(spoilt, changes):
     config = json.loads((spoilt / "config.json").read_text())

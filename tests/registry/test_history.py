@@ -333,6 +333,20 @@ def test_evidence_that_was_edited_is_refused(evaluated, store, tmp_path):
         promoting.promote(few, ["base"], [evaluated("base:full")[0]], {"registered_name"})
 
 
+def test_the_rows_that_an_earlier_stage_rests_on_cannot_be_edited_away(evaluated, store):
+    """Lower accuracy of the base would make any gain significant."""
+    free = recipe.load(overrides={"registered_name": NAME, "promote.min_gain": "-1"})
+    base, digest = evaluated("base:full")
+    trained, _ = evaluated("grpo:full", parent=digest, changed="trained")
+    promoting.promote(free, ["base"], [base], {"registered_name"})
+    frame = cells.rows([base])
+    with database(store) as connection:
+        connection.execute("DELETE FROM params WHERE key = 'evidence' AND run_uuid = ?", (base,))
+    frame.assign(correct=0).to_parquet(cells.contents.artifact(base, names.QUESTIONS))
+    with pytest.raises(GateRefused, match=f"Stage base rests on the rows of run {base}, whose record is not the one"):
+        promoting.promote(free, ["grpo"], [trained], {"registered_name"})
+
+
 @pytest.mark.process
 def test_a_failed_cell_that_is_declared_finished_is_refused(store):
     settings = {"registered_name": NAME, "device": "cpu", "evaluate.n": "20", "evaluate.max_new_tokens": "4"}
