@@ -180,9 +180,8 @@ def config(path: Path | str) -> dict:
             f"{file} takes the weights from {named!r} (transformers_weights): expected {WEIGHTS}, or no key."
         )
     if settings.get("speculators_config") is not None:  # vLLM would answer with the verifier that it names
-        raise BadInput(
-            f"{file} describes a draft model (speculators_config): give the model that it drafts for, or delete the key."
-        )
+        draft = f"{file} describes a draft model (speculators_config)"
+        raise BadInput(f"{draft}: give the model that it drafts for, or delete the key.")
     return settings
 
 

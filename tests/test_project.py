@@ -20,6 +20,7 @@ from click.testing import CliRunner
 import qrl
 from qrl import cli, process, recipe
 from qrl.serve import engines
+from qrl.study import launch
 from tests.tracking import team
 
 ROOT = Path(qrl.__file__).parents[1]
@@ -95,6 +96,16 @@ def test_a_lock_has_every_pin_with_hashes_and_accepted_findings_have_reasons(nam
     assert len(locked) > 100 and lock.count("\n    --hash=sha256:") > len(locked)
     lines = (SUPPLY / "accepted.txt").read_text().splitlines()
     assert all(re.match(r"(CVE|GHSA|PYSEC)-[\w-]+ +\S+ +\w.*\.$", line) for line in lines if line and line[0] != "#")
+
+
+@pytest.mark.parametrize("name", ["awq", "vllm", "verl"])
+def test_where_hashes_are_required_a_step_with_its_own_environment_takes_its_own_lock(name, monkeypatch):
+    monkeypatch.setenv("UV_CONSTRAINT", str(SUPPLY / "core.lock"))
+    with launch.variables(ROOT / "projects" / name):
+        assert os.environ["UV_CONSTRAINT"] == str(SUPPLY / "core.lock")
+    monkeypatch.setenv("UV_REQUIRE_HASHES", "true")
+    with launch.variables(ROOT / "projects" / name):
+        assert os.environ["UV_CONSTRAINT"] == str(SUPPLY / f"{name}.lock")
 
 
 def test_no_process_of_ours_and_none_that_it_starts_reads_pickles(monkeypatch):

@@ -120,7 +120,11 @@ def test_a_model_passes_the_server_in_parts_once_and_nobody_without_rights_promo
         )
         assert len(parts) == 1 and "partNumber=1" in parts[0], parts
         assert len(got) == 2, got  # once for each folder, however often it is loaded there
-        for words in (promote, ["-m", "qrl", "serve", "--stage", "base", *named]):
+        for words in (
+            promote,
+            ["-m", "qrl", "serve", "--stage", "base", *named],
+            ["-m", "qrl", "study", *SMALL, *named],
+        ):
             refused = run(tmp_path / "eve", eve, *words)
             assert refused.returncode in (1, 2) and "denies eve" in refused.stderr, refused.stderr[-3000:]
             assert "Traceback" not in refused.stderr and len(refused.stderr) < 2000
