@@ -200,9 +200,9 @@ def test_a_tokenizer_that_makes_texts_too_long_is_a_sentence(case, tmp_path):
     }.items():
         (path / name).write_text(json.dumps(json.loads((path / name).read_text()) | change))
     began = time.monotonic()
-    for read in (hf.tokenizer, hf.plain_tokenizer):
-        with pytest.raises(BadInput, match="The tokenizer of .* cannot be read"):
-            read(path)
+    for reader in (hf.tokenizer, hf.plain_tokenizer):
+        with pytest.raises(BadInput, match=r"The tokenizer of .* cannot be read"):
+            reader(path)
     assert time.monotonic() - began < SLOWEST_S
 
 

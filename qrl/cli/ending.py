@@ -66,10 +66,9 @@ def _check(words: list[str]) -> None:
 
 def _explained(error: BaseException, command: str) -> QrlError | None:
     """Return an error as one that carries a sentence; None for a defect of ours, which keeps its traceback."""
-    if isinstance(error, QrlError):
-        return error
-    if type(error).__name__ == PANIC:
-        return BadInput(f"A library failed on a file ({first_line(error)[:200]}): copy the checkpoint again.")
+    if isinstance(error, QrlError) or not isinstance(error, Exception):
+        panicked = f"A library failed on a file ({first_line(error)[:200]}): copy the checkpoint again."
+        return error if isinstance(error, QrlError) else BadInput(panicked) if type(error).__name__ == PANIC else None
     if isinstance(error, click.ClickException):  # an unknown option, a missing one, a port that is not a number
         words = " ".join(filter(None, ("python -m qrl", command, "--help")))
         return BadInput(f"{error.format_message().rstrip('.')}; see `{words}`.")
@@ -81,7 +80,7 @@ def _explained(error: BaseException, command: str) -> QrlError | None:
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         path = str(error.filename)[:40]
         return BadInput(f"'{path}…' is longer than a path may be: give the path of a file or folder that exists.")
-    if not isinstance(error, OSError) and ("mlflow" not in sys.modules or not isinstance(error, Exception)):
+    if not isinstance(error, OSError) and "mlflow" not in sys.modules:
         return None
     from qrl.tracking import store
 

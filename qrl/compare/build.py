@@ -16,6 +16,7 @@ from qrl.errors import BadInput
 
 _MOST = 10**15  # questions of counts: beyond, floats leave out whole numbers
 
+
 def compare(
     data: pd.DataFrame | str | Path | Mapping[str, Any],
     *,

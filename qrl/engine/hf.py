@@ -114,18 +114,19 @@ def _growth(part: object) -> float:
         return math.prod(map(_growth, part))
     if not isinstance(part, dict):
         return 1
-    if (kind := part.get("type")) == "Replace":
+    kind, times = part.get("type"), math.prod(_growth(value) for value in part.values())
+    if kind == "Replace":
         pattern = part["pattern"]
         least = len(pattern["String"]) if "String" in pattern else bool(pattern["Regex"])
-        return max(1, len(part["content"]) / least) if least else math.inf
-    if kind == "Prepend":
-        return 1 + len(part["prepend"])
-    if kind == "Precompiled":  # a table of characters and what each becomes
-        return math.inf if len(part["precompiled_charsmap"]) > _LONGEST_TABLE else 1
-    if kind == "TemplateProcessing":
+        times = max(1, len(part["content"]) / least) if least else math.inf
+    elif kind == "Prepend":
+        times = 1 + len(part["prepend"])
+    elif kind == "Precompiled":  # a table of characters and what each becomes
+        times = math.inf if len(part["precompiled_charsmap"]) > _LONGEST_TABLE else 1
+    elif kind == "TemplateProcessing":
         added = [item["SpecialToken"]["id"] for item in part["single"] if "SpecialToken" in item]
-        return 1 + sum(len(part["special_tokens"][name]["ids"]) for name in added)
-    return math.prod(_growth(value) for value in part.values())
+        times = 1 + sum(len(part["special_tokens"][name]["ids"]) for name in added)
+    return times
 
 
 def _settings(file: Path) -> dict:

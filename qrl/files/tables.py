@@ -124,7 +124,6 @@ def narrow(
 def _coded(column: pa.Array) -> pa.Array:
     """Return a column of texts as numbers of its distinct ones, which take a few bytes; any other as it is."""
     import pyarrow as pa
-
     import pyarrow.compute as pc
 
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):

@@ -95,7 +95,7 @@ class Engine(contextlib.AbstractContextManager):
         """Return whether it answers and its files are verified.
 
         Raises:
-            QrlError: the files are not those that were evaluated, or change meanwhile, or the engine died while loading.
+            QrlError: the files are not those that were evaluated, or change meanwhile; or the engine died loading them.
         """
         if self._mismatch:
             raise self._mismatch

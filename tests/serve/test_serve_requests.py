@@ -9,8 +9,8 @@ import re
 import signal
 import socket
 import subprocess
-import time
 import sys
+import time
 import types
 from pathlib import Path
 
