@@ -66,16 +66,22 @@ def load(
     Raises:
         BadInput: the stage is unknown or has no version.
         GateRefused: no gate admitted the version, or it lacks that signature.
-        QrlError: its files differ from those that were evaluated.
+        QrlError: its files differ from those that were evaluated, or change while they are loaded.
     """
+    from qrl import checkpoint
     from qrl.engine import device as devices
     from qrl.engine import hf
+    from qrl.errors import QrlError
     from qrl.registry import signing, versions
     from qrl.tasks import prompt
 
     where, public = devices.choose(device), signing.trusted(require_signature)
     version = resolve(name, stage)
-    model, tokens = hf.load(versions.verify(version, public), where, devices.compute_dtype(dtype, where))
+    before = checkpoint.state(path := versions.admit(version))
+    versions.whole(version, path, public)
+    model, tokens = hf.load(path, where, devices.compute_dtype(dtype, where))
+    if checkpoint.state(path) != before:
+        raise QrlError(f"The files of {version} changed while they were loaded: load it again.")
     if version.chat:  # chats are rendered as they were evaluated
         tokens.chat_template = prompt.fixed(tokens.get_chat_template(), version.chat)
     return model, tokens

@@ -111,6 +111,12 @@ def digest(path: Path | str) -> str:
     return hashlib.sha256(manifest.encode()).hexdigest()
 
 
+def state(path: Path) -> list[tuple]:
+    """Return what a write to a file of a folder changes, or its replacement, whatever bytes it has afterwards."""
+    stats = [(file.name, file.stat()) for file in sorted(path.rglob("*")) if file.exists()]
+    return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
+
+
 def files(path: Path | str) -> list[str]:
     """Return the names of all files that a loader may read, relative to the folder, sorted.
 

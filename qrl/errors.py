@@ -11,6 +11,7 @@ The command line prints the sentence without a traceback, and the run keeps it i
 
 import re
 
+PANIC = "PanicException"  # the name of what pyo3 raises, no Exception, where a library in Rust fails
 _LONGEST, _LONGEST_WORD = 6000, 1000  # characters of a sentence, and of a name in it that somebody else chose
 
 

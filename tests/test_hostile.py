@@ -21,6 +21,8 @@ from unittest import mock
 
 import click
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
@@ -30,7 +32,7 @@ from qrl import checkpoint, cli, cluster, recipe, tiny, workspace
 from qrl.cli import ending
 from qrl.compare import logs, read, validate
 from qrl.engine import hf
-from qrl.errors import BadInput, QrlError
+from qrl.errors import PANIC, BadInput, QrlError
 from qrl.files import tables
 from qrl.formats import header
 from qrl.formats.fakequant import file as formats
@@ -140,6 +142,76 @@ def test_a_parquet_file_that_unpacks_to_gigabytes_is_refused(tmp_path, monkeypat
     assert (tmp_path / "a.parquet").stat().st_size < 1 << 17
     with pytest.raises(BadInput, match="unpacks to more than 1 MiB"):
         tables.records(tmp_path / "a.parquet")
+
+
+def test_a_text_that_a_parquet_file_holds_once_is_not_written_out_for_every_row(tmp_path, monkeypatch):
+    long, n = "a" * 300_000, 4000
+    answers = pa.DictionaryArray.from_arrays(pa.array([0] * n, pa.int32()), [long])
+    asked = pa.array([f"q{i % 7}" for i in range(n)])
+    pq.write_table(pa.table({"question": asked, "completion": answers}), tmp_path / "a.parquet")  # 1.2 GB
+    monkeypatch.setattr(tables.reading, "memory_bytes", lambda: 1 << 20)
+    found = tables.narrow([({}, tmp_path / "a.parquet")], ["question"], ["completion"])
+    assert list(found["question"]) == asked.to_pylist() and list(found["completion"].cat.categories) == [long]
+    taken = found.attrs[tables.TEXTS].take(found[tables.ROW].iloc[:3], ["completion"])
+    assert list(taken["completion"]) == [long] * 3
+    monkeypatch.undo()
+    with pytest.raises(BadInput, match="unpacks to more than 1,024 MiB"):
+        tables.records(tmp_path / "a.parquet")
+    monkeypatch.setattr(tables.reading, "TABLE_BYTES", 1 << 20)
+    pd.DataFrame({"turns": [["b" * 1000] * 500] * 4}).to_parquet(tmp_path / "nested.parquet")
+    with pytest.raises(BadInput, match="unpacks to more than 1 MiB"):
+        tables.records(tmp_path / "nested.parquet")
+
+
+@pytest.mark.parametrize("read", [tables.records, lambda path: tables.narrow([({}, path)], ["correct"], [])])
+def test_a_parquet_file_of_more_values_than_fit_is_refused(read, tmp_path, monkeypatch):
+    pd.DataFrame({"correct": [1] * 200_000}).to_parquet(tmp_path / "a.parquet")
+    assert (tmp_path / "a.parquet").stat().st_size < 1 << 12
+    monkeypatch.setattr(tables.reading, "memory_bytes", lambda: 1 << 20)
+    with pytest.raises(BadInput, match="unpacks to more than 1 MiB"):
+        read(tmp_path / "a.parquet")
+
+
+TWICE = {"type": "Replace", "pattern": {"String": "e"}, "content": "ee"}
+HOSTILE_TOKENIZERS = {
+    "a text 2⁶⁰ times as long": {"normalizer": {"type": "Sequence", "normalizers": [TWICE] * 60}},
+    "the same in two parts": {"normalizer": {"type": "Sequence", "normalizers": [[TWICE] * 5, [TWICE] * 6]}},
+    "decoded": {"decoder": {"type": "Sequence", "decoders": [TWICE] * 60}},
+    "a million letters before": {"normalizer": {"type": "Prepend", "prepend": "p" * 1_000_000}},
+    "a million tokens before": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "x", "type_id": 0}}] * 1000 + [{"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {"x": {"id": "x", "ids": [0] * 1000, "tokens": ["x"] * 1000}},
+        }
+    },
+    "nothing replaced, where the library panics": {"normalizer": TWICE | {"pattern": {"String": ""}}},
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE_TOKENIZERS)
+def test_a_tokenizer_that_makes_texts_too_long_is_a_sentence(case, tmp_path):
+    path = shutil.copytree(tiny.PATH, tmp_path / "model")
+    for name, change in {
+        "tokenizer.json": HOSTILE_TOKENIZERS[case],
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
+        "config.json": {"model_type": "llama"},  # else transformers builds its own tokenizer of the vocabulary
+    }.items():
+        (path / name).write_text(json.dumps(json.loads((path / name).read_text()) | change))
+    began = time.monotonic()
+    for reader in (hf.tokenizer, hf.plain_tokenizer):
+        with pytest.raises(BadInput, match=r"The tokenizer of .* cannot be read"):
+            reader(path)
+    assert time.monotonic() - began < SLOWEST_S
+
+
+def test_a_librarys_panic_is_a_sentence(here, monkeypatch):
+    panic = type(PANIC, (BaseException,), {})
+    monkeypatch.setattr(validate, "check_grid", mock.Mock(side_effect=panic("retry-limit-in-match over")))
+    monkeypatch.setattr("qrl.compare.build.check_grid", validate.check_grid)
+    code, said = here("compare", "--counts", "counts.json", "--out", "out")
+    assert (code, "retry-limit" in said) == (2, True) and "Traceback" not in said
 
 
 VALUE = st.recursive(

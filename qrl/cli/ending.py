@@ -9,7 +9,7 @@ import click
 
 from qrl import process
 from qrl.cli.commands import cli
-from qrl.errors import BadInput, QrlError
+from qrl.errors import PANIC, BadInput, QrlError, first_line
 from qrl.files import reading
 from qrl.tracking import signals
 
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
         code = signals.exit_code(ended)
         if not getattr(ended, "printed", False):
             click.echo(f"{ended or 'Stopped by Ctrl-C.'} Run the same command again to resume.", err=True)
-    except Exception as error:
+    except BaseException as error:
         ended = _explained(error, command)
         if ended is None:
             raise
@@ -64,10 +64,11 @@ def _check(words: list[str]) -> None:
         raise BadInput("The current folder was deleted: go to one that exists.") from None
 
 
-def _explained(error: Exception, command: str) -> QrlError | None:
+def _explained(error: BaseException, command: str) -> QrlError | None:
     """Return an error as one that carries a sentence; None for a defect of ours, which keeps its traceback."""
-    if isinstance(error, QrlError):
-        return error
+    if isinstance(error, QrlError) or not isinstance(error, Exception):
+        panicked = f"A library failed on a file ({first_line(error)[:200]}): copy the checkpoint again."
+        return error if isinstance(error, QrlError) else BadInput(panicked) if type(error).__name__ == PANIC else None
     if isinstance(error, click.ClickException):  # an unknown option, a missing one, a port that is not a number
         words = " ".join(filter(None, ("python -m qrl", command, "--help")))
         return BadInput(f"{error.format_message().rstrip('.')}; see `{words}`.")

@@ -14,6 +14,8 @@ from qrl.compare.read import read_questions
 from qrl.compare.validate import check_grid, engine, full_with_dtype
 from qrl.errors import BadInput
 
+_MOST = 10**15  # questions of counts: beyond, floats leave out whole numbers
+
 
 def compare(
     data: pd.DataFrame | str | Path | Mapping[str, Any],
@@ -75,8 +77,9 @@ def from_counts(counts: Mapping[str, Any], *, margin: float | None = None, refer
         BadInput: n is missing, a count is outside 0..n, or no gain can be computed from the cells.
     """
     n = counts.get("n")
-    if type(n) is not int or n < 2:  # True is an int too
-        raise BadInput(f"'n' is {n!r}, but must be the number of questions, a whole number of at least 2.")
+    if type(n) is not int or not 2 <= n <= _MOST:  # True is an int too
+        expected = f"the number of questions, a whole number of at least 2 and at most {_MOST:,}"
+        raise BadInput(f"'n' is {n!r:.40}, but must be {expected}.")
     correct: dict[Cell, int] = {}
     for variant, schemes in counts.items():
         if variant == "n":

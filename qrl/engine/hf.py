@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from qrl import checkpoint, process
 from qrl.engine import attention, pretrained
-from qrl.errors import BadInput
+from qrl.errors import PANIC, BadInput
 from qrl.formats import plain
 from qrl.tasks import sandbox
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 NAME = "transformers"  # in the records of an answer
 _LOGITS = 2**27  # of one batch of `log_likelihoods`, at most: half a GB in float32
+_GROWTH = 1000  # times that a tokenizer may lengthen a text; published ones: 12
+_LONGEST_TABLE = 1 << 20  # characters; published ones have 400,000
 _POSITIONS = 2**14  # of one batch, padding included
 
 
@@ -89,10 +92,41 @@ def _readable(path: Path) -> Iterator[None]:
     """Turn what libraries raise while they read a tokenizer into BadInput; check the sizes of its files first."""
     try:
         checkpoint.text_files(path)
+        _check_growth(_settings(path / "tokenizer.json"))
         yield
-    except Exception as error:  # transformers' own, the Rust library's, or JSON's
+    except BaseException as error:  # transformers' own, the Rust library's, or JSON's
+        if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+            raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise BadInput(f"The tokenizer of {path} cannot be read ({reason}): copy or save it again.") from error
+
+
+def _check_growth(tokenizer: dict) -> None:
+    """Raise ValueError if a tokenizer.json makes texts so long that a prompt would not fit into memory."""
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (times := _growth(tokenizer.get(name))) > _GROWTH:
+            raise ValueError(f"its {name} makes a text {times:,.0f} times longer, but {_GROWTH:,} were expected")
+
+
+def _growth(part: object) -> float:
+    """Return how many times longer a part of a tokenizer.json may make a text; infinite if it replaces nothing."""
+    if isinstance(part, list):  # one after the other
+        return math.prod(map(_growth, part))
+    if not isinstance(part, dict):
+        return 1
+    kind, times = part.get("type"), math.prod(_growth(value) for value in part.values())
+    if kind == "Replace":
+        pattern = part["pattern"]
+        least = len(pattern["String"]) if "String" in pattern else bool(pattern["Regex"])
+        times = max(1, len(part["content"]) / least) if least else math.inf
+    elif kind == "Prepend":
+        times = 1 + len(part["prepend"])
+    elif kind == "Precompiled":  # a table of characters and what each becomes
+        times = math.inf if len(part["precompiled_charsmap"]) > _LONGEST_TABLE else 1
+    elif kind == "TemplateProcessing":
+        added = [item["SpecialToken"]["id"] for item in part["single"] if "SpecialToken" in item]
+        times = 1 + sum(len(part["special_tokens"][name]["ids"]) for name in added)
+    return times
 
 
 def _settings(file: Path) -> dict:
@@ -124,6 +158,8 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, 
         model = pretrained.load(path, dtype=dtype, device_map=device)
         if quantization == "bitsandbytes" and device == "cpu":
             model = model.dequantize(dtype=dtype)
+    if model.config.is_encoder_decoder:
+        raise BadInput(f"{path} is an encoder and a decoder by its config.json: give a model that continues a text.")
     own = model.generation_config  # its sampling settings would change every accuracy: keep its end tokens only
     first_end, *_ = end_tokens(own, path)
     pad = first_end if own.pad_token_id is None else own.pad_token_id

@@ -32,7 +32,7 @@ def write(title: str, head: str, sections: Sequence[Section], path: str | Path, 
     """Write the page, whole or not at all; `title` is of the browser's tab, `head` and `foot` are from `html`."""
     shown = [item for section in sections for item in section.content if isinstance(item, dict)]
     figures = {f"figure{number}": figure for number, figure in enumerate(shown)}
-    data = json.dumps(figures, allow_nan=False).replace("</", "<\\/")
+    data = json.dumps(figures, allow_nan=False).replace("<", "\\u003c")  # `<!--<script` would swallow what follows
     parts = {"head": head, "sections": sections, "foot": foot}
     text = html("page", title=title, **parts, figures=data, library=_plotly())
     with written_whole(Path(path)) as partial:

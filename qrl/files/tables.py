@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Row = tuple[str, dict[str, Any]]  # where it is, for errors, and its fields
 FORMATS = (".parquet", ".csv", ".json", ".jsonl")
 _BATCH = 1024  # rows of a parquet file that are unpacked together
+_IN_ARROW, _IN_PYTHON = 8, 50  # bytes that a value of a parquet file takes at least, of a text its number
 ROW, TEXTS = "qrl.row", "qrl.texts"  # a column: where in its files a row stands; an attribute: the files, as `Texts`
 CELL = re.compile(r"([^:=,]+):([^:=,]+)=(.+)")
 
@@ -37,11 +38,10 @@ class Texts:
     def take(self, rows: pd.Series, columns: Sequence[str]) -> pd.DataFrame:
         """Return what some rows, numbered over all files, hold of some columns; the files are read in parts."""
         import pandas as pd
-        from pyarrow import parquet
 
         wanted, parts_read, begin = np.unique(rows.to_numpy()), [], 0
         for path in self.files:
-            file = parquet.ParquetFile(path)
+            file = _parquet(path)
             of_file = {self.columns.get(name, name): name for name in columns}
             there = [name for name in of_file if name in file.schema_arrow.names]
             for group in range(file.num_row_groups):
@@ -50,7 +50,9 @@ class Texts:
                 parts = file.iter_batches(_BATCH, [group], there) if there and len(left) else ()
                 for part in parts:
                     own = left[(left >= at) & (left < at + len(part))]
-                    parts_read.append(part.take(own - at).to_pandas().rename(columns=of_file).set_index(own))
+                    taken = part.take(own - at)
+                    texts = {name: _decoded(taken.column(name)).to_pandas() for name in taken.schema.names}
+                    parts_read.append(pd.DataFrame(texts).rename(columns=of_file).set_index(own))
                     if (at := at + len(part)) > left[-1]:
                         break
                 begin = end
@@ -78,7 +80,6 @@ def narrow(
         BadInput: the columns are larger in memory than half of what is free.
     """
     import pyarrow as pa
-    from pyarrow import parquet
 
     source = {name: name for name in (*needed, *optional)} | dict(columns or {})
     tables, held, most = [], 0, reading.memory_bytes()
@@ -87,7 +88,7 @@ def narrow(
     try:
         for labels, path in files:
             reading.check(Path(path), sys.maxsize)
-            file = parquet.ParquetFile(path)
+            file = _parquet(path)
             if len(set(file.schema_arrow.names)) < len(file.schema_arrow.names):
                 return None
             there = [
@@ -95,12 +96,13 @@ def narrow(
             ]
             if {*needed, *(columns or {})} - {*there, *labels} or not file.metadata.num_rows:
                 return None
+            _check_values(path, file, [source[ours] for ours in there], _IN_ARROW, most)
             batches = []
             for batch in file.iter_batches(16 * _BATCH, columns=list({source[ours] for ours in there})):
                 coded = {ours: _coded(batch.column(source[ours])) for ours in there}
                 batches.append(pa.table(coded))
                 if (held := held + batches[-1].nbytes) > most or batch.nbytes > most:
-                    raise BadInput(f"{path} unpacks to more than {most >> 20:,} MiB: divide it into smaller files.")
+                    raise _too_large(path, most)
             table = pa.concat_tables(batches)
             for name, label in labels.items():
                 constant = pa.DictionaryArray.from_arrays(np.zeros(len(table), dtype=np.int32), pa.array([label]))
@@ -122,12 +124,62 @@ def narrow(
 def _coded(column: pa.Array) -> pa.Array:
     """Return a column of texts as numbers of its distinct ones, which take a few bytes; any other as it is."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         return column.cast(pa.string()).dictionary_encode()
-    return column
+    if not pa.types.is_dictionary(column.type):
+        return column
+    used = pc.unique(column.indices).drop_null()  # never written out: one text of a file may stand in all its rows
+    texts = column.dictionary.take(used).cast(pa.string()).dictionary_encode()
+    return pa.DictionaryArray.from_arrays(texts.indices.take(pc.index_in(column.indices, used)), texts.dictionary)
+
+
+def _decoded(column: pa.Array) -> pa.Array:
+    import pyarrow as pa
+
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+
+
+def _parquet(source: Any) -> Any:
+    """Return a ParquetFile that leaves texts as numbers of distinct ones, as they are in the file."""
+    from pyarrow import parquet
+
+    schema = parquet.ParquetFile(source).schema
+    texts = [leaf for leaf in map(schema.column, range(len(schema))) if leaf.physical_type == "BYTE_ARRAY"]
+    texts = [leaf.path for leaf in texts if leaf.logical_type.type != "DECIMAL"]
+    return parquet.ParquetFile(source, read_dictionary=texts)
+
+
+def _check_values(path: str | Path, file: Any, columns: Sequence[str], each: int, most: int) -> None:
+    """Raise BadInput if a file's values, `each` bytes at least, do not fit: a few bytes of a file may hold many."""
+    size = 0
+    for number in range(len(file.schema)):
+        leaf = file.schema.column(number)
+        if leaf.path.partition(".")[0] in columns:
+            groups = map(file.metadata.row_group, range(file.num_row_groups))
+            size += sum(group.column(number).num_values for group in groups) * max(each, leaf.length or 0)
+    if size > most:
+        raise _too_large(path, most)
+
+
+def _too_large(path: str | Path, most: int) -> BadInput:
+    return BadInput(f"{path} unpacks to more than {most >> 20:,} MiB: divide it into smaller files.")
+
+
+def _unpacked(column: pa.Array) -> int:
+    """Return the bytes of a column with every text written out."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return pc.sum(pc.binary_length(column.dictionary).cast(pa.int64()).take(column.indices)).as_py() or 0
+    if pa.types.is_map(kind):
+        return _unpacked(column.keys) + _unpacked(column.items)
+    if pa.types.is_struct(kind):
+        return sum(map(_unpacked, column.flatten()))
+    return _unpacked(column.flatten()) if pa.types.is_nested(kind) else column.nbytes
 
 
 def records(
@@ -262,14 +314,15 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _of_parquet(path: Path, content: bytes) -> list[dict[str, Any]]:
-    from pyarrow import ArrowException, BufferReader, parquet
+    from pyarrow import ArrowException, BufferReader
 
     most, rows, size = reading.TABLE_BYTES, [], 0
     try:
-        file = parquet.ParquetFile(BufferReader(content))
+        file = _parquet(BufferReader(content))
+        _check_values(path, file, file.schema_arrow.names, _IN_PYTHON, reading.memory_bytes())
         for batch in file.iter_batches(_BATCH):
-            if (size := size + batch.nbytes) > most:
-                raise BadInput(f"{path} unpacks to more than {most >> 20:,} MiB: divide it into smaller files.")
+            if (size := size + sum(map(_unpacked, batch.columns))) > most:
+                raise _too_large(path, most)
             rows += batch.to_pylist()
         columns = file.schema_arrow.names
     except (ArrowException, OSError, ValueError, OverflowError):

@@ -80,13 +80,21 @@ def load(name_or_path: str = DEFAULT, overrides: Mapping[str, str] | None = None
     return _validated(values | {key: _typed(key, text) for key, text in overrides.items()})
 
 
-def stored(path: Path) -> Recipe:
+def stored(path: Path, params: Mapping[str, str] | None = None) -> Recipe:
     """Return a recipe that a run recorded, maybe under an older version: former keys are renamed or left out.
+
+    Args:
+        path: the file, which whoever may write to the store can edit.
+        params: the run's params, which nobody can: they count where the file says otherwise.
 
     Raises:
         BadInput: as `load`.
     """
-    return _validated({RENAMED.get(key, key): value for key, value in _read(path).items() if key not in REMOVED})
+    values = {RENAMED.get(key, key): value for key, value in _read(path).items() if key not in REMOVED}
+    recorded = {RENAMED.get(key, key): text for key, text in (params or {}).items() if key not in REMOVED}
+    # A prompt may have been typed as a file, whose text only the recipe holds: rows have its hash.
+    kept = {key: _typed(key, text) for key, text in recorded.items() if key in fields() and key != "prompt"}
+    return _validated(values | kept)
 
 
 def _validated(values: Mapping[str, Any]) -> Recipe:

@@ -40,7 +40,7 @@ def resolve(value: Any, folder: Path) -> Any:
     path, what = folder / value, f"The prompt file {value}"
     if not path.is_file():
         raise BadInput(
-            f"There is no prompt file {path.resolve()}: expected a YAML file with `user`, a text with {SLOT}."
+            f"There is no prompt file {path.absolute()}: expected a YAML file with `user`, a text with {SLOT}."
         )
     if path.stat().st_size > 10 * LONGEST:
         raise _too_long(what, path.stat().st_size, "bytes")

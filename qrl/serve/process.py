@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from qrl import checkpoint
 from qrl.errors import QrlError
 from qrl.serve import engine_bootstrap, engines
 from qrl.serve.engines import ServedModel
@@ -66,6 +67,8 @@ class Engine(contextlib.AbstractContextManager):
         self.log = EngineLog(self.process.stdout, write)
         self._at: dict[str, float] = {}  # event → its time on the monotonic clock
         self._mismatch: QrlError | None = None
+        self._model: ServedModel | None = None  # set by `load`, with the state of its files
+        self._before: list[tuple] = []
 
     def __exit__(self, *_error: object) -> None:
         self.stop()
@@ -80,7 +83,7 @@ class Engine(contextlib.AbstractContextManager):
 
     def load(self, model: ServedModel, listen: tuple[str, int] | Path) -> None:
         """Make it load a checkpoint, and verify the files meanwhile; vLLM can listen on a Unix socket's path."""
-        self.listen = listen
+        self.listen, self._model, self._before = listen, model, checkpoint.state(model.path)
         self._at["load"] = time.monotonic()
         options = engines.arguments(self.engine, model, listen, self.scratch)
         with contextlib.suppress(BrokenPipeError):  # it died already: `ready` reports how
@@ -92,7 +95,7 @@ class Engine(contextlib.AbstractContextManager):
         """Return whether it answers and its files are verified.
 
         Raises:
-            QrlError: the files are not those that were evaluated, or the engine died while loading.
+            QrlError: the files are not those that were evaluated, or change meanwhile; or the engine died loading them.
         """
         if self._mismatch:
             raise self._mismatch
@@ -100,7 +103,10 @@ class Engine(contextlib.AbstractContextManager):
             raise self.failure("died while loading the model")
         if "healthy" not in self._at and _healthy(self.listen):
             self._at["healthy"] = time.monotonic()
-        self.serving = {"verified", "healthy"} <= self._at.keys()
+        if not self.serving and {"verified", "healthy"} <= self._at.keys():
+            if checkpoint.state(self._model.path) != self._before:  # it may have read others than were verified
+                raise QrlError(f"The files of {self._model.id} changed while they were loaded: serve it again.")
+            self.serving = True
         return self.serving
 
     def seconds(self) -> dict[str, float]:

@@ -64,7 +64,7 @@ class Sampling(_Strict):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^\d+$")], Bias] | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,18}$")], Bias] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     user: str | None = None  # the client's own name for its user; it changes no answer

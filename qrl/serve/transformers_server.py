@@ -180,7 +180,7 @@ class _Answer:
 
 def _held(text: str, stops: list[str]) -> int:
     """Return how many characters at the end may still change, or begin a stop sequence."""
-    begun = (size for word in stops for size in range(1, len(word)) if text.endswith(word[:size]))
+    begun = (size for word in stops for size in range(1, min(len(word), len(text) + 1)) if text.endswith(word[:size]))
     return max(begun, default=len(text) - len(text.rstrip("\ufffd")))
 
 
@@ -222,6 +222,9 @@ def application(model: Model, name: str, key: str = "") -> Starlette:
         answers: dict[int, list[Piece]] = {}
         async for piece in pieces:
             answers.setdefault(piece.index, []).append(piece)
+            if await request.is_disconnected():  # nobody waits for the rest, and others wait for this engine
+                await pieces.aclose()
+                return Response()
         head |= {"object": "chat.completion"} if is_chat else {}
         choices = [_choice(asked, _joined(parts), "message") for parts in answers.values()]
         written = sum(parts[-1].written for parts in answers.values())

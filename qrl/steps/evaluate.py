@@ -147,7 +147,8 @@ def _evaluate_cell(cell: Evaluation, ask: answers.Ask) -> str:
             click.secho(f"      {lines}", fg="red", err=True)
             raise UnhealthyCell(" ".join([*problems, where]))
         values = {"digest": cell.weights.digest, "questions": digest, "accuracy": metrics[names.ACCURACY]}
-        reuse.seal(work / names.QUESTIONS, labels | values | {"limits": scores.limits(settings)})
+        facts = {"model": uri, "step": runs.parent_id(), "limits": scores.limits(settings)}
+        reuse.seal(work / names.QUESTIONS, labels | values | facts)
         reuse.record_outputs(models={"model": uri}, artifacts=[names.QUESTIONS], values=values)
         bar.close()
         accuracy = f"{metrics[names.ACCURACY]:.3f} ± {metrics[names.ACCURACY_STDERR]:.3f}"

@@ -1,6 +1,6 @@
 """History: every decision on a stage, and which version held it on a day."""
 
-from datetime import UTC, datetime, time
+from datetime import UTC, date, datetime, time
 
 import click
 
@@ -48,10 +48,11 @@ def at(past: History, stage: str, day: str) -> str:
     """
     try:
         asked = datetime.fromisoformat(day)
-    except ValueError:
+        if _is_date(day):
+            asked = datetime.combine(asked, time(23, 59, 59))
+        until = asked.replace(tzinfo=asked.tzinfo or UTC).astimezone(UTC).isoformat(timespec="seconds")
+    except (ValueError, OverflowError):  # the latter of a year that is 0 or 10,000 in UTC
         raise BadInput(f"--at is '{day}', but must be a date such as 2026-11-22, or 2026-11-22T10:00:00.") from None
-    asked = datetime.combine(asked, time(23, 59, 59)) if len(day) == len("2026-11-22") else asked
-    until = asked.replace(tzinfo=asked.tzinfo or UTC).astimezone(UTC).isoformat(timespec="seconds")
     state, first = past.until(until), past.records[0]
     own = state.behind(stage)
     version, what = state.at.get(own), stage if own == stage else f"{stage.capitalize()} (stage {own})"
@@ -66,6 +67,13 @@ def at(past: History, stage: str, day: str) -> str:
     earned = best([each for each in held if each.version == version], own)
     why = [earned] if earned and earned not in moved and moved[-1].action != PROMOTE else []
     return "\n".join([f"{until}: {what} of {past.name} was version {version}, by", *map(_told, [*why, *moved])])
+
+
+def _is_date(day: str) -> bool:
+    try:
+        return bool(date.fromisoformat(day))
+    except ValueError:
+        return False
 
 
 def _told(record: Record) -> str:

@@ -4,6 +4,7 @@ A task file has two functions, `load(split, n, seed)` and `grade(completion, ans
 file. What they do wrong becomes a sentence with their line. Nothing that comes with a checkpoint is loaded as code.
 """
 
+import os
 import re
 import sys
 import traceback
@@ -51,10 +52,14 @@ def digest(path: str) -> str:
     if path not in _digests:
         total = sha256(_source(path))
         named = getattr(_module(path, _source(path)), "FILES", ())
-        for name in [named] if isinstance(named, str) else named:
-            data = Path(path).with_name(str(name))
-            if not data.is_file():
-                raise BadInput(f"{path} names {name!r} in FILES, but there is no file {data}: put it there.")
+        named = [named] if isinstance(named, str) else named
+        if not isinstance(named, list | tuple | set) or not all(isinstance(name, str) for name in named):
+            raise BadInput(f"{path} has FILES = {named!r:.80}, but a tuple of file names was expected.")
+        for name in named:
+            data = Path(path).parent / name
+            if Path(name).name != name or not os.path.isfile(data):
+                absent = f"{path} names {name!r:.80} in FILES, but there is no file {str(data)[:200]}"
+                raise BadInput(f"{absent}: put it there.")
             with data.open("rb") as content:
                 total.update(file_digest(content, "sha256").digest())
         _digests[path] = total.hexdigest()

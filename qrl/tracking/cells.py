@@ -56,10 +56,12 @@ def read(run_id: str) -> Evaluated:
         )
     inputs = run.inputs.model_inputs if run.inputs else []
     datasets = run.inputs.dataset_inputs if run.inputs else []
-    model = f"models:/{inputs[0].model_id}" if inputs else ""
-    step = tags.get(runs.PARENT)
+    sealed = reuse.sealed(run)
+    model = sealed.get("model") or (f"models:/{inputs[0].model_id}" if inputs else "")  # more inputs can be added later
+    step = sealed.get("step") or tags.get(runs.PARENT)
     healthy, above = run.info.status == "FINISHED", contents.run(step) if step else None
-    sealed, params = reuse.sealed(run), above.data.params if above else {}
+    params = above.data.params if above else {}
+    heldout = (tag.value for dataset in datasets for tag in dataset.tags if tag.key == "digest")
     recorded = {"variant": tags[names.TAG_VARIANT], "scheme": tags[names.TAG_SCHEME], "digest": tags[names.TAG_DIGEST]}
     recorded |= {"task": tags.get(names.TAG_TASK, ""), **sealed}  # tags can be edited, the seal cannot
     return Evaluated(
@@ -73,7 +75,7 @@ def read(run_id: str) -> Evaluated:
         stderr=metrics.get(names.ACCURACY_STDERR, math.nan),
         n=int(n) if math.isfinite(n := metrics.get(names.N, 0)) else 0,
         broken=() if healthy else (tags.get(names.TAG_REASON, f"its run ended as {run.info.status}"),),
-        questions=next((tag.value for dataset in datasets for tag in dataset.tags if tag.key == "digest"), ""),
+        questions=sealed.get("questions") or next(heldout, ""),
         settings=origin.values(above) if above else {},
         limits=sealed.get("limits") or {key.removeprefix("evaluate."): text for key, text in params.items()},
         rows=recorded.get("rows", ""),

@@ -131,9 +131,7 @@ def holds(model_uri: str, digest: str) -> bool:
         folder = local(model.artifact_location)
         if folder is None or str(model.status) != "READY":
             return str(model.status) == "READY"
-        stats = [(file.name, file.stat()) for file in sorted((folder / "model").rglob("*"))]
-        state = tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats)
-        return _digest(folder / "model", state) == digest
+        return _digest(folder / "model", tuple(checkpoint.state(folder / "model"))) == digest
     except (BadInput, OSError, mlflow.MlflowException):
         return False
 

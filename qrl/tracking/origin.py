@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mlflow
 from mlflow.entities import Run
+from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
 from qrl import names, recipe
 from qrl.errors import BadInput
@@ -72,9 +73,10 @@ def _step(match: re.Match) -> Run:
 
 
 def values(run: Run) -> dict[str, str]:
-    """Return the recipe that a run recorded; of an older run, the part of it among its params."""
+    """Return the recipe that a run recorded, its params before its file; of an older run, the part among its params."""
+    whole = {key: text for key, text in run.data.params.items() if len(text) < MAX_PARAM_VAL_LENGTH}  # MLflow cuts them
     try:
-        return recipe.stored(Path(contents.artifact(run.info.run_id, names.RECIPE))).flat()
+        return recipe.stored(Path(contents.artifact(run.info.run_id, names.RECIPE)), whole).flat()
     except BadInput:
         known = {recipe.RENAMED.get(key, key): value for key, value in run.data.params.items()}
         return {key: value for key, value in known.items() if key in recipe.fields()}

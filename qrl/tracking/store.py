@@ -29,7 +29,7 @@ from qrl.workspace import WORK
 
 TAG_JOB = "qrl.job.id"  # of a run that is a job of a cluster, see qrl/cluster
 DIED = "Its process died without a report: it was killed, or memory ran out."
-_SQLITE = "sqlite:///"
+_SQLITE = re.compile(r"(sqlite(?:\+\w+)?:///)([^?]*)(.*)", re.DOTALL)  # dialect, path, options such as ?timeout=60
 _REQUEST = re.compile(r"/api/2\.0/mlflow(?:-artifacts)?/([\w/-]+)")  # in MLflow's and requests' errors
 _FULL_OR_READ_ONLY = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")  # safetensors' errors are no OSError
@@ -170,7 +170,8 @@ def check_there() -> None:
 
 def database_of(address: str) -> Path | None:
     """Return the file behind an address like sqlite:////folder/mlflow.db; None for every other store."""
-    return Path(unquote(address.removeprefix(_SQLITE))) if address.startswith(_SQLITE) else None
+    parts = _SQLITE.fullmatch(address)
+    return Path(unquote(parts[2])) if parts else None
 
 
 def sweep() -> list[str]:
@@ -237,9 +238,13 @@ def end_dead(run: RunInfo, reason: str = DIED, status: str = "KILLED") -> None:
 
 
 def _absolute(address: str) -> str:
-    if address.startswith(_SQLITE):
-        path, _, query = address.removeprefix(_SQLITE).partition("?")
-        return _SQLITE + str(Path(path).absolute()) + (f"?{query}" if query else "")
+    if address == "sqlite://" or ((parts := _SQLITE.fullmatch(address)) and parts[2] in ("", ":memory:")):
+        raise BadInput(
+            f"The store {address} is in memory, where a command's records end with it: set "
+            "MLFLOW_TRACKING_URI=sqlite:///FOLDER/mlflow.db."
+        )
+    if parts:
+        return parts[1] + str(Path(parts[2]).absolute()) + parts[3]
     if urlsplit(address).scheme not in ("", "file"):
         return address
     path = Path(unquote(address.removeprefix("file://").removeprefix("file:"))).absolute()

@@ -314,6 +314,7 @@ def test_outcomes_that_cannot_be_compared_are_refused_in_a_sentence(change, sent
     [
         ({}, "'n' is None"),
         ({"n": 1, "base": {"full": 1}, "grpo": {"full": 1}}, "at least 2"),
+        ({"n": 10**400, "base": {"full": 1}, "grpo": {"full": 1}}, "at most"),
         ({"n": 100}, "name no cell"),
         ({"n": 100, "base": 68}, "must map schemes"),
         ({"n": 100, "base": {"full": 101}, "grpo": {"full": 1}}, "from 0 to n = 100"),

@@ -151,6 +151,14 @@ def test_the_page_needs_nothing_else_and_holds_the_numbers(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["weights.html"]
 
 
+def test_a_name_ends_no_script_of_the_page(tmp_path):
+    name = "<!--<script>model</script>"
+    figures.weights_page(measured().assign(tensor=name), stored(), pd.DataFrame(), tmp_path / "weights.html")
+    drawn, text, _ = unpacked(tmp_path / "weights.html")
+    assert "<!--" not in text and text.count("<script") == text.count("</script>") == 3
+    assert name in drawn["figure4"]["data"][0]["text"]
+
+
 @pytest.fixture
 def table(tmp_path):
     """table.json of two trained variants under three schemes."""

@@ -278,6 +278,12 @@ def test_every_task_is_a_choice_and_every_recipes_prompt_asks_for_the_form_that_
         prompt.check(loaded.task, loaded.prompt)
 
 
+def test_a_prompt_file_of_an_impossible_name_is_refused(tmp_path):
+    (tmp_path / "own.yaml").write_text('prompt: "a\\0.yaml"')
+    with pytest.raises(BadInput, match="There is no prompt file"):
+        recipe.load(str(tmp_path / "own.yaml"))
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

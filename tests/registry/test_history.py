@@ -383,8 +383,10 @@ def test_records_show_what_was_production_on_a_day(version, store, capsys):
             line = shown_history.at(past, stage, at)
             assert said in line and "it was better." in line and "run r" in line
     assert "no version" in shown_history.at(past, "awq", "2026-11-19")
-    with pytest.raises(BadInput, match="--at"):
-        shown_history.at(past, "awq", "yesterday")
+    assert "version 2" in shown_history.at(past, "awq", "20261121")  # a date is its end, however it is written
+    for wrong in ("yesterday", "9999-12-31T23:59:59-12:00", "0001-01-01T00:00:00+12:00"):
+        with pytest.raises(BadInput, match="--at"):
+            shown_history.at(past, "awq", wrong)
     for stage in ("awq", "Production", "production"):
         shown_history.show(settings, stage, None)
         out = capsys.readouterr().out

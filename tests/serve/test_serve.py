@@ -230,6 +230,17 @@ def test_files_other_than_the_evaluated_ones_end_the_load_at_once():
     assert time.monotonic() - began < 6 and not answers(port)
 
 
+def test_files_that_are_swapped_and_put_back_while_the_engine_loads_are_never_served(tmp_path):
+    path, port = Path(shutil.copytree(tiny.PATH, tmp_path / "model")), free_port()
+
+    def deceived() -> None:  # it reads the right files, when the engine has read others
+        shutil.copyfile(path / "model.safetensors", tmp_path / "others")
+        os.replace(tmp_path / "others", path / "model.safetensors")
+
+    with pytest.raises(QrlError, match="changed while they were loaded"):
+        serve(path, port, deceived, on_ready=lambda address: pytest.fail("It answered."))
+
+
 def test_the_cause_is_the_first_error_of_a_log_and_not_a_warning():
     core = "(EngineCore pid=7) ERROR 11-21 19:49:15 [core.py:1020]"
     log = [

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -327,6 +328,7 @@ WRONG = {
     "frequency_penalty too large": ({"frequency_penalty": 5}, "frequency_penalty"),
     "presence_penalty a text": ({"presence_penalty": "x"}, "presence_penalty"),
     "logit_bias of no token": ({"logit_bias": {"x": 1}}, "logit_bias"),
+    "logit_bias of a number of 5,000 digits": ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     "logit_bias of an unknown token": ({"logit_bias": {"999999": 1}}, "logit_bias"),
 }
 
@@ -338,6 +340,12 @@ def test_a_wrong_request_is_a_400_in_openais_form(client, case):
         Chat(client).whole(**changes)
     assert_form(caught.value)
     assert word in f"{caught.value.body['message']} {caught.value.body['param']}"
+
+
+def test_a_long_stop_sequence_does_not_slow_the_answer(client):
+    began = time.monotonic()
+    Chat(client).whole(stop="x" * 500_000, max_tokens=8)
+    assert time.monotonic() - began < 20  # minutes if each of its beginnings is compared
 
 
 @pytest.mark.parametrize("body", [b"", b"{nope", b"[]", b'"hi"', b"\xff\xfe{}", b'{"temperature": NaN}'])

@@ -249,6 +249,15 @@ def test_data_files_that_a_task_names_belong_to_it(tmp_path):
     assert len(set(labels)) == 2 and all(label.startswith("words__1_-") for label in labels)
 
 
+@pytest.mark.parametrize(
+    "files", ["5", "None", "('a/b.txt',)", "('..',)", "('',)", "('x' * 5000,)", "(5,)", "('a\\0b',)"]
+)
+def test_data_files_that_no_file_can_be_are_a_sentence(files, tmp_path):
+    (tmp_path / "task.py").write_text(f"FILES = {files}\n{EXAMPLE}")
+    with pytest.raises(BadInput, match="FILES"):
+        tasks.label(str(tmp_path / "task.py"))
+
+
 def test_what_a_grader_returns_is_made_plain_and_an_exit_is_a_fault(tmp_path):
     file = tmp_path / "odd.py"
     file.write_text(

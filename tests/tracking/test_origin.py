@@ -4,11 +4,13 @@ from pathlib import Path
 
 import mlflow
 import pytest
+from mlflow.entities import LoggedModelInput
 
 from qrl import checkpoint, names, recipe, registry, tiny
 from qrl.errors import BadInput
 from qrl.tasks import own
-from qrl.tracking import contents, models, origin, runs
+from qrl.tracking import cells, contents, models, origin, runs
+from tests.registry.made import log_rows
 
 
 def logged() -> str:
@@ -61,6 +63,34 @@ def test_of_a_run_without_a_recorded_recipe_the_params_count(made):
         "train.epsilon"
     ] == "0.3"
     assert loaded.evaluate.n == recipe.load("tiny").evaluate.n != settings.evaluate.n
+
+
+def test_an_edited_recipe_does_not_change_what_a_run_used(made):
+    settings, run_id, _, cell = made
+    above = mlflow.get_run(cell).data.tags[runs.PARENT]
+    for each in (run_id, above):
+        file = contents.artifact(each, names.RECIPE)
+        forged = settings.model_copy(update={"registered_name": "another", "seed": 5, "data": None})
+        file.write_text(forged.dump())
+    (trained,), (evaluated,) = origin.find(run_id), origin.find(cell)
+    assert trained.values == settings.flat()
+    assert (evaluated.values["seed"], evaluated.values["registered_name"]) == ("4", "null")
+
+
+def test_a_cells_model_and_step_are_those_that_its_end_recorded(made, tmp_path):
+    settings, _, address, _ = made
+    about = {names.TAG_STEP: "evaluate", names.TAG_DIGEST: "d", names.TAG_VARIANT: "grpo", names.TAG_SCHEME: "full"}
+    with runs.step("evaluate", settings, sections=("evaluate",)) as above, runs.child("c", tags=about) as cell:
+        contents.log_scores({names.ACCURACY: 0.5}, model_uri=address)
+        log_rows(tmp_path, "grpo", "full", model=address, step=above.info.run_id, questions="q")
+    client = mlflow.MlflowClient()
+    for _ in range(8):  # MLflow sorts a run's models by their ids
+        other = mlflow.initialize_logged_model(params={"parent": "forged"})
+        client.log_inputs(cell.info.run_id, models=[LoggedModelInput(other.model_id)])
+    client.set_tag(cell.info.run_id, runs.PARENT, mlflow.start_run().info.run_id)
+    mlflow.end_run()
+    read = cells.read(cell.info.run_id)
+    assert (read.model, read.settings["seed"], read.questions) == (address, "3", "q")
 
 
 def test_a_run_keeps_the_users_files_and_knows_them_from_edited_ones(store, tmp_path):

@@ -68,7 +68,11 @@ def test_processes_that_race_for_a_cold_store_all_get_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "address", ["./mlruns", "sqlite:////proc/none/mlflow.db", "sqlite:///text.db", "http://127.0.0.1:9"]
+    "address",
+    [
+        *("./mlruns", "sqlite:////proc/none/mlflow.db", "sqlite:///text.db", "http://127.0.0.1:9"),
+        *("sqlite://", "sqlite:///:memory:", "sqlite+pysqlite:///:memory:?timeout=9"),
+    ],
 )
 def test_a_store_that_cannot_be_used_gets_a_sentence(store, monkeypatch, address):
     Path("text.db").write_text("this is no database, only a text that is longer than sqlite's header " * 40)
@@ -76,6 +80,15 @@ def test_a_store_that_cannot_be_used_gets_a_sentence(store, monkeypatch, address
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     with pytest.raises(BadInput, match="MLFLOW_TRACKING_URI"):
         stores.prepare()
+
+
+@pytest.mark.parametrize("address", ["sqlite:///a.db?timeout=9", "sqlite+pysqlite:///a.db"])
+def test_a_store_is_the_same_with_options_or_a_dialect_in_its_address(store, monkeypatch, address, tmp_path):
+    mlflow.set_tracking_uri(None)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    assert not stores.is_there()
+    assert stores.prepare() == address.replace(":///", f":///{Path.cwd()}/")
+    assert stores.is_there() and stores.database_of(stores.prepare()) == Path("a.db").absolute()
 
 
 def test_a_full_disk_gets_a_sentence_in_the_middle_of_a_step(store):
