@@ -41,6 +41,9 @@ def check(settings: Train, questions: int) -> None:
     if settings.teacher_placement != "process" and not settings.teacher:
         what = f"train.teacher_placement = {settings.teacher_placement} has no effect without train.teacher"
         raise BadInput(f"{what}: leave it out, or name a teacher.")
+    if settings.teacher_placement != "server" and settings.teacher_server != Train().teacher_server:
+        what = f"train.teacher_server = {settings.teacher_server} has no effect"
+        raise BadInput(f"{what}: set train.teacher_placement = server, or leave it out.")
     if settings.save_every % settings.num_iterations:
         raise BadInput(
             f"train.save_every = {settings.save_every} is no multiple of train.num_iterations = "

@@ -21,7 +21,7 @@ from qrl.train import arguments, loop, policy, trl_private
 from qrl.train.job import Job, Trained
 from qrl.train.monitor import metrics
 from qrl.train.qat import prepare
-from qrl.train.teacher import Likeliest, local
+from qrl.train.teacher import Likeliest, Teacher, local, server
 
 
 def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job) -> None:
@@ -29,7 +29,8 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
 
     Raises:
         BadInput: teacher or student is quantized, their vocabularies differ, an adapter or watchers are configured,
-            FSDP shards the student, the batch does not divide, or there are too few questions.
+            FSDP shards the student, the batch does not divide, there are too few questions, or the teacher's server
+            does not score as the recipe says.
     """
     settings = job.settings
     for key in ("mask_truncated", "max_resamples"):
@@ -55,6 +56,8 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
     policy.check(settings, checkpoint.entries(base.path))
     arguments.check(settings, len(job.questions))
     prepare.check(settings, base.path)
+    if settings.teacher_placement == "server":
+        server.check(teacher, job)
 
 
 def run(job: Job, teacher: Path) -> Trained:
@@ -73,13 +76,23 @@ def make_trainer(job: Job, teacher: Path):
     args = DistillationConfig(**arguments.common(job))  # starts the group of processes, over which a teacher is sharded
     loss = functools.partial(divergence, reverse=settings.distill_reverse)
     rows = [{"prompt": prompt.messages(question.question, job.template)} for question in job.questions]
-    return trl_private.distillation_trainer(loss, local.Local(teacher, settings, job.device), job.rollout, settings.qat)(
+    return trl_private.distillation_trainer(loss, _teacher(checkpoint.check(teacher), job), job.rollout, settings.qat)(
         model=policy.load(job.base, settings, job.device),
         args=args,
         train_dataset=arguments.dataset([row for row in rows for _ in range(settings.generations)]),
         processing_class=hf.tokenizer(job.base),
         callbacks=[metrics.callback(settings, job.log, metrics.DISTILLATION)],
     )
+
+
+def _teacher(teacher: checkpoint.Checkpoint, job: Job) -> Teacher:
+    """Return what scores, as `train.teacher_placement` says; the first process checks a server's model."""
+    if job.settings.teacher_placement != "server":
+        return local.Local(teacher.path, job.settings, job.device)
+    found = server.of(teacher, job.settings)
+    if process.rank() == 0:
+        server.compare(teacher, found, functools.partial(divergence, reverse=0.0))
+    return found
 
 
 def divergence(student: Tensor, teacher: Likeliest, *, reverse: float) -> Tensor:
