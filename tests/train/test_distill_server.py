@@ -120,14 +120,18 @@ def test_a_server_that_cannot_score_is_refused_before_training(served, tmp_path,
     base = checkpoint.check(tiny.PATH)
 
     def check(**changes):
-        distill.check(base, base, job(tmp_path, tiny.PATH, SMALL.model_copy(update={"teacher_server": served} | changes)))
+        distill.check(
+            base, base, job(tmp_path, tiny.PATH, SMALL.model_copy(update={"teacher_server": served} | changes))
+        )
 
     check()
     with socket.create_server(("127.0.0.1", 0)) as unused:
         nobody = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    with pytest.raises(BadInput, match="No teacher's server answers at .* refused.*: start one as"):
+    with pytest.raises(BadInput, match=r"No teacher's server answers at .* refused.*: start one as"):
         check(teacher_server=nobody)
-    with pytest.raises(BadInput, match=r"65 tokens of 512 \(Requested 65, max allowed: 64\): start .* --max-logprobs 65"):
+    with pytest.raises(
+        BadInput, match=r"65 tokens of 512 \(Requested 65, max allowed: 64\): start .* --max-logprobs 65"
+    ):
         check(distill_top_k=65)
     with pytest.raises(BadInput, match=r"takes 300 tokens, but training sends 3\d\d, .* start it with --max-model-len"):
         check(max_completion_tokens=290)
@@ -146,7 +150,7 @@ def test_a_server_that_ends_while_training_is_a_sentence(served):
     found = server.of(checkpoint.check(tiny.PATH), SMALL.model_copy(update={"teacher_server": served}))
     found.address = "http://127.0.0.1:9"
     ids = torch.tensor([[5, 6, 7]])
-    with pytest.raises(QrlError, match="gave no scores .*: start it again as before, and run the same command"):
+    with pytest.raises(QrlError, match=r"gave no scores .*: start it again as before, and run the same command"):
         found(lambda model: None, ids, torch.ones_like(ids), torch.ones(1, 2, dtype=torch.bool))
 
 
