@@ -30,7 +30,7 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind, more
     prepare.begin(trainer, job)
     model = trainer.accelerator.unwrap_model(trainer.model)
     if process.world_size() > 1:
-        parallel.agree(start(model, base, job) | more)
+        parallel.agree({**start(model, base, job), **more})
     watching = probe.callback(trainer, job)
     trainer.add_callback(watching)
     trainer.add_callback(_no_further_step())  # after the others, whose training begins too

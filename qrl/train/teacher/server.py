@@ -1,7 +1,7 @@
 """A teacher behind vLLM's server, which returns the likeliest tokens of given texts.
 
-These are `prompt_logprobs`. Log-probabilities differ from logits by a constant, which cancels where the loss normalizes over the likeliest tokens
-again. They are of temperature 1, so the temperature divides them here. TRL's client needs vLLM in training's
+Its `prompt_logprobs` differ from logits by a constant, which cancels where the loss normalizes over the likeliest
+tokens again. They are of temperature 1, so the temperature divides them here. TRL's client needs vLLM in training's
 environment, and TRL's loss for a server takes one token where KL is reversed; both are replaced.
 """
 
