@@ -204,9 +204,14 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_world_size() -> int:
+    """Return how many of the processes that train together are on this machine, as `torchrun` says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size())))
+
+
 def nodes() -> int:
-    """Return on how many machines processes train together, as `torchrun` says how many there are on each."""
-    return -(-world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size()))))
+    """Return on how many machines processes train together."""
+    return -(-world_size() // local_world_size())
 
 
 def sharded() -> bool:

@@ -100,6 +100,13 @@ class Train(Section):
     teacher: NoKey[str | None] = option(
         None, "distil on-policy from this model instead of GRPO: the student samples, the teacher scores"
     )
+    # How the teacher's scores come about may change their last bits. No key covers the default: earlier results stay.
+    teacher_placement: Annotated[Literal["process", "sharded", "server"], NotInKey("teacher_placement", "process")] = (
+        option("process", "the teacher is whole in each process, sharded over the GPUs of all, or behind a server")
+    )
+    teacher_server: NoKey[str] = option(
+        "http://127.0.0.1:8001", "address of vLLM's server, with train.teacher_placement=server"
+    )
     distill_top_k: Count = option(64, "distillation: number of the teacher's top tokens to compare, re-normalized")
     distill_reverse: Fraction = option(0.5, "distillation: weight of reverse KL; 0: forward only, 1: reverse only")
     qat_calibration_samples: int = option(

@@ -74,7 +74,7 @@ def _train_one(recipe: Recipe, device: str, others: int) -> None:
         if device == "cuda" and recipe.train.trainer == "trl":
             rollout.check_memory(recipe.rollout, recipe.train, _parameters(base))
     if process.rank():
-        grpo.run(job)
+        _run(job, teacher)
         return
     need(WORK, _bytes_written(recipe, base), "Training, checkpoints to resume from included,")
     store.prepare()
@@ -104,12 +104,7 @@ def _train(job: Job, teacher: checkpoint.Checkpoint | None) -> Trained:
     """Train; if memory runs out, resume with half the micro-batch, which changes no step but how its sum is taken."""
 
     def run(micro: int) -> Trained:
-        sized = dataclasses.replace(job, settings=job.settings.model_copy(update={"micro_batch": micro}))
-        if teacher:
-            return distill.run(sized, teacher.path)
-        if sized.settings.trainer == "verl":
-            return verl.run(sized)
-        return sft.run(sized) if sized.settings.algorithm == "sft" else grpo.run(sized)
+        return _run(dataclasses.replace(job, settings=job.settings.model_copy(update={"micro_batch": micro})), teacher)
 
     def say(sentence: str) -> None:
         contents.tag(f"{names.TAG_WATCH}memory", sentence)
@@ -120,6 +115,14 @@ def _train(job: Job, teacher: checkpoint.Checkpoint | None) -> Trained:
     if not alone:
         return run(job.settings.micro_batch)
     return memory.halved(run, min(job.settings.micro_batch, share), "train.micro_batch", divisor_of=share, say=say)
+
+
+def _run(job: Job, teacher: checkpoint.Checkpoint | None) -> Trained:
+    if teacher:
+        return distill.run(job, teacher.path)
+    if job.settings.trainer == "verl":
+        return verl.run(job)
+    return sft.run(job) if job.settings.algorithm == "sft" else grpo.run(job)
 
 
 def _bytes_written(recipe: Recipe, base: checkpoint.Checkpoint) -> int:

@@ -38,6 +38,12 @@ def check(settings: Train, questions: int) -> None:
     if settings.max_resamples and world > 1:
         remedy = "leave it out, or start the step without torchrun or accelerate launch"
         raise BadInput(f"train.max_resamples = {settings.max_resamples} works in one process, not {world}: {remedy}.")
+    if settings.teacher_placement != "process" and not settings.teacher:
+        what = f"train.teacher_placement = {settings.teacher_placement} has no effect without train.teacher"
+        raise BadInput(f"{what}: leave it out, or name a teacher.")
+    if settings.teacher_placement != "server" and settings.teacher_server != Train().teacher_server:
+        what = f"train.teacher_server = {settings.teacher_server} has no effect"
+        raise BadInput(f"{what}: set train.teacher_placement = server, or leave it out.")
     if settings.save_every % settings.num_iterations:
         raise BadInput(
             f"train.save_every = {settings.save_every} is no multiple of train.num_iterations = "
@@ -60,7 +66,6 @@ def make(job: Job, **more):
         loss_type=settings.loss,
         mask_truncated_completions=settings.mask_truncated,
         reward_weights=list(settings.reward_weights) or None,
-        ddp_find_unused_parameters=False,  # there are none, and looking for them costs a pass over the graph
         **more,
     )
 
@@ -75,6 +80,7 @@ def common(job: Job) -> dict[str, Any]:
         "log_completions": True,
         "num_completions_to_print": 0,
         "chat_template_kwargs": dict(prompt.resolve(job.template).kwargs) or None,
+        "ddp_find_unused_parameters": False,  # there are none, and looking for them costs a pass over the graph
     }
 
 

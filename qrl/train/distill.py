@@ -21,6 +21,7 @@ from qrl.train import arguments, loop, policy, trl_private
 from qrl.train.job import Job, Trained
 from qrl.train.monitor import metrics
 from qrl.train.qat import prepare
+from qrl.train.teacher import Likeliest, Teacher, local, server
 
 
 def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job) -> None:
@@ -28,7 +29,8 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
 
     Raises:
         BadInput: teacher or student is quantized, their vocabularies differ, an adapter or watchers are configured,
-            several processes train, the batch does not divide, or there are too few questions.
+            FSDP shards the student, the batch does not divide, there are too few questions, or the teacher's server
+            does not score as the recipe says.
     """
     settings = job.settings
     for key in ("mask_truncated", "max_resamples"):
@@ -46,47 +48,59 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
             f"The teacher {teacher.path} has a vocabulary of {other}, but the student one of {own}: choose a teacher "
             "of the same model family."
         )
-    if process.world_size() > 1:
-        raise BadInput("train.teacher distils in one process: start the step without torchrun or accelerate launch.")
+    if process.sharded():
+        raise BadInput("train.teacher distils into whole weights, but FSDP shards the student's: launch without FSDP.")
     if settings.adapter:
         reason = f"train.teacher distils into all weights, but train.method = {settings.method} trains an adapter"
         raise BadInput(f"{reason}: set train.method = full.")
     policy.check(settings, checkpoint.entries(base.path))
     arguments.check(settings, len(job.questions))
     prepare.check(settings, base.path)
+    if settings.teacher_placement == "server":
+        server.check(teacher, job)
 
 
 def run(job: Job, teacher: Path) -> Trained:
     """Distil a teacher into a job's base, or resume a killed try; raise BadInput if `check` refuses the job."""
-    base = checkpoint.check(job.base)
-    check(base, checkpoint.check(teacher), job)
+    base, checked = checkpoint.check(job.base), checkpoint.check(teacher)
+    check(base, checked, job)
     process.hush_transformers()
-    return loop.run(_make_trainer(job, teacher), job, base, metrics.DISTILLATION)
+    return loop.run(make_trainer(job, teacher), job, base, metrics.DISTILLATION, {"teacher": checked.digest})
 
 
-def _make_trainer(job: Job, teacher: Path):
+def make_trainer(job: Job, teacher: Path):
+    """Return TRL's trainer with the student, the teacher, the loss and the rollouts of a job."""
     from trl import DistillationConfig
 
     settings = job.settings
-    loss = functools.partial(divergence, top_k=settings.distill_top_k, reverse=settings.distill_reverse)
+    args = DistillationConfig(**arguments.common(job))  # starts the group of processes, over which a teacher is sharded
+    loss = functools.partial(divergence, reverse=settings.distill_reverse)
     rows = [{"prompt": prompt.messages(question.question, job.template)} for question in job.questions]
-    return trl_private.distillation_trainer(loss, job.rollout, settings.qat)(
+    return trl_private.distillation_trainer(loss, _teacher(checkpoint.check(teacher), job), job.rollout, settings.qat)(
         model=policy.load(job.base, settings, job.device),
-        teacher_model=policy.load(teacher, settings, job.device),
-        args=DistillationConfig(**arguments.common(job)),
+        args=args,
         train_dataset=arguments.dataset([row for row in rows for _ in range(settings.generations)]),
         processing_class=hf.tokenizer(job.base),
         callbacks=[metrics.callback(settings, job.log, metrics.DISTILLATION)],
     )
 
 
-def divergence(student: Tensor, teacher: Tensor, *, top_k: int, reverse: float) -> Tensor:
+def _teacher(teacher: checkpoint.Checkpoint, job: Job) -> Teacher:
+    """Return what scores, as `train.teacher_placement` says; the first process checks a server's model."""
+    if job.settings.teacher_placement != "server":
+        return local.Local(teacher.path, job.settings, job.device)
+    found = server.of(teacher, job.settings)
+    if process.rank() == 0:
+        server.compare(teacher, found, functools.partial(divergence, reverse=0.0))
+    return found
+
+
+def divergence(student: Tensor, teacher: Likeliest, *, reverse: float) -> Tensor:
     """Return the KL over the teacher's likeliest tokens, both distributions normalized again over them.
 
     Args:
         student: (N, V) logits.
-        teacher: (N, V) logits.
-        top_k: number of the teacher's likeliest tokens; at most V count.
+        teacher: scores and tokens, (N, K); K = V gives the plain KL.
         reverse: w in (1 − w) · KL(teacher ‖ student) + w · KL(student ‖ teacher).
 
     Returns:
@@ -94,9 +108,8 @@ def divergence(student: Tensor, teacher: Tensor, *, top_k: int, reverse: float) 
 
     Source: NeMo-RL's on-policy distillation, zero_outside_topk = false.
     """
-    kept, places = teacher.float().topk(min(top_k, teacher.shape[-1]), dim=-1)
-    target = kept.log_softmax(-1)
-    own = student.float().gather(-1, places).log_softmax(-1)
+    target = teacher.scores.log_softmax(-1)
+    own = student.float().gather(-1, teacher.tokens).log_softmax(-1)
     forward_kl = kl_div(own, target, reduction="none", log_target=True).sum(-1)
     reverse_kl = kl_div(target, own, reduction="none", log_target=True).sum(-1)
     return (1 - reverse) * forward_kl + reverse * reverse_kl

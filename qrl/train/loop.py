@@ -20,14 +20,17 @@ from qrl.train.monitor import metrics, probe
 from qrl.train.qat import prepare
 
 
-def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind) -> Trained:
-    """Train with TRL's trainer and write the outcome; raise QrlError if the base under an adapter changed in memory."""
+def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind, more: Mapping[str, str] = {}) -> Trained:
+    """Train with TRL's trainer and write the outcome; raise QrlError if the base under an adapter changed in memory.
+
+    `more` has digests of further inputs, by what they are, which processes that train together compare.
+    """
     from transformers import PrinterCallback
 
     prepare.begin(trainer, job)
     model = trainer.accelerator.unwrap_model(trainer.model)
     if process.world_size() > 1:
-        parallel.agree(start(model, base, job))
+        parallel.agree({**start(model, base, job), **more})
     watching = probe.callback(trainer, job)
     trainer.add_callback(watching)
     trainer.add_callback(_no_further_step())  # after the others, whose training begins too

@@ -47,6 +47,9 @@ def check(settings: Train, device: str, gpus: int | None = None) -> None:
         BadInput: there are too few GPUs, or the device or the method does not allow it.
     """
     chosen, count = settings.parallel, settings.processes
+    if settings.teacher_placement == "sharded" and chosen == "none" and process.world_size() == 1:
+        where = "train.teacher_placement = sharded spreads the teacher over several processes, but one trains"
+        raise BadInput(f"{where}: set train.parallel = ddp, or leave it out.")
     if chosen == "none":
         if count is not None:
             raise BadInput(f"train.processes = {count} has no effect without train.parallel: set it to ddp or fsdp2.")
@@ -56,8 +59,8 @@ def check(settings: Train, device: str, gpus: int | None = None) -> None:
             f"train.parallel = {chosen} needs DeepSpeed, which this environment lacks and qrl has not been tried with: "
             "use fsdp2, which divides weights, gradients and optimizer states too."
         )
-    if settings.teacher:
-        raise BadInput("train.teacher distils in one process: leave train.parallel out.")
+    if chosen == "fsdp2" and settings.teacher:
+        raise BadInput("train.teacher distils into whole weights, but train.parallel = fsdp2 shards them: use ddp.")
     if chosen == "fsdp2" and settings.qat != "none":
         whole = (
             f"train.qat = {settings.qat} needs whole weights in each process, but train.parallel = fsdp2 shards them"

@@ -5,6 +5,7 @@ ids and flat log-probabilities (3.0 s instead of 7.1). A colocated engine can st
 rollout follows from recipe and step, so that a resumed run samples the same.
 """
 
+import functools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import torch
 from qrl.recipe import Rollout
 from qrl.train import rollout as sampling
 from qrl.train.rollout import engine_gap, sync, vllm_engine
+from qrl.train.teacher import Likeliest, Teacher
 
 _TRANSFORMERS = Rollout()
 
@@ -273,6 +275,25 @@ class Link:
         return {"sync_s": seconds["sync"], "generate_s": seconds["generate"]} | rates
 
 
+def _texts(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a micro-batch's token ids and mask, (B, P + C), and which of its completions' tokens count, (B, C)."""
+    ids, mask = (torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
+    return ids, mask, inputs["completion_mask"].bool()
+
+
+def _logits(trainer, model, *, ids: torch.Tensor, mask: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Return a model's logits for the tokens of completions, (N, V)."""
+    states = trainer._get_last_hidden_state(model, ids, mask, valid.size(1))
+    return model.get_output_embeddings()(states[valid])
+
+
+def redirect(model, method: Callable, *arguments):
+    """Call a method of a model through its forward pass, where FSDP gathers the weights that its parts share."""
+    from trl.models.utils import _ForwardRedirection
+
+    return _ForwardRedirection()(model, model, method, *arguments)
+
+
 def question_order(questions: int, of_a_step: int, seed: int) -> Iterator[int]:
     """Yield, without end, the places of the questions that GRPO's steps draw, `of_a_step` different ones each."""
     from trl.trainer.utils import RepeatSampler
@@ -283,14 +304,18 @@ def question_order(questions: int, of_a_step: int, seed: int) -> Iterator[int]:
 
 
 def distillation_trainer(
-    divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    divergence: Callable[[torch.Tensor, Likeliest], torch.Tensor],
+    teacher: Teacher,
     settings: Rollout = _TRANSFORMERS,
     qat: str = "none",
 ) -> type:
     """Return TRL's distillation trainer with another loss; bookkeeping stays TRL's, and sampling unless vLLM samples.
 
+    TRL divides the loss by the tokens of all processes, and by their number, since DDP averages gradients.
+
     Args:
-        divergence: (N, V) logits of student and teacher, over the temperature → (N,).
+        divergence: (N, V) logits of the student over the temperature, and the teacher's likeliest tokens → (N,).
+        teacher: scores the tokens of a micro-batch.
         settings: who samples.
         qat: the format of training, for vLLM.
 
@@ -305,17 +330,19 @@ def distillation_trainer(
         base = _sampling_with_vllm(DistillationTrainer, settings, qat)
 
     class Trainer(base):
+        def compute_loss(self, model, inputs, *rest, **named):
+            ids, mask, valid = _texts(inputs)
+            score = functools.partial(_logits, self, ids=ids, mask=mask, valid=valid)
+            with self.accelerator.autocast():  # TRL replaces the forward method that accelerate has wrapped in this
+                # Not within the student's forward pass: the processes of a sharded teacher wait for one another.
+                with torch.no_grad():
+                    likeliest = teacher(score, ids, mask, valid)
+                return super().compute_loss(model, inputs | {"likeliest": likeliest}, *rest, **named)
+
         def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
-            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-            length = inputs["completion_ids"].size(1)
-            valid = inputs["completion_mask"].bool()
-            states = self._get_last_hidden_state(unwrapped_student, ids, mask, length)
-            student = unwrapped_student.get_output_embeddings()(states[valid])
-            teacher = self.accelerator.unwrap_model(self.teacher_model).eval()
-            with torch.no_grad():
-                target = teacher.get_output_embeddings()(self._get_last_hidden_state(teacher, ids, mask, length)[valid])
-            losses = divergence(student / self.temperature, target / self.temperature)
+            ids, mask, valid = _texts(inputs)
+            student = _logits(self, unwrapped_student, ids=ids, mask=mask, valid=valid)
+            losses = divergence(student / self.temperature, inputs["likeliest"])
             count = valid.sum()
             logprobs = student.detach().float().log_softmax(-1)
             entropy = -(logprobs.exp() * logprobs).sum()

@@ -43,8 +43,9 @@ def child(words: str):
         ({"parallel": "fsdp2", "processes": "2"}, "cpu", 0, "device is the CPU"),
         ({"parallel": "fsdp2", "processes": "2", "qat": "int4"}, "cuda", 2, "int4 needs whole weights.*use ddp"),
         ({"parallel": "zero3", "processes": "2"}, "cuda", 2, "zero3 needs DeepSpeed"),
-        ({"parallel": "ddp", "processes": "2", "teacher": "m"}, "cpu", 0, "distils in one process"),
+        ({"parallel": "fsdp2", "processes": "2", "teacher": "m"}, "cuda", 2, "teacher distils into whole.*use ddp"),
         ({"processes": "2"}, "cpu", 0, "no effect without train.parallel"),
+        ({"teacher_placement": "sharded", "teacher": "m"}, "cuda", 2, "but one trains: set train.parallel = ddp"),
     ],
 )
 def test_what_this_machine_cannot_do_is_refused_in_a_sentence(fields, device, gpus, words, monkeypatch):

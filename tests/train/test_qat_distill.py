@@ -15,6 +15,7 @@ from qrl.errors import BadInput
 from qrl.formats.fakequant import linears
 from qrl.recipe import Rollout, Train, Watch
 from qrl.train import Job, distill, rollout
+from qrl.train.teacher import Likeliest
 
 pytestmark = pytest.mark.process
 
@@ -37,13 +38,17 @@ def job(folder, settings=FAST, **changes):
     return Job(**{"settings": settings, "device": "cpu"} | data | folders | changes)
 
 
+def likeliest(logits, count):
+    return Likeliest(*logits.topk(count, dim=-1))
+
+
 def test_the_divergence_over_all_tokens_is_the_plain_kl_and_mixes_linearly():
     student, teacher = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(0))
     ours, theirs = student.log_softmax(-1), teacher.log_softmax(-1)
     forward = kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
     backward = kl_div(theirs, ours, log_target=True, reduction="none").sum(-1)
     for weight in (0.0, 0.3, 1.0):
-        mixed = distill.divergence(student, teacher, top_k=64, reverse=weight)
+        mixed = distill.divergence(student, likeliest(teacher, 40), reverse=weight)
         assert torch.allclose(mixed, (1 - weight) * forward + weight * backward, atol=1e-5)
 
 
@@ -51,10 +56,10 @@ def test_only_the_teachers_likeliest_tokens_count_and_an_equal_student_is_at_zer
     student, teacher = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(0))
     unlikely = teacher.argsort(-1)[:, :36]  # all but the four likeliest
     changed = student.scatter_add(-1, unlikely, torch.full_like(student, 5.0))
-    kept = {"top_k": 4, "reverse": 0.5}
-    assert torch.allclose(distill.divergence(student, teacher, **kept), distill.divergence(changed, teacher, **kept))
-    assert (distill.divergence(student, teacher, **kept) > 0).all()
-    assert distill.divergence(teacher + 3, teacher, **kept).abs().max() < 1e-6
+    of_student, of_changed, of_equal = (
+        distill.divergence(logits, likeliest(teacher, 4), reverse=0.5) for logits in (student, changed, teacher + 3)
+    )
+    assert torch.allclose(of_student, of_changed) and (of_student > 0).all() and of_equal.abs().max() < 1e-6
 
 
 def test_a_quantized_student_comes_closer_to_its_teacher(tmp_path):

@@ -81,7 +81,7 @@ def test_a_distillation_computes_its_loss_in_one_method_from_last_hidden_states(
     assert parameters(DistillationTrainer._get_last_hidden_state)[1:5] == first, (
         "TRL's DistillationTrainer._get_last_hidden_state has other arguments: adapt trl_private.distillation_trainer."
     )
-    for name in ("teacher_model", "temperature"):
+    for name in ("temperature", "_forward_redirection"):
         assert assigned(DistillationTrainer, name), f"TRL's DistillationTrainer does not set {name}."
 
 

@@ -78,6 +78,8 @@ REFUSED: Mapping[str, str] = {  # our key → why any value but the default is r
     "train.max_resamples": "verl's filter of groups samples without this bound",
     "train.algorithm": _GRPO,
     "train.teacher": _GRPO,
+    "train.teacher_placement": _GRPO,
+    "train.teacher_server": _GRPO,
     "train.distill_top_k": _GRPO,
     "train.distill_reverse": _GRPO,
     "train.qat": _QAT,

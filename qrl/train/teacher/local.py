@@ -1,0 +1,70 @@
+"""A teacher within training: whole in each process, or spread over all of them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from qrl import process
+from qrl.errors import BadInput
+from qrl.recipe import Train
+from qrl.train import policy, trl_private
+from qrl.train.teacher import Likeliest
+
+
+class Local:
+    """A model that scores in this process, with the weights of `policy.load`."""
+
+    def __init__(self, folder: Path, settings: Train, device: str) -> None:
+        """Load the teacher onto this process's device; its part alone where `train.teacher_placement` is sharded."""
+        self.top_k, self.temperature = settings.distill_top_k, settings.temperature
+        place = torch.device("cuda", process.local_rank()) if device == "cuda" else torch.device("cpu")
+
+        def load() -> nn.Module:
+            return policy.load(folder, settings, device).requires_grad_(False).eval()
+
+        self.model = shard(load, place) if settings.teacher_placement == "sharded" else load().to(place)
+
+    def __call__(self, score: Callable[[nn.Module], Tensor], ids: Tensor, mask: Tensor, valid: Tensor) -> Likeliest:
+        logits = trl_private.redirect(self.model, lambda _: score(self.model), ids)
+        return likeliest(logits / self.temperature, self.top_k)
+
+
+def likeliest(logits: Tensor, top_k: int) -> Likeliest:
+    """Return the likeliest tokens of logits (N, V), at most V of them."""
+    return Likeliest(*logits.float().topk(min(top_k, logits.shape[-1]), dim=-1))
+
+
+def shard(load: Callable[[], nn.Module], place: torch.device) -> nn.Module:
+    """Return this process's part of a model that all processes hold together, on its device.
+
+    A layer is gathered for its forward pass and freed after it; so are the embeddings and the head. The processes of a
+    machine load in turn, so that its main memory holds one whole model at a time.
+
+    Raises:
+        BadInput: transformers does not say what the model's layers are.
+    """
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(place.type, (process.world_size(),))
+    for turn in range(process.local_world_size()):
+        if turn == process.local_rank():
+            model = load()
+            if not (layers := _layers(model)):
+                what = f"train.teacher_placement = sharded needs the layers of {type(model).__name__}"
+                raise BadInput(f"{what}, which transformers does not name: set it to process.")
+            for layer in layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh, reshard_after_forward=True)
+            model.to(place)  # buffers
+        distributed.barrier()
+    return model
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks that transformers never splits over devices: the decoder's layers."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]

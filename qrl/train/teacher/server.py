@@ -1,0 +1,148 @@
+"""A teacher behind vLLM's server, which returns the likeliest tokens of given texts.
+
+Its `prompt_logprobs` differ from logits by a constant, which cancels where the loss normalizes over the likeliest
+tokens again. They are of temperature 1, so the temperature divides them here. TRL's client needs vLLM in training's
+environment, and TRL's loss for a server takes one token where KL is reversed; both are replaced.
+"""
+
+import json
+import random
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from qrl import checkpoint
+from qrl.engine import hf, pretrained
+from qrl.errors import BadInput, QrlError
+from qrl.recipe import Train
+from qrl.tasks import prompt
+from qrl.train.job import Job
+from qrl.train.teacher import Likeliest
+
+MAX_KL = 0.01  # nats per token, from the server's likeliest tokens to those of the checkpoint, read here
+PROBED = 64  # random tokens, on which two models differ more than on a question: 0.6 nats instead of 0.004 in one trial
+_AT_ONCE, _ANSWER_S, _TIMEOUT_S = 32, 10, 600
+_START = "start one as qrl/train/teacher/README.md describes, or set train.teacher_placement = process"
+
+
+class Server:
+    """A teacher that scores over HTTP."""
+
+    def __init__(self, settings: Train, vocabulary: int) -> None:
+        """Ask the server for the name of its model; raise BadInput if none answers."""
+        self.address, self.vocabulary = settings.teacher_server.rstrip("/"), vocabulary
+        self.top_k, self.temperature = min(settings.distill_top_k, vocabulary), settings.temperature
+        try:
+            with urllib.request.urlopen(f"{self.address}/v1/models", timeout=_ANSWER_S) as answer:
+                (model, *_) = json.load(answer)["data"]
+                self.model, self.longest = model["id"], model.get("max_model_len")
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            where = f"train.teacher_server = {self.address} ({getattr(error, 'reason', error)})"
+            raise BadInput(f"No teacher's server answers at {where}: {_START}.") from None
+
+    def __call__(self, score: Callable[[nn.Module], Tensor], ids: Tensor, mask: Tensor, valid: Tensor) -> Likeliest:
+        texts = [row[kept].tolist() for row, kept in zip(ids, mask.bool(), strict=True)]
+        try:
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                rows = list(pool.map(self.likeliest, texts, valid.sum(1).tolist()))
+        except Refused as error:
+            remedy = "start it again as before, and run the same command, which resumes"
+            raise QrlError(f"The teacher's server at {self.address} gave no scores ({error}): {remedy}.") from None
+        scores, tokens = (torch.cat(parts).to(ids.device) for parts in zip(*rows, strict=True))
+        return Likeliest(scores / self.temperature, tokens)
+
+    def likeliest(self, text: list[int], count: int) -> Likeliest:
+        """Return the likeliest tokens at the last `count` positions of a text, (count, K), at temperature 1.
+
+        Raises:
+            Refused: the server refuses the text, does not answer, or answers with other tokens than asked for.
+        """
+        if not count:
+            return Likeliest(torch.empty(0, self.top_k), torch.empty(0, self.top_k, dtype=torch.int64))
+        wanted = {"model": self.model, "prompt": text, "max_tokens": 1, "prompt_logprobs": self.top_k}
+        head = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.address}/v1/completions", json.dumps(wanted).encode(), head)
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+                positions = json.load(answer)["choices"][0]["prompt_logprobs"][-count:]
+            scores, tokens = zip(*(_ranked(position, self.top_k) for position in positions), strict=True)
+        except urllib.error.HTTPError as error:
+            raise Refused(_sentence(error.read())) from None
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise Refused(f"{type(error).__name__}: {getattr(error, 'reason', error)}") from None
+        if (largest := max(map(max, tokens))) >= self.vocabulary:
+            raise Refused(f"it knows a token {largest}, but the teacher's checkpoint {self.vocabulary} tokens")
+        return Likeliest(torch.tensor(scores), torch.tensor(tokens))
+
+
+class Refused(Exception):
+    """The server's reason for giving no scores."""
+
+
+def _sentence(body: bytes) -> str:
+    """Return the reason in OpenAI's form of an error, else the body's start."""
+    try:
+        return json.loads(body)["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        return " ".join(body.decode(errors="replace").split())[:300]
+
+
+def _ranked(position: dict[str, dict], count: int) -> tuple[list[float], list[int]]:
+    """Return a position's likeliest tokens: log-probabilities and ids. The text's own token may come beside them."""
+    ranked = sorted((entry["rank"], entry["logprob"], int(token)) for token, entry in position.items())[:count]
+    if len(ranked) < count:
+        raise ValueError(f"{len(ranked)} tokens at a position, but {count} were asked for")
+    return [logprob for _, logprob, _ in ranked], [token for *_, token in ranked]
+
+
+def of(teacher: checkpoint.Checkpoint, settings: Train) -> Server:
+    """Return the server of `train.teacher_server`; raise BadInput if none answers."""
+    return Server(settings, checkpoint.config(teacher.path)["vocab_size"])
+
+
+def check(teacher: checkpoint.Checkpoint, job: Job) -> None:
+    """Check that the server scores what this training will send; `compare` checks that it has this teacher.
+
+    Raises:
+        BadInput: no server answers, its texts are too short, its vocabulary is another one, or it returns too few
+            tokens.
+    """
+    server, tokens = of(teacher, job.settings), hf.tokenizer(teacher.path)
+    asked = [prompt.render(tokens, question.question, job.template) for question in job.questions]
+    longest = max(map(len, asked)) + job.settings.max_completion_tokens
+    if server.longest is not None and longest >= server.longest:
+        what = f"The teacher's server at {server.address} takes {server.longest} tokens, but training sends {longest}"
+        raise BadInput(f"{what}, and it samples one more: start it with --max-model-len {longest + 1}.")
+    try:
+        server.likeliest([*asked[0], server.vocabulary - 1], len(asked[0]))
+    except Refused as error:
+        what = f"The teacher's server at {server.address} cannot score with train.distill_top_k = {server.top_k} tokens"
+        remedy = f"start it with {teacher.path} and --max-logprobs {server.top_k}"
+        raise BadInput(f"{what} of {server.vocabulary} ({error}): {remedy}.") from None
+
+
+def compare(teacher: checkpoint.Checkpoint, server: Server, kl: Callable[[Tensor, Likeliest], Tensor]) -> None:
+    """Check that the server has the teacher, whose weights are read into main memory once.
+
+    Args:
+        kl: from the server's likeliest tokens to logits (N, V), nats per token.
+
+    Raises:
+        BadInput: the mean over a text is above `MAX_KL`, or the server does not score it.
+    """
+    draw, known = random.Random(0), len(hf.tokenizer(teacher.path))
+    ids = [draw.randrange(known) for _ in range(PROBED)]
+    with torch.no_grad():
+        model = pretrained.load(teacher.path, dtype=getattr(torch, teacher.dtype)).eval()
+        logits = model(torch.tensor([ids])).logits[0, :-1].float()
+    try:
+        apart = float(kl(logits, server.likeliest(ids, PROBED - 1)).mean())
+    except Refused as error:
+        raise BadInput(f"The teacher's server at {server.address} scores no text ({error}): {_START}.") from None
+    if not apart <= MAX_KL:
+        what = f"The teacher's server at {server.address} is {apart:.3g} nats per token from {teacher.path}"
+        raise BadInput(f"{what}, but {MAX_KL} is the limit: start it with this checkpoint, unquantized.")
