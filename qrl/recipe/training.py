@@ -243,6 +243,9 @@ class Rollout(Section):
     min_sequence_ess: Annotated[Fraction, _UNLESS_VLLM, NotInKey("min_sequence_ess", 0.2)] = option(
         0.2, "warn below this effective sample size of whole completions, as a share"
     )
+    adapter: Annotated[Literal["merged", "slot"], _UNLESS_VLLM, NotInKey("adapter", "merged")] = option(
+        "merged", "how a colocated engine gets an adapter: merged into the base, or in a LoRA slot beside it"
+    )
 
 
 class Watch(Section):

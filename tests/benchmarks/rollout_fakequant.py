@@ -104,7 +104,7 @@ def one(engine, base: Path, name: str, prompts, tokens: int, scored: int, *, ign
     found: dict = {"sync_s": finished() - began}
     del sent
     say(f"{name}: sent in {found['sync_s']:.2f} s")
-    found["linears"] = linears(vllm_engine._runner(engine).model, model)
+    found["linears"] = linears(vllm_engine.runner(engine).model, model)
     more, speeds = {"ignore_eos": ignore_eos}, []
     for number in range(4):
         with vllm_engine.seeded(number):

@@ -13,7 +13,8 @@ from qrl import process
 from qrl.errors import BadInput
 from qrl.formats.fakequant import operation
 from qrl.recipe import Rollout, Train
-from qrl.train.rollout import vllm_engine
+from qrl.train import policy
+from qrl.train.rollout import slot, vllm_engine
 
 VLLM = "vllm"
 _REMEDY = "set rollout.engine = transformers"
@@ -37,14 +38,16 @@ def check(settings: Rollout, device: str, train: Train) -> None:
 
     Raises:
         BadInput: a setting has no effect; vLLM would sample without a GPU, or for a format that has been rounded
-            already; the gap of a truncated distribution would be corrected; FSDP shards its weights;
-            the GPU lacks FP8; or the server does not answer, or is not of this version.
+            already; no slot of the engine can hold the adapter; the gap of a truncated distribution would be corrected;
+            FSDP shards its weights; the GPU lacks FP8; or the server does not answer, or is not of this version.
     """
     check_heeded(settings)
     if settings.engine != VLLM:
         return
     if train.qat != "none":
         _check_qat(settings, train)
+    if reason := slot.unfit(settings, train, policy.RANK):
+        raise BadInput(f"rollout.adapter = slot {reason}, or rollout.adapter = merged.")
     _check_sampling(settings, train)
     if device != "cuda":
         raise BadInput(f"rollout.engine = vllm needs a GPU, but the run's device is the CPU: {_REMEDY}, or use a GPU.")
