@@ -208,7 +208,9 @@ class Rollout(Section):
 
     engine: Literal["transformers", "vllm"] = option("transformers", "what samples; vllm needs a GPU and projects/vllm")
     mode: _OfVllm[Literal["colocate", "server"]] = option("colocate", "vLLM within training, or a server on other GPUs")
-    quantization: _OfVllm[Literal["none", "fp8"]] = option("none", "vLLM's weights, quantized from bf16 at every step")
+    quantization: _OfVllm[Literal["none", "fp8", "real"]] = option(
+        "none", "vLLM's weights: bf16; fp8, quantized from bf16 at every step; real, the codes of train.qat"
+    )
     kv_cache: _OfVllm[Literal["auto", "fp8"]] = option("auto", "how vLLM stores keys and values; auto: bf16")
     gpu_memory_utilization: _OfVllm[float] = option(
         0.3, "share of GPU memory for a colocated engine, weights and KV cache", gt=0, lt=1

@@ -13,7 +13,7 @@ import torch
 
 from qrl.recipe import Rollout
 from qrl.train import rollout as sampling
-from qrl.train.rollout import engine_gap, slot, sync, vllm_engine
+from qrl.train.rollout import codes, engine_gap, slot, sync, vllm_engine
 
 _TRANSFORMERS = Rollout()
 
@@ -172,15 +172,16 @@ class Link:
     """The replaced parts of TRL's `VLLMGeneration`; `link` puts them before that class."""
 
     trainer = None  # TRL's
-    settings: Rollout
-    qat: str
+    settings: Rollout = _TRANSFORMERS
+    qat = "none"
+    _slot = _base_sent = False  # whether the adapter is sent alone, and the base was sent before
 
     def _init_vllm(self):
         from accelerate.utils import set_seed
 
         self._reset()
         self._drawn = (-1, 0)  # a step, and the number of its latest rollout
-        self._slot, self._base_sent = self.settings.adapter == slot.NAME, False
+        self._slot = self.settings.adapter == slot.NAME
         if self.mode == "server":
             super()._init_vllm()
             return
@@ -200,6 +201,8 @@ class Link:
     def _iter_named_params(self):
         if self._dist.is_fsdp:  # TRL gathers the shards; adapters were refused before
             yield from super()._iter_named_params()
+        elif self.settings.quantization == codes.NAME:
+            yield from codes.named_codes(self._model(), torch.bfloat16)
         else:
             yield from sync.named_scales(self._model())
             yield from sync.named_weights(self._model(), torch.bfloat16, adapters=not self._slot)
@@ -217,7 +220,7 @@ class Link:
                 vllm_engine.wake(self.llm, "weights")
                 self._llm_weights_sleeping = False
             if not self._base_sent:  # with a slot only once: the engine keeps it
-                vllm_engine.load(self.llm, self._iter_named_params(), fp8=self.settings.quantization == "fp8")
+                vllm_engine.load(self.llm, self._iter_named_params(), reloads=self.settings.quantization != "none")
                 self._base_sent = self._slot
             if self._slot:
                 slot.load(self.llm, sync.named_adapter(self._model()))

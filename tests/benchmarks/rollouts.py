@@ -432,7 +432,7 @@ def ways(case: dict) -> dict:
         found, taken = {"first_s": finished() - began}, {"merged": [], "slot": []}  # the first sends the base too
         for _ in range(case["ways"]):
             began = finished()
-            vllm_engine.load(link.llm, sync.named_weights(link._model(), torch.bfloat16), fp8=False)
+            vllm_engine.load(link.llm, sync.named_weights(link._model(), torch.bfloat16), reloads=False)
             taken["merged"].append(finished() - began)
             began = finished()
             slot.load(link.llm, sync.named_adapter(link._model()))

@@ -298,6 +298,7 @@ GIB, FREE_OF_80 = 2**30, "Free memory on device cuda:0 (20/80 GiB) is less than 
         (ValueError("No available memory for the cache blocks."), None, r"raise rollout\.gpu_memory_utilization"),
         (ValueError("To serve it, 3 GiB KV cache is needed, which is larger than the available KV cache memory"), 0.5,
          r"raise rollout\.kv_cache_gib, or lower rollout\.max_model_tokens"),
+        (ValueError("Qwen9ForCausalLM does not support LoRA yet."), None, r"set rollout\.adapter = merged\.$"),
         (ValueError("Qwen9ForCausalLM is not supported"), None, r"Qwen9.*rollout\.engine = transformers"),
     ],
 )  # fmt: skip

@@ -48,9 +48,9 @@ if __name__ == "__main__":
         return vllm_engine.generate(engine, prompts, **plain, adapter=adapter)
     for number in range(syncs):
         merged = load_file(folder / f"{number}-merged.safetensors")
-        vllm_engine.load(engine, iter(merged.items()), fp8=False)
+        vllm_engine.load(engine, iter(merged.items()), reloads=False)
         found = {"merged": answers(None)}
-        vllm_engine.load(engine, iter(load_file(folder / "base.safetensors").items()), fp8=False)
+        vllm_engine.load(engine, iter(load_file(folder / "base.safetensors").items()), reloads=False)
         adapter = load_file(folder / f"{number}-adapter.safetensors")
         names = [name.removesuffix(":A") for name in adapter if name.endswith(":A")]
         slot.load(engine, ((name, adapter[f"{name}:A"], adapter[f"{name}:B"]) for name in names))

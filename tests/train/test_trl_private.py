@@ -104,7 +104,7 @@ class FakeEngine:
         self.calls, self.model = calls, None
         self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
 
-    def load(self, engine, weights, *, fp8):
+    def load(self, engine, weights, *, reloads):
         self.calls.append("sync")
         state = {name: weight.float() for name, weight in weights}
         if self.model is None:

@@ -18,11 +18,11 @@ import torch
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from qrl import checkpoint
-from qrl.engine import vllm
+from qrl.engine import vllm, vllm_support
 from qrl.errors import QrlError
 from qrl.formats.fakequant import operation
 from qrl.recipe import Rollout
-from qrl.train.rollout import memory
+from qrl.train.rollout import codes, memory
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -53,17 +53,23 @@ def create(
         settings: its share of the GPU's memory, its storage of weights, keys and values, its longest sequence.
         sequences: largest number of completions at once.
         sleeps: let it give its memory back between rollouts.
-        qat: the format of training; the engine rounds activations as its forward pass does.
+        qat: the format of training; the engine rounds activations as its forward pass does, or holds its codes.
         slot: vLLM's options for an adapter that is not merged, from `slot.options`.
 
     Raises:
+        BadInput: vLLM has no kernel for the format here.
         QrlError: vLLM cannot start, for want of memory say; or no linear of the engine rounds its inputs, though the
             format does.
     """
     from vllm import LLM
 
-    rounds = {}
-    if config := operation.engine_config(qat):
+    rounds, real = {}, settings.quantization == codes.NAME
+    if real:
+        config = codes.engine_config(model, qat)
+        vllm_support.check_format(config, "cuda" if torch.cuda.is_available() else "cpu")
+        # The base's own weights are no codes, so the engine starts with random ones.
+        rounds = {"hf_overrides": {"quantization_config": config}, "load_format": "dummy"}
+    elif config := operation.engine_config(qat):
         from qrl.engine import vllm_fakequant  # which makes its method known to vLLM
 
         rounds = {"hf_overrides": {"quantization_config": config}}
@@ -83,7 +89,7 @@ def create(
             **vllm.shares(settings.gpu_memory_utilization, settings.kv_cache_gib),
             max_model_len=settings.max_model_tokens,
             max_num_batched_tokens=max(BATCHED_TOKENS, sequences),
-            **_batches(sequences, fp8=fp8, compiled=settings.compile),
+            **_batches(sequences, fp8=fp8 or (real and qat == "fp8"), compiled=settings.compile),
             enable_sleep_mode=sleeps,
             distributed_executor_backend="external_launcher",
             logprobs_mode="processed_logprobs",  # of the sampling distribution, temperature included
@@ -94,7 +100,7 @@ def create(
         )
     except Exception as error:  # whatever vLLM raised
         raise memory.unstarted(error, settings, room) from error
-    if rounds and not vllm_fakequant.rounding_layers(runner(engine).model):
+    if rounds and not real and not vllm_fakequant.rounding_layers(runner(engine).model):
         raise QrlError(
             f"The rollout engine does not round activations as train.qat = {qat} does: set rollout.engine = "
             "transformers, and report the model's architecture."
@@ -118,22 +124,24 @@ def _batches(sequences: int, *, fp8: bool, compiled: bool) -> dict:
     return options | {"max_num_seqs": most, "compilation_config": options["compilation_config"] | sizes}
 
 
-def load(engine: LLM, weights: Iterator[tuple[str, torch.Tensor]], *, fp8: bool) -> None:
+def load(engine: LLM, weights: Iterator[tuple[str, torch.Tensor]], *, reloads: bool) -> None:
     """Replace all weights of the engine, and drop its prefix cache.
 
     Args:
-        weights: full-precision tensors by their checkpoint's names.
-        fp8: requantize, through the engine's reload life cycle: it restores each layer's full-precision form, fills it,
-            quantizes it and copies it to where the engine's graphs read. Loading into 8-bit weights fails.
+        weights: tensors by their checkpoint's names, in full precision or as `codes.named_codes` yields them.
+        reloads: go through the engine's reload life cycle, as `rollout.quantization` needs: it restores each layer's
+            form in the checkpoint, fills it, quantizes or repacks it and copies it to where the engine's graphs read.
+            Loading into a kernel's own layout fails.
 
     Raises:
         QrlError: a weight of the engine was not among them, so it would sample with an old one.
     """
     own = runner(engine)
     with torch.no_grad():
-        if fp8:
+        if reloads:
             names: set[str] = set()
-            own.reload_weights(weights_iterator=_noted(weights, names))
+            with _in_place(own.model):
+                own.reload_weights(weights_iterator=_noted(weights, names))
             missing = _checkpoint_names(engine) - names
         else:
             # vLLM's linears with a slot for an adapter hold their own weight one level deeper.
@@ -151,8 +159,19 @@ def load(engine: LLM, weights: Iterator[tuple[str, torch.Tensor]], *, fp8: bool)
 
 def _noted(weights: Iterator[tuple[str, torch.Tensor]], names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, weight in weights:
-        names.add(name)
+        names.add(codes.plain_name(name))
         yield name, weight
+
+
+@contextlib.contextmanager
+def _in_place(model: torch.nn.Module) -> Iterator[None]:
+    """Put tensors that a reload has moved back to where the engine's graphs read: Marlin's kernel moves biases."""
+    before = {name: parameter.data for name, parameter in model.named_parameters()}
+    yield
+    for name, parameter in model.named_parameters():
+        place = before.get(name)
+        if place is not None and place.data_ptr() != parameter.data_ptr() and place.shape == parameter.shape:
+            parameter.data = place.copy_(parameter.data)
 
 
 def _checkpoint_names(engine: LLM) -> set[str]:
