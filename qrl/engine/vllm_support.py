@@ -41,14 +41,31 @@ def check_runs(path: Path, device: str, deterministic: bool = False) -> None:
         BadInput: a kernel is missing; the sentence names it.
     """
     quantization = checkpoint.config(path).get("quantization_config")
-    if quantization and (missing := _missing(quantization, device, deterministic)):
-        import vllm
-
-        machine = "machine" if device == "cpu" else "GPU"
-        unfit = f"which vLLM {vllm.__version__} cannot run on this {machine}: {missing}"
+    if quantization and (unfit := _unfit(quantization, device, deterministic)):
         unpacked = ", evaluate.unpacked=true" if kind.of_weights_alone(quantization) else ""
         advice = f"choose another scheme or machine{unpacked}, or evaluate.engine=transformers"
         raise BadInput(f"{path} is stored as {quantization['quant_method']}, {unfit}; {advice}.")
+
+
+def check_format(quantization: dict, device: str) -> None:
+    """Check that vLLM has a kernel for what a rollout engine is sent, a checkpoint's `quantization_config`.
+
+    Raises:
+        BadInput: a kernel is missing; the sentence names it.
+    """
+    if unfit := _unfit(quantization, device, deterministic=False):
+        stored = f"The rollout engine would hold {quantization['format']} weights, {unfit}"
+        raise BadInput(f"{stored}; set rollout.quantization = none, which simulates the format.")
+
+
+def _unfit(quantization: dict, device: str, deterministic: bool) -> str:
+    """Return a clause that says what vLLM lacks here; empty if nothing is known to be missing."""
+    if not (missing := _missing(quantization, device, deterministic)):
+        return ""
+    import vllm
+
+    machine = "machine" if device == "cpu" else "GPU"
+    return f"which vLLM {vllm.__version__} cannot run on this {machine}: {missing}"
 
 
 def _missing(quantization: dict, device: str, deterministic: bool) -> str:

@@ -215,7 +215,9 @@ class Rollout(Section):
 
     engine: Literal["transformers", "vllm"] = option("transformers", "what samples; vllm needs a GPU and projects/vllm")
     mode: _OfVllm[Literal["colocate", "server"]] = option("colocate", "vLLM within training, or a server on other GPUs")
-    quantization: _OfVllm[Literal["none", "fp8"]] = option("none", "vLLM's weights, quantized from bf16 at every step")
+    quantization: _OfVllm[Literal["none", "fp8", "real"]] = option(
+        "none", "vLLM's weights: bf16; fp8, quantized from bf16 at every step; real, the codes of train.qat"
+    )
     kv_cache: _OfVllm[Literal["auto", "fp8"]] = option("auto", "how vLLM stores keys and values; auto: bf16")
     gpu_memory_utilization: _OfVllm[float] = option(
         0.3, "share of GPU memory for a colocated engine, weights and KV cache", gt=0, lt=1
@@ -249,6 +251,9 @@ class Rollout(Section):
     )
     min_sequence_ess: Annotated[Fraction, _UNLESS_VLLM, NotInKey("min_sequence_ess", 0.2)] = option(
         0.2, "warn below this effective sample size of whole completions, as a share"
+    )
+    adapter: Annotated[Literal["merged", "slot"], _UNLESS_VLLM, NotInKey("adapter", "merged")] = option(
+        "merged", "how a colocated engine gets an adapter: merged into the base, or in a LoRA slot beside it"
     )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from qrl.recipe import Rollout
 from qrl.train import rollout as sampling
-from qrl.train.rollout import engine_gap, sync, vllm_engine
+from qrl.train.rollout import codes, engine_gap, slot, sync, vllm_engine
 from qrl.train.teacher import Likeliest, Teacher
 
 _TRANSFORMERS = Rollout()
@@ -174,34 +174,43 @@ class Link:
     """The replaced parts of TRL's `VLLMGeneration`; `link` puts them before that class."""
 
     trainer = None  # TRL's
-    settings: Rollout
-    qat: str
+    settings: Rollout = _TRANSFORMERS
+    qat = "none"
+    _slot = _base_sent = False  # whether the adapter is sent alone, and the base was sent before
 
     def _init_vllm(self):
         from accelerate.utils import set_seed
 
         self._reset()
         self._drawn = (-1, 0)  # a step, and the number of its latest rollout
+        self._slot = self.settings.adapter == slot.NAME
         if self.mode == "server":
             super()._init_vllm()
             return
         self.enable_sleep_mode = vllm_engine.sleeps(self.settings, self.model)
         size = {"sequences": self.max_num_seqs, "sleeps": self.enable_sleep_mode}
         place = {"rank": self.accelerator.process_index, "world": self.accelerator.num_processes}
-        self.llm = vllm_engine.create(self.model.name_or_path, self.settings, qat=self.qat, **size, **place)
+        options = slot.options(self._model()) if self._slot else None
+        self.llm = vllm_engine.create(
+            self.model.name_or_path, self.settings, qat=self.qat, slot=options, **size, **place
+        )
         set_seed(self.trainer.args.seed, device_specific=True)  # making an engine sets torch's seed
         if self.enable_sleep_mode:
-            vllm_engine.sleep(self.llm)
+            vllm_engine.sleep(self.llm, keeps=self._slot)
         self._llm_weights_sleeping = self.enable_sleep_mode
         self.accelerator.wait_for_everyone()
 
     def _iter_named_params(self):
         if self._dist.is_fsdp:  # TRL gathers the shards; adapters were refused before
             yield from super()._iter_named_params()
+        elif self.settings.quantization == codes.NAME:
+            yield from codes.named_codes(self._model(), torch.bfloat16)
         else:
-            model = self.accelerator.unwrap_model(self.model)
-            yield from sync.named_scales(model)
-            yield from sync.named_weights(model, torch.bfloat16)
+            yield from sync.named_scales(self._model())
+            yield from sync.named_weights(self._model(), torch.bfloat16, adapters=not self._slot)
+
+    def _model(self):
+        return self.accelerator.unwrap_model(self.model)
 
     def sync_weights(self):
         """Give the engine the present weights of training."""
@@ -212,7 +221,11 @@ class Link:
             if self.enable_sleep_mode and self._llm_weights_sleeping:
                 vllm_engine.wake(self.llm, "weights")
                 self._llm_weights_sleeping = False
-            vllm_engine.load(self.llm, self._iter_named_params(), fp8=self.settings.quantization == "fp8")
+            if not self._base_sent:  # with a slot only once: the engine keeps it
+                vllm_engine.load(self.llm, self._iter_named_params(), reloads=self.settings.quantization != "none")
+                self._base_sent = self._slot
+            if self._slot:
+                slot.load(self.llm, sync.named_adapter(self._model()))
         self.seconds["sync"] += time.perf_counter() - began
 
     def generate(self, prompts, images, num_generations, profiler=None):
@@ -250,9 +263,15 @@ class Link:
         options["repetition_penalty"] = self.repetition_penalty
         limits = {"temperature": self.temperature, "max_tokens": self.max_completion_length}
         with vllm_engine.seeded(self._seed()):
-            ids, logprobs = vllm_engine.generate(self.llm, prompts, **limits, more=options | self.generation_kwargs)
+            ids, logprobs = vllm_engine.generate(
+                self.llm,
+                prompts,
+                **limits,
+                more=options | self.generation_kwargs,
+                adapter=slot.request() if self._slot else None,
+            )
         if self.enable_sleep_mode:
-            vllm_engine.sleep(self.llm)
+            vllm_engine.sleep(self.llm, keeps=self._slot)
             self._llm_weights_sleeping = True
         return prompts, ids, [[[value] for value in row] for row in logprobs], None
 

@@ -6,7 +6,8 @@
 
 Each part is a process with an engine and a time bound; it writes OUT/SHAPE-FORMAT.json as soon as a format is measured,
 and OUT/PART.log. The engine of `plain` is vLLM's own: it is sent the weights of bf16 and of each weight-only format in
-turn. `again` measures bf16 a second time, for the spread. Shapes have random weights (their time is the real model's,
+turn. `again` measures bf16 a second time, for the spread. `real-FORMAT` sends the codes to vLLM's own kernels
+(rollout.quantization=real), beside the simulated FORMAT. Shapes have random weights (their time is the real model's,
 their log-probabilities are not); `tiny` is the built-in model, which is trained.
 
 k3      KL(engine || trainer), nats per token, of sampled tokens; the trainer computes as the loss does, under autocast;
@@ -30,6 +31,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 
 PLAIN = ("bf16", "int8", "int8-attention", "int4", "nvfp4-a16", "mxfp4", "int3", "int2")  # the engine rounds no inputs
 ROUNDED = ("nvfp4-a4", "fp8")
+REAL = ("real-fp8", "real-int4", "real-nvfp4-a16")  # the engine multiplies by codes
 PARTS = {  # name → formats, shape, seconds
     "plain": (PLAIN, "1.5b", 420),
     "nvfp4-a4": (ROUNDED[:1], "1.5b", 240),
@@ -38,6 +40,8 @@ PARTS = {  # name → formats, shape, seconds
     "tiny-plain": (PLAIN, "tiny", 240),
     "tiny-nvfp4-a4": (ROUNDED[:1], "tiny", 120),
     "tiny-fp8": (ROUNDED[1:], "tiny", 120),
+    **{name: ((name,), "1.5b", 240) for name in REAL},
+    **{f"tiny-{name}": ((name,), "tiny", 240) for name in REAL},
 }
 QUICK = {"plain": (("bf16",), "1.5b", 150), "nvfp4-a4": (ROUNDED[:1], "1.5b", 150)}
 SAMPLED = {"1.5b": (512, 256, 128), "quick": (256, 128, 64), "tiny": (256, 64, 256)}  # completions, tokens, scored
@@ -71,8 +75,14 @@ def measure(part: str, formats: tuple[str, ...], shape: str, out: Path, *, quick
     say(f"{part}: the checkpoint is {base}")
     prompts = _prompts(base, shape, count)
     longest = max(map(len, prompts)) + tokens
-    settings = Rollout(engine="vllm", gpu_memory_utilization=0.35 if on_gpu else 0.05, max_model_tokens=longest)
-    qat = formats[0] if formats[0] in ROUNDED else "none"
+    real = formats[0] in REAL
+    settings = Rollout(
+        engine="vllm",
+        gpu_memory_utilization=0.35 if on_gpu else 0.05,
+        max_model_tokens=longest,
+        quantization="real" if real else "none",
+    )
+    qat = plain(formats[0]) if real or formats[0] in ROUNDED else "none"
     began = time.perf_counter()
     engine = vllm_engine.create(
         str(base), settings, sequences=count, sleeps=False, rank=0, world=1, **({"qat": qat} if qat != "none" else {})
@@ -95,16 +105,24 @@ def one(engine, base: Path, name: str, prompts, tokens: int, scored: int, *, ign
     """Return the gap, the linears and the speed of one format."""
     import torch
 
-    from qrl.train.rollout import engine_gap, sync, vllm_engine
+    from qrl.train.rollout import codes, engine_gap, sync, vllm_engine
 
-    model = policy(base, name)
-    began = finished()
-    sent = [*sync.named_scales(model), *sync.named_weights(model, torch.bfloat16)]
-    vllm_engine.load(engine, iter(sent), fp8=False)
-    found: dict = {"sync_s": finished() - began}
-    del sent
-    say(f"{name}: sent in {found['sync_s']:.2f} s")
-    found["linears"] = linears(vllm_engine._runner(engine).model, model)
+    real, name = name in REAL, plain(name)
+    model, found = policy(base, name), {}
+    for each in ("first_sync_s", "sync_s"):
+        began = finished()
+        if real:
+            sent = codes.named_codes(model, torch.bfloat16)
+        else:
+            sent = iter([*sync.named_scales(model), *sync.named_weights(model, torch.bfloat16)])
+        vllm_engine.load(engine, sent, reloads=real)
+        found[each] = finished() - began
+        del sent
+        say(f"{name}: sent in {found[each]:.2f} s")
+    own = vllm_engine.runner(engine).model
+    found["weights_gib"] = sum(weight.numel() * weight.element_size() for weight in own.parameters()) / 2**30
+    found["used_gib"] = _used_gib()
+    found["linears"] = {} if real else linears(own, model)  # codes are in the kernel's own layout
     more, speeds = {"ignore_eos": ignore_eos}, []
     for number in range(4):
         with vllm_engine.seeded(number):
@@ -123,6 +141,21 @@ def one(engine, base: Path, name: str, prompts, tokens: int, scored: int, *, ign
         own = pad(score(scoring, prompts[:scored], drawn[:scored]))
         found |= {f"{prefix}{key}": value for key, value in vars(engine_gap.measure(own, theirs, mask)).items()}
     return found | {"scored_tokens": int(mask.sum())}
+
+
+def plain(name: str) -> str:
+    """Return the format of training that a row measures."""
+    return name.removeprefix("real-")
+
+
+def _used_gib() -> float:
+    """Return what everything on the GPU takes, the trained model too; NaN without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return float("nan")
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
 
 
 def narrow(model, base: Path, name: str):
@@ -314,6 +347,7 @@ def show(out: Path) -> None:
             f"{name}: k3 {row['kl_k3']:.3g} ({gap:.2f} of bf16's; {row['bf16_kl_k3']:.3g} wholly in bf16), "
             f"token ESS {row['token_ess']:.4f}, "
             f"{row['tokens_per_s']:.0f} tokens/s ({speed:.2f} of bf16's), sync {row['sync_s']:.2f} s, "
+            f"weights {row.get('weights_gib', float('nan')):.2f} GiB, "
             f"linears {row['linears']}, {row['gpu']}, vLLM {row['vllm']}"
         )
 

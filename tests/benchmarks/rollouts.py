@@ -9,6 +9,7 @@ step      the built-in model, transformers rollouts: our step and a bare TRL scr
 speed     Qwen2.5-1.5B's shape, 64 × 8 completions of 256 tokens: TRL as shipped and ours; transformers and vLLM
 update    the update alone, without any engine: step time and peak memory of full, LoRA and QLoRA, with and without
           a reference
+sync      an adapter's sync, merged into the base and in a LoRA slot, in turn on one engine, by shape; with their ratio
 
 Shapes have random weights: their time is the real model's, their log-probabilities are not.
 """
@@ -84,6 +85,12 @@ CASES = {
             shape="1.5b", train=BF16 | dict(steps=6), rollout=VLLM | dict(sleep="on"), awake=3
         ),
         "ours vllm, qlora": dict(shape="1.5b", train=ADAPTER | dict(steps=4, method="qlora"), rollout=AWAKE),
+    },
+    "sync": {
+        shape: dict(
+            ways=7, shape=shape, train=ADAPTER | dict(method="lora", dtype="bf16"), rollout=AWAKE | dict(adapter="slot")
+        )
+        for shape in ("8b", "1.5b", "micro")
     },
     "server": {
         name: dict(
@@ -219,6 +226,8 @@ def train(case: dict) -> dict:
     """Train a case; return medians over all steps but the first, with the seconds of sampling (sync included) apart."""
     if case.get("alternate"):
         return alternate(case)
+    if case.get("ways"):
+        return ways(case)
     import torch
     from transformers import TrainerCallback
 
@@ -408,6 +417,30 @@ def alternate(case: dict) -> dict:
         | turns.ratio(kept["ours"], kept["TRL"])
         | {"steps": kept}
     )
+
+
+def ways(case: dict) -> dict:
+    """Time both ways of sending an adapter in turn, on one engine that keeps a slot; each way's first is left out."""
+    import torch
+
+    from qrl.train.rollout import slot, sync, vllm_engine
+
+    with tempfile.TemporaryDirectory() as work:
+        link = trainer_of(case, Path(work))[0].vllm_generation
+        began = finished()
+        link.sync_weights()
+        found, taken = {"first_s": finished() - began}, {"merged": [], "slot": []}  # the first sends the base too
+        for _ in range(case["ways"]):
+            began = finished()
+            vllm_engine.load(link.llm, sync.named_weights(link._model(), torch.bfloat16), reloads=False)
+            taken["merged"].append(finished() - began)
+            began = finished()
+            slot.load(link.llm, sync.named_adapter(link._model()))
+            taken["slot"].append(finished() - began)
+    found |= {f"{way}_s": statistics.median(seconds[1:]) for way, seconds in taken.items()}
+    found |= {"merged_over_slot": found["merged_s"] / found["slot_s"], "syncs_s": taken}
+    print(json.dumps(found), flush=True)
+    return found
 
 
 def parts(made) -> dict:

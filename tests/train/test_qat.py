@@ -272,7 +272,7 @@ def test_an_engine_that_is_sent_no_scales_ends_training_in_a_sentence():
     executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
     engine = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor), reset_prefix_cache=lambda: None)
     with pytest.raises(QrlError, match=r"did not send \(model\.layers\.0\.mlp\.down_proj\.input_global_scale\)"):
-        vllm_engine.load(engine, sync.named_weights(model), fp8=False)
+        vllm_engine.load(engine, sync.named_weights(model), reloads=False)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])

@@ -22,7 +22,7 @@ from qrl.recipe import Rollout, Train
 from qrl.study import build
 from qrl.tracking import keys
 from qrl.train import Job, arguments, loop, policy, rollout, trl_private
-from qrl.train.rollout import checks, engine_gap, memory, sync, vllm_engine
+from qrl.train.rollout import checks, engine_gap, memory, slot, sync, vllm_engine
 
 pytestmark = pytest.mark.process
 
@@ -92,6 +92,36 @@ def test_what_is_sent_is_the_freshly_dequantized_base_with_the_adapter_merged(he
         torch.testing.assert_close(
             weight, wanted[name].detach(), rtol=2**-7, atol=2**-12, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def test_the_base_and_the_adapter_that_a_slot_is_sent_add_up_to_the_merged_weights(held):
+    train, model = held
+    base = dict(sync.named_weights(model, torch.float32, adapters=False))
+    parts = {f"{name}.weight": up @ down for name, down, up in sync.named_adapter(model)}
+    assert bool(parts) == train.adapter
+    for name, weight in sync.named_weights(model, torch.float32):
+        wanted = base[name] + parts[name] if name in parts else base[name]
+        torch.testing.assert_close(wanted, weight, rtol=2**-7, atol=2**-12)  # merged, a bf16 base is rounded again
+    if parts:
+        linears = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+        sizes = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 16}
+        assert slot.options(model) == sizes | {"lora_target_modules": linears}
+
+
+UNFIT = {  # what no slot can hold, and the sentence's remedy
+    "no adapter": ({}, {}, r"train\.method = full trains all weights: set train\.method = lora or qlora"),
+    "a server": ({"mode": "server"}, {"method": "lora"}, r"merged weights: set rollout\.mode = colocate, or"),
+    "FP8": ({"quantization": "fp8"}, {"method": "qlora"}, r"set rollout\.quantization = none, or rollout\.adapter = m"),
+    "a high rank": ({}, {"method": "lora", "lora_rank": 513}, r"ranks up to 512, but train\.lora_rank = 513: lower it"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_an_adapter_that_no_slot_can_hold_is_refused_before_any_weight_is_loaded(name):
+    sampling, training, sentence = UNFIT[name]
+    with pytest.raises(BadInput, match=rf"rollout\.adapter = slot .*{sentence}"):
+        rollout.check(Rollout(engine="vllm", adapter="slot", **sampling), "cuda", Train(**training))
+    rollout.check(Rollout(engine="vllm", adapter="slot"), "cuda", Train(method="qlora", lora_rank=512))
 
 
 def test_ten_syncs_leave_every_weight_bit_for_bit_and_send_the_same(held):
@@ -268,6 +298,7 @@ GIB, FREE_OF_80 = 2**30, "Free memory on device cuda:0 (20/80 GiB) is less than 
         (ValueError("No available memory for the cache blocks."), None, r"raise rollout\.gpu_memory_utilization"),
         (ValueError("To serve it, 3 GiB KV cache is needed, which is larger than the available KV cache memory"), 0.5,
          r"raise rollout\.kv_cache_gib, or lower rollout\.max_model_tokens"),
+        (ValueError("Qwen9ForCausalLM does not support LoRA yet."), None, r"set rollout\.adapter = merged\.$"),
         (ValueError("Qwen9ForCausalLM is not supported"), None, r"Qwen9.*rollout\.engine = transformers"),
     ],
 )  # fmt: skip
@@ -485,7 +516,9 @@ def test_training_with_vllm_runs_in_its_environment_and_is_another_result(monkey
             recipe.load("tiny", {f"rollout.{name}": value for name, value in overrides.items()}), "d", "cuda"
         )
 
-    assert len({key(), key(engine="vllm"), key(engine="vllm", quantization="fp8")}) == 3
+    changed = ({}, {"quantization": "fp8"}, {"adapter": "slot"})
+    assert len({key(), *(key(engine="vllm", **each) for each in changed)}) == 4
+    assert key(engine="vllm", adapter="merged") == key(engine="vllm")
     assert key(engine="vllm", server="http://a:1") == key(engine="vllm", server="http://b:2")
 
 

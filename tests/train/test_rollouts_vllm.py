@@ -42,7 +42,7 @@ if __name__ == "__main__":
     settings = Rollout(engine="vllm", gpu_memory_utilization=0.05, max_model_tokens=256)
     engine = vllm_engine.create(base, settings, sequences=len(prompts), sleeps=False, rank=0, world=1)
     for number in range(int(sys.argv[3])):
-        vllm_engine.load(engine, iter(load_file(folder / f"{number}.safetensors").items()), fp8=False)
+        vllm_engine.load(engine, iter(load_file(folder / f"{number}.safetensors").items()), reloads=False)
         sampled = vllm_engine.generate(engine, prompts, temperature=1.0, max_tokens=int(sys.argv[4]), more={})
         (folder / f"{number}.json").write_text(json.dumps(sampled))
 """

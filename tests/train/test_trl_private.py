@@ -14,7 +14,7 @@ from qrl.recipe import Rollout, Train, Watch
 from qrl.tasks import prompt
 from qrl.train import Job, distill, grpo, sharded, trl_private
 from qrl.train.qat.linear import attach
-from qrl.train.rollout import sync, vllm_engine
+from qrl.train.rollout import slot, sync, vllm_engine
 
 pytestmark = pytest.mark.process
 
@@ -104,14 +104,20 @@ class FakeEngine:
         self.calls, self.model = calls, None
         self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
 
-    def load(self, engine, weights, *, fp8):
+    def load(self, engine, weights, *, reloads):
         self.calls.append("sync")
         state = {name: weight.float() for name, weight in weights}
         if self.model is None:
             self.model = hf.load(tiny.PATH, "cpu", torch.float32)[0]
         self.model.load_state_dict(state, strict=False)
 
-    def generate(self, engine, prompts, *, temperature, max_tokens, more):
+    def load_adapter(self, engine, adapter):
+        self.calls.append("adapter")
+        self.base = getattr(self, "base", None) or {key: each.clone() for key, each in self.model.state_dict().items()}
+        changed = {f"{name}.weight": self.base[f"{name}.weight"] + up @ down for name, down, up in adapter}
+        self.model.load_state_dict(changed, strict=False)
+
+    def generate(self, engine, prompts, *, temperature, max_tokens, more, adapter=None):
         self.calls.append("generate")
         completions, logprobs = [], []
         for ids in prompts:
@@ -137,17 +143,27 @@ def engine(monkeypatch):
     monkeypatch.setattr(vllm_engine, "create", lambda *args, **kwargs: fake)
     monkeypatch.setattr(vllm_engine, "load", fake.load)
     monkeypatch.setattr(vllm_engine, "generate", fake.generate)
+    monkeypatch.setattr(slot, "load", fake.load_adapter)
+    monkeypatch.setattr(slot, "request", lambda: None)
     return fake
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_trl_syncs_once_a_step_samples_from_token_ids_and_logs_the_gap(engine, tmp_path, method):
+SYNCS = {  # method and rollout.adapter → what the engine is asked in two steps
+    ("full", "merged"): ["sync", "generate"] * 2,
+    ("lora", "merged"): ["sync", "generate"] * 2,
+    ("lora", "slot"): ["sync", "adapter", "generate", "adapter", "generate"],
+}
+
+
+@pytest.mark.parametrize(("method", "adapter"), SYNCS)
+def test_trl_syncs_once_a_step_samples_from_token_ids_and_logs_the_gap(engine, tmp_path, method, adapter):
     """By effect: the engine's samples have the trainer's own probabilities only if TRL syncs before it samples."""
     settings = SMALL.model_copy(update={"method": method, "learning_rate": 1e-3})
     data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 16, 0), "task": "arithmetic"}
     where = {"template": "plain", "seed": 0, "device": "cpu", "work": tmp_path / "work", "out": tmp_path / "model"}
-    done = grpo.run(Job(settings=settings, rollout=Rollout(engine="vllm", sleep="off"), **data, **where))
-    assert engine.calls == ["sync", "generate"] * 2, "TRL no longer syncs the weights once before each rollout."
+    sampling = Rollout(engine="vllm", sleep="off", adapter=adapter)
+    done = grpo.run(Job(settings=settings, rollout=sampling, **data, **where))
+    assert engine.calls == SYNCS[method, adapter], "TRL no longer syncs the weights once before each rollout."
     history = done.history
     assert history["step"].tolist() == [1, 2] and (history["rollout_sync_s"] > 0).all()
     assert (history["rollout_kl_k3"] < 2e-3).all() and (history["rollout_token_ess"] > 0.99).all(), (

@@ -13,7 +13,8 @@ from qrl import process
 from qrl.errors import BadInput
 from qrl.formats.fakequant import operation
 from qrl.recipe import Rollout, Train
-from qrl.train.rollout import vllm_engine
+from qrl.train import policy
+from qrl.train.rollout import codes, slot, vllm_engine
 
 VLLM = "vllm"
 _REMEDY = "set rollout.engine = transformers"
@@ -37,14 +38,18 @@ def check(settings: Rollout, device: str, train: Train) -> None:
 
     Raises:
         BadInput: a setting has no effect; vLLM would sample without a GPU, or for a format that has been rounded
-            already; the gap of a truncated distribution would be corrected; FSDP shards its weights;
-            the GPU lacks FP8; or the server does not answer, or is not of this version.
+            already; no slot of the engine can hold the adapter; the gap of a truncated distribution would be corrected;
+            FSDP shards its weights; the GPU lacks FP8; or the server does not answer, or is not of this version.
     """
     check_heeded(settings)
     if settings.engine != VLLM:
         return
-    if train.qat != "none":
+    if settings.quantization == codes.NAME:
+        _check_real(settings, train)
+    elif train.qat != "none":
         _check_qat(settings, train)
+    if reason := slot.unfit(settings, train, policy.RANK):
+        raise BadInput(f"rollout.adapter = slot {reason}, or rollout.adapter = merged.")
     _check_sampling(settings, train)
     if device != "cuda":
         raise BadInput(f"rollout.engine = vllm needs a GPU, but the run's device is the CPU: {_REMEDY}, or use a GPU.")
@@ -55,8 +60,10 @@ def check(settings: Rollout, device: str, train: Train) -> None:
         )
     if settings.mode == "server":
         check_server(settings, train.qat)
-    elif "fp8" in (settings.quantization, settings.kv_cache) and torch.cuda.is_available():  # a login node has none
-        check_fp8(settings, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
+    elif torch.cuda.is_available():  # a login node has none
+        has_fp8 = settings.quantization == codes.NAME and train.qat == "fp8"
+        if has_fp8 or "fp8" in (settings.quantization, settings.kv_cache):
+            check_fp8(settings, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
 
 
 def check_heeded(settings: Rollout) -> None:
@@ -97,6 +104,17 @@ def _check_qat(settings: Rollout, train: Train) -> None:
         raise BadInput(f"rollout.quantization = {settings.quantization} {again}.")
 
 
+def _check_real(settings: Rollout, train: Train) -> None:
+    """Refuse codes of a format for which vLLM has no kernel that we send them to, and codes for a server."""
+    real, formats = f"rollout.quantization = {codes.NAME}", ", ".join(codes.FORMATS)
+    if train.qat not in codes.FORMATS:
+        sends = f"sends vLLM's kernels the codes of train.qat = {formats}, but train.qat = {train.qat}"
+        raise BadInput(f"{real} {sends}: set one of these, or rollout.quantization = none.")
+    if settings.mode == "server":
+        needs = "needs an engine in the training process, since a server is sent full precision"
+        raise BadInput(f"{real} {needs}: set rollout.mode = colocate, or rollout.quantization = none.")
+
+
 def check_installed(settings: Rollout) -> None:
     """Raise BadInput if the recipe samples with vLLM, but vLLM cannot be imported."""
     if settings.engine == VLLM and not importlib.util.find_spec("vllm"):
@@ -107,11 +125,11 @@ def check_installed(settings: Rollout) -> None:
 def check_fp8(settings: Rollout, capability: tuple[int, int], name: str) -> None:
     """Check that a GPU can multiply in FP8; its name and compute capability, (major, minor), are CUDA's."""
     if tuple(capability) < vllm_engine.FP8_CAPABILITY:
-        key = "quantization" if settings.quantization == "fp8" else "kv_cache"
+        key = "kv_cache" if settings.quantization == "none" else "quantization"
         have, need = (".".join(map(str, pair)) for pair in (capability, vllm_engine.FP8_CAPABILITY))
         least = f"a GPU of compute capability {need} (Ada, Hopper or newer)"
         remedy = f"set rollout.{key} = {getattr(DEFAULT, key)}"
-        raise BadInput(f"rollout.{key} = fp8 needs {least}, but {name} has {have}: {remedy}.")
+        raise BadInput(f"rollout.{key} = {getattr(settings, key)} needs {least}, but {name} has {have}: {remedy}.")
 
 
 def check_server(settings: Rollout, qat: str = "none") -> None:

@@ -32,7 +32,7 @@ def check(settings: Rollout, train: Train, parameters: int) -> None:
         engine, key = settings.gpu_memory_utilization * total, "gpu_memory_utilization"
     else:
         engine, key = settings.kv_cache_gib * 2**30, "kv_cache_gib"
-        engine += parameters * (1 if settings.quantization == "fp8" else 2)
+        engine += parameters * (2 if settings.quantization == "none" else 1)
     if held + engine > free:
         parts = f"The rollout engine takes {_gib(engine)} and the trained weights {_gib(held)}"
         raise BadInput(
@@ -63,6 +63,8 @@ def unstarted(error: Exception, settings: Rollout, room: str) -> QrlError:
         remedy = f"raise rollout.{key}, or lower rollout.max_model_tokens"
     elif "memory" in reason.lower() or memory.ran_out(error):
         remedy = f"{_OTHERS}, {_less(settings, key)}"
+    elif "lora" in reason.lower():
+        remedy = "set rollout.adapter = merged"
     return QrlError(f"The rollout engine cannot start{room} ({reason}): {remedy}.")
 
 

@@ -10,12 +10,15 @@ import torch
 from torch import nn
 
 
-def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(
+    model: nn.Module, dtype: torch.dtype | None = None, *, adapters: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the policy's weights under their checkpoint's names, one at a time; the model stays bit for bit the same.
 
     Args:
         model: a transformers model, or a PEFT model over one; its linears in full precision, NF4 or INT8.
         dtype: to send in; None keeps a plain weight's own, and a dequantized or adapted one's after dequantization.
+        adapters: add ΔW to the base; False yields the dequantized base alone.
 
     Yields:
         (name, tensor of the weight's own shape); tied weights once. A tensor may be the model's own: never write to it.
@@ -24,8 +27,7 @@ def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterato
     """
     from qrl.train.qat import linear
 
-    adapters = [layer for layer in model.modules() if hasattr(layer, "base_layer") and hasattr(layer, "lora_A")]
-    layers = {id(layer.base_layer): layer for layer in adapters}
+    layers = {id(layer.base_layer): layer for _, layer in _adapted(model)} if adapters else {}
     sent = set()
     with torch.no_grad():
         for prefix, module in model.named_modules():
@@ -38,7 +40,7 @@ def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterato
                     value = module.multiplied  # the loss's matrix, not the master
                 else:
                     value = full(weight, module) if layer is None else adapted(layer)
-                yield _checkpoint_name(name), value if dtype is None else value.to(dtype)
+                yield checkpoint_name(name), value if dtype is None else value.to(dtype)
 
 
 def named_scales(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -51,10 +53,32 @@ def named_scales(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
     for name, module in model.named_modules():
         if isinstance(module, linear.QATLinear) and module.input_global_scale is not None:
-            yield _checkpoint_name(f"{name}.{operation.SCALE}"), module.input_global_scale
+            yield checkpoint_name(f"{name}.{operation.SCALE}"), module.input_global_scale
 
 
-def _checkpoint_name(name: str) -> str:
+def named_adapter(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield the adapter of each linear that has one, under the linear's name in the checkpoint, as new tensors.
+
+    Yields:
+        (name, A (r, in_features), (α/r) B (out_features, r)), float32; several active adapters are concatenated along
+        r. ΔW is the product of the second by the first.
+    """
+    for name, layer in _adapted(model):
+        active = [each for each in layer.active_adapters if each in layer.lora_A]
+        down = [layer.lora_A[each].weight.detach().float() for each in active]
+        up = [layer.lora_B[each].weight.detach().float() * layer.scaling[each] for each in active]
+        if active:
+            yield checkpoint_name(name), torch.cat(down), torch.cat(up, dim=1)
+
+
+def _adapted(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the layers of a model that PEFT's LoRA extends, by name."""
+    named = model.named_modules()
+    return [(name, layer) for name, layer in named if hasattr(layer, "base_layer") and hasattr(layer, "lora_A")]
+
+
+def checkpoint_name(name: str) -> str:
+    """Return the checkpoint's name of a parameter or module, without what PEFT and FSDP put around it."""
     name = name.removeprefix("module.").removeprefix("base_model.model.").replace(".base_layer", "")
     return name.replace("_checkpoint_wrapped_module.", "")
 

@@ -10,22 +10,23 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from qrl import checkpoint
-from qrl.engine import vllm
+from qrl.engine import vllm, vllm_support
 from qrl.errors import QrlError
 from qrl.formats.fakequant import operation
 from qrl.recipe import Rollout
-from qrl.train.rollout import memory
+from qrl.train.rollout import codes, memory
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.lora.request import LoRARequest
 
 FP8 = "fp8_per_tensor"  # one scale per weight tensor, computed at every sync, and one per token's activations
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper: the first GPUs that multiply in 8-bit floats
@@ -35,7 +36,15 @@ SLOW_FP8 = range(17, 64)  # batch sizes with slower FP8 products on Hopper than 
 
 
 def create(
-    model: str, settings: Rollout, *, sequences: int, sleeps: bool, rank: int, world: int, qat: str = "none"
+    model: str,
+    settings: Rollout,
+    *,
+    sequences: int,
+    sleeps: bool,
+    rank: int,
+    world: int,
+    qat: str = "none",
+    slot: Mapping[str, Any] | None = None,
 ) -> LLM:
     """Return an engine in this process, beside the trained model.
 
@@ -44,16 +53,23 @@ def create(
         settings: its share of the GPU's memory, its storage of weights, keys and values, its longest sequence.
         sequences: largest number of completions at once.
         sleeps: let it give its memory back between rollouts.
-        qat: the format of training; the engine rounds activations as its forward pass does.
+        qat: the format of training; the engine rounds activations as its forward pass does, or holds its codes.
+        slot: vLLM's options for an adapter that is not merged, from `slot.options`.
 
     Raises:
+        BadInput: vLLM has no kernel for the format here.
         QrlError: vLLM cannot start, for want of memory say; or no linear of the engine rounds its inputs, though the
             format does.
     """
     from vllm import LLM
 
-    rounds = {}
-    if config := operation.engine_config(qat):
+    rounds, real = {}, settings.quantization == codes.NAME
+    if real:
+        config = codes.engine_config(model, qat)
+        vllm_support.check_format(config, "cuda" if torch.cuda.is_available() else "cpu")
+        # The base's own weights are no codes, so the engine starts with random ones.
+        rounds = {"hf_overrides": {"quantization_config": config}, "load_format": "dummy"}
+    elif config := operation.engine_config(qat):
         from qrl.engine import vllm_fakequant  # which makes its method known to vLLM
 
         rounds = {"hf_overrides": {"quantization_config": config}}
@@ -73,17 +89,18 @@ def create(
             **vllm.shares(settings.gpu_memory_utilization, settings.kv_cache_gib),
             max_model_len=settings.max_model_tokens,
             max_num_batched_tokens=max(BATCHED_TOKENS, sequences),
-            **_batches(sequences, fp8=fp8, compiled=settings.compile),
+            **_batches(sequences, fp8=fp8 or (real and qat == "fp8"), compiled=settings.compile),
             enable_sleep_mode=sleeps,
             distributed_executor_backend="external_launcher",
             logprobs_mode="processed_logprobs",  # of the sampling distribution, temperature included
             seed=rank,
             trust_remote_code=False,
             **rounds,
+            **(slot or {}),
         )
     except Exception as error:  # whatever vLLM raised
         raise memory.unstarted(error, settings, room) from error
-    if rounds and not vllm_fakequant.rounding_layers(_runner(engine).model):
+    if rounds and not real and not vllm_fakequant.rounding_layers(runner(engine).model):
         raise QrlError(
             f"The rollout engine does not round activations as train.qat = {qat} does: set rollout.engine = "
             "transformers, and report the model's architecture."
@@ -91,7 +108,8 @@ def create(
     return engine
 
 
-def _runner(engine: LLM):
+def runner(engine: LLM):
+    """Return vLLM's runner of the model, in this process."""
     return engine.llm_engine.model_executor.driver_worker.model_runner
 
 
@@ -106,25 +124,29 @@ def _batches(sequences: int, *, fp8: bool, compiled: bool) -> dict:
     return options | {"max_num_seqs": most, "compilation_config": options["compilation_config"] | sizes}
 
 
-def load(engine: LLM, weights: Iterator[tuple[str, torch.Tensor]], *, fp8: bool) -> None:
+def load(engine: LLM, weights: Iterator[tuple[str, torch.Tensor]], *, reloads: bool) -> None:
     """Replace all weights of the engine, and drop its prefix cache.
 
     Args:
-        weights: full-precision tensors by their checkpoint's names.
-        fp8: requantize, through the engine's reload life cycle: it restores each layer's full-precision form, fills it,
-            quantizes it and copies it to where the engine's graphs read. Loading into 8-bit weights fails.
+        weights: tensors by their checkpoint's names, in full precision or as `codes.named_codes` yields them.
+        reloads: go through the engine's reload life cycle, as `rollout.quantization` needs: it restores each layer's
+            form in the checkpoint, fills it, quantizes or repacks it and copies it to where the engine's graphs read.
+            Loading into a kernel's own layout fails.
 
     Raises:
         QrlError: a weight of the engine was not among them, so it would sample with an old one.
     """
-    runner = _runner(engine)
+    own = runner(engine)
     with torch.no_grad():
-        if fp8:
+        if reloads:
             names: set[str] = set()
-            runner.reload_weights(weights_iterator=_noted(weights, names))
+            with _in_place(own.model):
+                own.reload_weights(weights_iterator=_noted(weights, names))
             missing = _checkpoint_names(engine) - names
         else:
-            missing = {name for name, _ in runner.model.named_parameters()} - runner.model.load_weights(weights)
+            # vLLM's linears with a slot for an adapter hold their own weight one level deeper.
+            held = {name.replace(".base_layer.", ".") for name, _ in own.model.named_parameters()}
+            missing = held - own.model.load_weights(weights)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     if missing:
@@ -137,8 +159,19 @@ def load(engine: LLM, weights: Iterator[tuple[str, torch.Tensor]], *, fp8: bool)
 
 def _noted(weights: Iterator[tuple[str, torch.Tensor]], names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, weight in weights:
-        names.add(name)
+        names.add(codes.plain_name(name))
         yield name, weight
+
+
+@contextlib.contextmanager
+def _in_place(model: torch.nn.Module) -> Iterator[None]:
+    """Put tensors that a reload has moved back to where the engine's graphs read: Marlin's kernel moves biases."""
+    before = {name: parameter.data for name, parameter in model.named_parameters()}
+    yield
+    for name, parameter in model.named_parameters():
+        place = before.get(name)
+        if place is not None and place.data_ptr() != parameter.data_ptr() and place.shape == parameter.shape:
+            parameter.data = place.copy_(parameter.data)
 
 
 def _checkpoint_names(engine: LLM) -> set[str]:
@@ -149,13 +182,20 @@ def _checkpoint_names(engine: LLM) -> set[str]:
 
 
 def generate(
-    engine: LLM, prompts: Sequence[Sequence[int]], *, temperature: float, max_tokens: int, more: dict
+    engine: LLM,
+    prompts: Sequence[Sequence[int]],
+    *,
+    temperature: float,
+    max_tokens: int,
+    more: dict,
+    adapter: LoRARequest | None = None,
 ) -> tuple[list[list[int]], list[list[float | None]]]:
     """Return one completion per prompt, with the log-probability of each of its tokens.
 
     Args:
         prompts: B lists of token ids.
         more: further sampling parameters, by vLLM's names.
+        adapter: `slot.request()` where the engine holds the adapter in a slot.
 
     Returns:
         B lists of token ids, and B lists of log-probabilities, None where vLLM has none.
@@ -165,7 +205,7 @@ def generate(
     options = {"temperature": temperature, "max_tokens": max_tokens, "logprobs": 0, "detokenize": False} | more
     options["flat_logprobs"] = True  # else an object and a dictionary for every token
     requests = [{"prompt_token_ids": list(ids)} for ids in prompts]
-    answers = engine.generate(requests, sampling_params=SamplingParams(**options), use_tqdm=False)
+    answers = engine.generate(requests, SamplingParams(**options), use_tqdm=False, lora_request=adapter)
     completions = [answer.outputs[0] for answer in answers]
     return [list(completion.token_ids) for completion in completions], [_sampled(item) for item in completions]
 
@@ -177,9 +217,13 @@ def _sampled(completion) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values]
 
 
-def sleep(engine: LLM) -> None:
-    """Free the engine's memory and its weights: after `wake`, the next rollout needs a `load`."""
-    engine.sleep(level=2)
+def sleep(engine: LLM, *, keeps: bool = False) -> None:
+    """Free the engine's memory; its weights move to the host's memory, or the next rollout needs a `load`.
+
+    Args:
+        keeps: move the weights, as an engine needs whose base is sent only once.
+    """
+    engine.sleep(level=1 if keeps else 2)
 
 
 def wake(engine: LLM, part: str) -> None:

@@ -95,6 +95,7 @@ REFUSED: Mapping[str, str] = {  # our key → why any value but the default is r
     "rollout.server_group_port": _SERVER,
     "rollout.quantization": "verl sends vLLM weights in bf16",
     "rollout.kv_cache": "verl sets no dtype of keys and values",
+    "rollout.adapter": "verl sends an adapter in its own way",
     "rollout.compile": "verl's engine either compiles or runs without CUDA graphs",
     "rollout.kv_cache_gib": "verl gives its engine a share of the GPU's memory",
     "rollout.min_effective_sample_size": "verl measures it after truncation",
