@@ -29,7 +29,8 @@ CLIP_STEPS = 20  # of AutoAWQ's grid; its search uses the first half
 def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequence[int]], device: str) -> None:
     """Write `source` in AWQ's W4 with zero points, GEMM layout, to `out`; arguments as in `_family`.
 
-    The search itself is deterministic; it uses a GPU wherever there is one.
+    The search draws nothing at random, but several threads of a CPU may add up in another order (README.md). It uses a
+    GPU wherever there is one.
 
     Raises:
         BadInput: AutoAWQ does not know the architecture.
