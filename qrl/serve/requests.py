@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 if TYPE_CHECKING:
+    from starlette.requests import Request
     from starlette.responses import JSONResponse
 
 PATHS = {"/v1/chat/completions": "chat", "/v1/completions": "text"}
 # Fields that vLLM accepts, and ignores as it is started here, or for most chat templates.
 _WITHOUT_EFFECT = {"priority", "parallel_tool_calls", "reasoning_effort", "include_reasoning", "return_token_offsets"}
 _LONGEST_INPUT = 60  # characters of a wrong value in a sentence
+LARGEST_BODY = 32 << 20  # bytes; a prompt of a million token ids has 7 MB
 
 Count = Annotated[int, Field(ge=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -144,6 +146,16 @@ class Text(Sampling):
 Asked = TypeVar("Asked", bound=Sampling)
 
 
+async def body_of(request: Request) -> bytes:
+    """Return a request's body; raise Refusal once more than `LARGEST_BODY` bytes of it have come."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > LARGEST_BODY:
+            raise Refusal(f"The body has more than {LARGEST_BODY >> 20} MiB: send a shorter prompt.", status=413)
+    return bytes(body)
+
+
 def parse(kind: type[Asked], body: bytes) -> Asked:
     """Return a request from its body.
 
@@ -194,8 +206,8 @@ class Check:
         if kind is None:
             await self.app(scope, receive, send)
             return
-        body = await Request(scope, receive).body()
         try:
+            body = await body_of(Request(scope, receive))
             parse(self.kinds[kind], body)
         except Refusal as refusal:
             await refusal.response()(scope, receive, send)

@@ -206,7 +206,7 @@ def application(model: Model, name: str, key: str = "") -> Starlette:
     async def complete(request: Request) -> Response:
         check_key(request)
         is_chat = PATHS[request.url.path] == "chat"
-        asked = requests.parse(Chat if is_chat else Text, await request.body())
+        asked = requests.parse(Chat if is_chat else Text, await requests.body_of(request))
         if asked.model != name:
             unknown = f"There is no model '{asked.model}' here: '{name}' is served"
             raise Refusal(f"{unknown}.", "model", "model_not_found", 404)

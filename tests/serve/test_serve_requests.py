@@ -357,6 +357,13 @@ def test_a_body_that_is_no_request_is_a_400(client, body):
     assert_form(caught.value)
 
 
+def test_a_body_that_is_too_large_is_a_413_before_it_is_read_as_json(client):
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.post("/chat/completions", cast_to=object, content=b"[" * (requests.LARGEST_BODY + 1))
+    assert caught.value.status_code == 413 and "send a shorter prompt" in caught.value.body["message"]
+    assert Chat(client).whole(max_tokens=2)
+
+
 def test_an_unknown_model_is_openais_404(client):
     with pytest.raises(openai.NotFoundError, match="nope") as caught:
         Chat(client).whole(model="nope")
