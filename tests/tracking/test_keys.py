@@ -113,6 +113,7 @@ def test_where_a_server_listens_is_in_no_key():
     later = {
         "rollout.max_gap_growth": "9",
         "rollout.min_sequence_ess": "0.5",
+        "rollout.adapter": "slot",
     }  # in no key while they have their defaults
     covered = recipe.load("tiny", {"rollout.engine": "vllm", **later}).key_settings("rollout")
     assert not set(later) & set(recipe.load("tiny", {"rollout.engine": "vllm"}).key_settings("rollout"))

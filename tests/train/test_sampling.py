@@ -66,7 +66,7 @@ def test_a_gap_to_a_truncated_distribution_is_neither_measured_nor_corrected(key
 def test_a_colocated_engine_is_given_the_same_sampling(monkeypatch):
     given = {}
 
-    def generate(engine, prompts, *, temperature, max_tokens, more):
+    def generate(engine, prompts, *, temperature, max_tokens, more, adapter):
         given.update(more, temperature=temperature)
         return [[1]], [[-0.5]]
 
