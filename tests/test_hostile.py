@@ -144,6 +144,17 @@ def test_a_parquet_file_that_unpacks_to_gigabytes_is_refused(tmp_path, monkeypat
         tables.records(tmp_path / "a.parquet")
 
 
+def test_texts_of_a_parquet_file_that_are_no_utf_8_are_a_sentence(tmp_path):
+    pq.write_table(
+        pa.table({"question": ["q1", "q2"], "answer": ["one", "one"]}), tmp_path / "a.parquet", compression="none"
+    )
+    content = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(content.replace(b"one", b"o\xffe"))
+    assert tables.narrow([({}, tmp_path / "a.parquet")], ["question", "answer"], []) is None
+    with pytest.raises(BadInput, match=r"a\.parquet"):
+        list(tables.records(tmp_path / "a.parquet"))
+
+
 def test_a_text_that_a_parquet_file_holds_once_is_not_written_out_for_every_row(tmp_path, monkeypatch):
     long, n = "a" * 300_000, 4000
     answers = pa.DictionaryArray.from_arrays(pa.array([0] * n, pa.int32()), [long])

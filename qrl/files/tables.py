@@ -109,10 +109,10 @@ def narrow(
                 table = table.append_column(name, constant)
             tables.append(table)
         frame = pa.concat_tables(tables, promote_options="permissive").unify_dictionaries()
+        del tables, batches, table
+        frame = frame.to_pandas(self_destruct=True, split_blocks=True)  # fails for a text that is no UTF-8
     except (pa.ArrowException, OSError, ValueError, OverflowError):
         return None
-    del tables, batches, table
-    frame = frame.to_pandas(self_destruct=True, split_blocks=True)
     for name in frame.select_dtypes("category"):
         known = frame[name].cat.remove_categories([text for text in frame[name].cat.categories if text == ""])
         frame[name] = known.cat.set_categories(known.cat.categories.sort_values())
@@ -152,14 +152,14 @@ def _parquet(source: Any) -> Any:
 
 
 def _check_values(path: str | Path, file: Any, columns: Sequence[str], each: int, most: int) -> None:
-    """Raise BadInput if a file's values, `each` bytes at least, do not fit: a few bytes of a file may hold many."""
-    size = 0
-    for number in range(len(file.schema)):
-        leaf = file.schema.column(number)
-        if leaf.path.partition(".")[0] in columns:
-            groups = map(file.metadata.row_group, range(file.num_row_groups))
-            size += sum(group.column(number).num_values for group in groups) * max(each, leaf.length or 0)
-    if size > most:
+    """Raise BadInput if a file's rows, `each` bytes a value at least, do not fit: a few bytes of a file may hold many.
+
+    A list counts as one value: how many it holds, pyarrow says only by a call that ends the process for some files.
+    """
+    leaves = [
+        leaf for leaf in map(file.schema.column, range(len(file.schema))) if leaf.path.partition(".")[0] in columns
+    ]
+    if sum(max(each, leaf.length or 0) for leaf in leaves) * file.metadata.num_rows > most:
         raise _too_large(path, most)
 
 
