@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 import qrl
 from qrl import checkpoint, tasks, tiny
@@ -55,20 +54,6 @@ told = {"resumed_from": done.resumed_from, "history": done.history.to_dict("list
 told["teacher"] = held / sum(weight.numel() for weight in scores.model.parameters())
 sys.stdout.write(f"rank {process.rank()} told {json.dumps(told)}\\n")
 """
-
-
-@pytest.fixture(scope="module")
-def away(tmp_path_factory):
-    """Return the built-in model with shaken weights: a student that has something to learn from the built-in one."""
-    folder = tmp_path_factory.mktemp("away") / "model"
-    shutil.copytree(tiny.PATH, folder)
-    model = AutoModelForCausalLM.from_pretrained(tiny.PATH, dtype=torch.float32)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(1 + 0.1 * torch.randn_like(weight))
-    model.save_pretrained(folder)
-    return folder
 
 
 def started(folder: Path, base: Path, settings: Train, *others: Path) -> subprocess.CompletedProcess:
@@ -120,7 +105,8 @@ def test_two_processes_distil_as_one_does(qat, micro_batch, tmp_path, away):
 def test_two_processes_go_on_from_a_checkpoint_bit_for_bit(qat, tmp_path, away):
     settings = SMALL.model_copy(update={"temperature": 1.5, "qat": qat})
     whole = together(tmp_path / "whole", away, settings)
-    shutil.copytree(tmp_path / "whole/work/checkpoint-2", tmp_path / "again/work/checkpoint-2")
+    kept = Path("work", "checkpoint-2")
+    shutil.copytree(tmp_path / "whole" / kept, tmp_path / "again" / kept)
     again = together(tmp_path / "again", away, settings)
     assert [told["resumed_from"] for told in (*whole, *again)] == [0, 0, 2, 2]
     assert checkpoint.digest(tmp_path / "again/model") == checkpoint.digest(tmp_path / "whole/model")

@@ -7,7 +7,6 @@ QRL_VLLM_PYTHON=…/bin/python pytest -m slow tests/train/test_distill_server.py
 import functools
 import json
 import os
-import shutil
 import socket
 import subprocess
 import threading
@@ -17,7 +16,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from qrl import checkpoint, tasks, tiny
 from qrl.engine import hf
@@ -40,20 +38,6 @@ SMALL = Train(
     temperature=1.3,
     learning_rate=4e-5,
 )
-
-
-@pytest.fixture(scope="module")
-def away(tmp_path_factory):
-    """Return the built-in model with shaken weights."""
-    folder = tmp_path_factory.mktemp("away") / "model"
-    shutil.copytree(tiny.PATH, folder)
-    model = AutoModelForCausalLM.from_pretrained(tiny.PATH, dtype=torch.float32)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(1 + 0.1 * torch.randn_like(weight))
-    model.save_pretrained(folder)
-    return folder
 
 
 class StandIn(BaseHTTPRequestHandler):

@@ -25,7 +25,7 @@ from qrl.tasks import prompt
 from qrl.train import rollout
 from qrl.train.qat import linear
 from qrl.train.rollout import checks, codes
-from tests.train.test_rollouts_vllm import gap, logps
+from tests.train.test_rollouts_vllm import ON_CPU, gap, logps
 
 pytestmark = pytest.mark.process
 
@@ -96,15 +96,9 @@ def test_codes_that_no_kernel_gets_are_refused_before_any_weight_is_loaded(name)
         checks.check_fp8(REAL, (8, 0), "a GPU")
 
 
-ENGINE = """
-import functools, json, sys
-from pathlib import Path
-import torch, vllm
-from vllm.model_executor.layers import utils
-vllm.LLM = functools.partial(vllm.LLM, enforce_eager=True)  # compiling takes longer than the test
-def keep_weight(layer, remove_weight):
-    layer.cpu_linear = torch.nn.functional.linear
-utils.dispatch_cpu_unquantized_gemm = keep_weight  # a CPU with AVX512 packs weights and drops them; a GPU does not
+ENGINE = (
+    ON_CPU
+    + """\
 from safetensors.torch import load_file
 from qrl.recipe import Rollout
 from qrl.train.rollout import vllm_engine
@@ -135,6 +129,7 @@ if __name__ == "__main__":
     except Exception as error:
         print("missing", error)
 """
+)
 
 
 @pytest.mark.slow

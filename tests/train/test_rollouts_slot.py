@@ -20,19 +20,13 @@ from qrl.recipe import Train
 from qrl.tasks import prompt
 from qrl.train import policy
 from qrl.train.rollout import slot, sync
-from tests.train.test_rollouts_vllm import gap, logps
+from tests.train.test_rollouts_vllm import ON_CPU, gap, logps
 
 SYNCS, PROMPTS, TOKENS = 2, 16, 12
 UPDATE = 0.04  # of an adapter's weights: seen in what is sampled
-ENGINE = """
-import functools, json, sys
-from pathlib import Path
-import torch, vllm
-from vllm.model_executor.layers import utils
-vllm.LLM = functools.partial(vllm.LLM, enforce_eager=True)  # compiling takes longer than the test
-def keep_weight(layer, remove_weight):
-    layer.cpu_linear = torch.nn.functional.linear
-utils.dispatch_cpu_unquantized_gemm = keep_weight  # a CPU with AVX512 packs weights and drops them; a GPU does not
+ENGINE = (
+    ON_CPU
+    + """\
 from safetensors.torch import load_file
 from qrl.recipe import Rollout
 from qrl.train.rollout import slot, vllm_engine
@@ -63,6 +57,7 @@ if __name__ == "__main__":
     except Exception as error:
         print(error)
 """
+)
 
 
 @pytest.mark.slow

@@ -24,7 +24,8 @@ from qrl.train.rollout import engine_gap, sync
 
 SYNCS, PROMPTS, TOKENS = 10, 24, 24
 UPDATE = {"qlora": 0.01, "full": 0.05}  # an adapter's weights move by this, a model's own by this share of their spread
-ENGINE = """
+# What an engine on a CPU needs before it starts.
+ON_CPU = """
 import functools, json, sys
 from pathlib import Path
 import torch, vllm
@@ -33,6 +34,10 @@ vllm.LLM = functools.partial(vllm.LLM, enforce_eager=True)  # compiling takes lo
 def keep_weight(layer, remove_weight):
     layer.cpu_linear = torch.nn.functional.linear
 utils.dispatch_cpu_unquantized_gemm = keep_weight  # a CPU with AVX512 packs weights and drops them; a GPU does not
+"""
+ENGINE = (
+    ON_CPU
+    + """\
 from safetensors.torch import load_file
 from qrl.recipe import Rollout
 from qrl.train.rollout import vllm_engine
@@ -46,6 +51,7 @@ if __name__ == "__main__":
         sampled = vllm_engine.generate(engine, prompts, temperature=1.0, max_tokens=int(sys.argv[4]), more={})
         (folder / f"{number}.json").write_text(json.dumps(sampled))
 """
+)
 
 
 def logps(model, prompts: list[list[int]], completions: list[list[int]]) -> list[torch.Tensor]:
