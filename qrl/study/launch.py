@@ -231,6 +231,8 @@ def launch(folder: Path, step: str, parameters: dict[str, str], *, run_id: str |
             raise  # otherwise a server was stopped, and has done its work, handed over or not
     except ExecutionException:
         reason, exit_code = projects.failure(run_id)
+        if exit_code is None:
+            click.echo(err=True)  # whoever was killed may have left a progress bar without a line end
         failure = QrlError(f"Step {step}: {reason}")
         if exit_code is not None and exit_code < STOPPED:  # the step has printed its sentence
             failure = ERRORS.get(exit_code, QrlError)(reason)

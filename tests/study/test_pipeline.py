@@ -11,7 +11,7 @@ import mlflow
 import pytest
 
 from qrl import checkpoint, names, process, recipe, tiny
-from qrl.errors import BadInput
+from qrl.errors import BadInput, QrlError
 from qrl.study import environments, pipeline, preflight
 from qrl.study.launch import DryRun, Launcher, Step, launch
 from qrl.tracking import keys, models, reuse, runs
@@ -130,6 +130,15 @@ def test_a_launched_step_counts_relative_paths_and_types_commands_as_the_study_w
         launch(project, "step", {}, parent=run.info.run_id)
     assert Path("here").read_text() == "mlflow run . -e {}" and not (project / "here").exists()
     assert {process.FOLDER, process.CALLER}.isdisjoint(os.environ)
+
+
+def test_what_is_told_of_a_killed_step_begins_a_line_below_its_progress_bar(store, tmp_path, capfd):
+    (tmp_path / "MLproject").write_text(
+        "name: one\nentry_points:\n  step:\n    command: \"printf '\\rhalf a bar' >&2; kill -9 $$\"\n"
+    )
+    with runs.step("study") as run, pytest.raises(QrlError, match=r"^Step step: "):
+        launch(tmp_path, "step", {}, parent=run.info.run_id)
+    assert "half a bar\n" in capfd.readouterr().err
 
 
 def test_a_model_that_a_scheme_does_not_fit_is_refused_before_it_is_trained(store, tmp_path):
