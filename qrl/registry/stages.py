@@ -81,14 +81,15 @@ def _known(past: History) -> dict[str, Stage]:
     return past.state.stages or dict(USUAL)
 
 
-def check_declared(name: str, stages: Iterable[Stage]) -> None:
-    """Raise BadInput if a stage of a recipe is a stage of this model already, but of another cell."""
+def check_declared(name: str, stages: Iterable[Stage]) -> dict[str, Stage]:
+    """Return a model's stages by name, as `known`; raise BadInput if a recipe's is one of them, but of another cell."""
     versions.model_of(name, make=True)
-    there = pointers.current(name).state.stages
+    there = _known(past := pointers.current(name))
     for stage in stages:
-        if (other := there.get(stage.stage)) and other.cell != stage.cell:
+        if (other := past.state.stages.get(stage.stage)) and other.cell != stage.cell:
             taken = f"Stage {stage.stage} of '{name}' is the cell {other.cell}, but this recipe declares {stage.cell}"
             raise BadInput(f"{taken}: give the stage another name in promote.stages, or set registered_name.")
+    return there
 
 
 def promote(

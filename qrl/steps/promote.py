@@ -53,10 +53,10 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
     if differing := {registry.registered_name(each) for each in own} - {name}:
         several = " and ".join([name, *sorted(differing)])
         raise BadInput(f"The cells belong to several models, {several}: promote each of them by itself.")
-    registry.check_declared(name, recipe.promote.stages)
+    known = registry.check_declared(name, recipe.promote.stages)
     for stage in stages:
         check_stage(stage, recipe.promote.declared, name)
-    declared, known = {stage.stage: stage for stage in recipe.promote.declared}, registry.known(name)
+    declared = {stage.stage: stage for stage in recipe.promote.declared}
     every = known | declared if recipe.promote.stages else declared | known  # what a recipe says, or the model's own
     judged = [every[stage] for stage in stages]
     if not runs.is_launched():
