@@ -5,10 +5,12 @@ import fcntl
 import os
 import re
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 from qrl import names
@@ -26,14 +28,14 @@ def workspace(name: str, *, keep_on_error: bool = False, shared: bool = False) -
     Args:
         name: the same for a step and its retry.
         keep_on_error: keep the folder if the step fails, for a retry to resume from.
-        shared: several processes may do such work at once; each gets a folder of its own, named by its pid.
+        shared: several processes may do such work at once; each gets a folder of its own.
 
     Raises:
         BadInput: another process does this very work, or the folder to work in is a file.
     """
     from filelock import FileLock, Timeout
 
-    path = (WORK / (f"{name}-pid{os.getpid()}" if shared else name)).resolve()
+    path = (WORK / (f"{name}-by-{_writer()}" if shared else name)).resolve()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
@@ -59,14 +61,24 @@ def workspace(name: str, *, keep_on_error: bool = False, shared: bool = False) -
 
 
 def _sweep(folder: Path) -> None:
-    """Delete what killed processes left behind; a folder kept for a retry has no pid in its name."""
-    import psutil
-
-    for lock in folder.glob("*-pid*.lock"):
-        pid = lock.stem.rpartition("-pid")[2]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+    """Delete what killed processes left behind; a folder kept for a retry has no process in its name."""
+    for lock in folder.glob("*-by-*.lock"):
+        if _is_gone(lock.stem.rpartition("-by-")[2]):
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
             lock.unlink(missing_ok=True)
+
+
+def _writer() -> str:
+    """Return a name of this process that no process of another host has, which may share the folder."""
+    return f"{sha256(socket.gethostname().encode()).hexdigest()[:8]}-{os.getpid()}"
+
+
+def _is_gone(writer: str) -> bool:
+    """Whether a `_writer` was a process of this host and is no more."""
+    import psutil
+
+    host, _, pid = writer.partition("-")
+    return host == _writer().partition("-")[0] and pid.isdecimal() and not psutil.pid_exists(int(pid))
 
 
 def free_bytes(folder: Path) -> int:
@@ -98,16 +110,14 @@ def written_whole(path: Path) -> Iterator[Path]:
     Raises:
         BadInput: `path` is a device or a pipe.
     """
-    import psutil
-
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise BadInput(f"{path} is a device or a pipe, and would be replaced by a file: give another path.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # of two writers the later one's file stays
+    partial = path.with_name(f".{path.name}.{_writer()}.partial")  # of two writers the later one's file stays
     _delete(partial)
     try:
         for former in partials(path):
-            if not psutil.pid_exists(int(former.name.split(".")[-2])):
+            if _is_gone(former.name.split(".")[-2]):
                 _delete(former)
         yield partial
         os.replace(partial, path)
@@ -119,7 +129,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 def partials(path: Path) -> list[Path]:
     """Return what processes are writing with `written_whole` to appear as `path`, or wrote until they were killed."""
-    pattern = re.compile(re.escape(f".{path.name}.") + r"\d+\.partial")
+    pattern = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{8}-\d+\.partial")
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
     return [each for each in beside if pattern.fullmatch(each.name)]
 

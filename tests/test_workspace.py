@@ -105,7 +105,9 @@ with written_whole(Path(sys.argv[1])) as path:
 
 def test_two_processes_that_write_one_file_never_mix_and_what_a_killed_one_left_is_deleted(tmp_path):
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    (left := tmp_path / f".a.{int(gone.stdout)}.partial").write_text("half")
+    host = workspaces._writer().partition("-")[0]
+    (left := tmp_path / f".a.{host}-{int(gone.stdout)}.partial").write_text("half")
+    (elsewhere := tmp_path / f".a.0123abcd-{int(gone.stdout)}.partial").write_text("another host's, which may live")
     with workspaces.written_whole(tmp_path / "a") as ours:
         ours.write_text("first half, ")
         subprocess.run(
@@ -115,4 +117,4 @@ def test_two_processes_that_write_one_file_never_mix_and_what_a_killed_one_left_
         with ours.open("a") as file:
             file.write("second half")
     assert (tmp_path / "a").read_text() == "first half, second half"
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert set(tmp_path.iterdir()) == {tmp_path / "a", elsewhere}

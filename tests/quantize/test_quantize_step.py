@@ -177,13 +177,13 @@ def test_a_killed_step_leaves_nothing_in_the_store_and_the_next_one_cleans_up(st
     root = Path(qrl.__file__).parents[1]
     child = subprocess.Popen(words, env=os.environ | {"PYTHONPATH": str(root)}, stderr=subprocess.PIPE)
     folders = Path(".qrl")
-    while child.poll() is None and not list(folders.glob("quantize-awq-ct-pid*/base")):
+    while child.poll() is None and not list(folders.glob("quantize-awq-ct-by-*/base")):
         time.sleep(0.05)
     assert child.poll() is None, child.stderr.read().decode()[-2000:]
     time.sleep(1)
     child.send_signal(signal.SIGKILL)
     child.wait()
-    assert list(folders.glob("quantize-awq-ct-pid*/base"))  # half-written, outside the store
+    assert list(folders.glob("quantize-awq-ct-by-*/base"))  # half-written, outside the store
     assert not mlflow.search_logged_models(output_format="list")
     step.quantize(settings(), ("fp8",), None)
     assert not list(folders.glob("quantize-*"))

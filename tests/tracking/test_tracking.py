@@ -564,7 +564,7 @@ def test_a_half_made_model_of_a_dead_run_is_discarded(store):
     client.set_tag(run.run_id, names.TAG_PID, signals.identity().rpartition(":")[0] + ":1")
     model = mlflow.initialize_logged_model("m", source_run_id=run.run_id)
     place = Path(model.artifact_location)
-    half = place.with_name(f".{place.name}.1.partial")
+    half = place.with_name(f".{place.name}.0123abcd-1.partial")
     half.mkdir(parents=True)
     assert stores.sweep() == [run.run_id]
     assert not half.exists() and str(mlflow.get_logged_model(model.model_id).status) == "FAILED"
