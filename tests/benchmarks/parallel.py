@@ -1,0 +1,172 @@
+"""Train on two GPUs of one machine beside one GPU: throughput, memory, and whether a second run is the same.
+
+    python tests/benchmarks/parallel.py WORK                       # all cases, 30 minutes on two GPUs
+    python tests/benchmarks/parallel.py WORK --cases one,ddp
+    python tests/benchmarks/parallel.py WORK --check --cases one,ddp,again    # the built-in model on a CPU
+
+A case is `python -m qrl train`: Qwen2.5-1.5B's shape with random weights, 64 questions × 8 completions of 256 tokens a
+step, all weights trained, vLLM for rollouts. Prints completions per second of the median step, the first left out, the
+ratio to the case with one GPU (goal for `ddp`: 1.85), and the first process's peak memory. Output goes to WORK/logs,
+figures to WORK/parallel.json; a second call does what is left.
+
+one         one GPU
+ddp         two processes share the step, each with an engine
+double      the same with twice the questions: as much work for a GPU as with one
+again       `ddp` once more under the same seed: do rewards and lengths of each step agree?
+fsdp2       weights, gradients and optimizer states are divided
+server      two processes, and an engine behind a server on the second GPU
+tensor      one process, and a server whose engine is divided over both GPUs
+qat, qat-ddp            quantization-aware training of nvfp4-a4
+distil, distil-ddp      a distillation with a teacher of the same shape
+8b-fsdp2    Qwen3-8B's shape, all weights trained, as `fsdp2`: does it fit two GPUs?
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "answer"))
+
+import export
+import rollouts
+
+from qrl import names, tiny
+
+DDP, FSDP2 = ("--train.parallel", "ddp"), ("--train.parallel", "fsdp2")
+QAT = ("--train.qat", "nvfp4-a4")
+URL = "http://127.0.0.1:8018"
+SERVED = ("--rollout.mode", "server", "--rollout.server", URL)
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # name → the case that it is compared with, and its options
+    "one": ("", ()),
+    "ddp": ("one", DDP),
+    "double": ("one", (*DDP, "--train.prompts_per_step", "128")),
+    "again": ("ddp", DDP),
+    "fsdp2": ("one", FSDP2),
+    "server": ("one", (*DDP, *SERVED)),
+    "tensor": ("one", SERVED),
+    "qat": ("one", QAT),
+    "qat-ddp": ("qat", (*DDP, *QAT)),
+    "distil": ("", ("--train.teacher", "MODEL")),
+    "distil-ddp": ("distil", (*DDP, "--train.teacher", "MODEL")),
+    "8b-fsdp2": ("", (*FSDP2, "--train.prompts_per_step", "8", "--train.micro_batch", "8")),
+}
+ALONE = {"one", "qat", "distil", "tensor"}  # that see the first GPU only
+SERVERS = {"server": ({"CUDA_VISIBLE_DEVICES": "1"}, ()), "tensor": ({}, ("--tensor-parallel-size", "2"))}
+SHARE = "0.3"  # of a GPU's memory, for an engine
+USUAL = "--train.method full --train.dtype bf16 --train.gradient_checkpointing true --train.learning_rate 1e-6 "
+USUAL += "--train.prompts_per_step 64 --train.generations 8 --train.micro_batch 64 --train.max_completion_tokens 256 "
+USUAL += f"--train.questions 256 --rollout.engine vllm --rollout.gpu_memory_utilization {SHARE} "
+USUAL += "--rollout.max_model_tokens 1024 --rollout.sleep off --rollout.compile false"
+CHECK = "--device cpu --train.method full --train.prompts_per_step 2 --train.generations 4 --train.micro_batch 4 "
+CHECK += "--train.questions 16 --train.max_completion_tokens 40"
+READY_S = 240
+
+
+def measure(name: str, work: Path, steps: int, *, check: bool) -> dict:
+    """Train one case, and return its steps' metrics and the seconds that the command took."""
+    from mlflow import MlflowClient
+
+    store = f"sqlite:///{work}/{name}.db"
+    model = str(tiny.PATH if check else rollouts.checkpoint_of("8b" if name.startswith("8b") else "1.5b"))
+    own = [model if word == "MODEL" else word for word in CASES[name][1]]
+    words = [
+        "--task",
+        "arithmetic",
+        "--train.max_ngram_share",
+        "1",
+        *(CHECK if check else USUAL).split(),
+        "--train.steps",
+        str(steps),
+        *own,
+    ]
+    words += ["--train.processes", "2"] if check and set(DDP) <= set(own) else []
+    seen = {"CUDA_VISIBLE_DEVICES": "0"} if name in ALONE and not check else {}
+    variables = os.environ | {"MLFLOW_TRACKING_URI": store, "PYTHONPATH": export.with_checkout(), "TQDM_DISABLE": "1"}
+    began = time.monotonic()
+    with open(work / "logs" / f"{name}.log", "w") as log, served(name, model, work, check=check):
+        command = [sys.executable, "-m", "qrl", "train", "--model", model, *words]
+        subprocess.run(command, cwd=work, env=variables | seen, stdout=log, stderr=log, check=True)
+    client, took = MlflowClient(store), time.monotonic() - began
+    run = client.search_runs(["0"], f"{export.FINISHED} and tags.`{names.TAG_STEP}` = 'train'")[0]
+    kept = ("completions_per_s", "peak_memory_gib", "reward", "mean_length", "sync_s", "generate_s", "k3")
+    history = {key: client.get_metric_history(run.info.run_id, f"train/{key}") for key in kept}
+    return {"seconds": took} | {key: [each.value for each in values] for key, values in history.items() if values}
+
+
+@contextlib.contextmanager
+def served(name: str, model: str, work: Path, *, check: bool) -> Iterator[None]:
+    """Run the rollout server of a case, with the command in qrl/train/rollout/README.md."""
+    if name not in SERVERS or check:
+        yield
+        return
+    where, more = SERVERS[name]
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "bfloat16"]
+    words += ["--port", URL.rpartition(":")[2], "--gpu-memory-utilization", SHARE, "--max-model-len", "1024"]
+    words += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "nccl"}', *more]
+    with open(work / "logs" / f"{name}-server.log", "w") as log:
+        variables = os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | where
+        serving = subprocess.Popen(words, env=variables, stdout=log, stderr=log)
+        try:
+            deadline = time.monotonic() + READY_S
+            while time.monotonic() < deadline and serving.poll() is None:
+                with contextlib.suppress(OSError):
+                    urllib.request.urlopen(f"{URL}/health", timeout=2)
+                    break
+                time.sleep(1)
+            yield
+        finally:
+            serving.terminate()
+            serving.wait(30)
+
+
+def told(name: str, found: dict[str, dict]) -> str:
+    """Return a case's line of the table."""
+    own, other = found[name], CASES[name][0]
+    rate = {each: statistics.median(found[each]["completions_per_s"][1:]) for each in (name, other) if each in found}
+    line = (
+        f"{name}: {rate[name]:.1f} completions/s, {max(own['peak_memory_gib']):.1f} GiB, {own['seconds']:.0f} s in all"
+    )
+    line += f", {rate[name] / rate[other]:.2f} times {other}" if other in rate else ""
+    if name == "again" and other in found:
+        same = all(own.get(key) == found[other].get(key) for key in ("reward", "mean_length"))
+        line += ", rewards and lengths of each step the same" if same else ", other rewards or lengths"
+    return line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the cases, write WORK/parallel.json, and return 1 if a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("work", type=Path, help="folder for stores, logs and figures")
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps; the first one warms up")
+    parser.add_argument("--check", action="store_true", help="the built-in model on a CPU, without an engine")
+    given = parser.parse_args(arguments)
+    work, failed = given.work.resolve(), 0
+    (work / "logs").mkdir(parents=True, exist_ok=True)
+    done = work / "parallel.json"
+    for name in given.cases.split(","):
+        found = json.loads(done.read_text()) if done.is_file() else {}
+        if name not in found:
+            try:
+                found[name] = measure(name, work, given.steps, check=given.check)
+            except subprocess.CalledProcessError as error:
+                print(f"{name} ended with {error.returncode}: see {work}/logs/{name}.log", flush=True)
+                failed = 1
+                continue
+            done.write_text(json.dumps(found, indent=1) + "\n")
+        print(told(name, found), flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
