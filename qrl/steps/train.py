@@ -72,7 +72,9 @@ def _train_one(recipe: Recipe, device: str, others: int) -> None:
     if recipe.train.algorithm != "sft":
         rollout.check_installed(recipe.rollout)
         if device == "cuda" and recipe.train.trainer == "trl":
-            rollout.check_memory(recipe.rollout, recipe.train, _parameters(base))
+            rollout.check_memory(
+                recipe.rollout, recipe.train, _parameters(base), _parameters(teacher) if teacher else 0
+            )
     if process.rank():
         _run(job, teacher)
         return

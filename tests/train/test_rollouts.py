@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qrl import recipe, tiny
+from qrl import process, recipe, tiny
 from qrl.errors import BadInput, QrlError
 from qrl.formats.fakequant import operation
 from qrl.recipe import Rollout, Train
@@ -317,22 +317,26 @@ def test_an_engine_that_cannot_start_says_why_and_what_to_do(raised, fixed, sent
 
 
 @pytest.mark.parametrize(
-    ("settings", "train", "needed"),
+    ("settings", "train", "teacher", "needed"),
     [
-        (VLLM, Train(), 24 + 4),  # 0.3 of 80 GiB, and 2**30 parameters in fp32
-        (Rollout(engine="vllm", kv_cache_gib=5), Train(method="lora", dtype="bf16"), 5 + 2 + 2),
-        (Rollout(engine="vllm", kv_cache_gib=5, quantization="fp8"), Train(method="qlora"), 5 + 1 + 0.5),
+        (VLLM, Train(), 0, 24 + 4),  # 0.3 of 80 GiB, and 2**30 parameters in fp32
+        (Rollout(engine="vllm", kv_cache_gib=5), Train(method="lora", dtype="bf16"), 0, 5 + 2 + 2),
+        (Rollout(engine="vllm", kv_cache_gib=5, quantization="fp8"), Train(method="qlora"), 0, 5 + 1 + 0.5),
+        (VLLM, Train(teacher="t"), 8 * GIB, 24 + 4 + 32),
+        (VLLM, Train(teacher="t", teacher_placement="sharded"), 8 * GIB, 24 + 4 + 16),
+        (VLLM, Train(teacher="t", teacher_placement="server", teacher_server="http://a:1"), 8 * GIB, 24 + 4),
     ],
 )
-def test_too_little_free_memory_is_refused_before_any_weight_is_loaded(settings, train, needed, monkeypatch):
+def test_too_little_free_memory_is_refused_before_any_weight_is_loaded(settings, train, teacher, needed, monkeypatch):
+    monkeypatch.setattr(process, "world_size", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free, 80 * GIB))
     free = int(needed * GIB)
-    memory.check(settings, train, GIB)
+    memory.check(settings, train, GIB, teacher)
     free -= 1
     with pytest.raises(BadInput, match=r"of the GPU's 80\.0 GiB are free.*kv_cache_gib"):
-        memory.check(settings, train, GIB)
-    memory.check(Rollout(), train, GIB)
-    memory.check(Rollout(engine="vllm", mode="server", server="http://a:1"), train, GIB)
+        memory.check(settings, train, GIB, teacher)
+    memory.check(Rollout(), train, GIB, teacher)
+    memory.check(Rollout(engine="vllm", mode="server", server="http://a:1"), train, GIB, teacher)
 
 
 def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeypatch):

@@ -1,5 +1,7 @@
 """A GPU's memory for a colocated engine: too little is refused before a weight is loaded, or said in a sentence."""
 
+import math
+
 import torch
 
 from qrl import process
@@ -11,8 +13,8 @@ _WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "nf4": 0.5}  # of a weight as 
 _OTHERS = "end what else runs on this GPU, which `nvidia-smi` lists"
 
 
-def check(settings: Rollout, train: Train, parameters: int) -> None:
-    """Check that this process's GPU has room for the trained weights and an engine beside them.
+def check(settings: Rollout, train: Train, parameters: int, teacher: int = 0) -> None:
+    """Check that this process's GPU has room for the trained weights, a teacher, and an engine beside them.
 
     Gradients, optimizer and activations are not counted: the engine may sleep while they are needed.
 
@@ -20,21 +22,25 @@ def check(settings: Rollout, train: Train, parameters: int) -> None:
         settings: who samples; only an engine in this process takes memory here.
         train: its base's storage.
         parameters: of the model.
+        teacher: parameters of the model that scores in a distillation; `train.teacher_placement` says where.
 
     Raises:
-        BadInput: less memory is free than the two take at once.
+        BadInput: less memory is free than these take at once.
     """
     if settings.engine == "transformers" or settings.mode == "server":
         return
     free, total = torch.cuda.mem_get_info(process.local_rank())
     held = 0 if process.sharded() else _WEIGHT_BYTES[train.storage] * parameters
+    shares = {"process": 1, "sharded": process.world_size(), "server": math.inf}[train.teacher_placement]
+    scores = _WEIGHT_BYTES[train.storage] * teacher / shares
     if settings.kv_cache_gib is None:
         engine, key = settings.gpu_memory_utilization * total, "gpu_memory_utilization"
     else:
         engine, key = settings.kv_cache_gib * 2**30, "kv_cache_gib"
         engine += parameters * (2 if settings.quantization == "none" else 1)
-    if held + engine > free:
-        parts = f"The rollout engine takes {_gib(engine)} and the trained weights {_gib(held)}"
+    if held + scores + engine > free:
+        beside = f", the teacher {_gib(scores)}" if scores else ""
+        parts = f"The rollout engine takes {_gib(engine)}{beside} and the trained weights {_gib(held)}"
         raise BadInput(
             f"{parts}, but only {_gib(free)} of the GPU's {_gib(total)} are free: {_OTHERS}, {_less(settings, key)}."
         )

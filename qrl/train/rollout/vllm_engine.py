@@ -140,6 +140,7 @@ def load(engine: LLM, weights: Iterator[tuple[str, torch.Tensor]], *, reloads: b
     with torch.no_grad():
         if reloads:
             names: set[str] = set()
+            _give_loaders(own.model)
             with _in_place(own.model):
                 own.reload_weights(weights_iterator=_noted(weights, names))
             missing = _checkpoint_names(engine) - names
@@ -161,6 +162,16 @@ def _noted(weights: Iterator[tuple[str, torch.Tensor]], names: set[str]) -> Iter
     for name, weight in weights:
         names.add(codes.plain_name(name))
         yield name, weight
+
+
+def _give_loaders(model: torch.nn.Module) -> None:
+    """Give a linear's bias its loader back: Marlin's FP4 kernel puts a new bias without one in its place."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    for layer in model.modules():
+        bias = getattr(layer, "bias", None)
+        if isinstance(layer, LinearBase) and bias is not None and not hasattr(bias, "weight_loader"):
+            bias.output_dim, bias.weight_loader = 0, layer.weight_loader
 
 
 @contextlib.contextmanager
