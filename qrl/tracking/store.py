@@ -177,16 +177,23 @@ def database_of(address: str) -> Path | None:
 def sweep() -> list[str]:
     """Give every run whose process on this host died its end, KILLED, and its reason; return the ended runs.
 
-    Such a run still counts as RUNNING, or `mlflow run` called it FAILED without a reason.
+    Such a run still counts as RUNNING, or `mlflow run` called it FAILED without a reason. It also calls FAILED whatever
+    a signal ended, a server that had done its work or a study that had ended its run as KILLED: these are put right.
     """
-    untold = running(f" and tags.`{names.TAG_PID}` != '' and tags.`{names.TAG_REASON}` IS NULL", status="FAILED")
+    ours = f" and tags.`{names.TAG_PID}` != ''"
+    untold = running(f"{ours} and tags.`{names.TAG_REASON}` IS NULL", status="FAILED")
+    stopped = running(f"{ours} and tags.`{names.TAG_EXIT_CODE}` LIKE '1__'", status="FAILED")  # 130, 143: by a signal
     ended = []
     if shutil.which("scontrol"):
         from qrl.cluster import jobs  # which imports this file
 
         ended = jobs.settle_all("slurm:%")
-    for run in [*filter(_is_abandoned, running()), *filter(_is_abandoned, untold)]:
+    for run in filter(_is_abandoned, [*running(), *untold, *stopped]):
         with suppress(mlflow.MlflowException):  # another user's, on a server that does not let us end it
+            if run.info.status == "FAILED" and (names.SECONDS in run.data.metrics or run in stopped):
+                status = "FINISHED" if names.SECONDS in run.data.metrics else "KILLED"
+                mlflow.MlflowClient().set_terminated(run.info.run_id, status, run.info.end_time)
+                continue
             end_dead(run.info)
             ended.append(run.info.run_id)
     return ended

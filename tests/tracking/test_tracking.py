@@ -186,6 +186,26 @@ def test_a_launched_step_has_one_end_and_one_reason(store, how):
     assert reason(launched) == found
 
 
+@pytest.mark.parametrize(
+    ("metrics", "tags", "expected"),
+    [
+        ({names.SECONDS: 1.0}, {}, "FINISHED"),  # a server that was stopped
+        ({}, {names.TAG_REASON: "Stopped by SIGINT.", names.TAG_EXIT_CODE: "130"}, "KILLED"),
+        ({}, {names.TAG_REASON: "It failed.", names.TAG_EXIT_CODE: "1"}, "FAILED"),
+    ],
+)
+def test_what_mlflow_run_called_failed_after_a_signal_is_put_right_by_the_next_command(store, metrics, tags, expected):
+    client, dead = mlflow.MlflowClient(), signals.identity().rpartition(":")[0] + ":1"
+    run = client.create_run("0", tags={names.TAG_PID: dead, **tags}).info.run_id
+    for name, value in metrics.items():
+        client.log_metric(run, name, value)
+    client.set_terminated(run, "FAILED", 5)
+    assert stores.sweep() == []
+    found = client.get_run(run)
+    assert (found.info.status, found.info.end_time) == (expected, 5)
+    assert found.data.tags.get(names.TAG_REASON) == tags.get(names.TAG_REASON)
+
+
 def test_a_failing_cell_fails_alone(store):
     model = mlflow.initialize_logged_model("m")
     with runs.step("evaluate") as parent:
