@@ -23,6 +23,7 @@ _SENTENCES = {
 }
 
 
+AGREES = 0.02  # how far a bootstrap's interval may end from the closed form's
 _MEASURES = {  # of `Answers` → column, and decimals of a mean
     "tokens": ("tokens an answer", 1),
     "unfinished": ("unfinished", 3),
@@ -233,4 +234,7 @@ def _bootstrap(comparison: Comparison) -> list[str]:
         return []
     apart = max(max(abs(drawn.low - closed.low), abs(drawn.high - closed.high)) for drawn, closed in pairs)
     check = "A paired bootstrap over questions (10,000 resamples, seeded)"
+    if apart > AGREES:
+        few = "it cannot show what so few questions that differ leave open, and the intervals above do"
+        return [f"{check} moves an end of an interval above by {apart:.3f}: {few}."]
     return [f"{check} moves no end of an interval above by more than {max(apart, 0.001):.3f}."]

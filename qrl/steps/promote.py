@@ -167,7 +167,9 @@ def _promote_one(
         registry.refuse(name, stage.stage, version.version, record=record)
         raise GateRefused(f"{decision} The stage remains as it was.")
     registry.promote(name, stage, version.version, record=record, expected=looked_at)
-    return f"{stage.stage} is version {version.version} of {name}. {' '.join(decision.reasons)}"
+    held = past.state.at.get(stage.stage)
+    former = f", instead of version {held}, to which --rollback returns" if held not in (None, version.version) else ""
+    return f"{stage.stage} is version {version.version} of {name}{former}. {' '.join(decision.reasons)}"
 
 
 def _measured(cell: Evaluated, stage: Stage) -> Evaluated:

@@ -77,7 +77,7 @@ def seconds(trial: Trial, recipe: Recipe, shape: Shape, missing: Mapping[str, in
         updates = train.steps * batch * (prompt + answer) * trial.forward_s * (3 + extra) * head_share
         parts["train"] = trainings * (rollouts + updates)
     if cells := missing.get("evaluate"):
-        parts["evaluate"] = cells * answers(asked.n * asked.samples, asked.batch_size, longest)
+        parts["evaluate"] = cells * answers(trial.heldout * asked.samples, asked.batch_size, longest)
     return parts
 
 

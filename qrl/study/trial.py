@@ -26,6 +26,7 @@ STEPS = 9  # tokens that it writes
 class Trial:
     """The answers of the base, and how fast they came; times in seconds."""
 
+    heldout: int  # questions that a cell answers: `evaluate.n`, or all there are
     frame: pd.DataFrame  # a row per question, as `evaluate.cells.ask` returns them, and `prompt_tokens`
     free: int  # bytes of memory on the device, before the model was loaded
     start_s: float  # of CPU time until the first answer: what a step needs to start
@@ -68,7 +69,8 @@ def _run(recipe: Recipe, path: Path, device: str) -> Trial:
     from qrl.steps import inputs
     from qrl.tasks import prompt
 
-    questions = inputs.evaluated(recipe, max(N, recipe.evaluate.n))[:N]
+    heldout = inputs.evaluated(recipe, max(N, recipe.evaluate.n))
+    questions = heldout[:N]
     free, needed = forecast.free_bytes(device), forecast.Shape.of(path).parameters * 2
     if needed > free:
         weights = f"{forecast.size(needed)} of weights in bf16, but {forecast.size(free)} of memory are free"
@@ -93,7 +95,8 @@ def _run(recipe: Recipe, path: Path, device: str) -> Trial:
     each = max(0.0, (_per_step(read_s, answers_s, answers) - few_s) / max(1, len(prompts) - FEW))
     frame = cells.graded({}, questions, answers, recipe.task, tokens)
     fixed = max(0.0, few_s - FEW * each)
-    return Trial(frame.assign(prompt_tokens=lengths), free, start_s, answers_s, read_s / sum(lengths), (fixed, each))
+    measured = (free, start_s, answers_s, read_s / sum(lengths), (fixed, each))
+    return Trial(min(len(heldout), recipe.evaluate.n), frame.assign(prompt_tokens=lengths), *measured)
 
 
 def _per_step(read_s: float, whole_s: float, answers: list) -> float:

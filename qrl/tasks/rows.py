@@ -21,7 +21,8 @@ def of_folder(folder: Path, split: str) -> Iterator[Row]:
     """Yield the objects in a split's file; raise BadInput if it is missing, or a line is not a JSON object in UTF-8."""
     path = folder / FILES[split]
     if not folder.is_dir():
-        raise BadInput(f"There is no data folder {folder}: expected a folder with {' and '.join(FILES.values())}.")
+        what = f"{folder} is a file" if folder.is_file() else f"There is no data folder {folder}"
+        raise BadInput(f"{what}: expected a folder with {' and '.join(FILES.values())}.")
     if not path.is_file():
         raise BadInput(f"The data folder {folder} has no {path.name}, which has the {split} split: add it.")
     yield from of_file(path)

@@ -83,8 +83,8 @@ def answers(right: int, wrong: int, unread: int) -> pd.DataFrame:
     )
 
 
-def tried(right: int, wrong: int = 0, unread: int = 0) -> trial.Trial:
-    return trial.Trial(answers(right, wrong, unread), 2**34, 5.0, 2.0, 1e-4, (0.01, 0.001))
+def tried(right: int, wrong: int = 0, unread: int = 0, heldout: int = 40) -> trial.Trial:
+    return trial.Trial(heldout, answers(right, wrong, unread), 2**34, 5.0, 2.0, 1e-4, (0.01, 0.001))
 
 
 def test_a_base_with_no_right_answer_is_objected_to_unless_a_teacher_gives_the_signal():
@@ -124,15 +124,15 @@ def test_time_grows_with_what_is_asked_and_finished_steps_cost_none():
     shape, missing = forecast.Shape.of(tiny.PATH), {"train": 1, "evaluate": 6}
     once = forecast.seconds(tried(10, 10), study(), shape, missing)
     assert set(once) == {"train", "evaluate"} and all(seconds > 0 for seconds in once.values())
-    twice = forecast.seconds(tried(10, 10), study(**{"train.steps": "32", "evaluate.n": "80"}), shape, missing)
+    twice = forecast.seconds(tried(10, 10, heldout=80), study(**{"train.steps": "32"}), shape, missing)
     assert twice["train"] == pytest.approx(2 * once["train"])
     assert twice["evaluate"] == pytest.approx(2 * once["evaluate"])
     assert forecast.seconds(tried(10, 10), study(), shape, {"evaluate": 3}) == {"evaluate": once["evaluate"] / 2}
 
 
 def test_an_evaluations_time_is_its_batches_of_steps():
-    trial_ = tried(20)
-    settings = study(**{"evaluate.n": "200", "evaluate.batch_size": "100"})
+    trial_ = tried(20, heldout=200)
+    settings = study(**{"evaluate.batch_size": "100"})
     expected = 2 * 30 * (0.01 + 100 * 0.001) + 200 * 100 * 1e-4  # two batches, 30 tokens each, and reading the prompts
     seconds = forecast.seconds(trial_, settings, forecast.Shape.of(tiny.PATH), {"evaluate": 1})
     assert seconds == {"evaluate": pytest.approx(expected)}
