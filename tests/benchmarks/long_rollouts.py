@@ -1,8 +1,8 @@
 """Measure the gap of vLLM's rollouts along completions of thousands of tokens, and what its correction would do there.
 
-    python tests/benchmarks/long_rollouts.py OUT --model MODEL       # one GPU: 64 completions of 8,192 tokens per format
-    python tests/benchmarks/long_rollouts.py OUT --check             # the built-in model, few tokens, on a CPU
-    python tests/benchmarks/long_rollouts.py OUT --print             # the table again, from OUT
+    python tests/benchmarks/long_rollouts.py OUT --model MODEL   # one GPU: 64 completions of 8,192 tokens
+    python tests/benchmarks/long_rollouts.py OUT --check         # the built-in model, few tokens, CPU, no fp8
+    python tests/benchmarks/long_rollouts.py OUT --print         # the table again, from OUT
 
 A format is a process with an engine of its own: `bf16`; `fp8`, vLLM's FP8 kernels beside a trainer in bf16
 (rollout.quantization=fp8); `nvfp4-a4`, for training with train.qat=nvfp4-a4. It writes OUT/FORMAT.json, FORMAT.npz with
@@ -27,10 +27,11 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 
-import rollout_fakequant as short
-import rollouts
+import rollout_fakequant as short  # noqa: E402
+import rollouts  # noqa: E402
 
 FORMATS = ("bf16", "fp8", "nvfp4-a4")
+BATCH = ("input_ids", "attention_mask")
 
 
 def measure(name: str, given: argparse.Namespace) -> dict:
@@ -42,21 +43,30 @@ def measure(name: str, given: argparse.Namespace) -> dict:
     from qrl.engine import hf
     from qrl.recipe import Rollout
     from qrl.tasks import prompt
+    from qrl.train.qat import prepare
 
     tokens, questions = hf.tokenizer(given.model), tasks.load("arithmetic", "train", given.completions, 0)
     prompts = [prompt.render(tokens, question.question, given.prompt) for question in questions]
     longest = max(map(len, prompts)) + given.tokens
-    quantization = "fp8" if name == "fp8" else "none"
+    quantization, qat = ("fp8", "none") if name == "fp8" else ("none", "none" if name == "bf16" else name)
     settings = Rollout(engine="vllm", quantization=quantization, max_model_tokens=longest, compile=False)
-    model = short.policy(given.model, "bf16" if name == "fp8" else name)
+    model = short.policy(given.model, "bf16" if qat == "none" else qat)
+    if qat != "none":  # as training calibrates: on worked solutions
+        rows = [
+            tokens(prompt.training_text(tokens, each, given.prompt), add_special_tokens=False) for each in questions
+        ]
+        batches = [{key: torch.tensor([row[key]], device=model.device) for key in BATCH} for row in rows]
+        prepare.calibrate(model, batches)
     if longest > (positions := model.config.max_position_embeddings):
         raise SystemExit(
             f"Prompt and completion have {longest} tokens, but the model {positions} positions: lower --tokens."
         )
     if importlib.util.find_spec("vllm"):
-        drawn, engine, found = by_vllm(model, name, settings, prompts, given)
+        drawn, engine, found = by_vllm(model, qat, settings, prompts, given)
     else:
-        drawn, engine, found = by_transformers(short.narrow(model, given.model, name), prompts, given.tokens)
+        drawn, engine, found = by_transformers(
+            short.narrow(model, given.model, "bf16" if qat == "none" else qat), prompts, given.tokens
+        )
     if {len(row) for row in drawn} != {given.tokens}:
         raise SystemExit("A completion ended early: its quarters are no quarters of the others.")
     began = short.finished()
@@ -67,11 +77,13 @@ def measure(name: str, given: argparse.Namespace) -> dict:
     if torch.cuda.is_available():
         found["trainer_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return (
-        found | {"quarters": quarters(trainer, engine, settings.is_correction_max)} | judged(trainer, engine, settings)
+        found
+        | {"quarters": quarters(trainer, engine, settings.is_correction_max)}
+        | judged(trainer, engine, settings, qat)
     )
 
 
-def by_vllm(model, name: str, settings, prompts: list[list[int]], given: argparse.Namespace):
+def by_vllm(model, qat: str, settings, prompts: list[list[int]], given: argparse.Namespace):
     """Return completions, the engine's log-probabilities (B, T) and the seconds, with the trainer's weights sent."""
     import torch
 
@@ -86,13 +98,12 @@ def by_vllm(model, name: str, settings, prompts: list[list[int]], given: argpars
     else:
         short._prepare_cpu()
         settings = settings.model_copy(update={"gpu_memory_utilization": 0.05, "compile": True})
-    qat = {"qat": name} if name in short.ROUNDED and settings.quantization == "none" else {}
     began = short.finished()
     engine = vllm_engine.create(
-        str(given.model), settings, sequences=len(prompts), sleeps=False, rank=0, world=1, **qat
+        str(given.model), settings, sequences=len(prompts), sleeps=False, rank=0, world=1, qat=qat
     )
     found = {"kv_cache_gib": settings.kv_cache_gib, "start_s": short.finished() - began}
-    short.say(f"{name}: the engine started in {found['start_s']:.0f} s")
+    short.say(f"the engine started in {found['start_s']:.0f} s")
     sent = iter([*sync.named_scales(model), *sync.named_weights(model, torch.bfloat16)])
     vllm_engine.load(engine, sent, reloads=settings.quantization != "none")
     began = short.finished()
@@ -100,7 +111,7 @@ def by_vllm(model, name: str, settings, prompts: list[list[int]], given: argpars
         options = {"temperature": 1.0, "max_tokens": given.tokens, "more": {"ignore_eos": True}}
         drawn, logprobs = vllm_engine.generate(engine, prompts, **options)
     found |= {"sample_s": short.finished() - began, "used_gib": short._used_gib()}
-    short.say(f"{name}: sampled in {found['sample_s']:.0f} s")
+    short.say(f"sampled in {found['sample_s']:.0f} s")
     return drawn, torch.tensor([[float("nan") if x is None else x for x in row] for row in logprobs]), found
 
 
@@ -152,7 +163,7 @@ def quarters(trainer, engine, cap: float) -> list[dict]:
     return every
 
 
-def judged(trainer, engine, settings) -> dict:
+def judged(trainer, engine, settings, qat: str) -> dict:
     """Return the whole gap, and what the watcher `rollout` says of five steps with this gap."""
     import torch
 
@@ -161,7 +172,7 @@ def judged(trainer, engine, settings) -> dict:
     from qrl.train.rollout import engine_gap
 
     gap = vars(engine_gap.measure(trainer, engine, torch.ones_like(trainer)))
-    watching = Watchers(Watch(), settings)
+    watching = Watchers(Watch(), settings, qat)
     row = {"reward": 0.0} | {f"{engine_gap.PREFIX}{key}": value for key, value in gap.items()}
     alarms = [alarm for step in range(1, 6) for alarm in watching.see(row | {"step": step})]
     return {
@@ -198,7 +209,9 @@ def run_apart(name: str, given: argparse.Namespace) -> int:
     with open(given.out / f"{name}.log", "w") as log:
         variables = os.environ | {"TQDM_DISABLE": "1"}
         try:
-            code = subprocess.run(words, stdout=log, stderr=log, env=variables, timeout=given.seconds).returncode
+            code = subprocess.run(
+                words, check=False, stdout=log, stderr=log, env=variables, timeout=given.seconds
+            ).returncode
         except subprocess.TimeoutExpired:
             code = 1
             short.say(f"{name}: out of time")
@@ -220,9 +233,9 @@ def show(out: Path) -> None:
         print(f"{name}: {row['completions']} x {row['length']} tokens, {row['gpu']}, vLLM {row['vllm']}; {seconds}")
         for part in row["quarters"]:
             print(
-                f"  {part['tokens']}: k3 {part['k3']:.2e} ± {part['k3_se']:.0e}, |log ratio| {part['abs_log_ratio']:.4f}, "
-                f"surprise {part['surprise']:.2f}, token ESS {part['token_ess']:.4f}, "
-                f"tokens above the cap {part['tokens_above_cap']:.1e}; up to here: sequence ESS "
+                f"  {part['tokens']}: k3 {part['k3']:.2e} ± {part['k3_se']:.0e}, "
+                f"|log ratio| {part['abs_log_ratio']:.4f}, surprise {part['surprise']:.2f}, "
+                f"token ESS {part['token_ess']:.4f}, tokens above the cap {part['tokens_above_cap']:.1e}; up to here: sequence ESS "
                 f"{part['sequence_ess']:.3f}, sequences above the cap {part['sequences_above_cap']:.2f}, mean weight "
                 + ", ".join(
                     f"{mode} {part[mode]['mean_weight']:.3f} (ESS {part[mode]['ess']:.3f})"
@@ -241,9 +254,9 @@ def main() -> int:
     parser.add_argument("--completions", type=int)
     parser.add_argument("--tokens", type=int, help="of every completion")
     parser.add_argument("--micro-batch", type=int, default=4, help="completions that the trainer scores at once")
-    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--formats", help=f"of {', '.join(FORMATS)}")
     parser.add_argument("--seconds", type=int, default=420, help="most for a format")
-    parser.add_argument("--check", action="store_true", help="16 completions of 128 tokens, unless given")
+    parser.add_argument("--check", action="store_true", help="16 completions of 128 tokens, unless given, and no fp8")
     parser.add_argument("--print", dest="show", action="store_true")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -255,8 +268,8 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     if given.part:
         return one(given.part, given)
-    failed = 0
-    for name in () if given.show else given.formats.split(","):
+    failed, formats = 0, given.formats or ",".join(each for each in FORMATS if each != "fp8" or not given.check)
+    for name in () if given.show else formats.split(","):
         done = given.out / f"{name}.json"
         if not done.is_file() or "error" in json.loads(done.read_text()):
             failed |= run_apart(name, given)
