@@ -236,7 +236,8 @@ def show(out: Path) -> None:
                 f"  {part['tokens']}: k3 {part['k3']:.2e} ± {part['k3_se']:.0e}, "
                 f"|log ratio| {part['abs_log_ratio']:.4f}, surprise {part['surprise']:.2f}, "
                 f"token ESS {part['token_ess']:.4f}, tokens above the cap {part['tokens_above_cap']:.1e}; "
-                f"up to here: sequence ESS {part['sequence_ess']:.3f}, sequences above the cap {part['sequences_above_cap']:.2f}, mean weight "
+                f"up to here: sequence ESS {part['sequence_ess']:.3f}, "
+                f"sequences above the cap {part['sequences_above_cap']:.2f}, mean weight "
                 + ", ".join(
                     f"{mode} {part[mode]['mean_weight']:.3f} (ESS {part[mode]['ess']:.3f})"
                     for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
