@@ -22,7 +22,7 @@ from qrl.tasks import arithmetic, grade, load, prompt
 from qrl.tiny import corpus, make, shape, train
 from qrl.tiny import tokenizer as tokenizers
 from qrl.tiny.corpus import Corpus
-from qrl.tiny.shape import Shape
+from qrl.tiny.shape import LONGEST, Shape
 from qrl.tiny.train import Budget
 
 torch = pytest.importorskip("torch")
@@ -264,12 +264,21 @@ def test_without_steps_the_weights_stay_random(place):
     assert "random" in (place / "model" / "README.md").read_text()
 
 
+def test_a_model_of_the_most_positions_scores_a_text_of_that_length(place):
+    make.make(place / "model", replace(SMALL, positions=LONGEST), Corpus(), Budget(steps=0), **MADE)
+    model, _ = hf.load(place / "model", "cpu", torch.float32)
+    ids = torch.arange(LONGEST)[None] % SMALL.vocab
+    with torch.no_grad():
+        assert model(input_ids=ids, logits_to_keep=1).logits.isfinite().all()
+    assert hf.tokenizer(place / "model").model_max_length == LONGEST
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ("--hidden 100 --heads 3", "3 heads"),
         ("--heads 4 --kv-heads 3", "3 kv-heads"),
-        ("--positions 8192", "8192"),
+        ("--positions 16385", "16385"),
         ("--type gpt2", "gpt2"),
         ("--vocab 100", "100"),
         ("--form latex", "latex"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from qrl.errors import BadInput
 
 TYPES = ("qwen2", "qwen3", "llama")
-LONGEST = 4096  # most positions
+LONGEST = 16_384  # most positions
 SMALLEST_VOCABULARY = 320  # 256 bytes, the markers, and some merges
 
 

@@ -244,24 +244,29 @@ def _product(linear, x):
     return functional.linear(x, linear.weight.to(x), None if linear.bias is None else linear.bias.to(x))
 
 
-def score(model, prompts: list[list[int]], completions: list[list[int]]) -> list:
-    """Return the log-probabilities of each completion's tokens as the loss computes them, on the CPU."""
+def score(model, prompts: list[list[int]], completions: list[list[int]], batch: int = 8) -> list:
+    """Return the log-probabilities of each completion's tokens as the loss computes them, on the CPU.
+
+    Of a whole vocabulary, only 1,024 positions at once are widened to float32.
+    """
     import torch
 
     scores = []
     autocast = torch.autocast(device(), torch.bfloat16, model.dtype == torch.float32, cache_enabled=False)
     with torch.no_grad(), autocast:
-        for start in range(0, len(prompts), 8):
+        for start in range(0, len(prompts), batch):
             rows = [
                 torch.tensor(ids + drawn)
-                for ids, drawn in zip(prompts[start : start + 8], completions[start : start + 8], strict=True)
+                for ids, drawn in zip(prompts[start : start + batch], completions[start : start + batch], strict=True)
             ]
             ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device())
             mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in rows], batch_first=True).to(ids)
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-            for row, logit, before in zip(rows, logits, prompts[start : start + 8], strict=True):
-                logprobs = logit[len(before) - 1 : len(row) - 1].float().log_softmax(-1)
-                scores.append(logprobs.gather(-1, row[len(before) :, None].to(ids))[:, 0].cpu())
+            for row, logit, before in zip(rows, logits, prompts[start : start + batch], strict=True):
+                own, drawn = logit[len(before) - 1 : len(row) - 1].split(1024), row[len(before) :, None].to(ids)
+                parts = zip(own, drawn.split(1024), strict=True)
+                every = [part.float().log_softmax(-1).gather(-1, chosen)[:, 0] for part, chosen in parts]
+                scores.append(torch.cat(every).cpu())
     return scores
 
 
