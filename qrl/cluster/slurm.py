@@ -16,6 +16,7 @@ _WAITS = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD",
 _RUNS = {"RUNNING", "COMPLETING", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"}
 _UNKNOWN = "Invalid job id"  # of a job that ended longer than MinJobAge ago, by default five minutes
 _FULL = re.compile("unable to accept job|job queue full")  # sbatch then tries again for two minutes
+_LOST = "timed out"  # sbatch's own patience with the controller, which may take the job all the same
 _SUBMIT_S = 60  # for sbatch to answer
 _PORT = 29500  # torchrun's own; a job adds its number, since two may share a node
 
@@ -84,7 +85,7 @@ class Slurm:
             said = done.stderr
         except Unanswered as error:
             said, late = error.said, error
-        if number := _queued(job):  # Slurm took it, but its answer came too late for sbatch
+        if (late or _LOST in said) and (number := _queued(job)):  # Slurm took it; a refused job is listed, too
             return number
         if _FULL.search(said):
             raise BadInput(
@@ -116,7 +117,7 @@ def _named(job: Job) -> str:
 
 
 def _queued(job: Job) -> str:
-    """Return the number of a job that Slurm took although sbatch failed; empty if it has none with this script."""
+    """Return the number of a job that Slurm took although sbatch did not say so; empty if it has none such."""
     with suppress(QrlError):
         done = call("squeue", "--noheader", "--states=all", f"--name={_named(job)}", "--format=%i %o")
         rows = (line.strip().partition(" ") for line in done.stdout.splitlines())

@@ -67,8 +67,11 @@ def test_a_queue_without_room_is_a_sentence(project, slurm):
     assert ended(submit(project)) == "FINISHED"
 
 
-def test_a_job_that_slurm_took_before_sbatch_was_given_up_is_kept(project, sbatch):
-    sbatch('"$sbatch" "$@" >&2; exec sleep 60')
+@pytest.mark.parametrize(
+    "last", ["exec sleep 60", "echo 'Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1"]
+)
+def test_a_job_that_slurm_took_although_sbatch_did_not_say_so_is_kept(last, project, sbatch):
+    sbatch(f'"$sbatch" "$@" >&2; {last}')
     job = submit(project)
     assert int(job.job_id) and tags(job)[jobs.ID] == job.job_id
     assert ended(job) == "FINISHED"
