@@ -16,6 +16,12 @@ SETTINGS, LOG_FILE = "cluster.json", "log.txt"  # in a job's folder
 _NOT_PASSED = ("MLFLOW_RUN_ID", "QRL_LAUNCHER", "QRL_PLACE", CHOSEN, "CUDA_VISIBLE_DEVICES")
 
 
+class Unanswered(QrlError):
+    """A command of the cluster was ended because it took too long."""
+
+    said = ""  # what it had printed to its standard error
+
+
 @dataclass(frozen=True)
 class Job:
     """A run of an entry point that is, or will be, a job."""
@@ -105,11 +111,13 @@ def call(*words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
 
     Raises:
         BadInput: it is not installed here.
-        QrlError: it does not answer.
+        Unanswered: it does not answer.
     """
     try:
         return subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=timeout)
     except FileNotFoundError:
         raise BadInput(f"`{words[0]}` is not installed here: submit from a node of the cluster that has it.") from None
-    except subprocess.TimeoutExpired:
-        raise QrlError(f"`{words[0]}` has not answered for {timeout:.0f} s: ask whether the cluster is up.") from None
+    except subprocess.TimeoutExpired as late:
+        error = Unanswered(f"`{words[0]}` has not answered for {timeout:.0f} s: ask whether the cluster is up.")
+        error.said = (late.stderr or b"").decode(errors="replace")  # bytes, although the call asks for text
+        raise error from None

@@ -36,6 +36,7 @@ ID = store.TAG_JOB  # tags of a run that is a job: its number; which cluster cou
 CLUSTER, STATE, NODE, RESTARTS, LOG, WORK_TAG = (
     f"qrl.job.{word}" for word in ("cluster", "state", "node", "restarts", "log", "work")
 )
+_REFUSED = "REFUSED"  # the state of a job that was not submitted
 MANAGER = "mlflow.project.env"
 ARTIFACTS = "job"  # folder of the script, the cluster's settings and the log
 _OPEN = f"tags.`{STATE}` LIKE '%ing' and tags.`{ID}` != ''"  # waiting, running
@@ -140,7 +141,7 @@ def submit(job: Job) -> Submitted:
         number = driver.submit(job)
     except Exception as failure:
         error = store.sentence(failure) or QrlError(f"The job of {job.entry} was not submitted: {first_line(failure)}")
-        refusal = {STATE: "REFUSED", names.TAG_REASON: str(error), names.TAG_EXIT_CODE: str(error.exit_code)}
+        refusal = {STATE: _REFUSED, names.TAG_REASON: str(error), names.TAG_EXIT_CODE: str(error.exit_code)}
         contents.tag_run(job.run_id, refusal)
         client.set_terminated(job.run_id, "FAILED")
         raise error from None
@@ -262,10 +263,14 @@ def begun(run_id: str, place: Path) -> Iterator[None]:
     """Note on which node a job begins, and send its log to the store as it grows.
 
     Raises:
-        BadInput: the node cannot write the run's artifacts.
+        BadInput: the node cannot write the run's artifacts; or the job was reported as not submitted.
     """
     client, node = mlflow.MlflowClient(), os.environ.get("SLURMD_NODENAME", socket.gethostname())
-    for name in mlflow.get_run(run_id).data.tags.keys() & {names.TAG_REASON, names.TAG_EXIT_CODE}:
+    known = mlflow.get_run(run_id).data.tags
+    if known.get(STATE) == _REFUSED:  # the cluster took it after it had been given up, and nothing waits for it
+        os.environ.pop("MLFLOW_RUN_ID", None)  # the run keeps its status and its reason
+        raise BadInput(f"Run {run_id} was reported as not submitted, so its job does nothing: submit it again.")
+    for name in known.keys() & {names.TAG_REASON, names.TAG_EXIT_CODE}:
         client.delete_tag(run_id, name)  # of a try before this one
     contents.tag_run(run_id, {STATE: RUNNING, NODE: node})
     client.update_run(run_id, status="RUNNING")

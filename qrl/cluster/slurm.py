@@ -9,12 +9,15 @@ from pathlib import Path
 
 from qrl import process
 from qrl.cluster.config import CHOSEN
-from qrl.cluster.driver import RUNNING, SETTINGS, VANISHED, WAITING, Job, State, call, command, torchrun
+from qrl.cluster.driver import RUNNING, SETTINGS, VANISHED, WAITING, Job, State, Unanswered, call, command, torchrun
 from qrl.errors import BadInput, QrlError, first_line
 
 _WAITS = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 _RUNS = {"RUNNING", "COMPLETING", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"}
 _UNKNOWN = "Invalid job id"  # of a job that ended longer than MinJobAge ago, by default five minutes
+_FULL = re.compile("unable to accept job|job queue full")  # sbatch then tries again for two minutes
+_LOST = "timed out"  # sbatch's own patience with the controller, which may take the job all the same
+_SUBMIT_S = 60  # for sbatch to answer
 _PORT = 29500  # torchrun's own; a job adds its number, since two may share a node
 
 
@@ -34,7 +37,7 @@ class Slurm:
         """Return the script for sbatch."""
         wanted, cluster = job.resources, job.cluster
         flags = {
-            "job-name": f"qrl-{job.entry}",
+            "job-name": _named(job),
             "output": str(job.log),
             "open-mode": "append",  # one log for all tries of a job that is requeued
             "requeue": "",
@@ -68,12 +71,31 @@ class Slurm:
         return "\n".join(["#!/bin/bash", *lines, *begin, f"exec {command(job, python, launched)}", ""])
 
     def submit(self, job: Job) -> str:
-        """Hand a script to sbatch, and return the job's number."""
-        done = call("sbatch", "--parsable", str(job.script))
-        if done.returncode:
-            refusal = first_line(QrlError(done.stderr)).removeprefix("sbatch: error: ")
-            raise BadInput(f"Slurm refuses the job of {job.entry} ({refusal}): correct cluster.yaml, and submit again.")
-        return done.stdout.strip().partition(";")[0]  # number;cluster
+        """Hand a script to sbatch, and return the job's number.
+
+        Raises:
+            BadInput: Slurm refuses the job, or has as many as it takes.
+            Unanswered: Slurm does not answer.
+        """
+        late = None
+        try:
+            done = call("sbatch", "--parsable", str(job.script), timeout=_SUBMIT_S)
+            if not done.returncode:
+                return done.stdout.strip().partition(";")[0]  # number;cluster
+            said = done.stderr
+        except Unanswered as error:
+            said, late = error.said, error
+        if (late or _LOST in said) and (number := _queued(job)):  # Slurm took it; a refused job is listed, too
+            return number
+        if _FULL.search(said):
+            raise BadInput(
+                f"Slurm takes no more jobs now, so it did not take that of {job.entry}: the cluster's limit of jobs "
+                "(MaxJobCount) is reached. Submit again when some have ended, or ask its administrators to raise it."
+            )
+        if late:
+            raise late
+        refusal = first_line(QrlError(said)).removeprefix("sbatch: error: ")
+        raise BadInput(f"Slurm refuses the job of {job.entry} ({refusal}): correct cluster.yaml, and submit again.")
 
     def state(self, job_id: str) -> State | None:
         """Return how a job stands, from the controller's memory or else from accounting."""
@@ -88,6 +110,19 @@ class Slurm:
     def cancel(self, job_id: str) -> None:
         """Cancel a job."""
         call("scancel", job_id)
+
+
+def _named(job: Job) -> str:
+    return f"qrl-{job.entry}"
+
+
+def _queued(job: Job) -> str:
+    """Return the number of a job that Slurm took although sbatch did not say so; empty if it has none such."""
+    with suppress(QrlError):
+        done = call("squeue", "--noheader", "--states=all", f"--name={_named(job)}", "--format=%i %o")
+        rows = (line.strip().partition(" ") for line in done.stdout.splitlines())
+        return next((number for number, _, script in rows if script == str(job.script)), "")
+    return ""
 
 
 def _quoted(text: str) -> str:

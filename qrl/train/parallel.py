@@ -46,6 +46,8 @@ def check(settings: Train, device: str, gpus: int | None = None) -> None:
     Raises:
         BadInput: there are too few GPUs, or the device or the method does not allow it.
     """
+    if _launched() and gpus is None:
+        _check_launched(device)
     chosen, count = settings.parallel, settings.processes
     if settings.teacher_placement == "sharded" and chosen == "none" and process.world_size() == 1:
         where = "train.teacher_placement = sharded spreads the teacher over several processes, but one trains"
@@ -148,6 +150,16 @@ def agree(start: Mapping[str, str]) -> None:
                 f"Process {rank} of the training has other {' and '.join(different)} than process 0: give all of them "
                 "the same recipe, files, versions and kind of GPU, and delete `.qrl` where it is not shared."
             )
+
+
+def _check_launched(device: str) -> None:
+    """Raise BadInput if more processes were launched on this machine than it has GPUs; each takes one of its own."""
+    started, gpus = process.local_world_size(), devices.gpus(device)
+    if device == "cuda" and gpus < started:
+        raise BadInput(
+            f"The training was launched with {started} processes on this machine, which needs a GPU for each, but it "
+            f"has {gpus} GPU{'s' * (gpus != 1)}: lower --nproc-per-node, or steps.train.gpus in cluster.yaml."
+        )
 
 
 def _launched() -> bool:

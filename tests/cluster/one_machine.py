@@ -37,6 +37,7 @@ GresTypes=gpu
 ReturnToService=1
 KillWait=5
 MinJobAge={keep}
+MaxJobCount={most}
 SlurmdTimeout=300
 SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_interval=1,requeue_delay=0
 PreemptType=preempt/partition_prio
@@ -82,11 +83,12 @@ _PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin
 class Slurm:
     """A cluster of two nodes, both this machine, with the partitions cpu and gpu; gpu preempts cpu."""
 
-    def __init__(self, *, keep: int = 300, accounting: bool = False) -> None:
+    def __init__(self, *, keep: int = 300, most: int = 10_000, accounting: bool = False) -> None:
         """Start it.
 
         Args:
             keep: seconds for which the controller remembers a job that ended.
+            most: jobs that the controller holds at a time, one less to be exact.
             accounting: with slurmdbd, on a MariaDB of its own.
         """
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
@@ -97,7 +99,9 @@ class Slurm:
         what = f"NodeHostname={host} CPUs={os.cpu_count()} RealMemory=2000 Gres=gpu:1 State=UNKNOWN"
         nodes = "\n".join(f"NodeName={name} Port={port} {what}" for name, port in zip(NODES, ports[1:-2], strict=True))
         kept = WITH.format(host=host, port=dbd, folder=self.folder) if accounting else WITHOUT
-        conf = CONF.format(host=host, folder=self.folder, port=ports[0], nodes=nodes, keep=keep, accounting=kept)
+        conf = CONF.format(
+            host=host, folder=self.folder, port=ports[0], nodes=nodes, keep=keep, most=most, accounting=kept
+        )
         (self.folder / "slurm.conf").write_text(conf)
         (self.folder / "gres.conf").write_text(f"NodeName={','.join(NODES)} Name=gpu File=/dev/null\n")
         (self.folder / "state").mkdir()

@@ -99,7 +99,8 @@ def test_a_study_that_is_stopped_while_the_store_fails_is_stopped(scripted, monk
 
 
 @pytest.mark.parametrize(
-    ("word", "status"), [("OUT_OF_MEMORY", "FAILED"), ("BOOT_FAIL", "KILLED"), ("DEADLINE", "FAILED")]
+    ("word", "status"),
+    [("OUT_OF_MEMORY", "FAILED"), ("BOOT_FAIL", "KILLED"), ("DEADLINE", "FAILED"), ("PREEMPTED", "KILLED")],
 )
 def test_how_a_job_ends_is_how_its_run_ends(scripted, word, status):
     cluster, _, run_id = opened()

@@ -192,11 +192,30 @@ def test_a_preempted_job_starts_again(project, slurm):
     assert ended(job) == "FINISHED" and tags(job)[jobs.RESTARTS] == "1"
 
 
+def test_a_preempted_job_that_may_not_requeue(project, slurm):
+    node = one_machine.NODES[0]
+    job = submit(project, seconds="300", options={"options": {"nodelist": node, "exclusive": True}})
+    until(lambda: begun(job))
+    slurm.run("scontrol", "update", f"job={job.job_id}", "requeue=0")
+    urgent = submit(project, options={"partition": "gpu", "options": {"nodelist": node, "exclusive": True}})
+    assert ended(job) == "KILLED" and tags(job)[jobs.STATE] == "PREEMPTED"
+    assert f"ended PREEMPTED on {node}: another job took its place" in tags(job)[names.TAG_REASON]
+    assert ended(urgent) == "FINISHED"
+
+
 def test_a_cluster_that_refuses_the_job(project):
     with pytest.raises(BadInput, match=r"refuses the job of main .*partition"):
         submit(project, options={"partition": "nowhere"})
     (run,) = mlflow.search_runs(output_format="list")
     assert run.info.status == "FAILED" and "partition" in run.data.tags[names.TAG_REASON]
+
+
+def test_a_step_that_asks_for_more_gpus_than_any_node_has(project):
+    with pytest.raises(BadInput, match=r"refuses the job of main \(.*not available") as refused:
+        submit(project, options={"gpus": 4, "partition": "gpu"})
+    (run,) = mlflow.search_runs(output_format="list")
+    assert refused.value.exit_code == 2 and run.data.tags[names.TAG_EXIT_CODE] == "2"
+    assert run.info.status == "FAILED" and "not available" in run.data.tags[names.TAG_REASON]
 
 
 @pytest.mark.parametrize("lost", ["folder", "script"])

@@ -63,6 +63,20 @@ def test_a_cluster_that_gives_too_few_gpus_is_told_apart_from_this_machine(monke
     parallel.check(wanted, "cuda")
 
 
+@pytest.mark.parametrize("method", ["none", "ddp", "fsdp2"])
+def test_more_processes_than_gpus_are_refused_however_they_were_launched(method, monkeypatch):
+    monkeypatch.setattr(parallel.devices, "gpus", lambda _device: 1)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):  # as torchrun on two nodes
+        monkeypatch.setenv(name, value)
+    wanted = settings(parallel=method)
+    with pytest.raises(BadInput, match=r"2 processes on this machine, .* it has 1 GPU: lower --nproc-per-node"):
+        parallel.check(wanted, "cuda")
+    monkeypatch.setattr(parallel.devices, "gpus", lambda _device: 2)
+    parallel.check(wanted, "cuda")
+    if method != "fsdp2":
+        parallel.check(wanted, "cpu")
+
+
 def test_a_process_per_gpu_and_the_configuration_for_accelerate(monkeypatch):
     monkeypatch.setattr(parallel.devices, "gpus", lambda _device: 4)
     chosen = settings(parallel="fsdp2")
