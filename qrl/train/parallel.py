@@ -153,12 +153,12 @@ def agree(start: Mapping[str, str]) -> None:
 
 
 def _check_launched(device: str) -> None:
-    """Raise BadInput if more processes were launched on this machine than it has GPUs; each takes one of its own."""
-    started, gpus = process.local_world_size(), devices.gpus(device)
-    if device == "cuda" and gpus < started:
+    """Raise BadInput if this process has no GPU of its own; a launcher may also show each process its GPU alone."""
+    gpus, own = devices.gpus(device), process.local_rank()
+    if device == "cuda" and own >= gpus:
         raise BadInput(
-            f"The training was launched with {started} processes on this machine, which needs a GPU for each, but it "
-            f"has {gpus} GPU{'s' * (gpus != 1)}: lower --nproc-per-node, or steps.train.gpus in cluster.yaml."
+            f"Process {own} of the training on this machine needs a GPU of its own, but the machine has {gpus} "
+            f"GPU{'s' * (gpus != 1)}: lower --nproc-per-node, or steps.train.gpus in cluster.yaml."
         )
 
 

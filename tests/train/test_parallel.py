@@ -66,12 +66,15 @@ def test_a_cluster_that_gives_too_few_gpus_is_told_apart_from_this_machine(monke
 @pytest.mark.parametrize("method", ["none", "ddp", "fsdp2"])
 def test_more_processes_than_gpus_are_refused_however_they_were_launched(method, monkeypatch):
     monkeypatch.setattr(parallel.devices, "gpus", lambda _device: 1)
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):  # as torchrun on two nodes
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")):  # as torchrun on two nodes
         monkeypatch.setenv(name, value)
     wanted = settings(parallel=method)
-    with pytest.raises(BadInput, match=r"2 processes on this machine, .* it has 1 GPU: lower --nproc-per-node"):
+    with pytest.raises(BadInput, match=r"Process 1 .* the machine has 1 GPU: lower --nproc-per-node"):
         parallel.check(wanted, "cuda")
     monkeypatch.setattr(parallel.devices, "gpus", lambda _device: 2)
+    parallel.check(wanted, "cuda")
+    monkeypatch.setattr(parallel.devices, "gpus", lambda _device: 1)
+    monkeypatch.delenv("LOCAL_RANK")  # a launcher that shows each process its GPU alone
     parallel.check(wanted, "cuda")
     if method != "fsdp2":
         parallel.check(wanted, "cpu")
