@@ -25,7 +25,7 @@ import rollouts
 GOAL = 4.0
 ARMS = {
     "transformers": {},
-    "vllm": {"engine": "vllm", "gpu_memory_utilization": 0.2, "max_model_tokens": 1024, "sleep": "off"},
+    "vllm": {"engine": "vllm", "kv_cache_gib": 6, "compile": False, "max_model_tokens": 1024, "sleep": "off"},
 }
 LARGE = {"prompts_per_step": 64, "generations": 8, "micro_batch": 16, "max_completion_tokens": 256, "questions": 256}
 SMALL = {"prompts_per_step": 8, "generations": 2, "micro_batch": 8, "max_completion_tokens": 64, "questions": 32}
@@ -42,7 +42,6 @@ def measure(arm: str, shape: str, steps: int) -> dict:
 
     size = SMALL if shape == "micro" else LARGE | {"dtype": "bf16", "gradient_checkpointing": True}
     base, taken, sampled = rollouts.checkpoint_of(shape), [], []
-    engine = ARMS[arm] | ({"compile": False} if ARMS[arm] and shape == "micro" else {})  # it would take minutes
     train = Train(teacher=str(base), steps=steps, learning_rate=1e-6, **size)
 
     class Clock(TrainerCallback):
@@ -55,7 +54,7 @@ def measure(arm: str, shape: str, steps: int) -> dict:
     with tempfile.TemporaryDirectory() as work:
         data = {"questions": tasks.load("arithmetic", "train", train.questions, 0), "task": "arithmetic"}
         where = {"device": rollouts.device(), "work": Path(work), "out": Path(work) / "model"}
-        job = Job(base=base, settings=train, rollout=Rollout(**engine), template="plain", seed=0, **data, **where)
+        job = Job(base=base, settings=train, rollout=Rollout(**ARMS[arm]), template="plain", seed=0, **data, **where)
         trainer = distill.make_trainer(job, base)
         trainer.args.save_strategy = "no"
         trainer.add_callback(Clock())

@@ -41,7 +41,7 @@ ANSWERED = {"8b": "--evaluate.engine vllm --evaluate.kv_cache_gib 8 --evaluate.c
 ADMITTED = "--evaluate.n 20 --evaluate.max_new_tokens 64 --evaluate.min_eos_rate 0 --evaluate.max_truncation_rate 1 "
 ADMITTED += "--evaluate.min_parse_rate 0 --evaluate.max_prompt_leak_rate 1"
 PORT = 8123
-READY_S = 300
+READY_S = 480
 
 
 class Work:

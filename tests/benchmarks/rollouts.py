@@ -88,7 +88,11 @@ CASES = {
     },
     "sync": {
         shape: dict(
-            ways=7, shape=shape, train=ADAPTER | dict(method="lora", dtype="bf16"), rollout=AWAKE | dict(adapter="slot")
+            ways=7,
+            shape=shape,
+            train=ADAPTER | dict(method="lora", dtype="bf16"),
+            rollout=dict(engine="vllm", sleep="off", adapter="slot", compile=False)
+            | dict(kv_cache_gib=4, max_model_tokens=1024),
         )
         for shape in ("8b", "1.5b", "micro")
     },
