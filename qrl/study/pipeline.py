@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from qrl import checkpoint, cluster, evaluate, names
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
-from qrl.steps import inputs
 from qrl.study import preflight
 from qrl.study.build import environment_for, side_by_side, trained_by
 from qrl.study.environments import begin_builds, check_checkout, look_ahead
@@ -131,9 +130,7 @@ class StudySteps:
         for scheme in evaluate.kv_schemes(self.recipe):  # the same checkpoints, in cells of their own
             plain = {cell: model for cell, model in models.items() if cell.endswith(f":{names.stored(scheme)}")}
             models = models | {f"{cell}{names.KV_FP8}": model for cell, model in plain.items()}
-        asked = len(inputs.evaluated(self.recipe))
-        title = f"{len(models)} cells on {asked} held-out questions"
-        title += ", all there are" if asked < self.recipe.evaluate.n else ""
+        title = f"{len(models)} cells on {preflight.asked(self.recipe)}"
         wanted = {cell: keys.cell(self.recipe, *cell.split(":"), models[cell][1], self.device) for cell in models}
         folder = environment_for("evaluate", self.recipe.evaluate.engine, self.device)
         step = Step("evaluate", title, wanted, lambda missing: {"cells": _listed(models, missing)}, folder)

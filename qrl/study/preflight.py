@@ -175,6 +175,14 @@ def rehearse(recipe: Recipe, device: str, ahead: DryRun, *, yes: bool, methods: 
     insist(objections, yes=yes)
 
 
+def asked(recipe: Recipe) -> str:
+    """Return how many held-out questions a cell answers, in words; a task may have fewer than `evaluate.n`."""
+    from qrl.steps import inputs
+
+    count = len(inputs.evaluated(recipe))
+    return f"{count} held-out questions" + (", all there are" if count < recipe.evaluate.n else "")
+
+
 def _check_contamination(recipe: Recipe) -> None:
     """Raise BadInput if training and held-out questions overlap; generated ones cannot."""
     from qrl.steps import inputs

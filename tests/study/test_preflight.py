@@ -138,6 +138,15 @@ def test_an_evaluations_time_is_its_batches_of_steps():
     assert seconds == {"evaluate": pytest.approx(expected)}
 
 
+def test_fewer_questions_than_asked_for_are_said(tmp_path):
+    rows = "\n".join(json.dumps({"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"}) for i in range(3))
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(rows)
+    own = recipe.load("tiny", {"task": "gsm8k", "data": str(tmp_path), "evaluate.n": "4"})
+    assert preflight.asked(own) == "3 held-out questions, all there are"
+    assert preflight.asked(study()) == "40 held-out questions"
+
+
 def test_times_and_sizes_are_short():
     assert [forecast.duration(seconds) for seconds in (4.25, 59, 240, 9000, 1e6)] == [
         "4.2 s", "59 s", "4 min", "2.5 h", "12 days",
