@@ -29,7 +29,6 @@ import statistics
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -116,17 +115,8 @@ def served(name: str, model: str, work: Path, *, check: bool) -> Iterator[None]:
     with open(work / "logs" / f"{name}-server.log", "w") as log:
         variables = os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | where
         serving = subprocess.Popen(words, env=variables, stdout=log, stderr=log)
-        try:
-            deadline = time.monotonic() + READY_S
-            while time.monotonic() < deadline and serving.poll() is None:
-                with contextlib.suppress(OSError):
-                    urllib.request.urlopen(f"{URL}/health", timeout=2)
-                    break
-                time.sleep(1)
+        with rollouts.ended(serving, URL, READY_S):
             yield
-        finally:
-            serving.terminate()
-            serving.wait(30)
 
 
 def told(name: str, found: dict[str, dict]) -> str:

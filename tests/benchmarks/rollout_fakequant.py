@@ -79,7 +79,7 @@ def measure(part: str, formats: tuple[str, ...], shape: str, out: Path, *, quick
     settings = Rollout(
         engine="vllm",
         **({"kv_cache_gib": 6} if on_gpu else {"gpu_memory_utilization": 0.05}),  # other jobs may share the card
-        compile=shape != "tiny",  # it takes minutes
+        compile=shape != "tiny" or not on_gpu,  # it takes minutes
         max_model_tokens=longest,
         quantization="real" if real else "none",
     )

@@ -345,6 +345,22 @@ def lull(link, *, awake: bool) -> None:
 
 
 @contextlib.contextmanager
+def ended(serving: subprocess.Popen, address: str, seconds: float):
+    """Wait until a server answers, for so many seconds at most, and end it with the block."""
+    try:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and serving.poll() is None:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{address}/health", timeout=2)
+                break
+            time.sleep(1)
+        yield
+    finally:
+        serving.terminate()
+        serving.wait(30)
+
+
+@contextlib.contextmanager
 def server(case: dict):
     """Run a rollout server on the second GPU, with the command in qrl/train/rollout/README.md."""
     from qrl import tiny
@@ -372,17 +388,8 @@ def server(case: dict):
     words += ["--weight-transfer-config", '{"backend": "nccl"}']
     words += ["--quantization", "fp8_per_tensor"] if case["serves"] == "fp8" else []
     serving = subprocess.Popen(words, env=os.environ | {"CUDA_VISIBLE_DEVICES": "1", "VLLM_SERVER_DEV_MODE": "1"})
-    try:
-        deadline = time.monotonic() + 150
-        while time.monotonic() < deadline and serving.poll() is None:
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{SERVER}/health", timeout=2)
-                break
-            time.sleep(1)
+    with ended(serving, SERVER, 150):
         yield
-    finally:
-        serving.terminate()
-        serving.wait(30)
 
 
 def alternate(case: dict) -> dict:
