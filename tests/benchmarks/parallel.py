@@ -12,7 +12,7 @@ figures to WORK/parallel.json; a second call does what is left.
 one         one GPU
 ddp         two processes share the step, each with an engine
 double      the same with twice the questions: as much work for a GPU as with one
-again       `ddp` once more under the same seed: do rewards and lengths of each step agree?
+again       `ddp` once more under the same seed: which measures of each step are the same?
 fsdp2       weights, gradients and optimizer states are divided
 server      two processes, and an engine behind a server on the second GPU
 tensor      one process, and a server whose engine is divided over both GPUs
@@ -61,6 +61,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # name → the case that it i
 }
 ALONE = {"one", "qat", "distil", "tensor"}  # that see the first GPU only
 SERVERS = {"server": ({"CUDA_VISIBLE_DEVICES": "1"}, ()), "tensor": ({}, ("--tensor-parallel-size", "2"))}
+SAME = ("reward", "completion_tokens", "loss", "grad_norm")  # by which two runs of a seed are compared
 SHARE = "0.3"  # of a GPU's memory, for an engine
 USUAL = "--train.method full --train.dtype bf16 --train.gradient_checkpointing true --train.learning_rate 1e-6 "
 USUAL += "--train.prompts_per_step 64 --train.generations 8 --train.micro_batch 64 --train.max_completion_tokens 256 "
@@ -97,8 +98,9 @@ def measure(name: str, work: Path, steps: int, *, check: bool) -> dict:
         subprocess.run(command, cwd=work, env=variables | seen, stdout=log, stderr=log, check=True)
     client, took = MlflowClient(store), time.monotonic() - began
     run = client.search_runs(["0"], f"{export.FINISHED} and tags.`{names.TAG_STEP}` = 'train'")[0]
-    kept = ("completions_per_s", "peak_memory_gib", "reward", "mean_length", "sync_s", "generate_s", "k3")
-    history = {key: client.get_metric_history(run.info.run_id, f"train/{key}") for key in kept}
+    wanted = [f"train/{key}" for key in ("completions_per_s", "peak_memory_gib", *SAME)]
+    wanted += [f"rollout/{key}" for key in ("sync_s", "generate_s", "kl_k3", "token_ess")]
+    history = {key.partition("/")[2]: client.get_metric_history(run.info.run_id, key) for key in wanted}
     return {"seconds": took} | {key: [each.value for each in values] for key, values in history.items() if values}
 
 
@@ -128,8 +130,8 @@ def told(name: str, found: dict[str, dict]) -> str:
     )
     line += f", {rate[name] / rate[other]:.2f} times {other}" if other in rate else ""
     if name == "again" and other in found:
-        same = all(own.get(key) == found[other].get(key) for key in ("reward", "mean_length"))
-        line += ", rewards and lengths of each step the same" if same else ", other rewards or lengths"
+        same = [key for key in SAME if key in own and own[key] == found[other][key]]
+        line += f"; the same in each step: {', '.join(same) or 'nothing'}"
     return line
 
 
