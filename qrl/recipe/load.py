@@ -156,6 +156,8 @@ def needs_gpu(name_or_path: str) -> bool:
 def _path(name_or_path: str) -> Path:
     if path := _locate(name_or_path, Path()):
         return path
+    if name_or_path.endswith((".yaml", ".yml")):
+        raise BadInput(f"There is no file {name_or_path}: give the path of a recipe, or a name that `recipes` lists.")
     raise BadInput(
         f"There is no recipe '{name_or_path}': expected one of {', '.join(names())}, or the path of a .yaml file."
     )
@@ -272,6 +274,7 @@ def _allowed(message: str) -> str:
     message = message.removeprefix("Value error, ")
     message = (message[0].lower() + message[1:]).partition(", unable")[0].replace("a valid tuple", "a list")
     message = message.replace("a valid dictionary", 'JSON, such as {"name": false}')
+    message = message.replace("a valid boolean", "true or false")
     message = re.sub(r"input should (be|have)", r"must \1", message)
     return re.sub(r"unable to parse string as (an?)", r"must be \1", message)
 

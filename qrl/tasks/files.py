@@ -118,7 +118,8 @@ def grade_file(task: str, source: str | Path, out: str | Path, columns: Mapping[
     following = f"Next: {process.command('compare', options | {'out': 'DIR'})}"
     if needed:
         following = (
-            f"To compare cells, the rows also need {', '.join(needed)}: name them with --columns, as in question=id."
+            f"To compare cells, the rows also need {', '.join(needed)}: name them with --columns, as in "
+            "question=id, or give a file per cell, VARIANT:SCHEME=FILE,…"
         )
     return "\n".join((line, *([] if needed else ["", str(graded), ""]), following))
 

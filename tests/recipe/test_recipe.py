@@ -109,6 +109,7 @@ def test_seed_003s_llama_recipes_train_its_model_in_the_format_that_they_store(f
     [
         ("train.steps", "banana", "must be a valid integer"),
         ("train.steps", "0", "greater than or equal to 1"),
+        ("train.gradient_checkpointing", "maybe", "must be true or false"),
         ("train.stpes", "3", "did you mean 'train.steps'"),
         ("train.loss", "ppo", "'grpo', 'dr_grpo', 'dapo' or 'bnpo'"),
         ("train.generations", "1", "greater than or equal to 2"),
