@@ -235,6 +235,6 @@ def _bootstrap(comparison: Comparison) -> list[str]:
     apart = max(max(abs(drawn.low - closed.low), abs(drawn.high - closed.high)) for drawn, closed in pairs)
     check = "A paired bootstrap over questions (10,000 resamples, seeded)"
     if apart > AGREES:
-        few = "it cannot show what so few questions that differ leave open, and the intervals above do"
+        few = "too few answers differ for a bootstrap, so rely on the intervals above"
         return [f"{check} moves an end of an interval above by {apart:.3f}: {few}."]
     return [f"{check} moves no end of an interval above by more than {max(apart, 0.001):.3f}."]

@@ -190,12 +190,13 @@ def sweep() -> list[str]:
         ended = jobs.settle_all("slurm:%")
     for run in filter(_is_abandoned, [*running(), *untold, *stopped]):
         with suppress(mlflow.MlflowException):  # another user's, on a server that does not let us end it
-            if run.info.status == "FAILED" and (names.SECONDS in run.data.metrics or run in stopped):
-                status = "FINISHED" if names.SECONDS in run.data.metrics else "KILLED"
+            done, told = names.SECONDS in run.data.metrics, names.TAG_EXIT_CODE in run.data.tags
+            if run.info.status == "FAILED" and (done or told):
+                status = "FINISHED" if done else "KILLED"
                 mlflow.MlflowClient().set_terminated(run.info.run_id, status, run.info.end_time)
-                continue
-            end_dead(run.info)
-            ended.append(run.info.run_id)
+            else:
+                end_dead(run.info)
+                ended.append(run.info.run_id)
     return ended
 
 

@@ -181,6 +181,13 @@ def test_the_t_test_and_the_bootstrap_stand_beside_the_closed_form(frame, compar
     assert float(said[1]) == pytest.approx(max(*ends, 0.001), abs=6e-4)
 
 
+def test_a_bootstrap_that_disagrees_with_an_interval_is_no_reassurance(frame):
+    few = frame[frame["question"].isin(sorted(frame["question"].unique())[:12])].assign(correct=1)
+    said = compare.from_questions(few).markdown()
+    assert "more than" not in said.partition("A paired bootstrap")[2].partition("\n")[0]
+    assert "too few answers differ for a bootstrap" in said
+
+
 def test_metrics_have_the_agreed_names(comparison):
     metrics = comparison.metrics()
     names = [f"compare/delta_{scheme}" for scheme in ("full", "nf4", "awq")] + [
