@@ -90,7 +90,8 @@ def measure(name: str, work: Path, steps: int, *, check: bool) -> dict:
         *own,
     ]
     words += ["--train.processes", "2"] if check and set(DDP) <= set(own) else []
-    seen = {"CUDA_VISIBLE_DEVICES": "0"} if name in ALONE and not check else {}
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    seen = {"CUDA_VISIBLE_DEVICES": first} if name in ALONE and not check else {}
     variables = os.environ | {"MLFLOW_TRACKING_URI": store, "PYTHONPATH": export.with_checkout(), "TQDM_DISABLE": "1"}
     began = time.monotonic()
     with open(work / "logs" / f"{name}.log", "w") as log, served(name, model, work, check=check):
