@@ -103,7 +103,8 @@ def make(
         _same_settings(work, settings)
         tokens = _tokenizer(work / "tokenizer", shape, corpus)
         torch.manual_seed(corpus.seed)
-        model = new_model(shape, tokens).to(place)
+        with torch.device("cpu" if budget.steps else place):  # a CPU takes minutes to draw the weights of 8 B
+            model = new_model(shape, tokens).to(place)
         print(
             f"{shape.type}, {model.num_parameters():,} parameters, {len(tokens):,} of {shape.vocab:,} tokens used; "
             f"{budget.steps:,} steps of {budget.batch:,} texts on {place}",
