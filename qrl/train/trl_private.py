@@ -14,7 +14,7 @@ import torch
 
 from qrl.recipe import Rollout
 from qrl.train import rollout as sampling
-from qrl.train.rollout import codes, engine_gap, slot, sync, vllm_engine
+from qrl.train.rollout import checks, codes, engine_gap, slot, sync, vllm_engine
 from qrl.train.teacher import Likeliest, Teacher
 
 _TRANSFORMERS = Rollout()
@@ -191,9 +191,8 @@ class Link:
         size = {"sequences": self.max_num_seqs, "sleeps": self.enable_sleep_mode}
         place = {"rank": self.accelerator.process_index, "world": self.accelerator.num_processes}
         options = slot.options(self._model()) if self._slot else None
-        self.llm = vllm_engine.create(
-            self.model.name_or_path, self.settings, qat=self.qat, slot=options, **size, **place
-        )
+        how = {"qat": self.qat, "slot": options, "whole": bool(checks.redistributed(self))}
+        self.llm = vllm_engine.create(self.model.name_or_path, self.settings, **how, **size, **place)
         set_seed(self.trainer.args.seed, device_specific=True)  # making an engine sets torch's seed
         if self.enable_sleep_mode:
             vllm_engine.sleep(self.llm, keeps=self._slot)

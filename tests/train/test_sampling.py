@@ -55,12 +55,31 @@ def test_a_distillation_refuses_what_only_rewards_give_sense(key, tmp_path):
 
 @pytest.mark.parametrize("key", CHANGED)
 def test_a_gap_to_a_truncated_distribution_is_neither_measured_nor_corrected(key):
-    train = Train(**{key: CHANGED[key]})
-    with pytest.raises(BadInput, match=rf"train\.{key} = .*rollout\.is_correction = none"):
-        rollout.check(Rollout(engine="vllm"), "cuda", train)
-    with pytest.raises(BadInput, match="needs a GPU"):  # the next thing that is checked
-        rollout.check(Rollout(engine="vllm", is_correction="none"), "cpu", train)
+    train, server = Train(**{key: CHANGED[key]}), {"mode": "server", "server": "http://127.0.0.1:1"}
+    for settings, other in ((server, train), ({}, Train(temperature=0.8, **{key: CHANGED[key]}))):
+        with pytest.raises(BadInput, match=rf"train\.{key} = .*rollout\.is_correction = none"):
+            rollout.check(Rollout(engine="vllm", **settings), "cuda", other)
+    for settings in (Rollout(engine="vllm"), Rollout(engine="vllm", is_correction="none")):
+        with pytest.raises(BadInput, match="needs a GPU"):  # the next thing that is checked
+            rollout.check(settings, "cpu", train)
     rollout.check(Rollout(), "cpu", train)  # transformers' rollouts compare with no engine
+
+
+@pytest.mark.parametrize("key", [None, *CHANGED])
+def test_an_engine_that_truncates_is_asked_for_the_whole_distributions_log_probabilities(key, monkeypatch):
+    made = {}
+    monkeypatch.setattr(vllm_engine, "create", lambda *given, **how: made.update(how))
+    link = trl_private.Link()
+    link.mode, link.model, link.max_num_seqs = "colocate", SimpleNamespace(name_or_path="base"), 8
+    link.accelerator = SimpleNamespace(process_index=0, num_processes=1, wait_for_everyone=lambda: None)
+    link.trainer = SimpleNamespace(args=SimpleNamespace(seed=0))
+    monkeypatch.setattr(vllm_engine, "sleeps", lambda *_: False)
+    monkeypatch.setattr("accelerate.utils.set_seed", lambda *_, **__: None)
+    usual = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}  # as TRL's trainer holds them
+    for name, value in (usual | ({key: CHANGED[key]} if key else {})).items():
+        setattr(link, name, value)
+    link._init_vllm()
+    assert made["whole"] is bool(key)
 
 
 def test_a_colocated_engine_is_given_the_same_sampling(monkeypatch):

@@ -38,7 +38,7 @@ def check(settings: Rollout, device: str, train: Train) -> None:
 
     Raises:
         BadInput: a setting has no effect; vLLM would sample without a GPU, or for a format that has been rounded
-            already; no slot of the engine can hold the adapter; the gap of a truncated distribution would be corrected;
+            already; no slot of the engine can hold the adapter; a truncated distribution's gap cannot be corrected;
             FSDP shards its weights; the GPU lacks FP8; or the server does not answer, or is not of this version.
     """
     check_heeded(settings)
@@ -82,19 +82,33 @@ def check_heeded(settings: Rollout) -> None:
 
 
 def _check_sampling(settings: Rollout, train: Train) -> None:
-    """Refuse to correct for the engine's gap where tokens are sampled from another distribution than the policy's.
+    """Refuse to correct for the engine's gap where vLLM cannot say how likely the policy made a token.
 
-    vLLM's log-probabilities are of the distribution that it sampled from: penalized, truncated, normalized again. The
-    trainer's are of the whole policy. Their difference would hold the kept probability mass beside the gap, and each
-    token's loss would be scaled by it (huggingface/trl issue 6789). The trainer does not know which tokens were kept,
-    so the gap is neither measured nor corrected for; transformers' rollouts never compare the two.
+    The trainer's log-probabilities are of the whole policy. Those of the distribution that vLLM samples from, once that
+    is penalized, truncated and normalized again, would add the kept probability mass to the gap, and scale each token's
+    loss by it (huggingface/trl issue 6789). A colocated engine is therefore asked for those before that, which ignore
+    the temperature, too. A server's are fixed when it starts.
     """
+    changed = redistributed(train)
+    if not changed or settings.is_correction == "none":
+        return
+    if settings.mode == "server":
+        why = "a server reports the probabilities of that one"
+    elif train.temperature != 1:
+        why = f"vLLM reports the policy's at temperature 1, not at train.temperature = {train.temperature}"
+    else:
+        return
+    other = f"train.{changed[0]} = {getattr(train, changed[0])} samples from another distribution than the policy's"
+    biased = f"the importance weights of rollout.is_correction = {settings.is_correction} would be biased"
+    raise BadInput(
+        f"{other}, and {why}, so {biased}: set rollout.is_correction = none, or leave train.{changed[0]} out."
+    )
+
+
+def redistributed(sampling: object) -> list[str]:
+    """Return which settings of sampling, a `Train`'s or TRL's, change the distribution beside its temperature."""
     default = Train()
-    changed = [key for key in REDISTRIBUTED if getattr(train, key) != getattr(default, key)]
-    if changed and settings.is_correction != "none":
-        other = f"train.{changed[0]} = {getattr(train, changed[0])} samples from another distribution than the policy's"
-        biased = f"the importance weights of rollout.is_correction = {settings.is_correction} would be biased"
-        raise BadInput(f"{other}, so {biased}: set rollout.is_correction = none, or leave train.{changed[0]} out.")
+    return [key for key in REDISTRIBUTED if (getattr(sampling, key) or 0) != getattr(default, key)]
 
 
 def _check_qat(settings: Rollout, train: Train) -> None:

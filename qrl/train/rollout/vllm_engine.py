@@ -45,6 +45,7 @@ def create(
     world: int,
     qat: str = "none",
     slot: Mapping[str, Any] | None = None,
+    whole: bool = False,
 ) -> LLM:
     """Return an engine in this process, beside the trained model.
 
@@ -55,6 +56,7 @@ def create(
         sleeps: let it give its memory back between rollouts.
         qat: the format of training; the engine rounds activations as its forward pass does, or holds its codes.
         slot: vLLM's options for an adapter that is not merged, from `slot.options`.
+        whole: report log-probabilities before tokens are penalized or left out, at temperature 1.
 
     Raises:
         BadInput: vLLM has no kernel for the format here.
@@ -92,7 +94,7 @@ def create(
             **_batches(sequences, fp8=fp8 or (real and qat == "fp8"), compiled=settings.compile),
             enable_sleep_mode=sleeps,
             distributed_executor_backend="external_launcher",
-            logprobs_mode="processed_logprobs",  # of the sampling distribution, temperature included
+            logprobs_mode="raw_logprobs" if whole else "processed_logprobs",  # the latter: at the temperature
             seed=rank,
             trust_remote_code=False,
             **rounds,
