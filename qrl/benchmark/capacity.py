@@ -1,7 +1,7 @@
 """How many requests a second a server holds: arrivals at rising rates, until latency breaks a limit.
 
 Arrivals are open-loop: a request is sent when its time has come, whether or not earlier ones were answered. With a
-fixed number of clients, as in `http.run`, a slow server is also asked less, so that overload does not show.
+fixed number of clients, as without a rate, a slow server is also asked less, so that overload does not show.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """A running server under load, measured by vLLM's own `bench serve`, which the field compares by."""
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -7,7 +8,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import product
 from pathlib import Path
 
@@ -15,16 +18,19 @@ from qrl.benchmark import Subject, summary
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Benchmark
 
-# The core of `vllm bench serve`, for several lists of options; the command itself imports all other commands, and
-# crashes in the CPU build.
+# The core of `vllm bench serve`, which imports vLLM once for all rounds; the command itself imports all other commands,
+# and crashes in the CPU build. Each line is a list of rounds' options and a file that says that they are done.
 _PROGRAM = """
-import json, sys
+import json, pathlib, sys
 from vllm.benchmarks import serve
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = FlexibleArgumentParser()
 serve.add_cli_args(parser)
-for options in json.load(sys.stdin):
-    serve.main(parser.parse_args(options))
+for line in sys.stdin:
+    rounds, done = json.loads(line)
+    for options in rounds:
+        serve.main(parser.parse_args(options))
+    pathlib.Path(done).touch()
 """
 
 # Our estimate → a result's key, and how many of its units make one of ours.
@@ -32,54 +38,82 @@ _KEYS = (("output_throughput", 1), ("p50_e2el_ms", 1000), ("p95_e2el_ms", 1000),
 UNITS = dict(zip(summary.ESTIMATES, _KEYS, strict=True))
 
 
-def run(
-    url: str,
-    model: str,
-    prompts: Sequence[str],
-    tokenizer: Path,
-    settings: Benchmark,
-    api_key: str | None = None,
-    rate: float | None = None,
-) -> list[dict]:
-    """Measure a server in rounds: with each batch's number of concurrent clients, or with arrivals at a rate.
+class Client(AbstractContextManager):
+    """Clients of one server, in a process of their own; use it in a `with` block, which ends them."""
 
-    Args:
-        url: of an OpenAI-compatible server, without /v1.
-        model: id that it serves.
-        prompts: rendered prompts, sent to /v1/completions as they are.
-        tokenizer: folder of the model's tokenizer, which counts the tokens.
-        settings: batches are numbers of clients; `requests` is the least number of requests for each.
-        api_key: the server's key; passed by the environment, since anybody may read a command line.
-        rate: requests that arrive a second, whether or not earlier ones are answered; None: clients wait for answers.
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        prompts: Sequence[str],
+        tokenizer: Path,
+        settings: Benchmark,
+        api_key: str | None = None,
+    ) -> None:
+        """Start the process.
 
-    Returns:
-        The results of `vllm bench serve`: a dict per round and number of clients or rate, each with its "round" and
-        "clients" or "rate".
+        Args:
+            url: of an OpenAI-compatible server, without /v1.
+            model: id that it serves.
+            prompts: rendered prompts, sent to /v1/completions as they are.
+            tokenizer: folder of the model's tokenizer, which counts the tokens.
+            settings: batches are numbers of clients; `requests` is the least number of requests for each.
+            api_key: the server's key; passed by the environment, since anybody may read a command line.
 
-    Raises:
-        BadInput: vLLM is not installed here.
-        QrlError: the benchmark failed; its last lines are quoted.
-    """
-    if importlib.util.find_spec("vllm") is None:
-        raise BadInput(
-            "Measuring a server needs `vllm bench serve`, but vLLM is not installed in this environment: run "
-            "`mlflow run . -e benchmark -P url=… --env-manager uv` on a machine with a GPU, or measure without --url."
-        )
-    with tempfile.TemporaryDirectory(prefix="qrl-benchmark-") as name:
-        folder = Path(name)
-        file = folder / "prompts.jsonl"
-        file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
-        plan = {folder / "warm-up.json": {"clients": max(settings.batches)}}
+        Raises:
+            BadInput: vLLM is not installed here.
+        """
+        if importlib.util.find_spec("vllm") is None:
+            raise BadInput(
+                "Measuring a server needs `vllm bench serve`, but vLLM is not installed in this environment: run "
+                "`mlflow run . -e benchmark -P url=… --env-manager uv` on a machine with a GPU, or measure without "
+                "--url."
+            )
+        self._server, self._tokenizer, self._settings, self._asked = (url, model), tokenizer, settings, 0
+        self._temporary = tempfile.TemporaryDirectory(prefix="qrl-benchmark-")
+        self._folder = Path(self._temporary.name)
+        self._prompts, self._log = self._folder / "prompts.jsonl", self._folder / "log"
+        self._prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
+        key = {"OPENAI_API_KEY": api_key} if api_key else {}
+        with open(self._log, "w") as log:
+            words, streams = [sys.executable, "-c", _PROGRAM], {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
+            self._process = subprocess.Popen(words, env=os.environ | key, text=True, **streams)
+
+    def __exit__(self, *_error: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._temporary.cleanup()
+
+    def measure(self, rate: float | None = None) -> list[dict]:
+        """Ask in rounds, the first time after a warm-up: with each batch's number of clients, or at a rate of arrivals.
+
+        Args:
+            rate: requests that arrive a second, whether or not earlier ones are answered; None: clients wait for
+                answers.
+
+        Returns:
+            The results of `vllm bench serve`: a dict per round and number of clients or rate, each with its "round" and
+            "clients" or "rate".
+
+        Raises:
+            QrlError: the benchmark failed; its last lines are quoted.
+        """
+        settings, folder = self._settings, self._folder / str(self._asked)
+        plan = {} if self._asked else {folder / "warm-up.json": {"clients": max(settings.batches)}}
+        self._asked += 1
+        folder.mkdir()
         key, values = ("clients", settings.batches) if rate is None else ("rate", (rate,))
         for number, value in product(range(settings.rounds), values):
             plan[folder / f"{number}-{value}.json"] = {"round": number, key: value}
-        commands = [options(url, model, file, tokenizer, load, settings, path) for path, load in plan.items()]
-        words, key = [sys.executable, "-c", _PROGRAM], {"OPENAI_API_KEY": api_key} if api_key else {}
-        how = {"input": json.dumps(commands), "env": os.environ | key, "capture_output": True, "text": True}
-        done = subprocess.run(words, **how, check=False)
-        if done.returncode or not all(path.is_file() for path in plan):
-            last = "\n".join(f"  {line}" for line in (done.stdout + done.stderr).splitlines()[-8:])
-            failed = f"`vllm bench serve` failed against {url} (exit code {done.returncode})"
+        where = (*self._server, self._prompts, self._tokenizer)
+        rounds, done = [options(*where, load, settings, path) for path, load in plan.items()], folder / "done"
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps([rounds, str(done)]), file=self._process.stdin, flush=True)
+        while not done.is_file() and self._process.poll() is None:
+            time.sleep(0.05)
+        if not all(path.is_file() for path in (*plan, done)):
+            last = "\n".join(f"  {line}" for line in self._log.read_text().splitlines()[-8:])
+            failed = f"`vllm bench serve` failed against {self._server[0]} (exit code {self._process.poll()})"
             raise QrlError(f"{failed}. Its last lines:\n{last}")
         return [run | json.loads(path.read_text()) for path, run in plan.items() if "round" in run]
 
@@ -105,7 +139,7 @@ def options(
 
 
 def lines(results: Sequence[dict], subject: Subject, engine: str) -> list[summary.Line]:
-    """Return a line per number of clients, over the rounds of `run`.
+    """Return a line per number of clients, over the rounds of `Client.measure`.
 
     Raises:
         QrlError: the server failed requests, or completed none: its speed would be that of errors.

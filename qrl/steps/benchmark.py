@@ -137,7 +137,8 @@ def _server(recipe: Recipe, url: str, subject: Subject, prompts: list[list[int]]
     url = url.removesuffix("/").removesuffix("/v1")
     model = _served_model(url)
     texts = [tokens.decode(ids, skip_special_tokens=False) for ids in prompts]
-    results = load.run(url, model, texts, subject.path, recipe.benchmark, os.environ.get(API_KEY))
+    with load.Client(url, model, texts, subject.path, recipe.benchmark, os.environ.get(API_KEY)) as clients:
+        results = clients.measure()
     (work / SERVER_ROWS).write_text(json.dumps(results, indent=1), encoding="utf-8")
     note = f"Requests over HTTP to {model}, by `vllm bench serve`."
     _log(load.lines(results, subject, _engine(url)), note, work, SERVER_ROWS, at_once="clients")
@@ -153,9 +154,9 @@ def _capacities(recipe: Recipe, subjects: list[Subject], prompts: list, device: 
         model = ServedModel(subject.variant, subject.scheme, subject.path, **how)
         tokens, by_rate = hf.tokenizer(subject.path), results.setdefault(subject.label, {})
         texts = [tokens.decode(ids, skip_special_tokens=False) for ids in own]
-        with _serving(model) as url:
-            ask = partial(load.run, url, model.id, texts, subject.path, settings)
-            points = capacity.search(partial(_at_rate, ask, by_rate, subject.label), settings.latency_limit_s)
+        with _serving(model) as url, load.Client(url, model.id, texts, subject.path, settings) as clients:
+            at_rate = partial(_at_rate, clients.measure, by_rate, subject.label)
+            points = capacity.search(at_rate, settings.latency_limit_s)
             engine = _engine(url)
         wide = model.dtype == "fp32" or (model.dtype == "auto" and engines.unpacks(engines.VLLM, subject.path, device))
         kept = "float8_e4m3fn" if fp8 else "float32" if wide else "bfloat16"

