@@ -81,23 +81,24 @@ def create(
     os.environ.setdefault("MASTER_PORT", str(get_free_port()))  # TRL's 29500 collides when two trainings start together
     room = memory.free()
     try:
-        engine = LLM(
-            model=model,
-            dtype="bfloat16",
-            quantization=FP8 if fp8 else None,
-            kv_cache_dtype=settings.kv_cache,
-            **vllm.shares(settings.gpu_memory_utilization, settings.kv_cache_gib),
-            max_model_len=settings.max_model_tokens,
-            max_num_batched_tokens=max(BATCHED_TOKENS, sequences),
-            **_batches(sequences, fp8=fp8 or (real and qat == "fp8"), compiled=settings.compile),
-            enable_sleep_mode=sleeps,
-            distributed_executor_backend="external_launcher",
-            logprobs_mode="processed_logprobs",  # of the sampling distribution, temperature included
-            seed=rank,
-            trust_remote_code=False,
-            **rounds,
-            **(slot or {}),
-        )
+        with _finite_scales():
+            engine = LLM(
+                model=model,
+                dtype="bfloat16",
+                quantization=FP8 if fp8 else None,
+                kv_cache_dtype=settings.kv_cache,
+                **vllm.shares(settings.gpu_memory_utilization, settings.kv_cache_gib),
+                max_model_len=settings.max_model_tokens,
+                max_num_batched_tokens=max(BATCHED_TOKENS, sequences),
+                **_batches(sequences, fp8=fp8 or (real and qat == "fp8"), compiled=settings.compile),
+                enable_sleep_mode=sleeps,
+                distributed_executor_backend="external_launcher",
+                logprobs_mode="processed_logprobs",  # of the sampling distribution, temperature included
+                seed=rank,
+                trust_remote_code=False,
+                **rounds,
+                **(slot or {}),
+            )
     except Exception as error:  # whatever vLLM raised
         raise memory.unstarted(error, settings, room) from error
     if rounds and not real and not vllm_fakequant.rounding_layers(runner(engine).model):
@@ -106,6 +107,31 @@ def create(
             "transformers, and report the model's architecture."
         )
     return engine
+
+
+@contextlib.contextmanager
+def _finite_scales() -> Iterator[None]:
+    """Let an engine that starts with random NVFP4 codes multiply them by 1.
+
+    Of vLLM's random scales Marlin's preparation makes infinities: 1/0.001 · 2¹¹⁹ exceeds float32. Logits are then NaN,
+    and the engine, which samples while it starts, reads the embedding of a token that does not exist.
+    """
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    load = DummyModelLoader.load_weights
+
+    def load_weights(self: Any, model: torch.nn.Module, config: Any) -> None:
+        load(self, model, config)
+        for layer in model.modules():
+            if hasattr(layer, "weight_global_scale"):
+                layer.weight_global_scale.data.fill_(1)
+                layer.weight_scale.data.fill_(1)
+
+    DummyModelLoader.load_weights = load_weights
+    try:
+        yield
+    finally:
+        DummyModelLoader.load_weights = load
 
 
 def runner(engine: LLM):
