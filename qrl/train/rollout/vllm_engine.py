@@ -81,7 +81,7 @@ def create(
     os.environ.setdefault("MASTER_PORT", str(get_free_port()))  # TRL's 29500 collides when two trainings start together
     room = memory.free()
     try:
-        with _finite_scales():
+        with _finite_scales() if real else contextlib.nullcontext():
             engine = LLM(
                 model=model,
                 dtype="bfloat16",
