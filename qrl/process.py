@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 CALLER = "QRL_CALLER"  # how the user types commands, for processes that such a command launches
 FOLDER = "QRL_FOLDER"  # the folder in which the launching command was typed; MLflow starts us in the project's own
 FIRST = "QRL_FIRST"  # pid of the first of several processes that train together, for those that it started
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _NEVER = -1, -3, 1 << 30  # glibc's mallopt
 
 
@@ -78,6 +78,12 @@ def die_with_parent(launcher: int = 0) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent or (launcher and _is_gone(launcher)):  # it died before the request
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process below this one whose own parent dies; on Linux alone, and kept by `exec`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _is_gone(pid: int) -> bool:

@@ -120,6 +120,7 @@ def close_stopped(signum: int) -> NoReturn:
         store.sweep()  # of the processes that were killed with this one
     except Exception as failure:
         print(f"The run could not be ended ({first_line(failure)}); the next command ends it.", file=sys.stderr)
+    signals.bury_children()
     sys.exit(stopped.code)
 
 

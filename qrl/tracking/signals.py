@@ -2,7 +2,8 @@
 
 SIGINT, SIGTERM and SIGHUP become the exception `Stopped`. It would leave half a module behind where something is being
 imported, and code may swallow it, as a weak reference's callback does, or wait for an engine that died. In these cases
-the process ends where it stands (`end_now`): it kills its children, and a fresh interpreter in its place ends its runs.
+the process ends where it stands (`end_now`): it kills its children, and a fresh interpreter in its place ends its runs
+and waits until the children are gone, since freeing a GPU takes a moment.
 
 A process that `mlflow run` started also requests SIGTERM from the kernel for its parent's death, because MLflow dies of
 a signal without passing it on.
@@ -22,15 +23,16 @@ from typing import NoReturn
 
 import psutil
 
-from qrl.process import die_with_parent
+from qrl.process import adopt_orphans, die_with_parent
 
 LAUNCHER = "QRL_LAUNCHER"  # pid of the process of ours that launches a step, in the step's environment
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_UNWIND_S, _WAIT_S = 4, 7  # to end after a signal: of a process, and of one that waits for a step's process
+_UNWIND_S, _WAIT_S = 3, 7  # to end after a signal: of a process, and of one that waits for a step's process
 _CLOSE_S = 120  # for the fresh interpreter that ends the runs: three seconds where the processor is free
 _CLOSE = (
     "import sys; sys.path.insert(0, sys.argv[1]); from qrl.tracking import runs; runs.close_stopped(int(sys.argv[2]))"
 )
+_GONE_S = 5  # to wait for processes that were killed
 _IMPORT = "<frozen importlib"  # begins the file name of the interpreter's own code that imports
 _unwind_s = _UNWIND_S
 _stopping = False
@@ -104,8 +106,10 @@ def end_now(signum: int) -> NoReturn:
     stopped = Stopped(signum)
     with suppress(OSError):
         os.write(2, f"{stopped} Run the same command again to resume.\n".encode())
+    adopt_orphans()
     kill_children()
     if "mlflow" not in sys.modules and "MLFLOW_RUN_ID" not in os.environ:
+        bury_children()
         os._exit(stopped.code)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in the fresh interpreter too
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -119,6 +123,14 @@ def kill_children() -> None:
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             child.kill()
+
+
+def bury_children() -> None:
+    """Wait until all processes that this one started or adopted are gone; kill those that began meanwhile."""
+    until = time.monotonic() + _GONE_S
+    while (children := psutil.Process().children()) and (left := until - time.monotonic()) > 0:
+        kill_children()
+        psutil.wait_procs(children, timeout=left)  # none stays as a zombie
 
 
 def _unraisable(lost: "sys.UnraisableHookArgs") -> None:

@@ -242,7 +242,8 @@ signals.guard(ends=True)
 store.prepare()
 with runs.step("train") as run:
     print(run.info.run_id, flush=True)
-    time.sleep(600)
+    for _ in range(6000):
+        time.sleep(0.1)  # a signal that comes just before a sleep is heeded after it
 """
 
 

@@ -8,6 +8,7 @@ differ only in options that they have or lack.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,7 +71,7 @@ def create(
         config = codes.engine_config(model, qat)
         vllm_support.check_format(config, "cuda" if torch.cuda.is_available() else "cpu")
         # The base's own weights are no codes, so the engine starts with random ones.
-        rounds = {"hf_overrides": {"quantization_config": config}, "load_format": "dummy"}
+        rounds = {"hf_overrides": {"quantization_config": config}, "load_format": _codes_loader()}
     elif config := operation.engine_config(qat):
         from qrl.engine import vllm_fakequant  # which makes its method known to vLLM
 
@@ -108,6 +109,29 @@ def create(
             "transformers, and report the model's architecture."
         )
     return engine
+
+
+@functools.cache
+def _codes_loader() -> str:
+    """Register how vLLM loads codes that the first sync will send, and return the name: random ones, under scales of 1.
+
+    Of vLLM's random scales of NVFP4 Marlin's preparation makes infinities: 1/0.001 · 2¹¹⁹ exceeds float32. Logits are
+    then NaN, and the engine, which samples while it starts, reads the embedding of a token that does not exist.
+    """
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    class Loader(DummyModelLoader):
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            super().load_weights(model, model_config)
+            for layer in model.modules():
+                if hasattr(layer, "weight_global_scale"):
+                    layer.weight_global_scale.data.fill_(1)
+                    layer.weight_scale.data.fill_(1)
+
+    name = "qrl-codes"
+    register_model_loader(name)(Loader)
+    return name
 
 
 def runner(engine: LLM):
