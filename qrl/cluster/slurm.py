@@ -7,10 +7,13 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import mlflow
+
 from qrl import process
 from qrl.cluster.config import CHOSEN
 from qrl.cluster.driver import RUNNING, SETTINGS, VANISHED, WAITING, Job, State, Unanswered, call, command, torchrun
 from qrl.errors import BadInput, QrlError, first_line
+from qrl.tracking import store
 
 _WAITS = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 _RUNS = {"RUNNING", "COMPLETING", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"}
@@ -18,6 +21,10 @@ _UNKNOWN = "Invalid job id"  # of a job that ended longer than MinJobAge ago, by
 _FULL = re.compile("unable to accept job|job queue full")  # sbatch then tries again for two minutes
 _LOST = "timed out"  # sbatch's own patience with the controller, which may take the job all the same
 _SUBMIT_S = 60  # for sbatch to answer
+_BLIND = r"""  [ -e "$needed" ] && continue
+  echo "qrl: node $(hostname) does not see $needed: \`shared\` in cluster.yaml must name a folder that all nodes" \
+    "mount." >&2
+  exit 2"""
 _PORT = 29500  # torchrun's own; a job adds its number, since two may share a node
 
 
@@ -55,9 +62,10 @@ class Slurm:
         lines = [
             f"#SBATCH --{key}{f'={_quoted(text)}' if text else ''}" for key, text in flags.items() if text is not None
         ]
-        blind = f"qrl: node $(hostname) does not see {job.script}: `shared` in cluster.yaml must name a folder that "
-        blind += "all nodes mount."
-        begin = [f"[ -f {shlex.quote(str(job.script))} ] || {{ echo {_double(blind)} >&2; exit 2; }}"]
+        needed = [job.script, process.ROOT / "qrl" / "__main__.py", job.folder / "MLproject"]
+        if database := store.database_of(mlflow.get_tracking_uri()):
+            needed.append(database.absolute())  # else the node would make a store of its own there
+        begin = [f"for needed in {shlex.join(map(str, needed))}; do", _BLIND, "done"]
         begin += ["set -e", *cluster.setup, *wanted.setup]
         begin += [f"export {process.FOLDER}={shlex.quote(str(Path.cwd()))}"]  # relative paths count from there
         begin += [f"export {CHOSEN}={shlex.quote(str(job.place / SETTINGS))}"] if cluster.submits(job.entry) else []
@@ -127,10 +135,6 @@ def _queued(job: Job) -> str:
 
 def _quoted(text: str) -> str:
     return shlex.quote(text) if re.search(r"\s", text) else text
-
-
-def _double(text: str) -> str:
-    return '"' + re.sub(r'([\\"`])', r"\\\1", text) + '"'
 
 
 def _parsed(line: str) -> State:

@@ -4,6 +4,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import mlflow
+
 from qrl import process
 from qrl.errors import QrlError
 from qrl.study.launch import launch
@@ -20,8 +22,14 @@ def run(run_id: str, project: str, entry: str, parameters: dict[str, str], words
     """
     from qrl.cluster import jobs
 
+    process.die_with_parent()  # Slurm's daemon of the step: without it, a requeued job would run twice
     os.environ["MLFLOW_RUN_ID"] = run_id  # which the command's end closes after an error
-    store.prepare()
+    try:
+        store.prepare()
+    except QrlError:
+        if not store.database_of(mlflow.get_tracking_uri()):  # who looks next tells the run, from the log
+            del os.environ["MLFLOW_RUN_ID"]  # the client of a server that is down would try for eight minutes
+        raise
     with jobs.begun(run_id, Path.cwd() / WORK / "jobs" / run_id):
         if not words:
             launch(Path(project), entry, parameters, run_id=os.environ.pop("MLFLOW_RUN_ID"))

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -62,12 +63,23 @@ def prepare() -> str:
         if database := database_of(address):
             _create(address, database)
         elif urlsplit(address).scheme in ("http", "https"):
-            requests.get(address.rstrip("/") + "/health", timeout=15)  # MLflow's client would retry for minutes
+            _ask(address)
         mlflow.MlflowClient().search_experiments(max_results=1)
         _check_experiment(address)
     except Exception as error:
         raise sentence(error) or unusable(error) from error
     return address
+
+
+def _ask(server: str) -> None:
+    """Raise BadInput if a server does not answer, which MLflow's client would try for minutes."""
+    try:
+        requests.get(server.rstrip("/") + "/health", timeout=15)
+    except requests.RequestException as error:
+        raise BadInput(
+            f"The store {server} does not answer {socket.gethostname()} ({type(error).__name__}): start the server, or "
+            "mend the connection, and run the same command again; or set MLFLOW_TRACKING_URI to another store."
+        ) from error
 
 
 def _check_experiment(address: str) -> None:

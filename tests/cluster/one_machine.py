@@ -2,11 +2,14 @@
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 import time
 from pathlib import Path
+
+import psutil
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 ACCOUNTING = ("slurmdbd", "mariadbd", "mariadb-install-db")
@@ -38,7 +41,7 @@ ReturnToService=1
 KillWait=5
 MinJobAge={keep}
 MaxJobCount={most}
-SlurmdTimeout=300
+SlurmdTimeout={patience}
 SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_interval=1,requeue_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -83,25 +86,25 @@ _PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin
 class Slurm:
     """A cluster of two nodes, both this machine, with the partitions cpu and gpu; gpu preempts cpu."""
 
-    def __init__(self, *, keep: int = 300, most: int = 10_000, accounting: bool = False) -> None:
+    def __init__(self, *, keep: int = 300, most: int = 10_000, patience: int = 300, accounting: bool = False) -> None:
         """Start it.
 
         Args:
             keep: seconds for which the controller remembers a job that ended.
             most: jobs that the controller holds at a time, one less to be exact.
+            patience: seconds after which a node that does not answer is down.
             accounting: with slurmdbd, on a MariaDB of its own.
         """
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
         self.folder.chmod(0o755)
         self.processes: dict[str, subprocess.Popen] = {}
-        ports, host = _ports(3 + len(NODES)), socket.gethostname().split(".")[0]
-        database, dbd = ports[-2:]
+        own, host = ports(3 + len(NODES)), socket.gethostname().split(".")[0]
+        database, dbd = own[-2:]
         what = f"NodeHostname={host} CPUs={os.cpu_count()} RealMemory=2000 Gres=gpu:1 State=UNKNOWN"
-        nodes = "\n".join(f"NodeName={name} Port={port} {what}" for name, port in zip(NODES, ports[1:-2], strict=True))
+        nodes = "\n".join(f"NodeName={name} Port={port} {what}" for name, port in zip(NODES, own[1:-2], strict=True))
         kept = WITH.format(host=host, port=dbd, folder=self.folder) if accounting else WITHOUT
-        conf = CONF.format(
-            host=host, folder=self.folder, port=ports[0], nodes=nodes, keep=keep, most=most, accounting=kept
-        )
+        limits = {"keep": keep, "most": most, "patience": patience}
+        conf = CONF.format(host=host, folder=self.folder, port=own[0], nodes=nodes, accounting=kept, **limits)
         (self.folder / "slurm.conf").write_text(conf)
         (self.folder / "gres.conf").write_text(f"NodeName={','.join(NODES)} Name=gpu File=/dev/null\n")
         (self.folder / "state").mkdir()
@@ -120,7 +123,7 @@ class Slurm:
         self._start("slurmctld", "-D")
         for node in NODES:
             self._start("slurmd", "-D", "-N", node, name=node)
-        self._until(lambda: self.run("sinfo", "-h", "-t", "idle", "-o", "%D", "-p", "cpu").strip() == "2", "the nodes")
+        self._until(self._idle, "the nodes")
 
     def run(self, *words: str) -> str:
         """Return what a command of Slurm prints."""
@@ -134,6 +137,29 @@ class Slurm:
             (self.run("sinfo", "-N", "-l"), self.run("scontrol", "show", "job", "--oneliner"), log[-2000:])
         )
 
+    def crash(self, node: str) -> None:
+        """Kill a node's slurmd and the daemons of its steps, which leaves the jobs' own processes without a parent."""
+        daemons = [self.processes[node].pid, *_writers(self.folder / f"slurmd-{node}.log")]
+        for pid in daemons:
+            os.kill(pid, signal.SIGSTOP)  # else a daemon that lives reports that another has died
+        for pid in daemons:
+            os.kill(pid, signal.SIGKILL)
+        self.processes[node].wait()
+
+    def start_node(self, node: str, *, blind: Path | None = None) -> None:
+        """Start a node's slurmd again, once it has been killed or, if it runs, ended.
+
+        Args:
+            node: its name.
+            blind: a folder in whose place the node has an empty one of its own, as if it did not mount it.
+        """
+        if (running := self.processes[node]).poll() is None:
+            running.terminate()
+            running.wait()
+        hidden = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(blind))
+        self._start(*(hidden if blind else ()), "slurmd", "-D", "-N", node, name=node)
+        self._until(lambda: self._idle(node), node)
+
     def stop(self) -> None:
         """End all daemons and jobs, and delete the folder."""
         self.run("scancel", "--user=root")
@@ -146,6 +172,11 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _idle(self, *nodes: str) -> bool:
+        """Return whether nodes can take jobs; without names, all."""
+        idle = self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", "-p", "cpu", "--responding").split()
+        return set(nodes or NODES) <= set(idle)
 
     def _account(self, settings: str, port: int) -> None:
         data = self.folder / "database"
@@ -174,11 +205,18 @@ class Slurm:
             raise RuntimeError(f"Slurm: {what} did not come up in 30 s.\n{logs}")
 
 
-def _ports(count: int) -> list[int]:
+def _writers(log: Path) -> list[int]:
+    """Return the step daemons of the node that has this log; nothing else tells which node they belong to."""
+    daemons = [each for each in psutil.process_iter(["name"]) if each.info["name"] == "slurmstepd"]
+    return [each.pid for each in daemons if str(log) in {file.path for file in each.open_files()}]
+
+
+def ports(count: int) -> list[int]:
+    """Return ports that are free now."""
     sockets = [socket.socket() for _ in range(count)]
     for each in sockets:
         each.bind(("", 0))
-    ports = [each.getsockname()[1] for each in sockets]
+    found = [each.getsockname()[1] for each in sockets]
     for each in sockets:
         each.close()
-    return ports
+    return found
