@@ -45,6 +45,12 @@ def slurm():
     cluster.stop()
 
 
+def mounts() -> bool:
+    """Return whether this machine lets a process have mounts of its own, which a container may not."""
+    return subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not mounts(), reason="no process here may mount a folder")
 @pytest.mark.parametrize("what", ["working folder", "checkout", "project", "store"])
 def test_a_folder_that_one_node_does_not_mount(what, project, slurm, tmp_path, monkeypatch):
     (work := tmp_path / "work").mkdir()
