@@ -19,6 +19,7 @@ from qrl.cluster import jobs
 from qrl.cluster.driver import RUNNING
 from tests.cluster import one_machine
 from tests.cluster.test_jobs import ROOT, artifacts, begun, ended, project, start_again, status, submit, tags, until
+from tests.tracking import team
 
 __all__ = ["project"]  # a fixture, used by its name
 
@@ -117,7 +118,7 @@ def server(folder: Path, port: int) -> Iterator[None]:
     """Run MLflow's tracking server, which also serves artifacts; it ends with the block."""
     command = [sys.executable, "-m", "mlflow", "server", "--host", "0.0.0.0", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "kept")]
-    variables = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    variables = os.environ | team.SAFE
     variables.pop("MLFLOW_TRACKING_URI")
     with (folder / "server.log").open("a") as log:
         how = {"stdout": log, "stderr": log, "start_new_session": True}

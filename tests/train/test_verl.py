@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from qrl import checkpoint, recipe, tasks, tiny
+from qrl import checkpoint, process, recipe, tasks, tiny
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Recipe, Rollout, Train, Watch
 from qrl.recipe.base import Section
@@ -281,6 +281,10 @@ def test_the_environment_and_the_key_are_verls_and_other_keys_stay(monkeypatch):
     }
     assert of["trl"] != of["verl"] and "train.trainer" not in keys.PARTS[of["trl"]]
     assert keys.PARTS[of["verl"]]["train.trainer"] == "verl"
+
+
+def test_the_environment_holds_what_verl_imports_and_does_not_declare():
+    assert "\norjson==" in (process.ROOT / ".github" / "supply" / "verl.lock").read_text()
 
 
 @pytest.mark.process

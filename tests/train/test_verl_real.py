@@ -1,0 +1,183 @@
+"""verl's own merger, on checkpoints that verl's own checkpoint manager writes, and real processes of Ray; on a CPU.
+
+QRL_VERL_PYTHON names a Python with verl 0.9.1 and its dependencies; vLLM is not needed.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from qrl import checkpoint, tiny
+from qrl.errors import QrlError
+from qrl.train import merge as merging
+from qrl.train.verl import training, translate
+from tests.train.test_verl import job, settings
+
+pytestmark = [
+    pytest.mark.slow,  # starts torch several times
+    pytest.mark.skipif("QRL_VERL_PYTHON" not in os.environ, reason="QRL_VERL_PYTHON names no Python with verl 0.9.1"),
+]
+SAVE = """
+import sys
+import torch
+from omegaconf import OmegaConf
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+from verl.utils.fsdp_utils import get_fsdp_wrap_policy
+
+base, method, folder = sys.argv[1:]
+torch.distributed.init_process_group("gloo")
+model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+with torch.no_grad():
+    if method == "lora":
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=["q_proj"]))
+        for name, weight in model.named_parameters():
+            if "lora_A" in name:
+                weight.fill_(1 / weight.shape[1])
+            if "lora_B" in name:
+                weight.fill_(2**-10)
+    else:
+        for weight in model.parameters():
+            weight.mul_(2)
+mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("fsdp",))
+policy = get_fsdp_wrap_policy(model, is_lora=method == "lora")
+sharded = FSDP(model, device_mesh=mesh, auto_wrap_policy=policy, device_id=torch.device("cpu"))
+optimizer = torch.optim.AdamW(weight for weight in sharded.parameters() if weight.requires_grad)
+wanted = OmegaConf.create({"save": ["model", "optimizer", "extra"], "load": ["model"], "async_save": False})
+tokens = AutoTokenizer.from_pretrained(base)
+manager = FSDPCheckpointManager(sharded, optimizer, processing_class=tokens, checkpoint_config=wanted)
+manager.save_checkpoint(folder, global_step=4)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def python(monkeypatch) -> str:
+    """Have the trainer start verl's Python, as it does in verl's environment."""
+    monkeypatch.setattr(sys, "executable", os.environ["QRL_VERL_PYTHON"])
+    return os.environ["QRL_VERL_PYTHON"]
+
+
+def saved(python: str, work: Path, method: str, processes: int) -> None:
+    """Write a checkpoint of step 4 as verl does: weights of the tiny model doubled, or an adapter beside them."""
+    actor = work / translate.CHECKPOINTS / "global_step_4" / "actor"
+    actor.mkdir(parents=True)
+    (work / "save.py").write_text(SAVE)
+    run = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    words = [*run, str(work / "save.py"), str(tiny.PATH), method, str(actor)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=work)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(list(actor.glob(f"model_world_size_{processes}_rank_*.pt"))) == processes
+    (actor.parents[1] / "latest_checkpointed_iteration.txt").write_text("4")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_verls_merger_makes_a_checkpoint_of_verls_shards(processes, python, tmp_path):
+    (work := tmp_path / "work").mkdir()
+    saved(python, work, "full", processes)
+    base, made = checkpoint.check(tiny.PATH), replace(job(work, n=1), out=tmp_path / "model")
+    training.merge(base, made)
+    assert checkpoint.check(made.out).dtype == base.dtype
+    before, after = dict(checkpoint.tensors(tiny.PATH)), dict(checkpoint.tensors(made.out))
+    assert before.keys() == after.keys() and all(torch.equal(after[name], 2 * before[name]) for name in before)
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (made.out / file).read_bytes() == (tiny.PATH / file).read_bytes()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_verls_merger_makes_an_adapter_that_merges_into_the_base(processes, python, tmp_path):
+    (work := tmp_path / "work").mkdir()
+    saved(python, work, "lora", processes)
+    loaded = settings(train__method="lora", train__dtype="fp32", train__lora_targets="q_proj")
+    made = replace(job(work, loaded, n=1), out=tmp_path / "adapter")
+    training.merge(checkpoint.check(tiny.PATH), made)
+    whole = merging.run(tiny.PATH, made.out, tmp_path / "whole", [[5, 6, 7]], max_kl=1.0, into="auto", device="cpu")
+    before, after = dict(checkpoint.tensors(tiny.PATH)), dict(checkpoint.tensors(whole.path))
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        update = 2 * 16 / 2**10 / weight.shape[1] if name.endswith("q_proj.weight") else 0  # alpha / r times B A
+        assert torch.allclose(after[name].float(), weight.float() + update, atol=1e-3)
+        assert torch.equal(after[name], weight) == (not update)
+
+
+def test_a_shard_that_is_missing_is_a_sentence(python, tmp_path):
+    (work := tmp_path / "work").mkdir()
+    saved(python, work, "full", 2)
+    next(work.rglob("model_world_size_2_rank_1.pt")).unlink()
+    made = replace(job(work, n=1), out=tmp_path / "model")
+    with pytest.raises(QrlError, match=r"verl\.model_merger ended with exit code 1: .*model_world_size_2_rank_1\.pt"):
+        training.merge(checkpoint.check(tiny.PATH), made)
+    assert not made.out.exists()
+
+
+RAY = """
+import os, sys, time
+from pathlib import Path
+import ray
+
+ray.init(address="local", num_cpus=2, include_dashboard=False)  # as verl does by our configuration
+
+@ray.remote(num_cpus=1)
+class Worker:
+    def node(self):
+        return ray.get_runtime_context().get_node_id()
+
+workers = [Worker.remote() for _ in range(2)]
+homes = set(ray.get([each.node.remote() for each in workers]))
+alive = {each["NodeID"] for each in ray.nodes() if each["Alive"]}
+assert homes == alive and len(alive) == 1, (homes, alive)
+Path("began").touch()
+how = sys.argv[1]
+if how == "fails":
+    raise ValueError("too little memory")
+if how == "hangs":
+    time.sleep(600)
+os._exit(0)  # without ray.shutdown()
+"""
+
+
+def of_ray(mark: str) -> list[str]:
+    """Return the names of the living processes that inherited the test's variable."""
+    found = []
+    for each in psutil.process_iter(["environ", "name", "pid", "status"]):
+        inherited = (each.info["environ"] or {}).get("QRL_TEST_RAY") == mark
+        if inherited and each.info["pid"] != os.getpid() and each.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(each.info["name"])
+    return found
+
+
+@pytest.mark.parametrize("how", ["ends", "fails", "hangs"])
+def test_rays_own_processes_end_with_the_trainer(how, python, tmp_path, monkeypatch):
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "of_ray.py").write_text(RAY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
+    monkeypatch.setenv("QRL_TEST_RAY", str(tmp_path))
+    seen: set[str] = set()
+
+    def train() -> None:
+        with training._running(["of_ray", how], tmp_path) as trainer:
+            end = time.monotonic() + 240
+            while trainer.poll() is None and time.monotonic() < end:
+                seen.update(of_ray(str(tmp_path)))
+                if how == "hangs" and (tmp_path / "began").exists():
+                    raise KeyboardInterrupt
+                time.sleep(0.5)
+
+    if how == "ends":
+        train()
+    else:
+        error, words = {"fails": (QrlError, "ValueError: too little memory"), "hangs": (KeyboardInterrupt, None)}[how]
+        with pytest.raises(error, match=words):
+            train()
+    assert (tmp_path / "began").exists() and {"raylet", "gcs_server"} <= seen
+    assert not of_ray(str(tmp_path))
