@@ -54,7 +54,7 @@ def test_a_distillation_refuses_what_only_rewards_give_sense(key, tmp_path):
 
 
 @pytest.mark.parametrize("key", CHANGED)
-def test_a_gap_to_a_truncated_distribution_is_neither_measured_nor_corrected(key):
+def test_the_gap_of_a_truncated_distribution_is_refused_where_vllm_cannot_tell_the_whole_one(key):
     train, server = Train(**{key: CHANGED[key]}), {"mode": "server", "server": "http://127.0.0.1:1"}
     for settings, other in ((server, train), ({}, Train(temperature=0.8, **{key: CHANGED[key]}))):
         with pytest.raises(BadInput, match=rf"train\.{key} = .*rollout\.is_correction = none"):
