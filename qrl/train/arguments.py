@@ -28,7 +28,8 @@ def check(settings: Train, questions: int) -> None:
     share, micro = total // world, settings.micro_batch
     if micro < share and share % micro:
         of = f"{share} completions of a step {f'in each of {world} processes ' if world > 1 else ''}({product})"
-        raise BadInput(f"train.micro_batch = {micro} does not divide the {of}: choose a divisor.")
+        divisor = next(size for size in range(micro, 0, -1) if not share % size)
+        raise BadInput(f"train.micro_batch = {micro} does not divide the {of}: choose a divisor, such as {divisor}.")
     if questions < settings.prompts_per_step:
         drawn = f"a step draws train.prompts_per_step = {settings.prompts_per_step} different ones"
         raise BadInput(f"There are {questions} training questions, but {drawn}: give more questions, or lower it.")

@@ -215,7 +215,7 @@ def test_a_checkpoint_of_fsdp_is_whole_with_the_optimizer_that_fsdp_writes(train
 
 
 def test_batches_that_do_not_divide_are_refused_before_any_weight_is_loaded(tmp_path):
-    with pytest.raises(BadInput, match="does not divide"):
+    with pytest.raises(BadInput, match="choose a divisor, such as 4"):
         arguments.check(Train(prompts_per_step=4, generations=4, micro_batch=5), 100)
     with pytest.raises(BadInput, match="training questions"):
         arguments.check(Train(prompts_per_step=64), 63)
