@@ -2,27 +2,65 @@
 
 import dataclasses
 import functools
+import os
+
+from torch import Tensor
+
+from qrl import process
+from qrl.errors import BadInput
+from qrl.recipe import Train
 
 PART = "_fsdp_wrapped_module"  # FSDP adds it to the names of modules, but not of weights
 
 
-def prepare(trainer, adapter: bool) -> None:
-    """Let a model train as one process would train it, before the trainer shards it; `adapter`: it is a PEFT model."""
+def check(settings: Train, device: str) -> None:
+    """Raise BadInput if this training was launched with FSDP, and the device or FSDP 1 does not allow it."""
+    if not process.sharded():
+        return
+    if device == "cpu":
+        raise BadInput("FSDP shards over GPUs, but this run's device is the CPU: launch without FSDP, or run on GPUs.")
+    key = "qat" if settings.qat != "none" else "teacher"
+    if (settings.qat != "none" or settings.teacher) and os.environ.get("FSDP_VERSION", "1") != "2":
+        needs = f"train.{key} needs FSDP 2, but this training was launched with FSDP 1"
+        raise BadInput(f"{needs}: set train.parallel = fsdp2, or launch with --fsdp_version 2.")
+
+
+def prepare(trainer, settings: Train) -> None:
+    """Let a model train as one process would train it, before the trainer shards it."""
     plugin = trainer.accelerator.state.fsdp_plugin
     if plugin.mixed_precision_policy is not None:
-        plugin.mixed_precision_policy = keep_precision(plugin.mixed_precision_policy, adapter)
-    if adapter:
+        exact = settings.qat != "none"
+        plugin.mixed_precision_policy = keep_precision(plugin.mixed_precision_policy, settings.adapter, exact)
+    if plugin.fsdp_version == 2:
+        # transformers then samples until all processes have ended: each token gathers weights from all of them.
+        trainer.model._is_fsdp_managed_module = True
+    if settings.adapter:
         patch_peft()
 
 
-def keep_precision(policy, adapter: bool):
+def keep_precision(policy, adapter: bool, exact: bool = False):
     """Return FSDP's mixed-precision policy without the casts that lose precision.
 
     bf16 changes a rotary position's angle at 1,000 by up to 2 radians. PEFT casts an adapter's inputs to the dtype of
-    its weights, so each part casts them back.
+    its weights, so each part casts them back. Where training quantizes, `exact` gathers masters and sums gradients in
+    their own dtype, since Q(bf16(W)) is not Q(W); autocast then computes in bf16, as in one process.
     """
+    if exact:
+        return type(policy)()
     kept = {"buffer_dtype": None} if hasattr(policy, "buffer_dtype") else {}  # FSDP 2 leaves buffers as they are
     return dataclasses.replace(policy, **kept, cast_forward_inputs=policy.cast_forward_inputs or adapter)
+
+
+def whole(weight: Tensor) -> Tensor:
+    """Return a weight's values, gathered where FSDP 2 shards it: then all processes call this, in the same order."""
+    weight = weight.detach()
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+
+
+def share(weight: Tensor) -> Tensor:
+    """Return the values of a weight that this process holds."""
+    weight = weight.detach()
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def patch_peft() -> None:
