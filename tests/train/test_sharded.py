@@ -211,3 +211,109 @@ def torchrun(folder: Path, source: str, *words) -> subprocess.CompletedProcess:
 def test_shards_compute_what_whole_weights_do(name, dtype, tmp_path):
     done = torchrun(tmp_path, COMPARED, name, dtype)
     assert done.returncode == 0 and done.stdout.count("agrees") == 2, done.stderr[-3000:]
+
+
+TRAINED = """
+import json, os, sys
+from pathlib import Path
+from qrl import process
+process.settle()
+import accelerate.state
+from accelerate.utils import DistributedType
+from qrl import checkpoint, tasks, tiny
+from qrl.recipe import Train
+from qrl.train import Job, distill, grpo, loop, parallel
+from qrl.train.monitor import metrics
+
+base, work, out, settings = sys.argv[1:]
+settings = Train.model_validate_json(settings)
+os.environ |= parallel.CONFIGURATIONS[settings.parallel]
+begins = accelerate.state.AcceleratorState.__init__
+
+
+def as_on_gpus(self, *args, fsdp_plugin=None, **named):
+    begins(self, *args, fsdp_plugin=fsdp_plugin, **named)
+    if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+        self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+        accelerate.state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        if self._mixed_precision != "no":
+            fsdp_plugin.set_mixed_precision(self._mixed_precision)
+
+
+accelerate.state.AcceleratorState.__init__ = as_on_gpus
+seen = {}
+job = Job(
+    base=Path(base), questions=tasks.load("arithmetic", "train", 16, 0), task="arithmetic", template="plain", seed=0,
+    settings=settings, device="cpu", work=Path(work), out=Path(out), log=lambda found, step: seen.update({step: found}),
+)
+with process.sentences():
+    process.hush_transformers()
+    make, kind = (grpo.make_trainer, metrics.GRPO)
+    if settings.teacher:
+        make, kind = (lambda job: distill.make_trainer(job, tiny.PATH)), metrics.DISTILLATION
+    trainer = make(job)
+    done = loop.run(trainer, job, checkpoint.check(job.base), kind)
+parts = [getattr(weight, "_local_tensor", weight).numel() for weight in trainer.model.parameters()]
+held = sum(parts) / sum(weight.numel() for weight in trainer.model.parameters())
+told = {"resumed_from": done.resumed_from, "history": done.history.to_dict("list"), "held": held, "start": seen.get(0)}
+sys.stdout.write(f"rank {process.rank()} told {json.dumps(told)}\\n")
+"""
+SMALL = Train(
+    steps=3,
+    prompts_per_step=4,
+    generations=4,
+    micro_batch=8,
+    max_completion_tokens=24,
+    save_every=1,
+    learning_rate=4e-5,
+    top_k=1,
+    qat_calibration_samples=4,
+    qat_calibration_batch=2,
+)
+
+
+def trained(folder: Path, base: Path, parallel: str, **changes) -> list[dict]:
+    """Train on two processes, and return what each told at its end, by rank."""
+    folder.mkdir(exist_ok=True)
+    settings = SMALL.model_copy(update={"parallel": parallel} | changes)
+    done = torchrun(folder, TRAINED, base, folder / "work", folder / "model", settings.model_dump_json())
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = dict(line.split(" told ") for line in done.stdout.splitlines() if " told " in line)
+    return [json.loads(told[f"rank {rank}"]) for rank in (0, 1)]
+
+
+def apart(base: Path, one: Path, two: Path) -> float:
+    """Return how far two trainings ended from one another, over how far the first one moved."""
+    start, ours, theirs = (load_file(path / "model.safetensors") for path in (base, one, two))
+    assert ours.keys() == theirs.keys() and all(weight.dtype == theirs[name].dtype for name, weight in ours.items())
+    moved = torch.cat([(ours[name].float() - start[name].float()).flatten() for name in ours])
+    return float(torch.cat([(ours[name].float() - theirs[name].float()).flatten() for name in ours]).norm() / moved.norm())
+
+
+VARIED = {"top_k": 0, "temperature": 2.0, "max_completion_tokens": 32}  # so that a group's rewards differ
+CASES = {  # the loss and its format
+    "grpo int4": {"qat": "int4"} | VARIED,
+    "grpo nvfp4-a4": {"qat": "nvfp4-a4", "gradient_checkpointing": True} | VARIED,
+    "distillation": {"teacher": "qrl-tiny"},
+    "distillation nvfp4-a4": {"teacher": "qrl-tiny", "qat": "nvfp4-a4", "teacher_placement": "sharded"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_trainer_shards_as_it_trains_whole_and_goes_on_from_a_checkpoint(case, tmp_path, away):
+    """Sampling by seed and process is the same under DDP, whose processes hold whole weights."""
+    base = away if "teacher" in CASES[case] else tiny.PATH
+    whole, parts = (trained(tmp_path / each, base, each, **CASES[case]) for each in ("ddp", "fsdp2"))
+    assert [told["held"] for told in whole] == [1.0, 1.0] and all(told["held"] < 0.6 for told in parts)
+    assert any(whole[0]["history"]["loss"]) and parts[0]["start"] == whole[0]["start"]
+    for name in ("loss", "grad_norm", "completion_tokens"):
+        assert parts[0]["history"][name] == pytest.approx(whole[0]["history"][name], rel=2e-2, abs=1e-5), name
+    assert apart(base, tmp_path / "ddp/model", tmp_path / "fsdp2/model") < 0.05
+    kept = Path("work", "checkpoint-2")
+    shutil.copytree(tmp_path / "fsdp2" / kept, tmp_path / "again" / kept)
+    for file in (tmp_path / "fsdp2/work").glob("*.json"):
+        shutil.copy(file, tmp_path / "again/work")
+    again = trained(tmp_path / "again", base, "fsdp2", **CASES[case])
+    assert again[0]["resumed_from"] == 2 and again[0]["start"] == parts[0]["start"]
+    assert checkpoint.digest(tmp_path / "again/model") == checkpoint.digest(tmp_path / "fsdp2/model")
