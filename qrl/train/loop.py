@@ -150,7 +150,9 @@ class Guard:
     def _digest(self, state: Mapping[str, torch.Tensor] | None) -> str:
         if state is None:
             return frozen_digest(self.model)
-        return parallel.digest((name, state[name].float()) for name in self.names)  # FSDP may store them in another dtype
+        return parallel.digest(
+            (name, state[name].float()) for name in self.names
+        )  # FSDP may store them in another dtype
 
 
 def frozen_digest(model) -> str:

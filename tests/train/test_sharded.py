@@ -43,27 +43,31 @@ from qrl.train.rollout import codes, sync
 from qrl.train.teacher import local
 
 torch.set_num_threads(1)
-distributed.init_process_group("gloo")
-rank, name, dtype = distributed.get_rank(), sys.argv[1], {"bf16": torch.bfloat16, "fp32": None}[sys.argv[2]]
+name, dtype, kind = sys.argv[1], {"bf16": torch.bfloat16, "fp32": None}[sys.argv[2]], sys.argv[3]
+if kind == "cuda":
+    torch.cuda.set_device(process.local_rank())
+distributed.init_process_group({"cpu": "gloo", "cuda": "nccl"}[kind])
+rank, place = distributed.get_rank(), torch.device(kind, process.local_rank() if kind == "cuda" else None)
 draw = torch.Generator().manual_seed(1)
 ids = torch.randint(3, 200, (4, 16), generator=draw)
 mask = torch.ones_like(ids)
 mask[1, 11:] = 0
+ids, mask = ids.to(place), mask.to(place)
 batch = {"input_ids": ids, "attention_mask": mask}
-autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None)
+autocast = torch.autocast(kind, dtype=torch.bfloat16, enabled=dtype is not None)
 
 
 def laid_out(shards):
     model = pretrained.load(tiny.PATH, dtype=torch.float32)
-    linear.attach(model.eval(), name, dtype, shards=shards)
+    linear.attach(model.eval() if shards else model.eval().to(place), name, dtype, shards=shards)
     if shards:
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(kind, (2,))
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         tail = [model.model.norm, model.get_input_embeddings(), model.lm_head]  # tied, as accelerate groups them
         fully_shard(tail, mesh=mesh, reshard_after_forward=False)
         fully_shard(model, mesh=mesh)
-        linear.begin(model)
+        linear.begin(model.to(place))  # buffers
     return model
 
 
@@ -85,7 +89,7 @@ def used(model):
 
 
 def close(ours, theirs):
-    bound = 5e-2 if dtype else 1e-4  # half of the rows are multiplied at a time, so bf16 rounds other sums
+    bound = 5e-2 if dtype else {"cpu": 1e-4, "cuda": 1e-2}[kind]  # half of the rows are multiplied at a time, so bf16 rounds other sums
     assert (ours - theirs).norm() <= bound * theirs.norm(), ((ours - theirs).norm() / theirs.norm())
 
 
@@ -167,7 +171,6 @@ for checkpointing in (None, False, True):
 valid = mask[:, 8:].bool()
 stands = SimpleNamespace(_get_last_hidden_state=lambda model, ids, mask, keep: model.model(
     input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[:, -keep - 1:-1])
-place = torch.device("cpu")
 teacher = local.shard(lambda: pretrained.load(tiny.PATH, dtype=torch.float32).requires_grad_(False).eval(), place)
 
 
@@ -209,7 +212,7 @@ def torchrun(folder: Path, source: str, *words) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "fp32") for name in FORMATS), ("nvfp4-a4", "bf16")])
 def test_shards_compute_what_whole_weights_do(name, dtype, tmp_path):
-    done = torchrun(tmp_path, COMPARED, name, dtype)
+    done = torchrun(tmp_path, COMPARED, name, dtype, "cuda" if torch.cuda.device_count() > 1 else "cpu")
     assert done.returncode == 0 and done.stdout.count("agrees") == 2, done.stderr[-3000:]
 
 
@@ -287,7 +290,9 @@ def apart(base: Path, one: Path, two: Path) -> float:
     start, ours, theirs = (load_file(path / "model.safetensors") for path in (base, one, two))
     assert ours.keys() == theirs.keys() and all(weight.dtype == theirs[name].dtype for name, weight in ours.items())
     moved = torch.cat([(ours[name].float() - start[name].float()).flatten() for name in ours])
-    return float(torch.cat([(ours[name].float() - theirs[name].float()).flatten() for name in ours]).norm() / moved.norm())
+    return float(
+        torch.cat([(ours[name].float() - theirs[name].float()).flatten() for name in ours]).norm() / moved.norm()
+    )
 
 
 VARIED = {"top_k": 0, "temperature": 2.0, "max_completion_tokens": 32}  # so that a group's rewards differ
