@@ -150,9 +150,8 @@ class Guard:
     def _digest(self, state: Mapping[str, torch.Tensor] | None) -> str:
         if state is None:
             return frozen_digest(self.model)
-        return parallel.digest(
-            (name, state[name].float()) for name in self.names
-        )  # FSDP may store them in another dtype
+        # FSDP may store them in another dtype.
+        return parallel.digest((name, state[name].float()) for name in self.names)
 
 
 def frozen_digest(model) -> str:

@@ -54,13 +54,15 @@ def keep_precision(policy, adapter: bool, exact: bool = False):
 def whole(weight: Tensor) -> Tensor:
     """Return a weight's values, gathered where FSDP 2 shards it: then all processes call this, in the same order."""
     weight = weight.detach()
-    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    gather = getattr(weight, "full_tensor", None)
+    return weight if gather is None else gather()
 
 
 def share(weight: Tensor) -> Tensor:
     """Return the values of a weight that this process holds."""
     weight = weight.detach()
-    return weight.to_local() if hasattr(weight, "to_local") else weight
+    local = getattr(weight, "to_local", None)
+    return weight if local is None else local()
 
 
 def patch_peft() -> None:

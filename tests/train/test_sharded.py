@@ -89,7 +89,7 @@ def used(model):
 
 
 def close(ours, theirs):
-    bound = 5e-2 if dtype else {"cpu": 1e-4, "cuda": 1e-2}[kind]  # half of the rows are multiplied at a time, so bf16 rounds other sums
+    bound = 5e-2 if dtype else {"cpu": 1e-4, "cuda": 1e-2}[kind]  # each process multiplies half of the rows
     assert (ours - theirs).norm() <= bound * theirs.norm(), ((ours - theirs).norm() / theirs.norm())
 
 
@@ -289,10 +289,9 @@ def apart(base: Path, one: Path, two: Path) -> float:
     """Return how far two trainings ended from one another, over how far the first one moved."""
     start, ours, theirs = (load_file(path / "model.safetensors") for path in (base, one, two))
     assert ours.keys() == theirs.keys() and all(weight.dtype == theirs[name].dtype for name, weight in ours.items())
-    moved = torch.cat([(ours[name].float() - start[name].float()).flatten() for name in ours])
-    return float(
-        torch.cat([(ours[name].float() - theirs[name].float()).flatten() for name in ours]).norm() / moved.norm()
-    )
+    differences = ([(ours[name].float() - to[name].float()).flatten() for name in ours] for to in (start, theirs))
+    moved, other = map(torch.cat, differences)
+    return float(other.norm() / moved.norm())
 
 
 VARIED = {"top_k": 0, "temperature": 2.0, "max_completion_tokens": 32}  # so that a group's rewards differ

@@ -33,9 +33,7 @@ class Fold:
     made: int = 0  # how often Q(W) was computed
     state: list | None = None  # of the weights that Q(W) was computed from
     stand: dict[int, tuple] = field(default_factory=dict)  # id of a linear → W, its kind, Q(W) with a gradient to W
-    passing: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # of sharded weights: id of a linear → its Q(W), until used
+    passing: dict[int, Tensor] = field(default_factory=dict)  # of shards: id of a linear → Q(W), until it is used
     largest: Tensor | None = None  # (members,), each one's largest |w|
     final: QATLinear | None = None  # the last member
     last: tuple | None = None  # key, inputs and their quantized values, until the last member has used them

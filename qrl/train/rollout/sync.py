@@ -88,7 +88,7 @@ def checkpoint_name(name: str) -> str:
 
 
 def full(weight: torch.Tensor, module: nn.Module) -> torch.Tensor:
-    """Return a weight's values in full precision; NF4, INT8 and shards give a new tensor of the whole weight's shape."""
+    """Return a weight's values in full precision; NF4, INT8 and shards give a new tensor."""
     if type(weight).__name__ not in ("Params4bit", "Int8Params"):  # bitsandbytes'
         return sharded.whole(weight)
     from peft.utils.integrations import dequantize_bnb_weight
