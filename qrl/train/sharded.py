@@ -31,9 +31,6 @@ def prepare(trainer, settings: Train) -> None:
     if plugin.mixed_precision_policy is not None:
         exact = settings.qat != "none"
         plugin.mixed_precision_policy = keep_precision(plugin.mixed_precision_policy, settings.adapter, exact)
-    if plugin.fsdp_version == 2:
-        # transformers then samples until all processes have ended: each token gathers weights from all of them.
-        trainer.model._is_fsdp_managed_module = True
     if settings.adapter:
         patch_peft()
 
