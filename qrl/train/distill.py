@@ -84,6 +84,7 @@ def make_trainer(job: Job, teacher: Path):
         callbacks=[metrics.callback(settings, job.log, metrics.DISTILLATION)],
     )
     if process.sharded():
+        policy.free_casts(trainer)
         sharded.prepare(trainer, settings)
     return trainer
 

@@ -36,7 +36,7 @@ from qrl import process, tiny
 process.settle()
 from qrl.engine import pretrained
 from qrl.errors import BadInput, QrlError
-from qrl.train import distill, parallel, trl_private
+from qrl.train import distill, parallel, sharded, trl_private
 from qrl.train.qat import linear, prepare
 from qrl.train.qat.fold import folds
 from qrl.train.rollout import codes, sync
@@ -118,14 +118,6 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-one, parts = laid_out(False), laid_out(True)
-optimizers = {model: torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (one, parts)}
-batches = [{key: value[:2] for key, value in batch.items()}, {key: value[2:] for key, value in batch.items()}]
-if name == "nvfp4-a4":
-    assert prepare.calibrate(parts, batches) == prepare.calibrate(one, batches), "scales"
-with autocast:
-    assert prepare.logprob_gap(parts, batches) == prepare.logprob_gap(one, batches), "gap"
-
 def same_sync():
     for sent, wanted in (
         (sync.named_scales(parts), sync.named_scales(one)),
@@ -138,7 +130,19 @@ def same_sync():
             assert ours == theirs and sends.dtype == wants.dtype and sends.equal(wants), ours
     assert not any(fold.passing for fold in folds(parts)), "kept"
 
-same_sync()  # the last forward pass has left embeddings and head gathered
+
+one, parts = laid_out(False), laid_out(True)
+optimizers = {model: torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (one, parts)}
+batches = [{key: value[:2] for key, value in batch.items()}, {key: value[2:] for key, value in batch.items()}]
+if name == "nvfp4-a4":
+    assert prepare.calibrate(parts, batches) == prepare.calibrate(one, batches), "scales"
+with autocast:
+    assert prepare.logprob_gap(parts, batches) == prepare.logprob_gap(one, batches), "gap"
+assert not hasattr(parts.lm_head.weight, "full_tensor") and parts.lm_head.weight is parts.model.embed_tokens.weight
+same_sync()  # where the last forward pass has left embeddings and head gathered
+sharded.release(parts)
+assert all(hasattr(weight, "full_tensor") for weight in parts.parameters())
+same_sync()
 ours, theirs = (prepare.state(model) for model in (parts, one))
 assert {key: parallel.digest(each) for key, each in ours.items()} == {
     key: parallel.digest(each) for key, each in theirs.items()
@@ -299,6 +303,8 @@ CASES = {  # the loss and its format
     "grpo int4": {"qat": "int4"} | VARIED,
     "grpo nvfp4-a4": {"qat": "nvfp4-a4", "gradient_checkpointing": True} | VARIED,
     "distillation": {"teacher": "qrl-tiny"},
+    "distillation bf16": {"teacher": "qrl-tiny", "dtype": "bf16", "max_completion_tokens": 8},
+    "distillation bf16 int4": {"teacher": "qrl-tiny", "dtype": "bf16", "max_completion_tokens": 8, "qat": "int4"},
     "distillation nvfp4-a4": {"teacher": "qrl-tiny", "qat": "nvfp4-a4", "teacher_placement": "sharded"},
 }
 

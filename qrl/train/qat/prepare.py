@@ -17,7 +17,7 @@ from qrl.formats.fakequant import linears, rounding
 from qrl.recipe import Train
 from qrl.tasks import prompt
 from qrl.tasks import rows as task_rows
-from qrl.train import parallel
+from qrl.train import parallel, sharded
 from qrl.train.job import Job
 from qrl.train.qat import linear
 from qrl.train.qat.fold import refold
@@ -65,6 +65,7 @@ def begin(trainer, job: Job) -> None:
             if shards:  # the checkpoint to resume from is loaded, too
                 linear.begin(model)
                 _measure(model, job, fresh=not state.global_step)
+                sharded.release(model)
 
         def on_step_end(self, args, state, control, **_):
             refold(model)
