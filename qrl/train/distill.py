@@ -17,7 +17,7 @@ from qrl import checkpoint, process
 from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.tasks import prompt
-from qrl.train import arguments, loop, policy, trl_private
+from qrl.train import arguments, loop, policy, sharded, trl_private
 from qrl.train.job import Job, Trained
 from qrl.train.monitor import metrics
 from qrl.train.qat import prepare
@@ -29,8 +29,8 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
 
     Raises:
         BadInput: teacher or student is quantized, their vocabularies differ, an adapter or watchers are configured,
-            FSDP shards the student, the batch does not divide, there are too few questions, or the teacher's server
-            does not score as the recipe says.
+            FSDP runs on a CPU or is too old, the batch does not divide, there are too few questions, or the teacher's
+            server does not score as the recipe says.
     """
     settings = job.settings
     for key in ("mask_truncated", "max_resamples"):
@@ -48,11 +48,10 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
             f"The teacher {teacher.path} has a vocabulary of {other}, but the student one of {own}: choose a teacher "
             "of the same model family."
         )
-    if process.sharded():
-        raise BadInput("train.teacher distils into whole weights, but FSDP shards the student's: launch without FSDP.")
     if settings.adapter:
         reason = f"train.teacher distils into all weights, but train.method = {settings.method} trains an adapter"
         raise BadInput(f"{reason}: set train.method = full.")
+    sharded.check(settings, job.device)
     policy.check(settings, checkpoint.entries(base.path))
     arguments.check(settings, len(job.questions))
     prepare.check(settings, base.path)
@@ -76,13 +75,18 @@ def make_trainer(job: Job, teacher: Path):
     args = DistillationConfig(**arguments.common(job))  # starts the group of processes, over which a teacher is sharded
     loss = functools.partial(divergence, reverse=settings.distill_reverse)
     rows = [{"prompt": prompt.messages(question.question, job.template)} for question in job.questions]
-    return trl_private.distillation_trainer(loss, _teacher(checkpoint.check(teacher), job), job.rollout, settings.qat)(
+    scoring = _teacher(checkpoint.check(teacher), job)
+    trainer = trl_private.distillation_trainer(loss, scoring, job.rollout, settings.qat)(
         model=policy.load(job.base, settings, job.device),
         args=args,
         train_dataset=arguments.dataset([row for row in rows for _ in range(settings.generations)]),
         processing_class=hf.tokenizer(job.base),
         callbacks=[metrics.callback(settings, job.log, metrics.DISTILLATION)],
     )
+    if process.sharded():
+        policy.free_casts(trainer)
+        sharded.prepare(trainer, settings)
+    return trainer
 
 
 def _teacher(teacher: checkpoint.Checkpoint, job: Job) -> Teacher:

@@ -18,17 +18,16 @@ def check(base: checkpoint.Checkpoint, job: Job) -> None:
     """Check that this training is possible, before any weight is loaded; `rollout.check` checks who samples.
 
     Raises:
-        BadInput: the base is quantized, FSDP runs on a CPU, adapter settings fit neither method nor model, the
-            reference does not fit into memory, the batch does not divide, a reward of the user's fails, or training
-            would stop for what is not measured.
+        BadInput: the base is quantized, FSDP runs on a CPU or is too old, adapter settings fit neither method nor
+            model, the reference does not fit into memory, the batch does not divide, a reward of the user's fails, or
+            training would stop for what is not measured.
     """
     if base.quantization:
         raise BadInput(
             f"{base.path} is stored in {base.quantization}, but training starts from full-precision weights: give the "
             "checkpoint that it was made from. Training quantizes the base itself where train.base_storage says so."
         )
-    if process.sharded() and job.device == "cpu":
-        raise BadInput("FSDP shards over GPUs, but this run's device is the CPU: launch without FSDP, or run on GPUs.")
+    sharded.check(job.settings, job.device)
     tensors = checkpoint.entries(base.path)
     policy.check(job.settings, tensors)
     policy.check_reference(job.settings, tensors, job.device)
@@ -84,14 +83,7 @@ def make_trainer(job: Job):
         peft_config=policy.adapter(settings),
     )
     policy.widen(trainer.model)
-    _disable_cast_cache(trainer)
+    policy.free_casts(trainer)
     if process.sharded():
-        sharded.prepare(trainer, settings.adapter)
+        sharded.prepare(trainer, settings)
     return trainer
-
-
-def _disable_cast_cache(trainer) -> None:
-    """Drop a weight's bf16 copy after its one use in a pass: full training saves 2 bytes per parameter."""
-    from accelerate.utils import AutocastKwargs
-
-    trainer.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)

@@ -6,7 +6,7 @@ import json
 import time
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -27,10 +27,10 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind, more
     """
     from transformers import PrinterCallback
 
+    if process.world_size() > 1:
+        parallel.agree({**start(base, job), **more})
     prepare.begin(trainer, job)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    if process.world_size() > 1:
-        parallel.agree({**start(model, base, job), **more})
     watching = probe.callback(trainer, job)
     trainer.add_callback(watching)
     trainer.add_callback(_no_further_step())  # after the others, whose training begins too
@@ -64,13 +64,12 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind, more
     )
 
 
-def start(model, base: checkpoint.Checkpoint, job: Job) -> dict[str, str]:
+def start(base: checkpoint.Checkpoint, job: Job) -> dict[str, str]:
     """Return the digests of what a training begins with; processes that train together have the same."""
     sections = (section.model_dump_json() for section in (job.settings, job.rollout, job.watch))
     asked = (f"{question.question}\0{question.answer}" for question in job.questions)
     settings = "\n".join((*sections, job.task, repr(job.template), str(job.seed), *asked))
-    digests = {"settings or questions": hashlib.sha256(settings.encode()).hexdigest(), "base weights": base.digest}
-    return digests | {name: _digest(tensors) for name, tensors in prepare.state(model).items()}
+    return {"settings or questions": hashlib.sha256(settings.encode()).hexdigest(), "base weights": base.digest}
 
 
 class _AllSteps(Exception):
@@ -151,7 +150,8 @@ class Guard:
     def _digest(self, state: Mapping[str, torch.Tensor] | None) -> str:
         if state is None:
             return frozen_digest(self.model)
-        return _digest((name, state[name].float()) for name in self.names)  # FSDP may store them in another dtype
+        # FSDP may store them in another dtype.
+        return parallel.digest((name, state[name].float()) for name in self.names)
 
 
 def frozen_digest(model) -> str:
@@ -163,12 +163,4 @@ def frozen_digest(model) -> str:
         else:
             scales = getattr(module.weight, "SCB", None)
             tensors.append((f"{name}.SCB", module.state.SCB if scales is None else scales))
-    return _digest(tensors)
-
-
-def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
-        digest.update(name.encode() + b"\0")
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+    return parallel.digest(tensors)

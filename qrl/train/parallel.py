@@ -4,20 +4,27 @@ The step's own process is the first and the only one that logs and writes. It st
 they end with it, however it ends. Under `torchrun` or `accelerate launch` all are there already, and none is started.
 """
 
+from __future__ import annotations
+
+import hashlib
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qrl import process
 from qrl.engine import device as devices
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Train
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONFIGURATIONS: Mapping[str, Mapping[str, str]] = {  # what `accelerate launch` sets for the same
     "ddp": {},
@@ -61,13 +68,6 @@ def check(settings: Train, device: str, gpus: int | None = None) -> None:
             f"train.parallel = {chosen} needs DeepSpeed, which this environment lacks and qrl has not been tried with: "
             "use fsdp2, which divides weights, gradients and optimizer states too."
         )
-    if chosen == "fsdp2" and settings.teacher:
-        raise BadInput("train.teacher distils into whole weights, but train.parallel = fsdp2 shards them: use ddp.")
-    if chosen == "fsdp2" and settings.qat != "none":
-        whole = (
-            f"train.qat = {settings.qat} needs whole weights in each process, but train.parallel = fsdp2 shards them"
-        )
-        raise BadInput(f"{whole}: use ddp, or set train.qat = none.")
     if chosen == "fsdp2" and device == "cpu":
         raise BadInput("train.parallel = fsdp2 shards over GPUs, but this run's device is the CPU: use ddp, or GPUs.")
     if _launched():
@@ -150,6 +150,17 @@ def agree(start: Mapping[str, str]) -> None:
                 f"Process {rank} of the training has other {' and '.join(different)} than process 0: give all of them "
                 "the same recipe, files, versions and kind of GPU, and delete `.qrl` where it is not shared."
             )
+
+
+def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the sha256 of tensors and their names, in order."""
+    import torch
+
+    total = hashlib.sha256()
+    for name, tensor in tensors:
+        total.update(name.encode() + b"\0")
+        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return total.hexdigest()
 
 
 def _check_launched(device: str) -> None:

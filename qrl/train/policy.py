@@ -128,6 +128,13 @@ def widen(model) -> None:
             weight.data = weight.data.to(torch.float32)
 
 
+def free_casts(trainer) -> None:
+    """Drop a weight's bf16 copy after its one use in a pass: full training saves 2 bytes per parameter."""
+    from accelerate.utils import AutocastKwargs
+
+    trainer.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
+
+
 def record(folder: Path, settings: Train, base_digest: str) -> None:
     """Write beside an adapter what it was trained over, so that `merge` chooses the right base."""
     note = {"base_storage": settings.storage, "compute": settings.compute, "base_digest": base_digest}

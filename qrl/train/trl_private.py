@@ -200,7 +200,7 @@ class Link:
         self.accelerator.wait_for_everyone()
 
     def _iter_named_params(self):
-        if self._dist.is_fsdp:  # TRL gathers the shards; adapters were refused before
+        if self._dist.is_fsdp and self.qat == "none":  # TRL gathers the shards; adapters were refused before
             yield from super()._iter_named_params()
         elif self.settings.quantization == codes.NAME:
             yield from codes.named_codes(self._model(), torch.bfloat16)

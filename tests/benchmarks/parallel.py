@@ -18,7 +18,9 @@ server      two processes, and an engine behind a server on the second GPU
 tensor      one process, and a server whose engine is divided over both GPUs
 qat, qat-ddp            quantization-aware training of nvfp4-a4
 distil, distil-ddp      a distillation with a teacher of the same shape
+qat-fsdp2, distil-fsdp2     the same as `fsdp2`
 8b-fsdp2    Qwen3-8B's shape, all weights trained, as `fsdp2`: does it fit two GPUs?
+8b-qat-fsdp2            the same with quantization-aware training of nvfp4-a4
 """
 
 import argparse
@@ -43,6 +45,7 @@ from qrl import names, tiny
 
 DDP, FSDP2 = ("--train.parallel", "ddp"), ("--train.parallel", "fsdp2")
 QAT = ("--train.qat", "nvfp4-a4")
+SMALL = ("--train.prompts_per_step", "8", "--train.micro_batch", "8")
 URL = "http://127.0.0.1:8018"
 SERVED = ("--rollout.mode", "server", "--rollout.server", URL)
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # name → the case that it is compared with, and its options
@@ -57,7 +60,10 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # name → the case that it i
     "qat-ddp": ("qat", (*DDP, *QAT)),
     "distil": ("", ("--train.teacher", "MODEL")),
     "distil-ddp": ("distil", (*DDP, "--train.teacher", "MODEL")),
-    "8b-fsdp2": ("", (*FSDP2, "--train.prompts_per_step", "8", "--train.micro_batch", "8")),
+    "qat-fsdp2": ("qat", (*FSDP2, *QAT)),
+    "distil-fsdp2": ("distil", (*FSDP2, "--train.teacher", "MODEL")),
+    "8b-fsdp2": ("", (*FSDP2, *SMALL)),
+    "8b-qat-fsdp2": ("8b-fsdp2", (*FSDP2, *QAT, *SMALL)),
 }
 ALONE = {"one", "qat", "distil", "tensor"}  # that see the first GPU only
 SERVERS = {"server": ({"CUDA_VISIBLE_DEVICES": "1"}, ()), "tensor": ({}, ("--tensor-parallel-size", "2"))}

@@ -41,9 +41,7 @@ def child(words: str):
         ({"parallel": "fsdp2"}, "cuda", 1, "fsdp2 needs 2 GPUs, but this machine has 1 GPU:"),
         ({"parallel": "ddp"}, "cpu", 0, "set train.processes"),
         ({"parallel": "fsdp2", "processes": "2"}, "cpu", 0, "device is the CPU"),
-        ({"parallel": "fsdp2", "processes": "2", "qat": "int4"}, "cuda", 2, "int4 needs whole weights.*use ddp"),
         ({"parallel": "zero3", "processes": "2"}, "cuda", 2, "zero3 needs DeepSpeed"),
-        ({"parallel": "fsdp2", "processes": "2", "teacher": "m"}, "cuda", 2, "teacher distils into whole.*use ddp"),
         ({"processes": "2"}, "cpu", 0, "no effect without train.parallel"),
         ({"teacher_placement": "sharded", "teacher": "m"}, "cuda", 2, "but one trains: set train.parallel = ddp"),
     ],
@@ -52,6 +50,11 @@ def test_what_this_machine_cannot_do_is_refused_in_a_sentence(fields, device, gp
     monkeypatch.setattr(parallel.devices, "gpus", lambda _device: gpus)
     with pytest.raises(BadInput, match=words):
         parallel.check(settings(**fields), device)
+
+
+def test_fsdp_2_shards_a_quantized_student(monkeypatch):
+    monkeypatch.setattr(parallel.devices, "gpus", lambda _device: 2)
+    parallel.check(settings(parallel="fsdp2", qat="nvfp4-a4", teacher="m"), "cuda")
 
 
 def test_a_cluster_that_gives_too_few_gpus_is_told_apart_from_this_machine(monkeypatch):
@@ -177,25 +180,25 @@ def test_processes_that_would_begin_apart_are_refused_before_the_first_step(tamp
     assert not [*tmp_path.glob("*/checkpoint-*")] and not [*tmp_path.glob("*/model")]
 
 
-def test_a_start_names_what_differs_in_it(tmp_path):
-    from qrl import checkpoint, tiny
+def test_what_quantized_linears_compute_with_differs_by_name():
+    from qrl import tiny
     from qrl.engine import hf
-    from qrl.train import Job, loop
     from qrl.train.qat import linear, prepare
 
-    base, model = checkpoint.check(tiny.PATH), hf.load(tiny.PATH, "cpu", "float32")[0]
-    data = {"base": tiny.PATH, "questions": (), "task": "arithmetic", "template": "plain", "seed": 0}
-    job = Job(settings=settings(qat="nvfp4-a4"), device="cpu", work=tmp_path, out=tmp_path / "model", **data)
+    def digests():
+        return {name: parallel.digest(tensors) for name, tensors in prepare.state(model).items()}
+
+    model = hf.load(tiny.PATH, "cpu", "float32")[0]
     linear.attach(model, "nvfp4-a4")
     scales = {path: 1.0 for path, _ in prepare.state(model)["folded weights"]}
     prepare.set_activation_scales(model, scales)
-    before = loop.start(model, base, job)
+    before = digests()
     prepare.set_activation_scales(model, scales | {next(iter(scales)): 1.5})
-    changed = [loop.start(model, base, job)]
+    changed = [digests()]
     with_step = model.get_submodule(next(iter(scales))).weight
     with_step.data.mul_(2)
     linear.refold(model)
-    changed.append(loop.start(model, base, job))
+    changed.append(digests())
     different = [{name for name in before if before[name] != after[name]} for after in changed]
     assert different == [{"activation scales"}, {"activation scales", "folded weights"}]
 

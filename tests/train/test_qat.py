@@ -258,9 +258,11 @@ def test_a_rollout_engine_is_sent_the_scale_of_every_linear_that_has_one(name):
         assert scale.shape == (1,) and scale.dtype == torch.float32
         assert scale is linears[path.removesuffix(".input_global_scale")].input_global_scale
     link = object.__new__(trl_private.Link)
-    link._dist, link.model = SimpleNamespace(is_fsdp=False), model
+    link.model, link.qat = model, name
     link.accelerator = SimpleNamespace(unwrap_model=lambda model: model)
-    assert [name for name, _ in link._iter_named_params()] == [*sent, *dict(sync.named_weights(model))]
+    for shards in (False, True):  # TRL itself would send the masters
+        link._dist = SimpleNamespace(is_fsdp=shards)
+        assert [name for name, _ in link._iter_named_params()] == [*sent, *dict(sync.named_weights(model))]
 
 
 def test_an_engine_that_is_sent_no_scales_ends_training_in_a_sentence():

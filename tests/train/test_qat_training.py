@@ -17,7 +17,7 @@ from qrl.formats.fakequant import rounding as values
 from qrl.quantize import settings as choices
 from qrl.recipe import Quantize, Train
 from qrl.tasks import prompt
-from qrl.train import Job, grpo
+from qrl.train import Job, grpo, sharded
 from qrl.train.qat import linear as qat
 from qrl.train.qat import prepare
 
@@ -156,11 +156,15 @@ def test_an_adapter_is_refused_before_any_weight_is_loaded():
         prepare.check(Train(qat="int8", method="lora"), tiny.PATH)
 
 
-def test_fsdp_launched_by_hand_is_refused_before_any_weight_is_loaded(monkeypatch):
+@pytest.mark.parametrize(("key", "value"), [("qat", "int8"), ("teacher", "m")])
+def test_fsdp_1_launched_by_hand_is_refused_before_any_weight_is_loaded(key, value, monkeypatch):
+    sharded.check(Train(**{key: value}), "cpu")  # nothing is sharded
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(BadInput, match=r"train\.qat needs whole weights .*FSDP"):
-        prepare.check(Train(qat="int8"), tiny.PATH)
-    prepare.check(Train(), tiny.PATH)
+    with pytest.raises(BadInput, match=rf"train\.{key} needs FSDP 2, .* with FSDP 1: set train\.parallel = fsdp2"):
+        sharded.check(Train(**{key: value}), "cuda")
+    sharded.check(Train(), "cuda")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    sharded.check(Train(**{key: value}), "cuda")
 
 
 def test_a_model_that_the_format_cannot_hold_is_refused_before_any_weight_is_loaded(tmp_path):

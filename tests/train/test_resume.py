@@ -70,7 +70,7 @@ def child(folder, settings):
 FOLDS = """
 import sys
 from qrl import process
-from qrl.train import loop
+from qrl.train import parallel
 from qrl.train.qat import prepare
 
 refold = prepare.refold
@@ -78,7 +78,7 @@ refold = prepare.refold
 
 def told(model):
     refold(model)
-    digests = [loop._digest(tensors) for tensors in prepare.state(model).values()]
+    digests = [parallel.digest(tensors) for tensors in prepare.state(model).values()]
     sys.stdout.write(f"rank {process.rank()} folds {digests}\\n")
 
 

@@ -157,7 +157,7 @@ def test_bf16_copies_of_weights_are_dropped_after_use_and_no_gradient_changes(tm
         return kept[0], {name: weight.grad for name, weight in model.named_parameters()}
 
     kept, ours = gradients()
-    monkeypatch.setattr(grpo, "_disable_cast_cache", lambda trainer: None)
+    monkeypatch.setattr(policy, "free_casts", lambda trainer: None)
     kept_by_itself, without = gradients()
     assert kept_by_itself and not kept
     assert all(ours[name].equal(without[name]) and ours[name].any() for name in without)

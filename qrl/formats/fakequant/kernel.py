@@ -161,7 +161,7 @@ def folded(
     return views
 
 
-@functools.lru_cache(maxsize=16)  # weights keep their addresses
+@functools.lru_cache(maxsize=256)  # weights keep their addresses; gathered ones take turns
 def _table(matrices: tuple[tuple[int, int, int, int], ...], rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return what `_matrices` reads: a row for each matrix, and the matrix of each program.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from qrl.errors import QrlError
 from qrl.formats.fakequant import fused
+from qrl.train import sharded
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme
@@ -26,23 +28,42 @@ class Fold:
     dtype: torch.dtype  # of Q(W) and of the forward pass
     members: dict[str, QATLinear]  # by name in the model
     together: list[Fold]  # all folds of the model, this one too: stale ones are renewed in one call
+    sharded: bool = False  # by FSDP 2: each forward pass gathers the weights anew, and computes its own Q(W)
     on: bool = True
     made: int = 0  # how often Q(W) was computed
     state: list | None = None  # of the weights that Q(W) was computed from
     stand: dict[int, tuple] = field(default_factory=dict)  # id of a linear → W, its kind, Q(W) with a gradient to W
+    passing: dict[int, Tensor] = field(default_factory=dict)  # of shards: id of a linear → Q(W), until it is used
     largest: Tensor | None = None  # (members,), each one's largest |w|
     final: QATLinear | None = None  # the last member
     last: tuple | None = None  # key, inputs and their quantized values, until the last member has used them
 
     def weight_of(self, linear: QATLinear) -> Tensor:
-        """Return Q(W) of a member, (O, I); computed again only where a member's weight has changed."""
-        return self.straight_through(linear).detach()
+        """Return Q(W) of a member, (O, I); computed again only where a member's weight has changed.
+
+        All processes that shard the weights call it together, for one member after the other.
+        """
+        return self._taken(linear) if self.sharded else self.straight_through(linear).detach()
 
     def straight_through(self, linear: QATLinear) -> Tensor:
         """Return Q(W) of a member, (O, I), with a gradient that goes straight through to its W."""
+        if self.sharded:
+            return _StraightThrough.apply(linear.weight, self._taken(linear))
         if self.stale:
             _renew([fold for fold in self.together if fold.stale])
         return self.stand[id(linear)][-1]
+
+    def _taken(self, linear: QATLinear) -> Tensor:
+        """Return Q(W) of a member and keep it no longer; the first member of a pass computes it for all of them."""
+        if id(linear) not in self.passing:
+            members = list(self.members.values())
+            with torch.inference_mode(False), torch.no_grad():
+                masters = [sharded.whole(member.weight) for member in members]
+                ((quantized, self.largest),) = fused.folded([masters], self.scheme.weights, self.dtype)
+            self.passing = dict(zip(map(id, members), quantized, strict=True))
+            self.final = members[-1]
+            self.made += 1
+        return self.passing.pop(id(linear))
 
     def fed(self, linear: QATLinear, inputs: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a member's quantized inputs (..., I): one tensor for members with the same inputs, as q, k and v."""
@@ -93,9 +114,55 @@ def folds(model: nn.Module) -> list[Fold]:
     return list(dict.fromkeys(fold for fold in attached if isinstance(fold, Fold)))
 
 
+class _StraightThrough(torch.autograd.Function):
+    """Q(W) whose gradient is W's: nothing is saved, so FSDP frees W after the layer."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, quantized: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return quantized.detach()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None
+
+
 def refold(model: nn.Module) -> None:
-    """Compute Q(W) of every linear, once after each optimizer step; raise QrlError if a weight is NaN or infinite."""
-    _renew(folds(model))
+    """Compute Q(W) of every linear, once after each optimizer step; raise QrlError if a weight is NaN or infinite.
+
+    Sharded weights are only checked, since each forward pass computes its own Q(W).
+    """
+    every = folds(model)
+    if any(fold.sharded for fold in every):
+        _check_shares(every)
+    else:
+        _renew(every)
+
+
+def _check_shares(every: Sequence[Fold]) -> None:
+    """Check each process's share of the weights; all of them raise if one has to."""
+    from torch import distributed
+
+    names = [name for fold in every for name in fold.members]
+    shares = [sharded.share(linear.weight) for fold in every for linear in fold.members.values()]
+    for fold in every:
+        fold.passing.clear()  # what a pass has left that did not use all members
+    held = [place for place, share in enumerate(shares) if share.numel()]
+    bad = torch.zeros(len(shares), dtype=torch.int32, device=shares[0].device)
+    if held:
+        largest = torch.stack(torch._foreach_norm([shares[place] for place in held], math.inf))
+        bad[held] = (~largest.isfinite()).int()
+    if distributed.is_initialized():
+        distributed.all_reduce(bad, distributed.ReduceOp.MAX)
+    if bad.any():  # one synchronization for all of them
+        raise _unfit(names[bad.tolist().index(1)])
+
+
+def _unfit(name: str) -> QrlError:
+    return QrlError(
+        f"The weight of {name} holds NaN or infinity, so it cannot be quantized: "
+        "lower train.learning_rate, or check the checkpoint that training started from."
+    )
 
 
 def _renew(stale: Sequence[Fold]) -> None:
@@ -118,7 +185,4 @@ def _renew(stale: Sequence[Fold]) -> None:
             for fold in group:
                 fold.state = None  # Q(W) is of no use
             bad = [name for fold in group for name in fold.members][finite.tolist().index(False)]
-            raise QrlError(
-                f"The weight of {bad} holds NaN or infinity, so it cannot be quantized: "
-                "lower train.learning_rate, or check the checkpoint that training started from."
-            )
+            raise _unfit(bad)

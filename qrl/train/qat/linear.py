@@ -14,6 +14,7 @@ from torch.nn import functional
 from qrl.errors import BadInput, QrlError
 from qrl.formats.fakequant import linears
 from qrl.formats.fakequant import rounding as fake
+from qrl.train import sharded
 from qrl.train.qat.fold import Fold, folds, refold
 
 # Linears that an engine fuses into one, which therefore share NVFP4's global scale; llm-compressor's FUSED_LAYER_NAMES.
@@ -29,7 +30,7 @@ class QATLinear(nn.Linear):
     @property
     def multiplied(self) -> Tensor:
         """Return the matrix that multiplies the inputs, (O, I): Q(W), or W where quantization is off."""
-        return self.fold.weight_of(self) if self.fold.on else self.weight.detach()
+        return self.fold.weight_of(self) if self.fold.on else sharded.whole(self.weight)
 
     def forward(self, inputs: Tensor) -> Tensor:
         if not self.fold.on:
@@ -45,13 +46,14 @@ class QATLinear(nn.Linear):
         return functional.linear(values, weight, bias).to(inputs.dtype)
 
 
-def attach(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> list[Fold]:
+def attach(model: nn.Module, name: str, dtype: torch.dtype | None = None, *, shards: bool = False) -> list[Fold]:
     """Swap the class of every linear that the format covers, in place, and fold Q(W).
 
     Args:
         model: with full-precision masters.
         name: one of `fake.FORMATS`, or a file.
         dtype: of the forward pass and of Q(W); default: the masters' own.
+        shards: FSDP 2 will shard the weights, or does: each forward pass folds its own Q(W), and `refold` checks them.
 
     Returns:
         The folds, one for each set of linears that share a scale; `fold.folds(model)` returns them again.
@@ -72,15 +74,21 @@ def attach(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> lis
     attached: list[Fold] = []
     for members in sharing.values():
         first = next(iter(members.values()))
-        attached.append(Fold(scheme, dtype or first.weight.dtype, members, attached))
+        attached.append(Fold(scheme, dtype or first.weight.dtype, members, attached, shards))
         for linear in members.values():
             linear.__class__ = QATLinear
             linear.fold, linear.input_global_scale = attached[-1], None
+    if not shards:
+        begin(model)
+    return attached
+
+
+def begin(model: nn.Module) -> None:
+    """Fold Q(W) of the weights that training starts from; raise BadInput if they are NaN or infinite."""
     try:
         refold(model)
     except QrlError as error:
         raise BadInput(str(error)) from None
-    return attached
 
 
 @contextmanager

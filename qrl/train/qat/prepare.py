@@ -2,8 +2,9 @@
 
 import contextlib
 import functools
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -16,15 +17,18 @@ from qrl.formats.fakequant import linears, rounding
 from qrl.recipe import Train
 from qrl.tasks import prompt
 from qrl.tasks import rows as task_rows
+from qrl.train import parallel, sharded
 from qrl.train.job import Job
+from qrl.train.qat import linear
 from qrl.train.qat.fold import refold
 from qrl.train.qat.linear import QATLinear, attach, off
 
+GAP_FILE = "logprob_gap.json"  # in the work folder
 GAP, GAP_LARGEST = "train/qat_logprob_gap", "train/qat_logprob_gap_max"
 
 
 def check(settings: Train, base: Path) -> None:
-    """Raise BadInput if `train.qat` does not fit method, model or launcher, before any weight is loaded."""
+    """Raise BadInput if `train.qat` does not fit method or model, before any weight is loaded."""
     if settings.qat == "none":
         if settings.qat_calibration != "task":
             raise BadInput("train.qat_calibration calibrates train.qat, which is none: set one or omit the other.")
@@ -32,8 +36,6 @@ def check(settings: Train, base: Path) -> None:
     if settings.adapter:
         qat, method = f"train.qat = {settings.qat}", f"train.method = {settings.method}"
         raise BadInput(f"{qat} trains all weights, but {method} trains an adapter: set method = full or qat = none.")
-    if process.sharded():
-        raise BadInput("train.qat needs whole weights in each process, but FSDP shards them: set train.qat = none.")
     linears.check_fit(pretrained.skeleton(checkpoint.config(base)), settings.qat)
     _of_file(settings)
 
@@ -41,39 +43,76 @@ def check(settings: Train, base: Path) -> None:
 def begin(trainer, job: Job) -> None:
     """Attach the format to a trainer's policy, if there is one, and fold Q(W) after each of its optimizer steps.
 
-    Activations are calibrated unless an earlier try left its scales in the work folder. The reference policy, if there
-    is one, is a separate model and stays in full precision.
+    Activations are calibrated unless an earlier try left its scales in the work folder. Under FSDP that waits until the
+    trainer has sharded the model: before, it lies whole in main memory. The reference policy, if there is one, is a
+    separate model and stays in full precision.
 
     Raises:
-        BadInput: the format does not fit the model.
+        BadInput: the format does not fit the model, or processes have other scales or another Q(W).
     """
     settings = job.settings
     if settings.qat == "none":
         return
     from transformers import TrainerCallback
 
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    bf16, training = settings.compute == "bf16", model.training
-    attach(model.eval(), settings.qat, torch.bfloat16 if bf16 else None)
-    batches = texts(job, model.device)
-    if linears.needs_calibration(settings.qat):
-        if (scales := linears.read_activation_scales(job.work)) is not None:
-            set_activation_scales(model, scales)
-        else:
-            scales = calibrate(model, batches)
-            if process.rank() == 0:
-                job.work.mkdir(parents=True, exist_ok=True)
-                linears.write_activation_scales(job.work, scales)
-    with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=bf16):  # as the loss computes
-        mean, largest = logprob_gap(model, batches)
-    model.train(training)
-    job.log({GAP: mean, GAP_LARGEST: largest}, 0)
+    model, shards = trainer.accelerator.unwrap_model(trainer.model), process.sharded()
+    attach(model, settings.qat, torch.bfloat16 if settings.compute == "bf16" else None, shards=shards)
+    if not shards:
+        _measure(model, job, fresh=True)
 
     class Folding(TrainerCallback):
+        def on_train_begin(self, args, state, control, **_):
+            if shards:  # the checkpoint to resume from is loaded, too
+                linear.begin(model)
+                _measure(model, job, fresh=not state.global_step)
+                sharded.release(model)
+
         def on_step_end(self, args, state, control, **_):
             refold(model)
 
     trainer.add_callback(Folding())
+
+
+def _measure(model: nn.Module, job: Job, *, fresh: bool) -> None:
+    """Calibrate, log the gap, and compare the processes; all of them run the same texts.
+
+    Args:
+        model: with linears attached.
+        job: of the training.
+        fresh: the weights are those of the base; else the gap is read, which an earlier try left in the work folder.
+    """
+    training, bf16, kept = model.training, job.settings.compute == "bf16", job.work / GAP_FILE
+    batches = texts(job, model.eval().device)
+    if linears.needs_calibration(job.settings.qat):
+        _scale(model, job, batches)
+    if fresh:
+        with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=bf16):  # as the loss computes
+            gap = dict(zip((GAP, GAP_LARGEST), logprob_gap(model, batches), strict=True))
+        if process.rank() == 0:
+            job.work.mkdir(parents=True, exist_ok=True)
+            kept.write_text(json.dumps(gap))
+    else:
+        gap = json.loads(kept.read_text()) if kept.is_file() else {}
+    model.train(training)
+    job.log(gap, 0)
+    if process.world_size() > 1:
+        parallel.agree({name: parallel.digest(tensors) for name, tensors in state(model).items()})
+
+
+def _scale(model: nn.Module, job: Job, batches: Sequence[dict[str, Tensor]]) -> None:
+    """Set the scales of an earlier try, or calibrate; sharded processes need one another, so the first one decides."""
+    found = [linears.read_activation_scales(job.work)]
+    if process.sharded():
+        from accelerate.utils import broadcast_object_list
+
+        broadcast_object_list(found)
+    if found[0] is not None:
+        set_activation_scales(model, found[0])
+        return
+    scales = calibrate(model, batches)
+    if process.rank() == 0:
+        job.work.mkdir(parents=True, exist_ok=True)
+        linears.write_activation_scales(job.work, scales)
 
 
 def texts(job: Job, device="cpu") -> list[dict[str, Tensor]]:
@@ -155,11 +194,14 @@ def _attached(model: nn.Module) -> dict[str, QATLinear]:
     return {path: module for path, module in model.named_modules() if isinstance(module, QATLinear)}
 
 
-def state(model: nn.Module) -> dict[str, list[tuple[str, Tensor]]]:
-    """Return what quantized linears compute with, by what it is: calibrated scales and Q(W), by the linear's name."""
+def state(model: nn.Module) -> dict[str, Iterator[tuple[str, Tensor]]]:
+    """Return what quantized linears compute with, by what it is: calibrated scales and Q(W), by the linear's name.
+
+    Sharded weights are gathered one fold after the other: all processes read them.
+    """
     attached = _attached(model).items()
-    scales = [(path, module.input_global_scale) for path, module in attached if module.input_global_scale is not None]
-    return {"activation scales": scales, "folded weights": [(path, module.multiplied) for path, module in attached]}
+    scales = ((path, module.input_global_scale) for path, module in attached if module.input_global_scale is not None)
+    return {"activation scales": scales, "folded weights": ((path, module.multiplied) for path, module in attached)}
 
 
 def logprob_gap(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> tuple[float, float]:

@@ -53,10 +53,10 @@ def check(settings: Rollout, device: str, train: Train) -> None:
     _check_sampling(settings, train)
     if device != "cuda":
         raise BadInput(f"rollout.engine = vllm needs a GPU, but the run's device is the CPU: {_REMEDY}, or use a GPU.")
-    if (train.adapter or train.qat != "none") and process.sharded():
+    if train.adapter and process.sharded():
         raise BadInput(
-            "rollout.engine = vllm reads an adapter's weights, or Q(W), from whole layers, but FSDP shards them: "
-            "launch without FSDP, or set train.method = full and train.qat = none."
+            "rollout.engine = vllm reads an adapter's weights from whole layers, but FSDP shards them: launch without "
+            "FSDP, or set train.method = full."
         )
     if settings.mode == "server":
         check_server(settings, train.qat)

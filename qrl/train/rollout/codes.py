@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from qrl import checkpoint
 from qrl.engine import pretrained
 from qrl.formats.fakequant import linears, rounding
+from qrl.train import sharded
 from qrl.train.qat.fold import folds
 from qrl.train.rollout import sync
 
@@ -59,17 +60,18 @@ def named_codes(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Ten
     for fold in folds(model):
         for path, linear in fold.members.items():
             of_linear[f"{sync.checkpoint_name(path)}.weight"] = (fold, linear)
-    scaled: tuple[Any, dict[int, Tensor], Tensor | None] = (None, {}, None)  # of the latest fold
+    scaled: tuple[Any, dict[int, tuple[Tensor, Tensor]], Tensor | None] = (None, {}, None)  # of the latest fold
     for name, weight in sync.named_weights(model, dtype):
         if name not in of_linear:
             yield name, weight
             continue
         fold, linear = of_linear[name]
         if scaled[0] is not fold:
-            members = list(fold.members.values())
-            scales, shared, _ = rounding.scales([each.weight for each in members], fold.scheme.weights)
-            scaled = (fold, dict(zip(map(id, members), scales, strict=True)), shared)
-        parts = _compressed(linear.weight.detach(), fold.scheme, scaled[1][id(linear)], scaled[2])
+            masters = [sharded.whole(each.weight) for each in fold.members.values()]
+            scales, shared, _ = rounding.scales(masters, fold.scheme.weights)
+            of_member = zip(map(id, fold.members.values()), zip(masters, scales, strict=True), strict=True)
+            scaled = (fold, dict(of_member), shared)
+        parts = _compressed(*scaled[1][id(linear)], fold.scheme, scaled[2])
         for part in _ORDER:
             if part in parts:
                 yield f"{name.removesuffix('.weight')}.{part}", parts[part]
@@ -80,7 +82,7 @@ def plain_name(name: str) -> str:
     return _PART.sub(".weight", name)
 
 
-def _compressed(weight: Tensor, scheme, scale: Tensor, shared: Tensor | None) -> dict[str, Tensor]:
+def _compressed(weight: Tensor, scale: Tensor, scheme, shared: Tensor | None) -> dict[str, Tensor]:
     """Return the stored tensors of a matrix (O, I), by their last name."""
     from compressed_tensors.compressors import BaseCompressor
 

@@ -9,11 +9,15 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from qrl.train import sharded
+
 
 def named_weights(
     model: nn.Module, dtype: torch.dtype | None = None, *, adapters: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the policy's weights under their checkpoint's names, one at a time; the model stays bit for bit the same.
+
+    Where FSDP 2 shards them, all processes iterate together, and at most one fold is gathered.
 
     Args:
         model: a transformers model, or a PEFT model over one; its linears in full precision, NF4 or INT8.
@@ -84,9 +88,9 @@ def checkpoint_name(name: str) -> str:
 
 
 def full(weight: torch.Tensor, module: nn.Module) -> torch.Tensor:
-    """Return a weight's values in full precision; NF4 and INT8 give a new tensor (out_features, in_features)."""
+    """Return a weight's values in full precision; NF4, INT8 and shards give a new tensor."""
     if type(weight).__name__ not in ("Params4bit", "Int8Params"):  # bitsandbytes'
-        return weight.detach()
+        return sharded.whole(weight)
     from peft.utils.integrations import dequantize_bnb_weight
 
     return dequantize_bnb_weight(weight, state=getattr(module, "state", None)).detach()

@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from qrl import checkpoint
+from qrl import checkpoint, process
 from qrl.engine import vllm, vllm_support
 from qrl.errors import QrlError
 from qrl.formats.fakequant import operation
@@ -276,10 +276,11 @@ def sleeps(settings: Rollout, model) -> bool:
     weights = list(model.parameters())
     stored = sum(weight.numel() * weight.element_size() for weight in weights)
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-    card = torch.cuda.get_device_properties(weights[0].device).total_memory
+    card = torch.cuda.get_device_properties(process.local_rank()).total_memory  # FSDP has put nothing there so far
     cache = settings.kv_cache_gib
     share = settings.gpu_memory_utilization if cache is None else (cache * 2**30 + stored) / card
-    return memory_is_short(stored, trained, share, card)
+    parts = process.world_size() if process.sharded() else 1
+    return memory_is_short(stored // parts, trained // parts, share, card)
 
 
 def memory_is_short(stored: int, trained: int, share: float, card: int) -> bool:
