@@ -250,6 +250,13 @@ def torchrun(python: str, work: Path, how: str) -> list[subprocess.Popen]:
     return started
 
 
+def stop(started: list[subprocess.Popen], how: signal.Signals) -> None:
+    """Send a signal to every process of two torchruns, as Slurm does to a step."""
+    for each in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(each.pid, how)
+
+
 @pytest.mark.parametrize("how", ["ends", "fails", "alone", "hangs", "killed"])
 def test_two_nodes_of_ray_hold_verls_resources_and_end_with_the_training(how, python, tmp_path, monkeypatch):
     (tmp_path / "node.py").write_text(NODE)
@@ -258,20 +265,16 @@ def test_two_nodes_of_ray_hold_verls_resources_and_end_with_the_training(how, py
     monkeypatch.setenv("QRL_TEST_RAY", str(tmp_path))
     started, seen, end = torchrun(python, tmp_path, how), set(), time.monotonic() + 240
     try:
-        while (how == "alone" or started[1].poll() is None) and started[0].poll() is None and time.monotonic() < end:
+        while all(each.poll() is None for each in started) and time.monotonic() < end:
             seen.update(of_ray(str(tmp_path)))
             if how in ("hangs", "killed") and (tmp_path / "began").exists():
                 break
-            if how == "alone" and any(each.poll() for each in started):
-                break
             time.sleep(0.5)
-        for each in started if how in ("hangs", "killed", "alone") else ():
-            os.killpg(each.pid, signal.SIGKILL if how == "killed" else signal.SIGTERM)
+        if how != "ends":  # after a failure srun ends the other node, whose torchrun would wait for minutes
+            stop(started, signal.SIGKILL if how == "killed" else signal.SIGTERM)
         codes = [each.wait(90) for each in started]
     finally:
-        for each in started:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(each.pid, signal.SIGKILL)
+        stop(started, signal.SIGKILL)
     said = "".join(file.read_text() for file in tmp_path.glob("torchrun-*.log"))
     assert {"raylet", "gcs_server"} <= seen, said
     assert (tmp_path / "began").exists() == (how != "alone"), said
