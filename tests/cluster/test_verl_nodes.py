@@ -1,4 +1,4 @@
-"""A training with verl on two nodes of a real Slurm: Ray's nodes, the shards and their merge are real, verl's loop is not.
+"""A training with verl on two nodes of a real Slurm: Ray, the shards and their merge are real, verl's loop is not.
 
 The stand-in for `verl.trainer.main_ppo`, which needs GPUs, connects to Ray by verl's configuration, and has each node
 write its shard with verl's checkpoint manager. QRL_VERL_PYTHON names a Python with verl 0.9.1.
@@ -66,7 +66,7 @@ actor.mkdir(parents=True)
 def shard(rank, port):
     save = os.environ["QRL_TEST_SAVE"]
     ranks = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    subprocess.run([sys.executable, save, base, "full", str(actor)], env=os.environ | ranks, check=True)
+    subprocess.run([sys.executable, save, base, "fsdp2", str(actor)], env=os.environ | ranks, check=True)
     if rank == 1:  # verl's runner logs from whatever node it is on
         with open(os.environ["VERL_FILE_LOGGER_PATH"], "a") as log:
             for step in range(1, trainer["total_training_steps"] + 1):
@@ -89,7 +89,11 @@ def submitted(slurm, store, tmp_path, monkeypatch):
     """Submit the training on two nodes; its processes carry the test's mark."""
     for name, text in {"sitecustomize": PATCHES, "stand_in": STAND_IN, "save": SAVE}.items():
         (tmp_path / f"{name}.py").write_text(text)
-    own = {"QRL_TEST_RAY": str(tmp_path), "QRL_TEST_SAVE": str(tmp_path / "save.py"), "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    own = {
+        "QRL_TEST_RAY": str(tmp_path),
+        "QRL_TEST_SAVE": str(tmp_path / "save.py"),
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+    }
     own["QRL_TEST_PORT"] = str(one_machine.ports(1)[0])
     whole = {"partition": "gpu", "nodes": 2, "gpus": 1, "options": {"exclusive": True}}
     settings = {"driver": "slurm", "shared": "/", "poll": 1, "defaults": {"time": 60}, "steps": {"train": whole}}

@@ -415,8 +415,16 @@ def test_several_gpus_and_nodes_are_verls(world, here, tmp_path, monkeypatch):
         ({}, 1, ""),
         ({}, 2, "divides the weights over 2 GPUs, but train.parallel = none"),
         ({"parallel": "fsdp2", "micro_batch": "16"}, 2, ""),
-        ({"parallel": "fsdp2", "prompts_per_step": "3", "generations": "2"}, 4, "4 GPUs do not divide the 6 completions"),
-        ({"parallel": "fsdp2"}, 2, "train.micro_batch = 32 does not divide the 48 completions of a step in each of 2 GPUs"),
+        (
+            {"parallel": "fsdp2", "prompts_per_step": "3", "generations": "2"},
+            4,
+            "4 GPUs do not divide the 6 completions",
+        ),
+        (
+            {"parallel": "fsdp2"},
+            2,
+            "train.micro_batch = 32 does not divide the 48 completions of a step in each of 2 GPUs",
+        ),
     ],
 )
 def test_gpus_that_do_not_divide_a_step_are_refused(overrides, gpus, sentence):

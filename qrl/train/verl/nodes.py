@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _RAY = "ray.scripts.scripts"  # what `ray` runs, in this environment's own version
 LOCAL = "local"  # Ray's word for a cluster of its own, on this machine
-JOIN_S, HEAD_S = 300, 900  # for the nodes to join; for the first process to reach its training
+START_S, JOIN_S, HEAD_S = 120, 300, 900  # for the head; for all nodes; for the first process to reach its training
 _CLUSTER, _ENDED = "qrl/ray/cluster", "qrl/ray/ended"  # keys of the store
 _CPUS = 4  # a GPU, and once more: verl reserves three a GPU, and waits for ever where Ray counts fewer
 _LOOK_S = 0.5
@@ -132,13 +132,13 @@ def _node(work: Path, name: str, words: list[str], token: dict[str, str]) -> Ite
 
 def _address(ray: subprocess.Popen, folder: Path, output: Path) -> str:
     """Return the address that a head writes once it has started."""
-    file, end = folder / "ray_current_cluster", time.monotonic() + JOIN_S
+    file, end = folder / "ray_current_cluster", time.monotonic() + START_S
     while ray.poll() is None and time.monotonic() < end:
         if file.is_file() and (address := file.read_text().strip()):
             return address
         time.sleep(_LOOK_S)
     if ray.poll() is None:
-        raise QrlError(f"Ray's head did not start in {JOIN_S} s: see {output}, and run the same command again.")
+        raise QrlError(f"Ray's head did not start in {START_S} s: see {output}, and run the same command again.")
     raise QrlError(child.failure(_RAY, ray.returncode, output))
 
 

@@ -56,7 +56,15 @@ CHOICES: Mapping[str, tuple[str, Mapping[str, Any]]] = {  # our key → verl's, 
     "rollout.sleep": (f"{SAMPLER}.free_cache_engine", {"auto": True, "on": True, "off": False}),
 }
 COMPUTED = (  # from several keys, in `overrides`
-    *("train.processes", "train.micro_batch", "train.epsilon_high", "train.beta", "train.method", "train.lora_rank", "train.lora_alpha"),
+    *(
+        "train.processes",
+        "train.micro_batch",
+        "train.epsilon_high",
+        "train.beta",
+        "train.method",
+        "train.lora_rank",
+        "train.lora_alpha",
+    ),
     *(
         "train.lora_targets",
         "train.base_storage",
