@@ -125,7 +125,7 @@ def test_verl_trains_on_two_nodes_and_only_the_first_logs(submitted, tmp_path):
 
 def test_a_training_that_is_cancelled_leaves_nothing_of_rays(submitted, tmp_path):
     train = submitted(QRL_TEST_HANG=str(tmp_path / "hangs"))
-    until((tmp_path / "hangs").exists)
+    until((tmp_path / "hangs").exists, 300)
     assert {"raylet", "gcs_server"} <= set(left(str(tmp_path)))
     train.cancel()
     until(lambda: not left(str(tmp_path)), 60)

@@ -279,8 +279,10 @@ def test_two_nodes_of_ray_hold_verls_resources_and_end_with_the_training(how, py
             if how == "killed" and (tmp_path / "began").exists():
                 break
             time.sleep(0.5)
-        if how != "ends":  # after a failure srun ends the other node, whose torchrun would wait for minutes
-            stop(started, signal.SIGKILL if how == "killed" else signal.SIGTERM)
+        if how != "ends":  # srun does so after a failure: the other node's torchrun would wait for minutes
+            if how != "killed":
+                started[0].wait(90)
+            stop(started, signal.SIGKILL)
         codes = [each.wait(90) for each in started]
     finally:
         stop(started, signal.SIGKILL)
