@@ -41,6 +41,9 @@ def train(recipe: Recipe) -> None:
     device = devices.choose(recipe.device)
     if recipe.train.trainer == "verl":
         verl.check_recipe(recipe.train, recipe.rollout, recipe.watch)
+        parallel.check(recipe.train, device)
+        _train_one(recipe, device, 0)  # Ray starts the others
+        return
     with parallel.group(recipe.train, device) as others:
         _train_one(recipe, device, others)
 
@@ -52,7 +55,7 @@ def _train_one(recipe: Recipe, device: str, others: int) -> None:
     teacher = checkpoint.check(addresses.folder(recipe.train.teacher)) if recipe.train.teacher else None
     questions = inputs.trained(recipe)
     heldout = inputs.all_heldout(recipe)
-    world = process.world_size()
+    world = parallel.processes(recipe.train, device)
     key = keys.trained(recipe, base.digest, device, teacher=teacher.digest if teacher else None, processes=world)
     work = (WORK / f"train-{key[:16]}").resolve()
     probed = inputs.probe(recipe, questions, heldout) if recipe.watch.probe_every else ()
@@ -76,7 +79,7 @@ def _train_one(recipe: Recipe, device: str, others: int) -> None:
                 recipe.rollout, recipe.train, _parameters(base), _parameters(teacher) if teacher else 0
             )
     if process.rank():
-        _run(job, teacher)
+        verl.join(job) if recipe.train.trainer == "verl" else _run(job, teacher)
         return
     need(WORK, _bytes_written(recipe, base), "Training, checkpoints to resume from included,")
     store.prepare()

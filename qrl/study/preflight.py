@@ -91,8 +91,11 @@ def check(
     if nodes and (several := nodes.resources("train").nodes) > 1:
         gpus["train"] *= several
     if recipe.train.trainer == "verl":
-        verl.check_recipe(recipe.train, recipe.rollout, recipe.watch, nodes.resources("train").nodes if nodes else None)
+        verl.check_recipe(recipe.train, recipe.rollout, recipe.watch)
     parallel.check(recipe.train, device, gpus["train"])
+    if recipe.train.trainer == "verl":
+        shared = nodes.processes() if nodes else 1
+        verl.check_gpus(recipe.train, max(shared, parallel.processes(recipe.train, device, gpus["train"])))
     evaluate.check_gpus(recipe.evaluate.tensor_parallel, recipe.evaluate.engine, device, gpus["evaluate"])
     rollout.check(recipe.rollout, device, recipe.train)
     reward.check(recipe.train, ())

@@ -19,17 +19,8 @@ SAME = ("num_iterations", "importance_sampling_level", "epsilon", "epsilon_high"
 
 def check(settings: Train, questions: int) -> None:
     """Raise BadInput if a step's batch does not fit processes, questions, rewards or saving; loads no weight."""
-    total, world = settings.prompts_per_step * settings.generations, process.world_size()
-    product = f"train.prompts_per_step {settings.prompts_per_step} × train.generations {settings.generations}"
-    if total % world:
-        raise BadInput(
-            f"{world} processes do not divide the {total} completions of a step ({product}): choose a multiple."
-        )
-    share, micro = total // world, settings.micro_batch
-    if micro < share and share % micro:
-        of = f"{share} completions of a step {f'in each of {world} processes ' if world > 1 else ''}({product})"
-        divisor = next(size for size in range(micro, 0, -1) if not share % size)
-        raise BadInput(f"train.micro_batch = {micro} does not divide the {of}: choose a divisor, such as {divisor}.")
+    world = process.world_size()
+    check_batch(settings, world)
     if questions < settings.prompts_per_step:
         drawn = f"a step draws train.prompts_per_step = {settings.prompts_per_step} different ones"
         raise BadInput(f"There are {questions} training questions, but {drawn}: give more questions, or lower it.")
@@ -50,6 +41,21 @@ def check(settings: Train, questions: int) -> None:
             f"train.save_every = {settings.save_every} is no multiple of train.num_iterations = "
             f"{settings.num_iterations}, but training cannot resume within a batch of completions: choose a multiple."
         )
+
+
+def check_batch(settings: Train, world: int, each: str = "processes") -> None:
+    """Raise BadInput if processes, or GPUs, do not divide the completions of a step, or the micro-batch their share."""
+    total = settings.prompts_per_step * settings.generations
+    product = f"train.prompts_per_step {settings.prompts_per_step} × train.generations {settings.generations}"
+    if total % world:
+        raise BadInput(
+            f"{world} {each} do not divide the {total} completions of a step ({product}): choose a multiple."
+        )
+    share, micro = total // world, settings.micro_batch
+    if micro < share and share % micro:
+        of = f"{share} completions of a step {f'in each of {world} {each} ' if world > 1 else ''}({product})"
+        divisor = next(size for size in range(micro, 0, -1) if not share % size)
+        raise BadInput(f"train.micro_batch = {micro} does not divide the {of}: choose a divisor, such as {divisor}.")
 
 
 def make(job: Job, **more):

@@ -160,9 +160,19 @@ CLUSTERS = {  # what a recipe and cluster.yaml say of one training
     "enough": ({"train.processes": "2"}, {"gpus": 2}, ""),
     "enough on two nodes": ({}, {"gpus": 1, "nodes": 2}, ""),
     "verl on two nodes": (
+        {"train.trainer": "verl", "train.parallel": "fsdp2", "rollout.engine": "vllm"},
+        {"gpus": 1, "nodes": 2},
+        "",
+    ),
+    "verl on two nodes as copies": (
         {"train.trainer": "verl", "train.parallel": "none", "rollout.engine": "vllm"},
         {"gpus": 1, "nodes": 2},
-        "trainer.nnodes = 1), not on 2: set steps.train.nodes = 1",
+        "divides the weights over 2 GPUs, but train.parallel = none: set train.parallel = fsdp2",
+    ),
+    "verl on GPUs that do not divide a step": (
+        {"train.trainer": "verl", "train.parallel": "fsdp2", "rollout.engine": "vllm"},
+        {"gpus": 5, "nodes": 1},
+        "5 GPUs do not divide",
     ),
 }
 

@@ -1,5 +1,6 @@
 """verl as the trainer: its translation, its questions, its rewards, its log, and how its processes end."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -23,7 +24,7 @@ from qrl.tasks import prompt
 from qrl.tracking import keys
 from qrl.train import Job, policy
 from qrl.train import merge as merging
-from qrl.train.verl import score, training, translate
+from qrl.train.verl import child, nodes, score, training, translate
 
 VERL = {"train.trainer": "verl", "rollout.engine": "vllm"}
 OTHER = {  # a value of each translated key that differs from the recipe's
@@ -38,13 +39,15 @@ OTHER = {  # a value of each translated key that differs from the recipe's
     **{"train.keep_checkpoints": "5", "train.schedule": "cosine", "train.loss": "grpo", "train.scale_rewards": "group"},
     **{"train.importance_sampling_level": "sequence", "train.micro_batch": "4", "train.epsilon_high": "0.4"},
     **{"train.beta": "0.1", "train.method": "lora", "train.dtype": "bf16", "train.top_k": "9"},
-    **{"train.rewards": "correct,format", "seed": "5"},
+    **{"train.rewards": "correct,format", "seed": "5", "train.parallel": "fsdp2", "train.processes": "2"},
     **{"rollout.gpu_memory_utilization": "0.4", "rollout.max_model_tokens": "99", "rollout.sleep": "off"},
     **{"rollout.is_correction": "sequence_mask", "rollout.is_correction_max": "3"},
 }
 WITH = {  # what a key needs beside it
     **{f"train.lora_{name}": {"train.method": "lora"} for name in ("rank", "alpha", "targets")},
     "train.reward_weights": {"train.rewards": "correct,format"},
+    "train.parallel": {"train.processes": "1"},
+    "train.processes": {"train.parallel": "fsdp2", "train.processes": "1"},
 }
 OTHER |= {
     "train.lora_rank": "4",
@@ -79,13 +82,15 @@ unknown = [key for key in wanted if OmegaConf.select(plain, key, default=missing
 print("RESULT", json.dumps({
     "unknown": unknown,
     "lost": [key for key, value in wanted.items() if OmegaConf.select(made, key) != value],
+    "strategies": [actor.engine.strategy, made.actor_rollout_ref.ref.strategy],
     "critic": need_critic(made), "reference": need_reference_policy(made), "dtype": actor.fsdp_config.mixed_precision,
 }, default=dict))
 """
 ADDED = {  # keys that verl reads and its configuration does not list, or lists without a value
     *(f"actor_rollout_ref.{part}.fsdp_config.mixed_precision.param_dtype" for part in ("actor", "ref")),
     "actor_rollout_ref.model.override_config.attn_implementation",
-    "ray_kwargs.ray_init.address",
+    translate.ADDRESS,
+    training.LOG,
     "reward.custom_reward_function.reward_kwargs",
 }
 NULL = {  # of verl's own configuration, which `select` takes for missing
@@ -187,6 +192,7 @@ def test_an_adapter_is_verls_adapter(tmp_path):
         {"train.qat": "int4"},
         {"train.algorithm": "sft"},
         {"train.parallel": "ddp"},
+        {"train.parallel": "zero3"},
         {"train.num_iterations": "2"},
         {"train.method": "qlora"},
         {"train.schedule": "linear"},
@@ -205,13 +211,10 @@ def test_what_verl_lacks_is_refused_by_name(overrides):
         translate.check_recipe(loaded.train, loaded.rollout, loaded.watch)
 
 
-def test_an_adapter_in_bf16_and_several_processes_are_refused(monkeypatch):
+def test_an_adapter_in_bf16_is_refused():
     loaded = settings(train__method="lora", train__dtype="bf16")
     with pytest.raises(BadInput, match=r"train\.base_storage"):
         translate.check_recipe(loaded.train, loaded.rollout, loaded.watch)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(BadInput, match="torchrun"):
-        translate.check_recipe(settings().train, settings().rollout, settings().watch)
 
 
 def test_the_defaults_pass_and_a_base_in_fp32_does_not(tmp_path):
@@ -293,7 +296,7 @@ def test_a_failure_is_a_sentence_and_no_process_is_left(tmp_path, monkeypatch):
     program = f"import subprocess\nsubprocess.Popen({sleeping}, start_new_session=True)\n"
     (tmp_path / "failing.py").write_text(program + "raise ValueError('too little memory')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(QrlError, match="ValueError: too little memory"), training._running(["failing"], tmp_path):
+    with pytest.raises(QrlError, match="ValueError: too little memory"), child.running(["failing"], tmp_path):
         pass
     time.sleep(0.1)
     assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == sleeping]
@@ -386,23 +389,77 @@ def test_a_merge_that_fails_is_a_sentence_and_leaves_no_model(merger, tmp_path):
     assert not made.out.exists()
 
 
-def test_several_nodes_are_refused_by_name(monkeypatch):
-    sections = settings().train, settings().rollout, settings().watch
-    translate.check_recipe(*sections, nodes=1)
-    with pytest.raises(BadInput, match=r"trainer\.nnodes = 1\), not on 3: set steps\.train\.nodes = 1"):
-        translate.check_recipe(*sections, nodes=3)
-    for name, count in (("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):  # as torchrun sets them on two nodes
-        monkeypatch.setenv(name, count)
-    with pytest.raises(BadInput, match=r"trainer\.nnodes = 1\), not on 2"):
-        translate.check_recipe(*sections)
+def launched(monkeypatch, world: int, here: int, rank: int = 0) -> None:
+    """Set what torchrun does in a process of a training on several machines."""
+    values = {"RANK": rank, "LOCAL_RANK": rank % here, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": here}
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize("world, here", [(None, None), (4, 2), (4, 4), (2, 1)])
+def test_several_gpus_and_nodes_are_verls(world, here, tmp_path, monkeypatch):
+    if world:
+        launched(monkeypatch, world, here)
+    loaded = settings(train__parallel="fsdp2", train__processes="2", train__micro_batch="64")
+    made = translate.overrides(job(tmp_path, loaded, n=1), 50)
+    gpus = world or 2
+    assert (made["trainer.nnodes"], made["trainer.n_gpus_per_node"]) == (gpus // (here or gpus), here or gpus)
+    assert made["actor_rollout_ref.actor.strategy"] == "fsdp2" and made[translate.ADDRESS] == "local"
+    share = loaded.train.prompts_per_step * loaded.train.generations // gpus
+    assert made["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"] == min(64, share)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "sentence"),
+    [
+        ({}, 1, ""),
+        ({}, 2, "divides the weights over 2 GPUs, but train.parallel = none"),
+        ({"parallel": "fsdp2", "micro_batch": "16"}, 2, ""),
+        (
+            {"parallel": "fsdp2", "prompts_per_step": "3", "generations": "2"},
+            4,
+            "4 GPUs do not divide the 6 completions",
+        ),
+        (
+            {"parallel": "fsdp2"},
+            2,
+            "train.micro_batch = 32 does not divide the 48 completions of a step in each of 2 GPUs",
+        ),
+    ],
+)
+def test_gpus_that_do_not_divide_a_step_are_refused(overrides, gpus, sentence):
+    train = settings(**{f"train__{key}": value for key, value in overrides.items()}).train
+    with pytest.raises(BadInput) if sentence else contextlib.nullcontext() as refused:
+        translate.check_gpus(train, gpus)
+    assert sentence in str(refused.value if sentence else "")
+
+
+def test_nodes_with_different_numbers_of_gpus_and_one_that_is_missing_are_sentences(monkeypatch):
+    launched(monkeypatch, 3, 2)
+    with pytest.raises(BadInput, match="3 processes, but 2 on this node"):
+        translate.check_gpus(settings(train__parallel="fsdp2").train, 3)
+    nodes.check_joined([2, 2], 2, 2)
+    with pytest.raises(QrlError, match="1 of 2 nodes joined Ray in 300 s"):
+        nodes.check_joined([2], 2, 2)
+    with pytest.raises(BadInput, match="nodes have 1, 2 GPUs"):
+        nodes.check_joined([2, 1], 2, 2)
+
+
+def test_a_process_that_holds_no_node_returns_at_once(tmp_path, monkeypatch):
+    launched(monkeypatch, 4, 2, rank=3)
+    nodes.join(tmp_path)
+    launched(monkeypatch, 2, 2)
+    with nodes.cluster(tmp_path) as (address, variables):  # a single machine
+        assert (address, variables) == ("local", {})
 
 
 @pytest.mark.process
 @pytest.mark.skipif("QRL_VERL_PYTHON" not in os.environ, reason="QRL_VERL_PYTHON names no Python with verl 0.9.1")
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_verl_itself_accepts_the_configuration(method, tmp_path):
-    made = job(tmp_path, settings(train__method=method, train__dtype="fp32", train__beta="0.01"))
-    wanted = translate.overrides(made, training.write_questions(made))
+@pytest.mark.parametrize("method, parallel", [("full", "none"), ("lora", "none"), ("full", "fsdp2")])
+def test_verl_itself_accepts_the_configuration(method, parallel, tmp_path):
+    several = {} if parallel == "none" else {"train__parallel": parallel, "train__processes": "2"}
+    made = job(tmp_path, settings(train__method=method, train__dtype="fp32", train__beta="0.01", **several))
+    wanted = translate.overrides(made, training.write_questions(made)) | {training.LOG: "log.jsonl"}
     training.write_configuration(tmp_path, wanted)
     (tmp_path / "wanted.json").write_text(json.dumps(wanted))
     words = [os.environ["QRL_VERL_PYTHON"], "-c", COMPOSE, str(tmp_path)]
@@ -410,4 +467,5 @@ def test_verl_itself_accepts_the_configuration(method, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.rpartition("RESULT ")[2])
     assert set(found["unknown"]) <= ADDED | NULL and not found["lost"]
+    assert set(found["strategies"]) == {wanted["actor_rollout_ref.actor.strategy"]}
     assert found["reference"] and not found["critic"] and found["dtype"]["param_dtype"] == "fp32"

@@ -3,7 +3,9 @@
 QRL_VERL_PYTHON names a Python with verl 0.9.1 and its dependencies; vLLM is not needed.
 """
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,10 +16,11 @@ import psutil
 import pytest
 import torch
 
-from qrl import checkpoint, tiny
+from qrl import checkpoint, process, tiny
 from qrl.errors import QrlError
 from qrl.train import merge as merging
-from qrl.train.verl import training, translate
+from qrl.train.verl import child, training, translate
+from tests.cluster import one_machine
 from tests.train.test_verl import job, settings
 
 pytestmark = [
@@ -31,6 +34,7 @@ from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import get_fsdp_wrap_policy
@@ -50,8 +54,13 @@ with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(2)
 mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("fsdp",))
-policy = get_fsdp_wrap_policy(model, is_lora=method == "lora")
-sharded = FSDP(model, device_mesh=mesh, auto_wrap_policy=policy, device_id=torch.device("cpu"))
+if method == "fsdp2":
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    sharded = fully_shard(model, mesh=mesh)
+else:
+    policy = get_fsdp_wrap_policy(model, is_lora=method == "lora")
+    sharded = FSDP(model, device_mesh=mesh, auto_wrap_policy=policy, device_id=torch.device("cpu"))
 optimizer = torch.optim.AdamW(weight for weight in sharded.parameters() if weight.requires_grad)
 wanted = OmegaConf.create({"save": ["model", "optimizer", "extra"], "load": ["model"], "async_save": False})
 tokens = AutoTokenizer.from_pretrained(base)
@@ -81,10 +90,10 @@ def saved(python: str, work: Path, method: str, processes: int) -> None:
     (actor.parents[1] / "latest_checkpointed_iteration.txt").write_text("4")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_verls_merger_makes_a_checkpoint_of_verls_shards(processes, python, tmp_path):
+@pytest.mark.parametrize(("method", "processes"), [("full", 1), ("full", 2), ("fsdp2", 2)])
+def test_verls_merger_makes_a_checkpoint_of_verls_shards(method, processes, python, tmp_path):
     (work := tmp_path / "work").mkdir()
-    saved(python, work, "full", processes)
+    saved(python, work, method, processes)
     base, made = checkpoint.check(tiny.PATH), replace(job(work, n=1), out=tmp_path / "model")
     training.merge(base, made)
     assert checkpoint.check(made.out).dtype == base.dtype
@@ -165,7 +174,7 @@ def test_rays_own_processes_end_with_the_trainer(how, python, tmp_path, monkeypa
     seen: set[str] = set()
 
     def train() -> None:
-        with training._running(["of_ray", how], tmp_path) as trainer:
+        with child.running(["of_ray", how], tmp_path) as trainer:
             end = time.monotonic() + 240
             while trainer.poll() is None and time.monotonic() < end:
                 seen.update(of_ray(str(tmp_path)))
@@ -181,3 +190,110 @@ def test_rays_own_processes_end_with_the_trainer(how, python, tmp_path, monkeypa
             train()
     assert (tmp_path / "began").exists() and {"raylet", "gcs_server"} <= seen
     assert not of_ray(str(tmp_path))
+
+
+NODE = """
+import sys, time
+from pathlib import Path
+from qrl import process
+from qrl.errors import QrlError
+from qrl.train.verl import child, nodes
+
+work, how = Path(sys.argv[1]), sys.argv[2]
+nodes.JOIN_S = 5 if how == "alone" else nodes.JOIN_S
+with process.sentences():
+    if not process.rank():
+        with nodes.cluster(work) as (address, variables), child.running(["of_nodes", address, how], work, **variables):
+            pass
+    elif how != "alone":
+        nodes.join(work)
+    else:
+        time.sleep(60)
+"""
+OF_NODES = """
+import os, sys, time
+from pathlib import Path
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from verl.single_controller.ray import ResourcePoolManager
+
+ours = {"env_vars": {"VERL_FILE_LOGGER_PATH": "the log"}}
+ray.init(address=sys.argv[1], log_to_driver=False, runtime_env=ours)  # as verl does by our configuration
+ResourcePoolManager(resource_pool_spec={"two": [1, 1]}, mapping={}).create_resource_pool()  # nnodes x n_gpus_per_node
+try:
+    ResourcePoolManager(resource_pool_spec={"three": [1, 1, 1]}, mapping={}).create_resource_pool()
+    raise SystemExit("verl took two GPUs for three")
+except ValueError:
+    pass
+spread = placement_group([{"GPU": 1, "CPU": 3}] * 2, strategy="STRICT_SPREAD")  # what verl asks for on a node
+
+@ray.remote(num_gpus=1, num_cpus=3)
+def home():
+    import qrl.train.verl.score  # the rewards, on any node
+    stranger = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"}
+    assert not stranger & os.environ.keys() and os.environ["VERL_FILE_LOGGER_PATH"] == "the log", dict(os.environ)
+    return ray.get_runtime_context().get_node_id()
+
+how = [PlacementGroupSchedulingStrategy(spread, index) for index in (0, 1)]
+homes = ray.get([home.options(scheduling_strategy=each).remote() for each in how])
+assert len(set(homes)) == 2, homes
+Path("began").touch()
+if sys.argv[2] == "fails":
+    raise ValueError("too little memory")
+time.sleep(600 if sys.argv[2] == "killed" else 0)
+"""
+
+
+def torchrun(python: str, work: Path, how: str) -> list[subprocess.Popen]:
+    """Start a training's two nodes, both this machine, as srun does on a cluster."""
+    meet = ["--rdzv-backend=c10d", "--rdzv-id=test", f"--rdzv-endpoint=localhost:{one_machine.ports(1)[0]}"]
+    words = [python, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *meet]
+    started = []
+    for node in range(2):
+        with (work / f"torchrun-{node}.log").open("wb") as log:
+            there = [*words, str(work / "node.py"), str(work), how]
+            started.append(subprocess.Popen(there, stdout=log, stderr=subprocess.STDOUT))
+    return started
+
+
+def stop(started: list[subprocess.Popen], how: signal.Signals) -> None:
+    """Send a signal to two torchruns and to the step of each, as Slurm does; those have sessions of their own."""
+    for each in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            torchrun = psutil.Process(each.pid)
+            for step in (*torchrun.children(), torchrun):
+                step.send_signal(how)
+
+
+@pytest.mark.parametrize("how", ["ends", "fails", "alone", "killed"])
+def test_two_nodes_of_ray_hold_verls_resources_and_end_with_the_training(how, python, tmp_path, monkeypatch):
+    (tmp_path / "node.py").write_text(NODE)
+    (tmp_path / "of_nodes.py").write_text(OF_NODES)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(process.ROOT))))
+    monkeypatch.setenv("QRL_TEST_RAY", str(tmp_path))
+    started, seen, end = torchrun(python, tmp_path, how), set(), time.monotonic() + 240
+    try:
+        while all(each.poll() is None for each in started) and time.monotonic() < end:
+            seen.update(of_ray(str(tmp_path)))
+            if how == "killed" and (tmp_path / "began").exists():
+                break
+            time.sleep(0.5)
+        if how != "ends":  # srun does so after a failure: the other node's torchrun would wait for minutes
+            if how != "killed":
+                started[0].wait(90)
+            stop(started, signal.SIGKILL)
+        codes = [each.wait(90) for each in started]
+    finally:
+        stop(started, signal.SIGKILL)
+    said = "".join(file.read_text() for file in tmp_path.glob("torchrun-*.log"))
+    assert {"raylet", "gcs_server"} <= seen, said
+    assert (tmp_path / "began").exists() == (how != "alone"), said
+    assert (codes == [0, 0]) == (how == "ends"), said
+    words = {"fails": "ValueError: too little memory", "alone": "1 of 2 nodes joined Ray in 5 s"}
+    assert words.get(how, "") in said
+    left, end = of_ray(str(tmp_path)), time.monotonic() + 60
+    while left and time.monotonic() < end:  # a killed node's processes learn of it from the kernel, and drain for 30 s
+        time.sleep(0.5)
+        left = of_ray(str(tmp_path))
+    assert not left, said

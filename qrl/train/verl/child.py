@@ -1,12 +1,99 @@
-"""Run a module of verl's as `python -m` does, in a process that ends with the training that started it."""
+"""Processes of verl's and of Ray's: each ends with the training that started it, and takes along what it started.
 
+As a program, this module runs another one as `python -m` does, in a process that ends with its parent.
+"""
+
+import contextlib
 import os
+import re
 import runpy
+import subprocess
 import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
 
 from qrl import process
+from qrl.errors import QrlError
 
 PARENT = "QRL_VERL_PARENT"  # pid of the training
+_MARK = "QRL_VERL_RUN"  # names, in their environment, the processes of one training, Ray's own too
+_NOT_PASSED = re.compile(  # our run, somebody else's Ray, and torchrun's ranks, for which verl's workers have their own
+    "MLFLOW_RUN_ID|RAY_ADDRESS|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+)
+_ERROR = re.compile(r"^(?:\(.*?\) )?([\w.]*(?:Error|Exception|Exit)\b.*)$", re.MULTILINE)
+_LAST_BYTES, _GRACE_S = 20_000, 20
+
+
+@contextlib.contextmanager
+def running(words: list[str], work: Path, **variables: str) -> Iterator[subprocess.Popen]:
+    """Run a module to its end, as `started` does.
+
+    Raises:
+        QrlError: it ended with an exit code other than 0.
+    """
+    with started(words, work, **variables) as child:
+        yield child
+        if child.wait():
+            raise QrlError(failure(words[0], child.returncode, work))
+
+
+@contextlib.contextmanager
+def started(words: list[str], work: Path, **variables: str) -> Iterator[subprocess.Popen]:
+    """Start a module; at the block's end, however it ends, end it and everything that it has started.
+
+    Args:
+        words: the module and its arguments.
+        work: the folder it runs in, where its output goes to `MODULE.log`.
+        variables: of its environment, beside this process's own.
+    """
+    mark = uuid.uuid4().hex
+    path = os.pathsep.join(filter(None, (str(process.ROOT), os.environ.get("PYTHONPATH"))))
+    ours = {"PYTHONPATH": path, "HYDRA_FULL_ERROR": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    ours |= {_MARK: mark, PARENT: str(os.getpid()), **variables}
+    kept = {name: value for name, value in os.environ.items() if not _NOT_PASSED.fullmatch(name)}
+    try:
+        with _output(words[0], work).open("ab") as written:
+            how = {"cwd": work, "env": kept | ours, "stdin": subprocess.DEVNULL, "stdout": written, "stderr": written}
+            child = subprocess.Popen([sys.executable, "-m", __name__, *words], **how)
+        yield child
+    finally:
+        _end(mark)
+
+
+def failure(module: str, code: int, work: Path) -> str:
+    """Return a sentence on a module that ended with an exit code other than 0, with the last error in its output."""
+    output = _output(module, work)
+    text = output.read_bytes()[-_LAST_BYTES:].decode("utf-8", errors="replace")
+    lines = _ERROR.findall(text) or [line for line in text.split("\n") if line.strip()] or ["it wrote nothing"]
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return (
+        f"{module} ended with {how}: {lines[-1].strip()[:500]}. Mend what its output says, {output}, and run the same "
+        "command again: it resumes from the newest checkpoint."
+    )
+
+
+def _output(module: str, work: Path) -> Path:
+    return work / f"{module}.log"
+
+
+def _end(mark: str) -> None:
+    """End every process that carries the mark; Ray's are not in the group of the one that started them."""
+    for ending in (psutil.Process.terminate, psutil.Process.kill):
+        left = [each for each in psutil.process_iter() if _carries(each, mark)]
+        for each in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                ending(each)
+        psutil.wait_procs(left, _GRACE_S)
+
+
+def _carries(candidate: psutil.Process, mark: str) -> bool:
+    try:
+        return candidate.environ().get(_MARK) == mark
+    except psutil.Error:  # another user's, or it has ended
+        return False
 
 
 def main() -> None:

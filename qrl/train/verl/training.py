@@ -5,32 +5,27 @@ trains, so that they reach the step's own run by qrl's names. Its checkpoints st
 resumes from the newest.
 """
 
-import contextlib
 import importlib.util
 import json
 import os
-import re
 import shutil
 import subprocess
-import sys
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pandas as pd
-import psutil
 import yaml
 
-from qrl import checkpoint, process, tasks
+from qrl import checkpoint, tasks
 from qrl.engine import hf
-from qrl.errors import BadInput, QrlError
+from qrl.errors import BadInput
 from qrl.formats import plain
 from qrl.tasks import prompt
-from qrl.train import arguments, grpo, policy, save
+from qrl.train import arguments, grpo, parallel, policy, save
 from qrl.train.job import Job, Trained
 from qrl.train.monitor.watchers import Watchers
-from qrl.train.verl import child, translate
+from qrl.train.verl import child, nodes, translate
 from qrl.workspace import written_whole
 
 NAMES = {  # verl's name → ours, where both mean the same
@@ -51,18 +46,20 @@ NAMES = {  # verl's name → ours, where both mean the same
     "actor/pg_loss": "verl/pg_loss",
 }
 _STEP_S, _GENERATE_S = "timing_s/step", "timing_s/gen"
-_MARK = "QRL_VERL_RUN"  # names, in their environment, the processes of one training, Ray's own too
-_ERROR = re.compile(r"^(?:\(.*?\) )?([\w.]*(?:Error|Exception|Exit)\b.*)$", re.MULTILINE)
-_LAST_BYTES, _GRACE_S, _LOOK_S = 20_000, 20, 1.0
+MAIN = "verl.trainer.main_ppo"
+LOG = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH"  # read on any node
+_LOOK_S = 1.0
 
 
 def check(base: checkpoint.Checkpoint, job: Job) -> None:
     """Check that verl can do this training, before any weight is loaded.
 
     Raises:
-        BadInput: a setting is refused, the base is not stored in bf16, or as for `grpo.check`.
+        BadInput: a setting is refused, the GPUs do not divide a step, the base is not stored in bf16, or as for
+            `grpo.check`.
     """
     translate.check_recipe(job.settings, job.rollout, job.watch)
+    translate.check_gpus(job.settings, parallel.processes(job.settings, job.device))
     grpo.check(base, job)
     if base.dtype != "bfloat16":
         raise BadInput(
@@ -75,7 +72,19 @@ def check_installed() -> None:
     """Raise BadInput if verl cannot be imported."""
     if not importlib.util.find_spec(translate.NAME):
         build = "run `mlflow run . -e train … --env-manager uv`, which builds projects/verl"
-        raise BadInput(f"train.trainer = verl, but verl is not installed in this environment: {build}.")
+        several = "for several nodes, name that environment's Python as `python` in cluster.yaml"
+        raise BadInput(f"train.trainer = verl, but verl is not installed in this environment: {build}; {several}.")
+
+
+def join(job: Job) -> None:
+    """Do the part of a process that is not the first: hold a node of Ray's, or nothing.
+
+    Raises:
+        BadInput: verl cannot be imported.
+        QrlError: as for `nodes.join`.
+    """
+    check_installed()
+    nodes.join(job.work)
 
 
 def run(job: Job) -> Trained:
@@ -89,24 +98,24 @@ def run(job: Job) -> Trained:
     check(base, job)
     check_installed()
     began = time.perf_counter()
-    made = translate.overrides(job, write_questions(job))
-    (job.work / arguments.FILE).write_text(json.dumps(made, indent=1) + "\n")
-    write_configuration(job.work, made)
     resumed = newest(job.work)
+    log = job.work / f"metrics-{resumed:07}.jsonl"
+    made = translate.overrides(job, write_questions(job)) | {LOG: str(log)}
+    (job.work / arguments.FILE).write_text(json.dumps(made, indent=1) + "\n")
     watchers = Watchers(job.watch, job.rollout)
     for step, row in _logged(job.work).items():  # of the interrupted training; its warnings were given
         _watch(watchers, step, row)
-    if resumed < job.settings.steps:
-        words = ["verl.trainer.main_ppo", "--config-path", str(job.work), "--config-name", "recipe"]
-        log = job.work / f"metrics-{resumed:07}.jsonl"
-        log.unlink(missing_ok=True)  # of a try that reached no checkpoint
-        with _running(words, job.work, VERL_FILE_LOGGER_PATH=str(log)) as trainer:
-            lines = _following(log, trainer)
-            for step, row in map(_entry, lines):
-                job.log(named(row, job), step)
-                for alarm in _watch(watchers, step, row):
-                    job.log({f"watch/{alarm.watcher}": 1.0}, alarm.step)
-                    job.warn(alarm)
+    with nodes.cluster(job.work) as (address, variables):  # even if no step is left: the other nodes wait for it
+        if resumed < job.settings.steps:
+            log.unlink(missing_ok=True)  # of a try that reached no checkpoint
+            write_configuration(job.work, made | {translate.ADDRESS: address})
+            words = [MAIN, "--config-path", str(job.work), "--config-name", "recipe"]
+            with child.running(words, job.work, **variables) as trainer:
+                for step, row in map(_entry, _following(log, trainer)):
+                    job.log(named(row, job), step)
+                    for alarm in _watch(watchers, step, row):
+                        job.log({f"watch/{alarm.watcher}": 1.0}, alarm.step)
+                        job.warn(alarm)
     merge(base, job)
     return Trained(
         path=job.out,
@@ -184,7 +193,7 @@ def merge(base: checkpoint.Checkpoint, job: Job) -> None:
     merged = job.work / "merged"
     shutil.rmtree(merged, ignore_errors=True)  # of a merge that was killed
     words = ["verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", str(actor), "--target_dir", str(merged)]
-    with _running(words, job.work):
+    with child.running(words, job.work):
         pass
     settings, adapter = job.settings, merged / "lora_adapter"
     with written_whole(job.out) as folder:
@@ -201,55 +210,6 @@ def merge(base: checkpoint.Checkpoint, job: Job) -> None:
         else:
             shutil.copyfile(base.path / "config.json", folder / "config.json")
         plain.copy_text_files(base.path, folder)
-
-
-@contextlib.contextmanager
-def _running(words: list[str], work: Path, **variables: str) -> Iterator[subprocess.Popen]:
-    """Run a module of verl's; at the block's end, however it ends, end it and everything that it has started.
-
-    Raises:
-        QrlError: it ended with an exit code other than 0.
-    """
-    mark, output = uuid.uuid4().hex, work / f"{words[0]}.log"
-    path = os.pathsep.join(filter(None, (str(process.ROOT), os.environ.get("PYTHONPATH"))))
-    ours = {"PYTHONPATH": path, "HYDRA_FULL_ERROR": "1", _MARK: mark, child.PARENT: str(os.getpid()), **variables}
-    kept = {name: value for name, value in os.environ.items() if name not in ("MLFLOW_RUN_ID", "RAY_ADDRESS")}
-    try:
-        with output.open("ab") as written:
-            how = {"cwd": work, "env": kept | ours, "stdin": subprocess.DEVNULL, "stdout": written, "stderr": written}
-            started = subprocess.Popen([sys.executable, "-m", child.__name__, *words], **how)
-        yield started
-        if started.wait():
-            raise QrlError(_failure(words[0], started.returncode, output))
-    finally:
-        _end(mark)
-
-
-def _failure(module: str, code: int, output: Path) -> str:
-    text = output.read_bytes()[-_LAST_BYTES:].decode("utf-8", errors="replace")
-    lines = _ERROR.findall(text) or [line for line in text.split("\n") if line.strip()] or ["it wrote nothing"]
-    how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return (
-        f"{module} ended with {how}: {lines[-1].strip()[:500]}. Mend what its output says, {output}, and run the same "
-        "command again: it resumes from the newest checkpoint."
-    )
-
-
-def _end(mark: str) -> None:
-    """End every process that carries the mark; Ray's are not in the group of the one that started them."""
-    for ending in (psutil.Process.terminate, psutil.Process.kill):
-        left = [each for each in psutil.process_iter() if _carries(each, mark)]
-        for each in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                ending(each)
-        psutil.wait_procs(left, _GRACE_S)
-
-
-def _carries(candidate: psutil.Process, mark: str) -> bool:
-    try:
-        return candidate.environ().get(_MARK) == mark
-    except psutil.Error:  # another user's, or it has ended
-        return False
 
 
 def _following(log: Path, writer: subprocess.Popen) -> Iterator[str]:

@@ -10,13 +10,14 @@ from qrl import process
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train, Watch
 from qrl.tasks import prompt
-from qrl.train import policy
+from qrl.train import arguments, parallel, policy
 from qrl.train.job import Job
 from qrl.train.verl import score
 
 NAME = "verl"  # of `train.trainer`, and of the package
 REWARD = f"pkg://{score.__name__}"  # what verl's reward workers import
 CHECKPOINTS, ROLLOUTS, QUESTIONS = "verl", "rollouts", "questions.parquet"  # in the work folder
+ADDRESS = "ray_kwargs.ray_init.address"
 ACTOR, SAMPLER, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 _NO_DUAL_CLIP = 1e9  # verl also bounds the ratio of bad completions, at 3 by default; GRPO and TRL do not
 _NO_LOWER_BOUND = "1e-09"  # verl's masks need a bound above 0; its ratios end at exp(-20)
@@ -43,6 +44,7 @@ SAME: Mapping[str, tuple[str, ...]] = {  # our key → verl's keys, which get th
     "rollout.max_model_tokens": (f"{SAMPLER}.max_model_len",),
 }
 CHOICES: Mapping[str, tuple[str, Mapping[str, Any]]] = {  # our key → verl's, and our value → verl's
+    "train.parallel": (f"{ACTOR}.strategy", {"none": "fsdp", "fsdp2": "fsdp2"}),  # the reference's follows it
     "train.schedule": (f"{ACTOR}.optim.lr_scheduler_type", {"constant": "constant", "cosine": "cosine"}),
     "train.loss": (  # each is TRL's average: `loss_scale_factor` above is the length that dr_grpo divides by
         f"{ACTOR}.loss_agg_mode",
@@ -54,7 +56,15 @@ CHOICES: Mapping[str, tuple[str, Mapping[str, Any]]] = {  # our key → verl's, 
     "rollout.sleep": (f"{SAMPLER}.free_cache_engine", {"auto": True, "on": True, "off": False}),
 }
 COMPUTED = (  # from several keys, in `overrides`
-    *("train.micro_batch", "train.epsilon_high", "train.beta", "train.method", "train.lora_rank", "train.lora_alpha"),
+    *(
+        "train.processes",
+        "train.micro_batch",
+        "train.epsilon_high",
+        "train.beta",
+        "train.method",
+        "train.lora_rank",
+        "train.lora_alpha",
+    ),
     *(
         "train.lora_targets",
         "train.base_storage",
@@ -87,8 +97,6 @@ REFUSED: Mapping[str, str] = {  # our key → why any value but the default is r
     "train.qat_calibration_samples": _QAT,
     "train.qat_calibration_batch": _QAT,
     "train.qat_calibration_max_tokens": _QAT,
-    "train.parallel": "verl starts its own processes, and is set up for one GPU here",
-    "train.processes": "verl starts its own processes, and is set up for one GPU here",
     "rollout.mode": _SERVER,
     "rollout.server": _SERVER,
     "rollout.server_timeout_s": _SERVER,
@@ -104,6 +112,8 @@ REFUSED: Mapping[str, str] = {  # our key → why any value but the default is r
     **{f"watch.{name}": _WATCHED for name in Watch.model_fields if name != "stop"},
 }
 REFUSED_VALUES: Mapping[tuple[str, str], str] = {  # our key and value → why
+    ("train.parallel", "ddp"): "verl divides the weights over the GPUs, and keeps no whole copies: fsdp2 does so too",
+    ("train.parallel", "zero3"): "verl has no DeepSpeed: fsdp2 divides the same",
     ("train.schedule", "linear"): "verl has constant and cosine",
     ("train.loss", "bnpo"): "verl averages over all tokens of a step, not of a micro-batch: dapo does so too",
     ("train.scale_rewards", "batch"): "verl divides by a group's standard deviation, or by none",
@@ -114,22 +124,15 @@ REFUSED_VALUES: Mapping[tuple[str, str], str] = {  # our key and value → why
 }
 
 
-def check_recipe(train: Train, rollout: Rollout, watch: Watch, nodes: int | None = None) -> None:
+def check_recipe(train: Train, rollout: Rollout, watch: Watch) -> None:
     """Check that verl can train as the recipe's sections say; nothing is loaded.
 
     Args:
         train, rollout, watch: the sections.
-        nodes: that the cluster will give the training; None: those on which it was launched.
 
     Raises:
-        BadInput: a key or a value has no counterpart in verl, or several nodes or processes train.
+        BadInput: a key or a value has no counterpart in verl.
     """
-    nodes = process.nodes() if nodes is None else nodes
-    if nodes > 1:
-        raise BadInput(
-            f"train.trainer = verl trains on one node here (trainer.nnodes = 1), not on {nodes}: set "
-            "steps.train.nodes = 1 in cluster.yaml, or train.trainer = trl."
-        )
     for key, value, default in _settings(train, rollout, watch):
         why = REFUSED.get(key) if value != default else None
         values = value if isinstance(value, tuple) else (value,)
@@ -144,8 +147,25 @@ def check_recipe(train: Train, rollout: Rollout, watch: Watch, nodes: int | None
             f"With train.trainer = verl the base is stored in fp32, but the recipe stores it in {train.storage}, where "
             "verl would train the adapter in the same dtype and lose small updates: set train.base_storage = fp32."
         )
-    if process.world_size() > 1:
-        raise BadInput("train.trainer = verl starts its own processes: start the step without torchrun or accelerate.")
+
+
+def check_gpus(train: Train, gpus: int) -> None:
+    """Check that a number of GPUs, of all nodes together, can share a step's completions as verl asserts.
+
+    Raises:
+        BadInput: several train without fsdp2, nodes differ, or the GPUs or the micro-batch do not divide the step.
+    """
+    if process.world_size() != process.nodes() * process.local_world_size():
+        raise BadInput(
+            f"The training has {process.world_size()} processes, but {process.local_world_size()} on this node: verl "
+            "needs the same number of GPUs on every node."
+        )
+    if gpus > 1 and train.parallel == "none":
+        raise BadInput(
+            f"train.trainer = verl divides the weights over {gpus} GPUs, but train.parallel = none: set "
+            "train.parallel = fsdp2, or train on one GPU of one node."
+        )
+    arguments.check_batch(train, gpus, "GPUs")
 
 
 def _settings(*sections: Train | Rollout | Watch):
@@ -166,7 +186,7 @@ def overrides(job: Job, prompt_tokens: int) -> dict[str, Any]:
     given = {key: value for key, value, _ in _settings(train, rollout)}
     made = {theirs: given[ours] for ours, names in SAME.items() for theirs in names}
     made |= {theirs: values[given[ours]] for ours, (theirs, values) in CHOICES.items()}
-    return made | _fixed(job) | _data(job, prompt_tokens) | _policy(train) | _sampling(train, rollout) | _reward(job)
+    return made | _fixed(job) | _data(job, prompt_tokens) | _policy(job) | _sampling(train, rollout) | _reward(job)
 
 
 def _fixed(job: Job) -> dict[str, Any]:
@@ -174,8 +194,8 @@ def _fixed(job: Job) -> dict[str, Any]:
     return {
         **dict.fromkeys(seeds, job.seed),
         "algorithm.adv_estimator": "grpo",
-        "trainer.nnodes": 1,
-        "trainer.n_gpus_per_node": 1,
+        "trainer.nnodes": process.nodes(),
+        "trainer.n_gpus_per_node": parallel.processes(job.settings, job.device) // process.nodes(),
         f"{SAMPLER}.tensor_model_parallel_size": 1,
         "trainer.default_local_dir": str(job.work / CHECKPOINTS),
         "trainer.rollout_data_dir": str(job.work / ROLLOUTS),
@@ -185,7 +205,7 @@ def _fixed(job: Job) -> dict[str, Any]:
         "trainer.experiment_name": "train",
         "trainer.val_before_train": False,
         "trainer.test_freq": -1,
-        "ray_kwargs.ray_init.address": "local",  # never a cluster of somebody else's
+        ADDRESS: "local",  # of a training on one node; never a cluster of somebody else's
     }
 
 
@@ -201,9 +221,10 @@ def _data(job: Job, prompt_tokens: int) -> dict[str, Any]:
     }
 
 
-def _policy(train: Train) -> dict[str, Any]:
+def _policy(job: Job) -> dict[str, Any]:
     """Return model, precision, loss and optimizer, as TRL has them where verl's defaults differ."""
-    micro = min(train.micro_batch, train.prompts_per_step * train.generations)
+    train, gpus = job.settings, parallel.processes(job.settings, job.device)
+    micro = min(train.micro_batch, train.prompts_per_step * train.generations // gpus)
     parts = (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config")
     made = {
         **{f"{part}.mixed_precision.param_dtype": train.compute for part in parts},
