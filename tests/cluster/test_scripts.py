@@ -160,7 +160,7 @@ CLUSTERS = {  # what a recipe and cluster.yaml say of one training
     "enough": ({"train.processes": "2"}, {"gpus": 2}, ""),
     "enough on two nodes": ({}, {"gpus": 1, "nodes": 2}, ""),
     "verl on two nodes": (
-        {"train.trainer": "verl", "train.parallel": "fsdp2", "rollout.engine": "vllm"},
+        {"train.trainer": "verl", "train.parallel": "fsdp2", "rollout.engine": "vllm", "train.micro_batch": "16"},
         {"gpus": 1, "nodes": 2},
         "",
     ),

@@ -7,7 +7,6 @@ write its shard with verl's checkpoint manager. QRL_VERL_PYTHON names a Python w
 import os
 
 import mlflow
-import psutil
 import pytest
 
 from qrl import names
@@ -15,7 +14,7 @@ from qrl.cluster import backend, config, jobs
 from tests.cluster import one_machine
 from tests.cluster.test_jobs import tags, until
 from tests.cluster.test_study import ROOT
-from tests.train.test_verl_real import SAVE
+from tests.train.test_verl_real import SAVE, of_ray
 
 pytestmark = [
     pytest.mark.slow,
@@ -106,13 +105,6 @@ def submitted(slurm, store, tmp_path, monkeypatch):
     return submit
 
 
-def left(mark: str) -> list[str]:
-    """Return the names of the living processes of a job, but for this one."""
-    found = psutil.process_iter(["environ", "name", "pid"])
-    ours = [each for each in found if (each.info["environ"] or {}).get("QRL_TEST_RAY") == mark]
-    return [each.info["name"] for each in ours if each.info["pid"] != os.getpid()]
-
-
 def test_verl_trains_on_two_nodes_and_only_the_first_logs(submitted, tmp_path):
     train = submitted()
     assert train.wait(), train.log.read_text()[-4000:]
@@ -120,13 +112,13 @@ def test_verl_trains_on_two_nodes_and_only_the_first_logs(submitted, tmp_path):
     assert run.info.status == "FINISHED" and run.data.params["processes"] == "2"
     assert run.data.metrics["train/reward"] == STEPS / 10 and names.TAG_REASON not in tags(train)
     assert tags(train)[jobs.NODE] == "n[1-2]"
-    until(lambda: not left(str(tmp_path)), 30)
+    until(lambda: not of_ray(str(tmp_path)), 30)
 
 
 def test_a_training_that_is_cancelled_leaves_nothing_of_rays(submitted, tmp_path):
     train = submitted(QRL_TEST_HANG=str(tmp_path / "hangs"))
     until((tmp_path / "hangs").exists, 300)
-    assert {"raylet", "gcs_server"} <= set(left(str(tmp_path)))
+    assert {"raylet", "gcs_server"} <= set(of_ray(str(tmp_path)))
     train.cancel()
-    until(lambda: not left(str(tmp_path)), 60)
+    until(lambda: not of_ray(str(tmp_path)), 60)
     until(lambda: train.get_status() == "KILLED", 60)

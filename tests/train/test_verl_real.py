@@ -158,8 +158,11 @@ os._exit(0)  # without ray.shutdown()
 def of_ray(mark: str) -> list[str]:
     """Return the names of the living processes that inherited the test's variable."""
     found = []
-    for each in psutil.process_iter(["environ", "name", "pid", "status"]):
-        inherited = (each.info["environ"] or {}).get("QRL_TEST_RAY") == mark
+    for each in psutil.process_iter(["name", "pid", "status"]):
+        try:  # not by psutil, which loses the environment of a process that has set its title
+            inherited = f"QRL_TEST_RAY={mark}".encode() in Path(f"/proc/{each.pid}/environ").read_bytes()
+        except OSError:
+            continue
         if inherited and each.info["pid"] != os.getpid() and each.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(each.info["name"])
     return found

@@ -91,8 +91,9 @@ def _end(mark: str) -> None:
 
 def _carries(candidate: psutil.Process, mark: str) -> bool:
     try:
-        return candidate.environ().get(_MARK) == mark
-    except psutil.Error:  # another user's, or it has ended
+        # psutil's own reading ends at the first gap, which Ray's agents leave where they have set their title.
+        return f"{_MARK}={mark}".encode() in Path(f"/proc/{candidate.pid}/environ").read_bytes()
+    except OSError:  # another user's, or it has ended
         return False
 
 
