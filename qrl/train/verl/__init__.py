@@ -1,4 +1,4 @@
-"""verl as another trainer of GRPO: the same recipe, questions, prompts and rewards; `train.trainer=verl`. Not run."""
+"""verl as another trainer of GRPO: the same recipe, questions, prompts and rewards; `train.trainer=verl`."""
 
 from qrl.train.verl.training import check, join, run
 from qrl.train.verl.translate import check_gpus, check_recipe

@@ -54,17 +54,14 @@ def cluster(work: Path) -> Iterator[tuple[str, dict[str, str]]]:
         return
     store = _store()
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # else anybody may run code there
-    try:
-        with _node(work, "head", ["--head", "--port=0", "--include-dashboard=false"], token) as (ray, folder):
-            address = _address(ray, folder, work / "head")
-            store.set(_CLUSTER, json.dumps({"address": address, "token": token}))
+    with _node(work, "head", ["--head", "--port=0", "--include-dashboard=false"], token) as (ray, folder):
+        address = _address(ray, folder, work / "head")
+        store.set(_CLUSTER, json.dumps({"address": address, "token": token}))
+        try:
             check_joined(_joined(address, work, token), process.nodes(), process.local_world_size())
-            try:
-                yield address, token
-            finally:
-                store.set(_ENDED, "1")  # first, lest the other nodes take the head's end for a failure
-    finally:
-        store.set(_ENDED, "1")
+            yield address, token
+        finally:
+            store.set(_ENDED, "1")  # before the head ends, which the other nodes would take for a failure
 
 
 def join(work: Path) -> None:
